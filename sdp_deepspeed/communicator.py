@@ -1,0 +1,69 @@
+"""The data-parallel group as an object that is handed in: nothing here is a module global.
+
+Positional calls only: `torch.distributed` and `deepspeed.comm` name their arguments differently
+(`input` and `tensor`), and both must fit.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+
+class Communicator:
+    """One communicator for the exchange: the data-parallel group of this rank.
+
+    Args:
+        dist: `torch.distributed`, `deepspeed.comm`, or anything with their functions.
+        group: process group; None is the default group.
+    """
+
+    def __init__(self, dist: Any, group: Any = None) -> None:
+        self._dist = dist
+        self._group = group
+        self.rank: int = dist.get_rank(group)
+        self.size: int = dist.get_world_size(group)
+
+    def all_to_all(
+        self, received: torch.Tensor, sent: torch.Tensor, received_splits: Sequence[int], sent_splits: Sequence[int]
+    ) -> None:
+        """Uneven all-to-all of flat tensors, splits in elements; every rank of the group calls it."""
+        if self.size > 1:
+            self._dist.all_to_all_single(
+                received, sent, list(received_splits), list(sent_splits), group=self._group
+            )
+
+    def sum(self, tensor: torch.Tensor) -> torch.Tensor:
+        """All-reduce in place; every rank of the group calls it."""
+        if self.size > 1:
+            self._dist.all_reduce(tensor, group=self._group)
+        return tensor
+
+    def gather_objects(self, value: object) -> list[Any]:
+        """One small picklable object of every rank, in rank order; for start-up and errors only."""
+        values: list[Any] = [None] * self.size
+        self._dist.all_gather_object(values, value, group=self._group)
+        return values
+
+    def barrier(self) -> None:
+        self._dist.barrier(group=self._group)
+
+    def raise_together(self, error: BaseException | None) -> None:
+        """Raise on every rank when any rank has an error, so that nobody waits for a rank that left.
+
+        Raises:
+            type of the first rank's error where it is a ValueError or RuntimeError, else RuntimeError.
+        """
+        kind = "ValueError" if isinstance(error, ValueError) else "RuntimeError"
+        reports = self.gather_objects(None if error is None else (kind, f"{error}"))
+        failed = {rank: report for rank, report in enumerate(reports) if report is not None}
+        if not failed:
+            return
+        first = min(failed)
+        text = failed[first][1]
+        if len(failed) < self.size:
+            ranks = ", ".join(map(str, list(failed)[:5])) + (f" +{len(failed) - 5} more" if len(failed) > 5 else "")
+            text = f"{text} [on rank {ranks}]"
+        raise (ValueError if failed[first][0] == "ValueError" else RuntimeError)(text) from error

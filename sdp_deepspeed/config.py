@@ -1,0 +1,263 @@
+"""The JSON block `subnetwork_data_parallel`: parse it, explain what is wrong in it, resolve its counts."""
+
+from __future__ import annotations
+
+import difflib
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
+
+from sdp_deepspeed.plan import Plan
+
+KEY = "subnetwork_data_parallel"
+
+Regime = Literal["forward", "backward"]
+StrategyName = Literal["block", "neuron"]
+
+# Shorter names that users of the method may try; difflib finds the misspellings of KEY itself.
+_OTHER_NAMES = frozenset(
+    {"sdp", "sdpconfig", "subnetwork", "subnetworks", "subnetworkparallel", "subnetworkparallelism", "sdpdeepspeed"}
+)
+_NEAR_MISS_RATIO = 0.8  # every top-level key of DeepSpeed stays below 0.7 (tests/test_config.py)
+_COVERAGE_DIGITS = 4  # 0.3333 means 1/3: the next coverage of 1024 subnetworks is ten times farther away
+
+
+class SubnetworkConfig(BaseModel):
+    """The parsed block. A field's description is what its error message says was expected."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
+
+    enabled: bool = Field(True, description="true or false")
+    regime: Regime = Field("forward", description='"forward" or "backward"')
+    strategy: StrategyName | dict[str, StrategyName] = Field(
+        "block", description='"block", "neuron", or a mapping by part such as {"attention": "neuron", "mlp": "block"}'
+    )
+    coverage: float | None = Field(None, gt=0, le=1, description="a number above 0 and at most 1")
+    holders: int | None = Field(None, ge=1, description="a whole number of holders per unit, at least 1")
+    subnetworks: Literal["auto"] | int = Field(
+        "auto", description='"auto" (one for each data-parallel rank) or a whole number of at least 1'
+    )
+    granularity: Literal["sublayer", "layer"] = Field("sublayer", description='"sublayer" or "layer"')
+    assignment: str = Field("balanced", description='"balanced", "cyclic", or the path of a plan ending in .json')
+    shared: tuple[str, ...] = Field(
+        (), strict=False, description="a list of regular expressions of parameter names (Python's re)"
+    )
+    neuron_groups: int | None = Field(None, ge=1, description="a whole number of groups, at least 1")
+    dense_branch_scale: Literal["none", "coverage"] = Field("none", description='"none" or "coverage"')
+    seed: int = Field(0, ge=0, description="a whole number of at least 0")
+    allow_optimizer: bool = Field(False, description="true or false")
+    check_agreement: bool = Field(False, description="true or false")
+
+    @field_validator("subnetworks")
+    @classmethod
+    def _at_least_one(cls, value: Literal["auto"] | int) -> Literal["auto"] | int:
+        if value != "auto" and value < 1:
+            raise ValueError
+        return value
+
+    @field_validator("strategy")
+    @classmethod
+    def _no_empty_mapping(cls, value: StrategyName | dict[str, StrategyName]) -> StrategyName | dict[str, StrategyName]:
+        if not value:
+            raise ValueError
+        return value
+
+    @field_validator("assignment")
+    @classmethod
+    def _known_assignment(cls, value: str) -> str:
+        if value not in ("balanced", "cyclic") and not value.endswith(".json"):
+            raise ValueError
+        return value
+
+    @field_validator("shared")
+    @classmethod
+    def _compiles(cls, value: tuple[str, ...]) -> tuple[str, ...]:
+        for pattern in value:
+            try:
+                re.compile(pattern)
+            except re.error as error:
+                raise ValueError(f"{pattern!r} does not compile: {error}") from None
+        return value
+
+    @model_validator(mode="after")
+    def _consistent(self) -> SubnetworkConfig:
+        if self.enabled:
+            problems = _contradictions(self)
+            if problems:
+                raise ValueError("\n".join(problems))
+        return self
+
+    @property
+    def plan_path(self) -> str | None:
+        """Path of the plan that `assignment` names, or None."""
+        return self.assignment if self.assignment.endswith(".json") else None
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Counts that follow from the block and the number of data-parallel ranks.
+
+    Args:
+        num_subnetworks: k.
+        num_holders: p, the subnetworks that hold a unit; coverage is p / k.
+        num_replicas: r, the data-parallel ranks that train one subnetwork.
+    """
+
+    num_subnetworks: int
+    num_holders: int
+    num_replicas: int = 1
+
+
+def parse(ds_config: Mapping[str, Any]) -> SubnetworkConfig | None:
+    """Read the block out of a DeepSpeed config.
+
+    Args:
+        ds_config: the whole DeepSpeed config, loaded.
+
+    Returns:
+        The block; None if it is absent or not enabled.
+
+    Raises:
+        ValueError: a top-level key that is a near-miss of the block's name (DeepSpeed ignores unknown
+            top-level keys, so the run would train without SDP), or problems inside the block, all in one message.
+    """
+    _refuse_near_misses(ds_config)
+    if KEY not in ds_config:
+        return None
+    block = ds_config[KEY]
+    if not isinstance(block, Mapping):
+        raise ValueError(f'{KEY}: got {block!r}, expected an object such as {{"coverage": 0.5}}')
+    try:
+        config = SubnetworkConfig.model_validate(dict(block))
+    except ValidationError as error:
+        raise ValueError(_explain(error, block)) from None
+    return config if config.enabled else None
+
+
+def resolve(config: SubnetworkConfig, data_parallel_size: int) -> Layout:
+    """Turn coverage or holders into whole counts for a number of ranks.
+
+    Args:
+        config: the block; when `assignment` is a path and counts are absent, the plan's are taken.
+        data_parallel_size: D, the number of data-parallel ranks.
+
+    Raises:
+        ValueError: counts that do not fit D, with the nearest that do; or what is not built yet.
+    """
+    plan = Plan.load(config.plan_path) if config.plan_path is not None else None
+    k = _num_subnetworks(config, plan, data_parallel_size)
+    if config.holders is not None:
+        p = config.holders
+    elif config.coverage is not None:
+        p = _whole_holders(config.coverage, k)
+    else:
+        assert plan is not None, "parse() asks for coverage or holders when there is no plan"
+        p = plan.num_holders
+    if p > k:
+        raise ValueError(
+            f"{KEY}.holders: got {p}, but there are only {k} subnetworks on {data_parallel_size} data-parallel ranks; "
+            f"choose 1 to {k}, or start more ranks"
+        )
+    return Layout(num_subnetworks=k, num_holders=p, num_replicas=data_parallel_size // k)
+
+
+def _num_subnetworks(config: SubnetworkConfig, plan: Plan | None, data_parallel_size: int) -> int:
+    if plan is not None and config.subnetworks in ("auto", plan.num_subnetworks):
+        k, where = plan.num_subnetworks, f"{KEY}.assignment: the plan {config.plan_path!r} has"
+    elif config.subnetworks == "auto":
+        return data_parallel_size
+    else:
+        k, where = int(config.subnetworks), f"{KEY}.subnetworks: got"
+    if data_parallel_size % k:
+        divisors = [str(d) for d in range(1, data_parallel_size + 1) if data_parallel_size % d == 0]
+        raise ValueError(
+            f"{where} {k} subnetworks, which do not divide the {data_parallel_size} data-parallel ranks; "
+            f"possible here: {', '.join(divisors)}"
+        )
+    if k < data_parallel_size:
+        raise ValueError(
+            f"{where} {k} subnetworks for {data_parallel_size} data-parallel ranks: replicas of subnetworks are "
+            f'not built yet; use {data_parallel_size} or "auto"'
+        )
+    return k
+
+
+def _whole_holders(coverage: float, k: int) -> int:
+    p = round(coverage * k)
+    if p >= 1 and abs(coverage - p / k) <= 10**-_COVERAGE_DIGITS:
+        return p
+    nearest = sorted(range(1, k + 1), key=lambda n: abs(n / k - coverage))[:4]
+    listed = ", ".join(f"{round(n / k, _COVERAGE_DIGITS):g} (holders {n})" for n in sorted(nearest))
+    raise ValueError(
+        f"{KEY}.coverage: {coverage:g} of {k} subnetworks is {coverage * k:g} holders per unit, not a whole number; "
+        f"nearest that are: {listed}"
+    )
+
+
+def _contradictions(config: SubnetworkConfig) -> list[str]:
+    """Settings that contradict each other or would have no effect."""
+    problems = []
+    if config.coverage is not None and config.holders is not None:
+        problems.append(
+            f"{KEY}.coverage and {KEY}.holders: got {config.coverage:g} and {config.holders}, expected one of both"
+        )
+    if config.plan_path is None:
+        if config.coverage is None and config.holders is None:
+            problems.append(f"{KEY}: neither coverage nor holders is given; add one, such as {KEY}.coverage: 0.5")
+        if config.assignment == "cyclic" and config.seed:
+            problems.append(f'{KEY}.seed: got {config.seed}, but assignment "cyclic" has no use for it; remove it')
+        return problems
+    for name in ("granularity", "shared", "neuron_groups", "seed"):
+        if getattr(config, name) != SubnetworkConfig.model_fields[name].default:
+            value = getattr(config, name)
+            problems.append(f"{KEY}.{name}: got {value!r}, but the plan {config.plan_path!r} decides that; remove it")
+    return problems
+
+
+def _normalised(name: str) -> str:
+    return re.sub(r"[^a-z0-9]", "", name.lower())
+
+
+def _refuse_near_misses(ds_config: Mapping[str, Any]) -> None:
+    target = _normalised(KEY)
+    for name in ds_config:
+        if name == KEY or not isinstance(name, str):
+            continue
+        plain = _normalised(name)
+        ratio = difflib.SequenceMatcher(None, plain, target, autojunk=False).ratio()
+        if plain in _OTHER_NAMES or ratio >= _NEAR_MISS_RATIO:
+            raise ValueError(
+                f"unknown top-level key {name!r}: DeepSpeed would ignore it and train without subnetworks. "
+                f"If you mean subnetwork data parallelism, write {KEY!r}; if not, rename or remove the key"
+            )
+
+
+def _explain(error: ValidationError, block: Mapping[str, Any]) -> str:
+    """All problems of a block, one line each, in the order of the block."""
+    problems: dict[str, str] = {}
+    for item in error.errors(include_url=False, include_context=False):
+        name = str(item["loc"][0]) if item["loc"] else ""
+        # A union reports each alternative on its own: the first line per key says it all.
+        problems.setdefault(name, _explain_one(name, item["type"], item["msg"], block))
+    lines = [line for text in problems.values() for line in text.split("\n")]
+    if len(lines) == 1:
+        return lines[0]
+    return f"{KEY}: {len(lines)} problems:\n" + "\n".join(f"  {line}" for line in lines)
+
+
+def _explain_one(name: str, kind: str, message: str, block: Mapping[str, Any]) -> str:
+    message = message.removeprefix("Value error, ")
+    fields = SubnetworkConfig.model_fields
+    if not name:
+        return message
+    if kind == "extra_forbidden":
+        near = difflib.get_close_matches(_normalised(name), list(fields), n=1, cutoff=0.5)
+        hint = f"did you mean {near[0]!r}?" if near else f"known keys: {', '.join(fields)}"
+        return f"{KEY}.{name}: unknown key; {hint}"
+    if block[name] == "auto":
+        return f'{KEY}.{name}: "auto" is only possible for {KEY}.subnetworks; expected {fields[name].description}'
+    detail = f" ({message})" if kind == "value_error" and name == "shared" else ""
+    return f"{KEY}.{name}: got {block[name]!r}, expected {fields[name].description}{detail}"

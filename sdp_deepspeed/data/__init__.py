@@ -1,0 +1,11 @@
+"""Text to batches: corpus, tokenizer, held-out split, packed blocks, shards per data-parallel rank.
+
+`build(DataConfig(...), micro_batch=..., rank=..., world_size=...)` is the whole interface for a
+training program; `python -m sdp_deepspeed.data <data.json>` prepares a large corpus beforehand.
+"""
+
+from .bundle import DataBundle, build
+from .config import DataConfig
+from .loader import PackedBatches, ValidationBatch, ValidationBatches
+
+__all__ = ["DataBundle", "DataConfig", "PackedBatches", "ValidationBatch", "ValidationBatches", "build"]

@@ -1,0 +1,77 @@
+"""From a `DataConfig` to batches on every rank: rank 0 prepares the cache, all ranks open it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from .agreement import Agree, over_process_group, run_on_all, run_on_first
+from .config import DataConfig
+from .loader import PackedBatches, ValidationBatches
+from .packing import PreparedData
+from .prepare import prepare
+
+
+@dataclass(frozen=True)
+class DataBundle:
+    """What a training program needs of the data.
+
+    Args:
+        tokenizer: a Transformers tokenizer, for `save_pretrained` and sampling; the model's `vocab_size` must be
+            at least `prepared.vocab_size`.
+        train: endless batches of this rank.
+        validation: held-out batches of this rank; None when `validation_fraction` is 0.
+        prepared: counts of documents, bytes and tokens, and the cache folder.
+    """
+
+    tokenizer: Any
+    train: PackedBatches
+    validation: ValidationBatches | None
+    prepared: PreparedData
+
+
+def build(
+    config: DataConfig, *, micro_batch: int, rank: int = 0, world_size: int = 1, agree: Agree | None = None
+) -> DataBundle:
+    """Prepare (rank 0 only, cached) and open the data. A collective of all data-parallel ranks.
+
+    Args:
+        micro_batch: samples per rank and micro-step, DeepSpeed's `train_micro_batch_size_per_gpu`.
+        rank, world_size: of the data-parallel group.
+        agree: gathers one value per data-parallel rank; None uses torch.distributed's default group
+            (nothing when there is one rank).
+
+    Raises:
+        ValueError: a mistake in the config or the data; the same on every rank.
+        RuntimeError: preparing failed on rank 0 (rank 0 itself raises the original error), or a rank does not
+            see the cache. Raised on every rank.
+    """
+    if agree is None and world_size > 1:
+        agree = over_process_group(world_size)
+    folder = run_on_first(lambda: prepare(config), rank=rank, agree=agree)
+    return run_on_all(
+        lambda: _open(config, folder, micro_batch=micro_batch, rank=rank, world_size=world_size), rank=rank, agree=agree
+    )
+
+
+def _open(config: DataConfig, folder: Path, *, micro_batch: int, rank: int, world_size: int) -> DataBundle:
+    prepared = PreparedData.load(folder)
+    train = PackedBatches(
+        prepared.blocks("train", config.sequence_length),
+        micro_batch=micro_batch,
+        rank=rank,
+        world_size=world_size,
+        seed=config.seed,
+        data=prepared.identity,
+    )
+    validation = None
+    if config.validation_fraction > 0:
+        validation = ValidationBatches(
+            prepared.blocks("validation", config.sequence_length),
+            micro_batch=micro_batch,
+            rank=rank,
+            world_size=world_size,
+            limit=config.validation_blocks,
+        )
+    return DataBundle(prepared.tokenizer(), train, validation, prepared)

@@ -1,0 +1,177 @@
+"""Documents to two flat streams of token ids on disk (training and held-out), and blocks out of them.
+
+The stream does not depend on the sequence length, so that changing it costs nothing. A prepared folder:
+`tokenizer/`, `train.bin`, `validation.bin` (little-endian token ids, end-of-document after each document),
+`meta.json`, written last.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import time
+from collections.abc import Iterable, Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Literal, TextIO
+
+import numpy as np
+import numpy.typing as npt
+
+from .tokenizer import encode, vocabulary_size
+
+SplitName = Literal["train", "validation"]
+_SPLITS: tuple[SplitName, ...] = ("train", "validation")
+# Enough text at once to keep the tokenizer's threads busy, little enough to hold in memory.
+_BATCH_CHARACTERS = 4_000_000
+
+
+def is_held_out(text: str, fraction: float) -> bool:
+    """Whether a document belongs to the validation split.
+
+    By its content, not its place: copies of a document fall into the same split, and neither order,
+    number of ranks nor seed moves it.
+    """
+    digest = hashlib.blake2b(text.encode("utf-8"), digest_size=8).digest()
+    return int.from_bytes(digest, "big") < fraction * 2**64
+
+
+@dataclass
+class SplitCount:
+    """What one split holds; bytes of UTF-8, tokens with the ends of documents."""
+
+    documents: int = 0
+    bytes: int = 0
+    tokens: int = 0
+
+
+def pack(
+    documents: Iterable[str], *, tokenizer: Any, folder: Path, validation_fraction: float
+) -> dict[str, SplitCount]:
+    """Encode all documents into `folder`'s two streams; returns the counts by split."""
+    counts: dict[str, SplitCount] = {split: SplitCount() for split in _SPLITS}
+    dtype = token_dtype(vocabulary_size(tokenizer))
+    end = np.array([tokenizer.eos_token_id], dtype=dtype)
+    files = {split: (folder / f"{split}.bin").open("wb") for split in _SPLITS}
+    try:
+        for batch in _batches(documents):
+            for text, ids in zip(batch, encode(tokenizer, batch), strict=True):
+                split: SplitName = "validation" if is_held_out(text, validation_fraction) else "train"
+                files[split].write(np.array(ids, dtype=dtype).tobytes() + end.tobytes())
+                counts[split].documents += 1
+                counts[split].bytes += len(text.encode("utf-8"))
+                counts[split].tokens += len(ids) + 1
+        for file in files.values():
+            _sync(file)
+    finally:
+        for file in files.values():
+            file.close()
+    return counts
+
+
+def token_dtype(vocab_size: int) -> np.dtype[Any]:
+    """The smallest stored integer that holds every id."""
+    return np.dtype("<u2" if vocab_size <= 2**16 else "<u4")
+
+
+def _batches(documents: Iterable[str]) -> Iterator[list[str]]:
+    batch: list[str] = []
+    size = 0
+    for text in documents:
+        batch.append(text)
+        size += len(text)
+        if size >= _BATCH_CHARACTERS:
+            yield batch
+            batch, size = [], 0
+    if batch:
+        yield batch
+
+
+def _sync(file: Any) -> None:
+    """To the disk, so that a rename cannot outlive its content after a power failure."""
+    file.flush()
+    os.fsync(file.fileno())
+
+
+@dataclass(frozen=True)
+class PreparedData:
+    """A prepared folder: where its tokens are and how many.
+
+    Args:
+        folder: where it lies.
+        identity: hash of corpus, split and tokenizer.
+        vocab_size: ids of the tokenizer; a model needs at least as many.
+        counts: by split.
+    """
+
+    folder: Path
+    identity: str
+    vocab_size: int
+    counts: dict[str, SplitCount]
+
+    def save(self) -> None:
+        """Write meta.json, which makes the folder complete."""
+        content = {
+            "identity": self.identity,
+            "vocab_size": self.vocab_size,
+            "counts": {split: asdict(count) for split, count in self.counts.items()},
+        }
+        file: TextIO
+        with (self.folder / "meta.json").open("w", encoding="utf-8") as file:
+            json.dump(content, file, indent=2)
+            _sync(file)
+
+    @classmethod
+    def load(cls, folder: Path, *, wait_seconds: float = 10.0) -> PreparedData:
+        """Open a prepared folder and check its files' sizes.
+
+        Args:
+            wait_seconds: network file systems may show a new folder to other nodes a little later.
+
+        Raises:
+            RuntimeError: it is not there (not a shared file system?) or damaged.
+        """
+        give_up = time.monotonic() + wait_seconds
+        while not (folder / "meta.json").is_file():
+            if time.monotonic() > give_up:
+                raise RuntimeError(
+                    f"the prepared data {folder} is not visible here: cache_dir must be on a file system that all "
+                    "ranks see, or be prepared on each node with `python -m sdp_deepspeed.data <data.json>`"
+                )
+            time.sleep(0.1)
+        content = json.loads((folder / "meta.json").read_text(encoding="utf-8"))
+        counts: dict[str, SplitCount] = {split: SplitCount(**content["counts"][split]) for split in _SPLITS}
+        prepared = cls(folder, content["identity"], content["vocab_size"], counts)
+        prepared._check_sizes()
+        return prepared
+
+    def _check_sizes(self) -> None:
+        itemsize = token_dtype(self.vocab_size).itemsize
+        for split in _SPLITS:
+            path, expected = self.folder / f"{split}.bin", self.counts[split].tokens * itemsize
+            size = path.stat().st_size if path.is_file() else None
+            if size != expected:
+                raise RuntimeError(f"{path} is damaged ({size} bytes, expected {expected}): delete {self.folder}")
+
+    def blocks(self, split: SplitName, sequence_length: int) -> npt.NDArray[np.unsignedinteger[Any]]:
+        """[N, T] token ids as a read-only memory map; the last incomplete block is left out (fewer than T tokens)."""
+        num_blocks = self.counts[split].tokens // sequence_length
+        dtype = token_dtype(self.vocab_size)
+        if num_blocks == 0:  # an empty file cannot be mapped
+            return np.empty((0, sequence_length), dtype=dtype)
+        path = self.folder / f"{split}.bin"
+        return np.memmap(path, dtype=dtype, mode="r", shape=(num_blocks, sequence_length))
+
+    def tokenizer(self) -> Any:
+        """The tokenizer that made the tokens."""
+        from transformers import AutoTokenizer
+
+        return AutoTokenizer.from_pretrained(self.folder / "tokenizer")
+
+    def __str__(self) -> str:
+        train, held = self.counts["train"], self.counts["validation"]
+        return (
+            f"{train.documents:,} documents, {train.bytes / 1e6:.1f} MB, {train.tokens:,} tokens to train on; "
+            f"{held.documents:,} documents, {held.tokens:,} tokens held out; vocabulary {self.vocab_size:,}"
+        )

@@ -1,0 +1,251 @@
+"""SubnetworkEngine: DeepSpeed's engine with each rank's module cut down to its subnetwork.
+
+The order of the constructor is DeepSpeed's: the module is cast, moved and broadcast; then we plan and drop
+what this rank lacks; then the optimizer is built, which the masked averaging wraps.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from contextlib import AbstractContextManager
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed
+from deepspeed import comm as deepspeed_comm
+from deepspeed.runtime.engine import ZERO_OPTIMIZATION, DeepSpeedEngine
+from deepspeed.utils import log_dist, logger
+from torch import nn
+
+from . import checkpoint
+from .agreement import check_holders_agree
+from .architectures import find_sites, unit_costs, units_of_sites
+from .communicator import Communicator
+from .config import SubnetworkConfig, parse, resolve
+from .dense import DenseView
+from .gate import TIMEOUT, Gate
+from .hosts import check_hosts
+from .masking import BlockMask
+from .optimizer import OptimizerSettings, SubnetworkOptimizer
+from .plan import Plan, make_plan
+from .segments import TensorInfo
+from .support import optimizer_refusal, refuse_unsupported
+
+
+class SubnetworkEngine(DeepSpeedEngine):
+    """What `deepspeed.initialize` returns for a config with the block `subnetwork_data_parallel`.
+
+    Attributes:
+        plan: who holds what, the same on every rank.
+        communicator: the data-parallel group.
+    """
+
+    plan: Plan
+    communicator: Communicator
+    optimizer: SubnetworkOptimizer
+
+    def __init__(self, args: Any, model: nn.Module, *rest: Any, **options: Any) -> None:
+        config: Mapping[str, Any] = options["config"]
+        block = parse(config)
+        assert block is not None, "the seam builds this engine for configs with the block only"
+        object.__setattr__(self, "block", block)
+        refuse_unsupported(block, config)
+        for warning in check_hosts():
+            logger.warning(warning)
+        super().__init__(args, model, *rest, **options)
+        if self.optimizer is None:
+            raise ValueError(
+                "subnetwork_data_parallel needs an optimizer: name one in the config, or give deepspeed.initialize one"
+            )
+
+    def _configure_distributed_model(self, model: nn.Module) -> None:
+        super()._configure_distributed_model(model)
+        self.communicator = Communicator(deepspeed_comm, self.seq_data_parallel_group)
+        self._tensors = _dense_tensors(model)
+        error: Exception | None = None
+        try:
+            self.plan = _plan(model, self.block, self.communicator.size)
+            self._mask = BlockMask(model, find_sites(model), self.plan, self.communicator.rank)
+        except ValueError as problem:
+            error = problem
+        self.communicator.raise_together(error)
+        self._check_same_plan()
+        self._dense = DenseView(model, self._mask, self.plan, self.communicator, _make_gate(self.communicator))
+        log_dist(f"subnetwork_data_parallel\n{self.plan.table()}", ranks=[0])
+
+    def _check_same_plan(self) -> None:
+        hashes = self.communicator.gather_objects(self.plan.hash)
+        different = [rank for rank, other in enumerate(hashes) if other != hashes[0]]
+        if different:
+            raise RuntimeError(
+                f"ranks {different[:5]} made another plan than rank 0 ({hashes[different[0]][:12]} and {hashes[0][:12]}); "
+                "give all ranks the same model, config and version of sdp_deepspeed"
+            )
+
+    def _configure_optimizer(self, client_optimizer: Any, model_parameters: Any) -> None:
+        if client_optimizer is None:
+            optimizer_refusal(self.optimizer_name(), self.block)
+        elif isinstance(client_optimizer, torch.optim.Optimizer):
+            optimizer_refusal(type(client_optimizer).__name__, self.block)
+        super()._configure_optimizer(client_optimizer, model_parameters)
+
+    def _do_optimizer_sanity_check(self, basic_optimizer: Any) -> str:
+        optimizer_refusal(type(basic_optimizer).__name__, self.block)
+        return ZERO_OPTIMIZATION  # every stage and precision takes our optimizer
+
+    def _configure_zero_optimizer(self, optimizer: Any) -> SubnetworkOptimizer:
+        if optimizer is None:
+            raise ValueError("subnetwork_data_parallel needs an optimizer: name one in the config, or give one")
+        model_dtype, accumulation_dtype = self.get_data_types()
+        settings = OptimizerSettings(
+            stage=int(self.zero_optimization_stage()),
+            clip=float(self.gradient_clipping()),
+            bucket_elements=int(self.zero_reduce_bucket_size()),
+            wire_dtype=self.communication_data_type,
+            accumulate_in_fp32=accumulation_dtype == torch.float32 and model_dtype != torch.float32,
+            skip_overflow=self.bfloat16_enabled() and self._config.bfloat16_config.check_grad_overflow,
+        )
+        return SubnetworkOptimizer(
+            optimizer,
+            parameters=dict(self.module.named_parameters()),
+            tensors=self._tensors,
+            plan=self.plan,
+            communicator=self.communicator,
+            settings=settings,
+        )
+
+    def allreduce_gradients(self, bucket_size: int = 0) -> None:
+        """Nothing: gradients stay local until `step`, where the optimizer averages them over holders."""
+
+    def clip_fp32_gradients(self) -> None:
+        """Nothing: the optimizer clips by the norm of the averaged dense gradient."""
+
+    def step(self, lr_kwargs: Any = None) -> None:
+        """As DeepSpeed's; at the boundary a collective of all data-parallel ranks."""
+        super().step(lr_kwargs)
+        if self.block.check_agreement and self._step_applied:
+            check_holders_agree(self.held_tensors(), self._tensors, self.plan, self.communicator)
+
+    def train(self, mode: bool = True) -> SubnetworkEngine:
+        """As DeepSpeed's; going back to training ends an evaluation of the dense model on all ranks."""
+        if mode:
+            self._dense.end_evaluation()
+        super().train(mode)
+        return self
+
+    def dense(self, *, resident: bool = False) -> AbstractContextManager[None]:
+        """Context in which the module is the dense model; all data-parallel ranks enter and leave together.
+
+        Args:
+            resident: hold the whole model at once (generation, state dict). By default each lacking unit is fetched
+                just before it runs and freed after, which takes the memory of the subnetwork plus one unit.
+
+        Raises:
+            RuntimeError: on all ranks, naming ranks, when they do not do the same inside.
+        """
+        return self._dense(resident=resident)
+
+    def held_tensors(self) -> dict[str, torch.Tensor]:
+        """Parameters and buffers that this rank stores in its subnetwork, by dense name."""
+        lacking = {piece.parameter for state in self._mask.units if not state.held for piece in state.unit.pieces}
+        tensors = dict(self.module.named_parameters()) | dict(self.module.named_buffers())
+        return {name: tensor for name, tensor in tensors.items() if name not in lacking}
+
+    def save_pretrained(self, folder: str | Path, tokenizer: Any = None, **options: Any) -> None:
+        """Write the dense model in Hugging Face format; all data-parallel ranks call it, rank 0 writes.
+
+        Args:
+            tokenizer: saved beside the model if given.
+            options: of the model's own `save_pretrained`, such as `max_shard_size`.
+        """
+        error: Exception | None = None
+        with self.dense(resident=True):
+            if self.communicator.rank == 0:
+                try:
+                    self.module.save_pretrained(str(folder), **options)
+                    if tokenizer is not None:
+                        tokenizer.save_pretrained(str(folder))
+                except (OSError, ValueError, RuntimeError) as problem:
+                    error = RuntimeError(f"save_pretrained: cannot write {folder}: {problem}")
+        self.communicator.raise_together(error)
+
+    def save_16bit_model(
+        self, save_dir: str, save_filename: str = "pytorch_model.bin", exclude_frozen_parameters: bool = False
+    ) -> bool:
+        """As DeepSpeed's, of the dense model."""
+        with self.dense(resident=True):
+            return bool(super().save_16bit_model(save_dir, save_filename, exclude_frozen_parameters))
+
+    def save_checkpoint(
+        self,
+        save_dir: str,
+        tag: str | None = None,
+        client_state: Mapping[str, Any] | None = None,
+        save_latest: bool = True,
+        exclude_frozen_parameters: bool = False,
+    ) -> bool:
+        """As DeepSpeed's; all ranks call it. It resumes on the same layout (ranks, plan, stage, precision)."""
+        if exclude_frozen_parameters:
+            raise ValueError("save_checkpoint: exclude_frozen_parameters is not supported with subnetwork_data_parallel yet")
+        name = str(tag) if tag is not None else f"global_step{self.global_steps}"
+        checkpoint.save(self, save_dir, name, client_state or {}, latest=save_latest)
+        return True
+
+    def load_checkpoint(
+        self,
+        load_dir: str,
+        tag: str | None = None,
+        load_module_strict: bool = True,
+        load_optimizer_states: bool = True,
+        load_lr_scheduler_states: bool = True,
+        load_module_only: bool = False,
+        custom_load_fn: Any = None,
+    ) -> tuple[str | None, dict[str, Any] | None]:
+        """As DeepSpeed's; all ranks call it.
+
+        Returns:
+            Path of the checkpoint and the client state; (None, None) if `load_dir` has no `latest`.
+        """
+        if custom_load_fn is not None or not load_module_strict:
+            raise ValueError("load_checkpoint: custom_load_fn and load_module_strict=False are not supported yet")
+        path, client_state = checkpoint.load(
+            self,
+            load_dir,
+            tag,
+            optimizer_states=load_optimizer_states,
+            lr_scheduler_states=load_lr_scheduler_states,
+            module_only=load_module_only,
+        )
+        if path is None:
+            logger.warning(f"load_checkpoint: {load_dir} has no file 'latest', so nothing was loaded")
+        return path, client_state
+
+
+def _plan(model: nn.Module, block: SubnetworkConfig, size: int) -> Plan:
+    layout = resolve(block, size)
+    units = units_of_sites(find_sites(model), granularity=block.granularity, shared=block.shared)
+    return make_plan(units, unit_costs(model, units), layout, block, size)
+
+
+def _dense_tensors(model: nn.Module) -> list[TensorInfo]:
+    """Shapes, dtypes and trainability of the whole model, in model order."""
+    return [
+        TensorInfo(name, tuple(parameter.shape), parameter.dtype, trainable=parameter.requires_grad)
+        for name, parameter in model.named_parameters()
+    ]
+
+
+def _make_gate(communicator: Communicator) -> Gate:
+    """A gloo group of its own, so that a meeting cannot pair with a collective of the user's."""
+    dist = torch.distributed
+    group = dist.new_group(backend="gloo", timeout=TIMEOUT)
+    store = dist.PrefixStore("sdp_deepspeed/gate", dist.distributed_c10d._get_default_store())
+
+    def report(meetings: int) -> None:
+        store.set(str(communicator.rank), str(meetings))
+
+    def reports() -> list[int]:
+        return [int(store.get(str(rank))) if store.check([str(rank)]) else 0 for rank in range(communicator.size)]
+
+    return Gate(dist, group, rank=communicator.rank, size=communicator.size, report=report, reports=reports)

@@ -1,0 +1,205 @@
+"""The two collectives per bucket: gradients to the owners, results back (DESIGN.md section 4).
+
+`reduce` sends each held shard to its owner, who adds the holders' contributions in fp32 and divides by
+their number. `distribute` sends what the owner has back: updated weights (stage 1) or averaged
+gradients (stage 0). One reads what the other writes, so one route serves both directions.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Literal
+
+import torch
+
+from .communicator import Communicator
+from .segments import Bucket, Fragment, Segment
+from .units import Piece
+
+Receivers = Literal["holders", "others", "all"]
+Tensors = Mapping[str, torch.Tensor | None]
+
+
+def read(tensors: Tensors, fragments: Sequence[Fragment]) -> list[torch.Tensor]:
+    """Flat views (copies where a piece is not contiguous) of `fragments`; a missing tensor reads as zeros."""
+    flats: dict[Piece, torch.Tensor | None] = {}
+    values = []
+    for fragment in fragments:
+        piece = fragment.piece
+        if piece not in flats:
+            tensor = tensors[piece.parameter]
+            flats[piece] = None if tensor is None else piece.narrow(tensor).reshape(-1)
+        flat = flats[piece]
+        length = fragment.stop - fragment.start
+        values.append(torch.zeros(1).expand(length) if flat is None else flat.narrow(0, fragment.start, length))
+    return values
+
+
+def write(tensors: Tensors, fragments: Sequence[Fragment], values: Sequence[torch.Tensor]) -> None:
+    """Copy flat `values` into `fragments` of `tensors`, converting the dtype; all tensors must exist."""
+    targets: list[torch.Tensor] = []
+    scattered: list[tuple[torch.Tensor, torch.Tensor]] = []
+    flats: dict[Piece, torch.Tensor] = {}
+    for fragment in fragments:
+        piece = fragment.piece
+        if piece not in flats:
+            tensor = tensors[piece.parameter]
+            assert tensor is not None, f"no tensor to write {piece.parameter} to"
+            view = piece.narrow(tensor)
+            flats[piece] = view.reshape(-1)
+            if not view.is_contiguous():
+                scattered.append((view, flats[piece]))
+        targets.append(flats[piece].narrow(0, fragment.start, fragment.stop - fragment.start))
+    if targets:
+        torch._foreach_copy_(targets, list(values))
+    for view, flat in scattered:
+        view.copy_(flat.view(view.shape))
+
+
+@dataclass(frozen=True)
+class Route:
+    """What one rank sends and receives in one collective, in buffer order (peer by peer).
+
+    Args:
+        sent, received: fragments in the order of the buffer.
+        sent_splits, received_splits: elements per peer.
+    """
+
+    sent: tuple[Fragment, ...]
+    sent_splits: tuple[int, ...]
+    received: tuple[Fragment, ...]
+    received_splits: tuple[int, ...]
+
+    @cached_property
+    def sent_sizes(self) -> list[int]:
+        return [fragment.stop - fragment.start for fragment in self.sent]
+
+    @cached_property
+    def received_sizes(self) -> list[int]:
+        return [fragment.stop - fragment.start for fragment in self.received]
+
+
+def receives(segment: Segment, rank: int, receivers: Receivers) -> bool:
+    """Whether `rank` is among the receivers of what the owners of `segment` send back."""
+    if receivers == "all":
+        return True
+    return segment.held_by(rank) == (receivers == "holders")
+
+
+def back_route(bucket: Bucket, rank: int, size: int, receivers: Receivers) -> Route:
+    """The returning half for `rank`: its own shards to the receivers, theirs to it. Nobody sends to itself."""
+    sent: list[Fragment] = []
+    received: list[Fragment] = []
+    sent_splits, received_splits = [0] * size, [0] * size
+    for peer in range(size):
+        if peer == rank:
+            continue
+        for segment in bucket.segments:
+            if segment.held_by(rank) and receives(segment, peer, receivers):
+                start, stop = segment.shard(rank)
+                sent.extend(segment.cut(start, stop))
+                sent_splits[peer] += stop - start
+            if segment.held_by(peer) and receives(segment, rank, receivers):
+                start, stop = segment.shard(peer)
+                received.extend(segment.cut(start, stop))
+                received_splits[peer] += stop - start
+    return Route(tuple(sent), tuple(sent_splits), tuple(received), tuple(received_splits))
+
+
+class Exchange:
+    """Masked averaging over one communicator; every rank calls the same methods in the same bucket order.
+
+    Args:
+        buckets: of all ranks' segments, the same on every rank.
+        communicator: the data-parallel group.
+        device: where buffers live.
+        dtype: of gradients on the wire (DeepSpeed's `communication_data_type`).
+    """
+
+    def __init__(
+        self, buckets: Sequence[Bucket], communicator: Communicator, *, device: torch.device, dtype: torch.dtype
+    ) -> None:
+        self.buckets = tuple(buckets)
+        self._communicator = communicator
+        self._device = device
+        self._dtype = dtype
+        self._routes: dict[tuple[int, Receivers], Route] = {}
+
+    def owned(self, bucket: Bucket) -> list[tuple[Segment, list[Fragment]]]:
+        """Segments of which this rank owns a shard that is not empty, with the shard's fragments."""
+        rank = self._communicator.rank
+        shards = [(segment, list(segment.cut(*segment.shard(rank)))) for segment in bucket.segments]
+        return [(segment, fragments) for segment, fragments in shards if fragments]
+
+    def reduce(self, bucket: Bucket, gradients: Tensors, averages: Sequence[torch.Tensor]) -> None:
+        """Average `gradients` over each segment's holders into the owners' shards.
+
+        Args:
+            gradients: local gradients by dense name; None counts as zeros.
+            averages: fp32 outputs, one flat tensor per entry of `owned(bucket)`.
+        """
+        route = self._route(bucket, "holders")  # walked backwards: what comes back later is what leaves now
+        sent = torch.empty(sum(route.received_splits), dtype=self._dtype, device=self._device)
+        if route.received:
+            torch._foreach_copy_(list(sent.split(route.received_sizes)), read(gradients, route.received))
+        received = torch.empty(sum(route.sent_splits), dtype=self._dtype, device=self._device)
+        self._communicator.all_to_all(received, sent, route.sent_splits, route.received_splits)
+        del sent
+        self._average(bucket, gradients, received, averages)
+
+    def _average(
+        self, bucket: Bucket, gradients: Tensors, received: torch.Tensor, averages: Sequence[torch.Tensor]
+    ) -> None:
+        owned = self.owned(bucket)
+        for (_, fragments), average in zip(owned, averages, strict=True):
+            sizes = [fragment.stop - fragment.start for fragment in fragments]
+            torch._foreach_copy_(list(average.split(sizes)), read(gradients, fragments))
+        position = 0
+        for peer in range(self._communicator.size):
+            if peer == self._communicator.rank:
+                continue
+            sums = [average for (segment, _), average in zip(owned, averages) if segment.held_by(peer)]
+            if sums:
+                lengths = [average.numel() for average in sums]
+                stretch = received.narrow(0, position, sum(lengths))
+                torch._foreach_add_(sums, list(stretch.split(lengths)))
+                position += sum(lengths)
+        if owned:
+            torch._foreach_div_(list(averages), [float(len(segment.holders)) for segment, _ in owned])
+
+    def distribute(self, bucket: Bucket, tensors: Tensors, *, receivers: Receivers = "holders") -> None:
+        """Send the owners' shards of `tensors` to the receivers, who write them into theirs.
+
+        Args:
+            tensors: by dense name; this rank's own shards are read, all others are overwritten.
+        """
+        route = self._route(bucket, receivers)
+        if received := self.collect(bucket, tensors, receivers=receivers).split(route.received_sizes):
+            write(tensors, route.received, received)
+
+    def collect(
+        self, bucket: Bucket, tensors: Tensors, *, receivers: Receivers, out: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """Send the owners' shards and return what arrives, flat, owner by owner, in the dtype of the weights.
+
+        Args:
+            out: [num_received] to receive into; None allocates. For a bucket of one segment the result is the
+                segment's elements in order.
+        """
+        route = self._route(bucket, receivers)
+        dtype = bucket.segments[0].dtype
+        sent = torch.empty(sum(route.sent_splits), dtype=dtype, device=self._device)
+        if route.sent:
+            torch._foreach_copy_(list(sent.split(route.sent_sizes)), read(tensors, route.sent))
+        if out is None or not route.received:
+            out = torch.empty(sum(route.received_splits), dtype=dtype, device=self._device)
+        self._communicator.all_to_all(out, sent, route.received_splits, route.sent_splits)
+        return out
+
+    def _route(self, bucket: Bucket, receivers: Receivers) -> Route:
+        key = (bucket.index, receivers)
+        if key not in self._routes:
+            self._routes[key] = back_route(bucket, self._communicator.rank, self._communicator.size, receivers)
+        return self._routes[key]

@@ -1,0 +1,101 @@
+"""Where all ranks agree on what comes next in evaluation, so that an uneven one ends with an error, not a hang."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from datetime import timedelta
+from enum import IntEnum
+from typing import Any
+
+import torch
+
+TIMEOUT = timedelta(minutes=5)
+
+
+class Step(IntEnum):
+    """What a rank is about to do with the dense model."""
+
+    LEAVE = 0
+    FORWARD = 1
+    RESIDENT = 2
+
+
+_WORDS = {Step.LEAVE: "ended its evaluation", Step.FORWARD: "began a forward pass", Step.RESIDENT: "asked for the whole model"}
+
+
+class Gate:
+    """Meeting point of all data-parallel ranks before each collective of the dense view.
+
+    Args:
+        dist: `torch.distributed`.
+        group: a gloo group of the data-parallel ranks, used for nothing else, with a finite timeout.
+        rank, size: in that group.
+        report: publishes this rank's number of meetings where others can read it; None if there is no such place.
+        reports: reads the numbers of all ranks.
+    """
+
+    def __init__(
+        self,
+        dist: Any,
+        group: Any,
+        *,
+        rank: int,
+        size: int,
+        report: Callable[[int], None] | None = None,
+        reports: Callable[[], list[int]] | None = None,
+    ) -> None:
+        self._dist = dist
+        self._group = group
+        self._rank = rank
+        self._size = size
+        self._report = report
+        self._reports = reports
+        self._meetings = 0
+        self.num_forwards = 0
+
+    def meet(self, step: Step) -> None:
+        """Every rank calls it with the same step.
+
+        Raises:
+            RuntimeError: on all ranks when steps differ, naming ranks; on waiting ranks when one does not come.
+        """
+        self._meetings += 1
+        if self._size > 1:
+            steps = self._gather(step)
+            if len(set(steps)) > 1:
+                raise RuntimeError(self._explain(steps))
+        self.num_forwards = self.num_forwards + 1 if step == Step.FORWARD else 0
+
+    def _gather(self, step: Step) -> list[Step]:
+        if self._report is not None:
+            self._report(self._meetings)
+        own = torch.tensor([int(step)])
+        gathered = [torch.empty_like(own) for _ in range(self._size)]
+        try:
+            self._dist.all_gather(gathered, own, group=self._group)
+        except RuntimeError as error:
+            raise RuntimeError(
+                f"rank {self._rank} {_WORDS[step]} of the dense model and waited for {self._missing()}, which did not "
+                "come: the dense model is a collective of all ranks, so give each the same number of batches"
+            ) from error
+        return [Step(int(value)) for value in gathered]
+
+    def _missing(self) -> str:
+        if self._reports is None:
+            return "another rank"
+        try:
+            late = [rank for rank, meetings in enumerate(self._reports()) if meetings < self._meetings]
+        except Exception:  # the store is gone when the rank that keeps it is
+            return "another rank"
+        return "rank " + ", ".join(map(str, late[:5])) if late else "another rank"
+
+    def _explain(self, steps: list[Step]) -> str:
+        said = []
+        for step in sorted(set(steps)):
+            ranks = [rank for rank, other in enumerate(steps) if other == step]
+            more = f" +{len(ranks) - 5} more" if len(ranks) > 5 else ""
+            said.append(f"rank {', '.join(map(str, ranks[:5]))}{more} {_WORDS[step]}")
+        return (
+            f"after {self.num_forwards} evaluation batches {'; '.join(said)}. The dense model is a collective of all "
+            "ranks: give each the same number of batches (drop or repeat samples), and save from all ranks together"
+        )

@@ -1,0 +1,71 @@
+"""Every name of a host that is not its public interface, in one place, with the versions they were read in.
+
+A test resolves them all, so that a host's new version fails by naming what disappeared.
+"""
+
+from __future__ import annotations
+
+import importlib
+from importlib.metadata import version
+
+TESTED = {"deepspeed": ("0.19.8",), "torch": ("2.13.0",), "transformers": ("5.23.0",)}
+
+PRIVATE_NAMES: tuple[tuple[str, str], ...] = (
+    ("deepspeed.runtime.engine", "DeepSpeedEngine.__init__"),
+    ("deepspeed.runtime.engine", "DeepSpeedEngine._configure_distributed_model"),
+    ("deepspeed.runtime.engine", "DeepSpeedEngine._configure_optimizer"),
+    ("deepspeed.runtime.engine", "DeepSpeedEngine._do_optimizer_sanity_check"),
+    ("deepspeed.runtime.engine", "DeepSpeedEngine._configure_zero_optimizer"),
+    ("deepspeed.runtime.engine", "DeepSpeedEngine._configure_checkpointing"),
+    ("deepspeed.runtime.engine", "DeepSpeedEngine.allreduce_gradients"),
+    ("deepspeed.runtime.engine", "DeepSpeedEngine.clip_fp32_gradients"),
+    ("deepspeed.runtime.engine", "DeepSpeedEngine.zero_reduce_bucket_size"),
+    ("deepspeed.runtime.engine", "DeepSpeedEngine.zero_optimization_stage"),
+    ("deepspeed.runtime.engine", "DeepSpeedEngine.get_data_types"),
+    ("deepspeed.runtime.engine", "DeepSpeedEngine.communication_data_type"),
+    ("deepspeed.runtime.engine", "DeepSpeedEngine._get_optimizer_param"),
+    ("deepspeed.runtime.engine", "ZERO_OPTIMIZATION"),
+    ("deepspeed.runtime.base_optimizer", "ZeROOptimizer.register_grad_acc_post_hook"),
+    ("deepspeed.runtime.base_optimizer", "ZeROOptimizer.queue_post_backward_callback"),
+    ("deepspeed.comm", "all_to_all_single"),
+    ("torch", "_foreach_copy_"),
+    ("torch", "_foreach_add_"),
+    ("torch", "_foreach_div_"),
+    ("torch", "_foreach_norm"),
+    ("torch.distributed.distributed_c10d", "_get_default_store"),
+)
+
+
+def missing_names() -> list[str]:
+    """Names of PRIVATE_NAMES that the installed hosts do not have."""
+    missing = []
+    for module_name, path in PRIVATE_NAMES:
+        target = importlib.import_module(module_name)
+        for part in path.split("."):
+            target = getattr(target, part, None)
+        if target is None:
+            missing.append(f"{module_name}.{path}")
+    return missing
+
+
+def check_hosts() -> list[str]:
+    """Warnings about untested versions.
+
+    Raises:
+        RuntimeError: a name that this package needs is not there, with the versions that have it.
+    """
+    missing = missing_names()
+    if missing:
+        raise RuntimeError(
+            f"the installed hosts lack {', '.join(missing[:5])}, which sdp_deepspeed needs; tested are "
+            f"{_tested('deepspeed')}, {_tested('torch')}, here are deepspeed {version('deepspeed')}, torch {version('torch')}"
+        )
+    return [
+        f"{host} {version(host)} was not tested with sdp_deepspeed (tested: {_tested(host)})"
+        for host in ("deepspeed", "torch")
+        if version(host).split("+")[0] not in TESTED[host]
+    ]
+
+
+def _tested(host: str) -> str:
+    return f"{host} {', '.join(TESTED[host])}"

@@ -1,0 +1,308 @@
+"""Masked averaging and ZeRO stages 0 and 1 behind DeepSpeed's optimizer surface (DESIGN.md sections 1, 4).
+
+Stage 1: the owner of a shard averages it, steps it and sends the weights back. Stage 0: the owner sends
+the average back and every holder steps all that it holds.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from deepspeed.runtime.base_optimizer import ZeROOptimizer
+
+from .communicator import Communicator
+from .exchange import Exchange, read, write
+from .plan import Plan
+from .segments import NOT_OPTIMIZED, Bucket, Fragment, Segment, TensorInfo, build_buckets, build_segments
+from .stepping import SteppedGroup, repoint
+
+
+@dataclass(frozen=True)
+class OptimizerSettings:
+    """Options that DeepSpeed's config gives to the optimizer.
+
+    Args:
+        stage: ZeRO stage, 0 or 1.
+        clip: largest norm of the averaged dense gradient; 0 switches clipping off.
+        bucket_elements: most elements that a rank packs for one exchange (`reduce_bucket_size`).
+        wire_dtype: of gradients on the wire (`communication_data_type`).
+        accumulate_in_fp32: keep gradients in fp32 between micro-steps (`data_types.grad_accum_dtype`).
+        skip_overflow: leave a step out on all ranks when any rank's gradient is not finite.
+    """
+
+    stage: int
+    clip: float
+    bucket_elements: int
+    wire_dtype: torch.dtype
+    accumulate_in_fp32: bool = False
+    skip_overflow: bool = False
+
+
+class Gradients(Mapping[str, torch.Tensor | None]):
+    """Local gradients by dense name: fp32 accumulators where they are kept, else `param.grad`."""
+
+    def __init__(self, parameters: Mapping[str, torch.nn.Parameter], *, accumulate_in_fp32: bool) -> None:
+        self._parameters = parameters
+        self._sums: dict[str, torch.Tensor] = {}
+        if accumulate_in_fp32:
+            for name, parameter in parameters.items():
+                if parameter.requires_grad and parameter.dtype != torch.float32:
+                    parameter.register_post_accumulate_grad_hook(self._adder(name))
+
+    def _adder(self, name: str) -> Any:
+        def add(parameter: torch.Tensor) -> None:
+            assert parameter.grad is not None
+            if name in self._sums:
+                self._sums[name].add_(parameter.grad)
+            else:
+                self._sums[name] = parameter.grad.float()
+            parameter.grad = None
+
+        return add
+
+    def __getitem__(self, name: str) -> torch.Tensor | None:
+        return self._sums.get(name, self._parameters[name].grad)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._parameters)
+
+    def __len__(self) -> int:
+        return len(self._parameters)
+
+    def free(self, name: str) -> None:
+        self._sums.pop(name, None)
+        self._parameters[name].grad = None
+
+    def existing(self, name: str) -> torch.Tensor:
+        """The gradient, made of zeros if this rank's loss did not reach the parameter."""
+        parameter = self._parameters[name]
+        if parameter.grad is None:
+            parameter.grad = torch.zeros_like(parameter)
+        return parameter.grad
+
+
+class SubnetworkOptimizer(ZeROOptimizer):
+    """Wraps an elementwise optimizer: averages over holders, steps, keeps holders identical.
+
+    Every data-parallel rank must call `step`. Between `backward` and `step` gradients are local; the
+    exchange happens in `step`, so that any number of backward passes may come before it.
+
+    Args:
+        optimizer: with the full model's parameters in its groups, as the user built it.
+        parameters: the module's parameters by dense name.
+        tensors: dense shapes in model order, recorded before units were dropped.
+        plan: who holds what.
+        communicator: the data-parallel group.
+    """
+
+    custom_loss_scaler = False
+    torch_autocast_gradscaler = None
+    loss_scaler = None
+    loss_scale = 1.0
+
+    def __init__(
+        self,
+        optimizer: torch.optim.Optimizer,
+        *,
+        parameters: Mapping[str, torch.nn.Parameter],
+        tensors: Sequence[TensorInfo],
+        plan: Plan,
+        communicator: Communicator,
+        settings: OptimizerSettings,
+    ) -> None:
+        super().__init__()
+        self.optimizer = optimizer
+        self.settings = settings
+        self.overflow = False
+        self._global_grad_norm: float | None = None
+        self._communicator = communicator
+        self._parameters = dict(parameters)
+        self._everyone_updates = plan.regime == "backward"
+        self._gradients = Gradients(self._parameters, accumulate_in_fp32=settings.accumulate_in_fp32)
+        self._device = next(iter(self._parameters.values())).device
+        self.exchange = self._build_exchange(_with_groups(tensors, self._parameters, optimizer), plan)
+        self.groups = [self._stepped_group(index) for index in range(len(optimizer.param_groups))]
+        self._last_use = _last_use(self.exchange.buckets, communicator.rank)
+        repoint(optimizer, self.groups)
+
+    def _build_exchange(self, tensors: Sequence[TensorInfo], plan: Plan) -> Exchange:
+        limit = self.settings.bucket_elements
+        optimized = [info for info in tensors if info.group != NOT_OPTIMIZED]
+        segments = build_segments(optimized, plan, max_elements=limit)
+        buckets = build_buckets(segments, size=self._communicator.size, max_elements=limit)
+        return Exchange(buckets, self._communicator, device=self._device, dtype=self.settings.wire_dtype)
+
+    def _stepped_group(self, index: int) -> SteppedGroup:
+        fragments = [
+            fragment
+            for bucket in self.exchange.buckets
+            for segment, shard in self._stepped(bucket)
+            if segment.group == index
+            for fragment in shard
+        ]
+        return SteppedGroup(fragments, self._parameters)
+
+    def _stepped(self, bucket: Bucket) -> list[tuple[Segment, list[Fragment]]]:
+        if self.settings.stage == 1:
+            return self.exchange.owned(bucket)
+        rank = self._communicator.rank
+        return [(segment, list(segment.fragments)) for segment in bucket.segments if segment.held_by(rank)]
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:
+        return self.optimizer.param_groups
+
+    @property
+    def state(self) -> Any:
+        return self.optimizer.state
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:
+        """Average, clip, step, send back; a collective of the data-parallel group.
+
+        Raises:
+            ValueError: a closure is given, which would need a forward pass of all ranks.
+        """
+        if closure is not None:
+            raise ValueError("SubnetworkOptimizer.step() takes no closure; call engine.backward(loss) before it")
+        averages, squares = self._average()
+        self._global_grad_norm = float(self._communicator.sum(squares).sqrt())
+        finite = self._global_grad_norm - self._global_grad_norm == 0.0
+        self.overflow = self.settings.skip_overflow and not finite
+        if not self.overflow:
+            self._clip(averages)
+            self._take_step(averages)
+        self.zero_grad()
+
+    def _average(self) -> tuple[list[torch.Tensor], torch.Tensor]:
+        """Owned averages as one flat fp32 gradient per group (stage 1), and their sum of squares (float64)."""
+        squares = torch.zeros((), dtype=torch.float64, device=self._device)
+        kept = [torch.empty(self._kept(group), device=self._device) for group in self.groups]
+        position = [0] * len(self.groups)
+        for bucket in self.exchange.buckets:
+            averages = []
+            for segment, fragments in self.exchange.owned(bucket):
+                length = sum(fragment.stop - fragment.start for fragment in fragments)
+                if self.settings.stage == 1:
+                    averages.append(kept[segment.group].narrow(0, position[segment.group], length))
+                    position[segment.group] += length
+                else:
+                    averages.append(torch.empty(length, device=self._device))
+            self.exchange.reduce(bucket, self._gradients, averages)
+            for norm in torch._foreach_norm(averages) if averages else []:
+                squares += norm.double() ** 2
+            self._after_reduce(bucket, averages)
+        return kept, squares
+
+    def _kept(self, group: SteppedGroup) -> int:
+        return group.num_elements if self.settings.stage == 1 else 0
+
+    def _after_reduce(self, bucket: Bucket, averages: list[torch.Tensor]) -> None:
+        if self.settings.stage == 1:
+            for name in self._last_use[bucket.index]:
+                self._gradients.free(name)
+            return
+        held = self._held_names(bucket)
+        tensors = {name: self._gradients.existing(name) for name in held}
+        for (_, fragments), average in zip(self.exchange.owned(bucket), averages, strict=True):
+            write(tensors, fragments, average.split([fragment.stop - fragment.start for fragment in fragments]))
+        self.exchange.distribute(bucket, tensors)
+
+    def _held_names(self, bucket: Bucket) -> set[str]:
+        rank = self._communicator.rank
+        return {f.piece.parameter for s in bucket.segments if s.held_by(rank) for f in s.fragments}
+
+    def _clip(self, averages: list[torch.Tensor]) -> None:
+        """Scale the averaged gradient as DeepSpeed does: by 1 / max(1, (norm + 1e-6) / clip)."""
+        assert self._global_grad_norm is not None
+        if self.settings.clip <= 0:
+            return
+        factor = max(1.0, (self._global_grad_norm + 1e-6) / self.settings.clip)
+        if self.settings.stage == 0:
+            averages = [p.grad for p in self._parameters.values() if p.grad is not None]
+        if factor != 1.0 and averages:
+            torch._foreach_div_(averages, factor)
+
+    def _take_step(self, averages: list[torch.Tensor]) -> None:
+        for group, flat in zip(self.groups, averages, strict=True):
+            group.link()
+            if self.settings.stage == 1:
+                group.set_flat_gradient(flat)
+            else:
+                group.set_gradients({f.piece.parameter: self._gradients.existing(f.piece.parameter) for f in group.fragments})
+        self.optimizer.step()
+        for group in self.groups:
+            group.write_back()
+        self._send_weights()
+
+    def _send_weights(self) -> None:
+        weights = {name: parameter.data for name, parameter in self._parameters.items()}
+        if self.settings.stage == 1:
+            for bucket in self.exchange.buckets:
+                self.exchange.distribute(bucket, weights, receivers="all" if self._everyone_updates else "holders")
+        elif self._everyone_updates:
+            for bucket in self.exchange.buckets:
+                self.exchange.distribute(bucket, weights, receivers="others")
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Drop all local gradients and accumulators."""
+        for name in self._parameters:
+            self._gradients.free(name)
+
+    def reload_masters(self) -> None:
+        """Take fp32 masters from the weights again, after weights came from outside."""
+        for group in self.groups:
+            group.reload_master()
+
+    def state_dict(self) -> dict[str, Any]:
+        """This rank's share: wrapped optimizer's state and masters, valid on the same layout only."""
+        masters = [None if group.in_place else group.tensors[0].detach() for group in self.groups if group.fragments]
+        return {"optimizer": self.optimizer.state_dict(), "masters": masters}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self.optimizer.load_state_dict(state["optimizer"])
+        own = [group for group in self.groups if group.fragments]
+        for group, master in zip(own, state["masters"], strict=True):
+            if master is not None:
+                group.tensors[0].data.copy_(master)
+
+
+def _with_groups(
+    tensors: Sequence[TensorInfo], parameters: Mapping[str, torch.nn.Parameter], optimizer: torch.optim.Optimizer
+) -> list[TensorInfo]:
+    """Tensors with the index of their optimizer param group.
+
+    Raises:
+        ValueError: the optimizer has a parameter that the model does not have.
+    """
+    names = {id(parameter): name for name, parameter in parameters.items()}
+    group_of: dict[str, int] = {}
+    for index, options in enumerate(optimizer.param_groups):
+        for parameter in options["params"]:
+            if id(parameter) not in names:
+                raise ValueError(
+                    f"optimizer param group {index} has a parameter of shape {tuple(parameter.shape)} that the model does "
+                    "not have; build the optimizer from this model's parameters"
+                )
+            group_of[names[id(parameter)]] = index
+    return [replace(info, group=_group(info, group_of)) for info in tensors]
+
+
+def _group(info: TensorInfo, group_of: Mapping[str, int]) -> int:
+    return group_of.get(info.name, NOT_OPTIMIZED) if info.trainable else NOT_OPTIMIZED
+
+
+def _last_use(buckets: Sequence[Bucket], rank: int) -> list[list[str]]:
+    """Per bucket the parameters whose gradients no later bucket reads, so that they can be freed."""
+    last: dict[str, int] = {}
+    for bucket in buckets:
+        for segment in bucket.segments:
+            if segment.held_by(rank):
+                last.update({fragment.piece.parameter: bucket.index for fragment in segment.fragments})
+    uses: list[list[str]] = [[] for _ in buckets]
+    for name, index in last.items():
+        uses[index].append(name)
+    return uses

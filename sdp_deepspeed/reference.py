@@ -1,0 +1,139 @@
+"""Section 1 of DESIGN.md executed literally: virtual workers one after the other, on a dense model in one process.
+
+The oracle that judges the engine. It is slow and holds everything; nothing but tests and checks uses it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from copy import deepcopy
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+
+from .plan import Plan
+from .units import Unit
+
+LossFunction = Callable[[nn.Module, Any], torch.Tensor]
+
+
+def tensors_of(model: nn.Module) -> dict[str, torch.Tensor]:
+    """Parameters and buffers by dense name."""
+    return dict(model.named_parameters()) | dict(model.named_buffers())
+
+
+@torch.no_grad()
+def zero_lacking(model: nn.Module, plan: Plan, subnetwork: int) -> None:
+    """Set all pieces of the units that `subnetwork` lacks to zero, in place."""
+    tensors = tensors_of(model)
+    for index, unit in enumerate(plan.units):
+        if not plan.holds(index, subnetwork):
+            for piece in unit.pieces:
+                piece.narrow(tensors[piece.parameter]).zero_()
+
+
+def divisors(model: nn.Module, plan: Plan) -> dict[str, torch.Tensor]:
+    """Number of holding ranks of each element, shaped like each parameter."""
+    num_ranks = len(plan.subnetwork_of_rank)
+    counts = {name: torch.full(p.shape, float(num_ranks)) for name, p in model.named_parameters()}
+    for index, unit in enumerate(plan.units):
+        for piece in unit.pieces:
+            if piece.kind == "parameter":
+                piece.narrow(counts[piece.parameter]).fill_(float(len(plan.ranks_of(index))))
+    return counts
+
+
+def held_mask(model: nn.Module, plan: Plan, subnetwork: int) -> dict[str, torch.Tensor]:
+    """Ones where `subnetwork` holds the element or it is shared, zeros elsewhere, shaped like each parameter."""
+    masks = {name: torch.ones(p.shape) for name, p in model.named_parameters()}
+
+    def clear(unit: Unit) -> None:
+        for piece in unit.pieces:
+            if piece.kind == "parameter":
+                piece.narrow(masks[piece.parameter]).zero_()
+
+    for index, unit in enumerate(plan.units):
+        if not plan.holds(index, subnetwork):
+            clear(unit)
+    return masks
+
+
+def local_gradients(
+    model: nn.Module, plan: Plan, rank: int, micro_batches: Sequence[Any], loss_of: LossFunction
+) -> tuple[list[float], dict[str, torch.Tensor]]:
+    """Losses and mean fp32 gradients of one virtual worker over its micro-batches; zeros for what it lacks."""
+    subnetwork = plan.subnetwork_of_rank[rank]
+    worker = deepcopy(model)
+    if plan.regime == "forward":
+        zero_lacking(worker, plan, subnetwork)
+    losses = []
+    for batch in micro_batches:
+        loss = loss_of(worker, batch)
+        losses.append(float(loss))
+        (loss / len(micro_batches)).backward()
+    masks = held_mask(model, plan, subnetwork)
+    gradients = {
+        name: torch.zeros(p.shape) if p.grad is None else p.grad.float() * masks[name]
+        for name, p in worker.named_parameters()
+    }
+    return losses, gradients
+
+
+def masked_average(model: nn.Module, plan: Plan, gradients: Sequence[Mapping[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
+    """g_u = sum over holders of their g_u / |holders(u)|, shared parameters over all ranks."""
+    counts = divisors(model, plan)
+    return {name: sum(g[name] for g in gradients) / count for name, count in counts.items()}  # type: ignore[misc]
+
+
+def norm(average: Mapping[str, torch.Tensor]) -> float:
+    """Of the averaged dense gradient: every element once."""
+    return float(torch.stack([value.double().square().sum() for value in average.values()]).sum().sqrt())
+
+
+@dataclass
+class Reference:
+    """Training of `k` virtual workers in one process.
+
+    Args:
+        model: dense, in the weights' dtype; it is trained in place.
+        plan: who holds what.
+        make_optimizer: from named fp32 parameters to an optimizer, with any param groups.
+        loss_of: loss of a model on one micro-batch.
+        clip: as `gradient_clipping` in a DeepSpeed config.
+    """
+
+    model: nn.Module
+    plan: Plan
+    make_optimizer: Callable[[dict[str, nn.Parameter]], torch.optim.Optimizer]
+    loss_of: LossFunction
+    clip: float = 0.0
+    masters: dict[str, nn.Parameter] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.masters = {name: nn.Parameter(p.detach().float().clone()) for name, p in self.model.named_parameters()}
+        self.optimizer = self.make_optimizer(self.masters)
+
+    def step(self, batches: Sequence[Sequence[Any]]) -> tuple[list[list[float]], float]:
+        """One step.
+
+        Args:
+            batches: per rank its micro-batches.
+
+        Returns:
+            Per rank its losses, and the norm of the averaged dense gradient before clipping.
+        """
+        results = [
+            local_gradients(self.model, self.plan, rank, own, self.loss_of) for rank, own in enumerate(batches)
+        ]
+        average = masked_average(self.model, self.plan, [gradients for _, gradients in results])
+        total = norm(average)
+        factor = max(1.0, (total + 1e-6) / self.clip) if self.clip > 0 else 1.0
+        for name, master in self.masters.items():
+            master.grad = average[name] / factor
+        self.optimizer.step()
+        with torch.no_grad():
+            for name, parameter in self.model.named_parameters():
+                parameter.copy_(self.masters[name])
+        return [losses for losses, _ in results], total

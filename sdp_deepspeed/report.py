@@ -1,0 +1,109 @@
+"""report.json of one or more runs as one table: `python -m sdp_deepspeed.report runs/quickstart runs/quickstart/zero1`.
+
+The last run is the one that the others are set against.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+REPORT_VERSION = 1
+_MIB = 2**20
+
+
+def load_report(folder: Path) -> dict[str, Any]:
+    """A run folder's report.
+
+    Raises:
+        ValueError: there is none (the run has not finished), or it is of another version.
+    """
+    path = folder / "report.json"
+    if not path.exists():
+        raise ValueError(f"{path} does not exist: the run has not finished, start it again to resume")
+    report = json.loads(path.read_text(encoding="utf-8"))
+    if report.get("version") != REPORT_VERSION:
+        raise ValueError(f"{path} has version {report.get('version')!r}, expected {REPORT_VERSION}: run again")
+    return report
+
+
+def _largest(kind: str) -> Callable[[Mapping[str, Any]], float]:
+    """Reads the largest figure of all ranks: the worker that must be paid for."""
+    return lambda report: max(rank[kind] for rank in report["ranks"])
+
+
+def _median_seconds(report: Mapping[str, Any]) -> float | None:
+    return report["step_seconds"] and report["step_seconds"]["median"]
+
+
+def _state(report: Mapping[str, Any]) -> float:
+    return max(rank["weights"] + rank["gradients"] + rank["optimizer"] for rank in report["ranks"])
+
+
+# Row title, where the number is, how it is written, whether a quotient with the baseline means something.
+_ROWS: tuple[tuple[str, Callable[[Mapping[str, Any]], float | None], Callable[[float], str], bool], ...] = (
+    ("weights", _largest("weights"), lambda x: f"{x / _MIB:.2f} MiB", True),
+    ("gradients", _largest("gradients"), lambda x: f"{x / _MIB:.2f} MiB", True),
+    ("optimizer state", _largest("optimizer"), lambda x: f"{x / _MIB:.2f} MiB", True),
+    ("model state, sum of the three", _state, lambda x: f"{x / _MIB:.2f} MiB", True),
+    ("peak of live tensors", _largest("peak"), lambda x: f"{x / _MIB:.2f} MiB", True),
+    ("bytes sent per step", _largest("sent"), lambda x: f"{x / _MIB:.2f} MiB", True),
+    ("step time, median", _median_seconds, lambda x: f"{x * 1000:.0f} ms", True),
+    ("dense validation loss", lambda report: report["dense_validation_loss"], lambda x: f"{x:.4f}", False),
+)
+
+
+def _cells(report: Mapping[str, Any], baseline: Mapping[str, Any]) -> list[str]:
+    cells = []
+    for _, value_of, write, has_quotient in _ROWS:
+        value, reference = value_of(report), value_of(baseline)
+        if value is None:
+            cells.append("-")
+        elif has_quotient and reference and report is not baseline:
+            cells.append(f"{write(value)} ({value / reference:.2f}x)")
+        else:
+            cells.append(write(value))
+    return cells
+
+
+def table(reports: Sequence[Mapping[str, Any]]) -> str:
+    """The reports side by side; quotients are with the last one. Figures are those of the worst rank."""
+    columns = [["per worker (largest of all)", *(title for title, *_ in _ROWS)]]
+    columns += [[report["label"], *_cells(report, reports[-1])] for report in reports]
+    widths = [max(map(len, column)) for column in columns]
+    lines = []
+    for row in zip(*columns, strict=True):
+        first, *rest = [cell.ljust(width) for cell, width in zip(row, widths, strict=True)]
+        lines.append("  ".join([first, *rest]).rstrip())
+    lines.insert(1, "  ".join("-" * width for width in widths))
+    return "\n".join([*lines, "", *_notes(reports)])
+
+
+def _notes(reports: Sequence[Mapping[str, Any]]) -> list[str]:
+    notes = []
+    for report in reports:
+        spread = report["step_seconds"]
+        times = f", step p10 {spread['p10'] * 1000:.0f} ms, p90 {spread['p90'] * 1000:.0f} ms" if spread else ""
+        notes.append(f"{report['label']}: {report['num_ranks']} ranks, {report['steps']} steps{times}; {report['hardware']}")
+    return notes
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Print the table; returns the exit code."""
+    parser = argparse.ArgumentParser(prog="python -m sdp_deepspeed.report", description=__doc__)
+    parser.add_argument("folders", nargs="+", type=Path, help="run folders; the last one is the baseline")
+    folders = parser.parse_args(arguments).folders
+    try:
+        print(table([load_report(folder) for folder in folders]))
+    except ValueError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

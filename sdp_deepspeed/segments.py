@@ -1,0 +1,188 @@
+"""Flat layout of the exchange: fragments, segments, buckets (DESIGN.md section 4).
+
+A segment is a flat stretch of pieces that share an optimizer param group, a dtype and a holder set. It
+is cut into one shard per holder; a shard's owner averages it and steps it. Everything here is computed
+from the plan and the dense shapes alone, so all ranks build the same segments in the same order.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any
+
+from .plan import Plan
+from .units import Piece
+
+NOT_OPTIMIZED = -1
+
+
+@dataclass(frozen=True)
+class TensorInfo:
+    """What the layout must know of one dense tensor.
+
+    Args:
+        name: dense name.
+        shape: dense shape.
+        dtype: of the weights (torch.dtype).
+        group: index of the optimizer param group, NOT_OPTIMIZED for a tensor that no optimizer has.
+        kind: "parameter" or "buffer".
+        trainable: whether it required gradients before units were dropped.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: Any
+    group: int = NOT_OPTIMIZED
+    kind: str = "parameter"
+    trainable: bool = True
+
+
+@dataclass(frozen=True)
+class Fragment:
+    """Elements [start, stop) of one piece, in the row-major order of the piece."""
+
+    piece: Piece
+    start: int
+    stop: int
+
+
+@dataclass(frozen=True)
+class Segment:
+    """Fragments that travel together: one param group, one dtype, one holder set.
+
+    Args:
+        holders: ranks of the data-parallel group, ascending; shard i belongs to holders[i].
+    """
+
+    group: int
+    dtype: Any
+    holders: tuple[int, ...]
+    fragments: tuple[Fragment, ...]
+    num_elements: int = field(init=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "num_elements", sum(f.stop - f.start for f in self.fragments))
+
+    @cached_property
+    def _position(self) -> dict[int, int]:
+        return {rank: index for index, rank in enumerate(self.holders)}
+
+    def held_by(self, rank: int) -> bool:
+        return rank in self._position
+
+    def shard(self, rank: int) -> tuple[int, int]:
+        """Start and stop (elements) of the shard that `rank` owns; empty when it holds nothing here."""
+        index = self._position.get(rank)
+        if index is None:
+            return 0, 0
+        length = -(-self.num_elements // len(self.holders))
+        return min(index * length, self.num_elements), min((index + 1) * length, self.num_elements)
+
+    def cut(self, start: int, stop: int) -> Iterator[Fragment]:
+        """The fragments of elements [start, stop) of this segment."""
+        position = 0
+        for fragment in self.fragments:
+            length = fragment.stop - fragment.start
+            low, high = max(start, position), min(stop, position + length)
+            if low < high:
+                offset = fragment.start - position
+                yield Fragment(fragment.piece, low + offset, high + offset)
+            position += length
+
+
+@dataclass(frozen=True)
+class Bucket:
+    """Segments of one dtype that share one pair of collectives."""
+
+    index: int
+    segments: tuple[Segment, ...]
+
+
+def _with_shared_rest(
+    info: TensorInfo, claimed: list[tuple[Piece, tuple[int, ...]]], everyone: tuple[int, ...]
+) -> list[tuple[Piece, tuple[int, ...]]]:
+    kind: Any = info.kind
+    if not claimed:
+        return [(Piece(info.name, None, 0, _num_elements(info.shape), kind), everyone)]
+    dim = claimed[0][0].dim
+    if dim is None:
+        return claimed
+    result: list[tuple[Piece, tuple[int, ...]]] = []
+    position = 0
+    for piece, holders in sorted(claimed, key=lambda item: item[0].start):
+        if piece.start > position:
+            result.append((Piece(info.name, dim, position, piece.start - position, kind), everyone))
+        result.append((piece, holders))
+        position = piece.start + piece.length
+    if position < info.shape[dim]:
+        result.append((Piece(info.name, dim, position, info.shape[dim] - position, kind), everyone))
+    return result
+
+
+def _num_elements(shape: Sequence[int]) -> int:
+    count = 1
+    for size in shape:
+        count *= size
+    return count
+
+
+def build_segments(tensors: Sequence[TensorInfo], plan: Plan, *, max_elements: int) -> list[Segment]:
+    """All segments, in one order on all ranks: that in which backward finishes gradients.
+
+    Args:
+        tensors: dense tensors in model order.
+        max_elements: no segment is longer; longer stretches are cut.
+    """
+    stretches: dict[tuple[int, str, tuple[int, ...]], list[Fragment]] = {}
+    dtypes = {str(info.dtype): info.dtype for info in tensors}
+    by_name = pieces_by_tensor(tensors, plan)
+    for info in reversed(tensors):
+        for piece, holders in by_name[info.kind, info.name]:
+            key = (info.group, str(info.dtype), holders)
+            stretches.setdefault(key, []).append(Fragment(piece, 0, piece.num_elements(info.shape)))
+    segments = []
+    for (group, dtype, holders), fragments in stretches.items():
+        whole = Segment(group, dtypes[dtype], holders, tuple(fragments))
+        for start in range(0, whole.num_elements, max_elements):
+            stop = min(start + max_elements, whole.num_elements)
+            segments.append(Segment(group, dtypes[dtype], holders, tuple(whole.cut(start, stop))))
+    return segments
+
+
+def pieces_by_tensor(
+    tensors: Sequence[TensorInfo], plan: Plan
+) -> dict[tuple[str, str], list[tuple[Piece, tuple[int, ...]]]]:
+    """Per (kind, name) the pieces that make up the dense tensor, with the ranks that hold each; what is in no
+    unit is shared by all."""
+    everyone = tuple(range(len(plan.subnetwork_of_rank)))
+    claimed: dict[tuple[str, str], list[tuple[Piece, tuple[int, ...]]]] = {}
+    for index, unit in enumerate(plan.units):
+        ranks = plan.ranks_of(index)
+        for piece in unit.pieces:
+            claimed.setdefault((piece.kind, piece.parameter), []).append((piece, ranks))
+    return {
+        (info.kind, info.name): _with_shared_rest(info, claimed.get((info.kind, info.name), []), everyone)
+        for info in tensors
+    }
+
+
+def build_buckets(segments: Sequence[Segment], *, size: int, max_elements: int) -> list[Bucket]:
+    """Consecutive segments of one dtype, so that no rank packs more than `max_elements` for one exchange.
+
+    Args:
+        size: number of data-parallel ranks.
+    """
+    groups: list[list[Segment]] = []
+    load = [0] * size
+    for segment in segments:
+        fits = groups and groups[-1][0].dtype == segment.dtype
+        fits = fits and all(load[rank] + segment.num_elements <= max_elements for rank in segment.holders)
+        if not fits:
+            groups.append([])
+            load = [0] * size
+        groups[-1].append(segment)
+        for rank in segment.holders:
+            load[rank] += segment.num_elements
+    return [Bucket(index, tuple(group)) for index, group in enumerate(groups)]

@@ -1,0 +1,1 @@
+"""The training program behind launch/pretrain.py: options, run folder, loop, evaluation, clean stops."""

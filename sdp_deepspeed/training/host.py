@@ -1,0 +1,37 @@
+"""What differs between a stock DeepSpeed engine (the baseline) and ours; the rest of the program does not ask."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+
+
+def plan_of(engine: Any) -> Any | None:
+    """Our engine's plan; None for a stock engine."""
+    return getattr(engine, "plan", None)
+
+
+def trains_subnetwork(engine: Any) -> bool:
+    """Whether a training loss is that of a subnetwork and not of the dense model."""
+    plan = plan_of(engine)
+    return plan is not None and plan.regime == "forward" and plan.num_holders < plan.num_subnetworks
+
+
+def save_pretrained(engine: Any, folder: Path, tokenizer: Any) -> None:
+    """Write the dense model and its tokenizer in Hugging Face's format; every rank calls it."""
+    if plan_of(engine) is not None:
+        engine.save_pretrained(str(folder), tokenizer=tokenizer)
+        return
+    if dist.get_rank() == 0:
+        engine.module.save_pretrained(folder)
+        tokenizer.save_pretrained(folder)
+    dist.barrier()
+
+
+def label(engine: Any) -> str:
+    """A short name of the method, for tables."""
+    plan = plan_of(engine)
+    zero = f"ZeRO-{engine.zero_optimization_stage()}"
+    return zero if plan is None else f"SDP {plan.num_holders}/{plan.num_subnetworks} + {zero}"

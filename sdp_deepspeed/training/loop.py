@@ -1,0 +1,136 @@
+"""The training loop: step, agree, record, evaluate, save, stop."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from sdp_deepspeed.data import DataBundle
+from sdp_deepspeed.measure import StepFigures, measured_step
+from sdp_deepspeed.training import host
+from sdp_deepspeed.training.evaluate import dense_validation_loss, to_device
+from sdp_deepspeed.training.options import Options
+from sdp_deepspeed.training.progress import Progress, memory_bytes
+from sdp_deepspeed.training.run_folder import RunFolder
+from sdp_deepspeed.training.stopping import StopRequest, agreed
+
+
+@dataclass
+class Run:
+    """Everything that a run consists of on one rank.
+
+    Args:
+        step: optimizer steps done, those before a resume included.
+        figures: what the measured step of this process showed; empty until then.
+    """
+
+    options: Options
+    engine: Any
+    data: DataBundle
+    folder: RunFolder
+    step: int = 0
+    figures: StepFigures = field(default_factory=StepFigures)
+
+    @property
+    def tokens_per_step(self) -> int:
+        """Tokens that all ranks together take in one optimizer step."""
+        return self.engine.train_batch_size() * self.data.train.sequence_length
+
+
+def resume(run: Run) -> None:
+    """Load the last checkpoint, if there is one, and forget what was recorded after it; every rank calls it."""
+    if run.folder.has_checkpoint:
+        _, state = run.engine.load_checkpoint(str(run.folder.checkpoints))
+        run.step = state["step"]
+        run.data.train.load_state_dict(state["data"])
+    run.folder.drop_metrics_after(run.step)
+
+
+def save(run: Run) -> None:
+    """Write a checkpoint of this step; every rank calls it."""
+    state = {"step": run.step, "data": run.data.train.state_dict()}
+    run.engine.save_checkpoint(str(run.folder.checkpoints), tag=f"step_{run.step:08d}", client_state=state)
+    dist.barrier()
+    run.folder.prune_checkpoints(run.options.keep_checkpoints)
+
+
+def train(run: Run, progress: Progress) -> bool:
+    """Train up to `options.steps`; every rank calls it. False when a signal ended it early, after saving."""
+    options = run.options
+    measured = min(run.step + 2, options.steps)  # the second step: the optimizer's moments exist
+    first = run.step + 1
+    if run.step == 0:
+        evaluate(run, progress)
+    with StopRequest() as stop:
+        while run.step < options.steps:
+            timed = run.step + 1 not in (first, measured)
+            loss, stopping = _one_step(run, progress, stop, measure=run.step + 1 == measured, timed=timed)
+            done = run.step == options.steps
+            if stopping or done or run.step % options.save_interval == 0:
+                save(run)
+            if stopping and not done:
+                progress.say(f"stopped after step {run.step}, saved in {run.folder.checkpoints}; start again to resume")
+                return False
+            if done or run.step % options.eval_interval == 0:
+                evaluate(run, progress)
+    return True
+
+
+def _one_step(run: Run, progress: Progress, stop: StopRequest, *, measure: bool, timed: bool) -> tuple[float, bool]:
+    """One optimizer step with its record. Returns the mean loss over ranks and whether to stop."""
+    start = time.perf_counter()
+    with measured_step(run.engine) if measure else contextlib.nullcontext(run.figures) as run.figures:
+        local_loss = _micro_steps(run)
+    loss, stopping = agreed(stop, local_loss)
+    seconds = time.perf_counter() - start
+    run.step += 1
+    tokens_per_second = run.tokens_per_step / seconds
+    run.folder.append_metrics(
+        {
+            "kind": "train",
+            "step": run.step,
+            "loss": loss,
+            "loss_of": "subnetwork" if host.trains_subnetwork(run.engine) else "dense",
+            "learning_rate": run.engine.get_lr()[0],
+            "gradient_norm": _number(run.engine.get_global_grad_norm()),
+            "seconds": seconds,
+            "timed": timed,
+            "tokens_per_second": tokens_per_second,
+            "memory_bytes": memory_bytes(),
+            "epoch": run.data.train.epoch,
+        }
+    )
+    progress.step(loss, tokens_per_second)
+    return loss, stopping
+
+
+def _micro_steps(run: Run) -> torch.Tensor:
+    """Forward, backward and step of all micro-steps; the mean of this rank's losses."""
+    engine = run.engine
+    accumulation = engine.gradient_accumulation_steps()
+    total = torch.zeros((), device=engine.device)
+    for _ in range(accumulation):
+        batch = to_device(next(run.data.train), engine.device)
+        loss = engine(**batch, use_cache=False).loss
+        engine.backward(loss)
+        engine.step()
+        total += loss.detach().float()
+    return total / accumulation
+
+
+def evaluate(run: Run, progress: Progress) -> None:
+    """Record and show the dense validation loss; a collective. Nothing when no text is held out."""
+    if run.data.validation is None:
+        return
+    record = dense_validation_loss(run.engine, run.data.validation)
+    run.folder.append_metrics({"kind": "evaluation", "step": run.step, **record})
+    progress.say(f"step {run.step}: dense validation loss {record['dense_validation_loss']:.4f}")
+
+
+def _number(value: Any) -> float | None:
+    return None if value is None else float(value)

@@ -1,0 +1,119 @@
+"""The command line of launch/pretrain.py, checked before anything heavy is imported."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NoReturn
+
+from sdp_deepspeed.config import KEY
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options:
+    """What one run is to do.
+
+    Args:
+        model: the model's shape as a Transformers config with `model_type`.
+        deepspeed_config: DeepSpeed's config, with our block or without.
+        data: fields of `sdp_deepspeed.data.config.DataConfig`.
+        run_folder: everything that the run leaves behind.
+        steps: optimizer steps of the whole run, those before a resume included.
+        eval_interval: steps between evaluations of the dense model; one more at the start and at the end.
+        save_interval: steps between checkpoints; one more at the end and on a stop.
+        keep_checkpoints: how many of the newest checkpoints stay on disk.
+        seed: of the model's initial weights.
+        gradient_checkpointing: recompute activations in the backward pass.
+        baseline: train without our block, all else equal.
+    """
+
+    model: dict[str, Any]
+    deepspeed_config: dict[str, Any]
+    data: dict[str, Any]
+    run_folder: Path
+    steps: int
+    eval_interval: int = 100
+    save_interval: int = 500
+    keep_checkpoints: int = 2
+    seed: int = 0
+    gradient_checkpointing: bool = False
+    baseline: bool = False
+
+
+class _Parser(argparse.ArgumentParser):
+    """Raises instead of printing, so that one rank tells the user and not all of them."""
+
+    def error(self, message: str) -> NoReturn:
+        raise ValueError(f"{message} (--help lists the options)")
+
+
+def _positive(text: str) -> int:
+    if not text.isdigit() or int(text) == 0:
+        raise argparse.ArgumentTypeError(f"expected a whole number above 0, got {text!r}")
+    return int(text)
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = _Parser(
+        prog="pretrain.py",
+        description="Pre-train a decoder. Start it with `deepspeed launch/pretrain.py ...`; start it again to resume.",
+        allow_abbrev=False,
+    )
+    add = parser.add_argument
+    add("--model", type=Path, required=True, help="JSON: a Transformers config, such as configs/models/tiny.json")
+    add("--deepspeed_config", type=Path, required=True, help="JSON: DeepSpeed's config with or without our block")
+    add("--data", type=Path, help="JSON: the data's settings (default: the Python standard library's source)")
+    add("--run-folder", type=Path, required=True, help="where config, metrics, checkpoints and the model go")
+    add("--steps", type=_positive, required=True, help="optimizer steps of the whole run")
+    add("--eval-interval", type=_positive, default=100, help="steps between evaluations (default 100)")
+    add("--save-interval", type=_positive, default=500, help="steps between checkpoints (default 500)")
+    add("--keep-checkpoints", type=_positive, default=2, help="newest checkpoints to keep (default 2)")
+    add("--seed", type=int, default=0, help="seed of the initial weights (default 0)")
+    add("--gradient-checkpointing", action="store_true", help="recompute activations in the backward pass")
+    add("--baseline", action="store_true", help="ignore our block: plain DeepSpeed, for comparison")
+    add("--local_rank", type=int, help=argparse.SUPPRESS)  # the launcher passes it; the environment says the same
+    return parser
+
+
+def read_json(path: Path, option: str) -> dict[str, Any]:
+    """A JSON object from `path`; ValueError names the command line's `option` and where the file is wrong."""
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ValueError(f"{option}: cannot read {path}: {error.strerror}") from None
+    except UnicodeDecodeError:
+        raise ValueError(f"{option}: {path} is not text: expected a JSON file") from None
+    except json.JSONDecodeError as error:
+        raise ValueError(f"{option}: {path}:{error.lineno}:{error.colno}: not JSON: {error.msg}") from None
+    if not isinstance(content, dict):
+        raise ValueError(f"{option}: {path} holds a {type(content).__name__}: expected a JSON object {{...}}")
+    return content
+
+
+def parse_options(arguments: Sequence[str] | None = None) -> Options:
+    """Options from the command line (`sys.argv` by default). ValueError for whatever the user got wrong."""
+    given = vars(_parser().parse_args(arguments))
+    given.pop("local_rank")
+    model = read_json(given.pop("model"), "--model")
+    if "model_type" not in model:
+        raise ValueError('--model: the JSON has no "model_type": expected a Transformers config, e.g. "llama"')
+    data_path = given.pop("data")
+    data = read_json(data_path, "--data") if data_path else {}
+    data.setdefault("sequence_length", min(128, model.get("max_position_embeddings", 128)))
+    if not data.get("tokenizer"):
+        data.setdefault("vocab_size", model.get("vocab_size"))
+    config = read_json(given.pop("deepspeed_config"), "--deepspeed_config")
+    if given["baseline"]:
+        config.pop(KEY, None)
+    fill_automatic(config, given["steps"])
+    return Options(model=model, data=data, deepspeed_config=config, **given)
+
+
+def fill_automatic(config: dict[str, Any], steps: int) -> None:
+    """Replace "auto" for the scheduler's number of steps, the one setting that the command line decides."""
+    parameters = config.get("scheduler", {}).get("params", {})
+    if parameters.get("total_num_steps") == "auto":
+        parameters["total_num_steps"] = steps

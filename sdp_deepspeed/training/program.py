@@ -1,0 +1,44 @@
+"""launch/pretrain.py's program: set up a run, train it, leave the dense model and a report."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+
+from sdp_deepspeed.training.mistakes import reported_mistakes
+from sdp_deepspeed.training.options import Options, parse_options
+from sdp_deepspeed.training.run_folder import RunFolder
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the training program on this rank; returns the exit code (0 also after a stop that was asked for)."""
+    with reported_mistakes():
+        options = parse_options(arguments)
+        num_ranks = _num_ranks()
+        folder = RunFolder(options.run_folder, writes=os.environ["RANK"] == "0")
+        config = _resolved(options, num_ranks)
+        folder.check_same_run(config)
+        if _is_finished(folder, options.steps):
+            if folder.writes:
+                print(f"{folder.path} has its {options.steps} steps already; remove it to train again", flush=True)
+            return 0
+    # Heavy imports only now: a typo on the command line is answered at once.
+    from sdp_deepspeed.training.session import run_session
+
+    return run_session(options, folder, config)
+
+
+def _num_ranks() -> int:
+    if "RANK" not in os.environ:
+        raise ValueError("start this with the launcher: deepspeed --num_gpus <ranks> launch/pretrain.py ...")
+    return int(os.environ["WORLD_SIZE"])
+
+
+def _resolved(options: Options, num_ranks: int) -> dict[str, object]:
+    """What config.json holds: everything that decides the run."""
+    return {name: value for name, value in vars(options).items() if name != "run_folder"} | {"num_ranks": num_ranks}
+
+
+def _is_finished(folder: RunFolder, steps: int) -> bool:
+    report = folder.read_json("report.json")
+    return report is not None and report["steps"] >= steps

@@ -1,0 +1,59 @@
+"""Makes report.json at the end of a run; every number comes from the run's own records."""
+
+from __future__ import annotations
+
+import platform
+import statistics
+from importlib import metadata
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from sdp_deepspeed.report import REPORT_VERSION
+from sdp_deepspeed.training import host
+from sdp_deepspeed.training.loop import Run
+from sdp_deepspeed.version import __version__
+
+
+def write_report(run: Run) -> None:
+    """Gather what all ranks measured and write report.json; every rank calls it."""
+    ranks: list[dict[str, Any]] = [{} for _ in range(dist.get_world_size())]
+    dist.all_gather_object(ranks, run.figures.to_json())
+    if not run.folder.writes:
+        return
+    records = run.folder.metrics()
+    evaluations = [r for r in records if r["kind"] == "evaluation"]
+    plan = host.plan_of(run.engine)
+    run.folder.write_json(
+        "report.json",
+        {
+            "version": REPORT_VERSION,
+            "label": host.label(run.engine),
+            "num_ranks": dist.get_world_size(),
+            "steps": run.step,
+            "tokens_per_step": run.tokens_per_step,
+            "coverage": 1.0 if plan is None else plan.coverage,
+            "plan_hash": None if plan is None else plan.hash,
+            "dense_validation_loss": evaluations[-1]["dense_validation_loss"] if evaluations else None,
+            "step_seconds": _spread([r["seconds"] for r in records if r["kind"] == "train" and r["timed"]]),
+            "ranks": ranks,
+            "hardware": _hardware(run.engine.device),
+            "versions": {"sdp_deepspeed": __version__}
+            | {name: metadata.version(name) for name in ("deepspeed", "torch", "transformers")},
+        },
+    )
+
+
+def _spread(values: list[float]) -> dict[str, float] | None:
+    """Median and tenths of `values`; None for fewer than two."""
+    if len(values) < 2:
+        return None
+    tenths = statistics.quantiles(values, n=10, method="inclusive")
+    return {"median": statistics.median(values), "p10": tenths[0], "p90": tenths[-1], "num_steps": len(values)}
+
+
+def _hardware(device: torch.device) -> str:
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    return f"{platform.machine()} CPU, {torch.get_num_threads()} thread(s) per rank"

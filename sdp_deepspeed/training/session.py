@@ -1,0 +1,89 @@
+"""One run from process group to exported model, on one rank."""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+import deepspeed
+import torch
+import torch.distributed as dist
+from deepspeed.runtime.config import DeepSpeedConfigError
+from transformers.utils.logging import disable_progress_bar
+
+import sdp_deepspeed  # noqa: F401  its import is what makes deepspeed.initialize() read our block
+from sdp_deepspeed.data import DataConfig, build
+from sdp_deepspeed.training import host
+from sdp_deepspeed.training.loop import Run, resume, train
+from sdp_deepspeed.training.mistakes import reported_mistakes
+from sdp_deepspeed.training.model import build_model, check_fits
+from sdp_deepspeed.training.options import Options
+from sdp_deepspeed.training.progress import Progress
+from sdp_deepspeed.training.reporting import write_report
+from sdp_deepspeed.training.run_folder import RunFolder
+
+
+def run_session(options: Options, folder: RunFolder, config: dict[str, Any]) -> int:
+    """Train, export, report; every rank calls it. Returns the exit code."""
+    _silence_hosts()
+    deepspeed.init_distributed()
+    try:
+        # DeepSpeed tells some mistakes in its JSON by assertion.
+        with reported_mistakes(DeepSpeedConfigError, AssertionError, NotImplementedError):
+            run = _set_up(options, folder)
+            folder.write_json("config.json", config)
+            if (plan := host.plan_of(run.engine)) is not None and folder.writes:
+                plan.save(folder.plan)
+        with Progress(first=run.step, total=options.steps, show=folder.writes) as progress:
+            progress.say(_introduction(run))
+            if train(run, progress):
+                host.save_pretrained(run.engine, folder.hf, run.data.tokenizer)
+                write_report(run)
+    finally:
+        _close()
+    return 0
+
+
+def _silence_hosts() -> None:
+    """Switch off what hosts print beside our bar that no user can act on."""
+    disable_progress_bar()
+    # DeepSpeed 0.19.8 calls collectives by names that PyTorch 2.13 has renamed.
+    warnings.filterwarnings("ignore", category=FutureWarning, module="torch.distributed.c10d_logger")
+
+
+def _set_up(options: Options, folder: RunFolder) -> Run:
+    """Model, engine and data, at the last checkpoint if there is one."""
+    folder.create()
+    data_config = DataConfig.from_dict(options.data)
+    model = build_model(options.model, seed=options.seed, gradient_checkpointing=options.gradient_checkpointing)
+    engine, *_ = deepspeed.initialize(
+        model=model, model_parameters=list(model.parameters()), config=options.deepspeed_config
+    )
+    data = build(
+        data_config,
+        micro_batch=engine.train_micro_batch_size_per_gpu(),
+        rank=dist.get_rank(),
+        world_size=dist.get_world_size(),
+    )
+    check_fits(
+        engine.module.config, num_tokens=len(data.tokenizer), sequence_length=data_config.sequence_length
+    )
+    run = Run(options=options, engine=engine, data=data, folder=folder)
+    resume(run)
+    return run
+
+
+def _introduction(run: Run) -> str:
+    where = f"resuming at step {run.step}" if run.step else "starting"
+    return (
+        f"{where}: {host.label(run.engine)} on {dist.get_world_size()} ranks, {run.tokens_per_step} tokens per step, "
+        f"{run.data.train.num_blocks} training blocks of {run.data.train.sequence_length} tokens"
+    )
+
+
+def _close() -> None:
+    """Leave the process group, so that no rank is seen to vanish."""
+    if dist.is_initialized():
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()
+        dist.destroy_process_group()

@@ -1,0 +1,70 @@
+"""Ctrl-C and SIGTERM: finish the step, save, stop.
+
+What the deepspeed launcher (0.19.8) does, and why this looks as it does:
+
+- Ctrl-C reaches the whole process group: every rank gets SIGINT, and SIGTERM from the launcher right after it. The
+  second signal must not break what the first began, so repeats only set the flag again. SIGQUIT and SIGKILL still end
+  a rank at once.
+- SIGTERM to `deepspeed.launcher.launch` goes to one rank after the other, each with 30 seconds to end before it is
+  killed. One rank's request therefore stops all of them (`agreed`).
+- SIGTERM to the `deepspeed` command itself ends that command alone and leaves the ranks running: they notice that
+  the launcher's parent is gone.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+from types import FrameType, TracebackType
+from typing import Any
+
+import psutil
+import torch
+import torch.distributed as dist
+
+STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM)
+
+
+def _ancestors() -> tuple[int, int]:
+    """Process ids of the launcher and of the command that started it."""
+    parent = os.getppid()
+    try:
+        return parent, psutil.Process(parent).ppid()
+    except psutil.Error:
+        return parent, 0
+
+
+class StopRequest:
+    """Turns the signals into a flag while the block runs; in the main thread of every rank."""
+
+    def __init__(self) -> None:
+        self._signalled = False
+        self._ancestors = _ancestors()
+        self._previous: dict[signal.Signals, Any] = {}
+
+    def __enter__(self) -> StopRequest:
+        self._previous = {number: signal.signal(number, self._handle) for number in STOP_SIGNALS}
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: Any, trace: TracebackType | None) -> None:
+        for number, handler in self._previous.items():
+            signal.signal(number, handler)
+
+    def _handle(self, _number: int, _frame: FrameType | None) -> None:
+        self._signalled = True
+
+    @property
+    def requested(self) -> bool:
+        """Whether this rank was asked to stop, or lost its launcher."""
+        return self._signalled or _ancestors() != self._ancestors
+
+
+def agreed(stop: StopRequest, loss: torch.Tensor) -> tuple[float, bool]:
+    """The mean of `loss` (a scalar) over ranks, and whether any rank was asked to stop. A collective of all ranks.
+
+    Both travel in one all-reduce, and all ranks get the same answer, so that they leave the loop after the same step.
+    """
+    both = torch.stack([loss.detach().float(), loss.new_tensor(float(stop.requested), dtype=torch.float32)])
+    dist.all_reduce(both)
+    loss_sum, num_requests = both.tolist()
+    return loss_sum / dist.get_world_size(), num_requests > 0

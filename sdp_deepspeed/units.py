@@ -1,0 +1,117 @@
+"""Units and pieces: what a worker holds or lacks as a whole (DESIGN.md section 1).
+
+Pure data, keyed by the dense model's names and coordinates, so that exchange, optimizer, norm,
+dense view and export never ask which strategy made a unit.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any, Literal
+
+Kind = Literal["parameter", "buffer"]
+
+
+@dataclass(frozen=True)
+class Piece:
+    """A slice of one tensor of the dense model.
+
+    Args:
+        parameter: the tensor's dense name, as in `named_parameters()` or `named_buffers()`.
+        dim: the stored dimension that is cut; None means the whole tensor.
+        start: first index along `dim` (0 for a whole tensor).
+        length: number of indices along `dim`; for a whole tensor its number of elements.
+        kind: "parameter" or "buffer".
+    """
+
+    parameter: str
+    dim: int | None = None
+    start: int = 0
+    length: int = 0
+    kind: Kind = "parameter"
+
+    def __post_init__(self) -> None:
+        if self.dim is not None and (self.dim < 0 or self.start < 0 or self.length < 1):
+            raise ValueError(
+                f"piece of {self.parameter!r}: dim, start and length must be a slice that is not empty, "
+                f"got dim={self.dim}, start={self.start}, length={self.length}"
+            )
+
+    def narrow(self, tensor: Any) -> Any:
+        """The piece's view into `tensor`, the whole tensor of the dense model (not copied)."""
+        if self.dim is None:
+            return tensor
+        return tensor.narrow(self.dim, self.start, self.length)
+
+    def num_elements(self, shape: Iterable[int]) -> int:
+        """Number of elements of this piece in a dense tensor of `shape`."""
+        count = 1
+        for dim, size in enumerate(shape):
+            count *= self.length if dim == self.dim else size
+        return count
+
+
+@dataclass(frozen=True)
+class Unit:
+    """The smallest part of a model that a worker holds or lacks as a whole."""
+
+    name: str
+    pieces: tuple[Piece, ...]
+
+
+@dataclass(frozen=True)
+class UnitCost:
+    """What one unit costs the worker that holds it; the assignment balances it.
+
+    Args:
+        num_parameters: trainable elements.
+        num_bytes: bytes of its parameters and buffers.
+        flops: forward FLOPs per token (or per image position), multiply and add counted as two.
+    """
+
+    num_parameters: int
+    num_bytes: int
+    flops: int
+
+
+def check_pieces(units: Iterable[Unit], shape_of: Callable[[Piece], tuple[int, ...] | None]) -> None:
+    """Refuse units that do not fit the model or that overlap.
+
+    Args:
+        units: the units of a plan.
+        shape_of: shape of a piece's tensor in the dense model, None if the model has no such tensor.
+
+    Raises:
+        ValueError: unknown tensor, slice out of range, or an element claimed by two units.
+    """
+    claimed: dict[tuple[str, str], list[tuple[int | None, int, int, str]]] = {}
+    for unit in units:
+        for piece in unit.pieces:
+            shape = shape_of(piece)
+            if shape is None:
+                raise ValueError(f"unit {unit.name!r}: the model has no {piece.kind} named {piece.parameter!r}")
+            _check_range(unit.name, piece, shape)
+            _check_overlap(unit.name, piece, claimed.setdefault((piece.kind, piece.parameter), []))
+
+
+def _check_range(unit_name: str, piece: Piece, shape: tuple[int, ...]) -> None:
+    if piece.dim is None:
+        return
+    if piece.dim >= len(shape) or piece.start + piece.length > shape[piece.dim]:
+        raise ValueError(
+            f"unit {unit_name!r}: piece of {piece.parameter!r} takes [{piece.start}, {piece.start + piece.length}) "
+            f"of dim {piece.dim}, but the tensor's shape is {shape}"
+        )
+
+
+def _check_overlap(unit_name: str, piece: Piece, claims: list[tuple[int | None, int, int, str]]) -> None:
+    for dim, start, stop, other in claims:
+        if piece.dim is None or dim is None or dim != piece.dim:
+            raise ValueError(
+                f"{piece.parameter!r} is claimed by {other!r} and {unit_name!r}: pieces of one tensor "
+                "must all cut the same dim, or one unit must hold it whole"
+            )
+        if piece.start < stop and start < piece.start + piece.length:
+            raise ValueError(f"{piece.parameter!r}: {other!r} and {unit_name!r} overlap along dim {dim}")
+    claims.append((piece.dim, piece.start, piece.start + piece.length, unit_name))

@@ -1,0 +1,75 @@
+"""The data's settings: every mistake is told with its value and what to do, every key has a reader."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from sdp_deepspeed.data import DataConfig
+from sdp_deepspeed.data.__main__ import main
+
+
+@pytest.mark.parametrize(
+    ("values", "said"),
+    [
+        ({"sequence_length": 1}, "sequence_length is 1, expected at least 2"),
+        ({"sequence_length": "128"}, "sequence_length is '128', expected a valid integer"),
+        ({"validation_fraction": 1.0}, "validation_fraction is 1.0, expected 0 <= fraction < 1"),
+        ({"validation_fraction": float("nan")}, "validation_fraction is nan"),
+        ({"seed": -1}, "seed is -1"),
+        ({"vocab_size": 100}, "vocab_size is 100, expected at least 257"),
+        ({"max_bytes": 0}, "max_bytes is 0"),
+        ({"validation_blocks": 0}, "validation_blocks is 0"),
+        ({"validation_blocks": 3, "validation_fraction": 0}, "validation_blocks has no effect"),
+        ({"source": "web"}, "source is 'web', expected 'stdlib', 'files' or 'hub'"),
+        ({"source": "files"}, "source 'files' needs path"),
+        ({"source": "hub"}, "source 'hub' needs path"),
+        ({"path": "x"}, "path has no effect with source 'stdlib'"),
+        ({"text_column": "x"}, "text_column has no effect with source 'stdlib'"),
+        ({"source": "files", "path": "x", "subset": "y"}, "subset has no effect with source 'files': drop it, or use hub"),
+        ({"source": "files", "path": "x", "streaming": True}, "streaming has no effect"),
+        ({"source": "hub", "path": "x", "text_documents": "line"}, "text_documents has no effect"),
+        ({"tokenizer": "gpt2", "vocab_size": 300}, "vocab_size has no effect with tokenizer 'gpt2'"),
+        ({"sequence_lenght": 64}, "unknown key 'sequence_lenght' (did you mean 'sequence_length'?)"),
+    ],
+)
+def test_mistakes_are_told(values: dict[str, Any], said: str) -> None:
+    with pytest.raises(ValueError, match="data: ") as error:
+        DataConfig.from_dict(values)
+    assert said in str(error.value)
+    assert "\n" not in str(error.value)
+
+
+def test_all_mistakes_are_told_at_once() -> None:
+    with pytest.raises(ValueError, match=r"sequence_length.*seed"):
+        DataConfig(sequence_length=0, seed=-3)
+
+
+def test_defaults_and_json() -> None:
+    assert DataConfig.from_dict({}) == DataConfig()
+    assert DataConfig.from_dict({"sequence_length": 64, "validation_fraction": 0}).sequence_length == 64
+
+
+def test_program_prepares_and_tells_mistakes_in_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "text.txt").write_text("".join(f"paragraph number {i}\n\n" for i in range(200)))
+    settings = {
+        "source": "files",
+        "path": str(tmp_path / "text.txt"),
+        "text_documents": "paragraph",
+        "vocab_size": 300,
+        "cache_dir": str(tmp_path / "cache"),
+    }
+    (tmp_path / "data.json").write_text(json.dumps(settings))
+    assert main([str(tmp_path / "data.json")]) == 0
+    assert "tokens to train on" in capsys.readouterr().out
+    (tmp_path / "data.json").write_text(json.dumps(settings | {"path": str(tmp_path / "absent.txt")}))
+    assert main([str(tmp_path / "data.json")]) == 2
+    said = capsys.readouterr().err
+    assert "no file found" in said
+    assert said.count("\n") == 1
+    (tmp_path / "data.json").write_text("[]")
+    assert main([str(tmp_path / "data.json")]) == 2
+    assert main([]) == 2
