@@ -84,7 +84,8 @@ def search(costs: Sequence[UnitCost], k: int, p: int) -> Ints:
     num_trials = since_best = 0
     for restart in range(_MAX_RESTARTS):
         order = random.Random(restart)
-        table = greedy(problem, order)
+        unbalanced = best is not None and best[0][1:3] != (0, 0)
+        table = greedy(problem, order, largest_first=not unbalanced)
         num_trials += _balance(problem, table, order) + _spread(problem, table, order)
         connect(table, problem.amounts)
         score = _score(problem, table)
@@ -98,15 +99,20 @@ def search(costs: Sequence[UnitCost], k: int, p: int) -> Ints:
     return best[1]
 
 
-def greedy(problem: Problem, order: random.Random) -> Ints:
-    """Largest unit first, each to the p least loaded subnetworks; equal loads are drawn from `order`.
+def greedy(problem: Problem, order: random.Random, *, largest_first: bool = True) -> Ints:
+    """Each unit to the p least loaded subnetworks; equal loads are drawn from `order`.
 
+    Largest unit first is the best single start; where it ends out of balance, units in random order give others.
     A subnetwork without units is always among the least loaded, so that none stays empty when U p >= k.
     """
     k, p = problem.num_subnetworks, problem.num_holders
     table = np.zeros((len(problem.amounts), k), dtype=np.int64)
     loads = np.zeros((k, 3), dtype=np.int64)  # FLOPs, bytes, units
-    for unit in np.lexsort((-problem.amounts[:, 1], -problem.amounts[:, 0])):
+    if largest_first:
+        units = np.lexsort((-problem.amounts[:, 1], -problem.amounts[:, 0])).tolist()
+    else:
+        units = order.sample(range(len(table)), len(table))
+    for unit in units:
         ties = np.array(order.sample(range(k), k))
         chosen = np.lexsort((ties, loads[:, 2], loads[:, 1], loads[:, 0]))[:p]
         table[unit, chosen] = 1

@@ -30,26 +30,29 @@ class SubnetworkConfig(BaseModel):
 
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
 
-    enabled: bool = Field(True, description="true or false")
-    regime: Regime = Field("forward", description='"forward" or "backward"')
+    enabled: bool = Field(default=True, description="true or false")
+    regime: Regime = Field(default="forward", description='"forward" or "backward"')
     strategy: StrategyName | dict[str, StrategyName] = Field(
-        "block", description='"block", "neuron", or a mapping by part such as {"attention": "neuron", "mlp": "block"}'
+        default="block",
+        description='"block", "neuron", or a mapping by part such as {"attention": "neuron", "mlp": "block"}',
     )
-    coverage: float | None = Field(None, gt=0, le=1, description="a number above 0 and at most 1")
-    holders: int | None = Field(None, ge=1, description="a whole number of holders per unit, at least 1")
+    coverage: float | None = Field(default=None, gt=0, le=1, description="a number above 0 and at most 1")
+    holders: int | None = Field(default=None, ge=1, description="a whole number of holders per unit, at least 1")
     subnetworks: Literal["auto"] | int = Field(
-        "auto", description='"auto" (one for each data-parallel rank) or a whole number of at least 1'
+        default="auto", description='"auto" (one for each data-parallel rank) or a whole number of at least 1'
     )
-    granularity: Literal["sublayer", "layer"] = Field("sublayer", description='"sublayer" or "layer"')
-    assignment: str = Field("balanced", description='"balanced", "cyclic", or the path of a plan ending in .json')
+    granularity: Literal["sublayer", "layer"] = Field(default="sublayer", description='"sublayer" or "layer"')
+    assignment: str = Field(
+        default="balanced", description='"balanced", "cyclic", or the path of a plan ending in .json'
+    )
     shared: tuple[str, ...] = Field(
-        (), strict=False, description="a list of regular expressions of parameter names (Python's re)"
+        default=(), strict=False, description="a list of regular expressions of parameter names (Python's re)"
     )
-    neuron_groups: int | None = Field(None, ge=1, description="a whole number of groups, at least 1")
-    dense_branch_scale: Literal["none", "coverage"] = Field("none", description='"none" or "coverage"')
-    seed: int = Field(0, ge=0, description="a whole number of at least 0")
-    allow_optimizer: bool = Field(False, description="true or false")
-    check_agreement: bool = Field(False, description="true or false")
+    neuron_groups: int | None = Field(default=None, ge=1, description="a whole number of groups, at least 1")
+    dense_branch_scale: Literal["none", "coverage"] = Field(default="none", description='"none" or "coverage"')
+    seed: int = Field(default=0, ge=0, description="a whole number of at least 0")
+    allow_optimizer: bool = Field(default=False, description="true or false")
+    check_agreement: bool = Field(default=False, description="true or false")
 
     @field_validator("subnetworks")
     @classmethod
@@ -236,7 +239,7 @@ def _refuse_near_misses(ds_config: Mapping[str, Any]) -> None:
 
 
 def _explain(error: ValidationError, block: Mapping[str, Any]) -> str:
-    """All problems of a block, one line each, in the order of the block."""
+    """All problems of a block, one line each."""
     problems: dict[str, str] = {}
     for item in error.errors(include_url=False, include_context=False):
         name = str(item["loc"][0]) if item["loc"] else ""

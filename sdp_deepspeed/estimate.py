@@ -7,7 +7,7 @@ the table. Left out because they do not grow with the model: optimizers' step co
 from __future__ import annotations
 
 import argparse
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 from typing import Literal
@@ -98,68 +98,64 @@ def estimate(
         bucket_elements: DeepSpeed's `reduce_bucket_size`, which cuts segments.
     """
     parameters = [info for info in tensors if info.kind == "parameter"]
-    segments = build_segments(parameters, plan, max_elements=bucket_elements)
-    shapes = {info.name: info.shape for info in parameters}
-    trained = {info.name for info in parameters if info.trainable}
-    num_ranks = len(plan.subnetwork_of_rank)
-    return tuple(
-        _of_rank(rank, num_ranks, segments, shapes, trained, plan.regime == "backward", stage, precision)
-        for rank in range(num_ranks)
+    run = _Run(
+        segments=build_segments(parameters, plan, max_elements=bucket_elements),
+        shapes={info.name: info.shape for info in parameters},
+        trained=frozenset(info.name for info in parameters if info.trainable),
+        num_ranks=len(plan.subnetwork_of_rank),
+        everyone_updates=plan.regime == "backward",
+        stage=stage,
     )
+    return tuple(_of_rank(run, rank, precision) for rank in range(run.num_ranks))
 
 
-def _of_rank(
-    rank: int,
-    num_ranks: int,
-    segments: Sequence[Segment],
-    shapes: dict[str, tuple[int, ...]],
-    trained: set[str],
-    everyone_updates: bool,
-    stage: int,
-    precision: Precision,
-) -> RankEstimate:
-    held = [segment for segment in segments if segment.held_by(rank)]
+@dataclass(frozen=True)
+class _Run:
+    segments: Sequence[Segment]
+    shapes: Mapping[str, tuple[int, ...]]
+    trained: frozenset[str]
+    num_ranks: int
+    everyone_updates: bool
+    stage: int
+
+    def num_receivers(self, segment: Segment) -> int:
+        """Ranks that an owner sends its shard back to.
+
+        In the backward regime all others, also at stage 0: the holders get averages, the rest weights.
+        """
+        return (self.num_ranks if self.everyone_updates else len(segment.holders)) - 1
+
+
+def _of_rank(run: _Run, rank: int, precision: Precision) -> RankEstimate:
+    held = [segment for segment in run.segments if segment.held_by(rank)]
     stepped = [segment for segment in held if segment.group != NOT_OPTIMIZED]
-    owned = {segment: segment.shard(rank) for segment in stepped}
-    lengths = {segment: stop - start for segment, (start, stop) in owned.items()}
-    weights = sum(segment.num_elements for segment in (segments if everyone_updates else held))
-    gradients = sum(f.stop - f.start for segment in held for f in segment.fragments if f.piece.parameter in trained)
-    sent_gradients = sum(segment.num_elements - length for segment, length in lengths.items())
-    sent_back = sum(
-        length * _num_receivers(segment, num_ranks, everyone_updates) for segment, length in lengths.items()
-    )
-    cuts = {segment: list(segment.cut(*owned[segment])) if stage else list(segment.fragments) for segment in stepped}
+    shards = [segment.shard(rank) for segment in stepped]
+    lengths = [stop - start for start, stop in shards]
+    sent_gradients = sum(segment.num_elements - length for segment, length in zip(stepped, lengths, strict=True))
+    sent_back = sum(run.num_receivers(segment) * length for segment, length in zip(stepped, lengths, strict=True))
+    groups: dict[int, list[Fragment]] = {}
+    for segment, shard in zip(stepped, shards, strict=True):
+        groups.setdefault(segment.group, []).extend(segment.cut(*shard) if run.stage else segment.fragments)
     return RankEstimate(
-        weights=weights * precision.weights,
-        gradients=gradients * precision.gradients,
-        optimizer=_optimizer_bytes(cuts, shapes, precision),
-        step_gradients=sum(lengths.values()) * _FP32,
+        weights=sum(s.num_elements for s in (run.segments if run.everyone_updates else held)) * precision.weights,
+        gradients=sum(_size(f) for s in held for f in s.fragments if f.piece.parameter in run.trained)
+        * precision.gradients,
+        optimizer=sum(_optimizer_bytes(fragments, run.shapes, precision) for fragments in groups.values()),
+        step_gradients=sum(lengths) * _FP32,
         sent_gradients=sent_gradients,
         sent_back=sent_back,
         sent_bytes=sent_gradients * precision.wire + sent_back * precision.weights,
     )
 
 
-def _num_receivers(segment: Segment, num_ranks: int, everyone_updates: bool) -> int:
-    """Ranks that an owner sends its shard back to.
-
-    In the backward regime all others, also at stage 0: the holders get averages, the rest weights.
-    """
-    return (num_ranks if everyone_updates else len(segment.holders)) - 1
+def _size(fragment: Fragment) -> int:
+    return fragment.stop - fragment.start
 
 
-def _optimizer_bytes(
-    cuts: dict[Segment, list[Fragment]], shapes: dict[str, tuple[int, ...]], precision: Precision
-) -> int:
-    """Optimizer state of one rank; a param group keeps a master unless all of it is stepped in the fp32 weights."""
-    groups: dict[int, list[Fragment]] = {}
-    for segment, fragments in cuts.items():
-        groups.setdefault(segment.group, []).extend(fragments)
-    total = 0
-    for fragments in groups.values():
-        in_place = precision.weights == _FP32 and all(_is_view(f, shapes[f.piece.parameter]) for f in fragments)
-        total += sum(f.stop - f.start for f in fragments) * precision.optimizer(master=not in_place)
-    return total
+def _optimizer_bytes(fragments: Sequence[Fragment], shapes: Mapping[str, tuple[int, ...]], precision: Precision) -> int:
+    """State of one param group on one rank, which keeps a master unless all of it is stepped in the fp32 weights."""
+    in_place = precision.weights == _FP32 and all(_is_view(f, shapes[f.piece.parameter]) for f in fragments)
+    return sum(map(_size, fragments)) * precision.optimizer(master=not in_place)
 
 
 def _is_view(fragment: Fragment, shape: tuple[int, ...]) -> bool:

@@ -29,7 +29,10 @@ from sdp_deepspeed.data.__main__ import main
         ({"source": "hub"}, "source 'hub' needs path"),
         ({"path": "x"}, "path has no effect with source 'stdlib'"),
         ({"text_column": "x"}, "text_column has no effect with source 'stdlib'"),
-        ({"source": "files", "path": "x", "subset": "y"}, "subset has no effect with source 'files': drop it, or use hub"),
+        (
+            {"source": "files", "path": "x", "subset": "y"},
+            "subset has no effect with source 'files': drop it, or use hub",
+        ),
         ({"source": "files", "path": "x", "streaming": True}, "streaming has no effect"),
         ({"source": "hub", "path": "x", "text_documents": "line"}, "text_documents has no effect"),
         ({"tokenizer": "gpt2", "vocab_size": 300}, "vocab_size has no effect with tokenizer 'gpt2'"),

@@ -62,11 +62,33 @@ def test_orders_differ_by_seed_and_epoch_and_look_random() -> None:
         assert abs(np.corrcoef(order, np.arange(1000))[0, 1]) < 0.15
 
 
-def test_order_is_the_same_on_every_platform_and_release() -> None:
-    assert _order(10, seed=7, epoch=3) == [0, 6, 2, 7, 8, 4, 1, 3, 5, 9]
-    # Large counts must not overflow; one position alone gives what it gives among others.
-    far = np.array([2**40 - 1])
-    assert 0 <= shuffled(far, num_items=2**40, seed=0, epoch=0)[0] < 2**40
+def _mixed(value: int) -> int:
+    value = (value ^ value >> 30) * 0xBF58476D1CE4E5B9 % 2**64
+    value = (value ^ value >> 27) * 0x94D049BB133111EB % 2**64
+    return value ^ value >> 31
+
+
+def _slow_item(position: int, num_items: int, seed: int, epoch: int) -> int:
+    """The same permutation in Python's own integers, which overflow nowhere."""
+    start = _mixed((_mixed(seed) + epoch) % 2**64)
+    keys = [_mixed((start + step * 0x9E3779B97F4A7C15) % 2**64) for step in range(1, 9)]
+    half = max(1, -(-(num_items - 1).bit_length() // 2))
+    while True:
+        left, right = position >> half, position % 2**half
+        for key in keys:
+            left, right = right, left ^ _mixed(right ^ key) % 2**half
+        position = left << half | right
+        if position < num_items:
+            return position
+
+
+@pytest.mark.parametrize("num_items", [1, 2, 10, 4096, 2**40 - 3])
+def test_order_is_that_of_plain_integer_arithmetic(num_items: int) -> None:
+    """Hence the same on every platform and NumPy release, and for one position as among others."""
+    positions = sorted({0, num_items // 3, num_items // 2, num_items - 1})
+    for seed, epoch in [(0, 0), (7, 3), (2**63 - 1, 2)]:
+        fast = shuffled(np.array(positions), num_items=num_items, seed=seed, epoch=epoch)
+        assert fast.tolist() == [_slow_item(position, num_items, seed, epoch) for position in positions]
 
 
 @given(st.integers(1, 4), st.integers(1, 3), st.integers(0, 20))
@@ -100,7 +122,9 @@ def test_batch_is_what_a_causal_model_takes() -> None:
     assert (loader.num_samples, loader.epoch) == (2, 2 / 9)
 
 
-def test_seed_changes_the_order() -> None:
+def test_seed_and_epoch_change_the_order() -> None:
+    loader = PackedBatches(_blocks(50), micro_batch=5)
+    assert _taken(loader, 10) != _taken(loader, 10)
     first, second = (PackedBatches(_blocks(50), micro_batch=5, seed=seed) for seed in (0, 1))
     assert _taken(first, 10) != _taken(second, 10)
 
@@ -111,7 +135,7 @@ def test_too_few_blocks_is_an_error_with_numbers() -> None:
 
 
 @pytest.mark.parametrize("shard", [{"micro_batch": 0}, {"micro_batch": 1, "rank": 2, "world_size": 2}])
-def test_impossible_shards_are_errors(shard: dict[str, int]) -> None:
+def test_impossible_shards_are_errors(shard: dict[str, Any]) -> None:
     for batches in (PackedBatches, ValidationBatches):
         with pytest.raises(ValueError, match="expected"):
             batches(_blocks(7), **shard)
@@ -162,9 +186,7 @@ def test_validation_loss_does_not_depend_on_the_ranks() -> None:
     def loss(ranks: int, micro_batch: int) -> float:
         total = weights = 0.0
         for rank in range(ranks):
-            for batch, weight in ValidationBatches(
-                _blocks(11), micro_batch=micro_batch, rank=rank, world_size=ranks
-            ):
+            for batch, weight in ValidationBatches(_blocks(11), micro_batch=micro_batch, rank=rank, world_size=ranks):
                 logits, labels = table[batch["input_ids"][:, :-1]], batch["labels"][:, 1:]
                 mean = torch.nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten())
                 total, weights = total + float(mean) * weight, weights + weight

@@ -81,7 +81,10 @@ def _write(config: DataConfig, corpus: Corpus, given: Any, *, identity: str, fol
         tokenizer = tokenizers.train_tokenizer(_training(corpus, config), config.vocab_size or DEFAULT_VOCAB_SIZE)
     tokenizer.save_pretrained(folder / "tokenizer")
     counts = pack(
-        _with_progress(corpus.documents()), tokenizer=tokenizer, folder=folder, validation_fraction=config.validation_fraction
+        _with_progress(corpus.documents()),
+        tokenizer=tokenizer,
+        folder=folder,
+        validation_fraction=config.validation_fraction,
     )
     _check(config, counts)
     prepared = PreparedData(folder, identity, tokenizers.vocabulary_size(tokenizer), counts)

@@ -68,7 +68,7 @@ def load_tokenizer(name: str) -> Any:
 
 def vocabulary_size(tokenizer: Any) -> int:
     """Number of ids that a model must have; some tokenizers leave gaps, so that `len` is too small for them."""
-    return max(len(tokenizer), *(i + 1 for i in tokenizer.get_vocab().values()))
+    return max(len(tokenizer), *(int(i) + 1 for i in tokenizer.get_vocab().values()))
 
 
 def identity(tokenizer: Any) -> str:

@@ -1,0 +1,35 @@
+"""Where a figure comes from: commit, versions, hardware."""
+
+from __future__ import annotations
+
+import os
+import platform
+import subprocess
+from importlib.metadata import version
+from pathlib import Path
+
+
+def provenance() -> dict[str, object]:
+    """Facts to keep beside raw figures. "dirty" says whether the tree had uncommitted changes."""
+    return {
+        "commit": _git("rev-parse", "HEAD"),
+        "dirty": bool(_git("status", "--porcelain", "--untracked-files=no")),
+        "versions": {name: version(name) for name in ("torch", "deepspeed", "transformers")},
+        "python": platform.python_version(),
+        "processor": _processor(),
+        "cores": os.cpu_count(),
+        "threads_per_rank": int(os.environ.get("OMP_NUM_THREADS", "0")),
+    }
+
+
+def _git(*arguments: str) -> str:
+    here = Path(__file__).parent
+    run = subprocess.run(["git", *arguments], cwd=here, capture_output=True, text=True, check=False)
+    return run.stdout.strip()
+
+
+def _processor() -> str:
+    for line in Path("/proc/cpuinfo").read_text().splitlines():
+        if line.startswith("model name"):
+            return line.partition(":")[2].strip()
+    return platform.processor()

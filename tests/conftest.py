@@ -1,0 +1,38 @@
+"""Options and the shared spawn fixtures."""
+
+from __future__ import annotations
+
+import pytest
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--full-grid", action="store_true", help="run every cell of the oracle grid, not a pairwise sample")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.addinivalue_line("markers", "ranks(size, maker): outcomes of the checks that maker(size, config) lists")
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    """`@pytest.mark.ranks(size, maker)` on a test with the argument `outcome`: one test per check, one spawn for all."""
+    marker = metafunc.definition.get_closest_marker("ranks")
+    if marker is None:
+        return
+    size, maker = marker.args
+    names = [name for name, _ in maker(size, metafunc.config)]
+    metafunc.parametrize("outcome", [(size, maker, name) for name in names], ids=names, indirect=True)
+
+
+_OUTCOMES: dict[tuple[int, object], dict[str, str | None]] = {}
+
+
+@pytest.fixture
+def outcome(request: pytest.FixtureRequest) -> str | None:
+    """Why a spawned check failed, or None."""
+    from ranks import run_ranks
+
+    size, maker, name = request.param
+    if (size, maker) not in _OUTCOMES:
+        checks = list(maker(size, request.config))
+        _OUTCOMES[size, maker] = run_ranks(size, checks, timeout=60 + 20 * len(checks))
+    return _OUTCOMES[size, maker][name]

@@ -1,0 +1,168 @@
+"""Assignments: exact coverage, balance, connectedness, spectral gap, determinism."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from sdp_deepspeed import assignment
+from sdp_deepspeed.plan import spectral_gap
+from sdp_deepspeed.units import UnitCost
+
+ATTENTION = UnitCost(num_parameters=40, num_bytes=80, flops=90)
+MLP = UnitCost(num_parameters=80, num_bytes=160, flops=160)
+
+
+def equal_units(count: int) -> list[UnitCost]:
+    return [UnitCost(10, 20, 30)] * count
+
+
+def loads(holders: assignment.Holders, amounts: Sequence[int], k: int) -> list[int]:
+    return [sum(a for a, h in zip(amounts, holders, strict=True) if s in h) for s in range(k)]
+
+
+def gap(holders: assignment.Holders, costs: Sequence[UnitCost], k: int, p: int) -> float:
+    return spectral_gap(holders, [cost.num_parameters for cost in costs], k, p)
+
+
+@st.composite
+def counts(draw: st.DrawFn) -> tuple[int, int, int]:
+    """(num_units, k, p) with U p >= k."""
+    k = draw(st.integers(1, 9))
+    p = draw(st.integers(1, k))
+    return draw(st.integers(-(-k // p), 20)), k, p
+
+
+@st.composite
+def problems(draw: st.DrawFn) -> tuple[list[UnitCost], int, int]:
+    num_units, k, p = draw(counts())
+    kinds = draw(st.lists(st.tuples(*[st.integers(0, 1000)] * 3), min_size=1, max_size=3))
+    drawn = draw(st.lists(st.sampled_from(kinds), min_size=num_units, max_size=num_units))
+    return [UnitCost(*kind) for kind in drawn], k, p
+
+
+def check_table(holders: assignment.Holders, num_units: int, k: int, p: int) -> None:
+    assert len(holders) == num_units
+    for subnetworks in holders:
+        assert len(subnetworks) == p
+        assert list(subnetworks) == sorted(set(subnetworks))
+    assert {s for subnetworks in holders for s in subnetworks} == set(range(k))
+    if num_units * (p - 1) >= k - 1:
+        assert assignment.is_connected(assignment.incidence(holders, k))
+
+
+@settings(max_examples=50, deadline=None)
+@given(problems(), st.integers(0, 3))
+def test_balanced_is_exact_connected_and_repeatable(problem: tuple[list[UnitCost], int, int], seed: int) -> None:
+    costs, k, p = problem
+    holders = assignment.balanced(costs, num_subnetworks=k, num_holders=p, seed=seed)
+    check_table(holders, len(costs), k, p)
+    assert holders == assignment.balanced(costs, num_subnetworks=k, num_holders=p, seed=seed)
+
+
+@settings(max_examples=50, deadline=None)
+@given(counts())
+def test_cyclic_is_exact_and_connected(problem: tuple[int, int, int]) -> None:
+    num_units, k, p = problem
+    check_table(assignment.cyclic(num_units, num_subnetworks=k, num_holders=p), num_units, k, p)
+
+
+@settings(max_examples=30, deadline=None)
+@given(problems())
+def test_seed_breaks_ties_only(problem: tuple[list[UnitCost], int, int]) -> None:
+    costs, k, p = problem
+    tables = [assignment.balanced(costs, num_subnetworks=k, num_holders=p, seed=seed) for seed in (0, 7)]
+    flops = [sorted(loads(table, [cost.flops for cost in costs], k)) for table in tables]
+    assert flops[0] == flops[1]
+    assert gap(tables[0], costs, k, p) == pytest.approx(gap(tables[1], costs, k, p), abs=1e-9)
+
+
+def test_seed_has_an_effect() -> None:
+    tables = {assignment.balanced(equal_units(14), num_subnetworks=8, num_holders=4, seed=s) for s in range(4)}
+    assert len(tables) > 1
+
+
+@settings(max_examples=30, deadline=None)
+@given(st.integers(2, 8), st.integers(1, 4), st.data())
+def test_layers_are_balanced_to_five_percent(k: int, layers_per_subnetwork: int, data: st.DataObject) -> None:
+    """Units allow it exactly: each kind can be dealt out evenly."""
+    p = data.draw(st.integers(1, k))
+    costs = [ATTENTION, MLP] * (k * layers_per_subnetwork)
+    holders = assignment.balanced(costs, num_subnetworks=k, num_holders=p)
+    for amounts in ([cost.flops for cost in costs], [cost.num_bytes for cost in costs]):
+        result = loads(holders, amounts, k)
+        assert max(result) * k <= 1.05 * sum(result)
+
+
+def test_uneven_units_that_only_a_search_balances() -> None:
+    """Greedy puts 7 + 7, 6 + 6, 5 + 5 + 5 ... apart; loads of 20 each exist."""
+    costs = [UnitCost(f, f, f) for f in (11, 9, 8, 7, 5, 12, 8, 10, 10)]
+    holders = assignment.balanced(costs, num_subnetworks=4, num_holders=1)
+    result = loads(holders, [cost.flops for cost in costs], 4)
+    assert max(result) * 4 <= 1.05 * sum(result)
+
+
+def test_bytes_are_balanced_after_flops() -> None:
+    """Equal FLOPs, so only bytes tell units apart."""
+    costs = [UnitCost(1, b, 100) for b in (50, 30, 10, 30, 20, 40, 50, 10)]
+    holders = assignment.balanced(costs, num_subnetworks=4, num_holders=1)
+    assert loads(holders, [cost.flops for cost in costs], 4) == [200] * 4
+    assert max(loads(holders, [cost.num_bytes for cost in costs], 4)) == 60  # all equal
+
+
+@pytest.mark.parametrize(
+    ("num_units", "expected", "cyclic"),
+    [(14, 0.857, 0.6), (16, 0.80, 0.574)],
+    ids=["14 units: the 3-(8,4,1) design", "16 units"],
+)
+def test_spectral_gap_of_the_design_document(num_units: int, expected: float, cyclic: float) -> None:
+    costs = equal_units(num_units)
+    best = assignment.balanced(costs, num_subnetworks=8, num_holders=4)
+    windows = assignment.cyclic(num_units, num_subnetworks=8, num_holders=4)
+    assert gap(best, costs, 8, 4) >= expected
+    assert gap(windows, costs, 8, 4) < cyclic
+
+
+def test_known_plan_stays() -> None:
+    """Platforms and releases must agree on the plan, or ranks with different versions would not start together."""
+    assert assignment.balanced(equal_units(6), num_subnetworks=4, num_holders=2) == (
+        (1, 2),
+        (0, 3),
+        (2, 3),
+        (0, 1),
+        (0, 2),
+        (1, 3),
+    )
+    assert assignment.cyclic(6, num_subnetworks=4, num_holders=2) == ((0, 1), (1, 2), (2, 3), (0, 3), (0, 1), (2, 3))
+
+
+def test_all_hold_everything_at_full_coverage() -> None:
+    assert assignment.balanced(equal_units(3), num_subnetworks=4, num_holders=4) == ((0, 1, 2, 3),) * 3
+
+
+@pytest.mark.parametrize(("num_units", "k", "p"), [(3, 4, 1), (1, 3, 2), (0, 2, 1)])
+def test_too_few_units(num_units: int, k: int, p: int) -> None:
+    with pytest.raises(ValueError, match=rf"{num_units} units with {p} holders each cannot give each of {k} .*; use"):
+        assignment.balanced(equal_units(num_units), num_subnetworks=k, num_holders=p)
+    with pytest.raises(ValueError, match="cannot give"):
+        assignment.cyclic(num_units, num_subnetworks=k, num_holders=p)
+
+
+@pytest.mark.parametrize("p", [0, 5])
+def test_impossible_holders(p: int) -> None:
+    with pytest.raises(ValueError, match=f"must be 1 to 4 .*, got {p}"):
+        assignment.balanced(equal_units(8), num_subnetworks=4, num_holders=p)
+
+
+@pytest.mark.parametrize(("num_units", "k", "p"), [(128, 64, 32), (64, 256, 128)])
+def test_large_problems_end(num_units: int, k: int, p: int) -> None:
+    """The limit is loose, for slow machines: what it guards against takes minutes."""
+    start = time.monotonic()
+    holders = assignment.balanced([ATTENTION, MLP] * (num_units // 2), num_subnetworks=k, num_holders=p)
+    assert time.monotonic() - start < 30
+    check_table(holders, num_units, k, p)
+    assert gap(holders, [ATTENTION, MLP] * (num_units // 2), k, p) > 0.9

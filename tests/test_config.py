@@ -1,0 +1,273 @@
+"""The config block: what is read, and every message about what is wrong."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from sdp_deepspeed import config as block
+from sdp_deepspeed.config import KEY, Layout, SubnetworkConfig, parse, resolve
+from sdp_deepspeed.plan import Plan
+from sdp_deepspeed.units import Piece, Unit
+
+# Top-level keys of DeepSpeed 0.19.8, Accelerate's and the Trainer's included.
+HOST_KEYS = re.findall(
+    r"\w+",
+    """
+    train_batch_size train_micro_batch_size_per_gpu gradient_accumulation_steps managed_gradient_accumulation optimizer
+    scheduler zero_allow_untested_optimizer zero_force_ds_cpu_optimizer steps_per_print bf16 bfloat16 fp16
+    torch_autocast gradient_clipping communication_data_type seq_parallel_communication_data_type prescale_gradients
+    gradient_predivide_factor gradient_allreduce_op disable_allgather dump_state disable_python_gc vocabulary_size
+    wall_clock_breakdown memory_breakdown checkpoint data_types dataloader_drop_last
+    use_data_before_expert_parallelism log_level zero_optimization activation_checkpointing comms_logger tensorboard
+    wandb csv_monitor comet flops_profiler autotuning datastates_ckpt hybrid_engine pipeline data_efficiency aio
+    weight_quantization compile timers tensor_parallel expert_parallel sequence_parallel_size amp sparse_attention
+    curriculum_learning elasticity sparse_gradients compression_training nebula data_parallel_size
+    """,
+)
+
+
+def read(**settings: Any) -> SubnetworkConfig:
+    config = parse({KEY: {"coverage": 0.5, **settings}})
+    assert config is not None
+    return config
+
+
+def message(ds_config: dict[str, Any]) -> str:
+    with pytest.raises(ValueError) as caught:  # noqa: PT011 - callers look at the message
+        parse(ds_config)
+    assert "pydantic" not in str(caught.value)
+    return str(caught.value)
+
+
+def save_plan(path: Path, k: int = 4, p: int = 2) -> str:
+    units = tuple(Unit(f"u{i}", (Piece(f"w{i}", None, 0, 4),)) for i in range(k))
+    holders = tuple(tuple(sorted((i + j) % k for j in range(p))) for i in range(k))
+    Plan("forward", "block", k, p, 0, units, holders, tuple(range(k))).save(path)
+    return str(path)
+
+
+def test_absent_or_switched_off() -> None:
+    assert parse({}) is None
+    assert parse({"zero_optimization": {"stage": 3}}) is None
+    assert parse({KEY: {"enabled": False}}) is None
+    assert parse({KEY: {"enabled": False, "coverage": 0.5}}) is None
+
+
+def test_defaults() -> None:
+    config = read()
+    assert (config.regime, config.strategy, config.coverage, config.holders) == ("forward", "block", 0.5, None)
+    assert (config.subnetworks, config.granularity, config.assignment, config.shared) == (
+        "auto",
+        "sublayer",
+        "balanced",
+        (),
+    )
+    assert (config.neuron_groups, config.dense_branch_scale, config.seed) == (None, "none", 0)
+    assert not config.allow_optimizer
+    assert not config.check_agreement
+
+
+def test_every_key_is_read() -> None:
+    settings: dict[str, Any] = {
+        "enabled": True,
+        "regime": "backward",
+        "strategy": {"attention": "neuron", "mlp": "block"},
+        "coverage": 1,
+        "subnetworks": 4,
+        "granularity": "layer",
+        "assignment": "cyclic",
+        "shared": [r"layers\.0\."],
+        "neuron_groups": 3,
+        "dense_branch_scale": "coverage",
+        "seed": 0,
+        "allow_optimizer": True,
+        "check_agreement": True,
+    }
+    config = parse({KEY: settings})
+    assert config is not None
+    assert {**settings, "shared": (r"layers\.0\.",), "holders": None} == config.model_dump()
+    assert set(settings) | {"holders"} == set(SubnetworkConfig.model_fields)
+
+
+def test_resolved_block_reads_back() -> None:
+    """The run folder's config.json holds every key, defaults included."""
+    config = read(seed=3)
+    assert parse({KEY: config.model_dump()}) == config
+    assert parse({KEY: config.model_dump(mode="json")}) == config
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "subnetwork_dataparallel",
+        "subnetworks_data_parallel",
+        "subnetwork_data_paralel",
+        "subnetwork_data_parallelism",
+        "SubnetworkDataParallel",
+        "Subnetwork-Data-Parallel",
+        "SUBNETWORK_DATA_PARALLEL",
+        "subnet_data_parallel",
+        "sub_network_data_parallel",
+        "sdp",
+        "SDP",
+        "sdp_config",
+        "subnetwork_parallel",
+        "subnetwork",
+    ],
+)
+def test_near_misses_of_the_name(name: str) -> None:
+    text = message({name: {"coverage": 0.5}})
+    assert repr(name) in text
+    assert KEY in text
+    assert repr(name) in message({KEY: {"coverage": 0.5}, name: {}})
+
+
+@pytest.mark.parametrize("name", HOST_KEYS)
+def test_keys_of_hosts_are_no_near_misses(name: str) -> None:
+    assert parse({name: {}}) is None
+
+
+@pytest.mark.parametrize("value", [True, None, 0.5, "forward", [0.5]])
+def test_block_must_be_an_object(value: Any) -> None:
+    assert message({KEY: value}).startswith(f"{KEY}: got {value!r}, expected an object")
+
+
+@pytest.mark.parametrize(
+    ("name", "suggestion"),
+    [("covrage", "coverage"), ("Coverage", "coverage"), ("holder", "holders"), ("enabeld", "enabled")],
+)
+def test_unknown_keys_name_the_nearest(name: str, suggestion: str) -> None:
+    assert message({KEY: {"coverage": 0.5, name: 1}}) == f"{KEY}.{name}: unknown key; did you mean {suggestion!r}?"
+
+
+def test_unknown_key_like_no_other_lists_all() -> None:
+    text = message({KEY: {"coverage": 0.5, "xyz": 1}})
+    assert all(name in text for name in SubnetworkConfig.model_fields)
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "expected"),
+    [
+        ("coverage", 0, "above 0 and at most 1"),
+        ("coverage", 1.5, "above 0 and at most 1"),
+        ("coverage", "0.5", "above 0 and at most 1"),
+        ("coverage", True, "above 0 and at most 1"),
+        ("coverage", float("nan"), "above 0 and at most 1"),
+        ("holders", 0, "a whole number of holders"),
+        ("holders", 1.5, "a whole number of holders"),
+        ("holders", "auto", '"auto" is only possible for'),
+        ("enabled", "yes", "true or false"),
+        ("regime", "backwards", '"forward" or "backward"'),
+        ("regime", "auto", '"auto" is only possible for subnetwork_data_parallel.subnetworks'),
+        ("strategy", "blocks", '"block", "neuron"'),
+        ("strategy", {"mlp": "blocks"}, '"block", "neuron"'),
+        ("strategy", {}, '"block", "neuron"'),
+        ("subnetworks", 0, '"auto" (one for each'),
+        ("subnetworks", "all", '"auto" (one for each'),
+        ("granularity", "sub-layer", '"sublayer" or "layer"'),
+        ("assignment", "random", '"balanced", "cyclic", or the path'),
+        ("shared", "layers", "a list of regular expressions"),
+        ("shared", ["(", "a"], "'(' does not compile"),
+        ("neuron_groups", 0, "at least 1"),
+        ("dense_branch_scale", 0.5, '"none" or "coverage"'),
+        ("seed", -1, "at least 0"),
+        ("seed", "auto", '"auto" is only possible for'),
+        ("allow_optimizer", 1, "true or false"),
+        ("check_agreement", "true", "true or false"),
+    ],
+)
+def test_wrong_values(name: str, value: Any, expected: str) -> None:
+    text = message({KEY: {"coverage": 0.5, name: value}})
+    assert text.startswith(f"{KEY}.{name}: ")
+    assert expected in text
+    assert "\n" not in text
+
+
+def test_all_problems_in_one_message() -> None:
+    lines = message({KEY: {"coverage": 2, "regime": "x", "color": 1}}).split("\n")
+    assert lines[0] == f"{KEY}: 3 problems:"
+    assert {line.split(":")[0].strip() for line in lines[1:]} == {f"{KEY}.{n}" for n in ("coverage", "regime", "color")}
+
+
+def test_one_of_coverage_and_holders() -> None:
+    assert "neither coverage nor holders" in message({KEY: {}})
+    assert "expected one of both" in message({KEY: {"coverage": 0.5, "holders": 2}})
+
+
+def test_settings_without_effect_are_errors() -> None:
+    assert f"{KEY}.seed: got 1" in message({KEY: {"coverage": 0.5, "assignment": "cyclic", "seed": 1}})
+    for name, value in [("granularity", "layer"), ("shared", ["a"]), ("neuron_groups", 2), ("seed", 1)]:
+        text = message({KEY: {"assignment": "plan.json", name: value}})
+        assert text.startswith(f"{KEY}.{name}: ")
+        assert "remove it" in text
+
+
+@pytest.mark.parametrize(
+    ("coverage", "size", "holders"),
+    [(0.5, 4, 2), (1, 4, 4), (1.0, 1, 1), (0.3333, 3, 1), (0.333333, 3, 1), (0.667, 3, None), (0.25, 8, 2)],
+)
+def test_coverage_to_holders(coverage: float, size: int, holders: int | None) -> None:
+    if holders is None:
+        with pytest.raises(ValueError, match=r"nearest that are: 0\.3333 \(holders 1\), 0\.6667 \(holders 2\), 1 "):
+            resolve(read(coverage=coverage), size)
+    else:
+        assert resolve(read(coverage=coverage), size) == Layout(size, holders, 1)
+
+
+@pytest.mark.parametrize("size", range(1, 20))
+def test_coverages_that_a_message_lists_are_accepted(size: int) -> None:
+    for holders in range(1, size + 1):
+        printed = float(f"{round(holders / size, 4):g}")
+        assert resolve(read(coverage=printed), size).num_holders == holders
+
+
+def test_coverage_without_whole_holders() -> None:
+    expected = r"coverage: 0\.3 of 4 subnetworks is 1\.2 holders per unit, .*: 0\.25 \(holders 1\), 0\.5 \(holders 2\)"
+    with pytest.raises(ValueError, match=expected):
+        resolve(read(coverage=0.3), 4)
+    with pytest.raises(ValueError, match=r"0\.04 of 4 subnetworks"):
+        resolve(read(coverage=0.04), 4)
+
+
+def test_holders_and_subnetworks() -> None:
+    config = parse({KEY: {"holders": 3, "subnetworks": 4}})
+    assert config is not None
+    assert resolve(config, 4) == Layout(4, 3, 1)
+    with pytest.raises(ValueError, match=r"holders: got 3, but there are only 2 subnetworks .* choose 1 to 2"):
+        resolve(config.model_copy(update={"subnetworks": "auto"}), 2)
+    with pytest.raises(ValueError, match=r"subnetworks: got 4 subnetworks, which do not divide the 6 .*: 1, 2, 3, 6"):
+        resolve(config, 6)
+    with pytest.raises(ValueError, match="do not divide the 2 data-parallel ranks"):
+        resolve(config, 2)
+    with pytest.raises(ValueError, match=r"replicas of subnetworks are not built yet; use 8"):
+        resolve(config, 8)
+
+
+def test_counts_from_a_plan(tmp_path: Path) -> None:
+    path = save_plan(tmp_path / "plan.json")
+    config = parse({KEY: {"assignment": path}})
+    assert config is not None
+    assert config.plan_path == path
+    assert resolve(config, 4) == Layout(4, 2, 1)
+    with pytest.raises(ValueError, match=r"assignment: the plan .* has 4 subnetworks, which do not divide the 3"):
+        resolve(config, 3)
+
+
+def test_missing_plan_names_the_path(tmp_path: Path) -> None:
+    config = parse({KEY: {"assignment": str(tmp_path / "no.json")}})
+    assert config is not None
+    with pytest.raises(ValueError, match=r"no\.json' cannot be read: No such file"):
+        resolve(config, 4)
+
+
+def test_config_is_frozen() -> None:
+    with pytest.raises(ValueError, match="frozen"):
+        read().regime = "backward"
+
+
+def test_names_of_other_spellings_are_normalised() -> None:
+    assert all(block._normalised(name) == name for name in block._OTHER_NAMES)

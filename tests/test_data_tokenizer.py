@@ -1,0 +1,84 @@
+"""The trained tokenizer can write down anything and lives on without this package; others are taken as they are."""
+
+from __future__ import annotations
+
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from sdp_deepspeed.data import DataConfig
+from sdp_deepspeed.data.packing import PreparedData, token_dtype
+from sdp_deepspeed.data.prepare import prepare
+from sdp_deepspeed.data.tokenizer import encode, identity, load_tokenizer, train_tokenizer, vocabulary_size
+
+WORDS = ["the cat sat on the mat\n", "the dog ran to the cat\n"] * 20
+
+
+@cache
+def _trained(vocab_size: int = 300) -> Any:
+    return train_tokenizer(WORDS, vocab_size)
+
+
+@given(st.text(st.characters(exclude_categories=["Cs"])))
+@settings(deadline=None, max_examples=100)
+def test_any_text_comes_back(text: str) -> None:
+    (ids,) = encode(_trained(), [text])
+    assert _trained().decode(ids, clean_up_tokenization_spaces=False) == text
+
+
+def test_vocabulary_is_an_upper_bound() -> None:
+    assert len(_trained(260)) == 260
+    # 44 bytes of two sentences have few pairs: the corpus cannot give 5000.
+    assert 257 < len(_trained(5000)) < 400
+
+
+def test_saved_folder_loads_and_encodes_the_same(tmp_path: Path) -> None:
+    _trained().save_pretrained(tmp_path)
+    loaded = load_tokenizer(str(tmp_path))
+    assert encode(loaded, WORDS[:2]) == encode(_trained(), WORDS[:2])
+    assert identity(loaded) == identity(_trained())
+    assert loaded.eos_token == loaded.pad_token == "<|endoftext|>"
+
+
+def test_limits_saved_in_a_tokenizer_cut_nothing(tmp_path: Path) -> None:
+    tokenizer = train_tokenizer(WORDS, 300)
+    whole = encode(tokenizer, WORDS[:2])
+    tokenizer.backend_tokenizer.enable_truncation(3)
+    tokenizer.backend_tokenizer.enable_padding(length=64)
+    tokenizer.save_pretrained(tmp_path)
+    assert encode(load_tokenizer(str(tmp_path)), WORDS[:2]) == whole
+
+
+def test_any_tokenizer_of_transformers_makes_the_data(tmp_path: Path) -> None:
+    _trained().save_pretrained(tmp_path / "own")
+    (tmp_path / "text.txt").write_text("\n".join(f"the cat number {i}" for i in range(200)))
+    config = DataConfig(
+        source="files",
+        path=str(tmp_path / "text.txt"),
+        text_documents="line",
+        tokenizer=str(tmp_path / "own"),
+        cache_dir=str(tmp_path / "cache"),
+    )
+    prepared = PreparedData.load(prepare(config))
+    assert prepared.vocab_size == len(_trained())
+    assert identity(prepared.tokenizer()) == identity(_trained())
+
+
+def test_tokenizers_that_do_not_serve_are_errors(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="expected a folder or a name on the hub"):
+        load_tokenizer(str(tmp_path / "absent"))
+    without_end = train_tokenizer(WORDS, 300)
+    without_end.eos_token = None
+    without_end.save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match="has no eos_token"):
+        load_tokenizer(str(tmp_path))
+
+
+def test_ids_fit_what_is_stored() -> None:
+    assert token_dtype(2**16).itemsize == 2
+    assert token_dtype(2**16 + 1).itemsize == 4
+    assert vocabulary_size(_trained()) == len(_trained())

@@ -1,0 +1,173 @@
+"""Estimates: DESIGN.md's table, and exact counts against a plain count element by element."""
+
+from __future__ import annotations
+
+from math import prod
+from typing import Any, Literal
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from sdp_deepspeed import assignment
+from sdp_deepspeed.estimate import Precision, RankEstimate, bytes_per_parameter, estimate, main, plain, table
+from sdp_deepspeed.exchange import back_route
+from sdp_deepspeed.plan import Plan
+from sdp_deepspeed.segments import NOT_OPTIMIZED, TensorInfo, build_buckets, build_segments
+from sdp_deepspeed.units import Piece, Unit, UnitCost
+
+BF16 = Precision.of("bf16")
+FP32 = Precision.of("fp32")
+
+
+def model(num_layers: int, width: int = 4) -> list[TensorInfo]:
+    layers = [TensorInfo(f"layers.{i}.{n}", (width, width + 1), "f", 0) for i in range(num_layers) for n in "ab"]
+    return [TensorInfo("embedding", (7, width), "f", 0), *layers, TensorInfo("norm", (width,), "f", 1)]
+
+
+def plan_of(num_layers: int, size: int, holders: int, regime: str = "forward", replicas: int = 1) -> Plan:
+    """A unit for each layer's two tensors; `size` ranks."""
+    k = size // replicas
+    units = tuple(
+        Unit(f"layers.{i}", tuple(Piece(f"layers.{i}.{n}", None, 0, 20) for n in "ab")) for i in range(num_layers)
+    )
+    rows = assignment.balanced([UnitCost(40, 160, 80)] * num_layers, num_subnetworks=k, num_holders=holders)
+    return Plan(regime, "block", k, holders, 0, units, rows, tuple(rank * k // size for rank in range(size)))
+
+
+@pytest.mark.parametrize(
+    ("method", "figures"),
+    [
+        ("DDP / ZeRO-0", (2, 2, 12)),
+        ("ZeRO-1", (2, 2, 1.5)),
+        ("ZeRO-2", (2, 0.25, 1.5)),
+        ("ZeRO-3, FSDP", (0.25, 0.25, 1.5)),
+        ("SDP, stage 0", (1, 1, 6)),
+        ("SDP + ZeRO-1", (1, 1, 1.5)),
+        ("SDP + ZeRO-2", (1, 0.25, 1.5)),
+        ("SDP + FSDP2", (0.25, 0.25, 1.5)),
+    ],
+)
+def test_table_of_the_design_document(method: str, figures: tuple[float, float, float]) -> None:
+    assert bytes_per_parameter(8, 0.5, BF16)[method] == pytest.approx(figures)
+
+
+def test_other_precisions_of_the_design_document() -> None:
+    n, c = 4, 0.5
+    assert bytes_per_parameter(n, c, FP32)["SDP + ZeRO-1"] == (4 * c, 4 * c, 8 / n)
+    sums = Precision.of("bf16", accumulate_in_fp32=True)
+    assert bytes_per_parameter(n, c, sums)["SDP + ZeRO-1"] == (2 * c, 4 * c, 12 / n)
+    assert bytes_per_parameter(n, c, sums)["SDP + ZeRO-2"] == (2 * c, 4 / n, 12 / n)
+
+
+def test_printed_table(capsys: pytest.CaptureFixture[str]) -> None:
+    main(["--ranks", "8", "--coverage", "0.5"])
+    assert capsys.readouterr().out.strip() == table(8, 0.5, BF16)
+    assert "| SDP + ZeRO-1 | 1 | 1 | 1.5 | 3.5 |" in table(8, 0.5, BF16)
+
+
+@pytest.mark.parametrize("arguments", [["--ranks", "0"], ["--coverage", "0"], ["--coverage", "2"]])
+def test_impossible_arguments(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as caught:
+        main(arguments)
+    assert caught.value.code == 2
+    assert "needs --ranks of 1 or more" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("stage", [0, 1])
+@pytest.mark.parametrize("precision", [FP32, BF16], ids=["fp32", "bf16"])
+def test_units_alone_follow_the_table(stage: Literal[0, 1], precision: Precision) -> None:
+    """Without shared parameters, with sizes that divide: exactly the table's figures."""
+    n, c, layers = 4, 0.5, 8
+    tensors = model(layers)[1:-1]
+    total = sum(prod(info.shape) for info in tensors)
+    expected = bytes_per_parameter(n, c, precision)["SDP + ZeRO-1" if stage else "SDP, stage 0"]
+    for rank in estimate(plan_of(layers, n, 2), tensors, stage=stage, precision=precision):
+        assert (rank.weights, rank.gradients, rank.optimizer) == tuple(total * figure for figure in expected)
+        assert rank.sent_gradients == rank.sent_back == total * c * (2 - 1) / 2
+
+
+def test_full_coverage_is_data_parallelism() -> None:
+    tensors, plan = model(3), plan_of(3, 4, 4)
+    total = sum(prod(info.shape) for info in tensors)
+    ranks = estimate(plan, tensors, stage=1, precision=BF16)
+    assert {rank.weights for rank in ranks} == {2 * total}
+    assert sum(rank.optimizer for rank in ranks) == 12 * total
+    reference = plain(tensors, num_ranks=4, stage=1, precision=BF16, alignment=1)
+    assert sum(rank.sent_gradients + rank.sent_back for rank in ranks) == 4 * 2 * reference.sent_gradients
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.data())
+def test_counts_element_by_element(data: st.DataObject) -> None:
+    replicas = data.draw(st.sampled_from([1, 2]))
+    size = data.draw(st.sampled_from([2, 4, 6]))
+    holders = data.draw(st.integers(1, size // replicas))
+    layers = data.draw(st.integers(size, 7))
+    regime = data.draw(st.sampled_from(["forward", "backward"]))
+    stage: Any = data.draw(st.sampled_from([0, 1]))
+    bucket = data.draw(st.sampled_from([13, 50, 10**6]))
+    plan, tensors = plan_of(layers, size, holders, regime, replicas), model(layers)
+    ranks = estimate(plan, tensors, stage=stage, precision=BF16, bucket_elements=bucket)
+    held_by = {p.parameter: set(plan.ranks_of(u)) for u, unit in enumerate(plan.units) for p in unit.pieces}
+    total = sum(prod(info.shape) for info in tensors)
+    for rank, result in enumerate(ranks):
+        held = sum(prod(info.shape) for info in tensors if rank in held_by.get(info.name, {rank}))
+        assert result.weights == 2 * (total if regime == "backward" else held)
+        assert result.gradients == 2 * held
+        if stage == 0:
+            assert result.optimizer == 12 * held
+    if stage == 1:
+        assert sum(result.optimizer for result in ranks) == 12 * total
+    check_traffic(ranks, plan, tensors, bucket)
+
+
+def check_traffic(ranks: tuple[RankEstimate, ...], plan: Plan, tensors: list[TensorInfo], bucket: int) -> None:
+    """The routes that the exchange takes send what the estimate says."""
+    size = len(ranks)
+    segments = build_segments(tensors, plan, max_elements=bucket)
+    buckets = build_buckets(segments, size=size, max_elements=bucket)
+    receivers: Any = "all" if plan.regime == "backward" else "holders"
+    for rank, result in enumerate(ranks):
+        towards = [back_route(b, rank, size, "holders") for b in buckets]
+        back = [back_route(b, rank, size, receivers) for b in buckets]
+        assert result.sent_gradients == sum(sum(route.received_splits) for route in towards)
+        assert result.sent_back == sum(sum(route.sent_splits) for route in back)
+        assert result.sent_bytes == 2 * (result.sent_gradients + result.sent_back)
+
+
+def test_wire_and_weights_have_their_own_dtypes() -> None:
+    tensors, plan = model(4), plan_of(4, 2, 1)
+    narrow = estimate(plan, tensors, stage=1, precision=BF16)[0]
+    wide = estimate(plan, tensors, stage=1, precision=Precision.of("bf16", wire=4))[0]
+    assert wide.sent_bytes == 4 * wide.sent_gradients + 2 * wide.sent_back
+    assert wide.sent_bytes > narrow.sent_bytes
+
+
+def test_frozen_and_unoptimized_parameters() -> None:
+    tensors = [TensorInfo("w", (10,), "f", group=0), TensorInfo("f", (6,), "f", group=NOT_OPTIMIZED, trainable=False)]
+    tensors.append(TensorInfo("buffer", (100,), "f", kind="buffer"))
+    plan = Plan("forward", "block", 1, 1, 0, (Unit("u", (Piece("w", None, 0, 10),)),), ((0,),), (0,))
+    result = estimate(plan, tensors, stage=1, precision=BF16)[0]
+    assert (result.weights, result.gradients, result.optimizer) == (32, 20, 120)
+    assert (result.sent_gradients, result.sent_back, result.sent_bytes) == (0, 0, 0)
+    assert result.state == 172
+
+
+def test_ragged_column_slices_keep_a_master() -> None:
+    """Half a column slice is no view of the weights, so fp32 needs a master there; row slices never do."""
+    for dim, per_element in [(0, 8), (1, 12)]:
+        unit = [Unit(f"u{i}", (Piece("w", dim, *cut),)) for i, cut in enumerate([(0, 2), (2, 4)])]
+        plan = Plan("backward", "neuron", 2, 2, 0, tuple(unit), ((0, 1), (0, 1)), (0, 1))
+        result = estimate(plan, [TensorInfo("w", (6, 6), "f", group=0)], stage=1, precision=FP32)
+        assert [rank.optimizer for rank in result] == [18 * per_element] * 2
+
+
+def test_plain_deepspeed() -> None:
+    tensors = [TensorInfo("a", (10,), "f", group=0), TensorInfo("b", (5,), "f", group=1)]
+    stage_0 = plain(tensors, num_ranks=4, stage=0, precision=FP32)
+    assert (stage_0.weights, stage_0.gradients, stage_0.optimizer) == (60, 60, 120)
+    stage_1 = plain(tensors, num_ranks=4, stage=1, precision=BF16)  # groups padded to 16 and 8
+    assert (stage_1.weights, stage_1.gradients, stage_1.optimizer) == (48, 30, 12 * 6)
+    assert plain(tensors, num_ranks=4, stage=1, precision=FP32).optimizer == 12 * 6
+    assert plain(tensors, num_ranks=1, stage=1, precision=FP32).sent_bytes == 0
