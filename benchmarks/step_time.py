@@ -18,10 +18,10 @@ from typing import Any
 import deepspeed
 import torch
 import torch.distributed as dist
+from provenance import provenance
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import sdp_deepspeed  # noqa: F401  (arms the seam)
-from provenance import provenance
 
 # About 6.5M parameters: 6.3M in 8 layers, the rest embeddings (tied), as in DESIGN.md's figures.
 MODEL = {
@@ -43,7 +43,7 @@ def contestants(size: int, arguments: argparse.Namespace) -> dict[str, dict[str,
         "train_micro_batch_size_per_gpu": arguments.micro_batch,
         "gradient_accumulation_steps": arguments.accumulation,
         "optimizer": {"type": "AdamW", "params": {"lr": 1e-4, "torch_adam": True}},
-        "zero_optimization": {"stage": arguments.stage},
+        "zero_optimization": {"stage": arguments.stage, "reduce_bucket_size": int(arguments.bucket)},
         "gradient_clipping": 1.0,
     }
     result = {f"zero{arguments.stage}": base}
@@ -110,6 +110,7 @@ def main() -> None:
     parser.add_argument("--warmup", type=int, default=6)
     parser.add_argument("--micro_batch", type=int, default=1)
     parser.add_argument("--accumulation", type=int, default=1)
+    parser.add_argument("--bucket", type=float, default=5e8, help="reduce_bucket_size of all contestants (elements)")
     parser.add_argument("--stage", type=int, default=1, choices=(0, 1))
     parser.add_argument("--local_rank", type=int, default=-1, help=argparse.SUPPRESS)
     arguments = parser.parse_args()

@@ -37,7 +37,26 @@ def step_time(result: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
-MAKERS = {"step_time": step_time}
+def model_state(result: dict[str, Any]) -> str:
+    """Measured bytes (mean over ranks) beside the table's figure, with the deviation; and peaks."""
+    lines = [
+        f"{result['num_ranks']} ranks, C = {result['arguments']['coverage']:g}; MiB, mean over ranks (deviation from the table)",
+        "",
+        "| precision | | weights | gradients | optimizer | sum | peak of live tensors |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    for row in result["results"]:
+        cells = []
+        means = {kind: statistics.mean(rank[kind] for rank in row["ranks"]) for kind in row["expected"]}
+        for kind, expected in row["expected"].items():
+            cells.append(f"{means[kind] / 2**20:.2f} ({100 * (means[kind] / expected - 1):+.1f}%)")
+        total = sum(means.values()) / 2**20
+        peak = max(rank["peak"] for rank in row["ranks"]) / 2**20
+        lines.append(f"| {row['precision']} | {row['name']} | {' | '.join(cells)} | {total:.2f} | {peak:.1f} |")
+    return "\n".join(lines)
+
+
+MAKERS = {"step_time": step_time, "model_state": model_state}
 
 
 def main() -> None:

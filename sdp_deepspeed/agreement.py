@@ -29,7 +29,8 @@ def check_holders_agree(
     """
     pieces = [item for items in pieces_by_tensor(tensors, plan).values() for item in items]
     own = [
-        digest(piece.narrow(held[piece.parameter])) if communicator.rank in holders else None for piece, holders in pieces
+        digest(piece.narrow(held[piece.parameter])) if communicator.rank in holders else None
+        for piece, holders in pieces
     ]
     everyone = communicator.gather_objects(own)
     differing = [
@@ -43,4 +44,6 @@ def check_holders_agree(
 
 
 def _words(piece: Piece) -> str:
-    return piece.parameter if piece.dim is None else f"{piece.parameter}[dim {piece.dim}, {piece.start}:+{piece.length}]"
+    return (
+        piece.parameter if piece.dim is None else f"{piece.parameter}[dim {piece.dim}, {piece.start}:+{piece.length}]"
+    )

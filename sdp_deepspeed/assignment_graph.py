@@ -60,7 +60,7 @@ def connect(table: Ints, amounts: Ints) -> None:
     a spare edge as long as U p > U + k - (number of components), hence connected whenever U (p-1) >= k-1.
 
     Args:
-        table: 0/1, [U, k].
+        table: 0/1, [U, k]; every subnetwork has a unit.
         amounts: FLOPs and bytes of each unit, [U, 2]; of several swaps the one that moves the least is taken.
     """
     num_units, k = table.shape

@@ -128,8 +128,8 @@ def _check_loadable(plain: Mapping[str, Any]) -> None:
         torch.load(buffer, weights_only=True)
     except Exception as problem:
         raise ValueError(
-            "checkpoint: client_state and the LR scheduler's state may hold tensors, numbers, strings, lists and dicts only, "
-            f"so that loading never runs foreign code: {str(problem).splitlines()[0]}"
+            "checkpoint: client_state and the LR scheduler's state may hold tensors, numbers, strings, lists and dicts "
+            f"only, so that loading never runs foreign code: {str(problem).splitlines()[0]}"
         ) from problem
 
 
@@ -145,7 +145,9 @@ def _layout(engine: SubnetworkEngine) -> dict[str, Any]:
     }
 
 
-def load(engine: SubnetworkEngine, folder: str, tag: str | None, **what: bool) -> tuple[str | None, dict[str, Any] | None]:
+def load(
+    engine: SubnetworkEngine, folder: str, tag: str | None, **what: bool
+) -> tuple[str | None, dict[str, Any] | None]:
     """Read what `save` wrote; every data-parallel rank calls it.
 
     Args:
@@ -180,8 +182,8 @@ def _read(engine: SubnetworkEngine, path: Path) -> dict[str, Any]:
     except FileNotFoundError:
         found = len(list(path.glob("rank_*.pt")))
         raise ValueError(
-            f"checkpoint: {file} is missing ({found} rank files are there, {engine.communicator.size} ranks run); a checkpoint "
-            "resumes on the number of ranks that wrote it"
+            f"checkpoint: {file} is missing ({found} rank files are there, {engine.communicator.size} ranks run); a "
+            "checkpoint resumes on the number of ranks that wrote it"
         ) from None
     except Exception as problem:
         raise ValueError(f"checkpoint: {file} is damaged: {str(problem).splitlines()[0]}") from problem
@@ -219,7 +221,8 @@ def _restore(
 
 
 def _random_state() -> dict[str, Any]:
-    kind, keys, position, has_gauss, cached = np.random.get_state()
+    numpy_state: Any = np.random.get_state()
+    kind, keys, position, has_gauss, cached = numpy_state
     version, words, gauss = random.getstate()
     return {
         "torch": torch.get_rng_state(),

@@ -31,9 +31,7 @@ class Communicator:
     ) -> None:
         """Uneven all-to-all of flat tensors, splits in elements; every rank of the group calls it."""
         if self.size > 1:
-            self._dist.all_to_all_single(
-                received, sent, list(received_splits), list(sent_splits), group=self._group
-            )
+            self._dist.all_to_all_single(received, sent, list(received_splits), list(sent_splits), group=self._group)
 
     def sum(self, tensor: torch.Tensor) -> torch.Tensor:
         """All-reduce in place; every rank of the group calls it."""

@@ -6,6 +6,7 @@ order in which the model runs its units.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, Literal
@@ -18,8 +19,7 @@ from .exchange import Exchange
 from .gate import Gate, Step
 from .masking import BlockMask, UnitModules
 from .plan import Plan
-from .segments import Bucket, Fragment, Segment
-from .units import Piece
+from .segments import NOT_OPTIMIZED, Bucket, Fragment, Segment
 
 Mode = Literal["subnetwork", "streaming", "resident"]
 
@@ -40,7 +40,7 @@ class DenseView:
         self._automatic = False  # streaming was entered by a forward pass in evaluation mode
         device = next(model.parameters()).device
         self._buckets = _unit_buckets(mask, plan, communicator.size)
-        every = [bucket for buckets in self._buckets for bucket in buckets]
+        every = [bucket for unit in self._buckets for buckets in unit for bucket in buckets]
         self._exchange = Exchange(every, communicator, device=device, dtype=torch.float32)
         self._whole = plan.num_holders == plan.num_subnetworks
         if not self._whole:
@@ -137,66 +137,54 @@ class DenseView:
     @torch.no_grad()
     def _fetch(self, state: UnitModules) -> None:
         """One unit from its holders to all ranks that lack it."""
+        values: dict[str, torch.Tensor] = {}
         with torch.inference_mode(False):
-            tensors = {piece.parameter: value for piece, value in zip(state.unit.pieces, self._mask.tensors_of(state))}
-            values: dict[str, torch.Tensor] = {}
-            for dtype, buckets in _by_dtype(self._buckets[state.index]).items():
-                total = 0 if state.held else sum(bucket.segments[0].num_elements for bucket in buckets)
-                flat = torch.empty(total, dtype=dtype, device=next(iter(tensors.values())).device)
-                position = 0
-                for bucket in buckets:
-                    length = 0 if state.held else bucket.segments[0].num_elements
-                    out = flat.narrow(0, position, length)
-                    self._exchange.collect(bucket, tensors, receivers="others", out=out)
-                    position += length
-                if not state.held:
-                    values |= zip(_names(buckets), flat.split(_lengths(buckets)), strict=True)
+            for buckets in self._buckets[state.index]:
+                values |= self._receive(state, buckets)
             if not state.held:
                 self._mask.fill(state, [values[piece.parameter] for piece in state.unit.pieces])
 
+    def _receive(self, state: UnitModules, buckets: list[Bucket]) -> dict[str, torch.Tensor]:
+        """Flat tensors of one dtype by name, views of one buffer; nothing on ranks that hold the unit."""
+        tensors = {p.parameter: t for p, t in zip(state.unit.pieces, self._mask.tensors_of(state), strict=True)}
+        lengths = [0 if state.held else bucket.segments[0].num_elements for bucket in buckets]
+        device = next(iter(tensors.values())).device
+        flat = torch.empty(sum(lengths), dtype=buckets[0].segments[0].dtype, device=device)
+        for bucket, out in zip(buckets, flat.split(lengths), strict=True):
+            self._exchange.collect(bucket, tensors, receivers="others", out=out)
+        sizes = {} if state.held else _sizes(buckets)
+        return dict(zip(sizes, flat.split(list(sizes.values())), strict=True)) if sizes else {}
 
-def _unit_buckets(mask: BlockMask, plan: Plan, size: int) -> list[list[Bucket]]:
-    """Per unit its buckets: one segment each, cut so that a holder never packs more than the unit's size."""
-    result: list[list[Bucket]] = []
-    count = 0
+
+def _unit_buckets(mask: BlockMask, plan: Plan, size: int) -> list[list[list[Bucket]]]:
+    """Per unit and dtype its buckets: one segment each, cut so that a holder never packs more than the unit's size."""
+    count = itertools.count()
+    result: list[list[list[Bucket]]] = []
     for state in mask.units:
         holders = plan.ranks_of(state.index)
-        by_dtype: dict[torch.dtype, list[Piece]] = {}
-        for piece, tensor in zip(state.unit.pieces, mask.tensors_of(state), strict=True):
-            by_dtype.setdefault(tensor.dtype, []).append(piece)
-        buckets = []
-        for dtype, pieces in by_dtype.items():
-            fragments = [Fragment(p, 0, p.num_elements(mask.shapes[p.parameter])) for p in pieces]
-            whole = Segment(-1, dtype, holders, tuple(fragments))
-            rounds = max(1, -(-(size - len(holders)) // len(holders)))
-            length = max(1, -(-whole.num_elements // rounds))
-            for start in range(0, whole.num_elements, length):
-                cut = tuple(whole.cut(start, min(start + length, whole.num_elements)))
-                buckets.append(Bucket(count, (Segment(-1, dtype, holders, cut),)))
-                count += 1
-        result.append(buckets)
+        rounds = max(1, -(-(size - len(holders)) // len(holders)))
+        result.append(
+            [
+                [Bucket(next(count), (segment,)) for segment in whole.split(-(-whole.num_elements // rounds))]
+                for whole in _whole_segments(mask, state, holders)
+            ]
+        )
     return result
 
 
-def _by_dtype(buckets: list[Bucket]) -> dict[torch.dtype, list[Bucket]]:
-    result: dict[torch.dtype, list[Bucket]] = {}
-    for bucket in buckets:
-        result.setdefault(bucket.segments[0].dtype, []).append(bucket)
-    return result
+def _whole_segments(mask: BlockMask, state: UnitModules, holders: tuple[int, ...]) -> list[Segment]:
+    by_dtype: dict[torch.dtype, list[Fragment]] = {}
+    for piece, tensor in zip(state.unit.pieces, mask.tensors_of(state), strict=True):
+        fragment = Fragment(piece, 0, piece.num_elements(mask.shapes[piece.parameter]))
+        by_dtype.setdefault(tensor.dtype, []).append(fragment)
+    return [Segment(NOT_OPTIMIZED, dtype, holders, tuple(fragments)) for dtype, fragments in by_dtype.items()]
 
 
-def _pieces(buckets: list[Bucket]) -> dict[str, int]:
-    lengths: dict[str, int] = {}
+def _sizes(buckets: list[Bucket]) -> dict[str, int]:
+    """Elements of each tensor, in the order in which the buckets carry them."""
+    sizes: dict[str, int] = {}
     for bucket in buckets:
         for fragment in bucket.segments[0].fragments:
             name = fragment.piece.parameter
-            lengths[name] = lengths.get(name, 0) + fragment.stop - fragment.start
-    return lengths
-
-
-def _names(buckets: list[Bucket]) -> list[str]:
-    return list(_pieces(buckets))
-
-
-def _lengths(buckets: list[Bucket]) -> list[int]:
-    return list(_pieces(buckets).values())
+            sizes[name] = sizes.get(name, 0) + fragment.stop - fragment.start
+    return sizes

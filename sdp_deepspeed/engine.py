@@ -6,6 +6,8 @@ what this rank lacks; then the optimizer is built, which the masked averaging wr
 
 from __future__ import annotations
 
+import logging
+import warnings
 from collections.abc import Mapping
 from contextlib import AbstractContextManager
 from pathlib import Path
@@ -22,7 +24,7 @@ from . import checkpoint
 from .agreement import check_holders_agree
 from .architectures import find_sites, unit_costs, units_of_sites
 from .communicator import Communicator
-from .config import SubnetworkConfig, parse, resolve
+from .config import KEY, SubnetworkConfig, parse, resolve
 from .dense import DenseView
 from .gate import TIMEOUT, Gate
 from .hosts import check_hosts
@@ -31,6 +33,8 @@ from .optimizer import OptimizerSettings, SubnetworkOptimizer
 from .plan import Plan, make_plan
 from .segments import TensorInfo
 from .support import optimizer_refusal, refuse_unsupported
+
+_NO_OPTIMIZER = f"{KEY} needs an optimizer: name one in the config, or give deepspeed.initialize one"
 
 
 class SubnetworkEngine(DeepSpeedEngine):
@@ -55,9 +59,7 @@ class SubnetworkEngine(DeepSpeedEngine):
             logger.warning(warning)
         super().__init__(args, model, *rest, **options)
         if self.optimizer is None:
-            raise ValueError(
-                "subnetwork_data_parallel needs an optimizer: name one in the config, or give deepspeed.initialize one"
-            )
+            raise ValueError(_NO_OPTIMIZER)
 
     def _configure_distributed_model(self, model: nn.Module) -> None:
         super()._configure_distributed_model(model)
@@ -72,15 +74,15 @@ class SubnetworkEngine(DeepSpeedEngine):
         self.communicator.raise_together(error)
         self._check_same_plan()
         self._dense = DenseView(model, self._mask, self.plan, self.communicator, _make_gate(self.communicator))
-        log_dist(f"subnetwork_data_parallel\n{self.plan.table()}", ranks=[0])
+        log_dist(f"{KEY}\n{self.plan.table()}", ranks=[0])
 
     def _check_same_plan(self) -> None:
         hashes = self.communicator.gather_objects(self.plan.hash)
         different = [rank for rank, other in enumerate(hashes) if other != hashes[0]]
         if different:
             raise RuntimeError(
-                f"ranks {different[:5]} made another plan than rank 0 ({hashes[different[0]][:12]} and {hashes[0][:12]}); "
-                "give all ranks the same model, config and version of sdp_deepspeed"
+                f"ranks {different[:5]} made another plan than rank 0 ({hashes[different[0]][:12]}, not "
+                f"{hashes[0][:12]}): give all ranks the same model, config and version of sdp_deepspeed"
             )
 
     def _configure_optimizer(self, client_optimizer: Any, model_parameters: Any) -> None:
@@ -96,7 +98,7 @@ class SubnetworkEngine(DeepSpeedEngine):
 
     def _configure_zero_optimizer(self, optimizer: Any) -> SubnetworkOptimizer:
         if optimizer is None:
-            raise ValueError("subnetwork_data_parallel needs an optimizer: name one in the config, or give one")
+            raise ValueError(_NO_OPTIMIZER)
         model_dtype, accumulation_dtype = self.get_data_types()
         settings = OptimizerSettings(
             stage=int(self.zero_optimization_stage()),
@@ -187,7 +189,9 @@ class SubnetworkEngine(DeepSpeedEngine):
     ) -> bool:
         """As DeepSpeed's; all ranks call it. It resumes on the same layout (ranks, plan, stage, precision)."""
         if exclude_frozen_parameters:
-            raise ValueError("save_checkpoint: exclude_frozen_parameters is not supported with subnetwork_data_parallel yet")
+            raise ValueError(
+                "save_checkpoint: exclude_frozen_parameters is not supported with subnetwork_data_parallel yet"
+            )
         name = str(tag) if tag is not None else f"global_step{self.global_steps}"
         checkpoint.save(self, save_dir, name, client_state or {}, latest=save_latest)
         return True
@@ -225,7 +229,12 @@ class SubnetworkEngine(DeepSpeedEngine):
 def _plan(model: nn.Module, block: SubnetworkConfig, size: int) -> Plan:
     layout = resolve(block, size)
     units = units_of_sites(find_sites(model), granularity=block.granularity, shared=block.shared)
-    return make_plan(units, unit_costs(model, units), layout, block, size)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        plan = make_plan(units, unit_costs(model, units), layout, block, size)
+    for warning in caught:
+        log_dist(f"{KEY}: {warning.message}", ranks=[0], level=logging.WARNING)
+    return plan
 
 
 def _dense_tensors(model: nn.Module) -> list[TensorInfo]:

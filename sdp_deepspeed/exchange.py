@@ -160,7 +160,7 @@ class Exchange:
         for peer in range(self._communicator.size):
             if peer == self._communicator.rank:
                 continue
-            sums = [average for (segment, _), average in zip(owned, averages) if segment.held_by(peer)]
+            sums = [average for (segment, _), average in zip(owned, averages, strict=True) if segment.held_by(peer)]
             if sums:
                 lengths = [average.numel() for average in sums]
                 stretch = received.narrow(0, position, sum(lengths))

@@ -20,7 +20,11 @@ class Step(IntEnum):
     RESIDENT = 2
 
 
-_WORDS = {Step.LEAVE: "ended its evaluation", Step.FORWARD: "began a forward pass", Step.RESIDENT: "asked for the whole model"}
+_WORDS = {
+    Step.LEAVE: "ended its evaluation",
+    Step.FORWARD: "began a forward pass",
+    Step.RESIDENT: "asked for the whole model",
+}
 
 
 class Gate:

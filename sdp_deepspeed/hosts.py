@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import importlib
 from importlib.metadata import version
+from typing import Any
 
 TESTED = {"deepspeed": ("0.19.8",), "torch": ("2.13.0",), "transformers": ("5.23.0",)}
 
@@ -38,9 +39,9 @@ PRIVATE_NAMES: tuple[tuple[str, str], ...] = (
 
 def missing_names() -> list[str]:
     """Names of PRIVATE_NAMES that the installed hosts do not have."""
-    missing = []
+    missing: list[str] = []
     for module_name, path in PRIVATE_NAMES:
-        target = importlib.import_module(module_name)
+        target: Any = importlib.import_module(module_name)
         for part in path.split("."):
             target = getattr(target, part, None)
         if target is None:
@@ -58,7 +59,8 @@ def check_hosts() -> list[str]:
     if missing:
         raise RuntimeError(
             f"the installed hosts lack {', '.join(missing[:5])}, which sdp_deepspeed needs; tested are "
-            f"{_tested('deepspeed')}, {_tested('torch')}, here are deepspeed {version('deepspeed')}, torch {version('torch')}"
+            f"{_tested('deepspeed')}, {_tested('torch')}; here are deepspeed {version('deepspeed')} and torch "
+            f"{version('torch')}"
         )
     return [
         f"{host} {version(host)} was not tested with sdp_deepspeed (tested: {_tested(host)})"

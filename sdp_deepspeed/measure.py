@@ -126,6 +126,13 @@ class _GradientWatch:
             handle.remove()
 
 
+class _LiveTensors(MemTracker):
+    """Without hooks on gradients, which only tell kinds of memory apart, and which frozen parameters refuse."""
+
+    def _track_module_params_and_buffers(self, module: torch.nn.Module, install_grad_hooks: bool = True) -> Any:
+        return super()._track_module_params_and_buffers(module, install_grad_hooks=False)
+
+
 @contextmanager
 def measured_step(engine: Any) -> Iterator[StepFigures]:
     """Measure the step that runs inside the block; the figures are filled in when it ends.
@@ -134,7 +141,7 @@ def measured_step(engine: Any) -> Iterator[StepFigures]:
     optimizer's moments exist. The block holds forward, backward and step of all micro-steps.
     """
     figures = StepFigures()
-    tracker, watch, traffic = MemTracker(), _GradientWatch(engine), TrafficCounter()
+    tracker, watch, traffic = _LiveTensors(), _GradientWatch(engine), TrafficCounter()
     tracker.track_external(engine.module, *optimizer_tensors(engine), *gradient_tensors(engine))
     try:
         with traffic, tracker:

@@ -14,7 +14,7 @@ import torch
 from deepspeed.runtime.base_optimizer import ZeROOptimizer
 
 from .communicator import Communicator
-from .exchange import Exchange, read, write
+from .exchange import Exchange, write
 from .plan import Plan
 from .segments import NOT_OPTIMIZED, Bucket, Fragment, Segment, TensorInfo, build_buckets, build_segments
 from .stepping import SteppedGroup, repoint
@@ -71,6 +71,10 @@ class Gradients(Mapping[str, torch.Tensor | None]):
 
     def __len__(self) -> int:
         return len(self._parameters)
+
+    def tensors(self) -> list[torch.Tensor]:
+        """All that exist now."""
+        return [gradient for name in self if (gradient := self[name]) is not None]
 
     def free(self, name: str) -> None:
         self._sums.pop(name, None)
@@ -232,7 +236,9 @@ class SubnetworkOptimizer(ZeROOptimizer):
             if self.settings.stage == 1:
                 group.set_flat_gradient(flat)
             else:
-                group.set_gradients({f.piece.parameter: self._gradients.existing(f.piece.parameter) for f in group.fragments})
+                group.set_gradients(
+                    {f.piece.parameter: self._gradients.existing(f.piece.parameter) for f in group.fragments}
+                )
         self.optimizer.step()
         for group in self.groups:
             group.write_back()
@@ -246,6 +252,10 @@ class SubnetworkOptimizer(ZeROOptimizer):
         elif self._everyone_updates:
             for bucket in self.exchange.buckets:
                 self.exchange.distribute(bucket, weights, receivers="others")
+
+    def gradient_tensors(self) -> list[torch.Tensor]:
+        """Local gradients that exist now, for measurements."""
+        return self._gradients.tensors()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drop all local gradients and accumulators."""
@@ -284,8 +294,8 @@ def _with_groups(
         for parameter in options["params"]:
             if id(parameter) not in names:
                 raise ValueError(
-                    f"optimizer param group {index} has a parameter of shape {tuple(parameter.shape)} that the model does "
-                    "not have; build the optimizer from this model's parameters"
+                    f"optimizer param group {index} has a parameter of shape {tuple(parameter.shape)} that the model "
+                    "does not have; build the optimizer from this model's parameters"
                 )
             group_of[names[id(parameter)]] = index
     return [replace(info, group=_group(info, group_of)) for info in tensors]

@@ -71,7 +71,7 @@ def local_gradients(
     losses = []
     for batch in micro_batches:
         loss = loss_of(worker, batch)
-        losses.append(float(loss))
+        losses.append(loss.item())
         (loss / len(micro_batches)).backward()
     masks = held_mask(model, plan, subnetwork)
     gradients = {
@@ -81,10 +81,12 @@ def local_gradients(
     return losses, gradients
 
 
-def masked_average(model: nn.Module, plan: Plan, gradients: Sequence[Mapping[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
+def masked_average(
+    model: nn.Module, plan: Plan, gradients: Sequence[Mapping[str, torch.Tensor]]
+) -> dict[str, torch.Tensor]:
     """g_u = sum over holders of their g_u / |holders(u)|, shared parameters over all ranks."""
     counts = divisors(model, plan)
-    return {name: sum(g[name] for g in gradients) / count for name, count in counts.items()}  # type: ignore[misc]
+    return {name: sum(g[name] for g in gradients) / count for name, count in counts.items()}
 
 
 def norm(average: Mapping[str, torch.Tensor]) -> float:
@@ -124,9 +126,7 @@ class Reference:
         Returns:
             Per rank its losses, and the norm of the averaged dense gradient before clipping.
         """
-        results = [
-            local_gradients(self.model, self.plan, rank, own, self.loss_of) for rank, own in enumerate(batches)
-        ]
+        results = [local_gradients(self.model, self.plan, rank, own, self.loss_of) for rank, own in enumerate(batches)]
         average = masked_average(self.model, self.plan, [gradients for _, gradients in results])
         total = norm(average)
         factor = max(1.0, (total + 1e-6) / self.clip) if self.clip > 0 else 1.0

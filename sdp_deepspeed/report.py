@@ -88,7 +88,9 @@ def _notes(reports: Sequence[Mapping[str, Any]]) -> list[str]:
     for report in reports:
         spread = report["step_seconds"]
         times = f", step p10 {spread['p10'] * 1000:.0f} ms, p90 {spread['p90'] * 1000:.0f} ms" if spread else ""
-        notes.append(f"{report['label']}: {report['num_ranks']} ranks, {report['steps']} steps{times}; {report['hardware']}")
+        notes.append(
+            f"{report['label']}: {report['num_ranks']} ranks, {report['steps']} steps{times}; {report['hardware']}"
+        )
     return notes
 
 

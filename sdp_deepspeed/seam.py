@@ -60,7 +60,7 @@ def _patch() -> None:
     from deepspeed.runtime.engine import DeepSpeedEngine
 
     if "__new__" not in vars(DeepSpeedEngine):
-        DeepSpeedEngine.__new__ = _new  # type: ignore[method-assign, assignment]
+        DeepSpeedEngine.__new__ = _new
 
 
 def _new(cls: type, *args: Any, **kwargs: Any) -> Any:

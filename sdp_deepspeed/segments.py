@@ -80,6 +80,12 @@ class Segment:
         length = -(-self.num_elements // len(self.holders))
         return min(index * length, self.num_elements), min((index + 1) * length, self.num_elements)
 
+    def split(self, length: int) -> Iterator[Segment]:
+        """This segment as segments of at most `length` elements."""
+        for start in range(0, self.num_elements, max(1, length)):
+            fragments = tuple(self.cut(start, min(start + max(1, length), self.num_elements)))
+            yield Segment(self.group, self.dtype, self.holders, fragments)
+
     def cut(self, start: int, stop: int) -> Iterator[Fragment]:
         """The fragments of elements [start, stop) of this segment."""
         position = 0
@@ -142,12 +148,10 @@ def build_segments(tensors: Sequence[TensorInfo], plan: Plan, *, max_elements: i
         for piece, holders in by_name[info.kind, info.name]:
             key = (info.group, str(info.dtype), holders)
             stretches.setdefault(key, []).append(Fragment(piece, 0, piece.num_elements(info.shape)))
-    segments = []
+    segments: list[Segment] = []
     for (group, dtype, holders), fragments in stretches.items():
         whole = Segment(group, dtypes[dtype], holders, tuple(fragments))
-        for start in range(0, whole.num_elements, max_elements):
-            stop = min(start + max_elements, whole.num_elements)
-            segments.append(Segment(group, dtypes[dtype], holders, tuple(whole.cut(start, stop))))
+        segments.extend(whole.split(max_elements))
     return segments
 
 

@@ -81,7 +81,9 @@ def sent_bytes(operator: str, arguments: Mapping[str, Any], num_ranks: int, rank
         return 0 if rank == arguments["root_rank"] else _num_bytes(arguments["input_tensors"])
     if operator == "scatter_":
         return _others_share(_num_bytes(arguments["input_tensors"]), num_ranks)
-    raise RuntimeError(f"c10d operator {operator!r} is not known to the traffic counter: add it to {__name__}.sent_bytes")
+    raise RuntimeError(
+        f"c10d operator {operator!r} is not known to the traffic counter: add it to {__name__}.sent_bytes"
+    )
 
 
 class TrafficCounter(TorchDispatchMode):

@@ -6,7 +6,9 @@ import pytest
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--full-grid", action="store_true", help="run every cell of the oracle grid, not a pairwise sample")
+    parser.addoption(
+        "--full-grid", action="store_true", help="run every cell of the oracle grid, not a pairwise sample"
+    )
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -14,7 +16,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    """`@pytest.mark.ranks(size, maker)` on a test with the argument `outcome`: one test per check, one spawn for all."""
+    """`@pytest.mark.ranks(size, maker)` on a test with the argument `outcome`: a test per check, one spawn."""
     marker = metafunc.definition.get_closest_marker("ranks")
     if marker is None:
         return

@@ -10,11 +10,11 @@ from typing import Any
 
 import deepspeed
 import torch
+from models import batches, config, llama, loss_of, two_groups
+from ranks import Rank
 from torch import nn
 
 import sdp_deepspeed  # noqa: F401  (arms the seam)
-from models import batches, config, llama, loss_of, two_groups
-from ranks import Rank
 from sdp_deepspeed.reference import Reference
 
 NUM_STEPS = 10

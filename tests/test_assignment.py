@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import random
 import time
 from collections.abc import Sequence
 
+import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from sdp_deepspeed import assignment
+from sdp_deepspeed.assignment_graph import connect, num_components
 from sdp_deepspeed.plan import spectral_gap
 from sdp_deepspeed.units import UnitCost
 
@@ -98,12 +101,58 @@ def test_layers_are_balanced_to_five_percent(k: int, layers_per_subnetwork: int,
         assert max(result) * k <= 1.05 * sum(result)
 
 
-def test_uneven_units_that_only_a_search_balances() -> None:
-    """Greedy puts 7 + 7, 6 + 6, 5 + 5 + 5 ... apart; loads of 20 each exist."""
-    costs = [UnitCost(f, f, f) for f in (11, 9, 8, 7, 5, 12, 8, 10, 10)]
-    holders = assignment.balanced(costs, num_subnetworks=4, num_holders=1)
-    result = loads(holders, [cost.flops for cost in costs], 4)
-    assert max(result) * 4 <= 1.05 * sum(result)
+# (trainable elements, bytes, FLOPs) of units whose FLOPs can be balanced to 5%, which one part of the search ensures.
+UNEVEN = {
+    "greedy alone is not enough": (
+        4,
+        1,
+        "6 20 58, 6 20 47, 15 20 19, 2 20 30, 17 20 18, 7 50 49, 16 50 31, 4 10 18, 9 10 15, 18 20 13",
+    ),
+    "bytes must not undo FLOPs": (
+        3,
+        1,
+        "4 50 58, 15 50 51, 13 10 16, 16 10 34, 14 20 58, 1 20 38, 9 20 24, 19 10 30, 1 10 11, 18 10 34",
+    ),
+    "even sharing must not undo FLOPs": (
+        6,
+        5,
+        "15 20 11, 8 20 21, 18 20 21, 3 20 26, 2 20 14, 3 10 38, 1 50 25, 9 10 49, 6 50 28, 3 10 20",
+    ),
+}
+
+
+@pytest.mark.parametrize(("k", "p", "figures"), UNEVEN.values(), ids=list(UNEVEN))
+def test_uneven_units(k: int, p: int, figures: str) -> None:
+    costs = [UnitCost(*map(int, unit.split())) for unit in figures.split(",")]
+    result = loads(assignment.balanced(costs, num_subnetworks=k, num_holders=p), [cost.flops for cost in costs], k)
+    assert max(result) * k <= 1.05 * sum(result)
+
+
+@settings(max_examples=100, deadline=None)
+@given(counts(), st.randoms(use_true_random=False))
+def test_repair_connects_any_table(problem: tuple[int, int, int], order: random.Random) -> None:
+    num_units, k, p = problem
+    holders = [order.sample(range(k), p) for _ in range(num_units)]
+    table = assignment.incidence(holders, k)
+    assume(table.sum(axis=0).all())
+    pieces = num_components(table)
+    sizes = table.sum(axis=0).tolist()
+    connect(table, np.ones((num_units, 2), dtype=np.int64))
+    assert table.sum(axis=1).tolist() == [p] * num_units
+    assert table.sum(axis=0).tolist() == sizes
+    assert num_components(table) <= pieces
+    if num_units * (p - 1) >= k - 1:
+        assert num_components(table) == 1
+
+
+def test_repair_moves_the_least() -> None:
+    """Two halves of two equal units each; the swap of equal units keeps the loads."""
+    table = assignment.incidence([(0, 1), (0, 1), (2, 3), (2, 3)], 4)
+    amounts = np.array([[5, 1], [9, 1], [9, 1], [7, 1]], dtype=np.int64)
+    loads_before = sorted((table.T @ amounts).tolist())
+    connect(table, amounts)
+    assert num_components(table) == 1
+    assert sorted((table.T @ amounts).tolist()) == loads_before
 
 
 def test_bytes_are_balanced_after_flops() -> None:
@@ -125,6 +174,12 @@ def test_spectral_gap_of_the_design_document(num_units: int, expected: float, cy
     windows = assignment.cyclic(num_units, num_subnetworks=8, num_holders=4)
     assert gap(best, costs, 8, 4) >= expected
     assert gap(windows, costs, 8, 4) < cyclic
+
+
+def test_equal_sums_of_squares_are_told_apart() -> None:
+    """16 units of 2 holders: without the fourth powers the search ends at a gap of 0.323."""
+    costs = equal_units(16)
+    assert gap(assignment.balanced(costs, num_subnetworks=8, num_holders=2), costs, 8, 2) > 0.49
 
 
 def test_known_plan_stays() -> None:

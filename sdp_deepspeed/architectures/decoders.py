@@ -14,9 +14,7 @@ _GPT2 = (
 )
 # One description for both forms: in the parallel one both branches read the layer's input.
 _GPT_NEOX = (
-    Branch(
-        "attention", norm="input_layernorm", body="attention", after=("post_attention_dropout",), num_outputs=2
-    ),
+    Branch("attention", norm="input_layernorm", body="attention", after=("post_attention_dropout",), num_outputs=2),
     Branch("mlp", norm="post_attention_layernorm", body="mlp", after=("post_mlp_dropout",)),
 )
 

@@ -6,6 +6,7 @@ import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
+import torch
 from torch import nn
 
 from ..units import Piece, Unit, UnitCost
@@ -50,8 +51,8 @@ def find_sites(model: nn.Module) -> list[Site]:
             sites.append(Site(name, branch, _pieces(model, name, module, branch)))
     if not sites:
         raise ValueError(
-            f"{type(model).__name__} has no layer whose residual branches are known; known are {', '.join(described())}. "
-            "Describe your layer with sdp_deepspeed.architectures.register (see its docstring)"
+            f"{type(model).__name__} has no layer whose residual branches are known; known are "
+            f"{', '.join(described())}. Describe yours with sdp_deepspeed.architectures.register (see its docstring)"
         )
     _refuse_tied(model, sites)
     return sites
@@ -80,8 +81,8 @@ def _refuse_tied(model: nn.Module, sites: Sequence[Site]) -> None:
         place = inside.get(name, "the shared part")
         if owners.setdefault(id(parameter), place) != place:
             raise ValueError(
-                f"{name!r} is the same tensor in {owners[id(parameter)]} and in {place}: a unit must not share tensors; "
-                "untie them, or do not describe this layer"
+                f"{name!r} is the same tensor in {owners[id(parameter)]} and in {place}: a unit must not share "
+                "tensors; untie them, or do not describe this layer"
             )
 
 
@@ -112,7 +113,9 @@ def _matches(pattern: re.Pattern[str], unit: Unit) -> bool:
 def _check_pattern(pattern: str, compiled: re.Pattern[str], units: Sequence[Unit]) -> None:
     where = "subnetwork_data_parallel.shared"
     if not any(_matches(compiled, unit) for unit in units):
-        raise ValueError(f"{where}: {pattern!r} matches no parameter of any unit; unit names are like {units[0].name!r}")
+        raise ValueError(
+            f"{where}: {pattern!r} matches no parameter of any unit; unit names are like {units[0].name!r}"
+        )
     for unit in units:
         names = [piece.parameter for piece in unit.pieces if piece.kind == "parameter"]
         left = [name for name in names if not compiled.search(name)]
@@ -128,18 +131,18 @@ def unit_costs(model: nn.Module, units: Sequence[Unit]) -> list[UnitCost]:
 
     Scores grow with the sequence length, which a model does not know; they shift all attention units alike.
     """
-    tensors = dict(model.named_parameters(remove_duplicate=False))
-    buffers = dict(model.named_buffers(remove_duplicate=False))
-    return [_cost(unit, tensors, buffers) for unit in units]
+    tensors: dict[str, torch.Tensor] = dict(model.named_parameters(remove_duplicate=False))
+    tensors |= dict(model.named_buffers(remove_duplicate=False))
+    return [_cost(unit, tensors) for unit in units]
 
 
-def _cost(unit: Unit, tensors: dict[str, nn.Parameter], buffers: dict[str, object]) -> UnitCost:
+def _cost(unit: Unit, tensors: dict[str, torch.Tensor]) -> UnitCost:
     num_parameters = num_bytes = flops = 0
     for piece in unit.pieces:
-        tensor = tensors[piece.parameter] if piece.kind == "parameter" else buffers[piece.parameter]
-        elements = piece.num_elements(tensor.shape)  # type: ignore[attr-defined]
-        num_bytes += elements * tensor.element_size()  # type: ignore[attr-defined]
+        tensor = tensors[piece.parameter]
+        elements = piece.num_elements(tensor.shape)
+        num_bytes += elements * tensor.element_size()
         if piece.kind == "parameter":
             num_parameters += elements
-            flops += 2 * elements if len(tensor.shape) > 1 else 0  # type: ignore[attr-defined]
+            flops += 2 * elements if tensor.dim() > 1 else 0
     return UnitCost(num_parameters, num_bytes, flops)

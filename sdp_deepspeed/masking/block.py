@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from functools import lru_cache
 from typing import Any
 
 import torch
@@ -48,9 +47,14 @@ class _LackingModule(nn.Module):
         return passed_on if self._sdp_output is None else self._sdp_output
 
 
-@lru_cache(maxsize=None)
+_LACKING_CLASSES: dict[type[nn.Module], type[nn.Module]] = {}
+
+
 def _lacking_class(base: type[nn.Module]) -> type[nn.Module]:
-    return type(base.__name__, (_LackingModule, base), {"__module__": base.__module__})
+    if base not in _LACKING_CLASSES:
+        made = type(base.__name__, (_LackingModule, base), {"__module__": base.__module__})
+        _LACKING_CLASSES[base] = made
+    return _LACKING_CLASSES[base]
 
 
 @dataclass
@@ -150,8 +154,8 @@ def _modules_of_units(units: Sequence[Unit], sites: Sequence[Site]) -> list[tupl
         strange = sorted({piece.parameter for piece in unit.pieces} - covered)[:5]
         if strange or not members:
             raise ValueError(
-                f"plan: unit {unit.name!r} is not made of whole residual branches of this model (left over: {strange}); "
-                'the strategy "block" takes branches whole'
+                f"plan: unit {unit.name!r} is not made of whole residual branches of this model (left over: "
+                f'{strange}): the strategy "block" takes branches whole'
             )
         result.append((unit, [name for site in members for name in site.modules]))
     return result

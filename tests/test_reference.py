@@ -1,0 +1,185 @@
+"""The oracle itself: every number here is derived by hand in the comments (DESIGN.md sections 1 and 7)."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from torch import nn
+
+from sdp_deepspeed.plan import Plan
+from sdp_deepspeed.reference import (
+    Reference,
+    divisors,
+    held_mask,
+    local_gradients,
+    masked_average,
+    norm,
+    zero_lacking,
+)
+from sdp_deepspeed.units import Piece, Unit
+
+A, B, S = 2.0, 3.0, 5.0
+
+
+class TwoLayers(nn.Module):
+    """`s (1 + b) (1 + a) x`: two residual layers of one weight each and a shared head."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a = nn.Parameter(torch.tensor([A]))
+        self.b = nn.Parameter(torch.tensor([B]))
+        self.s = nn.Parameter(torch.tensor([S]))
+
+    def forward(self, x: float) -> torch.Tensor:
+        hidden = x + self.a * x
+        hidden = hidden + self.b * hidden
+        return (self.s * hidden).sum()
+
+
+class Neurons(nn.Module):
+    """`sum over j of u_j v_j x + c`: neuron j is row j of `v` and column j of `u`; `c` is shared."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.v = nn.Parameter(torch.tensor([[1.0], [2.0], [4.0]]))
+        self.u = nn.Parameter(torch.tensor([[3.0, 5.0, 7.0]]))
+        self.c = nn.Parameter(torch.tensor(1.0))
+
+    def forward(self, x: float) -> torch.Tensor:
+        return (self.u @ (self.v * x)).sum() + self.c
+
+
+def loss_of(model: nn.Module, batch: float) -> torch.Tensor:
+    return model(batch)
+
+
+def plan_of(
+    units: tuple[Unit, ...], holders: tuple[tuple[int, ...], ...], *, regime: str = "forward", k: int = 3, r: int = 1
+) -> Plan:
+    ranks = tuple(subnetwork for subnetwork in range(k) for _ in range(r))
+    return Plan(regime, "block", k, len(holders[0]), 0, units, holders, ranks)
+
+
+def two_layers(regime: str) -> Plan:
+    """k = 3, p = 2: worker 0 lacks b, worker 1 has both, worker 2 lacks a."""
+    units = tuple(Unit(name, (Piece(name, None, 0, 1),)) for name in ("a", "b"))
+    return plan_of(units, ((0, 1), (1, 2)), regime=regime)
+
+
+def neurons() -> Plan:
+    """k = 3, p = 2: neuron 0 on workers 0 and 1, neuron 1 on 1 and 2, neuron 2 on 0 and 2."""
+    units = tuple(Unit(f"neuron{j}", (Piece("v", 0, j, 1), Piece("u", 1, j, 1))) for j in range(3))
+    return plan_of(units, ((0, 1), (1, 2), (0, 2)))
+
+
+def average_of(model: nn.Module, plan: Plan, batches: tuple[float, ...]) -> dict[str, torch.Tensor]:
+    gradients = [local_gradients(model, plan, rank, [x], loss_of)[1] for rank, x in enumerate(batches)]
+    return masked_average(model, plan, gradients)
+
+
+# Forward regime, x = 1, 2, 4. A worker's loss is s (1+b) (1+a) x with the weight that it lacks set to zero.
+#   worker 0 (b = 0): da = s x = 5,             ds = (1+a) x = 3
+#   worker 1:         da = s (1+b) x = 40,      db = s (1+a) x = 30,  ds = (1+a) (1+b) x = 24
+#   worker 2 (a = 0): db = s x = 20,            ds = (1+b) x = 16
+# Backward regime: the dense gradient da = 20 x, db = 15 x, ds = 12 x, kept by the holders only.
+#   a on workers 0 and 1: 20, 40;  b on workers 1 and 2: 30, 60;  s on all: 12, 24, 48
+EXPECTED = {
+    "forward": {"a": (5 + 40) / 2, "b": (30 + 20) / 2, "s": (3 + 24 + 16) / 3},
+    "backward": {"a": (20 + 40) / 2, "b": (30 + 60) / 2, "s": (12 + 24 + 48) / 3},
+}
+LOSSES = {"forward": [15.0, 120.0, 80.0], "backward": [60.0, 120.0, 240.0]}
+
+
+@pytest.mark.parametrize("regime", ["forward", "backward"])
+def test_masked_average_of_two_layers(regime: str) -> None:
+    average = average_of(TwoLayers(), two_layers(regime), (1.0, 2.0, 4.0))
+    for name, value in EXPECTED[regime].items():
+        assert average[name].item() == pytest.approx(value, rel=1e-6), name
+
+
+@pytest.mark.parametrize("regime", ["forward", "backward"])
+def test_norm_counts_every_parameter_once(regime: str) -> None:
+    average = average_of(TwoLayers(), two_layers(regime), (1.0, 2.0, 4.0))
+    expected = math.sqrt(sum(value**2 for value in EXPECTED[regime].values()))
+    assert norm(average) == pytest.approx(expected, rel=1e-6)
+
+
+@pytest.mark.parametrize("regime", ["forward", "backward"])
+@pytest.mark.parametrize("clip", [0.0, 10.0])
+def test_one_step_of_sgd(regime: str, clip: float) -> None:
+    model = TwoLayers()
+    reference = Reference(
+        model, two_layers(regime), lambda named: torch.optim.SGD(named.values(), lr=0.1), loss_of, clip
+    )
+    losses, total = reference.step([[1.0], [2.0], [4.0]])
+    assert [own[0] for own in losses] == LOSSES[regime]
+    size = math.sqrt(sum(value**2 for value in EXPECTED[regime].values()))
+    assert total == pytest.approx(size, rel=1e-6)
+    factor = clip / size if clip else 1.0
+    for (name, start), parameter in zip([("a", A), ("b", B), ("s", S)], model.parameters(), strict=True):
+        assert parameter.item() == pytest.approx(start - 0.1 * factor * EXPECTED[regime][name], rel=1e-5), name
+
+
+def test_micro_batches_are_averaged() -> None:
+    """The loss is linear in x: micro-batches 0.5, 1, 1.5 give the gradients of their mean, 1."""
+    plan = two_layers("forward")
+    losses, gradients = local_gradients(TwoLayers(), plan, 0, [0.5, 1.0, 1.5], loss_of)
+    assert losses == [7.5, 15.0, 22.5]
+    assert [gradients[name].item() for name in ("a", "b", "s")] == [5.0, 0.0, 3.0]
+
+
+def test_neurons_as_rows_and_columns() -> None:
+    """du_j = v_j x and dv_j = u_j x, averaged over the two holders of neuron j; dc = 1 on all three.
+
+    x = 1, 3, 8: means over holders (0, 1), (1, 2), (0, 2) are 2, 5.5, 4.5.
+    """
+    average = average_of(Neurons(), neurons(), (1.0, 3.0, 8.0))
+    assert average["u"].tolist() == [[1 * 2.0, 2 * 5.5, 4 * 4.5]]
+    assert average["v"].tolist() == [[3 * 2.0], [5 * 5.5], [7 * 4.5]]
+    assert average["c"].item() == 1.0
+
+
+def test_divisors_are_numbers_of_holders() -> None:
+    counts = divisors(Neurons(), neurons())
+    assert counts["u"].tolist() == [[2.0, 2.0, 2.0]]
+    assert counts["c"].item() == 3.0
+
+
+def test_replicas_count_as_holders() -> None:
+    """k = 2, r = 2: each neuron of worker 0 is on ranks 0 and 1, so its divisor is p r = 2, the shared one's 4."""
+    units = tuple(Unit(f"neuron{j}", (Piece("v", 0, j, 1), Piece("u", 1, j, 1))) for j in range(2))
+    plan = plan_of(units, ((0,), (1,)), k=2, r=2)
+    counts = divisors(Neurons(), plan)
+    assert counts["u"].tolist() == [[2.0, 2.0, 4.0]]
+    # neuron 0 from x = 1, 3; neuron 1 from x = 5, 7; neuron 2 is in no unit, so shared by 1, 3, 5, 7
+    average = average_of(Neurons(), plan, (1.0, 3.0, 5.0, 7.0))
+    assert average["u"].tolist() == [[1 * 2.0, 2 * 6.0, 4 * 4.0]]
+
+
+def test_full_coverage_is_data_parallelism() -> None:
+    units = tuple(Unit(name, (Piece(name, None, 0, 1),)) for name in ("a", "b"))
+    average = average_of(TwoLayers(), plan_of(units, ((0, 1, 2), (0, 1, 2))), (1.0, 2.0, 4.0))
+    mean = 7 / 3  # of x
+    assert [average[name].item() for name in ("a", "b", "s")] == pytest.approx([20 * mean, 15 * mean, 12 * mean])
+
+
+def test_lacking_pieces_only_are_zeroed() -> None:
+    model, plan = Neurons(), neurons()
+    zero_lacking(model, plan, 0)  # worker 0 lacks neuron 1
+    assert model.v.flatten().tolist() == [1.0, 0.0, 4.0]
+    assert model.u.flatten().tolist() == [3.0, 0.0, 7.0]
+    assert model.c.item() == 1.0
+    assert held_mask(model, plan, 0)["u"].tolist() == [[1.0, 0.0, 1.0]]
+
+
+def test_low_precision_weights_follow_fp32_masters() -> None:
+    """Steps of 2**-10 vanish in bf16 just below 1 (spacing 2**-8), but not in the master: after eight of them the
+    weight has moved by 2**-7."""
+    model = Neurons().to(torch.bfloat16)
+    reference = Reference(model, neurons(), lambda named: torch.optim.SGD(named.values(), lr=2.0**-10), loss_of)
+    for step in range(8):
+        reference.step([[0.0], [0.0], [0.0]])  # dc = 1, all else 0
+        assert reference.masters["c"].item() == 1 - (step + 1) * 2**-10
+    assert model.c.item() == 1 - 2**-7
