@@ -182,7 +182,10 @@ def _balance(problem: Problem, table: Ints, order: random.Random) -> int:
 
 
 def _even_out(problem: Problem, table: Ints, goal: int, pair: tuple[int, int]) -> bool:
-    """Give one unit away, or swap two, so that the loads of a pair come closer; False if nothing helps."""
+    """Give one unit away, or swap two, so that the loads of a pair come closer; False if nothing helps.
+
+    The heavier subnetwork gives, and never all that it has: that would not bring the loads closer.
+    """
     loads = problem.loads(table[:, list(pair)])
     a, b = pair if loads[0, goal] >= loads[1, goal] else pair[::-1]
     gives, takes = _only(table, a, b), _only(table, b, a)
@@ -191,8 +194,6 @@ def _even_out(problem: Problem, table: Ints, goal: int, pair: tuple[int, int]) -
     moved = problem.amounts[gives][:, None, :] - back[None, :, :]
     apart = abs(loads[0] - loads[1])
     result = abs(apart[goal] - 2 * moved[:, :, goal])
-    if table[:, a].sum() <= 1:
-        result[:, -1] = apart[goal]
     if goal == 1:  # bytes must not undo what FLOPs reached
         worse = abs((loads[0, 0] - loads[1, 0]) * (1 if a == pair[0] else -1) - 2 * moved[:, :, 0])
         result[worse > apart[0]] = apart[goal]

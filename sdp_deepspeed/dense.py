@@ -53,7 +53,7 @@ class DenseView:
             state.modules[0].register_forward_pre_hook(lambda *_, state=state: self._before_unit(state))
             state.modules[-1].register_forward_hook(lambda *_, state=state: self._after_unit(state))
             if not state.held:
-                for module in state.modules:
+                for module in (inner for outer in state.modules for inner in outer.modules()):
                     module.register_state_dict_pre_hook(lambda *_, state=state: self._refuse_partial(state))
         self._model.register_state_dict_pre_hook(lambda *_: self._before_state_dict())
 

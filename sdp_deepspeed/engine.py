@@ -168,7 +168,7 @@ class SubnetworkEngine(DeepSpeedEngine):
                     self.module.save_pretrained(str(folder), **options)
                     if tokenizer is not None:
                         tokenizer.save_pretrained(str(folder))
-                except (OSError, ValueError, RuntimeError) as problem:
+                except Exception as problem:  # of any kind: the others wait for this rank
                     error = RuntimeError(f"save_pretrained: cannot write {folder}: {problem}")
         self.communicator.raise_together(error)
 
@@ -249,7 +249,8 @@ def _make_gate(communicator: Communicator) -> Gate:
     """A gloo group of its own, so that a meeting cannot pair with a collective of the user's."""
     dist = torch.distributed
     group = dist.new_group(backend="gloo", timeout=TIMEOUT)
-    store = dist.PrefixStore("sdp_deepspeed/gate", dist.distributed_c10d._get_default_store())
+    prefix = f"sdp_deepspeed/gate/{group.group_name}"  # of this engine alone: others count their own meetings
+    store = dist.PrefixStore(prefix, dist.distributed_c10d._get_default_store())
 
     def report(meetings: int) -> None:
         store.set(str(communicator.rank), str(meetings))

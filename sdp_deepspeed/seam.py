@@ -27,15 +27,23 @@ def arm() -> None:
 
 
 class _AfterImport(importlib.abc.MetaPathFinder):
-    """Finds `deepspeed` as everybody does, and patches it once its import is complete."""
+    """Finds `deepspeed` as everybody does, and patches it once its import is complete.
+
+    It stays: others look for a spec without importing (Transformers and Accelerate ask whether DeepSpeed is there).
+    """
+
+    _looking = False
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> importlib.machinery.ModuleSpec | None:
-        if fullname != _HOST:
+        if fullname != _HOST or self._looking:
             return None
-        sys.meta_path.remove(self)
-        spec = importlib.util.find_spec(fullname)
+        self._looking = True
+        try:
+            spec = importlib.util.find_spec(fullname)
+        finally:
+            self._looking = False
         if spec is not None and spec.loader is not None:
             spec.loader = _PatchingLoader(spec.loader)
         return spec

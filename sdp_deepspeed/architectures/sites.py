@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -77,11 +78,14 @@ def _pieces(model: nn.Module, layer_name: str, layer: nn.Module, branch: Branch)
 def _refuse_tied(model: nn.Module, sites: Sequence[Site]) -> None:
     owners: dict[int, str] = {}
     inside = {piece.parameter: site.name for site in sites for piece in site.pieces}
-    for name, parameter in model.named_parameters(remove_duplicate=False):
+    tensors: Iterable[tuple[str, torch.Tensor]] = itertools.chain(
+        model.named_parameters(remove_duplicate=False), model.named_buffers(remove_duplicate=False)
+    )
+    for name, tensor in tensors:
         place = inside.get(name, "the shared part")
-        if owners.setdefault(id(parameter), place) != place:
+        if owners.setdefault(id(tensor), place) != place:
             raise ValueError(
-                f"{name!r} is the same tensor in {owners[id(parameter)]} and in {place}: a unit must not share "
+                f"{name!r} is the same tensor in {owners[id(tensor)]} and in {place}: a unit must not share "
                 "tensors; untie them, or do not describe this layer"
             )
 
