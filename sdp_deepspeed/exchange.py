@@ -22,9 +22,10 @@ Receivers = Literal["holders", "others", "all"]
 Tensors = Mapping[str, torch.Tensor | None]
 
 
-def read(tensors: Tensors, fragments: Sequence[Fragment]) -> list[torch.Tensor]:
+def read(tensors: Tensors, fragments: Sequence[Fragment], *, device: torch.device | None = None) -> list[torch.Tensor]:
     """Flat views (copies where a piece is not contiguous) of `fragments`; a missing tensor reads as zeros."""
     flats: dict[Piece, torch.Tensor | None] = {}
+    zero = torch.zeros(1, device=device)
     values = []
     for fragment in fragments:
         piece = fragment.piece
@@ -33,7 +34,7 @@ def read(tensors: Tensors, fragments: Sequence[Fragment]) -> list[torch.Tensor]:
             flats[piece] = None if tensor is None else piece.narrow(tensor).reshape(-1)
         flat = flats[piece]
         length = fragment.stop - fragment.start
-        values.append(torch.zeros(1).expand(length) if flat is None else flat.narrow(0, fragment.start, length))
+        values.append(zero.expand(length) if flat is None else flat.narrow(0, fragment.start, length))
     return values
 
 
@@ -126,9 +127,13 @@ class Exchange:
         self._device = device
         self._dtype = dtype
         self._routes: dict[tuple[int, Receivers], Route] = {}
+        self._owned = {bucket.index: self._owned_shards(bucket) for bucket in buckets}
 
     def owned(self, bucket: Bucket) -> list[tuple[Segment, list[Fragment]]]:
         """Segments of which this rank owns a shard that is not empty, with the shard's fragments."""
+        return self._owned[bucket.index]
+
+    def _owned_shards(self, bucket: Bucket) -> list[tuple[Segment, list[Fragment]]]:
         rank = self._communicator.rank
         shards = [(segment, list(segment.cut(*segment.shard(rank)))) for segment in bucket.segments]
         return [(segment, fragments) for segment, fragments in shards if fragments]
@@ -143,7 +148,9 @@ class Exchange:
         route = self._route(bucket, "holders")  # walked backwards: what comes back later is what leaves now
         sent = torch.empty(sum(route.received_splits), dtype=self._dtype, device=self._device)
         if route.received:
-            torch._foreach_copy_(list(sent.split(route.received_sizes)), read(gradients, route.received))
+            torch._foreach_copy_(
+                list(sent.split(route.received_sizes)), read(gradients, route.received, device=self._device)
+            )
         received = torch.empty(sum(route.sent_splits), dtype=self._dtype, device=self._device)
         self._communicator.all_to_all(received, sent, route.sent_splits, route.received_splits)
         del sent
@@ -155,7 +162,7 @@ class Exchange:
         owned = self.owned(bucket)
         for (_, fragments), average in zip(owned, averages, strict=True):
             sizes = [fragment.stop - fragment.start for fragment in fragments]
-            torch._foreach_copy_(list(average.split(sizes)), read(gradients, fragments))
+            torch._foreach_copy_(list(average.split(sizes)), read(gradients, fragments, device=self._device))
         position = 0
         for peer in range(self._communicator.size):
             if peer == self._communicator.rank:
