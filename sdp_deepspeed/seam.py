@@ -1,4 +1,4 @@
-"""The seam: `deepspeed.initialize` builds our engine when the config has our block, and its own otherwise.
+"""The seams: `deepspeed.initialize` builds our engine when the config has our block, and its own otherwise.
 
 Dispatching in `DeepSpeedEngine.__new__` reaches callers that imported `initialize` before us, and Accelerate,
 which calls it itself. Importing this module is cheap; DeepSpeed is patched when it is (or was) imported.
@@ -10,48 +10,52 @@ import importlib.abc
 import importlib.machinery
 import importlib.util
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import wraps
 from types import ModuleType
 from typing import Any
 
-_HOST = "deepspeed"
-
 
 def arm() -> None:
-    """Patch DeepSpeed now if it is imported, else at the moment when it will be."""
-    host = sys.modules.get(_HOST)
-    if host is not None and not getattr(getattr(host, "__spec__", None), "_initializing", False):
-        _patch()
-    elif not any(isinstance(finder, _AfterImport) for finder in sys.meta_path):
-        sys.meta_path.insert(0, _AfterImport())
+    """Patch each host now if it is imported, else at the moment when it will be."""
+    waiting = {}
+    for name, patch in {"deepspeed": _patch_deepspeed, "accelerate.accelerator": _patch_accelerate}.items():
+        host = sys.modules.get(name)
+        if host is not None and not getattr(getattr(host, "__spec__", None), "_initializing", False):
+            patch()
+        else:
+            waiting[name] = patch
+    if waiting and not any(isinstance(finder, _AfterImport) for finder in sys.meta_path):
+        sys.meta_path.insert(0, _AfterImport(waiting))
 
 
 class _AfterImport(importlib.abc.MetaPathFinder):
-    """Finds `deepspeed` as everybody does, and patches it once its import is complete.
+    """Finds the hosts as everybody does, and patches each once its import is complete."""
 
-    It stays: others look for a spec without importing (Transformers and Accelerate ask whether DeepSpeed is there).
-    """
-
-    _looking = False
+    def __init__(self, waiting: dict[str, Callable[[], None]]) -> None:
+        self._waiting = waiting
+        self._searching = False
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> importlib.machinery.ModuleSpec | None:
-        if fullname != _HOST or self._looking:
+        if self._searching or fullname not in self._waiting:
             return None
-        self._looking = True
+        self._searching = True  # the search below asks us too
         try:
             spec = importlib.util.find_spec(fullname)
         finally:
-            self._looking = False
+            self._searching = False
+        # A spec is also asked for only to see whether a host is installed, so we stay armed until it is executed.
         if spec is not None and spec.loader is not None:
-            spec.loader = _PatchingLoader(spec.loader)
+            spec.loader = _PatchingLoader(spec.loader, self._waiting[fullname])
         return spec
 
 
 class _PatchingLoader(importlib.abc.Loader):
-    def __init__(self, loader: Any) -> None:
+    def __init__(self, loader: Any, patch: Callable[[], None]) -> None:
         self._loader = loader
+        self._patch = patch
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._loader, name)
@@ -61,10 +65,10 @@ class _PatchingLoader(importlib.abc.Loader):
 
     def exec_module(self, module: ModuleType) -> None:
         self._loader.exec_module(module)
-        _patch()
+        self._patch()
 
 
-def _patch() -> None:
+def _patch_deepspeed() -> None:
     from deepspeed.runtime.engine import DeepSpeedEngine
 
     if "__new__" not in vars(DeepSpeedEngine):
@@ -91,3 +95,21 @@ def _new(cls: type, *args: Any, **kwargs: Any) -> Any:
             "deepspeed.initialize an ordinary module, or remove the block"
         )
     return object.__new__(cls)
+
+
+def _patch_accelerate() -> None:
+    """`Accelerator.get_state_dict`, which the Trainer saves from, gives the dense model (all ranks call it)."""
+    from accelerate.accelerator import Accelerator
+
+    original = Accelerator.get_state_dict
+    if hasattr(original, "__wrapped__"):  # patched before
+        return
+
+    @wraps(original)
+    def get_state_dict(self: Any, model: Any, *args: Any, **kwargs: Any) -> Any:
+        if "SubnetworkEngine" not in {base.__name__ for base in type(model).__mro__}:
+            return original(self, model, *args, **kwargs)
+        with model.dense(resident=True):
+            return original(self, model, *args, **kwargs)
+
+    Accelerator.get_state_dict = get_state_dict
