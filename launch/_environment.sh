@@ -46,7 +46,23 @@ install_package() {
   say "installing sdp_deepspeed${extras:+[$extras]}, editable, with the versions of constraints.txt"
   python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt \
     --editable ".${extras:+[$extras]}" || return
+  build_cpu_operator || return
   echo "$wanted" >"$stamp"
+}
+
+# On a CPU DeepSpeed compiles one C++ operator when ranks first meet; done here, once, so that no run waits for it.
+build_cpu_operator() {
+  if python -c 'import sys, torch; sys.exit(not torch.cuda.is_available())'; then
+    return
+  fi
+  if ! command -v "${CXX:-c++}" >/dev/null; then
+    echo "error: DeepSpeed needs a C++ compiler on machines without a GPU; install g++ and run this again" >&2
+    return 1
+  fi
+  say "building DeepSpeed's communication operator for CPUs (once; about a minute)"
+  DS_ACCELERATOR=cpu python -c '
+from deepspeed.accelerator import get_accelerator
+get_accelerator().create_op_builder("ShareMemCommBuilder").load(verbose=False)' >/dev/null
 }
 
 activate_environment && install_package "${1:-}"

@@ -33,6 +33,7 @@ from .optimizer import OptimizerSettings, SubnetworkOptimizer
 from .plan import Plan, make_plan
 from .segments import TensorInfo
 from .support import optimizer_refusal, refuse_unsupported
+from .units import check_pieces
 
 _NO_OPTIMIZER = f"{KEY} needs an optimizer: name one in the config, or give deepspeed.initialize one"
 
@@ -165,6 +166,7 @@ class SubnetworkEngine(DeepSpeedEngine):
         with self.dense(resident=True):
             if self.communicator.rank == 0:
                 try:
+                    Path(folder).mkdir(parents=True, exist_ok=True)  # Transformers only logs it if this is a file
                     self.module.save_pretrained(str(folder), **options)
                     if tokenizer is not None:
                         tokenizer.save_pretrained(str(folder))
@@ -232,6 +234,10 @@ def _plan(model: nn.Module, block: SubnetworkConfig, size: int) -> Plan:
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         plan = make_plan(units, unit_costs(model, units), layout, block, size)
+    tensors = dict(model.named_parameters()) | dict(model.named_buffers())
+    check_pieces(
+        plan.units, lambda piece: tuple(tensors[piece.parameter].shape) if piece.parameter in tensors else None
+    )
     for warning in caught:
         log_dist(f"{KEY}: {warning.message}", ranks=[0], level=logging.WARNING)
     return plan

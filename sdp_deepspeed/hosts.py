@@ -41,7 +41,10 @@ def missing_names() -> list[str]:
     """Names of PRIVATE_NAMES that the installed hosts do not have."""
     missing: list[str] = []
     for module_name, path in PRIVATE_NAMES:
-        target: Any = importlib.import_module(module_name)
+        try:
+            target: Any = importlib.import_module(module_name)
+        except ModuleNotFoundError:
+            target = None
         for part in path.split("."):
             target = getattr(target, part, None)
         if target is None:

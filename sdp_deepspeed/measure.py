@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 from torch.distributed._tools.mem_tracker import MemTracker
+from torch.nn.modules.module import register_module_forward_pre_hook
 
 from sdp_deepspeed.traffic import TrafficCounter
 
@@ -143,11 +144,19 @@ def measured_step(engine: Any) -> Iterator[StepFigures]:
     figures = StepFigures()
     tracker, watch, traffic = _LiveTensors(), _GradientWatch(engine), TrafficCounter()
     tracker.track_external(engine.module, *optimizer_tensors(engine), *gradient_tensors(engine))
+
+    def new_micro_step(module: torch.nn.Module, _inputs: Any) -> None:
+        if module is engine:
+            tracker.reset_mod_stats()  # it refuses a second forward otherwise; the peak stays
+
+    # A global hook registered before the tracker's own, which are global too, so that it runs before them.
+    handle = register_module_forward_pre_hook(new_micro_step)
     try:
         with traffic, tracker:
             yield figures
         watch.look()
     finally:
+        handle.remove()
         watch.close()
     seen: set[int] = set()
     figures.weights = storage_bytes(weight_tensors(engine), seen)

@@ -35,7 +35,7 @@ class Layout:
         return next(info.shape for info in self.tensors if info.name == name)
 
 
-def random_layout(seed: int, size: int, *, regime: str = "forward") -> Layout:
+def random_layout(seed: int, size: int) -> Layout:
     """The same for the same arguments."""
     chance = random.Random(seed)
     tensors, units = [], []
@@ -45,8 +45,12 @@ def random_layout(seed: int, size: int, *, regime: str = "forward") -> Layout:
         tensors.append(info)
         units += _units_of(info, chance)
     p = chance.randint(1, size)
-    holders = tuple(tuple(sorted(chance.sample(range(size), p))) for _ in units)
-    plan = Plan(regime, "block", size, p, 0, tuple(units), holders, tuple(range(size)))  # type: ignore[arg-type]
+    holders = [tuple(sorted(chance.sample(range(size), p))) for _ in units]
+    for rank in range(size):  # one row for each rank, since a plan leaves nobody without a unit
+        units.append(Unit(f"rows[{rank}]", (Piece("rows", 0, rank, 1),)))
+        holders.append(tuple(sorted((rank + i) % size for i in range(p))))
+    tensors.append(TensorInfo("rows", (size, 3), torch.float32, 0))
+    plan = Plan("forward", "block", size, p, 0, tuple(units), tuple(holders), tuple(range(size)))
     return Layout(size, tuple(tensors), plan, chance.choice((1, 7, 40, 10_000)))
 
 

@@ -95,7 +95,11 @@ class Parity:
             assert total <= 1e-5 * torch.stack(list(moves.values())).norm(), (total, differences)
             return
         for name, difference in differences.items():  # one unit in the last place, and 5% of the way: see oracle.py
-            assert difference <= 2**-8 * plain[name].float().norm() + 0.05 * moves[name], (name, difference, moves[name])
+            assert difference <= 2**-8 * plain[name].float().norm() + 0.05 * moves[name], (
+                name,
+                difference,
+                moves[name],
+            )
 
 
 FULL = (

@@ -129,16 +129,20 @@ def test_buckets_count_the_fullest_rank_not_the_sum() -> None:
 
 
 def test_replicas_hold_what_their_subnetwork_holds() -> None:
-    plan = Plan("forward", "block", 2, 1, 0, (Unit("a", (Piece("a", None, 0, 4),)),), ((1,),), (0, 1, 0, 1))
+    units = tuple(Unit(name, (Piece(name, None, 0, 4),)) for name in ("a", "b"))
+    plan = Plan("forward", "block", 2, 1, 0, units, ((1,), (0,)), (0, 1, 0, 1))
     info = TensorInfo("a", (4,), torch.float32, NOT_OPTIMIZED)
     assert pieces_by_tensor([info], plan)["parameter", "a"] == [(Piece("a", None, 0, 4), (1, 3))]
 
 
 def test_the_rest_of_a_sliced_tensor_is_shared() -> None:
-    plan = Plan("forward", "block", 2, 1, 0, (Unit("u", (Piece("w", 1, 2, 3),)),), ((0,),), (0, 1))
+    units = (Unit("u", (Piece("w", 1, 2, 3),)), Unit("v", (Piece("w", 1, 7, 1),)))
+    plan = Plan("forward", "block", 2, 1, 0, units, ((0,), (1,)), (0, 1))
     pieces = pieces_by_tensor([TensorInfo("w", (2, 9), torch.float32, 0)], plan)["parameter", "w"]
     assert pieces == [
         (Piece("w", 1, 0, 2), (0, 1)),
         (Piece("w", 1, 2, 3), (0,)),
-        (Piece("w", 1, 5, 4), (0, 1)),
+        (Piece("w", 1, 5, 2), (0, 1)),
+        (Piece("w", 1, 7, 1), (1,)),
+        (Piece("w", 1, 8, 1), (0, 1)),
     ]

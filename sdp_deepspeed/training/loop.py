@@ -69,20 +69,22 @@ def train(run: Run, progress: Progress) -> bool:
     with StopRequest() as stop:
         while run.step < options.steps:
             timed = run.step + 1 not in (first, measured)
-            loss, stopping = _one_step(run, progress, stop, measure=run.step + 1 == measured, timed=timed)
+            stopping = _one_step(run, progress, stop, measure=run.step + 1 == measured, timed=timed)
             done = run.step == options.steps
+            if stopping and not done:
+                progress.say(f"stopping after step {run.step}: saving")
             if stopping or done or run.step % options.save_interval == 0:
                 save(run)
             if stopping and not done:
-                progress.say(f"stopped after step {run.step}, saved in {run.folder.checkpoints}; start again to resume")
+                progress.say(f"saved in {run.folder.checkpoints}: the same command resumes")
                 return False
             if done or run.step % options.eval_interval == 0:
                 evaluate(run, progress)
     return True
 
 
-def _one_step(run: Run, progress: Progress, stop: StopRequest, *, measure: bool, timed: bool) -> tuple[float, bool]:
-    """One optimizer step with its record. Returns the mean loss over ranks and whether to stop."""
+def _one_step(run: Run, progress: Progress, stop: StopRequest, *, measure: bool, timed: bool) -> bool:
+    """One optimizer step with its record. Returns whether any rank was asked to stop."""
     start = time.perf_counter()
     with measured_step(run.engine) if measure else contextlib.nullcontext(run.figures) as run.figures:
         local_loss = _micro_steps(run)
@@ -106,7 +108,7 @@ def _one_step(run: Run, progress: Progress, stop: StopRequest, *, measure: bool,
         }
     )
     progress.step(loss, tokens_per_second)
-    return loss, stopping
+    return stopping
 
 
 def _micro_steps(run: Run) -> torch.Tensor:

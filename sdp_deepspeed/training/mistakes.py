@@ -20,9 +20,10 @@ def reported_mistakes(*errors: type[Exception]) -> Iterator[None]:
     Inside the training loop a ValueError is our bug and keeps its traceback. Rank 0 speaks at once; another rank
     speaks only if it is still alive after some seconds, which means that rank 0 had nothing to say.
     """
+    expected: tuple[type[Exception], ...] = (ValueError, OSError, *errors)
     try:
         yield
-    except (ValueError, OSError, *errors) as error:
+    except expected as error:
         rank = os.environ.get("RANK", "0")
         if rank != "0":
             time.sleep(_SECONDS_TO_LET_RANK_0_SPEAK)

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import difflib
+import textwrap
 from collections.abc import Mapping
 from typing import Any
 
 import torch
+from huggingface_hub.errors import StrictDataclassError
 from transformers import AutoConfig, AutoModelForCausalLM
 
 
@@ -21,14 +24,26 @@ def build_model(shape: Mapping[str, Any], *, seed: int, gradient_checkpointing: 
     """
     try:
         config = AutoConfig.for_model(**dict(shape))
+        _refuse_misspelt(shape, config)
         torch.manual_seed(seed)
         model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
-    except (ValueError, TypeError, KeyError) as error:
-        first_line = str(error).strip().splitlines()[0]
-        raise ValueError(f"--model: Transformers cannot build {shape['model_type']!r} from this JSON: {first_line}") from error
+    except (ValueError, TypeError, KeyError, StrictDataclassError) as error:
+        reason = textwrap.shorten(str(error), 300, placeholder=" ...")
+        raise ValueError(
+            f"--model: Transformers cannot build {shape['model_type']!r} from this JSON: {reason}"
+        ) from error
     if gradient_checkpointing:
         model.gradient_checkpointing_enable()
     return model
+
+
+def _refuse_misspelt(shape: Mapping[str, Any], config: Any) -> None:
+    """Transformers keeps keys that it does not know and goes on with its default for the one that was meant."""
+    known = type(config)().to_dict().keys()
+    for key in shape:
+        near = difflib.get_close_matches(key, known, n=1, cutoff=0.85)
+        if near and not hasattr(type(config)(), key):
+            raise ValueError(f"unknown key {key!r}, did you mean {near[0]!r}?")
 
 
 def check_fits(config: Any, *, num_tokens: int, sequence_length: int) -> None:
@@ -39,12 +54,12 @@ def check_fits(config: Any, *, num_tokens: int, sequence_length: int) -> None:
     """
     if num_tokens > config.vocab_size:
         raise ValueError(
-            f"the tokenizer has {num_tokens} entries, the model's vocab_size is {config.vocab_size}: raise vocab_size in "
-            "the --model JSON, or lower it in the --data JSON"
+            f"the tokenizer has {num_tokens} entries, the model's vocab_size is {config.vocab_size}: raise "
+            "vocab_size in the --model JSON, or lower it in the --data JSON"
         )
     longest = getattr(config, "max_position_embeddings", sequence_length)
     if sequence_length > longest:
         raise ValueError(
-            f"sequence_length is {sequence_length}, the model's max_position_embeddings {longest}: lower the first in the "
-            "--data JSON, or raise the second in the --model JSON"
+            f"sequence_length is {sequence_length}, the model's max_position_embeddings {longest}: lower the first in "
+            "the --data JSON, or raise the second in the --model JSON"
         )

@@ -1,14 +1,15 @@
-"""The folder of one run: config.json, plan.json, metrics.jsonl, report.json, checkpoints/, hf/ (DESIGN.md section 3)."""
+"""The folder of one run: config.json, plan.json, metrics.jsonl, report.json, checkpoints/, hf/."""
 
 from __future__ import annotations
 
+import fcntl
 import json
 import math
 import os
 import shutil
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 # What must be the same when a run is resumed; the rest (steps, intervals) may change.
 _FIXED = ("model", "deepspeed_config", "data", "seed", "num_ranks")
@@ -34,7 +35,7 @@ def _differences(old: Any, new: Any, path: str) -> list[str]:
 
 
 class RunFolder:
-    """Files of a run. Every rank may read; only the rank with `writes` changes anything, the others' calls do nothing."""
+    """Files of a run. Every rank may read; only the rank with `writes` changes anything, others' calls do nothing."""
 
     def __init__(self, path: Path, *, writes: bool) -> None:
         self.path = path
@@ -42,6 +43,7 @@ class RunFolder:
         self.checkpoints = path / "checkpoints"
         self.hf = path / "hf"
         self.plan = path / "plan.json"
+        self._lock: TextIO | None = None
 
     def read_json(self, name: str) -> dict[str, Any] | None:
         """A JSON file of the run, or None when there is none."""
@@ -71,8 +73,19 @@ class RunFolder:
             )
 
     def create(self) -> None:
-        if self.writes:
-            self.path.mkdir(parents=True, exist_ok=True)
+        """Make the folder and keep others out of it until this process ends.
+
+        Raises:
+            ValueError: another run is still in it, such as one that Ctrl-C interrupted and that is saving now.
+        """
+        if not self.writes:
+            return
+        self.path.mkdir(parents=True, exist_ok=True)
+        self._lock = (self.path / ".lock").open("w")
+        try:
+            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise ValueError(f"{self.path} is in use: wait until its run has ended (it may still be saving)") from None
 
     def append_metrics(self, record: Mapping[str, Any]) -> None:
         """Add one line to metrics.jsonl."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import warnings
 from typing import Any
 
@@ -25,8 +26,8 @@ from sdp_deepspeed.training.run_folder import RunFolder
 
 def run_session(options: Options, folder: RunFolder, config: dict[str, Any]) -> int:
     """Train, export, report; every rank calls it. Returns the exit code."""
-    _silence_hosts()
     deepspeed.init_distributed()
+    _silence_hosts()
     try:
         # DeepSpeed tells some mistakes in its JSON by assertion.
         with reported_mistakes(DeepSpeedConfigError, AssertionError, NotImplementedError):
@@ -47,6 +48,8 @@ def run_session(options: Options, folder: RunFolder, config: dict[str, Any]) -> 
 def _silence_hosts() -> None:
     """Switch off what hosts print beside our bar that no user can act on."""
     disable_progress_bar()
+    if dist.get_rank() > 0:  # rank 0 says the same
+        logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
     # DeepSpeed 0.19.8 calls collectives by names that PyTorch 2.13 has renamed.
     warnings.filterwarnings("ignore", category=FutureWarning, module="torch.distributed.c10d_logger")
 
@@ -65,9 +68,7 @@ def _set_up(options: Options, folder: RunFolder) -> Run:
         rank=dist.get_rank(),
         world_size=dist.get_world_size(),
     )
-    check_fits(
-        engine.module.config, num_tokens=len(data.tokenizer), sequence_length=data_config.sequence_length
-    )
+    check_fits(engine.module.config, num_tokens=len(data.tokenizer), sequence_length=data_config.sequence_length)
     run = Run(options=options, engine=engine, data=data, folder=folder)
     resume(run)
     return run

@@ -1,0 +1,35 @@
+#!/usr/bin/env bash
+# Trains a small LLaMA with subnetwork data parallelism on four workers, then with plain ZeRO-1, and sets them side by
+# side. Everything lands in runs/quickstart/. Interrupted, it goes on where it was; finished, it shows the result again.
+set -euo pipefail
+cd "$(dirname "${BASH_SOURCE[0]}")/.."
+source launch/_environment.sh
+
+readonly workers=4 steps=200 folder=runs/quickstart
+
+free_port() { python -c 'import socket; s = socket.socket(); s.bind(("127.0.0.1", 0)); print(s.getsockname()[1])'; }
+
+pretrain() {
+  deepspeed --num_gpus "$workers" --master_port "$(free_port)" --log_level warning launch/pretrain.py \
+    --model configs/models/tiny.json --deepspeed_config configs/quickstart.json --data configs/data/quickstart.json \
+    --steps "$steps" --eval-interval 50 "$@"
+}
+
+if [ "$(python -c 'import torch; print(torch.cuda.device_count())')" -lt "$workers" ]; then
+  say "fewer than $workers GPUs: the workers run on the CPU"
+  cores=$(python -c 'import os; print(len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count())')
+  export DS_ACCELERATOR=cpu
+  export OMP_NUM_THREADS=$((cores > workers ? cores / workers : 1))
+fi
+
+say "1/4 subnetwork data parallelism: $workers workers, each with half of the blocks -> $folder"
+pretrain --run-folder "$folder"
+
+say "2/4 the baseline, plain ZeRO-1: same model, data and steps -> $folder/zero1"
+pretrain --run-folder "$folder/zero1" --baseline
+
+say "3/4 what a worker pays"
+python -m sdp_deepspeed.report "$folder" "$folder/zero1"
+
+say "4/4 the trained model, loaded by Transformers alone from $folder/hf"
+python launch/sample.py "$folder/hf" "def "

@@ -1,0 +1,258 @@
+"""The engine's surface as DeepSpeed's users know it: accumulation, schedules, monitor, overflow, collectives."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from models import batches, config, llama, loss_of
+from ranks import Rank
+from training import assert_identical, dense_state, engine_of, gathered, micro_step, train
+
+SGD = {"type": "SGD", "params": {"lr": 0.1}}
+
+
+def sgd(accumulation: int = 1, *, stage: int = 1, clip: float = 0.0, **block: Any) -> dict[str, Any]:
+    """SGD without momentum: a step shows its gradient as it is."""
+    result = config(**({"holders": 1} | block)) | {"optimizer": SGD, "gradient_clipping": clip}
+    return result | {"gradient_accumulation_steps": accumulation, "zero_optimization": {"stage": stage}}
+
+
+def own_batches(rank: Rank, num: int) -> list[torch.Tensor]:
+    return next(batches(rank.size, num))[rank.rank]
+
+
+def accumulated(rank: Rank, num: int) -> dict[str, torch.Tensor]:
+    """The model after one ordinary step over `num` micro-batches."""
+    engine = engine_of(sgd(num))
+    for batch in own_batches(rank, num):
+        micro_step(engine, batch)
+    assert engine.global_steps == 1
+    return dense_state(engine)
+
+
+def no_sync(rank: Rank) -> None:
+    expected, engine = accumulated(rank, 3), engine_of(sgd(3))
+    *first, last = own_batches(rank, 3)
+    engine.set_gradient_accumulation_boundary(False)
+    with engine.no_sync():
+        for batch in first:
+            engine.backward(loss_of(engine, batch))
+    engine.set_gradient_accumulation_boundary(True)
+    engine.backward(loss_of(engine, last))
+    engine.step()
+    assert_identical(dense_state(engine), expected)
+
+
+def set_gradient_accumulation_boundary(rank: Rank) -> None:
+    """The caller's boundary: step() on the way does nothing, and one step at the end takes all."""
+    expected, engine = accumulated(rank, 2), engine_of(sgd(2))
+    for is_last, batch in zip((False, True), own_batches(rank, 2), strict=True):
+        engine.set_gradient_accumulation_boundary(is_last)
+        micro_step(engine, batch)
+        assert engine.global_steps == int(is_last)
+    assert_identical(dense_state(engine), expected)
+
+
+def several_backward_passes_before_a_step(rank: Rank) -> None:
+    """Their gradients add up: two halves of a loss are the loss (to a rounding of each half, which is exact)."""
+    engines = [engine_of(sgd()) for _ in range(2)]
+    (batch,) = own_batches(rank, 1)
+    engines[0].backward(loss_of(engines[0], batch))
+    for _ in range(2):
+        engines[1].backward(loss_of(engines[1], batch) / 2)
+    for engine in engines:
+        engine.step()
+    one, two = (dense_state(engine) for engine in engines)
+    for name, value in one.items():
+        assert torch.allclose(value, two[name], rtol=0, atol=1e-7), name
+
+
+def torch_style_backward(rank: Rank) -> None:
+    """`loss.backward()` does what it does in plain ZeRO-1, which on Transformers outputs divides more than once."""
+    settings = sgd(2, coverage=1.0)
+    del settings["subnetwork_data_parallel"]["holders"]
+    plain = {key: value for key, value in settings.items() if key != "subnetwork_data_parallel"}
+    engines = [engine_of(settings), engine_of(plain | {"zero_allow_untested_optimizer": True})]
+    for engine in engines:
+        for batch in own_batches(rank, 2):
+            loss_of(engine, batch).backward()
+            engine.step()
+        assert engine.global_steps == 1
+    ours, expected = (dense_state(engine) for engine in engines)
+    start = llama().state_dict()
+    for name, value in expected.items():
+        moved = (value - start[name]).norm()
+        assert (ours[name] - value).norm() <= 1e-5 * moved + 2**-24 * value.norm(), name
+
+
+def schedules(rank: Rank) -> None:
+    """JSON, object and callable; the rate reaches the weights: after a step at rate zero nothing has moved."""
+    warmup = {"warmup_min_lr": 0, "warmup_max_lr": 0.1, "warmup_num_steps": 10, "warmup_type": "linear"}
+
+    def ramp(optimizer: Any) -> Any:
+        return torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: step / 10)
+
+    model = llama()
+    given = torch.optim.SGD(model.parameters(), lr=0.1)
+    bare = {key: value for key, value in sgd().items() if key != "optimizer"}
+    bare["zero_allow_untested_optimizer"] = True
+    engines = [
+        engine_of(sgd() | {"scheduler": {"type": "WarmupLR", "params": warmup}}),
+        engine_of(sgd(), lr_scheduler=ramp),
+        engine_of(bare, model, optimizer=given, lr_scheduler=ramp(given)),
+    ]
+    start = llama().state_dict()
+    for engine in engines[1:]:
+        train(engine, num_steps=1)
+        assert_identical(dense_state(engine), start)
+        train(engine, num_steps=2)
+        assert engine.get_lr() == pytest.approx([0.03])
+    train(engines[0], num_steps=3)
+    assert 0 < engines[0].get_lr()[0] < 0.1
+    rates = [engines[0].get_lr()[0]]
+    train(engines[0], num_steps=1)
+    assert engines[0].get_lr()[0] > rates[0]
+
+
+def monitor_and_printing(rank: Rank) -> None:
+    """csv_monitor, steps_per_print and wall_clock_breakdown together."""
+    settings = sgd() | {"steps_per_print": 1, "wall_clock_breakdown": True}
+    settings["csv_monitor"] = {"enabled": True, "output_path": str(rank.folder), "job_name": "run"}
+    engine = engine_of(settings)
+    train(engine, num_steps=2)
+    dist.barrier()
+    written = {path.name: path.read_text().splitlines() for path in (rank.folder / "run").glob("*.csv")}
+    rates = [lines for name, lines in written.items() if "lr" in name]
+    assert rates, written
+    assert len(rates[0]) == 3, rates  # a header and two steps
+    engine.destroy()
+
+
+def spoil(engine: Any, batch: torch.Tensor, value: float, on: bool) -> None:
+    engine.backward(loss_of(engine, batch) * (value if on else 1.0))
+    engine.step()
+
+
+def not_finite_is_seen_by_all(rank: Rank) -> None:
+    """fp32 does not skip, as in DeepSpeed; but every rank sees the same norm, also who had finite gradients."""
+    for value, stage in itertools.product((float("nan"), float("inf")), (0, 1)):
+        engine = engine_of(sgd(stage=stage, clip=1.0))
+        spoil(engine, own_batches(rank, 1)[0], value, rank.rank == 1)
+        norms = gathered(engine.get_global_grad_norm())
+        assert not any(norm - norm == 0 for norm in norms), norms
+
+
+def overflow_skips_the_step_on_all(rank: Rank) -> None:
+    for stage in (0, 1):
+        settings = sgd(stage=stage) | {"bf16": {"enabled": True, "check_grad_overflow": True}}
+        settings["scheduler"] = {"type": "WarmupLR", "params": {"warmup_num_steps": 10}}
+        engine = engine_of(settings)
+        train(engine, num_steps=2)
+        before, rate = dense_state(engine), engine.get_lr()
+        spoil(engine, own_batches(rank, 1)[0], float("inf"), rank.rank == 1)
+        assert gathered(engine.skipped_steps) == [1] * rank.size
+        assert engine.was_step_applied() is False
+        assert engine.get_lr() == rate
+        assert_identical(dense_state(engine), before)
+        train(engine, num_steps=1)  # the spoilt gradients are gone
+        assert gathered(engine.skipped_steps) == [1] * rank.size
+        assert all(bool(value.isfinite().all()) for value in dense_state(engine).values())
+
+
+def small_buckets_change_nothing(rank: Rank) -> None:
+    """The same bits. Two ranks, so that sums have one order; no clipping, because the norm's sum has another."""
+    states, counts = [], []
+    for size in (int(5e8), 500):
+        settings = config(holders=1) | {"gradient_clipping": 0.0}
+        settings["zero_optimization"] = {"stage": 1, "reduce_bucket_size": size}
+        engine = engine_of(settings)
+        counts.append(len(engine.optimizer.exchange.buckets))
+        train(engine, num_steps=3)
+        states.append(dense_state(engine))
+    assert counts[0] == 1
+    assert counts[1] > 5
+    assert_identical(*states)
+
+
+class Counting:
+    """`torch.distributed` that counts collectives."""
+
+    def __init__(self) -> None:
+        self.calls: list[str] = []
+
+    def __getattr__(self, name: str) -> Any:
+        function = getattr(dist, name)
+
+        def counted(*args: Any, **kwargs: Any) -> Any:
+            self.calls.append(name)
+            return function(*args, **kwargs)
+
+        return counted
+
+
+def two_collectives_per_bucket(rank: Rank) -> None:
+    """And one scalar per step, whatever the number of units; none in a micro-step."""
+    seen = set()
+    for stage, layers, size in itertools.product((0, 1), (2, 6), (int(5e8), 2000)):
+        settings = sgd(2, stage=stage)
+        settings["zero_optimization"]["reduce_bucket_size"] = size
+        engine = engine_of(settings, llama(layers))
+        counting = Counting()
+        engine.communicator._dist = counting
+        for index, batch in enumerate(own_batches(rank, 2)):
+            micro_step(engine, batch)
+            assert index or not counting.calls
+        buckets = len(engine.optimizer.exchange.buckets)
+        assert counting.calls.count("all_to_all_single") == 2 * buckets
+        assert counting.calls.count("all_reduce") == 1
+        assert len(counting.calls) == 2 * buckets + 1
+        seen.add((size, buckets))
+    assert {buckets for size, buckets in seen if size > 2000} == {1}
+
+
+def few_units(rank: Rank) -> None:
+    """One layer on two ranks: each has one branch, or, as a unit of its own, one of two layers."""
+    for granularity, layers in (("sublayer", 1), ("layer", 2)):
+        engine = engine_of(sgd(granularity=granularity, check_agreement=True), llama(layers))
+        assert len(engine.plan.units) == 2
+        losses = train(engine, num_steps=3)
+        assert all(loss - loss == 0 for loss in losses)
+
+
+def destroyed_engines_leave_room(rank: Rank) -> None:
+    """A second engine on the same ranks after `destroy` trains as the first did."""
+    states = []
+    for _ in range(2):
+        engine = engine_of(sgd())
+        train(engine, num_steps=2)
+        states.append(dense_state(engine))
+        engine.destroy()
+    assert_identical(*states)
+
+
+def _cases(size: int, options: pytest.Config) -> Iterator[tuple[str, Any]]:
+    for check in (
+        no_sync,
+        set_gradient_accumulation_boundary,
+        several_backward_passes_before_a_step,
+        torch_style_backward,
+        schedules,
+        monitor_and_printing,
+        not_finite_is_seen_by_all,
+        overflow_skips_the_step_on_all,
+        small_buckets_change_nothing,
+        two_collectives_per_bucket,
+        few_units,
+        destroyed_engines_leave_room,
+    ):
+        yield check.__name__, check
+
+
+@pytest.mark.ranks(2, _cases)
+def test_two_ranks(outcome: str | None) -> None:
+    assert outcome is None, outcome

@@ -1,0 +1,213 @@
+"""Optimizers from JSON and from the client, what is frozen or unused, and which optimizers are refused."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator
+from copy import deepcopy
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+from models import batches, config, llama, loss_of, two_groups
+from ranks import Rank
+from torch import nn
+from training import assert_identical, dense_state, engine_of, micro_step, refusal, train
+
+from sdp_deepspeed.reference import Reference
+
+Named = dict[str, nn.Parameter]
+
+
+class Lion(torch.optim.Optimizer):
+    """The client's own, elementwise and with a known name."""
+
+    def __init__(self, params: Any, lr: float = 1e-3) -> None:
+        super().__init__(params, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is None:
+                    continue
+                average = self.state[parameter].setdefault("average", torch.zeros_like(parameter))
+                parameter.sub_((0.9 * average + 0.1 * parameter.grad).sign(), alpha=group["lr"])
+                average.mul_(0.99).add_(parameter.grad, alpha=0.01)
+
+
+def against_reference(
+    rank: Rank, engine: Any, dense: nn.Module, make: Callable[[Named], torch.optim.Optimizer]
+) -> None:
+    """Four steps of both; losses to 1e-5, and parameters to 1e-5 of the way with one rounding (2**-24) a step."""
+    reference = Reference(dense, engine.plan, make, loss_of, engine.gradient_clipping())
+    start = {name: parameter.detach().clone() for name, parameter in dense.named_parameters()}
+    for step in itertools.islice(batches(rank.size, 1), 4):
+        losses, norm = reference.step(step)
+        loss = micro_step(engine, step[rank.rank][0])
+        assert abs(loss - losses[rank.rank][0]) <= 1e-5, (loss, losses)
+        assert abs(engine.get_global_grad_norm() - norm) <= 1e-5 * norm
+    ours = dense_state(engine)
+    for name, expected in dense.named_parameters():
+        moved = (expected - start[name]).norm()
+        tolerance = 1e-5 * moved + 4 * 2**-24 * expected.norm()
+        assert (ours[name] - expected).norm() <= tolerance, (name, (ours[name] - expected).norm(), moved)
+
+
+@dataclass(frozen=True)
+class FromJson:
+    """An optimizer that DeepSpeed builds from JSON, at one stage."""
+
+    kind: str
+    stage: int
+    options: tuple[tuple[str, Any], ...]
+
+    def __call__(self, rank: Rank) -> None:
+        settings = config(holders=1, check_agreement=True)
+        options = dict(self.options)
+        settings |= {"optimizer": {"type": self.kind, "params": options}, "zero_optimization": {"stage": self.stage}}
+        model = llama()
+        dense = deepcopy(model)
+        plain = {key: value for key, value in options.items() if key not in ("torch_adam", "adam_w_mode")}
+        against_reference(
+            rank,
+            engine_of(settings, model),
+            dense,
+            lambda named: getattr(torch.optim, self.kind)(named.values(), **plain),
+        )
+
+
+def without_optimizer(stage: int = 1, **block: Any) -> dict[str, Any]:
+    settings = config(**({"holders": 1} | block))
+    del settings["optimizer"]
+    return settings | {"zero_optimization": {"stage": stage}, "zero_allow_untested_optimizer": True}
+
+
+def three_groups(named: Named) -> torch.optim.Optimizer:
+    """Every group has its own options, and the last has parameters of one unit only: some ranks hold nothing of it."""
+    special = [p for name, p in named.items() if "layers.1.mlp" in name]
+    rest = {name: p for name, p in named.items() if "layers.1.mlp" not in name}
+    groups = [*two_groups(rest), {"params": special, "lr": 0.3, "betas": (0.5, 0.6)}]
+    return torch.optim.Adam(groups, lr=1e-2)
+
+
+def client_param_groups(rank: Rank) -> None:
+    for stage in (0, 1):
+        model = llama()
+        dense = deepcopy(model)
+        optimizer = three_groups(dict(model.named_parameters()))
+        engine = engine_of(without_optimizer(stage), model, optimizer=optimizer)
+        against_reference(rank, engine, dense, three_groups)
+        assert engine.get_lr() == [1e-2, 1e-2, 0.3]
+
+
+def client_callable(rank: Rank) -> None:
+    model = llama()
+    dense = deepcopy(model)
+    engine = engine_of(without_optimizer(), model, optimizer=lambda parameters: Lion(parameters, lr=1e-3))
+    against_reference(rank, engine, dense, lambda named: Lion(named.values(), lr=1e-3))
+
+
+def others_are_refused(rank: Rank) -> None:
+    model = llama()
+    settings = without_optimizer()
+    given = torch.optim.RMSprop(model.parameters(), lr=1e-3)
+    refusal(ValueError, lambda: engine_of(settings, model, optimizer=given), "RMSprop", "allow_optimizer")
+    refusal(ValueError, lambda: engine_of(settings, llama(), optimizer=torch.optim.RMSprop), "RMSprop")
+    named = config(holders=1) | {"optimizer": {"type": "Lamb", "params": {}}}
+    refusal(ValueError, lambda: engine_of(named), "Lamb", "allow_optimizer")
+    refusal(ValueError, lambda: engine_of(settings, llama()), "needs an optimizer")
+
+
+def others_are_allowed(rank: Rank) -> None:
+    model = llama()
+    dense = deepcopy(model)
+    settings = without_optimizer(allow_optimizer=True)
+    engine = engine_of(settings, model, optimizer=torch.optim.RMSprop(model.parameters(), lr=1e-3))
+    against_reference(rank, engine, dense, lambda named: torch.optim.RMSprop(named.values(), lr=1e-3))
+
+
+def a_stepped_optimizer_is_refused(rank: Rank) -> None:
+    model = llama()
+    optimizer = torch.optim.Adam(model.parameters())
+    for parameter in model.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    optimizer.step()
+    refusal(ValueError, lambda: engine_of(without_optimizer(), model, optimizer=optimizer), "already holds state")
+
+
+def a_foreign_parameter_is_refused(rank: Rank) -> None:
+    optimizer = torch.optim.Adam(llama().parameters())
+    refusal(ValueError, lambda: engine_of(without_optimizer(), llama(), optimizer=optimizer), "does not have")
+
+
+def frozen_parameters(rank: Rank) -> None:
+    """Frozen: the embedding (shared), a norm in a unit, a whole unit. Given to the optimizer or not, they stay."""
+    for stage, given in itertools.product((0, 1), (False, True)):
+        model = llama()
+        frozen = [
+            n for n, _ in model.named_parameters() if "embed" in n or "layers.0.mlp" in n or "1.input_layern" in n
+        ]
+        for name in frozen:
+            model.get_parameter(name).requires_grad_(False)
+        dense = deepcopy(model)
+        start = {name: value.clone() for name, value in model.state_dict().items()}
+        trained = [p for p in model.parameters() if given or p.requires_grad]
+        engine = engine_of(without_optimizer(stage), model, optimizer=torch.optim.AdamW(trained, lr=1e-2))
+
+        def make(named: Named, frozen: list[str] = frozen) -> torch.optim.Optimizer:
+            return torch.optim.AdamW([p for name, p in named.items() if name not in frozen], lr=1e-2)
+
+        against_reference(rank, engine, dense, make)
+        after = dense_state(engine)
+        assert_identical({name: start[name] for name in frozen}, {name: after[name] for name in frozen})
+
+
+def trainable_but_not_optimized(rank: Rank) -> None:
+    """A parameter that no group has keeps its value, and is not in the norm."""
+    model = llama()
+    dense = deepcopy(model)
+    start = model.get_parameter("lm_head.weight").detach().clone()
+    chosen = [p for name, p in model.named_parameters() if name != "lm_head.weight"]
+    engine = engine_of(without_optimizer(), model, optimizer=torch.optim.SGD(chosen, lr=0.1))
+    dense.get_parameter("lm_head.weight").requires_grad_(False)  # the reference has no other way to leave it out
+    against_reference(rank, engine, dense, lambda named: torch.optim.SGD(named.values(), lr=0.1))
+    assert torch.equal(dense_state(engine)["lm_head.weight"], start)
+
+
+def unused_parameters(rank: Rank) -> None:
+    """No loss reaches them: their gradient is zero on all ranks, so that only the decay moves them, as in ZeRO-1."""
+    for stage in (0, 1):
+        model = llama()
+        model.spare = nn.Parameter(torch.ones(5))
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.5, weight_decay=0.5)
+        engine = engine_of(without_optimizer(stage, check_agreement=True), model, optimizer=optimizer)
+        train(engine, num_steps=2)
+        assert engine.module.spare.tolist() == [0.75**2] * 5
+
+
+def _cases(size: int, options: pytest.Config) -> Iterator[tuple[str, Any]]:
+    adam = (("lr", 1e-2), ("torch_adam", True))
+    yield "AdamW", FromJson("AdamW", 1, (*adam, ("weight_decay", 0.1)))
+    yield "Adam", FromJson("Adam", 0, (*adam, ("adam_w_mode", False), ("weight_decay", 0.1)))
+    yield "SGD", FromJson("SGD", 1, (("lr", 0.1), ("momentum", 0.9), ("nesterov", True)))
+    yield "Adagrad-0", FromJson("Adagrad", 0, (("lr", 0.05), ("initial_accumulator_value", 0.1)))
+    yield "Adagrad-1", FromJson("Adagrad", 1, (("lr", 0.05), ("initial_accumulator_value", 0.1)))
+    for check in (
+        client_param_groups,
+        client_callable,
+        others_are_refused,
+        others_are_allowed,
+        a_stepped_optimizer_is_refused,
+        a_foreign_parameter_is_refused,
+        frozen_parameters,
+        trainable_but_not_optimized,
+        unused_parameters,
+    ):
+        yield check.__name__, check
+
+
+@pytest.mark.ranks(2, _cases)
+def test_two_ranks(outcome: str | None) -> None:
+    assert outcome is None, outcome

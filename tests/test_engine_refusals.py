@@ -1,0 +1,142 @@
+"""What is wrong at start is one error on all ranks, never a hang; and what went wrong later is noticed."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from models import config, family, llama
+from ranks import Rank
+from torch import nn
+from training import dense_state, engine_of, gathered, refusal, train
+
+
+def counts_that_do_not_fit(rank: Rank) -> None:
+    refusal(ValueError, lambda: engine_of(config(coverage=0.4)), "subnetwork_data_parallel.coverage", "0.5 (holders 1)")
+    refusal(ValueError, lambda: engine_of(config(holders=3)), "subnetwork_data_parallel.holders", "got 3")
+    refusal(ValueError, lambda: engine_of(config(holders=1, subnetworks=3)), "do not divide")
+    refusal(ValueError, lambda: engine_of(config(holders=1, subnetworks=1)), "not built yet")
+
+
+def what_is_not_built(rank: Rank) -> None:
+    refusal(ValueError, lambda: engine_of(config(holders=1, regime="backward")), "regime")
+    refusal(ValueError, lambda: engine_of(config(holders=1) | {"zero_optimization": {"stage": 3}}), "stage")
+    refusal(ValueError, lambda: engine_of(config() | {"sdp": {"holders": 1}}), "sdp")
+
+
+def a_model_that_is_not_described(rank: Rank) -> None:
+    model = nn.Sequential(nn.Linear(3, 3))
+    refusal(ValueError, lambda: engine_of(config(holders=1), model), "Sequential", "register")
+
+
+def too_few_units(rank: Rank) -> None:
+    refusal(ValueError, lambda: engine_of(config(holders=1, granularity="layer"), llama(1)), "unit")
+
+
+def written_plan(rank: Rank, name: str, change: Any = None, model: nn.Module | None = None) -> str:
+    """A plan of a small Llama, changed by rank 0."""
+    path = rank.folder / f"{name}.json"
+    engine = engine_of(config(holders=1), model)
+    if rank.rank == 0:
+        content = engine.plan.to_json()
+        del content["hash"]
+        if change is not None:
+            change(content)
+        path.write_text(json.dumps(content))
+    dist.barrier()
+    return str(path)
+
+
+def a_plan_is_given_back(rank: Rank) -> None:
+    def swap(content: dict[str, Any]) -> None:
+        for unit in content["units"]:
+            unit["holders"] = [1 - unit["holders"][0]]
+
+    path = written_plan(rank, "swapped", swap)
+    engine, plain = engine_of(config(assignment=path, check_agreement=True)), engine_of(config(holders=1))
+    assert engine.plan.holders == tuple((1 - holders[0],) for holders in plain.plan.holders)
+    held, other = set(engine.held_tensors()), gathered(sorted(plain.held_tensors()))[1 - rank.rank]
+    assert held == set(other)
+    train(engine, num_steps=1)
+
+
+def plans_that_do_not_fit(rank: Rank) -> None:
+    def start(path: str, **block: Any) -> Any:
+        return lambda: engine_of(config(assignment=path, **block))
+
+    refusal(ValueError, start(written_plan(rank, "deep", model=llama(3))), "layers.2")
+    refusal(
+        ValueError,
+        start(written_plan(rank, "foreign", model=family("gpt2"))),
+        "transformer.h.0.attention",
+        "has no parameter",
+    )
+    refusal(ValueError, start(str(rank.folder / "nowhere.json")), "nowhere.json", "cannot be read")
+    refusal(ValueError, start(written_plan(rank, "half"), coverage=1.0), "contradicts the config")
+
+    def cut(content: dict[str, Any]) -> None:
+        content["units"][0]["pieces"][0] |= {"dim": 0, "start": 0, "length": 2}
+
+    refusal(ValueError, start(written_plan(rank, "cut", cut)), "whole residual branches")
+
+    def overlap(content: dict[str, Any]) -> None:
+        content["units"].append(dict(content["units"][0], name="again"))
+
+    refusal(ValueError, start(written_plan(rank, "overlap", overlap)), "again")
+
+
+def a_plan_that_one_rank_lacks(rank: Rank) -> None:
+    path = written_plan(rank, "mine")
+    own = path if rank.rank == 0 else str(rank.folder / "lost.json")
+    refusal(ValueError, lambda: engine_of(config(assignment=own)), "lost.json", "[on rank 1]")
+
+
+def another_plan_on_one_rank(rank: Rank) -> None:
+    settings = config(holders=1, assignment="cyclic") if rank.rank == 0 else config(holders=1, shared=["layers.0."])
+    refusal(RuntimeError, lambda: engine_of(settings), "ranks [1] made another plan than rank 0")
+
+
+def a_tampered_holder_is_noticed(rank: Rank) -> None:
+    """Each rank steps its own half of a tensor from what it has, so a wrong half spreads: tamper with the copy of the
+    other's half, which the returning exchange would repair, and switch that off."""
+    for name in ("lm_head.weight", "model.layers.0.mlp.up_proj.weight"):
+        engine = engine_of(config(holders=2, check_agreement=True))
+        train(engine, num_steps=1)
+        if rank.rank == 1:
+            with torch.no_grad():
+                engine.module.get_parameter(name).view(-1)[0] += 1e-3
+        engine.optimizer.exchange.distribute = lambda *args, **kwargs: None
+        refusal(RuntimeError, partial(train, engine, num_steps=1), "holders do not agree", "diverged")
+
+
+def a_partial_state_dict_never_leaves(rank: Rank) -> None:
+    engine = engine_of(config(holders=1))
+    refusal(RuntimeError, lambda: engine.module.state_dict(), "does not hold")
+    assert set(dense_state(engine)) == set(llama().state_dict())
+    refusal(RuntimeError, lambda: engine.module.state_dict(), "does not hold")
+
+
+def _cases(size: int, options: pytest.Config) -> Iterator[tuple[str, Any]]:
+    for check in (
+        counts_that_do_not_fit,
+        what_is_not_built,
+        a_model_that_is_not_described,
+        too_few_units,
+        a_plan_is_given_back,
+        plans_that_do_not_fit,
+        a_plan_that_one_rank_lacks,
+        another_plan_on_one_rank,
+        a_tampered_holder_is_noticed,
+        a_partial_state_dict_never_leaves,
+    ):
+        yield check.__name__, check
+
+
+@pytest.mark.ranks(2, _cases)
+def test_two_ranks(outcome: str | None) -> None:
+    assert outcome is None, outcome

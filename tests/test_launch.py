@@ -1,0 +1,200 @@
+"""launch/pretrain.py as a user runs it: under the deepspeed launcher, interrupted, resumed, wrong."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from sdp_deepspeed.config import KEY
+
+ROOT = Path(__file__).parents[1]
+NUM_RANKS = 2
+TIME_LIMIT = 180.0  # seconds for anything that is waited for; a start of two ranks takes 15 on an idle machine
+
+MODEL = {
+    "model_type": "llama",
+    "vocab_size": 300,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 32,
+}
+DEEPSPEED: dict[str, Any] = {
+    "train_micro_batch_size_per_gpu": 2,
+    "gradient_accumulation_steps": 2,
+    "gradient_clipping": 1.0,
+    "optimizer": {"type": "AdamW", "params": {"lr": 1e-3, "torch_adam": True}},
+    "zero_optimization": {"stage": 1},
+    KEY: {"coverage": 0.5},
+}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """JSON files for a run of milliseconds per step; the data are prepared once for all runs."""
+    folder = tmp_path_factory.mktemp("launch")
+    data = {"source": "stdlib", "max_bytes": 300_000, "vocab_size": 300, "sequence_length": 32}
+    data |= {"validation_fraction": 0.1, "validation_blocks": 5, "cache_dir": str(folder / "cache")}
+    for name, content in (("model", MODEL), ("deepspeed", DEEPSPEED), ("data", data)):
+        (folder / f"{name}.json").write_text(json.dumps(content))
+    return folder
+
+
+def command(folder: Path, run: str, *extra: str) -> list[str]:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    launcher = [str(Path(sys.executable).with_name("deepspeed")), "--num_gpus", str(NUM_RANKS), "--master_port", str(port)]
+    files = ["--model", str(folder / "model.json"), "--data", str(folder / "data.json")]
+    files += ["--deepspeed_config", str(folder / "deepspeed.json"), "--run-folder", str(folder / run)]
+    return [*launcher, "launch/pretrain.py", *files, "--eval-interval", "50", *extra]
+
+
+class Running:
+    """A launched program, its output and all its processes."""
+
+    def __init__(self, arguments: list[str], log: Path) -> None:
+        self.arguments, self.log = arguments, log
+        environment = os.environ | {"OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu", "PYTHONPATH": str(ROOT)}
+        with log.open("w") as output:
+            self.process = subprocess.Popen(
+                arguments, cwd=ROOT, env=environment, stdout=output, stderr=subprocess.STDOUT, start_new_session=True
+            )
+
+    def explain(self) -> str:
+        return f"{' '.join(self.arguments)}\n{self.log.read_text()[-4000:]}"
+
+    def wait(self) -> int:
+        try:
+            return self.process.wait(TIME_LIMIT)
+        except subprocess.TimeoutExpired:
+            pytest.fail(f"time limit: {self.explain()}")
+
+    def tree(self) -> list[psutil.Process]:
+        return [psutil.Process(self.process.pid), *psutil.Process(self.process.pid).children(recursive=True)]
+
+    def wait_for_step(self, metrics: Path, step: int) -> None:
+        """Until `step` is recorded."""
+        deadline = time.monotonic() + TIME_LIMIT
+        while not (metrics.exists() and f'"step": {step},' in metrics.read_text()):
+            if self.process.poll() is not None or time.monotonic() > deadline:
+                pytest.fail(f"step {step} was not reached: {self.explain()}")
+            time.sleep(0.1)
+
+
+@contextmanager
+def launched(folder: Path, run: str, *extra: str) -> Iterator[Running]:
+    running = Running(command(folder, run, *extra), folder / f"{run}.log")
+    try:
+        yield running
+    finally:
+        if running.process.poll() is None:
+            for process in running.tree():
+                process.kill()
+
+
+def finish(folder: Path, run: str, *extra: str) -> str:
+    """Run to the end; returns the output."""
+    with launched(folder, run, *extra) as running:
+        assert running.wait() == 0, running.explain()
+        return running.log.read_text()
+
+
+def train_records(folder: Path, run: str) -> dict[int, dict[str, Any]]:
+    lines = [json.loads(line) for line in (folder / run / "metrics.jsonl").read_text().splitlines()]
+    records = [line for line in lines if line["kind"] == "train"]
+    assert [record["step"] for record in records] == list(range(1, len(records) + 1)), "each step once, in order"
+    return {record["step"]: record for record in records}
+
+
+def interrupt(running: Running, how: str) -> None:
+    if how == "ctrl-c":  # the terminal signals the whole group, and the user is impatient
+        os.killpg(running.process.pid, signal.SIGINT)
+        time.sleep(0.2)
+        os.killpg(running.process.pid, signal.SIGINT)
+    elif how == "sigterm":  # what a scheduler sends to the command that it started
+        running.process.terminate()
+    else:
+        raise AssertionError(how)
+
+
+def run_and_interrupt(folder: Path, run: str, how: str, *extra: str) -> int:
+    """Start a long run, interrupt it after some steps; the last step that was made. No process is left over."""
+    with launched(folder, run, "--steps", "100000", *extra) as running:
+        running.wait_for_step(folder / run / "metrics.jsonl", 5)
+        processes = running.tree()
+        interrupt(running, how)
+        _, alive = psutil.wait_procs(processes, timeout=60)
+        assert not alive, running.explain()
+        assert "the same command resumes" in running.log.read_text(), running.explain()
+    last = max(train_records(folder, run))
+    tag = (folder / run / "checkpoints" / "latest").read_text()
+    assert tag == f"step_{last:08d}", "the last step is the one that was saved"
+    assert not (folder / run / "report.json").exists()
+    return last
+
+
+def test_an_interrupted_run_resumes_as_if_nothing_had_happened(folder: Path) -> None:
+    stopped_at = run_and_interrupt(folder, "interrupted", "ctrl-c")
+    steps = str(stopped_at + 5)
+    assert f"resuming at step {stopped_at}: SDP 1/2 + ZeRO-1" in finish(folder, "interrupted", "--steps", steps)
+    finish(folder, "straight", "--steps", steps)
+    resumed, straight = train_records(folder, "interrupted"), train_records(folder, "straight")
+    for field in ("loss", "gradient_norm", "learning_rate", "epoch"):
+        assert [r[field] for r in resumed.values()] == [r[field] for r in straight.values()], field
+    assert resumed[1]["loss_of"] == "subnetwork"
+    check_what_a_run_leaves(folder / "interrupted", int(steps))
+    assert "has its" in finish(folder, "interrupted", "--steps", steps), "a finished run is not trained again"
+
+
+def check_what_a_run_leaves(run: Path, steps: int) -> None:
+    names = {path.name for path in run.iterdir()}
+    assert {"config.json", "plan.json", "metrics.jsonl", "report.json", "checkpoints", "hf"} <= names
+    report = json.loads((run / "report.json").read_text())
+    assert report["steps"] == steps
+    assert report["plan_hash"] == json.loads((run / "plan.json").read_text())["hash"]
+    assert len(report["ranks"]) == NUM_RANKS
+    assert all(rank["peak"] > rank["weights"] > 0 and rank["sent"] > 0 for rank in report["ranks"])
+    sample = subprocess.run(
+        [sys.executable, "launch/sample.py", str(run / "hf"), "def ", "--tokens", "5"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=TIME_LIMIT,
+    )
+    assert sample.returncode == 0, sample.stderr
+    assert "LlamaForCausalLM" in sample.stdout
+    assert "def " in sample.stdout
+
+
+def test_sigterm_to_the_command_saves_plain_deepspeed_too(folder: Path) -> None:
+    run_and_interrupt(folder, "baseline", "sigterm", "--baseline")
+    assert train_records(folder, "baseline")[1]["loss_of"] == "dense"
+    assert not (folder / "baseline" / "plan.json").exists()
+
+
+def test_a_mistake_in_the_block_is_told_once_without_a_traceback(folder: Path) -> None:
+    wrong = folder / "wrong.json"
+    wrong.write_text(json.dumps(DEEPSPEED | {KEY: {"coverag": 0.5}}))
+    with launched(folder, "wrong", "--steps", "3", "--deepspeed_config", str(wrong)) as running:
+        assert running.wait() == 2, running.explain()
+        output = running.log.read_text()
+    errors = [line for line in output.splitlines() if line.startswith("error")]
+    assert len(errors) == 1, running.explain()
+    assert f"{KEY}.coverag" in errors[0]
+    assert "Traceback" not in output
+    assert not (folder / "wrong" / "config.json").exists()

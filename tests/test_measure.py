@@ -1,0 +1,196 @@
+"""What is measured on a live engine: against figures that can be worked out by hand, and against the estimate."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from models import batches, config, llama, loss_of
+from ranks import Rank
+from training import engine_of, micro_step
+
+from sdp_deepspeed.config import KEY
+from sdp_deepspeed.estimate import Precision, estimate, plain
+from sdp_deepspeed.measure import StepFigures, measured_step, optimizer_tensors, storage_bytes, tensors_in
+from sdp_deepspeed.segments import TensorInfo
+from sdp_deepspeed.traffic import TrafficCounter, sent_bytes
+
+ELEMENTS = 12  # of the vectors that the traffic checks send
+BYTES = 4 * ELEMENTS
+
+
+def test_each_storage_counts_once() -> None:
+    whole = torch.zeros(10)
+    empty = torch.zeros(5)
+    empty.untyped_storage().resize_(0)
+    assert storage_bytes([whole, whole[2:4], whole.view(2, 5), empty]) == 40
+    assert storage_bytes([whole[:1]], {whole.untyped_storage().data_ptr()}) == 0
+
+
+def test_tensors_are_found_in_nested_containers() -> None:
+    one, two = torch.zeros(1), torch.zeros(2)
+    assert list(tensors_in({"a": [one, None, 3], "b": {"c": (two,)}, "d": "text"})) == [one, two]
+
+
+def test_unknown_collectives_are_an_error() -> None:
+    with pytest.raises(RuntimeError, match="'new_collective_'.*sent_bytes"):
+        sent_bytes("new_collective_", {}, 2, 0)
+
+
+def _collectives(rank: Rank) -> dict[str, tuple[Any, int]]:
+    """Calls and the bytes that this rank must send in them: written out, not computed by what is tested."""
+    others, share, vector = rank.size - 1, ELEMENTS // rank.size, torch.ones(ELEMENTS)
+    own_shares = [torch.empty(ELEMENTS) for _ in range(rank.size)]
+    uneven = [2 * destination + 1 for destination in range(rank.size)]  # elements to each destination
+    received = [2 * rank.rank + 1] * rank.size
+    outgoing = torch.ones(sum(uneven), 3)
+    return {
+        "allreduce_": (lambda: dist.all_reduce(vector), 2 * BYTES * others // rank.size),
+        "allgather_": (lambda: dist.all_gather(own_shares, vector), BYTES * others),
+        "_allgather_base_": (
+            lambda: dist.all_gather_into_tensor(torch.empty(ELEMENTS * rank.size), vector),
+            BYTES * others,
+        ),
+        "_reduce_scatter_base_": (
+            lambda: dist.reduce_scatter_tensor(torch.empty(share), vector),
+            BYTES * others // rank.size,
+        ),
+        "alltoall_base_": (
+            lambda: dist.all_to_all_single(torch.empty(sum(received), 3), outgoing, received, uneven),
+            3 * 4 * (sum(uneven) - uneven[rank.rank]),
+        ),
+        "broadcast_": (lambda: dist.broadcast(vector, 0), BYTES * others // rank.size),
+        "reduce_": (lambda: dist.reduce(vector, 1), 0 if rank.rank == 1 else BYTES),
+        "barrier": (dist.barrier, 0),
+    }
+
+
+def collectives_are_counted(rank: Rank) -> None:
+    for operator, (call, expected) in _collectives(rank).items():
+        with TrafficCounter() as counter:
+            call()
+        assert dict(counter.bytes_by_operator) == {operator: expected}, operator
+        assert counter.calls_by_operator[operator] == 1
+
+
+def _measured(engine: Any, rank: Rank, num_steps: int = 2) -> StepFigures:
+    """Figures of the last of `num_steps` steps."""
+    for step, batch in enumerate(batches(rank.size, 1)):
+        if step + 1 < num_steps:
+            micro_step(engine, batch[rank.rank][0])
+            continue
+        with measured_step(engine) as figures:
+            micro_step(engine, batch[rank.rank][0])
+        return figures
+    raise AssertionError("batches never end")
+
+
+def _infos() -> list[TensorInfo]:
+    return [TensorInfo(name, tuple(p.shape), p.dtype, group=0) for name, p in llama().named_parameters()]
+
+
+def _counters(engine: Any) -> int:
+    """Bytes of optimizers' scalar step counters, which the estimate leaves out."""
+    return sum(tensor.nbytes for tensor in optimizer_tensors(engine) if tensor.dim() == 0)
+
+
+def _settings(stage: int, extra: dict[str, Any], **block: Any) -> dict[str, Any]:
+    return config(**block) | {"zero_optimization": {"stage": stage, "reduce_bucket_size": 100_000}} | extra
+
+
+def subnetwork_as_estimated(stage: int, extra: dict[str, Any], precision: Precision, rank: Rank) -> None:
+    engine = engine_of(_settings(stage, extra, holders=1))
+    figures = _measured(engine, rank)
+    expected = estimate(engine.plan, _infos(), stage=stage, precision=precision)[rank.rank]  # type: ignore[arg-type]
+    assert figures.weights == expected.weights
+    assert figures.gradients == expected.gradients
+    assert figures.optimizer - _counters(engine) == expected.optimizer
+    exchanged = (figures.sent_by_operator or {}).get("alltoall_base_", 0)
+    assert exchanged == expected.sent_bytes
+    assert figures.sent - exchanged < 100, "beside the exchange only scalars travel"
+    assert figures.peak >= figures.weights + figures.gradients + figures.optimizer
+
+
+def plain_as_estimated(stage: int, extra: dict[str, Any], precision: Precision, rank: Rank) -> None:
+    settings = _settings(stage, extra, holders=1)
+    settings.pop(KEY)
+    engine = engine_of(settings)
+    figures = _measured(engine, rank)
+    expected = plain(_infos(), num_ranks=rank.size, stage=stage, precision=precision)  # type: ignore[arg-type]
+    assert figures.weights == expected.weights
+    assert figures.gradients == expected.gradients
+    assert figures.optimizer - _counters(engine) == expected.optimizer
+
+
+def peak_follows_activations(rank: Rank) -> None:
+    """Twice the batch needs more; recomputing activations needs less: the peak is measured, not guessed."""
+    peaks = []
+    for size, recompute in ((8, False), (16, False), (16, True)):
+        model = llama(num_layers=4)
+        if recompute:
+            model.gradient_checkpointing_enable()  # type: ignore[operator]
+        engine = engine_of(_settings(1, {"train_micro_batch_size_per_gpu": size}, holders=1), model)
+        stream = batches(rank.size, 1, size=size)
+        micro_step(engine, next(stream)[rank.rank][0])
+        with measured_step(engine) as figures:
+            micro_step(engine, next(stream)[rank.rank][0])
+        peaks.append(figures.peak)
+    small, large, recomputed = peaks
+    assert small < large, peaks
+    assert recomputed < large, peaks
+
+
+def accumulation_is_one_step(rank: Rank) -> None:
+    """Several micro-steps in one measured step: one exchange, and no more gradients than in one micro-step."""
+    figures = []
+    for accumulation in (1, 3):
+        settings = _settings(1, {"gradient_accumulation_steps": accumulation}, holders=1)
+        engine, stream = engine_of(settings), batches(rank.size, accumulation)
+        for batch in next(stream)[rank.rank]:
+            micro_step(engine, batch)
+        with measured_step(engine) as measured:
+            for batch in next(stream)[rank.rank]:
+                micro_step(engine, batch)
+        figures.append(measured)
+    assert figures[0].sent == figures[1].sent
+    assert figures[0].gradients == figures[1].gradients
+
+
+def measuring_changes_nothing(rank: Rank) -> None:
+    losses = []
+    for measured in (False, True):
+        engine = engine_of(_settings(1, {}, holders=1))
+        stream = batches(rank.size, 1)
+        micro_step(engine, next(stream)[rank.rank][0])
+        if measured:
+            with measured_step(engine):
+                micro_step(engine, next(stream)[rank.rank][0])
+        else:
+            micro_step(engine, next(stream)[rank.rank][0])
+        losses.append(loss_of(engine, next(stream)[rank.rank][0]).item())
+    assert losses[0] == losses[1]
+
+
+def _cases(_size: int, _options: pytest.Config) -> Iterator[tuple[str, Any]]:
+    yield "collectives", collectives_are_counted
+    bf16 = {"bf16": {"enabled": True}}
+    summed = bf16 | {"data_types": {"grad_accum_dtype": "fp32"}}
+    for name, check in (("subnetwork", subnetwork_as_estimated), ("plain", plain_as_estimated)):
+        yield f"{name}-stage0-fp32", partial(check, 0, {}, Precision.of("fp32"))
+        yield f"{name}-stage1-fp32", partial(check, 1, {}, Precision.of("fp32"))
+        yield f"{name}-stage1-bf16", partial(check, 1, bf16, Precision.of("bf16"))
+    yield (
+        "subnetwork-stage1-bf16-summed-in-fp32",
+        partial(subnetwork_as_estimated, 1, summed, Precision.of("bf16", accumulate_in_fp32=True)),
+    )
+    for check in (peak_follows_activations, accumulation_is_one_step, measuring_changes_nothing):
+        yield check.__name__, check
+
+
+@pytest.mark.ranks(2, _cases)
+def test_two_ranks(outcome: str | None) -> None:
+    assert outcome is None, outcome

@@ -1,0 +1,95 @@
+"""The seam, as a user meets it: whatever the order of imports, configs with the block and no others are ours."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+FOLDER = Path(__file__).parent
+ENVIRONMENT = {**os.environ, "PYTHONPATH": str(FOLDER.parent)}
+OURS, PLAIN = "SubnetworkEngine SubnetworkOptimizer", "DeepSpeedEngine DeepSpeedZeroOptimizer"
+EXPECTED = {
+    "block": OURS,
+    "plain": PLAIN,
+    "switched off": PLAIN,
+    "ours": OURS,
+    "ours plain": PLAIN,
+    "path": OURS,
+    "args": OURS,
+    "near miss": "ValueError: .*subnetworks_data_parallel.*subnetwork_data_parallel",
+    "wrong value": r"ValueError: .*subnetwork_data_parallel\.coverage",
+    "stage 3": r"ValueError: .*zero_optimization\.stage.*3",
+    "hybrid": "ValueError: .*hybrid",
+    "pipeline": "ValueError: .*[Pp]ipeline",
+    "no optimizer": "ValueError: subnetwork_data_parallel needs an optimizer",
+    "unknown model": "ValueError: Linear has no layer whose residual branches are known",
+    "plain after all": PLAIN,
+}
+
+
+@pytest.fixture(scope="module")
+def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, str]]:
+    """Of one script for each order of imports, side by side."""
+    orders = ("sdp_deepspeed", "deepspeed")
+    folders = {order: tmp_path_factory.mktemp(order) for order in orders}
+    running = {
+        order: subprocess.Popen(
+            [sys.executable, str(FOLDER / "seam_user.py"), str(folder), order],
+            env=ENVIRONMENT,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        for order, folder in folders.items()
+    }
+    for order, process in running.items():
+        output, _ = process.communicate(timeout=180)
+        assert process.returncode == 0, f"{order} first:\n{output[-4000:]}"
+    return {order: json.loads((folder / "results.json").read_text()) for order, folder in folders.items()}
+
+
+@pytest.mark.parametrize("name", EXPECTED)
+@pytest.mark.parametrize("first", ["sdp_deepspeed", "deepspeed"])
+def test_who_builds_the_engine(results: dict[str, dict[str, str]], first: str, name: str) -> None:
+    found = results[first][name]
+    assert re.match(EXPECTED[name], found, re.DOTALL), found
+
+
+def run(code: str) -> list[str]:
+    """Lines that a Python program prints."""
+    command = [sys.executable, "-c", code]
+    found = subprocess.run(command, capture_output=True, text=True, timeout=60, env=ENVIRONMENT)
+    assert found.returncode == 0, found.stderr
+    return found.stdout.splitlines()
+
+
+def test_import_is_light() -> None:
+    """Nothing heavy, and no DeepSpeed needed: config, plan and command-line tools work without it."""
+    heavy = "('torch', 'deepspeed', 'transformers', 'numpy', 'pydantic')"
+    assert run(f"import sys, sdp_deepspeed; print([n for n in {heavy} if n in sys.modules])") == ["[]"]
+
+
+def test_without_deepspeed_the_import_error_is_its_own() -> None:
+    """The seam must not turn a missing DeepSpeed into something else."""
+    code = """
+import sys
+class Hide:
+    def find_spec(self, name, path=None, target=None):
+        if name == "deepspeed":
+            raise ModuleNotFoundError("No module named 'deepspeed'", name=name)
+sys.meta_path.insert(0, Hide())
+import sdp_deepspeed
+from sdp_deepspeed.config import parse
+for work in (lambda: __import__("deepspeed"), sdp_deepspeed.initialize):
+    try:
+        work()
+    except ModuleNotFoundError as error:
+        print(error.name)
+"""
+    assert run(code) == ["deepspeed", "deepspeed"]
