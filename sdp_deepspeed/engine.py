@@ -35,6 +35,7 @@ from .segments import TensorInfo
 from .support import optimizer_refusal, refuse_unsupported
 from .units import check_pieces
 
+_CUT = "_sdp_cut"  # attribute of a model of which ranks hold parts only
 _NO_OPTIMIZER = f"{KEY} needs an optimizer: name one in the config, or give deepspeed.initialize one"
 
 
@@ -56,6 +57,8 @@ class SubnetworkEngine(DeepSpeedEngine):
         assert block is not None, "the seam builds this engine for configs with the block only"
         object.__setattr__(self, "block", block)
         refuse_unsupported(block, config)
+        if getattr(model, _CUT, False):  # before DeepSpeed broadcasts tensors of which some ranks have none
+            raise ValueError(f"{KEY}: an earlier engine cut this model down to subnetworks; build or load it anew")
         for warning in check_hosts():
             logger.warning(warning)
         super().__init__(args, model, *rest, **options)
@@ -75,6 +78,7 @@ class SubnetworkEngine(DeepSpeedEngine):
         self.communicator.raise_together(error)
         self._check_same_plan()
         self._dense = DenseView(model, self._mask, self.plan, self.communicator, _make_gate(self.communicator))
+        object.__setattr__(model, _CUT, self.plan.num_holders < self.plan.num_subnetworks)
         log_dist(f"{KEY}\n{self.plan.table()}", ranks=[0])
 
     def _check_same_plan(self) -> None:

@@ -77,6 +77,4 @@ def _units_of(info: TensorInfo, chance: random.Random) -> list[Unit]:
 def random_tensors(layout: Layout, seed: int, *, dtype: torch.dtype | None = None) -> dict[str, torch.Tensor]:
     """Dense tensors by name; `dtype` overrides their own."""
     generator = torch.Generator().manual_seed(seed)
-    return {
-        info.name: torch.randn(info.shape, generator=generator).to(dtype or info.dtype) for info in layout.tensors
-    }
+    return {info.name: torch.randn(info.shape, generator=generator).to(dtype or info.dtype) for info in layout.tensors}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import time
 from typing import Any
 
 import torch
@@ -23,6 +24,17 @@ class Watch:
 
     def __exit__(self, *_: object) -> None:
         gc.unfreeze()
+
+    def settled_bytes(self, limit: int) -> int:
+        """As `num_bytes`, once it is at most `limit`, or after five seconds.
+
+        A gloo thread lets go of a collective's tensors only some time after it is done, later on a busy machine. What
+        a rank keeps, it keeps for ever.
+        """
+        deadline = time.monotonic() + 5
+        while (found := self.num_bytes()) > limit and time.monotonic() < deadline:
+            time.sleep(0.05)
+        return found
 
     def num_bytes(self) -> int:
         """Bytes of the storages of all live tensors and of their gradients, each storage once."""

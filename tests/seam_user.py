@@ -30,7 +30,7 @@ def import_in_order(first: str) -> Callable[..., Any]:
     if first == "deepspeed":
         from deepspeed import initialize
 
-        import sdp_deepspeed  # noqa: F401
+        import sdp_deepspeed
     else:
         import sdp_deepspeed  # noqa: F401
 

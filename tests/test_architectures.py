@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from copy import deepcopy
 from typing import Any
 
@@ -129,6 +128,8 @@ def test_gradient_checkpointing_recomputes_and_changes_nothing(family: str, gran
 
 
 class OwnBranch(nn.Module):
+    scale: torch.Tensor
+
     def __init__(self, width: int) -> None:
         super().__init__()
         self.linear = nn.Linear(width, width)
@@ -140,6 +141,8 @@ class OwnBranch(nn.Module):
 
 class OwnLayer(nn.Module):
     """`x + drop(body(norm(x)))`, twice, with words of its own."""
+
+    ff: OwnBranch
 
     def __init__(self, width: int) -> None:
         super().__init__()
@@ -153,6 +156,8 @@ class OwnLayer(nn.Module):
 
 
 class OwnModel(nn.Module):
+    layers: Any
+
     def __init__(self, num_layers: int = NUM_LAYERS) -> None:
         super().__init__()
         torch.manual_seed(0)
@@ -165,12 +170,11 @@ class OwnModel(nn.Module):
 
 
 @pytest.fixture
-def own_description(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def own_description(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(registry, "_BRANCHES", dict(registry._BRANCHES))
     architectures.register(
         OwnLayer, Branch("mixer", norm="before", body="mix", after=("drop",)), Branch("mlp", norm="then", body="ff")
     )
-    yield
 
 
 @pytest.mark.usefixtures("own_description")

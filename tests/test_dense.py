@@ -7,13 +7,13 @@ import time
 from collections.abc import Callable
 from copy import deepcopy
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest import mock
 
 import pytest
 import torch
-import torch.distributed as dist
 from live import present_lacking
 from models import FAMILIES, VOCABULARY, config, family, llama, loss_of
 from ranks import Check, Rank
@@ -88,7 +88,9 @@ def evaluation_leaves_training_alone(rank: Rank) -> None:
     assert loss_of(engine, batch).item() == before
     assert dense != before
     with torch.no_grad():
-        assert loss_of(engine, batch).item() == before, "in training mode it is the subnetwork, with or without gradients"
+        assert loss_of(engine, batch).item() == before, (
+            "in training mode it is the subnetwork, with or without gradients"
+        )
     engine.eval()
     assert loss_of(engine, batch).item() == before, "with gradients it is the subnetwork"
     engine.train()
@@ -144,7 +146,9 @@ def saves_pretrained(rank: Rank) -> None:
     assert torch.equal(logits(loaded.eval(), batch_of(rank)), logits(expected, batch_of(rank)))
     assert not present_lacking(engine)
     Path(rank.folder / "file").touch()
-    refusal(RuntimeError, lambda: engine.save_pretrained(rank.folder / "file"), "save_pretrained", "cannot write", "file")
+    refusal(
+        RuntimeError, lambda: engine.save_pretrained(rank.folder / "file"), "save_pretrained", "cannot write", "file"
+    )
     refusal(RuntimeError, lambda: engine.save_pretrained(rank.folder / "x", tokenizer=object()), "save_pretrained")
     assert not present_lacking(engine)
 
@@ -174,9 +178,8 @@ def uneven_batches_end_with_an_error(rank: Rank) -> None:
     }
     for name, (act, words) in instead.items():
         engine = engine_with(llama())
-        said = refusal(
-            RuntimeError, lambda: evaluate(engine, lambda: act(engine)), f"rank 1 {words}", "rank 0, 2 began a forward pass"
-        )
+        uneven = partial(evaluate, engine, partial(act, engine))
+        said = refusal(RuntimeError, uneven, f"rank 1 {words}", "rank 0, 2 began a forward pass")
         assert "after 2 evaluation batches" in said, name
         assert "the same number of batches" in said, name
         engine.eval()
@@ -201,18 +204,22 @@ def leaving_early_is_an_error(rank: Rank) -> None:
 
 
 def a_failing_forward_returns_memory(rank: Rank) -> None:
-    engine = engine_with(llama())
+    """The error comes from within a unit, which some ranks have fetched just before."""
+    engine, batch = engine_with(llama()), batch_of(rank)
     engine.eval()
-    hook = engine.module.lm_head.register_forward_pre_hook(mock.Mock(side_effect=KeyError("mine")))
-    for enter in (False, True):
+    inside = engine.module.model.layers[1].mlp.down_proj
+    hook = inside.register_forward_pre_hook(mock.Mock(side_effect=KeyError("mine")))
+
+    def resident() -> None:
+        with engine.dense(resident=True):
+            logits(engine, batch)
+
+    for fail in (lambda: logits(engine, batch), resident):
         with pytest.raises(KeyError, match="mine"):
-            if enter:
-                with engine.dense(resident=True):
-                    logits(engine, batch_of(rank))
-            logits(engine, batch_of(rank))
+            fail()
         assert not present_lacking(engine)
     hook.remove()
-    assert torch.equal(logits(engine, batch_of(rank)), logits(llama().eval(), batch_of(rank)))
+    assert torch.equal(logits(engine, batch), logits(llama().eval(), batch))
     engine.train()
 
 
@@ -221,7 +228,6 @@ def a_rank_that_never_comes_is_named(rank: Rank) -> None:
     with mock.patch("sdp_deepspeed.engine.TIMEOUT", timedelta(seconds=2)):
         engine = engine_with(llama())
     engine.eval()
-    logits(engine, batch_of(rank))
     said, began = "", time.monotonic()
     if rank.rank != 1:
         with pytest.raises(RuntimeError) as caught:
@@ -253,7 +259,7 @@ CHECKS: list[Check] = [
 
 
 def _checks(size: int, config: pytest.Config) -> list[tuple[str, Check]]:
-    return [(check.__name__, check) for check in CHECKS]  # type: ignore[attr-defined]
+    return [(check.__name__, check) for check in CHECKS]
 
 
 @pytest.mark.ranks(SIZE, _checks)

@@ -26,7 +26,7 @@ class ThreadGroup:
     """The functions of `torch.distributed` that `Communicator` calls, for one thread; remembers what it sent."""
 
     def __init__(self, store: dist.Store, rank: int, size: int) -> None:
-        self._group = dist.ProcessGroupGloo(store, rank, size, TIMEOUT)  # type: ignore[attr-defined]
+        self._group: Any = dist.ProcessGroupGloo(store, rank, size, TIMEOUT)
         self.sent: list[int] = []
 
     def get_rank(self, group: None) -> int:
@@ -116,13 +116,13 @@ def expected_averages(layout: Layout, missing: str | None) -> dict[str, torch.Te
     gradients = [random_tensors(layout, rank, dtype=torch.float32) for rank in range(layout.size)]
     if missing is not None:
         gradients[0][missing].zero_()
-    result = {name: sum(g[name] for g in gradients) / layout.size for name in gradients[0]}
+    result = {name: torch.stack([g[name] for g in gradients]).sum(0) / layout.size for name in gradients[0]}
     for index, unit in enumerate(layout.plan.units):
         holders = layout.plan.ranks_of(index)
         for piece in unit.pieces:
             held = [piece.narrow(gradients[rank][piece.parameter]) for rank in holders]
-            piece.narrow(result[piece.parameter]).copy_(sum(held) / len(holders))  # type: ignore[arg-type]
-    return result  # type: ignore[return-value]
+            piece.narrow(result[piece.parameter]).copy_(torch.stack(held).sum(0) / len(holders))
+    return result
 
 
 @pytest.mark.parametrize("seed", range(6))

@@ -37,7 +37,7 @@ def test_tensors_are_found_in_nested_containers() -> None:
 
 
 def test_unknown_collectives_are_an_error() -> None:
-    with pytest.raises(RuntimeError, match="'new_collective_'.*sent_bytes"):
+    with pytest.raises(RuntimeError, match=r"'new_collective_'.*sent_bytes"):
         sent_bytes("new_collective_", {}, 2, 0)
 
 
@@ -187,8 +187,8 @@ def _cases(_size: int, _options: pytest.Config) -> Iterator[tuple[str, Any]]:
         "subnetwork-stage1-bf16-summed-in-fp32",
         partial(subnetwork_as_estimated, 1, summed, Precision.of("bf16", accumulate_in_fp32=True)),
     )
-    for check in (peak_follows_activations, accumulation_is_one_step, measuring_changes_nothing):
-        yield check.__name__, check
+    for other in (peak_follows_activations, accumulation_is_one_step, measuring_changes_nothing):
+        yield other.__name__, other
 
 
 @pytest.mark.ranks(2, _cases)

@@ -87,5 +87,5 @@ def test_refused_exactly_when_an_element_is_claimed_twice(slices: list[tuple[int
     if fits:
         check_pieces(units, lambda _: (12, 2))
     else:
-        with pytest.raises(ValueError, match="overlap|takes"):
+        with pytest.raises(ValueError, match=r"overlap|takes"):
             check_pieces(units, lambda _: (12, 2))
