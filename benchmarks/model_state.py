@@ -18,12 +18,12 @@ import deepspeed
 import torch
 import torch.distributed as dist
 from provenance import provenance
+from step_time import MODEL, SEQUENCE_LENGTH
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import sdp_deepspeed  # noqa: F401  (arms the seam)
 from sdp_deepspeed.estimate import Precision, bytes_per_parameter
 from sdp_deepspeed.measure import measured_step
-from step_time import MODEL, SEQUENCE_LENGTH
 
 PRECISIONS: dict[str, dict[str, Any]] = {
     "fp32": {},

@@ -40,7 +40,8 @@ def step_time(result: dict[str, Any]) -> str:
 def model_state(result: dict[str, Any]) -> str:
     """Measured bytes (mean over ranks) beside the table's figure, with the deviation; and peaks."""
     lines = [
-        f"{result['num_ranks']} ranks, C = {result['arguments']['coverage']:g}; MiB, mean over ranks (deviation from the table)",
+        f"{result['num_ranks']} ranks, C = {result['arguments']['coverage']:g}; "
+        "MiB, mean over ranks (deviation from the table)",
         "",
         "| precision | | weights | gradients | optimizer | sum | peak of live tensors |",
         "|---|---|---|---|---|---|---|",

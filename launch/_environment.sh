@@ -65,4 +65,7 @@ from deepspeed.accelerator import get_accelerator
 get_accelerator().create_op_builder("ShareMemCommBuilder").load(verbose=False)' >/dev/null
 }
 
-activate_environment && install_package "${1:-}"
+activate_environment || return
+# Compiled operators go into the environment: elsewhere two environments rebuild them by turns, each for its own paths.
+export TORCH_EXTENSIONS_DIR="${TORCH_EXTENSIONS_DIR:-$(python -c 'import sys; print(sys.prefix)')/torch_extensions}"
+install_package "${1:-}"

@@ -176,7 +176,7 @@ class SubnetworkEngine(DeepSpeedEngine):
                         tokenizer.save_pretrained(str(folder))
                 except Exception as problem:  # of any kind: the others wait for this rank
                     error = RuntimeError(f"save_pretrained: cannot write {folder}: {problem}")
-        self.communicator.raise_together(error)
+            self.communicator.raise_together(error)  # waits here, where no meeting's shorter time limit runs
 
     def save_16bit_model(
         self, save_dir: str, save_filename: str = "pytorch_model.bin", exclude_frozen_parameters: bool = False
