@@ -95,7 +95,7 @@ def units_of_sites(sites: Sequence[Site], *, granularity: str, shared: Iterable[
 
     Args:
         granularity: "sublayer" makes each branch a unit, "layer" all branches of one layer together.
-        shared: regular expressions; a unit whose parameters they match stays shared.
+        shared: regular expressions; a unit whose name or whose parameters they match stays shared.
 
     Raises:
         ValueError: a pattern that matches no unit's parameter, or only a part of a unit's parameters.
@@ -111,6 +111,8 @@ def units_of_sites(sites: Sequence[Site], *, granularity: str, shared: Iterable[
 
 
 def _matches(pattern: re.Pattern[str], unit: Unit) -> bool:
+    if pattern.search(unit.name):
+        return True
     return any(pattern.search(piece.parameter) for piece in unit.pieces if piece.kind == "parameter")
 
 
@@ -123,10 +125,10 @@ def _check_pattern(pattern: str, compiled: re.Pattern[str], units: Sequence[Unit
     for unit in units:
         names = [piece.parameter for piece in unit.pieces if piece.kind == "parameter"]
         left = [name for name in names if not compiled.search(name)]
-        if left and len(left) < len(names):
+        if left and len(left) < len(names) and not compiled.search(unit.name):
             raise ValueError(
                 f"{where}: {pattern!r} matches only a part of {unit.name!r}, not {left[0]!r}; a block is held as a "
-                f"whole, so match all of it, for example with {re.escape(unit.name.rpartition('.')[0])!r}"
+                f"whole, so match its name, for example with {re.escape(unit.name)!r}"
             )
 
 
