@@ -10,6 +10,7 @@ import multiprocessing
 import os
 import queue
 import signal
+import sys
 import tempfile
 import time
 import traceback
@@ -87,6 +88,8 @@ def _failed(outcome: dict[str, str | None], names: Sequence[str], name: str, why
 def _rank_main(rank: int, size: int, folder: str, checks: Sequence[tuple[str, Check]], results: Any) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(size), "LOCAL_RANK": str(rank), "OMP_NUM_THREADS": "1"}
+    # The environment's own ninja: another one found first would compile DeepSpeed's operator again, by turns.
+    os.environ["PATH"] = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
     os.environ |= {"MASTER_ADDR": "localhost", "MASTER_PORT": "0"}  # Accelerate asks for them; the file decides
     import torch
     import torch.distributed as dist
