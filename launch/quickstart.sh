@@ -5,14 +5,14 @@ set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 source launch/_environment.sh
 
-readonly workers=4 steps=120 folder=runs/quickstart
+readonly workers=4 steps=100 folder=runs/quickstart
 
 free_port() { python -c 'import socket; s = socket.socket(); s.bind(("127.0.0.1", 0)); print(s.getsockname()[1])'; }
 
 pretrain() {
   deepspeed --num_gpus "$workers" --master_port "$(free_port)" --log_level warning launch/pretrain.py \
     --model configs/models/tiny.json --deepspeed_config configs/quickstart.json --data configs/data/quickstart.json \
-    --steps "$steps" --eval-interval 30 "$@"
+    --steps "$steps" --eval-interval 25 "$@"
 }
 
 if [ "$(python -c 'import torch; print(torch.cuda.device_count())')" -lt "$workers" ]; then
