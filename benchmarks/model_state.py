@@ -9,15 +9,13 @@ from __future__ import annotations
 
 import argparse
 import gc
-import json
 from dataclasses import asdict
-from pathlib import Path
 from typing import Any
 
 import deepspeed
 import torch
 import torch.distributed as dist
-from provenance import provenance
+from provenance import write_result
 from step_time import MODEL, SEQUENCE_LENGTH
 from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -106,10 +104,8 @@ def main() -> None:
             "model": MODEL,
             "arguments": vars(arguments),
             "results": results,
-            "provenance": provenance(),
         }
-        Path(arguments.output).parent.mkdir(parents=True, exist_ok=True)
-        Path(arguments.output).write_text(json.dumps(facts, indent=1) + "\n")
+        write_result(arguments.output, facts)
     dist.barrier()
     dist.destroy_process_group()
 

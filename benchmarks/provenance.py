@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import platform
 import subprocess
@@ -20,6 +21,13 @@ def provenance() -> dict[str, object]:
         "cores": os.cpu_count(),
         "threads_per_rank": int(os.environ.get("OMP_NUM_THREADS", "0")),
     }
+
+
+def write_result(path: str, result: dict[str, object]) -> None:
+    """Raw figures with their provenance as JSON; one rank calls it."""
+    target = Path(path)
+    target.parent.mkdir(parents=True, exist_ok=True)
+    target.write_text(json.dumps(result | {"provenance": provenance()}, indent=1) + "\n", encoding="utf-8")
 
 
 def _git(*arguments: str) -> str:

@@ -9,16 +9,14 @@ alike. A repeat's time is the slowest rank's. Ratios are taken per repeat agains
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import time
-from pathlib import Path
 from typing import Any
 
 import deepspeed
 import torch
 import torch.distributed as dist
-from provenance import provenance
+from provenance import write_result
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import sdp_deepspeed  # noqa: F401  (arms the seam)
@@ -99,7 +97,6 @@ def measure(arguments: argparse.Namespace) -> dict[str, Any]:
         "arguments": vars(arguments),
         "configs": configs,
         "seconds": times,
-        "provenance": provenance(),
     }
 
 
@@ -118,8 +115,7 @@ def main() -> None:
     deepspeed.init_distributed("gloo")
     result = measure(arguments)
     if dist.get_rank() == 0:
-        Path(arguments.output).parent.mkdir(parents=True, exist_ok=True)
-        Path(arguments.output).write_text(json.dumps(result, indent=1) + "\n")
+        write_result(arguments.output, result)
     dist.barrier()
     dist.destroy_process_group()
 

@@ -12,17 +12,21 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    config.addinivalue_line("markers", "ranks(size, maker): outcomes of the checks that maker(size, config) lists")
+    config.addinivalue_line("markers", "ranks(sizes, maker): outcomes of the checks that maker(size, config) lists")
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    """`@pytest.mark.ranks(size, maker)` on a test with the argument `outcome`: a test per check, one spawn."""
+    """`@pytest.mark.ranks(size, maker)` on a test with the argument `outcome`: a test per check, one spawn per size."""
     marker = metafunc.definition.get_closest_marker("ranks")
     if marker is None:
         return
-    size, maker = marker.args
-    names = [name for name, _ in maker(size, metafunc.config)]
-    metafunc.parametrize("outcome", [(size, maker, name) for name in names], ids=names, indirect=True)
+    sizes, maker = marker.args
+    checks = [
+        (size, maker, name)
+        for size in (sizes if isinstance(sizes, tuple) else (sizes,))
+        for name, _ in maker(size, metafunc.config)
+    ]
+    metafunc.parametrize("outcome", checks, ids=[f"{size}-{name}" for size, _, name in checks], indirect=True)
 
 
 _OUTCOMES: dict[tuple[int, object], dict[str, str | None]] = {}

@@ -150,7 +150,7 @@ def parameter_tolerance(case: Case, expected: torch.Tensor, moved: torch.Tensor)
 def cases(size: int, *, full: bool) -> Iterator[tuple[str, Any]]:
     grid = full_grid(size)
     for case in grid if full else pairwise(grid):
-        yield f"oracle[{size}-{case}]", CaseCheck(case)
+        yield str(case), CaseCheck(case)
 
 
 @dataclass(frozen=True)

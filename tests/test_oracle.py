@@ -12,16 +12,6 @@ def _cases(size: int, config: pytest.Config) -> list[tuple[str, Any]]:
     return list(oracle.cases(size, full=config.getoption("--full-grid")))
 
 
-@pytest.mark.ranks(2, _cases)
-def test_two_ranks(outcome: str | None) -> None:
-    assert outcome is None, outcome
-
-
-@pytest.mark.ranks(3, _cases)
-def test_three_ranks(outcome: str | None) -> None:
-    assert outcome is None, outcome
-
-
-@pytest.mark.ranks(4, _cases)
-def test_four_ranks(outcome: str | None) -> None:
+@pytest.mark.ranks((2, 3, 4), _cases)
+def test_engine_agrees_with_the_reference(outcome: str | None) -> None:
     assert outcome is None, outcome

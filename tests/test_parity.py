@@ -125,11 +125,6 @@ def _cases(size: int, options: pytest.Config) -> Iterator[tuple[str, Any]]:
         yield "-".join(words), case
 
 
-@pytest.mark.ranks(2, _cases)
-def test_two_ranks(outcome: str | None) -> None:
-    assert outcome is None, outcome
-
-
-@pytest.mark.ranks(3, _cases)
-def test_three_ranks(outcome: str | None) -> None:
+@pytest.mark.ranks((2, 3), _cases)
+def test_full_coverage_is_plain_deepspeed(outcome: str | None) -> None:
     assert outcome is None, outcome

@@ -63,11 +63,6 @@ def _cases(size: int, options: pytest.Config) -> Iterator[tuple[str, Any]]:
         yield str(case), case
 
 
-@pytest.mark.ranks(2, _cases)
-def test_two_ranks(outcome: str | None) -> None:
-    assert outcome is None, outcome
-
-
-@pytest.mark.ranks(3, _cases)
-def test_three_ranks(outcome: str | None) -> None:
+@pytest.mark.ranks((2, 3), _cases)
+def test_slices(outcome: str | None) -> None:
     assert outcome is None, outcome

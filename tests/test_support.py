@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from sdp_deepspeed.config import KEY, Layout, SubnetworkConfig, parse
-from sdp_deepspeed.support import markdown, optimizer_refusal, refuse_unsupported
+from sdp_deepspeed.support import is_elementwise, markdown, optimizer_refusal, refuse_unsupported
 from sdp_deepspeed.support_table import ELEMENTWISE_OPTIMIZERS, TABLE, Row
 
 REFUSED = [row for row in TABLE if row.asks is not None]
@@ -116,6 +116,7 @@ def test_replicas() -> None:
 
 @pytest.mark.parametrize("name", [*ELEMENTWISE_OPTIMIZERS, "adam", "adamw", "lion", "adagrad", "sgd"])
 def test_elementwise_optimizers(name: str) -> None:
+    assert is_elementwise(name)
     optimizer_refusal(name, SubnetworkConfig(coverage=0.5))
 
 
