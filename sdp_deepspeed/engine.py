@@ -198,6 +198,7 @@ class SubnetworkEngine(DeepSpeedEngine):
             raise ValueError(
                 "save_checkpoint: exclude_frozen_parameters is not supported with subnetwork_data_parallel yet"
             )
+        self._dense.end_evaluation()
         name = str(tag) if tag is not None else f"global_step{self.global_steps}"
         checkpoint.save(self, save_dir, name, client_state or {}, latest=save_latest)
         return True
