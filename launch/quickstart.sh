@@ -3,7 +3,11 @@
 # side. Everything lands in runs/quickstart/. Interrupted, it goes on where it was; finished, it shows the result again.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
-source launch/_environment.sh
+if [ $# -gt 0 ]; then
+  echo "error: quickstart.sh takes no arguments, got: $*; for a run of your own see launch/pretrain.py --help" >&2
+  exit 2
+fi
+source launch/_environment.sh "" # without an argument the sourced script would see ours
 
 readonly workers=4 steps=100 folder=runs/quickstart
 

@@ -67,13 +67,37 @@ def _prepare(aside: Path) -> None:
 
 
 def _write(path: Path, state: Mapping[str, Any]) -> None:
-    with open(path, "wb") as file:
+    with open(path, "wb", buffering=0) as raw:
+        file: Any = _Remembering(raw)
         try:
             torch.save(state, file)
-        except RuntimeError as problem:  # torch's zip writer hides the disk's own error
-            raise RuntimeError(f"checkpoint: cannot write {path}: {str(problem).splitlines()[0]}") from problem
-        file.flush()
-        os.fsync(file.fileno())
+            os.fsync(raw.fileno())
+        except (OSError, RuntimeError) as problem:  # torch's zip writer hides the disk's own error
+            reason = file.error or problem
+            words = reason.strerror if isinstance(reason, OSError) else str(reason).splitlines()[0]
+            raise RuntimeError(f"checkpoint: cannot write {path}: {words}; earlier checkpoints are intact") from problem
+
+
+class _Remembering:
+    """A file that keeps the first error of its writes, and writes all that it is given."""
+
+    def __init__(self, raw: io.RawIOBase | io.FileIO) -> None:
+        self._raw = raw
+        self.error: OSError | None = None
+
+    def write(self, data: bytes) -> int:
+        view = memoryview(data).cast("B")
+        done = 0
+        try:
+            while done < len(view):
+                done += self._raw.write(view[done:]) or 0
+        except OSError as problem:
+            self.error = self.error or problem
+            raise
+        return done
+
+    def flush(self) -> None:
+        self._raw.flush()
 
 
 def _publish(engine: SubnetworkEngine, aside: Path, final: Path, latest: bool) -> None:
@@ -163,9 +187,17 @@ def load(
     if name is None:
         return None, None
     path = Path(folder) / name
+    _together(engine, lambda: _bring_back(path) if engine.communicator.rank == 0 else None)
     state = _together(engine, lambda: _read(engine, path))
     _restore(engine, state, **what)
     return str(path), state["client_state"]
+
+
+def _bring_back(path: Path) -> None:
+    """Undo a replacement that was cut off between its two renames."""
+    replaced = path.with_name(f".{path.name}.replaced")
+    if not path.exists() and replaced.exists():
+        os.rename(replaced, path)
 
 
 def _latest(folder: str) -> str | None:
@@ -210,7 +242,7 @@ def _restore(
     if optimizer_states and not module_only:
         engine.optimizer.load_state_dict(state["optimizer"])
     else:
-        engine.optimizer.reload_masters()
+        engine.optimizer.refresh_fp32_params()
     if module_only:
         return
     if lr_scheduler_states and engine.lr_scheduler is not None and state["lr_scheduler"] is not None:

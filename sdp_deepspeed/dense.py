@@ -6,7 +6,6 @@ order in which the model runs its units.
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, Literal
@@ -15,11 +14,10 @@ import torch
 from torch import nn
 
 from .communicator import Communicator
-from .exchange import Exchange
+from .fetch import UnitFetcher
 from .gate import Gate, Step
 from .masking import BlockMask, UnitModules
 from .plan import Plan
-from .segments import NOT_OPTIMIZED, Bucket, Fragment, Segment
 
 Mode = Literal["subnetwork", "streaming", "resident"]
 
@@ -38,10 +36,13 @@ class DenseView:
         self._gate = gate
         self._mode: Mode = "subnetwork"
         self._automatic = False  # streaming was entered by a forward pass in evaluation mode
-        device = next(model.parameters()).device
-        self._buckets = _unit_buckets(mask, plan, communicator.size)
-        every = [bucket for unit in self._buckets for buckets in unit for bucket in buckets]
-        self._exchange = Exchange(every, communicator, device=device, dtype=torch.float32)
+        self._fetcher = UnitFetcher(
+            plan,
+            communicator,
+            shape_of=lambda piece: tuple(mask.shapes[piece.parameter]),
+            dtype_of=lambda piece: mask.dtype_of(piece),
+            device=next(model.parameters()).device,
+        )
         self._whole = plan.num_holders == plan.num_subnetworks
         if not self._whole:
             self._install()
@@ -118,6 +119,11 @@ class DenseView:
     def _before_unit(self, state: UnitModules) -> None:
         if self._mode == "streaming":
             self._fetch(state)
+        elif not state.present and not self._model.training and not torch.is_grad_enabled():
+            raise RuntimeError(
+                f"{state.unit.name} would be left out without a word: in evaluation mode only the model's own forward "
+                "is the dense model. Call that, or inner modules on every rank inside engine.dense(resident=True)"
+            )
 
     def _after_unit(self, state: UnitModules) -> None:
         if self._mode == "streaming" and not state.held:
@@ -137,54 +143,8 @@ class DenseView:
     @torch.no_grad()
     def _fetch(self, state: UnitModules) -> None:
         """One unit from its holders to all ranks that lack it."""
-        values: dict[str, torch.Tensor] = {}
-        with torch.inference_mode(False):
-            for buckets in self._buckets[state.index]:
-                values |= self._receive(state, buckets)
-            if not state.held:
-                self._mask.fill(state, [values[piece.parameter] for piece in state.unit.pieces])
-
-    def _receive(self, state: UnitModules, buckets: list[Bucket]) -> dict[str, torch.Tensor]:
-        """Flat tensors of one dtype by name, views of one buffer; nothing on ranks that hold the unit."""
         tensors = {p.parameter: t for p, t in zip(state.unit.pieces, self._mask.tensors_of(state), strict=True)}
-        lengths = [0 if state.held else bucket.segments[0].num_elements for bucket in buckets]
-        device = next(iter(tensors.values())).device
-        flat = torch.empty(sum(lengths), dtype=buckets[0].segments[0].dtype, device=device)
-        for bucket, out in zip(buckets, flat.split(lengths), strict=True):
-            self._exchange.collect(bucket, tensors, receivers="others", out=out)
-        sizes = {} if state.held else _sizes(buckets)
-        return dict(zip(sizes, flat.split(list(sizes.values())), strict=True)) if sizes else {}
-
-
-def _unit_buckets(mask: BlockMask, plan: Plan, size: int) -> list[list[list[Bucket]]]:
-    """Per unit and dtype its buckets: one segment each, cut so that a holder never packs more than the unit's size."""
-    count = itertools.count()
-    result: list[list[list[Bucket]]] = []
-    for state in mask.units:
-        holders = plan.ranks_of(state.index)
-        rounds = max(1, -(-(size - len(holders)) // len(holders)))
-        result.append(
-            [
-                [Bucket(next(count), (segment,)) for segment in whole.split(-(-whole.num_elements // rounds))]
-                for whole in _whole_segments(mask, state, holders)
-            ]
-        )
-    return result
-
-
-def _whole_segments(mask: BlockMask, state: UnitModules, holders: tuple[int, ...]) -> list[Segment]:
-    by_dtype: dict[torch.dtype, list[Fragment]] = {}
-    for piece, tensor in zip(state.unit.pieces, mask.tensors_of(state), strict=True):
-        fragment = Fragment(piece, 0, piece.num_elements(mask.shapes[piece.parameter]))
-        by_dtype.setdefault(tensor.dtype, []).append(fragment)
-    return [Segment(NOT_OPTIMIZED, dtype, holders, tuple(fragments)) for dtype, fragments in by_dtype.items()]
-
-
-def _sizes(buckets: list[Bucket]) -> dict[str, int]:
-    """Elements of each tensor, in the order in which the buckets carry them."""
-    sizes: dict[str, int] = {}
-    for bucket in buckets:
-        for fragment in bucket.segments[0].fragments:
-            name = fragment.piece.parameter
-            sizes[name] = sizes.get(name, 0) + fragment.stop - fragment.start
-    return sizes
+        with torch.inference_mode(False):
+            values = self._fetcher.fetch(state.index, tensors)
+            if not state.held:
+                self._mask.fill(state, [values[piece] for piece in state.unit.pieces])

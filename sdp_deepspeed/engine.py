@@ -61,6 +61,12 @@ class SubnetworkEngine(DeepSpeedEngine):
             raise ValueError(f"{KEY}: an earlier engine cut this model down to subnetworks; build or load it anew")
         for warning in check_hosts():
             logger.warning(warning)
+        for name in ("mpu", "mesh_device"):
+            if options.get(name) is not None:
+                raise ValueError(
+                    f"{KEY}: tensor and sequence parallelism are not built yet, so deepspeed.initialize takes no "
+                    f"{'mpu' if name == 'mpu' else 'mesh_param'} with it"
+                )
         super().__init__(args, model, *rest, **options)
         if self.optimizer is None:
             raise ValueError(_NO_OPTIMIZER)
@@ -72,6 +78,7 @@ class SubnetworkEngine(DeepSpeedEngine):
         error: Exception | None = None
         try:
             self.plan = _plan(model, self.block, self.communicator.size)
+            costs = unit_costs(model, self.plan.units)
             self._mask = BlockMask(model, find_sites(model), self.plan, self.communicator.rank)
         except ValueError as problem:
             error = problem
@@ -79,7 +86,7 @@ class SubnetworkEngine(DeepSpeedEngine):
         self._check_same_plan()
         self._dense = DenseView(model, self._mask, self.plan, self.communicator, _make_gate(self.communicator))
         object.__setattr__(model, _CUT, self.plan.num_holders < self.plan.num_subnetworks)
-        log_dist(f"{KEY}\n{self.plan.table()}", ranks=[0])
+        log_dist(f"{KEY}\n{self.plan.table(costs)}", ranks=[0])
 
     def _check_same_plan(self) -> None:
         hashes = self.communicator.gather_objects(self.plan.hash)
@@ -182,8 +189,14 @@ class SubnetworkEngine(DeepSpeedEngine):
         self, save_dir: str, save_filename: str = "pytorch_model.bin", exclude_frozen_parameters: bool = False
     ) -> bool:
         """As DeepSpeed's, of the dense model."""
+        error: Exception | None = None
         with self.dense(resident=True):
-            return bool(super().save_16bit_model(save_dir, save_filename, exclude_frozen_parameters))
+            try:
+                super().save_16bit_model(save_dir, save_filename, exclude_frozen_parameters)
+            except Exception as problem:  # of any kind: the others wait for this rank
+                error = RuntimeError(f"save_16bit_model: cannot write {save_dir}: {problem}")
+            self.communicator.raise_together(error)
+        return True
 
     def save_checkpoint(
         self,

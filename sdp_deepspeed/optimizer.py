@@ -7,7 +7,7 @@ the average back and every holder steps all that it holds.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -16,6 +16,7 @@ from deepspeed.runtime.base_optimizer import ZeROOptimizer
 from .communicator import Communicator
 from .exchange import Exchange, write
 from .gradients import Gradients
+from .param_groups import agree_on_groups
 from .plan import Plan
 from .segments import NOT_OPTIMIZED, Bucket, Fragment, Segment, TensorInfo, build_buckets, build_segments
 from .stepping import SteppedGroup, repoint
@@ -79,9 +80,10 @@ class SubnetworkOptimizer(ZeROOptimizer):
         self._communicator = communicator
         self._parameters = dict(parameters)
         self._everyone_updates = plan.regime == "backward"
+        tensors = agree_on_groups(optimizer, tensors, self._parameters, communicator, settings=repr(settings))
         self._gradients = Gradients(self._parameters, accumulate_in_fp32=settings.accumulate_in_fp32)
         self._device = next(iter(self._parameters.values())).device
-        self.exchange = self._build_exchange(_with_groups(tensors, self._parameters, optimizer), plan)
+        self.exchange = self._build_exchange(tensors, plan)
         self.groups = [self._stepped_group(index) for index in range(len(optimizer.param_groups))]
         self._last_use = _last_use(self.exchange.buckets, communicator.rank)
         repoint(optimizer, self.groups)
@@ -216,7 +218,7 @@ class SubnetworkOptimizer(ZeROOptimizer):
         for name in self._parameters:
             self._gradients.free(name)
 
-    def reload_masters(self) -> None:
+    def refresh_fp32_params(self) -> None:
         """Take fp32 masters from the weights again, after weights came from outside."""
         for group in self.groups:
             group.reload_master()
@@ -232,31 +234,6 @@ class SubnetworkOptimizer(ZeROOptimizer):
         for group, master in zip(own, state["masters"], strict=True):
             if master is not None:
                 group.tensors[0].data.copy_(master)
-
-
-def _with_groups(
-    tensors: Sequence[TensorInfo], parameters: Mapping[str, torch.nn.Parameter], optimizer: torch.optim.Optimizer
-) -> list[TensorInfo]:
-    """Tensors with the index of their optimizer param group.
-
-    Raises:
-        ValueError: the optimizer has a parameter that the model does not have.
-    """
-    names = {id(parameter): name for name, parameter in parameters.items()}
-    group_of: dict[str, int] = {}
-    for index, options in enumerate(optimizer.param_groups):
-        for parameter in options["params"]:
-            if id(parameter) not in names:
-                raise ValueError(
-                    f"optimizer param group {index} has a parameter of shape {tuple(parameter.shape)} that the model "
-                    "does not have; build the optimizer from this model's parameters"
-                )
-            group_of[names[id(parameter)]] = index
-    return [replace(info, group=_group(info, group_of)) for info in tensors]
-
-
-def _group(info: TensorInfo, group_of: Mapping[str, int]) -> int:
-    return group_of.get(info.name, NOT_OPTIMIZED) if info.trainable else NOT_OPTIMIZED
 
 
 def _last_use(buckets: Sequence[Bucket], rank: int) -> list[list[str]]:

@@ -31,17 +31,18 @@ def load_report(folder: Path) -> dict[str, Any]:
     return report
 
 
-def _largest(kind: str) -> Callable[[Mapping[str, Any]], float]:
-    """Reads the largest figure of all ranks: the worker that must be paid for."""
-    return lambda report: max(rank[kind] for rank in report["ranks"])
+def _largest(*kinds: str) -> Callable[[Mapping[str, Any]], float | None]:
+    """Reads the largest figure (sum of `kinds`) of all ranks: the worker that must be paid for. None: not measured."""
+
+    def read(report: Mapping[str, Any]) -> float | None:
+        ranks = report["ranks"]
+        return max(sum(rank[kind] for kind in kinds) for rank in ranks) if ranks else None
+
+    return read
 
 
 def _median_seconds(report: Mapping[str, Any]) -> float | None:
     return report["step_seconds"] and report["step_seconds"]["median"]
-
-
-def _state(report: Mapping[str, Any]) -> float:
-    return max(rank["weights"] + rank["gradients"] + rank["optimizer"] for rank in report["ranks"])
 
 
 # Row title, where the number is, how it is written, whether a quotient with the baseline means something.
@@ -49,7 +50,12 @@ _ROWS: tuple[tuple[str, Callable[[Mapping[str, Any]], float | None], Callable[[f
     ("weights", _largest("weights"), lambda x: f"{x / _MIB:.2f} MiB", True),
     ("gradients", _largest("gradients"), lambda x: f"{x / _MIB:.2f} MiB", True),
     ("optimizer state", _largest("optimizer"), lambda x: f"{x / _MIB:.2f} MiB", True),
-    ("model state, sum of the three", _state, lambda x: f"{x / _MIB:.2f} MiB", True),
+    (
+        "model state, sum of the three",
+        _largest("weights", "gradients", "optimizer"),
+        lambda x: f"{x / _MIB:.2f} MiB",
+        True,
+    ),
     ("peak of live tensors", _largest("peak"), lambda x: f"{x / _MIB:.2f} MiB", True),
     ("bytes sent per step", _largest("sent"), lambda x: f"{x / _MIB:.2f} MiB", True),
     ("step time, median", _median_seconds, lambda x: f"{x * 1000:.0f} ms", True),
@@ -88,8 +94,10 @@ def _notes(reports: Sequence[Mapping[str, Any]]) -> list[str]:
     for report in reports:
         spread = report["step_seconds"]
         times = f", step p10 {spread['p10'] * 1000:.0f} ms, p90 {spread['p90'] * 1000:.0f} ms" if spread else ""
+        missing = "" if report["ranks"] else "; memory and traffic were not measured"
         notes.append(
-            f"{report['label']}: {report['num_ranks']} ranks, {report['steps']} steps{times}; {report['hardware']}"
+            f"{report['label']}: {report['num_ranks']} ranks, {report['steps']} steps{times}; "
+            f"{report['hardware']}{missing}"
         )
     return notes
 

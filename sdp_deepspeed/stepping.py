@@ -108,16 +108,7 @@ def repoint(optimizer: torch.optim.Optimizer, groups: Sequence[SteppedGroup]) ->
 
     Adagrad creates its state in its constructor, so it is constructed again; all others create theirs at
     the first step.
-
-    Raises:
-        ValueError: the optimizer already has state for the parameters (it was stepped before).
     """
-    started = [state for state in optimizer.state.values() if _was_stepped(state)]
-    if started:
-        raise ValueError(
-            f"the optimizer already holds state for {len(started)} parameters; give subnetwork_data_parallel a fresh "
-            "optimizer and load a checkpoint afterwards"
-        )
     needs_state = bool(optimizer.state)
     optimizer.state.clear()
     for options, group in zip(optimizer.param_groups, groups, strict=True):
@@ -125,6 +116,16 @@ def repoint(optimizer: torch.optim.Optimizer, groups: Sequence[SteppedGroup]) ->
     if needs_state:
         kind: Any = type(optimizer)
         optimizer.state = kind([dict(options) for options in optimizer.param_groups], **optimizer.defaults).state
+
+
+def check_fresh(optimizer: torch.optim.Optimizer) -> None:
+    """ValueError if the optimizer already has state for its parameters (it was stepped before)."""
+    started = [state for state in optimizer.state.values() if _was_stepped(state)]
+    if started:
+        raise ValueError(
+            f"the optimizer already holds state for {len(started)} parameters; give subnetwork_data_parallel a fresh "
+            "optimizer and load a checkpoint afterwards"
+        )
 
 
 def _was_stepped(state: Mapping[str, Any]) -> bool:

@@ -19,10 +19,12 @@ from torch import nn
 
 from sdp_deepspeed.agreement import check_holders_agree
 from sdp_deepspeed.communicator import Communicator
+from sdp_deepspeed.exchange import write
+from sdp_deepspeed.fetch import UnitFetcher
 from sdp_deepspeed.optimizer import OptimizerSettings, SubnetworkOptimizer
 from sdp_deepspeed.plan import Plan
 from sdp_deepspeed.reference import Reference, zero_lacking
-from sdp_deepspeed.segments import TensorInfo
+from sdp_deepspeed.segments import Fragment, TensorInfo
 from sdp_deepspeed.units import check_pieces
 
 WIDTH, HIDDEN = 6, 11
@@ -128,6 +130,24 @@ class SliceCase:
             assert measured is not None and abs(measured - norm) <= relative * norm, (measured, norm)  # noqa: PT018
             check_holders_agree(named(model), tensors, plan, communicator)
             self.compare(model, reference.model, plan, rank.rank)
+        self.assemble_dense(model, reference.model, plan, communicator)
+
+    def assemble_dense(self, model: nn.Module, dense: nn.Module, plan: Plan, communicator: Communicator) -> None:
+        """Every rank gets the slices that it lacks from their holders, and has the reference's dense model."""
+        tensors = {name: parameter.data for name, parameter in named(model).items()}
+        fetcher = UnitFetcher(
+            plan,
+            communicator,
+            shape_of=lambda piece: tuple(tensors[piece.parameter].shape),
+            dtype_of=lambda piece: tensors[piece.parameter].dtype,
+            device=torch.device("cpu"),
+        )
+        for index in range(len(plan.units)):
+            for piece, value in fetcher.fetch(index, tensors).items():
+                write(tensors, [Fragment(piece, 0, value.numel())], [value])
+        for name, expected in named(dense).items():
+            tolerance = self.tolerance(expected)
+            assert torch.allclose(tensors[name].float(), expected.detach().float(), rtol=0, atol=tolerance), name
 
     def plan(self, rank: Rank, communicator: Communicator) -> Plan:
         """Written by rank 0, loaded by all, saved and loaded again."""

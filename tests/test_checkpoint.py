@@ -242,6 +242,19 @@ def a_leftover_is_never_loaded(rank: Rank) -> None:
     assert engine.load_checkpoint(str(rank.folder))[0] == str(rank.folder / "next")
 
 
+def test_a_full_disk_is_named() -> None:
+    with pytest.raises(RuntimeError, match="cannot write /dev/full: No space left on device"):
+        checkpoint._write(Path("/dev/full"), {"weight": torch.zeros(1000)})
+
+
+def test_a_replacement_that_was_cut_off_is_undone(tmp_path: Path) -> None:
+    replaced = tmp_path / ".step_1.replaced"
+    replaced.mkdir()
+    checkpoint._bring_back(tmp_path / "step_1")
+    assert (tmp_path / "step_1").is_dir()
+    assert not replaced.exists()
+
+
 def _cases(size: int, options: pytest.Config) -> Iterator[tuple[str, Any]]:
     for check in (
         an_interrupted_run_goes_on,

@@ -11,15 +11,7 @@ import torch
 import torch.distributed as dist
 from models import batches, config, llama, loss_of
 from ranks import Rank
-from training import assert_identical, dense_state, engine_of, gathered, micro_step, train
-
-SGD = {"type": "SGD", "params": {"lr": 0.1}}
-
-
-def sgd(accumulation: int = 1, *, stage: int = 1, clip: float = 0.0, **block: Any) -> dict[str, Any]:
-    """SGD without momentum: a step shows its gradient as it is."""
-    result = config(**({"holders": 1} | block)) | {"optimizer": SGD, "gradient_clipping": clip}
-    return result | {"gradient_accumulation_steps": accumulation, "zero_optimization": {"stage": stage}}
+from training import assert_identical, dense_state, engine_of, gathered, micro_step, sgd, train
 
 
 def own_batches(rank: Rank, num: int) -> list[torch.Tensor]:

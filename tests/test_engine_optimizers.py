@@ -1,4 +1,4 @@
-"""Optimizers from JSON and from the client, what is frozen or unused, and which optimizers are refused."""
+"""Optimizers from JSON and from the client, what is frozen, unused or lacking, and which optimizers are refused."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import torch
 from models import batches, config, llama, loss_of, two_groups
 from ranks import Rank
 from torch import nn
-from training import assert_identical, dense_state, engine_of, micro_step, refusal, train
+from training import assert_identical, dense_state, engine_of, micro_step, refusal, sgd, train
 
 from sdp_deepspeed.reference import Reference
 
@@ -187,6 +187,49 @@ def unused_parameters(rank: Rank) -> None:
         assert engine.module.spare.tolist() == [0.75**2] * 5
 
 
+def others_may_replace_param_data(rank: Rank) -> None:
+    """AutoTP's gathers and users' casts put new storage behind a parameter; the step must reach it."""
+    states = []
+    for replaced in (False, True):
+        engine = engine_of(sgd(holders=1))
+        for first in range(3):
+            train(engine, num_steps=1, first=first)
+            for parameter in engine.module.parameters() if replaced else ():
+                parameter.data = parameter.data.clone()
+        states.append(dense_state(engine))
+    assert_identical(*states)
+
+
+def lacking_parameters_are_empty(rank: Rank) -> None:
+    engine = engine_of(sgd(holders=1))
+    train(engine, num_steps=1)
+    held = engine.held_tensors()
+    lacking = {name: p for name, p in engine.module.named_parameters() if name not in held}
+    assert lacking
+    for name, parameter in lacking.items():
+        assert parameter.numel() == 0, name
+        assert not parameter.requires_grad, name
+        assert parameter.grad is None, name
+
+
+def weights_loaded_from_outside_are_kept(rank: Rank) -> None:
+    """With a master copy (bf16) the step starts from the loaded weights once it was told of them."""
+    engine = engine_of(sgd(holders=1) | {"bf16": {"enabled": True}})
+    train(engine, num_steps=1)
+    with engine.dense(resident=True):
+        engine.module.load_state_dict({name: torch.zeros_like(v) for name, v in engine.module.state_dict().items()})
+    engine.optimizer.refresh_fp32_params()
+    train(engine, num_steps=1)
+    assert all(float(value.abs().max()) < 0.5 for value in dense_state(engine).values())  # norms were ones before
+
+
+def save_16bit_model_is_dense(rank: Rank) -> None:
+    engine = engine_of(sgd(holders=1))
+    engine.save_16bit_model(str(rank.folder))
+    saved = torch.load(rank.folder / "pytorch_model.bin", weights_only=True)
+    assert_identical(saved, dense_state(engine))
+
+
 def _cases(size: int, options: pytest.Config) -> Iterator[tuple[str, Any]]:
     adam = (("lr", 1e-2), ("torch_adam", True))
     yield "AdamW", FromJson("AdamW", 1, (*adam, ("weight_decay", 0.1)))
@@ -197,6 +240,10 @@ def _cases(size: int, options: pytest.Config) -> Iterator[tuple[str, Any]]:
     for check in (
         client_param_groups,
         client_callable,
+        others_may_replace_param_data,
+        lacking_parameters_are_empty,
+        weights_loaded_from_outside_are_kept,
+        save_16bit_model_is_dense,
         others_are_refused,
         others_are_allowed,
         a_stepped_optimizer_is_refused,

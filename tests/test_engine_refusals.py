@@ -110,6 +110,51 @@ def another_plan_on_one_rank(rank: Rank) -> None:
     refusal(RuntimeError, lambda: engine_of(settings), "ranks [1] made another plan than rank 0")
 
 
+def another_layout_on_one_rank(rank: Rank) -> None:
+    """A frozen tensor on one rank would abort both in the first exchange."""
+    model = llama()
+    model.get_parameter("model.embed_tokens.weight").requires_grad_(rank.rank == 0)
+    refusal(RuntimeError, lambda: engine_of(config(holders=1), model), "rank 1", "embed_tokens", "requires_grad")
+
+
+def a_wrong_optimizer_on_one_rank(rank: Rank) -> None:
+    model = llama()
+    parameters = [nn.Parameter(torch.ones(2))] if rank.rank == 1 else list(model.parameters())
+    optimizer = torch.optim.AdamW(parameters)
+    settings = {key: value for key, value in config(holders=1).items() if key != "optimizer"}
+    refusal(ValueError, lambda: engine_of(settings, model, optimizer=optimizer), "does not have", "[on rank 1]")
+
+
+def other_parallelism_is_refused(rank: Rank) -> None:
+    refusal(ValueError, lambda: engine_of(config(holders=1), mesh_param=(1, 2)), "mesh_param")
+    refusal(ValueError, lambda: engine_of(config(holders=1), mpu=Mpu()), "mpu")
+
+
+class Mpu:
+    """What a model-parallel user hands in; each rank would be its own data-parallel group."""
+
+    def get_model_parallel_rank(self) -> int:
+        return dist.get_rank()
+
+    def get_model_parallel_world_size(self) -> int:
+        return dist.get_world_size()
+
+    get_tensor_model_parallel_rank = get_model_parallel_rank
+    get_tensor_model_parallel_world_size = get_model_parallel_world_size
+
+    def get_model_parallel_group(self) -> Any:
+        return dist.group.WORLD
+
+    def get_data_parallel_rank(self) -> int:
+        return 0
+
+    def get_data_parallel_world_size(self) -> int:
+        return 1
+
+    def get_data_parallel_group(self) -> Any:
+        return dist.group.WORLD
+
+
 def a_tampered_holder_is_noticed(rank: Rank) -> None:
     """Each rank steps its own half of a tensor from what it has, so a wrong half spreads: tamper with the copy of the
     other's half, which the returning exchange would repair, and switch that off."""
@@ -141,6 +186,9 @@ def _cases(size: int, options: pytest.Config) -> Iterator[tuple[str, Any]]:
         plans_that_do_not_fit,
         a_plan_that_one_rank_lacks,
         another_plan_on_one_rank,
+        another_layout_on_one_rank,
+        a_wrong_optimizer_on_one_rank,
+        other_parallelism_is_refused,
         a_tampered_holder_is_noticed,
         a_partial_state_dict_never_leaves,
     ):

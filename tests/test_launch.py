@@ -16,8 +16,11 @@ from typing import Any
 
 import psutil
 import pytest
+import torch
+from transformers import AutoModelForCausalLM
 
 from sdp_deepspeed.config import KEY
+from sdp_deepspeed.data import DataConfig, build
 
 ROOT = Path(__file__).parents[1]
 NUM_RANKS = 2
@@ -105,8 +108,8 @@ class Running:
 
 
 @contextmanager
-def launched(folder: Path, run: str, *extra: str) -> Iterator[Running]:
-    running = Running(command(folder, run, *extra), folder / f"{run}.log")
+def launched(folder: Path, run: str, *extra: str, log: str = "") -> Iterator[Running]:
+    running = Running(command(folder, run, *extra), folder / f"{log or run}.log")
     try:
         yield running
     finally:
@@ -122,9 +125,13 @@ def finish(folder: Path, run: str, *extra: str) -> str:
         return running.log.read_text()
 
 
-def train_records(folder: Path, run: str) -> dict[int, dict[str, Any]]:
+def read_metrics(folder: Path, run: str, kind: str) -> list[dict[str, Any]]:
     lines = [json.loads(line) for line in (folder / run / "metrics.jsonl").read_text().splitlines()]
-    records = [line for line in lines if line["kind"] == "train"]
+    return [line for line in lines if line["kind"] == kind]
+
+
+def train_records(folder: Path, run: str) -> dict[int, dict[str, Any]]:
+    records = read_metrics(folder, run, "train")
     assert [record["step"] for record in records] == list(range(1, len(records) + 1)), "each step once, in order"
     return {record["step"]: record for record in records}
 
@@ -166,6 +173,8 @@ def test_an_interrupted_run_resumes_as_if_nothing_had_happened(folder: Path) -> 
         assert [r[field] for r in resumed.values()] == [r[field] for r in straight.values()], field
     assert resumed[1]["loss_of"] == "subnetwork"
     check_what_a_run_leaves(folder / "interrupted", int(steps))
+    check_evaluation_is_of_the_exported_model(folder, "interrupted", int(steps))
+    check_killed_after_the_last_save(folder, "straight", int(steps))
     again = subprocess.run(
         [sys.executable, *command(folder, "interrupted", "--steps", steps)[5:]],
         cwd=ROOT,
@@ -175,6 +184,36 @@ def test_an_interrupted_run_resumes_as_if_nothing_had_happened(folder: Path) -> 
         timeout=TIME_LIMIT,
     )
     assert f"has its {steps} steps already" in again.stdout, "a finished run is not trained again"
+
+
+def check_evaluation_is_of_the_exported_model(folder: Path, run: str, steps: int) -> None:
+    """The recorded loss is that of the dense model: Transformers alone finds it with the exported weights."""
+    data = DataConfig.from_dict(json.loads((folder / "data.json").read_text()))
+    validation = build(data, micro_batch=1, rank=0, world_size=1).validation
+    assert validation is not None
+    model = AutoModelForCausalLM.from_pretrained(folder / run / "hf")
+    with torch.no_grad():
+        terms = [(model(**inputs).loss.item() * weight, weight) for inputs, weight in validation]
+    recorded = read_metrics(folder, run, "evaluation")[-1]
+    assert recorded["step"] == steps
+    loss_sum, num_tokens = map(sum, zip(*terms, strict=True))
+    assert recorded["num_tokens"] == num_tokens
+    assert recorded["dense_validation_loss"] == pytest.approx(loss_sum / num_tokens, abs=1e-4)
+
+
+def check_killed_after_the_last_save(folder: Path, run: str, steps: int) -> None:
+    """A run that was killed between its last checkpoint and its last evaluation ends with the same report."""
+    report, metrics = folder / run / "report.json", folder / run / "metrics.jsonl"
+    whole = json.loads(report.read_text())
+    report.unlink()
+    *kept, last = metrics.read_text().splitlines(keepends=True)
+    assert '"kind": "evaluation"' in last
+    metrics.write_text("".join(kept))
+    finish(folder, run, "--steps", str(steps))
+    evaluations = read_metrics(folder, run, "evaluation")
+    assert [record["step"] for record in evaluations][-1] == steps
+    assert len(evaluations) == len({record["step"] for record in evaluations}), "no evaluation twice"
+    assert json.loads(report.read_text()) == whole, "measured figures and the final evaluation included"
 
 
 def check_what_a_run_leaves(run: Path, steps: int) -> None:
@@ -214,3 +253,28 @@ def test_a_mistake_in_the_block_is_told_once_without_a_traceback(folder: Path) -
     assert f"{KEY}.coverag" in errors[0]
     assert "Traceback" not in output
     assert not (folder / "wrong" / "config.json").exists()
+
+
+def test_a_folder_that_cannot_be_made_is_one_error_on_all_ranks(folder: Path) -> None:
+    (folder / "occupied").write_text("a file")
+    with launched(folder, "occupied/run", "--steps", "3", log="occupied.run") as running:
+        assert running.wait() == 2, running.explain()
+        output = running.log.read_text()
+    errors = [line for line in output.splitlines() if line.startswith("error")]
+    assert len(errors) == 1, running.explain()
+    assert f"--run-folder: cannot make {folder / 'occupied/run'}: Not a directory; choose another" in errors[0]
+    assert "Traceback" not in output
+    assert "terminate called" not in output
+
+
+def test_a_full_disk_ends_all_ranks_with_one_error(folder: Path) -> None:
+    metrics = folder / "full" / "metrics.jsonl"
+    with launched(folder, "full", "--steps", "100000") as running:
+        running.wait_for_step(metrics, 3)
+        (folder / "full_device").symlink_to("/dev/full")
+        os.replace(folder / "full_device", metrics)
+        assert running.wait() == 1, running.explain()
+        output = running.log.read_text()
+    assert output.count("error: ") == 1, running.explain()
+    assert f"error: cannot write {metrics}: No space left on device; make it possible" in output
+    assert "Traceback" not in output

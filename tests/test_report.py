@@ -51,6 +51,17 @@ def test_what_was_not_measured_is_a_dash() -> None:
     assert cells(text, "dense validation loss") == ["-", "1.2500"]
 
 
+def test_figures_that_were_not_measured_are_dashes() -> None:
+    text = table([report("ours", scale=2, ranks=None), report("theirs", scale=4)])
+    for title in ("weights", "model state, sum of the three", "peak of live tensors", "bytes sent per step"):
+        assert cells(text, title)[0] == "-", title
+    assert "a CPU; memory and traffic were not measured" in text
+    assert cells(table([report("ours", scale=2), report("theirs", scale=4, ranks=None)]), "weights") == [
+        "2.00 MiB",
+        "-",
+    ]
+
+
 def test_unfinished_and_foreign_reports_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(ValueError, match="has not finished, start it again to resume"):
         load_report(tmp_path)

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from sdp_deepspeed.segments import Fragment
-from sdp_deepspeed.stepping import SteppedGroup, can_view, repoint, view_of
+from sdp_deepspeed.stepping import SteppedGroup, can_view, check_fresh, repoint, view_of
 from sdp_deepspeed.units import Piece
 
 ROWS = Piece("w", 0, 1, 2)
@@ -176,4 +176,4 @@ def test_a_stepped_optimizer_is_refused(kind: str) -> None:
         parameter.grad = torch.ones_like(parameter)
     optimizer.step()
     with pytest.raises(ValueError, match="already holds state for 2 parameters"):
-        repoint(optimizer, groups_of(parameters))
+        check_fresh(optimizer)

@@ -9,7 +9,7 @@ from typing import Any
 import deepspeed
 import torch
 import torch.distributed as dist
-from models import batches, llama, loss_of
+from models import batches, config, llama, loss_of
 from torch import nn
 
 import sdp_deepspeed  # noqa: F401  (arms the seam)
@@ -73,3 +73,12 @@ def refusal(kinds: type[BaseException] | tuple[type[BaseException], ...], work: 
     missing = [word for word in words if word not in own]
     assert not missing, (missing, own)
     return own
+
+
+SGD = {"type": "SGD", "params": {"lr": 0.1}}
+
+
+def sgd(accumulation: int = 1, *, stage: int = 1, clip: float = 0.0, **block: Any) -> dict[str, Any]:
+    """SGD without momentum: a step shows its gradient as it is."""
+    result = config(**({"holders": 1} | block)) | {"optimizer": SGD, "gradient_clipping": clip}
+    return result | {"gradient_accumulation_steps": accumulation, "zero_optimization": {"stage": stage}}

@@ -16,7 +16,7 @@ from torch import nn
 
 from ..architectures import Site
 from ..plan import Plan
-from ..units import Unit
+from ..units import Piece, Unit
 
 
 class _Nothing:
@@ -124,6 +124,10 @@ class BlockMask:
             tensor = self._tensors[piece.parameter]
             tensor.data = value.view(self.shapes[piece.parameter])
         state.present = True
+
+    def dtype_of(self, piece: Piece) -> torch.dtype:
+        """Of the piece's tensor, present or not."""
+        return self._tensors[piece.parameter].dtype
 
     def tensors_of(self, state: UnitModules) -> list[torch.Tensor]:
         """The unit's tensors, detached, in the order of its pieces."""

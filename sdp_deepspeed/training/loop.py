@@ -4,20 +4,21 @@ from __future__ import annotations
 
 import contextlib
 import time
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from sdp_deepspeed.data import DataBundle
-from sdp_deepspeed.measure import StepFigures, measured_step
+from sdp_deepspeed.measure import measured_step
 from sdp_deepspeed.training import host
 from sdp_deepspeed.training.evaluate import dense_validation_loss, to_device
 from sdp_deepspeed.training.options import Options
 from sdp_deepspeed.training.progress import Progress, memory_bytes
 from sdp_deepspeed.training.run_folder import RunFolder
 from sdp_deepspeed.training.stopping import StopRequest, agreed
+from sdp_deepspeed.training.together import on_first_rank
 
 
 @dataclass
@@ -26,7 +27,7 @@ class Run:
 
     Args:
         step: optimizer steps done, those before a resume included.
-        figures: what the measured step of this process showed; empty until then.
+        evaluated_at: step of the last recorded evaluation, also of an earlier process; None before the first.
     """
 
     options: Options
@@ -34,7 +35,7 @@ class Run:
     data: DataBundle
     folder: RunFolder
     step: int = 0
-    figures: StepFigures = field(default_factory=StepFigures)
+    evaluated_at: int | None = None
 
     @property
     def tokens_per_step(self) -> int:
@@ -48,7 +49,13 @@ def resume(run: Run) -> None:
         _, state = run.engine.load_checkpoint(str(run.folder.checkpoints))
         run.step = state["step"]
         run.data.train.load_state_dict(state["data"])
-    run.folder.drop_metrics_after(run.step)
+    run.evaluated_at = on_first_rank(lambda: _forget_after(run.folder, run.step))
+
+
+def _forget_after(folder: RunFolder, step: int) -> int | None:
+    """Drop records after `step`. Returns the step of the last evaluation that stays."""
+    folder.drop_metrics_after(step)
+    return max((record["step"] for record in folder.metrics() if record["kind"] == "evaluation"), default=None)
 
 
 def save(run: Run) -> None:
@@ -56,15 +63,20 @@ def save(run: Run) -> None:
     state = {"step": run.step, "data": run.data.train.state_dict()}
     run.engine.save_checkpoint(str(run.folder.checkpoints), tag=f"step_{run.step:08d}", client_state=state)
     dist.barrier()
-    run.folder.prune_checkpoints(run.options.keep_checkpoints)
+    on_first_rank(lambda: run.folder.prune_checkpoints(run.options.keep_checkpoints))
+    on_first_rank(run.folder.raise_problem)
 
 
 def train(run: Run, progress: Progress) -> bool:
-    """Train up to `options.steps`; every rank calls it. False when a signal ended it early, after saving."""
+    """Train up to `options.steps`; every rank calls it. False when a signal ended it early, after saving.
+
+    Raises:
+        RunFolderError: on every rank, when the run's records cannot be written.
+    """
     options = run.options
     measured = min(run.step + 2, options.steps)  # the second step: the optimizer's moments exist
     first = run.step + 1
-    if run.step == 0:
+    if run.step == 0 and run.evaluated_at is None:
         evaluate(run, progress)
     with StopRequest() as stop:
         while run.step < options.steps:
@@ -78,17 +90,22 @@ def train(run: Run, progress: Progress) -> bool:
             if stopping and not done:
                 progress.say(f"saved in {run.folder.checkpoints}: the same command resumes")
                 return False
-            if done or run.step % options.eval_interval == 0:
+            if not done and run.step % options.eval_interval == 0:
                 evaluate(run, progress)
+        # Outside the loop: a process that was killed after its last save left this to the next one.
+        if run.evaluated_at != run.step:
+            evaluate(run, progress)
     return True
 
 
 def _one_step(run: Run, progress: Progress, stop: StopRequest, *, measure: bool, timed: bool) -> bool:
     """One optimizer step with its record. Returns whether any rank was asked to stop."""
     start = time.perf_counter()
-    with measured_step(run.engine) if measure else contextlib.nullcontext(run.figures) as run.figures:
+    with measured_step(run.engine) if measure else contextlib.nullcontext() as figures:
         local_loss = _micro_steps(run)
-    loss, stopping = agreed(stop, local_loss)
+    loss, stopping, failed = agreed(stop, local_loss, failed=run.folder.failed)
+    if failed:
+        on_first_rank(run.folder.raise_problem)
     seconds = time.perf_counter() - start
     run.step += 1
     tokens_per_second = run.tokens_per_step / seconds
@@ -107,8 +124,17 @@ def _one_step(run: Run, progress: Progress, stop: StopRequest, *, measure: bool,
             "epoch": run.data.train.epoch,
         }
     )
+    if figures is not None:
+        _record_figures(run, figures.to_json())
     progress.step(loss, tokens_per_second)
     return stopping
+
+
+def _record_figures(run: Run, figures: dict[str, Any]) -> None:
+    """Record every rank's figures at once, so that a later process of the run can report them; a collective."""
+    ranks: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(ranks, figures)
+    run.folder.append_metrics({"kind": "figures", "step": run.step, "ranks": ranks})
 
 
 def _micro_steps(run: Run) -> torch.Tensor:
@@ -131,6 +157,7 @@ def evaluate(run: Run, progress: Progress) -> None:
         return
     record = dense_validation_loss(run.engine, run.data.validation)
     run.folder.append_metrics({"kind": "evaluation", "step": run.step, **record})
+    run.evaluated_at = run.step
     progress.say(f"step {run.step}: dense validation loss {record['dense_validation_loss']:.4f}")
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import platform
 import statistics
 from importlib import metadata
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -13,17 +12,23 @@ import torch.distributed as dist
 from sdp_deepspeed.report import REPORT_VERSION
 from sdp_deepspeed.training import host
 from sdp_deepspeed.training.loop import Run
+from sdp_deepspeed.training.together import on_first_rank
 from sdp_deepspeed.version import __version__
 
 
 def write_report(run: Run) -> None:
-    """Gather what all ranks measured and write report.json; every rank calls it."""
-    ranks: list[dict[str, Any]] = [{} for _ in range(dist.get_world_size())]
-    dist.all_gather_object(ranks, run.figures.to_json())
-    if not run.folder.writes:
-        return
+    """Write report.json from the run's records; every rank calls it.
+
+    Raises:
+        RunFolderError: on every rank, when it, or an earlier record, cannot be written.
+    """
+    on_first_rank(run.folder.raise_problem)
+    on_first_rank(lambda: _write(run))
+
+
+def _write(run: Run) -> None:
     records = run.folder.metrics()
-    evaluations = [r for r in records if r["kind"] == "evaluation"]
+    evaluations, figures = ([r for r in records if r["kind"] == kind] for kind in ("evaluation", "figures"))
     plan = host.plan_of(run.engine)
     run.folder.write_json(
         "report.json",
@@ -37,7 +42,7 @@ def write_report(run: Run) -> None:
             "plan_hash": None if plan is None else plan.hash,
             "dense_validation_loss": evaluations[-1]["dense_validation_loss"] if evaluations else None,
             "step_seconds": _spread([r["seconds"] for r in records if r["kind"] == "train" and r["timed"]]),
-            "ranks": ranks,
+            "ranks": figures[-1]["ranks"] if figures else None,  # null: no step was measured
             "hardware": _hardware(run.engine.device),
             "versions": {"sdp_deepspeed": __version__}
             | {name: metadata.version(name) for name in ("deepspeed", "torch", "transformers")},

@@ -7,18 +7,39 @@ import json
 import math
 import os
 import shutil
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TextIO
 
-# What must be the same when a run is resumed; the rest (steps, intervals) may change.
+# What must be the same when a run is resumed; the rest (intervals, and steps where no schedule ends with them) may
+# change.
 _FIXED = ("model", "deepspeed_config", "data", "seed", "num_ranks")
+# Where `fill_automatic` writes --steps for "auto".
+_SCHEDULE_LENGTH = "deepspeed_config.scheduler.params.total_num_steps"
+
+
+class RunFolderError(RuntimeError):
+    """A file of the run cannot be written, as on a full disk; the message names it, the reason and what to do."""
+
+
+@contextmanager
+def writing(path: Path) -> Iterator[None]:
+    """RunFolderError instead of the block's OSError."""
+    try:
+        yield
+    except OSError as error:
+        raise RunFolderError(
+            f"cannot write {path}: {error.strerror or error}; make it possible (space, permissions) and start the same "
+            "command again: it resumes at the last checkpoint"
+        ) from None
 
 
 def _write_atomically(path: Path, text: str) -> None:
     aside = path.with_name(path.name + ".tmp")
-    aside.write_text(text, encoding="utf-8")
-    os.replace(aside, path)
+    with writing(path):
+        aside.write_text(text, encoding="utf-8")
+        os.replace(aside, path)
 
 
 def _without_nan(record: Mapping[str, Any]) -> dict[str, Any]:
@@ -26,12 +47,12 @@ def _without_nan(record: Mapping[str, Any]) -> dict[str, Any]:
     return {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in record.items()}
 
 
-def _differences(old: Any, new: Any, path: str) -> list[str]:
+def _differences(old: Any, new: Any, path: str) -> dict[str, tuple[Any, Any]]:
     """JSON paths at which two configs differ, with both values."""
     if isinstance(old, dict) and isinstance(new, dict):
         keys = sorted(old.keys() | new.keys())
-        return [line for key in keys for line in _differences(old.get(key), new.get(key), f"{path}.{key}")]
-    return [] if old == new else [f"{path}: {old!r} then, {new!r} now"]
+        return {p: v for key in keys for p, v in _differences(old.get(key), new.get(key), f"{path}.{key}").items()}
+    return {} if old == new else {path: (old, new)}
 
 
 class RunFolder:
@@ -44,14 +65,19 @@ class RunFolder:
         self.hf = path / "hf"
         self.plan = path / "plan.json"
         self._lock: TextIO | None = None
+        self._problem: RunFolderError | None = None
 
     def read_json(self, name: str) -> dict[str, Any] | None:
         """A JSON file of the run, or None when there is none."""
         path = self.path / name
-        if not path.exists():
-            return None
         try:
             return json.loads(path.read_text(encoding="utf-8"))
+        except (FileNotFoundError, NotADirectoryError):
+            return None
+        except OSError as error:
+            raise ValueError(
+                f"--run-folder: cannot read {path}: {error.strerror}; permit it, or choose another folder"
+            ) from None
         except json.JSONDecodeError as error:
             raise ValueError(f"{path} is not JSON ({error.msg}): remove it, or choose another --run-folder") from None
 
@@ -64,7 +90,10 @@ class RunFolder:
         old = self.read_json("config.json")
         if old is None:
             return
-        rows = [line for key in _FIXED for line in _differences(old.get(key), config.get(key), key)]
+        found = {p: v for key in _FIXED for p, v in _differences(old.get(key), config.get(key), key).items()}
+        if list(found) == [_SCHEDULE_LENGTH] and found[_SCHEDULE_LENGTH] == (old.get("steps"), config.get("steps")):
+            self._refuse_other_steps(*found[_SCHEDULE_LENGTH])
+        rows = [f"{path}: {then!r} then, {now!r} now" for path, (then, now) in found.items()]
         if rows:
             more = f"; +{len(rows) - 5} more" if len(rows) > 5 else ""
             raise ValueError(
@@ -72,26 +101,58 @@ class RunFolder:
                 "choose another --run-folder, remove this one, or go back to its settings"
             )
 
+    def _refuse_other_steps(self, then: int, now: int) -> None:
+        raise ValueError(
+            f"--steps was {then} when {self.path} was begun and is {now} now; the learning rate's schedule ends with it "
+            f'("total_num_steps": "auto"), so the steps already made would have had other learning rates. Give '
+            f'--steps {then}, write "total_num_steps": {then} in the DeepSpeed JSON to keep that schedule and go on '
+            "after its end, or choose another --run-folder"
+        )
+
     def create(self) -> None:
         """Make the folder and keep others out of it until this process ends.
 
         Raises:
-            ValueError: another run is still in it, such as one that Ctrl-C interrupted and that is saving now.
+            ValueError: it cannot be made or written, or another run is still in it, such as one that Ctrl-C interrupted and that is saving now.
         """
         if not self.writes:
             return
-        self.path.mkdir(parents=True, exist_ok=True)
-        self._lock = (self.path / ".lock").open("w")
         try:
+            self.path.mkdir(parents=True, exist_ok=True)
+            self._lock = (self.path / ".lock").open("w")
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             raise ValueError(f"{self.path} is in use: wait until its run has ended (it may still be saving)") from None
+        except OSError as error:
+            reason = "there is a file of this name" if isinstance(error, FileExistsError) else error.strerror
+            raise ValueError(
+                f"--run-folder: cannot make {self.path}: {reason}; choose another folder, or make this one possible"
+            ) from None
 
     def append_metrics(self, record: Mapping[str, Any]) -> None:
-        """Add one line to metrics.jsonl."""
-        if self.writes:
-            with (self.path / "metrics.jsonl").open("a", encoding="utf-8") as file:
+        """Add one line to metrics.jsonl.
+
+        Rank 0 alone would see an error here, and the others would hang: it becomes this folder's `failed`, and ranks
+        that have agreed on it call `raise_problem`.
+        """
+        if not self.writes:
+            return
+        path = self.path / "metrics.jsonl"
+        try:
+            with writing(path), path.open("a", encoding="utf-8") as file:
                 file.write(json.dumps(_without_nan(record)) + "\n")
+        except RunFolderError as error:
+            self._problem = self._problem or error
+
+    @property
+    def failed(self) -> bool:
+        """Whether a line of metrics.jsonl was lost."""
+        return self._problem is not None
+
+    def raise_problem(self) -> None:
+        """Raise RunFolderError if a line of metrics.jsonl was lost."""
+        if self._problem is not None:
+            raise self._problem
 
     def metrics(self) -> list[dict[str, Any]]:
         """All lines of metrics.jsonl; a last line that a crash cut short is left out."""
@@ -111,7 +172,10 @@ class RunFolder:
         return (self.checkpoints / "latest").exists()
 
     def prune_checkpoints(self, keep: int) -> None:
-        """Remove all but the newest `keep` checkpoints, after a new one is complete."""
+        """After a new checkpoint is complete: remove all but the newest `keep`, and what killed runs left half-made."""
         if self.writes:
-            for old in sorted(self.checkpoints.glob("step_*"))[:-keep]:
-                shutil.rmtree(old)
+            old = sorted(self.checkpoints.glob("step_*"))[:-keep]
+            stale = [path for end in ("writing", "replaced") for path in self.checkpoints.glob(f".*.{end}")]
+            for path in (*old, *stale):
+                with writing(path):
+                    shutil.rmtree(path) if path.is_dir() else path.unlink()

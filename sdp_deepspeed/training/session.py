@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import logging
+import os
 import warnings
 from typing import Any
 
 import deepspeed
 import torch
 import torch.distributed as dist
+from deepspeed.accelerator import get_accelerator
 from deepspeed.runtime.config import DeepSpeedConfigError
 from transformers.utils.logging import disable_progress_bar
 
@@ -16,26 +18,30 @@ import sdp_deepspeed  # noqa: F401  its import is what makes deepspeed.initializ
 from sdp_deepspeed.data import DataConfig, build
 from sdp_deepspeed.training import host
 from sdp_deepspeed.training.loop import Run, resume, train
-from sdp_deepspeed.training.mistakes import reported_mistakes
+from sdp_deepspeed.training.mistakes import reported, reported_mistakes
 from sdp_deepspeed.training.model import build_model, check_fits
 from sdp_deepspeed.training.options import Options
 from sdp_deepspeed.training.progress import Progress
 from sdp_deepspeed.training.reporting import write_report
-from sdp_deepspeed.training.run_folder import RunFolder
+from sdp_deepspeed.training.run_folder import RunFolder, RunFolderError, writing
+from sdp_deepspeed.training.together import on_first_rank
 
 
 def run_session(options: Options, folder: RunFolder, config: dict[str, Any]) -> int:
     """Train, export, report; every rank calls it. Returns the exit code."""
     deepspeed.init_distributed()
+    # Before the first collective of ours, which with NCCL needs each rank on its own device.
+    get_accelerator().set_device(int(os.environ.get("LOCAL_RANK", "0")))
     _silence_hosts()
     try:
         # DeepSpeed tells some mistakes in its JSON by assertion.
-        with reported_mistakes(DeepSpeedConfigError, AssertionError, NotImplementedError):
+        with reported_mistakes(DeepSpeedConfigError, AssertionError, NotImplementedError, RunFolderError):
             run = _set_up(options, folder)
-            folder.write_json("config.json", config)
-            if (plan := host.plan_of(run.engine)) is not None and folder.writes:
-                plan.save(folder.plan)
-        with Progress(first=run.step, total=options.steps, show=folder.writes) as progress:
+            on_first_rank(lambda: _record_settings(run, config))
+        with (
+            reported(RunFolderError),
+            Progress(first=run.step, total=options.steps, show=folder.writes) as progress,
+        ):
             progress.say(_introduction(run))
             if train(run, progress):
                 host.save_pretrained(run.engine, folder.hf, run.data.tokenizer)
@@ -54,9 +60,16 @@ def _silence_hosts() -> None:
     warnings.filterwarnings("ignore", category=FutureWarning, module="torch.distributed.c10d_logger")
 
 
+def _record_settings(run: Run, config: dict[str, Any]) -> None:
+    run.folder.write_json("config.json", config)
+    if (plan := host.plan_of(run.engine)) is not None:
+        with writing(run.folder.plan):
+            plan.save(run.folder.plan)
+
+
 def _set_up(options: Options, folder: RunFolder) -> Run:
     """Model, engine and data, at the last checkpoint if there is one."""
-    folder.create()
+    on_first_rank(folder.create)
     data_config = DataConfig.from_dict(options.data)
     model = build_model(options.model, seed=options.seed, gradient_checkpointing=options.gradient_checkpointing)
     engine, *_ = deepspeed.initialize(

@@ -59,12 +59,13 @@ class StopRequest:
         return self._signalled or _ancestors() != self._ancestors
 
 
-def agreed(stop: StopRequest, loss: torch.Tensor) -> tuple[float, bool]:
-    """The mean of `loss` (a scalar) over ranks, and whether any rank was asked to stop. A collective of all ranks.
+def agreed(stop: StopRequest, loss: torch.Tensor, *, failed: bool = False) -> tuple[float, bool, bool]:
+    """Mean of `loss` (a scalar) over ranks, whether any was asked to stop, whether any `failed`; all ranks call it.
 
-    Both travel in one all-reduce, and all ranks get the same answer, so that they leave the loop after the same step.
+    All travel in one all-reduce, and all ranks get the same answer, so that they leave the loop after the same step.
     """
-    both = torch.stack([loss.detach().float(), loss.new_tensor(float(stop.requested), dtype=torch.float32)])
-    dist.all_reduce(both)
-    loss_sum, num_requests = both.tolist()
-    return loss_sum / dist.get_world_size(), num_requests > 0
+    flags = loss.new_tensor([float(stop.requested), float(failed)], dtype=torch.float32)
+    values = torch.cat([loss.detach().float().reshape(1), flags])
+    dist.all_reduce(values)
+    loss_sum, num_requests, num_failed = values.tolist()
+    return loss_sum / dist.get_world_size(), num_requests > 0, num_failed > 0

@@ -1,0 +1,81 @@
+"""Which optimizer param group each dense tensor is in, agreed on by all ranks before the first exchange."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+
+import torch
+
+from .communicator import Communicator
+from .segments import NOT_OPTIMIZED, TensorInfo
+from .stepping import check_fresh
+
+
+def agree_on_groups(
+    optimizer: torch.optim.Optimizer,
+    tensors: Sequence[TensorInfo],
+    parameters: Mapping[str, torch.nn.Parameter],
+    communicator: Communicator,
+    *,
+    settings: str,
+) -> list[TensorInfo]:
+    """Tensors with their param groups; every rank calls it. A layout that differs would abort or corrupt the exchange.
+
+    Args:
+        settings: what else the layout depends on, in words.
+
+    Raises:
+        ValueError: on all ranks, what one rank's optimizer has wrong.
+        RuntimeError: on all ranks, naming the first tensor that two ranks would lay out differently.
+    """
+    error: ValueError | None = None
+    layout: list[TensorInfo] = []
+    try:
+        check_fresh(optimizer)
+        layout = _with_groups(tensors, parameters, optimizer)
+    except ValueError as problem:
+        error = problem
+    communicator.raise_together(error)
+    facts = [settings, *map(repr, layout)]
+    digests = communicator.gather_objects(hashlib.sha256("\n".join(facts).encode()).hexdigest())
+    if len(set(digests)) > 1:
+        raise RuntimeError(_difference(communicator.gather_objects(facts)))
+    return layout
+
+
+def _with_groups(
+    tensors: Sequence[TensorInfo], parameters: Mapping[str, torch.nn.Parameter], optimizer: torch.optim.Optimizer
+) -> list[TensorInfo]:
+    """Tensors with the index of their optimizer param group.
+
+    Raises:
+        ValueError: the optimizer has a parameter that the model does not have.
+    """
+    names = {id(parameter): name for name, parameter in parameters.items()}
+    group_of: dict[str, int] = {}
+    for index, options in enumerate(optimizer.param_groups):
+        for parameter in options["params"]:
+            if id(parameter) not in names:
+                raise ValueError(
+                    f"optimizer param group {index} has a parameter of shape {tuple(parameter.shape)} that the model "
+                    "does not have; build the optimizer from this model's parameters"
+                )
+            group_of[names[id(parameter)]] = index
+    return [replace(info, group=_group(info, group_of)) for info in tensors]
+
+
+def _difference(facts: Sequence[Sequence[str]]) -> str:
+    """The first fact on which a rank differs from rank 0."""
+    rank = next(rank for rank, own in enumerate(facts) if own != facts[0])
+    pairs = zip(facts[0], facts[rank], strict=False)
+    first, other = next((pair for pair in pairs if pair[0] != pair[1]), ("fewer tensors", "more tensors"))
+    return (
+        f"rank {rank} would lay out its gradients differently than rank 0: {other} there, {first} on rank 0. Give all "
+        "ranks the same config, param groups and requires_grad"
+    )
+
+
+def _group(info: TensorInfo, group_of: Mapping[str, int]) -> int:
+    return group_of.get(info.name, NOT_OPTIMIZED) if info.trainable else NOT_OPTIMIZED
