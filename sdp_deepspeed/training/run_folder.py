@@ -103,8 +103,8 @@ class RunFolder:
 
     def _refuse_other_steps(self, then: int, now: int) -> None:
         raise ValueError(
-            f"--steps was {then} when {self.path} was begun and is {now} now; the learning rate's schedule ends with it "
-            f'("total_num_steps": "auto"), so the steps already made would have had other learning rates. Give '
+            f"--steps was {then} when {self.path} was begun and is {now} now; the learning rate's schedule ends with "
+            f'it ("total_num_steps": "auto"), so the steps already made would have had other learning rates. Give '
             f'--steps {then}, write "total_num_steps": {then} in the DeepSpeed JSON to keep that schedule and go on '
             "after its end, or choose another --run-folder"
         )
@@ -113,7 +113,8 @@ class RunFolder:
         """Make the folder and keep others out of it until this process ends.
 
         Raises:
-            ValueError: it cannot be made or written, or another run is still in it, such as one that Ctrl-C interrupted and that is saving now.
+            ValueError: it cannot be made, or another run is still in it, such as one that Ctrl-C interrupted and that
+                is saving now.
         """
         if not self.writes:
             return
