@@ -7,6 +7,7 @@ from the plan and the dense shapes alone, so all ranks build the same segments i
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -111,7 +112,7 @@ def _with_shared_rest(
 ) -> list[tuple[Piece, tuple[int, ...]]]:
     kind: Any = info.kind
     if not claimed:
-        return [(Piece(info.name, None, 0, _num_elements(info.shape), kind), everyone)]
+        return [(Piece(info.name, None, 0, math.prod(info.shape), kind), everyone)]
     dim = claimed[0][0].dim
     if dim is None:
         return claimed
@@ -125,13 +126,6 @@ def _with_shared_rest(
     if position < info.shape[dim]:
         result.append((Piece(info.name, dim, position, info.shape[dim] - position, kind), everyone))
     return result
-
-
-def _num_elements(shape: Sequence[int]) -> int:
-    count = 1
-    for size in shape:
-        count *= size
-    return count
 
 
 def build_segments(tensors: Sequence[TensorInfo], plan: Plan, *, max_elements: int) -> list[Segment]:

@@ -122,6 +122,17 @@ def state_dict_is_whole_or_refused(rank: Rank) -> None:
     engine.module.model.embed_tokens.state_dict()  # shared: whole everywhere
 
 
+def inner_modules_are_dense_or_refused(rank: Rank) -> None:
+    """Below the model's own forward nobody streams, so an inner call would be the subnetwork's in silence."""
+    engine, dense = engine_with(llama()), llama().eval()
+    engine.eval()
+    with torch.no_grad():
+        refusal(RuntimeError, lambda: engine.module.model(batch_of(rank)), "left out without a word", "resident=True")
+        with engine.dense(resident=True):
+            found = engine.module.model(batch_of(rank)).last_hidden_state
+        assert torch.equal(found, dense.get_submodule("model")(batch_of(rank)).last_hidden_state)
+
+
 def generates(rank: Rank) -> None:
     engine, dense = engine_with(llama()), llama().eval()
     prompt: Any = batch_of(rank)
@@ -249,6 +260,7 @@ CHECKS: list[Check] = [
     evaluation_leaves_training_alone,
     streaming_cannot_be_differentiated,
     state_dict_is_whole_or_refused,
+    inner_modules_are_dense_or_refused,
     generates,
     saves_pretrained,
     uneven_batches_end_with_an_error,
