@@ -35,6 +35,7 @@ class DenseView:
         self._mask = mask
         self._gate = gate
         self._mode: Mode = "subnetwork"
+        self._in_forward = False  # of the whole model
         self._automatic = False  # streaming was entered by a forward pass in evaluation mode
         self._fetcher = UnitFetcher(
             plan,
@@ -103,7 +104,9 @@ class DenseView:
                     "model.eval() with torch.no_grad(), or engine.dense(resident=True)"
                 )
             self.end_evaluation()
+            self._in_forward = True
             return
+        self._in_forward = True
         if self._mode == "resident":
             return
         self._gate.meet(Step.FORWARD)
@@ -111,6 +114,7 @@ class DenseView:
         self._mode = "streaming"
 
     def _after_forward(self, *_: Any) -> None:
+        self._in_forward = False
         if self._automatic:
             self._automatic = False
             self._mode = "subnetwork"
@@ -119,7 +123,7 @@ class DenseView:
     def _before_unit(self, state: UnitModules) -> None:
         if self._mode == "streaming":
             self._fetch(state)
-        elif not state.present and not self._model.training and not torch.is_grad_enabled():
+        elif not (state.present or self._in_forward or self._model.training or torch.is_grad_enabled()):
             raise RuntimeError(
                 f"{state.unit.name} would be left out without a word: in evaluation mode only the model's own forward "
                 "is the dense model. Call that, or inner modules on every rank inside engine.dense(resident=True)"

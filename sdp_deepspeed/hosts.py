@@ -29,7 +29,6 @@ PRIVATE_NAMES: tuple[tuple[str, str], ...] = (
     ("deepspeed.runtime.base_optimizer", "ZeROOptimizer.register_grad_acc_post_hook"),
     ("deepspeed.runtime.base_optimizer", "ZeROOptimizer.queue_post_backward_callback"),
     ("deepspeed.comm", "all_to_all_single"),
-    ("torch.distributed._tools.mem_tracker", "MemTracker._track_module_params_and_buffers"),
     ("torch", "_foreach_copy_"),
     ("torch", "_foreach_add_"),
     ("torch", "_foreach_div_"),

@@ -38,7 +38,8 @@ def agree_on_groups(
     except ValueError as problem:
         error = problem
     communicator.raise_together(error)
-    facts = [settings, *map(repr, layout)]
+    options = [{key: value for key, value in group.items() if key != "params"} for group in optimizer.param_groups]
+    facts = [settings, f"{type(optimizer).__name__} {options}", *map(repr, layout)]
     digests = communicator.gather_objects(hashlib.sha256("\n".join(facts).encode()).hexdigest())
     if len(set(digests)) > 1:
         raise RuntimeError(_difference(communicator.gather_objects(facts)))

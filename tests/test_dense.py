@@ -122,6 +122,17 @@ def state_dict_is_whole_or_refused(rank: Rank) -> None:
     engine.module.model.embed_tokens.state_dict()  # shared: whole everywhere
 
 
+def evaluation_with_gradients_may_switch_them_off_inside(rank: Rank) -> None:
+    """As reentrant checkpointing does in a forward pass of the subnetwork."""
+    engine = engine_with(llama())
+    engine.eval()
+    expected = engine(batch_of(rank)).logits
+    layer = engine.module.model.layers[0]
+    plain = layer.forward
+    layer.forward = lambda *args, **kwargs: torch.no_grad()(plain)(*args, **kwargs)
+    assert torch.equal(engine(batch_of(rank)).logits, expected)
+
+
 def inner_modules_are_dense_or_refused(rank: Rank) -> None:
     """Below the model's own forward nobody streams, so an inner call would be the subnetwork's in silence."""
     engine, dense = engine_with(llama()), llama().eval()
@@ -260,6 +271,7 @@ CHECKS: list[Check] = [
     evaluation_leaves_training_alone,
     streaming_cannot_be_differentiated,
     state_dict_is_whole_or_refused,
+    evaluation_with_gradients_may_switch_them_off_inside,
     inner_modules_are_dense_or_refused,
     generates,
     saves_pretrained,

@@ -117,6 +117,12 @@ def another_layout_on_one_rank(rank: Rank) -> None:
     refusal(RuntimeError, lambda: engine_of(config(holders=1), model), "rank 1", "embed_tokens", "requires_grad")
 
 
+def other_options_on_one_rank(rank: Rank) -> None:
+    settings = config(holders=1)
+    settings["optimizer"] = {"type": "AdamW", "params": {"lr": 1e-2 * (1 + rank.rank), "torch_adam": True}}
+    refusal(RuntimeError, lambda: engine_of(settings), "rank 1", "AdamW", "lr")
+
+
 def a_wrong_optimizer_on_one_rank(rank: Rank) -> None:
     model = llama()
     parameters = [nn.Parameter(torch.ones(2))] if rank.rank == 1 else list(model.parameters())
@@ -187,6 +193,7 @@ def _cases(size: int, options: pytest.Config) -> Iterator[tuple[str, Any]]:
         a_plan_that_one_rank_lacks,
         another_plan_on_one_rank,
         another_layout_on_one_rank,
+        other_options_on_one_rank,
         a_wrong_optimizer_on_one_rank,
         other_parallelism_is_refused,
         a_tampered_holder_is_noticed,
