@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 
@@ -20,23 +20,28 @@ def digest(tensor: torch.Tensor) -> str:
 
 
 def check_holders_agree(
-    held: Mapping[str, torch.Tensor], tensors: Sequence[TensorInfo], plan: Plan, communicator: Communicator
+    weight: Callable[[Piece], torch.Tensor], tensors: Sequence[TensorInfo], plan: Plan, communicator: Communicator
 ) -> None:
-    """Every data-parallel rank calls it.
+    """Every data-parallel rank calls it. In the backward regime all ranks store all weights, so all must agree.
+
+    Args:
+        weight: view of a piece in the weights that this rank stores.
 
     Raises:
         RuntimeError: on all ranks, naming the first pieces on which holders differ.
     """
-    pieces = [item for items in pieces_by_tensor(tensors, plan).values() for item in items]
-    own = [
-        digest(piece.narrow(held[piece.parameter])) if communicator.rank in holders else None
-        for piece, holders in pieces
+    everyone = tuple(range(communicator.size))
+    pieces = [
+        (piece, everyone if plan.regime == "backward" else holders)
+        for items in pieces_by_tensor(tensors, plan).values()
+        for piece, holders in items
     ]
-    everyone = communicator.gather_objects(own)
+    own = [digest(weight(piece)) if communicator.rank in holders else None for piece, holders in pieces]
+    digests = communicator.gather_objects(own)
     differing = [
         f"{_words(piece)} (ranks {list(holders)[:5]})"
         for index, (piece, holders) in enumerate(pieces)
-        if len({everyone[rank][index] for rank in holders}) > 1
+        if len({digests[rank][index] for rank in holders}) > 1
     ]
     if differing:
         more = f" +{len(differing) - 5} more" if len(differing) > 5 else ""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -52,31 +52,53 @@ def num_components(table: Ints) -> int:
     return len(set(spanning_forest(table).root))
 
 
-def connect(table: Ints, amounts: Ints) -> None:
+def connect(table: Ints, amounts: Ints, codes: Ints | None = None) -> None:
     """Swap units between components, in place, until the graph is one piece or has no spare edge left.
 
     A spare edge (u, a) of one component and any edge (v, b) of another become (v, a) and (u, b): whatever
     falls apart on the other side hangs on `a` or on `u` now, so each swap leaves one component less. There is
     a spare edge as long as U p > U + k - (number of components), hence connected whenever U (p-1) >= k-1.
 
+    Units trade places within their branch only, so that each subnetwork keeps as many of it; every component has
+    units of every branch, because every subnetwork has. Block units may be in one component only: then `u` goes to
+    another one, (u, a) becomes (u, b), and nothing comes back; `a` is on a cycle, so it keeps another unit.
+
     Args:
-        table: 0/1, [U, k]; every subnetwork has a unit.
+        table: 0/1, [U, k]; every subnetwork has a unit, and one of each branch.
         amounts: FLOPs and bytes of each unit, [U, 2]; of several swaps the one that moves the least is taken.
+        codes: branch of each unit, [U], 0 for block units; None if all are.
     """
-    num_units, k = table.shape
+    codes = np.zeros(len(table), dtype=np.int64) if codes is None else codes
     while True:
         forest = spanning_forest(table)
         if len(set(forest.root)) == 1 or not forest.spare:
             return
-        best: tuple[list[int], int, int, int] | None = None
-        for u, a in forest.spare[:_MAX_SPARE]:
-            elsewhere = [unit for unit in range(num_units) if forest.root[k + unit] != forest.root[a]]
+        _, u, a, v = min(_repairs(table, forest, amounts, codes), key=lambda repair: repair[0])
+        if v is None:
+            b = _lightest_elsewhere(table, forest, amounts, a)
+        else:
+            b = int(np.flatnonzero(table[v])[0])
+            table[v, [b, a]] = 0, 1
+        table[u, [a, b]] = 0, 1
+
+
+def _repairs(
+    table: Ints, forest: Forest, amounts: Ints, codes: Ints
+) -> Iterator[tuple[list[int], int, int, int | None]]:
+    """For each spare edge (u, a) what a repair would move, u, a, and the unit v that would come back, if any."""
+    num_units, k = table.shape
+    for u, a in forest.spare[:_MAX_SPARE]:
+        elsewhere = [v for v in range(num_units) if forest.root[k + v] != forest.root[a] and codes[v] == codes[u]]
+        if elsewhere:
             moved = abs(amounts[elsewhere] - amounts[u])
             v = int(np.lexsort((moved[:, 1], moved[:, 0]))[0])
-            if best is None or moved[v].tolist() < best[0]:
-                best = (moved[v].tolist(), u, a, elsewhere[v])
-        assert best is not None
-        _, u, a, v = best
-        b = int(np.flatnonzero(table[v])[0])
-        table[u, [a, b]] = 0, 1
-        table[v, [b, a]] = 0, 1
+            yield moved[v].tolist(), u, a, elsewhere[v]
+        else:
+            yield amounts[u].tolist(), u, a, None
+
+
+def _lightest_elsewhere(table: Ints, forest: Forest, amounts: Ints, a: int) -> int:
+    """The subnetwork with the least FLOPs, then bytes, outside the component of `a`."""
+    loads = table.T @ amounts
+    elsewhere = [b for b in range(table.shape[1]) if forest.root[b] != forest.root[a]]
+    return min(elsewhere, key=lambda b: loads[b].tolist())

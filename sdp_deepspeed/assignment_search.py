@@ -10,89 +10,40 @@ Words: a table is a 0/1 matrix [U, k] of units by subnetworks; a trial looks at 
 
 from __future__ import annotations
 
-import math
 import random
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 
 import numpy as np
-from numpy.typing import NDArray
 
 from sdp_deepspeed.assignment_graph import connect, num_components
+from sdp_deepspeed.assignment_problem import Branches, Ints, Problem
 from sdp_deepspeed.units import UnitCost
 
-Ints = NDArray[np.int64]
-
-_TOLERANCE = (105, 100)  # FLOPs, then bytes, may reach 1.05 of the mean
-_WEIGHT_BITS = 10  # weights are scaled to this, so that no sum of squares below leaves 64 bits
-_MAX_TRIALS = 20_000  # bounds the time: 1024 subnetworks have half a million pairs,
-_MAX_WORK = 2**22  # and a trial takes longer the more units there are (trials times units)
 _MAX_RESTARTS = 64
 _PATIENCE = 24  # restarts without a better table before the search ends
 _MAX_TIE_BREAK = 64  # subnetworks; above this, equal sums of squares count as equally good
 _MAX_CANDIDATES = 128  # units of each side that one trial looks at
 
 
-@dataclass(frozen=True)
-class Problem:
-    """What the search balances and spreads.
+def search(costs: Sequence[UnitCost], k: int, p: int, branches: Branches | None = None) -> Ints:
+    """A table [U, k] for units of `costs`, p ones in each row; needs 1 <= p < k, and m p >= k for m units of a branch.
 
-    Args:
-        amounts: FLOPs and bytes of each unit, [U, 2].
-        weights: scaled trainable elements of each unit, [U].
-        num_subnetworks: k.
-        num_holders: p.
+    Where there is no branch, or units outside of branches only, U p >= k is enough.
     """
-
-    amounts: Ints
-    weights: Ints
-    num_subnetworks: int
-    num_holders: int
-
-    @classmethod
-    def of(cls, costs: Sequence[UnitCost], k: int, p: int) -> Problem:
-        """The problem for units of `costs`."""
-        amounts = np.array([[cost.flops, cost.num_bytes] for cost in costs], dtype=np.int64)
-        return cls(amounts, _scaled([cost.num_parameters for cost in costs]), k, p)
-
-    @property
-    def max_trials(self) -> int:
-        """Trials after which the search ends."""
-        return min(_MAX_TRIALS, _MAX_WORK // len(self.weights))
-
-    def loads(self, table: Ints) -> Ints:
-        """FLOPs and bytes of each subnetwork, [k, 2]."""
-        return table.T @ self.amounts
-
-    def limits(self) -> Ints:
-        """Largest loads that count as balanced, [2]."""
-        most, of = _TOLERANCE
-        totals = self.amounts.sum(axis=0) * self.num_holders
-        return np.array([int(total) * most // (of * self.num_subnetworks) for total in totals], dtype=np.int64)
-
-    def is_perfect(self, sum_of_squares: int) -> bool:
-        """Whether every pair of subnetworks shares equally much, which reaches the bound of the spectral gap."""
-        k, p = self.num_subnetworks, self.num_holders
-        shared, pairs = int(self.weights.sum()) * p * (p - 1) // 2, k * (k - 1) // 2
-        return sum_of_squares * pairs == shared**2
-
-
-def search(costs: Sequence[UnitCost], k: int, p: int) -> Ints:
-    """A table [U, k] for units of `costs`, p ones in each row; needs 1 <= p < k and U p >= k."""
-    problem = Problem.of(costs, k, p)
+    problem = Problem.of(costs, k, p, branches)
     best: tuple[tuple[int, ...], Ints] | None = None
     num_trials = since_best = 0
     for restart in range(_MAX_RESTARTS):
         order = random.Random(restart)
-        unbalanced = best is not None and best[0][1:3] != (0, 0)
+        unbalanced = best is not None and best[0][1:4] != (0, 0, 0)
         table = greedy(problem, order, largest_first=not unbalanced)
         num_trials += _balance(problem, table, order) + _spread(problem, table, order)
-        connect(table, problem.amounts)
+        connect(table, problem.amounts, problem.codes)
         score = _score(problem, table)
         since_best += 1
         if best is None or score < best[0]:
             best, since_best = (score, table), 0
-        perfect = best[0][1:3] == (0, 0) and problem.is_perfect(best[0][3])
+        perfect = best[0][1:4] == (0, 0, 0) and problem.is_perfect(best[0][4])
         if perfect or num_trials >= problem.max_trials or since_best >= _PATIENCE:
             break
     assert best is not None
@@ -103,18 +54,21 @@ def greedy(problem: Problem, order: random.Random, *, largest_first: bool = True
     """Each unit to the p least loaded subnetworks; equal loads are drawn from `order`.
 
     Largest unit first is the best single start; where it ends out of balance, units in random order give others.
-    A subnetwork without units is always among the least loaded, so that none stays empty when U p >= k.
+    A subnetwork without units is always among the least loaded, so that none stays empty when U p >= k. The units
+    of a branch go to those that hold the fewest of that branch, which keeps these counts within one of each other.
     """
     k, p = problem.num_subnetworks, problem.num_holders
     table = np.zeros((len(problem.amounts), k), dtype=np.int64)
     loads = np.zeros((k, 3), dtype=np.int64)  # FLOPs, bytes, units
+    held = np.zeros((problem.num_branches + 1, k), dtype=np.int64)
     if largest_first:
         units = np.lexsort((-problem.amounts[:, 1], -problem.amounts[:, 0])).tolist()
     else:
         units = order.sample(range(len(table)), len(table))
     for unit in units:
-        ties = np.array(order.sample(range(k), k))
-        chosen = np.lexsort((ties, loads[:, 2], loads[:, 1], loads[:, 0]))[:p]
+        ties, code = np.array(order.sample(range(k), k)), problem.codes[unit]
+        chosen = np.lexsort((ties, loads[:, 2], loads[:, 1], loads[:, 0], held[code]))[:p]
+        held[code, chosen] += int(code > 0)  # block units are only balanced
         table[unit, chosen] = 1
         loads[chosen, :2] += problem.amounts[unit]
         loads[chosen, 2] += 1
@@ -122,9 +76,10 @@ def greedy(problem: Problem, order: random.Random, *, largest_first: bool = True
 
 
 def _score(problem: Problem, table: Ints) -> tuple[int, ...]:
-    """What restarts are compared by, smaller is better: pieces, excess FLOPs, excess bytes, overlaps."""
+    """What restarts are compared by, smaller is better: pieces, excess FLOPs, widths, excess bytes, overlaps."""
     excess = np.maximum(problem.loads(table).max(axis=0) - problem.limits(), 0)
-    return (num_components(table), int(excess[0]), int(excess[1]), *_unevenness(problem, table))
+    pieces, ragged = num_components(table), problem.raggedness(table)
+    return (pieces, int(excess[0]), ragged, int(excess[1]), *_unevenness(problem, table))
 
 
 def _unevenness(problem: Problem, table: Ints) -> tuple[int, int]:
@@ -142,17 +97,6 @@ def _unevenness(problem: Problem, table: Ints) -> tuple[int, int]:
     return sum(int(row) for row in (overlaps * overlaps).sum(axis=1)) // 2, fourth
 
 
-def _scaled(weights: Sequence[int]) -> Ints:
-    divisor = math.gcd(*weights) or 1
-    weights = [weight // divisor for weight in weights]
-    most = max(weights)
-    if most <= 0:  # nothing is trained: spread all units alike
-        return np.ones(len(weights), dtype=np.int64)
-    if most.bit_length() > _WEIGHT_BITS:
-        weights = [-(-(weight << _WEIGHT_BITS) // most) for weight in weights]
-    return np.array(weights, dtype=np.int64)
-
-
 def _pairs(problem: Problem, order: random.Random) -> Iterator[tuple[int, int]]:
     """One sweep over the pairs of subnetworks, or over as many random ones as there may be trials."""
     k, most = problem.num_subnetworks, problem.max_trials
@@ -167,28 +111,32 @@ def _pairs(problem: Problem, order: random.Random) -> Iterator[tuple[int, int]]:
 
 
 def _balance(problem: Problem, table: Ints, order: random.Random) -> int:
-    """Even out FLOPs until they are balanced or no change helps, then bytes; returns the number of trials."""
+    """Even out FLOPs until they are balanced or no change helps, then bytes; returns the number of trials.
+
+    Where FLOPs need it, widths within branches may become ragged.
+    """
     num_trials = 0
     limits = problem.limits()
-    for goal in (0, 1):
+    for goal, ragged in [(0, False), (0, True), (1, False)] if problem.num_branches else [(0, False), (1, False)]:
         improved = True
         while improved and num_trials < problem.max_trials and problem.loads(table).max(axis=0)[goal] > limits[goal]:
             improved = False
             for a, b in _pairs(problem, order):
                 num_trials += 1
-                improved |= _even_out(problem, table, goal, (a, b))
-        limits[goal] = max(limits[goal], problem.loads(table).max(axis=0)[goal])
+                improved |= _even_out(problem, table, goal, (a, b), ragged=ragged)
     return num_trials
 
 
-def _even_out(problem: Problem, table: Ints, goal: int, pair: tuple[int, int]) -> bool:
+def _even_out(problem: Problem, table: Ints, goal: int, pair: tuple[int, int], *, ragged: bool) -> bool:
     """Give one unit away, or swap two, so that the loads of a pair come closer; False if nothing helps.
 
     The heavier subnetwork gives, and never all that it has: that would not bring the loads closer.
     """
     loads = problem.loads(table[:, list(pair)])
+    if ragged and (loads[:, goal] <= problem.limits()[goal]).all():
+        return False
     a, b = pair if loads[0, goal] >= loads[1, goal] else pair[::-1]
-    gives, takes = _only(table, a, b), _only(table, b, a)
+    gives, takes = _spaced(_only(problem, table, a, b)), _spaced(_only(problem, table, b, a))
     # The last row of `back` stands for taking nothing back.
     back = np.vstack([problem.amounts[takes], np.zeros((1, 2), dtype=np.int64)])
     moved = problem.amounts[gives][:, None, :] - back[None, :, :]
@@ -197,6 +145,8 @@ def _even_out(problem: Problem, table: Ints, goal: int, pair: tuple[int, int]) -
     if goal == 1:  # bytes must not undo what FLOPs reached
         worse = abs((loads[0, 0] - loads[1, 0]) * (1 if a == pair[0] else -1) - 2 * moved[:, :, 0])
         result[worse > apart[0]] = apart[goal]
+    if problem.num_branches:
+        result[~problem.may_trade(table, gives, takes, (a, b), ragged=ragged)] = apart[goal]
     if result.size == 0 or result.min() >= apart[goal]:
         return False
     give, take = np.unravel_index(int(result.argmin()), result.shape)
@@ -206,9 +156,15 @@ def _even_out(problem: Problem, table: Ints, goal: int, pair: tuple[int, int]) -
     return True
 
 
-def _only(table: Ints, a: int, b: int) -> Ints:
-    """Units that `a` holds and `b` lacks."""
-    return np.flatnonzero((table[:, a] == 1) & (table[:, b] == 0))[:_MAX_CANDIDATES]
+def _only(problem: Problem, table: Ints, a: int, b: int) -> Ints:
+    """Units that `a` holds and `b` lacks; all of them if there are branches, because few pairs may trade then."""
+    units = np.flatnonzero((table[:, a] == 1) & (table[:, b] == 0))
+    return units if problem.num_branches else units[:_MAX_CANDIDATES]
+
+
+def _spaced(units: Ints) -> Ints:
+    """As many of the units as one trial looks at, from all branches."""
+    return units[:: -(-len(units) // _MAX_CANDIDATES) or 1]
 
 
 def _spread(problem: Problem, table: Ints, order: random.Random) -> int:
@@ -238,25 +194,39 @@ def _best_swap(
     2 sum_i d_i (g_i + d_i); all terms are integers.
     """
     a, b = pair
-    gives, takes = _only(table, a, b), _only(table, b, a)
-    if not len(gives) or not len(takes):
+    gives, takes = _only(problem, table, a, b), _only(problem, table, b, a)
+    i, j = _alike(problem, gives, takes)
+    if not i.size or not j.size:
         return None
     g = overlaps[a] - overlaps[b]
     g[[a, b]] = 0
     w_u, w_v = problem.weights[gives], problem.weights[takes]
     # float32 counts exactly up to 2^24 subnetworks, and is many times faster than integers in a product
-    common = (table[gives].astype(np.float32) @ table[takes].astype(np.float32).T).astype(np.int64)
+    common = (table[gives].astype(np.float32) @ table[takes].astype(np.float32).T)[i, j].astype(np.int64)
     others = problem.num_holders - 1
     change_u = others * w_u**2 - w_u * (table[gives] @ g)
     change_v = others * w_v**2 + w_v * (table[takes] @ g)
-    change = change_u[:, None] + change_v[None, :] - 2 * np.outer(w_u, w_v) * common
-    moved = problem.amounts[gives][:, None, :] - problem.amounts[takes][None, :, :]
-    allowed = ((loads[a] - moved <= limits) & (loads[b] + moved <= limits)).all(axis=2)
+    change = change_u[i] + change_v[j] - 2 * w_u[i] * w_v[j] * common
+    moved = problem.amounts[gives][i] - problem.amounts[takes][j]
+    allowed = ((loads[a] - moved <= limits) & (loads[b] + moved <= limits)).all(axis=-1)
     change[~allowed] = 0
     if change.min() >= 0:
         return None
-    u, v = np.unravel_index(int(change.argmin()), change.shape)
-    return int(gives[u]), int(takes[v])
+    best = int(change.argmin())
+    i, j = np.broadcast_arrays(i, j)
+    return int(gives[i.flat[best]]), int(takes[j.flat[best]])
+
+
+def _alike(problem: Problem, gives: Ints, takes: Ints) -> tuple[Ints, Ints]:
+    """Indices of `gives` and `takes` that may trade places without changing the widths within branches.
+
+    Either pairs, two arrays of one length, or without branches all combinations: a column and a row.
+    """
+    if not problem.num_branches:
+        return np.arange(len(gives))[:, None], np.arange(len(takes))[None, :]
+    i, j = np.nonzero(problem.codes[gives][:, None] == problem.codes[takes][None, :])
+    step = -(-len(i) // _MAX_CANDIDATES**2) or 1
+    return i[::step], j[::step]
 
 
 def _apply_swap(

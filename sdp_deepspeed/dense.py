@@ -1,12 +1,12 @@
-"""The dense model when it is needed: streamed unit by unit, or resident (DESIGN.md section 3).
+"""The dense model when it is needed: streamed part by part, or resident (DESIGN.md section 3).
 
-Streaming fetches each lacking unit just before it runs and frees it after. Every rank takes part, in the
-order in which the model runs its units.
+Streaming makes each part dense just before it runs and lets go of it after. In the forward regime every rank takes
+part, in the order in which the model runs its parts; in the backward regime each rank has all that it needs.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, Literal
 
@@ -16,8 +16,9 @@ from torch import nn
 from .communicator import Communicator
 from .fetch import UnitFetcher
 from .gate import Gate, Step
-from .masking import BlockMask, UnitModules
+from .masking import Mask, MaskedPart
 from .plan import Plan
+from .units import Piece
 
 Mode = Literal["subnetwork", "streaming", "resident"]
 
@@ -30,33 +31,38 @@ class DenseView:
         gate: where ranks agree before each collective.
     """
 
-    def __init__(self, model: nn.Module, mask: BlockMask, plan: Plan, communicator: Communicator, gate: Gate) -> None:
+    def __init__(self, model: nn.Module, mask: Mask, plan: Plan, communicator: Communicator, gate: Gate) -> None:
         self._model = model
         self._mask = mask
         self._gate = gate
         self._mode: Mode = "subnetwork"
         self._in_forward = False  # of the whole model
         self._automatic = False  # streaming was entered by a forward pass in evaluation mode
+        self._is_collective = plan.regime == "forward"
         self._fetcher = UnitFetcher(
             plan,
+            [part.units for part in mask.parts],
             communicator,
             shape_of=lambda piece: tuple(mask.shapes[piece.parameter]),
-            dtype_of=lambda piece: mask.dtype_of(piece),
+            dtype_of=mask.dtype_of,
             device=next(model.parameters()).device,
         )
-        self._whole = plan.num_holders == plan.num_subnetworks
-        if not self._whole:
+        if mask.parts:
             self._install()
+
+    @property
+    def is_resident(self) -> bool:
+        return self._mode == "resident"
 
     def _install(self) -> None:
         self._model.register_forward_pre_hook(self._before_forward, prepend=True)
         self._model.register_forward_hook(self._after_forward, always_call=True)
-        for state in self._mask.units:
-            state.modules[0].register_forward_pre_hook(lambda *_, state=state: self._before_unit(state))
-            state.modules[-1].register_forward_hook(lambda *_, state=state: self._after_unit(state))
-            if not state.held:
-                for module in (inner for outer in state.modules for inner in outer.modules()):
-                    module.register_state_dict_pre_hook(lambda *_, state=state: self._refuse_partial(state))
+        for index, part in enumerate(self._mask.parts):
+            part.modules[0].register_forward_pre_hook(lambda *_, index=index: self._before_part(index))
+            part.modules[-1].register_forward_hook(lambda *_, part=part: self._after_part(part))
+            if not part.whole:
+                for module in (inner for outer in part.modules for inner in outer.modules()):
+                    module.register_state_dict_pre_hook(lambda *_, part=part: self._refuse_partial(part))
         self._model.register_state_dict_pre_hook(lambda *_: self._before_state_dict())
 
     @contextmanager
@@ -64,9 +70,9 @@ class DenseView:
         """All ranks enter and leave together. Inside, the module is the dense model.
 
         Args:
-            resident: hold the whole model (generation, state dict) instead of one lacking unit at a time.
+            resident: hold the whole model (generation, state dict) instead of one part at a time.
         """
-        if self._whole or self._mode == "resident" or (self._mode == "streaming" and not resident):
+        if not self._mask.parts or self._mode == "resident" or (self._mode == "streaming" and not resident):
             yield
             return
         self.end_evaluation()
@@ -75,7 +81,7 @@ class DenseView:
             if resident:
                 self._make_resident()
             yield
-            self._gate.meet(Step.LEAVE)
+            self._meet(Step.LEAVE)
         finally:
             self._release_all()
             self._mode = previous
@@ -85,16 +91,19 @@ class DenseView:
         if self._gate.num_forwards and self._mode == "subnetwork":
             self._gate.meet(Step.LEAVE)
 
+    def _meet(self, step: Step) -> None:
+        if self._is_collective:
+            self._gate.meet(step)
+
     def _make_resident(self) -> None:
-        self._gate.meet(Step.RESIDENT)
-        for state in self._mask.units:
-            self._fetch(state)
+        self._meet(Step.RESIDENT)
+        for index in range(len(self._mask.parts)):
+            self._fill(index)
         self._mode = "resident"
 
     def _release_all(self) -> None:
-        for state in self._mask.units:
-            if state.present and not state.held:
-                self._mask.release(state)
+        for part in self._mask.parts:
+            self._release(part)
 
     def _before_forward(self, model: nn.Module, *_: Any) -> None:
         if model.training or torch.is_grad_enabled():
@@ -109,7 +118,7 @@ class DenseView:
         self._in_forward = True
         if self._mode == "resident":
             return
-        self._gate.meet(Step.FORWARD)
+        self._meet(Step.FORWARD)
         self._automatic = self._mode == "subnetwork"
         self._mode = "streaming"
 
@@ -120,35 +129,46 @@ class DenseView:
             self._mode = "subnetwork"
             self._release_all()
 
-    def _before_unit(self, state: UnitModules) -> None:
+    def _before_part(self, index: int) -> None:
+        part = self._mask.parts[index]
         if self._mode == "streaming":
-            self._fetch(state)
-        elif not (state.present or self._in_forward or self._model.training or torch.is_grad_enabled()):
+            self._fill(index)
+        elif self._is_collective and not (
+            part.dense or self._in_forward or self._model.training or torch.is_grad_enabled()
+        ):
             raise RuntimeError(
-                f"{state.unit.name} would be left out without a word: in evaluation mode only the model's own forward "
+                f"{part.name} would be incomplete without a word: in evaluation mode only the model's own forward "
                 "is the dense model. Call that, or inner modules on every rank inside engine.dense(resident=True)"
             )
 
-    def _after_unit(self, state: UnitModules) -> None:
-        if self._mode == "streaming" and not state.held:
-            self._mask.release(state)
+    def _after_part(self, part: MaskedPart) -> None:
+        if self._mode == "streaming":
+            self._release(part)
 
     def _before_state_dict(self) -> None:
         if self._mode == "streaming":
             self._make_resident()
 
-    def _refuse_partial(self, state: UnitModules) -> None:
-        if not state.present:
+    def _refuse_partial(self, part: MaskedPart) -> None:
+        if not part.dense:
             raise RuntimeError(
-                f"this rank does not hold {state.unit.name}, so its state dict would be partial. Call it on every rank "
-                "inside `with engine.dense(resident=True):`, or use engine.save_pretrained or engine.save_checkpoint"
+                f"this rank does not hold all of {part.name}, so its state dict would be partial. Call it on every "
+                "rank inside `with engine.dense(resident=True):`, or use engine.save_pretrained or "
+                "engine.save_checkpoint"
             )
 
     @torch.no_grad()
-    def _fetch(self, state: UnitModules) -> None:
-        """One unit from its holders to all ranks that lack it."""
-        tensors = {p.parameter: t for p, t in zip(state.unit.pieces, self._mask.tensors_of(state), strict=True)}
+    def _fill(self, index: int) -> None:
         with torch.inference_mode(False):
-            values = self._fetcher.fetch(state.index, tensors)
-            if not state.held:
-                self._mask.fill(state, [values[piece] for piece in state.unit.pieces])
+            self._mask.parts[index].fill(lambda targets: self._fetch(index, targets))
+
+    def _fetch(self, index: int, targets: Mapping[Piece, torch.Tensor]) -> None:
+        """From its holders to all ranks that lack it."""
+        if self._is_collective:
+            self._fetcher.fetch(index, self._mask.places.weight, targets)
+
+    @torch.no_grad()
+    def _release(self, part: MaskedPart) -> None:
+        if part.filled:
+            with torch.inference_mode(False):
+                part.release()

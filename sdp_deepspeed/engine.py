@@ -22,13 +22,13 @@ from torch import nn
 
 from . import checkpoint
 from .agreement import check_holders_agree
-from .architectures import find_sites, unit_costs, units_of_sites
+from .architectures import branches_of_units, find_sites, unit_costs, units_of_sites
 from .communicator import Communicator
 from .config import KEY, SubnetworkConfig, parse, resolve
 from .dense import DenseView
 from .gate import TIMEOUT, Gate
 from .hosts import check_hosts
-from .masking import BlockMask
+from .masking import Mask
 from .optimizer import OptimizerSettings, SubnetworkOptimizer
 from .plan import Plan, make_plan
 from .segments import TensorInfo
@@ -79,7 +79,14 @@ class SubnetworkEngine(DeepSpeedEngine):
         try:
             self.plan = _plan(model, self.block, self.communicator.size)
             costs = unit_costs(model, self.plan.units)
-            self._mask = BlockMask(model, find_sites(model), self.plan, self.communicator.rank)
+            self._mask = Mask(
+                model,
+                find_sites(model),
+                self._tensors,
+                self.plan,
+                self.communicator.rank,
+                scales=self.block.dense_branch_scale == "coverage",
+            )
         except ValueError as problem:
             error = problem
         self.communicator.raise_together(error)
@@ -125,6 +132,7 @@ class SubnetworkEngine(DeepSpeedEngine):
             parameters=dict(self.module.named_parameters()),
             tensors=self._tensors,
             plan=self.plan,
+            places=self._mask.places,
             communicator=self.communicator,
             settings=settings,
         )
@@ -139,7 +147,7 @@ class SubnetworkEngine(DeepSpeedEngine):
         """As DeepSpeed's; at the boundary a collective of all data-parallel ranks."""
         super().step(lr_kwargs)
         if self.block.check_agreement and self._step_applied:
-            check_holders_agree(self.held_tensors(), self._tensors, self.plan, self.communicator)
+            check_holders_agree(self._mask.places.weight, self._tensors, self.plan, self.communicator)
 
     def train(self, mode: bool = True) -> SubnetworkEngine:
         """As DeepSpeed's; going back to training ends an evaluation of the dense model on all ranks."""
@@ -161,10 +169,13 @@ class SubnetworkEngine(DeepSpeedEngine):
         return self._dense(resident=resident)
 
     def held_tensors(self) -> dict[str, torch.Tensor]:
-        """Parameters and buffers that this rank stores in its subnetwork, by dense name."""
-        lacking = {piece.parameter for state in self._mask.units if not state.held for piece in state.unit.pieces}
-        tensors = dict(self.module.named_parameters()) | dict(self.module.named_buffers())
-        return {name: tensor for name, tensor in tensors.items() if name not in lacking}
+        """Parameters and buffers that this rank stores for its subnetwork, by dense name; parts of them where neurons
+        or heads are cut, and "<name> (lacking)" for what it stores but does not train (backward regime)."""
+        return self._mask.stored()
+
+    def lacking_tensors(self) -> list[torch.Tensor]:
+        """What this rank stores beside the module's parameters: neurons and heads that it does not train."""
+        return list(self._mask.places.lacking.values())
 
     def save_pretrained(self, folder: str | Path, tokenizer: Any = None, **options: Any) -> None:
         """Write the dense model in Hugging Face format; all data-parallel ranks call it, rank 0 writes.
@@ -198,6 +209,10 @@ class SubnetworkEngine(DeepSpeedEngine):
             self.communicator.raise_together(error)
         return True
 
+    def _refuse_resident(self, call: str) -> None:
+        if self._dense.is_resident:
+            raise RuntimeError(f"{call} inside engine.dense(resident=True): leave it first, on all ranks")
+
     def save_checkpoint(
         self,
         save_dir: str,
@@ -211,6 +226,7 @@ class SubnetworkEngine(DeepSpeedEngine):
             raise ValueError(
                 "save_checkpoint: exclude_frozen_parameters is not supported with subnetwork_data_parallel yet"
             )
+        self._refuse_resident("save_checkpoint")
         self._dense.end_evaluation()
         name = str(tag) if tag is not None else f"global_step{self.global_steps}"
         checkpoint.save(self, save_dir, name, client_state or {}, latest=save_latest)
@@ -233,6 +249,7 @@ class SubnetworkEngine(DeepSpeedEngine):
         """
         if custom_load_fn is not None or not load_module_strict:
             raise ValueError("load_checkpoint: custom_load_fn and load_module_strict=False are not supported yet")
+        self._refuse_resident("load_checkpoint")
         path, client_state = checkpoint.load(
             self,
             load_dir,
@@ -248,10 +265,17 @@ class SubnetworkEngine(DeepSpeedEngine):
 
 def _plan(model: nn.Module, block: SubnetworkConfig, size: int) -> Plan:
     layout = resolve(block, size)
-    units = units_of_sites(find_sites(model), granularity=block.granularity, shared=block.shared)
+    sites = find_sites(model)
+    units = units_of_sites(
+        sites,
+        strategy=block.strategy,
+        granularity=block.granularity,
+        shared=block.shared,
+        num_groups=block.neuron_groups or layout.num_subnetworks,
+    )
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        plan = make_plan(units, unit_costs(model, units), layout, block, size)
+        plan = make_plan(units, unit_costs(model, units), layout, block, size, branches_of_units(units, sites))
     tensors = dict(model.named_parameters()) | dict(model.named_buffers())
     check_pieces(
         plan.units, lambda piece: tuple(tensors[piece.parameter].shape) if piece.parameter in tensors else None

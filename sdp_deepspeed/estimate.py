@@ -7,7 +7,7 @@ the table. Left out because they do not grow with the model: optimizers' step co
 from __future__ import annotations
 
 import argparse
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from math import prod
 from typing import Literal
@@ -100,7 +100,6 @@ def estimate(
     parameters = [info for info in tensors if info.kind == "parameter"]
     run = _Run(
         segments=build_segments(parameters, plan, max_elements=bucket_elements),
-        shapes={info.name: info.shape for info in parameters},
         trained=frozenset(info.name for info in parameters if info.trainable),
         num_ranks=len(plan.subnetwork_of_rank),
         everyone_updates=plan.regime == "backward",
@@ -112,7 +111,6 @@ def estimate(
 @dataclass(frozen=True)
 class _Run:
     segments: Sequence[Segment]
-    shapes: Mapping[str, tuple[int, ...]]
     trained: frozenset[str]
     num_ranks: int
     everyone_updates: bool
@@ -140,7 +138,7 @@ def _of_rank(run: _Run, rank: int, precision: Precision) -> RankEstimate:
         weights=sum(s.num_elements for s in (run.segments if run.everyone_updates else held)) * precision.weights,
         gradients=sum(_size(f) for s in held for f in s.fragments if f.piece.parameter in run.trained)
         * precision.gradients,
-        optimizer=sum(_optimizer_bytes(fragments, run.shapes, precision) for fragments in groups.values()),
+        optimizer=sum(_optimizer_bytes(fragments, precision) for fragments in groups.values()),
         step_gradients=sum(lengths) * _FP32,
         sent_gradients=sent_gradients,
         sent_back=sent_back,
@@ -152,17 +150,9 @@ def _size(fragment: Fragment) -> int:
     return fragment.stop - fragment.start
 
 
-def _optimizer_bytes(fragments: Sequence[Fragment], shapes: Mapping[str, tuple[int, ...]], precision: Precision) -> int:
-    """State of one param group on one rank, which keeps a master unless all of it is stepped in the fp32 weights."""
-    in_place = precision.weights == _FP32 and all(_is_view(f, shapes[f.piece.parameter]) for f in fragments)
-    return sum(map(_size, fragments)) * precision.optimizer(master=not in_place)
-
-
-def _is_view(fragment: Fragment, shape: tuple[int, ...]) -> bool:
-    """Whether the fragment can be a view of its tensor: whole, or a piece that is contiguous in memory."""
-    piece = fragment.piece
-    whole = fragment.start == 0 and fragment.stop == piece.num_elements(shape)
-    return whole or piece.dim is None or piece.length == shape[piece.dim] or prod(shape[: piece.dim]) == 1
+def _optimizer_bytes(fragments: Sequence[Fragment], precision: Precision) -> int:
+    """State of one param group on one rank; fp32 weights are stepped in place, other weights keep a master."""
+    return sum(map(_size, fragments)) * precision.optimizer(master=precision.weights != _FP32)
 
 
 def plain(

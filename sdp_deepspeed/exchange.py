@@ -7,7 +7,7 @@ gradients (stage 0). One reads what the other writes, so one route serves both d
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Literal
@@ -15,40 +15,42 @@ from typing import Literal
 import torch
 
 from .communicator import Communicator
+from .places import in_order
 from .segments import Bucket, Fragment, Segment
 from .units import Piece
 
 Receivers = Literal["holders", "others", "all"]
-Tensors = Mapping[str, torch.Tensor | None]
+Views = Callable[[Piece], torch.Tensor | None]
+"""From a piece to its view in this rank's tensors, shaped as in the dense model; None where there is no tensor."""
 
 
-def read(tensors: Tensors, fragments: Sequence[Fragment], *, device: torch.device | None = None) -> list[torch.Tensor]:
-    """Flat views (copies where a piece is not contiguous) of `fragments`; a missing tensor reads as zeros."""
+def read(views: Views, fragments: Sequence[Fragment], *, device: torch.device | None = None) -> list[torch.Tensor]:
+    """Flat views (copies where a piece is not contiguous) of `fragments`; a missing piece reads as zeros."""
     flats: dict[Piece, torch.Tensor | None] = {}
     zero = torch.zeros(1, device=device)
     values = []
     for fragment in fragments:
         piece = fragment.piece
         if piece not in flats:
-            tensor = tensors[piece.parameter]
-            flats[piece] = None if tensor is None else piece.narrow(tensor).reshape(-1)
+            view = views(piece)
+            flats[piece] = None if view is None else in_order(piece, view).reshape(-1)
         flat = flats[piece]
         length = fragment.stop - fragment.start
         values.append(zero.expand(length) if flat is None else flat.narrow(0, fragment.start, length))
     return values
 
 
-def write(tensors: Tensors, fragments: Sequence[Fragment], values: Sequence[torch.Tensor]) -> None:
-    """Copy flat `values` into `fragments` of `tensors`, converting the dtype; all tensors must exist."""
+def write(views: Views, fragments: Sequence[Fragment], values: Sequence[torch.Tensor]) -> None:
+    """Copy flat `values` into `fragments`, converting the dtype; all pieces must exist."""
     targets: list[torch.Tensor] = []
     scattered: list[tuple[torch.Tensor, torch.Tensor]] = []
     flats: dict[Piece, torch.Tensor] = {}
     for fragment in fragments:
         piece = fragment.piece
         if piece not in flats:
-            tensor = tensors[piece.parameter]
-            assert tensor is not None, f"no tensor to write {piece.parameter} to"
-            view = piece.narrow(tensor)
+            stored = views(piece)
+            assert stored is not None, f"no tensor to write {piece.parameter} to"
+            view = in_order(piece, stored)
             flats[piece] = view.reshape(-1)
             if not view.is_contiguous():
                 scattered.append((view, flats[piece]))
@@ -138,11 +140,11 @@ class Exchange:
         shards = [(segment, list(segment.cut(*segment.shard(rank)))) for segment in bucket.segments]
         return [(segment, fragments) for segment, fragments in shards if fragments]
 
-    def reduce(self, bucket: Bucket, gradients: Tensors, averages: Sequence[torch.Tensor]) -> None:
+    def reduce(self, bucket: Bucket, gradients: Views, averages: Sequence[torch.Tensor]) -> None:
         """Average `gradients` over each segment's holders into the owners' shards.
 
         Args:
-            gradients: local gradients by dense name; None counts as zeros.
+            gradients: local gradients; None counts as zeros.
             averages: fp32 outputs, one flat tensor per entry of `owned(bucket)`.
         """
         route = self._route(bucket, "holders")  # walked backwards: what comes back later is what leaves now
@@ -157,7 +159,7 @@ class Exchange:
         self._average(bucket, gradients, received, averages)
 
     def _average(
-        self, bucket: Bucket, gradients: Tensors, received: torch.Tensor, averages: Sequence[torch.Tensor]
+        self, bucket: Bucket, gradients: Views, received: torch.Tensor, averages: Sequence[torch.Tensor]
     ) -> None:
         owned = self.owned(bucket)
         for (_, fragments), average in zip(owned, averages, strict=True):
@@ -176,34 +178,21 @@ class Exchange:
         if owned:
             torch._foreach_div_(list(averages), [float(len(segment.holders)) for segment, _ in owned])
 
-    def distribute(self, bucket: Bucket, tensors: Tensors, *, receivers: Receivers = "holders") -> None:
+    def distribute(self, bucket: Bucket, tensors: Views, *, receivers: Receivers = "holders") -> None:
         """Send the owners' shards of `tensors` to the receivers, who write them into theirs.
 
         Args:
-            tensors: by dense name; this rank's own shards are read, all others are overwritten.
-        """
-        route = self._route(bucket, receivers)
-        if received := self.collect(bucket, tensors, receivers=receivers).split(route.received_sizes):
-            write(tensors, route.received, received)
-
-    def collect(
-        self, bucket: Bucket, tensors: Tensors, *, receivers: Receivers, out: torch.Tensor | None = None
-    ) -> torch.Tensor:
-        """Send the owners' shards and return what arrives, flat, owner by owner, in the dtype of the weights.
-
-        Args:
-            out: [num_received] to receive into; None allocates. For a bucket of one segment the result is the
-                segment's elements in order.
+            tensors: this rank's own shards are read, what it receives is overwritten.
         """
         route = self._route(bucket, receivers)
         dtype = bucket.segments[0].dtype
         sent = torch.empty(sum(route.sent_splits), dtype=dtype, device=self._device)
         if route.sent:
             torch._foreach_copy_(list(sent.split(route.sent_sizes)), read(tensors, route.sent))
-        if out is None or not route.received:
-            out = torch.empty(sum(route.received_splits), dtype=dtype, device=self._device)
-        self._communicator.all_to_all(out, sent, route.received_splits, route.sent_splits)
-        return out
+        received = torch.empty(sum(route.received_splits), dtype=dtype, device=self._device)
+        self._communicator.all_to_all(received, sent, route.received_splits, route.sent_splits)
+        if route.received:
+            write(tensors, route.received, received.split(route.received_sizes))
 
     def _route(self, bucket: Bucket, receivers: Receivers) -> Route:
         key = (bucket.index, receivers)

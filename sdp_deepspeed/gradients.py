@@ -2,17 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 
+from .places import Places
+from .units import Piece
 
-class Gradients(Mapping[str, torch.Tensor | None]):
-    """Local gradients by dense name: fp32 accumulators where they are kept, else `param.grad`."""
 
-    def __init__(self, parameters: Mapping[str, torch.nn.Parameter], *, accumulate_in_fp32: bool) -> None:
+class Gradients:
+    """Local gradients of what this rank holds: fp32 accumulators where they are kept, else `param.grad`.
+
+    Args:
+        parameters: the module's parameters by dense name.
+        places: where pieces lie in them, and so in their gradients.
+    """
+
+    def __init__(
+        self, parameters: Mapping[str, torch.nn.Parameter], places: Places, *, accumulate_in_fp32: bool
+    ) -> None:
         self._parameters = parameters
+        self._places = places
         self._sums: dict[str, torch.Tensor] = {}
         if accumulate_in_fp32:
             for name, parameter in parameters.items():
@@ -30,26 +41,24 @@ class Gradients(Mapping[str, torch.Tensor | None]):
 
         return add
 
-    def __getitem__(self, name: str) -> torch.Tensor | None:
+    def view(self, piece: Piece) -> torch.Tensor | None:
+        """Gradient of a held piece; None if this rank's loss did not reach it."""
+        gradient = self._of(piece.parameter)
+        return None if gradient is None else self._places.of(piece, gradient)
+
+    def _of(self, name: str) -> torch.Tensor | None:
         return self._sums.get(name, self._parameters[name].grad)
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._parameters)
-
-    def __len__(self) -> int:
-        return len(self._parameters)
 
     def tensors(self) -> list[torch.Tensor]:
         """All that exist now."""
-        return [gradient for name in self if (gradient := self[name]) is not None]
+        return [gradient for name in self._parameters if (gradient := self._of(name)) is not None]
 
     def free(self, name: str) -> None:
         self._sums.pop(name, None)
         self._parameters[name].grad = None
 
-    def existing(self, name: str) -> torch.Tensor:
-        """The gradient, made of zeros if this rank's loss did not reach the parameter."""
+    def make(self, name: str) -> None:
+        """A gradient of zeros if this rank's loss did not reach the parameter."""
         parameter = self._parameters[name]
         if parameter.grad is None:
             parameter.grad = torch.zeros_like(parameter)
-        return parameter.grad

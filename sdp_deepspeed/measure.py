@@ -74,8 +74,9 @@ def storage_bytes(tensors: Iterable[torch.Tensor], seen: set[int] | None = None)
 
 
 def weight_tensors(engine: Any) -> list[torch.Tensor]:
-    """The module's parameters as they lie in memory; those of lacking units are empty."""
-    return [parameter.data for parameter in engine.module.parameters()]
+    """The module's parameters as they lie in memory, and what a rank stores beside them (backward regime)."""
+    own = getattr(engine, "lacking_tensors", None)  # our engine tells by itself
+    return [parameter.data for parameter in engine.module.parameters()] + (own() if own else [])
 
 
 def inner_optimizer(engine: Any) -> Any:

@@ -14,9 +14,10 @@ import torch
 from deepspeed.runtime.base_optimizer import ZeROOptimizer
 
 from .communicator import Communicator
-from .exchange import Exchange, write
+from .exchange import Exchange, Receivers, write
 from .gradients import Gradients
 from .param_groups import agree_on_groups
+from .places import Places
 from .plan import Plan
 from .segments import NOT_OPTIMIZED, Bucket, Fragment, Segment, TensorInfo, build_buckets, build_segments
 from .stepping import SteppedGroup, repoint
@@ -54,6 +55,7 @@ class SubnetworkOptimizer(ZeROOptimizer):
         parameters: the module's parameters by dense name.
         tensors: dense shapes in model order, recorded before units were dropped.
         plan: who holds what.
+        places: where pieces lie in this rank's parameters; None if those are the dense model's.
         communicator: the data-parallel group.
     """
 
@@ -71,6 +73,7 @@ class SubnetworkOptimizer(ZeROOptimizer):
         plan: Plan,
         communicator: Communicator,
         settings: OptimizerSettings,
+        places: Places | None = None,
     ) -> None:
         super().__init__()
         self.optimizer = optimizer
@@ -79,9 +82,10 @@ class SubnetworkOptimizer(ZeROOptimizer):
         self._global_grad_norm: float | None = None
         self._communicator = communicator
         self._parameters = dict(parameters)
+        self._places = places or Places(self._parameters)
         self._everyone_updates = plan.regime == "backward"
         tensors = agree_on_groups(optimizer, tensors, self._parameters, communicator, settings=repr(settings))
-        self._gradients = Gradients(self._parameters, accumulate_in_fp32=settings.accumulate_in_fp32)
+        self._gradients = Gradients(self._parameters, self._places, accumulate_in_fp32=settings.accumulate_in_fp32)
         self._device = next(iter(self._parameters.values())).device
         self.exchange = self._build_exchange(tensors, plan)
         self.groups = [self._stepped_group(index) for index in range(len(optimizer.param_groups))]
@@ -92,7 +96,12 @@ class SubnetworkOptimizer(ZeROOptimizer):
         limit = self.settings.bucket_elements
         optimized = [info for info in tensors if info.group != NOT_OPTIMIZED]
         segments = build_segments(optimized, plan, max_elements=limit)
-        buckets = build_buckets(segments, size=self._communicator.size, max_elements=limit)
+        buckets = build_buckets(
+            segments,
+            size=self._communicator.size,
+            max_elements=limit,
+            everyone_updates=self._everyone_updates,
+        )
         return Exchange(buckets, self._communicator, device=self._device, dtype=self.settings.wire_dtype)
 
     def _stepped_group(self, index: int) -> SteppedGroup:
@@ -103,7 +112,7 @@ class SubnetworkOptimizer(ZeROOptimizer):
             if segment.group == index
             for fragment in shard
         ]
-        return SteppedGroup(fragments, self._parameters)
+        return SteppedGroup(fragments, self._places.weight)
 
     def _stepped(self, bucket: Bucket) -> list[tuple[Segment, list[Fragment]]]:
         if self.settings.stage == 1:
@@ -151,7 +160,7 @@ class SubnetworkOptimizer(ZeROOptimizer):
                     position[segment.group] += length
                 else:
                     averages.append(torch.empty(length, device=self._device))
-            self.exchange.reduce(bucket, self._gradients, averages)
+            self.exchange.reduce(bucket, self._gradients.view, averages)
             for norm in torch._foreach_norm(averages) if averages else []:
                 squares += norm.double() ** 2
             self._after_reduce(bucket, averages)
@@ -165,11 +174,15 @@ class SubnetworkOptimizer(ZeROOptimizer):
             for name in self._last_use[bucket.index]:
                 self._gradients.free(name)
             return
-        held = self._held_names(bucket)
-        tensors = {name: self._gradients.existing(name) for name in held}
+        for name in self._held_names(bucket):
+            self._gradients.make(name)
         for (_, fragments), average in zip(self.exchange.owned(bucket), averages, strict=True):
-            write(tensors, fragments, average.split([fragment.stop - fragment.start for fragment in fragments]))
-        self.exchange.distribute(bucket, tensors)
+            write(
+                self._gradients.view,
+                fragments,
+                average.split([fragment.stop - fragment.start for fragment in fragments]),
+            )
+        self.exchange.distribute(bucket, self._gradients.view)
 
     def _held_names(self, bucket: Bucket) -> set[str]:
         rank = self._communicator.rank
@@ -192,22 +205,21 @@ class SubnetworkOptimizer(ZeROOptimizer):
             if self.settings.stage == 1:
                 group.set_flat_gradient(flat)
             else:
-                group.set_gradients(
-                    {f.piece.parameter: self._gradients.existing(f.piece.parameter) for f in group.fragments}
-                )
+                group.set_gradients(self._gradients.view)
         self.optimizer.step()
         for group in self.groups:
             group.write_back()
         self._send_weights()
 
     def _send_weights(self) -> None:
-        weights = {name: parameter.data for name, parameter in self._parameters.items()}
         if self.settings.stage == 1:
-            for bucket in self.exchange.buckets:
-                self.exchange.distribute(bucket, weights, receivers="all" if self._everyone_updates else "holders")
+            receivers: Receivers = "all" if self._everyone_updates else "holders"
         elif self._everyone_updates:
-            for bucket in self.exchange.buckets:
-                self.exchange.distribute(bucket, weights, receivers="others")
+            receivers = "others"
+        else:
+            return
+        for bucket in self.exchange.buckets:
+            self.exchange.distribute(bucket, self._places.weight, receivers=receivers)
 
     def gradient_tensors(self) -> list[torch.Tensor]:
         """Local gradients that exist now, for measurements."""

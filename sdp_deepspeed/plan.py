@@ -170,6 +170,7 @@ def make_plan(
     layout: Layout,
     config: SubnetworkConfig,
     data_parallel_size: int,
+    branches: Sequence[str | None] | None = None,
 ) -> Plan:
     """The plan that the config block asks for, the same on every rank.
 
@@ -179,9 +180,11 @@ def make_plan(
         layout: counts from `config.resolve`.
         config: the block.
         data_parallel_size: D.
+        branches: for each unit the branch of which every subnetwork must keep a unit (heads or neuron groups of one
+            layer), None for block units; None if all are block units.
 
     Raises:
-        ValueError: too few units for all subnetworks, or a plan given by path that contradicts the config.
+        ValueError: too few units for all subnetworks, in all or of a branch, or a plan given by path that contradicts the config.
     """
     k, p = layout.num_subnetworks, layout.num_holders
     ranks = tuple(rank * k // data_parallel_size for rank in range(data_parallel_size))
@@ -190,9 +193,9 @@ def make_plan(
         _check_agreement(plan, layout, config)
     else:
         if config.assignment == "cyclic":
-            holders = assignment.cyclic(len(units), num_subnetworks=k, num_holders=p)
+            holders = assignment.cyclic(len(units), num_subnetworks=k, num_holders=p, branches=branches)
         else:
-            holders = assignment.balanced(costs, num_subnetworks=k, num_holders=p, seed=config.seed)
+            holders = assignment.balanced(costs, num_subnetworks=k, num_holders=p, seed=config.seed, branches=branches)
         plan = Plan(config.regime, config.strategy, k, p, config.seed, tuple(units), holders, ranks)
     _warn_if_disconnected(plan)
     return plan

@@ -42,7 +42,7 @@ class TensorInfo:
 
 @dataclass(frozen=True)
 class Fragment:
-    """Elements [start, stop) of one piece, in the row-major order of the piece."""
+    """Elements [start, stop) of one piece, in the order of `places.in_order`: its cut dim first, then row-major."""
 
     piece: Piece
     start: int
@@ -116,6 +116,8 @@ def _with_shared_rest(
     dim = claimed[0][0].dim
     if dim is None:
         return claimed
+    if all(holders == everyone for _, holders in claimed):  # as good as shared: nobody stores it cut
+        return [(Piece(info.name, None, 0, math.prod(info.shape), kind), everyone)]
     result: list[tuple[Piece, tuple[int, ...]]] = []
     position = 0
     for piece, holders in sorted(claimed, key=lambda item: item[0].start):
@@ -133,8 +135,10 @@ def build_segments(tensors: Sequence[TensorInfo], plan: Plan, *, max_elements: i
 
     Args:
         tensors: dense tensors in model order.
-        max_elements: no segment is longer; longer stretches are cut.
+        max_elements: no rank packs more for one segment; longer stretches are cut. In the backward regime an owner
+            packs its shard for every other rank.
     """
+    everyone_updates, size = plan.regime == "backward", len(plan.subnetwork_of_rank)
     stretches: dict[tuple[int, str, tuple[int, ...]], list[Fragment]] = {}
     dtypes = {str(info.dtype): info.dtype for info in tensors}
     by_name = pieces_by_tensor(tensors, plan)
@@ -145,7 +149,8 @@ def build_segments(tensors: Sequence[TensorInfo], plan: Plan, *, max_elements: i
     segments: list[Segment] = []
     for (group, dtype, holders), fragments in stretches.items():
         whole = Segment(group, dtypes[dtype], holders, tuple(fragments))
-        segments.extend(whole.split(max_elements))
+        copies = _copies(whole, size) if everyone_updates else 1
+        segments.extend(whole.split(int(max_elements / copies)))
     return segments
 
 
@@ -166,21 +171,31 @@ def pieces_by_tensor(
     }
 
 
-def build_buckets(segments: Sequence[Segment], *, size: int, max_elements: int) -> list[Bucket]:
+def _copies(segment: Segment, size: int) -> float:
+    """The most that a rank packs or unpacks when all ranks get the segment, in elements per element."""
+    return max(1.0, (size - 1) / len(segment.holders))
+
+
+def build_buckets(
+    segments: Sequence[Segment], *, size: int, max_elements: int, everyone_updates: bool = False
+) -> list[Bucket]:
     """Consecutive segments of one dtype, so that no rank packs more than `max_elements` for one exchange.
 
     Args:
         size: number of data-parallel ranks.
+        everyone_updates: whether all ranks get what the owners send back (backward regime).
     """
     groups: list[list[Segment]] = []
-    load = [0] * size
+    load: list[float] = [0] * size
     for segment in segments:
+        amount = segment.num_elements * _copies(segment, size) if everyone_updates else segment.num_elements
+        ranks = range(size) if everyone_updates else segment.holders
         fits = groups and groups[-1][0].dtype == segment.dtype
-        fits = fits and all(load[rank] + segment.num_elements <= max_elements for rank in segment.holders)
+        fits = fits and all(load[rank] + amount <= max_elements for rank in ranks)
         if not fits:
             groups.append([])
             load = [0] * size
         groups[-1].append(segment)
-        for rank in segment.holders:
-            load[rank] += segment.num_elements
+        for rank in ranks:
+            load[rank] += amount
     return [Bucket(index, tuple(group)) for index, group in enumerate(groups)]

@@ -6,101 +6,97 @@ it owns (stage 1) or holds (stage 0).
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 
-from .exchange import read, write
+from .exchange import Views, read, write
+from .places import in_order
 from .segments import Fragment
+from .units import Piece
+
+Weights = Callable[[Piece], torch.Tensor]
 
 
-def can_view(fragment: Fragment, parameter: torch.Tensor) -> bool:
+def can_view(fragment: Fragment, weights: Weights) -> bool:
     """Whether the fragment is a view of its fp32 parameter, so that no master copy is needed."""
-    view = fragment.piece.narrow(parameter)
-    whole = fragment.start == 0 and fragment.stop == view.numel()
-    return parameter.dtype == torch.float32 and (whole or view.is_contiguous())
-
-
-def view_of(fragment: Fragment, tensor: torch.Tensor) -> torch.Tensor:
-    """The fragment as a view of `tensor`: flat where contiguous, else the whole piece."""
-    view = fragment.piece.narrow(tensor)
-    if view.is_contiguous():
-        return view.view(-1).narrow(0, fragment.start, fragment.stop - fragment.start)
-    return view
+    weight = weights(fragment.piece)
+    return weight.dtype == torch.float32 and in_order(fragment.piece, weight).is_contiguous()
 
 
 class SteppedGroup:
     """One optimizer param group on this rank.
 
-    fp32 weights are stepped in place: no second copy exists. Lower precision, and column slices whose
-    shards are ragged, keep one flat fp32 master.
+    fp32 weights are stepped in place: no second copy exists. Lower precision keeps one flat fp32 master.
 
     Args:
         fragments: what this rank steps, in the order of its flat gradient.
-        parameters: the module's parameters by dense name.
+        weights: from a piece to its view in the module's weights.
     """
 
-    def __init__(self, fragments: Sequence[Fragment], parameters: Mapping[str, torch.nn.Parameter]) -> None:
+    def __init__(self, fragments: Sequence[Fragment], weights: Weights) -> None:
         self.fragments = list(fragments)
         self.sizes = [fragment.stop - fragment.start for fragment in self.fragments]
         self.num_elements = sum(self.sizes)
-        self._parameters = parameters
-        self.in_place = all(can_view(f, parameters[f.piece.parameter]) for f in self.fragments)
+        self._weights = weights
+        self.in_place = all(can_view(fragment, weights) for fragment in self.fragments)
         self.tensors = self._make_tensors()
 
     def _make_tensors(self) -> list[torch.nn.Parameter]:
         if not self.fragments:
             return []
         if self.in_place:
-            return [torch.nn.Parameter(self._view(fragment)) for fragment in self.fragments]
-        device = self._parameters[self.fragments[0].piece.parameter].device
+            return [torch.nn.Parameter(view) for view in self._views()]
+        device = self._weights(self.fragments[0].piece).device
         master = torch.empty(self.num_elements, dtype=torch.float32, device=device)
-        torch._foreach_copy_(list(master.split(self.sizes)), read(self._weights(), self.fragments))
+        torch._foreach_copy_(list(master.split(self.sizes)), self._flat_weights())
         return [torch.nn.Parameter(master)]
 
-    def _weights(self) -> dict[str, torch.Tensor | None]:
-        return {f.piece.parameter: self._parameters[f.piece.parameter].data for f in self.fragments}
+    def _views(self) -> list[torch.Tensor]:
+        """Flat views; an error if the weights' storage was replaced by one of another order."""
+        flats = [in_order(f.piece, self._weights(f.piece)).view(-1) for f in self.fragments]
+        return [flat.narrow(0, f.start, size) for flat, f, size in zip(flats, self.fragments, self.sizes, strict=True)]
 
-    def _view(self, fragment: Fragment) -> torch.Tensor:
-        return view_of(fragment, self._parameters[fragment.piece.parameter].data)
+    def _flat_weights(self) -> list[torch.Tensor]:
+        return read(self._weights, self.fragments)
 
     def set_flat_gradient(self, flat: torch.Tensor) -> None:
         """Give the optimizer `flat` (fp32, [num_elements]) as the gradient, without a copy."""
-        if not self.in_place:
-            self.tensors[0].grad = flat
-            return
-        for tensor, stretch in zip(self.tensors, flat.split(self.sizes), strict=True):
-            tensor.grad = stretch.view(tensor.shape)
+        stretches = flat.split(self.sizes) if self.in_place else [flat]
+        for tensor, stretch in zip(self.tensors, stretches, strict=True):
+            tensor.grad = stretch
 
-    def set_gradients(self, gradients: Mapping[str, torch.Tensor]) -> None:
-        """Give the optimizer whole averaged gradients by dense name (stage 0)."""
-        if self.in_place:
-            for tensor, fragment in zip(self.tensors, self.fragments, strict=True):
-                tensor.grad = view_of(fragment, gradients[fragment.piece.parameter])
+    def set_gradients(self, gradients: Views) -> None:
+        """Give the optimizer averaged gradients of all that this rank holds (stage 0)."""
+        if not self.fragments:
             return
-        flat = torch.empty_like(self.tensors[0])
-        torch._foreach_copy_(list(flat.split(self.sizes)), read(gradients, self.fragments))
-        self.tensors[0].grad = flat
+        stretches = read(gradients, self.fragments)
+        if not self.in_place:
+            flat = torch.empty_like(self.tensors[0])
+            torch._foreach_copy_(list(flat.split(self.sizes)), stretches)
+            stretches = [flat]
+        for tensor, stretch in zip(self.tensors, stretches, strict=True):
+            tensor.grad = stretch
 
     def link(self) -> None:
         """Point views at the weights' present storage: others replace `param.data` behind us."""
         if self.in_place:
-            for tensor, fragment in zip(self.tensors, self.fragments, strict=True):
-                tensor.data = self._view(fragment)
+            for tensor, view in zip(self.tensors, self._views(), strict=True):
+                tensor.data = view
 
     def write_back(self) -> None:
         """Round the stepped master into the weights and drop the gradients."""
         for tensor in self.tensors:
             tensor.grad = None
         if self.fragments and not self.in_place:
-            write(self._weights(), self.fragments, self.tensors[0].detach().split(self.sizes))
+            write(self._weights, self.fragments, self.tensors[0].detach().split(self.sizes))
 
     def reload_master(self) -> None:
         """Take the master from the weights again, after weights were loaded from outside."""
         if self.fragments and not self.in_place:
             master = self.tensors[0].detach()
-            torch._foreach_copy_(list(master.split(self.sizes)), read(self._weights(), self.fragments))
+            torch._foreach_copy_(list(master.split(self.sizes)), self._flat_weights())
 
 
 def repoint(optimizer: torch.optim.Optimizer, groups: Sequence[SteppedGroup]) -> None:

@@ -86,8 +86,8 @@ def _has_device(value: Any, tree: Tree) -> bool:
     return isinstance(value, Mapping) and value.get("device", "none") not in (None, "none")
 
 
-def _neuron(value: Any, tree: Tree) -> bool:
-    return value == "neuron" or isinstance(value, Mapping)
+def _scaled_backward(value: Any, tree: Tree) -> bool:
+    return value == "coverage" and lookup(tree, f"{KEY}.regime") == "backward"
 
 
 def _model_dtype(tree: Tree) -> str:
@@ -118,11 +118,20 @@ _REMOVED = "DeepSpeed has removed it; remove the key"
 
 TABLE: tuple[Row, ...] = (
     Row("forward regime", f"{KEY}.regime", "works", "forward"),
-    Row("backward regime", f"{KEY}.regime", "not built yet", "backward", _is("backward"), 'use "forward"'),
+    Row("backward regime", f"{KEY}.regime", "works", "backward"),
     Row("block strategy", f"{KEY}.strategy", "works", "block"),
-    Row("neuron strategy, mapping", f"{KEY}.strategy", "not built yet", "neuron", _neuron, 'use "block"'),
-    Row("groups of neurons", f"{KEY}.neuron_groups", "not built yet", 4, _is_present, "it needs the neuron strategy"),
-    Row("scaled dense branches", f"{KEY}.dense_branch_scale", "not built yet", "coverage", _is("coverage")),
+    Row("neuron strategy", f"{KEY}.strategy", "works", "neuron"),
+    Row("strategy by part", f"{KEY}.strategy", "works", {"attention": "neuron", "mlp": "block"}),
+    Row("groups of neurons", f"{KEY}.neuron_groups", "works", 4),
+    Row("scaled dense branches, forward regime", f"{KEY}.dense_branch_scale", "works", "coverage"),
+    Row(
+        "scaled dense branches, backward regime",
+        f"{KEY}.dense_branch_scale",
+        "refused",
+        "coverage",
+        _scaled_backward,
+        "its workers train the whole model, which needs no scale; remove the key",
+    ),
     Row("one subnetwork for each data-parallel rank", f"{KEY}.subnetworks", "works", "auto"),
     Row("replicas of subnetworks", f"{KEY}.subnetworks", "not built yet", 1, None, 'use "auto"'),
     Row("ZeRO stage 0", "zero_optimization.stage", "works", 0),

@@ -7,15 +7,30 @@ A user's own model takes three lines:
                            architectures.Branch("mlp", norm="ln2", body="ff"))
 
 The described layer must compute `x + body(norm(x))` for each branch, in any order or in parallel; whatever
-lies between `body` and the addition (dropout) is named in `after`.
+lies between `body` and the addition (dropout) is named in `after`. For the neuron strategy a branch also names the
+layers that its neurons or heads run through:
+
+    inner=architectures.Inner((architectures.Cut("up", dim=0), architectures.Cut("down", dim=1, is_output=True)))
 """
 
-from .branch import Branch
+from .branch import Branch, Cut, Inner
 from .decoders import DECODERS
 from .registry import branches_of, register
-from .sites import Site, find_sites, unit_costs, units_of_sites
+from .sites import Site, find_sites
+from .strategies import branches_of_units, unit_costs, units_of_sites
 
 for _layer_class, _branches in DECODERS.items():
     register(_layer_class, *_branches)
 
-__all__ = ["Branch", "Site", "branches_of", "find_sites", "register", "unit_costs", "units_of_sites"]
+__all__ = [
+    "Branch",
+    "Cut",
+    "Inner",
+    "Site",
+    "branches_of",
+    "branches_of_units",
+    "find_sites",
+    "register",
+    "unit_costs",
+    "units_of_sites",
+]

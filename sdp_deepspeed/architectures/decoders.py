@@ -2,20 +2,64 @@
 
 from __future__ import annotations
 
-from .branch import Branch
+from .branch import Branch, Cut, Inner
 
 _LLAMA = (
-    Branch("attention", norm="input_layernorm", body="self_attn", num_outputs=2),
-    Branch("mlp", norm="post_attention_layernorm", body="mlp"),
+    Branch(
+        "attention",
+        norm="input_layernorm",
+        body="self_attn",
+        num_outputs=2,
+        inner=Inner(
+            (Cut("q_proj", 0), Cut("k_proj", 0), Cut("v_proj", 0), Cut("o_proj", 1, is_output=True)),
+            heads="config.num_key_value_heads",
+            caches=("past_key_values",),
+        ),
+    ),
+    Branch(
+        "mlp",
+        norm="post_attention_layernorm",
+        body="mlp",
+        inner=Inner((Cut("gate_proj", 0), Cut("up_proj", 0), Cut("down_proj", 1, is_output=True))),
+    ),
 )
+# GPT-2's Conv1D stores [in, out].
 _GPT2 = (
-    Branch("attention", norm="ln_1", body="attn", num_outputs=2),
-    Branch("mlp", norm="ln_2", body="mlp"),
+    Branch(
+        "attention",
+        norm="ln_1",
+        body="attn",
+        num_outputs=2,
+        inner=Inner(
+            (Cut("c_attn", 1, blocks=3), Cut("c_proj", 0, is_output=True)),
+            heads="num_heads",
+            scaled=("split_size",),
+            caches=("past_key_values",),
+        ),
+    ),
+    Branch("mlp", norm="ln_2", body="mlp", inner=Inner((Cut("c_fc", 1), Cut("c_proj", 0, is_output=True)))),
 )
 # One description for both forms: in the parallel one both branches read the layer's input.
 _GPT_NEOX = (
-    Branch("attention", norm="input_layernorm", body="attention", after=("post_attention_dropout",), num_outputs=2),
-    Branch("mlp", norm="post_attention_layernorm", body="mlp", after=("post_mlp_dropout",)),
+    Branch(
+        "attention",
+        norm="input_layernorm",
+        body="attention",
+        after=("post_attention_dropout",),
+        num_outputs=2,
+        inner=Inner(
+            (Cut("query_key_value", 0), Cut("dense", 1, is_output=True)),
+            heads="config.num_attention_heads",
+            caches=("layer_past",),
+        ),
+    ),
+    Branch(
+        "mlp",
+        norm="post_attention_layernorm",
+        body="mlp",
+        after=("post_mlp_dropout",),
+        inner=Inner((Cut("dense_h_to_4h", 0), Cut("dense_4h_to_h", 1, is_output=True))),
+    ),
 )
 
 DECODERS: dict[str, tuple[Branch, ...]] = {

@@ -1,18 +1,43 @@
-"""From a model to its units: each described branch (or layer) with the pieces that belong to it."""
+"""Where a live model's described branches are, which pieces belong to each, and how they may be cut."""
 
 from __future__ import annotations
 
 import itertools
-import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from functools import reduce
+from typing import Any, cast
 
 import torch
 from torch import nn
 
-from ..units import Piece, Unit, UnitCost
-from .branch import Branch
+from ..units import Piece
+from .branch import Branch, Cut
 from .registry import branches_of, described
+
+
+@dataclass(frozen=True)
+class CutTensor:
+    """A weight or bias that runs over the cells of a branch.
+
+    Args:
+        cut: the layer that it belongs to, and how it is cut.
+        parameter: dense name.
+        dim: stored dimension that runs over the cells.
+        size: number of indices along `dim`.
+    """
+
+    cut: Cut
+    parameter: str
+    dim: int
+    size: int
+
+    def pieces(self, cells: range, num_cells: int) -> list[Piece]:
+        """The pieces of a stretch of cells, one per block."""
+        block = self.size // self.cut.blocks
+        width = block // num_cells
+        starts = range(cells.start * width, self.size, block)
+        return [Piece(self.parameter, self.dim, start, len(cells) * width) for start in starts]
 
 
 @dataclass(frozen=True)
@@ -23,15 +48,28 @@ class Site:
         layer: dense name of its layer, as in `named_modules()`.
         branch: the description.
         pieces: all of the branch's parameters and buffers, whole.
+        num_cells: neurons or heads (key/value heads) inside; 0 if the description names none.
+        cut_tensors: what runs over them.
     """
 
     layer: str
     branch: Branch
     pieces: tuple[Piece, ...]
+    num_cells: int = 0
+    cut_tensors: tuple[CutTensor, ...] = ()
 
     @property
     def name(self) -> str:
         return f"{self.layer}.{self.branch.name}"
+
+    @property
+    def body(self) -> str:
+        """Dense name of the module that does the work."""
+        return f"{self.layer}.{self.branch.body}"
+
+    def pieces_of_cells(self, cells: range) -> tuple[Piece, ...]:
+        """The pieces of a stretch of cells, in model order of their tensors."""
+        return tuple(piece for tensor in self.cut_tensors for piece in tensor.pieces(cells, self.num_cells))
 
     @property
     def modules(self) -> tuple[str, ...]:
@@ -43,13 +81,14 @@ def find_sites(model: nn.Module) -> list[Site]:
     """All residual branches of the described layers, in model order.
 
     Raises:
-        ValueError: no layer is described, a described submodule is missing, or a branch shares a tensor with
-            another part of the model.
+        ValueError: no layer is described, a described submodule is missing, a layer does not divide into its heads,
+            or a branch shares a tensor with another part of the model.
     """
     sites = []
     for name, module in model.named_modules():
         for branch in branches_of(type(module)) or ():
-            sites.append(Site(name, branch, _pieces(model, name, module, branch)))
+            pieces = _pieces(name, module, branch)
+            sites.append(Site(name, branch, pieces, *_cells(name, module.get_submodule(branch.body), branch)))
     if not sites:
         raise ValueError(
             f"{type(model).__name__} has no layer whose residual branches are known; known are "
@@ -59,7 +98,7 @@ def find_sites(model: nn.Module) -> list[Site]:
     return sites
 
 
-def _pieces(model: nn.Module, layer_name: str, layer: nn.Module, branch: Branch) -> tuple[Piece, ...]:
+def _pieces(layer_name: str, layer: nn.Module, branch: Branch) -> tuple[Piece, ...]:
     pieces = []
     for path in branch.modules:
         try:
@@ -75,6 +114,31 @@ def _pieces(model: nn.Module, layer_name: str, layer: nn.Module, branch: Branch)
     return tuple(pieces)
 
 
+def _cells(layer_name: str, body: nn.Module, branch: Branch) -> tuple[int, tuple[CutTensor, ...]]:
+    """Number of cells of a branch, and its tensors that run over them."""
+    if branch.inner is None:
+        return 0, ()
+    tensors = [tensor for cut in branch.inner.cuts for tensor in _cut_tensors(f"{layer_name}.{branch.body}", body, cut)]
+    path, start = branch.inner.heads, cast(Any, body)
+    num_cells = tensors[0].size if path is None else int(reduce(getattr, path.split("."), start))
+    for tensor in tensors:
+        if num_cells < 1 or tensor.size % (num_cells * tensor.cut.blocks):
+            raise ValueError(
+                f"{tensor.parameter} has {tensor.size} indices along dim {tensor.dim}, which do not divide into "
+                f"{tensor.cut.blocks} x {num_cells} cells of the branch {branch.name!r}: correct its description"
+            )
+    return num_cells, tuple(tensors)
+
+
+def _cut_tensors(body_name: str, body: nn.Module, cut: Cut) -> list[CutTensor]:
+    parameters = dict(body.get_submodule(cut.module).named_parameters(recurse=False))
+    name = f"{body_name}.{cut.module}"
+    result = [CutTensor(cut, f"{name}.weight", cut.dim, parameters["weight"].shape[cut.dim])]
+    if "bias" in parameters and not cut.is_output:
+        result.append(CutTensor(cut, f"{name}.bias", 0, parameters["bias"].shape[0]))
+    return result
+
+
 def _refuse_tied(model: nn.Module, sites: Sequence[Site]) -> None:
     owners: dict[int, str] = {}
     inside = {piece.parameter: site.name for site in sites for piece in site.pieces}
@@ -88,67 +152,3 @@ def _refuse_tied(model: nn.Module, sites: Sequence[Site]) -> None:
                 f"{name!r} is the same tensor in {owners[id(tensor)]} and in {place}: a unit must not share "
                 "tensors; untie them, or do not describe this layer"
             )
-
-
-def units_of_sites(sites: Sequence[Site], *, granularity: str, shared: Iterable[str]) -> list[Unit]:
-    """Units of the block strategy.
-
-    Args:
-        granularity: "sublayer" makes each branch a unit, "layer" all branches of one layer together.
-        shared: regular expressions; a unit whose name or whose parameters they match stays shared.
-
-    Raises:
-        ValueError: a pattern that matches no unit's parameter, or only a part of a unit's parameters.
-    """
-    grouped: dict[str, list[Piece]] = {}
-    for site in sites:
-        grouped.setdefault(site.name if granularity == "sublayer" else site.layer, []).extend(site.pieces)
-    units = [Unit(name, tuple(pieces)) for name, pieces in grouped.items()]
-    patterns = {pattern: re.compile(pattern) for pattern in shared}
-    for pattern, compiled in patterns.items():
-        _check_pattern(pattern, compiled, units)
-    return [unit for unit in units if not any(_matches(compiled, unit) for compiled in patterns.values())]
-
-
-def _matches(pattern: re.Pattern[str], unit: Unit) -> bool:
-    if pattern.search(unit.name):
-        return True
-    return any(pattern.search(piece.parameter) for piece in unit.pieces if piece.kind == "parameter")
-
-
-def _check_pattern(pattern: str, compiled: re.Pattern[str], units: Sequence[Unit]) -> None:
-    where = "subnetwork_data_parallel.shared"
-    if not any(_matches(compiled, unit) for unit in units):
-        raise ValueError(
-            f"{where}: {pattern!r} matches no parameter of any unit; unit names are like {units[0].name!r}"
-        )
-    for unit in units:
-        names = [piece.parameter for piece in unit.pieces if piece.kind == "parameter"]
-        left = [name for name in names if not compiled.search(name)]
-        if left and len(left) < len(names) and not compiled.search(unit.name):
-            raise ValueError(
-                f"{where}: {pattern!r} matches only a part of {unit.name!r}, not {left[0]!r}; a block is held as a "
-                f"whole, so match its name, for example with {re.escape(unit.name)!r}"
-            )
-
-
-def unit_costs(model: nn.Module, units: Sequence[Unit]) -> list[UnitCost]:
-    """Cost of each unit: weights of matrices count 2 FLOPs per token, attention scores are left out.
-
-    Scores grow with the sequence length, which a model does not know; they shift all attention units alike.
-    """
-    tensors: dict[str, torch.Tensor] = dict(model.named_parameters(remove_duplicate=False))
-    tensors |= dict(model.named_buffers(remove_duplicate=False))
-    return [_cost(unit, tensors) for unit in units]
-
-
-def _cost(unit: Unit, tensors: dict[str, torch.Tensor]) -> UnitCost:
-    num_parameters = num_bytes = flops = 0
-    for piece in unit.pieces:
-        tensor = tensors[piece.parameter]
-        elements = piece.num_elements(tensor.shape)
-        num_bytes += elements * tensor.element_size()
-        if piece.kind == "parameter":
-            num_parameters += elements
-            flops += 2 * elements if tensor.dim() > 1 else 0
-    return UnitCost(num_parameters, num_bytes, flops)

@@ -1,5 +1,6 @@
 """What a plan does to a live module."""
 
-from .block import BlockMask, UnitModules
+from .mask import Mask
+from .part import MaskedPart
 
-__all__ = ["BlockMask", "UnitModules"]
+__all__ = ["Mask", "MaskedPart"]

@@ -7,16 +7,15 @@ be added to at no cost.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import nn
 
 from ..architectures import Site
-from ..plan import Plan
 from ..units import Piece, Unit
+from .part import Fetch, MaskedPart
 
 
 class _Nothing:
@@ -35,13 +34,13 @@ NOTHING = _Nothing()
 
 
 class _LackingModule(nn.Module):
-    """Mixed in before a module's own class; whole again while its unit is present (in the dense model)."""
+    """Mixed in before a module's own class; itself again while its part is dense."""
 
-    _sdp_unit: UnitModules
+    _sdp_part: BlockPart
     _sdp_output: Any
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        if self._sdp_unit.present:
+        if self._sdp_part.dense:
             return super().forward(*args, **kwargs)
         passed_on = next(iter((*args, *kwargs.values())))
         return passed_on if self._sdp_output is None else self._sdp_output
@@ -57,109 +56,100 @@ def _lacking_class(base: type[nn.Module]) -> type[nn.Module]:
     return _LACKING_CLASSES[base]
 
 
-@dataclass
-class UnitModules:
-    """A unit in the live module of one rank.
+class BlockPart(MaskedPart):
+    """One block unit on one rank, in the forward regime.
 
     Args:
+        model: whole, equal on all ranks.
         index: of the unit in the plan.
-        unit: its pieces.
+        unit: made of whole `sites`.
+        sites: in the order in which they run.
         held: whether this rank's subnetwork has it.
-        modules: its modules in the order in which they run.
-        present: whether its tensors have storage now.
+        shapes: dense shapes by name.
+        scale: of its output projections in the dense model.
     """
 
-    index: int
-    unit: Unit
-    held: bool
-    modules: list[nn.Module]
-    present: bool = field(init=False)
+    def __init__(
+        self,
+        model: nn.Module,
+        index: int,
+        unit: Unit,
+        sites: Sequence[Site],
+        *,
+        held: bool,
+        shapes: Mapping[str, torch.Size],
+        scale: float = 1.0,
+    ) -> None:
+        names = [name for site in sites for name in site.modules]
+        super().__init__(unit.name, [index], [model.get_submodule(name) for name in names], whole=held)
+        tensors = dict(model.named_parameters()) | dict(model.named_buffers())
+        self._tensors = {piece: tensors[piece.parameter] for piece in unit.pieces}
+        self._shapes = shapes
+        self._scale = scale
+        self._scaled = [tensors[name] for site in sites for name in output_names(site, tensors)] if scale != 1.0 else []
+        self._unscaled: list[torch.Tensor] = []
+        if not held:
+            outputs = {name: _output(site, name) for site in sites for name in site.modules}
+            for module, name in zip(self.modules, names, strict=True):
+                self._make_lacking(module, outputs[name])
+            self._drop()
 
-    def __post_init__(self) -> None:
-        self.present = self.held
+    def fill(self, fetch: Fetch) -> None:
+        targets: dict[Piece, torch.Tensor] = {}
+        if not self.whole:
+            for piece, tensor in self._tensors.items():
+                shape = self._shapes[piece.parameter]
+                targets[piece] = torch.empty(shape, dtype=tensor.dtype, device=tensor.device)
+        fetch(targets)
+        for piece, value in targets.items():
+            self._tensors[piece].data = value
+        self._unscaled = [tensor.data for tensor in self._scaled]
+        for tensor in self._scaled:
+            tensor.data = tensor.data * self._scale
+        self.filled = True
 
+    def release(self) -> None:
+        if self.whole:
+            for tensor, value in zip(self._scaled, self._unscaled, strict=True):
+                tensor.data = value
+        else:
+            self._drop()
+        self._unscaled = []
+        self.filled = False
 
-class BlockMask:
-    """Drops the units that a rank lacks from its module, for the whole run.
-
-    Args:
-        model: whole, on its final device, equal on all ranks.
-        sites: its residual branches.
-        plan: whose units are unions of whole sites.
-        rank: in the data-parallel group.
-
-    Raises:
-        ValueError: a unit of the plan is not made of whole residual branches.
-    """
-
-    def __init__(self, model: nn.Module, sites: Sequence[Site], plan: Plan, rank: int) -> None:
-        self.units = [
-            UnitModules(index, unit, plan.holds_rank(index, rank), [model.get_submodule(n) for n in names])
-            for index, (unit, names) in enumerate(_modules_of_units(plan.units, sites))
-        ]
-        outputs = {name: _output(site, name) for site in sites for name in site.modules}
-        for state, (_, names) in zip(self.units, _modules_of_units(plan.units, sites), strict=True):
-            if not state.held:
-                for module, name in zip(state.modules, names, strict=True):
-                    _make_lacking(module, state, outputs[name])
-        self._tensors = dict(model.named_parameters()) | dict(model.named_buffers())
-        self.shapes = {name: tensor.shape for name, tensor in self._tensors.items()}
-        for state in self.units:
-            if not state.held:
-                self.release(state)
-
-    def release(self, state: UnitModules) -> None:
+    def _drop(self) -> None:
         """Give the storage of a lacking unit back."""
-        assert not state.held, f"{state.unit.name} is held, its storage must stay"
-        for piece in state.unit.pieces:
-            tensor = self._tensors[piece.parameter]
+        for tensor in self._tensors.values():
             with torch.inference_mode(False):
                 tensor.data = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
             tensor.requires_grad_(False)
-        state.present = False
 
-    def fill(self, state: UnitModules, values: Iterable[torch.Tensor]) -> None:
-        """Make a lacking unit present: `values` are flat, one for each of its pieces, and are kept as storage."""
-        for piece, value in zip(state.unit.pieces, values, strict=True):
-            tensor = self._tensors[piece.parameter]
-            tensor.data = value.view(self.shapes[piece.parameter])
-        state.present = True
-
-    def dtype_of(self, piece: Piece) -> torch.dtype:
-        """Of the piece's tensor, present or not."""
-        return self._tensors[piece.parameter].dtype
-
-    def tensors_of(self, state: UnitModules) -> list[torch.Tensor]:
-        """The unit's tensors, detached, in the order of its pieces."""
-        return [self._tensors[piece.parameter].detach() for piece in state.unit.pieces]
-
-
-def _make_lacking(module: nn.Module, state: UnitModules, output: Any) -> None:
-    module.__class__ = _lacking_class(type(module))
-    object.__setattr__(module, "_sdp_unit", state)
-    object.__setattr__(module, "_sdp_output", output)
+    def _make_lacking(self, module: nn.Module, output: Any) -> None:
+        module.__class__ = _lacking_class(type(module))
+        object.__setattr__(module, "_sdp_part", self)
+        object.__setattr__(module, "_sdp_output", output)
 
 
 def _output(site: Site, module_name: str) -> Any:
     """What a lacking module returns; None stands for its own first argument."""
-    if module_name != f"{site.layer}.{site.branch.body}":
+    if module_name != site.body:
         return None
     if site.branch.num_outputs == 1:
         return NOTHING
     return (NOTHING, *[None] * (site.branch.num_outputs - 1))
 
 
-def _modules_of_units(units: Sequence[Unit], sites: Sequence[Site]) -> list[tuple[Unit, list[str]]]:
-    result = []
-    for unit in units:
-        whole = {(piece.kind, piece.parameter) for piece in unit.pieces if piece.dim is None}
-        members = [site for site in sites if whole.issuperset((piece.kind, piece.parameter) for piece in site.pieces)]
-        covered = {piece.parameter for site in members for piece in site.pieces}
-        strange = sorted({piece.parameter for piece in unit.pieces} - covered)[:5]
-        if strange or not members:
-            raise ValueError(
-                f"plan: unit {unit.name!r} is not made of whole residual branches of this model (left over: "
-                f'{strange}): the strategy "block" takes branches whole'
-            )
-        result.append((unit, [name for site in members for name in site.modules]))
-    return result
+def output_names(site: Site, tensors: Mapping[str, torch.Tensor]) -> list[str]:
+    """Weights and biases of a branch's output projections.
+
+    Raises:
+        ValueError: the branch's description does not say which layer that is.
+    """
+    layers = [cut.module for cut in site.branch.inner.cuts if cut.is_output] if site.branch.inner else []
+    if not layers:
+        raise ValueError(
+            f"subnetwork_data_parallel.dense_branch_scale: the description of the branch {site.branch.name!r} names no "
+            "output projection that could be scaled; register it with architectures.Inner"
+        )
+    names = [f"{site.body}.{layer}.{kind}" for layer in layers for kind in ("weight", "bias")]
+    return [name for name in names if name in tensors]

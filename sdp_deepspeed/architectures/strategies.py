@@ -1,0 +1,130 @@
+"""Which units a strategy makes of a model's branches, and what each costs."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping, Sequence
+
+import torch
+from torch import nn
+
+from ..units import Piece, Unit, UnitCost
+from .sites import Site
+
+_WHERE = "subnetwork_data_parallel"
+
+
+def units_of_sites(
+    sites: Sequence[Site],
+    *,
+    strategy: str | Mapping[str, str] = "block",
+    granularity: str = "sublayer",
+    shared: Iterable[str] = (),
+    num_groups: int | None = None,
+) -> list[Unit]:
+    """The model's units in model order.
+
+    Args:
+        strategy: "block", "neuron", or a mapping from parts (names of branches) to these; parts that a mapping does
+            not name stay shared.
+        granularity: of blocks: "sublayer" makes each branch a unit, "layer" all block branches of one layer together.
+        shared: regular expressions; a unit whose name or whose parameters they match stays shared.
+        num_groups: units that an MLP's neurons are divided into, fewer where there are fewer neurons; the neuron
+            strategy needs it for branches without heads.
+
+    Raises:
+        ValueError: a mapping that names no branch of the model, a branch whose neurons are not described, a pattern
+            that matches no unit's parameter, or only a part of a unit's parameters.
+    """
+    by_part = _strategy_of_parts(sites, strategy)
+    grouped: dict[str, list[Piece]] = {}
+    for site in sites:
+        match by_part.get(site.branch.name):
+            case "block":
+                grouped.setdefault(site.name if granularity == "sublayer" else site.layer, []).extend(site.pieces)
+            case "neuron":
+                for name, cells in _cells_of_units(site, num_groups).items():
+                    grouped[name] = list(site.pieces_of_cells(cells))
+    units = [Unit(name, tuple(pieces)) for name, pieces in grouped.items()]
+    patterns = {pattern: re.compile(pattern) for pattern in shared}
+    for pattern, compiled in patterns.items():
+        _check_pattern(pattern, compiled, units)
+    return [unit for unit in units if not any(_matches(compiled, unit) for compiled in patterns.values())]
+
+
+def branches_of_units(units: Sequence[Unit], sites: Sequence[Site]) -> list[str | None]:
+    """For each unit of neurons or heads the branch of which every worker keeps a part; None for blocks."""
+    names = {tensor.parameter: site.name for site in sites for tensor in site.cut_tensors}
+    cut = [next((piece.parameter for piece in unit.pieces if piece.dim is not None), None) for unit in units]
+    return [names.get(parameter) if parameter is not None else None for parameter in cut]
+
+
+def _strategy_of_parts(sites: Sequence[Site], strategy: str | Mapping[str, str]) -> dict[str, str]:
+    parts = list(dict.fromkeys(site.branch.name for site in sites))
+    if isinstance(strategy, str):
+        return dict.fromkeys(parts, strategy)
+    unknown = [part for part in strategy if part not in parts]
+    if unknown:
+        raise ValueError(
+            f"{_WHERE}.strategy: {unknown[0]!r} is no part of this model; its parts are {', '.join(map(repr, parts))}"
+        )
+    return dict(strategy)
+
+
+def _cells_of_units(site: Site, num_groups: int | None) -> dict[str, range]:
+    """Per unit its stretch of cells: single heads, or groups of neurons that differ by one neuron at most."""
+    inner = site.branch.inner
+    if inner is None:
+        raise ValueError(
+            f"{_WHERE}.strategy: the description of the branch {site.branch.name!r} names no neurons or heads; use "
+            '"block" for it, or register it with architectures.Inner'
+        )
+    if inner.heads is not None:
+        return {f"{site.name}.head_{head}": range(head, head + 1) for head in range(site.num_cells)}
+    assert num_groups is not None, "the caller gives neuron_groups or its default"
+    count = min(num_groups, site.num_cells)
+    edges = [index * site.num_cells // count for index in range(count + 1)]
+    return {f"{site.name}.group_{index}": range(edges[index], edges[index + 1]) for index in range(count)}
+
+
+def _matches(pattern: re.Pattern[str], unit: Unit) -> bool:
+    if pattern.search(unit.name):
+        return True
+    return any(pattern.search(piece.parameter) for piece in unit.pieces if piece.kind == "parameter")
+
+
+def _check_pattern(pattern: str, compiled: re.Pattern[str], units: Sequence[Unit]) -> None:
+    if not any(_matches(compiled, unit) for unit in units):
+        raise ValueError(
+            f"{_WHERE}.shared: {pattern!r} matches no parameter of any unit; unit names are like {units[0].name!r}"
+        )
+    for unit in units:
+        names = [piece.parameter for piece in unit.pieces if piece.kind == "parameter"]
+        left = [name for name in names if not compiled.search(name)]
+        if left and len(left) < len(names) and not compiled.search(unit.name):
+            raise ValueError(
+                f"{_WHERE}.shared: {pattern!r} matches only a part of {unit.name!r}, not {left[0]!r}; a unit is held "
+                f"as a whole, so match its name, for example with {re.escape(unit.name)!r}"
+            )
+
+
+def unit_costs(model: nn.Module, units: Sequence[Unit]) -> list[UnitCost]:
+    """Cost of each unit: weights of matrices count 2 FLOPs per token, attention scores are left out.
+
+    Scores grow with the sequence length, which a model does not know; they shift all attention units alike.
+    """
+    tensors: dict[str, torch.Tensor] = dict(model.named_parameters(remove_duplicate=False))
+    tensors |= dict(model.named_buffers(remove_duplicate=False))
+    return [_cost(unit, tensors) for unit in units]
+
+
+def _cost(unit: Unit, tensors: dict[str, torch.Tensor]) -> UnitCost:
+    num_parameters = num_bytes = flops = 0
+    for piece in unit.pieces:
+        tensor = tensors[piece.parameter]
+        elements = piece.num_elements(tensor.shape)
+        num_bytes += elements * tensor.element_size()
+        if piece.kind == "parameter":
+            num_parameters += elements
+            flops += 2 * elements if tensor.dim() > 1 else 0
+    return UnitCost(num_parameters, num_bytes, flops)

@@ -1,0 +1,46 @@
+"""What the dense view sees of a masked module: parts that become dense together and go back."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence
+
+import torch
+from torch import nn
+
+from ..units import Piece
+
+Fetch = Callable[[Mapping[Piece, torch.Tensor]], None]
+"""Fills tensors, one per lacking piece and shaped as in the dense model; a collective in the forward regime."""
+
+
+class MaskedPart(ABC):
+    """Modules of which ranks lack pieces; every rank has the same parts in the same order.
+
+    Attributes:
+        name: of the unit or branch, for messages.
+        units: indices in the plan of all units that it takes.
+        modules: the modules in the order in which they run.
+        whole: whether this rank's subnetwork has all of it, as in the dense model.
+        filled: whether it was made dense, between `fill` and `release`.
+    """
+
+    def __init__(self, name: str, units: Sequence[int], modules: Sequence[nn.Module], *, whole: bool) -> None:
+        self.name = name
+        self.units = tuple(units)
+        self.modules = list(modules)
+        self.whole = whole
+        self.filled = False
+
+    @property
+    def dense(self) -> bool:
+        """Whether all of it is here now."""
+        return self.whole or self.filled
+
+    @abstractmethod
+    def fill(self, fetch: Fetch) -> None:
+        """Make the part dense; calls `fetch` once."""
+
+    @abstractmethod
+    def release(self) -> None:
+        """Go back to what this rank's subnetwork has."""

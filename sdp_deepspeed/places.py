@@ -1,0 +1,80 @@
+"""Where the pieces of the dense model lie in this rank's tensors.
+
+A whole tensor lies as in the dense model. Of a tensor that neuron units cut, a rank stores the pieces that it holds
+side by side in dense order, and in the backward regime those that it lacks likewise, apart. Both are stored with the
+cut dim outermost, so that each piece is one stretch of memory.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from .units import Piece
+
+
+def in_order(piece: Piece, view: torch.Tensor) -> torch.Tensor:
+    """A piece's view with its elements in the order in which they travel: the cut dim first, then row-major."""
+    return view if piece.dim is None else view.movedim(piece.dim, 0)
+
+
+def side_by_side(pieces: Sequence[Piece], dense: torch.Tensor) -> torch.Tensor:
+    """A copy of `pieces` of one tensor, side by side along their dim, which is outermost in memory."""
+    dim = pieces[0].dim
+    assert dim is not None, "whole tensors stay where they are"
+    copied = torch.cat([in_order(piece, piece.narrow(dense)) for piece in pieces])
+    return copied.movedim(0, dim)
+
+
+@dataclass(frozen=True)
+class Place:
+    """A piece inside one of this rank's tensors.
+
+    Args:
+        start: first index along the piece's dim.
+        lacking: the tensor, if that is not the module's parameter but what the rank lacks of it.
+    """
+
+    start: int
+    lacking: torch.Tensor | None = None
+
+
+class Places:
+    """Finds pieces in this rank's tensors.
+
+    Args:
+        tensors: the module's parameters and buffers by dense name; their storage may change later.
+
+    Attributes:
+        lacking: by dense name the tensors of what this rank stores but does not train.
+    """
+
+    def __init__(self, tensors: Mapping[str, torch.Tensor]) -> None:
+        self.tensors = dict(tensors)
+        self.lacking: dict[str, torch.Tensor] = {}
+        self._places: dict[Piece, Place] = {}
+
+    def put(self, pieces: Sequence[Piece], lacking: torch.Tensor | None = None) -> None:
+        """Say that `pieces` of one tensor lie side by side, in the module's parameter or in `lacking`."""
+        if lacking is not None:
+            self.lacking[pieces[0].parameter] = lacking
+        start = 0
+        for piece in pieces:
+            self._places[piece] = Place(start, lacking)
+            start += piece.length
+
+    def weight(self, piece: Piece) -> torch.Tensor:
+        """View of the piece in the weights, shaped as in the dense model; all pieces that this rank stores."""
+        place = self._places.get(piece)
+        if place is not None and place.lacking is not None:
+            return place.lacking.narrow(piece.dim or 0, place.start, piece.length)
+        return self.of(piece, self.tensors[piece.parameter].detach())
+
+    def of(self, piece: Piece, tensor: torch.Tensor) -> torch.Tensor:
+        """View of a held piece in `tensor`, which is laid out like the parameter on this rank: its gradient."""
+        place = self._places.get(piece)
+        if place is None:
+            return piece.narrow(tensor)
+        return tensor.narrow(piece.dim or 0, place.start, piece.length)
