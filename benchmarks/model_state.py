@@ -9,7 +9,10 @@ from __future__ import annotations
 
 import argparse
 import gc
-from dataclasses import asdict
+import itertools
+import math
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import deepspeed
@@ -22,6 +25,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 import sdp_deepspeed  # noqa: F401  (arms the seam)
 from sdp_deepspeed.estimate import Precision, bytes_per_parameter
 from sdp_deepspeed.measure import measured_step
+from sdp_deepspeed.plan import Plan
 
 PRECISIONS: dict[str, dict[str, Any]] = {
     "fp32": {},
@@ -29,54 +33,88 @@ PRECISIONS: dict[str, dict[str, Any]] = {
     "bf16, fp32 accumulation": {"bf16": {"enabled": True}, "data_types": {"grad_accum_dtype": "fp32"}},
 }
 BUCKET_ELEMENTS = 2_000_000  # at the default of 5e8, stock ZeRO-1 allocates buffers that dwarf this model
-ROWS = {  # name: (row of the table, stage, with the block)
-    "ZeRO-0": ("DDP / ZeRO-0", 0, False),
-    "ZeRO-1": ("ZeRO-1", 1, False),
-    "SDP, stage 0": ("SDP, stage 0", 0, True),
-    "SDP + ZeRO-1": ("SDP + ZeRO-1", 1, True),
-}
+CORNERS = list(itertools.product(("forward", "backward"), ("block", "neuron")))
+STAGES = {0: "SDP, stage 0", 1: "SDP + ZeRO-1"}  # rows of DESIGN.md's table
+KINDS = ("weights", "gradients", "optimizer")
 
 
-def measure(name: str, precision: str, coverage: float) -> dict[str, Any]:
+@dataclass(frozen=True)
+class Contestant:
+    """One row of the result: plain DeepSpeed when `regime` is None."""
+
+    stage: int
+    regime: str | None = None
+    strategy: str | None = None
+
+    @property
+    def name(self) -> str:
+        if self.regime is None:
+            return f"ZeRO-{self.stage}"
+        return STAGES[self.stage].replace("SDP", f"{self.regime} x {self.strategy}")
+
+    def block(self, coverage: float) -> dict[str, Any]:
+        """What the config has besides the host's keys."""
+        if self.regime is None:
+            return {}
+        return {
+            "subnetwork_data_parallel": {"coverage": coverage, "regime": self.regime, "strategy": self.strategy},
+        }
+
+
+CONTESTANTS = [Contestant(stage) for stage in STAGES] + [
+    Contestant(stage, *corner) for corner, stage in itertools.product(CORNERS, STAGES)
+]
+
+
+def measure(contestant: Contestant, precision: str, coverage: float) -> dict[str, Any]:
     """One contestant: the figures of every rank, and the table's figure for their mean."""
-    row, stage, with_block = ROWS[name]
     config: dict[str, Any] = {
         "train_micro_batch_size_per_gpu": 1,
         "optimizer": {"type": "AdamW", "params": {"lr": 1e-4, "torch_adam": True}},
-        "zero_optimization": {"stage": stage, "reduce_bucket_size": BUCKET_ELEMENTS},
+        "zero_optimization": {"stage": contestant.stage, "reduce_bucket_size": BUCKET_ELEMENTS},
         **PRECISIONS[precision],
+        **contestant.block(coverage),
     }
-    if with_block:
-        config["subnetwork_data_parallel"] = {"coverage": coverage}
     torch.manual_seed(0)
     model = LlamaForCausalLM(LlamaConfig(**MODEL))
-    num_shared, num_maskable = count(model)
+    shapes = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
     engine, *_ = deepspeed.initialize(model=model, model_parameters=model.parameters(), config=config)
+    counts = count(shapes, getattr(engine, "plan", None))
     batch = torch.randint(0, MODEL["vocab_size"], (1, SEQUENCE_LENGTH))
     train(engine, batch)
     with measured_step(engine) as figures:
         train(engine, batch)
     ranks: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(ranks, asdict(figures))
-    expected = table_bytes(row, precision, coverage if with_block else 1.0, num_shared, num_maskable)
     engine.destroy()
-    return {"name": name, "precision": precision, "expected": expected, "ranks": ranks}
+    return {
+        "name": contestant.name,
+        "precision": precision,
+        "num_shared": counts[0],
+        "num_maskable": counts[1],
+        "expected": table_bytes(contestant, precision, coverage, *counts),
+        "ranks": ranks,
+    }
 
 
-def count(model: torch.nn.Module) -> tuple[int, int]:
-    """Elements that are shared, and elements in units."""
-    maskable = sum(p.numel() for name, p in model.named_parameters() if ".layers." in name)
-    return sum(p.numel() for p in model.parameters()) - maskable, maskable
+def count(shapes: Mapping[str, tuple[int, ...]], plan: Plan | None) -> tuple[int, int]:
+    """Elements of parameters that are shared, and elements in units; without a plan everybody holds everything."""
+    pieces = [piece for unit in plan.units for piece in unit.pieces if piece.kind == "parameter"] if plan else []
+    maskable = sum(piece.num_elements(shapes[piece.parameter]) for piece in pieces)
+    return sum(math.prod(shape) for shape in shapes.values()) - maskable, maskable
 
 
-def table_bytes(row: str, precision: str, coverage: float, num_shared: int, num_maskable: int) -> dict[str, float]:
+def table_bytes(
+    contestant: Contestant, precision: str, coverage: float, num_shared: int, num_maskable: int
+) -> dict[str, float]:
     """The table's bytes for units, and its plain row (C = 1) for what is shared."""
     bytes_of = Precision.of("fp32" if precision == "fp32" else "bf16", accumulate_in_fp32="accumulation" in precision)
-    num_ranks = dist.get_world_size()
-    units = bytes_per_parameter(num_ranks, coverage, bytes_of)[row]
+    num_ranks, row = dist.get_world_size(), STAGES[contestant.stage]  # at C = 1 they are those of plain ZeRO
     shared = bytes_per_parameter(num_ranks, 1.0, bytes_of)[row]
-    kinds = ("weights", "gradients", "optimizer")
-    return {k: num_maskable * u + num_shared * s for k, u, s in zip(kinds, units, shared, strict=True)}
+    units = bytes_per_parameter(num_ranks, coverage if contestant.regime else 1.0, bytes_of)[row]
+    if contestant.regime == "backward":
+        units = (shared[0], *units[1:])  # weights stay whole
+    return {k: num_maskable * u + num_shared * s for k, u, s in zip(KINDS, units, shared, strict=True)}
 
 
 def train(engine: Any, batch: torch.Tensor) -> None:
@@ -93,9 +131,9 @@ def main() -> None:
     deepspeed.init_distributed("gloo")
     results = []
     for precision in PRECISIONS:
-        for name, (_, stage, _) in ROWS.items():
-            if stage == 1 or "accumulation" not in precision:  # stock DeepSpeed refuses fp32 sums at stage 0
-                results.append(measure(name, precision, arguments.coverage))
+        for contestant in CONTESTANTS:
+            if contestant.stage == 1 or "accumulation" not in precision:  # DeepSpeed refuses fp32 sums at stage 0
+                results.append(measure(contestant, precision, arguments.coverage))
                 gc.collect()
     if dist.get_rank() == 0:
         facts = {

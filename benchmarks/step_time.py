@@ -1,14 +1,17 @@
 """Median step time of subnetwork data parallelism against DeepSpeed ZeRO-1, alternating within one run.
 
     OMP_NUM_THREADS=1 deepspeed --num_gpus 2 benchmarks/step_time.py --output benchmarks/results/step_time_2.json
+    OMP_NUM_THREADS=1 deepspeed --num_gpus 2 benchmarks/step_time.py --corners --model wide --bucket 2e6 --output ...
 
 Each repeat times one step of every contestant, in an order that rotates, so that drift of the machine falls on all
-alike. A repeat's time is the slowest rank's. Ratios are taken per repeat against the baseline of the same repeat.
+alike. A repeat's time is the slowest rank's. Ratios are taken per repeat against the baseline of the same repeat. One
+more step of each, not timed, is counted: FLOPs and bytes sent, on every rank.
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
 import os
 import time
 from typing import Any
@@ -18,6 +21,7 @@ import torch
 import torch.distributed as dist
 from provenance import write_result
 from transformers import LlamaConfig, LlamaForCausalLM
+from work import count_work
 
 import sdp_deepspeed  # noqa: F401  (arms the seam)
 
@@ -32,7 +36,20 @@ MODEL = {
     "max_position_embeddings": 128,
     "tie_word_embeddings": True,
 }
+# 13.2M parameters in fewer, wider layers, where matrix products weigh more against everything else.
+WIDE = MODEL | {
+    "hidden_size": 512,
+    "intermediate_size": 1376,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 8,
+}
+MODELS = {"small": MODEL, "wide": WIDE}
 SEQUENCE_LENGTH = 128
+
+CORNERS = list(itertools.product(("forward", "backward"), ("block", "neuron")))
+# Of the baseline's step time at C = 1/2; at C = 1 every corner is to take at most 1.
+TARGETS = {("forward", "neuron"): 0.6, ("backward", "block"): 0.85, ("backward", "neuron"): 1.0}
 
 
 def contestants(size: int, arguments: argparse.Namespace) -> dict[str, dict[str, Any]]:
@@ -45,64 +62,99 @@ def contestants(size: int, arguments: argparse.Namespace) -> dict[str, dict[str,
         "gradient_clipping": 1.0,
     }
     result = {f"zero{arguments.stage}": base}
-    for holders in sorted({size, max(1, size // 2)}, reverse=True):
-        result[f"sdp C={holders / size:g}"] = base | {"subnetwork_data_parallel": {"holders": holders}}
+    for regime, strategy in CORNERS if arguments.corners else CORNERS[:1]:
+        for holders in coverages(size):
+            name = f"{regime} x {strategy}" if arguments.corners else "sdp"
+            block = {"holders": holders, "regime": regime, "strategy": strategy}
+            result[f"{name} C={holders / size:g}"] = base | {"subnetwork_data_parallel": block}
     return result
 
 
-def build(config: dict[str, Any]) -> Any:
+def coverages(size: int) -> list[int]:
+    """Holders of C = 1 and of C = 1/2."""
+    return sorted({size, max(1, size // 2)}, reverse=True)
+
+
+def target(config: dict[str, Any], size: int) -> float | None:
+    """What the step may take of the baseline's time; None where nothing was promised."""
+    block = config.get("subnetwork_data_parallel")
+    if block is None:
+        return None
+    return 1.0 if block["holders"] == size else TARGETS.get((block["regime"], block["strategy"]))
+
+
+def build(config: dict[str, Any], model_config: dict[str, Any]) -> Any:
     torch.manual_seed(0)
-    model = LlamaForCausalLM(LlamaConfig(**MODEL))
+    model = LlamaForCausalLM(LlamaConfig(**model_config))
     engine, *_ = deepspeed.initialize(model=model, model_parameters=model.parameters(), config=config)
     return engine
 
 
-def one_step(engine: Any, batch: torch.Tensor) -> float:
-    """Seconds of one optimizer step with all its micro-steps, barrier to barrier on this rank."""
-    dist.barrier()
-    start = time.perf_counter()
+def run_step(engine: Any, batch: torch.Tensor) -> None:
+    """One optimizer step with all its micro-steps."""
     for _ in range(engine.gradient_accumulation_steps()):
         engine.backward(engine(input_ids=batch, labels=batch).loss)
         engine.step()
-    return time.perf_counter() - start
 
 
-def slowest(seconds: float) -> float:
-    value = torch.tensor([seconds], dtype=torch.float64)
+def slowest(engine: Any, batch: torch.Tensor) -> float:
+    """Seconds of one step from a barrier to the step's end on the slowest rank."""
+    dist.barrier()
+    start = time.perf_counter()
+    run_step(engine, batch)
+    value = torch.tensor([time.perf_counter() - start], dtype=torch.float64)
     dist.all_reduce(value, op=dist.ReduceOp.MAX)
     return float(value)
+
+
+def time_steps(engines: dict[str, Any], batch: torch.Tensor, *, warmup: int, repeats: int) -> dict[str, list[float]]:
+    times: dict[str, list[float]] = {name: [] for name in engines}
+    names = list(engines)
+    for repeat in range(warmup + repeats):
+        first = repeat % len(names)
+        for name in names[first:] + names[:first]:
+            seconds = slowest(engines[name], batch)
+            if repeat >= warmup:
+                times[name].append(seconds)
+    return times
+
+
+def work_of_ranks(engine: Any, batch: torch.Tensor) -> list[dict[str, int]]:
+    """Per rank what one step does; a collective."""
+    work: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(work, count_work(lambda: run_step(engine, batch)))
+    return work
 
 
 def measure(arguments: argparse.Namespace) -> dict[str, Any]:
     size, rank = dist.get_world_size(), dist.get_rank()
     configs = contestants(size, arguments)
-    engines = {name: build(config) for name, config in configs.items()}
+    model_config = MODELS[arguments.model]
+    engines = {name: build(config, model_config) for name, config in configs.items()}
+    baseline = next(iter(engines))
+    num_parameters = sum(p.numel() for p in engines[baseline].module.parameters())
     generator = torch.Generator().manual_seed(rank)
-    batch = torch.randint(0, MODEL["vocab_size"], (arguments.micro_batch, SEQUENCE_LENGTH), generator=generator)
-    times: dict[str, list[float]] = {name: [] for name in engines}
-    names = list(engines)
-    for repeat in range(arguments.warmup + arguments.repeats):
-        order = names[repeat % len(names) :] + names[: repeat % len(names)]
-        for name in order:
-            seconds = slowest(one_step(engines[name], batch))
-            if repeat >= arguments.warmup:
-                times[name].append(seconds)
-    parameters = sum(p.numel() for p in engines[names[0]].module.parameters())
+    batch = torch.randint(0, model_config["vocab_size"], (arguments.micro_batch, SEQUENCE_LENGTH), generator=generator)
+    times = time_steps(engines, batch, warmup=arguments.warmup, repeats=arguments.repeats)
     return {
         "what": "step_time",
         "ranks": size,
-        "baseline": names[0],
-        "model": MODEL | {"num_parameters": parameters},
+        "baseline": baseline,
+        "model": model_config | {"num_parameters": num_parameters},
         "sequence_length": SEQUENCE_LENGTH,
         "arguments": vars(arguments),
         "configs": configs,
+        "targets": {name: target(config, size) for name, config in configs.items()},
         "seconds": times,
+        "work": {name: work_of_ranks(engine, batch) for name, engine in engines.items()},
     }
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--output", type=str, required=True)
+    parser.add_argument("--corners", action="store_true", help="all regimes and strategies, not only forward x block")
+    parser.add_argument("--model", choices=list(MODELS), default="small")
     parser.add_argument("--repeats", type=int, default=60)
     parser.add_argument("--warmup", type=int, default=6)
     parser.add_argument("--micro_batch", type=int, default=1)

@@ -17,24 +17,38 @@ def quartiles(values: list[float]) -> tuple[float, float, float]:
 
 
 def step_time(result: dict[str, Any]) -> str:
-    """Median and quartiles of step times, and of the ratios to the baseline of the same repeat."""
+    """Median and quartiles of step times, and of the ratios to the baseline of the same repeat; counts beside them."""
     baseline = result["seconds"][result["baseline"]]
     arguments = result["arguments"]
+    head, rule = "| | step (ms) | quartiles | ratio to baseline | quartiles |", "|---|---|---|---|---|"
+    if "work" in result:  # files of before it was counted stay readable
+        head, rule = f"{head} target | GFLOPs | ratio | MB sent | ratio |", f"{rule}---|---|---|---|---|"
     lines = [
         f"{result['ranks']} ranks, {result['model']['num_parameters'] / 1e6:.2f}M parameters, batch "
         f"{arguments['micro_batch']} x {result['sequence_length']} per rank, accumulation {arguments['accumulation']}, "
-        f"{len(baseline)} repeats",
+        f"{len(baseline)} repeats" + ("; counts are those of the rank that has most" if "work" in result else ""),
         "",
-        "| | step (ms) | quartiles | ratio to baseline | quartiles |",
-        "|---|---|---|---|---|",
+        head,
+        rule,
     ]
     for name, seconds in result["seconds"].items():
         low, middle, high = quartiles([1e3 * value for value in seconds])
         ratio_low, ratio, ratio_high = quartiles([a / b for a, b in zip(seconds, baseline, strict=True)])
         lines.append(
             f"| {name} | {middle:.1f} | {low:.1f} to {high:.1f} | {ratio:.3f} | {ratio_low:.3f} to {ratio_high:.3f} |"
+            + (_work_cells(result, name) if "work" in result else "")
         )
     return "\n".join(lines)
+
+
+def _work_cells(result: dict[str, Any], name: str) -> str:
+    """Target, and the largest rank's FLOPs and bytes sent with their ratios to the baseline's."""
+    target = result["targets"][name]
+    cells = ["" if target is None else f"{target:g}"]
+    for kind, scale in (("flops", 1e9), ("sent_bytes", 1e6)):
+        most, of_baseline = (max(rank[kind] for rank in result["work"][n]) for n in (name, result["baseline"]))
+        cells += [f"{most / scale:.2f}", f"{most / of_baseline:.3f}"]
+    return f" {' | '.join(cells)} |"
 
 
 def model_state(result: dict[str, Any]) -> str:

@@ -212,11 +212,25 @@ def _contradictions(config: SubnetworkConfig) -> list[str]:
             problems.append(f"{KEY}: neither coverage nor holders is given; add one, such as {KEY}.coverage: 0.5")
         if config.assignment == "cyclic" and config.seed:
             problems.append(f'{KEY}.seed: got {config.seed}, but assignment "cyclic" has no use for it; remove it')
-        return problems
+        return problems + _without_effect(config)
     for name in ("granularity", "shared", "neuron_groups", "seed"):
         if getattr(config, name) != SubnetworkConfig.model_fields[name].default:
             value = getattr(config, name)
             problems.append(f"{KEY}.{name}: got {value!r}, but the plan {config.plan_path!r} decides that; remove it")
+    return problems
+
+
+def _without_effect(config: SubnetworkConfig) -> list[str]:
+    """Settings of one strategy where only the other is chosen."""
+    chosen = {config.strategy} if isinstance(config.strategy, str) else set(config.strategy.values())
+    problems = []
+    for name, strategy in (("granularity", "block"), ("neuron_groups", "neuron")):
+        value = getattr(config, name)
+        if strategy not in chosen and value != SubnetworkConfig.model_fields[name].default:
+            problems.append(
+                f'{KEY}.{name}: got {value!r}, which has an effect on the strategy "{strategy}" only; remove it, or '
+                f'choose "{strategy}" for a part of the model'
+            )
     return problems
 
 

@@ -271,7 +271,8 @@ def _plan(model: nn.Module, block: SubnetworkConfig, size: int) -> Plan:
         strategy=block.strategy,
         granularity=block.granularity,
         shared=block.shared,
-        num_groups=block.neuron_groups or layout.num_subnetworks,
+        neuron_groups=block.neuron_groups,
+        num_subnetworks=layout.num_subnetworks,
     )
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")

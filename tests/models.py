@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -71,6 +72,75 @@ def family(name: str, num_layers: int = 2, seed: int = 0) -> nn.Module:
 
 
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "gpt2", "gpt_neox", "gpt_neox_parallel")
+
+
+@dataclass(frozen=True)
+class Specimen:
+    """A model that the oracle suite trains: small, without dropout, with the counts that decide which plans exist.
+
+    Args:
+        config: of one of Transformers' models, without the sizes that all specimens share.
+        num_heads: key/value heads per layer, the attention units of the neuron strategy.
+        options: of the config.
+    """
+
+    model: type[Any]
+    config: type[Any]
+    num_heads: int = 4
+    num_layers: int = 2
+    options: Mapping[str, Any] = field(default_factory=dict)
+
+    def build(self) -> nn.Module:
+        """The same weights each time; vectors are moved away from zeros and ones, which would hide a wrong cut."""
+        torch.manual_seed(0)
+        settings = _SIZES[self.config] | self.options
+        settings["initializer_range"] = 0.1  # at 0.02 and this width, attention is nearly uniform and tells little
+        model: nn.Module = self.model(self.config(**settings))
+        with torch.no_grad():
+            for parameter in model.parameters():
+                if parameter.dim() == 1:
+                    parameter.add_(0.1 * torch.randn_like(parameter))
+        return model
+
+
+# Odd sizes on purpose: 27 and 29 neurons divide into no number of groups but their own factors.
+_GROUPED: dict[str, Any] = _LLAMA_LIKE | {"num_attention_heads": 8, "num_key_value_heads": 4, "num_hidden_layers": 2}
+_NEOX: dict[str, Any] = {
+    "vocab_size": VOCABULARY,
+    "hidden_size": 16,
+    "intermediate_size": 27,
+    "num_attention_heads": 4,
+    "num_hidden_layers": 2,
+    "max_position_embeddings": 32,
+}
+_SIZES: dict[type[Any], dict[str, Any]] = {
+    LlamaConfig: _GROUPED,
+    Qwen2Config: _GROUPED,
+    Qwen3Config: _GROUPED,
+    GPTNeoXConfig: _NEOX,
+    GPT2Config: {
+        "vocab_size": VOCABULARY,
+        "n_embd": 16,
+        "n_head": 4,
+        "n_layer": 2,
+        "n_inner": 29,
+        "n_positions": 32,
+        **dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.0),
+    },
+}
+_ODD = {"hidden_size": 18, "intermediate_size": 29, "num_attention_heads": 6, "num_key_value_heads": 3}
+SPECIMENS: dict[str, Specimen] = {
+    "llama": Specimen(LlamaForCausalLM, LlamaConfig),
+    "llama_tied": Specimen(LlamaForCausalLM, LlamaConfig, options={"tie_word_embeddings": True}),
+    "llama_biases": Specimen(LlamaForCausalLM, LlamaConfig, options={"attention_bias": True, "mlp_bias": True}),
+    "llama_odd": Specimen(LlamaForCausalLM, LlamaConfig, num_heads=3, options=_ODD),
+    "llama_one_layer": Specimen(LlamaForCausalLM, LlamaConfig, num_layers=1, options={"num_hidden_layers": 1}),
+    "gpt2": Specimen(GPT2LMHeadModel, GPT2Config),
+    "gpt_neox": Specimen(GPTNeoXForCausalLM, GPTNeoXConfig, options={"use_parallel_residual": False}),
+    "gpt_neox_parallel": Specimen(GPTNeoXForCausalLM, GPTNeoXConfig, options={"use_parallel_residual": True}),
+    "qwen2": Specimen(Qwen2ForCausalLM, Qwen2Config),
+    "qwen3": Specimen(Qwen3ForCausalLM, Qwen3Config),
+}
 
 
 def loss_of(model: Any, batch: torch.Tensor) -> torch.Tensor:

@@ -6,12 +6,13 @@ from typing import Any
 
 import oracle
 import pytest
+from oracle_grid import SIZES
 
 
 def _cases(size: int, config: pytest.Config) -> list[tuple[str, Any]]:
     return list(oracle.cases(size, full=config.getoption("--full-grid")))
 
 
-@pytest.mark.ranks((2, 3, 4), _cases)
+@pytest.mark.ranks(SIZES, _cases)
 def test_engine_agrees_with_the_reference(outcome: str | None) -> None:
     assert outcome is None, outcome

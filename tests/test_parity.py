@@ -30,6 +30,8 @@ class Parity:
     precision: str = "fp32"
     groups: bool = False
     schedule: bool = False
+    regime: str = "forward"
+    strategy: str = "block"
 
     def settings(self, **block: Any) -> dict[str, Any]:
         result = config(**block)
@@ -57,7 +59,8 @@ class Parity:
         return engine_of(self.settings(**block), model, model_parameters=parameters)
 
     def __call__(self, rank: Rank) -> None:
-        ours, plain = self.engine(coverage=1.0, check_agreement=True), self.engine()
+        corner = {"regime": self.regime, "strategy": self.strategy}
+        ours, plain = self.engine(coverage=1.0, check_agreement=True, **corner), self.engine()
         assert type(plain).__name__ == "DeepSpeedEngine"
         start = dense_state(plain)
         for step in itertools.islice(batches(rank.size, self.accumulation), NUM_STEPS):
@@ -110,17 +113,33 @@ FULL = (
     Parity(1, "SGD", 1, 0.0, groups=True),
     Parity(1, "SGD", 3, 0.5, "bf16"),
     Parity(1, "SGD", 3, 0.0, "bf16+fp32", groups=True),
+    Parity(0, "AdamW", 1, 0.5, groups=True, regime="backward"),
+    Parity(1, "SGD", 3, 0.5, "bf16", regime="backward"),
+    Parity(0, "SGD", 1, 0.5, "bf16", strategy="neuron"),
+    Parity(1, "AdamW", 3, 0.5, groups=True, schedule=True, strategy="neuron"),
+    Parity(0, "SGD", 3, 0.0, regime="backward", strategy="neuron"),
+    Parity(1, "AdamW", 1, 0.5, groups=True, regime="backward", strategy="neuron"),
 )
 SHORT = (
     Parity(0, "AdamW", 3, 0.5, schedule=True),
     Parity(1, "AdamW", 1, 0.5, groups=True),
     Parity(1, "SGD", 3, 0.5, "bf16+fp32"),
+    Parity(1, "AdamW", 3, 0.5, regime="backward"),
+    Parity(0, "AdamW", 1, 0.5, groups=True, strategy="neuron"),
+    Parity(1, "SGD", 1, 0.5, "bf16+fp32", regime="backward", strategy="neuron"),
 )
 
 
 def _cases(size: int, options: pytest.Config) -> Iterator[tuple[str, Any]]:
     for case in FULL if size == 2 else SHORT:
-        words = [f"zero{case.stage}", case.optimizer, f"x{case.accumulation}", case.precision]
+        words = [
+            case.regime,
+            case.strategy,
+            f"zero{case.stage}",
+            case.optimizer,
+            f"x{case.accumulation}",
+            case.precision,
+        ]
         words += [f"clip{case.clip}"] * bool(case.clip) + ["groups"] * case.groups + ["schedule"] * case.schedule
         yield "-".join(words), case
 

@@ -20,7 +20,8 @@ def units_of_sites(
     strategy: str | Mapping[str, str] = "block",
     granularity: str = "sublayer",
     shared: Iterable[str] = (),
-    num_groups: int | None = None,
+    neuron_groups: int | None = None,
+    num_subnetworks: int = 1,
 ) -> list[Unit]:
     """The model's units in model order.
 
@@ -29,21 +30,23 @@ def units_of_sites(
             not name stay shared.
         granularity: of blocks: "sublayer" makes each branch a unit, "layer" all block branches of one layer together.
         shared: regular expressions; a unit whose name or whose parameters they match stays shared.
-        num_groups: units that an MLP's neurons are divided into, fewer where there are fewer neurons; the neuron
-            strategy needs it for branches without heads.
+        neuron_groups: units that the neurons of each branch without heads are divided into.
+        num_subnetworks: what `neuron_groups` is when it is None.
 
     Raises:
-        ValueError: a mapping that names no branch of the model, a branch whose neurons are not described, a pattern
-            that matches no unit's parameter, or only a part of a unit's parameters.
+        ValueError: a mapping that names no branch of the model, a branch whose neurons are not described, more groups
+            than neurons, groups that nothing is divided into, a pattern that matches no unit's parameter, or only a
+            part of a unit's parameters.
     """
     by_part = _strategy_of_parts(sites, strategy)
+    _check_groups([site for site in sites if by_part.get(site.branch.name) == "neuron"], neuron_groups)
     grouped: dict[str, list[Piece]] = {}
     for site in sites:
         match by_part.get(site.branch.name):
             case "block":
                 grouped.setdefault(site.name if granularity == "sublayer" else site.layer, []).extend(site.pieces)
             case "neuron":
-                for name, cells in _cells_of_units(site, num_groups).items():
+                for name, cells in _cells_of_units(site, neuron_groups or num_subnetworks).items():
                     grouped[name] = list(site.pieces_of_cells(cells))
     units = [Unit(name, tuple(pieces)) for name, pieces in grouped.items()]
     patterns = {pattern: re.compile(pattern) for pattern in shared}
@@ -71,17 +74,29 @@ def _strategy_of_parts(sites: Sequence[Site], strategy: str | Mapping[str, str])
     return dict(strategy)
 
 
-def _cells_of_units(site: Site, num_groups: int | None) -> dict[str, range]:
-    """Per unit its stretch of cells: single heads, or groups of neurons that differ by one neuron at most."""
-    inner = site.branch.inner
-    if inner is None:
+def _check_groups(sites: Sequence[Site], neuron_groups: int | None) -> None:
+    for site in sites:
+        if site.branch.inner is None:
+            raise ValueError(
+                f"{_WHERE}.strategy: the description of the branch {site.branch.name!r} names no neurons or heads; "
+                'use "block" for it, or register it with architectures.Inner'
+            )
+    if neuron_groups is None:
+        return
+    divided = [site.num_cells for site in sites if site.branch.inner and site.branch.inner.heads is None]
+    if not divided:
+        raise ValueError(f"{_WHERE}.neuron_groups: got {neuron_groups}, but only heads are cut here; remove it")
+    if neuron_groups > min(divided):
         raise ValueError(
-            f"{_WHERE}.strategy: the description of the branch {site.branch.name!r} names no neurons or heads; use "
-            '"block" for it, or register it with architectures.Inner'
+            f"{_WHERE}.neuron_groups: got {neuron_groups}, but a branch has {min(divided)} neurons; use fewer groups"
         )
-    if inner.heads is not None:
+
+
+def _cells_of_units(site: Site, num_groups: int) -> dict[str, range]:
+    """Per unit its stretch of cells: single heads, or groups of neurons that differ by one neuron at most."""
+    assert site.branch.inner is not None
+    if site.branch.inner.heads is not None:
         return {f"{site.name}.head_{head}": range(head, head + 1) for head in range(site.num_cells)}
-    assert num_groups is not None, "the caller gives neuron_groups or its default"
     count = min(num_groups, site.num_cells)
     edges = [index * site.num_cells // count for index in range(count + 1)]
     return {f"{site.name}.group_{index}": range(edges[index], edges[index + 1]) for index in range(count)}
