@@ -22,7 +22,7 @@ Branches = Sequence[str | None]
 _TOLERANCE = (105, 100)  # FLOPs, then bytes, may reach 1.05 of the mean
 _WEIGHT_BITS = 10  # weights are scaled to this, so that no sum of squares in the search leaves 64 bits
 _MAX_TRIALS = 20_000  # bounds the time: 1024 subnetworks have half a million pairs,
-_MAX_WORK = 2**23  # and a trial takes longer the more units there are (trials times units)
+_MAX_WORK = 2**22  # and a trial takes longer the more units there are (trials times units)
 
 
 @dataclass(frozen=True)

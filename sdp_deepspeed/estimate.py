@@ -188,32 +188,36 @@ def plain(
     )
 
 
-def bytes_per_parameter(num_ranks: int, coverage: float, precision: Precision) -> dict[str, tuple[float, float, float]]:
-    """Weights, gradients and optimizer state per parameter of maskable units (DESIGN.md section 1, forward regime).
+def bytes_per_parameter(
+    num_ranks: int, coverage: float, precision: Precision, *, regime: str = "forward"
+) -> dict[str, tuple[float, float, float]]:
+    """Weights, gradients and optimizer state per parameter of maskable units (DESIGN.md section 1).
 
     Args:
         num_ranks: n.
         coverage: C.
         precision: an fp32 master is counted unless the weights are fp32.
+        regime: in the "backward" regime every rank has all weights.
     """
     n, c = num_ranks, coverage
     w, g, o = precision.weights, precision.gradients, precision.optimizer(master=precision.weights != _FP32)
+    own = w if regime == "backward" else w * c
     return {
         "DDP / ZeRO-0": (w, g, o),
         "ZeRO-1": (w, g, o / n),
         "ZeRO-2": (w, g / n, o / n),
         "ZeRO-3, FSDP": (w / n, g / n, o / n),
-        "SDP, stage 0": (w * c, g * c, o * c),
-        "SDP + ZeRO-1": (w * c, g * c, o / n),
-        "SDP + ZeRO-2": (w * c, g / n, o / n),
+        "SDP, stage 0": (own, g * c, o * c),
+        "SDP + ZeRO-1": (own, g * c, o / n),
+        "SDP + ZeRO-2": (own, g / n, o / n),
         "SDP + FSDP2": (w / n, g / n, o / n),
     }
 
 
-def table(num_ranks: int, coverage: float, precision: Precision) -> str:
+def table(num_ranks: int, coverage: float, precision: Precision, *, regime: str = "forward") -> str:
     """`bytes_per_parameter` as markdown."""
     lines = [f"| n={num_ranks}, C={coverage:g} | weights | gradients | optimizer | sum |", "|---|---|---|---|---|"]
-    for name, figures in bytes_per_parameter(num_ranks, coverage, precision).items():
+    for name, figures in bytes_per_parameter(num_ranks, coverage, precision, regime=regime).items():
         cells = " | ".join(f"{figure:.4g}" for figure in (*figures, sum(figures)))
         lines.append(f"| {name} | {cells} |")
     return "\n".join(lines)
@@ -224,16 +228,14 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description="bytes of model state per parameter of maskable units")
     parser.add_argument("--ranks", type=int, default=8)
     parser.add_argument("--coverage", type=float, default=0.5)
+    parser.add_argument("--regime", choices=["forward", "backward"], default="forward")
     parser.add_argument("--dtype", choices=["fp32", "bf16"], default="bf16")
     parser.add_argument("--accumulate-in-fp32", action="store_true")
     options = parser.parse_args(arguments)
     if options.ranks < 1 or not 0 < options.coverage <= 1:
         parser.error(f"needs --ranks of 1 or more and 0 < --coverage <= 1, got {options.ranks}, {options.coverage}")
-    print(
-        table(
-            options.ranks, options.coverage, Precision.of(options.dtype, accumulate_in_fp32=options.accumulate_in_fp32)
-        )
-    )
+    precision = Precision.of(options.dtype, accumulate_in_fp32=options.accumulate_in_fp32)
+    print(table(options.ranks, options.coverage, precision, regime=options.regime))
 
 
 if __name__ == "__main__":
