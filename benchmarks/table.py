@@ -8,6 +8,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from plot import similarity_by_layer
+
 RESULTS = Path(__file__).parent / "results"
 
 
@@ -71,7 +73,31 @@ def model_state(result: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
-MAKERS = {"step_time": step_time, "model_state": model_state}
+def similarity(result: dict[str, Any]) -> str:
+    """Median cosine similarity by layer and corner; T / V of the backward corners beside what theory permits."""
+    plans, arguments = result["plans"], result["arguments"]
+    lines = [
+        f"{arguments['ranks']} workers, C = {arguments['coverage']:g}, {result['model']['num_parameters'] / 1e6:.2f}M "
+        f"parameters, {arguments['batch']} sequences per worker; median of {arguments['draws']} draws"
+    ]
+    for step in sorted({record["step"] for record in result["records"]}):
+        lines += ["", f"| after {step} dense steps | {' | '.join(plans)} |", "|---|" + "---|" * len(plans)]
+        columns = [similarity_by_layer(result, step, corner) for corner in plans]
+        for layer in columns[0]:
+            lines.append(f"| {layer} | {' | '.join(f'{statistics.median(draws[layer]):.4f}' for draws in columns)} |")
+    lines += ["", "| | spectral gap | T / V, mean | lowest, highest | expected | permitted on average | always |"]
+    lines.append("|---|---|---|---|---|---|---|")
+    for corner, facts in plans.items():
+        if bound := facts.get("permitted"):
+            ratios = [r["distance"] / r["deviation"] for r in result["records"] if r["corner"] == corner]
+            lines.append(
+                f"| {corner} | {facts['spectral_gap']:.3f} | {statistics.mean(ratios):.4f} | {min(ratios):.4f}, "
+                f"{max(ratios):.4f} | {bound['expected']:.4f} | {bound['on_average']:.4f} | {bound['always']:.4f} |"
+            )
+    return "\n".join(lines)
+
+
+MAKERS = {"step_time": step_time, "model_state": model_state, "similarity": similarity}
 
 
 def main() -> None:

@@ -7,7 +7,6 @@ what this rank lacks; then the optimizer is built, which the masked averaging wr
 from __future__ import annotations
 
 import logging
-import warnings
 from collections.abc import Mapping
 from contextlib import AbstractContextManager
 from pathlib import Path
@@ -22,18 +21,18 @@ from torch import nn
 
 from . import checkpoint
 from .agreement import check_holders_agree
-from .architectures import branches_of_units, find_sites, unit_costs, units_of_sites
+from .architectures import find_sites, unit_costs
 from .communicator import Communicator
-from .config import KEY, SubnetworkConfig, parse, resolve
+from .config import KEY, parse
 from .dense import DenseView
 from .gate import TIMEOUT, Gate
 from .hosts import check_hosts
 from .masking import Mask
 from .optimizer import OptimizerSettings, SubnetworkOptimizer
-from .plan import Plan, make_plan
+from .plan import Plan
+from .planning import plan_model
 from .segments import TensorInfo
 from .support import optimizer_refusal, refuse_unsupported
-from .units import check_pieces
 
 _CUT = "_sdp_cut"  # attribute of a model of which ranks hold parts only
 _NO_OPTIMIZER = f"{KEY} needs an optimizer: name one in the config, or give deepspeed.initialize one"
@@ -77,7 +76,7 @@ class SubnetworkEngine(DeepSpeedEngine):
         self._tensors = _dense_tensors(model)
         error: Exception | None = None
         try:
-            self.plan = _plan(model, self.block, self.communicator.size)
+            self.plan, notes = plan_model(model, self.block, self.communicator.size)
             costs = unit_costs(model, self.plan.units)
             self._mask = Mask(
                 model,
@@ -91,6 +90,8 @@ class SubnetworkEngine(DeepSpeedEngine):
             error = problem
         self.communicator.raise_together(error)
         self._check_same_plan()
+        for note in notes:
+            log_dist(f"{KEY}: {note}", ranks=[0], level=logging.WARNING)
         self._dense = DenseView(model, self._mask, self.plan, self.communicator, _make_gate(self.communicator))
         object.__setattr__(model, _CUT, self.plan.num_holders < self.plan.num_subnetworks)
         log_dist(f"{KEY}\n{self.plan.table(costs)}", ranks=[0])
@@ -145,6 +146,7 @@ class SubnetworkEngine(DeepSpeedEngine):
 
     def step(self, lr_kwargs: Any = None) -> None:
         """As DeepSpeed's; at the boundary a collective of all data-parallel ranks."""
+        self._refuse_resident("step")
         super().step(lr_kwargs)
         if self.block.check_agreement and self._step_applied:
             check_holders_agree(self._mask.places.weight, self._tensors, self.plan, self.communicator)
@@ -261,29 +263,6 @@ class SubnetworkEngine(DeepSpeedEngine):
         if path is None:
             logger.warning(f"load_checkpoint: {load_dir} has no file 'latest', so nothing was loaded")
         return path, client_state
-
-
-def _plan(model: nn.Module, block: SubnetworkConfig, size: int) -> Plan:
-    layout = resolve(block, size)
-    sites = find_sites(model)
-    units = units_of_sites(
-        sites,
-        strategy=block.strategy,
-        granularity=block.granularity,
-        shared=block.shared,
-        neuron_groups=block.neuron_groups,
-        num_subnetworks=layout.num_subnetworks,
-    )
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        plan = make_plan(units, unit_costs(model, units), layout, block, size, branches_of_units(units, sites))
-    tensors = dict(model.named_parameters()) | dict(model.named_buffers())
-    check_pieces(
-        plan.units, lambda piece: tuple(tensors[piece.parameter].shape) if piece.parameter in tensors else None
-    )
-    for warning in caught:
-        log_dist(f"{KEY}: {warning.message}", ranks=[0], level=logging.WARNING)
-    return plan
 
 
 def _dense_tensors(model: nn.Module) -> list[TensorInfo]:

@@ -186,11 +186,13 @@ class Permitted:
     """Largest T / V that the proposition permits.
 
     Args:
+        expected: (c), the mean over placements of the batches itself; it does not depend on the assignment.
         always: (b), whatever the gradients and their placement.
-        on_average: (c), mean over placements of the batches, or over independent batches.
+        on_average: (c), bound on that mean.
         drift: (d), whatever the placement, when workers deviate alike in all units.
     """
 
+    expected: float
     always: float
     on_average: float
     drift: float
@@ -210,11 +212,12 @@ def permitted(plan: Plan, weights: Sequence[int] | None = None) -> Permitted:
             f"regime is {plan.regime!r}: the bound needs the dense model's forward pass; expected a plan "
             'with regime "backward"'
         )
-    rho, k = plan.spectral_gap(weights), plan.num_subnetworks
+    rho, k, p = plan.spectral_gap(weights), plan.num_subnetworks, plan.num_holders
+    expected = (k - p) / (p * (k - 1)) if k > 1 else 0.0
     loads = [sum(weights[u] if weights else 1 for u in plan.units_of(worker)) for worker in range(k)]
     excess = [load * k / sum(loads) - 1 for load in loads]
     unbalanced = (1 - rho) * (1 + max(excess)) + rho * sum(e * e for e in excess) / k
-    return Permitted(*(plan.coverage * factor for factor in ((k - 1) * (1 - rho), 1 - rho, unbalanced)))
+    return Permitted(*(plan.coverage * factor for factor in (expected, (k - 1) * (1 - rho), 1 - rho, unbalanced)))
 
 
 def _check_ranks(plan: Plan, items: Sequence[Any], what: str) -> None:

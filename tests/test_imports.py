@@ -26,6 +26,7 @@ PURE = (
     "support",
     "support_table",
     "reference",
+    "theory",
     "segments",
     "exchange",
     "stepping",

@@ -87,7 +87,7 @@ class BlockPart(MaskedPart):
         self._shapes = shapes
         self._scale = scale
         self._scaled = [tensors[name] for site in sites for name in output_names(site, tensors)] if scale != 1.0 else []
-        self._unscaled: list[torch.Tensor] = []
+        self._unscaled: list[tuple[torch.Tensor, int]] = []
         if not held:
             outputs = {name: _output(site, name) for site in sites for name in site.modules}
             for module, name in zip(self.modules, names, strict=True):
@@ -103,15 +103,18 @@ class BlockPart(MaskedPart):
         fetch(targets)
         for piece, value in targets.items():
             self._tensors[piece].data = value
-        self._unscaled = [tensor.data for tensor in self._scaled]
+        self._unscaled = []
         for tensor in self._scaled:
-            tensor.data = tensor.data * self._scale
+            own, tensor.data = tensor.data, tensor.data * self._scale
+            self._unscaled.append((own, tensor._version))
         self.filled = True
 
     def release(self) -> None:
         if self.whole:
-            for tensor, value in zip(self._scaled, self._unscaled, strict=True):
-                tensor.data = value
+            for tensor, (own, version) in zip(self._scaled, self._unscaled, strict=True):
+                if tensor._version != version:  # a state dict was loaded into the dense model
+                    own.copy_(tensor.data / self._scale)
+                tensor.data = own
         else:
             self._drop()
         self._unscaled = []

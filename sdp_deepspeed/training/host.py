@@ -34,4 +34,8 @@ def label(engine: Any) -> str:
     """A short name of the method, for tables."""
     plan = plan_of(engine)
     zero = f"ZeRO-{engine.zero_optimization_stage()}"
-    return zero if plan is None else f"SDP {plan.num_holders}/{plan.num_subnetworks} + {zero}"
+    if plan is None:
+        return zero
+    strategy = plan.strategy if isinstance(plan.strategy, str) else "mixed"
+    corner = "" if (plan.regime, strategy) == ("forward", "block") else f" {plan.regime} x {strategy}"
+    return f"SDP {plan.num_holders}/{plan.num_subnetworks}{corner} + {zero}"

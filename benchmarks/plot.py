@@ -1,0 +1,62 @@
+"""Plots from the raw JSON under benchmarks/results. Needs matplotlib: `pip install "sdp_deepspeed[plot]"`."""
+
+from __future__ import annotations
+
+import statistics
+from pathlib import Path
+from typing import Any
+
+# Regimes by colour, strategies by line: they can be told apart in print as well.
+_COLOURS = {"forward": "tab:red", "backward": "tab:blue"}
+_LINES = {"block": "-", "neuron": "--"}
+
+
+def similarity_by_layer(result: dict[str, Any], step: int, corner: str) -> dict[str, list[float]]:
+    """Cosine similarities of every draw, by layer in model order."""
+    records = [record for record in result["records"] if (record["step"], record["corner"]) == (step, corner)]
+    return {layer: [record["layers"][layer] for record in records] for layer in records[0]["layers"]}
+
+
+def short_names(layers: list[str]) -> list[str]:
+    """The last part of each name: a layer's index, "embed_tokens", "lm_head"."""
+    return [layer.rpartition(".")[2] for layer in layers]
+
+
+def plot_similarity(result: dict[str, Any], path: Path) -> None:
+    """One panel for each pre-training step; a line for each corner (median of the draws), a band from least to most.
+
+    Raises:
+        ValueError: matplotlib is not installed, or `path` has an ending that it cannot write.
+    """
+    try:
+        from matplotlib.figure import Figure
+        from matplotlib.ticker import FormatStrFormatter
+    except ImportError:
+        raise ValueError('a plot needs matplotlib: pip install "sdp_deepspeed[plot]"') from None
+    steps = sorted({record["step"] for record in result["records"]})
+    figure = Figure(figsize=(5.5 * len(steps), 4.5), layout="constrained")
+    panels = figure.subplots(1, len(steps), sharey=True, squeeze=False)[0]
+    for panel, step in zip(panels, steps, strict=True):
+        _draw(panel, result, step)
+        panel.yaxis.set_major_formatter(FormatStrFormatter("%.2f"))
+    panels[0].set_ylabel("cosine with the dense gradient")
+    panels[0].legend()
+    arguments = result["arguments"]
+    size = result["model"]["num_parameters"] / 1e6
+    figure.suptitle(f"{size:.1f}M parameters, {arguments['ranks']} workers, coverage {arguments['coverage']:g}")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=150)
+
+
+def _draw(panel: Any, result: dict[str, Any], step: int) -> None:
+    for corner in result["plans"]:
+        regime, _, strategy = corner.partition(" x ")
+        values = similarity_by_layer(result, step, corner)
+        style = {"color": _COLOURS[regime], "linestyle": _LINES[strategy], "marker": "."}
+        panel.plot(range(len(values)), [statistics.median(draws) for draws in values.values()], label=corner, **style)
+        low, high = ([pick(draws) for draws in values.values()] for pick in (min, max))
+        panel.fill_between(range(len(values)), low, high, color=_COLOURS[regime], alpha=0.15, linewidth=0)
+        panel.set_xticks(range(len(values)), short_names(list(values)), rotation=45, ha="right")
+    panel.set_title(f"after {step} dense steps")
+    panel.set_xlabel("layer")
+    panel.grid(alpha=0.3)

@@ -1,0 +1,190 @@
+"""The masked average of real gradients against sdp_deepspeed/theory.py: unbiased, as near as the gap permits."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+from collections.abc import Sequence
+
+import numpy as np
+import pytest
+import torch
+from models import batches, llama, loss_of
+from torch import nn
+
+from sdp_deepspeed import assignment
+from sdp_deepspeed.architectures import find_sites, unit_costs, units_of_sites
+from sdp_deepspeed.plan import Plan
+from sdp_deepspeed.reference import local_gradients, masked_average
+from sdp_deepspeed.theory import (
+    Gradients,
+    dense_gradients,
+    deviation,
+    distance,
+    layer_similarity,
+    permitted,
+    similarity,
+    worker_gradients,
+)
+
+EPS = 2.0**-24  # unit roundoff of fp32
+LAYERS = ["model.layers.0", "model.layers.1"]
+
+
+def plan_of(model: nn.Module, strategy: str, k: int, p: int, regime: str = "backward", replicas: int = 1) -> Plan:
+    units = units_of_sites(find_sites(model), strategy=strategy, num_subnetworks=k)
+    holders = assignment.cyclic(len(units), num_subnetworks=k, num_holders=p)
+    return Plan(regime, strategy, k, p, 0, tuple(units), holders, tuple(i // replicas for i in range(k * replicas)))
+
+
+def weights_of(model: nn.Module, plan: Plan) -> list[int]:
+    return [cost.num_parameters for cost in unit_costs(model, plan.units)]
+
+
+def average_of(model: nn.Module, plan: Plan, own: Sequence[Sequence[torch.Tensor]]) -> dict[str, torch.Tensor]:
+    return masked_average(model, plan, worker_gradients(model, plan, own, loss_of))
+
+
+# Unbiasedness
+
+
+@pytest.mark.parametrize("strategy", ["block", "neuron"])
+@pytest.mark.parametrize(("k", "p", "replicas"), [(2, 1, 1), (3, 2, 1), (4, 1, 1), (4, 3, 1), (5, 5, 1), (2, 1, 2)])
+def test_same_batch_on_all_workers_gives_the_dense_gradient(strategy: str, k: int, p: int, replicas: int) -> None:
+    """The same number up to k r times, added and divided: k r roundings of at most EPS each."""
+    model = llama()
+    plan = plan_of(model, strategy, k, p, replicas=replicas)
+    micro = next(batches(1, 2))[0]
+    own = [micro] * (k * replicas)
+    dense = dense_gradients(model, plan, own, loss_of)[0]
+    average = average_of(model, plan, own)
+    assert all(value.any() for value in dense.values())
+    for name, value in dense.items():
+        torch.testing.assert_close(average[name], value, rtol=k * replicas * EPS, atol=0, msg=name)
+    assert deviation(plan, [dense] * (k * replicas)) == 0.0
+
+
+@pytest.mark.parametrize("strategy", ["block", "neuron"])
+def test_dense_gradient_is_that_of_autograd(strategy: str) -> None:
+    model = llama()
+    own = next(batches(3, 1))
+    found = dense_gradients(model, plan_of(model, strategy, 3, 1, "forward"), own, loss_of)
+    loss_of(model, own[2][0]).backward()
+    for name, parameter in model.named_parameters():
+        assert parameter.grad is not None
+        torch.testing.assert_close(found[2][name], parameter.grad, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("strategy", ["block", "neuron"])
+def test_the_forward_regime_is_biased(strategy: str) -> None:
+    """What the test of unbiasedness would look like if it failed."""
+    model = llama()
+    own = next(batches(1, 1)) * 4
+    plan = plan_of(model, strategy, 4, 2, "forward")
+    dense = dense_gradients(model, plan, own, loss_of)[0]
+    assert distance(plan, average_of(model, plan, own), [dense] * 4) > 0.01 * deviation_from_zero(plan, dense)
+
+
+def deviation_from_zero(plan: Plan, gradient: Gradients) -> float:
+    return distance(plan, {name: torch.zeros_like(value) for name, value in gradient.items()}, [gradient] * 4)
+
+
+# Similarity
+
+
+def test_similarity_by_hand() -> None:
+    """l.1: (3, 4) to (3, 0) and 0 to 4 is 9 / (5 * 5); l.10 is no part of it; head: opposite; norm: zero."""
+    vectors = {
+        "embed.weight": ([1.0, 2.0], [2.0, 4.0]),
+        "l.1.a.weight": ([3.0, 4.0], [3.0, 0.0]),
+        "l.1.b": ([0.0], [4.0]),
+        "l.10.b": ([1.0, 0.0], [1.0, 1.0]),
+        "norm.weight": ([0.0], [1.0]),
+        "head": ([2.0], [-7.0]),
+    }
+    average, full = ({name: torch.tensor(pair[i]) for name, pair in vectors.items()} for i in (0, 1))
+    found = similarity(average, full, ["l.1", "l.10"])
+    assert list(found) == ["embed", "l.1", "l.10", "norm", "head"]
+    assert list(found.values()) == pytest.approx([1.0, 9 / 25, 0.5**0.5, 0.0, -1.0])
+
+
+@pytest.mark.parametrize("strategy", ["block", "neuron"])
+def test_layer_similarity_of_both_regimes(strategy: str) -> None:
+    """Same batch: backward is the dense gradient. Different batches: a layer's shared part alone would be 1."""
+    model = llama()
+    same, different = next(batches(1, 1)) * 4, next(batches(4, 1))
+    plans = {regime: plan_of(model, strategy, 4, 2, regime) for regime in ("forward", "backward")}
+    found = {
+        (regime, name): layer_similarity(model, plan, own, loss_of, LAYERS)
+        for regime, plan in plans.items()
+        for name, own in (("same", same), ("different", different))
+    }
+    names = ["model.embed_tokens", *LAYERS, "model.norm", "lm_head"]
+    assert all(list(value) == names for value in found.values())
+    assert list(found["backward", "same"].values()) == pytest.approx([1.0] * 5, abs=1e-6)
+    shared = [name for name in names if name not in LAYERS]
+    assert [found["backward", "different"][name] for name in shared] == pytest.approx([1.0] * 3, abs=1e-6)
+    for layer in LAYERS:
+        assert found["forward", "same"][layer] < 0.999
+        assert 0.3 < found["backward", "different"][layer] < 0.999
+
+
+# Distance from the full average, real gradients: 4 workers, every placement of 4 batches
+
+K = 4
+PLACEMENTS = list(itertools.permutations(range(K)))
+
+
+@functools.cache
+def real_distances(strategy: str, p: int, divisor: str) -> tuple[list[float], float, Plan, tuple[int, ...]]:
+    """T of every placement, V, the plan and its weights; "ranks" divides by k instead of p, on purpose wrong."""
+    model = llama()
+    plan = plan_of(model, strategy, K, p)
+    # Four tokens instead of all: what the batches have in common outweighs what they have not, |gbar|^2 > 20 V.
+    own = [[micro % 4 for micro in worker] for worker in next(batches(K, 1, size=32))]
+    dense = dense_gradients(model, plan, own, loss_of)
+    # Worker i with batch j, by the oracle; a placement only chooses among these.
+    table = [[local_gradients(model, plan, worker, batch, loss_of)[1] for batch in own] for worker in range(K)]
+    found = []
+    for placement in PLACEMENTS:
+        average = masked_average(model, plan, [table[worker][batch] for worker, batch in enumerate(placement)])
+        if divisor == "ranks":
+            average = {name: value * p / K for name, value in average.items()}
+        found.append(distance(plan, average, dense))
+    return found, deviation(plan, dense), plan, tuple(weights_of(model, plan))
+
+
+def on_average(plan: Plan, size: float) -> float:
+    """Right side of (c) before the spectral gap comes in."""
+    k, p = plan.num_subnetworks, plan.num_holders
+    return plan.coverage * (k - p) / (p * (k - 1)) * size
+
+
+CORNERS = pytest.mark.parametrize(("strategy", "p"), list(itertools.product(["block", "neuron"], [1, 2, 3])))
+
+
+@CORNERS
+def test_mean_over_placements_is_exact(strategy: str, p: int) -> None:
+    """fp32 averages of gradients that differ by about their own size: a few EPS of relative error in T."""
+    distances, size, plan, _ = real_distances(strategy, p, "holders")
+    assert np.mean(distances) == pytest.approx(on_average(plan, size), rel=1e-5)
+    assert permitted(plan).expected * size == pytest.approx(on_average(plan, size))
+    assert max(distances) > 1.01 * min(distances)  # the placement does matter
+
+
+@CORNERS
+@pytest.mark.parametrize("weighted", [True, False])
+def test_the_spectral_gap_bounds_the_distance(strategy: str, p: int, weighted: bool) -> None:
+    distances, size, plan, weights = real_distances(strategy, p, "holders")
+    bound = permitted(plan, weights if weighted else None)
+    assert 0 < np.mean(distances) <= (1 + 1e-5) * bound.on_average * size
+    assert max(distances) <= bound.always * size
+
+
+@CORNERS
+def test_a_division_by_ranks_breaks_the_bound(strategy: str, p: int) -> None:
+    """The mutation that these tests exist for: then T has C (1 - C)^2 |gbar|^2 on top."""
+    distances, size, plan, weights = real_distances(strategy, p, "ranks")
+    bound = permitted(plan, weights)
+    assert np.mean(distances) > 2 * bound.on_average * size
+    assert min(distances) > 2 * bound.always * size
