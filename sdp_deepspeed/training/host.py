@@ -2,10 +2,23 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
+
+
+def forget_shared_memory() -> None:
+    """Unlink the buffers of DeepSpeed's operator for CPUs (66 MiB for each rank), which 0.19.8 leaves in memory for ever.
+
+    Every rank has mapped them when `init_distributed` returns on all, and needs no name for them any more.
+    """
+    address, port = os.environ.get("MASTER_ADDR"), os.environ.get("MASTER_PORT")
+    name = f"deepspeed_allreduce_buffer_{os.getuid()}_{address}_{port}_{dist.get_rank()}"
+    if dist.get_backend() == "gloo":
+        dist.barrier()
+        Path("/dev/shm", name).unlink(missing_ok=True)
 
 
 def plan_of(engine: Any) -> Any | None:

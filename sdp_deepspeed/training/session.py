@@ -30,6 +30,7 @@ from sdp_deepspeed.training.together import on_first_rank
 def run_session(options: Options, folder: RunFolder, config: dict[str, Any]) -> int:
     """Train, export, report; every rank calls it. Returns the exit code."""
     deepspeed.init_distributed()
+    host.forget_shared_memory()
     # Before the first collective of ours, which with NCCL needs each rank on its own device.
     get_accelerator().set_device(int(os.environ.get("LOCAL_RANK", "0")))
     _silence_hosts()
