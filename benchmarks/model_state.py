@@ -110,10 +110,9 @@ def table_bytes(
     """The table's bytes for units, and its plain row (C = 1) for what is shared."""
     bytes_of = Precision.of("fp32" if precision == "fp32" else "bf16", accumulate_in_fp32="accumulation" in precision)
     num_ranks, row = dist.get_world_size(), STAGES[contestant.stage]  # at C = 1 they are those of plain ZeRO
+    regime, own = ("forward", 1.0) if contestant.regime is None else (contestant.regime, coverage)
+    units = bytes_per_parameter(num_ranks, own, bytes_of, regime=regime)[row]
     shared = bytes_per_parameter(num_ranks, 1.0, bytes_of)[row]
-    units = bytes_per_parameter(num_ranks, coverage if contestant.regime else 1.0, bytes_of)[row]
-    if contestant.regime == "backward":
-        units = (shared[0], *units[1:])  # weights stay whole
     return {k: num_maskable * u + num_shared * s for k, u, s in zip(KINDS, units, shared, strict=True)}
 
 

@@ -146,7 +146,7 @@ def _check_branches(branches: Branches, num_units: int, k: int, p: int) -> None:
         fewest = min(sizes[name] for name in short)
         raise ValueError(
             f"branch {short[0]!r}{more}: {sizes[short[0]]} units with {p} holders each cannot give each of {k} "
-            f"subnetworks a unit of that branch; use {-(-k // fewest)} or more holders, more neuron_groups (for an MLP), "
+            f"subnetworks a unit of that branch; use {-(-k // fewest)} or more holders, for an MLP more neuron_groups, "
             'strategy "block" for that part, such as {"attention": "block", "mlp": "neuron"}, or fewer subnetworks'
         )
 

@@ -184,7 +184,8 @@ def make_plan(
             layer), None for block units; None if all are block units.
 
     Raises:
-        ValueError: too few units for all subnetworks, in all or of a branch, or a plan given by path that contradicts the config.
+        ValueError: too few units, or too few of a branch, for all subnetworks, or a plan given by path that contradicts
+            the config (that each subnetwork has a unit of each branch there is checked with the model).
     """
     k, p = layout.num_subnetworks, layout.num_holders
     ranks = tuple(rank * k // data_parallel_size for rank in range(data_parallel_size))
@@ -220,10 +221,11 @@ def _warn_if_disconnected(plan: Plan) -> None:
     k, p, num_units = plan.num_subnetworks, plan.num_holders, len(plan.units)
     if assignment.is_connected(assignment.incidence(plan.holders, k)):
         return
+    finer = ', or use finer units: granularity "sublayer", or for MLPs cut by neurons more neuron_groups' * (p > 1)
     warnings.warn(
         f"{num_units} units with {p} holders each do not connect {k} subnetworks (spectral gap 0): "
         "some of them never exchange anything but shared parameters. "
         f"Connecting them takes {k - 1} or more of units * (holders - 1), here {num_units * (p - 1)}: "
-        'raise holders, or use granularity "sublayer"',
+        f"raise holders{finer}",
         stacklevel=3,
     )

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Mapping
 from dataclasses import dataclass
+from math import prod
 
 import torch
 
+from sdp_deepspeed.exchange import Views
 from sdp_deepspeed.plan import Plan
-from sdp_deepspeed.segments import Bucket, Segment, TensorInfo, build_buckets, build_segments
+from sdp_deepspeed.segments import Bucket, Fragment, Segment, TensorInfo, build_buckets, build_segments
 from sdp_deepspeed.units import Piece, Unit
 
 SIZES = (1, 2, 3, 5, 7, 11)
@@ -29,14 +32,17 @@ class Layout:
 
     @property
     def buckets(self) -> list[Bucket]:
-        return build_buckets(self.segments, size=self.size, max_elements=self.max_elements)
+        everyone_updates = self.plan.regime == "backward"
+        return build_buckets(
+            self.segments, size=self.size, max_elements=self.max_elements, everyone_updates=everyone_updates
+        )
 
     def shape(self, name: str) -> tuple[int, ...]:
         return next(info.shape for info in self.tensors if info.name == name)
 
 
-def random_layout(seed: int, size: int) -> Layout:
-    """The same for the same arguments."""
+def random_layout(seed: int, size: int, regime: str = "forward") -> Layout:
+    """The same for the same arguments; the regime changes nothing but itself."""
     chance = random.Random(seed)
     tensors, units = [], []
     for index in range(chance.randint(3, 9)):
@@ -50,7 +56,7 @@ def random_layout(seed: int, size: int) -> Layout:
         units.append(Unit(f"rows[{rank}]", (Piece("rows", 0, rank, 1),)))
         holders.append(tuple(sorted((rank + i) % size for i in range(p))))
     tensors.append(TensorInfo("rows", (size, 3), torch.float32, 0))
-    plan = Plan("forward", "block", size, p, 0, tuple(units), tuple(holders), tuple(range(size)))
+    plan = Plan(regime, "block", size, p, 0, tuple(units), tuple(holders), tuple(range(size)))
     return Layout(size, tuple(tensors), plan, chance.choice((1, 7, 40, 10_000)))
 
 
@@ -60,10 +66,7 @@ def _units_of(info: TensorInfo, chance: random.Random) -> list[Unit]:
     if cut is None:
         return []
     if cut == "whole":
-        elements = 1
-        for length in info.shape:
-            elements *= length
-        return [Unit(info.name, (Piece(info.name, None, 0, elements),))]
+        return [Unit(info.name, (Piece(info.name, None, 0, prod(info.shape)),))]
     assert isinstance(cut, int)
     units, start = [], 0
     while start < info.shape[cut]:
@@ -78,3 +81,22 @@ def random_tensors(layout: Layout, seed: int, *, dtype: torch.dtype | None = Non
     """Dense tensors by name; `dtype` overrides their own."""
     generator = torch.Generator().manual_seed(seed)
     return {info.name: torch.randn(info.shape, generator=generator).to(dtype or info.dtype) for info in layout.tensors}
+
+
+def views_of(tensors: Mapping[str, torch.Tensor | None]) -> Views:
+    """Views of pieces in dense tensors."""
+
+    def view(piece: Piece) -> torch.Tensor | None:
+        tensor = tensors[piece.parameter]
+        return None if tensor is None else piece.narrow(tensor)
+
+    return view
+
+
+def indices(fragment: Fragment, shape: tuple[int, ...]) -> torch.Tensor:
+    """Where the fragment's elements lie in the flat dense tensor, in the order in which they travel: index by index of
+    the cut dim, each row-major."""
+    piece, numbers = fragment.piece, torch.arange(prod(shape)).view(shape)
+    if piece.dim is not None:
+        numbers = torch.stack(numbers.unbind(piece.dim)[piece.start : piece.start + piece.length])
+    return numbers.reshape(-1)[fragment.start : fragment.stop]

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from sdp_deepspeed.plan import Plan
+from sdp_deepspeed.units import Piece
 
 
 class Watch:
@@ -48,44 +49,57 @@ class Watch:
         return sum(found.values())
 
 
-def held_bytes(model: torch.nn.Module, plan: Plan, rank: int) -> int:
-    """Weights and buffers, in the dense `model`'s dtype, that `rank` holds."""
-    lacking = _names(plan, [u for u in range(len(plan.units)) if not plan.holds_rank(u, rank)])
-    tensors = dict(model.named_parameters()) | dict(model.named_buffers())
-    return sum(t.numel() * t.element_size() for name, t in tensors.items() if name not in lacking)
+def tensors_of(model: torch.nn.Module) -> dict[str, torch.Tensor]:
+    return dict(model.named_parameters()) | dict(model.named_buffers())
+
+
+def stored_bytes(model: torch.nn.Module, plan: Plan, rank: int) -> int:
+    """Weights and buffers, in the dense `model`'s dtype, that `rank` holds; in the backward regime it stores all."""
+    lacking = [size for index, size in enumerate(unit_bytes(model, plan)) if not plan.holds_rank(index, rank)]
+    whole = sum(tensor.nbytes for tensor in tensors_of(model).values())
+    return whole if plan.regime == "backward" else whole - sum(lacking)
 
 
 def stepped_elements(model: torch.nn.Module, plan: Plan, rank: int, *, stage: int) -> int:
     """Elements whose optimizer state `rank` keeps: all that it holds, at stage 1 its share among the holders."""
-    elements = {name: p.numel() for name, p in model.named_parameters()}
+    shapes = {name: p.shape for name, p in model.named_parameters()}
+    shared = sum(shape.numel() for shape in shapes.values())
     total = 0
     for index, unit in enumerate(plan.units):
         holders = plan.ranks_of(index)
-        own = sum(elements.pop(piece.parameter, 0) for piece in unit.pieces)
+        own = sum(p.num_elements(shapes[p.parameter]) for p in unit.pieces if p.kind == "parameter")
+        shared -= own
         if rank in holders:
             total += own if stage == 0 else -(-own // len(holders))
-    shared = sum(elements.values())
     return total + (shared if stage == 0 else -(-shared // len(plan.subnetwork_of_rank)))
 
 
 def unit_bytes(model: torch.nn.Module, plan: Plan) -> list[int]:
     """Bytes of each unit."""
-    tensors = dict(model.named_parameters()) | dict(model.named_buffers())
-    sizes = {name: tensor.numel() * tensor.element_size() for name, tensor in tensors.items()}
-    return [sum(sizes[name] for name in _names(plan, [index])) for index in range(len(plan.units))]
+    tensors = tensors_of(model)
 
+    def size(piece: Piece) -> int:
+        tensor = tensors[piece.parameter]
+        return piece.num_elements(tensor.shape) * tensor.element_size()
 
-def _names(plan: Plan, units: list[int]) -> set[str]:
-    return {piece.parameter for index in units for piece in plan.units[index].pieces}
+    return [sum(map(size, unit.pieces)) for unit in plan.units]
 
 
 def present_lacking(engine: Any) -> set[str]:
-    """Units that this rank lacks in its subnetwork and that have storage now."""
-    rank, plan = engine.communicator.rank, engine.plan
-    tensors = dict(engine.module.named_parameters()) | dict(engine.module.named_buffers())
+    """Units that this rank lacks in its subnetwork and that its module has now: tensors with storage, or neurons and
+    heads inside a tensor of the dense size. Blocks that are only frozen (backward regime) are always there."""
+    rank, plan, shapes = engine.communicator.rank, engine.plan, engine._mask.shapes
+    tensors = tensors_of(engine.module)
+
+    def is_there(piece: Piece) -> bool:
+        tensor = tensors[piece.parameter]
+        if piece.dim is None:
+            return plan.regime == "forward" and tensor.untyped_storage().nbytes() > 0
+        return tensor.shape == shapes[piece.parameter]
+
     return {
         unit.name
         for index, unit in enumerate(plan.units)
         if not plan.holds_rank(index, rank)
-        if any(tensors[piece.parameter].untyped_storage().nbytes() for piece in unit.pieces)
+        if any(map(is_there, unit.pieces))
     }

@@ -8,12 +8,13 @@ from typing import Any
 import models
 import pytest
 import torch
+from neurons import infos
 from torch import nn
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 
 from sdp_deepspeed import architectures, assignment
 from sdp_deepspeed.architectures import Branch, find_sites, registry, unit_costs, units_of_sites
-from sdp_deepspeed.masking import BlockMask
+from sdp_deepspeed.masking import Mask
 from sdp_deepspeed.plan import Plan
 from sdp_deepspeed.reference import zero_lacking
 
@@ -29,7 +30,7 @@ def plan_of(model: nn.Module, *, granularity: str = "sublayer", shared: tuple[st
 
 def masked(model: nn.Module, plan: Plan, rank: int) -> nn.Module:
     result = deepcopy(model)
-    BlockMask(result, find_sites(result), plan, rank)
+    Mask(result, find_sites(result), infos(result), plan, rank)
     return result
 
 
@@ -117,7 +118,7 @@ def test_gradient_checkpointing_recomputes_and_changes_nothing(family: str, gran
         checkpointed: Any = masked(model, plan, rank)
         checkpointed.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": reentrant})
         lacking = lacking_names(plan, rank)
-        held = [site.modules[1] for site in find_sites(checkpointed) if site.pieces[0].parameter not in lacking]
+        held = [site.modules[1] for site in find_sites(model) if site.pieces[0].parameter not in lacking]
         calls = Calls(*[checkpointed.get_submodule(name) for name in held])
         loss, gradients = loss_and_gradients(checkpointed.train(), tokens())
         assert held

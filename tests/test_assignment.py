@@ -4,32 +4,16 @@ from __future__ import annotations
 
 import random
 import time
-from collections.abc import Sequence
 
 import numpy as np
 import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
+from tables import ATTENTION, MLP, check_table, equal_units, gap, loads
 
 from sdp_deepspeed import assignment
 from sdp_deepspeed.assignment_graph import connect, num_components
-from sdp_deepspeed.plan import spectral_gap
 from sdp_deepspeed.units import UnitCost
-
-ATTENTION = UnitCost(num_parameters=40, num_bytes=80, flops=90)
-MLP = UnitCost(num_parameters=80, num_bytes=160, flops=160)
-
-
-def equal_units(count: int) -> list[UnitCost]:
-    return [UnitCost(10, 20, 30)] * count
-
-
-def loads(holders: assignment.Holders, amounts: Sequence[int], k: int) -> list[int]:
-    return [sum(a for a, h in zip(amounts, holders, strict=True) if s in h) for s in range(k)]
-
-
-def gap(holders: assignment.Holders, costs: Sequence[UnitCost], k: int, p: int) -> float:
-    return spectral_gap(holders, [cost.num_parameters for cost in costs], k, p)
 
 
 @st.composite
@@ -46,16 +30,6 @@ def problems(draw: st.DrawFn) -> tuple[list[UnitCost], int, int]:
     kinds = draw(st.lists(st.tuples(*[st.integers(0, 1000)] * 3), min_size=1, max_size=3))
     drawn = draw(st.lists(st.sampled_from(kinds), min_size=num_units, max_size=num_units))
     return [UnitCost(*kind) for kind in drawn], k, p
-
-
-def check_table(holders: assignment.Holders, num_units: int, k: int, p: int) -> None:
-    assert len(holders) == num_units
-    for subnetworks in holders:
-        assert len(subnetworks) == p
-        assert list(subnetworks) == sorted(set(subnetworks))
-    assert {s for subnetworks in holders for s in subnetworks} == set(range(k))
-    if num_units * (p - 1) >= k - 1:
-        assert assignment.is_connected(assignment.incidence(holders, k))
 
 
 @settings(max_examples=50, deadline=None)

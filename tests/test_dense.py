@@ -138,7 +138,7 @@ def inner_modules_are_dense_or_refused(rank: Rank) -> None:
     engine, dense = engine_with(llama()), llama().eval()
     engine.eval()
     with torch.no_grad():
-        refusal(RuntimeError, lambda: engine.module.model(batch_of(rank)), "left out without a word", "resident=True")
+        refusal(RuntimeError, lambda: engine.module.model(batch_of(rank)), "incomplete without a word", "resident=True")
         with engine.dense(resident=True):
             found = engine.module.model(batch_of(rank)).last_hidden_state
         assert torch.equal(found, dense.get_submodule("model")(batch_of(rank)).last_hidden_state)

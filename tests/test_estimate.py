@@ -126,8 +126,9 @@ def check_traffic(ranks: tuple[RankEstimate, ...], plan: Plan, tensors: list[Ten
     """The routes that the exchange takes send what the estimate says."""
     size = len(ranks)
     segments = build_segments(tensors, plan, max_elements=bucket)
-    buckets = build_buckets(segments, size=size, max_elements=bucket)
-    receivers: Any = "all" if plan.regime == "backward" else "holders"
+    everyone_updates = plan.regime == "backward"
+    buckets = build_buckets(segments, size=size, max_elements=bucket, everyone_updates=everyone_updates)
+    receivers: Any = "all" if everyone_updates else "holders"
     for rank, result in enumerate(ranks):
         towards = [back_route(b, rank, size, "holders") for b in buckets]
         back = [back_route(b, rank, size, receivers) for b in buckets]
@@ -154,13 +155,18 @@ def test_frozen_and_unoptimized_parameters() -> None:
     assert result.state == 172
 
 
-def test_ragged_column_slices_keep_a_master() -> None:
-    """Half a column slice is no view of the weights, so fp32 needs a master there; row slices never do."""
-    for dim, per_element in [(0, 8), (1, 12)]:
-        unit = [Unit(f"u{i}", (Piece("w", dim, *cut),)) for i, cut in enumerate([(0, 2), (2, 4)])]
-        plan = Plan("backward", "neuron", 2, 2, 0, tuple(unit), ((0, 1), (0, 1)), (0, 1))
-        result = estimate(plan, [TensorInfo("w", (6, 6), "f", group=0)], stage=1, precision=FP32)
-        assert [rank.optimizer for rank in result] == [18 * per_element] * 2
+@pytest.mark.parametrize("holders", [1, 2])
+@pytest.mark.parametrize("regime", ["forward", "backward"])
+@pytest.mark.parametrize("dim", [0, 1])
+def test_slices_in_fp32_keep_no_master(dim: int, regime: str, holders: int) -> None:
+    """Rows and columns alike are stored so that they can be stepped in place; bf16 has a master of 4 bytes more."""
+    units = tuple(Unit(f"u{i}", (Piece("w", dim, *cut),)) for i, cut in enumerate([(0, 2), (2, 4)]))
+    held = ((0,), (1,)) if holders == 1 else ((0, 1), (0, 1))
+    plan = Plan(regime, "neuron", 2, holders, 0, units, held, (0, 1))
+    stepped = [12, 24] if holders == 1 else [18, 18]
+    for precision, per_element in ((FP32, 8), (BF16, 12)):
+        result = estimate(plan, [TensorInfo("w", (6, 6), "f", group=0)], stage=1, precision=precision)
+        assert [rank.optimizer for rank in result] == [count * per_element for count in stepped]
 
 
 def test_plain_deepspeed() -> None:

@@ -1,16 +1,13 @@
-"""Reduce and distribute against a computation by hand, on threads over gloo: one process group object per thread."""
+"""Reduce and distribute against a computation by hand, on threads over gloo."""
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Callable
-from datetime import timedelta
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
-from layouts import Layout, random_layout, random_tensors
+from layouts import Layout, indices, random_layout, random_tensors, views_of
+from threads import Ranks
 
 from sdp_deepspeed.communicator import Communicator
 from sdp_deepspeed.exchange import Exchange, Receivers, read, receives, write
@@ -18,67 +15,7 @@ from sdp_deepspeed.plan import Plan
 from sdp_deepspeed.segments import Fragment, TensorInfo
 from sdp_deepspeed.units import Piece, Unit
 
-TIMEOUT = timedelta(seconds=20)
 SIZE = 8
-
-
-class ThreadGroup:
-    """The functions of `torch.distributed` that `Communicator` calls, for one thread; remembers what it sent."""
-
-    def __init__(self, store: dist.Store, rank: int, size: int) -> None:
-        self._group: Any = dist.ProcessGroupGloo(store, rank, size, TIMEOUT)
-        self.sent: list[int] = []
-
-    def get_rank(self, group: None) -> int:
-        return self._group.rank()
-
-    def get_world_size(self, group: None) -> int:
-        return self._group.size()
-
-    def all_to_all_single(
-        self, received: torch.Tensor, sent: torch.Tensor, out_splits: list[int], in_splits: list[int], group: None
-    ) -> None:
-        assert received.is_contiguous()
-        assert sent.is_contiguous()
-        assert received.numel() == 0 or received.data_ptr() != sent.data_ptr()
-        self.sent.append(sent.numel())
-        self._group.alltoall_base(received, sent, out_splits, in_splits, dist.AllToAllOptions()).wait()
-
-
-class Ranks:
-    """Threads that stand for ranks; made once, since connecting them is what takes time."""
-
-    def __init__(self, size: int) -> None:
-        self.groups: list[Any] = [None] * size
-        store = dist.HashStore()
-        self._start(lambda rank: self.groups.__setitem__(rank, ThreadGroup(store, rank, size)), size)
-
-    def run(self, work: Callable[[Communicator], Any]) -> list[Any]:
-        """Results by rank; the first rank's error is raised."""
-        for group in self.groups:
-            group.sent.clear()
-        return self._start(lambda rank: work(Communicator(self.groups[rank])), len(self.groups))
-
-    @staticmethod
-    def _start(work: Callable[[int], Any], size: int) -> list[Any]:
-        results: list[Any] = [None] * size
-        errors: dict[int, BaseException] = {}
-
-        def call(rank: int) -> None:
-            try:
-                results[rank] = work(rank)
-            except BaseException as error:
-                errors[rank] = error
-
-        threads = [threading.Thread(target=call, args=(rank,), daemon=True) for rank in range(size)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join(timeout=2 * TIMEOUT.total_seconds())
-        assert not any(thread.is_alive() for thread in threads), "a rank hangs"
-        for error in errors.values():
-            raise error
-        return results
 
 
 @pytest.fixture(scope="module", params=[1, 2, 3, SIZE])
@@ -105,9 +42,9 @@ def reduced(layout: Layout, communicator: Communicator, dtype: torch.dtype, miss
     for bucket in layout.buckets:
         owned = exchange.owned(bucket)
         averages = [torch.full((sum(f.stop - f.start for f in shard),), torch.nan) for _, shard in owned]
-        exchange.reduce(bucket, gradients, averages)
+        exchange.reduce(bucket, views_of(gradients), averages)
         for (_, shard), average in zip(owned, averages, strict=True):
-            write(result, shard, average.split([f.stop - f.start for f in shard]))
+            write(views_of(result), shard, average.split([f.stop - f.start for f in shard]))
     return result
 
 
@@ -146,7 +83,7 @@ def test_half_precision_on_the_wire_is_added_in_fp32(eight: Ranks) -> None:
         exchange = exchange_of(layout, communicator, torch.bfloat16)
         gradient = torch.full((16,), 256.0 if communicator.rank == 3 else 1.0)
         result = torch.empty(2)
-        exchange.reduce(layout.buckets[0], {"w": gradient}, [result])
+        exchange.reduce(layout.buckets[0], views_of({"w": gradient}), [result])
         return result
 
     assert torch.cat(eight.run(average)).tolist() == [(256 + 7) / SIZE] * 16
@@ -168,7 +105,7 @@ def marked(layout: Layout, communicator: Communicator, receivers: Receivers) -> 
     tensors = marks(layout, communicator.rank)
     exchange = exchange_of(layout, communicator)
     for bucket in layout.buckets:
-        exchange.distribute(bucket, tensors, receivers=receivers)
+        exchange.distribute(bucket, views_of(tensors), receivers=receivers)
     return tensors
 
 
@@ -178,10 +115,8 @@ def expected_marks(layout: Layout, rank: int, receivers: Receivers) -> dict[str,
         if receivers == "all" or (rank in segment.holders) == (receivers == "holders"):
             for owner in segment.holders:
                 for fragment in segment.cut(*segment.shard(owner)):
-                    view = fragment.piece.narrow(result[fragment.piece.parameter])
-                    flat = view.reshape(-1).clone()
-                    flat[fragment.start : fragment.stop] = owner + 1
-                    view.copy_(flat.view(view.shape))
+                    tensor = result[fragment.piece.parameter]
+                    tensor.view(-1)[indices(fragment, tensor.shape)] = owner + 1
     return result
 
 
@@ -239,33 +174,35 @@ def test_a_rank_without_a_part_in_a_bucket_still_takes_part(eight: Ranks) -> Non
     assert all(set(group.sent) == {0} for group in eight.groups)
 
 
-def test_collect_returns_one_segment_in_order(eight: Ranks) -> None:
-    """Eleven elements over the holders 2, 3, 7; the others receive them flat, in the caller's buffer."""
-    holders = ((2, 3, 7), *[tuple(sorted((r, (r + 1) % SIZE, (r + 2) % SIZE))) for r in range(SIZE)])
-    units = tuple(Unit(f"u{i}", (Piece(f"u{i}", None, 0, 11),)) for i in range(SIZE + 1))
-    tensors = (TensorInfo("u0", (11,), torch.float32, 0),)
-    layout = Layout(SIZE, tensors, Plan("forward", "block", SIZE, 3, 0, units, holders, tuple(range(SIZE))), 100)
-
-    def collect(communicator: Communicator) -> torch.Tensor:
-        held = communicator.rank in holders[0]
-        out = torch.empty(0 if held else 11)
-        weights = {"u0": torch.arange(11.0) if held else torch.empty(0)}
-        found = exchange_of(layout, communicator).collect(layout.buckets[0], weights, receivers="others", out=out)
-        assert held or found.data_ptr() == out.data_ptr()
-        return found
-
-    for rank, found in enumerate(eight.run(collect)):
-        assert found.tolist() == ([] if rank in holders[0] else list(range(11)))
-
-
 def test_read_and_write_column_slices() -> None:
-    tensor = torch.arange(12.0).view(3, 4)
+    """Column by column, whatever the memory's order."""
     piece = Piece("w", 1, 1, 2)
     fragments = [Fragment(piece, 1, 4), Fragment(piece, 4, 6)]
-    assert [value.tolist() for value in read({"w": tensor}, fragments)] == [[2, 5, 6], [9, 10]]
-    assert [value.tolist() for value in read({"w": None}, fragments)] == [[0, 0, 0], [0, 0]]
-    write({"w": tensor}, fragments, [torch.tensor([-1.0, -2.0, -3.0]), torch.tensor([-4.0, -5.0])])
-    assert tensor.tolist() == [[0, 1, -1, 3], [4, -2, -3, 7], [8, -4, -5, 11]]
+    for tensor in (torch.arange(12.0).view(3, 4), torch.arange(12.0).view(3, 4).t().contiguous().t()):
+        views = views_of({"w": tensor})
+        assert [value.tolist() for value in read(views, fragments)] == [[5, 9, 2], [6, 10]]
+        write(views, fragments, [torch.tensor([-1.0, -2.0, -3.0]), torch.tensor([-4.0, -5.0])])
+        assert tensor.tolist() == [[0, 1, -3, 3], [4, -1, -4, 7], [8, -2, -5, 11]]
+    assert [value.tolist() for value in read(lambda piece: None, fragments)] == [[0, 0, 0], [0, 0]]
+
+
+def test_pieces_that_are_contiguous_in_order_are_not_copied() -> None:
+    """Rows, whole tensors, and columns that are stored with the cut dim outermost."""
+    rows, columns = torch.zeros(4, 3), torch.zeros(3, 4).t()
+    for tensor, piece in ((rows, Piece("w", 0, 1, 2)), (rows, Piece("w", None, 0, 12)), (columns, Piece("w", 1, 1, 2))):
+        (value,) = read(views_of({"w": tensor}), [Fragment(piece, 1, 5)])
+        assert value.untyped_storage().data_ptr() == tensor.untyped_storage().data_ptr()
+
+
+def test_a_half_written_piece_keeps_its_other_half() -> None:
+    tensor = torch.arange(6.0).view(2, 3)
+    write(views_of({"w": tensor}), [Fragment(Piece("w", 1, 0, 2), 1, 3)], [torch.tensor([-1.0, -2.0])])
+    assert tensor.tolist() == [[0, -2, 2], [-1, 4, 5]]
+
+
+def test_what_does_not_exist_cannot_be_written() -> None:
+    with pytest.raises(AssertionError, match="no tensor to write w to"):
+        write(lambda piece: None, [Fragment(Piece("w", None, 0, 2), 0, 2)], [torch.zeros(2)])
 
 
 def test_receivers() -> None:

@@ -230,11 +230,26 @@ def test_plan_that_contradicts_the_config(tmp_path: Path, settings: dict[str, An
         make_plan((), (), resolve(config, 3), config, 3)
 
 
+@pytest.mark.parametrize("name", ["balanced", "cyclic"])
+def test_make_plan_keeps_a_unit_of_each_branch(name: str) -> None:
+    config = block(holders=1, assignment=name, strategy="neuron", neuron_groups=2)
+    costs, branches = [COST, COST, COST, COST], ["a", "b", "a", "b"]
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        plan = make_plan(units(4), costs, resolve(config, 2), config, 2, branches)
+        assert {plan.holders[0], plan.holders[2]} == {plan.holders[1], plan.holders[3]} == {(0,), (1,)}
+    with pytest.raises(ValueError, match="branch 'b': 1 units with 1 holders"):
+        make_plan(units(4), costs, resolve(config, 2), config, 2, ["a", "b", "a", "a"])
+
+
 def test_one_warning_when_the_graph_cannot_be_connected() -> None:
     config = block(holders=1)
     with pytest.warns(UserWarning, match=r"4 units with 1 holders each do not connect 2 subnetworks") as caught:
         make_plan(units(4), [COST] * 4, resolve(config, 2), config, 2)
     assert len(caught) == 1
+    assert str(caught[0].message).endswith("here 0: raise holders")  # finer units would not help
+    with pytest.warns(UserWarning, match='here 3: raise holders, or use finer units: granularity "sublayer", or'):
+        make_plan(units(3), [COST] * 3, resolve(block(holders=2), 6), block(holders=2), 6)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         config = block(holders=2)

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
+import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from layouts import Layout, random_layout
+from layouts import Layout, indices, random_layout
 
+from sdp_deepspeed.exchange import back_route
 from sdp_deepspeed.plan import Plan
 from sdp_deepspeed.segments import (
     NOT_OPTIMIZED,
@@ -19,7 +23,8 @@ from sdp_deepspeed.segments import (
 )
 from sdp_deepspeed.units import Piece, Unit
 
-layouts = st.builds(random_layout, st.integers(0, 100_000), st.integers(1, 6))
+layouts = st.builds(random_layout, st.integers(0, 100_000), st.integers(1, 6), st.sampled_from(["forward", "backward"]))
+backward_layouts = st.builds(random_layout, st.integers(0, 100_000), st.integers(1, 8), st.just("backward"))
 # A segment of two pieces whose fragments do not start at 0, as after a cut.
 TWO = Segment(
     0,
@@ -30,10 +35,8 @@ TWO = Segment(
 
 
 def fill(counts: dict[str, torch.Tensor], fragment: Fragment, value: float) -> None:
-    view = fragment.piece.narrow(counts[fragment.piece.parameter])
-    flat = view.reshape(-1).clone()
-    flat[fragment.start : fragment.stop] += value
-    view.copy_(flat.view(view.shape))
+    tensor = counts[fragment.piece.parameter]
+    tensor.view(-1)[indices(fragment, tensor.shape)] += value
 
 
 def zeros(layout: Layout) -> dict[str, torch.Tensor]:
@@ -146,3 +149,55 @@ def test_the_rest_of_a_sliced_tensor_is_shared() -> None:
         (Piece("w", 1, 7, 1), (1,)),
         (Piece("w", 1, 8, 1), (0, 1)),
     ]
+
+
+def test_a_sliced_tensor_that_everybody_holds_is_whole() -> None:
+    """Nobody stores it cut then; gaps between the slices make no difference, one slice that somebody lacks does."""
+    info, everyone = TensorInfo("w", (2, 9), torch.float32, 0), (0, 1)
+    units = (Unit("u", (Piece("w", 1, 2, 3),)), Unit("v", (Piece("w", 1, 7, 1),)))
+    plan = Plan("forward", "block", 2, 2, 0, units, (everyone, everyone), everyone)
+    assert pieces_by_tensor([info], plan) == {("parameter", "w"): [(Piece("w", None, 0, 18), everyone)]}
+    assert [s.fragments for s in build_segments([info], plan, max_elements=100)] == [
+        (Fragment(Piece("w", None, 0, 18), 0, 18),)
+    ]
+
+
+def packed(layout: Layout) -> list[tuple[int, int]]:
+    """Per bucket and rank what it packs and unpacks at most in one collective of the backward regime, and in how many
+    segments."""
+    amounts = []
+    for bucket in layout.buckets:
+        for rank in range(layout.size):
+            back = back_route(bucket, rank, layout.size, "all")
+            towards = back_route(bucket, rank, layout.size, "holders")  # walked backwards: sent is what is received
+            splits = (back.sent_splits, back.received_splits, towards.sent_splits, towards.received_splits)
+            amounts.append((max(map(sum, splits)), len(bucket.segments)))
+    return amounts
+
+
+@given(backward_layouts)
+def test_buffers_are_bounded_in_the_backward_regime(layout: Layout) -> None:
+    """A shard is rounded up to whole elements, and goes to all other ranks; a limit below their number cannot hold."""
+    limit, others = max(layout.max_elements, layout.size), layout.size - 1
+    for amount, num_segments in packed(replace(layout, max_elements=limit)):
+        assert amount <= limit + num_segments * others
+
+
+@pytest.mark.parametrize("num_holders", [1, 2, 3, 4])
+@pytest.mark.parametrize("limit", [12, 36, 60, 10_000])
+def test_the_bound_is_exact_where_shards_divide(num_holders: int, limit: int) -> None:
+    """Four ranks, units of 60 elements in their two tensors, shared ones in between; 12 divide among 1, 2, 3 and 4."""
+    size = 4
+    tensors, units = [], []
+    for index in range(2 * size):
+        pieces = tuple(Piece(f"{name}{index}", None, 0, 60) for name in "ab")
+        tensors += [TensorInfo(piece.parameter, (60,), torch.float32, 0) for piece in pieces]
+        tensors.append(TensorInfo(f"shared{index}", (12,), torch.float32, 0))
+        units.append(Unit(f"u{index}", pieces))
+    holders = [tuple(sorted((index + i) % size for i in range(num_holders))) for index in range(2 * size)]
+    plan = Plan("backward", "block", size, num_holders, 0, tuple(units), tuple(holders), tuple(range(size)))
+    layout = Layout(size, tuple(tensors), plan, limit)
+    copies = max(1, -(-(size - 1) // num_holders))
+    amounts = [amount for amount, _ in packed(layout)]
+    assert 0 < max(amounts) <= limit
+    assert max(amounts) >= min(limit, 120) // (2 * copies), "buckets far below the limit would only cost collectives"

@@ -6,19 +6,36 @@ from typing import Any
 
 import pytest
 import torch
+from layouts import views_of
 from torch import nn
 
+from sdp_deepspeed.places import Places, side_by_side
 from sdp_deepspeed.segments import Fragment
-from sdp_deepspeed.stepping import SteppedGroup, can_view, check_fresh, repoint, view_of
+from sdp_deepspeed.stepping import SteppedGroup, Weights, can_view, check_fresh, repoint
 from sdp_deepspeed.units import Piece
 
 ROWS = Piece("w", 0, 1, 2)
 COLUMNS = Piece("w", 1, 1, 2)
 WHOLE = Piece("w", None, 0, 12)
+BIAS = Piece("b", None, 0, 2)
 
 
-def weights(dtype: torch.dtype = torch.float32) -> dict[str, nn.Parameter]:
+def parameters_of(dtype: torch.dtype = torch.float32) -> dict[str, nn.Parameter]:
     return {"w": nn.Parameter(torch.arange(12.0).view(4, 3).to(dtype)), "b": nn.Parameter(torch.ones(2).to(dtype))}
+
+
+def weights(dtype: torch.dtype = torch.float32) -> Weights:
+    """Of the dense model."""
+    return Places(parameters_of(dtype)).weight
+
+
+def stored_columns() -> tuple[nn.Parameter, Places]:
+    """As a rank stores columns that it holds: these alone, with the cut dim outermost."""
+    parameters = parameters_of()
+    parameters["w"].data = side_by_side([COLUMNS], parameters["w"].data)
+    places = Places(parameters)
+    places.put([COLUMNS])
+    return parameters["w"], places
 
 
 @pytest.mark.parametrize(
@@ -26,58 +43,68 @@ def weights(dtype: torch.dtype = torch.float32) -> dict[str, nn.Parameter]:
     [
         (Fragment(WHOLE, 3, 7), torch.float32, True),
         (Fragment(ROWS, 1, 5), torch.float32, True),
-        (Fragment(COLUMNS, 0, 8), torch.float32, True),
-        (Fragment(COLUMNS, 0, 5), torch.float32, False),  # ragged: no view of it exists
+        (Fragment(COLUMNS, 0, 8), torch.float32, False),  # of a tensor that is stored row by row
         (Fragment(WHOLE, 0, 12), torch.bfloat16, False),
+        (Fragment(ROWS, 1, 5), torch.bfloat16, False),
     ],
 )
 def test_can_view(fragment: Fragment, dtype: torch.dtype, expected: bool) -> None:
-    assert can_view(fragment, weights(dtype)["w"]) is expected
+    assert can_view(fragment, weights(dtype)) is expected
+
+
+@pytest.mark.parametrize(("start", "stop"), [(0, 8), (1, 7), (3, 4)])
+def test_stored_columns_can_be_viewed(start: int, stop: int) -> None:
+    """Any stretch of them, over the border between columns too."""
+    parameter, places = stored_columns()
+    fragment = Fragment(COLUMNS, start, stop)
+    assert can_view(fragment, places.weight)
+    (view,) = SteppedGroup([fragment], places.weight).tensors
+    assert view.tolist() == [1.0, 4.0, 7.0, 10.0, 2.0, 5.0, 8.0, 11.0][start:stop]
+    view.data.fill_(-1)
+    assert int((parameter == -1).sum()) == stop - start
 
 
 @pytest.mark.parametrize(
     ("fragment", "expected"),
-    [
-        (Fragment(WHOLE, 3, 7), [3.0, 4.0, 5.0, 6.0]),
-        (Fragment(ROWS, 1, 5), [4.0, 5.0, 6.0, 7.0]),
-        (Fragment(COLUMNS, 0, 8), [[1.0, 2.0], [4.0, 5.0], [7.0, 8.0], [10.0, 11.0]]),
-    ],
+    [(Fragment(WHOLE, 3, 7), [3.0, 4.0, 5.0, 6.0]), (Fragment(ROWS, 1, 5), [4.0, 5.0, 6.0, 7.0])],
 )
-def test_view_of_shares_storage(fragment: Fragment, expected: list[Any]) -> None:
-    tensor = weights()["w"].data
-    view = view_of(fragment, tensor)
+def test_views_share_storage(fragment: Fragment, expected: list[Any]) -> None:
+    parameters = parameters_of()
+    (view,) = SteppedGroup([fragment], Places(parameters).weight).tensors
     assert view.tolist() == expected
-    view.fill_(-1)
-    assert int((tensor == -1).sum()) == view.numel()
+    view.data.fill_(-1)
+    assert int((parameters["w"] == -1).sum()) == view.numel()
 
 
 def test_fp32_weights_are_stepped_in_place() -> None:
-    parameters = weights()
-    group = SteppedGroup([Fragment(COLUMNS, 0, 8), Fragment(Piece("b", None, 0, 2), 1, 2)], parameters)
+    parameter, places = stored_columns()
+    group = SteppedGroup([Fragment(COLUMNS, 1, 8), Fragment(BIAS, 1, 2)], places.weight)
     assert group.in_place
-    assert group.num_elements == 9
-    group.set_flat_gradient(torch.arange(1.0, 10.0))
+    assert group.num_elements == 8
+    group.set_flat_gradient(torch.arange(1.0, 9.0))
     torch.optim.SGD(group.tensors, lr=1.0).step()
     group.write_back()
-    assert parameters["w"].tolist() == [[0, 0, 0], [3, 1, 1], [6, 2, 2], [9, 3, 3]]
-    assert parameters["b"].tolist() == [1, -8]
+    assert parameter.tolist() == [[1, -2], [3, 0], [5, 2], [7, 4]]
+    assert places.tensors["b"].tolist() == [1, -7]
     assert all(tensor.grad is None for tensor in group.tensors)
 
 
-def test_ragged_columns_keep_a_master() -> None:
-    parameters = weights()
-    group = SteppedGroup([Fragment(COLUMNS, 0, 3)], parameters)
+def test_columns_of_a_tensor_stored_by_rows_keep_a_master() -> None:
+    parameters = parameters_of()
+    group = SteppedGroup([Fragment(COLUMNS, 0, 3), Fragment(BIAS, 0, 1)], Places(parameters).weight)
     assert not group.in_place
-    group.set_flat_gradient(torch.ones(3))
+    assert [tensor.numel() for tensor in group.tensors] == [4]
+    group.set_flat_gradient(torch.ones(4))
     torch.optim.SGD(group.tensors, lr=1.0).step()
     group.write_back()
-    assert parameters["w"].tolist() == [[0, 0, 1], [3, 3, 5], [6, 7, 8], [9, 10, 11]]
+    assert parameters["w"].tolist() == [[0, 0, 2], [3, 3, 5], [6, 6, 8], [9, 10, 11]]
+    assert parameters["b"].tolist() == [0, 1]
 
 
 def test_master_keeps_what_bf16_loses() -> None:
     """Near 1 bf16 has a spacing of 2**-8 below: four steps of 2**-10 show only together."""
-    parameters = weights(torch.bfloat16)
-    group = SteppedGroup([Fragment(Piece("b", None, 0, 2), 0, 2)], parameters)
+    parameters = parameters_of(torch.bfloat16)
+    group = SteppedGroup([Fragment(BIAS, 0, 2)], Places(parameters).weight)
     optimizer = torch.optim.SGD(group.tensors, lr=2.0**-10)
     for _ in range(4):
         group.set_flat_gradient(torch.ones(2))
@@ -87,32 +114,62 @@ def test_master_keeps_what_bf16_loses() -> None:
 
 
 def test_reload_master_takes_the_weights() -> None:
-    parameters = weights(torch.bfloat16)
-    group = SteppedGroup([Fragment(WHOLE, 2, 5)], parameters)
+    parameters = parameters_of(torch.bfloat16)
+    group = SteppedGroup([Fragment(WHOLE, 2, 5)], Places(parameters).weight)
     parameters["w"].data.fill_(7)
     group.reload_master()
     assert group.tensors[0].tolist() == [7, 7, 7]
 
 
 def test_whole_gradients_of_stage_0() -> None:
+    """Into one flat gradient of a master, or as they are where weights are stepped in place."""
     gradients = {"w": torch.arange(12.0).view(4, 3), "b": torch.tensor([20.0, 30.0])}
+    fragments = [Fragment(COLUMNS, 0, 8), Fragment(BIAS, 0, 2)]
     for dtype in (torch.float32, torch.bfloat16):
-        fragments = [Fragment(COLUMNS, 0, 8), Fragment(Piece("b", None, 0, 2), 0, 2)]
         group = SteppedGroup(fragments, weights(dtype))
-        group.set_gradients(gradients)
-        flat = torch.cat([tensor.grad.reshape(-1) for tensor in group.tensors if tensor.grad is not None])
-        assert flat.tolist() == [1, 2, 4, 5, 7, 8, 10, 11, 20, 30]
+        group.set_gradients(views_of(gradients))
+        assert flat_gradient(group) == [1, 4, 7, 10, 2, 5, 8, 11, 20, 30]
+    _, places = stored_columns()
+    group = SteppedGroup(fragments, places.weight)
+    assert group.in_place
+    own = {"w": side_by_side([COLUMNS], gradients["w"]), "b": gradients["b"]}
+    group.set_gradients(lambda piece: places.of(piece, own[piece.parameter]))
+    assert flat_gradient(group) == [1, 4, 7, 10, 2, 5, 8, 11, 20, 30]
+    assert [t.grad.data_ptr() for t in group.tensors if t.grad is not None] == [t.data_ptr() for t in own.values()]
+
+
+def flat_gradient(group: SteppedGroup) -> list[float]:
+    found: list[float] = torch.cat([tensor.grad for tensor in group.tensors if tensor.grad is not None]).tolist()
+    return found
 
 
 def test_link_follows_replaced_storage() -> None:
     """Others replace `param.data` behind us; a step after `link` must reach the new storage."""
-    parameters = weights()
-    group = SteppedGroup([Fragment(WHOLE, 0, 12)], parameters)
+    parameters = parameters_of()
+    group = SteppedGroup([Fragment(WHOLE, 0, 12)], Places(parameters).weight)
     parameters["w"].data = torch.zeros(4, 3)
-    group.link()
-    group.set_flat_gradient(torch.ones(12))
-    torch.optim.SGD(group.tensors, lr=1.0).step()
+    step_once(group, 12)
     assert bool((parameters["w"] == -1).all())
+    parameter, places = stored_columns()
+    group = SteppedGroup([Fragment(COLUMNS, 0, 8)], places.weight)
+    parameter.data = torch.zeros_like(parameter)  # keeps the order in memory, as clone() does
+    step_once(group, 8)
+    assert bool((parameter == -1).all())
+
+
+def step_once(group: SteppedGroup, num_elements: int) -> None:
+    group.link()
+    group.set_flat_gradient(torch.ones(num_elements))
+    torch.optim.SGD(group.tensors, lr=1.0).step()
+
+
+def test_storage_of_another_order_is_an_error() -> None:
+    """A flat copy would be stepped, and the weights would stay as they are."""
+    parameter, places = stored_columns()
+    group = SteppedGroup([Fragment(COLUMNS, 0, 8)], places.weight)
+    parameter.data = parameter.data.contiguous()
+    with pytest.raises(RuntimeError, match="view"):
+        group.link()
 
 
 def test_a_group_of_which_this_rank_steps_nothing() -> None:
@@ -120,15 +177,15 @@ def test_a_group_of_which_this_rank_steps_nothing() -> None:
     assert group.tensors == []
     group.link()
     group.set_flat_gradient(torch.empty(0))
-    group.set_gradients({})
+    group.set_gradients(lambda piece: None)
     group.write_back()
     group.reload_master()
 
 
 def groups_of(parameters: dict[str, nn.Parameter]) -> list[SteppedGroup]:
     return [
-        SteppedGroup([Fragment(WHOLE, 4, 9)], parameters),
-        SteppedGroup([Fragment(Piece("b", None, 0, 2), 0, 1)], parameters),
+        SteppedGroup([Fragment(WHOLE, 4, 9)], Places(parameters).weight),
+        SteppedGroup([Fragment(BIAS, 0, 1)], Places(parameters).weight),
     ]
 
 
@@ -139,7 +196,7 @@ def param_groups(parameters: dict[str, nn.Parameter]) -> list[dict[str, Any]]:
 @pytest.mark.parametrize("kind", ["Adam", "AdamW", "SGD", "Adagrad", "RMSprop"])
 def test_repointed_optimizer_is_as_if_built_for_the_fragments(kind: str) -> None:
     """Options stay, the group objects stay (LR schedulers hold them), and steps equal those of a fresh optimizer."""
-    parameters = weights()
+    parameters = parameters_of()
     optimizer = getattr(torch.optim, kind)(param_groups(parameters), lr=0.1)
     before = list(optimizer.param_groups)
     groups = groups_of(parameters)
@@ -160,7 +217,7 @@ def test_repointed_optimizer_is_as_if_built_for_the_fragments(kind: str) -> None
 
 
 def test_adagrad_keeps_its_initial_accumulator() -> None:
-    parameters = weights()
+    parameters = parameters_of()
     optimizer = torch.optim.Adagrad(param_groups(parameters), initial_accumulator_value=4.0)
     groups = groups_of(parameters)
     repoint(optimizer, groups)
@@ -169,7 +226,7 @@ def test_adagrad_keeps_its_initial_accumulator() -> None:
 
 @pytest.mark.parametrize("kind", ["Adam", "Adagrad", "SGD"])
 def test_a_stepped_optimizer_is_refused(kind: str) -> None:
-    parameters = weights()
+    parameters = parameters_of()
     options = {"momentum": 0.9} if kind == "SGD" else {}
     optimizer = getattr(torch.optim, kind)(param_groups(parameters), lr=0.1, **options)
     for parameter in parameters.values():

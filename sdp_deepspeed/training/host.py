@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 
 def forget_shared_memory() -> None:
-    """Unlink the buffers of DeepSpeed's operator for CPUs (66 MiB for each rank), which 0.19.8 leaves in memory for ever.
+    """Unlink the buffers of DeepSpeed's operator for CPUs (66 MiB for each rank), which 0.19.8 leaves behind.
 
     Every rank has mapped them when `init_distributed` returns on all, and needs no name for them any more.
     """

@@ -1,0 +1,182 @@
+"""Masked modules without an engine, and what is measured on them: FLOPs, saved bytes, gradients by pieces."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from copy import deepcopy
+from dataclasses import replace
+from typing import Any
+
+import models
+import torch
+from torch import nn
+from torch.utils.flop_counter import FlopCounterMode
+from transformers.pytorch_utils import Conv1D
+
+from sdp_deepspeed import assignment
+from sdp_deepspeed.architectures import branches_of_units, find_sites, units_of_sites
+from sdp_deepspeed.masking import Mask
+from sdp_deepspeed.plan import Plan
+from sdp_deepspeed.segments import TensorInfo, pieces_by_tensor
+from sdp_deepspeed.units import Piece
+
+NUM_GROUPS = 3  # of an MLP's neurons, for two workers: one has two groups with a gap between them, the other one
+NAMES = (*models.FAMILIES, "llama_biases", "llama_odd")
+RANKS = (0, 1)
+
+
+def build(name: str, num_layers: int = 1) -> nn.Module:
+    """A family, or a Llama with all biases, or one with 6 query heads on 3 key/value heads and 29 neurons.
+
+    Weights are large enough for attention to be far from uniform; no bias is zero and no norm is one.
+    """
+    if name in models.FAMILIES:
+        model = models.family(name, num_layers)
+    else:
+        specimen = models.SPECIMENS[name]
+        model = replace(specimen, options={**specimen.options, "num_hidden_layers": num_layers}).build()
+    generator = torch.Generator().manual_seed(7)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(torch.randn(parameter.shape, generator=generator) * 0.15)
+    return model
+
+
+def tokens(seed: int = 3) -> torch.Tensor:
+    return next(models.batches(1, 1, seed))[0][0]
+
+
+def infos(model: nn.Module) -> list[TensorInfo]:
+    return [TensorInfo(name, tuple(p.shape), p.dtype) for name, p in model.named_parameters()]
+
+
+def plan_of(model: nn.Module, regime: str = "forward", strategy: Any = "neuron", **choice: Any) -> Plan:
+    """Two workers, each unit held by one of them in turn.
+
+    Args:
+        choice: of `units_of_sites`, such as `shared` or `granularity`.
+    """
+    sites = find_sites(model)
+    units = units_of_sites(sites, strategy=strategy, num_subnetworks=NUM_GROUPS, **choice)
+    branches = branches_of_units(units, sites)
+    holders = assignment.cyclic(len(units), num_subnetworks=2, num_holders=1, branches=branches)
+    return Plan(regime, strategy, 2, 1, 0, tuple(units), holders, RANKS)
+
+
+def masked(model: nn.Module, plan: Plan, rank: int) -> tuple[Any, Mask]:
+    """A copy of `model` as rank `rank` has it."""
+    result = deepcopy(model)
+    return result, Mask(result, find_sites(result), infos(result), plan, rank)
+
+
+def held_pieces(model: nn.Module, plan: Plan, rank: int) -> dict[str, list[Piece]]:
+    """Per parameter of the dense `model` the pieces that `rank` holds, in dense order; none where it lacks all."""
+    pieces = pieces_by_tensor(infos(model), plan)
+    return {
+        name: [piece for piece, ranks in pieces["parameter", name] if rank in ranks]
+        for name, _ in model.named_parameters()
+    }
+
+
+def cut_names(plan: Plan) -> set[str]:
+    return {piece.parameter for unit in plan.units for piece in unit.pieces if piece.dim is not None}
+
+
+def loss_and_gradients(model: Any, batch: torch.Tensor, **inputs: Any) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    loss = model(input_ids=batch, labels=batch, **inputs).loss
+    loss.backward()
+    return loss.detach(), {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+
+
+def linear_weights(model: nn.Module, pieces: dict[str, list[Piece]] | None = None) -> int:
+    """Elements of all matrices that are multiplied with (not of look-up tables), or of `pieces` of them."""
+    multiplied = {id(module.weight) for module in model.modules() if isinstance(module, nn.Linear | Conv1D)}
+    matrices = {name: p for name, p in model.named_parameters() if id(p) in multiplied}
+    if pieces is None:
+        return sum(p.numel() for p in matrices.values())
+    return sum(piece.num_elements(p.shape) for name, p in matrices.items() for piece in pieces[name])
+
+
+class Products:
+    """Matrix products (mm, addmm) inside a `with` block: FLOPs and number of calls. Attention's own are not counted."""
+
+    def __init__(self) -> None:
+        self._counter = FlopCounterMode(display=False)
+        self.num_calls = 0
+
+    def __enter__(self) -> Products:
+        self._counter.__enter__()
+        count = self._counter._count_flops
+
+        def counted(func: Any, *rest: Any) -> Any:
+            self.num_calls += func in _PRODUCTS
+            return count(func, *rest)
+
+        self._counter._count_flops = counted  # type: ignore[method-assign]
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        self._counter.__exit__(*error)
+
+    @property
+    def flops(self) -> int:
+        return sum(self._counter.get_flop_counts().get("Global", {}).get(kind, 0) for kind in _PRODUCTS)
+
+
+_PRODUCTS = (torch.ops.aten.mm, torch.ops.aten.addmm)
+
+
+class Saved:
+    """What autograd keeps inside a `with` block, each storage once, weights left out.
+
+    Attributes:
+        tensors: as they were saved, which also keeps addresses from being used twice.
+    """
+
+    def __init__(self, weights: list[torch.Tensor]) -> None:
+        self._weights = {weight.untyped_storage().data_ptr() for weight in weights}
+        self.tensors: list[torch.Tensor] = []
+        self._hooks = torch.autograd.graph.saved_tensors_hooks(self._pack, lambda tensor: tensor)
+
+    def _pack(self, tensor: torch.Tensor) -> torch.Tensor:
+        if tensor.untyped_storage().data_ptr() not in self._weights:
+            self.tensors.append(tensor)
+        return tensor
+
+    def __enter__(self) -> Saved:
+        self._hooks.__enter__()
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        self._hooks.__exit__(*error)
+
+    @property
+    def num_bytes(self) -> int:
+        storages = [tensor.untyped_storage() for tensor in self.tensors]
+        return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
+
+    def has(self, tensor: torch.Tensor) -> bool:
+        """Whether the values of `tensor` are among what was saved."""
+        return any(
+            saved.numel() == tensor.numel() and torch.equal(saved.reshape(-1), tensor.reshape(-1))
+            for saved in self.tensors
+            if saved.dtype == tensor.dtype
+        )
+
+
+@contextmanager
+def counted_attention() -> Iterator[list[tuple[int, int]]]:
+    """Calls of scaled dot product attention: numbers of query heads and of key heads."""
+    calls: list[tuple[int, int]] = []
+    original = nn.functional.scaled_dot_product_attention
+
+    def counting(query: torch.Tensor, key: torch.Tensor, *rest: Any, **options: Any) -> torch.Tensor:
+        calls.append((query.shape[1], key.shape[1]))
+        return original(query, key, *rest, **options)
+
+    nn.functional.scaled_dot_product_attention = counting  # type: ignore[assignment]
+    try:
+        yield calls
+    finally:
+        nn.functional.scaled_dot_product_attention = original

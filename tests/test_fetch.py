@@ -1,0 +1,115 @@
+"""Units from their holders to the ranks that lack them, on threads over gloo."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from math import prod
+
+import pytest
+import torch
+from layouts import Layout, random_layout, random_tensors
+from threads import Ranks
+
+from sdp_deepspeed.communicator import Communicator
+from sdp_deepspeed.fetch import UnitFetcher
+from sdp_deepspeed.plan import Plan
+from sdp_deepspeed.segments import TensorInfo
+from sdp_deepspeed.units import Piece, Unit
+
+Fetched = dict[Piece, torch.Tensor]
+
+
+@pytest.fixture(scope="module", params=[2, 3, 8])
+def ranks(request: pytest.FixtureRequest) -> Ranks:
+    return Ranks(request.param)
+
+
+@pytest.fixture(scope="module")
+def eight() -> Ranks:
+    return Ranks(8)
+
+
+def fetcher_of(layout: Layout, sets: Sequence[Sequence[int]], communicator: Communicator) -> UnitFetcher:
+    dtypes = {info.name: info.dtype for info in layout.tensors}
+    return UnitFetcher(
+        layout.plan,
+        sets,
+        communicator,
+        shape_of=lambda piece: layout.shape(piece.parameter),
+        dtype_of=lambda piece: dtypes[piece.parameter],
+        device=torch.device("cpu"),
+    )
+
+
+def fetched(layout: Layout, sets: Sequence[Sequence[int]], communicator: Communicator) -> list[Fetched]:
+    """Per set what this rank lacked; it gives what it holds from rank-independent tensors and nothing else."""
+    dense, rank, plan = random_tensors(layout, 0), communicator.rank, layout.plan
+    held = {piece for u, unit in enumerate(plan.units) if plan.holds_rank(u, rank) for piece in unit.pieces}
+    fetcher, result = fetcher_of(layout, sets, communicator), []
+
+    def held_view(piece: Piece) -> torch.Tensor:
+        assert piece in held, f"rank {rank} reads {piece}, which it lacks"
+        view: torch.Tensor = piece.narrow(dense[piece.parameter])
+        return view
+
+    for index, units in enumerate(sets):
+        lacking = [piece for unit in units for piece in plan.units[unit].pieces if piece not in held]
+        # Slices of larger tensors, as when a branch is put together in place.
+        wholes = {piece.parameter: torch.full_like(dense[piece.parameter], torch.nan) for piece in lacking}
+        targets: Fetched = {piece: piece.narrow(wholes[piece.parameter]) for piece in lacking}
+        fetcher.fetch(index, held_view, targets)
+        assert {name: int(whole.isnan().sum()) for name, whole in wholes.items()} == {
+            name: whole.numel() - sum(p.num_elements(whole.shape) for p in lacking if p.parameter == name)
+            for name, whole in wholes.items()
+        }, "more was written than is lacking, or less"
+        result.append(targets)
+    return result
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_everything_lacking_arrives_at_its_place(ranks: Ranks, seed: int) -> None:
+    """Rows, columns, whole tensors and both dtypes; sets of one unit, of several, and with the same unit again."""
+    layout = random_layout(seed, len(ranks.groups))
+    every = range(len(layout.plan.units))
+    sets = [*[[unit] for unit in every], list(every), list(every[1:3]), []]
+    dense = random_tensors(layout, 0)
+    for rank, results in enumerate(ranks.run(lambda communicator: fetched(layout, sets, communicator))):
+        for units, targets in zip(sets, results, strict=True):
+            lacking = [unit for unit in units if not layout.plan.holds_rank(unit, rank)]
+            assert targets.keys() == {piece for unit in lacking for piece in layout.plan.units[unit].pieces}
+            for piece, value in targets.items():
+                assert torch.equal(value, piece.narrow(dense[piece.parameter]))
+
+
+def one_unit_layout(shape: tuple[int, ...], holders: tuple[int, ...], piece: Piece) -> Layout:
+    """The unit `u0` on `holders`, and units that give each of eight ranks something."""
+    rest = [tuple(sorted((rank + i) % 8 for i in range(len(holders)))) for rank in range(8)]
+    units = (Unit("u0", (piece,)), *[Unit(f"u{i + 1}", (Piece(f"u{i + 1}", None, 0, 1),)) for i in range(8)])
+    plan = Plan("forward", "block", 8, len(holders), 0, units, (holders, *rest), tuple(range(8)))
+    return Layout(8, (TensorInfo("w", shape, torch.float32, 0),), plan, 100)
+
+
+@pytest.mark.parametrize(
+    ("shape", "piece"), [((11,), Piece("w", None, 0, 11)), ((3, 11), Piece("w", 1, 0, 11))], ids=["whole", "columns"]
+)
+def test_eleven_over_three_holders(eight: Ranks, shape: tuple[int, ...], piece: Piece) -> None:
+    """A number that shards and rounds do not divide, over holders that are not neighbours."""
+    holders = (2, 3, 7)
+    layout = one_unit_layout(shape, holders, piece)
+    for rank, (targets,) in enumerate(eight.run(lambda communicator: fetched(layout, [[0]], communicator))):
+        assert targets.keys() == (set() if rank in holders else {piece})
+        for value in targets.values():
+            assert torch.equal(value, random_tensors(layout, 0)["w"])
+
+
+@pytest.mark.parametrize("num_holders", [1, 2, 4, 7])
+def test_a_holder_packs_at_most_half_of_what_it_holds(eight: Ranks, num_holders: int) -> None:
+    """So that fetching needs little beside what is fetched, also where one holder serves seven others."""
+    shape = (56, 10)
+    layout = one_unit_layout(shape, tuple(range(num_holders)), Piece("w", None, 0, prod(shape)))
+    eight.run(lambda communicator: fetched(layout, [[0]], communicator))
+    packed = [max(group.sent) for group in eight.groups]
+    assert sum(sum(group.sent) for group in eight.groups) == prod(shape) * (8 - num_holders)
+    # A holder's shard of a round is rounded up to whole elements, for each of the others.
+    assert all(0 < most <= prod(shape) / 2 + 8 for most in packed[:num_holders])
+    assert packed[num_holders:] == [0] * (8 - num_holders)

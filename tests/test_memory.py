@@ -1,0 +1,201 @@
+"""Lacking units have no storage, in no form, for the whole run: all live tensors of a rank are walked."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+from live import Watch, present_lacking, stepped_elements, stored_bytes, unit_bytes
+from models import config, loss_of
+from ranks import Check, Rank
+from torch import nn
+from training import engine_of
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from sdp_deepspeed.plan import Plan
+from sdp_deepspeed.units import Unit
+
+BUCKET = 512  # elements; two buckets are a third of the smallest unit (a head in bf16), so that one kept unit is seen
+VOCABULARY = 97
+
+
+def model_of_units(dtype: torch.dtype = torch.float32) -> nn.Module:
+    """Blocks of 12,352 and 18,496 elements, heads of 6,144, half an MLP of 9,216."""
+    torch.manual_seed(0)
+    shape: dict[str, Any] = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 3}
+    shape["vocab_size"] = VOCABULARY
+    heads: dict[str, Any] = {"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 32}
+    return LlamaForCausalLM(LlamaConfig(**shape, **heads)).to(dtype)
+
+
+@dataclass(frozen=True)
+class Memory:
+    """One precision and stage: bytes per stepped element are two moments, and a master where weights are bf16."""
+
+    stage: int = 1
+    precision: str = "fp32"
+    client: bool = False
+    regime: str = "forward"
+    strategy: Any = "block"
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return torch.float32 if self.precision == "fp32" else torch.bfloat16
+
+    def settings(self) -> dict[str, Any]:
+        result = config(coverage=0.5, regime=self.regime, strategy=self.strategy)
+        result["zero_optimization"] = {"stage": self.stage, "reduce_bucket_size": BUCKET}
+        if self.precision != "fp32":
+            result["bf16"] = {"enabled": True}
+        if self.precision == "bf16+fp32":
+            result["data_types"] = {"grad_accum_dtype": "fp32"}
+        if self.client:
+            del result["optimizer"]
+        return result
+
+    def __call__(self, rank: Rank) -> None:
+        with Watch() as watch:
+            walk(self, watch)
+
+
+def walk(case: Memory, watch: Watch) -> None:
+    """Start, step, evaluation in all its forms: never more than held, owned and two buckets."""
+    engine = start(case)
+    check = Allowance(case, engine, watch)
+    check("start", moments=0)
+    train(engine)
+    check("a step")
+    train(engine)
+    check("another step")
+    evaluate(engine, check)
+    check("an evaluation")
+    engine.train()
+    check("the return to training")
+    with engine.dense():
+        evaluate(engine, check)
+    check("engine.dense()")
+    with engine.dense(resident=True):
+        assert check.watch.num_bytes() >= sum(check.units), "a resident model is not all there"
+    check("engine.dense(resident=True)")
+    engine.train()
+    train(engine)
+    check("a step after evaluations")
+
+
+def start(case: Memory) -> Any:
+    model = model_of_units()
+    options: dict[str, Any] = {}
+    if case.client:
+        options["optimizer"] = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    return engine_of(case.settings(), model, **options)
+
+
+def train(engine: Any) -> None:
+    batch = torch.randint(0, VOCABULARY, (2, 8))
+    loss = loss_of(engine, batch)
+    engine.backward(loss)
+    engine.step()
+
+
+class Allowance:
+    """What the plan lets this rank hold and own."""
+
+    def __init__(self, case: Memory, engine: Any, watch: Watch) -> None:
+        dense = model_of_units(case.dtype)
+        self.watch = watch
+        self.units = unit_bytes(dense, engine.plan)
+        self.branches = branch_bytes(dense, engine.plan)
+        self._stored = stored_bytes(dense, engine.plan, engine.communicator.rank)
+        self._stepped = stepped_elements(dense, engine.plan, engine.communicator.rank, stage=case.stage)
+        self._master = 0 if case.precision == "fp32" else 4
+        self._engine = engine
+        self.slack = 2 * BUCKET * 4
+        assert self.slack < min(self.units) // 2
+
+    def __call__(self, when: str, *, moments: int = 8) -> None:
+        assert not present_lacking(self._engine), f"after {when}: {present_lacking(self._engine)} are there"
+        allowed = self._stored + self._stepped * (moments + self._master)
+        live = self.watch.settled_bytes(allowed + self.slack)
+        assert live <= allowed + self.slack, f"after {when}: {live} bytes live, {allowed} + {self.slack} allowed"
+        assert live >= allowed - self.slack, f"after {when}: {live} bytes live, {allowed} expected: the walk is blind"
+        kept = [torch.empty(min(self.units), dtype=torch.uint8)]
+        assert self.watch.num_bytes() > allowed + self.slack, (
+            f"after {when}: a kept unit would not be seen ({len(kept)})"
+        )
+
+    def streamed(self, activations: int) -> int:
+        """In evaluation: one block that is lacking, or a second copy of one branch that is put together."""
+        extra = max(self.branches.values(), default=0)
+        return self._stored + self._stepped * (8 + self._master) + extra + self.slack + activations
+
+
+def branch_bytes(dense: nn.Module, plan: Plan) -> dict[str, int]:
+    """Bytes of what becomes dense together, by name; frozen blocks always are."""
+    result: dict[str, int] = {}
+    for unit, size in zip(plan.units, unit_bytes(dense, plan), strict=True):
+        if plan.regime == "forward" or is_cut(unit):
+            result[branch_of(unit)] = result.get(branch_of(unit), 0) + size
+    return result
+
+
+def is_cut(unit: Unit) -> bool:
+    return any(piece.dim is not None for piece in unit.pieces)
+
+
+def branch_of(unit: Unit) -> str:
+    """A head's or group's branch; a block is one."""
+    return unit.name.rpartition(".")[0] if is_cut(unit) else unit.name
+
+
+def evaluate(engine: Any, check: Allowance) -> None:
+    """What is lacking is there for one branch at a time, and nothing else that would matter."""
+    seen: set[str] = set()
+    plan, rank = engine.plan, engine.communicator.rank
+    units = {unit.name: unit for unit in plan.units}
+
+    def look(*_: Any) -> None:
+        present = present_lacking(engine)
+        assert len({branch_of(units[name]) for name in present}) <= 1, present
+        seen.update(present)
+        limit = check.streamed(activations=4 * 4096)  # 4 tokens, some twenty vectors of 64 to 97 floats
+        assert check.watch.settled_bytes(limit) <= limit
+
+    layers = [module for module in engine.module.modules() if type(module).__name__ in ("LlamaAttention", "LlamaMLP")]
+    hooks = [module.register_forward_pre_hook(look) for module in layers]
+    engine.eval()
+    with torch.no_grad():
+        engine(input_ids=torch.zeros(1, 4, dtype=torch.long))
+    for hook in hooks:
+        hook.remove()
+    lacking = [unit for index, unit in enumerate(plan.units) if not plan.holds_rank(index, rank)]
+    assert lacking
+    assert seen == {unit.name for unit in lacking if branch_of(unit) in check.branches}
+
+
+CASES = {
+    "stage1-fp32": Memory(),
+    "stage0-fp32": Memory(stage=0),
+    "stage1-fp32-client": Memory(client=True),
+    "stage1-bf16": Memory(precision="bf16"),
+    "stage1-bf16+fp32": Memory(precision="bf16+fp32"),
+    "backward": Memory(regime="backward"),
+    "backward-stage0-bf16": Memory(stage=0, precision="bf16", regime="backward"),
+    "neuron": Memory(strategy="neuron"),
+    "neuron-stage0-bf16": Memory(stage=0, precision="bf16", strategy="neuron"),
+    "neuron-client-bf16+fp32": Memory(client=True, precision="bf16+fp32", strategy="neuron"),
+    "backward-neuron": Memory(regime="backward", strategy="neuron"),
+    "backward-neuron-bf16": Memory(precision="bf16", regime="backward", strategy="neuron"),
+    "mixed": Memory(strategy={"attention": "neuron", "mlp": "block"}),
+    "backward-mixed": Memory(stage=0, regime="backward", strategy={"attention": "block", "mlp": "neuron"}),
+}
+
+
+def _checks(size: int, config: pytest.Config) -> list[tuple[str, Check]]:
+    return list(CASES.items())
+
+
+@pytest.mark.ranks(2, _checks)
+def test_live_tensors(outcome: str | None) -> None:
+    assert outcome is None, outcome

@@ -1,0 +1,100 @@
+"""What the oracle's sample must have, which of its cases cannot be, and settings of the corners outside its grid."""
+
+from __future__ import annotations
+
+import itertools
+import warnings
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+from models import SPECIMENS
+from oracle import check_case
+from oracle_grid import SIZES, Case, full_grid, num_scarce_units, pairs, possible, sample
+from ranks import Rank
+
+from sdp_deepspeed.config import KEY, parse
+from sdp_deepspeed.planning import plan_model
+
+
+def test_every_model_is_trained_on_every_corner() -> None:
+    found = {(case.model, case.regime, case.strategy) for case in sample()}
+    assert found == set(itertools.product(SPECIMENS, ("forward", "backward"), ("block", "neuron", "mixed")))
+
+
+def test_every_pair_of_settings_is_in_the_sample() -> None:
+    everything = {pair for size in SIZES for case in full_grid(size) for pair in pairs(case)}
+    assert everything == {pair for case in sample() for pair in pairs(case)}
+    assert {(size, holders) for size in SIZES for holders in range(1, size + 1)} <= everything
+    corners = {pair for case in sample() for pair in pairs(case) if "corner" in str(pair)}
+    assert (("corner", "backward neuron"), ("precision", "bf16+fp32")) in corners
+    assert (("corner", "forward neuron"), ("holders", "some")) in corners
+
+
+def test_sample_is_small_and_the_same_each_time() -> None:
+    """Its size decides how long the suite takes; ranks of different processes must not choose differently."""
+    assert len(sample()) <= 75
+    sample.cache_clear()
+    again = sample()
+    sample.cache_clear()
+    assert again == sample()
+
+
+@pytest.mark.parametrize("model", SPECIMENS)
+@pytest.mark.parametrize("strategy", ["block", "neuron", "mixed"])
+def test_cases_are_left_out_when_no_plan_exists_only(model: str, strategy: str) -> None:
+    """Too few units or heads is an error, one more holder is none; and with a plan every worker has its share."""
+    for size, granularity in itertools.product(SIZES, ("sublayer", "layer") if strategy == "block" else ("sublayer",)):
+        for holders in range(1, size + 1):
+            case = Case(size, holders, "forward", strategy, model, granularity)
+            block = parse({KEY: case.block})
+            assert block is not None
+            if not possible(case):
+                with pytest.raises(ValueError, match="holders"):
+                    plan_model(SPECIMENS[model].build(), block, size)
+                assert num_scarce_units(case) * holders < size
+                continue
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")
+                plan, _ = plan_model(SPECIMENS[model].build(), block, size)
+            assert all(plan.units_of(subnetwork) for subnetwork in range(size))
+
+
+@dataclass(frozen=True)
+class Extra:
+    """A case with settings that the grid does not have, as a check for spawned ranks."""
+
+    case: Case
+    block: dict[str, Any] = field(default_factory=dict)
+
+    def __call__(self, rank: Rank) -> None:
+        check_case(self.case, rank, **self.block)
+
+
+OPPOSITE = {"attention": "block", "mlp": "neuron"}
+EXTRAS = {
+    # More groups than subnetworks, and so many that some have one neuron and others two.
+    "groups-forward": Extra(Case(3, 2, "forward", "neuron", "gpt2"), {"neuron_groups": 5}),
+    "groups-backward": Extra(Case(3, 1, "backward", "neuron", "llama_odd"), {"neuron_groups": 20}),
+    # Windows of neighbours instead of the balanced search.
+    "cyclic-forward": Extra(Case(3, 2, "forward", "neuron", "gpt_neox"), {"assignment": "cyclic"}),
+    "cyclic-backward": Extra(Case(3, 2, "backward", "block", "qwen2"), {"assignment": "cyclic"}),
+    "seed": Extra(Case(3, 1, "forward", "neuron", "qwen2", optimizer="SGD"), {"seed": 5}),
+    # Only one part, the parts the other way round, and units that stay shared.
+    "mlp-only": Extra(Case(3, 2, "forward", "neuron", "llama_biases"), {"strategy": {"mlp": "neuron"}}),
+    "attention-only": Extra(Case(3, 1, "backward", "neuron", "gpt2"), {"strategy": {"attention": "neuron"}}),
+    "opposite-forward": Extra(Case(3, 2, "forward", "mixed", "gpt_neox_parallel"), {"strategy": OPPOSITE}),
+    "opposite-backward": Extra(Case(3, 2, "backward", "mixed", "llama_odd", stage=0), {"strategy": OPPOSITE}),
+    "shared-head": Extra(Case(3, 2, "forward", "neuron", "qwen3"), {"shared": [r"layers\.0\.attention\.head_1$"]}),
+    "shared-groups": Extra(Case(3, 2, "backward", "neuron", "llama_tied"), {"shared": [r"group_0$", r"head_3$"]}),
+}
+
+
+def _extras(size: int, options: pytest.Config) -> Iterator[tuple[str, Any]]:
+    yield from EXTRAS.items()
+
+
+@pytest.mark.ranks(3, _extras)
+def test_settings_outside_the_grid(outcome: str | None) -> None:
+    assert outcome is None, outcome

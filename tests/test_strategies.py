@@ -1,0 +1,263 @@
+"""Which units a strategy makes of a model: neurons and heads as pieces, groups of them, and what cannot be cut."""
+
+from __future__ import annotations
+
+import itertools
+from copy import deepcopy
+from typing import Any
+
+import models
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from neurons import held_pieces, infos, masked
+from torch import nn
+
+from sdp_deepspeed import architectures
+from sdp_deepspeed.architectures import (
+    Branch,
+    Cut,
+    Inner,
+    Site,
+    branches_of_units,
+    find_sites,
+    registry,
+    unit_costs,
+    units_of_sites,
+)
+from sdp_deepspeed.architectures.sites import CutTensor
+from sdp_deepspeed.masking import Mask
+from sdp_deepspeed.plan import Plan
+from sdp_deepspeed.reference import zero_lacking
+from sdp_deepspeed.units import Piece, Unit, check_pieces
+
+
+def units_of(name: str, **choice: Any) -> dict[str, Unit]:
+    """Neuron units of a model of one layer, by their names without the layer's."""
+    sites = find_sites(models.family(name, num_layers=1))
+    units = units_of_sites(sites, **({"strategy": "neuron", "neuron_groups": 2} | choice))
+    return {unit.name.removeprefix(f"{sites[0].layer}."): unit for unit in units}
+
+
+def slices(unit: Unit) -> list[tuple[str, int | None, int, int]]:
+    """Per piece the layer's and the tensor's name, dim, start and length."""
+    return [(".".join(p.parameter.split(".")[-2:]), p.dim, p.start, p.length) for p in unit.pieces]
+
+
+def test_a_key_value_head_goes_with_its_queries() -> None:
+    """Llama: 4 query heads on 2 key/value heads of 4."""
+    units = units_of("llama")
+    assert list(units) == ["attention.head_0", "attention.head_1", "mlp.group_0", "mlp.group_1"]
+    assert slices(units["attention.head_1"]) == [
+        ("q_proj.weight", 0, 8, 8),
+        ("k_proj.weight", 0, 4, 4),
+        ("v_proj.weight", 0, 4, 4),
+        ("o_proj.weight", 1, 8, 8),
+    ]
+    assert slices(units["mlp.group_1"]) == [
+        ("gate_proj.weight", 0, 12, 12),
+        ("up_proj.weight", 0, 12, 12),
+        ("down_proj.weight", 1, 12, 12),
+    ]
+
+
+def test_stacked_projections_have_a_piece_per_block() -> None:
+    """GPT-2 stores [in, out], with queries, keys and values of all 4 heads one after the other."""
+    units = units_of("gpt2")
+    assert slices(units["attention.head_2"]) == [
+        *[("c_attn.weight", 1, start, 4) for start in (8, 24, 40)],
+        *[("c_attn.bias", 0, start, 4) for start in (8, 24, 40)],
+        ("c_proj.weight", 0, 8, 4),
+    ]
+    assert slices(units["mlp.group_0"]) == [
+        ("c_fc.weight", 1, 0, 32),
+        ("c_fc.bias", 0, 0, 32),
+        ("c_proj.weight", 0, 0, 32),
+    ]
+
+
+def test_interleaved_projections_have_one_piece() -> None:
+    """GPT-NeoX stores query, key and value of a head together."""
+    assert slices(units_of("gpt_neox")["attention.head_3"]) == [
+        ("query_key_value.weight", 0, 36, 12),
+        ("query_key_value.bias", 0, 36, 12),
+        ("dense.weight", 1, 12, 4),
+    ]
+
+
+@pytest.mark.parametrize("family", models.FAMILIES)
+def test_units_part_what_they_cut_and_leave_the_rest_shared(family: str) -> None:
+    """Norms, per-head norms and output biases are in no unit; everything else of a branch is in exactly one."""
+    model = models.family(family)
+    tensors = dict(model.named_parameters())
+    units = units_of_sites(find_sites(model), strategy="neuron", neuron_groups=3)
+    check_pieces(units, lambda piece: tuple(tensors[piece.parameter].shape))
+    counts: dict[str, int] = {}
+    for piece in (piece for unit in units for piece in unit.pieces):
+        counts[piece.parameter] = counts.get(piece.parameter, 0) + piece.num_elements(tensors[piece.parameter].shape)
+    assert counts == {name: tensors[name].numel() for name in counts}
+    inside = {piece.parameter for site in find_sites(model) for piece in site.pieces if piece.kind == "parameter"}
+    outputs = ("o_proj.bias", "down_proj.bias", "c_proj.bias", "dense.bias", "dense_4h_to_h.bias")
+    shared = {name for name in inside if "norm" in name or "ln_" in name or name.endswith(outputs)}
+    assert counts.keys() == inside - shared
+
+
+def test_a_branch_of_each_unit() -> None:
+    sites = find_sites(models.family("llama"))
+    mixed = units_of_sites(sites, strategy={"attention": "neuron", "mlp": "block"})
+    layers = [f"model.layers.{index}" for index in (0, 1)]
+    expected = [name for layer in layers for name in (f"{layer}.attention", f"{layer}.attention", None)]
+    assert branches_of_units(mixed, sites) == expected
+    assert branches_of_units(units_of_sites(sites), sites) == [None] * 4
+
+
+def test_parts_that_a_mapping_leaves_out_are_shared() -> None:
+    assert list(units_of("gpt2", strategy={"mlp": "neuron"})) == ["mlp.group_0", "mlp.group_1"]
+    assert list(units_of("gpt2", strategy={"attention": "block"}, neuron_groups=None)) == ["attention"]
+
+
+def test_groups_are_one_per_subnetwork_unless_asked_for() -> None:
+    def num_groups(**choice: Any) -> int:
+        return sum("group" in name for name in units_of("llama", **choice))
+
+    assert [num_groups(neuron_groups=count) for count in (1, 5, 24)] == [1, 5, 24]
+    assert [num_groups(neuron_groups=None, num_subnetworks=count) for count in (1, 5, 24)] == [1, 5, 24]
+    assert num_groups(neuron_groups=None, num_subnetworks=25) == 24, "no group without a neuron"
+
+
+@given(st.integers(1, 3000), st.integers(1, 200))
+def test_groups_are_alike_and_begin_where_matrix_units_like_it(num_cells: int, count: int) -> None:
+    cut = Cut("down", 1, is_output=True)
+    branch = Branch("mlp", "norm", "ff", inner=Inner((cut,)))
+    site = Site("layer", branch, (), num_cells, (CutTensor(cut, "w", 1, num_cells),))
+    units = units_of_sites([site], strategy="neuron", num_subnetworks=count)
+    (lengths, starts) = zip(*[(piece.length, piece.start) for unit in units for piece in unit.pieces], strict=True)
+    assert starts == tuple(itertools.accumulate(lengths, initial=0))[:-1]
+    assert sum(lengths) == num_cells
+    assert len(units) == min(count, num_cells)
+    mean = num_cells / len(units)
+    if num_cells >= 8 * 20 * count:
+        assert all(start % 8 == 0 for start in starts)
+    assert max(lengths) - min(lengths) <= 1 or max(abs(length - mean) for length in lengths) <= 0.05 * mean
+
+
+@pytest.mark.parametrize(
+    ("choice", "words"),
+    [
+        ({"strategy": {"mlps": "neuron"}}, r"strategy: 'mlps' is no part of this model; .* 'attention', 'mlp'"),
+        ({"neuron_groups": 25}, r"neuron_groups: got 25, but a branch has 24 neurons; use fewer"),
+        ({"strategy": {"attention": "neuron"}}, r"neuron_groups: got 2, but only heads are cut here; remove it"),
+        ({"shared": (r"head_7",)}, r"shared: 'head_7' matches no parameter of any unit.*head_0"),
+        ({"shared": (r"q_proj",)}, r"'q_proj' matches only a part of 'model\.layers\.0\.attention\.head_0'"),
+    ],
+)
+def test_what_a_strategy_cannot_be_asked_for(choice: dict[str, Any], words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        units_of("llama", **choice)
+
+
+def test_costs_of_neurons_and_heads() -> None:
+    """Llama of width 16: a head has 8 query, 4 key, 4 value and 8 output indices; a third of 24 neurons 3 x 8."""
+    model = models.family("llama", num_layers=1)
+    head, _, group, *_ = unit_costs(model, units_of_sites(find_sites(model), strategy="neuron", neuron_groups=3))
+    assert (head.num_parameters, head.num_bytes, head.flops) == (24 * 16, 4 * 24 * 16, 2 * 24 * 16)
+    assert (group.num_parameters, group.flops) == (3 * 8 * 16, 2 * 3 * 8 * 16)
+
+
+class OwnMlp(nn.Module):
+    def __init__(self, width: int, hidden: int) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(width, hidden), nn.Linear(hidden, width)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.down(torch.tanh(self.up(x)))
+
+
+class OwnLayer(nn.Module):
+    def __init__(self, width: int, hidden: int) -> None:
+        super().__init__()
+        self.norm, self.ff = nn.LayerNorm(width), OwnMlp(width, hidden)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.ff(self.norm(x))
+
+
+def own_model(hidden: int = 7) -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(OwnLayer(5, hidden), OwnLayer(5, hidden))
+
+
+@pytest.fixture
+def own_description(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As the docstring of `architectures` shows."""
+    monkeypatch.setattr(registry, "_BRANCHES", dict(registry._BRANCHES))
+    inner = Inner((Cut("up", dim=0), Cut("down", dim=1, is_output=True)))
+    architectures.register(OwnLayer, Branch("mlp", norm="norm", body="ff", inner=inner))
+
+
+def own_plan(regime: str, model: nn.Module) -> Plan:
+    units = units_of_sites(find_sites(model), strategy="neuron", neuron_groups=3)
+    return Plan(regime, "neuron", 2, 1, 0, tuple(units), ((0,), (1,), (0,), (1,), (0,), (1,)), (0, 1))
+
+
+@pytest.mark.usefixtures("own_description")
+@pytest.mark.parametrize("regime", ["forward", "backward"])
+def test_a_users_neurons(regime: str) -> None:
+    dense, batch = own_model(), torch.randn(3, 5)
+    plan = own_plan(regime, dense)
+    for rank in (0, 1):
+        expected, (model, mask) = deepcopy(dense), masked(dense, plan, rank)
+        if regime == "forward":
+            zero_lacking(expected, plan, rank)
+        found, wanted = model(batch), expected(batch)
+        torch.testing.assert_close(found, wanted)
+        found.square().sum().backward()
+        wanted.square().sum().backward()
+        gradients = {name: p.grad for name, p in model.named_parameters()}
+        for name, pieces in held_pieces(dense, plan, rank).items():
+            for piece in pieces:
+                gradient = expected.get_parameter(name).grad
+                assert gradient is not None
+                torch.testing.assert_close(mask.places.of(piece, gradients[name]), piece.narrow(gradient))
+
+
+@pytest.mark.usefixtures("own_description")
+def test_descriptions_that_do_not_fit() -> None:
+    architectures.register(OwnLayer, Branch("mlp", norm="norm", body="ff"))
+    with pytest.raises(ValueError, match=r"branch 'mlp' names no neurons or heads; .*architectures\.Inner"):
+        units_of_sites(find_sites(own_model()), strategy="neuron")
+    uneven = Inner((Cut("up", dim=0, blocks=3), Cut("down", dim=1, is_output=True)))
+    architectures.register(OwnLayer, Branch("mlp", norm="norm", body="ff", inner=uneven))
+    with pytest.raises(
+        ValueError, match=r"0\.ff\.up\.weight has 7 indices along dim 0, which do not divide into 3 x 7"
+    ):
+        find_sites(own_model())
+
+
+def llama_plan(*holders: tuple[int, ...], change: Any = None) -> tuple[nn.Module, Plan]:
+    """A layer's two heads, and its MLP in two groups, with one piece changed."""
+    model = models.family("llama", num_layers=1)
+    units = units_of_sites(find_sites(model), strategy="neuron", neuron_groups=2)
+    if change is not None:
+        *pieces, last = units[2].pieces
+        units[2] = Unit(units[2].name, (*pieces, change(last)))
+    return model, Plan("forward", "neuron", 2, 1, 0, tuple(units), holders, (0, 1))
+
+
+def test_plans_that_cut_no_whole_neurons_are_refused() -> None:
+    even = ((0,), (1,), (0,), (1,))
+    model, plan = llama_plan(*even, change=lambda last: Piece(last.parameter, 1, 0, 11))
+    with pytest.raises(
+        ValueError, match=r"'model\.layers\.0\.mlp\.group_0' does not take the same whole neurons .*gate"
+    ):
+        Mask(model, find_sites(model), infos(model), plan, 0)
+    model, plan = llama_plan(*even, change=lambda last: Piece("model.norm.weight", None, 0, 16))
+    with pytest.raises(ValueError, match=r"group_0' does not take the same .*model\.norm\.weight"):
+        Mask(model, find_sites(model), infos(model), plan, 0)
+
+
+def test_a_worker_without_a_neuron_of_a_branch_is_refused() -> None:
+    model, plan = llama_plan((0,), (1,), (0,), (0,))
+    with pytest.raises(ValueError, match=r"subnetwork 1 has no unit of 'model\.layers\.0\.mlp': .*at least one group"):
+        Mask(model, find_sites(model), infos(model), plan, 0)
