@@ -5,6 +5,9 @@ bytes, then to make the pairs of subnetworks share as evenly as they can (smalle
 for equal row sums that is the sum of the squared eigenvalues of the gossip matrix). Each goal keeps what the
 goals before it reached. Last, a repair connects the graph, which is always possible when U (p-1) >= k-1.
 
+With branches (units of heads or neurons) the start deals each branch out evenly, and what follows keeps that:
+units of a branch trade places, or go where less of it is held. Only FLOPs may ask for more, down to one unit.
+
 Words: a table is a 0/1 matrix [U, k] of units by subnetworks; a trial looks at one pair of subnetworks.
 """
 
@@ -26,10 +29,7 @@ _MAX_CANDIDATES = 128  # units of each side that one trial looks at
 
 
 def search(costs: Sequence[UnitCost], k: int, p: int, branches: Branches | None = None) -> Ints:
-    """A table [U, k] for units of `costs`, p ones in each row; needs 1 <= p < k, and m p >= k for m units of a branch.
-
-    Where there is no branch, or units outside of branches only, U p >= k is enough.
-    """
+    """A table [U, k] for units of `costs`, p ones in each row; needs 1 <= p < k and k / p units, of each branch too."""
     problem = Problem.of(costs, k, p, branches)
     best: tuple[tuple[int, ...], Ints] | None = None
     num_trials = since_best = 0

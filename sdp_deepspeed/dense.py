@@ -101,8 +101,11 @@ class DenseView:
             self._fill(index)
         self._mode = "resident"
 
+    @torch.no_grad()
     def _release_all(self) -> None:
         for part in self._mask.parts:
+            if part.filled and self._mode == "resident":
+                part.take_over()
             self._release(part)
 
     def _before_forward(self, model: nn.Module, *_: Any) -> None:
@@ -131,18 +134,17 @@ class DenseView:
 
     def _before_part(self, index: int) -> None:
         part = self._mask.parts[index]
-        if self._mode == "streaming":
+        alone = not (self._in_forward or self._model.training or torch.is_grad_enabled())  # an inner module was called
+        if self._mode == "streaming" or (alone and not part.dense and not self._is_collective):
             self._fill(index)
-        elif self._is_collective and not (
-            part.dense or self._in_forward or self._model.training or torch.is_grad_enabled()
-        ):
+        elif alone and not part.dense:
             raise RuntimeError(
                 f"{part.name} would be incomplete without a word: in evaluation mode only the model's own forward "
                 "is the dense model. Call that, or inner modules on every rank inside engine.dense(resident=True)"
             )
 
     def _after_part(self, part: MaskedPart) -> None:
-        if self._mode == "streaming":
+        if self._mode != "resident":
             self._release(part)
 
     def _before_state_dict(self) -> None:

@@ -7,8 +7,8 @@ what this rank lacks; then the optimizer is built, which the masked averaging wr
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
-from contextlib import AbstractContextManager
+from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -30,8 +30,7 @@ from .hosts import check_hosts
 from .masking import Mask
 from .optimizer import OptimizerSettings, SubnetworkOptimizer
 from .plan import Plan
-from .planning import plan_model
-from .segments import TensorInfo
+from .planning import dense_tensors, plan_model
 from .support import optimizer_refusal, refuse_unsupported
 
 _CUT = "_sdp_cut"  # attribute of a model of which ranks hold parts only
@@ -73,7 +72,7 @@ class SubnetworkEngine(DeepSpeedEngine):
     def _configure_distributed_model(self, model: nn.Module) -> None:
         super()._configure_distributed_model(model)
         self.communicator = Communicator(deepspeed_comm, self.seq_data_parallel_group)
-        self._tensors = _dense_tensors(model)
+        self._tensors = dense_tensors(model)
         error: Exception | None = None
         try:
             self.plan, notes = plan_model(model, self.block, self.communicator.size)
@@ -205,11 +204,25 @@ class SubnetworkEngine(DeepSpeedEngine):
         error: Exception | None = None
         with self.dense(resident=True):
             try:
-                super().save_16bit_model(save_dir, save_filename, exclude_frozen_parameters)
+                with self._frozen_by_the_user():
+                    super().save_16bit_model(save_dir, save_filename, exclude_frozen_parameters)
             except Exception as problem:  # of any kind: the others wait for this rank
                 error = RuntimeError(f"save_16bit_model: cannot write {save_dir}: {problem}")
             self.communicator.raise_together(error)
         return True
+
+    @contextmanager
+    def _frozen_by_the_user(self) -> Iterator[None]:
+        """What requires gradients is what did before units were dropped."""
+        parameters = dict(self.module.named_parameters())
+        own = {name: parameter.requires_grad for name, parameter in parameters.items()}
+        try:
+            for info in self._tensors:
+                parameters[info.name].requires_grad_(info.trainable)
+            yield
+        finally:
+            for name, parameter in parameters.items():
+                parameter.requires_grad_(own[name])
 
     def _refuse_resident(self, call: str) -> None:
         if self._dense.is_resident:
@@ -263,14 +276,6 @@ class SubnetworkEngine(DeepSpeedEngine):
         if path is None:
             logger.warning(f"load_checkpoint: {load_dir} has no file 'latest', so nothing was loaded")
         return path, client_state
-
-
-def _dense_tensors(model: nn.Module) -> list[TensorInfo]:
-    """Shapes, dtypes and trainability of the whole model, in model order."""
-    return [
-        TensorInfo(name, tuple(parameter.shape), parameter.dtype, trainable=parameter.requires_grad)
-        for name, parameter in model.named_parameters()
-    ]
 
 
 def _make_gate(communicator: Communicator) -> Gate:

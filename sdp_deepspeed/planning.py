@@ -6,9 +6,10 @@ import warnings
 
 from torch import nn
 
-from .architectures import branches_of_units, find_sites, unit_costs, units_of_sites
+from .architectures import constrained_branches, find_sites, unit_costs, units_of_sites
 from .config import SubnetworkConfig, resolve
 from .plan import Plan, make_plan
+from .segments import TensorInfo
 from .units import check_pieces
 
 
@@ -35,10 +36,18 @@ def plan_model(model: nn.Module, block: SubnetworkConfig, data_parallel_size: in
     )
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        branches = branches_of_units(units, sites)
+        branches = constrained_branches(units, sites)
         plan = make_plan(units, unit_costs(model, units), layout, block, data_parallel_size, branches)
     tensors = dict(model.named_parameters()) | dict(model.named_buffers())
     check_pieces(
         plan.units, lambda piece: tuple(tensors[piece.parameter].shape) if piece.parameter in tensors else None
     )
     return plan, [str(warning.message) for warning in caught]
+
+
+def dense_tensors(model: nn.Module) -> list[TensorInfo]:
+    """Shapes, dtypes and trainability of a whole model's parameters, in model order."""
+    return [
+        TensorInfo(name, tuple(parameter.shape), parameter.dtype, trainable=parameter.requires_grad)
+        for name, parameter in model.named_parameters()
+    ]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from copy import deepcopy
 from dataclasses import replace
@@ -15,7 +15,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from transformers.pytorch_utils import Conv1D
 
 from sdp_deepspeed import assignment
-from sdp_deepspeed.architectures import branches_of_units, find_sites, units_of_sites
+from sdp_deepspeed.architectures import Site, branches_of_units, find_sites, units_of_sites
 from sdp_deepspeed.masking import Mask
 from sdp_deepspeed.plan import Plan
 from sdp_deepspeed.segments import TensorInfo, pieces_by_tensor
@@ -24,6 +24,11 @@ from sdp_deepspeed.units import Piece
 NUM_GROUPS = 3  # of an MLP's neurons, for two workers: one has two groups with a gap between them, the other one
 NAMES = (*models.FAMILIES, "llama_biases", "llama_odd")
 RANKS = (0, 1)
+NUM_TOKENS = 2 * models.LENGTH
+# Products of narrower matrices, and two sums where the dense layer has one, may add in another order: at most 61 terms
+# (the vocabulary), each partial sum rounded by 2**-24 of itself, so 2**-18 of the largest term; layers and the loss
+# make a few such products one after the other.
+ROUNDING = 2.0**-16
 
 
 def build(name: str, num_layers: int = 1) -> nn.Module:
@@ -89,6 +94,34 @@ def loss_and_gradients(model: Any, batch: torch.Tensor, **inputs: Any) -> tuple[
     return loss.detach(), {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
 
 
+def assert_close(found: torch.Tensor, expected: torch.Tensor, *, largest: float | None = None) -> None:
+    """Equal to rounding of the largest element, of `expected` unless it is given."""
+    assert found.shape == expected.shape
+    atol = ROUNDING * (float(expected.detach().abs().max()) if largest is None else largest)
+    torch.testing.assert_close(found, expected, rtol=ROUNDING, atol=atol)
+
+
+def assert_held_gradients(
+    mask: Mask,
+    pieces: Mapping[str, Sequence[Piece]],
+    gradients: Mapping[str, torch.Tensor],
+    expected: Mapping[str, torch.Tensor],
+) -> None:
+    """All `pieces` have a gradient, at their place, equal to that of the dense model; nothing else has one."""
+    assert gradients.keys() == {name for name, held in pieces.items() if held}
+    for name, gradient in gradients.items():
+        assert gradient.numel() == sum(piece.num_elements(expected[name].shape) for piece in pieces[name])
+        for piece in pieces[name]:
+            largest = float(expected[name].abs().max())
+            assert_close(mask.places.of(piece, gradient), piece.narrow(expected[name]), largest=largest)
+
+
+def layer_of(site: Site, index: int) -> str:
+    """Name of the first (0) or last (-1) linear layer of a branch."""
+    assert site.branch.inner is not None
+    return f"{site.body}.{site.branch.inner.cuts[index].module}"
+
+
 def linear_weights(model: nn.Module, pieces: dict[str, list[Piece]] | None = None) -> int:
     """Elements of all matrices that are multiplied with (not of look-up tables), or of `pieces` of them."""
     multiplied = {id(module.weight) for module in model.modules() if isinstance(module, nn.Linear | Conv1D)}
@@ -122,6 +155,15 @@ class Products:
     @property
     def flops(self) -> int:
         return sum(self._counter.get_flop_counts().get("Global", {}).get(kind, 0) for kind in _PRODUCTS)
+
+
+def flops(model: nn.Module) -> tuple[Products, Products]:
+    """Of the forward pass, and of the backward pass."""
+    with Products() as forward:
+        loss = models.loss_of(model, tokens())
+    with Products() as backward:
+        loss.backward()
+    return forward, backward
 
 
 _PRODUCTS = (torch.ops.aten.mm, torch.ops.aten.addmm)
@@ -165,6 +207,17 @@ class Saved:
         )
 
 
+def saved_of(model: Any, *, extra: Iterable[torch.Tensor] = ()) -> Saved:
+    """Of a forward pass without a key/value cache, which would copy values.
+
+    Args:
+        extra: weights besides the model's parameters.
+    """
+    with Saved([*model.parameters(), *extra]) as saved:
+        model(input_ids=tokens(), labels=tokens(), use_cache=False)
+    return saved
+
+
 @contextmanager
 def counted_attention() -> Iterator[list[tuple[int, int]]]:
     """Calls of scaled dot product attention: numbers of query heads and of key heads."""
@@ -175,7 +228,7 @@ def counted_attention() -> Iterator[list[tuple[int, int]]]:
         calls.append((query.shape[1], key.shape[1]))
         return original(query, key, *rest, **options)
 
-    nn.functional.scaled_dot_product_attention = counting  # type: ignore[assignment]
+    nn.functional.scaled_dot_product_attention = counting
     try:
         yield calls
     finally:

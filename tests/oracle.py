@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from copy import deepcopy
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import deepspeed
 import torch
+import torch.distributed as dist
 from models import SPECIMENS, batches, config, loss_of, two_groups
 from oracle_grid import Case, full_grid, sample
 from ranks import Rank
@@ -69,7 +71,7 @@ def check_case(case: Case, rank: Rank, **block: Any) -> None:
     )
     initial = {name: value.detach().float().clone() for name, value in dense.state_dict().items()}
     for number, step in enumerate(itertools.islice(batches(rank.size, case.accumulation), NUM_STEPS)):
-        losses, norm = reference.step(step)
+        losses, norm = from_rank_0(partial(reference.step, step))
         for batch, expected in zip(step[rank.rank], losses[rank.rank], strict=True):
             loss = loss_of(engine, batch)
             engine.backward(loss)
@@ -78,8 +80,16 @@ def check_case(case: Case, rank: Rank, **block: Any) -> None:
         found = engine.get_global_grad_norm()
         assert abs(found - norm) <= norm_tolerance(case) * norm, (found, norm)
         if number in (NUM_STEPS // 2, NUM_STEPS - 1):  # halfway: training goes on as if nobody had looked
+            dense.load_state_dict(from_rank_0(dense.state_dict))
             compare_evaluation(case, engine, dense, step[rank.rank][0])
             compare_tensors(case, engine, dense, initial)
+
+
+def from_rank_0(work: Callable[[], Any]) -> Any:
+    """What `work` returns there, on every rank: the reference runs once, not on each of few cores again."""
+    result = [work() if dist.get_rank() == 0 else None]
+    dist.broadcast_object_list(result, src=0)
+    return result[0]
 
 
 def loss_tolerance(case: Case) -> float:

@@ -4,16 +4,29 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from hypothesis import strategies as st
+
 from sdp_deepspeed import assignment
 from sdp_deepspeed.plan import spectral_gap
 from sdp_deepspeed.units import UnitCost
 
+Branches = list[str | None]
+
 ATTENTION = UnitCost(num_parameters=40, num_bytes=80, flops=90)
 MLP = UnitCost(num_parameters=80, num_bytes=160, flops=160)
+HEAD, GROUP = UnitCost(4, 16, 8), UnitCost(3, 12, 6)  # of neuron units
 
 
 def equal_units(count: int) -> list[UnitCost]:
     return [UnitCost(10, 20, 30)] * count
+
+
+@st.composite
+def counts(draw: st.DrawFn) -> tuple[int, int, int]:
+    """(num_units, k, p) with U p >= k."""
+    k = draw(st.integers(1, 9))
+    p = draw(st.integers(1, k))
+    return draw(st.integers(-(-k // p), 20)), k, p
 
 
 def loads(holders: assignment.Holders, amounts: Sequence[int], k: int) -> list[int]:
@@ -32,3 +45,20 @@ def check_table(holders: assignment.Holders, num_units: int, k: int, p: int) -> 
     assert {s for subnetworks in holders for s in subnetworks} == set(range(k))
     if num_units * (p - 1) >= k - 1:
         assert assignment.is_connected(assignment.incidence(holders, k))
+
+
+def model(num_layers: int, num_heads: int, num_groups: int) -> tuple[list[UnitCost], Branches]:
+    """Costs and branches of a decoder's units."""
+    names = [f"layers.{layer}.{part}" for layer in range(num_layers) for part in ("attention", "mlp")]
+    counts, costs = (num_heads, num_groups) * num_layers, (HEAD, GROUP) * num_layers
+    branches: Branches = [name for name, count in zip(names, counts, strict=True) for _ in range(count)]
+    return [cost for cost, count in zip(costs, counts, strict=True) for _ in range(count)], branches
+
+
+def widths(holders: assignment.Holders, branches: Branches, k: int) -> dict[str, list[int]]:
+    """Units of each branch that each subnetwork holds."""
+    found = {name: [0] * k for name in branches if name is not None}
+    for name, subnetworks in zip(branches, holders, strict=True):
+        for subnetwork in subnetworks if name is not None else ():
+            found[str(name)][subnetwork] += 1
+    return found

@@ -2,26 +2,15 @@
 
 from __future__ import annotations
 
-import random
 import time
 
-import numpy as np
 import pytest
-from hypothesis import assume, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
-from tables import ATTENTION, MLP, check_table, equal_units, gap, loads
+from tables import ATTENTION, MLP, check_table, counts, equal_units, gap, loads
 
 from sdp_deepspeed import assignment
-from sdp_deepspeed.assignment_graph import connect, num_components
 from sdp_deepspeed.units import UnitCost
-
-
-@st.composite
-def counts(draw: st.DrawFn) -> tuple[int, int, int]:
-    """(num_units, k, p) with U p >= k."""
-    k = draw(st.integers(1, 9))
-    p = draw(st.integers(1, k))
-    return draw(st.integers(-(-k // p), 20)), k, p
 
 
 @st.composite
@@ -100,33 +89,6 @@ def test_uneven_units(k: int, p: int, figures: str) -> None:
     costs = [UnitCost(*map(int, unit.split())) for unit in figures.split(",")]
     result = loads(assignment.balanced(costs, num_subnetworks=k, num_holders=p), [cost.flops for cost in costs], k)
     assert max(result) * k <= 1.05 * sum(result)
-
-
-@settings(max_examples=100, deadline=None)
-@given(counts(), st.randoms(use_true_random=False))
-def test_repair_connects_any_table(problem: tuple[int, int, int], order: random.Random) -> None:
-    num_units, k, p = problem
-    holders = [order.sample(range(k), p) for _ in range(num_units)]
-    table = assignment.incidence(holders, k)
-    assume(table.sum(axis=0).all())
-    pieces = num_components(table)
-    sizes = table.sum(axis=0).tolist()
-    connect(table, np.ones((num_units, 2), dtype=np.int64))
-    assert table.sum(axis=1).tolist() == [p] * num_units
-    assert table.sum(axis=0).tolist() == sizes
-    assert num_components(table) <= pieces
-    if num_units * (p - 1) >= k - 1:
-        assert num_components(table) == 1
-
-
-def test_repair_moves_the_least() -> None:
-    """Two halves; the first edge that could go would move 2, a later one swaps equal units and keeps the loads."""
-    table = assignment.incidence([(0, 1), (0, 1), (2, 3), (2, 3)], 4)
-    amounts = np.array([[5, 1], [1, 1], [3, 1], [5, 1]], dtype=np.int64)
-    loads_before = (table.T @ amounts).tolist()
-    connect(table, amounts)
-    assert num_components(table) == 1
-    assert (table.T @ amounts).tolist() == loads_before
 
 
 def test_bytes_are_balanced_after_flops() -> None:

@@ -99,11 +99,12 @@ def narrow_modules_are_dense_or_refused(rank: Rank) -> None:
     engine.eval()
     inner = engine.module.model.layers[0].mlp
     with torch.no_grad():
-        refusal(RuntimeError, lambda: engine.module.model(batch_of(rank)), "layers.0.attention", "incomplete without a word")
+        refusal(
+            RuntimeError, lambda: engine.module.model(batch_of(rank)), "layers.0.attention", "incomplete without a word"
+        )
     for module in (engine.module, inner, inner.up_proj):
         with pytest.raises(RuntimeError, match=r"does not hold .*partial.*engine\.dense\(resident=True\)"):
             module.state_dict()
-    inner.act_fn.state_dict()
     engine.module.model.layers[0].input_layernorm.state_dict()  # shared: whole everywhere
     with engine.dense(resident=True):
         assert_identical(inner.state_dict(), dense.get_submodule("model.layers.0.mlp").state_dict())

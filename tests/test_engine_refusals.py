@@ -15,6 +15,8 @@ from ranks import Rank
 from torch import nn
 from training import dense_state, engine_of, gathered, refusal, train
 
+from sdp_deepspeed.agreement import check_holders_agree
+
 
 def counts_that_do_not_fit(rank: Rank) -> None:
     refusal(ValueError, lambda: engine_of(config(coverage=0.4)), "subnetwork_data_parallel.coverage", "0.5 (holders 1)")
@@ -24,9 +26,30 @@ def counts_that_do_not_fit(rank: Rank) -> None:
 
 
 def what_is_not_built(rank: Rank) -> None:
-    refusal(ValueError, lambda: engine_of(config(holders=1, regime="backward")), "regime")
     refusal(ValueError, lambda: engine_of(config(holders=1) | {"zero_optimization": {"stage": 3}}), "stage")
     refusal(ValueError, lambda: engine_of(config() | {"sdp": {"holders": 1}}), "sdp")
+
+
+def a_scale_without_effect(rank: Rank) -> None:
+    scaled = {"holders": 1, "dense_branch_scale": "coverage"}
+    refusal(ValueError, lambda: engine_of(config(**scaled, regime="backward")), "dense_branch_scale", "got 'coverage'")
+    engine_of(config(**scaled))
+
+
+def strategies_that_do_not_fit(rank: Rank) -> None:
+    """Known only once the model is seen: its parts, how many neurons and heads they have."""
+
+    def start(holders: int = 1, model: nn.Module | None = None, **block: Any) -> Any:
+        return lambda: engine_of(config(holders=holders, **block), model)
+
+    refusal(ValueError, start(strategy={"ff": "neuron"}), "strategy: 'ff' is no part", "'attention', 'mlp'")
+    refusal(ValueError, start(strategy="neuron", neuron_groups=25), "neuron_groups: got 25", "24 neurons")
+    refusal(ValueError, start(strategy={"attention": "neuron"}, neuron_groups=2), "only heads are cut")
+    refusal(ValueError, start(strategy="neuron", neuron_groups=1), "mlp", "of that branch", "neuron_groups")
+    for name in ("granularity", "neuron_groups"):
+        value: Any = "layer" if name == "granularity" else 2
+        strategy = "neuron" if name == "granularity" else "block"
+        refusal(ValueError, start(strategy=strategy, **{name: value}), f"{name}: got {value!r}", "only; remove it")
 
 
 def a_model_that_is_not_described(rank: Rank) -> None:
@@ -47,10 +70,10 @@ def too_few_units(rank: Rank) -> None:
     refusal(ValueError, lambda: engine_of(config(holders=1, granularity="layer"), llama(1)), "unit")
 
 
-def written_plan(rank: Rank, name: str, change: Any = None, model: nn.Module | None = None) -> str:
+def written_plan(rank: Rank, name: str, change: Any = None, model: nn.Module | None = None, **block: Any) -> str:
     """A plan of a small Llama, changed by rank 0."""
     path = rank.folder / f"{name}.json"
-    engine = engine_of(config(holders=1), model)
+    engine = engine_of(config(holders=1, **block), model)
     if rank.rank == 0:
         content = engine.plan.to_json()
         del content["hash"]
@@ -97,6 +120,15 @@ def plans_that_do_not_fit(rank: Rank) -> None:
         content["units"].append(dict(content["units"][0], name="again"))
 
     refusal(ValueError, start(written_plan(rank, "overlap", overlap)), "again")
+    heads = written_plan(rank, "heads", leave_one_without_heads, strategy="neuron")
+    refusal(ValueError, start(heads, strategy="neuron"), "subnetwork 1 has no unit of 'model.layers.0.attention'")
+    refusal(ValueError, start(heads), "contradicts the config", "strategy is 'neuron' in the plan and 'block' here")
+
+
+def leave_one_without_heads(content: dict[str, Any]) -> None:
+    for unit in content["units"]:
+        if unit["name"].startswith("model.layers.0.attention"):
+            unit["holders"] = [0]
 
 
 def a_plan_that_one_rank_lacks(rank: Rank) -> None:
@@ -174,6 +206,19 @@ def a_tampered_holder_is_noticed(rank: Rank) -> None:
         refusal(RuntimeError, partial(train, engine, num_steps=1), "holders do not agree", "diverged")
 
 
+def a_stale_copy_is_noticed(rank: Rank) -> None:
+    """Backward regime: who does not hold a unit must have its owners' weights all the same."""
+    for strategy, name in (("block", "mlp.gate_proj.weight"), ("neuron", "mlp.gate_proj.weight[dim 0, 0:+12]")):
+        engine = engine_of(config(holders=1, regime="backward", strategy=strategy, check_agreement=True))
+        train(engine, num_steps=1)
+        index = next(index for index, unit in enumerate(engine.plan.units) if "0.mlp" in unit.name)
+        if not engine.plan.holds_rank(index, rank.rank):
+            engine._mask.places.weight(engine.plan.units[index].pieces[strategy == "block"]).add_(1e-3)
+        check = partial(check_holders_agree, engine._mask.places.weight, engine._tensors, engine.plan)
+        said = refusal(RuntimeError, partial(check, engine.communicator))
+        assert said == f"holders do not agree on model.layers.0.{name} (ranks [0, 1]): training has diverged"
+
+
 def a_partial_state_dict_never_leaves(rank: Rank) -> None:
     engine = engine_of(config(holders=1))
     refusal(RuntimeError, lambda: engine.module.state_dict(), "does not hold")
@@ -185,6 +230,8 @@ def _cases(size: int, options: pytest.Config) -> Iterator[tuple[str, Any]]:
     for check in (
         counts_that_do_not_fit,
         what_is_not_built,
+        a_scale_without_effect,
+        strategies_that_do_not_fit,
         a_model_that_is_not_described,
         a_model_that_was_cut_before,
         too_few_units,
@@ -197,6 +244,7 @@ def _cases(size: int, options: pytest.Config) -> Iterator[tuple[str, Any]]:
         a_wrong_optimizer_on_one_rank,
         other_parallelism_is_refused,
         a_tampered_holder_is_noticed,
+        a_stale_copy_is_noticed,
         a_partial_state_dict_never_leaves,
     ):
         yield check.__name__, check

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from functools import partial
 from typing import Any
 
@@ -102,8 +102,10 @@ def _settings(stage: int, extra: dict[str, Any], **block: Any) -> dict[str, Any]
     return config(**block) | {"zero_optimization": {"stage": stage, "reduce_bucket_size": 100_000}} | extra
 
 
-def subnetwork_as_estimated(stage: int, extra: dict[str, Any], precision: Precision, rank: Rank) -> None:
-    engine = engine_of(_settings(stage, extra, holders=1))
+def subnetwork_as_estimated(
+    stage: int, extra: dict[str, Any], precision: Precision, rank: Rank, block: Mapping[str, Any] | None = None
+) -> None:
+    engine = engine_of(_settings(stage, extra, holders=1, **(block or {})))
     figures = _measured(engine, rank)
     expected = estimate(engine.plan, _infos(), stage=stage, precision=precision)[rank.rank]  # type: ignore[arg-type]
     assert figures.weights == expected.weights
@@ -175,6 +177,14 @@ def measuring_changes_nothing(rank: Rank) -> None:
     assert losses[0] == losses[1]
 
 
+CORNERS: dict[str, dict[str, Any]] = {
+    "backward-block": {"regime": "backward"},
+    "forward-neuron": {"strategy": "neuron", "neuron_groups": 3},
+    "backward-neuron": {"regime": "backward", "strategy": "neuron", "neuron_groups": 3},
+    "backward-mixed": {"regime": "backward", "strategy": {"attention": "block", "mlp": "neuron"}},
+}
+
+
 def _cases(_size: int, _options: pytest.Config) -> Iterator[tuple[str, Any]]:
     yield "collectives", collectives_are_counted
     bf16 = {"bf16": {"enabled": True}}
@@ -187,6 +197,13 @@ def _cases(_size: int, _options: pytest.Config) -> Iterator[tuple[str, Any]]:
         "subnetwork-stage1-bf16-summed-in-fp32",
         partial(subnetwork_as_estimated, 1, summed, Precision.of("bf16", accumulate_in_fp32=True)),
     )
+    for name, block in CORNERS.items():
+        for stage in (0, 1):
+            yield (
+                f"{name}-stage{stage}-fp32",
+                partial(subnetwork_as_estimated, stage, {}, Precision.of("fp32"), block=block),
+            )
+        yield f"{name}-stage1-bf16", partial(subnetwork_as_estimated, 1, bf16, Precision.of("bf16"), block=block)
     for other in (peak_follows_activations, accumulation_is_one_step, measuring_changes_nothing):
         yield other.__name__, other
 

@@ -36,7 +36,8 @@ from sdp_deepspeed.units import Piece, Unit, check_pieces
 def units_of(name: str, **choice: Any) -> dict[str, Unit]:
     """Neuron units of a model of one layer, by their names without the layer's."""
     sites = find_sites(models.family(name, num_layers=1))
-    units = units_of_sites(sites, **({"strategy": "neuron", "neuron_groups": 2} | choice))
+    chosen: dict[str, Any] = {"strategy": "neuron", "neuron_groups": 2} | choice
+    units = units_of_sites(sites, **chosen)
     return {unit.name.removeprefix(f"{sites[0].layer}."): unit for unit in units}
 
 

@@ -21,15 +21,20 @@ MODELS = {
     "tensor_parallel": ("deepspeed.runtime.tensor_parallel.config", "TPTrainingConfig"),
     "compile": ("deepspeed.compile.config", "CompileConfig"),
 }
+# What a row's setting needs beside it to have an effect.
+BESIDE = {
+    "groups of neurons": {"strategy": "neuron"},
+    "scaled dense branches, backward regime": {"regime": "backward"},
+}
 
 
 def ds_config(row: Row, value: Any) -> dict[str, Any]:
-    """A config with bf16, stage 1 and `value` at the row's path."""
+    """A config with bf16, stage 1, `value` at the row's path, and what it needs beside it."""
     stage = 0 if "stage 0" in row.what else 1
     config: dict[str, Any] = {
         "bf16": {"enabled": True},
         "zero_optimization": {"stage": stage},
-        KEY: {"coverage": 0.5},
+        KEY: {"coverage": 0.5, **BESIDE.get(row.what, {})},
     }
     if row.path:
         *parents, last = row.path.split(".")
@@ -63,6 +68,16 @@ def test_refused_by_name(row: Row) -> None:
 @pytest.mark.parametrize("row", WORKS, ids=ids(WORKS))
 def test_what_works_is_not_refused(row: Row) -> None:
     check(ds_config(row, row.example))
+
+
+def test_all_corners_work() -> None:
+    for regime in ("forward", "backward"):
+        for strategy in ("block", "neuron", {"attention": "block", "mlp": "neuron"}, {"mlp": "neuron"}):
+            check({KEY: {"coverage": 0.5, "regime": regime, "strategy": strategy}})
+    check({KEY: {"coverage": 0.5, "dense_branch_scale": "coverage"}})
+    check({KEY: {"coverage": 0.5, "dense_branch_scale": "none", "regime": "backward"}})
+    corners = ("forward regime", "backward regime", "block strategy", "neuron strategy", "strategy by part")
+    assert {row.what for row in WORKS} >= {*corners, "groups of neurons", "scaled dense branches, forward regime"}
 
 
 def test_states_fit() -> None:
@@ -103,7 +118,11 @@ def test_old_spelling_of_bf16_is_read() -> None:
 def test_all_refusals_in_one_message() -> None:
     with pytest.raises(ValueError, match="does not support 3 settings") as caught:
         check(
-            {KEY: {"coverage": 0.5, "regime": "backward"}, "fp16": {"enabled": True}, "zero_optimization": {"stage": 3}}
+            {
+                KEY: {"coverage": 0.5, "regime": "backward", "dense_branch_scale": "coverage"},
+                "fp16": {"enabled": True},
+                "zero_optimization": {"stage": 3},
+            }
         )
     assert len(str(caught.value).split("\n")) == 4
 

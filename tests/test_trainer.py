@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +19,7 @@ def _data(num: int) -> list[dict[str, torch.Tensor]]:
     return [{"input_ids": row, "labels": row} for row in rows]
 
 
-def _trainer(folder: Path, num_steps: int) -> Any:
+def _trainer(folder: Path, num_steps: int, block: Mapping[str, Any]) -> Any:
     from transformers import Trainer, TrainingArguments
 
     config = {
@@ -26,11 +28,12 @@ def _trainer(folder: Path, num_steps: int) -> Any:
         "gradient_clipping": "auto",
         "optimizer": {"type": "AdamW", "params": {"lr": "auto", "torch_adam": True}},
         "zero_optimization": {"stage": 1},
-        "subnetwork_data_parallel": {"coverage": 0.5},
+        "subnetwork_data_parallel": {"coverage": 0.5, **block},
     }
     arguments = TrainingArguments(
         str(folder),
         per_device_train_batch_size=2,
+        per_device_eval_batch_size=1,  # a larger last batch would be filled up with rows that count twice
         max_steps=num_steps,
         lr_scheduler_type="constant",
         eval_strategy="steps",
@@ -46,12 +49,12 @@ def _trainer(folder: Path, num_steps: int) -> Any:
     return Trainer(llama(), arguments, train_dataset=_data(32), eval_dataset=_data(7))
 
 
-def _check_trainer(rank: Rank) -> None:
+def _check_trainer(block: Mapping[str, Any], rank: Rank) -> None:
     from safetensors.torch import load_file
 
     from sdp_deepspeed.engine import SubnetworkEngine
 
-    whole = _trainer(rank.folder / "whole", 4)
+    whole = _trainer(rank.folder / "whole", 4, block)
     whole.train()
     engine = whole.model_wrapped
     assert isinstance(engine, SubnetworkEngine)
@@ -65,11 +68,11 @@ def _check_trainer(rank: Rank) -> None:
     saved = load_file(rank.folder / "final" / "model.safetensors")
     assert saved.keys() == dense.keys()
     assert all(torch.equal(saved[name], value) for name, value in dense.items())
-    _check_resumed(rank, whole)
+    _check_resumed(rank, whole, block)
 
 
-def _check_resumed(rank: Rank, whole: Any) -> None:
-    again = _trainer(rank.folder / "again", 4)
+def _check_resumed(rank: Rank, whole: Any, block: Mapping[str, Any]) -> None:
+    again = _trainer(rank.folder / "again", 4, block)
     again.train(resume_from_checkpoint=str(rank.folder / "whole" / "checkpoint-2"))
     for name, value in again.model_wrapped.held_tensors().items():
         assert torch.equal(value, whole.model_wrapped.held_tensors()[name]), name
@@ -80,7 +83,12 @@ def _batch(row: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
 
 
 def _checks(size: int, config: pytest.Config) -> list[tuple[str, Any]]:
-    return [("trainer", _check_trainer)]
+    corners: dict[str, dict[str, Any]] = {
+        "trainer": {},
+        "neuron": {"strategy": "neuron"},
+        "backward": {"regime": "backward", "strategy": {"attention": "neuron", "mlp": "block"}},
+    }
+    return [(name, partial(_check_trainer, block)) for name, block in corners.items()]
 
 
 @pytest.mark.ranks(2, _checks)

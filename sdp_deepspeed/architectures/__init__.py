@@ -17,7 +17,7 @@ from .branch import Branch, Cut, Inner
 from .decoders import DECODERS
 from .registry import branches_of, register
 from .sites import Site, find_sites
-from .strategies import branches_of_units, unit_costs, units_of_sites
+from .strategies import branches_of_units, constrained_branches, unit_costs, units_of_sites
 
 for _layer_class, _branches in DECODERS.items():
     register(_layer_class, *_branches)
@@ -29,6 +29,7 @@ __all__ = [
     "Site",
     "branches_of",
     "branches_of_units",
+    "constrained_branches",
     "find_sites",
     "register",
     "unit_costs",

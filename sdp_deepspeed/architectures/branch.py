@@ -33,12 +33,14 @@ class Inner:
             the queries that use one go with it; None if each index of a cut is a cell (an MLP's neurons).
         scaled: attributes of the body that count in proportion to the cells it has, such as GPT-2's `split_size`.
         caches: keyword arguments of the body that hold a key/value cache, which training has no use for.
+        tail: submodules of the body that run on its output, such as dropout; each takes and returns one tensor.
     """
 
     cuts: tuple[Cut, ...]
     heads: str | None = None
     scaled: tuple[str, ...] = ()
     caches: tuple[str, ...] = ()
+    tail: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)

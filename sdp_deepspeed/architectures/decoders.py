@@ -35,9 +35,15 @@ _GPT2 = (
             heads="num_heads",
             scaled=("split_size",),
             caches=("past_key_values",),
+            tail=("resid_dropout",),
         ),
     ),
-    Branch("mlp", norm="ln_2", body="mlp", inner=Inner((Cut("c_fc", 1), Cut("c_proj", 0, is_output=True)))),
+    Branch(
+        "mlp",
+        norm="ln_2",
+        body="mlp",
+        inner=Inner((Cut("c_fc", 1), Cut("c_proj", 0, is_output=True)), tail=("dropout",)),
+    ),
 )
 # One description for both forms: in the parallel one both branches read the layer's input.
 _GPT_NEOX = (

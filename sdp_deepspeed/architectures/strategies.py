@@ -55,8 +55,22 @@ def units_of_sites(
     return [unit for unit in units if not any(_matches(compiled, unit) for compiled in patterns.values())]
 
 
+def constrained_branches(units: Sequence[Unit], sites: Sequence[Site]) -> list[str | None]:
+    """For each unit the branch of which each subnetwork must keep a unit; None for blocks, and where a shared group of
+    neurons or a shared head already gives every worker a part."""
+    branches = branches_of_units(units, sites)
+    claimed: dict[str, int] = {}
+    for unit in units:
+        for piece in unit.pieces:
+            claimed[piece.parameter] = claimed.get(piece.parameter, 0) + piece.length
+    whole = {
+        site.name for site in sites for tensor in site.cut_tensors[:1] if claimed.get(tensor.parameter) == tensor.size
+    }
+    return [branch if branch in whole else None for branch in branches]
+
+
 def branches_of_units(units: Sequence[Unit], sites: Sequence[Site]) -> list[str | None]:
-    """For each unit of neurons or heads the branch of which every worker keeps a part; None for blocks."""
+    """For each unit of neurons or heads its branch; None for blocks."""
     names = {tensor.parameter: site.name for site in sites for tensor in site.cut_tensors}
     cut = [next((piece.parameter for piece in unit.pieces if piece.dim is not None), None) for unit in units]
     return [names.get(parameter) if parameter is not None else None for parameter in cut]

@@ -87,7 +87,7 @@ class BlockPart(MaskedPart):
         self._shapes = shapes
         self._scale = scale
         self._scaled = [tensors[name] for site in sites for name in output_names(site, tensors)] if scale != 1.0 else []
-        self._unscaled: list[tuple[torch.Tensor, int]] = []
+        self._unscaled: list[torch.Tensor] = []
         if not held:
             outputs = {name: _output(site, name) for site in sites for name in site.modules}
             for module, name in zip(self.modules, names, strict=True):
@@ -103,17 +103,20 @@ class BlockPart(MaskedPart):
         fetch(targets)
         for piece, value in targets.items():
             self._tensors[piece].data = value
-        self._unscaled = []
+        self._unscaled = [tensor.data for tensor in self._scaled]
         for tensor in self._scaled:
-            own, tensor.data = tensor.data, tensor.data * self._scale
-            self._unscaled.append((own, tensor._version))
+            tensor.data = tensor.data * self._scale
         self.filled = True
+
+    def take_over(self) -> None:
+        if self.whole:
+            for tensor, own in zip(self._scaled, self._unscaled, strict=True):
+                if not torch.equal(tensor.data, own * self._scale):
+                    own.copy_(tensor.data / self._scale)
 
     def release(self) -> None:
         if self.whole:
-            for tensor, (own, version) in zip(self._scaled, self._unscaled, strict=True):
-                if tensor._version != version:  # a state dict was loaded into the dense model
-                    own.copy_(tensor.data / self._scale)
+            for tensor, own in zip(self._scaled, self._unscaled, strict=True):
                 tensor.data = own
         else:
             self._drop()

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 import torch
 from torch import nn
 
-from ..architectures import Site, branches_of_units
+from ..architectures import Site, branches_of_units, constrained_branches
 from ..places import Places
 from ..plan import Plan
 from ..segments import TensorInfo, pieces_by_tensor
@@ -137,16 +137,17 @@ def members_of(unit: Unit, sites: Sequence[Site]) -> list[Site]:
 
 
 def _check_neurons(plan: Plan, sites: Sequence[Site], neurons: Mapping[str, Sequence[int]]) -> None:
-    for site in sites:
-        units = neurons.get(site.name)
-        if not units:
-            continue
+    by_name = {site.name: site for site in sites}
+    constrained = set(constrained_branches(plan.units, sites))
+    for name, units in neurons.items():
         for index in units:
-            _check_cells(plan.units[index], site)
+            _check_cells(plan.units[index], by_name[name])
+        if name not in constrained:
+            continue
         without = set(range(plan.num_subnetworks)).difference(*[plan.holders[index] for index in units])
         if without:
             raise ValueError(
-                f"plan: subnetwork {min(without)} has no unit of {site.name!r}: a worker keeps at least one group of "
+                f"plan: subnetwork {min(without)} has no unit of {name!r}: a worker keeps at least one group of "
                 "neurons or one head of each branch"
             )
 

@@ -21,26 +21,26 @@ from ..units import Piece
 from .part import Fetch, MaskedPart
 
 
-@dataclass
+@dataclass(frozen=True)
 class CutParameter:
     """A parameter of which this rank holds a part.
 
     Args:
-        parameter: the module's own, narrower.
+        module: that has it.
+        name: in the module, "weight" or "bias".
+        parameter: the module's own, narrower; it makes room for another while the part is dense.
         shape: dense.
         held, lacking: its pieces in dense order.
         scaled: pieces to which the dense model's scale applies (of units, in the output projection).
-        kept: its storage and gradient while it is dense.
-        version: of its content when it became dense.
     """
 
+    module: nn.Module
+    name: str
     parameter: nn.Parameter
     shape: torch.Size
     held: tuple[Piece, ...]
     lacking: tuple[Piece, ...]
     scaled: frozenset[Piece] = frozenset()
-    kept: tuple[torch.Tensor, torch.Tensor | None] | None = None
-    version: int = 0
 
 
 class NeuronPart(MaskedPart):
@@ -73,100 +73,95 @@ class NeuronPart(MaskedPart):
         super().__init__(site.name, units, [self._body], whole=False)
         self._places = places
         self._scale = scale
-        inner = site.branch.inner
-        assert inner is not None, "units of neurons come from a description of them"
-        self.caches = inner.caches
+        assert site.branch.inner is not None, "units of neurons come from a description of them"
+        self.inner = site.branch.inner
         self.num_outputs = site.branch.num_outputs
-        self._layers = [self._body.get_submodule(cut.module) for cut in inner.cuts]
-        self._counts = {name: (getattr(self._body, name), site.num_cells) for name in inner.scaled}
-        self._cut_width = site.cut_tensors[0]
+        self._first = site.cut_tensors[0]
+        self._counts = {name: getattr(self._body, name) for name in self.inner.scaled}
         outputs = {tensor.parameter for tensor in site.cut_tensors if tensor.cut.is_output}
         self.cuts = [
-            _cut(model.get_parameter(name), own, scaled if scale != 1.0 and name in outputs else frozenset())
+            _cut(model, name, own, scaled if scale != 1.0 and name in outputs else frozenset())
             for name, own in pieces.items()
         ]
         lacking = self._split(keeps_lacking=keeps_lacking)
-        self._set_counts()
-        self.twin = self._make_twin(site, lacking) if any(t is not None for t in lacking.values()) else None
-        if self.twin is not None:
+        self._set_counts(self._body)
+        self.twins = self._make_twins(lacking)
+        if self.twins:
             self._body.__class__ = _split_class(type(self._body))
             object.__setattr__(self._body, "_sdp_part", self)
 
-    def _split(self, *, keeps_lacking: bool) -> dict[int, torch.Tensor | None]:
+    def _split(self, *, keeps_lacking: bool) -> dict[int, nn.Parameter]:
         """Narrow the parameters to what is held; per parameter (its id) what is lacking, if that is kept."""
-        result: dict[int, torch.Tensor | None] = {}
+        result = {}
         for cut in self.cuts:
             dense = cut.parameter.detach()
-            lacking = side_by_side(cut.lacking, dense) if keeps_lacking and cut.lacking else None
+            if keeps_lacking and cut.lacking:
+                lacking = side_by_side(cut.lacking, dense)
+                self._places.put(cut.lacking, lacking)
+                result[id(cut.parameter)] = nn.Parameter(lacking, requires_grad=False)
             cut.parameter.data = side_by_side(cut.held, dense)
             self._places.put(cut.held)
-            if lacking is not None:
-                self._places.put(cut.lacking, lacking)
-            result[id(cut.parameter)] = lacking
         return result
 
-    def _make_twin(self, site: Site, lacking: Mapping[int, torch.Tensor | None]) -> nn.Module:
-        """The body's modules again, with the lacking weights; what is shared and no output bias is the same object."""
-        replaced = {key: nn.Parameter(t, requires_grad=False) for key, t in lacking.items() if t is not None}
-        assert site.branch.inner is not None
-        for cut in site.branch.inner.cuts:
-            bias = getattr(self._body.get_submodule(cut.module), "bias", None)
-            if cut.is_output and isinstance(bias, nn.Parameter):  # it is added once
+    def _make_twins(self, lacking: Mapping[int, nn.Parameter]) -> tuple[nn.Module, ...]:
+        """The body's modules twice, without its tail: with the held weights, and with the lacking ones.
+
+        Whatever is not cut is the same object in both, but output biases, which are added once.
+        """
+        if not lacking:
+            return ()
+        replaced = dict(lacking)
+        for cut in self.inner.cuts:
+            bias = self._body.get_submodule(cut.module)._parameters.get("bias")
+            if cut.is_output and bias is not None:
                 zero = torch.zeros(1, dtype=bias.dtype, device=bias.device).expand(bias.shape)
                 replaced[id(bias)] = nn.Parameter(zero, requires_grad=False)
-        twin = _twin(self._body, replaced)
-        _set_sizes([twin.get_submodule(cut.module) for cut in site.branch.inner.cuts])
-        share = sum(piece.length for piece in self.cuts[0].lacking) / self._cut_width.size
-        for name, (count, _) in self._counts.items():
-            setattr(twin, name, round(count * share))
-        return twin
+        twins = _twin(self._body, {}, self.inner.tail), _twin(self._body, replaced, self.inner.tail)
+        self._set_counts(twins[1])
+        return twins
 
-    def _set_counts(self) -> None:
-        """Make what the modules say of their sizes true."""
-        _set_sizes(self._layers)
-        share = self.cuts[0].parameter.shape[self._cut_width.dim] / self._cut_width.size
-        for name, (count, _) in self._counts.items():
-            setattr(self._body, name, round(count * share))
+    def _set_counts(self, body: nn.Module) -> None:
+        """Make what the modules of `body` say of their sizes true."""
+        layers = [body.get_submodule(cut.module) for cut in self.inner.cuts]
+        _set_sizes(layers)
+        width = layers[0].get_parameter("weight").shape[self._first.dim]
+        for name, count in self._counts.items():
+            setattr(body, name, count * width // self._first.size)
+
+    def _stored(self, cut: CutParameter) -> tuple[Piece, ...]:
+        return (*cut.held, *cut.lacking) if self.twins else cut.held
 
     def fill(self, fetch: Fetch) -> None:
         targets: dict[Piece, torch.Tensor] = {}
         wholes = []
         for cut in self.cuts:
-            wholes.append(cut.parameter.new_empty(cut.shape, requires_grad=False))
-            stored = cut.held if self.twin is None else (*cut.held, *cut.lacking)
-            for piece in (*cut.held, *cut.lacking):
-                targets[piece] = piece.narrow(wholes[-1])
-            for piece in stored:
+            wholes.append(torch.empty(cut.shape, dtype=cut.parameter.dtype, device=cut.parameter.device))
+            targets |= {piece: piece.narrow(wholes[-1]) for piece in (*cut.held, *cut.lacking)}
+            for piece in self._stored(cut):
                 targets.pop(piece).copy_(self._places.weight(piece))
         fetch(targets)
         for cut, whole in zip(self.cuts, wholes, strict=True):
             for piece in cut.scaled:
                 piece.narrow(whole).mul_(self._scale)
-            cut.kept = cut.parameter.data, cut.parameter.grad
-            cut.parameter.grad = None
-            cut.parameter.data = whole
-            cut.version = cut.parameter._version
+            cut.module._parameters[cut.name] = nn.Parameter(whole, requires_grad=cut.parameter.requires_grad)
+        self._set_counts(self._body)
         self.filled = True
-        self._set_counts()
 
     def release(self) -> None:
         for cut in self.cuts:
-            assert cut.kept is not None, "fill comes before release"
-            dense, changed = cut.parameter.data, cut.parameter._version != cut.version
-            cut.parameter.grad = None
-            cut.parameter.data, gradient = cut.kept
-            cut.parameter.grad = gradient
-            cut.kept = None
-            if changed:
-                self._take_over(cut, dense)
+            cut.module._parameters[cut.name] = cut.parameter
+        self._set_counts(self._body)
         self.filled = False
-        self._set_counts()
 
-    def _take_over(self, cut: CutParameter, dense: torch.Tensor) -> None:
-        """Weights that were changed in the dense model (a state dict was loaded) go into what this rank stores."""
-        for piece in cut.held if self.twin is None else (*cut.held, *cut.lacking):
-            value = piece.narrow(dense)
-            self._places.weight(piece).copy_(value / self._scale if piece in cut.scaled else value)
+    def take_over(self) -> None:
+        for cut in self.cuts:
+            dense = cut.module._parameters[cut.name]
+            assert dense is not None
+            for piece in self._stored(cut):
+                value, own = piece.narrow(dense.data), self._places.weight(piece)
+                scale = self._scale if piece in cut.scaled else 1.0
+                if not torch.equal(value, own * scale):
+                    own.copy_(value / scale)
 
 
 class _SplitModule(nn.Module):
@@ -178,16 +173,29 @@ class _SplitModule(nn.Module):
         part = self._sdp_part
         if part.dense:
             return super().forward(*args, **kwargs)
-        kwargs |= dict.fromkeys((name for name in part.caches if kwargs.get(name) is not None), None)
-        twin = part.twin
-        assert twin is not None
-        if twin.training != self.training:
-            twin.train(self.training)
-        held = super().forward(*args, **kwargs)
-        lacking = type(twin).forward(twin, *args, **kwargs)
-        if part.num_outputs == 1:
-            return held + lacking
-        return (held[0] + lacking[0], *held[1:])
+        for name in part.inner.caches:
+            if kwargs.get(name) is not None:
+                _refuse_tokens(kwargs[name], part.name, getattr(self, "layer_idx", 0))
+                kwargs[name] = None
+        outputs = []
+        for twin in part.twins:
+            if twin.training != self.training:
+                twin.train(self.training)
+            outputs.append(type(twin).forward(twin, *args, **kwargs))
+        held, lacking = outputs
+        result = held + lacking if part.num_outputs == 1 else held[0] + lacking[0]
+        for name in part.inner.tail:
+            result = self.get_submodule(name)(result)
+        return result if part.num_outputs == 1 else (result, *held[1:])
+
+
+def _refuse_tokens(cache: Any, name: str, layer: int) -> None:
+    """Training fills no cache, so one that holds tokens of this layer has another purpose."""
+    if hasattr(cache, "get_seq_length") and cache.get_seq_length(layer) > 0:
+        raise RuntimeError(
+            f"{name} runs in two parts, which have no cache of keys and values: generate in evaluation mode without "
+            "gradients, or inside engine.dense(resident=True)"
+        )
 
 
 _SPLIT_CLASSES: dict[type[nn.Module], type[nn.Module]] = {}
@@ -200,17 +208,27 @@ def _split_class(base: type[nn.Module]) -> type[nn.Module]:
     return _SPLIT_CLASSES[base]
 
 
-def _cut(parameter: nn.Parameter, pieces: Sequence[tuple[Piece, bool]], scaled: frozenset[Piece]) -> CutParameter:
+def _cut(model: nn.Module, name: str, pieces: Sequence[tuple[Piece, bool]], scaled: frozenset[Piece]) -> CutParameter:
+    module, _, attribute = name.rpartition(".")
+    parameter = model.get_parameter(name)
     held = tuple(piece for piece, mine in pieces if mine)
     lacking = tuple(piece for piece, mine in pieces if not mine)
-    return CutParameter(parameter, parameter.shape, held, lacking, scaled.intersection(held + lacking))
+    scaled = scaled.intersection(held + lacking)
+    return CutParameter(model.get_submodule(module), attribute, parameter, parameter.shape, held, lacking, scaled)
 
 
-def _twin(module: nn.Module, replaced: Mapping[int, nn.Parameter]) -> nn.Module:
+def _twin(module: nn.Module, replaced: Mapping[int, nn.Parameter], left_out: Sequence[str]) -> nn.Module:
+    """`module` and its modules once more, with other parameters and without the modules of the paths `left_out`."""
     twin = module.__class__.__new__(module.__class__)
     twin.__dict__ = dict(module.__dict__)
-    twin._parameters = {name: replaced.get(id(p), p) for name, p in module._parameters.items()}
-    twin._modules = {name: None if child is None else _twin(child, replaced) for name, child in module._modules.items()}
+    twin._parameters = {name: None if p is None else replaced.get(id(p), p) for name, p in module._parameters.items()}
+    twin._modules = {}
+    for name, child in module._modules.items():
+        below = [path.removeprefix(f"{name}.") for path in left_out if path.startswith(f"{name}.")]
+        if name in left_out:
+            twin._modules[name] = nn.Identity()
+        else:
+            twin._modules[name] = None if child is None else _twin(child, replaced, below)
     return twin
 
 

@@ -44,3 +44,7 @@ class MaskedPart(ABC):
     @abstractmethod
     def release(self) -> None:
         """Go back to what this rank's subnetwork has."""
+
+    @abstractmethod
+    def take_over(self) -> None:
+        """Keep what was changed in the dense model (a state dict was loaded) in what this rank stores."""
