@@ -119,9 +119,11 @@ def launched(folder: Path, run: str, *extra: str, log: str = "") -> Iterator[Run
 
 
 def finish(folder: Path, run: str, *extra: str) -> str:
-    """Run to the end; returns the output."""
+    """Run to the end; returns the output. No shared memory is left behind."""
     with launched(folder, run, *extra) as running:
         assert running.wait() == 0, running.explain()
+        port = running.arguments[running.arguments.index("--master_port") + 1]
+        assert not list(Path("/dev/shm").glob(f"deepspeed_*_{port}_*"))
         return running.log.read_text()
 
 
