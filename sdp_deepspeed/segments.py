@@ -183,19 +183,19 @@ def build_buckets(
 
     Args:
         size: number of data-parallel ranks.
-        everyone_updates: whether all ranks get what the owners send back (backward regime).
+        everyone_updates: whether all ranks get what the owners send back (backward regime). No rank receives more than
+            the owners pack, so that their loads bound what all ranks unpack.
     """
     groups: list[list[Segment]] = []
     load: list[float] = [0] * size
     for segment in segments:
         amount = segment.num_elements * _copies(segment, size) if everyone_updates else segment.num_elements
-        ranks = range(size) if everyone_updates else segment.holders
         fits = groups and groups[-1][0].dtype == segment.dtype
-        fits = fits and all(load[rank] + amount <= max_elements for rank in ranks)
+        fits = fits and all(load[rank] + amount <= max_elements for rank in segment.holders)
         if not fits:
             groups.append([])
             load = [0] * size
         groups[-1].append(segment)
-        for rank in ranks:
+        for rank in segment.holders:
             load[rank] += amount
     return [Bucket(index, tuple(group)) for index, group in enumerate(groups)]

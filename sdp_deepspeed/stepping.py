@@ -55,7 +55,13 @@ class SteppedGroup:
 
     def _views(self) -> list[torch.Tensor]:
         """Flat views; an error if the weights' storage was replaced by one of another order."""
-        flats = [in_order(f.piece, self._weights(f.piece)).view(-1) for f in self.fragments]
+        try:
+            flats = [in_order(f.piece, self._weights(f.piece)).view(-1) for f in self.fragments]
+        except RuntimeError as problem:
+            raise RuntimeError(
+                "a parameter got storage of another memory order (its data was made contiguous, perhaps); "
+                "copy new values into it instead, or replace it by a clone"
+            ) from problem
         return [flat.narrow(0, f.start, size) for flat, f, size in zip(flats, self.fragments, self.sizes, strict=True)]
 
     def _flat_weights(self) -> list[torch.Tensor]:
