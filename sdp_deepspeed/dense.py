@@ -59,7 +59,7 @@ class DenseView:
         self._model.register_forward_hook(self._after_forward, always_call=True)
         for index, part in enumerate(self._mask.parts):
             part.modules[0].register_forward_pre_hook(lambda *_, index=index: self._before_part(index))
-            part.modules[-1].register_forward_hook(lambda *_, part=part: self._after_part(part))
+            part.modules[-1].register_forward_hook(lambda *_, part=part: self._after_part(part), always_call=True)
             if not part.whole:
                 for module in (inner for outer in part.modules for inner in outer.modules()):
                     module.register_state_dict_pre_hook(lambda *_, part=part: self._refuse_partial(part))
@@ -108,8 +108,12 @@ class DenseView:
                 part.take_over()
             self._release(part)
 
+    def _wants_dense(self) -> bool:
+        """In the backward regime also without gradients in training mode: generation there needs its cache."""
+        return not torch.is_grad_enabled() and not (self._model.training and self._is_collective)
+
     def _before_forward(self, model: nn.Module, *_: Any) -> None:
-        if model.training or torch.is_grad_enabled():
+        if not self._wants_dense():
             if self._mode == "streaming":
                 raise RuntimeError(
                     "engine.dense() frees each unit after it ran, so there is nothing to differentiate; use "
@@ -134,7 +138,7 @@ class DenseView:
 
     def _before_part(self, index: int) -> None:
         part = self._mask.parts[index]
-        alone = not (self._in_forward or self._model.training or torch.is_grad_enabled())  # an inner module was called
+        alone = self._wants_dense() and not self._in_forward  # an inner module was called
         if self._mode == "streaming" or (alone and not part.dense and not self._is_collective):
             self._fill(index)
         elif alone and not part.dense:

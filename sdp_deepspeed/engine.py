@@ -27,13 +27,12 @@ from .config import KEY, parse
 from .dense import DenseView
 from .gate import TIMEOUT, Gate
 from .hosts import check_hosts
-from .masking import Mask
+from .masking import CUT, Mask
 from .optimizer import OptimizerSettings, SubnetworkOptimizer
 from .plan import Plan
 from .planning import dense_tensors, plan_model
 from .support import optimizer_refusal, refuse_unsupported
 
-_CUT = "_sdp_cut"  # attribute of a model of which ranks hold parts only
 _NO_OPTIMIZER = f"{KEY} needs an optimizer: name one in the config, or give deepspeed.initialize one"
 
 
@@ -55,7 +54,7 @@ class SubnetworkEngine(DeepSpeedEngine):
         assert block is not None, "the seam builds this engine for configs with the block only"
         object.__setattr__(self, "block", block)
         refuse_unsupported(block, config)
-        if getattr(model, _CUT, False):  # before DeepSpeed broadcasts tensors of which some ranks have none
+        if getattr(model, CUT, False):  # before DeepSpeed broadcasts tensors of which some ranks have none
             raise ValueError(f"{KEY}: an earlier engine cut this model down to subnetworks; build or load it anew")
         for warning in check_hosts():
             logger.warning(warning)
@@ -92,7 +91,6 @@ class SubnetworkEngine(DeepSpeedEngine):
         for note in notes:
             log_dist(f"{KEY}: {note}", ranks=[0], level=logging.WARNING)
         self._dense = DenseView(model, self._mask, self.plan, self.communicator, _make_gate(self.communicator))
-        object.__setattr__(model, _CUT, self.plan.num_holders < self.plan.num_subnetworks)
         log_dist(f"{KEY}\n{self.plan.table(costs)}", ranks=[0])
 
     def _check_same_plan(self) -> None:

@@ -50,6 +50,7 @@ class Site:
         pieces: all of the branch's parameters and buffers, whole.
         num_cells: neurons or heads (key/value heads) inside; 0 if the description names none.
         cut_tensors: what runs over them.
+        why_whole: why this branch cannot be cut, if it cannot: its layers are not as described.
     """
 
     layer: str
@@ -57,6 +58,7 @@ class Site:
     pieces: tuple[Piece, ...]
     num_cells: int = 0
     cut_tensors: tuple[CutTensor, ...] = ()
+    why_whole: str = ""
 
     @property
     def name(self) -> str:
@@ -81,14 +83,19 @@ def find_sites(model: nn.Module) -> list[Site]:
     """All residual branches of the described layers, in model order.
 
     Raises:
-        ValueError: no layer is described, a described submodule is missing, a layer does not divide into its heads,
-            or a branch shares a tensor with another part of the model.
+        ValueError: no layer is described, a described submodule is missing, or a branch shares a tensor with another
+            part of the model.
     """
     sites = []
     for name, module in model.named_modules():
         for branch in branches_of(type(module)) or ():
             pieces = _pieces(name, module, branch)
-            sites.append(Site(name, branch, pieces, *_cells(name, module.get_submodule(branch.body), branch)))
+            try:
+                cells = _cells(name, module.get_submodule(branch.body), branch)
+            except (AttributeError, ValueError) as problem:  # of no concern to the block strategy
+                sites.append(Site(name, branch, pieces, why_whole=f"{problem}"))
+            else:
+                sites.append(Site(name, branch, pieces, *cells))
     if not sites:
         raise ValueError(
             f"{type(model).__name__} has no layer whose residual branches are known; known are "
@@ -115,9 +122,9 @@ def _pieces(layer_name: str, layer: nn.Module, branch: Branch) -> tuple[Piece, .
 
 
 def _cells(layer_name: str, body: nn.Module, branch: Branch) -> tuple[int, tuple[CutTensor, ...]]:
-    """Number of cells of a branch, and its tensors that run over them."""
+    """Number of cells of a branch, and its tensors that run over them; an error if they are not as described."""
     if branch.inner is None:
-        return 0, ()
+        raise ValueError("its description names no neurons or heads; register it with architectures.Inner")
     tensors = [tensor for cut in branch.inner.cuts for tensor in _cut_tensors(f"{layer_name}.{branch.body}", body, cut)]
     path, start = branch.inner.heads, cast(Any, body)
     num_cells = tensors[0].size if path is None else int(reduce(getattr, path.split("."), start))
@@ -133,6 +140,8 @@ def _cells(layer_name: str, body: nn.Module, branch: Branch) -> tuple[int, tuple
 def _cut_tensors(body_name: str, body: nn.Module, cut: Cut) -> list[CutTensor]:
     parameters = dict(body.get_submodule(cut.module).named_parameters(recurse=False))
     name = f"{body_name}.{cut.module}"
+    if "weight" not in parameters:
+        raise ValueError(f"{name} has no weight of its own (a {type(body.get_submodule(cut.module)).__name__})")
     result = [CutTensor(cut, f"{name}.weight", cut.dim, parameters["weight"].shape[cut.dim])]
     if "bias" in parameters and not cut.is_output:
         result.append(CutTensor(cut, f"{name}.bias", 0, parameters["bias"].shape[0]))

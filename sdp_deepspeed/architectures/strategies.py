@@ -52,7 +52,12 @@ def units_of_sites(
     patterns = {pattern: re.compile(pattern) for pattern in shared}
     for pattern, compiled in patterns.items():
         _check_pattern(pattern, compiled, units)
-    return [unit for unit in units if not any(_matches(compiled, unit) for compiled in patterns.values())]
+    left = [unit for unit in units if not any(_matches(compiled, unit) for compiled in patterns.values())]
+    if not left:
+        raise ValueError(
+            f"{_WHERE}.shared: {list(patterns)} match all {len(units)} units, so that none is left to divide"
+        )
+    return left
 
 
 def constrained_branches(units: Sequence[Unit], sites: Sequence[Site]) -> list[str | None]:
@@ -90,10 +95,10 @@ def _strategy_of_parts(sites: Sequence[Site], strategy: str | Mapping[str, str])
 
 def _check_groups(sites: Sequence[Site], neuron_groups: int | None) -> None:
     for site in sites:
-        if site.branch.inner is None:
+        if site.why_whole:
             raise ValueError(
-                f"{_WHERE}.strategy: the description of the branch {site.branch.name!r} names no neurons or heads; "
-                'use "block" for it, or register it with architectures.Inner'
+                f"{_WHERE}.strategy: the neurons or heads of {site.name!r} cannot be cut: {site.why_whole}. Use "
+                f'"block" for the part {site.branch.name!r}'
             )
     if neuron_groups is None:
         return

@@ -1,6 +1,6 @@
 """What a plan does to a live module."""
 
-from .mask import Mask
+from .mask import CUT, Mask
 from .part import MaskedPart
 
-__all__ = ["Mask", "MaskedPart"]
+__all__ = ["CUT", "Mask", "MaskedPart"]

@@ -15,7 +15,7 @@ from torch import nn
 
 from ..architectures import Site
 from ..units import Piece, Unit
-from .part import Fetch, MaskedPart
+from .part import Fetch, MaskedPart, mixed_in
 
 
 class _Nothing:
@@ -44,16 +44,6 @@ class _LackingModule(nn.Module):
             return super().forward(*args, **kwargs)
         passed_on = next(iter((*args, *kwargs.values())))
         return passed_on if self._sdp_output is None else self._sdp_output
-
-
-_LACKING_CLASSES: dict[type[nn.Module], type[nn.Module]] = {}
-
-
-def _lacking_class(base: type[nn.Module]) -> type[nn.Module]:
-    if base not in _LACKING_CLASSES:
-        made = type(base.__name__, (_LackingModule, base), {"__module__": base.__module__})
-        _LACKING_CLASSES[base] = made
-    return _LACKING_CLASSES[base]
 
 
 class BlockPart(MaskedPart):
@@ -131,7 +121,7 @@ class BlockPart(MaskedPart):
             tensor.requires_grad_(False)
 
     def _make_lacking(self, module: nn.Module, output: Any) -> None:
-        module.__class__ = _lacking_class(type(module))
+        module.__class__ = mixed_in(_LackingModule, type(module))
         object.__setattr__(module, "_sdp_part", self)
         object.__setattr__(module, "_sdp_output", output)
 

@@ -12,9 +12,11 @@ from ..places import Places
 from ..plan import Plan
 from ..segments import TensorInfo, pieces_by_tensor
 from ..units import Piece, Unit
-from .block import BlockPart
+from .block import BlockPart, output_names
 from .neuron import NeuronPart
 from .part import MaskedPart
+
+CUT = "_sdp_cut"  # attribute of a model of which ranks hold parts only
 
 
 class Mask:
@@ -61,7 +63,13 @@ class Mask:
             if (units := [index for index, name in enumerate(branches) if name == site.name])
         }
         _check_neurons(plan, sites, neurons)
-        self.parts = list(self._make_parts(sites, blocks, neurons)) if plan.coverage < 1 else []
+        if self._scale != 1.0:
+            for site in (site for members in blocks.values() for site in members):
+                output_names(site, live)  # all that can be refused is refused before the first tensor is dropped
+        self.parts: list[MaskedPart] = []
+        if plan.coverage < 1:
+            object.__setattr__(model, CUT, True)
+            self.parts = list(self._make_parts(sites, blocks, neurons))
 
     def _make_parts(
         self, sites: Sequence[Site], blocks: Mapping[int, Sequence[Site]], neurons: Mapping[str, Sequence[int]]
@@ -102,9 +110,14 @@ class Mask:
             pieces,
             self.places,
             keeps_lacking=self._plan.regime == "backward",
-            scale=self._scale,
-            scaled=frozenset(piece for index in units for piece in self._plan.units[index].pieces),
+            scales=self._scales(site, units),
         )
+
+    def _scales(self, site: Site, units: Sequence[int]) -> dict[Piece, float]:
+        """Of the units' part of the output projection."""
+        outputs = {tensor.parameter for tensor in site.cut_tensors if tensor.cut.is_output}
+        pieces = (piece for index in units for piece in self._plan.units[index].pieces)
+        return {piece: self._scale for piece in pieces if piece.parameter in outputs} if self._scale != 1.0 else {}
 
     def dtype_of(self, piece: Piece) -> torch.dtype:
         """Of the piece's tensor, present or not."""

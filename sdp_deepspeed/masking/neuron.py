@@ -18,7 +18,7 @@ from torch import nn
 from ..architectures import Site
 from ..places import Places, side_by_side
 from ..units import Piece
-from .part import Fetch, MaskedPart
+from .part import Fetch, MaskedPart, mixed_in
 
 
 @dataclass(frozen=True)
@@ -31,7 +31,6 @@ class CutParameter:
         parameter: the module's own, narrower; it makes room for another while the part is dense.
         shape: dense.
         held, lacking: its pieces in dense order.
-        scaled: pieces to which the dense model's scale applies (of units, in the output projection).
     """
 
     module: nn.Module
@@ -40,7 +39,6 @@ class CutParameter:
     shape: torch.Size
     held: tuple[Piece, ...]
     lacking: tuple[Piece, ...]
-    scaled: frozenset[Piece] = frozenset()
 
 
 class NeuronPart(MaskedPart):
@@ -53,8 +51,7 @@ class NeuronPart(MaskedPart):
         pieces: per cut tensor its pieces in dense order, each with whether this rank holds it.
         places: told where the pieces are from now on.
         keeps_lacking: whether the rank stores what it lacks (backward regime).
-        scale: of the units' part of the output projection in the dense model.
-        scaled: pieces of the units, of which those in the output projection are scaled.
+        scales: of pieces that are scaled in the dense model.
     """
 
     def __init__(
@@ -66,28 +63,23 @@ class NeuronPart(MaskedPart):
         places: Places,
         *,
         keeps_lacking: bool,
-        scale: float = 1.0,
-        scaled: frozenset[Piece] = frozenset(),
+        scales: Mapping[Piece, float],
     ) -> None:
         self._body = model.get_submodule(site.body)
         super().__init__(site.name, units, [self._body], whole=False)
         self._places = places
-        self._scale = scale
+        self._scales = scales
         assert site.branch.inner is not None, "units of neurons come from a description of them"
         self.inner = site.branch.inner
         self.num_outputs = site.branch.num_outputs
         self._first = site.cut_tensors[0]
         self._counts = {name: getattr(self._body, name) for name in self.inner.scaled}
-        outputs = {tensor.parameter for tensor in site.cut_tensors if tensor.cut.is_output}
-        self.cuts = [
-            _cut(model, name, own, scaled if scale != 1.0 and name in outputs else frozenset())
-            for name, own in pieces.items()
-        ]
+        self.cuts = [_cut(model, name, own) for name, own in pieces.items()]
         lacking = self._split(keeps_lacking=keeps_lacking)
         self._set_counts(self._body)
         self.twins = self._make_twins(lacking)
         if self.twins:
-            self._body.__class__ = _split_class(type(self._body))
+            self._body.__class__ = mixed_in(_SplitModule, type(self._body))
             object.__setattr__(self._body, "_sdp_part", self)
 
     def _split(self, *, keeps_lacking: bool) -> dict[int, nn.Parameter]:
@@ -99,6 +91,9 @@ class NeuronPart(MaskedPart):
                 lacking = side_by_side(cut.lacking, dense)
                 self._places.put(cut.lacking, lacking)
                 result[id(cut.parameter)] = nn.Parameter(lacking, requires_grad=False)
+            cut.parameter.grad = None  # of a backward pass before this engine was made
+            other = torch.float32 if dense.dtype == torch.float64 else torch.float64
+            cut.parameter.data = dense.new_empty(0, dtype=other)  # autograd forgets the shape that it knew
             cut.parameter.data = side_by_side(cut.held, dense)
             self._places.put(cut.held)
         return result
@@ -141,8 +136,8 @@ class NeuronPart(MaskedPart):
                 targets.pop(piece).copy_(self._places.weight(piece))
         fetch(targets)
         for cut, whole in zip(self.cuts, wholes, strict=True):
-            for piece in cut.scaled:
-                piece.narrow(whole).mul_(self._scale)
+            for piece in self._scales.keys() & {*cut.held, *cut.lacking}:
+                piece.narrow(whole).mul_(self._scales[piece])
             cut.module._parameters[cut.name] = nn.Parameter(whole, requires_grad=cut.parameter.requires_grad)
         self._set_counts(self._body)
         self.filled = True
@@ -159,7 +154,7 @@ class NeuronPart(MaskedPart):
             assert dense is not None
             for piece in self._stored(cut):
                 value, own = piece.narrow(dense.data), self._places.weight(piece)
-                scale = self._scale if piece in cut.scaled else 1.0
+                scale = self._scales.get(piece, 1.0)
                 if not torch.equal(value, own * scale):
                     own.copy_(value / scale)
 
@@ -175,7 +170,8 @@ class _SplitModule(nn.Module):
             return super().forward(*args, **kwargs)
         for name in part.inner.caches:
             if kwargs.get(name) is not None:
-                _refuse_tokens(kwargs[name], part.name, getattr(self, "layer_idx", 0))
+                trains = self.training and torch.is_grad_enabled()
+                _leave_out(kwargs[name], part.name, getattr(self, "layer_idx", 0), trains=trains)
                 kwargs[name] = None
         outputs = []
         for twin in part.twins:
@@ -186,35 +182,28 @@ class _SplitModule(nn.Module):
         result = held + lacking if part.num_outputs == 1 else held[0] + lacking[0]
         for name in part.inner.tail:
             result = self.get_submodule(name)(result)
-        return result if part.num_outputs == 1 else (result, *held[1:])
+        # What else attention returns, its weights, would be those of the held heads only.
+        return result if part.num_outputs == 1 else (result, *[None] * (part.num_outputs - 1))
 
 
-def _refuse_tokens(cache: Any, name: str, layer: int) -> None:
-    """Training fills no cache, so one that holds tokens of this layer has another purpose."""
-    if hasattr(cache, "get_seq_length") and cache.get_seq_length(layer) > 0:
+def _leave_out(cache: Any, name: str, layer: int, *, trains: bool) -> None:
+    """Run without a cache that is empty. One that holds tokens is refused, and so is one that should hold some."""
+    missing = cache.__dict__.setdefault("_sdp_missing", set()) if hasattr(cache, "__dict__") else set()
+    if layer in missing or (hasattr(cache, "get_seq_length") and cache.get_seq_length(layer) > 0):
         raise RuntimeError(
-            f"{name} runs in two parts, which have no cache of keys and values: generate in evaluation mode without "
-            "gradients, or inside engine.dense(resident=True)"
+            f"{name} runs in two parts, which have no cache of keys and values: generate without gradients, or inside "
+            "engine.dense(resident=True)"
         )
+    if not trains:  # a training step, and its recomputation by checkpointing, never reads what it cached
+        missing.add(layer)
 
 
-_SPLIT_CLASSES: dict[type[nn.Module], type[nn.Module]] = {}
-
-
-def _split_class(base: type[nn.Module]) -> type[nn.Module]:
-    if base not in _SPLIT_CLASSES:
-        made = type(base.__name__, (_SplitModule, base), {"__module__": base.__module__})
-        _SPLIT_CLASSES[base] = made
-    return _SPLIT_CLASSES[base]
-
-
-def _cut(model: nn.Module, name: str, pieces: Sequence[tuple[Piece, bool]], scaled: frozenset[Piece]) -> CutParameter:
+def _cut(model: nn.Module, name: str, pieces: Sequence[tuple[Piece, bool]]) -> CutParameter:
     module, _, attribute = name.rpartition(".")
     parameter = model.get_parameter(name)
     held = tuple(piece for piece, mine in pieces if mine)
     lacking = tuple(piece for piece, mine in pieces if not mine)
-    scaled = scaled.intersection(held + lacking)
-    return CutParameter(model.get_submodule(module), attribute, parameter, parameter.shape, held, lacking, scaled)
+    return CutParameter(model.get_submodule(module), attribute, parameter, parameter.shape, held, lacking)
 
 
 def _twin(module: nn.Module, replaced: Mapping[int, nn.Parameter], left_out: Sequence[str]) -> nn.Module:
