@@ -23,8 +23,14 @@ def provenance() -> dict[str, object]:
     }
 
 
+_NO_FACTS = ("output", "plot", "local_rank")
+
+
 def write_result(path: str, result: dict[str, object]) -> None:
-    """Raw figures with their provenance as JSON; one rank calls it."""
+    """Raw figures with their provenance as JSON, without the paths that they went to; one rank calls it."""
+    arguments = result.get("arguments")
+    if isinstance(arguments, dict):
+        result = result | {"arguments": {key: arguments[key] for key in arguments if key not in _NO_FACTS}}
     target = Path(path)
     target.parent.mkdir(parents=True, exist_ok=True)
     target.write_text(json.dumps(result | {"provenance": provenance()}, indent=1) + "\n", encoding="utf-8")
