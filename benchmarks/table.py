@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import statistics
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -21,26 +21,53 @@ def quartiles(values: list[float]) -> tuple[float, float, float]:
 def step_time(result: dict[str, Any]) -> str:
     """Median and quartiles of step times, and of the ratios to the baseline of the same repeat; counts beside them."""
     baseline = result["seconds"][result["baseline"]]
-    arguments = result["arguments"]
-    head, rule = "| | step (ms) | quartiles | ratio to baseline | quartiles |", "|---|---|---|---|---|"
-    if "work" in result:  # files of before it was counted stay readable
-        head, rule = f"{head} target | GFLOPs | ratio | MB sent | ratio |", f"{rule}---|---|---|---|---|"
     lines = [
-        f"{result['ranks']} ranks, {result['model']['num_parameters'] / 1e6:.2f}M parameters, batch "
-        f"{arguments['micro_batch']} x {result['sequence_length']} per rank, accumulation {arguments['accumulation']}, "
-        f"{len(baseline)} repeats" + ("; counts are those of the rank that has most" if "work" in result else ""),
+        f"{_run(result)}, {len(baseline)} repeats; counts are those of the rank that has most",
         "",
-        head,
-        rule,
+        "| | step (ms) | quartiles | ratio to baseline | quartiles | target | GFLOPs | ratio | MB sent | ratio |",
+        "|---|---|---|---|---|---|---|---|---|---|",
     ]
     for name, seconds in result["seconds"].items():
         low, middle, high = quartiles([1e3 * value for value in seconds])
         ratio_low, ratio, ratio_high = quartiles([a / b for a, b in zip(seconds, baseline, strict=True)])
         lines.append(
             f"| {name} | {middle:.1f} | {low:.1f} to {high:.1f} | {ratio:.3f} | {ratio_low:.3f} to {ratio_high:.3f} |"
-            + (_work_cells(result, name) if "work" in result else "")
+            + _work_cells(result, name)
         )
     return "\n".join(lines)
+
+
+def _run(result: dict[str, Any]) -> str:
+    arguments = result["arguments"]
+    return (
+        f"{result['ranks']} ranks, {result['model']['num_parameters'] / 1e6:.1f}M parameters, batch "
+        f"{arguments['micro_batch']} x {result['sequence_length']} per rank"
+    )
+
+
+def summary(results: list[dict[str, Any]]) -> str:
+    """Ratios of all step times to their baseline, one column per run: median (quartiles); and the counts' ratios."""
+    lines = ["| | target |" + "".join(f" {_run(result)} |" for result in results) + " FLOPs | bytes sent |"]
+    lines.append("|---|---|" + "---|" * (len(results) + 2))
+    for name, target in results[0]["targets"].items():
+        cells = ["" if target is None else f"{target:g}"]
+        for result in results:
+            baseline = result["seconds"][result["baseline"]]
+            low, middle, high = quartiles([a / b for a, b in zip(result["seconds"][name], baseline, strict=True)])
+            cells.append(f"{middle:.2f} ({low:.2f} to {high:.2f})" if name != result["baseline"] else "1")
+        for kind in ("flops", "sent_bytes"):
+            ratios = [_ratio(result, name, kind) for result in results]
+            cells.append(
+                f"{min(ratios):.2f}"
+                + (f" to {max(ratios):.2f}" if f"{max(ratios):.2f}" != f"{min(ratios):.2f}" else "")
+            )
+        lines.append(f"| {name} | {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+def _ratio(result: dict[str, Any], name: str, kind: str) -> float:
+    most, baseline = (max(rank[kind] for rank in result["work"][n]) for n in (name, result["baseline"]))
+    return float(most / baseline)
 
 
 def _work_cells(result: dict[str, Any], name: str) -> str:
@@ -48,8 +75,8 @@ def _work_cells(result: dict[str, Any], name: str) -> str:
     target = result["targets"][name]
     cells = ["" if target is None else f"{target:g}"]
     for kind, scale in (("flops", 1e9), ("sent_bytes", 1e6)):
-        most, of_baseline = (max(rank[kind] for rank in result["work"][n]) for n in (name, result["baseline"]))
-        cells += [f"{most / scale:.2f}", f"{most / of_baseline:.3f}"]
+        most = max(rank[kind] for rank in result["work"][name])
+        cells += [f"{most / scale:.2f}", f"{_ratio(result, name, kind):.3f}"]
     return f" {' | '.join(cells)} |"
 
 
@@ -101,8 +128,15 @@ MAKERS = {"step_time": step_time, "model_state": model_state, "similarity": simi
 
 
 def main() -> None:
-    for path in [Path(name) for name in sys.argv[1:]] or sorted(RESULTS.glob("*.json")):
-        result = json.loads(path.read_text())
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("files", nargs="*", type=Path, default=sorted(RESULTS.glob("*.json")))
+    parser.add_argument("--summary", action="store_true", help="the ratios of all step times side by side")
+    options = parser.parse_args()
+    results = {path: json.loads(path.read_text()) for path in options.files}
+    if options.summary:
+        print(summary([result for result in results.values() if result["what"] == "step_time"]))
+        return
+    for path, result in results.items():
         print(f"### {path.name}\n\n{MAKERS[result['what']](result)}\n")
 
 
