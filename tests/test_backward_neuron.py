@@ -19,6 +19,7 @@ from neurons import (
     cut_names,
     flops,
     held_pieces,
+    infos,
     layer_of,
     linear_weights,
     loss_and_gradients,
@@ -122,10 +123,11 @@ def test_a_cache_handed_in_while_training_is_ignored(name: str) -> None:
     dense: Any = build(name)
     cache = DynamicCache()
     model, _ = masked(dense, plan_of(dense, "backward"), 0)
-    found = model.train()(input_ids=tokens(), past_key_values=cache, use_cache=True).logits
     expected = dense.train()(input_ids=tokens()).logits.detach()
-    assert_close(found, expected)
-    assert cache.get_seq_length() == 0
+    for _ in range(2):  # checkpointing runs a forward pass again
+        found = model.train()(input_ids=tokens(), past_key_values=cache, use_cache=True).logits
+        assert_close(found, expected)
+        assert cache.get_seq_length() == 0
 
 
 def test_a_cache_that_holds_tokens_is_refused() -> None:
@@ -135,6 +137,54 @@ def test_a_cache_that_holds_tokens_is_refused() -> None:
     cache = dense(tokens()[:, :4], use_cache=True).past_key_values
     with pytest.raises(RuntimeError, match=r"layers\.0\.attention runs in two parts.*engine\.dense\(resident=True\)"):
         model(tokens()[:, 4:], past_key_values=cache)
+
+
+@pytest.mark.parametrize("trains", [False, True])
+@pytest.mark.parametrize("name", ["llama", "gpt2", "gpt_neox"])
+def test_a_cache_that_should_hold_tokens_is_refused(name: str, trains: bool) -> None:
+    """A first call outside training steps leaves it empty, so the second would go on without the tokens before it."""
+    model: Any = masked(build(name), plan_of(build(name), "backward"), 0)[0]
+    model.train(trains)
+    with torch.set_grad_enabled(not trains):
+        cache = model(tokens()[:, :4], use_cache=True).past_key_values
+        assert cache.get_seq_length() == 0
+        with pytest.raises(RuntimeError, match=r"attention runs in two parts.*generate without gradients, or inside"):
+            model(tokens()[:, 4:], past_key_values=cache)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_weights_of_attention_are_not_those_of_the_held_heads(name: str) -> None:
+    """Asked for while training they are missing; the dense model has them."""
+    dense: Any = build(name)
+    dense.set_attn_implementation("eager")
+    model, mask = masked(dense, plan_of(dense, "backward"), 0)
+    found, expected = (m.train()(tokens(), output_attentions=True) for m in (model, dense))
+    assert_close(found.logits, expected.logits.detach())
+    assert len(expected.attentions) == 1
+    assert all(weights is None for weights in found.attentions or ())
+    filled(mask)
+    assert torch.equal(model(tokens(), output_attentions=True).attentions[0], expected.attentions[0])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+@pytest.mark.parametrize("remains", ["loss", "gradients"])
+@pytest.mark.parametrize("regime", ["forward", "backward"])
+def test_what_remains_of_the_dense_model_does_not_break_the_first_backward(
+    regime: str, remains: str, dtype: torch.dtype
+) -> None:
+    """The graph of a loss that is kept, and gradients, have the dense shapes."""
+    dense = build("llama").to(dtype)
+    plan = plan_of(dense, regime)
+    expected = loss_and_gradients(masked(dense, plan, 0)[0], tokens())[1]
+    kept = models.loss_of(dense, tokens(4))
+    if remains == "gradients":
+        kept.backward()
+    mask = Mask(dense, find_sites(dense), infos(dense), plan, 0)
+    _, found = loss_and_gradients(dense, tokens())
+    assert len(mask.parts) == 2
+    assert kept.isfinite()  # still here
+    for key in cut_names(plan):
+        assert torch.equal(found[key], expected[key]), key
 
 
 @pytest.mark.parametrize("dense_first", [False, True])

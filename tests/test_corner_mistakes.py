@@ -63,7 +63,7 @@ class Own(nn.Module):
 def test_a_branch_whose_neurons_are_not_described(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(registry, "_BRANCHES", dict(registry._BRANCHES))
     architectures.register(Own.Layer, Branch("mlp", norm="norm", body="ff"))
-    with pytest.raises(ValueError, match=r"strategy.*'mlp' names no neurons or heads.*block.*Inner"):
+    with pytest.raises(ValueError, match=r"strategy.*'layers\.0\.mlp' cannot.*no neurons or heads.*Inner.*block"):
         start(Own(), strategy="neuron")
     with pytest.raises(ValueError, match=r"dense_branch_scale.*'mlp' names no output projection.*Inner"):
         start(Own(), dense_branch_scale="coverage")

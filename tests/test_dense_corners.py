@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import itertools
 from copy import deepcopy
+from functools import partial
 from typing import Any
 from unittest import mock
 
 import pytest
 import torch
 from live import present_lacking
-from models import family, llama, loss_of
+from models import SPECIMENS, family, llama, loss_of
 from ranks import Check, Rank
 from test_dense import batch_of, engine_with, logits, whole_copy
 from training import assert_identical, dense_state, refusal, train
@@ -150,6 +151,81 @@ def a_failing_forward_goes_back(rank: Rank) -> None:
         train(engine, num_steps=1)
 
 
+def a_failing_inner_module_goes_back(rank: Rank) -> None:
+    """Called alone with a wrong shape; held weights get their gradients in the next step as if nothing had been."""
+    states = []
+    for fails in (False, True):
+        engine = engine_with(llama(), regime="backward", strategy="neuron")
+        first, second = engine.module.model.layers
+        if fails:
+            engine.eval()
+            wrong = torch.ones(1, 2, 3)
+            for inner, rest in ((first.mlp, ()), (second.self_attn, ((wrong, wrong), None))):
+                with torch.no_grad(), pytest.raises(RuntimeError, match="shapes cannot be multiplied"):
+                    inner(wrong, *rest)
+            assert not any(part.filled for part in engine._mask.parts)
+            assert not present_lacking(engine)
+            engine.train()
+        engine.backward(loss_of(engine, batch_of(rank)))
+        assert all(layer.mlp.up_proj.weight.grad is not None for layer in (first, second))
+        assert all(layer.self_attn.q_proj.weight.grad is not None for layer in (first, second))
+        engine.step()
+        states.append(dense_state(engine))
+    assert_identical(*states)
+
+
+def generates_in_training_mode(rank: Rank) -> None:
+    """Backward regime: a sample between two steps, without going to evaluation; ranks need not do the same."""
+    options: dict[str, Any] = {"do_sample": False, "pad_token_id": 0, "eos_token_id": None}
+    for name in ("llama", "gpt2", "gpt_neox"):
+        dense: Any = SPECIMENS[name].build()
+        engine = engine_with(SPECIMENS[name].build(), holders=1, regime="backward", strategy="neuron")
+        prompt, number = batch_of(rank), 4 + rank.rank
+        found = engine.module.generate(prompt, max_new_tokens=number, **options)
+        assert torch.equal(found, dense.generate(prompt, max_new_tokens=number, **options)), name
+        assert engine.module.training
+        train(engine, num_steps=1)
+        engine.eval()  # with gradients enabled the body runs in two parts
+        cache = engine(prompt).past_key_values
+        assert cache.get_seq_length() == 0
+        again = partial(engine, prompt, past_key_values=cache)
+        refusal(RuntimeError, again, "0.attention runs in two parts", "generate without gradients")
+        engine.train()
+        train(engine, num_steps=1)
+
+
+def its_own_backward_leaves_what_is_cut_alone(rank: Rank) -> None:
+    """Between two micro-steps a backward pass through the resident dense model adds nothing to the gradients of narrow
+    parameters, and what this rank lacks gets none, which would be averaged."""
+    for regime, strategy in CORNERS:
+        model, reached = llama(), llama()
+        kept = loss_of(model, batch_of(rank))  # from before: its graph knows the dense shapes
+        engine = engine_with(model, regime=regime, strategy=strategy)
+        engine.set_gradient_accumulation_boundary(False)
+        engine.backward(loss_of(engine, batch_of(rank)))
+        own = gradients_of(engine)
+        with engine.dense(resident=True):
+            loss_of(engine.module, batch_of(rank).flip(1)).backward()
+        found = gradients_of(engine)
+        assert found.keys() == own.keys()
+        loss_of(reached, batch_of(rank).flip(1)).backward()
+        assert all(p.grad is not None and p.grad.any() for p in reached.parameters()), "it would have been seen"
+        units = enumerate(engine.plan.units)
+        pieces = [(piece, engine.plan.holds_rank(index, rank.rank)) for index, unit in units for piece in unit.pieces]
+        assert found.keys().isdisjoint(piece.parameter for piece, held in pieces if not held and piece.dim is None)
+        cut = {piece.parameter for piece, _ in pieces if piece.dim is not None}
+        assert bool(cut) == (strategy != "block")
+        assert_identical({name: found[name] for name in cut}, {name: own[name] for name in cut})
+        engine.set_gradient_accumulation_boundary(True)
+        engine.backward(loss_of(engine, batch_of(rank)))
+        engine.step()
+        assert kept.isfinite()
+
+
+def gradients_of(engine: Any) -> dict[str, torch.Tensor]:
+    return {name: p.grad.clone() for name, p in engine.module.named_parameters() if p.grad is not None}
+
+
 CHECKS: list[Check] = [
     is_the_dense_model,
     training_goes_on_where_it_was,
@@ -158,6 +234,9 @@ CHECKS: list[Check] = [
     generates,
     uneven_batches_end_with_an_error,
     a_failing_forward_goes_back,
+    a_failing_inner_module_goes_back,
+    generates_in_training_mode,
+    its_own_backward_leaves_what_is_cut_alone,
 ]
 
 

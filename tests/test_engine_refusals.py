@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from dataclasses import replace
 from functools import partial
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -13,9 +15,12 @@ import torch.distributed as dist
 from models import config, family, llama
 from ranks import Rank
 from torch import nn
-from training import dense_state, engine_of, gathered, refusal, train
+from training import assert_identical, dense_state, engine_of, gathered, refusal, train
+from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 
+from sdp_deepspeed import architectures
 from sdp_deepspeed.agreement import check_holders_agree
+from sdp_deepspeed.architectures import registry
 
 
 def counts_that_do_not_fit(rank: Rank) -> None:
@@ -34,6 +39,21 @@ def a_scale_without_effect(rank: Rank) -> None:
     scaled = {"holders": 1, "dense_branch_scale": "coverage"}
     refusal(ValueError, lambda: engine_of(config(**scaled, regime="backward")), "dense_branch_scale", "got 'coverage'")
     engine_of(config(**scaled))
+
+
+def a_scale_that_one_branch_does_not_allow(rank: Rank) -> None:
+    """Refused before anything is dropped, though the branch before it could be scaled: the model can be given again."""
+    attention, mlp = architectures.branches_of(LlamaDecoderLayer) or ()
+    model, other = llama(), llama()
+    with mock.patch.dict(registry._BRANCHES):
+        architectures.register(LlamaDecoderLayer, attention, replace(mlp, inner=None))
+        wrong = config(holders=1, dense_branch_scale="coverage")
+        refusal(ValueError, lambda: engine_of(wrong, model), "dense_branch_scale", "'mlp' names no output projection")
+        assert_identical(dict(model.named_parameters()), dict(other.named_parameters()))
+        assert all(parameter.requires_grad for parameter in model.parameters())
+        engine, fresh = engine_of(config(holders=1), model), engine_of(config(holders=1), other)
+        assert train(engine, num_steps=2) == train(fresh, num_steps=2)
+        assert_identical(dense_state(engine), dense_state(fresh))
 
 
 def strategies_that_do_not_fit(rank: Rank) -> None:
@@ -231,6 +251,7 @@ def _cases(size: int, options: pytest.Config) -> Iterator[tuple[str, Any]]:
         counts_that_do_not_fit,
         what_is_not_built,
         a_scale_without_effect,
+        a_scale_that_one_branch_does_not_allow,
         strategies_that_do_not_fit,
         a_model_that_is_not_described,
         a_model_that_was_cut_before,

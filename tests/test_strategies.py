@@ -23,6 +23,7 @@ from sdp_deepspeed.architectures import (
     branches_of_units,
     find_sites,
     registry,
+    strategies,
     unit_costs,
     units_of_sites,
 )
@@ -144,6 +145,28 @@ def test_groups_are_alike_and_begin_where_matrix_units_like_it(num_cells: int, c
 
 
 @pytest.mark.parametrize(
+    ("num_cells", "expected"),
+    [
+        (3000, [0, 432, 856, 1288, 1712, 2144, 2568, 3000]),  # the multiples of 8 next to multiples of 3000 / 7
+        (11008, [0, 1376, 2752, 4128, 5504, 6880, 8256, 9632, 11008]),
+        (688, [0, 176, 344, 520, 688]),
+        (628, [0, 156, 316, 472, 628]),  # 8 is more than 5% of 157, and 4 is not
+        (484, [0, 160, 320, 484]),
+        (318, [0, 80, 160, 238, 318]),  # 4 is more than 5% of 79.5
+        (159, [0, 40, 80, 119, 159]),  # and 2 of 39.75
+        (29, [0, 10, 19, 29]),
+        (24, [0, 5, 10, 14, 19, 24]),
+    ],
+)
+def test_where_groups_begin(num_cells: int, expected: list[int]) -> None:
+    edges = strategies._edges(num_cells, len(expected) - 1)
+    assert edges == expected
+    lengths = [stop - start for start, stop in itertools.pairwise(edges)]
+    mean = num_cells / len(lengths)
+    assert max(lengths) - min(lengths) <= 1 or max(abs(length - mean) for length in lengths) <= 0.05 * mean
+
+
+@pytest.mark.parametrize(
     ("choice", "words"),
     [
         ({"strategy": {"mlps": "neuron"}}, r"strategy: 'mlps' is no part of this model; .* 'attention', 'mlp'"),
@@ -151,6 +174,8 @@ def test_groups_are_alike_and_begin_where_matrix_units_like_it(num_cells: int, c
         ({"strategy": {"attention": "neuron"}}, r"neuron_groups: got 2, but only heads are cut here; remove it"),
         ({"shared": (r"head_7",)}, r"shared: 'head_7' matches no parameter of any unit.*head_0"),
         ({"shared": (r"q_proj",)}, r"'q_proj' matches only a part of 'model\.layers\.0\.attention\.head_0'"),
+        ({"shared": (r"head_\d", r"mlp")}, r"shared: \['head_.*', 'mlp'\] match all 4 units.*none is left"),
+        ({"strategy": "block", "neuron_groups": None, "shared": ("layers",)}, r"\['layers'\] match all 2 units"),
     ],
 )
 def test_what_a_strategy_cannot_be_asked_for(choice: dict[str, Any], words: str) -> None:
@@ -226,14 +251,13 @@ def test_a_users_neurons(regime: str) -> None:
 @pytest.mark.usefixtures("own_description")
 def test_descriptions_that_do_not_fit() -> None:
     architectures.register(OwnLayer, Branch("mlp", norm="norm", body="ff"))
-    with pytest.raises(ValueError, match=r"branch 'mlp' names no neurons or heads; .*architectures\.Inner"):
+    with pytest.raises(ValueError, match=r"'0\.mlp' cannot be cut: .* no neurons or heads; .*Inner.*block.*'mlp'"):
         units_of_sites(find_sites(own_model()), strategy="neuron")
     uneven = Inner((Cut("up", dim=0, blocks=3), Cut("down", dim=1, is_output=True)))
     architectures.register(OwnLayer, Branch("mlp", norm="norm", body="ff", inner=uneven))
-    with pytest.raises(
-        ValueError, match=r"0\.ff\.up\.weight has 7 indices along dim 0, which do not divide into 3 x 7"
-    ):
-        find_sites(own_model())
+    assert len(units_of_sites(find_sites(own_model()))) == 2, "no concern of blocks"
+    with pytest.raises(ValueError, match=r"0\.ff\.up\.weight has 7 indices along dim 0.* not divide into 3 x 7.*block"):
+        units_of_sites(find_sites(own_model()), strategy="neuron")
 
 
 def llama_plan(*holders: tuple[int, ...], change: Any = None) -> tuple[nn.Module, Plan]:
