@@ -117,7 +117,7 @@ class DenseView:
             if self._mode == "streaming":
                 raise RuntimeError(
                     "engine.dense() frees each unit after it ran, so there is nothing to differentiate; use "
-                    "model.eval() with torch.no_grad(), or engine.dense(resident=True)"
+                    "model.eval() with torch.no_grad(), or engine.dense(resident=True) with torch.autograd.grad"
                 )
             self.end_evaluation()
             self._in_forward = True

@@ -160,7 +160,9 @@ class SubnetworkEngine(DeepSpeedEngine):
 
         Args:
             resident: hold the whole model at once (generation, state dict). By default each lacking unit is fetched
-                just before it runs and freed after, which takes the memory of the subnetwork plus one unit.
+                just before it runs and freed after, which takes the memory of the subnetwork plus one unit. For
+                gradients of the dense model use `torch.autograd.grad`: what `backward` adds to parameters that are not
+                cut is the next step's.
 
         Raises:
             RuntimeError: on all ranks, naming ranks, when they do not do the same inside.
