@@ -91,6 +91,11 @@ class DenseView:
         if self._gate.num_forwards and self._mode == "subnetwork":
             self._gate.meet(Step.LEAVE)
 
+    def meet_to_write(self) -> None:
+        """What the ranks are about to write is a collective also where the dense model is none (backward regime)."""
+        if not (self._mask.parts and self._is_collective):
+            self._gate.meet(Step.RESIDENT)
+
     def _meet(self, step: Step) -> None:
         if self._is_collective:
             self._gate.meet(step)
@@ -113,6 +118,8 @@ class DenseView:
         return not torch.is_grad_enabled() and not (self._model.training and self._is_collective)
 
     def _before_forward(self, model: nn.Module, *_: Any) -> None:
+        if self._automatic:  # the last forward was interrupted by what is no Exception, so that its hooks did not run
+            self._after_forward()
         if not self._wants_dense():
             if self._mode == "streaming":
                 raise RuntimeError(

@@ -7,8 +7,8 @@ what this rank lacks; then the optimizer is built, which the masked averaging wr
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Mapping
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
@@ -141,6 +141,11 @@ class SubnetworkEngine(DeepSpeedEngine):
     def clip_fp32_gradients(self) -> None:
         """Nothing: the optimizer clips by the norm of the averaged dense gradient."""
 
+    def backward(self, loss: torch.Tensor, *options: Any, **more: Any) -> Any:
+        """As DeepSpeed's."""
+        self._refuse_resident("backward")
+        return super().backward(loss, *options, **more)
+
     def step(self, lr_kwargs: Any = None) -> None:
         """As DeepSpeed's; at the boundary a collective of all data-parallel ranks."""
         self._refuse_resident("step")
@@ -161,8 +166,8 @@ class SubnetworkEngine(DeepSpeedEngine):
         Args:
             resident: hold the whole model at once (generation, state dict). By default each lacking unit is fetched
                 just before it runs and freed after, which takes the memory of the subnetwork plus one unit. For
-                gradients of the dense model use `torch.autograd.grad`: what `backward` adds to parameters that are not
-                cut is the next step's.
+                gradients of the dense model use `torch.autograd.grad`. After weights were loaded into it, call
+                `engine.optimizer.refresh_fp32_params()`: with bf16 the next step starts from fp32 masters.
 
         Raises:
             RuntimeError: on all ranks, naming ranks, when they do not do the same inside.
@@ -186,6 +191,7 @@ class SubnetworkEngine(DeepSpeedEngine):
             options: of the model's own `save_pretrained`, such as `max_shard_size`.
         """
         error: Exception | None = None
+        self._dense.meet_to_write()
         with self.dense(resident=True):
             if self.communicator.rank == 0:
                 try:
@@ -202,27 +208,15 @@ class SubnetworkEngine(DeepSpeedEngine):
     ) -> bool:
         """As DeepSpeed's, of the dense model."""
         error: Exception | None = None
+        self._dense.meet_to_write()
         with self.dense(resident=True):
             try:
-                with self._frozen_by_the_user():
+                with self._mask.trainable_as_built():
                     super().save_16bit_model(save_dir, save_filename, exclude_frozen_parameters)
             except Exception as problem:  # of any kind: the others wait for this rank
                 error = RuntimeError(f"save_16bit_model: cannot write {save_dir}: {problem}")
             self.communicator.raise_together(error)
         return True
-
-    @contextmanager
-    def _frozen_by_the_user(self) -> Iterator[None]:
-        """What requires gradients is what did before units were dropped."""
-        parameters = dict(self.module.named_parameters())
-        own = {name: parameter.requires_grad for name, parameter in parameters.items()}
-        try:
-            for info in self._tensors:
-                parameters[info.name].requires_grad_(info.trainable)
-            yield
-        finally:
-            for name, parameter in parameters.items():
-                parameter.requires_grad_(own[name])
 
     def _refuse_resident(self, call: str) -> None:
         if self._dense.is_resident:

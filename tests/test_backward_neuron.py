@@ -124,10 +124,23 @@ def test_a_cache_handed_in_while_training_is_ignored(name: str) -> None:
     cache = DynamicCache()
     model, _ = masked(dense, plan_of(dense, "backward"), 0)
     expected = dense.train()(input_ids=tokens()).logits.detach()
-    for _ in range(2):  # checkpointing runs a forward pass again
-        found = model.train()(input_ids=tokens(), past_key_values=cache, use_cache=True).logits
-        assert_close(found, expected)
-        assert cache.get_seq_length() == 0
+    found = model.train()(input_ids=tokens(), past_key_values=cache, use_cache=True).logits
+    assert_close(found, expected)
+    assert cache.get_seq_length() == 0
+    with pytest.raises(RuntimeError, match="runs in two parts"):  # it should hold tokens now
+        model(input_ids=tokens(), past_key_values=cache, use_cache=True)
+
+
+def test_modules_without_weights_are_the_bodys_own() -> None:
+    """Another rate of dropout, or a hook, reaches both parts."""
+    dense: Any = build("gpt2")
+    model, mask = masked(dense, plan_of(dense, "backward"), 0)
+    for part in mask.parts:
+        assert isinstance(part, NeuronPart)
+        for twin in part.twins:
+            assert twin is not part.modules[0]
+            for name in ("attn_dropout", "act"):
+                assert getattr(twin, name, None) is getattr(part.modules[0], name, None)
 
 
 def test_a_cache_that_holds_tokens_is_refused() -> None:

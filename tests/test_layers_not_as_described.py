@@ -17,6 +17,7 @@ from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaMLP
 from sdp_deepspeed import architectures
 from sdp_deepspeed.architectures import find_sites, registry, units_of_sites
 from sdp_deepspeed.config import KEY, parse
+from sdp_deepspeed.masking.block import output_names
 from sdp_deepspeed.planning import plan_model
 
 
@@ -133,3 +134,15 @@ def test_one_odd_layer_is_named() -> None:
     with pytest.raises(ValueError, match=r"'model\.layers\.1\.mlp' cannot be cut"):
         units_of_sites(find_sites(model), strategy="neuron")
     assert len(units_of_sites(find_sites(model))) == 4
+
+
+def test_a_scale_needs_the_described_output_projection() -> None:
+    """Else the dense model would go unscaled in silence."""
+    model: Any = models.llama()
+    for layer in model.model.layers:
+        layer.self_attn.o_proj = Adapter(layer.self_attn.o_proj)
+    attention, mlp, *_ = find_sites(model)
+    tensors = dict(model.named_parameters())
+    assert output_names(mlp, tensors) == ["model.layers.0.mlp.down_proj.weight"]
+    with pytest.raises(ValueError, match=r"dense_branch_scale.*layers\.0\.attention.*o_proj has no weight of its own"):
+        output_names(attention, tensors)

@@ -148,4 +148,10 @@ def output_names(site: Site, tensors: Mapping[str, torch.Tensor]) -> list[str]:
             "output projection that could be scaled; register it with architectures.Inner"
         )
     names = [f"{site.body}.{layer}.{kind}" for layer in layers for kind in ("weight", "bias")]
-    return [name for name in names if name in tensors]
+    found = [name for name in names if name in tensors]
+    if sum(name.endswith(".weight") for name in found) < max(1, len(layers)):
+        raise ValueError(
+            f"subnetwork_data_parallel.dense_branch_scale: the description of {site.name!r} names no output projection "
+            f"of it that could be scaled; register it with architectures.Inner. {site.why_whole}".rstrip()
+        )
+    return found

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 
 import torch
 from torch import nn
@@ -53,6 +54,7 @@ class Mask:
         self.shapes = {name: tensor.shape for name, tensor in live.items()}
         self.places = Places(live)
         self._model, self._plan, self._rank = model, plan, rank
+        self._tensors = tuple(tensors)
         self._scale = plan.coverage if scales else 1.0
         self._pieces = pieces_by_tensor(tensors, plan)
         branches = branches_of_units(plan.units, sites)
@@ -69,6 +71,7 @@ class Mask:
         self.parts: list[MaskedPart] = []
         if plan.coverage < 1:
             object.__setattr__(model, CUT, True)
+            model.zero_grad()  # gradients from before this engine are of the dense model
             self.parts = list(self._make_parts(sites, blocks, neurons))
 
     def _make_parts(
@@ -122,6 +125,19 @@ class Mask:
     def dtype_of(self, piece: Piece) -> torch.dtype:
         """Of the piece's tensor, present or not."""
         return self.places.tensors[piece.parameter].dtype
+
+    @contextmanager
+    def trainable_as_built(self) -> Iterator[None]:
+        """What requires gradients is what did before units were dropped or frozen."""
+        parameters = dict(self._model.named_parameters())
+        own = {name: parameter.requires_grad for name, parameter in parameters.items()}
+        try:
+            for info in self._tensors:
+                parameters[info.name].requires_grad_(info.trainable)
+            yield
+        finally:
+            for name, parameter in parameters.items():
+                parameter.requires_grad_(own[name])
 
     def stored(self) -> dict[str, torch.Tensor]:
         """What this rank's subnetwork stores: tensors by dense name, lacking neurons by "<name> (lacking)"."""

@@ -91,7 +91,6 @@ class NeuronPart(MaskedPart):
                 lacking = side_by_side(cut.lacking, dense)
                 self._places.put(cut.lacking, lacking)
                 result[id(cut.parameter)] = nn.Parameter(lacking, requires_grad=False)
-            cut.parameter.grad = None  # of a backward pass before this engine was made
             other = torch.float32 if dense.dtype == torch.float64 else torch.float64
             cut.parameter.data = dense.new_empty(0, dtype=other)  # autograd forgets the shape that it knew
             cut.parameter.data = side_by_side(cut.held, dense)
@@ -170,8 +169,7 @@ class _SplitModule(nn.Module):
             return super().forward(*args, **kwargs)
         for name in part.inner.caches:
             if kwargs.get(name) is not None:
-                trains = self.training and torch.is_grad_enabled()
-                _leave_out(kwargs[name], part.name, getattr(self, "layer_idx", 0), trains=trains)
+                _leave_out(kwargs[name], part.name, getattr(self, "layer_idx", None))
                 kwargs[name] = None
         outputs = []
         for twin in part.twins:
@@ -186,16 +184,16 @@ class _SplitModule(nn.Module):
         return result if part.num_outputs == 1 else (result, *[None] * (part.num_outputs - 1))
 
 
-def _leave_out(cache: Any, name: str, layer: int, *, trains: bool) -> None:
+def _leave_out(cache: Any, name: str, layer: int | None) -> None:
     """Run without a cache that is empty. One that holds tokens is refused, and so is one that should hold some."""
     missing = cache.__dict__.setdefault("_sdp_missing", set()) if hasattr(cache, "__dict__") else set()
-    if layer in missing or (hasattr(cache, "get_seq_length") and cache.get_seq_length(layer) > 0):
+    has_tokens = layer is not None and hasattr(cache, "get_seq_length") and cache.get_seq_length(layer) > 0
+    if name in missing or has_tokens:
         raise RuntimeError(
             f"{name} runs in two parts, which have no cache of keys and values: generate without gradients, or inside "
             "engine.dense(resident=True)"
         )
-    if not trains:  # a training step, and its recomputation by checkpointing, never reads what it cached
-        missing.add(layer)
+    missing.add(name)
 
 
 def _cut(model: nn.Module, name: str, pieces: Sequence[tuple[Piece, bool]]) -> CutParameter:
@@ -216,8 +214,10 @@ def _twin(module: nn.Module, replaced: Mapping[int, nn.Parameter], left_out: Seq
         below = [path.removeprefix(f"{name}.") for path in left_out if path.startswith(f"{name}.")]
         if name in left_out:
             twin._modules[name] = nn.Identity()
+        elif child is None or (not below and next(child.parameters(), None) is None):
+            twin._modules[name] = child  # dropout, activation: who changes it later changes it for all
         else:
-            twin._modules[name] = None if child is None else _twin(child, replaced, below)
+            twin._modules[name] = _twin(child, replaced, below)
     return twin
 
 
