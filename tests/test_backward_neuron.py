@@ -134,7 +134,7 @@ def test_a_cache_handed_in_while_training_is_ignored(name: str) -> None:
 def test_modules_without_weights_are_the_bodys_own() -> None:
     """Another rate of dropout, or a hook, reaches both parts."""
     dense: Any = build("gpt2")
-    model, mask = masked(dense, plan_of(dense, "backward"), 0)
+    mask = masked(dense, plan_of(dense, "backward"), 0)[1]
     for part in mask.parts:
         assert isinstance(part, NeuronPart)
         for twin in part.twins:

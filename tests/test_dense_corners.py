@@ -43,8 +43,9 @@ def is_the_dense_model(rank: Rank) -> None:
             assert_identical(engine.module.state_dict(), whole.state_dict())
         with engine.dense(resident=True):
             assert torch.equal(logits(engine.module, batch), expected)
-            with pytest.raises(RuntimeError, match=r"backward inside engine\.dense\(resident=True\)"):
-                engine.backward(loss_of(engine.module, batch))
+            if (regime, strategy) != ("backward", "block"):  # whose module is the dense model at all times
+                with pytest.raises(RuntimeError, match=r"backward inside engine\.dense\(resident=True\)"):
+                    engine.backward(loss_of(engine.module, batch))
         assert not present_lacking(engine)
         assert_identical(held_copies(engine), before)
         engine.train()
