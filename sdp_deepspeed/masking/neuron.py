@@ -1,9 +1,9 @@
 """Neuron strategy: a branch's linear layers keep the rows and columns of this rank's neurons or heads.
 
 The modules stay stock modules, with narrower weights. In the forward regime nothing else exists. In the backward
-regime the branch has a second, frozen copy of its modules with the weights that the rank lacks: its body runs once
-on each and the outputs are added, so that autograd computes no weight gradients for what is lacking and keeps none
-of the activations that only those would need.
+regime the body runs twice and the outputs are added: as one shallow copy of its modules with the held weights, and as
+one with the lacking weights, frozen, so that autograd computes no weight gradients for those and keeps none of the
+activations that only they would need.
 """
 
 from __future__ import annotations
