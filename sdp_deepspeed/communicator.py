@@ -7,9 +7,22 @@ Positional calls only: `torch.distributed` and `deepspeed.comm` name their argum
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import torch
+
+
+class Work(Protocol):
+    """A collective that runs."""
+
+    def wait(self) -> Any: ...
+
+
+class Done:
+    """Nothing to wait for."""
+
+    def wait(self) -> None:
+        return
 
 
 class Communicator:
@@ -32,6 +45,16 @@ class Communicator:
         """Uneven all-to-all of flat tensors, splits in elements; every rank of the group calls it."""
         if self.size > 1:
             self._dist.all_to_all_single(received, sent, list(received_splits), list(sent_splits), group=self._group)
+
+    def start_all_to_all(
+        self, received: torch.Tensor, sent: torch.Tensor, received_splits: Sequence[int], sent_splits: Sequence[int]
+    ) -> Work:
+        """As `all_to_all`, but returns at once; the tensors must live until `wait` of the result returns."""
+        if self.size == 1:
+            return Done()
+        return self._dist.all_to_all_single(
+            received, sent, list(received_splits), list(sent_splits), group=self._group, async_op=True
+        )
 
     def sum(self, tensor: torch.Tensor) -> torch.Tensor:
         """All-reduce in place; every rank of the group calls it."""

@@ -122,6 +122,7 @@ class SubnetworkEngine(DeepSpeedEngine):
             clip=float(self.gradient_clipping()),
             bucket_elements=int(self.zero_reduce_bucket_size()),
             wire_dtype=self.communication_data_type,
+            max_in_flight=2 if self.zero_overlap_comm() else 0,
             accumulate_in_fp32=accumulation_dtype == torch.float32 and model_dtype != torch.float32,
             skip_overflow=self.bfloat16_enabled() and self._config.bfloat16_config.check_grad_overflow,
         )
@@ -136,7 +137,8 @@ class SubnetworkEngine(DeepSpeedEngine):
         )
 
     def allreduce_gradients(self, bucket_size: int = 0) -> None:
-        """Nothing: gradients stay local until `step`, where the optimizer averages them over holders."""
+        """After a backward pass; at stages 0 and 1 gradients stay local until `step`, where they are averaged."""
+        self.optimizer.end_backward()
 
     def clip_fp32_gradients(self) -> None:
         """Nothing: the optimizer clips by the norm of the averaged dense gradient."""

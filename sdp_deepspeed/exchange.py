@@ -14,7 +14,7 @@ from typing import Literal
 
 import torch
 
-from .communicator import Communicator
+from .communicator import Communicator, Work
 from .places import in_order
 from .segments import Bucket, Fragment, Segment
 from .units import Piece
@@ -111,6 +111,16 @@ def back_route(bucket: Bucket, rank: int, size: int, receivers: Receivers) -> Ro
     return Route(tuple(sent), tuple(sent_splits), tuple(received), tuple(received_splits))
 
 
+@dataclass(frozen=True)
+class Reduction:
+    """A bucket on its way to the owners; the buffers live until it is finished."""
+
+    bucket: Bucket
+    sent: torch.Tensor
+    received: torch.Tensor
+    work: Work
+
+
 class Exchange:
     """Masked averaging over one communicator; every rank calls the same methods in the same bucket order.
 
@@ -131,6 +141,19 @@ class Exchange:
         self._routes: dict[tuple[int, Receivers], Route] = {}
         self._owned = {bucket.index: self._owned_shards(bucket) for bucket in buckets}
 
+    def held_names(self, bucket: Bucket) -> set[str]:
+        """Parameters of which this rank holds pieces in the bucket."""
+        rank = self._communicator.rank
+        return {f.piece.parameter for s in bucket.segments if s.held_by(rank) for f in s.fragments}
+
+    def last_uses(self) -> list[list[str]]:
+        """Per bucket the parameters that no later bucket holds pieces of, so that their gradients can be freed."""
+        last = {name: bucket.index for bucket in self.buckets for name in sorted(self.held_names(bucket))}
+        uses: list[list[str]] = [[] for _ in self.buckets]
+        for name, index in last.items():
+            uses[index].append(name)
+        return uses
+
     def owned(self, bucket: Bucket) -> list[tuple[Segment, list[Fragment]]]:
         """Segments of which this rank owns a shard that is not empty, with the shard's fragments."""
         return self._owned[bucket.index]
@@ -147,6 +170,10 @@ class Exchange:
             gradients: local gradients; None counts as zeros.
             averages: fp32 outputs, one flat tensor per entry of `owned(bucket)`.
         """
+        self.finish_reduce(self.start_reduce(bucket, gradients), gradients, averages)
+
+    def start_reduce(self, bucket: Bucket, gradients: Views) -> Reduction:
+        """Send this rank's contributions of a bucket; `gradients` must stay as they are until `finish_reduce`."""
         route = self._route(bucket, "holders")  # walked backwards: what comes back later is what leaves now
         sent = torch.empty(sum(route.received_splits), dtype=self._dtype, device=self._device)
         if route.received:
@@ -154,13 +181,13 @@ class Exchange:
                 list(sent.split(route.received_sizes)), read(gradients, route.received, device=self._device)
             )
         received = torch.empty(sum(route.sent_splits), dtype=self._dtype, device=self._device)
-        self._communicator.all_to_all(received, sent, route.sent_splits, route.received_splits)
-        del sent
-        self._average(bucket, gradients, received, averages)
+        work = self._communicator.start_all_to_all(received, sent, route.sent_splits, route.received_splits)
+        return Reduction(bucket, sent, received, work)
 
-    def _average(
-        self, bucket: Bucket, gradients: Views, received: torch.Tensor, averages: Sequence[torch.Tensor]
-    ) -> None:
+    def finish_reduce(self, reduction: Reduction, gradients: Views, averages: Sequence[torch.Tensor]) -> None:
+        """Wait for the others' contributions and average them with this rank's; args as `reduce`."""
+        reduction.work.wait()
+        bucket, received = reduction.bucket, reduction.received
         owned = self.owned(bucket)
         for (_, fragments), average in zip(owned, averages, strict=True):
             sizes = [fragment.stop - fragment.start for fragment in fragments]

@@ -1,7 +1,7 @@
-"""Masked averaging and ZeRO stages 0 and 1 behind DeepSpeed's optimizer surface (DESIGN.md sections 1, 4).
+"""Masked averaging and ZeRO stages 0, 1, 2 behind DeepSpeed's optimizer surface (DESIGN.md sections 1, 4).
 
-Stage 1: the owner of a shard averages it, steps it and sends the weights back. Stage 0: the owner sends
-the average back and every holder steps all that it holds.
+Stage 1: the owner of a shard averages it, steps it and sends the weights back. Stage 2: the same, but the averaging
+happens during backward. Stage 0: the owner sends the average back and every holder steps all that it holds.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from deepspeed.runtime.base_optimizer import ZeROOptimizer
 
+from .backward_reduction import BackwardReduction
 from .communicator import Communicator
 from .exchange import Exchange, Receivers, write
 from .gradients import Gradients
@@ -28,11 +29,12 @@ class OptimizerSettings:
     """Options that DeepSpeed's config gives to the optimizer.
 
     Args:
-        stage: ZeRO stage, 0 or 1.
+        stage: ZeRO stage, 0, 1 or 2.
         clip: largest norm of the averaged dense gradient; 0 switches clipping off.
         bucket_elements: most elements that a rank packs for one exchange (`reduce_bucket_size`).
         wire_dtype: of gradients on the wire (`communication_data_type`).
         accumulate_in_fp32: keep gradients in fp32 between micro-steps (`data_types.grad_accum_dtype`).
+        max_in_flight: stage 2: buckets whose exchange may run while backward goes on (`overlap_comm`).
         skip_overflow: leave a step out on all ranks when any rank's gradient is not finite.
     """
 
@@ -41,14 +43,16 @@ class OptimizerSettings:
     bucket_elements: int
     wire_dtype: torch.dtype
     accumulate_in_fp32: bool = False
+    max_in_flight: int = 0
     skip_overflow: bool = False
 
 
 class SubnetworkOptimizer(ZeROOptimizer):
     """Wraps an elementwise optimizer: averages over holders, steps, keeps holders identical.
 
-    Every data-parallel rank must call `step`. Between `backward` and `step` gradients are local; the
-    exchange happens in `step`, so that any number of backward passes may come before it.
+    Every data-parallel rank must call `step`. At stages 0 and 1 gradients are local between `backward` and `step`; the
+    exchange happens in `step`, so that any number of backward passes may come before it. At stage 2 every rank must
+    call `end_backward` after each.
 
     Args:
         optimizer: with the full model's parameters in its groups, as the user built it.
@@ -85,11 +89,14 @@ class SubnetworkOptimizer(ZeROOptimizer):
         self._places = places or Places(self._parameters)
         self._everyone_updates = plan.regime == "backward"
         tensors = agree_on_groups(optimizer, tensors, self._parameters, communicator, settings=repr(settings))
-        self._gradients = Gradients(self._parameters, self._places, accumulate_in_fp32=settings.accumulate_in_fp32)
+        self._gradients = Gradients(
+            self._parameters, self._places, accumulate_in_fp32=settings.accumulate_in_fp32 and settings.stage < 2
+        )
         self._device = next(iter(self._parameters.values())).device
         self.exchange = self._build_exchange(tensors, plan)
         self.groups = [self._stepped_group(index) for index in range(len(optimizer.param_groups))]
-        self._last_use = _last_use(self.exchange.buckets, communicator.rank)
+        self._last_use = self.exchange.last_uses()
+        self._reduction = self._reduce_in_backward() if settings.stage == 2 else None
         repoint(optimizer, self.groups)
 
     def _build_exchange(self, tensors: Sequence[TensorInfo], plan: Plan) -> Exchange:
@@ -104,6 +111,22 @@ class SubnetworkOptimizer(ZeROOptimizer):
         )
         return Exchange(buckets, self._communicator, device=self._device, dtype=self.settings.wire_dtype)
 
+    def _reduce_in_backward(self) -> BackwardReduction:
+        return BackwardReduction(
+            self.exchange,
+            self._gradients,
+            self._communicator,
+            self._parameters,
+            group_sizes=[group.num_elements for group in self.groups],
+            dtype=torch.float32 if self.settings.accumulate_in_fp32 else next(iter(self._parameters.values())).dtype,
+            max_in_flight=self.settings.max_in_flight,
+        )
+
+    def end_backward(self) -> None:
+        """Stage 2: send what has not left; every data-parallel rank calls it after each backward pass."""
+        if self._reduction is not None:
+            self._reduction.end_round()
+
     def _stepped_group(self, index: int) -> SteppedGroup:
         fragments = [
             fragment
@@ -115,7 +138,7 @@ class SubnetworkOptimizer(ZeROOptimizer):
         return SteppedGroup(fragments, self._places.weight)
 
     def _stepped(self, bucket: Bucket) -> list[tuple[Segment, list[Fragment]]]:
-        if self.settings.stage == 1:
+        if self.settings.stage:
             return self.exchange.owned(bucket)
         rank = self._communicator.rank
         return [(segment, list(segment.fragments)) for segment in bucket.segments if segment.held_by(rank)]
@@ -147,8 +170,11 @@ class SubnetworkOptimizer(ZeROOptimizer):
         self.zero_grad()
 
     def _average(self) -> tuple[list[torch.Tensor], torch.Tensor]:
-        """Owned averages as one flat fp32 gradient per group (stage 1), and their sum of squares (float64)."""
+        """Owned averages as one flat fp32 gradient per group (not stage 0), and their sum of squares (float64)."""
         squares = torch.zeros((), dtype=torch.float64, device=self._device)
+        if self._reduction is not None:
+            flats = self._reduction.take()
+            return flats, squares + sum(norm.double() ** 2 for norm in torch._foreach_norm(flats))
         kept = [torch.empty(self._kept(group), device=self._device) for group in self.groups]
         position = [0] * len(self.groups)
         for bucket in self.exchange.buckets:
@@ -174,7 +200,7 @@ class SubnetworkOptimizer(ZeROOptimizer):
             for name in self._last_use[bucket.index]:
                 self._gradients.free(name)
             return
-        for name in self._held_names(bucket):
+        for name in self.exchange.held_names(bucket):
             self._gradients.make(name)
         for (_, fragments), average in zip(self.exchange.owned(bucket), averages, strict=True):
             write(
@@ -183,10 +209,6 @@ class SubnetworkOptimizer(ZeROOptimizer):
                 average.split([fragment.stop - fragment.start for fragment in fragments]),
             )
         self.exchange.distribute(bucket, self._gradients.view)
-
-    def _held_names(self, bucket: Bucket) -> set[str]:
-        rank = self._communicator.rank
-        return {f.piece.parameter for s in bucket.segments if s.held_by(rank) for f in s.fragments}
 
     def _clip(self, averages: list[torch.Tensor]) -> None:
         """Scale the averaged gradient as DeepSpeed does: by 1 / max(1, (norm + 1e-6) / clip)."""
@@ -202,7 +224,7 @@ class SubnetworkOptimizer(ZeROOptimizer):
     def _take_step(self, averages: list[torch.Tensor]) -> None:
         for group, flat in zip(self.groups, averages, strict=True):
             group.link()
-            if self.settings.stage == 1:
+            if self.settings.stage:
                 group.set_flat_gradient(flat)
             else:
                 group.set_gradients(self._gradients.view)
@@ -212,7 +234,7 @@ class SubnetworkOptimizer(ZeROOptimizer):
         self._send_weights()
 
     def _send_weights(self) -> None:
-        if self.settings.stage == 1:
+        if self.settings.stage:
             receivers: Receivers = "all" if self._everyone_updates else "holders"
         elif self._everyone_updates:
             receivers = "others"
@@ -223,12 +245,15 @@ class SubnetworkOptimizer(ZeROOptimizer):
 
     def gradient_tensors(self) -> list[torch.Tensor]:
         """Local gradients that exist now, for measurements."""
-        return self._gradients.tensors()
+        kept = self._reduction.tensors() if self._reduction is not None else []
+        return self._gradients.tensors() + kept
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drop all local gradients and accumulators."""
         for name in self._parameters:
             self._gradients.free(name)
+        if self._reduction is not None:
+            self._reduction.drop()
 
     def refresh_fp32_params(self) -> None:
         """Take fp32 masters from the weights again, after weights came from outside."""
@@ -246,16 +271,3 @@ class SubnetworkOptimizer(ZeROOptimizer):
         for group, master in zip(own, state["masters"], strict=True):
             if master is not None:
                 group.tensors[0].data.copy_(master)
-
-
-def _last_use(buckets: Sequence[Bucket], rank: int) -> list[list[str]]:
-    """Per bucket the parameters whose gradients no later bucket reads, so that they can be freed."""
-    last: dict[str, int] = {}
-    for bucket in buckets:
-        for segment in bucket.segments:
-            if segment.held_by(rank):
-                last.update({fragment.piece.parameter: bucket.index for fragment in segment.fragments})
-    uses: list[list[str]] = [[] for _ in buckets]
-    for name, index in last.items():
-        uses[index].append(name)
-    return uses

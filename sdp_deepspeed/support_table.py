@@ -136,7 +136,7 @@ TABLE: tuple[Row, ...] = (
     Row("replicas of subnetworks", f"{KEY}.subnetworks", "not built yet", 1, None, 'use "auto"'),
     Row("ZeRO stage 0", "zero_optimization.stage", "works", 0),
     Row("ZeRO stage 1", "zero_optimization.stage", "works", 1),
-    Row("ZeRO stage 2", "zero_optimization.stage", "not built yet", 2, _is(2), "use stage 1"),
+    Row("ZeRO stage 2", "zero_optimization.stage", "works", 2),
     Row(
         "ZeRO stage 3", "zero_optimization.stage", "refused", 3, _is(3), "it shards what subnetworks hold; use stage 1"
     ),
@@ -187,7 +187,7 @@ TABLE: tuple[Row, ...] = (
         _is_on,
         "it needs stage 3",
     ),
-    Row("overlap of communication", "zero_optimization.overlap_comm", "not built yet", True, _is_on, "set it to false"),
+    Row("overlap of communication", "zero_optimization.overlap_comm", "works", True),
     Row("ZenFlow", "zero_optimization.zenflow", "refused", {"topk_ratio": 0.1}, _is_present),
     Row("step without gradient norm", "zero_optimization.compute_grad_norm", "not built yet", False, _is(False)),
     Row("hierarchical partitions (ZeRO++)", "zero_optimization.zero_hpz_partition_size", "refused", 2, _above_one),
