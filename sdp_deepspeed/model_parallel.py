@@ -1,0 +1,28 @@
+"""Ranks that train one copy of a subnetwork together: what the optimizer must know of them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from .communicator import Communicator
+
+
+@dataclass(frozen=True)
+class ModelParallel:
+    """A tensor-parallel group; its ranks hold the same units and see the same batches.
+
+    Args:
+        communicator: the tensor-parallel group of this rank.
+        sharded: dense names of parameters of which each rank of the group has its own shard. All others are replicated:
+            the gradient norm counts them once.
+        partial: replicated parameters of which each rank computes only a summand of the gradient (per-head norms, of
+            which each rank sees its own heads).
+    """
+
+    communicator: Communicator
+    sharded: frozenset[str]
+    partial: frozenset[str] = frozenset()
+
+    def counts(self, name: str) -> bool:
+        """Whether this rank counts the parameter in the gradient norm."""
+        return name in self.sharded or self.communicator.rank == 0
