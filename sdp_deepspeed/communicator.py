@@ -41,15 +41,12 @@ class Communicator:
 
     def all_to_all(
         self, received: torch.Tensor, sent: torch.Tensor, received_splits: Sequence[int], sent_splits: Sequence[int]
-    ) -> None:
-        """Uneven all-to-all of flat tensors, splits in elements; every rank of the group calls it."""
-        if self.size > 1:
-            self._dist.all_to_all_single(received, sent, list(received_splits), list(sent_splits), group=self._group)
-
-    def start_all_to_all(
-        self, received: torch.Tensor, sent: torch.Tensor, received_splits: Sequence[int], sent_splits: Sequence[int]
     ) -> Work:
-        """As `all_to_all`, but returns at once; the tensors must live until `wait` of the result returns."""
+        """Start an uneven all-to-all of flat tensors, splits in elements; every rank of the group calls it.
+
+        Returns at once: the tensors must live and stay as they are until `wait` of the result has returned. On a GPU
+        `wait` makes the current stream wait, so that no other stream ever touches the tensors' users.
+        """
         if self.size == 1:
             return Done()
         return self._dist.all_to_all_single(

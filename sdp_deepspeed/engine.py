@@ -25,12 +25,14 @@ from .architectures import find_sites, unit_costs
 from .communicator import Communicator
 from .config import KEY, parse
 from .dense import DenseView
-from .gate import TIMEOUT, Gate
+from .gate import make_gate
 from .hosts import check_hosts
 from .masking import CUT, Mask
-from .optimizer import OptimizerSettings, SubnetworkOptimizer
+from .optimizer import SubnetworkOptimizer
+from .placement import Network
 from .plan import Plan
 from .planning import dense_tensors, plan_model
+from .settings import loss_scaler, optimizer_settings
 from .support import optimizer_refusal, refuse_unsupported
 
 _NO_OPTIMIZER = f"{KEY} needs an optimizer: name one in the config, or give deepspeed.initialize one"
@@ -72,9 +74,10 @@ class SubnetworkEngine(DeepSpeedEngine):
         super()._configure_distributed_model(model)
         self.communicator = Communicator(deepspeed_comm, self.seq_data_parallel_group)
         self._tensors = dense_tensors(model)
+        network = self._network()
         error: Exception | None = None
         try:
-            self.plan, notes = plan_model(model, self.block, self.communicator.size)
+            self.plan, notes = plan_model(model, self.block, self.communicator.size, network)
             costs = unit_costs(model, self.plan.units)
             self._mask = Mask(
                 model,
@@ -90,16 +93,27 @@ class SubnetworkEngine(DeepSpeedEngine):
         self._check_same_plan()
         for note in notes:
             log_dist(f"{KEY}: {note}", ranks=[0], level=logging.WARNING)
-        self._dense = DenseView(model, self._mask, self.plan, self.communicator, _make_gate(self.communicator))
+        self._dense = DenseView(model, self._mask, self.plan, self.communicator, make_gate(torch.distributed))
         log_dist(f"{KEY}\n{self.plan.table(costs)}", ranks=[0])
 
+    def _network(self) -> Network:
+        """Nodes of the ranks, and bytes per element as the exchange sends them; all data-parallel ranks call it."""
+        rounds = self.gradient_accumulation_steps() if self.zero_optimization_stage() == 2 else 1
+        return Network.gather(
+            self.communicator,
+            gradient_bytes=rounds * self.communication_data_type.itemsize,
+            weight_bytes=self.get_data_types()[0].itemsize,
+        )
+
     def _check_same_plan(self) -> None:
-        hashes = self.communicator.gather_objects(self.plan.hash)
-        different = [rank for rank, other in enumerate(hashes) if other != hashes[0]]
+        """The hash, and which rank has which subnetwork: the hash does not cover that."""
+        plans = self.communicator.gather_objects((self.plan.hash, self.plan.subnetwork_of_rank))
+        different = [rank for rank, other in enumerate(plans) if other != plans[0]]
         if different:
             raise RuntimeError(
-                f"ranks {different[:5]} made another plan than rank 0 ({hashes[different[0]][:12]}, not "
-                f"{hashes[0][:12]}): give all ranks the same model, config and version of sdp_deepspeed"
+                f"ranks {different[:5]} made another plan than rank 0 ({plans[different[0]][0][:12]}, not "
+                f"{plans[0][0][:12]}) or placed it otherwise: give all ranks the same model, config and version of "
+                "sdp_deepspeed"
             )
 
     def _configure_optimizer(self, client_optimizer: Any, model_parameters: Any) -> None:
@@ -116,16 +130,6 @@ class SubnetworkEngine(DeepSpeedEngine):
     def _configure_zero_optimizer(self, optimizer: Any) -> SubnetworkOptimizer:
         if optimizer is None:
             raise ValueError(_NO_OPTIMIZER)
-        model_dtype, accumulation_dtype = self.get_data_types()
-        settings = OptimizerSettings(
-            stage=int(self.zero_optimization_stage()),
-            clip=float(self.gradient_clipping()),
-            bucket_elements=int(self.zero_reduce_bucket_size()),
-            wire_dtype=self.communication_data_type,
-            max_in_flight=2 if self.zero_overlap_comm() else 0,
-            accumulate_in_fp32=accumulation_dtype == torch.float32 and model_dtype != torch.float32,
-            skip_overflow=self.bfloat16_enabled() and self._config.bfloat16_config.check_grad_overflow,
-        )
         return SubnetworkOptimizer(
             optimizer,
             parameters=dict(self.module.named_parameters()),
@@ -133,7 +137,8 @@ class SubnetworkEngine(DeepSpeedEngine):
             plan=self.plan,
             places=self._mask.places,
             communicator=self.communicator,
-            settings=settings,
+            settings=optimizer_settings(self),
+            loss_scaler=loss_scaler(self),
         )
 
     def allreduce_gradients(self, bucket_size: int = 0) -> None:
@@ -272,19 +277,3 @@ class SubnetworkEngine(DeepSpeedEngine):
         if path is None:
             logger.warning(f"load_checkpoint: {load_dir} has no file 'latest', so nothing was loaded")
         return path, client_state
-
-
-def _make_gate(communicator: Communicator) -> Gate:
-    """A gloo group of its own, so that a meeting cannot pair with a collective of the user's."""
-    dist = torch.distributed
-    group = dist.new_group(backend="gloo", timeout=TIMEOUT)
-    prefix = f"sdp_deepspeed/gate/{group.group_name}"  # of this engine alone: others count their own meetings
-    store = dist.PrefixStore(prefix, dist.distributed_c10d._get_default_store())
-
-    def report(meetings: int) -> None:
-        store.set(str(communicator.rank), str(meetings))
-
-    def reports() -> list[int]:
-        return [int(store.get(str(rank))) if store.check([str(rank)]) else 0 for rank in range(communicator.size)]
-
-    return Gate(dist, group, rank=communicator.rank, size=communicator.size, report=report, reports=reports)

@@ -113,9 +113,25 @@ def back_route(bucket: Bucket, rank: int, size: int, receivers: Receivers) -> Ro
 
 @dataclass(frozen=True)
 class Reduction:
-    """A bucket on its way to the owners; the buffers live until it is finished."""
+    """A bucket on its way to the owners; the buffers live until it is finished.
+
+    Args:
+        averages: fp32, one flat tensor per entry of `Exchange.owned(bucket)`; this rank's own contribution until then.
+    """
 
     bucket: Bucket
+    averages: list[torch.Tensor]
+    sent: torch.Tensor
+    received: torch.Tensor
+    work: Work
+
+
+@dataclass(frozen=True)
+class Distribution:
+    """A bucket on its way back; the buffers live until it is finished."""
+
+    route: Route
+    tensors: Views
     sent: torch.Tensor
     received: torch.Tensor
     work: Work
@@ -136,7 +152,7 @@ class Exchange:
     ) -> None:
         self.buckets = tuple(buckets)
         self._communicator = communicator
-        self._device = device
+        self.device = device
         self._dtype = dtype
         self._routes: dict[tuple[int, Receivers], Route] = {}
         self._owned = {bucket.index: self._owned_shards(bucket) for bucket in buckets}
@@ -164,34 +180,38 @@ class Exchange:
         return [(segment, fragments) for segment, fragments in shards if fragments]
 
     def reduce(self, bucket: Bucket, gradients: Views, averages: Sequence[torch.Tensor]) -> None:
-        """Average `gradients` over each segment's holders into the owners' shards.
+        """Average `gradients` over each segment's holders into the owners' shards; args as `start_reduce`."""
+        self.finish_reduce(self.start_reduce(bucket, gradients, averages))
+
+    def start_reduce(
+        self, bucket: Bucket, gradients: Views, averages: Sequence[torch.Tensor] | None = None
+    ) -> Reduction:
+        """Send this rank's contributions to a bucket.
 
         Args:
-            gradients: local gradients; None counts as zeros.
-            averages: fp32 outputs, one flat tensor per entry of `owned(bucket)`.
+            gradients: local gradients; None counts as zeros. They may change as soon as this returns.
+            averages: fp32 outputs, one flat tensor per entry of `owned(bucket)`; None makes new ones.
         """
-        self.finish_reduce(self.start_reduce(bucket, gradients), gradients, averages)
-
-    def start_reduce(self, bucket: Bucket, gradients: Views) -> Reduction:
-        """Send this rank's contributions of a bucket; `gradients` must stay as they are until `finish_reduce`."""
         route = self._route(bucket, "holders")  # walked backwards: what comes back later is what leaves now
-        sent = torch.empty(sum(route.received_splits), dtype=self._dtype, device=self._device)
+        sent = torch.empty(sum(route.received_splits), dtype=self._dtype, device=self.device)
         if route.received:
             torch._foreach_copy_(
-                list(sent.split(route.received_sizes)), read(gradients, route.received, device=self._device)
+                list(sent.split(route.received_sizes)), read(gradients, route.received, device=self.device)
             )
-        received = torch.empty(sum(route.sent_splits), dtype=self._dtype, device=self._device)
-        work = self._communicator.start_all_to_all(received, sent, route.sent_splits, route.received_splits)
-        return Reduction(bucket, sent, received, work)
-
-    def finish_reduce(self, reduction: Reduction, gradients: Views, averages: Sequence[torch.Tensor]) -> None:
-        """Wait for the others' contributions and average them with this rank's; args as `reduce`."""
-        reduction.work.wait()
-        bucket, received = reduction.bucket, reduction.received
-        owned = self.owned(bucket)
-        for (_, fragments), average in zip(owned, averages, strict=True):
+        received = torch.empty(sum(route.sent_splits), dtype=self._dtype, device=self.device)
+        work = self._communicator.all_to_all(received, sent, route.sent_splits, route.received_splits)
+        own = []
+        for index, (_, fragments) in enumerate(self.owned(bucket)):
             sizes = [fragment.stop - fragment.start for fragment in fragments]
-            torch._foreach_copy_(list(average.split(sizes)), read(gradients, fragments, device=self._device))
+            own.append(torch.empty(sum(sizes), device=self.device) if averages is None else averages[index])
+            torch._foreach_copy_(list(own[-1].split(sizes)), read(gradients, fragments, device=self.device))
+        return Reduction(bucket, own, sent, received, work)
+
+    def finish_reduce(self, reduction: Reduction) -> None:
+        """Wait for the others' contributions and average them with this rank's, in `reduction.averages`."""
+        reduction.work.wait()
+        bucket, received, averages = reduction.bucket, reduction.received, reduction.averages
+        owned = self.owned(bucket)
         position = 0
         for peer in range(self._communicator.size):
             if peer == self._communicator.rank:
@@ -203,7 +223,7 @@ class Exchange:
                 torch._foreach_add_(sums, list(stretch.split(lengths)))
                 position += sum(lengths)
         if owned:
-            torch._foreach_div_(list(averages), [float(len(segment.holders)) for segment, _ in owned])
+            torch._foreach_div_(averages, [float(len(segment.holders)) for segment, _ in owned])
 
     def distribute(self, bucket: Bucket, tensors: Views, *, receivers: Receivers = "holders") -> None:
         """Send the owners' shards of `tensors` to the receivers, who write them into theirs.
@@ -211,15 +231,24 @@ class Exchange:
         Args:
             tensors: this rank's own shards are read, what it receives is overwritten.
         """
+        self.finish_distribute(self.start_distribute(bucket, tensors, receivers=receivers))
+
+    def start_distribute(self, bucket: Bucket, tensors: Views, *, receivers: Receivers = "holders") -> Distribution:
+        """The first part of `distribute`: own shards are read before it returns."""
         route = self._route(bucket, receivers)
         dtype = bucket.segments[0].dtype
-        sent = torch.empty(sum(route.sent_splits), dtype=dtype, device=self._device)
+        sent = torch.empty(sum(route.sent_splits), dtype=dtype, device=self.device)
         if route.sent:
             torch._foreach_copy_(list(sent.split(route.sent_sizes)), read(tensors, route.sent))
-        received = torch.empty(sum(route.received_splits), dtype=dtype, device=self._device)
-        self._communicator.all_to_all(received, sent, route.received_splits, route.sent_splits)
-        if route.received:
-            write(tensors, route.received, received.split(route.received_sizes))
+        received = torch.empty(sum(route.received_splits), dtype=dtype, device=self.device)
+        work = self._communicator.all_to_all(received, sent, route.received_splits, route.sent_splits)
+        return Distribution(route, tensors, sent, received, work)
+
+    def finish_distribute(self, running: Distribution) -> None:
+        """Wait for what the owners sent and write it."""
+        running.work.wait()
+        if running.route.received:
+            write(running.tensors, running.route.received, running.received.split(running.route.received_sizes))
 
     def _route(self, bucket: Bucket, receivers: Receivers) -> Route:
         key = (bucket.index, receivers)

@@ -28,11 +28,11 @@ _WORDS = {
 
 
 class Gate:
-    """Meeting point of all data-parallel ranks before each collective of the dense view.
+    """Meeting point of all ranks before each collective of the dense view.
 
     Args:
         dist: `torch.distributed`.
-        group: a gloo group of the data-parallel ranks, used for nothing else, with a finite timeout.
+        group: a gloo group of all ranks, used for nothing else, with a finite timeout.
         rank, size: in that group.
         report: publishes this rank's number of meetings where others can read it; None if there is no such place.
         reports: reads the numbers of all ranks.
@@ -103,3 +103,24 @@ class Gate:
             f"after {self.num_forwards} evaluation batches {'; '.join(said)}. The dense model is a collective of all "
             "ranks: give each the same number of batches (drop or repeat samples), and save from all ranks together"
         )
+
+
+def make_gate(dist: Any) -> Gate:
+    """A gate for all ranks of the run, in a gloo group of its own, so that a meeting cannot pair with a collective of
+    the user's; every rank calls it.
+
+    Args:
+        dist: `torch.distributed`.
+    """
+    group = dist.new_group(backend="gloo", timeout=TIMEOUT)
+    prefix = f"sdp_deepspeed/gate/{group.group_name}"  # of this engine alone: others count their own meetings
+    store = dist.PrefixStore(prefix, dist.distributed_c10d._get_default_store())
+    rank, size = dist.get_rank(), dist.get_world_size()
+
+    def report(meetings: int) -> None:
+        store.set(str(rank), str(meetings))
+
+    def reports() -> list[int]:
+        return [int(store.get(str(other))) if store.check([str(other)]) else 0 for other in range(size)]
+
+    return Gate(dist, group, rank=rank, size=size, report=report, reports=reports)

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+
+import torch
 
 from .communicator import Communicator
 
@@ -26,3 +29,9 @@ class ModelParallel:
     def counts(self, name: str) -> bool:
         """Whether this rank counts the parameter in the gradient norm."""
         return name in self.sharded or self.communicator.rank == 0
+
+    def complete_gradients(self, parameters: Mapping[str, torch.nn.Parameter]) -> None:
+        """From now on each gradient of a `partial` parameter is summed over the group before it is accumulated."""
+        for name in sorted(self.partial):
+            if parameters[name].requires_grad:
+                parameters[name].register_hook(lambda gradient: self.communicator.sum(gradient.clone()))

@@ -6,22 +6,26 @@ happens during backward. Stage 0: the owner sends the average back and every hol
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from deepspeed.runtime.base_optimizer import ZeROOptimizer
+from deepspeed.runtime.fp16.loss_scaler import LossScaler, LossScalerBase
 
+from .averaging import Averages, Averaging, StepAveraging, global_norm, pipelined
 from .backward_reduction import BackwardReduction
 from .communicator import Communicator
-from .exchange import Exchange, Receivers, write
+from .exchange import Exchange, Receivers
 from .gradients import Gradients
+from .model_parallel import ModelParallel
 from .param_groups import agree_on_groups
 from .places import Places
 from .plan import Plan
 from .segments import NOT_OPTIMIZED, Bucket, Fragment, Segment, TensorInfo, build_buckets, build_segments
-from .stepping import SteppedGroup, repoint
+from .stepping import Offload, SteppedGroup, repoint
 
 
 @dataclass(frozen=True)
@@ -31,20 +35,26 @@ class OptimizerSettings:
     Args:
         stage: ZeRO stage, 0, 1 or 2.
         clip: largest norm of the averaged dense gradient; 0 switches clipping off.
-        bucket_elements: most elements that a rank packs for one exchange (`reduce_bucket_size`).
+        bucket_elements: most elements that a rank packs for gradients in one exchange (`reduce_bucket_size`).
+        return_bucket_elements: the same for weights that return (`allgather_bucket_size`); None as `bucket_elements`.
         wire_dtype: of gradients on the wire (`communication_data_type`).
         accumulate_in_fp32: keep gradients in fp32 between micro-steps (`data_types.grad_accum_dtype`).
-        max_in_flight: stage 2: buckets whose exchange may run while backward goes on (`overlap_comm`).
+        max_in_flight: buckets whose exchange may run while backward, packing or unpacking goes on (`overlap_comm`).
         skip_overflow: leave a step out on all ranks when any rank's gradient is not finite.
+        offload: where masters and moments live, None on the device of the weights.
+        needs_norm: without it, clipping and `skip_overflow` no norm is computed (`compute_grad_norm`).
     """
 
     stage: int
     clip: float
     bucket_elements: int
     wire_dtype: torch.dtype
+    return_bucket_elements: int | None = None
     accumulate_in_fp32: bool = False
     max_in_flight: int = 0
     skip_overflow: bool = False
+    offload: Offload | None = None
+    needs_norm: bool = True
 
 
 class SubnetworkOptimizer(ZeROOptimizer):
@@ -61,12 +71,12 @@ class SubnetworkOptimizer(ZeROOptimizer):
         plan: who holds what.
         places: where pieces lie in this rank's parameters; None if those are the dense model's.
         communicator: the data-parallel group.
+        model_parallel: the tensor-parallel group, None without one.
+        loss_scaler: DeepSpeed's, for fp16; None scales by 1.
     """
 
     custom_loss_scaler = False
     torch_autocast_gradscaler = None
-    loss_scaler = None
-    loss_scale = 1.0
 
     def __init__(
         self,
@@ -78,54 +88,68 @@ class SubnetworkOptimizer(ZeROOptimizer):
         communicator: Communicator,
         settings: OptimizerSettings,
         places: Places | None = None,
+        model_parallel: ModelParallel | None = None,
+        loss_scaler: LossScalerBase | None = None,
     ) -> None:
         super().__init__()
         self.optimizer = optimizer
         self.settings = settings
         self.overflow = False
+        self.loss_scaler = loss_scaler or LossScaler(scale=1.0)
+        self.external_loss_scale: float | None = None
         self._global_grad_norm: float | None = None
         self._communicator = communicator
+        self._model_parallel = model_parallel
         self._parameters = dict(parameters)
         self._places = places or Places(self._parameters)
         self._everyone_updates = plan.regime == "backward"
         tensors = agree_on_groups(optimizer, tensors, self._parameters, communicator, settings=repr(settings))
+        if model_parallel is not None:
+            model_parallel.complete_gradients(self._parameters)
         self._gradients = Gradients(
             self._parameters, self._places, accumulate_in_fp32=settings.accumulate_in_fp32 and settings.stage < 2
         )
-        self._device = next(iter(self._parameters.values())).device
-        self.exchange = self._build_exchange(tensors, plan)
+        self.exchange, self._returning = self._build_exchanges(tensors, plan)
         self.groups = [self._stepped_group(index) for index in range(len(optimizer.param_groups))]
-        self._last_use = self.exchange.last_uses()
-        self._reduction = self._reduce_in_backward() if settings.stage == 2 else None
+        self._averaging = self._build_averaging()
         repoint(optimizer, self.groups)
 
-    def _build_exchange(self, tensors: Sequence[TensorInfo], plan: Plan) -> Exchange:
-        limit = self.settings.bucket_elements
+    def _build_exchanges(self, tensors: Sequence[TensorInfo], plan: Plan) -> tuple[Exchange, Exchange]:
+        """For gradients and for weights that return: the same shards, perhaps in buckets of other sizes."""
+        limits = [self.settings.bucket_elements, self.settings.return_bucket_elements or self.settings.bucket_elements]
         optimized = [info for info in tensors if info.group != NOT_OPTIMIZED]
-        segments = build_segments(optimized, plan, max_elements=limit)
-        buckets = build_buckets(
-            segments,
-            size=self._communicator.size,
-            max_elements=limit,
-            everyone_updates=self._everyone_updates,
+        segments = build_segments(optimized, plan, max_elements=min(limits))
+        device = next(iter(self._parameters.values())).device
+        gradients, weights = (
+            Exchange(
+                build_buckets(
+                    segments, size=self._communicator.size, max_elements=limit, everyone_updates=self._everyone_updates
+                ),
+                self._communicator,
+                device=device,
+                dtype=self.settings.wire_dtype,
+            )
+            for limit in limits
         )
-        return Exchange(buckets, self._communicator, device=self._device, dtype=self.settings.wire_dtype)
+        return gradients, weights
 
-    def _reduce_in_backward(self) -> BackwardReduction:
+    def _build_averaging(self) -> Averaging:
+        options: dict[str, Any] = {
+            "group_sizes": [group.num_elements for group in self.groups],
+            "max_in_flight": self.settings.max_in_flight,
+            "model_parallel": self._model_parallel,
+        }
+        if self.settings.stage < 2:
+            return StepAveraging(self.exchange, self._gradients, keeps_flats=self.settings.stage == 1, **options)
+        dtype = next(iter(self._parameters.values())).dtype
         return BackwardReduction(
             self.exchange,
             self._gradients,
             self._communicator,
             self._parameters,
-            group_sizes=[group.num_elements for group in self.groups],
-            dtype=torch.float32 if self.settings.accumulate_in_fp32 else next(iter(self._parameters.values())).dtype,
-            max_in_flight=self.settings.max_in_flight,
+            dtype=torch.float32 if self.settings.accumulate_in_fp32 else dtype,
+            **options,
         )
-
-    def end_backward(self) -> None:
-        """Stage 2: send what has not left; every data-parallel rank calls it after each backward pass."""
-        if self._reduction is not None:
-            self._reduction.end_round()
 
     def _stepped_group(self, index: int) -> SteppedGroup:
         fragments = [
@@ -135,7 +159,7 @@ class SubnetworkOptimizer(ZeROOptimizer):
             if segment.group == index
             for fragment in shard
         ]
-        return SteppedGroup(fragments, self._places.weight)
+        return SteppedGroup(fragments, self._places.weight, self.settings.offload)
 
     def _stepped(self, bucket: Bucket) -> list[tuple[Segment, list[Fragment]]]:
         if self.settings.stage:
@@ -151,6 +175,32 @@ class SubnetworkOptimizer(ZeROOptimizer):
     def state(self) -> Any:
         return self.optimizer.state
 
+    @property
+    def loss_scale(self) -> float:
+        """What losses are multiplied by before backward."""
+        return self.loss_scaler.loss_scale if self.external_loss_scale is None else self.external_loss_scale
+
+    @property
+    def cur_scale(self) -> float:
+        """The name under which DeepSpeed's monitor asks for `loss_scale`."""
+        return self.loss_scale
+
+    def override_loss_scale(self, loss_scale: float) -> None:
+        """As DeepSpeed's: losses are scaled by this from now on."""
+        self.custom_loss_scaler = True
+        self.external_loss_scale = loss_scale
+
+    def needs_scaler(self) -> bool:
+        """Whether a loss must be scaled before backward: by `engine.backward`, or by `engine.scale`."""
+        return bool(self.loss_scaler.dynamic or self.loss_scale != 1.0)
+
+    def end_backward(self) -> None:
+        """Every data-parallel rank calls it after each backward pass."""
+        self._averaging.end_backward()
+
+    def finalize_gradient_accumulation_boundary(self) -> None:
+        """Nothing: `step` takes whatever was accumulated (`managed_gradient_accumulation: false`)."""
+
     @torch.no_grad()
     def step(self, closure: None = None) -> None:
         """Average, clip, step, send back; a collective of the data-parallel group.
@@ -160,74 +210,42 @@ class SubnetworkOptimizer(ZeROOptimizer):
         """
         if closure is not None:
             raise ValueError("SubnetworkOptimizer.step() takes no closure; call engine.backward(loss) before it")
-        averages, squares = self._average()
-        self._global_grad_norm = float(self._communicator.sum(squares).sqrt())
-        finite = self._global_grad_norm - self._global_grad_norm == 0.0
-        self.overflow = self.settings.skip_overflow and not finite
+        averages = self._averaging.take()
+        scaled_norm = self._norm(averages)
+        scale = self.loss_scale
+        self.overflow = self.settings.skip_overflow and not math.isfinite(scaled_norm or 0.0)
+        self.loss_scaler.update_scale(self.overflow)
+        self._global_grad_norm = scaled_norm if scaled_norm is None or self.overflow else scaled_norm / scale
         if not self.overflow:
-            self._clip(averages)
+            self._unscale_and_clip(averages, scale)
             self._take_step(averages)
         self.zero_grad()
 
-    def _average(self) -> tuple[list[torch.Tensor], torch.Tensor]:
-        """Owned averages as one flat fp32 gradient per group (not stage 0), and their sum of squares (float64)."""
-        squares = torch.zeros((), dtype=torch.float64, device=self._device)
-        if self._reduction is not None:
-            flats = self._reduction.take()
-            return flats, squares + sum(norm.double() ** 2 for norm in torch._foreach_norm(flats))
-        kept = [torch.empty(self._kept(group), device=self._device) for group in self.groups]
-        position = [0] * len(self.groups)
-        for bucket in self.exchange.buckets:
-            averages = []
-            for segment, fragments in self.exchange.owned(bucket):
-                length = sum(fragment.stop - fragment.start for fragment in fragments)
-                if self.settings.stage == 1:
-                    averages.append(kept[segment.group].narrow(0, position[segment.group], length))
-                    position[segment.group] += length
-                else:
-                    averages.append(torch.empty(length, device=self._device))
-            self.exchange.reduce(bucket, self._gradients.view, averages)
-            for norm in torch._foreach_norm(averages) if averages else []:
-                squares += norm.double() ** 2
-            self._after_reduce(bucket, averages)
-        return kept, squares
+    def _norm(self, averages: Averages) -> float | None:
+        """Of the averaged dense gradient, times the loss scale; None where nobody needs it."""
+        if self.settings.needs_norm or self.settings.clip > 0 or self.settings.skip_overflow:
+            return global_norm(averages.squares, self._communicator, self._model_parallel)
+        return None
 
-    def _kept(self, group: SteppedGroup) -> int:
-        return group.num_elements if self.settings.stage == 1 else 0
+    def _unscale_and_clip(self, averages: Averages, scale: float) -> None:
+        """Divide the averages by the loss scale, and as DeepSpeed does by max(1, (norm + 1e-6) / clip)."""
+        factor = scale
+        if self.settings.clip > 0:
+            assert self._global_grad_norm is not None
+            factor *= max(1.0, (self._global_grad_norm + 1e-6) / self.settings.clip)
+        gradients = averages.flats
+        if gradients is None:
+            gradients = [p.grad for p in self._parameters.values() if p.grad is not None]
+        if factor != 1.0 and gradients:
+            torch._foreach_div_(gradients, factor)
 
-    def _after_reduce(self, bucket: Bucket, averages: list[torch.Tensor]) -> None:
-        if self.settings.stage == 1:
-            for name in self._last_use[bucket.index]:
-                self._gradients.free(name)
-            return
-        for name in self.exchange.held_names(bucket):
-            self._gradients.make(name)
-        for (_, fragments), average in zip(self.exchange.owned(bucket), averages, strict=True):
-            write(
-                self._gradients.view,
-                fragments,
-                average.split([fragment.stop - fragment.start for fragment in fragments]),
-            )
-        self.exchange.distribute(bucket, self._gradients.view)
-
-    def _clip(self, averages: list[torch.Tensor]) -> None:
-        """Scale the averaged gradient as DeepSpeed does: by 1 / max(1, (norm + 1e-6) / clip)."""
-        assert self._global_grad_norm is not None
-        if self.settings.clip <= 0:
-            return
-        factor = max(1.0, (self._global_grad_norm + 1e-6) / self.settings.clip)
-        if self.settings.stage == 0:
-            averages = [p.grad for p in self._parameters.values() if p.grad is not None]
-        if factor != 1.0 and averages:
-            torch._foreach_div_(averages, factor)
-
-    def _take_step(self, averages: list[torch.Tensor]) -> None:
-        for group, flat in zip(self.groups, averages, strict=True):
+    def _take_step(self, averages: Averages) -> None:
+        for index, group in enumerate(self.groups):
             group.link()
-            if self.settings.stage:
-                group.set_flat_gradient(flat)
-            else:
+            if averages.flats is None:
                 group.set_gradients(self._gradients.view)
+            else:
+                group.set_flat_gradient(averages.flats[index])
         self.optimizer.step()
         for group in self.groups:
             group.write_back()
@@ -240,20 +258,22 @@ class SubnetworkOptimizer(ZeROOptimizer):
             receivers = "others"
         else:
             return
-        for bucket in self.exchange.buckets:
-            self.exchange.distribute(bucket, self._places.weight, receivers=receivers)
+        pipelined(
+            self._returning.buckets,
+            lambda bucket: self._returning.start_distribute(bucket, self._places.weight, receivers=receivers),
+            self._returning.finish_distribute,
+            max_in_flight=self.settings.max_in_flight,
+        )
 
     def gradient_tensors(self) -> list[torch.Tensor]:
-        """Local gradients that exist now, for measurements."""
-        kept = self._reduction.tensors() if self._reduction is not None else []
-        return self._gradients.tensors() + kept
+        """Gradients that exist now, for measurements."""
+        return self._gradients.tensors() + self._averaging.tensors()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drop all local gradients and accumulators."""
         for name in self._parameters:
             self._gradients.free(name)
-        if self._reduction is not None:
-            self._reduction.drop()
+        self._averaging.drop()
 
     def refresh_fp32_params(self) -> None:
         """Take fp32 masters from the weights again, after weights came from outside."""
@@ -261,9 +281,10 @@ class SubnetworkOptimizer(ZeROOptimizer):
             group.reload_master()
 
     def state_dict(self) -> dict[str, Any]:
-        """This rank's share: wrapped optimizer's state and masters, valid on the same layout only."""
+        """This rank's share: wrapped optimizer's state, masters and loss scale, valid on the same layout only."""
         masters = [None if group.in_place else group.tensors[0].detach() for group in self.groups if group.fragments]
-        return {"optimizer": self.optimizer.state_dict(), "masters": masters}
+        scaler = {key: value for key, value in vars(self.loss_scaler).items() if isinstance(value, (int, float))}
+        return {"optimizer": self.optimizer.state_dict(), "masters": masters, "loss_scaler": scaler}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self.optimizer.load_state_dict(state["optimizer"])
@@ -271,3 +292,5 @@ class SubnetworkOptimizer(ZeROOptimizer):
         for group, master in zip(own, state["masters"], strict=True):
             if master is not None:
                 group.tensors[0].data.copy_(master)
+        if self.loss_scaler.dynamic:
+            vars(self.loss_scaler).update(state["loss_scaler"])

@@ -130,27 +130,65 @@ def _with_shared_rest(
     return result
 
 
+class _Window:
+    """A stretch of the model, of one dtype, that fits into one bucket: no rank packs more than the limit for it.
+
+    Args:
+        size: number of data-parallel ranks.
+        max_elements: the limit.
+        everyone_updates: whether an owner packs its shard for every other rank (backward regime).
+    """
+
+    def __init__(self, size: int, max_elements: int, everyone_updates: bool) -> None:
+        self._size, self._max_elements, self._everyone_updates = size, max_elements, everyone_updates
+        self._fragments: dict[tuple[int, tuple[int, ...]], list[Fragment]] = {}
+        self._load = [0.0] * size
+
+    def add(self, group: int, holders: tuple[int, ...], fragment: Fragment) -> Fragment | None:
+        """Take as much of `fragment` as fits; what is left of it, None if nothing is."""
+        copies = _copies(len(holders), self._size) if self._everyone_updates else 1.0
+        room = int((self._max_elements - max(self._load[rank] for rank in holders)) / copies)
+        if room < 1 and self._fragments:
+            return fragment
+        stop = min(fragment.stop, fragment.start + max(1, room))
+        self._fragments.setdefault((group, holders), []).append(Fragment(fragment.piece, fragment.start, stop))
+        for rank in holders:
+            self._load[rank] += (stop - fragment.start) * copies
+        return Fragment(fragment.piece, stop, fragment.stop) if stop < fragment.stop else None
+
+    def close(self, dtype: Any) -> list[Segment]:
+        """Its segments; the window is empty again."""
+        segments = [Segment(group, dtype, holders, tuple(parts)) for (group, holders), parts in self._fragments.items()]
+        self._fragments, self._load = {}, [0.0] * self._size
+        return segments
+
+
 def build_segments(tensors: Sequence[TensorInfo], plan: Plan, *, max_elements: int) -> list[Segment]:
     """All segments, in one order on all ranks: that in which backward finishes gradients.
 
+    The model is cut into windows from its end to its beginning, each with one segment per param group and holder set,
+    so that a bucket is complete as soon as backward has passed its part of the model.
+
     Args:
         tensors: dense tensors in model order.
-        max_elements: no rank packs more for one segment; longer stretches are cut. In the backward regime an owner
-            packs its shard for every other rank.
+        max_elements: no rank packs more for one window. In the backward regime an owner packs its shard for every other
+            rank.
     """
-    everyone_updates, size = plan.regime == "backward", len(plan.subnetwork_of_rank)
-    stretches: dict[tuple[int, str, tuple[int, ...]], list[Fragment]] = {}
+    windows: dict[str, _Window] = {}
     dtypes = {str(info.dtype): info.dtype for info in tensors}
     by_name = pieces_by_tensor(tensors, plan)
-    for info in reversed(tensors):
-        for piece, holders in by_name[info.kind, info.name]:
-            key = (info.group, str(info.dtype), holders)
-            stretches.setdefault(key, []).append(Fragment(piece, 0, piece.num_elements(info.shape)))
     segments: list[Segment] = []
-    for (group, dtype, holders), fragments in stretches.items():
-        whole = Segment(group, dtypes[dtype], holders, tuple(fragments))
-        copies = _copies(whole, size) if everyone_updates else 1
-        segments.extend(whole.split(int(max_elements / copies)))
+    for info in reversed(tensors):
+        new = _Window(len(plan.subnetwork_of_rank), max_elements, plan.regime == "backward")
+        window = windows.setdefault(str(info.dtype), new)
+        for piece, holders in by_name[info.kind, info.name]:
+            rest: Fragment | None = Fragment(piece, 0, piece.num_elements(info.shape))
+            while rest is not None and rest.start < rest.stop:
+                rest = window.add(info.group, holders, rest)
+                if rest is not None:
+                    segments.extend(window.close(info.dtype))
+    for dtype, window in windows.items():
+        segments.extend(window.close(dtypes[dtype]))
     return segments
 
 
@@ -171,9 +209,9 @@ def pieces_by_tensor(
     }
 
 
-def _copies(segment: Segment, size: int) -> float:
-    """The most that a rank packs or unpacks when all ranks get the segment, in elements per element."""
-    return max(1.0, (size - 1) / len(segment.holders))
+def _copies(num_holders: int, size: int) -> float:
+    """The most that a rank packs or unpacks when all ranks get a segment, in elements per element."""
+    return max(1.0, (size - 1) / num_holders)
 
 
 def build_buckets(
@@ -189,7 +227,7 @@ def build_buckets(
     groups: list[list[Segment]] = []
     load: list[float] = [0] * size
     for segment in segments:
-        amount = segment.num_elements * _copies(segment, size) if everyone_updates else segment.num_elements
+        amount = segment.num_elements * (_copies(len(segment.holders), size) if everyone_updates else 1.0)
         fits = groups and groups[-1][0].dtype == segment.dtype
         fits = fits and all(load[rank] + amount <= max_elements for rank in segment.holders)
         if not fits:

@@ -7,6 +7,7 @@ it owns (stage 1) or holds (stage 0).
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -19,6 +20,17 @@ from .units import Piece
 Weights = Callable[[Piece], torch.Tensor]
 
 
+@dataclass(frozen=True)
+class Offload:
+    """Masters, moments and the step are in host memory (DeepSpeed's `offload_optimizer`).
+
+    Args:
+        pin_memory: page-locked, for faster copies from and to a GPU.
+    """
+
+    pin_memory: bool = False
+
+
 def can_view(fragment: Fragment, weights: Weights) -> bool:
     """Whether the fragment is a view of its fp32 parameter, so that no master copy is needed."""
     weight = weights(fragment.piece)
@@ -28,19 +40,22 @@ def can_view(fragment: Fragment, weights: Weights) -> bool:
 class SteppedGroup:
     """One optimizer param group on this rank.
 
-    fp32 weights are stepped in place: no second copy exists. Lower precision keeps one flat fp32 master.
+    fp32 weights are stepped in place: no second copy exists. Lower precision and offload keep one flat fp32 master.
 
     Args:
         fragments: what this rank steps, in the order of its flat gradient.
         weights: from a piece to its view in the module's weights.
+        offload: None to step on the device of the weights.
     """
 
-    def __init__(self, fragments: Sequence[Fragment], weights: Weights) -> None:
+    def __init__(self, fragments: Sequence[Fragment], weights: Weights, offload: Offload | None = None) -> None:
         self.fragments = list(fragments)
         self.sizes = [fragment.stop - fragment.start for fragment in self.fragments]
         self.num_elements = sum(self.sizes)
         self._weights = weights
-        self.in_place = all(can_view(fragment, weights) for fragment in self.fragments)
+        self._offload = offload
+        self._staged: torch.Tensor | None = None  # page-locked gradient, kept since making one is slow
+        self.in_place = offload is None and all(can_view(fragment, weights) for fragment in self.fragments)
         self.tensors = self._make_tensors()
 
     def _make_tensors(self) -> list[torch.nn.Parameter]:
@@ -48,10 +63,18 @@ class SteppedGroup:
             return []
         if self.in_place:
             return [torch.nn.Parameter(view) for view in self._views()]
-        device = self._weights(self.fragments[0].piece).device
-        master = torch.empty(self.num_elements, dtype=torch.float32, device=device)
-        torch._foreach_copy_(list(master.split(self.sizes)), self._flat_weights())
-        return [torch.nn.Parameter(master)]
+        return [torch.nn.Parameter(self._new_master(self._flat_weights()))]
+
+    def _new_master(self, values: Sequence[torch.Tensor]) -> torch.Tensor:
+        """Fragments in a flat fp32 tensor, gathered on their own device and moved at once."""
+        master = torch.empty(self.num_elements, dtype=torch.float32, device=values[0].device)
+        torch._foreach_copy_(list(master.split(self.sizes)), list(values))
+        return master if self._offload is None else self._to_host(master)
+
+    def _to_host(self, flat: torch.Tensor) -> torch.Tensor:
+        assert self._offload is not None
+        host = torch.empty(flat.shape, dtype=flat.dtype, device="cpu", pin_memory=self._offload.pin_memory)
+        return host.copy_(flat)
 
     def _views(self) -> list[torch.Tensor]:
         """Flat views; an error if the weights' storage was replaced by one of another order."""
@@ -68,7 +91,10 @@ class SteppedGroup:
         return read(self._weights, self.fragments)
 
     def set_flat_gradient(self, flat: torch.Tensor) -> None:
-        """Give the optimizer `flat` (fp32, [num_elements]) as the gradient, without a copy."""
+        """Give the optimizer `flat` (fp32, [num_elements]) as the gradient, without a copy on its own device."""
+        if self._offload is not None and self.fragments:
+            flat = self._staged.copy_(flat) if self._staged is not None else self._to_host(flat)
+            self._staged = flat if self._offload.pin_memory else None
         stretches = flat.split(self.sizes) if self.in_place else [flat]
         for tensor, stretch in zip(self.tensors, stretches, strict=True):
             tensor.grad = stretch
@@ -96,13 +122,15 @@ class SteppedGroup:
         for tensor in self.tensors:
             tensor.grad = None
         if self.fragments and not self.in_place:
-            write(self._weights, self.fragments, self.tensors[0].detach().split(self.sizes))
+            master, weight = self.tensors[0].detach(), self._weights(self.fragments[0].piece)
+            if master.device != weight.device:
+                master = master.to(weight.dtype).to(weight.device)
+            write(self._weights, self.fragments, master.split(self.sizes))
 
     def reload_master(self) -> None:
         """Take the master from the weights again, after weights were loaded from outside."""
         if self.fragments and not self.in_place:
-            master = self.tensors[0].detach()
-            torch._foreach_copy_(list(master.split(self.sizes)), self._flat_weights())
+            self.tensors[0].detach().copy_(self._new_master(self._flat_weights()))
 
 
 def repoint(optimizer: torch.optim.Optimizer, groups: Sequence[SteppedGroup]) -> None:

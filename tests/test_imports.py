@@ -25,6 +25,7 @@ PURE = (
     "assignment_problem",
     "assignment_search",
     "estimate",
+    "estimate_table",
     "support",
     "support_table",
     "reference",

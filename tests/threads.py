@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 from datetime import timedelta
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -29,13 +29,20 @@ class ThreadGroup:
         return self._group.size()
 
     def all_to_all_single(
-        self, received: torch.Tensor, sent: torch.Tensor, out_splits: list[int], in_splits: list[int], group: None
-    ) -> None:
+        self,
+        received: torch.Tensor,
+        sent: torch.Tensor,
+        out_splits: list[int],
+        in_splits: list[int],
+        *,
+        group: None,
+        async_op: Literal[True],
+    ) -> Any:
         assert received.is_contiguous()
         assert sent.is_contiguous()
         assert received.numel() == 0 or received.data_ptr() != sent.data_ptr()
         self.sent.append(sent.numel())
-        self._group.alltoall_base(received, sent, out_splits, in_splits, dist.AllToAllOptions()).wait()
+        return self._group.alltoall_base(received, sent, out_splits, in_splits, dist.AllToAllOptions())
 
 
 class Ranks:

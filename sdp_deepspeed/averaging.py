@@ -1,0 +1,183 @@
+"""Masked averages of gradients: what the optimizer asks for, and how stages 0 and 1 make them in its step."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import TypeVar
+
+import torch
+
+from .communicator import Communicator
+from .exchange import Exchange, Reduction, write
+from .gradients import Gradients
+from .model_parallel import ModelParallel
+from .segments import Bucket
+
+Item = TypeVar("Item")
+Running = TypeVar("Running")
+
+
+@dataclass(frozen=True)
+class Averages:
+    """What one step gets.
+
+    Args:
+        flats: owned averages, one flat fp32 gradient per optimizer param group in the order of its fragments; None if
+            they lie in the local gradients of all holders instead (stage 0).
+        squares: sum of squares of what this rank counts of the dense gradient (float64, []).
+    """
+
+    flats: list[torch.Tensor] | None
+    squares: torch.Tensor
+
+
+def pipelined(
+    items: Iterable[Item],
+    start: Callable[[Item], Running],
+    finish: Callable[[Running], None],
+    *,
+    max_in_flight: int,
+) -> None:
+    """Finish what was started in the same order, while at most `max_in_flight` others run."""
+    running: deque[Running] = deque()
+    for item in items:
+        running.append(start(item))
+        while len(running) > max_in_flight:
+            finish(running.popleft())
+    while running:
+        finish(running.popleft())
+
+
+class Averaging(ABC):
+    """Averages over holders, for one optimizer; every data-parallel rank calls the same methods.
+
+    Args:
+        exchange: whose buckets are reduced.
+        gradients: local ones.
+        group_sizes: elements that this rank owns in each optimizer param group.
+        max_in_flight: buckets whose exchange may run while something else is done; 0 waits for each.
+        model_parallel: the tensor-parallel group, None without one.
+    """
+
+    def __init__(
+        self,
+        exchange: Exchange,
+        gradients: Gradients,
+        *,
+        group_sizes: Sequence[int],
+        max_in_flight: int = 0,
+        model_parallel: ModelParallel | None = None,
+    ) -> None:
+        self._exchange = exchange
+        self._gradients = gradients
+        self._group_sizes = list(group_sizes)
+        self._max_in_flight = max_in_flight
+        self._model_parallel = model_parallel
+        self._device = exchange.device
+        self._last_use = exchange.last_uses()
+
+    @abstractmethod
+    def take(self) -> Averages:
+        """Averages of all backward passes since the last call; a collective."""
+
+    def end_backward(self) -> None:  # noqa: B027 (nothing to do where the exchange runs in `take`)
+        """Every rank calls it after each backward pass."""
+
+    def tensors(self) -> list[torch.Tensor]:
+        """What is kept between `end_backward` and `take` besides local gradients, for measurements."""
+        return []
+
+    def drop(self) -> None:  # noqa: B027
+        """Forget what was averaged so far."""
+
+    def _slots(self, flats: Sequence[torch.Tensor]) -> list[list[torch.Tensor]]:
+        """For each bucket the stretches of `flats` for what this rank owns of it."""
+        position = [0] * len(flats)
+        slots: list[list[torch.Tensor]] = []
+        for bucket in self._exchange.buckets:
+            slots.append([])
+            for segment, fragments in self._exchange.owned(bucket):
+                length = sum(fragment.stop - fragment.start for fragment in fragments)
+                slots[-1].append(flats[segment.group].narrow(0, position[segment.group], length))
+                position[segment.group] += length
+        return slots
+
+    def _squares(self, bucket: Bucket, averages: Sequence[torch.Tensor]) -> torch.Tensor:
+        """Of a bucket's owned averages; what tensor-parallel ranks have in common is counted on one of them."""
+        if self._model_parallel is not None:
+            averages = [
+                part
+                for (_, fragments), average in zip(self._exchange.owned(bucket), averages, strict=True)
+                for fragment, part in zip(fragments, average.split([f.stop - f.start for f in fragments]), strict=True)
+                if self._model_parallel.counts(fragment.piece.parameter)
+            ]
+        if not averages:
+            return torch.zeros((), dtype=torch.float64, device=self._device)
+        return torch.stack(torch._foreach_norm(list(averages))).double().square().sum()
+
+
+class StepAveraging(Averaging):
+    """Stages 0 and 1: everything is exchanged in `take`. Any number of backward passes may come before it.
+
+    Args:
+        keeps_flats: stage 1. At stage 0 the owners send averages back to all holders.
+    """
+
+    def __init__(
+        self,
+        exchange: Exchange,
+        gradients: Gradients,
+        *,
+        group_sizes: Sequence[int],
+        max_in_flight: int = 0,
+        model_parallel: ModelParallel | None = None,
+        keeps_flats: bool = True,
+    ) -> None:
+        super().__init__(
+            exchange, gradients, group_sizes=group_sizes, max_in_flight=max_in_flight, model_parallel=model_parallel
+        )
+        self._keeps_flats = keeps_flats
+
+    @torch.no_grad()
+    def take(self) -> Averages:
+        squares = torch.zeros((), dtype=torch.float64, device=self._device)
+        flats: list[torch.Tensor] | None = None
+        slots: list[list[torch.Tensor]] = []
+        if self._keeps_flats:
+            flats = [torch.empty(size, device=self._device) for size in self._group_sizes]
+            slots = self._slots(flats)
+
+        def start(bucket: Bucket) -> Reduction:
+            return self._exchange.start_reduce(bucket, self._gradients.view, slots[bucket.index] if slots else None)
+
+        def finish(reduction: Reduction) -> None:
+            self._exchange.finish_reduce(reduction)
+            squares.add_(self._squares(reduction.bucket, reduction.averages))
+            self._after(reduction)
+
+        pipelined(self._exchange.buckets, start, finish, max_in_flight=self._max_in_flight)
+        return Averages(flats, squares)
+
+    def _after(self, reduction: Reduction) -> None:
+        bucket = reduction.bucket
+        if self._keeps_flats:
+            for name in self._last_use[bucket.index]:
+                self._gradients.free(name)
+            return
+        for name in self._exchange.held_names(bucket):
+            self._gradients.make(name)
+        for (_, fragments), average in zip(self._exchange.owned(bucket), reduction.averages, strict=True):
+            sizes = [fragment.stop - fragment.start for fragment in fragments]
+            write(self._gradients.view, fragments, average.split(sizes))
+        self._exchange.distribute(bucket, self._gradients.view)
+
+
+def global_norm(squares: torch.Tensor, communicator: Communicator, model_parallel: ModelParallel | None) -> float:
+    """Norm of the dense gradient from what each rank counts; a collective of both groups."""
+    communicator.sum(squares)
+    if model_parallel is not None:
+        model_parallel.communicator.sum(squares)
+    return float(squares.sqrt())

@@ -1,0 +1,42 @@
+"""What DeepSpeed's config asks of the optimizer, read through DeepSpeed's own engine."""
+
+from __future__ import annotations
+
+import torch
+from deepspeed.runtime.engine import DeepSpeedEngine
+from deepspeed.runtime.fp16.loss_scaler import CreateLossScaler, LossScalerBase
+
+from .optimizer import OptimizerSettings
+from .stepping import Offload
+
+
+def optimizer_settings(engine: DeepSpeedEngine) -> OptimizerSettings:
+    """Read when the engine builds its optimizer."""
+    model_dtype, accumulation_dtype = engine.get_data_types()
+    stage = int(engine.zero_optimization_stage())
+    if engine.bfloat16_enabled():
+        skip_overflow = bool(engine._config.bfloat16_config.check_grad_overflow)
+    else:
+        skip_overflow = stage > 0 or engine.fp16_enabled()  # as DeepSpeed, which skips steps in fp32 under ZeRO only
+    return OptimizerSettings(
+        stage=stage,
+        clip=float(engine.gradient_clipping()),
+        bucket_elements=int(engine.zero_reduce_bucket_size()),
+        return_bucket_elements=int(engine.zero_allgather_bucket_size()),
+        wire_dtype=engine.communication_data_type,
+        max_in_flight=int(bool(engine.zero_overlap_comm())),
+        accumulate_in_fp32=accumulation_dtype == torch.float32 and model_dtype != torch.float32,
+        skip_overflow=skip_overflow,
+        offload=Offload(bool(engine.zero_offload_optimizer().pin_memory)) if engine.zero_use_cpu_optimizer() else None,
+        needs_norm=bool(engine.zero_compute_grad_norm()),
+    )
+
+
+def loss_scaler(engine: DeepSpeedEngine) -> LossScalerBase:
+    """DeepSpeed's own: static, dynamic, or one that scales by 1 without fp16."""
+    return CreateLossScaler(
+        engine.get_data_types()[0],
+        static_loss_scale=engine.loss_scale(),
+        dynamic_scaling=engine.dynamic_loss_scale(),
+        dynamic_loss_args=engine.dynamic_loss_scale_args(),
+    )
