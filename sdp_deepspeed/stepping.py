@@ -73,8 +73,8 @@ class SteppedGroup:
 
     def _to_host(self, flat: torch.Tensor) -> torch.Tensor:
         assert self._offload is not None
-        host = torch.empty(flat.shape, dtype=flat.dtype, device="cpu", pin_memory=self._offload.pin_memory)
-        return host.copy_(flat)
+        pins = self._offload.pin_memory and flat.device.type != "cpu"  # there is nothing to copy to from a host's own
+        return torch.empty(flat.shape, dtype=flat.dtype, device="cpu", pin_memory=pins).copy_(flat)
 
     def _views(self) -> list[torch.Tensor]:
         """Flat views; an error if the weights' storage was replaced by one of another order."""
