@@ -105,6 +105,11 @@ class Averaging(ABC):
                 position[segment.group] += length
         return slots
 
+    def _free_packed(self, bucket: Bucket) -> None:
+        """Gradients of which no later bucket has a part; this one's were packed, this rank's own shard with them."""
+        for name in self._last_use[bucket.index]:
+            self._gradients.free(name)
+
     def _squares(self, bucket: Bucket, averages: Sequence[torch.Tensor]) -> torch.Tensor:
         """Of a bucket's owned averages; what tensor-parallel ranks have in common is counted on one of them."""
         if self._model_parallel is not None:
@@ -151,22 +156,23 @@ class StepAveraging(Averaging):
             slots = self._slots(flats)
 
         def start(bucket: Bucket) -> Reduction:
-            return self._exchange.start_reduce(bucket, self._gradients.view, slots[bucket.index] if slots else None)
+            if not self._keeps_flats:
+                return self._exchange.start_reduce(bucket, self._gradients.view)
+            reduction = self._exchange.start_reduce(bucket, self._gradients.view, slots[bucket.index])
+            self._free_packed(bucket)
+            return reduction
 
         def finish(reduction: Reduction) -> None:
             self._exchange.finish_reduce(reduction)
             squares.add_(self._squares(reduction.bucket, reduction.averages))
-            self._after(reduction)
+            if not self._keeps_flats:
+                self._send_back(reduction)
 
         pipelined(self._exchange.buckets, start, finish, max_in_flight=self._max_in_flight)
         return Averages(flats, squares)
 
-    def _after(self, reduction: Reduction) -> None:
+    def _send_back(self, reduction: Reduction) -> None:
         bucket = reduction.bucket
-        if self._keeps_flats:
-            for name in self._last_use[bucket.index]:
-                self._gradients.free(name)
-            return
         for name in self._exchange.held_names(bucket):
             self._gradients.make(name)
         for (_, fragments), average in zip(self._exchange.owned(bucket), reduction.averages, strict=True):

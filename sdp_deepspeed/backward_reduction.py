@@ -74,8 +74,7 @@ class BackwardReduction(Averaging):
     def _send(self, bucket: Bucket) -> None:
         self._next += 1
         self._in_flight.append(self._exchange.start_reduce(bucket, self._gradients.view))
-        for name in self._last_use[bucket.index]:  # packed, with this rank's own shard
-            self._gradients.free(name)
+        self._free_packed(bucket)
         while len(self._in_flight) > self._max_in_flight:
             self._receive(self._in_flight.popleft())
 

@@ -28,7 +28,7 @@ def dense_validation_loss(engine: Any, batches: ValidationBatches) -> dict[str, 
         loss = engine(**to_device(inputs, engine.device), use_cache=False).loss
         sums += torch.stack([loss.double() * weight, loss.new_tensor(weight, dtype=torch.float64)])
     engine.train()
-    dist.all_reduce(sums)
+    dist.all_reduce(sums, group=engine.seq_data_parallel_group)  # tensor-parallel ranks have the same batches
     loss_sum, num_tokens = sums.tolist()
     seconds = time.perf_counter() - start
     return {"dense_validation_loss": loss_sum / num_tokens, "num_tokens": int(num_tokens), "seconds": seconds}

@@ -15,7 +15,9 @@ from deepspeed.runtime.config import DeepSpeedConfigError
 from transformers.utils.logging import disable_progress_bar
 
 import sdp_deepspeed  # noqa: F401  its import is what makes deepspeed.initialize() read our block
-from sdp_deepspeed.data import DataConfig, build
+from sdp_deepspeed.data import DataBundle, DataConfig, build
+from sdp_deepspeed.data.agreement import over_process_group, run_on_first
+from sdp_deepspeed.data.prepare import prepare
 from sdp_deepspeed.training import host
 from sdp_deepspeed.training.loop import Run, resume, train
 from sdp_deepspeed.training.mistakes import reported, reported_mistakes
@@ -76,16 +78,26 @@ def _set_up(options: Options, folder: RunFolder) -> Run:
     engine, *_ = deepspeed.initialize(
         model=model, model_parameters=list(model.parameters()), config=options.deepspeed_config
     )
-    data = build(
-        data_config,
-        micro_batch=engine.train_micro_batch_size_per_gpu(),
-        rank=dist.get_rank(),
-        world_size=dist.get_world_size(),
-    )
+    data = _open_data(data_config, engine)
     check_fits(engine.module.config, num_tokens=len(data.tokenizer), sequence_length=data_config.sequence_length)
     run = Run(options=options, engine=engine, data=data, folder=folder)
     resume(run)
     return run
+
+
+def _open_data(config: DataConfig, engine: Any) -> DataBundle:
+    """This rank's share; tensor-parallel ranks have the same one."""
+    group, everyone = engine.seq_data_parallel_group, over_process_group(dist.get_world_size())
+    if dist.get_world_size(group) < dist.get_world_size():
+        # Once for all: each data-parallel group has a first rank, and they would write the cache at the same time.
+        run_on_first(lambda: prepare(config), rank=dist.get_rank(), agree=everyone)
+    return build(
+        config,
+        micro_batch=engine.train_micro_batch_size_per_gpu(),
+        rank=dist.get_rank(group),
+        world_size=dist.get_world_size(group),
+        agree=everyone,
+    )
 
 
 def _introduction(run: Run) -> str:
