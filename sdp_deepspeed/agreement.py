@@ -1,9 +1,9 @@
-"""Debug switch `check_agreement`: do holders of a unit have the same bits, and all ranks the same shared tensors?"""
+"""Do ranks that must have the same have the same? The plan at start; weights at start and with `check_agreement`."""
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 
@@ -17,6 +17,42 @@ def digest(tensor: torch.Tensor) -> str:
     """SHA-256 of a tensor's bytes."""
     flat = tensor.detach().contiguous().view(-1).view(torch.uint8).cpu()
     return hashlib.sha256(flat.numpy().tobytes()).hexdigest()
+
+
+def check_same_plan(plan: Plan, communicator: Communicator) -> None:
+    """The hash, and which rank has which subnetwork: the hash does not cover that. Every rank calls it.
+
+    Raises:
+        RuntimeError: on all ranks, naming those whose plan is another.
+    """
+    plans = communicator.gather_objects((plan.hash, plan.subnetwork_of_rank))
+    different = [rank for rank, other in enumerate(plans) if other != plans[0]]
+    if different:
+        theirs, ours = plans[different[0]], plans[0]
+        raise RuntimeError(
+            f"ranks {different[:5]} made another plan than rank 0 (hash {theirs[0][:12]}, not {ours[0][:12]}) or placed"
+            f" it otherwise (subnetworks of ranks {theirs[1]}, not {ours[1]}): give all ranks the same model, config "
+            "and version of sdp_deepspeed"
+        )
+
+
+def run_together(communicator: Communicator, *checks: Callable[[], None]) -> None:
+    """Run checks one after the other on every rank; an error of some is raised on all before the next."""
+    for check in checks:
+        error: Exception | None = None
+        try:
+            check()
+        except Exception as problem:  # of any kind: the others wait for this rank
+            error = problem
+        communicator.raise_together(error)
+
+
+def differing_replicas(tensors: Mapping[str, torch.Tensor], communicator: Communicator) -> str:
+    """Names of tensors that are not the same on all ranks of a group, for people; empty if all are. Every rank of the
+    group calls it with the same names."""
+    every = communicator.gather_objects({name: digest(tensor) for name, tensor in tensors.items()})
+    names = [name for name in every[0] if any(own.get(name) != every[0][name] for own in every)]
+    return ", ".join(names[:5]) + (f" +{len(names) - 5} more" if len(names) > 5 else "")
 
 
 def check_holders_agree(

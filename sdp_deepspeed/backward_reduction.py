@@ -15,7 +15,7 @@ import torch
 
 from .averaging import Averages, Averaging
 from .communicator import Communicator
-from .exchange import Exchange, Reduction
+from .exchange import Exchange, Reduction, write
 from .gradients import Gradients
 from .segments import Bucket
 
@@ -55,6 +55,7 @@ class BackwardReduction(Averaging):
         self._in_flight: deque[Reduction] = deque()
         self._next = 0  # first bucket that has not left in this round
         self._ready: set[str] = set()
+        self._late: set[str] = set()  # got a second gradient when a part of the first had left
         for name in self._buckets_of:
             parameters[name].register_post_accumulate_grad_hook(lambda _, name=name: self._arrived(name))
 
@@ -62,10 +63,7 @@ class BackwardReduction(Averaging):
         """A parameter's gradient is complete, or so it seems: another checkpointed segment may use it too."""
         buckets = self._buckets_of[name]
         if name in self._ready and buckets[0] < self._next <= buckets[-1]:
-            raise RuntimeError(
-                f"{name} got a second gradient in one backward pass when a part of the first was on its way: it is "
-                "used in several checkpointed segments. Use stage 1, or a reduce_bucket_size that holds all of it"
-            )
+            self._late.add(name)  # a part of it has left
         self._ready.add(name)
         while self._next < len(self._expected) and self._ready >= self._expected[self._next]:
             self._send(self._exchange.buckets[self._next])
@@ -78,11 +76,23 @@ class BackwardReduction(Averaging):
         while len(self._in_flight) > self._max_in_flight:
             self._receive(self._in_flight.popleft())
 
+    def _free_packed(self, bucket: Bucket) -> None:
+        """As `Averaging`, but what came late stays; of what cannot be freed, the part that has left becomes zero, so
+        that a late gradient is all that the next round finds there."""
+        for name in self._last_use[bucket.index]:
+            if name not in self._late:
+                self._gradients.free(name)
+        left = [fragment for fragment in self._exchange.held(bucket) if self._is_split(fragment.piece.parameter)]
+        zero = torch.zeros(1, device=self._device)
+        write(self._gradients.view, left, [zero.expand(fragment.stop - fragment.start) for fragment in left])
+
+    def _is_split(self, name: str) -> bool:
+        """Whether there is a gradient that several buckets hold."""
+        return len(self._buckets_of.get(name, ())) > 1 and self._gradients.exists(name)
+
     def _receive(self, reduction: Reduction) -> None:
         self._exchange.finish_reduce(reduction)
-        if self._flats is None:
-            self._flats = [torch.zeros(size, dtype=self._dtype, device=self._device) for size in self._group_sizes]
-            self._sums = self._slots(self._flats)
+        self._make_sums()
         if reduction.averages:
             torch._foreach_add_(self._sums[reduction.bucket.index], reduction.averages)
 
@@ -95,21 +105,30 @@ class BackwardReduction(Averaging):
             self._receive(self._in_flight.popleft())
         self._next = 0
         self._ready.clear()
+        self._late.clear()
 
     @torch.no_grad()
     def take(self) -> Averages:
-        while self._anything_left() or self._flats is None:
+        while self._anything_left():
             self.end_backward()
+        flats = self._make_sums()
         squares = torch.zeros((), dtype=torch.float64, device=self._device)
         for bucket in self._exchange.buckets:
             squares += self._squares(bucket, self._sums[bucket.index])
-        sums, self._flats, self._sums = self._flats, None, []
-        sums.reverse()
-        return Averages([sums.pop().float() for _ in range(len(sums))], squares)  # no two copies of all of them
+        self.drop()
+        flats.reverse()
+        return Averages([flats.pop().float() for _ in range(len(flats))], squares)  # no two copies of all of them
+
+    def _make_sums(self) -> list[torch.Tensor]:
+        """All flats; zeros where there are none yet."""
+        if self._flats is None:
+            self._flats = [torch.zeros(size, dtype=self._dtype, device=self._device) for size in self._group_sizes]
+            self._sums = self._slots(self._flats)
+        return self._flats
 
     def _anything_left(self) -> bool:
         """Whether any rank has gradients of a pass that nobody ended, or that came too late for their bucket."""
-        left = self._next > 0 or bool(self._gradients.tensors())
+        left = self._next > 0 or any(map(self._gradients.exists, self._buckets_of))
         return bool(self._communicator.sum(torch.tensor(float(left), device=self._device)))
 
     def tensors(self) -> list[torch.Tensor]:

@@ -31,7 +31,7 @@ def save(engine: SubnetworkEngine, folder: str, tag: str, client_state: Mapping[
         ValueError: client state that could not be loaded again safely.
         RuntimeError: a rank could not write; the folder is then as it was before.
     """
-    communicator = engine.communicator
+    communicator = engine.everyone
     final, aside = Path(folder) / tag, Path(folder) / f".{tag}.writing"
     try:
         _together(engine, lambda: _prepare(aside) if communicator.rank == 0 else None)
@@ -53,7 +53,7 @@ def _together(engine: SubnetworkEngine, work: Callable[[], Any]) -> Any:
         error = RuntimeError(f"checkpoint: {problem.strerror or problem}: {problem.filename or ''}".rstrip(": "))
     except Exception as problem:
         error = problem
-    engine.communicator.raise_together(error)
+    engine.everyone.raise_together(error)
     return result
 
 
@@ -158,11 +158,16 @@ def _check_loadable(plain: Mapping[str, Any]) -> None:
 
 
 def _layout(engine: SubnetworkEngine) -> dict[str, Any]:
-    optimizer = engine.optimizer
+    optimizer, plan = engine.optimizer, engine.plan
+    ranks = list(plan.subnetwork_of_rank)
     return {
-        "plan": engine.plan.hash,
-        "ranks": engine.communicator.size,
-        "rank": engine.communicator.rank,
+        "plan": plan.hash,
+        # The hash does not cover it, and in the backward regime another subnetwork's file would fit. Without replicas
+        # it is the same everywhere, and checkpoints of earlier versions have no such key.
+        **({"placement": ranks} if len(ranks) > plan.num_subnetworks else {}),
+        **({"tensor_parallel": shards.size} if (shards := engine.shards).size > 1 else {}),  # as for placement
+        "ranks": engine.everyone.size,
+        "rank": engine.everyone.rank,
         "zero_stage": optimizer.settings.stage,
         "dtype": str(engine.get_data_types()[0]),
         "stepped_elements": [group.num_elements for group in optimizer.groups],
@@ -187,7 +192,7 @@ def load(
     if name is None:
         return None, None
     path = Path(folder) / name
-    _together(engine, lambda: _bring_back(path) if engine.communicator.rank == 0 else None)
+    _together(engine, lambda: _bring_back(path) if engine.everyone.rank == 0 else None)
     state = _together(engine, lambda: _read(engine, path))
     _restore(engine, state, **what)
     return str(path), state["client_state"]
@@ -206,7 +211,7 @@ def _latest(folder: str) -> str | None:
 
 
 def _read(engine: SubnetworkEngine, path: Path) -> dict[str, Any]:
-    file = path / _file(engine.communicator.rank)
+    file = path / _file(engine.everyone.rank)
     if not path.is_dir():
         raise ValueError(f"checkpoint: there is no folder {path}; give a tag that was saved, or none for the latest")
     try:
@@ -214,7 +219,7 @@ def _read(engine: SubnetworkEngine, path: Path) -> dict[str, Any]:
     except FileNotFoundError:
         found = len(list(path.glob("rank_*.pt")))
         raise ValueError(
-            f"checkpoint: {file} is missing ({found} rank files are there, {engine.communicator.size} ranks run); a "
+            f"checkpoint: {file} is missing ({found} rank files are there, {engine.everyone.size} ranks run); a "
             "checkpoint resumes on the number of ranks that wrote it"
         ) from None
     except Exception as problem:
@@ -222,7 +227,8 @@ def _read(engine: SubnetworkEngine, path: Path) -> dict[str, Any]:
     if state.get("format") != FORMAT:
         raise ValueError(f"checkpoint: {file} has format {state.get('format')!r}, this version reads {FORMAT}")
     saved, here = state["layout"], _layout(engine)
-    wrong = [f"{key} was {saved.get(key)} and is {value}" for key, value in here.items() if saved.get(key) != value]
+    keys = [key for key in here | saved if saved.get(key) != here.get(key)]
+    wrong = [f"{key} was {saved.get(key)} and is {here.get(key)}" for key in keys]
     if wrong:
         raise ValueError(f"checkpoint: {path} was written on another layout: {'; '.join(wrong)}")
     return state

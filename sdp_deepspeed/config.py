@@ -50,6 +50,9 @@ class SubnetworkConfig(BaseModel):
     )
     neuron_groups: int | None = Field(default=None, ge=1, description="a whole number of groups, at least 1")
     dense_branch_scale: Literal["none", "coverage"] = Field(default="none", description='"none" or "coverage"')
+    placement: Literal["auto", "packed", "spread"] = Field(
+        default="auto", description='"auto" (fewer bytes between nodes), "packed" or "spread"'
+    )
     seed: int = Field(default=0, ge=0, description="a whole number of at least 0")
     allow_optimizer: bool = Field(default=False, description="true or false")
     check_agreement: bool = Field(default=False, description="true or false")
@@ -148,7 +151,7 @@ def resolve(config: SubnetworkConfig, data_parallel_size: int) -> Layout:
         data_parallel_size: D, the number of data-parallel ranks.
 
     Raises:
-        ValueError: counts that do not fit D, with the nearest that do; or what is not built yet.
+        ValueError: counts that do not fit D, with the nearest that do; or a placement where no subnetwork has replicas.
     """
     plan = Plan.load(config.plan_path) if config.plan_path is not None else None
     k = _num_subnetworks(config, plan, data_parallel_size)
@@ -164,7 +167,16 @@ def resolve(config: SubnetworkConfig, data_parallel_size: int) -> Layout:
             f"{KEY}.holders: got {p}, but there are only {k} subnetworks on {data_parallel_size} data-parallel ranks; "
             f"choose 1 to {k}, or start more ranks"
         )
+    if k == data_parallel_size and config.placement != "auto":
+        raise ValueError(_nothing_to_place(config, f"{k} subnetworks on {k} data-parallel ranks"))
     return Layout(num_subnetworks=k, num_holders=p, num_replicas=data_parallel_size // k)
+
+
+def _nothing_to_place(config: SubnetworkConfig, who: str) -> str:
+    return (
+        f"{KEY}.placement: got {config.placement!r}, but {who} have no replicas to place; remove it, or set "
+        f"{KEY}.subnetworks below the number of data-parallel ranks"
+    )
 
 
 def _num_subnetworks(config: SubnetworkConfig, plan: Plan | None, data_parallel_size: int) -> int:
@@ -179,11 +191,6 @@ def _num_subnetworks(config: SubnetworkConfig, plan: Plan | None, data_parallel_
         raise ValueError(
             f"{where} {k} subnetworks, which do not divide the {data_parallel_size} data-parallel ranks; "
             f"possible here: {', '.join(divisors)}"
-        )
-    if k < data_parallel_size:
-        raise ValueError(
-            f"{where} {k} subnetworks for {data_parallel_size} data-parallel ranks: replicas of subnetworks are "
-            f'not built yet; use {data_parallel_size} or "auto"'
         )
     return k
 
@@ -212,6 +219,8 @@ def _contradictions(config: SubnetworkConfig) -> list[str]:
             problems.append(f"{KEY}: neither coverage nor holders is given; add one, such as {KEY}.coverage: 0.5")
         if config.assignment == "cyclic" and config.seed:
             problems.append(f'{KEY}.seed: got {config.seed}, but assignment "cyclic" has no use for it; remove it')
+        if config.subnetworks == "auto" and config.placement != "auto":
+            problems.append(_nothing_to_place(config, 'subnetworks "auto" (one for each data-parallel rank)'))
         return problems + _without_effect(config)
     for name in ("granularity", "shared", "neuron_groups", "seed"):
         if getattr(config, name) != SubnetworkConfig.model_fields[name].default:
@@ -275,6 +284,7 @@ def _explain_one(name: str, kind: str, message: str, block: Mapping[str, Any]) -
         hint = f"did you mean {near[0]!r}?" if near else f"known keys: {', '.join(fields)}"
         return f"{KEY}.{name}: unknown key; {hint}"
     if block[name] == "auto":
-        return f'{KEY}.{name}: "auto" is only possible for {KEY}.subnetworks; expected {fields[name].description}'
+        where = "is only possible for subnetworks and placement"
+        return f'{KEY}.{name}: "auto" {where}; expected {fields[name].description}'
     detail = f" ({message})" if kind == "value_error" and name == "shared" else ""
     return f"{KEY}.{name}: got {block[name]!r}, expected {fields[name].description}{detail}"

@@ -16,11 +16,39 @@ from torch import nn
 from .communicator import Communicator
 from .fetch import UnitFetcher
 from .gate import Gate, Step
-from .masking import Mask, MaskedPart
+from .masking import Mask, MaskedPart, mixed_in
 from .plan import Plan
 from .units import Piece
 
 Mode = Literal["subnetwork", "streaming", "resident"]
+
+
+class _Model(nn.Module):
+    """Mixed in before the model's own class: what streams runs uncompiled, since no compiler sees through collectives."""
+
+    _sdp_view: DenseView
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if torch.compiler.is_compiling() or not self._sdp_view.is_streaming():
+            return super().__call__(*args, **kwargs)
+        with torch.compiler.set_stance("force_eager"):
+            return super().__call__(*args, **kwargs)
+
+
+class _PartModule(nn.Module):
+    """Mixed in before the class of a part's first and last module. No hook: each has a number, which a compiler would
+    notice, and compile every layer again."""
+
+    _sdp_view: DenseView
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if not self._sdp_view.is_streaming():
+            return super().__call__(*args, **kwargs)
+        self._sdp_view.before(self)
+        try:
+            return super().__call__(*args, **kwargs)
+        finally:
+            self._sdp_view.after(self)
 
 
 class DenseView:
@@ -47,6 +75,8 @@ class DenseView:
             dtype_of=mask.dtype_of,
             device=next(model.parameters()).device,
         )
+        self._first = {part.modules[0]: index for index, part in enumerate(mask.parts)}
+        self._last = {part.modules[-1]: index for index, part in enumerate(mask.parts)}
         if mask.parts:
             self._install()
 
@@ -55,15 +85,20 @@ class DenseView:
         return self._mode == "resident"
 
     def _install(self) -> None:
+        self._mix_in(_Model, self._model)
         self._model.register_forward_pre_hook(self._before_forward, prepend=True)
         self._model.register_forward_hook(self._after_forward, always_call=True)
-        for index, part in enumerate(self._mask.parts):
-            part.modules[0].register_forward_pre_hook(lambda *_, index=index: self._before_part(index))
-            part.modules[-1].register_forward_hook(lambda *_, part=part: self._after_part(part), always_call=True)
+        for part in self._mask.parts:
+            for module in {part.modules[0], part.modules[-1]}:
+                self._mix_in(_PartModule, module)
             if not part.whole:
                 for module in (inner for outer in part.modules for inner in outer.modules()):
                     module.register_state_dict_pre_hook(lambda *_, part=part: self._refuse_partial(part))
         self._model.register_state_dict_pre_hook(lambda *_: self._before_state_dict())
+
+    def _mix_in(self, mixin: type[nn.Module], module: nn.Module) -> None:
+        module.__class__ = mixed_in(mixin, type(module))
+        object.__setattr__(module, "_sdp_view", self)
 
     @contextmanager
     def __call__(self, *, resident: bool = False) -> Iterator[None]:
@@ -117,6 +152,10 @@ class DenseView:
         """In the backward regime also without gradients in training mode: generation there needs its cache."""
         return not torch.is_grad_enabled() and not (self._model.training and self._is_collective)
 
+    def is_streaming(self) -> bool:
+        """Whether a forward pass now makes parts dense one by one."""
+        return self._mode == "streaming" or (self._mode != "resident" and self._wants_dense())
+
     def _before_forward(self, model: nn.Module, *_: Any) -> None:
         if self._automatic:  # the last forward was interrupted by what is no Exception, so that its hooks did not run
             self._after_forward()
@@ -143,7 +182,11 @@ class DenseView:
             self._mode = "subnetwork"
             self._release_all()
 
-    def _before_part(self, index: int) -> None:
+    def before(self, module: nn.Module) -> None:
+        """`module` is about to run while parts become dense one by one."""
+        index = self._first.get(module)
+        if index is None:
+            return
         part = self._mask.parts[index]
         alone = self._wants_dense() and not self._in_forward  # an inner module was called
         if self._mode == "streaming" or (alone and not part.dense and not self._is_collective):
@@ -154,9 +197,10 @@ class DenseView:
                 "is the dense model. Call that, or inner modules on every rank inside engine.dense(resident=True)"
             )
 
-    def _after_part(self, part: MaskedPart) -> None:
-        if self._mode != "resident":
-            self._release(part)
+    def after(self, module: nn.Module) -> None:
+        """`module` ran, or failed to."""
+        if module in self._last:
+            self._release(self._mask.parts[self._last[module]])
 
     def _before_state_dict(self) -> None:
         if self._mode == "streaming":

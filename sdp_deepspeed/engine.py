@@ -7,8 +7,9 @@ what this rank lacks; then the optimizer is built, which the masked averaging wr
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,20 +21,21 @@ from deepspeed.utils import log_dist, logger
 from torch import nn
 
 from . import checkpoint
-from .agreement import check_holders_agree
-from .architectures import find_sites, unit_costs
+from .agreement import check_holders_agree, check_same_plan, run_together
+from .architectures import unit_costs
 from .communicator import Communicator
 from .config import KEY, parse
 from .dense import DenseView
 from .gate import make_gate
 from .hosts import check_hosts
-from .masking import CUT, Mask
+from .masking import CUT, Mask, compile_in_place
 from .optimizer import SubnetworkOptimizer
-from .placement import Network
 from .plan import Plan
 from .planning import dense_tensors, plan_model
-from .settings import loss_scaler, optimizer_settings
+from .settings import loss_scaler, network_of, optimizer_settings
+from .shards import Shards
 from .support import optimizer_refusal, refuse_unsupported
+from .tensor_parallel import Undivided, check_groups, check_mpu, explained, join, peers_of
 
 _NO_OPTIMIZER = f"{KEY} needs an optimizer: name one in the config, or give deepspeed.initialize one"
 
@@ -44,11 +46,16 @@ class SubnetworkEngine(DeepSpeedEngine):
     Attributes:
         plan: who holds what, the same on every rank.
         communicator: the data-parallel group.
+        everyone: all ranks; more than the data-parallel group under tensor parallelism.
+        shards: what this rank stores under tensor parallelism.
     """
 
     plan: Plan
     communicator: Communicator
+    everyone: Communicator
+    shards: Shards
     optimizer: SubnetworkOptimizer
+    _undivided: Undivided | None = None
 
     def __init__(self, args: Any, model: nn.Module, *rest: Any, **options: Any) -> None:
         config: Mapping[str, Any] = options["config"]
@@ -60,61 +67,54 @@ class SubnetworkEngine(DeepSpeedEngine):
             raise ValueError(f"{KEY}: an earlier engine cut this model down to subnetworks; build or load it anew")
         for warning in check_hosts():
             logger.warning(warning)
-        for name in ("mpu", "mesh_device"):
-            if options.get(name) is not None:
-                raise ValueError(
-                    f"{KEY}: tensor and sequence parallelism are not built yet, so deepspeed.initialize takes no "
-                    f"{'mpu' if name == 'mpu' else 'mesh_param'} with it"
-                )
-        super().__init__(args, model, *rest, **options)
+        if options.get("mesh_device") is not None:
+            raise ValueError(
+                f"{KEY}: sequence parallelism is not possible, so deepspeed.initialize takes no mesh_param"
+            )
+        if options.get("mpu") is not None:
+            check_mpu(options["mpu"])
+        super().__init__(args, compile_in_place(model), *rest, **options)
         if self.optimizer is None:
             raise ValueError(_NO_OPTIMIZER)
+
+    def _configure_tensor_parallel(self, model: nn.Module, tp_config: Any) -> Any:
+        self._undivided = Undivided.of(model)
+        with explained(model):
+            return super()._configure_tensor_parallel(model, tp_config)
 
     def _configure_distributed_model(self, model: nn.Module) -> None:
         super()._configure_distributed_model(model)
         self.communicator = Communicator(deepspeed_comm, self.seq_data_parallel_group)
+        self.everyone = Communicator(deepspeed_comm)
         self._tensors = dense_tensors(model)
-        network = self._network()
+        peers = peers_of(self.mpu)
+        network = network_of(self, self.communicator, peers)
         error: Exception | None = None
         try:
-            self.plan, notes = plan_model(model, self.block, self.communicator.size, network)
-            costs = unit_costs(model, self.plan.units)
+            check_groups(self.communicator, peers, self.everyone)
+            self._parallel = join(model, peers, self._undivided, stage=int(self.zero_optimization_stage()))
+            sites, self.shards = self._parallel.sites, self._parallel.shards
+            self.plan, notes = plan_model(
+                model, self.block, self.communicator.size, network, sites=sites, shards=self.shards
+            )
+            self._local_plan = self.shards.local_plan(self.plan)
+            costs = unit_costs(model, self._local_plan.units)
             self._mask = Mask(
                 model,
-                find_sites(model),
+                sites,
                 self._tensors,
-                self.plan,
+                self._local_plan,
                 self.communicator.rank,
                 scales=self.block.dense_branch_scale == "coverage",
             )
         except ValueError as problem:
             error = problem
-        self.communicator.raise_together(error)
-        self._check_same_plan()
+        self.everyone.raise_together(error)
+        check_same_plan(self.plan, self.everyone)
         for note in notes:
             log_dist(f"{KEY}: {note}", ranks=[0], level=logging.WARNING)
-        self._dense = DenseView(model, self._mask, self.plan, self.communicator, make_gate(torch.distributed))
+        self._dense = DenseView(model, self._mask, self._local_plan, self.communicator, make_gate(torch.distributed))
         log_dist(f"{KEY}\n{self.plan.table(costs)}", ranks=[0])
-
-    def _network(self) -> Network:
-        """Nodes of the ranks, and bytes per element as the exchange sends them; all data-parallel ranks call it."""
-        rounds = self.gradient_accumulation_steps() if self.zero_optimization_stage() == 2 else 1
-        return Network.gather(
-            self.communicator,
-            gradient_bytes=rounds * self.communication_data_type.itemsize,
-            weight_bytes=self.get_data_types()[0].itemsize,
-        )
-
-    def _check_same_plan(self) -> None:
-        """The hash, and which rank has which subnetwork: the hash does not cover that."""
-        plans = self.communicator.gather_objects((self.plan.hash, self.plan.subnetwork_of_rank))
-        different = [rank for rank, other in enumerate(plans) if other != plans[0]]
-        if different:
-            raise RuntimeError(
-                f"ranks {different[:5]} made another plan than rank 0 ({plans[different[0]][0][:12]}, not "
-                f"{plans[0][0][:12]}) or placed it otherwise: give all ranks the same model, config and version of "
-                "sdp_deepspeed"
-            )
 
     def _configure_optimizer(self, client_optimizer: Any, model_parameters: Any) -> None:
         if client_optimizer is None:
@@ -134,9 +134,10 @@ class SubnetworkEngine(DeepSpeedEngine):
             optimizer,
             parameters=dict(self.module.named_parameters()),
             tensors=self._tensors,
-            plan=self.plan,
+            plan=self._local_plan,
             places=self._mask.places,
             communicator=self.communicator,
+            model_parallel=self._parallel.model_parallel,
             settings=optimizer_settings(self),
             loss_scaler=loss_scaler(self),
         )
@@ -158,7 +159,9 @@ class SubnetworkEngine(DeepSpeedEngine):
         self._refuse_resident("step")
         super().step(lr_kwargs)
         if self.block.check_agreement and self._step_applied:
-            check_holders_agree(self._mask.places.weight, self._tensors, self.plan, self.communicator)
+            holders = partial(check_holders_agree, self._mask.places.weight, self._tensors, self._local_plan)
+            checks = partial(holders, self.communicator), partial(self._parallel.check_replicated, self.held_tensors())
+            run_together(self.everyone, *checks)
 
     def train(self, mode: bool = True) -> SubnetworkEngine:
         """As DeepSpeed's; going back to training ends an evaluation of the dense model on all ranks."""
@@ -167,8 +170,9 @@ class SubnetworkEngine(DeepSpeedEngine):
         super().train(mode)
         return self
 
-    def dense(self, *, resident: bool = False) -> AbstractContextManager[None]:
-        """Context in which the module is the dense model; all data-parallel ranks enter and leave together.
+    @contextmanager
+    def dense(self, *, resident: bool = False) -> Iterator[None]:
+        """Context in which the module is the dense model; all ranks enter and leave together.
 
         Args:
             resident: hold the whole model at once (generation, state dict). By default each lacking unit is fetched
@@ -179,7 +183,8 @@ class SubnetworkEngine(DeepSpeedEngine):
         Raises:
             RuntimeError: on all ranks, naming ranks, when they do not do the same inside.
         """
-        return self._dense(resident=resident)
+        with self._dense(resident=resident), self._parallel.whole_state_dicts():
+            yield
 
     def held_tensors(self) -> dict[str, torch.Tensor]:
         """Parameters and buffers that this rank stores for its subnetwork, by dense name; parts of them where neurons
@@ -191,39 +196,45 @@ class SubnetworkEngine(DeepSpeedEngine):
         return list(self._mask.places.lacking.values())
 
     def save_pretrained(self, folder: str | Path, tokenizer: Any = None, **options: Any) -> None:
-        """Write the dense model in Hugging Face format; all data-parallel ranks call it, rank 0 writes.
+        """Write the dense model in Hugging Face format; all ranks call it, rank 0 writes.
 
         Args:
             tokenizer: saved beside the model if given.
             options: of the model's own `save_pretrained`, such as `max_shard_size`.
         """
-        error: Exception | None = None
-        self._dense.meet_to_write()
-        with self.dense(resident=True):
-            if self.communicator.rank == 0:
-                try:
-                    Path(folder).mkdir(parents=True, exist_ok=True)  # Transformers only logs it if this is a file
-                    self.module.save_pretrained(str(folder), **options)
-                    if tokenizer is not None:
-                        tokenizer.save_pretrained(str(folder))
-                except Exception as problem:  # of any kind: the others wait for this rank
-                    error = RuntimeError(f"save_pretrained: cannot write {folder}: {problem}")
-            self.communicator.raise_together(error)  # waits here, where no meeting's shorter time limit runs
+
+        def write() -> None:
+            state = self._parallel.state_dict(self.module)
+            if self.everyone.rank == 0:
+                Path(folder).mkdir(parents=True, exist_ok=True)  # Transformers only logs it if this is a file
+                self.module.save_pretrained(str(folder), **state, **options)
+                if tokenizer is not None:
+                    tokenizer.save_pretrained(str(folder))
+
+        self._write_dense(write, f"save_pretrained: cannot write {folder}")
 
     def save_16bit_model(
         self, save_dir: str, save_filename: str = "pytorch_model.bin", exclude_frozen_parameters: bool = False
     ) -> bool:
         """As DeepSpeed's, of the dense model."""
+
+        def write() -> None:
+            with self._mask.trainable_as_built():
+                super(SubnetworkEngine, self).save_16bit_model(save_dir, save_filename, exclude_frozen_parameters)
+
+        self._write_dense(write, f"save_16bit_model: cannot write {save_dir}")
+        return True
+
+    def _write_dense(self, write: Callable[[], None], failure: str) -> None:
+        """Run `write` on every rank in the dense model; an error of one is raised on all."""
         error: Exception | None = None
         self._dense.meet_to_write()
         with self.dense(resident=True):
             try:
-                with self._mask.trainable_as_built():
-                    super().save_16bit_model(save_dir, save_filename, exclude_frozen_parameters)
+                write()
             except Exception as problem:  # of any kind: the others wait for this rank
-                error = RuntimeError(f"save_16bit_model: cannot write {save_dir}: {problem}")
-            self.communicator.raise_together(error)
-        return True
+                error = RuntimeError(f"{failure}: {problem}")
+            self.everyone.raise_together(error)  # waits here, where no meeting's shorter time limit runs
 
     def _refuse_resident(self, call: str) -> None:
         if self._dense.is_resident:

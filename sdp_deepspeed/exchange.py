@@ -14,7 +14,7 @@ from typing import Literal
 
 import torch
 
-from .communicator import Communicator, Work
+from .communicator import Communicator, Done, Work
 from .places import in_order
 from .segments import Bucket, Fragment, Segment
 from .units import Piece
@@ -111,18 +111,19 @@ def back_route(bucket: Bucket, rank: int, size: int, receivers: Receivers) -> Ro
     return Route(tuple(sent), tuple(sent_splits), tuple(received), tuple(received_splits))
 
 
-@dataclass(frozen=True)
+@dataclass
 class Reduction:
-    """A bucket on its way to the owners; the buffers live until it is finished.
+    """A bucket on its way to the owners.
 
     Args:
         averages: fp32, one flat tensor per entry of `Exchange.owned(bucket)`; this rank's own contribution until then.
+        buffers: what is sent and what is received; empty once the reduction is finished.
+        work: keeps the buffers too.
     """
 
     bucket: Bucket
     averages: list[torch.Tensor]
-    sent: torch.Tensor
-    received: torch.Tensor
+    buffers: list[torch.Tensor]
     work: Work
 
 
@@ -157,10 +158,14 @@ class Exchange:
         self._routes: dict[tuple[int, Receivers], Route] = {}
         self._owned = {bucket.index: self._owned_shards(bucket) for bucket in buckets}
 
+    def held(self, bucket: Bucket) -> list[Fragment]:
+        """What this rank holds of the bucket."""
+        rank = self._communicator.rank
+        return [fragment for segment in bucket.segments if segment.held_by(rank) for fragment in segment.fragments]
+
     def held_names(self, bucket: Bucket) -> set[str]:
         """Parameters of which this rank holds pieces in the bucket."""
-        rank = self._communicator.rank
-        return {f.piece.parameter for s in bucket.segments if s.held_by(rank) for f in s.fragments}
+        return {fragment.piece.parameter for fragment in self.held(bucket)}
 
     def last_uses(self) -> list[list[str]]:
         """Per bucket the parameters that no later bucket holds pieces of, so that their gradients can be freed."""
@@ -205,12 +210,15 @@ class Exchange:
             sizes = [fragment.stop - fragment.start for fragment in fragments]
             own.append(torch.empty(sum(sizes), device=self.device) if averages is None else averages[index])
             torch._foreach_copy_(list(own[-1].split(sizes)), read(gradients, fragments, device=self.device))
-        return Reduction(bucket, own, sent, received, work)
+        return Reduction(bucket, own, [sent, received], work)
 
     def finish_reduce(self, reduction: Reduction) -> None:
         """Wait for the others' contributions and average them with this rank's, in `reduction.averages`."""
         reduction.work.wait()
-        bucket, received, averages = reduction.bucket, reduction.received, reduction.averages
+        reduction.work = Done()
+        _, received = reduction.buffers
+        reduction.buffers.clear()
+        bucket, averages = reduction.bucket, reduction.averages
         owned = self.owned(bucket)
         position = 0
         for peer in range(self._communicator.size):

@@ -53,6 +53,9 @@ class Gradients:
         """All that exist now."""
         return [gradient for name in self._parameters if (gradient := self._of(name)) is not None]
 
+    def exists(self, name: str) -> bool:
+        return self._of(name) is not None
+
     def free(self, name: str) -> None:
         self._sums.pop(name, None)
         self._parameters[name].grad = None

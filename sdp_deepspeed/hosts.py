@@ -14,6 +14,7 @@ TESTED = {"deepspeed": ("0.19.8",), "torch": ("2.13.0",), "transformers": ("5.23
 PRIVATE_NAMES: tuple[tuple[str, str], ...] = (
     ("deepspeed.runtime.engine", "DeepSpeedEngine.__init__"),
     ("deepspeed.runtime.engine", "DeepSpeedEngine._configure_distributed_model"),
+    ("deepspeed.runtime.engine", "DeepSpeedEngine._configure_tensor_parallel"),
     ("deepspeed.runtime.engine", "DeepSpeedEngine._configure_optimizer"),
     ("deepspeed.runtime.engine", "DeepSpeedEngine._do_optimizer_sanity_check"),
     ("deepspeed.runtime.engine", "DeepSpeedEngine._configure_zero_optimizer"),
@@ -28,6 +29,10 @@ PRIVATE_NAMES: tuple[tuple[str, str], ...] = (
     ("deepspeed.runtime.engine", "ZERO_OPTIMIZATION"),
     ("deepspeed.runtime.base_optimizer", "ZeROOptimizer.register_grad_acc_post_hook"),
     ("deepspeed.runtime.base_optimizer", "ZeROOptimizer.queue_post_backward_callback"),
+    ("deepspeed.runtime.utils", "is_model_parallel_parameter"),
+    ("deepspeed.utils.bwc", "bwc_pipeline_parallel_world_size"),
+    ("deepspeed.utils.bwc", "bwc_tensor_model_parallel_group"),
+    ("deepspeed.utils.bwc", "bwc_tensor_model_parallel_world_size"),
     ("deepspeed.comm", "all_to_all_single"),
     ("torch", "_foreach_copy_"),
     ("torch", "_foreach_add_"),

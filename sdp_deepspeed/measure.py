@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 from torch.distributed._tools.mem_tracker import MemTracker
-from torch.nn.modules.module import register_module_forward_pre_hook
+from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 
 from sdp_deepspeed.traffic import TrafficCounter
 
@@ -29,9 +29,13 @@ class StepFigures:
 
     Args:
         weights: parameters of the module in the training dtype, padding of flat buffers included.
-        gradients: the largest sum of gradients held at one time.
+        gradients: the largest sum of gradients held at one time; at stage 2 that is when a backward pass is over, since
+            what is on its way during it is a matter of the bucket.
         optimizer: moments, and a master copy where one is kept apart from the weights.
-        peak: the largest sum of live tensors during the step.
+        peak: the largest sum of live tensors during the step; the larger one of the next two.
+        peak_backward: the same in forward and backward passes.
+        peak_step: the same in the engine's `step`.
+        activations: what the forward pass left for the backward pass, most of all micro-steps.
         sent: bytes sent during the step (`sdp_deepspeed.traffic`).
         sent_by_operator: the same by c10d operator.
         process: the process's largest resident set since its start; context only.
@@ -41,6 +45,9 @@ class StepFigures:
     gradients: int = 0
     optimizer: int = 0
     peak: int = 0
+    peak_backward: int = 0
+    peak_step: int = 0
+    activations: int = 0
     sent: int = 0
     sent_by_operator: dict[str, int] | None = None
     process: int = 0
@@ -116,12 +123,14 @@ class _GradientWatch:
 
     def __init__(self, engine: Any) -> None:
         self.engine = engine
-        self.peak = 0
-        trained = [parameter for parameter in engine.module.parameters() if parameter.requires_grad]
-        self.handles = [parameter.register_post_accumulate_grad_hook(self.look) for parameter in trained]
+        self.largest = 0
+        self.handles: list[Any] = []
+        if engine.zero_optimization_stage() < 2:
+            trained = [parameter for parameter in engine.module.parameters() if parameter.requires_grad]
+            self.handles = [parameter.register_post_accumulate_grad_hook(self.look) for parameter in trained]
 
     def look(self, _parameter: torch.Tensor | None = None) -> None:
-        self.peak = max(self.peak, storage_bytes(gradient_tensors(self.engine)))
+        self.largest = max(self.largest, storage_bytes(gradient_tensors(self.engine)))
 
     def close(self) -> None:
         for handle in self.handles:
@@ -134,36 +143,81 @@ class _LiveTensors(MemTracker):
     def _track_module_params_and_buffers(self, module: torch.nn.Module, install_grad_hooks: bool = True) -> Any:
         return super()._track_module_params_and_buffers(module, install_grad_hooks=False)
 
+    def current(self) -> int:
+        """Bytes now, on all devices."""
+        return sum(device["Total"] for device in self.get_tracker_snapshot("current").values())
+
+    def take_peak(self) -> int:
+        """Largest number of bytes since the last call, on all devices."""
+        peak = sum(device["Total"] for device in self.get_tracker_snapshot("peak").values())
+        self._peak_mem_snap = self.get_tracker_snapshot("current")
+        self._peak_mem = {device: snapshot["Total"] for device, snapshot in self._peak_mem_snap.items()}
+        return peak
+
+
+class _Phases:
+    """Tells forward and backward passes from `engine.step`."""
+
+    def __init__(self, engine: Any, tracker: _LiveTensors, watch: _GradientWatch, figures: StepFigures) -> None:
+        self.engine, self.tracker, self.watch, self.figures = engine, tracker, watch, figures
+        self.before = 0
+        # Global hooks registered before the tracker's own, which are global too, so that they run before them.
+        self.handles = [
+            register_module_forward_pre_hook(self.forward_begins),
+            register_module_forward_hook(self.forward_ends),
+        ]
+        self.step = engine.step
+        engine.step = self.run_step
+
+    def forward_begins(self, module: torch.nn.Module, _inputs: Any) -> None:
+        if module is self.engine:
+            self.tracker.reset_mod_stats()  # it refuses a second forward otherwise
+            self.before = self.tracker.current()
+
+    def forward_ends(self, module: torch.nn.Module, _inputs: Any, _outputs: Any) -> None:
+        if module is self.engine:
+            self.figures.activations = max(self.figures.activations, self.tracker.current() - self.before)
+
+    def run_step(self, *arguments: Any, **options: Any) -> Any:
+        self.watch.look()
+        self.figures.peak_backward = max(self.figures.peak_backward, self.tracker.take_peak())
+        result = self.step(*arguments, **options)
+        self.figures.peak_step = max(self.figures.peak_step, self.tracker.take_peak())
+        return result
+
+    def close(self) -> None:
+        del self.engine.step  # the class's own again
+        for handle in self.handles:
+            handle.remove()
+
 
 @contextmanager
-def measured_step(engine: Any) -> Iterator[StepFigures]:
+def measured_step(engine: Any, *, others: Iterable[torch.Tensor] = ()) -> Iterator[StepFigures]:
     """Measure the step that runs inside the block; the figures are filled in when it ends.
 
     On every rank that is to be measured; no collective of its own. Run it on a step after the first, when the
     optimizer's moments exist. The block holds forward, backward and step of all micro-steps.
+
+    Args:
+        others: tensors that live already and count for the peak, besides those of module and optimizer.
     """
     figures = StepFigures()
     tracker, watch, traffic = _LiveTensors(), _GradientWatch(engine), TrafficCounter()
-    tracker.track_external(engine.module, *optimizer_tensors(engine), *gradient_tensors(engine))
-
-    def new_micro_step(module: torch.nn.Module, _inputs: Any) -> None:
-        if module is engine:
-            tracker.reset_mod_stats()  # it refuses a second forward otherwise; the peak stays
-
-    # A global hook registered before the tracker's own, which are global too, so that it runs before them.
-    handle = register_module_forward_pre_hook(new_micro_step)
+    tracker.track_external(
+        engine.module, *weight_tensors(engine), *optimizer_tensors(engine), *gradient_tensors(engine), *others
+    )
+    phases = _Phases(engine, tracker, watch, figures)
     try:
         with traffic, tracker:
             yield figures
-        watch.look()
     finally:
-        handle.remove()
+        phases.close()
         watch.close()
     seen: set[int] = set()
     figures.weights = storage_bytes(weight_tensors(engine), seen)
     figures.optimizer = storage_bytes(optimizer_tensors(engine), seen)
-    figures.gradients = watch.peak
-    figures.peak = sum(device["Total"] for device in tracker.get_tracker_snapshot("peak").values())
+    figures.gradients = watch.largest
+    figures.peak = max(figures.peak_backward, figures.peak_step)
     figures.sent = traffic.total
     figures.sent_by_operator = dict(traffic.bytes_by_operator)
     figures.process = resident_bytes()

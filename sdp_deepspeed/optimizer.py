@@ -28,6 +28,12 @@ from .segments import NOT_OPTIMIZED, Bucket, Fragment, Segment, TensorInfo, buil
 from .stepping import Offload, SteppedGroup, repoint
 
 
+def divide(gradients: list[torch.Tensor], divisor: float) -> None:
+    """In place, and in fp32 if they are: half precision could not hold what a loss scale is divided out of."""
+    if gradients and divisor != 1.0:
+        torch._foreach_div_(gradients, divisor)
+
+
 @dataclass(frozen=True)
 class OptimizerSettings:
     """Options that DeepSpeed's config gives to the optimizer.
@@ -141,13 +147,14 @@ class SubnetworkOptimizer(ZeROOptimizer):
         }
         if self.settings.stage < 2:
             return StepAveraging(self.exchange, self._gradients, keeps_flats=self.settings.stage == 1, **options)
-        dtype = next(iter(self._parameters.values())).dtype
+        dtypes = {parameter.dtype for parameter in self._parameters.values()}
+        has_one = len(dtypes) == 1 and not self.settings.accumulate_in_fp32
         return BackwardReduction(
             self.exchange,
             self._gradients,
             self._communicator,
             self._parameters,
-            dtype=torch.float32 if self.settings.accumulate_in_fp32 else dtype,
+            dtype=dtypes.pop() if has_one else torch.float32,
             **options,
         )
 
@@ -211,14 +218,13 @@ class SubnetworkOptimizer(ZeROOptimizer):
         if closure is not None:
             raise ValueError("SubnetworkOptimizer.step() takes no closure; call engine.backward(loss) before it")
         averages = self._averaging.take()
-        scaled_norm = self._norm(averages)
-        scale = self.loss_scale
+        scaled_norm, scale = self._norm(averages), self.loss_scale
         self.overflow = self.settings.skip_overflow and not math.isfinite(scaled_norm or 0.0)
         self.loss_scaler.update_scale(self.overflow)
-        self._global_grad_norm = scaled_norm if scaled_norm is None or self.overflow else scaled_norm / scale
+        norm = None if scaled_norm is None else math.inf if self.overflow else scaled_norm / scale
+        self._global_grad_norm = norm if self.settings.needs_norm else None
         if not self.overflow:
-            self._unscale_and_clip(averages, scale)
-            self._take_step(averages)
+            self._take_step(averages, self._divisor(norm, scale))
         self.zero_grad()
 
     def _norm(self, averages: Averages) -> float | None:
@@ -227,24 +233,21 @@ class SubnetworkOptimizer(ZeROOptimizer):
             return global_norm(averages.squares, self._communicator, self._model_parallel)
         return None
 
-    def _unscale_and_clip(self, averages: Averages, scale: float) -> None:
-        """Divide the averages by the loss scale, and as DeepSpeed does by max(1, (norm + 1e-6) / clip)."""
-        factor = scale
+    def _divisor(self, norm: float | None, scale: float) -> float:
+        """Of the averages: the loss scale, and where they are clipped DeepSpeed's max(1, (norm + 1e-6) / clip)."""
         if self.settings.clip > 0:
-            assert self._global_grad_norm is not None
-            factor *= max(1.0, (self._global_grad_norm + 1e-6) / self.settings.clip)
-        gradients = averages.flats
-        if gradients is None:
-            gradients = [p.grad for p in self._parameters.values() if p.grad is not None]
-        if factor != 1.0 and gradients:
-            torch._foreach_div_(gradients, factor)
+            assert norm is not None
+            scale *= max(1.0, (norm + 1e-6) / self.settings.clip)
+        return scale
 
-    def _take_step(self, averages: Averages) -> None:
+    def _take_step(self, averages: Averages, divisor: float) -> None:
         for index, group in enumerate(self.groups):
             group.link()
             if averages.flats is None:
                 group.set_gradients(self._gradients.view)
+                divide([tensor.grad for tensor in group.tensors if tensor.grad is not None], divisor)
             else:
+                divide([averages.flats[index]], divisor)
                 group.set_flat_gradient(averages.flats[index])
         self.optimizer.step()
         for group in self.groups:

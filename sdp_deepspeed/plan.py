@@ -13,11 +13,12 @@ import os
 import tempfile
 import warnings
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from sdp_deepspeed import assignment, plan_json
+from sdp_deepspeed.placement import Asked, Load, Network, Placement, choose
 from sdp_deepspeed.units import Unit, UnitCost
 
 if TYPE_CHECKING:  # config reads plans, so at run time imports go from config to plan only
@@ -39,6 +40,8 @@ class Plan:
         units: U units in a fixed order; what is in no unit is shared.
         holders: for each unit its p subnetworks, ascending.
         subnetwork_of_rank: the subnetwork of each data-parallel rank.
+        placement: where replicas are and why; None without replicas, and in a plan that was read from a file, whose
+            ranks may have been on other nodes.
     """
 
     regime: str
@@ -49,6 +52,7 @@ class Plan:
     units: tuple[Unit, ...]
     holders: tuple[tuple[int, ...], ...]
     subnetwork_of_rank: tuple[int, ...]
+    placement: Placement | None = field(default=None, compare=False)
 
     def __post_init__(self) -> None:
         plan_json.check_table(self)
@@ -85,6 +89,19 @@ class Plan:
     def spectral_gap(self, weights: Sequence[int] | None = None) -> float:
         """Spectral gap of the table; `weights` are trainable elements per unit, None for equal units."""
         return spectral_gap(self.holders, weights or [1] * len(self.units), self.num_subnetworks, self.num_holders)
+
+    def place(self, elements: Sequence[int], num_shared: int, network: Network, asked: Asked) -> Plan:
+        """This plan with the replicas of its subnetworks on the ranks that run.
+
+        Args:
+            elements: for each unit its trainable elements.
+            num_shared: trainable elements in no unit.
+            network: nodes of the ranks.
+            asked: what the config says.
+        """
+        load = Load(self.num_subnetworks, self.holders, elements, num_shared, self.regime == "backward")
+        placement, ranks = choose(load, network, asked)
+        return dataclasses.replace(self, subnetwork_of_rank=ranks, placement=placement)
 
     def to_json(self) -> dict[str, Any]:
         """The plan in the format of plan.json (DESIGN.md section 3)."""
@@ -133,7 +150,7 @@ class Plan:
             raise ValueError(f"{os.fspath(path)}: {error}") from None
 
     def table(self, costs: Sequence[UnitCost] | None = None) -> str:
-        """Text to print: units by subnetworks, balance, spectral gap, hash."""
+        """Text to print: units by subnetworks, balance, spectral gap, placement of replicas, hash."""
         return plan_json.table(self, costs)
 
 
@@ -172,7 +189,7 @@ def make_plan(
     data_parallel_size: int,
     branches: Sequence[str | None] | None = None,
 ) -> Plan:
-    """The plan that the config block asks for, the same on every rank.
+    """The plan that the config block asks for, the same on every rank; replicas are neighbours until `Plan.place`.
 
     Args:
         units: the model's units; a plan given by path brings its own, the caller checks that they fit the model.

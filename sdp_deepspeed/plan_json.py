@@ -161,7 +161,7 @@ def _some(values: Sequence[Any]) -> str:
 
 
 def table(plan: Plan, costs: Sequence[UnitCost] | None) -> str:
-    """Text form of a plan: a row per unit, a column per subnetwork, then balance, gap and hash."""
+    """Text form of a plan: a row per unit, a column per subnetwork, then balance, gap, placement and hash."""
     lines = [
         f"plan: {len(plan.units)} units, {plan.num_subnetworks} subnetworks, {plan.num_holders} holders each "
         f"(coverage {plan.coverage:.4g}), regime {plan.regime}, strategy {plan.strategy}, "
@@ -179,6 +179,8 @@ def table(plan: Plan, costs: Sequence[UnitCost] | None) -> str:
         lines.append(f"  bytes max/mean {_imbalance(plan, [cost.num_bytes for cost in costs])}")
     weights = None if costs is None else [cost.num_parameters for cost in costs]
     lines.append(f"  spectral gap {plan.spectral_gap(weights):.4f}")
+    if plan.placement is not None:
+        lines.append(f"  {plan.placement.line()}")
     lines.append(f"  hash {plan.hash[:16]}")
     return "\n".join(lines)
 

@@ -3,29 +3,45 @@
 from __future__ import annotations
 
 import warnings
+from collections.abc import Sequence
+from math import prod
 
 from torch import nn
 
-from .architectures import constrained_branches, find_sites, unit_costs, units_of_sites
+from .architectures import Site, constrained_branches, find_sites, unit_costs, units_of_sites
 from .config import SubnetworkConfig, resolve
+from .placement import Network
 from .plan import Plan, make_plan
 from .segments import TensorInfo
+from .shards import Shards
 from .units import check_pieces
 
 
-def plan_model(model: nn.Module, block: SubnetworkConfig, data_parallel_size: int) -> tuple[Plan, list[str]]:
+def plan_model(
+    model: nn.Module,
+    block: SubnetworkConfig,
+    data_parallel_size: int,
+    network: Network | None = None,
+    *,
+    sites: Sequence[Site] | None = None,
+    shards: Shards | None = None,
+) -> tuple[Plan, list[str]]:
     """The plan, the same on every rank, and warnings about it.
 
     Args:
-        model: whole; on the meta device too.
+        model: whole, or what a tensor-parallel rank has of it; on the meta device too.
         block: a parsed config block.
         data_parallel_size: D.
+        network: nodes of the ranks, for the placement of replicas; None puts all ranks on one node.
+        sites: the model's residual branches; None finds them.
+        shards: what a tensor-parallel rank has; None if the model is whole.
 
     Raises:
         ValueError: a block, or a plan that it names, which does not fit the model or the number of ranks.
     """
     layout = resolve(block, data_parallel_size)
-    sites = find_sites(model)
+    sites = find_sites(model) if sites is None else sites
+    shards = shards or Shards(0, 1, {})
     units = units_of_sites(
         sites,
         strategy=block.strategy,
@@ -37,12 +53,27 @@ def plan_model(model: nn.Module, block: SubnetworkConfig, data_parallel_size: in
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         branches = constrained_branches(units, sites)
-        plan = make_plan(units, unit_costs(model, units), layout, block, data_parallel_size, branches)
+        dense_units = [shards.dense_unit(unit) for unit in units]
+        plan = make_plan(dense_units, unit_costs(model, units), layout, block, data_parallel_size, branches)
     tensors = dict(model.named_parameters()) | dict(model.named_buffers())
-    check_pieces(
-        plan.units, lambda piece: tuple(tensors[piece.parameter].shape) if piece.parameter in tensors else None
-    )
+    shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
+    shapes |= {name: division.shape for name, division in shards.divisions.items()}
+    check_pieces(plan.units, lambda piece: shapes.get(piece.parameter))
+    local = shards.local_plan(plan)
+    if layout.num_replicas > 1:
+        network = network or Network((0,) * data_parallel_size)
+        plan = plan.place(*_trainable_elements(model, local), network, block.placement)
     return plan, [str(warning.message) for warning in caught]
+
+
+def _trainable_elements(model: nn.Module, plan: Plan) -> tuple[list[int], int]:
+    """Of each unit, and of what is shared."""
+    shapes = {name: tuple(parameter.shape) for name, parameter in model.named_parameters() if parameter.requires_grad}
+    elements = [
+        sum(piece.num_elements(shapes[piece.parameter]) for piece in unit.pieces if piece.parameter in shapes)
+        for unit in plan.units
+    ]
+    return elements, sum(map(prod, shapes.values())) - sum(elements)
 
 
 def dense_tensors(model: nn.Module) -> list[TensorInfo]:

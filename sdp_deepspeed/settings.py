@@ -1,4 +1,4 @@
-"""What DeepSpeed's config asks of the optimizer, read through DeepSpeed's own engine."""
+"""What DeepSpeed's config asks of the optimizer and the exchange, read through DeepSpeed's own engine."""
 
 from __future__ import annotations
 
@@ -6,7 +6,9 @@ import torch
 from deepspeed.runtime.engine import DeepSpeedEngine
 from deepspeed.runtime.fp16.loss_scaler import CreateLossScaler, LossScalerBase
 
+from .communicator import Communicator
 from .optimizer import OptimizerSettings
+from .placement import Network
 from .stepping import Offload
 
 
@@ -17,7 +19,8 @@ def optimizer_settings(engine: DeepSpeedEngine) -> OptimizerSettings:
     if engine.bfloat16_enabled():
         skip_overflow = bool(engine._config.bfloat16_config.check_grad_overflow)
     else:
-        skip_overflow = stage > 0 or engine.fp16_enabled()  # as DeepSpeed, which skips steps in fp32 under ZeRO only
+        under_zero = stage > 0 and bool(engine.zero_compute_grad_norm())
+        skip_overflow = under_zero or engine.fp16_enabled()  # as DeepSpeed: steps in fp32 are skipped under ZeRO only
     return OptimizerSettings(
         stage=stage,
         clip=float(engine.gradient_clipping()),
@@ -39,4 +42,20 @@ def loss_scaler(engine: DeepSpeedEngine) -> LossScalerBase:
         static_loss_scale=engine.loss_scale(),
         dynamic_scaling=engine.dynamic_loss_scale(),
         dynamic_loss_args=engine.dynamic_loss_scale_args(),
+    )
+
+
+def network_of(engine: DeepSpeedEngine, communicator: Communicator, peers: Communicator | None) -> Network:
+    """Nodes of the ranks, and bytes per element as the exchange sends them; all ranks call it.
+
+    Args:
+        communicator: the data-parallel group.
+        peers: the tensor-parallel group, None without one.
+    """
+    rounds = engine.gradient_accumulation_steps() if engine.zero_optimization_stage() == 2 else 1
+    return Network.gather(
+        communicator,
+        peers=peers,
+        gradient_bytes=rounds * engine.communication_data_type.itemsize,
+        weight_bytes=engine.get_data_types()[0].itemsize,
     )

@@ -1,49 +1,47 @@
 """What works together with subnetwork data parallelism: one table (support_table.py), three uses.
 
-Start-up refuses from it before any group is made, README's support matrix is printed from it
-(`python -m sdp_deepspeed.support`), tests iterate over it.
+Start-up refuses from it before any group is made, README's support matrix is made of it
+(`python -m sdp_deepspeed.support README.md`), tests iterate over it and over its cells (support_cells.py).
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import re
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
-from sdp_deepspeed.config import KEY, Layout, SubnetworkConfig
-from sdp_deepspeed.support_table import ELEMENTWISE_OPTIMIZERS, TABLE, Row, Tree, is_elementwise, lookup
+from sdp_deepspeed.config import KEY, SubnetworkConfig
+from sdp_deepspeed.support_cells import AXES, share
+from sdp_deepspeed.support_rows import ELEMENTWISE_OPTIMIZERS, Row, is_elementwise
+from sdp_deepspeed.support_table import TABLE, asked_for
 
 
-def refuse_unsupported(config: SubnetworkConfig, ds_config: Mapping[str, Any], layout: Layout | None = None) -> None:
+def refuse_unsupported(config: SubnetworkConfig, ds_config: Mapping[str, Any]) -> None:
     """Refuse, by name, what is not supported together with the block.
 
     Args:
         config: the parsed block.
         ds_config: the whole DeepSpeed config, loaded.
-        layout: counts from `resolve`, None before they are known.
 
     Raises:
         ValueError: all unsupported things, each with its JSON path.
     """
-    tree = _tree(config, ds_config)
-    lines = [
-        _refusal(row, lookup(tree, row.path)) for row in TABLE if row.asks and row.asks(lookup(tree, row.path), tree)
-    ]
-    if layout is not None and layout.num_replicas > 1:
-        lines.append(f"{KEY}.subnetworks: replicas of subnetworks are not built yet; use one for each rank")
+    lines = [_refusal(row, value) for row, value in asked_for(config, ds_config) if row.state != "no effect"]
     if len(lines) == 1:
         raise ValueError(lines[0])
     if lines:
         raise ValueError(f"{KEY} does not support {len(lines)} settings:\n" + "\n".join(f"  {line}" for line in lines))
 
 
-def _tree(config: SubnetworkConfig, ds_config: Mapping[str, Any]) -> Tree:
-    """The DeepSpeed config with one spelling for what DeepSpeed spells in two ways, and the block's defaults."""
-    tree = {**ds_config, KEY: config.model_dump()}
-    if tree.get("bf16") is None and "bfloat16" in tree:
-        tree["bf16"] = tree["bfloat16"]
-    if isinstance(tree.get("zero_optimization"), bool):
-        tree["zero_optimization"] = {"stage": int(tree["zero_optimization"])}
-    return tree
+def without_effect(config: SubnetworkConfig, ds_config: Mapping[str, Any]) -> list[str]:
+    """Notes about hints to DeepSpeed's own reduction that differ from its defaults and have no effect here."""
+    return [
+        f"{row.path}: got {value!r}: {row.what}: no effect with {KEY}; {row.note}"
+        for row, value in asked_for(config, ds_config)
+        if row.state == "no effect"
+    ]
 
 
 def _refusal(row: Row, value: Any) -> str:
@@ -70,14 +68,43 @@ def optimizer_refusal(name: str, config: SubnetworkConfig) -> None:
 
 
 def markdown() -> str:
-    """The support matrix for the README."""
-    lines = ["| what | JSON path | state |", "|---|---|---|"]
-    for row in TABLE:
-        lines.append(f"| {row.what} | {f'`{row.path}`' if row.path else ''} | {row.state} |")
-    works = sum(row.state == "works" for row in TABLE)
-    lines.append(f"\n{works} of {len(TABLE)} rows work; every other is refused at start.")
-    return "\n".join(lines)
+    """The support matrix for the README: rows, axes, and what is refused of their combinations."""
+    rows = [(row.what, f"`{row.path}`" if row.path else "", row.state, row.note) for row in TABLE]
+    works, hints = (sum(row.state == state for row in TABLE) for state in ("works", "no effect"))
+    counted = share()
+    words = " x ".join(name.replace("_", " ") for name in AXES)
+    axes = [(name.replace("_", " "), ", ".join(_word(value) for value in values)) for name, values in AXES.items()]
+    refused = [(row.what, f"{count:,}", row.note) for row, count in counted.refused_by]
+    return "\n".join(
+        [
+            *_table(("what", "JSON path", "state", "why, or what to do"), rows),
+            f"\n{works} of {len(TABLE)} rows work, {hints} are hints without effect; every other is refused at start.",
+            f"\n{counted.num_allowed:,} of {counted.num_cells:,} cells ({words}) are allowed "
+            f"({counted.num_allowed / counted.num_cells:.0%}):\n",
+            *_table(("axis", "values"), axes),
+            "\nThe others are refused by these rows, some by several:\n",
+            *_table(("what", "cells", "why, or what to do"), refused),
+        ]
+    )
+
+
+def _word(value: Any) -> str:
+    return {True: "on", False: "off"}[value] if isinstance(value, bool) else str(value)
+
+
+def _table(titles: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
+    return [f"| {' | '.join(cells)} |" for cells in (titles, ["---"] * len(titles), *rows)]
+
+
+def main(arguments: Sequence[str]) -> None:
+    """Print the matrix, or write it between the markers of the file that is named."""
+    if not arguments:
+        print(markdown())
+        return
+    path = Path(arguments[0])
+    before, after = re.split(r"(?<=<!-- matrix -->\n).*?(?=\n<!-- /matrix -->)", path.read_text(), flags=re.DOTALL)
+    path.write_text(before + markdown() + after)
 
 
 if __name__ == "__main__":
-    print(markdown())
+    main(sys.argv[1:])

@@ -1,240 +1,224 @@
-"""The rows of the support table: what a config can ask for, where, and whether it works."""
+"""The support table: what a config can ask for, and whether it works."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
-from typing import Any, Literal
+from collections.abc import Mapping
+from typing import Any
 
-from sdp_deepspeed.config import KEY
-
-State = Literal["works", "not built yet", "refused"]
-Tree = Mapping[str, Any]
-Asks = Callable[[Any, Tree], bool]
-
-ELEMENTWISE_OPTIMIZERS = (
-    "Adam",
-    "AdamW",
-    "FusedAdam",
-    "DeepSpeedCPUAdam",
-    "SGD",
-    "Adagrad",
-    "DeepSpeedCPUAdagrad",
-    "Lion",
-    "FusedLion",
-    "DeepSpeedCPULion",
+from sdp_deepspeed.config import KEY, SubnetworkConfig
+from sdp_deepspeed.support_rows import (
+    ELEMENTWISE_OPTIMIZERS,
+    Asks,
+    Row,
+    above_one,
+    clips,
+    differs,
+    equals,
+    fp32_sums,
+    has_device,
+    is_enabled,
+    is_on,
+    is_present,
+    lookup,
+    normalised,
+    not_elementwise,
+    other_sums,
+    overlaps,
+    scaled_backward,
+    with_stage,
 )
 
 
-@dataclass(frozen=True)
-class Row:
-    """One thing that a config can ask for.
-
-    Args:
-        what: in words.
-        path: JSON path in the DeepSpeed config; empty for what only the engine can see.
-        state: whether it works.
-        example: a value at `path` that asks for it.
-        asks: whether the value at `path` (None if absent) asks for it, given the whole config.
-        note: why it is refused, or what to do instead.
-    """
-
-    what: str
-    path: str
-    state: State
-    example: Any = None
-    asks: Asks | None = None
-    note: str = ""
+def _works(what: str, path: str, example: Any = None) -> Row:
+    return Row(what, path, "works", example)
 
 
-def lookup(tree: Tree, path: str) -> Any:
-    """The value at a dotted JSON path, None if it is absent."""
-    value: Any = tree
-    for key in path.split("."):
-        if not isinstance(value, Mapping):
-            return None
-        value = value.get(key)
-    return value
+def _refused(what: str, path: str, example: Any, asks: Asks, note: str = "") -> Row:
+    return Row(what, path, "refused", example, asks, note)
 
 
-def is_elementwise(name: str) -> bool:
-    """Whether an optimizer's name (DeepSpeed's `optimizer.type`, or a class name) is in the list."""
-    return name.lower() in {known.lower() for known in ELEMENTWISE_OPTIMIZERS}
+def _hint(what: str, path: str, example: Any, asks: Asks | None, note: str) -> Row:
+    return Row(what, path, "no effect", example, asks, note)
 
 
-def _is(*values: Any) -> Asks:
-    return lambda value, tree: value in values
+_ZERO = "zero_optimization"
+_AVERAGE = "gradients are averaged over their holders by the exchange"
+_PACKS = "the exchange packs what it sends"
+_MASTERS = "masters and optimizer state are kept in fp32"
+_STAGE_3 = "it needs stage 3"
+_ALLOW = f"{KEY}.allow_optimizer"
 
-
-def _is_on(value: Any, tree: Tree) -> bool:
-    return bool(value)
-
-
-def _is_enabled(value: Any, tree: Tree) -> bool:
-    return bool(value.get("enabled", False)) if isinstance(value, Mapping) else bool(value)
-
-
-def _is_present(value: Any, tree: Tree) -> bool:
-    return value is not None
-
-
-def _above_one(value: Any, tree: Tree) -> bool:
-    return isinstance(value, int) and value > 1
-
-
-def _has_device(value: Any, tree: Tree) -> bool:
-    return isinstance(value, Mapping) and value.get("device", "none") not in (None, "none")
-
-
-def _scaled_backward(value: Any, tree: Tree) -> bool:
-    return value == "coverage" and lookup(tree, f"{KEY}.regime") == "backward"
-
-
-def _model_dtype(tree: Tree) -> str:
-    return "bf16" if _is_enabled(lookup(tree, "bf16"), tree) else "fp32"
-
-
-def _fp32_sums_at_stage_0(value: Any, tree: Tree) -> bool:
-    is_fp32 = _dtype(value) == "fp32"
-    return is_fp32 and _model_dtype(tree) == "bf16" and not lookup(tree, "zero_optimization.stage")
-
-
-def _other_sums(value: Any, tree: Tree) -> bool:
-    return value is not None and _dtype(value) not in ("fp32", _model_dtype(tree))
-
-
-def _dtype(value: Any) -> str:
-    name = str(value).lower().removeprefix("torch.")
-    return {"float32": "fp32", "float": "fp32", "bfloat16": "bf16", "float16": "fp16", "half": "fp16"}.get(name, name)
-
-
-def _not_elementwise(value: Any, tree: Tree) -> bool:
-    allowed = bool(lookup(tree, f"{KEY}.allow_optimizer"))
-    return value is not None and not allowed and not is_elementwise(str(value))
-
-
-_REDUCTION = "gradients are averaged over their holders by the exchange"
-_REMOVED = "DeepSpeed has removed it; remove the key"
-
-TABLE: tuple[Row, ...] = (
-    Row("forward regime", f"{KEY}.regime", "works", "forward"),
-    Row("backward regime", f"{KEY}.regime", "works", "backward"),
-    Row("block strategy", f"{KEY}.strategy", "works", "block"),
-    Row("neuron strategy", f"{KEY}.strategy", "works", "neuron"),
-    Row("strategy by part", f"{KEY}.strategy", "works", {"attention": "neuron", "mlp": "block"}),
-    Row("groups of neurons", f"{KEY}.neuron_groups", "works", 4),
-    Row("scaled dense branches, forward regime", f"{KEY}.dense_branch_scale", "works", "coverage"),
-    Row(
+_BLOCK = (
+    _works("forward regime", f"{KEY}.regime", "forward"),
+    _works("backward regime", f"{KEY}.regime", "backward"),
+    _works("block strategy", f"{KEY}.strategy", "block"),
+    _works("neuron strategy", f"{KEY}.strategy", "neuron"),
+    _works("strategy by part", f"{KEY}.strategy", {"attention": "neuron", "mlp": "block"}),
+    _works("groups of neurons", f"{KEY}.neuron_groups", 4),
+    _works("scaled dense branches, forward regime", f"{KEY}.dense_branch_scale", "coverage"),
+    _refused(
         "scaled dense branches, backward regime",
         f"{KEY}.dense_branch_scale",
-        "refused",
         "coverage",
-        _scaled_backward,
+        scaled_backward,
         "its workers train the whole model, which needs no scale; remove the key",
     ),
-    Row("one subnetwork for each data-parallel rank", f"{KEY}.subnetworks", "works", "auto"),
-    Row("replicas of subnetworks", f"{KEY}.subnetworks", "not built yet", 1, None, 'use "auto"'),
-    Row("ZeRO stage 0", "zero_optimization.stage", "works", 0),
-    Row("ZeRO stage 1", "zero_optimization.stage", "works", 1),
-    Row("ZeRO stage 2", "zero_optimization.stage", "works", 2),
-    Row(
-        "ZeRO stage 3", "zero_optimization.stage", "refused", 3, _is(3), "it shards what subnetworks hold; use stage 1"
-    ),
-    Row("fp32", "", "works"),
-    Row("bf16", "bf16.enabled", "works", True),
-    Row("fp16", "fp16.enabled", "not built yet", True, _is_on, "use bf16"),
-    Row("torch autocast", "torch_autocast.enabled", "not built yet", True, _is_on, "use bf16"),
-    Row("fp32 gradient sums with bf16, stage 1", "data_types.grad_accum_dtype", "works", "fp32"),
-    Row(
-        "fp32 gradient sums with bf16, stage 0",
+    _works("one subnetwork for each data-parallel rank", f"{KEY}.subnetworks", "auto"),
+    _works("replicas of subnetworks", f"{KEY}.subnetworks", 1),
+)
+
+_PRECISION = (
+    _works("fp32", ""),
+    _works("bf16", "bf16.enabled", True),
+    _works("bf16, steps skipped on overflow", "bf16.check_grad_overflow", True),
+    _hint("bf16, immediate gradient update", "bf16.immediate_grad_update", True, is_on, _PACKS),
+    _refused("bf16 master weights", "bf16.bf16_master_weights_and_grads", True, is_on, _MASTERS),
+    _refused("bf16 optimizer state", "bf16.bf16_optimizer_states", True, is_on, _MASTERS),
+    _works("fp16, dynamic loss scale", "fp16.enabled", True),
+    _works("fp16, static loss scale", "fp16.loss_scale", 128),
+    _refused("fp16 master weights", "fp16.fp16_master_weights_and_grads", True, is_on, _MASTERS),
+    Row("torch autocast", "torch_autocast.enabled", "not built yet", True, is_on, "use bf16"),
+    _works("fp32 gradient sums, stages 1 and 2", "data_types.grad_accum_dtype", "fp32"),
+    _refused(
+        "fp32 gradient sums, stage 0",
         "data_types.grad_accum_dtype",
-        "refused",
         "fp32",
-        _fp32_sums_at_stage_0,
+        with_stage(fp32_sums, 0),
         "DeepSpeed refuses this pair too; use stage 1",
     ),
-    Row(
+    _refused(
         "gradient sums below the weights' precision",
         "data_types.grad_accum_dtype",
-        "refused",
         "fp16",
-        _other_sums,
+        other_sums,
         "use fp32, or the dtype of the weights",
     ),
-    Row("bf16 master weights", "bf16.bf16_master_weights_and_grads", "not built yet", True, _is_on),
-    Row("bf16 optimizer state", "bf16.bf16_optimizer_states", "not built yet", True, _is_on),
-    Row(
-        "offload of optimizer state",
-        "zero_optimization.offload_optimizer",
-        "not built yet",
+    _works("dtype of gradients on the wire", "communication_data_type", "fp32"),
+)
+
+_ZERO_ROWS = (
+    _works("ZeRO stage 0", f"{_ZERO}.stage", 0),
+    _works("ZeRO stage 1", f"{_ZERO}.stage", 1),
+    _works("ZeRO stage 2", f"{_ZERO}.stage", 2),
+    _refused("ZeRO stage 3", f"{_ZERO}.stage", 3, equals(3), "it shards what subnetworks hold; use stage 1 or 2"),
+    _works("overlap of communication", f"{_ZERO}.overlap_comm", True),
+    _works("size of gradient buckets", f"{_ZERO}.reduce_bucket_size", 1000),
+    _works("size of weight buckets", f"{_ZERO}.allgather_bucket_size", 1000),
+    _works("step without gradient norm", f"{_ZERO}.compute_grad_norm", False),
+    _refused(
+        "no gradient norm, with clipping", f"{_ZERO}.compute_grad_norm", False, clips, "gradient_clipping must be 0"
+    ),
+    _works("optimizer in host memory, stages 1 and 2", f"{_ZERO}.offload_optimizer", {"device": "cpu"}),
+    _works("optimizer in host memory (old key)", f"{_ZERO}.cpu_offload", True),
+    _refused(
+        "optimizer in host memory, stage 0",
+        f"{_ZERO}.offload_optimizer",
         {"device": "cpu"},
-        _has_device,
+        with_stage(has_device("cpu"), 0),
+        "DeepSpeed offloads at stages 1 and 2; use stage 1",
     ),
-    Row("offload of optimizer state (old key)", "zero_optimization.cpu_offload", "not built yet", True, _is_on),
-    Row(
-        "offload of parameters",
-        "zero_optimization.offload_param",
-        "refused",
-        {"device": "cpu"},
-        _has_device,
-        "it needs stage 3",
+    _refused("optimizer on NVMe", f"{_ZERO}.offload_optimizer", {"device": "nvme"}, has_device("nvme"), 'use "cpu"'),
+    _refused("SuperOffload", f"{_ZERO}.offload_optimizer.super_offload", True, is_on, _STAGE_3),
+    _refused("offload of parameters", f"{_ZERO}.offload_param", {"device": "cpu"}, has_device("cpu", "nvme"), _STAGE_3),
+    _refused("offload of parameters (old key)", f"{_ZERO}.cpu_offload_param", True, is_on, _STAGE_3),
+    _refused("ZenFlow", f"{_ZERO}.zenflow", {"topk_ratio": 0.1}, is_present, "it steps parts of a gradient by itself"),
+    _refused("hierarchical partitions (ZeRO++)", f"{_ZERO}.zero_hpz_partition_size", 2, above_one, _STAGE_3),
+    _refused("quantized weights (ZeRO++)", f"{_ZERO}.zero_quantized_weights", True, is_on, _STAGE_3),
+    _refused(
+        "quantized frozen weights (ZeRO++)", f"{_ZERO}.zero_quantized_nontrainable_weights", True, is_on, _STAGE_3
     ),
-    Row(
-        "offload of parameters (old key)",
-        "zero_optimization.cpu_offload_param",
-        "refused",
-        True,
-        _is_on,
-        "it needs stage 3",
+    _refused("quantized gradients (ZeRO++)", f"{_ZERO}.zero_quantized_gradients", True, is_on, _STAGE_3),
+    _refused(
+        "error for unused parameters",
+        f"{_ZERO}.ignore_unused_parameters",
+        False,
+        equals(False),
+        "a missing gradient counts as zeros",
     ),
-    Row("overlap of communication", "zero_optimization.overlap_comm", "works", True),
-    Row("ZenFlow", "zero_optimization.zenflow", "refused", {"topk_ratio": 0.1}, _is_present),
-    Row("step without gradient norm", "zero_optimization.compute_grad_norm", "not built yet", False, _is(False)),
-    Row("hierarchical partitions (ZeRO++)", "zero_optimization.zero_hpz_partition_size", "refused", 2, _above_one),
-    Row("quantized weights (ZeRO++)", "zero_optimization.zero_quantized_weights", "refused", True, _is_on),
-    Row(
-        "quantized frozen weights (ZeRO++)",
-        "zero_optimization.zero_quantized_nontrainable_weights",
-        "refused",
-        True,
-        _is_on,
+    _refused("old ZeRO stage 1", f"{_ZERO}.legacy_stage1", True, is_on, "DeepSpeed has removed it"),
+    _refused(
+        "elastic checkpoints", f"{_ZERO}.elastic_checkpoint", True, is_on, "a checkpoint resumes on its own layout"
     ),
-    Row(
-        "quantized gradients (ZeRO++)",
-        "zero_optimization.zero_quantized_gradients",
-        "refused",
-        True,
-        _is_on,
-        _REDUCTION,
+    _refused(
+        "masters from 16-bit weights", f"{_ZERO}.load_from_fp32_weights", False, equals(False), "they are saved in fp32"
     ),
-    Row("round-robin gradients", "zero_optimization.round_robin_gradients", "refused", True, _is_on, _REDUCTION),
-    Row("prescaled gradients", "prescale_gradients", "refused", True, _is_on, _REDUCTION),
-    Row(
-        "predivided gradients", "gradient_predivide_factor", "refused", 2.0, lambda v, _: v not in (None, 1), _REDUCTION
+    _hint("contiguous gradients", f"{_ZERO}.contiguous_gradients", False, equals(False), _PACKS),
+    _hint("all-reduce in place of reduce-scatter", f"{_ZERO}.reduce_scatter", False, equals(False), _AVERAGE),
+    _hint("buckets of many ranks", f"{_ZERO}.use_multi_rank_bucket_allreduce", False, equals(False), _AVERAGE),
+    _hint("broadcasts in place of all-gathers", f"{_ZERO}.allgather_partitions", False, equals(False), _PACKS),
+    _hint(
+        "round-robin gradients", f"{_ZERO}.round_robin_gradients", True, is_on, "every unit is spread over its holders"
     ),
-    Row(
-        "sum of gradients", "gradient_allreduce_op", "refused", "sum", lambda v, _: v not in (None, "mean"), _REDUCTION
+    _hint("aligned parameters", f"{_ZERO}.parameter_alignment", True, is_on, "each has storage of its own"),
+)
+
+_REST = (
+    _refused("prescaled gradients", "prescale_gradients", True, is_on, _AVERAGE),
+    _refused("predivided gradients", "gradient_predivide_factor", 2.0, differs(1), _AVERAGE),
+    _refused("sum of gradients", "gradient_allreduce_op", "sum", differs("mean"), _AVERAGE),
+    _works("gradient accumulation by the engine", "gradient_accumulation_steps", 2),
+    _works("gradient accumulation by the caller", "managed_gradient_accumulation", False),
+    _refused(
+        "accumulation by the caller, overlap, stages 0 and 1",
+        "managed_gradient_accumulation",
+        False,
+        with_stage(overlaps, 0, 1),
+        "DeepSpeed refuses this too; use stage 2",
     ),
-    Row("gradient accumulation by the caller", "managed_gradient_accumulation", "not built yet", False, _is(False)),
-    Row("tensor parallelism (AutoTP)", "tensor_parallel.autotp_size", "not built yet", 2, _above_one),
-    Row("sequence parallelism", "sequence_parallel_size", "refused", 2, _above_one),
-    Row("expert parallelism", "expert_parallel", "refused", {"enabled": True}, _is_enabled),
+    _works("tensor parallelism (AutoTP)", "tensor_parallel.autotp_size", 2),
+    _refused("sequence parallelism", "sequence_parallel_size", 2, above_one),
+    _refused("expert parallelism", "expert_parallel", {"enabled": True}, is_enabled),
     Row("pipeline modules", "", "refused"),
-    Row("hybrid engine", "hybrid_engine", "refused", {"enabled": True}, _is_enabled),
-    Row("DeepCompile", "compile.deepcompile", "refused", True, _is_on),
-    Row("data efficiency (curriculum, random-LTD)", "data_efficiency", "refused", {"enabled": True}, _is_enabled),
-    Row("elementwise optimizers", "optimizer.type", "works", "AdamW"),
-    Row(
+    _refused("hybrid engine", "hybrid_engine", {"enabled": True}, is_enabled),
+    _refused("DeepCompile", "compile.deepcompile", True, is_on),
+    _refused("data efficiency (curriculum, random-LTD)", "data_efficiency", {"enabled": True}, is_enabled),
+    _refused("autotuning", "autotuning", {"enabled": True}, is_enabled, "it tries stages and sizes of its own"),
+    _works("elementwise optimizers", "optimizer.type", "AdamW"),
+    _refused(
         "other optimizers",
         "optimizer.type",
-        "refused",
         "Lamb",
-        _not_elementwise,
-        f"each owner steps a flat part of a unit; use one of {', '.join(ELEMENTWISE_OPTIMIZERS)}, or set "
-        f"{KEY}.allow_optimizer if yours updates each element by itself",
+        not_elementwise,
+        f"each owner steps a flat part of a unit; use one of {', '.join(ELEMENTWISE_OPTIMIZERS)}, or set {_ALLOW} if "
+        "yours updates each element by itself",
     ),
-    Row("Apex AMP", "amp", "refused", {"enabled": True}, _is_enabled, _REMOVED),
-    Row("sparse gradients", "sparse_gradients", "refused", True, _is_on, _REMOVED),
-    Row("elasticity", "elasticity", "refused", {"enabled": True}, _is_enabled, _REMOVED),
-    Row("legacy curriculum learning", "curriculum_learning", "refused", {"enabled": True}, _is_enabled, _REMOVED),
+    _hint("permission for untested optimizers", "zero_allow_untested_optimizer", True, None, f"{_ALLOW} decides"),
+    _hint("legacy fusion in the optimizer", "optimizer.legacy_fusion", True, is_on, _MASTERS),
+    _refused(
+        "checkpoints in universal format", "checkpoint.load_universal", True, is_on, "resume with the same layout"
+    ),
+    _refused(
+        "checkpoints on node-local disks", "checkpoint.use_node_local_storage", True, is_on, "use a shared folder"
+    ),
+    _refused(
+        "checkpoint writers",
+        "checkpoint.writer",
+        {"type": "FAST"},
+        is_present,
+        "checkpoints have a format of their own",
+    ),
+    _refused(
+        "checkpoints through DataStates",
+        "datastates_ckpt",
+        {"host_cache_size": 1},
+        differs(False),
+        "as checkpoint.writer",
+    ),
+    _hint(
+        "validation of checkpoint tags", "checkpoint.tag_validation", "FAIL", None, "different tags are always an error"
+    ),
 )
+
+TABLE: tuple[Row, ...] = _BLOCK + _ZERO_ROWS + _PRECISION + _REST
+
+
+def asked_for(config: SubnetworkConfig, ds_config: Mapping[str, Any]) -> list[tuple[Row, Any]]:
+    """Rows of what is refused or has no effect that a config asks for, each with its value.
+
+    Args:
+        config: the parsed block.
+        ds_config: the whole DeepSpeed config, loaded.
+    """
+    tree = normalised(ds_config, config.model_dump())
+    values = ((row, lookup(tree, row.path)) for row in TABLE)
+    return [(row, value) for row, value in values if row.asks is not None and row.asks(value, tree)]

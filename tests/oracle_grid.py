@@ -1,72 +1,155 @@
-"""The oracle grid: what is compared with `reference.py`, and the small sample of it that every run takes."""
+"""The oracle grid: what is compared with `reference.py`, and the small sample of it that every run takes.
+
+It is made of the support matrix: every allowed cell, on every number of holders that it can have.
+"""
 
 from __future__ import annotations
 
 import itertools
+import random
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import cache
 from typing import Any
 
-from models import SPECIMENS
+from models import SPECIMENS, Specimen
+
+from sdp_deepspeed.support_cells import Cell, all_cells
 
 SIZES = (2, 3, 4)
-MIXED = {"attention": "neuron", "mlp": "block"}
+BUCKETS = {"one": 10**6, "many": 700}  # elements; a model of SPECIMENS has some 4,000 to 10,000
+# Of models that two tensor-parallel ranks divide; AutoTP does not list GPT-2, and llama_odd has three heads.
+EVEN = {"vocab_size": 62, "intermediate_size": 28}
+INDIVISIBLE = ("gpt2", "llama_odd")
+FIELDS = ("regime", "strategy", "stage", "precision", "tensor_parallel", "offload", "replicas", "overlap")
 
 
 @dataclass(frozen=True)
 class Case:
-    """One cell of the oracle grid."""
+    """A cell of the support matrix with what it is tried on.
+
+    Args:
+        holders: p, of `num_subnetworks`.
+        model: of SPECIMENS.
+        accumulation: micro-batches of a step.
+        by_caller: who ends a step of several micro-batches.
+        buckets: "one" has room for all, "many" are small.
+        wire: dtype of gradients on it, "weights" for theirs.
+    """
 
     ranks: int
     holders: int
     regime: str = "forward"
-    strategy: str = "block"  # "block", "neuron", "mixed" (neurons of attention, blocks of MLPs)
-    model: str = "llama"  # of SPECIMENS
+    strategy: str = "block"
+    model: str = "llama"
     granularity: str = "sublayer"
     stage: int = 1
     accumulation: int = 1
     optimizer: str = "AdamW"
-    precision: str = "fp32"  # "fp32", "bf16", "bf16+fp32" (accumulated in fp32)
+    precision: str = "fp32"
     clip: float = 0.5
+    tensor_parallel: int = 1
+    offload: str = "none"
+    replicas: int = 1
+    overlap: bool = False
+    by_caller: bool = False
+    buckets: str = "one"
+    wire: str = "weights"
 
     def __str__(self) -> str:
-        words = [f"{self.holders}of{self.ranks}", self.regime, self.strategy, self.model, self.granularity]
+        words = [f"{self.holders}of{self.num_subnetworks}", self.regime, self.strategy, self.model, self.granularity]
         words += [f"zero{self.stage}", f"x{self.accumulation}", self.optimizer, self.precision, f"clip{self.clip}"]
+        words += [f"tp{self.tensor_parallel}"] * (self.tensor_parallel > 1) + [f"r{self.replicas}"] * (
+            self.replicas > 1
+        )
+        words += ["offload"] * (self.offload != "none") + ["overlap"] * self.overlap + ["caller"] * self.by_caller
+        words += ["buckets"] * (self.buckets == "many") + [f"wire_{self.wire}"] * (self.wire != "weights")
         return "-".join(words)
+
+    @property
+    def cell(self) -> Cell:
+        accumulation = "none" if self.accumulation == 1 else "caller" if self.by_caller else "engine"
+        return Cell(**{name: getattr(self, name) for name in FIELDS}, accumulation=accumulation)
+
+    @property
+    def num_workers(self) -> int:
+        """D, the data-parallel ranks."""
+        return self.ranks // self.tensor_parallel
+
+    @property
+    def num_subnetworks(self) -> int:
+        return self.num_workers // self.replicas
+
+    @property
+    def specimen(self) -> Specimen:
+        specimen = SPECIMENS[self.model]
+        return specimen if self.tensor_parallel == 1 else replace(specimen, options={**specimen.options, **EVEN})
 
     @property
     def block(self) -> dict[str, Any]:
         """The config block. Granularity is said where it has an effect only."""
-        strategy = MIXED if self.strategy == "mixed" else self.strategy
-        block = {"holders": self.holders, "regime": self.regime, "strategy": strategy}
+        block = {"holders": self.holders} | self.cell.block(self.ranks)
         return block | ({"granularity": self.granularity} if self.granularity != "sublayer" else {})
 
 
 def full_grid(size: int) -> list[Case]:
-    """All settings on every corner of one model, and every model on every corner under two typical settings."""
-    corners = list(itertools.product(range(1, size + 1), ("forward", "backward"), ("block", "neuron", "mixed")))
-    grid = []
-    for corner, stage, accumulation in itertools.product(corners, (0, 1), (1, 3)):
-        for optimizer, precision, clip in itertools.product(
-            ("AdamW", "SGD"), ("fp32", "bf16", "bf16+fp32"), (0.0, 0.5)
-        ):
-            grid.append(Case(size, *corner, "llama", "sublayer", stage, accumulation, optimizer, precision, clip))
+    """Every allowed cell with each number of holders, and every model on every corner under two typical settings.
+
+    What a cell leaves open (model, optimizer, clipping, buckets, wire) is drawn, with a seed.
+    """
+    draw = random.Random(size)
+    grid = [
+        _drawn(draw, size, holders, cell)
+        for cell in allowed_cells()
+        if size % (cell.tensor_parallel * cell.replicas) == 0
+        for holders in range(1, cell.num_subnetworks(size) + 1)
+    ]
+    corners = itertools.product(range(1, size + 1), ("forward", "backward"), ("block", "neuron", "mixed"))
     for corner, model, granularity in itertools.product(corners, SPECIMENS, ("sublayer", "layer")):
         plain = Case(size, *corner, model, granularity)
         grid += [plain, replace(plain, stage=0, accumulation=3, optimizer="SGD", clip=0.0)]
     return [case for case in dict.fromkeys(grid) if possible(case)]
 
 
+@cache
+def allowed_cells() -> tuple[Cell, ...]:
+    """What start-up does not refuse."""
+    return tuple(cell for cell in all_cells() if not cell.refusals())
+
+
+def _drawn(draw: random.Random, size: int, holders: int, cell: Cell) -> Case:
+    """The cell on a model that it can run with; the last draw stays if none of many can."""
+    known = {name: getattr(cell, name) for name in FIELDS}
+    accumulation = {"accumulation": 1 if cell.accumulation == "none" else 3, "by_caller": cell.accumulation == "caller"}
+    for _ in range(100):
+        case = Case(
+            size,
+            holders,
+            **known,
+            **accumulation,
+            model=draw.choice(list(SPECIMENS)),
+            granularity=draw.choice(("sublayer", "layer")),
+            optimizer=draw.choice(("AdamW", "SGD")),
+            clip=draw.choice((0.0, 0.5)),
+            buckets=draw.choice(list(BUCKETS)),
+            wire=draw.choice(("weights", "fp32")),
+        )
+        if possible(case):
+            break
+    return case
+
+
 def possible(case: Case) -> bool:
     """Whether the case is one that can run, or whose result can be compared tightly."""
     if case.precision != "fp32" and case.optimizer != "SGD":  # bf16 drifts under AdamW (DESIGN.md section 5)
         return False
-    if case.precision == "bf16+fp32" and case.stage == 0:  # stock DeepSpeed refuses it
-        return False
     if case.granularity == "layer" and case.strategy != "block":  # a layer is one unit of the block strategy only
         return False
-    return num_scarce_units(case) * case.holders >= case.ranks
+    if case.precision == "fp32" and case.wire == "fp32":  # the same as "weights"
+        return False
+    if case.tensor_parallel > 1 and case.model in INDIVISIBLE:
+        return False
+    return num_scarce_units(case) * case.holders >= case.num_subnetworks
 
 
 def num_scarce_units(case: Case) -> int:
@@ -74,7 +157,7 @@ def num_scarce_units(case: Case) -> int:
     specimen = SPECIMENS[case.model]
     if case.strategy == "block":
         return specimen.num_layers * (2 if case.granularity == "sublayer" else 1)
-    return specimen.num_heads
+    return specimen.num_heads // case.tensor_parallel
 
 
 def pairwise(cases: Sequence[Case]) -> list[Case]:
@@ -91,12 +174,15 @@ def pairwise(cases: Sequence[Case]) -> list[Case]:
 
 
 def pairs(case: Case) -> Iterable[Any]:
-    """Pairs of traits, and the counts of ranks and holders. A corner is one trait, so that every model meets every
-    corner; holders are one, some, or all, since p = 3 of 3 has more in common with 4 of 4 than with 3 of 4."""
+    """Pairs of traits, and the counts of ranks and holders; where units are lacking, the pairs once more, since
+    C = 1 would be the easy way to meet them. A corner is one trait, so that every model meets every corner; holders are
+    one, some, or all, since p = 3 of 3 has more in common with 4 of 4 than with 3 of 4."""
     traits = asdict(case)
     traits["corner"] = f"{traits.pop('regime')} {traits.pop('strategy')}"
-    traits["holders"] = {1: "one", case.ranks: "all"}.get(case.holders, "some")
-    return {*itertools.combinations(sorted(traits.items()), 2), (case.ranks, case.holders)}
+    traits["holders"] = {case.num_subnetworks: "all", 1: "one"}.get(case.holders, "some")
+    found = set(itertools.combinations(sorted(traits.items()), 2))
+    lacking = {("lacking", pair) for pair in found if case.holders < case.num_subnetworks}
+    return {*found, *lacking, (case.ranks, case.holders)}
 
 
 @cache

@@ -67,6 +67,7 @@ def test_defaults() -> None:
         (),
     )
     assert (config.neuron_groups, config.dense_branch_scale, config.seed) == (None, "none", 0)
+    assert config.placement == "auto"
     assert not config.allow_optimizer
     assert not config.check_agreement
 
@@ -79,6 +80,7 @@ def test_every_key_is_read() -> None:
         "coverage": 1,
         "subnetworks": 4,
         "granularity": "layer",
+        "placement": "spread",
         "assignment": "cyclic",
         "shared": [r"layers\.0\."],
         "neuron_groups": 3,
@@ -162,7 +164,7 @@ def test_unknown_key_like_no_other_lists_all() -> None:
         ("holders", "auto", '"auto" is only possible for'),
         ("enabled", "yes", "true or false"),
         ("regime", "backwards", '"forward" or "backward"'),
-        ("regime", "auto", '"auto" is only possible for subnetwork_data_parallel.subnetworks'),
+        ("regime", "auto", '"auto" is only possible for subnetworks and placement'),
         ("strategy", "blocks", '"block", "neuron"'),
         ("strategy", {"mlp": "blocks"}, '"block", "neuron"'),
         ("strategy", {}, '"block", "neuron"'),
@@ -176,6 +178,7 @@ def test_unknown_key_like_no_other_lists_all() -> None:
         ("dense_branch_scale", 0.5, '"none" or "coverage"'),
         ("seed", -1, "at least 0"),
         ("seed", "auto", '"auto" is only possible for'),
+        ("placement", "near", '"packed" or "spread"'),
         ("allow_optimizer", 1, "true or false"),
         ("check_agreement", "true", "true or false"),
     ],
@@ -243,8 +246,11 @@ def test_holders_and_subnetworks() -> None:
         resolve(config, 6)
     with pytest.raises(ValueError, match="do not divide the 2 data-parallel ranks"):
         resolve(config, 2)
-    with pytest.raises(ValueError, match=r"replicas of subnetworks are not built yet; use 8"):
-        resolve(config, 8)
+    assert resolve(config, 8) == Layout(4, 3, 2)
+    assert resolve(read(coverage=1.0, subnetworks=1), 3) == Layout(1, 1, 3)
+    assert resolve(read(coverage=0.5, subnetworks=2), 6) == Layout(2, 1, 3)
+    with pytest.raises(ValueError, match=r"0\.5 of 1 subnetworks is 0\.5 holders per unit, not a whole number"):
+        resolve(read(coverage=0.5, subnetworks=1), 4)
 
 
 def test_counts_from_a_plan(tmp_path: Path) -> None:
@@ -255,6 +261,20 @@ def test_counts_from_a_plan(tmp_path: Path) -> None:
     assert resolve(config, 4) == Layout(4, 2, 1)
     with pytest.raises(ValueError, match=r"assignment: the plan .* has 4 subnetworks, which do not divide the 3"):
         resolve(config, 3)
+
+
+@pytest.mark.parametrize("placement", ["packed", "spread"])
+def test_a_placement_of_nothing_is_an_error(tmp_path: Path, placement: str) -> None:
+    """Without replicas it would have no effect; at coverage 1 neither, but a coverage may be tried without a change."""
+    text = message({KEY: {"coverage": 0.5, "placement": placement}})
+    assert text.startswith(f'{KEY}.placement: got {placement!r}, but subnetworks "auto" (one for each')
+    by_plan = parse({KEY: {"assignment": save_plan(tmp_path / "plan.json"), "placement": placement}})
+    for config in (read(subnetworks=4, placement=placement), by_plan):
+        assert config is not None
+        with pytest.raises(ValueError, match=r"placement: got .*, but 4 subnetworks on 4 data-parallel ranks have no"):
+            resolve(config, 4)
+        assert resolve(config, 8).num_replicas == 2
+    assert resolve(read(coverage=1.0, subnetworks=4, placement=placement), 8) == Layout(4, 4, 2)
 
 
 def test_missing_plan_names_the_path(tmp_path: Path) -> None:

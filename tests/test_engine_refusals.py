@@ -185,11 +185,11 @@ def a_wrong_optimizer_on_one_rank(rank: Rank) -> None:
 
 def other_parallelism_is_refused(rank: Rank) -> None:
     refusal(ValueError, lambda: engine_of(config(holders=1), mesh_param=(1, 2)), "mesh_param")
-    refusal(ValueError, lambda: engine_of(config(holders=1), mpu=Mpu()), "mpu")
+    refusal(ValueError, lambda: engine_of(config(holders=1), mpu=Mpu()), "mpu: 2 data-parallel times 2")
 
 
 class Mpu:
-    """What a model-parallel user hands in; each rank would be its own data-parallel group."""
+    """What a model-parallel user hands in, with two groups of all ranks."""
 
     def get_model_parallel_rank(self) -> int:
         return dist.get_rank()

@@ -10,7 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sdp_deepspeed import assignment
-from sdp_deepspeed.estimate import Precision, RankEstimate, bytes_per_parameter, estimate, main, plain, table
+from sdp_deepspeed.estimate import Precision, RankEstimate, Setup, estimate, plain
+from sdp_deepspeed.estimate_table import bytes_per_parameter, main, sent_per_parameter, table
 from sdp_deepspeed.exchange import back_route
 from sdp_deepspeed.plan import Plan
 from sdp_deepspeed.segments import NOT_OPTIMIZED, TensorInfo, build_buckets, build_segments
@@ -62,38 +63,101 @@ def test_other_precisions_of_the_design_document() -> None:
 
 def test_printed_table(capsys: pytest.CaptureFixture[str]) -> None:
     main(["--ranks", "8", "--coverage", "0.5"])
-    assert capsys.readouterr().out.strip() == table(8, 0.5, BF16)
-    assert "| SDP + ZeRO-1 | 1 | 1 | 1.5 | 3.5 |" in table(8, 0.5, BF16)
+    printed = capsys.readouterr().out
+    assert table(bytes_per_parameter(8, 0.5, BF16), sent_per_parameter(8, 0.5, BF16)) in printed
+    assert "| SDP + ZeRO-2 | 1 | 0.25 | 1.5 | 2.75 | 1.5 |" in printed
 
 
-@pytest.mark.parametrize("arguments", [["--ranks", "0"], ["--coverage", "0"], ["--coverage", "2"]])
+@pytest.mark.parametrize(
+    ("flags", "row"),
+    [
+        ("--dtype fp16", "| SDP + ZeRO-2 | 1 | 0.25 | 1.5 | 2.75 | 1.5 |"),
+        ("--dtype fp32", "| SDP + ZeRO-2 | 2 | 0.5 | 1 | 3.5 | 3 |"),
+        ("--accumulate-in-fp32", "| SDP + ZeRO-2 | 1 | 0.5 | 1.5 | 3 | 1.5 |"),
+        ("--accumulation 3", "| SDP + ZeRO-2 | 1 | 0.25 | 1.5 | 2.75 | 3 |"),
+        ("--regime backward", "| SDP + ZeRO-2 | 2 | 0.25 | 1.5 | 3.75 | 2.5 |"),
+        ("--offload", "| SDP + ZeRO-2 | 1 | 0.25 | 1.5 | 1.25 | 1.5 |"),
+        ("--offload --dtype fp32", "| SDP + ZeRO-2 | 2 | 0.5 | 1.5 | 2.5 | 3 |"),
+    ],
+)
+def test_flags_of_the_printed_table(flags: str, row: str, capsys: pytest.CaptureFixture[str]) -> None:
+    main(flags.split())
+    printed = capsys.readouterr().out
+    assert row in printed
+    assert ("SDP, stage 0" in printed) == ("--offload" not in flags), "stage 0 has nothing to offload to"
+
+
+def test_a_coverage_without_holders(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["--coverage", "0.1"])
+    assert "1/8 or more" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "arguments", [["--ranks", "0"], ["--coverage", "0"], ["--coverage", "2"], ["--accumulation", "0"]]
+)
 def test_impossible_arguments(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as caught:
         main(arguments)
     assert caught.value.code == 2
-    assert "needs --ranks of 1 or more" in capsys.readouterr().err
+    assert "needs --ranks and --accumulation of 1 or more" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("stage", [0, 1])
-@pytest.mark.parametrize("precision", [FP32, BF16], ids=["fp32", "bf16"])
-def test_units_alone_follow_the_table(stage: Literal[0, 1], precision: Precision) -> None:
-    """Without shared parameters, with sizes that divide: exactly the table's figures."""
+SUMS = Precision.of("bf16", accumulate_in_fp32=True)
+ROWS = {0: "SDP, stage 0", 1: "SDP + ZeRO-1", 2: "SDP + ZeRO-2"}
+
+
+@pytest.mark.parametrize("replicas", [1, 2])
+@pytest.mark.parametrize("regime", ["forward", "backward"])
+@pytest.mark.parametrize("stage", [0, 1, 2])
+@pytest.mark.parametrize("precision", [FP32, BF16, SUMS], ids=["fp32", "bf16", "bf16+fp32"])
+def test_units_alone_follow_the_table(
+    stage: Literal[0, 1, 2], precision: Precision, regime: str, replicas: int
+) -> None:
+    """Without shared parameters, with sizes that divide: exactly the table's figures, replicas or not."""
     n, c, layers = 4, 0.5, 8
     tensors = model(layers)[1:-1]
     total = sum(prod(info.shape) for info in tensors)
-    expected = bytes_per_parameter(n, c, precision)["SDP + ZeRO-1" if stage else "SDP, stage 0"]
-    for rank in estimate(plan_of(layers, n, 2), tensors, stage=stage, precision=precision):
+    expected = bytes_per_parameter(n, c, precision, regime=regime)[ROWS[stage]]
+    sent = sent_per_parameter(n, c, precision, regime=regime, accumulation=3)[ROWS[stage]]
+    setup = Setup(stage, precision, accumulation=3)
+    for rank in estimate(plan_of(layers, n, 2 // replicas, regime, replicas), tensors, setup):
         assert (rank.weights, rank.gradients, rank.optimizer) == tuple(total * figure for figure in expected)
-        assert rank.sent_gradients == rank.sent_back == total * c * (2 - 1) / 2
+        assert rank.sent_gradients == total * c * (2 - 1) / 2 * (3 if stage == 2 else 1)
+        assert rank.sent_bytes == total * sent
+
+
+@pytest.mark.parametrize(
+    ("stage", "precision", "per_element"),
+    [(0, FP32, 0), (0, BF16, 4), (1, FP32, 4), (1, BF16, 4), (1, SUMS, 4), (2, FP32, 0), (2, BF16, 4), (2, SUMS, 0)],
+)
+def test_gradients_that_the_step_adds(stage: Literal[0, 1, 2], precision: Precision, per_element: int) -> None:
+    """Of what is stepped: all that is held at stage 0, a share of each tensor at the others."""
+    tensors = model(4)[1:-1]
+    total = sum(prod(info.shape) for info in tensors)
+    stepped = total / 2 if stage == 0 else total / 4
+    for rank in estimate(plan_of(4, 4, 2), tensors, Setup(stage, precision)):
+        assert rank.step_gradients == stepped * per_element
+
+
+@pytest.mark.parametrize("stage", [1, 2])
+def test_offloaded_state_is_counted_apart(stage: Literal[1, 2]) -> None:
+    tensors, plan = model(4), plan_of(4, 4, 2)
+    on_device = estimate(plan, tensors, Setup(stage, FP32))[1]
+    offloaded = estimate(plan, tensors, Setup(stage, FP32, offload=True))[1]
+    assert on_device.host_optimizer == offloaded.optimizer == 0
+    assert offloaded.host_optimizer == on_device.optimizer // 8 * 12, "the master has to be where it is stepped"
+    assert offloaded.state == on_device.state - on_device.optimizer
+    assert plain(tensors, Setup(stage, FP32, offload=True), num_ranks=4).optimizer == 0
 
 
 def test_full_coverage_is_data_parallelism() -> None:
     tensors, plan = model(3), plan_of(3, 4, 4)
     total = sum(prod(info.shape) for info in tensors)
-    ranks = estimate(plan, tensors, stage=1, precision=BF16)
+    ranks = estimate(plan, tensors, Setup(1, BF16))
     assert {rank.weights for rank in ranks} == {2 * total}
     assert sum(rank.optimizer for rank in ranks) == 12 * total
-    reference = plain(tensors, num_ranks=4, stage=1, precision=BF16, alignment=1)
+    reference = plain(tensors, Setup(1, BF16), num_ranks=4, alignment=1)
     assert sum(rank.sent_gradients + rank.sent_back for rank in ranks) == 4 * 2 * reference.sent_gradients
 
 
@@ -105,20 +169,22 @@ def test_counts_element_by_element(data: st.DataObject) -> None:
     holders = data.draw(st.integers(1, size // replicas))
     layers = data.draw(st.integers(size, 7))
     regime = data.draw(st.sampled_from(["forward", "backward"]))
-    stage: Any = data.draw(st.sampled_from([0, 1]))
+    stage: Any = data.draw(st.sampled_from([0, 1, 2]))
     bucket = data.draw(st.sampled_from([13, 50, 10**6]))
     plan, tensors = plan_of(layers, size, holders, regime, replicas), model(layers)
-    ranks = estimate(plan, tensors, stage=stage, precision=BF16, bucket_elements=bucket)
+    ranks = estimate(plan, tensors, Setup(stage, BF16, bucket_elements=bucket))
     held_by = {p.parameter: set(plan.ranks_of(u)) for u, unit in enumerate(plan.units) for p in unit.pieces}
     total = sum(prod(info.shape) for info in tensors)
     for rank, result in enumerate(ranks):
         held = sum(prod(info.shape) for info in tensors if rank in held_by.get(info.name, {rank}))
         assert result.weights == 2 * (total if regime == "backward" else held)
-        assert result.gradients == 2 * held
+        assert stage == 2 or result.gradients == 2 * held
         if stage == 0:
             assert result.optimizer == 12 * held
-    if stage == 1:
+    if stage:
         assert sum(result.optimizer for result in ranks) == 12 * total
+    if stage == 2:
+        assert sum(result.gradients for result in ranks) == 2 * total
     check_traffic(ranks, plan, tensors, bucket)
 
 
@@ -139,20 +205,22 @@ def check_traffic(ranks: tuple[RankEstimate, ...], plan: Plan, tensors: list[Ten
 
 def test_wire_and_weights_have_their_own_dtypes() -> None:
     tensors, plan = model(4), plan_of(4, 2, 1)
-    narrow = estimate(plan, tensors, stage=1, precision=BF16)[0]
-    wide = estimate(plan, tensors, stage=1, precision=Precision.of("bf16", wire=4))[0]
+    narrow = estimate(plan, tensors, Setup(1, BF16))[0]
+    wide = estimate(plan, tensors, Setup(1, Precision.of("bf16", wire=4)))[0]
     assert wide.sent_bytes == 4 * wide.sent_gradients + 2 * wide.sent_back
     assert wide.sent_bytes > narrow.sent_bytes
 
 
 def test_frozen_and_unoptimized_parameters() -> None:
     tensors = [TensorInfo("w", (10,), "f", group=0), TensorInfo("f", (6,), "f", group=NOT_OPTIMIZED, trainable=False)]
+    tensors.append(TensorInfo("trained, but by no optimizer", (3,), "f", group=NOT_OPTIMIZED))
     tensors.append(TensorInfo("buffer", (100,), "f", kind="buffer"))
     plan = Plan("forward", "block", 1, 1, 0, (Unit("u", (Piece("w", None, 0, 10),)),), ((0,),), (0,))
-    result = estimate(plan, tensors, stage=1, precision=BF16)[0]
-    assert (result.weights, result.gradients, result.optimizer) == (32, 20, 120)
+    result = estimate(plan, tensors, Setup(1, BF16))[0]
+    assert (result.weights, result.gradients, result.optimizer) == (38, 26, 120)
     assert (result.sent_gradients, result.sent_back, result.sent_bytes) == (0, 0, 0)
-    assert result.state == 172
+    assert result.state == 184
+    assert estimate(plan, tensors, Setup(2, SUMS))[0].gradients == 40 + 6, "in the weights' dtype: nobody sums it"
 
 
 @pytest.mark.parametrize("holders", [1, 2])
@@ -165,15 +233,18 @@ def test_slices_in_fp32_keep_no_master(dim: int, regime: str, holders: int) -> N
     plan = Plan(regime, "neuron", 2, holders, 0, units, held, (0, 1))
     stepped = [12, 24] if holders == 1 else [18, 18]
     for precision, per_element in ((FP32, 8), (BF16, 12)):
-        result = estimate(plan, [TensorInfo("w", (6, 6), "f", group=0)], stage=1, precision=precision)
+        result = estimate(plan, [TensorInfo("w", (6, 6), "f", group=0)], Setup(1, precision))
         assert [rank.optimizer for rank in result] == [count * per_element for count in stepped]
 
 
 def test_plain_deepspeed() -> None:
     tensors = [TensorInfo("a", (10,), "f", group=0), TensorInfo("b", (5,), "f", group=1)]
-    stage_0 = plain(tensors, num_ranks=4, stage=0, precision=FP32)
-    assert (stage_0.weights, stage_0.gradients, stage_0.optimizer) == (60, 60, 120)
-    stage_1 = plain(tensors, num_ranks=4, stage=1, precision=BF16)  # groups padded to 16 and 8
+    stage_0 = plain(tensors, Setup(0, FP32), num_ranks=4)
+    assert (stage_0.weights, stage_0.gradients, stage_0.optimizer) == (60, 60, 8 * 15)
+    stage_1 = plain(tensors, Setup(1, BF16), num_ranks=4)  # groups padded to 16 and 8
     assert (stage_1.weights, stage_1.gradients, stage_1.optimizer) == (48, 30, 12 * 6)
-    assert plain(tensors, num_ranks=4, stage=1, precision=FP32).optimizer == 12 * 6
-    assert plain(tensors, num_ranks=1, stage=1, precision=FP32).sent_bytes == 0
+    stage_2 = plain(tensors, Setup(2, BF16, accumulation=3), num_ranks=4)
+    assert (stage_2.weights, stage_2.gradients, stage_2.optimizer) == (48, 12, 12 * 6)
+    assert stage_2.sent_gradients == 3 * stage_2.sent_back == 3 * stage_1.sent_gradients
+    assert plain(tensors, Setup(1, FP32), num_ranks=4).optimizer == 12 * 6
+    assert plain(tensors, Setup(1, FP32), num_ranks=1).sent_bytes == 0

@@ -27,6 +27,8 @@ PURE = (
     "estimate",
     "estimate_table",
     "support",
+    "support_cells",
+    "support_rows",
     "support_table",
     "reference",
     "theory",
@@ -43,9 +45,15 @@ PURE = (
     "architectures",
     "masking",
     "dense",
+    "averaging",
+    "backward_reduction",
+    "model_parallel",
+    "placement",
+    "shards",
+    "state_dicts",
 )
 # DeepSpeed is named by these only; everything else gets what it needs handed in.
-MAY_NAME_DEEPSPEED = {"__init__", "engine", "optimizer", "seam", "training"}
+MAY_NAME_DEEPSPEED = {"__init__", "engine", "optimizer", "seam", "settings", "tensor_parallel", "training"}
 
 
 def modules() -> dict[str, Path]:

@@ -14,6 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from sdp_deepspeed.config import KEY, SubnetworkConfig, parse, resolve
+from sdp_deepspeed.placement import Network
 from sdp_deepspeed.plan import Plan, make_plan, spectral_gap
 from sdp_deepspeed.units import Piece, Unit, UnitCost
 
@@ -211,6 +212,40 @@ def test_plan_given_back(tmp_path: Path) -> None:
     config = block(assignment=str(path))
     plan = make_plan((), (), resolve(config, 3), config, 3)
     assert plan == example_plan()
+
+
+def test_replicas_of_subnetworks() -> None:
+    """Each has as many ranks; the table, its hash and its gap are those of k workers."""
+    config = block(coverage=0.5, subnetworks=4)
+    plan = make_plan(units(8), [COST] * 8, resolve(config, 8), config, 8)
+    assert plan.subnetwork_of_rank == (0, 0, 1, 1, 2, 2, 3, 3)
+    alone = make_plan(units(8), [COST] * 8, resolve(config, 4), config, 4)
+    assert (plan.holders, plan.hash, plan.spectral_gap()) == (alone.holders, alone.hash, alone.spectral_gap())
+    assert len(plan.ranks_of(0)) == 4
+    single = block(coverage=1.0, subnetworks=1)
+    whole = make_plan(units(8), [COST] * 8, resolve(single, 3), single, 3)
+    assert (whole.holders, whole.subnetwork_of_rank, whole.spectral_gap()) == (((0,),) * 8, (0, 0, 0), 1.0)
+
+
+def test_placed_plan(tmp_path: Path) -> None:
+    """Where replicas are is printed, and no part of plan.json but for the ranks: the next run has its own nodes."""
+    plan = example_plan(subnetwork_of_rank=(0, 0, 1, 1, 2, 2))
+    assert "placement" not in plan.table()
+    placed = plan.place([60] * 3, 0, Network(("a", "a", "a", "b", "b", "b"), 2, 2), "spread")
+    assert placed.subnetwork_of_rank == (0, 1, 2, 0, 1, 2)
+    # Spread: 4 holders of each of 3 units, 2 on each node, so 8 ordered pairs are apart, 15 elements each way for each.
+    # Packed as (0 0 2 | 1 1 2): 8, 6 and 6 pairs.
+    words = "placement: spread, as configured; 0.00144 MB between 2 nodes per step, packed would send 0.0012 MB"
+    assert words in placed.table()
+    assert placed.hash == plan.hash
+    placed.save(tmp_path / "plan.json")
+    assert set(json.loads((tmp_path / "plan.json").read_text())) == set(example_plan().to_json())
+    again = Plan.load(tmp_path / "plan.json")
+    assert again == placed
+    assert again.placement is None
+    config = block(assignment=str(tmp_path / "plan.json"))
+    assert make_plan((), (), resolve(config, 6), config, 6) == plan
+    assert make_plan((), (), resolve(config, 3), config, 3) == example_plan()
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+import math
 from dataclasses import replace
 
 import pytest
@@ -14,6 +16,7 @@ from sdp_deepspeed.exchange import back_route
 from sdp_deepspeed.plan import Plan
 from sdp_deepspeed.segments import (
     NOT_OPTIMIZED,
+    Bucket,
     Fragment,
     Segment,
     TensorInfo,
@@ -90,6 +93,45 @@ def test_buckets_keep_the_order_and_the_bound(layout: Layout) -> None:
         for rank in range(layout.size):
             held = sum(segment.num_elements for segment in bucket.segments if segment.held_by(rank))
             assert held <= layout.max_elements
+
+
+def stretches(layout: Layout, buckets: list[Bucket], dtype: torch.dtype) -> list[list[int]]:
+    """Per bucket of one dtype the positions of its elements in the order in which backward finishes them: last tensors
+    first, each in the order in which it travels."""
+    offset, positions = 0, {}
+    for info in reversed(layout.tensors):
+        positions[info.name] = offset
+        offset += math.prod(info.shape) if info.dtype == dtype else 0
+    found = []
+    for bucket in buckets:
+        own: list[int] = []
+        for fragment in (f for s in bucket.segments if s.dtype == dtype for f in s.fragments):
+            piece, shape = fragment.piece, layout.shape(fragment.piece.parameter)
+            before = 0 if piece.dim is None else piece.start * math.prod(shape) // shape[piece.dim]
+            start = positions[piece.parameter] + before
+            own.extend(range(start + fragment.start, start + fragment.stop))
+        found += [sorted(own)] if own else []
+    return found
+
+
+@given(layouts)
+def test_a_bucket_is_one_stretch_of_the_model(layout: Layout) -> None:
+    """So that it is complete as soon as backward has passed that stretch, and buckets complete one after the other."""
+    for dtype in (torch.float32, torch.bfloat16):
+        found = stretches(layout, layout.buckets, dtype)
+        assert [position for stretch in found for position in stretch] == list(range(sum(map(len, found))))
+
+
+@given(layouts, st.sampled_from((1, 3, 10)))
+def test_buckets_of_several_windows_complete_in_order(layout: Layout, times: int) -> None:
+    """Where one half of the exchange has smaller buckets, a window may lie in two buckets of the other, in no more."""
+    everyone_updates, limit = layout.plan.regime == "backward", times * layout.max_elements
+    buckets = build_buckets(layout.segments, size=layout.size, max_elements=limit, everyone_updates=everyone_updates)
+    for dtype in (torch.float32, torch.bfloat16):
+        found = stretches(layout, buckets, dtype)
+        assert sorted(position for stretch in found for position in stretch) == list(range(sum(map(len, found))))
+        assert all(one[0] < other[0] for one, other in itertools.pairwise(found))
+        assert all(one[-1] < other[0] for one, other in zip(found, found[2:], strict=False))
 
 
 @given(layouts, st.data())

@@ -51,31 +51,32 @@ class Ranks:
     def __init__(self, size: int) -> None:
         self.groups: list[Any] = [None] * size
         store = dist.HashStore()
-        self._start(lambda rank: self.groups.__setitem__(rank, ThreadGroup(store, rank, size)), size)
+        in_threads(lambda rank: self.groups.__setitem__(rank, ThreadGroup(store, rank, size)), size)
 
     def run(self, work: Callable[[Communicator], Any]) -> list[Any]:
         """Results by rank; the first rank's error is raised."""
         for group in self.groups:
             group.sent.clear()
-        return self._start(lambda rank: work(Communicator(self.groups[rank])), len(self.groups))
+        return in_threads(lambda rank: work(Communicator(self.groups[rank])), len(self.groups))
 
-    @staticmethod
-    def _start(work: Callable[[int], Any], size: int) -> list[Any]:
-        results: list[Any] = [None] * size
-        errors: dict[int, BaseException] = {}
 
-        def call(rank: int) -> None:
-            try:
-                results[rank] = work(rank)
-            except BaseException as error:
-                errors[rank] = error
+def in_threads(work: Callable[[int], Any], size: int) -> list[Any]:
+    """Results of `work(rank)`, each in a thread; the error of the rank that failed first is raised."""
+    results: list[Any] = [None] * size
+    errors: list[BaseException] = []
 
-        threads = [threading.Thread(target=call, args=(rank,), daemon=True) for rank in range(size)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join(timeout=2 * TIMEOUT.total_seconds())
-        assert not any(thread.is_alive() for thread in threads), "a rank hangs"
-        for error in errors.values():
-            raise error
-        return results
+    def call(rank: int) -> None:
+        try:
+            results[rank] = work(rank)
+        except BaseException as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=call, args=(rank,), daemon=True) for rank in range(size)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(timeout=2 * TIMEOUT.total_seconds())
+    assert not any(thread.is_alive() for thread in threads), "a rank hangs"
+    for error in errors:
+        raise error
+    return results

@@ -34,6 +34,8 @@ class Inner:
         scaled: attributes of the body that count in proportion to the cells it has, such as GPT-2's `split_size`.
         caches: keyword arguments of the body that hold a key/value cache, which training has no use for.
         tail: submodules of the body that run on its output, such as dropout; each takes and returns one tensor.
+        per_head: submodules of the body that run on each head alike, such as Qwen3's norms of queries and keys; their
+            parameters are shared by all heads. A body may lack them.
     """
 
     cuts: tuple[Cut, ...]
@@ -41,6 +43,7 @@ class Inner:
     scaled: tuple[str, ...] = ()
     caches: tuple[str, ...] = ()
     tail: tuple[str, ...] = ()
+    per_head: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)

@@ -14,6 +14,7 @@ _LLAMA = (
             (Cut("q_proj", 0), Cut("k_proj", 0), Cut("v_proj", 0), Cut("o_proj", 1, is_output=True)),
             heads="config.num_key_value_heads",
             caches=("past_key_values",),
+            per_head=("q_norm", "k_norm"),
         ),
     ),
     Branch(

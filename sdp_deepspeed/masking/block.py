@@ -37,13 +37,15 @@ class _LackingModule(nn.Module):
     """Mixed in before a module's own class; itself again while its part is dense."""
 
     _sdp_part: BlockPart
-    _sdp_output: Any
+    _sdp_num_outputs: int
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         if self._sdp_part.dense:
             return super().forward(*args, **kwargs)
-        passed_on = next(iter((*args, *kwargs.values())))
-        return passed_on if self._sdp_output is None else self._sdp_output
+        if not self._sdp_num_outputs:
+            return next(iter((*args, *kwargs.values())))
+        nothing = 0 if torch.compiler.is_compiling() else NOTHING  # a compiler only knows how to add numbers
+        return nothing if self._sdp_num_outputs == 1 else (nothing, *[None] * (self._sdp_num_outputs - 1))
 
 
 class BlockPart(MaskedPart):
@@ -79,9 +81,9 @@ class BlockPart(MaskedPart):
         self._scaled = [tensors[name] for site in sites for name in output_names(site, tensors)] if scale != 1.0 else []
         self._unscaled: list[torch.Tensor] = []
         if not held:
-            outputs = {name: _output(site, name) for site in sites for name in site.modules}
+            counts = {site.body: site.branch.num_outputs for site in sites}
             for module, name in zip(self.modules, names, strict=True):
-                self._make_lacking(module, outputs[name])
+                self._make_lacking(module, counts.get(name, 0))
             self._drop()
 
     def fill(self, fetch: Fetch) -> None:
@@ -120,19 +122,11 @@ class BlockPart(MaskedPart):
                 tensor.data = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
             tensor.requires_grad_(False)
 
-    def _make_lacking(self, module: nn.Module, output: Any) -> None:
+    def _make_lacking(self, module: nn.Module, num_outputs: int) -> None:
+        """Without outputs of its own, as a norm, it passes its first argument on."""
         module.__class__ = mixed_in(_LackingModule, type(module))
         object.__setattr__(module, "_sdp_part", self)
-        object.__setattr__(module, "_sdp_output", output)
-
-
-def _output(site: Site, module_name: str) -> Any:
-    """What a lacking module returns; None stands for its own first argument."""
-    if module_name != site.body:
-        return None
-    if site.branch.num_outputs == 1:
-        return NOTHING
-    return (NOTHING, *[None] * (site.branch.num_outputs - 1))
+        object.__setattr__(module, "_sdp_num_outputs", num_outputs)
 
 
 def output_names(site: Site, tensors: Mapping[str, torch.Tensor]) -> list[str]:

@@ -14,6 +14,7 @@ from ..plan import Plan
 from ..segments import TensorInfo, pieces_by_tensor
 from ..units import Piece, Unit
 from .block import BlockPart, output_names
+from .compiled import check_forward, replaced_modules
 from .neuron import NeuronPart
 from .part import MaskedPart
 
@@ -70,9 +71,19 @@ class Mask:
                 output_names(site, live)  # all that can be refused is refused before the first tensor is dropped
         self.parts: list[MaskedPart] = []
         if plan.coverage < 1:
+            self._check_forwards(sites, [site for members in blocks.values() for site in members], neurons)
             object.__setattr__(model, CUT, True)
             model.zero_grad()  # gradients from before this engine are of the dense model
             self.parts = list(self._make_parts(sites, blocks, neurons))
+
+    def _check_forwards(
+        self, sites: Sequence[Site], blocks: Sequence[Site], neurons: Mapping[str, Sequence[int]]
+    ) -> None:
+        """In the forward regime lacking blocks run nothing; in the backward regime cut bodies run twice."""
+        twice = self._plan.regime == "backward"
+        changed = [site for site in sites if site.name in neurons] if twice else blocks
+        for site in changed:
+            check_forward(self._model, replaced_modules(self._model, site, twice=twice))
 
     def _make_parts(
         self, sites: Sequence[Site], blocks: Mapping[int, Sequence[Site]], neurons: Mapping[str, Sequence[int]]

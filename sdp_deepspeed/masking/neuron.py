@@ -98,9 +98,9 @@ class NeuronPart(MaskedPart):
         return result
 
     def _make_twins(self, lacking: Mapping[int, nn.Parameter]) -> tuple[nn.Module, ...]:
-        """The body's modules twice, without its tail: with the held weights, and with the lacking ones.
+        """The body twice, without its tail: with the held weights, and with the lacking ones.
 
-        Whatever is not cut is the same object in both, but output biases, which are added once.
+        Layers that are not cut are the same objects in both. Output biases are added once.
         """
         if not lacking:
             return ()
@@ -184,6 +184,27 @@ class _SplitModule(nn.Module):
         return result if part.num_outputs == 1 else (result, *[None] * (part.num_outputs - 1))
 
 
+class _LayerCopy(nn.Module):
+    """Mixed in before the class of a layer's copy, which has the lacking weights.
+
+    Hooks of the layer run for the copy too; what they note on the module (a profiler its counts) is the layer's.
+    """
+
+    _sdp_layer: nn.Module
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            return getattr(self._sdp_layer, name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name in self.__dict__:
+            super().__setattr__(name, value)
+        else:
+            setattr(self._sdp_layer, name, value)
+
+
 def _leave_out(cache: Any, name: str, layer: int | None) -> None:
     """Run without a cache that is empty. One that holds tokens is refused, and so is one that should hold some."""
     missing = cache.__dict__.setdefault("_sdp_missing", set()) if hasattr(cache, "__dict__") else set()
@@ -208,16 +229,19 @@ def _twin(module: nn.Module, replaced: Mapping[int, nn.Parameter], left_out: Seq
     """`module` and its modules once more, with other parameters and without the modules of the paths `left_out`."""
     twin = module.__class__.__new__(module.__class__)
     twin.__dict__ = dict(module.__dict__)
+    twin.__dict__.pop("_compiled_call_impl", None)  # of the module itself, with its own weights
     twin._parameters = {name: None if p is None else replaced.get(id(p), p) for name, p in module._parameters.items()}
     twin._modules = {}
     for name, child in module._modules.items():
         below = [path.removeprefix(f"{name}.") for path in left_out if path.startswith(f"{name}.")]
         if name in left_out:
             twin._modules[name] = nn.Identity()
-        elif child is None or (not below and next(child.parameters(), None) is None):
-            twin._modules[name] = child  # dropout, activation: who changes it later changes it for all
+        elif child is None or not (below or any(id(p) in replaced for p in child.parameters())):
+            twin._modules[name] = child  # who changes it later, or hooks it, does so for all
         else:
             twin._modules[name] = _twin(child, replaced, below)
+            twin._modules[name].__class__ = mixed_in(_LayerCopy, type(child))
+            object.__setattr__(twin._modules[name], "_sdp_layer", child)
     return twin
 
 

@@ -1,0 +1,61 @@
+#!/usr/bin/env bash
+# Two "nodes" on one machine: two network namespaces joined by a link of a given rate, one rank in each.
+#
+#     sudo benchmarks/namespaces.sh benchmarks/step_time.py --overlap ... --output benchmarks/results/overlap_1_gbps.json
+#
+# All arguments go to the benchmark. Environment: RATE (of tc, default 1gbit), PYTHON (default python), PORT. Needs
+# iproute2. Nothing but the two namespaces is touched, and they go away with this script, however it ends.
+set -euo pipefail
+
+if [[ $EUID -ne 0 ]]; then
+    echo "namespaces.sh: making network namespaces needs root: run it with sudo" >&2
+    exit 2
+fi
+if [[ $# -eq 0 ]]; then
+    echo "namespaces.sh: which benchmark? Usage: sudo $0 benchmarks/step_time.py [its options]" >&2
+    exit 2
+fi
+for tool in ip tc; do
+    command -v "$tool" >/dev/null || { echo "namespaces.sh: $tool is missing: install iproute2" >&2; exit 2; }
+done
+
+rate=${RATE:-1gbit}
+python=${PYTHON:-python}
+port=${PORT:-29511}
+names=("sdp$$a" "sdp$$b")
+ranks=()
+
+clean_up() {
+    trap - EXIT
+    trap '' INT TERM # whoever stops this script may signal twice, and half a clean-up leaves namespaces behind
+    for pid in "${ranks[@]}"; do kill -KILL "$pid" 2>/dev/null || true; done
+    wait || true
+    for name in "${names[@]}"; do ip netns delete "$name" 2>/dev/null || true; done # the link goes with its ends
+}
+trap clean_up EXIT
+trap 'exit 130' INT
+trap 'exit 143' TERM
+
+for name in "${names[@]}"; do ip netns add "$name"; done
+# Both ends are made inside their namespaces, so that the machine's own interfaces never see them.
+ip -netns "${names[0]}" link add name wire type veth peer name wire netns "${names[1]}"
+for i in 0 1; do
+    name=${names[$i]}
+    ip -netns "$name" address add "10.203.0.$((i + 1))/24" dev wire
+    ip -netns "$name" link set lo up
+    ip -netns "$name" link set wire up
+    # The burst holds the largest packet that the kernel makes before a card would cut it up, and lasts 1 ms at 1 Gb/s.
+    tc -netns "$name" qdisc add dev wire root tbf rate "$rate" burst 128kb limit 1mb
+done
+
+export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1} GLOO_SOCKET_IFNAME=wire SDP_LINK_RATE=$rate
+export MASTER_ADDR=10.203.0.1 MASTER_PORT=$port WORLD_SIZE=2 LOCAL_RANK=0 LOCAL_SIZE=1
+for i in 0 1; do
+    RANK=$i ip netns exec "${names[$i]}" "$python" "$@" &
+    ranks+=($!)
+done
+status=0
+for _ in "${ranks[@]}"; do
+    wait -n || { status=$?; break; } # when one fails, the other would wait for it
+done
+exit "$status"

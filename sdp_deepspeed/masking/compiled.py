@@ -1,0 +1,62 @@
+"""What `torch.compile` leaves in a model: wrappers in the module tree, and methods of its own on a module."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from torch import nn
+
+from ..architectures import Site
+
+
+def compile_in_place(model: nn.Module) -> nn.Module:
+    """`model` without the wrappers of `torch.compile`: what they wrap is compiled in place (`module.compile()`) instead.
+
+    Names and classes are those of the model again, and what is mixed into a class later is seen by the compiler.
+
+    Returns:
+        The model itself, unless it was wrapped as a whole.
+    """
+    for parent in list(model.modules()):
+        for name, child in parent.named_children():
+            if _is_wrapper(child):
+                parent._modules[name] = _unwrap(child)
+    return _unwrap(model) if _is_wrapper(model) else model
+
+
+def _is_wrapper(module: nn.Module) -> bool:
+    return "_orig_mod" in module._modules and hasattr(module, "dynamo_ctx")
+
+
+def _unwrap(wrapper: nn.Module) -> nn.Module:
+    inner = wrapper._modules["_orig_mod"]
+    assert inner is not None
+    inner._compiled_call_impl = wrapper.dynamo_ctx(inner._call_impl)  # type: ignore[operator, assignment]
+    return inner
+
+
+def check_forward(model: nn.Module, names: Iterable[str]) -> None:
+    """Modules that will run in another way must run by their class.
+
+    Raises:
+        ValueError: a module has a `forward` of its own, which would go on running in the old way.
+    """
+    strange = [name for name in names if "forward" in vars(model.get_submodule(name))]
+    if strange:
+        more = f" (+{len(strange) - 1} more)" if len(strange) > 1 else ""
+        raise ValueError(
+            f"subnetwork_data_parallel: {strange[0]!r}{more} has a forward method of its own (compiled or wrapped), which "
+            "would not see what this rank lacks; compile with module.compile() or torch.compile(module) instead, or "
+            "wrap it after deepspeed.initialize"
+        )
+
+
+def replaced_modules(model: nn.Module, site: Site, *, twice: bool) -> list[str]:
+    """Names of modules whose forward pass changes when a branch is cut.
+
+    Args:
+        twice: whether its body runs in two parts.
+    """
+    if not twice:
+        return list(site.modules)
+    return [f"{site.body}.{name}".rstrip(".") for name, _ in model.get_submodule(site.body).named_modules()]

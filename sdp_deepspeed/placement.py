@@ -1,0 +1,207 @@
+"""Where the replicas of subnetworks go: on one node, or on different ones (DESIGN.md section 1, `k` below `D`).
+
+Pure: the nodes are handed in. Correctness does not depend on them, only how many bytes cross between nodes.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from dataclasses import dataclass
+from fractions import Fraction
+from typing import TYPE_CHECKING, Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+if TYPE_CHECKING:
+    from sdp_deepspeed.communicator import Communicator
+
+Name = Literal["packed", "spread"]
+Asked = Literal["auto"] | Name
+Counts = NDArray[np.int64]
+
+# The launcher's number of a node: torchrun's, and DeepSpeed's launcher's. MPI's and srun's processes have neither.
+_NODE_NUMBERS = ("GROUP_RANK", "CROSS_RANK")
+
+
+@dataclass(frozen=True)
+class Network:
+    """What decides which bytes cross between nodes.
+
+    Args:
+        nodes: the node of each of the D data-parallel ranks; equal labels are one node.
+        gradient_bytes: bytes that one element costs on its way to its owner, per optimizer step.
+        weight_bytes: bytes that one element costs on its way back.
+    """
+
+    nodes: tuple[Hashable, ...]
+    gradient_bytes: int = 4
+    weight_bytes: int = 4
+
+    @classmethod
+    def gather(
+        cls, communicator: Communicator, *, peers: Communicator | None = None, gradient_bytes: int, weight_bytes: int
+    ) -> Network:
+        """The network of the ranks that run; all of them call it, and all get the same.
+
+        Args:
+            communicator: the data-parallel group.
+            peers: the tensor-parallel group, whose ranks share a subnetwork and must place it alike: a worker's node is
+                the list of its ranks' nodes. None if there is none.
+        """
+        own: Hashable = node_of_process(os.environ, socket.gethostname())
+        if peers is not None:
+            own = tuple(peers.gather_objects(own))
+        return cls(tuple(communicator.gather_objects(own)), gradient_bytes, weight_bytes)
+
+
+def node_of_process(environment: Mapping[str, str], hostname: str) -> str:
+    """A label of the node that a process runs on.
+
+    The host's name alone joins machines that were cloned with one name, and namespaces of one machine that stand for
+    nodes; the launcher's number alone is missing under MPI. LOCAL_WORLD_SIZE does not say which ranks are neighbours.
+    A wrong label costs traffic, never correctness.
+    """
+    numbers = [environment[name] for name in _NODE_NUMBERS if name in environment]
+    return "/".join([hostname, *numbers[:1]])
+
+
+@dataclass(frozen=True)
+class Load:
+    """What is exchanged, as far as a placement matters.
+
+    Args:
+        num_subnetworks: k.
+        holders: for each unit its subnetworks.
+        elements: for each unit its trainable elements.
+        num_shared: trainable elements of shared parameters; they cost the same wherever replicas are.
+        everyone_updates: whether owners send to all ranks (backward regime) or to the holders.
+    """
+
+    num_subnetworks: int
+    holders: Sequence[Sequence[int]]
+    elements: Sequence[int]
+    num_shared: int = 0
+    everyone_updates: bool = False
+
+
+@dataclass(frozen=True)
+class Placement:
+    """A placement, and what both would send between nodes in one optimizer step, all ranks together.
+
+    Args:
+        name: the one that was chosen.
+        num_nodes: nodes that the ranks are on.
+        packed_bytes, spread_bytes: bytes between nodes per step.
+        by_config: whether the config asked for it.
+    """
+
+    name: Name
+    num_nodes: int
+    packed_bytes: int
+    spread_bytes: int
+    by_config: bool = False
+
+    def line(self) -> str:
+        """Which and why, for people."""
+        words = f"placement: {self.name}{', as configured' if self.by_config else ''}"
+        if self.num_nodes == 1:
+            return f"{words}; all ranks are on one node"
+        other: Name = "spread" if self.name == "packed" else "packed"
+        sent = {"packed": self.packed_bytes, "spread": self.spread_bytes}
+        would = "as much" if sent["packed"] == sent["spread"] else f"would send {_megabytes(sent[other])}"
+        own = f"{_megabytes(sent[self.name])} between {self.num_nodes} nodes per step"
+        return f"{words}; {own}, {other} {would}"
+
+
+def _megabytes(num_bytes: int) -> str:
+    return f"{num_bytes / 1e6:.4g} MB"
+
+
+def choose(load: Load, network: Network, asked: Asked = "auto") -> tuple[Placement, tuple[int, ...]]:
+    """The placement, and the subnetwork of each data-parallel rank.
+
+    Args:
+        asked: what the config says; "auto" takes what sends fewer bytes between nodes, "packed" if both send as many.
+    """
+    k = load.num_subnetworks
+    assert len(network.nodes) % k == 0, "config.resolve checks that k divides the number of ranks"
+    ways: dict[Name, tuple[int, ...]] = {"packed": packed(network.nodes, k), "spread": spread(network.nodes, k)}
+    sent = {name: bytes_between_nodes(load, network, ranks) for name, ranks in ways.items()}
+    fewest: Name = "spread" if sent["spread"] < sent["packed"] else "packed"
+    name = fewest if asked == "auto" else asked
+    num_nodes = len(set(network.nodes))
+    return Placement(name, num_nodes, sent["packed"], sent["spread"], asked != "auto"), ways[name]
+
+
+def packed(nodes: Sequence[Hashable], num_subnetworks: int) -> tuple[int, ...]:
+    """Subnetwork of each rank, with as many subnetworks as possible whole on one node.
+
+    What is left on nodes whose size the number of replicas does not divide is filled up from the next such nodes.
+    """
+    num_replicas = len(nodes) // num_subnetworks
+    whole: list[int] = []
+    rest: list[int] = []
+    for ranks in _ranks_by_node(nodes):
+        cut = len(ranks) - len(ranks) % num_replicas
+        whole += ranks[:cut]
+        rest += ranks[cut:]
+    return _inverse(whole + rest, lambda position: position // num_replicas)
+
+
+def spread(nodes: Sequence[Hashable], num_subnetworks: int) -> tuple[int, ...]:
+    """Subnetwork of each rank, with the replicas of each on as many nodes as possible.
+
+    A node of m ranks has m / k ranks of each subnetwork, rounded down or up.
+    """
+    order = [rank for ranks in _ranks_by_node(nodes) for rank in ranks]
+    return _inverse(order, lambda position: position % num_subnetworks)
+
+
+def _ranks_by_node(nodes: Sequence[Hashable]) -> list[list[int]]:
+    """Ranks of each node, ascending; nodes in the order of their first rank."""
+    result: dict[Hashable, list[int]] = {}
+    for rank, node in enumerate(nodes):
+        result.setdefault(node, []).append(rank)
+    return list(result.values())
+
+
+def _inverse(order: Sequence[int], subnetwork_at: Callable[[int], int]) -> tuple[int, ...]:
+    """Subnetwork of each rank when `subnetwork_at(i)` is that of rank `order[i]`."""
+    result = [0] * len(order)
+    for position, rank in enumerate(order):
+        result[rank] = subnetwork_at(position)
+    return tuple(result)
+
+
+def bytes_between_nodes(load: Load, network: Network, subnetwork_of_rank: Sequence[int]) -> int:
+    """Bytes that cross between nodes in one optimizer step, all ranks together (DESIGN.md section 4).
+
+    Of a unit of n elements with h holders, each holder sends n/h elements to each other holder; the owners send n/h
+    back to each other holder, or to each other rank. Rounding of shards is left out.
+    """
+    table = _ranks_per_node(network.nodes, subnetwork_of_rank, load.num_subnetworks)
+    sizes = table.sum(axis=0)
+    num_ranks = int(sizes.sum())
+
+    def sent(holders: Sequence[int], elements: int) -> Fraction:
+        counts = table[list(holders)].sum(axis=0)
+        h = int(counts.sum())
+        there = h * h - int(counts @ counts)  # pairs of holders on different nodes
+        back = h * num_ranks - int(counts @ sizes) if load.everyone_updates else there
+        return Fraction(elements * (there * network.gradient_bytes + back * network.weight_bytes), h)
+
+    units = sum(sent(holders, elements) for holders, elements in zip(load.holders, load.elements, strict=True))
+    # Rounded apart: tensor-parallel ranks may differ in what is shared, and must not differ in what they choose.
+    return round(units) + round(sent(range(load.num_subnetworks), load.num_shared))
+
+
+def _ranks_per_node(nodes: Sequence[Hashable], subnetwork_of_rank: Sequence[int], num_subnetworks: int) -> Counts:
+    """How many ranks of each subnetwork are on each node: [k, nodes]."""
+    columns = {node: column for column, node in enumerate(dict.fromkeys(nodes))}
+    table = np.zeros((num_subnetworks, len(columns)), dtype=np.int64)
+    for node, subnetwork in zip(nodes, subnetwork_of_rank, strict=True):
+        table[subnetwork, columns[node]] += 1
+    return table

@@ -1,0 +1,157 @@
+"""Tensor parallelism as coordinates: which part of each dense tensor a rank of the group stores.
+
+Plans name the dense model's coordinates (plan.json); masking and the exchange work on the tensors that a rank has, so
+they take the local plan. A unit has equal pieces in every shard, so all ranks of the group have the same local plan.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from math import prod
+
+from .architectures import Site
+from .architectures.sites import CutTensor
+from .plan import Plan
+from .units import Piece, Unit
+
+
+@dataclass(frozen=True)
+class Division:
+    """A tensor of the dense model that a tensor-parallel group divides; its shards lie side by side along one dim.
+
+    Args:
+        shape: dense. If nobody says along which dim it is divided, its number of elements.
+        dim: stored dimension that is divided.
+        lengths: number of indices along `dim` of each rank of the group.
+        is_known: whether shape and dim are known; without, the tensor can be held or lacked as a whole only.
+    """
+
+    shape: tuple[int, ...]
+    dim: int
+    lengths: tuple[int, ...]
+    is_known: bool = True
+
+    @property
+    def is_even(self) -> bool:
+        return len(set(self.lengths)) == 1
+
+    def num_elements(self, index: int) -> int:
+        """Of the shard of the group's rank `index`."""
+        return prod(self.shape) // self.shape[self.dim] * self.lengths[index]
+
+
+@dataclass(frozen=True)
+class Shards:
+    """What one rank of a tensor-parallel group stores.
+
+    Args:
+        index: of the rank in the group.
+        size: number of ranks in the group.
+        divisions: of the divided parameters, by dense name; every other tensor is replicated.
+    """
+
+    index: int
+    size: int
+    divisions: Mapping[str, Division]
+
+    def division_of(self, piece: Piece) -> Division | None:
+        """Of the piece's tensor, None if that is replicated."""
+        return self.divisions.get(piece.parameter) if piece.kind == "parameter" else None
+
+    def dense_unit(self, unit: Unit) -> Unit:
+        """A unit in dense coordinates from the same in those of a shard: each of its slices once in every shard."""
+        return Unit(unit.name, tuple(dense for piece in unit.pieces for dense in self._dense_pieces(piece)))
+
+    def _dense_pieces(self, piece: Piece) -> Iterator[Piece]:
+        division = self.division_of(piece)
+        if division is None:
+            yield piece
+        elif piece.dim is None:
+            yield replace(piece, length=prod(division.shape))
+        else:
+            width = self._width(division, piece)
+            for index in range(self.size):
+                yield replace(piece, start=piece.start + index * width)
+
+    def local_plan(self, plan: Plan) -> Plan:
+        """A plan in dense coordinates as the same plan in those of this rank's tensors.
+
+        Raises:
+            ValueError: a unit whose pieces are not equal in all shards.
+        """
+        return replace(plan, units=tuple(map(self._local_unit, plan.units))) if self.divisions else plan
+
+    def _local_unit(self, unit: Unit) -> Unit:
+        slices: dict[str, list[Piece]] = {}
+        for piece in unit.pieces:
+            if piece.dim is not None and self.division_of(piece) is not None:
+                slices.setdefault(piece.parameter, []).append(piece)
+        pieces: list[Piece] = []
+        for piece in unit.pieces:
+            if piece.parameter not in slices:
+                pieces.append(self.local_piece(piece))
+            elif piece is slices[piece.parameter][0]:
+                pieces.extend(self._equal_slices(unit, slices[piece.parameter]))
+        return Unit(unit.name, tuple(pieces))
+
+    def local_piece(self, whole: Piece) -> Piece:
+        """The piece of a whole tensor as that of what this rank has of it."""
+        division = self.division_of(whole)
+        return whole if division is None else replace(whole, length=division.num_elements(self.index))
+
+    def _equal_slices(self, unit: Unit, pieces: list[Piece]) -> list[Piece]:
+        """What a unit takes of each shard of one tensor, which must be the same."""
+        division = self.divisions[pieces[0].parameter]
+        width = self._width(division, pieces[0])
+        found: list[list[tuple[int, int]]] = [[] for _ in range(self.size)]
+        for piece in pieces:
+            start, stop = piece.start, piece.start + piece.length
+            for index in range(start // width, min(-(-stop // width), self.size)):
+                low, high = max(start - index * width, 0), min(stop - index * width, width)
+                found[index].append((low, high - low))
+        if any(sorted(other) != sorted(found[0]) for other in found):
+            words = "; ".join(", ".join(f"[{a}, {a + n})" for a, n in own) or "nothing" for own in found[:5])
+            raise ValueError(
+                f"plan: unit {unit.name!r} takes different pieces of {pieces[0].parameter!r} in the {self.size} "
+                f"tensor-parallel shards of {width} each: {words}. Under tensor parallelism it must take the same of "
+                f"each; use a plan that was made with {self.size} tensor-parallel ranks, or block units"
+            )
+        return [replace(pieces[0], start=start, length=length) for start, length in found[0]]
+
+    def _width(self, division: Division, piece: Piece) -> int:
+        """Indices of one shard, of a tensor that is cut along the dim along which it is divided."""
+        if not division.is_even or not division.is_known or piece.dim != division.dim:
+            raise ValueError(
+                f"{piece.parameter!r} is divided along dim {division.dim} into {division.lengths}, so units cannot "
+                f"take equal pieces of its shards along dim {piece.dim}"
+            )
+        return division.lengths[0]
+
+    def local_site(self, site: Site) -> Site:
+        """A branch of the dense model as what this rank has of it.
+
+        Raises:
+            ValueError: the group's size does not divide its neurons or heads.
+        """
+        divided = [piece.parameter for piece in site.pieces if self.division_of(piece) is not None]
+        uneven = [f"{name} into {self.divisions[name].lengths}" for name in divided if not self.divisions[name].is_even]
+        if uneven or (divided and site.num_cells % self.size):
+            cells = "key/value heads" if site.branch.inner and site.branch.inner.heads else "neurons"
+            raise ValueError(
+                f"tensor_parallel.autotp_size: got {self.size}, which does not divide the {site.num_cells} {cells} of "
+                f"{site.name!r}{f' ({uneven[0]})' if uneven else ''}; use a size that divides them, because a unit has "
+                "equal pieces in every shard"
+            )
+        local = replace(site, pieces=tuple(map(self.local_piece, site.pieces)))
+        if site.why_whole or not divided:
+            return local
+        why_whole = next(filter(None, map(self._why_whole, site.cut_tensors)), "")
+        tensors = tuple(replace(tensor, size=tensor.size // self.size) for tensor in site.cut_tensors)
+        return replace(local, num_cells=site.num_cells // self.size, cut_tensors=tensors, why_whole=why_whole)
+
+    def _why_whole(self, tensor: CutTensor) -> str:
+        division = self.divisions.get(tensor.parameter)
+        if division is not None and division.dim == tensor.dim and tensor.cut.blocks == 1:
+            return ""
+        return f"tensor parallelism does not divide {tensor.parameter} along its neurons or heads (dim {tensor.dim})"

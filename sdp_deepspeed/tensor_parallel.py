@@ -1,0 +1,267 @@
+"""The live tensor-parallel model: DeepSpeed's AutoTP, or a model of the user's whose groups an `mpu` object names.
+
+Its ranks train one copy of a subnetwork together. AutoTP has divided the module when we plan; evaluation runs on the
+shards as they are, and only state dicts need the whole tensors.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from deepspeed import comm as deepspeed_comm
+from deepspeed.runtime.utils import is_model_parallel_parameter
+from deepspeed.utils.bwc import (
+    bwc_pipeline_parallel_world_size,
+    bwc_tensor_model_parallel_group,
+    bwc_tensor_model_parallel_world_size,
+)
+from torch import nn
+
+from .agreement import differing_replicas
+from .architectures import Site, find_sites
+from .communicator import Communicator
+from .model_parallel import ModelParallel
+from .shards import Division, Shards
+from .state_dicts import StateDicts
+
+PARSED = "ds_autotp_parsed"  # attribute of a model that AutoTP has divided
+
+
+@dataclass(frozen=True)
+class Undivided:
+    """What AutoTP's division does not leave in a model.
+
+    Args:
+        shapes: of its parameters.
+        sites: its residual branches.
+    """
+
+    shapes: Mapping[str, tuple[int, ...]]
+    sites: Sequence[Site]
+
+    @classmethod
+    def of(cls, model: nn.Module) -> Undivided:
+        """Of a whole model.
+
+        Raises:
+            ValueError: the model is divided already, or has no branches that are described.
+        """
+        if getattr(model, PARSED, False):
+            raise ValueError(
+                "tensor_parallel: an earlier engine divided this model among tensor-parallel ranks; build or load it "
+                "anew"
+            )
+        return cls({name: tuple(p.shape) for name, p in model.named_parameters()}, find_sites(model))
+
+
+class TensorParallel:
+    """One rank's part in a tensor-parallel group, or in none.
+
+    Args:
+        model: divided.
+        communicator: the tensor-parallel group, None without one.
+        sites: the model's residual branches, as this rank has them.
+        shards: who stores what.
+        incomplete: replicated parameters of which each rank computes only a summand of the gradient.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        communicator: Communicator | None,
+        *,
+        sites: Sequence[Site],
+        shards: Shards,
+        incomplete: Sequence[str] = (),
+    ) -> None:
+        self.communicator = communicator
+        self.sites = list(sites)
+        self.shards = shards
+        self.model_parallel: ModelParallel | None = None
+        self.state_dicts: StateDicts | None = None
+        if communicator is not None:
+            self.model_parallel = ModelParallel(communicator, frozenset(shards.divisions), frozenset(incomplete))
+            self.state_dicts = StateDicts(model, communicator, shards)
+
+    @classmethod
+    def of_autotp(cls, model: nn.Module, communicator: Communicator, before: Undivided) -> TensorParallel:
+        """Of a model that AutoTP has divided; all ranks of the group call it.
+
+        Raises:
+            ValueError: on all ranks: neurons or heads, or another dim, that the group cannot divide evenly.
+        """
+        parameters = dict(model.named_parameters())
+        every = communicator.gather_objects({name: tuple(p.shape) for name, p in parameters.items()})
+        divisions = {}
+        for name, dense in before.shapes.items():
+            dims = {dim for own in every for dim, size in enumerate(own[name]) if size != dense[dim]}
+            if dims:
+                divisions[name] = _division(name, dense, dims, every)
+        shards = Shards(communicator.rank, communicator.size, divisions)
+        sites = [shards.local_site(site) for site in before.sites]
+        return cls(model, communicator, sites=sites, shards=shards, incomplete=_incomplete(model, sites, shards))
+
+    @classmethod
+    def of_mpu(cls, model: nn.Module, communicator: Communicator) -> TensorParallel:
+        """Of a model that its author divided and whose parameters say so, as for ZeRO-1 (`model_parallel` or
+        `tensor_model_parallel`, with Megatron's `partition_dim` if they have it); all ranks of the group call it."""
+        marked = {name: p for name, p in model.named_parameters() if is_model_parallel_parameter(p)}
+        every = communicator.gather_objects({name: tuple(p.shape) for name, p in marked.items()})
+        sites = [_without_heads_of_config(site, marked) for site in find_sites(model)]
+        dims = {tensor.parameter: tensor.dim for site in sites for tensor in site.cut_tensors}
+        said = {name: int(getattr(p, "partition_dim", -1)) for name, p in marked.items()}
+        dims |= {name: dim for name, dim in said.items() if dim >= 0}
+        divisions = {name: _division_of_shapes([own[name] for own in every], dims.get(name)) for name in marked}
+        return cls(model, communicator, sites=sites, shards=Shards(communicator.rank, communicator.size, divisions))
+
+    def check_replicated(self, tensors: Mapping[str, torch.Tensor]) -> None:
+        """Whether the group's ranks agree on what all of them have; all of them call it.
+
+        Args:
+            tensors: what this rank stores, by dense name (`engine.held_tensors()`).
+
+        Raises:
+            RuntimeError: on all ranks of the group, naming the first tensors on which they differ.
+        """
+        if differing := self._differing(tensors):
+            raise RuntimeError(f"tensor-parallel ranks do not agree on {differing}: training has diverged")
+
+    def _differing(self, tensors: Mapping[str, torch.Tensor]) -> str:
+        if self.communicator is None:
+            return ""
+        divided = self.shards.divisions
+        own = {name: t for name, t in tensors.items() if name.removesuffix(" (lacking)") not in divided}
+        return differing_replicas(own, self.communicator)
+
+    def check_same_model(self, model: nn.Module) -> None:
+        """DeepSpeed gives data-parallel ranks the same weights, but not the ranks of a tensor-parallel group; all of
+        those call it.
+
+        Raises:
+            ValueError: on all ranks of the group.
+        """
+        if differing := self._differing(dict(model.named_parameters())):
+            raise ValueError(
+                f"tensor-parallel ranks have different weights in {differing}, of which each has all: build the model "
+                "with the same seed, or from the same weights, on every rank"
+            )
+
+    def whole_state_dicts(self) -> AbstractContextManager[None]:
+        """Inside, `state_dict` gives whole tensors, a collective of the group, and `load_state_dict` takes them."""
+        return nullcontext() if self.state_dicts is None else self.state_dicts.whole()
+
+    def state_dict(self, model: nn.Module) -> dict[str, Any]:
+        """Keyword arguments for Transformers' `save_pretrained`: a state dict where it takes all ranks to make one."""
+        return {} if self.communicator is None else {"state_dict": model.state_dict()}
+
+
+def _division(name: str, dense: tuple[int, ...], dims: set[int], every: Sequence[Mapping[str, Any]]) -> Division:
+    dim = min(dims)
+    division = Division(dense, dim, tuple(own[name][dim] for own in every))
+    if len(dims) > 1 or sum(division.lengths) != dense[dim]:
+        raise ValueError(
+            f"tensor_parallel: {name!r} of shape {dense} is not divided along one dim: its shards have the shapes "
+            f"{[own[name] for own in every][:5]}"
+        )
+    return division
+
+
+def _division_of_shapes(shapes: Sequence[tuple[int, ...]], dim: int | None) -> Division:
+    if dim is None:
+        lengths = tuple(torch.Size(shape).numel() for shape in shapes)
+        return Division((sum(lengths),), 0, lengths, is_known=False)
+    lengths = tuple(shape[dim] for shape in shapes)
+    return Division((*shapes[0][:dim], sum(lengths), *shapes[0][dim + 1 :]), dim, lengths)
+
+
+def _without_heads_of_config(site: Site, divided: Mapping[str, Any]) -> Site:
+    """A config counts the heads of the dense model, or of a shard: it does not say which."""
+    heads = site.branch.inner.heads if site.branch.inner else None
+    if heads is None or not heads.startswith("config.") or divided.keys().isdisjoint(p.parameter for p in site.pieces):
+        return site
+    why = (
+        f"{heads} does not say whether it counts the heads of one tensor-parallel rank; describe an attribute that does"
+    )
+    return replace(site, num_cells=0, cut_tensors=(), why_whole=site.why_whole or why)
+
+
+def _incomplete(model: nn.Module, sites: Sequence[Site], shards: Shards) -> list[str]:
+    """Per-head norms of divided branches whose gradients AutoTP does not sum, as its plan from Transformers would."""
+    names = []
+    parameters = dict(model.named_parameters())
+    for site in sites:
+        if any(tensor.parameter in shards.divisions for tensor in site.cut_tensors) and site.branch.inner is not None:
+            inside = tuple(f"{site.body}.{norm}." for norm in site.branch.inner.per_head)
+            names += [piece.parameter for piece in site.pieces if piece.parameter.startswith(inside)]
+    return [name for name in names if not getattr(parameters[name], "_ds_grad_allreduce_registered", False)]
+
+
+def check_mpu(mpu: Any) -> None:
+    """Refuse what an `mpu` object may name besides tensor and data parallelism."""
+    sequence = mpu.get_sequence_parallel_world_size() if hasattr(mpu, "get_sequence_parallel_world_size") else 1
+    for what, size in {"pipeline": bwc_pipeline_parallel_world_size(mpu), "sequence": sequence}.items():
+        if size > 1:
+            raise ValueError(
+                f"subnetwork_data_parallel: mpu has {size} {what}-parallel ranks; only tensor and data parallelism are "
+                "possible with it"
+            )
+
+
+@contextmanager
+def explained(model: nn.Module) -> Iterator[None]:
+    """AutoTP says by assertions which models it does not know."""
+    try:
+        yield
+    except AssertionError as problem:
+        raise ValueError(
+            f"tensor_parallel.autotp_size: DeepSpeed's AutoTP cannot divide a {type(model).__name__}: {problem}. Use a "
+            "Llama, Mistral, Qwen2, Qwen3 or GPT-NeoX, or remove tensor_parallel"
+        ) from problem
+
+
+def peers_of(mpu: Any) -> Communicator | None:
+    """This rank's tensor-parallel group, from DeepSpeed's `engine.mpu`; None if it is alone."""
+    if mpu is None or bwc_tensor_model_parallel_world_size(mpu) < 2:
+        return None
+    return Communicator(deepspeed_comm, bwc_tensor_model_parallel_group(mpu))
+
+
+def check_groups(workers: Communicator, peers: Communicator | None, everyone: Communicator) -> None:
+    """Data-parallel times tensor-parallel ranks must be all ranks; ValueError if an `mpu` object says otherwise."""
+    num_peers = 1 if peers is None else peers.size
+    if workers.size * num_peers != everyone.size:
+        raise ValueError(
+            f"mpu: {workers.size} data-parallel times {num_peers} tensor-parallel ranks are not the {everyone.size} "
+            "ranks that run, and there can be no other kind"
+        )
+
+
+def join(model: nn.Module, peers: Communicator | None, before: Undivided | None, *, stage: int) -> TensorParallel:
+    """This rank's part in its group; all ranks of the group call it.
+
+    Args:
+        model: divided, on its final device.
+        peers: the group.
+        before: what AutoTP has left no trace of; None if it was not AutoTP that divided the model.
+        stage: ZeRO stage.
+
+    Raises:
+        ValueError: on all ranks of the group: what cannot be divided so, or is not the same where it must be.
+    """
+    if peers is None:
+        return TensorParallel(model, None, sites=find_sites(model), shards=Shards(0, 1, {}))
+    of_mpu, of_autotp = TensorParallel.of_mpu, TensorParallel.of_autotp
+    result = of_mpu(model, peers) if before is None else of_autotp(model, peers, before)
+    uneven = [name for name, division in result.shards.divisions.items() if not division.is_even]
+    if uneven and stage == 2:  # buckets would be other ones on other ranks of the group, and pair up with its own
+        raise ValueError(
+            f"zero_optimization.stage: got 2, but {peers.size} tensor-parallel ranks do not divide {uneven[0]!r} "
+            f"evenly ({result.shards.divisions[uneven[0]].lengths}); pad the vocabulary to a multiple of {peers.size} "
+            "(resize_token_embeddings), or use stage 1"
+        )
+    result.check_same_model(model)
+    return result

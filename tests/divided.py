@@ -1,0 +1,280 @@
+"""Models that tensor-parallel ranks divide, by AutoTP or by their author, and their training next to the reference."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from functools import cache
+from types import SimpleNamespace
+from typing import Any
+
+import deepspeed
+import torch
+import torch.distributed as dist
+from models import SPECIMENS, Specimen, batches, config, loss_of, two_groups
+from oracle import from_rank_0, make_optimizer
+from ranks import Rank
+from torch import nn
+from transformers import MistralConfig, MistralForCausalLM
+
+from sdp_deepspeed import architectures
+from sdp_deepspeed.reference import Reference
+
+TP = 2
+EVEN = {"vocab_size": 62, "intermediate_size": 28}  # 61 and 27 divide by nothing
+
+MODELS: dict[str, Specimen] = {
+    name: replace(specimen, options={**specimen.options, **EVEN})
+    for name, specimen in SPECIMENS.items()
+    if name in ("llama", "llama_tied", "llama_biases", "qwen2", "qwen3", "gpt_neox", "gpt_neox_parallel")
+} | {"llama_tied_61": SPECIMENS["llama_tied"], "qwen2_61": SPECIMENS["qwen2"]}
+
+
+def build(name: str) -> nn.Module:
+    if name == "own":
+        return OwnModel(None)
+    if name != "mistral":
+        return MODELS[name].build()
+    torch.manual_seed(0)
+    sizes = {
+        key: value for key, value in build("llama").config.to_dict().items() if key.startswith(("num_", "hidden_s"))
+    }
+    return MistralForCausalLM(MistralConfig(**sizes, **EVEN, head_dim=4, initializer_range=0.1, sliding_window=3))
+
+
+class _Copied(torch.autograd.Function):
+    """Where each rank goes on with its neurons: their gradients of the input add up."""
+
+    @staticmethod
+    def forward(ctx: Any, value: torch.Tensor, group: Any) -> torch.Tensor:
+        ctx.group = group
+        return value.view_as(value)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, None]:
+        summed = gradients[0].clone()
+        dist.all_reduce(summed, group=ctx.group)
+        return summed, None
+
+
+class _Summed(torch.autograd.Function):
+    """Where the ranks' outputs add up."""
+
+    @staticmethod
+    def forward(ctx: Any, value: torch.Tensor, group: Any) -> torch.Tensor:
+        summed = value.clone()
+        dist.all_reduce(summed, group=group)
+        return summed
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return gradients[0], None
+
+
+class OwnMLP(nn.Module):
+    def __init__(self, group: Any) -> None:
+        super().__init__()
+        self.group = group
+        self.up, self.down = nn.Linear(16, 32), nn.Linear(32, 16)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = x if self.group is None else _Copied.apply(x, self.group)
+        y = torch.nn.functional.linear(torch.tanh(self.up(x)), self.down.weight)
+        return (y if self.group is None else _Summed.apply(y, self.group)) + self.down.bias
+
+
+class OwnLayer(nn.Module):
+    def __init__(self, group: Any) -> None:
+        super().__init__()
+        self.norm1, self.one = nn.LayerNorm(16), OwnMLP(group)
+        self.norm2, self.two = nn.LayerNorm(16), OwnMLP(group)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = x + self.one(self.norm1(x))
+        return x + self.two(self.norm2(x))
+
+
+class OwnModel(nn.Module):
+    """Its author divides it: `group` None makes the dense model, else what a rank of the group has of that."""
+
+    def __init__(self, group: Any) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.embedding, self.head = nn.Embedding(62, 16), nn.Linear(16, 62)
+        self.layers = nn.Sequential(OwnLayer(group), OwnLayer(group))
+        if group is not None:
+            for module in self.modules():
+                if isinstance(module, OwnMLP):
+                    for p, dim in ((module.up.weight, 0), (module.up.bias, 0), (module.down.weight, 1)):
+                        p.data = p.data.chunk(dist.get_world_size(group), dim)[dist.get_rank(group)].contiguous()
+                        setattr(p, "model_parallel", True)  # noqa: B010 (what ZeRO-1 looks for)
+
+    def forward(self, input_ids: torch.Tensor, labels: torch.Tensor) -> Any:
+        logits = self.head(self.layers(self.embedding(input_ids)))
+        loss = nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten())
+        return SimpleNamespace(loss=loss, logits=logits)
+
+
+def describe_own() -> None:
+    inner = architectures.Inner((architectures.Cut("up", 0), architectures.Cut("down", 1, is_output=True)))
+    branches = [
+        architectures.Branch(name, norm=norm, body=name, inner=inner)
+        for name, norm in (("one", "norm1"), ("two", "norm2"))
+    ]
+    architectures.register(OwnLayer, *branches)
+
+
+class Mpu:
+    """The object that `deepspeed.initialize` takes, in the words of old Megatron."""
+
+    def __init__(self, tp: int = TP) -> None:
+        rank, size = dist.get_rank(), dist.get_world_size()
+        self._groups: dict[str, Any] = {}
+        for name, lists in {
+            "model": [list(range(first, first + tp)) for first in range(0, size, tp)],
+            "data": [list(range(first, size, tp)) for first in range(tp)],
+        }.items():
+            for ranks in lists:
+                group = dist.new_group(ranks)
+                if rank in ranks:
+                    self._groups[name] = group
+
+    def __getattr__(self, name: str) -> Callable[[], Any]:
+        for kind, group in self.__dict__["_groups"].items():
+            if name == f"get_{kind}_parallel_group":
+                return lambda group=group: group
+            if name == f"get_{kind}_parallel_rank":
+                return lambda group=group: dist.get_rank(group)
+            if name == f"get_{kind}_parallel_world_size":
+                return lambda group=group: dist.get_world_size(group)
+        raise AttributeError(name)
+
+
+@cache
+def mpu() -> Mpu:
+    """One for all engines: groups cost time."""
+    return Mpu()
+
+
+@dataclass(frozen=True)
+class Divided:
+    """One training next to the reference.
+
+    Args:
+        model: of MODELS, or "own" for the one that its author divides.
+        settings: of the DeepSpeed config.
+        block: keys of our block.
+    """
+
+    model: str
+    block: Mapping[str, Any]
+    stage: int = 1
+    optimizer: str = "SGD"
+    accumulation: int = 1
+    settings: Mapping[str, Any] = field(default_factory=dict)
+    num_steps: int = 3
+
+    def __str__(self) -> str:
+        strategy = self.block["strategy"] if isinstance(self.block["strategy"], str) else "mixed"
+        more = ["own-specs"] * ("tensor_parallel" in self.settings)
+        return "-".join([self.model, self.block["regime"], strategy, f"zero{self.stage}", *more])
+
+    def __call__(self, rank: Rank) -> None:
+        """The same losses, norms and clipped steps, and the same dense model in evaluation and state dict."""
+        dense = build(self.model)
+        engine = self.start()
+        reference = Reference(
+            dense, engine.plan, lambda named: make_optimizer(self.optimizer, two_groups(named)), loss_of, clip=0.5
+        )
+        worker = engine.communicator.rank
+        assert (engine.communicator.size, worker) == (rank.size // TP, rank.rank // TP)
+        for step in itertools.islice(batches(rank.size // TP, self.accumulation), self.num_steps):
+            losses, norm = from_rank_0(lambda step=step: reference.step(step))
+            for batch, expected in zip(step[worker], losses[worker], strict=True):
+                loss = loss_of(engine, batch)
+                engine.backward(loss)
+                engine.step()
+                assert abs(loss.item() - expected) <= 1e-5, (loss.item(), expected)
+            assert abs(engine.get_global_grad_norm() - norm) <= 1e-5 * norm, (engine.get_global_grad_norm(), norm)
+        dense.load_state_dict(from_rank_0(dense.state_dict))
+        self._compare(engine, dense, step[worker][0])
+
+    def start(self, **options: Any) -> Any:
+        settings = config(**self.block, check_agreement=True)
+        del settings["optimizer"]
+        settings |= {
+            "gradient_accumulation_steps": self.accumulation,
+            "gradient_clipping": 0.5,
+            "zero_allow_untested_optimizer": True,
+            "zero_optimization": {"stage": self.stage, "reduce_bucket_size": 900, **self.settings.get("zero", {})},
+        }
+        settings |= self.settings.get("top", {})
+        if self.model == "own":
+            describe_own()
+            model: nn.Module = OwnModel(mpu().get_model_parallel_group())
+            options["mpu"] = mpu()
+        else:
+            model = build(self.model)
+            settings["tensor_parallel"] = {"autotp_size": TP, **self.settings.get("tensor_parallel", {})}
+        optimizer = make_optimizer(self.optimizer, two_groups(dict(model.named_parameters())))
+        engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=settings, **options)
+        return engine
+
+    @torch.no_grad()
+    def _compare(self, engine: Any, dense: nn.Module, batch: torch.Tensor) -> None:
+        engine.eval()
+        assert abs(loss_of(engine, batch).item() - loss_of(dense, batch).item()) <= 1e-5
+        engine.train()
+        initial = build(self.model).state_dict()
+        with engine.dense():
+            state = engine.module.state_dict()
+        assert state.keys() == initial.keys()
+        for name, value in dense.state_dict().items():
+            # As for the oracle: 1e-5 of the way, and half a unit in the last place for each step's rounding.
+            limit = 1e-5 * (value - initial[name]).norm() + self.num_steps * 2**-24 * value.norm()
+            assert state[name].shape == value.shape, name
+            assert (state[name] - value).norm() <= limit, (name, (state[name] - value).norm(), limit)
+
+
+MIXED = {"attention": "neuron", "mlp": "block"}
+OVERLAP = {"zero": {"overlap_comm": True}}
+# Qwen3's per-head norms, of which a plan of the user's does not say that their gradients are to be summed.
+OWN_SPECS = {
+    "tensor_parallel": {
+        "partition_config": {
+            "use_default_specs": False,
+            "layer_specs": [
+                {"patterns": [r".*\.(o|down)_proj\.weight$"], "partition_type": "row"},
+                {"patterns": [r".*\.(q|k|v|gate|up)_proj\.weight$"], "partition_type": "column"},
+            ],
+        }
+    }
+}
+
+
+def forward(strategy: Any, **more: Any) -> dict[str, Any]:
+    return {"regime": "forward", "strategy": strategy, "holders": 1, **more}
+
+
+def backward(strategy: Any, **more: Any) -> dict[str, Any]:
+    return {"regime": "backward", "strategy": strategy, "holders": 1, **more}
+
+
+CASES = (
+    Divided("llama", forward("block"), stage=1, optimizer="AdamW"),
+    Divided("llama_biases", backward("neuron"), stage=2),
+    Divided("llama_biases", forward("neuron", neuron_groups=3), stage=2, accumulation=2),
+    Divided("qwen3", forward("neuron"), stage=0),
+    Divided("qwen3", backward("neuron"), stage=1, settings=OWN_SPECS),
+    Divided("qwen2_61", backward(MIXED), stage=1, accumulation=2),
+    Divided("qwen2", forward(MIXED), stage=2, settings=OVERLAP),
+    Divided("mistral", backward("block"), stage=2, settings=OVERLAP),
+    Divided("gpt_neox", backward("neuron"), stage=1, settings=OVERLAP),
+    Divided("gpt_neox_parallel", forward("neuron"), stage=2),
+    Divided("llama_tied_61", forward("neuron", holders=2), stage=1),
+    Divided("llama_tied", backward("block"), stage=0),
+    Divided("own", forward("neuron"), stage=1),
+    Divided("own", backward("neuron"), stage=2),
+    Divided("own", forward("block"), stage=0, optimizer="AdamW"),
+)

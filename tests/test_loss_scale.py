@@ -1,0 +1,270 @@
+"""Loss scaling in fp16, and steps that are left out: as in DeepSpeed's ZeRO-1, decided by all ranks together.
+
+CPUs have no fp16 in DeepSpeed's eyes, so its accelerator's answer is overridden; PyTorch computes fp16 there all right.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Collection, Iterator
+from typing import Any
+
+import pytest
+import torch
+from deepspeed.accelerator import get_accelerator
+from deepspeed.runtime.fp16.loss_scaler import LossScaler
+from mail import run_mail
+from models import batches, loss_of
+from ranks import Rank
+from torch import nn
+from training import assert_identical, dense_state, engine_of, gathered, refusal, sgd
+
+from sdp_deepspeed.optimizer import OptimizerSettings, SubnetworkOptimizer
+from sdp_deepspeed.plan import Plan
+from sdp_deepspeed.segments import TensorInfo
+from sdp_deepspeed.units import Piece, Unit
+
+TOO_LARGE = 1e30  # times the loss: an infinite gradient in fp16
+DYNAMIC = {"initial_scale_power": 8, "loss_scale_window": 3, "hysteresis": 2, "min_loss_scale": 32}
+SPOILT = (1, 2, 3, 4, 9, 10)  # steps
+NUM_STEPS = 16
+WARMUP = {"type": "WarmupLR", "params": {"warmup_min_lr": 0, "warmup_max_lr": 0.1, "warmup_num_steps": 30}}
+
+Row = tuple[float, int, int, float, bool]
+
+
+def allow_fp16(rank: Rank) -> None:
+    """For the checks that follow in this process."""
+    get_accelerator().is_fp16_supported = lambda: True
+
+
+def settings_of(stage: int, fp16: dict[str, Any], **block: Any) -> dict[str, Any]:
+    settings = sgd(stage=stage, clip=0.5, **({"check_agreement": True} | block))
+    settings |= {"fp16": {"enabled": True} | fp16, "scheduler": WARMUP, "zero_allow_untested_optimizer": True}
+    settings["zero_optimization"]["reduce_bucket_size"] = 2000
+    return settings
+
+
+def plain(settings: dict[str, Any], stage: int) -> Any:
+    """Stock DeepSpeed's engine."""
+    stock = {key: value for key, value in settings.items() if key != "subnetwork_data_parallel"}
+    return engine_of(stock | {"zero_optimization": {"stage": stage}})
+
+
+def trace(
+    rank: Rank, engine: Any, *, spoilt: Collection[int] = SPOILT, first: int = 0, last: int = NUM_STEPS
+) -> tuple[list[Row], list[float]]:
+    """Per step the scale after it, counts of skipped and of all steps, learning rate, and whether it was taken; and
+    the norms. Rank 1 alone has an infinite gradient in the `spoilt` steps."""
+    rows, norms = [], []
+    for number, step in enumerate(itertools.islice(batches(rank.size, 1), first, last), first):
+        loss = loss_of(engine, step[rank.rank][0])
+        engine.backward(loss * TOO_LARGE if rank.rank == 1 and number in spoilt else loss)
+        engine.step()
+        rate = engine.get_lr()[0]
+        scale, applied = float(engine.optimizer.cur_scale), bool(engine.was_step_applied())
+        rows.append((scale, engine.skipped_steps, engine.global_steps, rate, applied))
+        norms.append(float(engine.get_global_grad_norm()))
+    assert [norm == math.inf for norm in norms] == [number in spoilt for number in range(first, last)]
+    assert gathered(rows) == [rows] * rank.size
+    return rows, norms
+
+
+def compare_norms(ours: list[float], expected: list[float]) -> None:
+    """At C = 1; gradients in fp16 have 11 significant bits, and sums of two are rounded again."""
+    for norm, wanted in zip(ours, expected, strict=True):
+        assert norm == wanted or abs(norm - wanted) <= 2 * 2**-11 * wanted
+
+
+def dynamic_as_zero_1(rank: Rank) -> None:
+    """Hysteresis, window and smallest scale act, and are filled up again or not, as in stock ZeRO-1."""
+    for more in ({}, {"consecutive_hysteresis": True}):
+        expected, norms = trace(rank, plain(settings_of(1, DYNAMIC | more), 1))
+        scales = [row[0] for row in expected]
+        assert min(scales) < scales[0] < max(scales), "a path that goes one way only shows less"
+        for stage in (0, 1, 2):
+            rows, own = trace(rank, engine_of(settings_of(stage, DYNAMIC | more, holders=2)))
+            assert rows == expected, stage
+            compare_norms(own, norms)
+    for stage, regime in itertools.product((0, 1, 2), ("forward", "backward")):
+        rows, _ = trace(rank, engine_of(settings_of(stage, DYNAMIC | more, regime=regime, strategy="neuron")))
+        assert rows == expected, (stage, regime)
+
+
+def dynamic_at_stage_0(rank: Rank) -> None:
+    """Stock stage 0 has another scaler, without hysteresis and with no end at the smallest scale; else it is the same.
+    Ours is ZeRO's at every stage."""
+    fp16 = DYNAMIC | {"hysteresis": 1, "min_loss_scale": 1}
+    rows, _ = trace(rank, engine_of(settings_of(0, fp16, holders=2)))
+    stock = plain(settings_of(0, fp16), 0)
+    scales = []
+    for number, step in enumerate(itertools.islice(batches(rank.size, 1), NUM_STEPS)):
+        loss = loss_of(stock, step[rank.rank][0])
+        stock.backward(loss * TOO_LARGE if rank.rank == 1 and number in SPOILT else loss)
+        stock.step()
+        scales.append((stock.optimizer.loss_scale_config.cur_scale, stock.skipped_steps))
+    assert [row[:2] for row in rows] == scales
+
+
+def static_as_zero_1(rank: Rank) -> None:
+    """It does not change, and steps are left out all the same."""
+    expected, norms = trace(rank, plain(settings_of(1, {"loss_scale": 64}), 1))
+    assert {row[0] for row in expected} == {64.0}
+    assert expected[-1][1] == len(SPOILT)
+    for stage in (0, 1, 2):
+        rows, own = trace(rank, engine_of(settings_of(stage, {"loss_scale": 64}, holders=2)))
+        assert rows == expected
+        compare_norms(own, norms)
+
+
+def the_scale_cancels(rank: Rank) -> None:
+    """A power of two changes exponents only, as long as nothing under- or overflows: the same bits, for a static scale
+    as for one that the caller gives."""
+    for stage in (0, 1, 2):
+        states = []
+        for scale, given in ((64, None), (256, None), (64, 128)):
+            engine = engine_of(settings_of(stage, {"loss_scale": scale}))
+            if given is not None:
+                engine.optimizer.override_loss_scale(given)
+                assert engine.optimizer.loss_scale == given
+            trace(rank, engine, spoilt=(), last=3)
+            states.append(dense_state(engine))
+        assert_identical(states[0], states[1])
+        assert_identical(states[0], states[2])
+
+
+def no_scale_below_the_smallest(rank: Rank) -> None:
+    """DeepSpeed's own error, on all ranks, whichever had the infinite gradient."""
+    lowest = {"initial_scale_power": 4, "min_loss_scale": 16, "hysteresis": 1}
+    for stage in (0, 1, 2):
+        engine = engine_of(settings_of(stage, lowest))
+        loss = loss_of(engine, next(batches(rank.size, 1))[rank.rank][0])
+        engine.backward(loss * TOO_LARGE if rank.rank == 1 else loss)
+        refusal(Exception, engine.step, "Current loss scale already at minimum")
+
+
+def losses_must_be_scaled(rank: Rank) -> None:
+    """`loss.backward()` is refused as in stock, under a static scale too, where stock would divide what was never
+    multiplied; `engine.scale(loss).backward()` is `engine.backward(loss)`."""
+    batch = next(batches(rank.size, 1))[rank.rank][0]
+    for stage, fp16 in itertools.product((1, 2), (DYNAMIC, {"loss_scale": 64})):
+        engine = engine_of(settings_of(stage, fp16))
+        refusal(RuntimeError, loss_of(engine, batch).backward, "Loss scaling is required", "engine.scale(loss)")
+        states = []
+        for direct in (False, True):
+            engine = engine_of(settings_of(stage, fp16))
+            for _ in range(2):
+                loss = loss_of(engine, batch)
+                if direct:
+                    engine.scale(loss).backward()
+                else:
+                    engine.backward(loss)
+                engine.step()
+            states.append(dense_state(engine))
+        assert_identical(*states)
+
+
+def the_scaler_resumes(rank: Rank) -> None:
+    """Scale, hysteresis and the count of good steps are in the checkpoint, so that the path goes on as if unbroken."""
+    for stage in (0, 2):
+        engine = engine_of(settings_of(stage, DYNAMIC))
+        trace(rank, engine, last=4)
+        folder = str(rank.folder / str(stage))
+        engine.save_checkpoint(folder)
+        expected, _ = trace(rank, engine, first=4)
+        resumed = engine_of(settings_of(stage, DYNAMIC))
+        assert resumed.load_checkpoint(folder)[0] is not None
+        rows, _ = trace(rank, resumed, first=4)
+        assert rows == expected
+        assert_identical(dense_state(resumed), dense_state(engine))
+
+
+def not_finite_in_fp32(rank: Rank) -> None:
+    """Under ZeRO a norm that is not finite leaves the step out, as in stock; without ZeRO, or if no norm is computed,
+    nobody looks."""
+    for norm, stage in itertools.product((True, False), (0, 1, 2)):
+        settings = sgd(stage=stage)
+        settings["zero_optimization"] |= {"compute_grad_norm": norm}
+        if stage == 0 and not norm:
+            continue  # DeepSpeed refuses it
+        engines = [engine_of(settings)]
+        if stage == 1:
+            stock = {key: value for key, value in settings.items() if key != "subnetwork_data_parallel"}
+            engines.append(engine_of(stock | {"zero_allow_untested_optimizer": True}))
+        for engine in engines:
+            before = dense_state(engine)
+            loss = loss_of(engine, next(batches(rank.size, 1))[rank.rank][0])
+            engine.backward(loss * math.nan if rank.rank == 1 else loss)
+            engine.step()
+            skips = norm and stage > 0
+            assert gathered(engine.skipped_steps) == [int(skips)] * rank.size
+            assert (engine.get_global_grad_norm() == math.inf) == skips
+            assert (engine.get_global_grad_norm() is None) == (not norm)
+            if skips:
+                assert_identical(dense_state(engine), before)
+
+
+def _cases(size: int, options: pytest.Config) -> Iterator[tuple[str, Any]]:
+    for check in (
+        not_finite_in_fp32,
+        allow_fp16,
+        dynamic_as_zero_1,
+        dynamic_at_stage_0,
+        static_as_zero_1,
+        the_scale_cancels,
+        no_scale_below_the_smallest,
+        losses_must_be_scaled,
+        the_scaler_resumes,
+    ):
+        yield check.__name__, check
+
+
+@pytest.mark.ranks(2, _cases)
+def test_two_ranks(outcome: str | None) -> None:
+    assert outcome is None, outcome
+
+
+def alone(weight: nn.Parameter, stage: int, scale: float) -> SubnetworkOptimizer:
+    """SGD with rate 1 on one rank."""
+    unit = Unit("unit", (Piece("w", None, 0, weight.numel()),))
+    settings = OptimizerSettings(stage, 0.0, 10**6, wire_dtype=torch.float16, skip_overflow=True)
+    return run_mail(
+        1,
+        lambda communicator, _: SubnetworkOptimizer(
+            torch.optim.SGD([weight], lr=1.0),
+            parameters={"w": weight},
+            tensors=[TensorInfo("w", tuple(weight.shape), weight.dtype)],
+            plan=Plan("forward", "block", 1, 1, 0, (unit,), ((0,),), (0,)),
+            communicator=communicator,
+            settings=settings,
+            loss_scaler=LossScaler(scale=scale),
+        ),
+    )[0]
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2])
+def test_what_the_scale_saves_is_not_lost_again(stage: int) -> None:
+    """1e-8 is zero in fp16. Times 2**16 it is not, and it must be divided by 2**16 in fp32."""
+    weight = nn.Parameter(torch.zeros(7, dtype=torch.float16))
+    optimizer = alone(weight, stage, 2.0**16)
+    scaled = torch.full((7,), 1e-8 * 2**16, dtype=torch.float16)
+    (weight * scaled).sum().backward()
+    optimizer.end_backward()
+    optimizer.step()
+    (master,) = optimizer.groups[0].tensors
+    assert torch.equal(master.detach(), -scaled.float() / 2**16)
+    assert optimizer._global_grad_norm == pytest.approx(float(scaled.float().norm()) / 2**16, rel=1e-6)
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2])
+def test_a_norm_that_fp16_cannot_hold_is_no_overflow(stage: int) -> None:
+    """Its largest number is 65504; gradients of which each is smaller may have a larger norm."""
+    weight = nn.Parameter(torch.zeros(10_000, dtype=torch.float16))
+    optimizer = alone(weight, stage, 1.0)
+    (weight * torch.full((10_000,), 1000.0, dtype=torch.float16)).sum().backward()
+    optimizer.end_backward()
+    optimizer.step()
+    assert not optimizer.overflow
+    assert optimizer._global_grad_norm == pytest.approx(100_000, rel=1e-6)
+    assert weight.tolist() == [-1000.0] * 10_000

@@ -1,0 +1,148 @@
+"""Overlap: buckets leave early, in one order on all ranks, nothing is touched too soon, nothing but time changes."""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import replace
+
+import pytest
+import torch
+from layouts import random_layout
+from toy import Expected, Toy, Trained, by_hand, run_toy
+
+CUDA = pytest.param("cuda", marks=pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU"))
+# bf16 has 8 significant bits. Weights are rounded to them once, at stage 0 the averages of each step before it too:
+# two micro-batches of at most two gradients of at most 8 are at most 32.
+BF16_WEIGHT, BF16_AVERAGE = 2**-8, 32 * 2**-8
+
+
+def toy_of(seed: int, size: int, regime: str = "forward", limit: int = 40, **options: object) -> Toy:
+    return Toy(replace(random_layout(seed, size, regime), max_elements=limit), seed=seed, **options)  # type: ignore[arg-type]
+
+
+def compare(toy: Toy, found: list[Trained], expected: Expected) -> None:
+    """Norms, and weights: in the forward regime those that a rank holds, and all others as they were."""
+    before, everything = toy.weights(), toy.layout.plan.regime == "backward"
+    for rank, trained in enumerate(found):
+        assert trained.norms == pytest.approx(expected.norms, rel=1e-5)
+        for name, mask in toy.holds(rank).items():
+            value, wanted = trained.weights[name].cpu(), expected.weights[name]
+            is_new = torch.ones_like(mask) if everything else mask
+            assert torch.equal(value[~is_new], before[name][~is_new]), (rank, name)
+            difference = (value.double() - wanted.double()).abs()
+            if value.dtype == torch.float32:
+                allowed = torch.full_like(difference, 1e-5)
+            else:
+                allowed = 2 * BF16_WEIGHT * wanted.double().abs() + toy.num_steps * BF16_AVERAGE * (toy.stage == 0)
+            assert bool((difference <= allowed)[is_new].all()), (rank, name, difference.max())
+
+
+def assert_same_bits(one: list[Trained], other: list[Trained]) -> None:
+    for own, others in zip(one, other, strict=True):
+        assert own.norms == others.norms
+        for name, value in own.weights.items():
+            assert torch.equal(value, others.weights[name]), name
+
+
+@pytest.mark.parametrize("regime", ["forward", "backward"])
+@pytest.mark.parametrize("stage", [0, 1, 2])
+@pytest.mark.parametrize(("seed", "size", "limit"), [(1, 2, 7), (3, 4, 40), (6, 3, 11), (7, 4, 10_000)])
+def test_results_are_right_and_the_same_with_overlap(seed: int, size: int, limit: int, stage: int, regime: str) -> None:
+    """Against a computation by hand, with everything arriving as late as it may; clipped, so that norms act."""
+    toy = toy_of(seed, size, regime, limit, stage=stage, clip=20.0)
+    found = [run_toy(replace(toy, overlap=overlap)) for overlap in (0, 2)]
+    compare(toy, found[0], by_hand(toy))
+    assert_same_bits(*found)
+    most = max(len(buckets) for buckets in found[0][0].buckets)
+    kept = [max(trained.most_kept for trained in ranks) for ranks in found]
+    assert kept == [1, min(3, most)], "one bucket is packed, and two more are on their way, no more and no fewer"
+
+
+@pytest.mark.parametrize("regime", ["forward", "backward"])
+def test_buckets_of_single_elements(regime: str) -> None:
+    toy = toy_of(10, 3, regime, 1, num_steps=1, returning=1)
+    found = run_toy(toy)
+    assert len(found[0].buckets[0]) > 100
+    compare(toy, found, by_hand(toy))
+
+
+@pytest.mark.parametrize("overlap", [0, 1])
+@pytest.mark.parametrize("missing", [0.0, 0.3])
+@pytest.mark.parametrize(("seed", "size", "limit"), [(1, 2, 7), (3, 4, 40), (6, 3, 11)])
+def test_one_order_on_all_ranks(seed: int, size: int, limit: int, missing: float, overlap: int) -> None:
+    """Gradients arrive in another order on each rank, and some not at all. Buckets leave in the same order everywhere,
+    each as soon as its gradients and those of all before it are there, the rest at the end of backward. (A bucket of
+    which a rank holds nothing leaves with its first gradient of all.)"""
+    toy = toy_of(seed, size, "forward", limit, missing=missing, overlap=overlap)
+    early = 0
+    for rank, trained in enumerate(run_toy(toy)):
+        rounds = itertools.product(range(toy.num_steps), range(toy.num_micro))
+        num_buckets = len(trained.buckets[0])
+        assert [index for index, _ in trained.order] == [*range(num_buckets)] * toy.num_steps * toy.num_micro
+        for number, (step, micro) in enumerate(rounds):
+            arrivals = [name for name, _ in toy.gradients(rank, step, micro)]
+            needed = set(first_of(arrivals, set().union(*trained.held)))
+            for index, arrived in trained.order[number * num_buckets : (number + 1) * num_buckets]:
+                needed |= trained.held[index]
+                assert list(arrived) == shortest_start(arrivals, needed)
+                early += len(arrived) < len(arrivals)
+    assert early > 0, "no bucket left before the last gradient"
+
+
+def first_of(arrivals: list[str], trained: set[str]) -> list[str]:
+    return [name for name in arrivals if name in trained][:1]
+
+
+def shortest_start(arrivals: list[str], needed: set[str]) -> list[str]:
+    """The first arrivals that have all of `needed`; all arrivals if some are missing."""
+    for end in range(len(arrivals) + 1):
+        if needed <= set(arrivals[:end]):
+            return arrivals[:end]
+    return arrivals
+
+
+@pytest.mark.parametrize("regime", ["forward", "backward"])
+@pytest.mark.parametrize(("limit", "returning"), [(12, 1000), (1000, 12), (40, 40)])
+@pytest.mark.parametrize("stage", [0, 1, 2])
+def test_each_half_has_its_own_limit(stage: int, limit: int, returning: int, regime: str) -> None:
+    """What any rank sends or receives in one exchange; a shard is rounded up to whole elements, for each other rank."""
+    toy = toy_of(3, 4, regime, limit, stage=stage, returning=returning, num_steps=1)
+    limits = {"gradients": limit, "averages": limit, "weights": returning}
+    most = dict.fromkeys(limits, 0)
+    for trained in run_toy(toy):
+        for what, amounts in trained.amounts.items():
+            buckets = trained.buckets[what == "weights"]
+            for amount, bucket in zip(amounts, itertools.cycle(buckets), strict=False):
+                assert max(amount) <= limits[what] + len(bucket.segments) * (toy.layout.size - 1), (what, bucket.index)
+                most[what] = max(most[what], *amount)
+    expected = {"gradients"} | ({"averages"} if stage == 0 else set())
+    expected |= {"weights"} if stage or regime == "backward" else set()
+    assert {what for what, amount in most.items() if amount} == expected
+    for what in expected:
+        assert most[what] > min(limits[what], 100) // 4, f"{what}: buckets far below the limit only cost collectives"
+
+
+@pytest.mark.parametrize("overlap", [0, 2])
+@pytest.mark.parametrize(("seed", "size", "limit"), [(1, 2, 7), (3, 4, 11), (6, 3, 40), (7, 4, 10_000)])
+def test_gradients_that_come_in_two_parts(seed: int, size: int, limit: int, overlap: int) -> None:
+    """The second part may come before its bucket left, after, or when some of the parameter's buckets have left; on
+    each rank otherwise, so that a rank must neither stop nor send a bucket twice in a round."""
+    toy = toy_of(seed, size, "forward", limit, twice=0.5, overlap=overlap)
+    found = run_toy(toy)
+    compare(toy, found, by_hand(toy))
+    orders = [[index for index, _ in trained.order] for trained in found]
+    assert all(order == orders[0] for order in orders)
+    num_rounds = len(orders[0]) // len(found[0].buckets[0])
+    assert num_rounds > toy.num_steps * toy.num_micro or limit == 10_000, "nothing came late"
+
+
+@pytest.mark.parametrize("device", ["cpu", CUDA])
+@pytest.mark.parametrize("stage", [0, 1, 2])
+def test_streams(stage: int, device: str) -> None:
+    """On a GPU the exchange runs on streams of its own, after random pauses: whoever reads what was received without
+    having waited on the right stream, or gives a buffer back too early, gets something else. On a CPU the same code
+    runs without streams."""
+    toy = toy_of(7, 4, "backward", 11, stage=stage, overlap=1, num_micro=3, num_steps=3, clip=20.0, twice=0.2)
+    expected = by_hand(toy)
+    for _ in range(5 if device == "cuda" else 1):
+        compare(toy, run_toy(toy, torch.device(device)), expected)

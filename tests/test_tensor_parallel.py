@@ -1,0 +1,190 @@
+"""Tensor parallelism on 2 x 2 ranks: training next to the reference, the dense model on disk, and what is refused."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import partial
+from typing import Any
+from unittest import mock
+
+import deepspeed
+import pytest
+import torch
+import torch.distributed as dist
+from divided import CASES, MIXED, TP, Divided, Mpu, OwnModel, backward, build, describe_own, forward, mpu
+from models import SPECIMENS, batches, config, loss_of
+from ranks import Check, Rank
+from torch import nn
+from training import assert_identical, dense_state, gathered, micro_step, refusal
+from transformers import AutoModelForCausalLM
+
+BATCH = torch.arange(16).view(2, 8)
+
+
+def exports_load(rank: Rank) -> None:
+    """One folder, written once, from shards of subnetworks; a vocabulary that ranks do not divide, tied or not."""
+    for model, block in {"llama_tied_61": forward("neuron"), "qwen2_61": forward(MIXED)}.items():
+        engine = Divided(model, block).start()
+        micro_step(engine, BATCH)
+        folder = rank.folder / model
+        with mock.patch.object(engine.module, "save_pretrained", wraps=engine.module.save_pretrained) as spy:
+            engine.save_pretrained(folder)
+        assert gathered(spy.call_count) == [1, 0, 0, 0]
+        engine.save_16bit_model(str(folder), "whole.bin")
+        state = dense_state(engine)
+        loaded = AutoModelForCausalLM.from_pretrained(folder)
+        assert_identical(loaded.state_dict(), state)
+        assert_identical(torch.load(folder / "whole.bin", weights_only=True), state)
+        assert (loaded.lm_head.weight is loaded.model.embed_tokens.weight) == (model == "llama_tied_61")
+        with torch.no_grad():
+            expected = loaded.eval()(BATCH)
+            engine.eval()
+            assert abs(loss_of(engine, BATCH).item() - loss_of(loaded, BATCH).item()) <= 1e-5
+            if model == "qwen2_61":  # AutoTP leaves each rank its own part of a tied vocabulary's logits
+                torch.testing.assert_close(engine(BATCH).logits, expected.logits)
+        engine.train()
+
+
+def state_dicts_are_whole_inside_only(rank: Rank) -> None:
+    """bf16 too; also of an inner module, and where nothing is masked. Outside they mean the shard, as in DeepSpeed."""
+    for block in (backward("block"), forward("neuron")):
+        case = Divided("llama", block, settings={"top": {"bf16": {"enabled": True}}})
+        engine, dense = case.start(), build("llama").to(torch.bfloat16)
+        name = "model.layers.0.mlp.down_proj.weight"
+        with engine.dense(resident=True):
+            assert_identical(engine.module.state_dict(), dense.state_dict())
+            assert_identical(engine.module.model.layers.state_dict(), dense.get_submodule("model.layers").state_dict())
+            other = {key: value + 1 for key, value in dense.state_dict().items()}
+            engine.module.load_state_dict(other)
+        engine.optimizer.refresh_fp32_params()
+        assert_identical(dense_state(engine), other)
+        if block["regime"] == "backward":
+            assert engine.module.state_dict()[name].shape == (16, 14)
+        micro_step(engine, BATCH)  # agreement is checked
+
+
+def generates(rank: Rank) -> None:
+    """The dense model, with a key/value cache, on all ranks together."""
+    options: dict[str, Any] = {"max_new_tokens": 5, "do_sample": False, "pad_token_id": 0, "eos_token_id": None}
+    for block in (forward("neuron"), backward("neuron")):
+        engine = Divided("llama", block).start()
+        expected = build("llama").eval().generate(BATCH, **options)  # type: ignore[operator]
+        engine.eval()
+        with engine.dense(resident=True):
+            assert torch.equal(engine.module.generate(BATCH, **options), expected)
+        engine.train()
+
+
+def divergence_is_found(rank: Rank) -> None:
+    """What tensor-parallel ranks have in common, and what data-parallel ranks of one shard have."""
+    tampered = {
+        "model.layers.0.self_attn.q_norm.weight": ((1, 3), "tensor-parallel ranks do not agree on"),
+        "lm_head.weight": ((3,), "[on rank 1, 3]"),
+    }
+    for name, (ranks, words) in tampered.items():
+        engine = Divided("qwen3", forward("block"), stage=0).start()
+        with torch.no_grad():
+            if rank.rank in ranks:
+                engine.module.get_parameter(name).add_(1)
+        refusal(RuntimeError, partial(micro_step, engine, BATCH), words, name)
+
+
+def checkpoints_resume(rank: Rank) -> None:
+    for case in (Divided("llama", forward("neuron"), stage=2, optimizer="AdamW"), Divided("own", backward("neuron"))):
+        first, second = case.start(), case.start()
+        micro_step(first, BATCH)
+        first.save_checkpoint(str(rank.folder / case.model), client_state={"at": 7})
+        _, state = second.load_checkpoint(str(rank.folder / case.model))
+        assert state == {"at": 7}
+        assert micro_step(first, BATCH) == micro_step(second, BATCH)
+        assert_identical(dense_state(first), dense_state(second))
+    saved = torch.load(rank.folder / "llama" / "global_step1" / "rank_00003.pt", weights_only=True)
+    assert saved["layout"]["tensor_parallel"] == TP
+
+
+def a_plan_is_given_back(rank: Rank) -> None:
+    engine = Divided("llama", forward("neuron")).start()
+    path = rank.folder / "plan.json"
+    assert len(set(gathered(engine.plan.hash))) == 1
+    if rank.rank == 0:
+        engine.plan.save(path)
+    dist.barrier()
+    again = Divided("llama", forward("neuron", assignment=str(path))).start()
+    assert again.plan == engine.plan
+    assert gathered(again._local_plan)[0] == again._local_plan
+
+
+def start(model: nn.Module, *, stage: int = 1, tp: int = TP, strategy: str = "block") -> Any:
+    settings = config(holders=1, strategy=strategy) | {"zero_optimization": {"stage": stage}}
+    settings["tensor_parallel"] = {"autotp_size": tp}
+    return deepspeed.initialize(model=model, model_parameters=list(model.parameters()), config=settings)
+
+
+def mistakes_are_named(rank: Rank) -> None:
+    refusal(
+        ValueError,
+        lambda: start(SPECIMENS["llama_odd"].build()),
+        "got 2",
+        "the 3 key/value heads of 'model.layers.0.attention'",
+    )
+    refusal(ValueError, lambda: start(SPECIMENS["gpt_neox"].build()), "the 27 neurons of", "(14, 13)", "divides them")
+    refusal(ValueError, lambda: start(SPECIMENS["gpt2"].build()), "AutoTP cannot divide a GPT2LMHeadModel", "Qwen3")
+    uneven = replace(SPECIMENS["llama"], options={"intermediate_size": 28})
+    refusal(
+        ValueError, lambda: start(uneven.build(), stage=2), "'lm_head.weight' evenly ((31, 30))", "pad the vocabulary"
+    )
+    own = build("llama")
+    with torch.no_grad():
+        own.get_parameter("model.norm.weight").add_(float(rank.rank))
+    refusal(ValueError, lambda: start(own), "different weights in model.norm.weight", "same seed")
+    refusal(ValueError, lambda: start(own), "an earlier engine divided this model")
+
+
+def other_groups_are_refused(rank: Rank) -> None:
+    describe_own()
+    for name in ("pipeline_model", "sequence"):
+        wrong: Any = Mpu.__new__(Mpu)
+        wrong.__dict__["_groups"] = {**mpu().__dict__["_groups"], name: dist.group.WORLD}
+        own = partial(OwnModel, mpu().get_model_parallel_group())
+        settings = config(holders=1)
+        refusal(
+            ValueError,
+            lambda: deepspeed.initialize(model=own(), config=settings, mpu=wrong),  # noqa: B023 (runs at once)
+            f"mpu has 4 {name.removesuffix('_model')}-parallel ranks",
+        )
+
+
+def evaluation_is_uneven(rank: Rank) -> None:
+    """A worker with fewer batches than the other: an error on all ranks, no hang."""
+    engine = Divided("llama", forward("block")).start()
+    engine.eval()
+
+    def evaluate() -> None:
+        with torch.no_grad():
+            for batch, *_ in next(batches(2, 1)) if rank.rank < TP else next(batches(1, 1)):
+                engine(batch)
+        engine.train()
+
+    refusal(RuntimeError, evaluate, "rank 2, 3 ended its evaluation")
+
+
+CHECKS: tuple[Check, ...] = (
+    exports_load,
+    state_dicts_are_whole_inside_only,
+    generates,
+    divergence_is_found,
+    checkpoints_resume,
+    a_plan_is_given_back,
+    mistakes_are_named,
+    other_groups_are_refused,
+    evaluation_is_uneven,
+)
+
+
+def _checks(size: int, config: pytest.Config) -> list[tuple[str, Check]]:
+    return [(str(case), case) for case in CASES] + [(check.__name__, check) for check in CHECKS]
+
+
+@pytest.mark.ranks(4, _checks)
+def test_on_two_workers_of_two_ranks(outcome: str | None) -> None:
+    assert outcome is None, outcome

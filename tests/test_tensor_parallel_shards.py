@@ -1,0 +1,209 @@
+"""Dense coordinates and those of a tensor-parallel rank: units, plans, branches."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from models import family
+
+from sdp_deepspeed.architectures import Branch, Cut, Inner, Site, find_sites, units_of_sites
+from sdp_deepspeed.architectures.sites import CutTensor
+from sdp_deepspeed.config import SubnetworkConfig, parse
+from sdp_deepspeed.plan import Plan
+from sdp_deepspeed.planning import plan_model
+from sdp_deepspeed.shards import Division, Shards
+from sdp_deepspeed.units import Piece, Unit
+
+UP = Division((12, 4), 0, (6, 6))
+DOWN = Division((4, 12), 1, (6, 6))
+BOTH = {"up": UP, "down": DOWN}
+
+
+def shards(index: int = 0, size: int = 2) -> Shards:
+    return Shards(index, size, BOTH)
+
+
+def plan_of(*units: Unit) -> Plan:
+    return Plan("forward", "neuron", 1, 1, 0, units, ((0,),) * len(units), (0,))
+
+
+def test_a_unit_has_one_piece_in_each_shard() -> None:
+    local = Unit("u", (Piece("up", 0, 2, 3), Piece("down", 1, 2, 3), Piece("norm", 0, 1, 2)))
+    dense = shards().dense_unit(local)
+    assert dense.pieces == (
+        Piece("up", 0, 2, 3),
+        Piece("up", 0, 8, 3),
+        Piece("down", 1, 2, 3),
+        Piece("down", 1, 8, 3),
+        Piece("norm", 0, 1, 2),
+    )
+    for index in range(2):
+        assert shards(index).local_plan(plan_of(dense)).units == (local,)
+
+
+def test_whole_tensors_keep_their_size() -> None:
+    local = Unit("u", (Piece("up", None, 0, 24), Piece("up", None, 0, 7, "buffer"), Piece("norm", None, 0, 4)))
+    dense = shards().dense_unit(local)
+    assert [piece.length for piece in dense.pieces] == [48, 7, 4]
+    assert shards().local_plan(plan_of(dense)).units == (local,)
+    uneven = Shards(1, 2, {"head": Division((61, 2), 0, (31, 30))})
+    assert uneven.local_piece(Piece("head", None, 0, 122)).length == 60
+
+
+@given(
+    size=st.integers(2, 5),
+    edges=st.lists(st.integers(1, 29), unique=True, min_size=1, max_size=4).map(sorted),
+    index=st.integers(0, 4),
+)
+def test_there_and_back(size: int, edges: list[int], index: int) -> None:
+    """Units of any cells; together they are the dense tensor, each index once."""
+    division = Division((30 * size, 3), 0, (30,) * size)
+    own = Shards(index % size, size, {"w": division})
+    stops = [*edges, 30]
+    starts = [0, *edges]
+    local = tuple(Unit(str(a), (Piece("w", 0, a, b - a),)) for a, b in zip(starts, stops, strict=True))
+    dense = tuple(map(own.dense_unit, local))
+    indices = [i for unit in dense for piece in unit.pieces for i in range(piece.start, piece.start + piece.length)]
+    assert sorted(indices) == list(range(30 * size))
+    assert own.local_plan(plan_of(*dense)).units == local
+
+
+def test_a_piece_over_several_shards_is_cut_at_their_edges() -> None:
+    units = shards(1).local_plan(plan_of(Unit("all", (Piece("up", 0, 0, 12),)))).units
+    assert units == (Unit("all", (Piece("up", 0, 0, 6),)),)
+
+
+@pytest.mark.parametrize(
+    "pieces",
+    [
+        [Piece("up", 0, 0, 6)],  # the first shard only: what a plan without tensor parallelism has
+        [Piece("up", 0, 0, 2), Piece("up", 0, 7, 2)],
+        [Piece("up", 0, 4, 4)],  # over an edge, [4, 6) and [0, 2)
+        [Piece("up", 0, 0, 2), Piece("up", 0, 6, 3)],
+    ],
+)
+def test_pieces_must_be_equal_in_all_shards(pieces: list[Piece]) -> None:
+    with pytest.raises(
+        ValueError, match=r"unit 'u' takes different pieces of 'up' in the 2 .*: \[.*made with 2 tensor"
+    ):
+        shards().local_plan(plan_of(Unit("u", tuple(pieces))))
+
+
+def test_a_tensor_is_cut_along_the_dim_that_is_divided() -> None:
+    with pytest.raises(ValueError, match=r"'up' is divided along dim 0 .*along dim 1"):
+        shards().dense_unit(Unit("u", (Piece("up", 1, 0, 2),)))
+
+
+def test_without_divisions_a_plan_is_itself() -> None:
+    plan = plan_of(Unit("u", (Piece("up", 0, 0, 2),)))
+    assert Shards(0, 1, {}).local_plan(plan) is plan
+
+
+def site(*, blocks: int = 1, dim: int = 0, num_cells: int = 12) -> Site:
+    inner = Inner((Cut("up", dim, blocks), Cut("down", 1, is_output=True)))
+    tensors = (CutTensor(inner.cuts[0], "up", dim, 12), CutTensor(inner.cuts[1], "down", 1, 12))
+    pieces = (Piece("norm", None, 0, 4), Piece("up", None, 0, 48), Piece("down", None, 0, 48))
+    return Site("layer", Branch("mlp", norm="norm", body="ff", inner=inner), pieces, num_cells, tensors)
+
+
+def test_a_branch_as_a_rank_has_it() -> None:
+    local = shards().local_site(site())
+    assert (local.num_cells, [tensor.size for tensor in local.cut_tensors]) == (6, [6, 6])
+    assert [piece.length for piece in local.pieces] == [4, 24, 24]
+    assert local.pieces_of_cells(range(4, 6)) == (Piece("up", 0, 4, 2), Piece("down", 1, 4, 2))
+    assert shards().local_site(replace(site(), why_whole="because")).why_whole == "because"
+
+
+def test_a_replicated_branch_stays_whole() -> None:
+    assert Shards(0, 2, {}).local_site(site()) == site()
+
+
+def test_layers_that_are_divided_otherwise_cannot_be_cut() -> None:
+    """Stacked blocks, another dim, or only some of the layers."""
+    for wrong in (site(blocks=3), site(dim=1)):
+        assert "does not divide up along its neurons or heads" in shards().local_site(wrong).why_whole
+    assert "does not divide down" in Shards(0, 2, {"up": UP}).local_site(site()).why_whole
+
+
+def test_uneven_shards_are_an_error() -> None:
+    with pytest.raises(
+        ValueError, match=r"autotp_size: got 2, .*the 3 neurons of 'layer.mlp'; use a size that divides"
+    ):
+        shards().local_site(site(num_cells=3))
+    uneven = Shards(0, 2, {"up": Division((11, 4), 0, (6, 5)), "down": DOWN})
+    with pytest.raises(ValueError, match=r"got 2, .*\(up into \(6, 5\)\)"):
+        uneven.local_site(site())
+
+
+def divided_llama(index: int) -> tuple[list[Site], Shards]:
+    """A Llama's sites and shards, as AutoTP divides it among two ranks."""
+    model = family("llama")
+    divisions = {}
+    for found in find_sites(model):
+        for tensor in found.cut_tensors:
+            shape = tuple(model.get_parameter(tensor.parameter).shape)
+            divisions[tensor.parameter] = Division(shape, tensor.dim, (shape[tensor.dim] // 2,) * 2)
+    own = Shards(index, 2, divisions)
+    return [own.local_site(found) for found in find_sites(model)], own
+
+
+def block(**keys: object) -> SubnetworkConfig:
+    parsed = parse({"subnetwork_data_parallel": {"holders": 1, "strategy": {"mlp": "neuron"}, **keys}})
+    assert parsed is not None
+    return parsed
+
+
+def divided_plan(index: int, config: SubnetworkConfig) -> tuple[Plan, Plan]:
+    """The dense plan, and this rank's."""
+    model = family("llama")
+    sites, own = divided_llama(index)
+    for name, division in own.divisions.items():
+        parameter = model.get_parameter(name)
+        parameter.data = parameter.data.narrow(division.dim, index * division.lengths[0], division.lengths[0]).clone()
+    plan, _ = plan_model(model, config, 2, sites=sites, shards=own)
+    return plan, own.local_plan(plan)
+
+
+def test_all_ranks_of_a_group_make_one_plan() -> None:
+    (plan, local), (other, other_local) = (divided_plan(index, block()) for index in range(2))
+    assert plan == other
+    assert plan.hash == other.hash
+    assert local == other_local
+    assert local.hash != plan.hash
+    first = plan.units[0]
+    up = [piece for piece in first.pieces if "up_proj" in piece.parameter]
+    assert [(piece.start, piece.length) for piece in up] == [(0, 6), (12, 6)], (
+        "24 neurons: 2 groups in each of 2 shards"
+    )
+    assert [unit.name for unit in plan.units] == [unit.name for unit in local.units]
+    assert sum(len(unit.pieces) for unit in local.units) * 2 == sum(len(unit.pieces) for unit in plan.units)
+
+
+def test_a_plan_is_read_back(tmp_path: Path) -> None:
+    path = str(tmp_path / "plan.json")
+    plan, local = divided_plan(0, block())
+    plan.save(path)
+    assert divided_plan(1, block(assignment=path)) == (plan, local)
+
+
+def test_a_plan_of_whole_neurons_is_refused(tmp_path: Path) -> None:
+    path = str(tmp_path / "plan.json")
+    plan_model(family("llama"), block(), 2)[0].save(path)
+    with pytest.raises(
+        ValueError, match=r"unit 'model.layers.0.mlp.group_0' takes different pieces .*autotp|tensor-par"
+    ):
+        divided_plan(0, block(assignment=path))
+
+
+def test_a_plan_of_blocks_fits_any_division(tmp_path: Path) -> None:
+    path = str(tmp_path / "plan.json")
+    whole = plan_model(family("llama"), block(strategy="block"), 2)[0]
+    whole.save(path)
+    plan, local = divided_plan(0, block(strategy="block", assignment=path))
+    assert plan == whole
+    expected = units_of_sites(divided_llama(0)[0])
+    assert list(local.units) == expected

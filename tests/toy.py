@@ -1,0 +1,209 @@
+"""Trainings of random layouts on threads: gradients are made up, the optimizer and its exchange are the real ones."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from layouts import Layout
+from mail import Mailbox, run_mail
+from torch import nn
+
+from sdp_deepspeed.communicator import Communicator
+from sdp_deepspeed.optimizer import OptimizerSettings, SubnetworkOptimizer
+from sdp_deepspeed.segments import Bucket
+
+Tensors = dict[str, torch.Tensor]
+
+
+@dataclass(frozen=True)
+class Toy:
+    """A few steps of plain SGD (rate 1) on one layout.
+
+    Args:
+        layout: its `max_elements` bounds the exchange of gradients.
+        returning: bounds the exchange of weights.
+        overlap: buckets that may be on their way while others are packed.
+        missing: chance of a parameter to get no gradient from one rank's micro-batch.
+        twice: chance of a gradient to come in two parts, as in two checkpointed segments that use one parameter.
+        seed: of gradients, of which are missing, and of the order in which they arrive.
+    """
+
+    layout: Layout
+    stage: int = 2
+    returning: int = 10_000
+    overlap: int = 0
+    num_micro: int = 2
+    num_steps: int = 2
+    clip: float = 0.0
+    missing: float = 0.2
+    twice: float = 0.0
+    seed: int = 0
+
+    def gradients(self, rank: int, step: int, micro: int) -> list[tuple[str, torch.Tensor]]:
+        """Whole numbers, of which sums of some are exact in bf16, in the order in which they arrive."""
+        chance = random.Random(f"{self.seed} {rank} {step} {micro}")
+        generator = torch.Generator().manual_seed(chance.randrange(2**31))
+        arrivals = []
+        for info in self.layout.tensors:
+            parts = 0 if chance.random() < self.missing else 2 if chance.random() < self.twice else 1
+            for _ in range(parts):
+                arrivals.append((info.name, torch.randint(-8, 9, info.shape, generator=generator).to(info.dtype)))
+        chance.shuffle(arrivals)
+        return arrivals
+
+    def weights(self) -> Tensors:
+        generator = torch.Generator().manual_seed(self.seed)
+        return {i.name: torch.randint(-8, 9, i.shape, generator=generator).to(i.dtype) for i in self.layout.tensors}
+
+    def holds(self, rank: int) -> dict[str, torch.Tensor]:
+        """By name, which elements `rank` holds."""
+        masks = {info.name: torch.ones(info.shape, dtype=torch.bool) for info in self.layout.tensors}
+        for index, unit in enumerate(self.layout.plan.units):
+            for piece in unit.pieces:
+                piece.narrow(masks[piece.parameter]).fill_(self.layout.plan.holds_rank(index, rank))
+        return masks
+
+    @property
+    def settings(self) -> OptimizerSettings:
+        return OptimizerSettings(
+            stage=self.stage,
+            clip=self.clip,
+            bucket_elements=self.layout.max_elements,
+            return_bucket_elements=self.returning,
+            wire_dtype=torch.float32,
+            max_in_flight=self.overlap,
+        )
+
+
+@dataclass
+class Trained:
+    """What one rank has in the end.
+
+    Args:
+        order: in which its buckets of gradients left, each with the names that had arrived by then in this micro-step.
+        amounts: of each exchange, by what travels: "gradients", "averages" or "weights" (elements sent and received).
+        buckets: of gradients, and of weights.
+        held: by bucket of gradients, names of what this rank trains in it.
+        most_kept: send buffers that existed at once.
+    """
+
+    weights: Tensors
+    buckets: tuple[tuple[Bucket, ...], tuple[Bucket, ...]]
+    held: list[set[str]]
+    norms: list[float] = field(default_factory=list)
+    order: list[tuple[int, tuple[str, ...]]] = field(default_factory=list)
+    amounts: dict[str, list[tuple[int, int]]] = field(default_factory=dict)
+    most_kept: int = 0
+
+
+def run_toy(
+    toy: Toy, device: torch.device | None = None, observe: Callable[[Any], None] | None = None
+) -> list[Trained]:
+    """Train on all ranks.
+
+    Args:
+        observe: gets each rank's optimizer before the first step, and may spoil it.
+    """
+    return run_mail(toy.layout.size, lambda group, box: _train(toy, group, box, observe), device=device)
+
+
+def _train(toy: Toy, group: Communicator, box: Mailbox, observe: Callable[[Any], None] | None) -> Trained:
+    masks = toy.holds(group.rank)
+    parameters = {
+        name: nn.Parameter(value.to(box.device), requires_grad=bool(masks[name].any()))
+        for name, value in toy.weights().items()
+    }
+    groups: list[dict[str, Any]] = [{"params": []}, {"params": []}]
+    for info in toy.layout.tensors:
+        groups[info.group]["params"].append(parameters[info.name])
+    optimizer = SubnetworkOptimizer(
+        torch.optim.SGD([group for group in groups if group["params"]], lr=1.0),
+        parameters=parameters,
+        tensors=toy.layout.tensors,
+        plan=toy.layout.plan,
+        communicator=group,
+        settings=toy.settings,
+    )
+    if observe is not None:
+        observe(optimizer)
+    exchange, returning = optimizer.exchange, optimizer._returning
+    trained = {name for name, parameter in parameters.items() if parameter.requires_grad}
+    held = [exchange.held_names(bucket) & trained for bucket in exchange.buckets]
+    result = Trained(parameters_of(parameters), (exchange.buckets, returning.buckets), held)
+    arrived: list[str] = []
+    _watch(optimizer, result, box, arrived)
+    for step in range(toy.num_steps):
+        for micro in range(toy.num_micro):
+            arrived.clear()
+            for name, gradient in toy.gradients(group.rank, step, micro):
+                arrived.append(name)
+                if parameters[name].requires_grad:
+                    (parameters[name] * gradient.to(box.device)).sum().backward()
+            optimizer.end_backward()
+        optimizer.step()
+        assert optimizer._global_grad_norm is not None
+        result.norms.append(optimizer._global_grad_norm)
+    result.weights, result.most_kept = parameters_of(parameters), box.most_kept
+    return result
+
+
+def parameters_of(parameters: dict[str, nn.Parameter]) -> Tensors:
+    return {name: parameter.detach().clone() for name, parameter in parameters.items()}
+
+
+def _watch(optimizer: Any, result: Trained, box: Mailbox, arrived: list[str]) -> None:
+    """Write down what leaves."""
+
+    def watch(exchange: Any, method: str, what: str) -> None:
+        start = getattr(exchange, method)
+
+        def watched(bucket: Bucket, *arguments: Any, **options: Any) -> Any:
+            if what == "gradients":
+                result.order.append((bucket.index, tuple(arrived)))
+            running = start(bucket, *arguments, **options)
+            result.amounts.setdefault(what, []).extend(box.amounts[-1:])
+            return running
+
+        setattr(exchange, method, watched)
+
+    watch(optimizer.exchange, "start_reduce", "gradients")
+    watch(optimizer.exchange, "start_distribute", "averages")
+    watch(optimizer._returning, "start_distribute", "weights")
+
+
+@dataclass(frozen=True)
+class Expected:
+    """What all ranks should have, computed by hand on the dense tensors."""
+
+    weights: Tensors
+    norms: list[float]
+
+
+def by_hand(toy: Toy) -> Expected:
+    """Mean over holders of the sum over micro-batches, clipped by the norm of the dense average, subtracted once."""
+    masters = {name: value.double() for name, value in toy.weights().items()}
+    norms = []
+    for step in range(toy.num_steps):
+        averages = _averages(toy, step)
+        norms.append(float(torch.stack([value.square().sum() for value in averages.values()]).sum().sqrt()))
+        factor = max(1.0, (norms[-1] + 1e-6) / toy.clip) if toy.clip else 1.0
+        for name, value in averages.items():
+            masters[name] -= value / factor
+    return Expected({info.name: masters[info.name].to(info.dtype) for info in toy.layout.tensors}, norms)
+
+
+def _averages(toy: Toy, step: int) -> Tensors:
+    ranks = range(toy.layout.size)
+    sums = [{info.name: torch.zeros(info.shape, dtype=torch.float64) for info in toy.layout.tensors} for _ in ranks]
+    counts = {info.name: torch.zeros(info.shape) for info in toy.layout.tensors}
+    for rank in ranks:
+        for name, mask in toy.holds(rank).items():
+            counts[name] += mask
+        for micro in range(toy.num_micro):
+            for name, gradient in toy.gradients(rank, step, micro):
+                sums[rank][name] += gradient * toy.holds(rank)[name]
+    return {name: torch.stack([own[name] for own in sums]).sum(0) / counts[name] for name in counts}
