@@ -1,10 +1,12 @@
 #!/usr/bin/env bash
 # Two "nodes" on one machine: two network namespaces joined by a link of a given rate, one rank in each.
 #
-#     sudo benchmarks/namespaces.sh benchmarks/step_time.py --overlap ... --output benchmarks/results/overlap_1_gbps.json
+#     sudo env PATH="$PATH" benchmarks/namespaces.sh benchmarks/step_time.py --stage 2 --overlap --bucket 5e5 \
+#         --output benchmarks/results/overlap_1_gbit.json
 #
-# All arguments go to the benchmark. Environment: RATE (of tc, default 1gbit), PYTHON (default python), PORT. Needs
-# iproute2. Nothing but the two namespaces is touched, and they go away with this script, however it ends.
+# All arguments go to the benchmark. Environment: RATE (of tc, default 1gbit), PYTHON (default python, with its ninja on
+# the PATH), PORT. Needs iproute2. Nothing but the two namespaces is touched, and they go away with this script, however
+# it ends.
 set -euo pipefail
 
 if [[ $EUID -ne 0 ]]; then
@@ -29,7 +31,7 @@ clean_up() {
     trap - EXIT
     trap '' INT TERM # whoever stops this script may signal twice, and half a clean-up leaves namespaces behind
     for pid in "${ranks[@]}"; do kill -KILL "$pid" 2>/dev/null || true; done
-    wait || true
+    wait 2>/dev/null || true
     for name in "${names[@]}"; do ip netns delete "$name" 2>/dev/null || true; done # the link goes with its ends
 }
 trap clean_up EXIT

@@ -1,7 +1,12 @@
-"""Median step time of subnetwork data parallelism against DeepSpeed ZeRO-1, alternating within one run.
+"""Median step time of subnetwork data parallelism against DeepSpeed ZeRO, alternating within one run.
 
     OMP_NUM_THREADS=1 deepspeed --num_gpus 2 benchmarks/step_time.py --output benchmarks/results/step_time_2.json
     OMP_NUM_THREADS=1 deepspeed --num_gpus 2 benchmarks/step_time.py --corners --model wide --bucket 2e6 --output ...
+    OMP_NUM_THREADS=1 deepspeed --num_gpus 2 benchmarks/step_time.py --corners --stage 1 2 --accumulation 4 --output ...
+    OMP_NUM_THREADS=1 deepspeed --num_gpus 2 benchmarks/step_time.py --stage 2 --overlap --bucket 5e5 --output ...
+
+With several stages each has its plain DeepSpeed; the last one's is the baseline of all. `--overlap` lets everybody run
+twice, without and with `overlap_comm`; benchmarks/namespaces.sh runs that over a slow link.
 
 Each repeat times one step of every contestant, in an order that rotates, so that drift of the machine falls on all
 alike. A repeat's time is the slowest rank's. Ratios are taken per repeat against the baseline of the same repeat. One
@@ -48,25 +53,40 @@ MODELS = {"small": MODEL, "wide": WIDE}
 SEQUENCE_LENGTH = 128
 
 CORNERS = list(itertools.product(("forward", "backward"), ("block", "neuron")))
-# Of the baseline's step time at C = 1/2; at C = 1 every corner is to take at most 1.
-TARGETS = {("forward", "neuron"): 0.6, ("backward", "block"): 0.85, ("backward", "neuron"): 1.0}
+# Of the step time of plain DeepSpeed at the same stage, at C = 1 and at C = 1/2.
+TARGETS: dict[int, dict[tuple[str, str], tuple[float, float | None]]] = {
+    1: {
+        ("forward", "block"): (1.0, None),
+        ("forward", "neuron"): (1.0, 0.6),
+        ("backward", "block"): (1.0, 0.85),
+        ("backward", "neuron"): (1.0, 1.0),
+    },
+    2: {corner: (0.9, 0.5 if corner[0] == "forward" else None) for corner in CORNERS},
+}
+OVERLAP = ", overlap"  # ends the names of those that run with overlap_comm
 
 
 def contestants(size: int, arguments: argparse.Namespace) -> dict[str, dict[str, Any]]:
-    """DeepSpeed configs by name; the first is the baseline."""
+    """DeepSpeed configs by name."""
     base: dict[str, Any] = {
         "train_micro_batch_size_per_gpu": arguments.micro_batch,
         "gradient_accumulation_steps": arguments.accumulation,
         "optimizer": {"type": "AdamW", "params": {"lr": 1e-4, "torch_adam": True}},
-        "zero_optimization": {"stage": arguments.stage, "reduce_bucket_size": int(arguments.bucket)},
         "gradient_clipping": 1.0,
     }
-    result = {f"zero{arguments.stage}": base}
-    for regime, strategy in CORNERS if arguments.corners else CORNERS[:1]:
-        for holders in coverages(size):
-            name = f"{regime} x {strategy}" if arguments.corners else "sdp"
-            block = {"holders": holders, "regime": regime, "strategy": strategy}
-            result[f"{name} C={holders / size:g}"] = base | {"subnetwork_data_parallel": block}
+    bucket = int(arguments.bucket)
+    result = {}
+    for stage, overlap in itertools.product(arguments.stage, (False, True) if arguments.overlap else (False,)):
+        zero = {"stage": stage, "reduce_bucket_size": bucket, "allgather_bucket_size": bucket, "overlap_comm": overlap}
+        plain = base | {"zero_optimization": zero}
+        ending = OVERLAP * overlap
+        result[f"zero{stage}{ending}"] = plain
+        for regime, strategy in CORNERS if arguments.corners else CORNERS[:1]:
+            for holders in coverages(size):
+                name = f"{regime} x {strategy}" if arguments.corners else "sdp"
+                name += f" + ZeRO-{stage}" * (len(arguments.stage) > 1) + f" C={holders / size:g}"
+                block = {"holders": holders, "regime": regime, "strategy": strategy}
+                result[name + ending] = plain | {"subnetwork_data_parallel": block}
     return result
 
 
@@ -75,12 +95,13 @@ def coverages(size: int) -> list[int]:
     return sorted({size, max(1, size // 2)}, reverse=True)
 
 
-def target(config: dict[str, Any], size: int) -> float | None:
+def target(config: dict[str, Any], size: int, baseline_stage: int) -> float | None:
     """What the step may take of the baseline's time; None where nothing was promised."""
-    block = config.get("subnetwork_data_parallel")
-    if block is None:
+    block, stage = config.get("subnetwork_data_parallel"), config["zero_optimization"]["stage"]
+    if block is None or stage != baseline_stage:
         return None
-    return 1.0 if block["holders"] == size else TARGETS.get((block["regime"], block["strategy"]))
+    whole, half = TARGETS.get(stage, {}).get((block["regime"], block["strategy"]), (None, None))
+    return whole if block["holders"] == size else half
 
 
 def build(config: dict[str, Any], model_config: dict[str, Any]) -> Any:
@@ -131,7 +152,8 @@ def measure(arguments: argparse.Namespace) -> dict[str, Any]:
     configs = contestants(size, arguments)
     model_config = MODELS[arguments.model]
     engines = {name: build(config, model_config) for name, config in configs.items()}
-    baseline = next(iter(engines))
+    stage = arguments.stage[-1]
+    baseline = f"zero{stage}"
     num_parameters = sum(p.numel() for p in engines[baseline].module.parameters())
     generator = torch.Generator().manual_seed(rank)
     batch = torch.randint(0, model_config["vocab_size"], (arguments.micro_batch, SEQUENCE_LENGTH), generator=generator)
@@ -142,9 +164,10 @@ def measure(arguments: argparse.Namespace) -> dict[str, Any]:
         "baseline": baseline,
         "model": model_config | {"num_parameters": num_parameters},
         "sequence_length": SEQUENCE_LENGTH,
+        "link": os.environ.get("SDP_LINK_RATE"),
         "arguments": vars(arguments),
         "configs": configs,
-        "targets": {name: target(config, size) for name, config in configs.items()},
+        "targets": {name: target(config, size, stage) for name, config in configs.items()},
         "seconds": times,
         "work": {name: work_of_ranks(engine, batch) for name, engine in engines.items()},
     }
@@ -160,7 +183,8 @@ def main() -> None:
     parser.add_argument("--micro_batch", type=int, default=1)
     parser.add_argument("--accumulation", type=int, default=1)
     parser.add_argument("--bucket", type=float, default=5e8, help="reduce_bucket_size of all contestants (elements)")
-    parser.add_argument("--stage", type=int, default=1, choices=(0, 1))
+    parser.add_argument("--stage", type=int, nargs="+", default=[1], choices=(0, 1, 2))
+    parser.add_argument("--overlap", action="store_true", help="everybody without and with overlap_comm")
     parser.add_argument("--local_rank", type=int, default=-1, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))

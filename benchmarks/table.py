@@ -9,7 +9,9 @@ from pathlib import Path
 from typing import Any
 
 from plot import similarity_by_layer
+from tables_of_counts import collectives, model_state, peak_memory
 
+OVERLAP = ", overlap"  # as in step_time.py
 RESULTS = Path(__file__).parent / "results"
 
 
@@ -39,10 +41,27 @@ def step_time(result: dict[str, Any]) -> str:
 
 def _run(result: dict[str, Any]) -> str:
     arguments = result["arguments"]
+    more = f", {arguments['accumulation']} micro-steps" if arguments["accumulation"] > 1 else ""
+    link = f", {result['link']} between them" if result.get("link") else ""
     return (
-        f"{result['ranks']} ranks, {result['model']['num_parameters'] / 1e6:.1f}M parameters, batch "
-        f"{arguments['micro_batch']} x {result['sequence_length']} per rank"
+        f"{result['ranks']} ranks{link}, {result['model']['num_parameters'] / 1e6:.1f}M parameters, batch "
+        f"{arguments['micro_batch']} x {result['sequence_length']} per rank{more}"
     )
+
+
+def overlap(results: list[dict[str, Any]]) -> str:
+    """Step time with overlap_comm as a share of that without, in the same repeat: median (quartiles)."""
+    names = [name for name in results[0]["seconds"] if name + OVERLAP in results[0]["seconds"]]
+    lines = ["| with overlap / without |" + "".join(f" {_run(result)} |" for result in results)]
+    lines.append("|---|" + "---|" * len(results))
+    for name in names:
+        cells = []
+        for result in results:
+            pairs = zip(result["seconds"][name + OVERLAP], result["seconds"][name], strict=True)
+            low, middle, high = quartiles([a / b for a, b in pairs])
+            cells.append(f"{middle:.2f} ({low:.2f} to {high:.2f})")
+        lines.append(f"| {name} | {' | '.join(cells)} |")
+    return "\n".join(lines)
 
 
 def summary(results: list[dict[str, Any]]) -> str:
@@ -80,26 +99,6 @@ def _work_cells(result: dict[str, Any], name: str) -> str:
     return f" {' | '.join(cells)} |"
 
 
-def model_state(result: dict[str, Any]) -> str:
-    """Measured bytes (mean over ranks) beside the table's figure, with the deviation; and peaks."""
-    lines = [
-        f"{result['num_ranks']} ranks, C = {result['arguments']['coverage']:g}; "
-        "MiB, mean over ranks (deviation from the table)",
-        "",
-        "| precision | | weights | gradients | optimizer | sum | peak of live tensors |",
-        "|---|---|---|---|---|---|---|",
-    ]
-    for row in result["results"]:
-        cells = []
-        means = {kind: statistics.mean(rank[kind] for rank in row["ranks"]) for kind in row["expected"]}
-        for kind, expected in row["expected"].items():
-            cells.append(f"{means[kind] / 2**20:.2f} ({100 * (means[kind] / expected - 1):+.1f}%)")
-        total = sum(means.values()) / 2**20
-        peak = max(rank["peak"] for rank in row["ranks"]) / 2**20
-        lines.append(f"| {row['precision']} | {row['name']} | {' | '.join(cells)} | {total:.2f} | {peak:.1f} |")
-    return "\n".join(lines)
-
-
 def similarity(result: dict[str, Any]) -> str:
     """Median cosine similarity by layer and corner; T / V of the backward corners beside what theory permits."""
     plans, arguments = result["plans"], result["arguments"]
@@ -124,7 +123,22 @@ def similarity(result: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
-MAKERS = {"step_time": step_time, "model_state": model_state, "similarity": similarity}
+MAKERS = {
+    "step_time": step_time,
+    "model_state": model_state,
+    "peak_memory": peak_memory,
+    "collectives": collectives,
+    "similarity": similarity,
+}
+
+
+def summaries(results: list[dict[str, Any]]) -> list[str]:
+    """Runs of the same contestants side by side; a table for each set of contestants."""
+    groups: dict[tuple[str, ...], list[dict[str, Any]]] = {}
+    for result in results:
+        groups.setdefault((result["baseline"], *result["seconds"]), []).append(result)
+    tables = [summary(group) for group in groups.values()]
+    return tables + [overlap(group) for names, group in groups.items() if any(OVERLAP in name for name in names)]
 
 
 def main() -> None:
@@ -134,7 +148,7 @@ def main() -> None:
     options = parser.parse_args()
     results = {path: json.loads(path.read_text()) for path in options.files}
     if options.summary:
-        print(summary([result for result in results.values() if result["what"] == "step_time"]))
+        print("\n\n".join(summaries([result for result in results.values() if result["what"] == "step_time"])))
         return
     for path, result in results.items():
         print(f"### {path.name}\n\n{MAKERS[result['what']](result)}\n")

@@ -31,10 +31,12 @@ class Communicator:
     Args:
         dist: `torch.distributed`, `deepspeed.comm`, or anything with their functions.
         group: process group; None is the default group.
+        objects: who gathers objects, if not `dist`: DeepSpeed's comms logger ends the process when `deepspeed.comm` does.
     """
 
-    def __init__(self, dist: Any, group: Any = None) -> None:
+    def __init__(self, dist: Any, group: Any = None, *, objects: Any = None) -> None:
         self._dist = dist
+        self._objects = objects or dist
         self._group = group
         self.rank: int = dist.get_rank(group)
         self.size: int = dist.get_world_size(group)
@@ -62,7 +64,7 @@ class Communicator:
     def gather_objects(self, value: object) -> list[Any]:
         """One small picklable object of every rank, in rank order; for start-up and errors only."""
         values: list[Any] = [None] * self.size
-        self._dist.all_gather_object(values, value, group=self._group)
+        self._objects.all_gather_object(values, value, group=self._group)
         return values
 
     def barrier(self) -> None:

@@ -84,8 +84,8 @@ class SubnetworkEngine(DeepSpeedEngine):
 
     def _configure_distributed_model(self, model: nn.Module) -> None:
         super()._configure_distributed_model(model)
-        self.communicator = Communicator(deepspeed_comm, self.seq_data_parallel_group)
-        self.everyone = Communicator(deepspeed_comm)
+        self.communicator = Communicator(deepspeed_comm, self.seq_data_parallel_group, objects=torch.distributed)
+        self.everyone = Communicator(deepspeed_comm, objects=torch.distributed)
         self._tensors = dense_tensors(model)
         peers = peers_of(self.mpu)
         network = network_of(self, self.communicator, peers)

@@ -135,6 +135,11 @@ def overlaps(value: Any, tree: Tree) -> bool:
     return value is False and bool(lookup(tree, "zero_optimization.overlap_comm"))
 
 
+def autocasts_below_bf16(value: Any, tree: Tree) -> bool:
+    """Or in no dtype that it names: what torch takes then depends on the device."""
+    return is_enabled(value, tree) and (not isinstance(value, Mapping) or _dtype(value.get("dtype")) != "bf16")
+
+
 def not_elementwise(value: Any, tree: Tree) -> bool:
     allowed = bool(lookup(tree, f"{KEY}.allow_optimizer"))
     return value is not None and not allowed and not is_elementwise(str(value))

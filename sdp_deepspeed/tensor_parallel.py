@@ -227,7 +227,7 @@ def peers_of(mpu: Any) -> Communicator | None:
     """This rank's tensor-parallel group, from DeepSpeed's `engine.mpu`; None if it is alone."""
     if mpu is None or bwc_tensor_model_parallel_world_size(mpu) < 2:
         return None
-    return Communicator(deepspeed_comm, bwc_tensor_model_parallel_group(mpu))
+    return Communicator(deepspeed_comm, bwc_tensor_model_parallel_group(mpu), objects=torch.distributed)
 
 
 def check_groups(workers: Communicator, peers: Communicator | None, everyone: Communicator) -> None:

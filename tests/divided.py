@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
-from functools import cache
+from functools import cache, partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -37,9 +37,8 @@ def build(name: str) -> nn.Module:
     if name != "mistral":
         return MODELS[name].build()
     torch.manual_seed(0)
-    sizes = {
-        key: value for key, value in build("llama").config.to_dict().items() if key.startswith(("num_", "hidden_s"))
-    }
+    llama: Any = build("llama").config
+    sizes = {key: value for key, value in llama.to_dict().items() if key.startswith(("num_", "hidden_s"))}
     return MistralForCausalLM(MistralConfig(**sizes, **EVEN, head_dim=4, initializer_range=0.1, sliding_window=3))
 
 
@@ -142,12 +141,13 @@ class Mpu:
 
     def __getattr__(self, name: str) -> Callable[[], Any]:
         for kind, group in self.__dict__["_groups"].items():
-            if name == f"get_{kind}_parallel_group":
-                return lambda group=group: group
-            if name == f"get_{kind}_parallel_rank":
-                return lambda group=group: dist.get_rank(group)
-            if name == f"get_{kind}_parallel_world_size":
-                return lambda group=group: dist.get_world_size(group)
+            answers = {
+                f"get_{kind}_parallel_group": partial(lambda own: own, group),
+                f"get_{kind}_parallel_rank": partial(dist.get_rank, group),
+                f"get_{kind}_parallel_world_size": partial(dist.get_world_size, group),
+            }
+            if name in answers:
+                return answers[name]
         raise AttributeError(name)
 
 
@@ -173,7 +173,7 @@ class Divided:
     optimizer: str = "SGD"
     accumulation: int = 1
     settings: Mapping[str, Any] = field(default_factory=dict)
-    num_steps: int = 3
+    num_steps: int = 2
 
     def __str__(self) -> str:
         strategy = self.block["strategy"] if isinstance(self.block["strategy"], str) else "mixed"
@@ -190,7 +190,7 @@ class Divided:
         worker = engine.communicator.rank
         assert (engine.communicator.size, worker) == (rank.size // TP, rank.rank // TP)
         for step in itertools.islice(batches(rank.size // TP, self.accumulation), self.num_steps):
-            losses, norm = from_rank_0(lambda step=step: reference.step(step))
+            losses, norm = from_rank_0(partial(reference.step, step))
             for batch, expected in zip(step[worker], losses[worker], strict=True):
                 loss = loss_of(engine, batch)
                 engine.backward(loss)

@@ -131,16 +131,18 @@ def spoil(engine: Any, batch: torch.Tensor, value: float, on: bool) -> None:
 
 
 def not_finite_is_seen_by_all(rank: Rank) -> None:
-    """fp32 does not skip, as in DeepSpeed; but every rank sees the same norm, also who had finite gradients."""
-    for value, stage in itertools.product((float("nan"), float("inf")), (0, 1)):
+    """Every rank sees the same norm, also who had finite gradients. In fp32 ZeRO leaves the step out, and reports inf,
+    as DeepSpeed does; stage 0 does not look, as DeepSpeed does not either."""
+    for value, stage in itertools.product((float("nan"), float("inf")), (0, 1, 2)):
         engine = engine_of(sgd(stage=stage, clip=1.0))
         spoil(engine, own_batches(rank, 1)[0], value, rank.rank == 1)
         norms = gathered(engine.get_global_grad_norm())
         assert not any(norm - norm == 0 for norm in norms), norms
+        assert gathered(engine.skipped_steps) == [int(stage > 0)] * rank.size
 
 
 def overflow_skips_the_step_on_all(rank: Rank) -> None:
-    for stage in (0, 1):
+    for stage in (0, 1, 2):
         settings = sgd(stage=stage) | {"bf16": {"enabled": True, "check_grad_overflow": True}}
         settings["scheduler"] = {"type": "WarmupLR", "params": {"warmup_num_steps": 10}}
         engine = engine_of(settings)
@@ -188,11 +190,11 @@ class Counting:
 
 
 def two_collectives_per_bucket(rank: Rank) -> None:
-    """And one scalar per step, whatever the number of units; none in a micro-step."""
+    """And one scalar per step, whatever the number of units; none in a micro-step. (Stage 2: test_zero2.py.)"""
     seen = set()
     for stage, layers, size in itertools.product((0, 1), (2, 6), (int(5e8), 2000)):
         settings = sgd(2, stage=stage)
-        settings["zero_optimization"]["reduce_bucket_size"] = size
+        settings["zero_optimization"] |= {"reduce_bucket_size": size, "allgather_bucket_size": size}
         engine = engine_of(settings, llama(layers))
         counting = Counting()
         engine.communicator._dist = counting

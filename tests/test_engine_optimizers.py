@@ -93,7 +93,7 @@ def three_groups(named: Named) -> torch.optim.Optimizer:
 
 
 def client_param_groups(rank: Rank) -> None:
-    for stage in (0, 1):
+    for stage in (0, 1, 2):
         model = llama()
         dense = deepcopy(model)
         optimizer = three_groups(dict(model.named_parameters()))
@@ -144,7 +144,7 @@ def a_foreign_parameter_is_refused(rank: Rank) -> None:
 
 def frozen_parameters(rank: Rank) -> None:
     """Frozen: the embedding (shared), a norm in a unit, a whole unit. Given to the optimizer or not, they stay."""
-    for stage, given in itertools.product((0, 1), (False, True)):
+    for stage, given in ((0, False), (0, True), (1, False), (1, True), (2, False)):
         model = llama()
         frozen = [
             n for n, _ in model.named_parameters() if "embed" in n or "layers.0.mlp" in n or "1.input_layern" in n
@@ -166,19 +166,20 @@ def frozen_parameters(rank: Rank) -> None:
 
 def trainable_but_not_optimized(rank: Rank) -> None:
     """A parameter that no group has keeps its value, and is not in the norm."""
-    model = llama()
-    dense = deepcopy(model)
-    start = model.get_parameter("lm_head.weight").detach().clone()
-    chosen = [p for name, p in model.named_parameters() if name != "lm_head.weight"]
-    engine = engine_of(without_optimizer(), model, optimizer=torch.optim.SGD(chosen, lr=0.1))
-    dense.get_parameter("lm_head.weight").requires_grad_(False)  # the reference has no other way to leave it out
-    against_reference(rank, engine, dense, lambda named: torch.optim.SGD(named.values(), lr=0.1))
-    assert torch.equal(dense_state(engine)["lm_head.weight"], start)
+    for stage in (1, 2):
+        model = llama()
+        dense = deepcopy(model)
+        start = model.get_parameter("lm_head.weight").detach().clone()
+        chosen = [p for name, p in model.named_parameters() if name != "lm_head.weight"]
+        engine = engine_of(without_optimizer(stage), model, optimizer=torch.optim.SGD(chosen, lr=0.1))
+        dense.get_parameter("lm_head.weight").requires_grad_(False)  # the reference has no other way to leave it out
+        against_reference(rank, engine, dense, lambda named: torch.optim.SGD(named.values(), lr=0.1))
+        assert torch.equal(dense_state(engine)["lm_head.weight"], start)
 
 
 def unused_parameters(rank: Rank) -> None:
     """No loss reaches them: their gradient is zero on all ranks, so that only the decay moves them, as in ZeRO-1."""
-    for stage in (0, 1):
+    for stage in (0, 1, 2):
         model = llama()
         model.spare = nn.Parameter(torch.ones(5))
         optimizer = torch.optim.SGD(model.parameters(), lr=0.5, weight_decay=0.5)

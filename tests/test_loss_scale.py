@@ -26,9 +26,9 @@ from sdp_deepspeed.segments import TensorInfo
 from sdp_deepspeed.units import Piece, Unit
 
 TOO_LARGE = 1e30  # times the loss: an infinite gradient in fp16
-DYNAMIC = {"initial_scale_power": 8, "loss_scale_window": 3, "hysteresis": 2, "min_loss_scale": 32}
-SPOILT = (1, 2, 3, 4, 9, 10)  # steps
-NUM_STEPS = 16
+DYNAMIC = {"initial_scale_power": 6, "loss_scale_window": 2, "hysteresis": 2, "min_loss_scale": 8}
+SPOILT = (1, 3, 4, 5, 16)  # steps
+NUM_STEPS = 18
 WARMUP = {"type": "WarmupLR", "params": {"warmup_min_lr": 0, "warmup_max_lr": 0.1, "warmup_num_steps": 30}}
 
 Row = tuple[float, int, int, float, bool]
@@ -79,17 +79,19 @@ def compare_norms(ours: list[float], expected: list[float]) -> None:
 
 def dynamic_as_zero_1(rank: Rank) -> None:
     """Hysteresis, window and smallest scale act, and are filled up again or not, as in stock ZeRO-1."""
-    for more in ({}, {"consecutive_hysteresis": True}):
+    paths = []
+    for more in ({"consecutive_hysteresis": True}, {}):
         expected, norms = trace(rank, plain(settings_of(1, DYNAMIC | more), 1))
-        scales = [row[0] for row in expected]
-        assert min(scales) < scales[0] < max(scales), "a path that goes one way only shows less"
+        paths.append([row[0] for row in expected])
         for stage in (0, 1, 2):
             rows, own = trace(rank, engine_of(settings_of(stage, DYNAMIC | more, holders=2)))
             assert rows == expected, stage
             compare_norms(own, norms)
     for stage, regime in itertools.product((0, 1, 2), ("forward", "backward")):
-        rows, _ = trace(rank, engine_of(settings_of(stage, DYNAMIC | more, regime=regime, strategy="neuron")))
+        rows, _ = trace(rank, engine_of(settings_of(stage, DYNAMIC, regime=regime, strategy="neuron")))
         assert rows == expected, (stage, regime)
+    assert [min(path) for path in paths] == [16, 8]
+    assert [max(path) for path in paths] == [256, 128]
 
 
 def dynamic_at_stage_0(rank: Rank) -> None:
@@ -169,13 +171,13 @@ def the_scaler_resumes(rank: Rank) -> None:
     """Scale, hysteresis and the count of good steps are in the checkpoint, so that the path goes on as if unbroken."""
     for stage in (0, 2):
         engine = engine_of(settings_of(stage, DYNAMIC))
-        trace(rank, engine, last=4)
+        trace(rank, engine, last=5)
         folder = str(rank.folder / str(stage))
         engine.save_checkpoint(folder)
-        expected, _ = trace(rank, engine, first=4)
+        expected, _ = trace(rank, engine, first=5)
         resumed = engine_of(settings_of(stage, DYNAMIC))
         assert resumed.load_checkpoint(folder)[0] is not None
-        rows, _ = trace(rank, resumed, first=4)
+        rows, _ = trace(rank, resumed, first=5)
         assert rows == expected
         assert_identical(dense_state(resumed), dense_state(engine))
 
@@ -266,5 +268,5 @@ def test_a_norm_that_fp16_cannot_hold_is_no_overflow(stage: int) -> None:
     optimizer.end_backward()
     optimizer.step()
     assert not optimizer.overflow
-    assert optimizer._global_grad_norm == pytest.approx(100_000, rel=1e-6)
+    assert optimizer._global_grad_norm == pytest.approx(100_000, rel=1e-5)
     assert weight.tolist() == [-1000.0] * 10_000

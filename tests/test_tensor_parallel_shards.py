@@ -6,16 +6,21 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from models import family
+from torch import nn
 
 from sdp_deepspeed.architectures import Branch, Cut, Inner, Site, find_sites, units_of_sites
 from sdp_deepspeed.architectures.sites import CutTensor
+from sdp_deepspeed.communicator import Communicator
 from sdp_deepspeed.config import SubnetworkConfig, parse
 from sdp_deepspeed.plan import Plan
 from sdp_deepspeed.planning import plan_model
 from sdp_deepspeed.shards import Division, Shards
+from sdp_deepspeed.state_dicts import StateDicts
+from sdp_deepspeed.tensor_parallel import _without_heads_of_config
 from sdp_deepspeed.units import Piece, Unit
 
 UP = Division((12, 4), 0, (6, 6))
@@ -207,3 +212,73 @@ def test_a_plan_of_blocks_fits_any_division(tmp_path: Path) -> None:
     assert plan == whole
     expected = units_of_sites(divided_llama(0)[0])
     assert list(local.units) == expected
+
+
+def test_a_config_does_not_say_whose_heads_it_counts() -> None:
+    """Of a model that its author divided: those of the dense model, or of a shard."""
+    attention, mlp, *_ = find_sites(family("llama"))
+    divided = {"model.layers.0.self_attn.q_proj.weight": None, "model.layers.0.mlp.up_proj.weight": None}
+    assert "does not say whether it counts" in _without_heads_of_config(attention, divided).why_whole
+    assert _without_heads_of_config(mlp, divided) == mlp
+    assert _without_heads_of_config(attention, {}) == attention
+
+
+class Tied(nn.Module):
+    """Rank 1's half of two tied layers, and a bias that all ranks have."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.one, self.two = nn.Linear(2, 3), nn.Linear(2, 3, bias=False)
+        self.two.weight = self.one.weight
+
+
+class OtherRankHas(Communicator):
+    """A group of two in which rank 0's half is all fives."""
+
+    def __init__(self) -> None:
+        self.rank, self.size, self.num_sums = 1, 2, 0
+
+    def sum(self, tensor: torch.Tensor) -> torch.Tensor:
+        self.num_sums += 1
+        assert not tensor[:3].any(), "nothing where the other rank's half goes"
+        tensor[:3] = 5
+        return tensor
+
+
+def test_state_dicts_are_gathered_inside_only() -> None:
+    model, group = Tied(), OtherRankHas()
+    dicts = StateDicts(model, group, Shards(1, 2, {"one.weight": Division((6, 2), 0, (3, 3))}))
+    own = model.one.weight.detach().clone()
+    assert model.state_dict()["one.weight"].shape == (3, 2)
+    with dicts.whole():
+        state = model.state_dict()
+        inner = model.two.state_dict()
+    whole = torch.cat([torch.full((3, 2), 5.0), own])
+    assert torch.equal(state["one.weight"], whole)
+    assert torch.equal(inner["weight"], whole)
+    assert state["two.weight"] is state["one.weight"], "tied as in the dense model"
+    assert group.num_sums == 2
+    assert model.state_dict()["one.weight"].shape == (3, 2)
+
+
+def test_state_dicts_are_narrowed_inside_only() -> None:
+    model = Tied()
+    dicts = StateDicts(model, OtherRankHas(), Shards(1, 2, {"one.weight": Division((6, 2), 0, (3, 3))}))
+    whole = {"one.weight": torch.arange(12.0).view(6, 2), "one.bias": torch.ones(3)}
+    whole["two.weight"] = whole["one.weight"]
+    with dicts.whole():
+        model.load_state_dict(whole)
+    assert torch.equal(model.two.weight, whole["one.weight"][3:])
+    assert whole["one.weight"].shape == (6, 2), "the caller's is as it was"
+    with pytest.raises(RuntimeError, match="size mismatch"):
+        model.load_state_dict(whole)
+
+
+def test_nobody_says_along_which_dim() -> None:
+    model = Tied()
+    unknown = Division((12,), 0, (6, 6), is_known=False)
+    dicts = StateDicts(model, OtherRankHas(), Shards(1, 2, {"one.weight": unknown}))
+    with dicts.whole(), pytest.raises(RuntimeError, match=r"one\.weight .*set its attribute partition_dim"):
+        model.state_dict()
+    local = Shards(1, 2, {"one.weight": unknown}).dense_unit(Unit("u", (Piece("one.weight", None, 0, 6),)))
+    assert local.pieces[0].length == 12, "held or lacked as a whole it can be"

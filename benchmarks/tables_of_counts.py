@@ -1,0 +1,72 @@
+"""Markdown tables of what is counted, not timed: model state, peaks of memory, collectives."""
+
+from __future__ import annotations
+
+import statistics
+from typing import Any
+
+MIB = 2**20
+
+
+def model_state(result: dict[str, Any]) -> str:
+    """Measured bytes (mean over ranks) beside the table's figure, with the deviation; and peaks."""
+    lines = [
+        f"{result['num_ranks']} ranks, C = {result['arguments']['coverage']:g}; "
+        "MiB, mean over ranks (deviation from the table)",
+        "",
+        "| precision | | weights | gradients | optimizer | sum | peak of live tensors |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    for row in result["results"]:
+        cells = []
+        means = {kind: statistics.mean(rank[kind] for rank in row["ranks"]) for kind in row["expected"]}
+        for kind, expected in row["expected"].items():
+            cells.append(f"{means[kind] / MIB:.2f} ({100 * (means[kind] / expected - 1):+.1f}%)")
+        total = sum(means.values()) / MIB
+        peak = max(rank["peak"] for rank in row["ranks"]) / MIB
+        lines.append(f"| {row['precision']} | {row['name']} | {' | '.join(cells)} | {total:.2f} | {peak:.1f} |")
+    return "\n".join(lines)
+
+
+def peak_memory(result: dict[str, Any]) -> str:
+    """The rank whose peak is the largest share of what it has to be: state and two buckets."""
+    arguments = result["arguments"]
+    lines = [
+        f"{result['num_ranks']} ranks, C = {arguments['coverage']:g}, buckets of {arguments['bucket'] / 1e6:g}M "
+        f"elements{', overlap_comm' * arguments['overlap']}; MiB; limit {result['limit']:g}",
+        "",
+        "| precision | | state | two buckets | peak | share | fp32 gradient in the step | share with it |",
+        "|---|---|---|---|---|---|---|---|",
+    ]
+    for row in result["results"]:
+        shares = []
+        for rank, step in zip(row["ranks"], row["step_gradients"], strict=True):
+            state = sum(rank[kind] for kind in ("weights", "gradients", "optimizer"))
+            allowed = state + row["two_buckets"]
+            shares.append((rank["peak"] / allowed, state, rank["peak"], step, rank["peak"] / (allowed + step)))
+        share, state, peak, step, with_step = max(shares)
+        lines.append(
+            f"| {row['precision']} | {row['name']} | {state / MIB:.1f} | {row['two_buckets'] / MIB:.1f} "
+            f"| {peak / MIB:.1f} | {share:.3f} | {step / MIB:.1f} | {with_step:.3f} |"
+        )
+    return "\n".join(lines)
+
+
+def collectives(result: dict[str, Any]) -> str:
+    """Calls of the rank that makes most, by number of layers, for one bucket and for small ones."""
+    layers = sorted({row["num_layers"] for row in result["results"]})
+    share = result["arguments"]["share"]
+    heads = [f"{count} layers, {kind}" for kind in ("one bucket", f"{share} buckets' worth") for count in layers]
+    lines = [f"{result['num_ranks']} ranks, C = {result['arguments']['coverage']:g}; collectives in a step", ""]
+    lines += [f"| | units | {' | '.join(heads)} |", "|---|---|" + "---|" * len(heads)]
+    for name in dict.fromkeys(row["name"] for row in result["results"]):
+        rows = {(r["share"], r["num_layers"]): r for r in result["results"] if r["name"] == name}
+        cells = [str(most_calls(rows[kind, count])) for kind in (None, share) for count in layers]
+        units = [rows[None, count]["num_units"] for count in layers]
+        lines.append(f"| {name} | {', '.join(map(str, units)) if units[0] else ''} | {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+def most_calls(row: dict[str, Any]) -> int:
+    """Of the rank with most."""
+    return max(sum(calls.values()) for calls in row["ranks"])

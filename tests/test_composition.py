@@ -1,0 +1,233 @@
+"""Activation checkpointing, accumulation, batch sizes and data loaders, as with plain ZeRO-1.
+
+What the oracle suite compares with `reference.py` is trained once more with something added; the bits must not change.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator, Sequence
+from copy import deepcopy
+from typing import Any
+
+import deepspeed
+import pytest
+import torch
+from models import SPECIMENS, VOCABULARY, batches, config, loss_of
+from ranks import Rank
+from torch import nn
+from torch.utils.data import Dataset
+from training import SGD, assert_identical, dense_state, engine_of, micro_step, sgd, train
+
+from sdp_deepspeed.reference import Reference
+
+CORNERS = list(itertools.product(("forward", "backward"), ("block", "neuron")))
+STAGES = (0, 1, 2)
+
+
+def corner(number: int) -> dict[str, Any]:
+    """Block units are whole layers here: one that lacks has nothing to recompute."""
+    regime, strategy = CORNERS[number]
+    block = {"regime": regime, "strategy": strategy, "check_agreement": True}
+    return block | ({"granularity": "layer"} if strategy == "block" else {})
+
+
+def transformers_own(model: Any, *, use_reentrant: bool) -> None:
+    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": use_reentrant})
+
+
+def deepspeeds(model: Any, function: Callable[..., Any]) -> None:
+    settings = config() | {"activation_checkpointing": {"synchronize_checkpoint_boundary": True}}
+    deepspeed.checkpointing.configure(None, deepspeed_config=settings)
+    model._set_gradient_checkpointing(enable=True, gradient_checkpointing_func=function)
+
+
+KINDS: dict[str, Callable[[Any], None]] = {
+    "reentrant": lambda model: transformers_own(model, use_reentrant=True),
+    "not reentrant": lambda model: transformers_own(model, use_reentrant=False),
+    "DeepSpeed's": lambda model: deepspeeds(model, deepspeed.checkpointing.checkpoint),
+    "DeepSpeed's, not reentrant": lambda model: deepspeeds(model, deepspeed.checkpointing.non_reentrant_checkpoint),
+}
+
+
+def embedding_reads(model: nn.Module, layer: Callable[[Any], nn.Module]) -> list[int]:
+    """Grows by one each time the layer runs."""
+    runs: list[int] = []
+    layer(model).register_forward_hook(lambda *_: runs.append(1))
+    return runs
+
+
+def check_checkpointing(number: int, fold: Callable[[Any, torch.Tensor], Any]) -> None:
+    """All kinds in one corner, each stage at least once, two micro-batches a step."""
+    name, layer = [("llama", lambda m: m.model.layers[1]), ("gpt2", lambda m: m.transformer.h[1])][number % 2]
+    expected: dict[int, dict[str, torch.Tensor]] = {}
+    for index, recompute in enumerate((None, None, None, *KINDS.values())):
+        stage = STAGES[(index + number) % 3]
+        model = SPECIMENS[name].build()
+        if recompute is not None:
+            recompute(model)
+        runs = embedding_reads(model, layer)
+        engine = engine_of(sgd(2, stage=stage, **corner(number)), model)
+        for step in itertools.islice(batches(2, 2), 2):
+            for batch in step[engine.communicator.rank]:
+                fold(engine, batch)
+        assert engine.global_steps == 2
+        assert len(runs) == (4 if recompute is None else 8)
+        state = dense_state(engine)
+        assert_identical(state, expected.setdefault(stage, state))
+
+
+def checkpointing(rank: Rank) -> None:
+    for number in range(len(CORNERS)):
+        check_checkpointing(number, micro_step)
+
+
+def checkpointing_with_torch_style_backward(rank: Rank) -> None:
+    def fold(engine: Any, batch: torch.Tensor) -> None:
+        loss_of(engine, batch).backward()
+        engine.step()
+
+    check_checkpointing(3, fold)
+
+
+def another_batch_size_while_training(rank: Rank) -> None:
+    """`set_train_batch_size`: from one micro-batch a step to three, against the oracle."""
+    for number, stage in ((0, 1), (3, 2), (1, 0)):
+        model = SPECIMENS["llama"].build()
+        dense = deepcopy(model)
+        engine = engine_of(sgd(stage=stage, clip=0.5, **corner(number)), model)
+        reference = Reference(dense, engine.plan, lambda named: torch.optim.SGD(named.values(), lr=0.1), loss_of, 0.5)
+        for accumulation in (1, 3, 2):
+            engine.set_train_batch_size(2 * rank.size * accumulation)
+            step = next(batches(rank.size, accumulation, seed=accumulation))
+            losses, norm = reference.step(step)
+            found = [micro_step(engine, batch) for batch in step[rank.rank]]
+            assert found == pytest.approx(losses[rank.rank], abs=1e-5)
+            assert engine.get_global_grad_norm() == pytest.approx(norm, rel=1e-5)
+        assert engine.global_steps == 3
+        assert engine.global_samples == 2 * rank.size * (1 + 3 + 2)
+
+
+BATCH_KEYS = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
+
+
+def sizes_of(engine: Any) -> list[Any]:
+    """What was derived, and what the setters make of it."""
+    found = [[getattr(engine, key)() for key in BATCH_KEYS]]
+    engine.set_train_micro_batch_size(5)
+    found.append([getattr(engine, key)() for key in BATCH_KEYS])
+    engine.set_train_batch_size(30 * engine.dp_world_size)
+    found.append([getattr(engine, key)() for key in BATCH_KEYS])
+    with pytest.raises(ValueError, match="divisible"):
+        engine.set_train_batch_size(7)
+    return found
+
+
+def sizes_are_derived_as_with_zero_1(rank: Rank) -> None:
+    """All data-parallel ranks count, also those that train one subnetwork together."""
+    given: list[dict[str, int]] = [
+        dict(zip(BATCH_KEYS, (12, None, None), strict=True)),
+        dict(zip(BATCH_KEYS, (12, None, 3), strict=True)),
+        dict(zip(BATCH_KEYS, (12, 2, None), strict=True)),
+        dict(zip(BATCH_KEYS, (None, 3, None), strict=True)),
+        dict(zip(BATCH_KEYS, (None, 3, 2), strict=True)),
+    ]
+    for sizes in given:
+        settings = {key: value for key, value in sgd().items() if key not in BATCH_KEYS}
+        settings |= {key: value for key, value in sizes.items() if value is not None}
+        block = settings.pop("subnetwork_data_parallel")
+        expected = sizes_of(engine_of(settings))
+        for own in (block, {"holders": 1, "subnetworks": 1}):
+            assert sizes_of(engine_of(settings | {"subnetwork_data_parallel": own})) == expected, (sizes, own)
+
+
+def the_callers_boundary(rank: Rank) -> None:
+    """`set_gradient_accumulation_boundary` at every stage; `no_sync` is refused at stage 2, as DeepSpeed does."""
+    micro_batches: Sequence[torch.Tensor] = next(batches(rank.size, 2))[rank.rank]
+    for stage in STAGES:
+        engines = [engine_of(sgd(2, stage=stage, **corner(3))) for _ in range(2)]
+        for is_last, batch in zip((False, True), micro_batches, strict=True):
+            engines[1].set_gradient_accumulation_boundary(is_last)
+            for engine in engines:
+                micro_step(engine, batch)
+        assert_identical(*[dense_state(engine) for engine in engines])
+    with pytest.raises(AssertionError, match="no_sync context manager is incompatible"), engines[0].no_sync():
+        pass
+
+
+def evaluation_between_micro_batches(rank: Rank) -> None:
+    """Leaves what was accumulated as it is; its loss is the dense model's."""
+    micro_batches: Sequence[torch.Tensor] = next(batches(rank.size, 3))[rank.rank]
+    for number, stage in itertools.product(range(len(CORNERS)), (1, 2)):
+        dense = SPECIMENS["llama"].build()
+        engines = [engine_of(sgd(3, stage=stage, **corner(number)), SPECIMENS["llama"].build()) for _ in range(2)]
+        for batch in micro_batches:
+            engines[1].eval()
+            with torch.no_grad():
+                assert loss_of(engines[1], batch).item() == pytest.approx(loss_of(dense, batch).item(), abs=1e-5)
+            engines[1].train()
+            for engine in engines:
+                micro_step(engine, batch)
+        assert_identical(*[dense_state(engine) for engine in engines])
+
+
+class Sentences(Dataset[dict[str, torch.Tensor]]):
+    def __len__(self) -> int:
+        return 18
+
+    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
+        tokens = torch.randint(0, VOCABULARY, (8,), generator=torch.Generator().manual_seed(index))
+        return {"input_ids": tokens, "labels": tokens}
+
+
+def training_data(rank: Rank) -> None:
+    """`deepspeed.initialize(training_data=...)` gives each rank the batches that it gets with ZeRO-1."""
+    seen = []
+    for block in ({"subnetwork_data_parallel": {"holders": 1}}, {}):
+        settings = config() | {"optimizer": SGD, "dataloader_drop_last": True, "zero_allow_untested_optimizer": True}
+        del settings["subnetwork_data_parallel"]
+        model = SPECIMENS["llama"].build()
+        engine, _, loader, _ = deepspeed.initialize(
+            model=model, model_parameters=list(model.parameters()), config=settings | block, training_data=Sentences()
+        )
+        assert len(loader) == 4
+        seen.append([batch["input_ids"] for batch in loader])
+        for batch in loader:
+            loss = engine(**batch).loss
+            engine.backward(loss)
+            engine.step()
+        assert engine.global_steps == 4
+    for own, expected in zip(*seen, strict=True):
+        assert torch.equal(own, expected)
+
+
+def dtypes_spelt_out(rank: Rank) -> None:
+    """`data_types` that say what is so anyway change nothing; buffers get the dtype that is asked for."""
+    engines = [
+        engine_of(sgd() | more) for more in ({}, {"data_types": {"param_dtype": "fp32", "grad_accum_dtype": "fp32"}})
+    ]
+    for engine in engines:
+        train(engine, num_steps=2)
+    assert_identical(*[dense_state(engine) for engine in engines])
+    engine = engine_of(sgd() | {"bf16": {"enabled": True}, "data_types": {"buffer_dtype": "bf16"}})
+    train(engine, num_steps=1)
+    assert {buffer.dtype for buffer in engine.module.buffers()} == {torch.bfloat16}
+
+
+def _cases(size: int, options: pytest.Config) -> Iterator[tuple[str, Any]]:
+    for check in (
+        checkpointing,
+        checkpointing_with_torch_style_backward,
+        another_batch_size_while_training,
+        sizes_are_derived_as_with_zero_1,
+        the_callers_boundary,
+        evaluation_between_micro_batches,
+        training_data,
+        dtypes_spelt_out,
+    ):
+        yield check.__name__, check
+
+
+@pytest.mark.ranks(2, _cases)
+def test_two_ranks(outcome: str | None) -> None:
+    assert outcome is None, outcome

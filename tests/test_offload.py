@@ -1,0 +1,168 @@
+"""`offload_optimizer: cpu`: masters, moments and the step are in host memory, once; the numbers stay."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from models import batches, config, llama, loss_of
+from ranks import Rank
+from training import assert_identical, dense_state, engine_of, micro_step, train
+
+from sdp_deepspeed.places import Places
+from sdp_deepspeed.segments import Fragment
+from sdp_deepspeed.stepping import Offload, SteppedGroup
+from sdp_deepspeed.units import Piece
+
+TORCH_ADAMW = {"type": "AdamW", "params": {"lr": 1e-2, "torch_adam": True}}
+CPU_ADAMW = {"type": "AdamW", "params": {"lr": 1e-2}}  # with offload DeepSpeed takes its DeepSpeedCPUAdam
+PRECISIONS: dict[str, dict[str, Any]] = {
+    "fp32": {},
+    "bf16": {"bf16": {"enabled": True}},
+    "bf16+fp32": {"bf16": {"enabled": True}, "data_types": {"grad_accum_dtype": "fp32"}},
+}
+
+
+def settings_of(stage: int, *, device: str = "cpu", pin: bool = False, **block: Any) -> dict[str, Any]:
+    settings = config(**({"holders": 1, "check_agreement": True} | block)) | {"optimizer": TORCH_ADAMW}
+    settings |= {"gradient_clipping": 0.5, "zero_force_ds_cpu_optimizer": False, "gradient_accumulation_steps": 2}
+    settings["zero_optimization"] = {"stage": stage, "reduce_bucket_size": 2000}
+    if device == "cpu":
+        settings["zero_optimization"]["offload_optimizer"] = {"device": "cpu", "pin_memory": pin}
+    return settings
+
+
+def the_same_bits_as_without(rank: Rank) -> None:
+    """With torch's AdamW, whether memory is page-locked or not, at both stages."""
+    for stage, (name, more) in itertools.product((1, 2), PRECISIONS.items()):
+        regime, states, norms = ("backward" if name == "fp32" else "forward"), [], []
+        for device, pin in (("none", False), ("cpu", False), ("cpu", True)):
+            engine = engine_of(settings_of(stage, device=device, pin=pin, regime=regime) | more)
+            assert (engine.optimizer.settings.offload is not None) == (device == "cpu")
+            train(engine, num_steps=3, accumulation=2)
+            states.append(dense_state(engine))
+            norms.append(engine.get_global_grad_norm())
+        assert norms == norms[:1] * 3
+        assert_identical(states[0], states[1])
+        assert_identical(states[0], states[2])
+
+
+def one_copy_in_host_memory(rank: Rank) -> None:
+    """One flat fp32 master per param group, apart from the weights also when these are fp32, and its two moments."""
+    for stage, more in itertools.product((1, 2), PRECISIONS.values()):
+        engine = engine_of(settings_of(stage) | more)
+        train(engine, num_steps=1, accumulation=2)
+        weights = {tensor.untyped_storage().data_ptr() for tensor in engine.module.parameters()}
+        for group in engine.optimizer.groups:
+            (master,) = group.tensors
+            assert (master.dtype, master.device.type, master.numel()) == (torch.float32, "cpu", group.num_elements)
+            assert master.untyped_storage().data_ptr() not in weights
+            assert master.untyped_storage().nbytes() == 4 * group.num_elements
+            moments = [v for v in engine.optimizer.state[master].values() if v.numel() == group.num_elements]
+            assert [(v.dtype, v.device.type) for v in moments] == [(torch.float32, "cpu")] * 2
+            assert master.grad is None
+        assert set(engine.optimizer.state) == {group.tensors[0] for group in engine.optimizer.groups}
+
+
+def as_stock_zero_with_cpu_adam(rank: Rank) -> None:
+    """At C = 1, DeepSpeedCPUAdam in both; it vectorises its steps, so that they round otherwise than torch's."""
+    for stage in (1, 2):
+        settings = settings_of(stage, holders=2) | {"optimizer": CPU_ADAMW, "zero_force_ds_cpu_optimizer": True}
+        plain = {key: value for key, value in settings.items() if key != "subnetwork_data_parallel"}
+        engines = [engine_of(settings), engine_of(plain)]
+        assert [type(e.optimizer.optimizer).__name__ for e in engines] == ["DeepSpeedCPUAdam"] * 2
+        start = llama().state_dict()
+        for step in itertools.islice(batches(rank.size, 2), 5):
+            for batch in step[rank.rank]:
+                ours, expected = (micro_step(engine, batch) for engine in engines)
+                assert abs(ours - expected) <= 1e-5, (ours, expected)
+            norm, wanted = (float(engine.get_global_grad_norm()) for engine in engines)
+            assert abs(norm - wanted) <= 1e-5 * wanted
+        states = [dense_state(engine) for engine in engines]
+        differences = torch.stack([(states[0][name] - states[1][name]).norm() for name in start])
+        moves = torch.stack([(states[1][name] - start[name]).norm() for name in start])
+        assert differences.norm() <= 1e-5 * moves.norm(), (differences.norm(), moves.norm())
+
+
+def it_resumes(rank: Rank) -> None:
+    """Masters and moments come back into host memory, and training goes on with the same bits."""
+    wishes = [(1, "fp32", TORCH_ADAMW), (2, "bf16", TORCH_ADAMW), (2, "bf16+fp32", CPU_ADAMW)]
+    for index, (stage, precision, optimizer) in enumerate(wishes):
+        settings = settings_of(stage) | PRECISIONS[precision] | {"optimizer": optimizer}
+        engine = engine_of(settings)
+        train(engine, num_steps=2, accumulation=2)
+        folder = str(rank.folder / str(index))
+        engine.save_checkpoint(folder)
+        resumed = engine_of(settings)
+        assert resumed.load_checkpoint(folder)[0] is not None
+        for group, expected in zip(resumed.optimizer.groups, engine.optimizer.groups, strict=True):
+            assert torch.equal(group.tensors[0], expected.tensors[0])
+        for one in (engine, resumed):
+            train(one, num_steps=2, accumulation=2, first=2)
+        assert_identical(dense_state(resumed), dense_state(engine))
+
+
+def weights_from_outside(rank: Rank) -> None:
+    """`refresh_fp32_params` takes masters from the weights, in fp32 too; without it the old ones would come back."""
+    for more in (PRECISIONS["fp32"], PRECISIONS["bf16"]):
+        settings = settings_of(1) | more | {"optimizer": {"type": "SGD", "params": {"lr": 0.0}}}
+        engine = engine_of(settings | {"zero_allow_untested_optimizer": True})
+        with torch.no_grad():
+            for tensor in engine.held_tensors().values():
+                tensor.fill_(0.5)
+        engine.optimizer.refresh_fp32_params()
+        engine.backward(loss_of(engine, next(batches(rank.size, 1))[rank.rank][0]))
+        engine.optimizer.step()
+        assert all(bool((value == 0.5).all()) for value in dense_state(engine).values())
+
+
+def _cases(size: int, options: pytest.Config) -> Iterator[tuple[str, Any]]:
+    for check in (
+        the_same_bits_as_without,
+        one_copy_in_host_memory,
+        as_stock_zero_with_cpu_adam,
+        it_resumes,
+        weights_from_outside,
+    ):
+        yield check.__name__, check
+
+
+@pytest.mark.ranks(2, _cases)
+def test_two_ranks(outcome: str | None) -> None:
+    assert outcome is None, outcome
+
+
+@pytest.mark.parametrize("pin", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_group_in_host_memory(dtype: torch.dtype, pin: bool) -> None:
+    """fp32 weights have a master of their own too; only `write_back` changes weights."""
+    weight = torch.nn.Parameter(torch.arange(6.0).to(dtype))
+    group = SteppedGroup([Fragment(Piece("w", None, 0, 6), 1, 4)], Places({"w": weight}).weight, Offload(pin))
+    assert not group.in_place
+    for step in (1, 2):
+        group.link()
+        group.set_flat_gradient(torch.full((3,), 0.5))
+        torch.optim.SGD(group.tensors, lr=1.0).step()
+        assert weight.tolist() == [0, *(x - 0.5 * (step - 1) for x in (1, 2, 3)), 4, 5]
+        group.write_back()
+        assert weight.tolist() == [0, *(x - 0.5 * step for x in (1, 2, 3)), 4, 5]
+        assert group.tensors[0].grad is None
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.parametrize("pin", [False, True])
+def test_a_group_of_gpu_weights_in_host_memory(pin: bool) -> None:
+    weight = torch.nn.Parameter(torch.arange(6.0, device="cuda").bfloat16())
+    group = SteppedGroup([Fragment(Piece("w", None, 0, 6), 1, 4)], Places({"w": weight}).weight, Offload(pin))
+    for _ in range(3):
+        group.set_flat_gradient(torch.full((3,), 0.5, device="cuda"))
+        (master,) = group.tensors
+        assert master.grad is not None
+        assert (master.device.type, master.grad.device.type) == ("cpu", "cpu")
+        assert (master.is_pinned(), master.grad.is_pinned()) == (pin, pin)
+        torch.optim.SGD(group.tensors, lr=1.0).step()
+        group.write_back()
+    assert weight.tolist() == [0, -0.5, 0.5, 1.5, 4, 5]
