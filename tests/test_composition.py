@@ -15,7 +15,6 @@ import pytest
 import torch
 from models import SPECIMENS, VOCABULARY, batches, config, loss_of
 from ranks import Rank
-from torch import nn
 from torch.utils.data import Dataset
 from training import SGD, assert_identical, dense_state, engine_of, micro_step, sgd, train
 
@@ -50,29 +49,34 @@ KINDS: dict[str, Callable[[Any], None]] = {
 }
 
 
-def embedding_reads(model: nn.Module, layer: Callable[[Any], nn.Module]) -> list[int]:
-    """Grows by one each time the layer runs."""
+def layer_runs(model: Any) -> list[int]:
+    """Grows by one each time the MLP of one of the two layers begins to run."""
     runs: list[int] = []
-    layer(model).register_forward_hook(lambda *_: runs.append(1))
+    for layer in model.model.layers if hasattr(model, "model") else model.transformer.h:
+        layer.mlp.register_forward_pre_hook(lambda *_: runs.append(1))
     return runs
 
 
 def check_checkpointing(number: int, fold: Callable[[Any, torch.Tensor], Any]) -> None:
     """All kinds in one corner, each stage at least once, two micro-batches a step."""
-    name, layer = [("llama", lambda m: m.model.layers[1]), ("gpt2", lambda m: m.transformer.h[1])][number % 2]
+    name = ("llama", "gpt2")[number % 2]
     expected: dict[int, dict[str, torch.Tensor]] = {}
     for index, recompute in enumerate((None, None, None, *KINDS.values())):
         stage = STAGES[(index + number) % 3]
         model = SPECIMENS[name].build()
         if recompute is not None:
             recompute(model)
-        runs = embedding_reads(model, layer)
+        runs = layer_runs(model)
         engine = engine_of(sgd(2, stage=stage, **corner(number)), model)
         for step in itertools.islice(batches(2, 2), 2):
             for batch in step[engine.communicator.rank]:
                 fold(engine, batch)
         assert engine.global_steps == 2
-        assert len(runs) == (4 if recompute is None else 8)
+        assert len(runs) == 8 if recompute is None else len(runs) >= 12, (
+            index,
+            len(runs),
+            "what is lacking need not run again",
+        )
         state = dense_state(engine)
         assert_identical(state, expected.setdefault(stage, state))
 
@@ -91,13 +95,14 @@ def checkpointing_with_torch_style_backward(rank: Rank) -> None:
 
 
 def another_batch_size_while_training(rank: Rank) -> None:
-    """`set_train_batch_size`: from one micro-batch a step to three, against the oracle."""
+    """`set_train_batch_size`, against the oracle. DeepSpeed counts micro-batches from the start, so that a step is whole
+    only where the new number divides the count."""
     for number, stage in ((0, 1), (3, 2), (1, 0)):
         model = SPECIMENS["llama"].build()
         dense = deepcopy(model)
         engine = engine_of(sgd(stage=stage, clip=0.5, **corner(number)), model)
         reference = Reference(dense, engine.plan, lambda named: torch.optim.SGD(named.values(), lr=0.1), loss_of, 0.5)
-        for accumulation in (1, 3, 2):
+        for accumulation in (3, 1, 2):
             engine.set_train_batch_size(2 * rank.size * accumulation)
             step = next(batches(rank.size, accumulation, seed=accumulation))
             losses, norm = reference.step(step)
@@ -105,7 +110,7 @@ def another_batch_size_while_training(rank: Rank) -> None:
             assert found == pytest.approx(losses[rank.rank], abs=1e-5)
             assert engine.get_global_grad_norm() == pytest.approx(norm, rel=1e-5)
         assert engine.global_steps == 3
-        assert engine.global_samples == 2 * rank.size * (1 + 3 + 2)
+        assert engine.global_samples == 2 * rank.size * (3 + 1 + 2)
 
 
 BATCH_KEYS = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")

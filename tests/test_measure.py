@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator, Mapping
 from functools import partial
 from typing import Any
@@ -154,6 +155,23 @@ def peak_follows_activations(rank: Rank) -> None:
     assert recomputed < large, peaks
 
 
+def phases_are_told_apart(rank: Rank) -> None:
+    """A large batch has its peak in backward, a tiny one in the step; what a forward pass leaves grows with it."""
+    found = []
+    for size in (1, 64):
+        engine = engine_of(_settings(1, {"train_micro_batch_size_per_gpu": size}, holders=1), llama(num_layers=4))
+        stream = batches(rank.size, 1, size=size)
+        micro_step(engine, next(stream)[rank.rank][0])
+        with measured_step(engine) as figures:
+            micro_step(engine, next(stream)[rank.rank][0])
+        assert "step" not in vars(engine), "the engine's own method is back"
+        found.append(figures)
+    tiny, large = found
+    assert large.peak == large.peak_backward > large.peak_step
+    assert large.activations > 32 * tiny.activations > 0
+    assert tiny.peak == max(tiny.peak_backward, tiny.peak_step)
+
+
 def accumulation_is_one_step(rank: Rank) -> None:
     """Several micro-steps in one measured step: one exchange, and no more gradients than in one micro-step."""
     figures = []
@@ -168,6 +186,27 @@ def accumulation_is_one_step(rank: Rank) -> None:
         figures.append(measured)
     assert figures[0].sent == figures[1].sent
     assert figures[0].gradients == figures[1].gradients
+
+
+def collectives_do_not_follow_units(rank: Rank) -> None:
+    """One bucket or, of each model, an eighth: four times the units, as many calls, by operator."""
+    for stage, strategy, share in itertools.product((0, 1, 2), ("block", "neuron"), (None, 8)):
+        calls = []
+        for num_layers in (4, 16):
+            model = llama(num_layers)
+            size = 10**6 if share is None else sum(p.numel() for p in model.parameters()) // share
+            zero = {"stage": stage, "reduce_bucket_size": size, "allgather_bucket_size": size}
+            engine = engine_of(config(holders=1, strategy=strategy) | {"zero_optimization": zero}, model)
+            batch = next(batches(rank.size, 1))[rank.rank][0]
+            micro_step(engine, batch)
+            with TrafficCounter() as counter:
+                micro_step(engine, batch)
+            calls.append(counter.calls_by_operator)
+        few, many = calls
+        assert few.keys() == many.keys()
+        assert all(abs(few[name] - many[name]) <= (1 if share else 0) for name in few), (stage, strategy, share, calls)
+        if share is None:
+            assert few["alltoall_base_"] == 2, calls
 
 
 def measuring_changes_nothing(rank: Rank) -> None:
@@ -216,7 +255,13 @@ def _cases(_size: int, _options: pytest.Config) -> Iterator[tuple[str, Any]]:
             if stage:
                 check = partial(subnetwork_as_estimated, stage, bf16, Precision.of("bf16"), block=block)
                 yield f"{name}-stage{stage}-bf16", check
-    for other in (peak_follows_activations, accumulation_is_one_step, measuring_changes_nothing):
+    for other in (
+        peak_follows_activations,
+        phases_are_told_apart,
+        accumulation_is_one_step,
+        collectives_do_not_follow_units,
+        measuring_changes_nothing,
+    ):
         yield other.__name__, other
 
 

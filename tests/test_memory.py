@@ -1,7 +1,11 @@
-"""Lacking units have no storage, in no form, for the whole run: all live tensors of a rank are walked."""
+"""Lacking units have no storage, in no form, for the whole run: all live tensors of a rank are walked.
+
+And within a step nothing is there twice: the peak is weights, gradients, optimizer state and two buckets.
+"""
 
 from __future__ import annotations
 
+import gc
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,6 +18,7 @@ from torch import nn
 from training import engine_of
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from sdp_deepspeed.measure import measured_step
 from sdp_deepspeed.plan import Plan
 from sdp_deepspeed.units import Unit
 
@@ -21,10 +26,10 @@ BUCKET = 512  # elements; two buckets are a third of the smallest unit (a head i
 VOCABULARY = 97
 
 
-def model_of_units(dtype: torch.dtype = torch.float32) -> nn.Module:
+def model_of_units(dtype: torch.dtype = torch.float32, num_layers: int = 3) -> nn.Module:
     """Blocks of 12,352 and 18,496 elements, heads of 6,144, half an MLP of 9,216."""
     torch.manual_seed(0)
-    shape: dict[str, Any] = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 3}
+    shape: dict[str, Any] = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": num_layers}
     shape["vocab_size"] = VOCABULARY
     heads: dict[str, Any] = {"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 32}
     return LlamaForCausalLM(LlamaConfig(**shape, **heads)).to(dtype)
@@ -180,6 +185,9 @@ CASES = {
     "stage1-fp32-client": Memory(client=True),
     "stage1-bf16": Memory(precision="bf16"),
     "stage1-bf16+fp32": Memory(precision="bf16+fp32"),
+    "stage2-fp32": Memory(stage=2),
+    "stage2-neuron-bf16": Memory(stage=2, precision="bf16", strategy="neuron"),
+    "stage2-backward-bf16+fp32": Memory(stage=2, precision="bf16+fp32", regime="backward"),
     "backward": Memory(regime="backward"),
     "backward-stage0-bf16": Memory(stage=0, precision="bf16", regime="backward"),
     "neuron": Memory(strategy="neuron"),
@@ -192,8 +200,61 @@ CASES = {
 }
 
 
+PEAK_LAYERS = 12  # at stage 2 what waits for its bucket, most of a layer, is a small part of all
+PEAK_BUCKET = 8192  # elements: two are 2% of the state
+
+
+@dataclass(frozen=True)
+class Peak:
+    """One step's largest sum of live tensors, whoever holds them, with an optimizer that needs no scratch memory."""
+
+    case: Memory
+    accumulation: int = 1
+    overlap: bool = False
+
+    def __call__(self, rank: Rank) -> None:
+        settings = self.case.settings() | {"gradient_accumulation_steps": self.accumulation}
+        zero = {"reduce_bucket_size": PEAK_BUCKET, "allgather_bucket_size": PEAK_BUCKET, "overlap_comm": self.overlap}
+        settings["zero_optimization"] |= zero
+        settings["optimizer"]["params"] |= {"fused": True}
+        with Watch():
+            engine = engine_of(settings, model_of_units(num_layers=PEAK_LAYERS))
+            for _ in range(2):
+                self.step(engine)
+            gc.collect()
+            alive = [thing for thing in gc.get_objects() if issubclass(type(thing), torch.Tensor)]
+            with measured_step(engine, others=alive) as figures:
+                self.step(engine)
+        state = figures.weights + figures.gradients + figures.optimizer
+        if self.case.precision != "fp32":  # the master's gradient: a third of master and two moments
+            state += figures.optimizer // 3
+        buckets = (4 if self.overlap else 2) * PEAK_BUCKET * 4
+        assert state - PEAK_BUCKET * 4 <= figures.peak, "the tracker is blind"  # stage 2 sums what it has sent
+        assert figures.peak - figures.activations <= 1.1 * (state + buckets), (figures, state)
+        copy = min(figures.weights, figures.gradients)
+        assert figures.peak - figures.activations + copy > 1.1 * (state + buckets), "a second copy would not be seen"
+
+    def step(self, engine: Any) -> None:
+        """A batch so small that activations hardly count."""
+        for _ in range(self.accumulation):
+            batch = torch.randint(0, VOCABULARY, (1, 2))
+            engine.backward(loss_of(engine, batch))
+            engine.step()
+
+
+CORNERS = [(regime, strategy) for regime in ("forward", "backward") for strategy in ("block", "neuron")]
+PEAKS = {
+    f"peak-stage{stage}-{regime}-{strategy}": Peak(Memory(stage=stage, regime=regime, strategy=strategy))
+    for stage in (0, 1, 2)
+    for regime, strategy in CORNERS
+}
+PEAKS["peak-stage2-overlap"] = Peak(Memory(stage=2), accumulation=3, overlap=True)
+PEAKS["peak-stage1-overlap"] = Peak(Memory(stage=1), accumulation=3, overlap=True)
+PEAKS["peak-stage2-accumulation"] = Peak(Memory(stage=2, regime="backward"), accumulation=3)
+
+
 def _checks(size: int, config: pytest.Config) -> list[tuple[str, Check]]:
-    return list(CASES.items())
+    return [*CASES.items(), *PEAKS.items()]
 
 
 @pytest.mark.ranks(2, _checks)

@@ -88,8 +88,9 @@ def as_stock_zero_with_cpu_adam(rank: Rank) -> None:
 
 
 def it_resumes(rank: Rank) -> None:
-    """Masters and moments come back into host memory, and training goes on with the same bits."""
-    wishes = [(1, "fp32", TORCH_ADAMW), (2, "bf16", TORCH_ADAMW), (2, "bf16+fp32", CPU_ADAMW)]
+    """Masters and moments come back into host memory, and training goes on with the same bits; with DeepSpeedCPUAdam
+    to rounding, since it keeps powers of its betas as running products, which a resumed one computes at once."""
+    wishes = [(1, "fp32", TORCH_ADAMW), (2, "bf16", TORCH_ADAMW), (2, "fp32", CPU_ADAMW)]
     for index, (stage, precision, optimizer) in enumerate(wishes):
         settings = settings_of(stage) | PRECISIONS[precision] | {"optimizer": optimizer}
         engine = engine_of(settings)
@@ -102,7 +103,11 @@ def it_resumes(rank: Rank) -> None:
             assert torch.equal(group.tensors[0], expected.tensors[0])
         for one in (engine, resumed):
             train(one, num_steps=2, accumulation=2, first=2)
-        assert_identical(dense_state(resumed), dense_state(engine))
+        found, wanted = dense_state(resumed), dense_state(engine)
+        if optimizer is CPU_ADAMW:
+            assert all(torch.allclose(found[name], wanted[name], rtol=0, atol=1e-6) for name in wanted)
+        else:
+            assert_identical(found, wanted)
 
 
 def weights_from_outside(rank: Rank) -> None:
@@ -142,13 +147,15 @@ def test_a_group_in_host_memory(dtype: torch.dtype, pin: bool) -> None:
     weight = torch.nn.Parameter(torch.arange(6.0).to(dtype))
     group = SteppedGroup([Fragment(Piece("w", None, 0, 6), 1, 4)], Places({"w": weight}).weight, Offload(pin))
     assert not group.in_place
-    for step in (1, 2):
+    taken = 0.0
+    for gradient in (0.5, 0.25, 1.0):
         group.link()
-        group.set_flat_gradient(torch.full((3,), 0.5))
+        group.set_flat_gradient(torch.full((3,), gradient))
         torch.optim.SGD(group.tensors, lr=1.0).step()
-        assert weight.tolist() == [0, *(x - 0.5 * (step - 1) for x in (1, 2, 3)), 4, 5]
+        assert weight.tolist() == [0, *(x - taken for x in (1, 2, 3)), 4, 5]
         group.write_back()
-        assert weight.tolist() == [0, *(x - 0.5 * step for x in (1, 2, 3)), 4, 5]
+        taken += gradient
+        assert weight.tolist() == [0, *(x - taken for x in (1, 2, 3)), 4, 5]
         assert group.tensors[0].grad is None
 
 
@@ -157,8 +164,8 @@ def test_a_group_in_host_memory(dtype: torch.dtype, pin: bool) -> None:
 def test_a_group_of_gpu_weights_in_host_memory(pin: bool) -> None:
     weight = torch.nn.Parameter(torch.arange(6.0, device="cuda").bfloat16())
     group = SteppedGroup([Fragment(Piece("w", None, 0, 6), 1, 4)], Places({"w": weight}).weight, Offload(pin))
-    for _ in range(3):
-        group.set_flat_gradient(torch.full((3,), 0.5, device="cuda"))
+    for gradient in (0.5, 0.25, 0.75):
+        group.set_flat_gradient(torch.full((3,), gradient, device="cuda"))
         (master,) = group.tensors
         assert master.grad is not None
         assert (master.device.type, master.grad.device.type) == ("cpu", "cpu")

@@ -1,4 +1,4 @@
-"""At C = 1 the engine is data parallelism: plain DeepSpeed ZeRO-0 and ZeRO-1 on the same data agree with it."""
+"""At C = 1 the engine is data parallelism: plain DeepSpeed ZeRO-0, 1 and 2 on the same data agree with it."""
 
 from __future__ import annotations
 
@@ -32,6 +32,7 @@ class Parity:
     schedule: bool = False
     regime: str = "forward"
     strategy: str = "block"
+    overlap: bool = False  # with small buckets, so that several leave during backward
 
     def settings(self, **block: Any) -> dict[str, Any]:
         result = config(**block)
@@ -50,6 +51,9 @@ class Parity:
             result["bf16"] = {"enabled": True}
         if self.precision == "bf16+fp32":
             result["data_types"] = {"grad_accum_dtype": "fp32"}
+        if self.overlap:
+            buckets = dict.fromkeys(("reduce_bucket_size", "allgather_bucket_size"), 1000)
+            result["zero_optimization"] |= {"overlap_comm": True} | buckets
         return result
 
     def engine(self, **block: Any) -> Any:
@@ -119,6 +123,11 @@ FULL = (
     Parity(1, "AdamW", 3, 0.5, groups=True, schedule=True, strategy="neuron"),
     Parity(0, "SGD", 3, 0.0, regime="backward", strategy="neuron"),
     Parity(1, "AdamW", 1, 0.5, groups=True, regime="backward", strategy="neuron"),
+    Parity(2, "AdamW", 3, 0.5, groups=True, schedule=True),
+    Parity(2, "SGD", 3, 0.5, "bf16+fp32", overlap=True),
+    Parity(2, "AdamW", 3, 0.5, groups=True, overlap=True, regime="backward", strategy="neuron"),
+    Parity(2, "SGD", 1, 0.5, "bf16", strategy="neuron"),
+    Parity(1, "AdamW", 1, 0.5, groups=True, overlap=True),
 )
 SHORT = (
     Parity(0, "AdamW", 3, 0.5, schedule=True),
@@ -127,6 +136,8 @@ SHORT = (
     Parity(1, "AdamW", 3, 0.5, regime="backward"),
     Parity(0, "AdamW", 1, 0.5, groups=True, strategy="neuron"),
     Parity(1, "SGD", 1, 0.5, "bf16+fp32", regime="backward", strategy="neuron"),
+    Parity(2, "AdamW", 3, 0.5, overlap=True, strategy="neuron"),
+    Parity(2, "SGD", 3, 0.5, "bf16+fp32", groups=True, regime="backward"),
 )
 
 
@@ -141,6 +152,7 @@ def _cases(size: int, options: pytest.Config) -> Iterator[tuple[str, Any]]:
             case.precision,
         ]
         words += [f"clip{case.clip}"] * bool(case.clip) + ["groups"] * case.groups + ["schedule"] * case.schedule
+        words += ["overlap"] * case.overlap
         yield "-".join(words), case
 
 
