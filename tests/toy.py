@@ -101,17 +101,19 @@ class Trained:
 
 
 def run_toy(
-    toy: Toy, device: torch.device | None = None, observe: Callable[[Any], None] | None = None
+    toy: Toy, device: torch.device | None = None, observe: Callable[[SubnetworkOptimizer], None] | None = None
 ) -> list[Trained]:
     """Train on all ranks.
 
     Args:
-        observe: gets each rank's optimizer before the first step, and may spoil it.
+        observe: gets each rank's optimizer before the first step.
     """
     return run_mail(toy.layout.size, lambda group, box: _train(toy, group, box, observe), device=device)
 
 
-def _train(toy: Toy, group: Communicator, box: Mailbox, observe: Callable[[Any], None] | None) -> Trained:
+def _train(
+    toy: Toy, group: Communicator, box: Mailbox, observe: Callable[[SubnetworkOptimizer], None] | None
+) -> Trained:
     masks = toy.holds(group.rank)
     parameters = {
         name: nn.Parameter(value.to(box.device), requires_grad=bool(masks[name].any()))

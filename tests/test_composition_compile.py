@@ -1,0 +1,141 @@
+"""`torch.compile`: in training one graph without breaks, the same results; the dense model's evaluation runs uncompiled.
+
+Backends that are quick on a CPU: "eager" runs what was traced as it is, "aot_eager" traces backward too.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from models import SPECIMENS, batches, llama, loss_of
+from ranks import Rank
+from torch import nn
+from torch._dynamo.utils import counters
+from training import dense_state, engine_of, refusal, sgd, train
+
+CORNERS = list(itertools.product(("forward", "backward"), ("block", "neuron")))
+
+
+def layers_of(model: Any) -> nn.ModuleList:
+    return model.model.layers if hasattr(model, "model") else model.transformer.h
+
+
+def start(model: nn.Module, stage: int, corner: tuple[str, str]) -> Any:
+    torch._dynamo.reset()
+    counters.clear()
+    regime, strategy = corner
+    return engine_of(sgd(stage=stage, clip=0.5, regime=regime, strategy=strategy, check_agreement=True), model)
+
+
+def num_graphs() -> tuple[int, int]:
+    """What was compiled so far: graphs, and breaks between them."""
+    return counters["stats"]["unique_graphs"], sum(counters["graph_break"].values())
+
+
+def evaluated(engine: Any) -> float:
+    engine.eval()
+    with torch.no_grad():
+        loss = loss_of(engine, next(batches(1, 1))[0][0]).item()
+    engine.train()
+    return loss
+
+
+def followed(engine: Any) -> list[float]:
+    """Losses in training, in evaluation and in training again, and the norm."""
+    losses = [*train(engine, num_steps=2), evaluated(engine), *train(engine, num_steps=1, first=2), evaluated(engine)]
+    return [*losses, engine.get_global_grad_norm()]
+
+
+def compare(compiled: Any, expected: Any) -> None:
+    """The same operations, traced: only sums of gradients may have another order."""
+    assert followed(compiled) == pytest.approx(followed(expected), rel=1e-5)
+    own, other = dense_state(compiled), dense_state(expected)
+    assert own.keys() == other.keys()
+    for name, value in other.items():
+        torch.testing.assert_close(own[name], value, rtol=1e-4, atol=1e-6)
+
+
+def engine_compile(rank: Rank) -> None:
+    """`engine.compile()` in all corners and at all stages."""
+    for number, corner in enumerate(CORNERS):
+        name = ("llama", "gpt2")[number // 2]
+        engines = [start(SPECIMENS[name].build(), (2, 1, 0, 2)[number], corner) for _ in range(2)]
+        engines[0].compile(backend="aot_eager")
+        compare(*engines)
+        graphs, breaks = num_graphs()
+        assert breaks == 0
+        # In the backward regime a block's weights are frozen; that the first layer's input needs a gradient is news.
+        assert 1 <= graphs <= 2, (corner, graphs)
+
+
+def wrapped_before(rank: Rank) -> None:
+    """`torch.compile(model)` given to `deepspeed.initialize`: names stay those of the model."""
+    model = SPECIMENS["llama"].build()
+    names = list(model.state_dict())
+    compiled: Any = torch.compile(model, backend="eager")
+    engine = start(compiled, 2, CORNERS[3])
+    assert engine.module is model
+    expected = engine_of(sgd(stage=2, clip=0.5, regime="backward", strategy="neuron"), SPECIMENS["llama"].build())
+    compare(engine, expected)
+    assert num_graphs() == (1, 0)
+    assert list(dense_state(engine)) == names
+
+
+def compiled_layers(rank: Rank) -> None:
+    """Each layer wrapped by itself, with checkpointing: layers that look alike share a graph, as without us."""
+    for corner, limit in zip(CORNERS, (4, 1, 4, 1), strict=True):  # a layer's two blocks are here or not: four cases
+        model: Any = llama(6)
+        model.config.use_cache = False
+        layers = layers_of(model)
+        for index, layer in enumerate(layers):
+            layers[index] = torch.compile(layer, backend="eager")
+        engine = start(model, 1, corner)
+        expected = engine_of(sgd(clip=0.5, regime=corner[0], strategy=corner[1]), llama(6))
+        losses = train(engine, num_steps=2)
+        graphs, breaks = num_graphs()
+        assert 1 <= graphs <= limit, (corner, graphs)
+        assert breaks == 0
+        assert losses == pytest.approx(train(expected, num_steps=2), rel=1e-5)
+        assert evaluated(engine) == pytest.approx(evaluated(expected), rel=1e-5)
+        train(engine, num_steps=1)
+        assert num_graphs() == (graphs, 0), "evaluation, or coming back from it, compiled something"
+
+
+def compiled_parts(rank: Rank) -> None:
+    """A compiled MLP, and a compiled linear layer in it: a body in two parts does not run the held part twice."""
+    parts: list[Callable[[Any], nn.Module]] = [lambda layer: layer.mlp, lambda layer: layer.mlp.down_proj]
+    for part, corner in itertools.product(parts, (CORNERS[0], CORNERS[3])):
+        model = SPECIMENS["llama"].build()
+        for layer in layers_of(model):
+            part(layer).compile(backend="eager")
+        engine = start(model, 1, corner)
+        expected = engine_of(sgd(clip=0.5, regime=corner[0], strategy=corner[1]), SPECIMENS["llama"].build())
+        compare(engine, expected)
+
+
+def a_forward_of_its_own_is_refused(rank: Rank) -> None:
+    """Compiled as a method, it would go on with what this rank has."""
+    parts: list[tuple[str, Callable[[Any], nn.Module], tuple[str, str]]] = [
+        ("model.layers.0.mlp", lambda layer: layer.mlp, CORNERS[0]),
+        ("model.layers.0.mlp", lambda layer: layer.mlp, CORNERS[3]),
+        ("model.layers.0.mlp.down_proj", lambda layer: layer.mlp.down_proj, CORNERS[3]),
+    ]
+    for name, part, corner in parts:
+        model = SPECIMENS["llama"].build()
+        for layer in layers_of(model):
+            part(layer).forward = torch.compile(part(layer).forward, backend="eager")  # type: ignore[method-assign]
+        refusal(ValueError, lambda m=model, c=corner: start(m, 1, c), repr(name), "forward", "module.compile()")
+
+
+def _cases(size: int, options: pytest.Config) -> Iterator[tuple[str, Any]]:
+    for check in (engine_compile, wrapped_before, compiled_layers, compiled_parts, a_forward_of_its_own_is_refused):
+        yield check.__name__, check
+
+
+@pytest.mark.ranks(2, _cases)
+def test_two_ranks(outcome: str | None) -> None:
+    assert outcome is None, outcome
