@@ -28,12 +28,13 @@ class Averages:
     """What one step gets.
 
     Args:
-        flats: owned averages, one flat fp32 gradient per optimizer param group in the order of its fragments; None if
-            they lie in the local gradients of all holders instead (stage 0).
+        flats: owned averages, for each optimizer param group fp32 stretches in the order of its fragments: one flat
+            gradient, or several of whole fragments; None if they lie in the local gradients of all holders instead
+            (stage 0).
         squares: sum of squares of what this rank counts of the dense gradient (float64, []).
     """
 
-    flats: list[torch.Tensor] | None
+    flats: list[list[torch.Tensor]] | None
     squares: torch.Tensor
 
 
@@ -135,6 +136,8 @@ class StepAveraging(Averaging):
 
     Args:
         keeps_flats: stage 1. At stage 0 the owners send averages back to all holders.
+        needs_one_flat: for each optimizer param group whether its averages must be one tensor (a master's gradient).
+            Others grow bucket by bucket while local gradients go, so that never both are there as a whole.
     """
 
     def __init__(
@@ -146,25 +149,39 @@ class StepAveraging(Averaging):
         max_in_flight: int = 0,
         model_parallel: ModelParallel | None = None,
         keeps_flats: bool = True,
+        needs_one_flat: Sequence[bool] = (),
     ) -> None:
         super().__init__(
             exchange, gradients, group_sizes=group_sizes, max_in_flight=max_in_flight, model_parallel=model_parallel
         )
         self._keeps_flats = keeps_flats
+        self._needs_one_flat = list(needs_one_flat) or [True] * len(group_sizes)
 
     @torch.no_grad()
     def take(self) -> Averages:
         squares = torch.zeros((), dtype=torch.float64, device=self._device)
-        flats: list[torch.Tensor] | None = None
-        slots: list[list[torch.Tensor]] = []
-        if self._keeps_flats:
-            flats = [torch.empty(size, device=self._device) for size in self._group_sizes]
-            slots = self._slots(flats)
+        flats = [
+            [torch.empty(size, device=self._device)] if whole else []
+            for size, whole in zip(self._group_sizes, self._needs_one_flat if self._keeps_flats else (), strict=False)
+        ]
+        position = [0] * len(flats)
+
+        def slots(bucket: Bucket) -> list[torch.Tensor]:
+            found = []
+            for segment, fragments in self._exchange.owned(bucket):
+                group, length = segment.group, sum(fragment.stop - fragment.start for fragment in fragments)
+                if self._needs_one_flat[group]:
+                    found.append(flats[group][0].narrow(0, position[group], length))
+                    position[group] += length
+                else:
+                    flats[group].append(torch.empty(length, device=self._device))
+                    found.append(flats[group][-1])
+            return found
 
         def start(bucket: Bucket) -> Reduction:
             if not self._keeps_flats:
                 return self._exchange.start_reduce(bucket, self._gradients.view)
-            reduction = self._exchange.start_reduce(bucket, self._gradients.view, slots[bucket.index])
+            reduction = self._exchange.start_reduce(bucket, self._gradients.view, slots(bucket))
             self._free_packed(bucket)
             return reduction
 
@@ -175,7 +192,7 @@ class StepAveraging(Averaging):
                 self._send_back(reduction)
 
         pipelined(self._exchange.buckets, start, finish, max_in_flight=self._max_in_flight)
-        return Averages(flats, squares)
+        return Averages(flats if self._keeps_flats else None, squares)
 
     def _send_back(self, reduction: Reduction) -> None:
         bucket = reduction.bucket

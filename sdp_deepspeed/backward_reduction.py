@@ -117,7 +117,7 @@ class BackwardReduction(Averaging):
             squares += self._squares(bucket, self._sums[bucket.index])
         self.drop()
         flats.reverse()
-        return Averages([flats.pop().float() for _ in range(len(flats))], squares)  # no two copies of all of them
+        return Averages([[flats.pop().float()] for _ in range(len(flats))], squares)  # no two copies of all of them
 
     def _make_sums(self) -> list[torch.Tensor]:
         """All flats; zeros where there are none yet."""

@@ -146,6 +146,7 @@ class SubnetworkOptimizer(ZeROOptimizer):
             "model_parallel": self._model_parallel,
         }
         if self.settings.stage < 2:
+            options["needs_one_flat"] = [not group.in_place for group in self.groups]
             return StepAveraging(self.exchange, self._gradients, keeps_flats=self.settings.stage == 1, **options)
         dtypes = {parameter.dtype for parameter in self._parameters.values()}
         has_one = len(dtypes) == 1 and not self.settings.accumulate_in_fp32
@@ -247,8 +248,8 @@ class SubnetworkOptimizer(ZeROOptimizer):
                 group.set_gradients(self._gradients.view)
                 divide([tensor.grad for tensor in group.tensors if tensor.grad is not None], divisor)
             else:
-                divide([averages.flats[index]], divisor)
-                group.set_flat_gradient(averages.flats[index])
+                divide(averages.flats[index], divisor)
+                group.set_flat_gradient(*averages.flats[index])
         self.optimizer.step()
         for group in self.groups:
             group.write_back()

@@ -90,14 +90,31 @@ class SteppedGroup:
     def _flat_weights(self) -> list[torch.Tensor]:
         return read(self._weights, self.fragments)
 
-    def set_flat_gradient(self, flat: torch.Tensor) -> None:
-        """Give the optimizer `flat` (fp32, [num_elements]) as the gradient, without a copy on its own device."""
+    def set_flat_gradient(self, *stretches: torch.Tensor) -> None:
+        """Give the optimizer its gradient, without a copy on its own device.
+
+        Args:
+            stretches: fp32, together [num_elements]; one, or in place any number of whole fragments.
+        """
+        parts: list[torch.Tensor] = self._parts(stretches) if self.in_place else list(stretches)
         if self._offload is not None and self.fragments:
+            (flat,) = stretches
             flat = self._staged.copy_(flat) if self._staged is not None else self._to_host(flat)
             self._staged = flat if self._offload.pin_memory else None
-        stretches = flat.split(self.sizes) if self.in_place else [flat]
-        for tensor, stretch in zip(self.tensors, stretches, strict=True):
-            tensor.grad = stretch
+            parts = [flat]
+        for tensor, part in zip(self.tensors, parts, strict=True):
+            tensor.grad = part
+
+    def _parts(self, stretches: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """Each fragment's part of the gradient."""
+        sizes, parts = iter(self.sizes), list[torch.Tensor]()
+        for stretch in stretches:
+            start = 0
+            while start < stretch.numel():
+                size = next(sizes)
+                parts.append(stretch.narrow(0, start, size))
+                start += size
+        return parts
 
     def set_gradients(self, gradients: Views) -> None:
         """Give the optimizer averaged gradients of all that this rank holds (stage 0)."""

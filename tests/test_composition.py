@@ -95,8 +95,8 @@ def checkpointing_with_torch_style_backward(rank: Rank) -> None:
 
 
 def another_batch_size_while_training(rank: Rank) -> None:
-    """`set_train_batch_size`, against the oracle. DeepSpeed counts micro-batches from the start, so that a step is whole
-    only where the new number divides the count."""
+    """`set_train_batch_size`, against the oracle. DeepSpeed counts micro-batches from the start, so that a step
+    is whole only where the new number divides the count."""
     for number, stage in ((0, 1), (3, 2), (1, 0)):
         model = SPECIMENS["llama"].build()
         dense = deepcopy(model)
