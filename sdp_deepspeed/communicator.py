@@ -31,7 +31,7 @@ class Communicator:
     Args:
         dist: `torch.distributed`, `deepspeed.comm`, or anything with their functions.
         group: process group; None is the default group.
-        objects: who gathers objects, if not `dist`: DeepSpeed's comms logger ends the process when `deepspeed.comm` does.
+        objects: who gathers objects, if not `dist`: those of `deepspeed.comm` end the process under its comms logger.
     """
 
     def __init__(self, dist: Any, group: Any = None, *, objects: Any = None) -> None:

@@ -24,7 +24,7 @@ Mode = Literal["subnetwork", "streaming", "resident"]
 
 
 class _Model(nn.Module):
-    """Mixed in before the model's own class: what streams runs uncompiled, since no compiler sees through collectives."""
+    """Mixed in before the model's own class: what streams runs uncompiled, as no compiler sees through collectives."""
 
     _sdp_view: DenseView
 

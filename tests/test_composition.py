@@ -130,16 +130,16 @@ def sizes_of(engine: Any) -> list[Any]:
 
 def sizes_are_derived_as_with_zero_1(rank: Rank) -> None:
     """All data-parallel ranks count, also those that train one subnetwork together."""
-    given: list[dict[str, int]] = [
-        dict(zip(BATCH_KEYS, (12, None, None), strict=True)),
-        dict(zip(BATCH_KEYS, (12, None, 3), strict=True)),
-        dict(zip(BATCH_KEYS, (12, 2, None), strict=True)),
-        dict(zip(BATCH_KEYS, (None, 3, None), strict=True)),
-        dict(zip(BATCH_KEYS, (None, 3, 2), strict=True)),
+    given: list[tuple[int | None, ...]] = [
+        (12, None, None),
+        (12, None, 3),
+        (12, 2, None),
+        (None, 3, None),
+        (None, 3, 2),
     ]
     for sizes in given:
         settings = {key: value for key, value in sgd().items() if key not in BATCH_KEYS}
-        settings |= {key: value for key, value in sizes.items() if value is not None}
+        settings |= {key: value for key, value in zip(BATCH_KEYS, sizes, strict=True) if value is not None}
         settings["zero_allow_untested_optimizer"] = True
         block = settings.pop("subnetwork_data_parallel")
         expected = sizes_of(engine_of(settings))

@@ -20,7 +20,7 @@ from training import dense_state, engine_of, refusal, sgd, train
 CORNERS = list(itertools.product(("forward", "backward"), ("block", "neuron")))
 
 
-def layers_of(model: Any) -> nn.ModuleList:
+def layers_of(model: Any) -> Any:
     return model.model.layers if hasattr(model, "model") else model.transformer.h
 
 
@@ -134,7 +134,7 @@ def a_forward_of_its_own_is_refused(rank: Rank) -> None:
     for name, part, corner in parts:
         model = SPECIMENS["llama"].build()
         for layer in layers_of(model):
-            part(layer).forward = torch.compile(part(layer).forward, backend="eager")  # type: ignore[method-assign]
+            part(layer).forward = torch.compile(part(layer).forward, backend="eager")
         refusal(ValueError, lambda m=model, c=corner: start(m, 1, c), repr(name), "forward", "module.compile()")
 
 

@@ -3,19 +3,16 @@
 from __future__ import annotations
 
 import importlib
-import json
 from typing import Any
 
 import pytest
+from support_examples import HINTS, REFUSED, WORKS, ds_config, ids
 
 from sdp_deepspeed.config import KEY, SubnetworkConfig, parse
 from sdp_deepspeed.support import optimizer_refusal, refuse_unsupported, without_effect
 from sdp_deepspeed.support_rows import DEFAULT_CLIPPING, ELEMENTWISE_OPTIMIZERS, Row, is_elementwise
 from sdp_deepspeed.support_table import TABLE
 
-REFUSED = [row for row in TABLE if row.state in ("refused", "not built yet") and row.asks is not None]
-HINTS = [row for row in TABLE if row.state == "no effect"]
-WORKS = [row for row in TABLE if row.state == "works"]
 # Where DeepSpeed 0.19.8 declares the keys below; keys that it reads with a string literal are left out.
 MODELS = {
     "zero_optimization": ("deepspeed.runtime.zero.config", "DeepSpeedZeroConfig"),
@@ -24,35 +21,6 @@ MODELS = {
     "tensor_parallel": ("deepspeed.runtime.tensor_parallel.config", "TPTrainingConfig"),
     "compile": ("deepspeed.compile.config", "CompileConfig"),
 }
-BF16 = {"bf16": {"enabled": True}}
-# What a row's setting needs beside it to have an effect; ZeRO stage 1 and bf16 unless the row says otherwise.
-BESIDE: dict[str, dict[str, Any]] = {
-    "groups of neurons": {KEY: {"strategy": "neuron"}},
-    "scaled dense branches, backward regime": {KEY: {"regime": "backward"}},
-    "fp16, dynamic loss scale": {"bf16": {}},
-    "fp16, static loss scale": {"bf16": {}, "fp16": {"enabled": True}},
-    "fp16 master weights": {"bf16": {}, "fp16": {"enabled": True}},
-    "step without gradient norm": {"gradient_clipping": 0.0},
-    "no gradient norm, with clipping": {"gradient_clipping": 0.5},
-    "fp32 gradient sums, stage 0": {"zero_optimization": {"stage": 0}},
-    "optimizer in host memory, stage 0": {"zero_optimization": {"stage": 0}},
-    "accumulation by the caller, overlap, stages 0 and 1": {"zero_optimization": {"stage": 1, "overlap_comm": True}},
-    "SuperOffload": {"zero_optimization": {"stage": 1, "offload_optimizer": {"device": "cpu"}}},
-}
-
-
-def ds_config(row: Row, value: Any) -> dict[str, Any]:
-    """A config with `value` at the row's path, and what it needs beside it."""
-    config: dict[str, Any] = {**BF16, "zero_optimization": {"stage": 1}, **BESIDE.get(row.what, {})}
-    config = json.loads(json.dumps(config))  # a copy of its own, as read from a file
-    config[KEY] = {"coverage": 0.5, **config.get(KEY, {})}
-    if row.path:
-        *parents, last = row.path.split(".")
-        place = config
-        for key in parents:
-            place = place.setdefault(key, {})
-        place[last] = value
-    return config
 
 
 def parsed(config: dict[str, Any]) -> SubnetworkConfig:
@@ -63,10 +31,6 @@ def parsed(config: dict[str, Any]) -> SubnetworkConfig:
 
 def check(config: dict[str, Any]) -> None:
     refuse_unsupported(parsed(config), config)
-
-
-def ids(rows: list[Row]) -> list[str]:
-    return [row.what for row in rows]
 
 
 @pytest.mark.parametrize("row", REFUSED, ids=ids(REFUSED))
@@ -225,12 +189,33 @@ def test_deepspeed_knows_the_key(row: Row) -> None:
 
 
 # Keys that DeepSpeed's stages 0 to 2 do not read, and what needs no row: read before us, the same for any optimizer.
-NOT_OURS = """cpu_offload_use_pin_memory sub_group_size prefetch_bucket_size param_persistence_threshold
-    model_persistence_threshold max_live_parameters max_reuse_distance gather_16bit_weights_on_model_save
-    module_granularity_threshold use_all_reduce_for_fetch_params allgather_sequential
-    stage3_gather_fp16_weights_on_model_save memory_efficient_linear pipeline_loading_checkpoint override_module_apply
-    log_trace_cache_warnings enable_sanity_checks save_muon_momentum_buffer_in_memory leaf_module
-    auto_cast initial_scale_power loss_scale_window hysteresis consecutive_hysteresis min_loss_scale""".split()
+NOT_OURS = [
+    "cpu_offload_use_pin_memory",
+    "sub_group_size",
+    "prefetch_bucket_size",
+    "param_persistence_threshold",
+    "model_persistence_threshold",
+    "max_live_parameters",
+    "max_reuse_distance",
+    "gather_16bit_weights_on_model_save",
+    "module_granularity_threshold",
+    "use_all_reduce_for_fetch_params",
+    "allgather_sequential",
+    "stage3_gather_fp16_weights_on_model_save",
+    "memory_efficient_linear",
+    "pipeline_loading_checkpoint",
+    "override_module_apply",
+    "log_trace_cache_warnings",
+    "enable_sanity_checks",
+    "save_muon_momentum_buffer_in_memory",
+    "leaf_module",
+    "auto_cast",
+    "initial_scale_power",
+    "loss_scale_window",
+    "hysteresis",
+    "consecutive_hysteresis",
+    "min_loss_scale",
+]
 
 
 @pytest.mark.parametrize("first", ["zero_optimization", "bf16", "fp16"])

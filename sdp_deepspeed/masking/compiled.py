@@ -10,7 +10,7 @@ from ..architectures import Site
 
 
 def compile_in_place(model: nn.Module) -> nn.Module:
-    """`model` without the wrappers of `torch.compile`: what they wrap is compiled in place (`module.compile()`) instead.
+    """`model` without the wrappers of `torch.compile`: what they wrap is compiled in place, as by `module.compile()`.
 
     Names and classes are those of the model again, and what is mixed into a class later is seen by the compiler.
 
@@ -31,7 +31,7 @@ def _is_wrapper(module: nn.Module) -> bool:
 def _unwrap(wrapper: nn.Module) -> nn.Module:
     inner = wrapper._modules["_orig_mod"]
     assert inner is not None
-    inner._compiled_call_impl = wrapper.dynamo_ctx(inner._call_impl)  # type: ignore[operator, assignment]
+    inner._compiled_call_impl = wrapper.dynamo_ctx(inner._call_impl)  # type: ignore[operator]
     return inner
 
 
@@ -45,9 +45,9 @@ def check_forward(model: nn.Module, names: Iterable[str]) -> None:
     if strange:
         more = f" (+{len(strange) - 1} more)" if len(strange) > 1 else ""
         raise ValueError(
-            f"subnetwork_data_parallel: {strange[0]!r}{more} has a forward method of its own (compiled or wrapped), which "
-            "would not see what this rank lacks; compile with module.compile() or torch.compile(module) instead, or "
-            "wrap it after deepspeed.initialize"
+            f"subnetwork_data_parallel: {strange[0]!r}{more} has a forward method of its own (compiled or wrapped), "
+            "which would not see what this rank lacks; compile with module.compile() or torch.compile(module) instead, "
+            "or wrap it after deepspeed.initialize"
         )
 
 
