@@ -204,6 +204,12 @@ class StepAveraging(Averaging):
         self._exchange.distribute(bucket, self._gradients.view)
 
 
+def divide(gradients: list[torch.Tensor], divisor: float) -> None:
+    """In place, and in fp32 if they are: half precision could not hold what a loss scale is divided out of."""
+    if gradients and divisor != 1.0:
+        torch._foreach_div_(gradients, divisor)
+
+
 def global_norm(squares: torch.Tensor, communicator: Communicator, model_parallel: ModelParallel | None) -> float:
     """Norm of the dense gradient from what each rank counts; a collective of both groups."""
     communicator.sum(squares)

@@ -20,7 +20,7 @@ import torch
 if TYPE_CHECKING:
     from .engine import SubnetworkEngine
 
-FORMAT = 1
+FORMAT = 2
 _COUNTERS = ("global_steps", "global_samples", "skipped_steps", "micro_steps")
 
 
@@ -170,7 +170,7 @@ def _layout(engine: SubnetworkEngine) -> dict[str, Any]:
         "rank": engine.everyone.rank,
         "zero_stage": optimizer.settings.stage,
         "dtype": str(engine.get_data_types()[0]),
-        "stepped_elements": [group.num_elements for group in optimizer.groups],
+        "stepped": optimizer.layout(),  # follows from the plan, the param groups and the bucket sizes
     }
 
 

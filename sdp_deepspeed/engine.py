@@ -107,7 +107,7 @@ class SubnetworkEngine(DeepSpeedEngine):
                 self.communicator.rank,
                 scales=self.block.dense_branch_scale == "coverage",
             )
-        except ValueError as problem:
+        except Exception as problem:  # of any kind: the others wait for this rank
             error = problem
         self.everyone.raise_together(error)
         check_same_plan(self.plan, self.everyone)

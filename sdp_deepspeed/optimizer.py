@@ -6,6 +6,7 @@ happens during backward. Stage 0: the owner sends the average back and every hol
 
 from __future__ import annotations
 
+import hashlib
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -15,7 +16,7 @@ import torch
 from deepspeed.runtime.base_optimizer import ZeROOptimizer
 from deepspeed.runtime.fp16.loss_scaler import LossScaler, LossScalerBase
 
-from .averaging import Averages, Averaging, StepAveraging, global_norm, pipelined
+from .averaging import Averages, Averaging, StepAveraging, divide, global_norm, pipelined
 from .backward_reduction import BackwardReduction
 from .communicator import Communicator
 from .exchange import Exchange, Receivers
@@ -26,12 +27,6 @@ from .places import Places
 from .plan import Plan
 from .segments import NOT_OPTIMIZED, Bucket, Fragment, Segment, TensorInfo, build_buckets, build_segments
 from .stepping import Offload, SteppedGroup, repoint
-
-
-def divide(gradients: list[torch.Tensor], divisor: float) -> None:
-    """In place, and in fp32 if they are: half precision could not hold what a loss scale is divided out of."""
-    if gradients and divisor != 1.0:
-        torch._foreach_div_(gradients, divisor)
 
 
 @dataclass(frozen=True)
@@ -250,6 +245,7 @@ class SubnetworkOptimizer(ZeROOptimizer):
             else:
                 divide(averages.flats[index], divisor)
                 group.set_flat_gradient(*averages.flats[index])
+                averages.flats[index].clear()  # on a GPU what was copied to the host may go
         self.optimizer.step()
         for group in self.groups:
             group.write_back()
@@ -268,6 +264,10 @@ class SubnetworkOptimizer(ZeROOptimizer):
             self._returning.finish_distribute,
             max_in_flight=self.settings.max_in_flight,
         )
+
+    def layout(self) -> str:
+        """What this rank steps, in order (SHA-256, hex): states of two optimizers fit only if this is the same."""
+        return hashlib.sha256(repr([group.fragments for group in self.groups]).encode()).hexdigest()
 
     def gradient_tensors(self) -> list[torch.Tensor]:
         """Gradients that exist now, for measurements."""

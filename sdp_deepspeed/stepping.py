@@ -97,7 +97,7 @@ class SteppedGroup:
             stretches: fp32, together [num_elements]; one, or in place any number of whole fragments.
         """
         parts: list[torch.Tensor] = self._parts(stretches) if self.in_place else list(stretches)
-        if self._offload is not None and self.fragments:
+        if self._offload is not None and self.fragments and stretches[0].device.type != "cpu":
             (flat,) = stretches
             flat = self._staged.copy_(flat) if self._staged is not None else self._to_host(flat)
             self._staged = flat if self._offload.pin_memory else None

@@ -9,6 +9,7 @@ import itertools
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 from sdp_deepspeed.config import KEY, parse
@@ -114,6 +115,7 @@ class Share:
     refused_by: tuple[tuple[Row, int], ...]
 
 
+@cache
 def share() -> Share:
     """Counted over all cells."""
     refusals = [cell.refusals() for cell in all_cells()]

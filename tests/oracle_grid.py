@@ -120,7 +120,10 @@ def allowed_cells() -> tuple[Cell, ...]:
 def _drawn(draw: random.Random, size: int, holders: int, cell: Cell) -> Case:
     """The cell on a model that it can run with; the last draw stays if none of many can."""
     known = {name: getattr(cell, name) for name in FIELDS}
-    accumulation = {"accumulation": 1 if cell.accumulation == "none" else 3, "by_caller": cell.accumulation == "caller"}
+    accumulation: dict[str, Any] = {
+        "accumulation": 1 if cell.accumulation == "none" else 3,
+        "by_caller": cell.accumulation == "caller",
+    }
     for _ in range(100):
         case = Case(
             size,

@@ -16,6 +16,7 @@ BF16 = {"bf16": {"enabled": True}}
 # What a row's setting needs beside it to have an effect; ZeRO stage 1 and bf16 unless the row says otherwise.
 BESIDE: dict[str, dict[str, Any]] = {
     "replicas of subnetworks": {KEY: {"coverage": 1.0}},
+    "tensor parallelism (AutoTP)": {KEY: {"coverage": 1.0}},
     "groups of neurons": {KEY: {"strategy": "neuron"}},
     "scaled dense branches, backward regime": {KEY: {"regime": "backward"}},
     "fp16, dynamic loss scale": {"bf16": {}},

@@ -247,7 +247,7 @@ def a_failing_forward_returns_memory(rank: Rank) -> None:
 
 def a_rank_that_never_comes_is_named(rank: Rank) -> None:
     """Last, because the gate's group is broken afterwards; `refusal` cannot be used, since rank 1 sees no error."""
-    with mock.patch("sdp_deepspeed.engine.TIMEOUT", timedelta(seconds=2)):
+    with mock.patch("sdp_deepspeed.gate.TIMEOUT", timedelta(seconds=2)):
         engine = engine_with(llama())
     engine.eval()
     said, began = "", time.monotonic()
