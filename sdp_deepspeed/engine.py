@@ -34,7 +34,7 @@ from .plan import Plan
 from .planning import dense_tensors, plan_model
 from .settings import loss_scaler, network_of, optimizer_settings
 from .shards import Shards
-from .support import optimizer_refusal, refuse_unsupported
+from .support import optimizer_refusal, refuse_modules, refuse_unsupported, without_effect
 from .tensor_parallel import Undivided, check_groups, check_mpu, explained, join, peers_of
 
 _NO_OPTIMIZER = f"{KEY} needs an optimizer: name one in the config, or give deepspeed.initialize one"
@@ -65,8 +65,9 @@ class SubnetworkEngine(DeepSpeedEngine):
         refuse_unsupported(block, config)
         if getattr(model, CUT, False):  # before DeepSpeed broadcasts tensors of which some ranks have none
             raise ValueError(f"{KEY}: an earlier engine cut this model down to subnetworks; build or load it anew")
-        for warning in check_hosts():
-            logger.warning(warning)
+        refuse_modules(model)
+        for warning in check_hosts() + without_effect(block, config):
+            log_dist(warning, ranks=[0], level=logging.WARNING)
         if options.get("mesh_device") is not None:
             raise ValueError(
                 f"{KEY}: sequence parallelism is not possible, so deepspeed.initialize takes no mesh_param"

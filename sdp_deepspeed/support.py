@@ -44,6 +44,25 @@ def without_effect(config: SubnetworkConfig, ds_config: Mapping[str, Any]) -> li
     ]
 
 
+def refuse_modules(model: Any) -> None:
+    """Refuse a module whose gradients the exchange could not carry; no config says that a model has one.
+
+    Raises:
+        ValueError: by the module's name.
+    """
+    for name, module in model.named_modules():
+        if getattr(module, "sparse", False) is True:
+            raise ValueError(
+                f"{KEY}: {name!r} ({type(module).__name__}) makes sparse gradients, which is not possible with {KEY}; "
+                "build it with sparse=False"
+            )
+        if "deepspeed.moe.layer" in {base.__module__ for base in type(module).__mro__}:
+            raise ValueError(
+                f"{KEY}: {name!r} is a mixture of experts of DeepSpeed's, whose expert parallelism is not possible with "
+                f"{KEY}"
+            )
+
+
 def _refusal(row: Row, value: Any) -> str:
     state = "is not built yet" if row.state == "not built yet" else f"is not possible with {KEY}"
     note = f"; {row.note}" if row.note else ""

@@ -6,10 +6,11 @@ import importlib
 from typing import Any
 
 import pytest
+import torch
 from support_examples import HINTS, REFUSED, WORKS, ds_config, ids
 
 from sdp_deepspeed.config import KEY, SubnetworkConfig, parse
-from sdp_deepspeed.support import optimizer_refusal, refuse_unsupported, without_effect
+from sdp_deepspeed.support import optimizer_refusal, refuse_modules, refuse_unsupported, without_effect
 from sdp_deepspeed.support_rows import DEFAULT_CLIPPING, ELEMENTWISE_OPTIMIZERS, Row, is_elementwise
 from sdp_deepspeed.support_table import TABLE
 
@@ -207,3 +208,14 @@ def test_every_key_of_deepspeed_has_a_row(first: str) -> None:
     module_name, class_name = MODELS[first]
     fields = set(getattr(importlib.import_module(module_name), class_name).model_fields)
     assert fields - {row.path.split(".")[1] for row in TABLE if row.path.startswith(f"{first}.")} <= NOT_OURS
+
+
+def test_modules_whose_gradients_cannot_travel_are_refused() -> None:
+    class Experts(torch.nn.Module):
+        __module__ = "deepspeed.moe.layer"
+
+    refuse_modules(torch.nn.Sequential(torch.nn.Embedding(3, 2), torch.nn.Linear(2, 2)))
+    with pytest.raises(ValueError, match=r"'0' \(Embedding\) makes sparse gradients"):
+        refuse_modules(torch.nn.Sequential(torch.nn.Embedding(3, 2, sparse=True)))
+    with pytest.raises(ValueError, match=r"'1' is a mixture of experts"):
+        refuse_modules(torch.nn.Sequential(torch.nn.Identity(), Experts()))

@@ -196,6 +196,8 @@ class _LayerCopy(nn.Module):
         try:
             return super().__getattr__(name)
         except AttributeError:
+            if "_sdp_layer" not in self.__dict__:  # not there yet: it is being copied or unpickled
+                raise
             return getattr(self._sdp_layer, name)
 
     def __setattr__(self, name: str, value: Any) -> None:
