@@ -58,8 +58,7 @@ def refuse_modules(model: Any) -> None:
             )
         if "deepspeed.moe.layer" in {base.__module__ for base in type(module).__mro__}:
             raise ValueError(
-                f"{KEY}: {name!r} is a mixture of experts of DeepSpeed's, whose expert parallelism is not possible with "
-                f"{KEY}"
+                f"{KEY}: {name!r} is a mixture of experts of DeepSpeed's, whose expert parallelism is not possible here"
             )
 
 

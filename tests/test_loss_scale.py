@@ -56,19 +56,31 @@ def trace(
     rank: Rank, engine: Any, *, spoilt: Collection[int] = SPOILT, first: int = 0, last: int = NUM_STEPS
 ) -> tuple[list[Row], list[float]]:
     """Per step the scale after it, counts of skipped and of all steps, learning rate, and whether it was taken; and
-    the norms. Rank 1 alone has an infinite gradient in the `spoilt` steps."""
-    rows, norms = [], []
+    the norms. Rank 1 alone has an infinite gradient in the `spoilt` steps: everywhere, or in the odd ones of a single
+    element, of which one rank alone owns the average."""
+    rows, norms, element = [], [], [1.0]
+    handle = engine.module.lm_head.weight.register_hook(lambda gradient: _with_one(gradient, element[0]))
     for number, step in enumerate(itertools.islice(batches(rank.size, 1), first, last), first):
         loss = loss_of(engine, step[rank.rank][0])
-        engine.backward(loss * TOO_LARGE if rank.rank == 1 and number in spoilt else loss)
+        factor = TOO_LARGE if rank.rank == 1 and number in spoilt else 1.0
+        element[0] = factor if number % 2 else 1.0
+        engine.backward(loss if number % 2 else loss * factor)
         engine.step()
         rate = engine.get_lr()[0]
         scale, applied = float(engine.optimizer.cur_scale), bool(engine.was_step_applied())
         rows.append((scale, engine.skipped_steps, engine.global_steps, rate, applied))
         norms.append(float(engine.get_global_grad_norm()))
+    handle.remove()
     assert [norm == math.inf for norm in norms] == [number in spoilt for number in range(first, last)]
     assert gathered(rows) == [rows] * rank.size
     return rows, norms
+
+
+def _with_one(gradient: torch.Tensor, factor: float) -> torch.Tensor:
+    """With its first element made infinite, unless `factor` is 1."""
+    result = gradient.clone()
+    result[0, 0] = result[0, 0] if factor == 1.0 else math.inf
+    return result
 
 
 def compare_norms(ours: list[float], expected: list[float]) -> None:
