@@ -177,6 +177,13 @@ def evaluation_between_micro_batches(rank: Rank) -> None:
         assert_identical(*[dense_state(engine) for engine in engines])
 
 
+def step_on(engine: Any, batch: dict[str, torch.Tensor]) -> torch.Tensor:
+    loss = engine(**batch).loss
+    engine.backward(loss)
+    engine.step()
+    return batch["input_ids"]
+
+
 class Sentences(Dataset[dict[str, torch.Tensor]]):
     def __len__(self) -> int:
         return 18
@@ -197,11 +204,8 @@ def training_data(rank: Rank) -> None:
             model=model, model_parameters=list(model.parameters()), config=settings | block, training_data=Sentences()
         )
         assert len(loader) == 4
-        seen.append([batch["input_ids"] for batch in loader])
-        for batch in loader:
-            loss = engine(**batch).loss
-            engine.backward(loss)
-            engine.step()
+        loader.num_local_io_workers = 0  # else each rank starts processes
+        seen.append([step_on(engine, batch) for batch in loader])
         assert engine.global_steps == 4
     for own, expected in zip(*seen, strict=True):
         assert torch.equal(own, expected)
