@@ -11,4 +11,4 @@ ruff format --check .
 say "mypy"
 mypy
 say "pytest"
-exec python -m pytest --numprocesses 2 --dist loadfile "$@"
+exec python -m pytest --numprocesses 2 --dist loadfile --no-loadscope-reorder "$@"
