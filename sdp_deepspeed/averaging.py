@@ -6,7 +6,7 @@ from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 
@@ -138,6 +138,7 @@ class StepAveraging(Averaging):
         keeps_flats: stage 1. At stage 0 the owners send averages back to all holders.
         needs_one_flat: for each optimizer param group whether its averages must be one tensor (a master's gradient).
             Others grow bucket by bucket while local gradients go, so that never both are there as a whole.
+        options: as `Averaging`.
     """
 
     def __init__(
@@ -146,14 +147,11 @@ class StepAveraging(Averaging):
         gradients: Gradients,
         *,
         group_sizes: Sequence[int],
-        max_in_flight: int = 0,
-        model_parallel: ModelParallel | None = None,
         keeps_flats: bool = True,
         needs_one_flat: Sequence[bool] = (),
+        **options: Any,
     ) -> None:
-        super().__init__(
-            exchange, gradients, group_sizes=group_sizes, max_in_flight=max_in_flight, model_parallel=model_parallel
-        )
+        super().__init__(exchange, gradients, group_sizes=group_sizes, **options)
         self._keeps_flats = keeps_flats
         self._needs_one_flat = list(needs_one_flat) or [True] * len(group_sizes)
 
