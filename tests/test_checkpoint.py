@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from models import config
+from models import config, llama
 from ranks import Rank
 from torch import nn
 from training import assert_identical, dense_state, engine_of, refusal, train
@@ -53,16 +53,24 @@ def draw_after(seed: int) -> None:
 
 def an_interrupted_run_goes_on(rank: Rank) -> None:
     """Bit for bit: losses, weights, moments, masters, schedule, counters, random numbers."""
-    cases = [(0, "fp32"), (1, "fp32"), (1, "bf16"), (0, "bf16"), (1, "bf16+fp32")]
-    for stage, precision in cases:
+    backward, neuron = {"regime": "backward"}, {"strategy": "neuron"}
+    cases: list[tuple[int, str, dict[str, Any]]] = [
+        (0, "fp32", {}),
+        (1, "fp32", backward),
+        (1, "bf16", neuron),
+        (0, "bf16", backward | neuron),
+        (2, "bf16+fp32", {}),
+        (2, "fp32", neuron),
+    ]
+    for stage, precision, block in cases:
         folder = str(rank.folder / f"{stage}{precision}")
-        engine = engine_of(settings_of(stage, precision))
+        engine = engine_of(settings_of(stage, precision, **block))
         train(engine, num_steps=3)
         draw_after(rank.rank)
         engine.save_checkpoint(folder, client_state={"position": 17, "name": "x"})
         numbers, losses = draw(), train(engine, num_steps=3, first=3)
 
-        resumed = engine_of(settings_of(stage, precision))
+        resumed = engine_of(settings_of(stage, precision, **block))
         train(resumed, num_steps=1, seed=9)  # its state is not the initial one
         path, client_state = resumed.load_checkpoint(folder)
         assert path == str(Path(folder) / "global_step3")
@@ -146,6 +154,43 @@ def parts_of_a_checkpoint(rank: Rank) -> None:
         refusal(ValueError, partial(engine.load_checkpoint, folder, custom_load_fn=print), "not supported")
 
 
+def frozen_parameters_may_be_left_out(rank: Rank) -> None:
+    def with_frozen_embeddings() -> Any:
+        model = llama()
+        model.get_input_embeddings().weight.requires_grad_(False)
+        return engine_of(settings_of(), model)
+
+    engine = with_frozen_embeddings()
+    train(engine, num_steps=2)
+    expected = dense_state(engine)
+    for excluded in (False, True):
+        folder = str(rank.folder / f"{excluded}")
+        engine.save_checkpoint(folder, exclude_frozen_parameters=excluded)
+        other = with_frozen_embeddings()
+        train(other, num_steps=1, seed=3)
+        if excluded:
+            refusal(ValueError, partial(other.load_checkpoint, folder), "1 tensors are missing", "load_module_strict")
+        other.load_checkpoint(folder, load_module_strict=not excluded)
+        assert_identical(dense_state(other), expected)
+        assert train(other, num_steps=1, first=2) == train_copy(engine, folder)
+
+
+def train_copy(engine: Any, folder: str) -> list[float]:
+    """A step that is taken back."""
+    losses = train(engine, num_steps=1, first=2)
+    engine.load_checkpoint(folder, load_module_strict=False)
+    return losses
+
+
+def tags_must_agree(rank: Rank) -> None:
+    engine = engine_of(settings_of())
+    save = partial(engine.save_checkpoint, str(rank.folder), tag=f"of_rank_{rank.rank}")
+    refusal(ValueError, save, "different tags", "of_rank_0", "of_rank_1")
+    for tag in ("a/b", ".hidden", "latest", ""):
+        refusal(ValueError, partial(engine.save_checkpoint, str(rank.folder), tag=tag), "tag", "name of a folder")
+    assert not list(rank.folder.iterdir())
+
+
 def saving_behind_the_training(rank: Rank) -> None:
     """What is saved is the state at the call, whatever steps follow; an error comes with the next call."""
     engine = engine_of(settings_of(1, "bf16", checkpoint={"asynchronous": True}))
@@ -171,6 +216,8 @@ def _cases(size: int, options: pytest.Config) -> Iterator[tuple[str, Any]]:
         nothing_to_load,
         client_state_is_plain,
         parts_of_a_checkpoint,
+        frozen_parameters_may_be_left_out,
+        tags_must_agree,
         saving_behind_the_training,
     ):
         yield check.__name__, check

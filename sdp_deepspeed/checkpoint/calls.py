@@ -104,6 +104,9 @@ class CheckpointingEngine(DeepSpeedEngine):
 
     def _save(self, target: Target, client_state: Mapping[str, Any], *, exclude_frozen: bool) -> None:
         files.check_tag(target.tag)
+        tags = self.everyone.gather_objects(target.tag)
+        if len(set(tags)) > 1:
+            raise ValueError(f"save_checkpoint: ranks gave different tags ({sorted(set(tags))[:5]}); give one to all")
         if self._saver is None:  # a group of its own, on the host: it may work while others communicate
             group = dist.new_group(backend="gloo")
             self._saver = Saver(Communicator(dist, group), group)

@@ -80,7 +80,7 @@ class Layout:
         for fragment in fragments:
             piece, flat, start = fragment.piece, flat_of(fragment), 0
             for box in boxes_of(fragment, self._own_shape(piece)):
-                values = _in_box(flat.narrow(0, start, box.num_elements), box, piece.dim or 0)
+                values = in_box(flat.narrow(0, start, box.num_elements), box, piece.dim or 0)
                 self._add(target, key, piece, box, values)
                 start += box.num_elements
 
@@ -159,7 +159,7 @@ def locate(group: SteppedGroup) -> Callable[[Fragment, Sequence[torch.Tensor]], 
     return find
 
 
-def _in_box(flat: torch.Tensor, box: Box, dim: int) -> torch.Tensor:
+def in_box(flat: torch.Tensor, box: Box, dim: int) -> torch.Tensor:
     """Elements of a box, which travel with `dim` first, shaped like the box."""
     if not box.sizes:
         return flat.view(())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -118,7 +119,9 @@ def load_tensors(
 
 def _read(targets: StateDict, reader: StorageReader) -> None:
     if targets:
-        dcp.load(dict(targets), storage_reader=reader, planner=LoadPlanner(), no_dist=True)
+        with warnings.catch_warnings():  # DCP remarks that it is told not to communicate
+            warnings.filterwarnings("ignore", category=UserWarning, module=r"torch\.distributed\.checkpoint")
+            dcp.load(dict(targets), storage_reader=reader, planner=LoadPlanner(), no_dist=True)
 
 
 def _weight_targets(layout: Layout, metadata: Metadata, *, strict: bool) -> StateDict:

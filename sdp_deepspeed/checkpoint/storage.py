@@ -9,6 +9,7 @@ import os
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -204,15 +205,18 @@ class SafetensorsReader(StorageReader):
         Raises:
             ValueError: the index is not what a writer wrote.
         """
+        return self._metadata
+
+    @cached_property
+    def _metadata(self) -> Metadata:
         path = self._folder / INDEX
         try:
-            facts = json.loads(path.read_text())
-            return _metadata(facts)
+            return _metadata(json.loads(path.read_text()))
         except (OSError, KeyError, TypeError, ValueError) as problem:
             raise ValueError(f"checkpoint: {path} cannot be read: {problem}") from problem
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
-        files = self.read_metadata().storage_data
+        files = self._metadata.storage_data
         by_file = defaultdict(list)
         for item in plan.items:
             by_file[files[item.storage_index]].append(item)
