@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from plot import similarity_by_layer
-from tables_of_counts import collectives, model_state, peak_memory
+from tables_of_counts import collectives, faults, model_state, peak_memory, startup
 
 OVERLAP = ", overlap"  # as in step_time.py
 RESULTS = Path(__file__).parent / "results"
@@ -129,6 +129,8 @@ MAKERS = {
     "peak_memory": peak_memory,
     "collectives": collectives,
     "similarity": similarity,
+    "startup": startup,
+    "faults": faults,
 }
 
 

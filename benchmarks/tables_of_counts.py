@@ -67,6 +67,47 @@ def collectives(result: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
+def startup(result: dict[str, Any]) -> str:
+    """Peaks of the rank that has most, beside the dense model's weights and as a share of plain DeepSpeed's peak."""
+    lines = [
+        f"{result['num_ranks']} ranks, C = {result['arguments']['coverage']:g}; MiB; shares are of the peak of "
+        f"{result['baseline']}, and of the dense model's weights in fp32",
+        "",
+        "| model (shared by all workers) | precision | | weights | peak | share | of weights | at the end | process "
+        "| before |",
+        "|---|---|---|---|---|---|---|---|---|---|",
+    ]
+    baselines = {}
+    for row in result["results"]:
+        peak, resting, process, before = (
+            max(rank[kind] for rank in row["ranks"]) / MIB
+            for kind in ("peak", "at_end", "process_peak", "process_before")
+        )
+        if row["name"] == result["baseline"]:
+            baselines[row["model"], row["precision"]] = peak
+        share = peak / baselines[row["model"], row["precision"]]
+        weights = 4 * row["num_parameters"] / MIB
+        lines.append(
+            f"| {row['model']} ({row['num_shared'] / row['num_parameters']:.0%}) | {row['precision']} | {row['name']} "
+            f"| {weights:.0f} | {peak:.0f} | {share:.2f} | {peak / weights:.2f} | {resting:.0f} | {process:.0f} "
+            f"| {before:.0f} |"
+        )
+    return "\n".join(lines)
+
+
+def faults(result: dict[str, Any]) -> str:
+    """Where kills fell, and what came of them."""
+    lines = [
+        f"{result['kills']} kills of one rank or both of {result['ranks']}, {result['starts']} starts; "
+        f"{len(result['problems'])} problems; a rank that was left alone ended after at most "
+        f"{result['slowest_survivor_seconds']:g} s",
+        "",
+        "| killed at | times |",
+        "|---|---|",
+    ]
+    return "\n".join([*lines, *(f"| {place} | {count} |" for place, count in result["kills_by_place"].items())])
+
+
 def most_calls(row: dict[str, Any]) -> int:
     """Of the rank with most."""
     return max(sum(calls.values()) for calls in row["ranks"])

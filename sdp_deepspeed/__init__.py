@@ -11,7 +11,7 @@ from typing import Any
 from . import seam
 from .version import __version__
 
-__all__ = ["Plan", "__version__", "initialize"]
+__all__ = ["Init", "Plan", "__version__", "initialize"]
 
 seam.arm()
 
@@ -28,4 +28,8 @@ def __getattr__(name: str) -> Any:
         from .plan import Plan
 
         return Plan
+    if name == "Init":
+        from .deferred import Init
+
+        return Init
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import torch
 
@@ -16,7 +17,7 @@ from .units import Piece
 def digest(tensor: torch.Tensor) -> str:
     """SHA-256 of a tensor's bytes."""
     flat = tensor.detach().contiguous().view(-1).view(torch.uint8).cpu()
-    return hashlib.sha256(flat.numpy().tobytes()).hexdigest()
+    return hashlib.sha256(flat.numpy().data).hexdigest()
 
 
 def check_same_plan(plan: Plan, communicator: Communicator) -> None:
@@ -36,15 +37,18 @@ def check_same_plan(plan: Plan, communicator: Communicator) -> None:
         )
 
 
-def run_together(communicator: Communicator, *checks: Callable[[], None]) -> None:
-    """Run checks one after the other on every rank; an error of some is raised on all before the next."""
-    for check in checks:
+def run_together(communicator: Communicator, *works: Callable[[], Any]) -> Any:
+    """Run works one after the other on every rank; an error of some is raised on all before the next. Returns what the
+    last one returns."""
+    result = None
+    for work in works:
         error: Exception | None = None
         try:
-            check()
+            result = work()
         except Exception as problem:  # of any kind: the others wait for this rank
             error = problem
         communicator.raise_together(error)
+    return result
 
 
 def differing_replicas(tensors: Mapping[str, torch.Tensor], communicator: Communicator) -> str:

@@ -38,7 +38,7 @@ from .settings import loss_scaler, network_of, optimizer_settings
 from .shards import Shards
 from .start import Deferred, check_initialised_alike, refuse_tensor_parallel
 from .support import optimizer_refusal, refuse_modules, refuse_unsupported, without_effect
-from .tensor_parallel import Undivided, check_groups, check_mpu, explained, join, peers_of
+from .tensor_parallel import Undivided, check_groups, check_mpu, check_size, explained, join, peers_of
 
 _NO_OPTIMIZER = f"{KEY} needs an optimizer: name one in the config, or give deepspeed.initialize one"
 
@@ -86,6 +86,7 @@ class SubnetworkEngine(CheckpointingEngine):
 
     def _configure_tensor_parallel(self, model: nn.Module, tp_config: Any) -> Any:
         refuse_tensor_parallel(self._deferred)
+        check_size(int(self.autotp_size()), torch.distributed.get_world_size())
         self._undivided = Undivided.of(model)
         with explained(model):
             return super()._configure_tensor_parallel(model, tp_config)
@@ -131,21 +132,18 @@ class SubnetworkEngine(CheckpointingEngine):
             self._deferred.materialise(self._mask, self.device, self.everyone)
             self._deferred = None
             weight, tensors = self._mask.places.weight, self._tensors
-            check_initialised_alike(
-                lambda: check_holders_agree(weight, tensors, self._local_plan, self.communicator)
-            )
+            check_initialised_alike(lambda: check_holders_agree(weight, tensors, self._local_plan, self.communicator))
         self._dense = DenseView(model, self._mask, self._local_plan, self.communicator, make_gate(torch.distributed))
         log_dist(f"{KEY}\n{self.plan.table(costs)}", ranks=[0])
 
     def _configure_optimizer(self, client_optimizer: Any, model_parameters: Any) -> None:
-        if client_optimizer is None:
-            optimizer_refusal(self.optimizer_name(), self.block)
-        elif isinstance(client_optimizer, torch.optim.Optimizer):
-            optimizer_refusal(type(client_optimizer).__name__, self.block)
+        name = self.optimizer_name() if client_optimizer is None else type(client_optimizer).__name__
+        if client_optimizer is None or isinstance(client_optimizer, torch.optim.Optimizer):
+            run_together(self.everyone, partial(optimizer_refusal, name, self.block))
         super()._configure_optimizer(client_optimizer, model_parameters)
 
     def _do_optimizer_sanity_check(self, basic_optimizer: Any) -> str:
-        optimizer_refusal(type(basic_optimizer).__name__, self.block)
+        run_together(self.everyone, partial(optimizer_refusal, type(basic_optimizer).__name__, self.block))
         return ZERO_OPTIMIZATION  # every stage and precision takes our optimizer
 
     def _configure_zero_optimizer(self, optimizer: Any) -> SubnetworkOptimizer:
@@ -198,14 +196,21 @@ class SubnetworkEngine(CheckpointingEngine):
         Args:
             resident: hold the whole model at once (generation, state dict). By default each lacking unit is fetched
                 just before it runs and freed after, which takes the memory of the subnetwork plus one unit. For
-                gradients of the dense model use `torch.autograd.grad`. After weights were loaded into it, call
-                `engine.optimizer.refresh_fp32_params()`: with bf16 the next step starts from fp32 masters.
+                gradients of the dense model use `torch.autograd.grad`. The next step starts from the weights
+                as they are left.
 
         Raises:
             RuntimeError: on all ranks, naming ranks, when they do not do the same inside.
         """
         with self._dense(resident=resident), self._parallel.whole_state_dicts():
             yield
+        if resident:
+            self.optimizer.refresh_fp32_params()
+
+    def load_module_state_dict(self, *args: Any, **options: Any) -> None:
+        """As DeepSpeed's; the next step starts from these weights."""
+        super().load_module_state_dict(*args, **options)
+        self.optimizer.refresh_fp32_params()
 
     def held_tensors(self) -> dict[str, torch.Tensor]:
         """Parameters and buffers that this rank stores for its subnetwork, by dense name; parts of them where neurons

@@ -155,6 +155,26 @@ class _LiveTensors(MemTracker):
         return peak
 
 
+@dataclass
+class LiveBytes:
+    """Bytes of tensors in host memory that came to life in a block: the largest sum, and the sum at its end."""
+
+    peak: int = 0
+    at_end: int = 0
+
+
+@contextmanager
+def watched_host_memory() -> Iterator[LiveBytes]:
+    """What tensors take inside the block, however they are made; filled in at its end. Tensors without data do not
+    count, nor does what lived before."""
+    figures, tracker = LiveBytes(), MemTracker()
+    with tracker:
+        yield figures
+        peak, current = tracker.get_tracker_snapshot("peak"), tracker.get_tracker_snapshot("current")
+        cpu = torch.device("cpu")
+        figures.peak, figures.at_end = (int(found[cpu]["Total"]) if cpu in found else 0 for found in (peak, current))
+
+
 class _Phases:
     """Tells forward and backward passes from `engine.step`."""
 

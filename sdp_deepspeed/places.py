@@ -65,6 +65,10 @@ class Places:
             self._places[piece] = Place(start, lacking)
             start += piece.length
 
+    def cut_pieces(self, parameter: str) -> list[Piece]:
+        """The pieces of a tensor that lie side by side here; none if it lies as in the dense model, or not at all."""
+        return [piece for piece in self._places if piece.parameter == parameter]
+
     def weight(self, piece: Piece) -> torch.Tensor:
         """View of the piece in the weights, shaped as in the dense model; all pieces that this rank stores."""
         place = self._places.get(piece)

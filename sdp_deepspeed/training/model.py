@@ -5,19 +5,26 @@ from __future__ import annotations
 import difflib
 import textwrap
 from collections.abc import Mapping
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
 from huggingface_hub.errors import StrictDataclassError
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from sdp_deepspeed.config import parse
+from sdp_deepspeed.deferred import Init
 
-def build_model(shape: Mapping[str, Any], *, seed: int, gradient_checkpointing: bool = False) -> torch.nn.Module:
+
+def build_model(
+    shape: Mapping[str, Any], *, seed: int, gradient_checkpointing: bool = False, deferred: bool = False
+) -> torch.nn.Module:
     """A causal language model with fresh weights in fp32.
 
     Args:
         shape: a Transformers config with `model_type`.
         seed: of the weights; the same on every rank gives the same model.
+        deferred: leave it to `deepspeed.initialize` to make each rank's part of the weights; they are the same.
 
     Raises:
         ValueError: a model type that Transformers does not know, or a shape that it does not accept.
@@ -26,7 +33,9 @@ def build_model(shape: Mapping[str, Any], *, seed: int, gradient_checkpointing: 
         config = AutoConfig.for_model(**dict(shape))
         _refuse_misspelt(shape, config)
         torch.manual_seed(seed)
-        model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+        context: AbstractContextManager[Any] = Init() if deferred else nullcontext()
+        with context:
+            model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     except (ValueError, TypeError, KeyError, StrictDataclassError) as error:
         reason = textwrap.shorten(str(error), 300, placeholder=" ...")
         raise ValueError(
@@ -35,6 +44,11 @@ def build_model(shape: Mapping[str, Any], *, seed: int, gradient_checkpointing: 
     if gradient_checkpointing:
         model.gradient_checkpointing_enable()
     return model
+
+
+def may_defer(deepspeed_config: Mapping[str, Any]) -> bool:
+    """Whether a config has our engine fill in the weights: plain DeepSpeed and tensor parallelism need them before."""
+    return parse(deepspeed_config) is not None and "tensor_parallel" not in deepspeed_config
 
 
 def _refuse_misspelt(shape: Mapping[str, Any], config: Any) -> None:

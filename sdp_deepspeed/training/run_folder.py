@@ -198,8 +198,12 @@ class RunFolder:
         return any(self.checkpoints.glob("step_*"))
 
     def prune_checkpoints(self, keep: int) -> None:
-        """After a new checkpoint is complete: remove all but the newest `keep`."""
+        """After a new checkpoint is complete: remove all but the newest `keep`, and never what `latest` names: steps
+        after it can be there where a run was killed right before it was written, or resumed from an older one."""
         if self.writes:
+            latest = self.checkpoints / "latest"
+            named = latest.read_text(encoding="utf-8").strip() if latest.exists() else None
             for path in sorted(self.checkpoints.glob("step_*"))[:-keep]:
-                with writing(path):
-                    shutil.rmtree(path)
+                if path.name != named:
+                    with writing(path):
+                        shutil.rmtree(path)

@@ -21,7 +21,7 @@ from sdp_deepspeed.data.prepare import prepare
 from sdp_deepspeed.training import host
 from sdp_deepspeed.training.loop import Run, resume, train
 from sdp_deepspeed.training.mistakes import reported, reported_mistakes
-from sdp_deepspeed.training.model import build_model, check_fits
+from sdp_deepspeed.training.model import build_model, check_fits, may_defer
 from sdp_deepspeed.training.options import Options
 from sdp_deepspeed.training.progress import Progress
 from sdp_deepspeed.training.reporting import write_report
@@ -75,7 +75,12 @@ def _set_up(options: Options, folder: RunFolder) -> Run:
     """Model, engine and data, at the last checkpoint if there is one."""
     on_first_rank(folder.create)
     data_config = DataConfig.from_dict(options.data)
-    model = build_model(options.model, seed=options.seed, gradient_checkpointing=options.gradient_checkpointing)
+    model = build_model(
+        options.model,
+        seed=options.seed,
+        gradient_checkpointing=options.gradient_checkpointing,
+        deferred=may_defer(options.deepspeed_config),
+    )
     engine, *_ = deepspeed.initialize(
         model=model, model_parameters=list(model.parameters()), config=options.deepspeed_config
     )

@@ -1,6 +1,6 @@
 """Time to save and to load a checkpoint, ours and plain ZeRO-1's, paired on the same disk.
 
-    deepspeed --num_gpus 4 benchmarks/checkpoints.py --output benchmarks/results/checkpoints_4_ranks.json
+    deepspeed --num_gpus 4 benchmarks/checkpoint_time.py --output benchmarks/results/checkpoints_4_ranks.json
 
 Contestants take turns, so that each repeat pairs them. Ours is on the disk when the call
 returns (fsync) and is verified before it is loaded; DeepSpeed's is left in the page cache and is not verified, so a

@@ -1,0 +1,246 @@
+"""A model without storage becomes this worker's own: planned and cut down first, then filled with the values of its
+initialisation, a tensor at a time. No rank ever has the dense model.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from copy import deepcopy
+from typing import Any
+
+import torch
+from torch import nn
+
+from .communicator import Communicator
+from .config import KEY
+from .deferred import PROGRAM, Init
+from .deferred_program import Program, Ref, address, allocate, named_tensors
+from .masking import Mask
+
+_BUILD_UNDER_INIT = "build the model inside `with sdp_deepspeed.Init():`"
+Value = Ref | torch.Tensor  # in the program, or as it is
+
+
+class Deferred:
+    """How the values of a model without storage are made.
+
+    Args:
+        program: what makes them.
+        values: by dense name, tensors with storage of their own left out.
+    """
+
+    def __init__(self, program: Program, values: Mapping[str, Value]) -> None:
+        self._program = program
+        self._values = dict(values)
+        refs = {name: value for name, value in values.items() if isinstance(value, Ref)}
+        undefined = program.never_written(ref.storage for ref in refs.values()) if program.draws else set()
+        _refuse([name for name, ref in refs.items() if ref.storage in undefined], "nothing initialises it")
+
+    @classmethod
+    def of(cls, model: nn.Module) -> Deferred | None:
+        """Of a model that was built under `Init` or on the meta device; None if all of it has storage.
+
+        Raises:
+            ValueError: tensors whose values nothing says, by name.
+        """
+        tensors = named_tensors(model)
+        programs = {id(found): found for t in tensors.values() if (found := getattr(t, PROGRAM, None)) is not None}
+        known = [address(t) in program.storages for program in programs.values() for t in tensors.values()]
+        if not any(known) and not any(tensor.is_meta for tensor in tensors.values()):
+            return None
+        if len(programs) > 1:
+            raise ValueError("sdp_deepspeed.Init: parts of the model were built in several contexts; use one for all")
+        if not programs:
+            return cls._of_meta_model(model, tensors)
+        (program,) = programs.values()
+        return cls(program, _values(program, tensors))
+
+    @classmethod
+    def _of_meta_model(cls, model: nn.Module, tensors: Mapping[str, torch.Tensor]) -> Deferred:
+        """Nothing was written down: Transformers' models are built once more, others are reset module by module."""
+        if not _is_transformers(model):
+            with Init() as program:
+                for module in model.modules():
+                    if callable(reset := getattr(module, "reset_parameters", None)):
+                        reset()
+            return cls(program, _values(program, tensors))
+        floats = (tensor.dtype for tensor in model.parameters() if tensor.is_floating_point())
+        with _default_dtype(next(floats, torch.get_default_dtype())), Init() as program:
+            twin = named_tensors(type(model)(deepcopy(model.config)))
+        strange = [n for n, t in tensors.items() if n not in twin or _layout(twin[n]) != _layout(t)]
+        _refuse(strange, f"a fresh {type(model).__name__} of the model's config has no such tensor")
+        values = {name: twin[name] for name, tensor in tensors.items() if tensor.is_meta}
+        return cls(program, values | _values(program, {name: twin[name] for name in values}))
+
+    @torch.no_grad()
+    def materialise(self, mask: Mask, device: torch.device, everyone: Communicator) -> None:
+        """Give each tensor of a masked model its storage on `device`, with the initial values that this rank stores.
+
+        All ranks call it, and all take rank 0's random numbers. Parameters stay the objects that they are.
+        """
+        states = everyone.gather_objects(bytes(self._program.rng_state.numpy()))
+        homes = _Homes(mask, device)
+        own = torch.get_rng_state()
+        error: Exception | None = None
+        try:
+            torch.set_rng_state(torch.frombuffer(bytearray(states[0]), dtype=torch.uint8))
+            self._fill(homes)
+            if not torch.equal(own, self._program.state_at_end) or states[everyone.rank] != states[0]:
+                torch.set_rng_state(own)  # somebody has used it since, or it is another one on purpose
+        except Exception as problem:  # of any kind: the others wait for this rank
+            error = problem
+        everyone.raise_together(error)
+
+    def _fill(self, homes: _Homes) -> None:
+        names: dict[int, list[str]] = {}
+        for name, value in self._values.items():
+            if homes.is_dropped(name):
+                continue
+            if isinstance(value, Ref):
+                names.setdefault(value.storage, []).append(name)
+            else:
+                homes.settle(name, value)
+        for storage, data in self._program.run(names):
+            for name in names[storage]:
+                ref = self._values[name]
+                assert isinstance(ref, Ref)
+                homes.settle(name, ref.view(data))
+            del data
+        homes.finish()
+
+
+class _Homes:
+    """Gives the tensors of a masked model on the meta device their storage.
+
+    Args:
+        mask: applied.
+        device: where the storage shall be.
+    """
+
+    def __init__(self, mask: Mask, device: torch.device) -> None:
+        self._places = mask.places
+        self._shapes = mask.shapes
+        self._device = device
+        twins = [twin for part in mask.parts for twin in getattr(part, "twins", ())]
+        inside = [tensor for twin in twins for tensor in named_tensors(twin).values()]
+        every = [*mask.places.tensors.values(), *mask.places.lacking.values(), *inside]
+        self._tensors = list({id(tensor): tensor for tensor in every}.values())
+        self._waiting: dict[int, list[torch.Tensor]] = {}  # by the address of their storage
+        for tensor in self._tensors:
+            if tensor.is_meta:
+                self._waiting.setdefault(address(tensor), []).append(tensor)
+
+    def is_dropped(self, name: str) -> bool:
+        """Whether this rank stores nothing of the tensor."""
+        return self._places.tensors[name].shape != self._shapes[name] and not self._places.cut_pieces(name)
+
+    def settle(self, name: str, dense: torch.Tensor) -> None:
+        """Store what this rank has of a tensor, whose dense value is complete and is kept by nobody else."""
+        own = self._places.tensors[name]
+        pieces = self._places.cut_pieces(name)
+        if not pieces:
+            if own.is_meta:
+                self._give(own, self._storage_of(own, dense))
+            else:
+                own.detach().copy_(dense)
+            return
+        for tensor in (own, self._places.lacking.get(name)):
+            if tensor is not None and tensor.is_meta:
+                self._give(tensor, allocate(tensor.untyped_storage().nbytes(), zeros=False, device=self._device))
+        for piece in pieces:
+            self._places.weight(piece).copy_(piece.narrow(dense))
+
+    def _storage_of(self, own: torch.Tensor, dense: torch.Tensor) -> torch.UntypedStorage:
+        """With the dense value, as the tensor wants it; the value's own if it is that already."""
+        size, storage = own.untyped_storage().nbytes(), dense.untyped_storage()
+        if _layout(own) == _layout(dense) and storage.nbytes() == size and dense.device == self._device:
+            return storage
+        result = allocate(size, zeros=False, device=self._device)
+        Ref.of(own).view(result).copy_(dense)
+        return result
+
+    def _give(self, tensor: torch.Tensor, storage: torch.UntypedStorage) -> None:
+        """To all tensors that share the tensor's storage."""
+        for sharing in self._waiting.pop(address(tensor)):
+            _become(sharing, Ref.of(sharing).view(storage))
+
+    def finish(self) -> None:
+        """What is left are dropped tensors, which are empty, and the lacking halves' biases, which add nothing."""
+        for tensors in list(self._waiting.values()):
+            size = tensors[0].untyped_storage().nbytes()
+            self._give(tensors[0], allocate(size, zeros=True, device=self._device))
+        for tensor in self._tensors:
+            tensor.__dict__.pop(PROGRAM, None)
+            if tensor.device != self._device:
+                tensor.data = tensor.data.to(self._device)
+
+
+def _become(tensor: torch.Tensor, value: torch.Tensor) -> None:
+    """The same object with the same attributes, for optimizers and whoever else has it, on another device.
+
+    Assigning to `.data` does not move a tensor between devices; `torch.utils.swap_tensors` refuses tensors with weak
+    references, which DeepSpeed has to all parameters, though they stay true where the object stays.
+    """
+    torch._C._swap_tensor_impl(tensor, value.requires_grad_(tensor.requires_grad))
+
+
+def _values(program: Program, tensors: Mapping[str, torch.Tensor]) -> dict[str, Value]:
+    """Tensors that the program makes; those on the meta device of which it knows nothing are an error."""
+    known = {name: Ref.of(tensor) for name, tensor in tensors.items() if address(tensor) in program.storages}
+    _refuse([n for n, t in tensors.items() if t.is_meta and n not in known], "nothing initialises it")
+    return dict(known)
+
+
+def _refuse(names: Sequence[str], why: str) -> None:
+    if names:
+        more = f" (+{len(names) - 1} more)" if len(names) > 1 else ""
+        raise ValueError(f"{KEY}: {names[0]!r}{more} is on the meta device, and {why}: {_BUILD_UNDER_INIT}")
+
+
+def _layout(tensor: torch.Tensor) -> tuple[Any, ...]:
+    return tensor.shape, tensor.stride(), tensor.storage_offset(), tensor.dtype
+
+
+def _is_transformers(model: nn.Module) -> bool:
+    modules = {base.__module__ for base in type(model).__mro__}
+    return "transformers.modeling_utils" in modules and hasattr(model, "config")
+
+
+@contextmanager
+def _default_dtype(dtype: torch.dtype) -> Iterator[None]:
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(before)
+
+
+def refuse_tensor_parallel(deferred: Deferred | None) -> None:
+    """Tensor parallelism divides weights that are there.
+
+    Raises:
+        ValueError: the model has no storage yet.
+    """
+    if deferred is not None:
+        raise ValueError(
+            f"{KEY}: tensor parallelism (tensor_parallel.autotp_size, or an mpu object) cannot divide a model that was "
+            "built under sdp_deepspeed.Init or on the meta device: build it on the CPU, with the same seed on every "
+            "rank"
+        )
+
+
+def check_initialised_alike(check_holders: Callable[[], None]) -> None:
+    """Nothing was broadcast: see that nothing had to be; all ranks call it.
+
+    Raises:
+        ValueError: on all ranks, naming the first tensors that differ.
+    """
+    try:
+        check_holders()
+    except RuntimeError as problem:
+        raise ValueError(
+            f"{KEY}: ranks did not initialise the model alike ({problem}): inside sdp_deepspeed.Init, or on the meta "
+            "device, build the same model from the same config and seed on every rank"
+        ) from problem
