@@ -275,7 +275,7 @@ class SubnetworkOptimizer(ZeROOptimizer):
         self._averaging.drop()
 
     def refresh_fp32_params(self) -> None:
-        """Take fp32 masters from the weights again, after weights came from outside."""
+        """Take fp32 masters from the weights where those are no more the rounded masters: they came from outside."""
         for group in self.groups:
             group.reload_master()
 

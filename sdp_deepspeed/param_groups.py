@@ -30,12 +30,12 @@ def agree_on_groups(
         ValueError: on all ranks, what one rank's optimizer has wrong.
         RuntimeError: on all ranks, naming the first tensor that two ranks would lay out differently.
     """
-    error: ValueError | None = None
+    error: Exception | None = None
     layout: list[TensorInfo] = []
     try:
         check_fresh(optimizer)
         layout = _with_groups(tensors, parameters, optimizer)
-    except ValueError as problem:
+    except Exception as problem:  # of any kind: the others wait for this rank
         error = problem
     communicator.raise_together(error)
     options = [{key: value for key, value in group.items() if key != "params"} for group in optimizer.param_groups]

@@ -96,8 +96,10 @@ class SteppedGroup:
         Args:
             stretches: fp32, together [num_elements]; one, or in place any number of whole fragments.
         """
+        if not self.fragments:  # of this param group other ranks own everything
+            return
         parts: list[torch.Tensor] = self._parts(stretches) if self.in_place else list(stretches)
-        if self._offload is not None and self.fragments and stretches[0].device.type != "cpu":
+        if self._offload is not None and stretches[0].device.type != "cpu":
             (flat,) = stretches
             flat = self._staged.copy_(flat) if self._staged is not None else self._to_host(flat)
             self._staged = flat if self._offload.pin_memory else None
@@ -145,9 +147,12 @@ class SteppedGroup:
             write(self._weights, self.fragments, master.split(self.sizes))
 
     def reload_master(self) -> None:
-        """Take the master from the weights again, after weights were loaded from outside."""
+        """Take the master from the weights where they are no more the rounded master: they came from outside."""
         if self.fragments and not self.in_place:
-            self.tensors[0].detach().copy_(self._new_master(self._flat_weights()))
+            masters = self.tensors[0].detach().split(self.sizes)
+            for master, weight in zip(masters, self._flat_weights(), strict=True):
+                own = weight.to(master.device)
+                master.copy_(torch.where(master.to(own.dtype) == own, master, own.float()))
 
 
 def repoint(optimizer: torch.optim.Optimizer, groups: Sequence[SteppedGroup]) -> None:

@@ -211,6 +211,15 @@ def check_mpu(mpu: Any) -> None:
             )
 
 
+def check_size(size: int, num_ranks: int) -> None:
+    """AutoTP says it by an assertion without words."""
+    if num_ranks % size:
+        raise ValueError(
+            f"tensor_parallel.autotp_size: got {size}, which does not divide the {num_ranks} ranks that run; use a "
+            "divisor of their number"
+        )
+
+
 @contextmanager
 def explained(model: nn.Module) -> Iterator[None]:
     """AutoTP says by assertions which models it does not know."""

@@ -33,6 +33,9 @@ def counts_that_do_not_fit(rank: Rank) -> None:
 def what_is_not_possible(rank: Rank) -> None:
     refusal(ValueError, lambda: engine_of(config(holders=1) | {"zero_optimization": {"stage": 3}}), "stage")
     refusal(ValueError, lambda: engine_of(config() | {"sdp": {"holders": 1}}), "sdp")
+    model: Any = llama()
+    model.model.embed_tokens.sparse = True
+    refusal(ValueError, lambda: engine_of(config(holders=1), model), "'model.embed_tokens'", "makes sparse gradients")
 
 
 def a_scale_without_effect(rank: Rank) -> None:
@@ -181,6 +184,17 @@ def a_wrong_optimizer_on_one_rank(rank: Rank) -> None:
     optimizer = torch.optim.AdamW(parameters)
     settings = {key: value for key, value in config(holders=1).items() if key != "optimizer"}
     refusal(ValueError, lambda: engine_of(settings, model, optimizer=optimizer), "does not have", "[on rank 1]")
+    model = llama()
+    optimizer = torch.optim.AdamW(model.parameters())
+    if rank.rank == 1:
+        optimizer.state[model.get_parameter("lm_head.weight")] = {"step": None}
+    refusal(RuntimeError, lambda: engine_of(settings, model, optimizer=optimizer), "NoneType", "[on rank 1]")
+    model = llama()
+    kind = torch.optim.ASGD if rank.rank == 1 else torch.optim.AdamW
+    others: tuple[Any, ...] = (kind(model.parameters()), kind)  # as it is, and to be called by DeepSpeed
+    for other in others:
+        words = ("'ASGD' is not known", "[on rank 1]")
+        refusal(ValueError, lambda: engine_of(settings, llama(), optimizer=other), *words)  # noqa: B023 (runs at once)
 
 
 def other_parallelism_is_refused(rank: Rank) -> None:

@@ -111,17 +111,67 @@ def it_resumes(rank: Rank) -> None:
 
 
 def weights_from_outside(rank: Rank) -> None:
-    """`refresh_fp32_params` takes masters from the weights, in fp32 too; without it the old ones would come back."""
+    """The next step starts from them, in fp32 too; else the old masters would come back."""
     for more in (PRECISIONS["fp32"], PRECISIONS["bf16"]):
         settings = settings_of(1) | more | {"optimizer": {"type": "SGD", "params": {"lr": 0.0}}}
         engine = engine_of(settings | {"zero_allow_untested_optimizer": True})
-        with torch.no_grad():
-            for tensor in engine.held_tensors().values():
-                tensor.fill_(0.5)
-        engine.optimizer.refresh_fp32_params()
-        engine.backward(loss_of(engine, next(batches(rank.size, 1))[rank.rank][0]))
-        engine.optimizer.step()
-        assert all(bool((value == 0.5).all()) for value in dense_state(engine).values())
+        for value, change in enumerate((_held_tensors, _resident_weights, _resident_state_dict, _module_state_dict)):
+            change(engine, float(value))
+            engine.backward(loss_of(engine, next(batches(rank.size, 1))[rank.rank][0]))
+            engine.optimizer.step()
+            assert all(bool((tensor == value).all()) for tensor in dense_state(engine).values()), change
+
+
+def _held_tensors(engine: Any, value: float) -> None:
+    with torch.no_grad():
+        for tensor in engine.held_tensors().values():
+            tensor.fill_(value)
+    engine.optimizer.refresh_fp32_params()
+
+
+def _resident_weights(engine: Any, value: float) -> None:
+    with engine.dense(resident=True), torch.no_grad():
+        for parameter in engine.module.parameters():
+            parameter.fill_(value)
+
+
+def _resident_state_dict(engine: Any, value: float) -> None:
+    with engine.dense(resident=True):
+        state = engine.module.state_dict()
+        engine.module.load_state_dict({name: torch.full_like(tensor, value) for name, tensor in state.items()})
+
+
+def _module_state_dict(engine: Any, value: float) -> None:
+    state = {name: torch.full_like(tensor, value) for name, tensor in dense_state(engine).items()}
+    with engine.dense(resident=True):
+        engine.load_module_state_dict({"module": state})
+
+
+def looking_at_the_dense_model_changes_no_master(rank: Rank) -> None:
+    engine = engine_of(settings_of(1) | PRECISIONS["bf16"])
+    train(engine, num_steps=2, accumulation=2)
+    before = [group.tensors[0].detach().clone() for group in engine.optimizer.groups]
+    dense_state(engine)
+    after = [group.tensors[0].detach() for group in engine.optimizer.groups]
+    assert all(map(torch.equal, before, after))
+    assert not all(torch.equal(master, master.bfloat16().float()) for master in after)
+
+
+def a_param_group_that_a_rank_owns_nothing_of(rank: Rank) -> None:
+    """A group for each layer, and workers with one layer each: the other layer's group is empty here."""
+    for stage in (1, 2):
+        states = []
+        for device in ("none", "cpu"):
+            model = llama()
+            layers = [[p for name, p in model.named_parameters() if f"layers.{i}." in name] for i in (0, 1)]
+            optimizer = torch.optim.AdamW([{"params": layer} for layer in layers], lr=1e-2)
+            settings = settings_of(stage, device=device, granularity="layer") | PRECISIONS["bf16"]
+            del settings["optimizer"]
+            engine = engine_of(settings, model, optimizer=optimizer, model_parameters=None)
+            assert [group.num_elements > 0 for group in engine.optimizer.groups].count(False) == 1
+            train(engine, num_steps=2, accumulation=2)
+            states.append(dense_state(engine))
+        assert_identical(*states)
 
 
 def _cases(size: int, options: pytest.Config) -> Iterator[tuple[str, Any]]:
@@ -130,6 +180,8 @@ def _cases(size: int, options: pytest.Config) -> Iterator[tuple[str, Any]]:
         one_copy_in_host_memory,
         it_resumes,
         weights_from_outside,
+        looking_at_the_dense_model_changes_no_master,
+        a_param_group_that_a_rank_owns_nothing_of,
     ):
         yield check.__name__, check
     if options.getoption("full_grid"):  # DeepSpeed compiles its optimizer first, which takes two cores a minute

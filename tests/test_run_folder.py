@@ -101,6 +101,9 @@ def test_only_the_newest_checkpoints_stay(tmp_path: Path) -> None:
         (folder.checkpoints / f"step_{step:08d}").mkdir(parents=True)
     folder.prune_checkpoints(2)
     assert sorted(path.name for path in folder.checkpoints.iterdir()) == ["step_00000010", "step_00000100"]
+    (folder.checkpoints / "latest").write_text("step_00000010")  # resumed from there, and saved again
+    folder.prune_checkpoints(1)
+    assert (folder.checkpoints / "step_00000010").exists()
 
 
 def test_ranks_that_do_not_write_leave_no_trace(tmp_path: Path) -> None:

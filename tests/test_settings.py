@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import itertools
+import logging
+from collections.abc import Callable, Iterator
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -42,6 +45,49 @@ def what_the_config_says(rank: Rank) -> None:
     assert settings_of(BF16 | {"data_types": {"grad_accum_dtype": "fp32"}}).accumulate_in_fp32 is True
 
 
+def gradients_travel_in_their_dtype(rank: Rank) -> None:
+    """First all gradients, then all weights that return, which have their own dtype."""
+    dtypes: dict[str | None, torch.dtype] = {None: torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+    for stage, (name, dtype) in itertools.product((0, 1, 2), dtypes.items()):
+        settings = config(holders=1) | {"zero_optimization": {"stage": stage}}
+        engine = engine_of(settings | ({} if name is None else {"communication_data_type": name}))
+        sent, send = list[torch.dtype](), engine.communicator.all_to_all
+        engine.communicator.all_to_all = lambda received, out, *splits: (
+            sent.append(out.dtype),  # noqa: B023
+            send(received, out, *splits),  # noqa: B023
+        )[1]
+        train(engine, num_steps=1)
+        assert sent == [dtype, torch.float32], (stage, name)
+
+
+def weights_return_one_behind_the_other(rank: Rank) -> None:
+    """With overlap_comm the next bucket travels while one is unpacked."""
+    for overlap in (False, True):
+        zero = {"stage": 1, "allgather_bucket_size": 500, "overlap_comm": overlap}
+        engine = engine_of(config(holders=1) | {"zero_optimization": zero})
+        returning, calls = engine.optimizer._returning, list[str]()
+        for name in ("start_distribute", "finish_distribute"):
+            setattr(returning, name, _noted(getattr(returning, name), name, calls))
+        train(engine, num_steps=1)
+        assert len(calls) > 6
+        assert ("start" in calls[0] and "start" in calls[1]) is overlap, calls[:4]
+
+
+def _noted(call: Callable[..., Any], name: str, calls: list[str]) -> Callable[..., Any]:
+    def noted(*arguments: Any, **options: Any) -> Any:
+        calls.append(name)
+        return call(*arguments, **options)
+
+    return noted
+
+
+def hints_are_told_at_start(rank: Rank) -> None:
+    with mock.patch("sdp_deepspeed.engine.log_dist") as log:
+        engine_of(config(holders=1) | {"zero_optimization": {"stage": 1, "elastic_checkpoint": True}})
+    told = [call.args[0] for call in log.call_args_list if call.kwargs.get("level") == logging.WARNING]
+    assert any("elastic_checkpoint" in text and "any layout" in text for text in told), told
+
+
 def checkpoints_of_other_buckets_go_on(rank: Rank) -> None:
     """Buckets decide who owns what, in which order: states of the same size would land on other elements."""
     for zero in ({}, {"offload_optimizer": {"device": "cpu"}}):
@@ -62,7 +108,13 @@ def checkpoints_of_other_buckets_go_on(rank: Rank) -> None:
 
 
 def _cases(size: int, options: pytest.Config) -> Iterator[tuple[str, Any]]:
-    for check in (what_the_config_says, checkpoints_of_other_buckets_go_on):
+    for check in (
+        what_the_config_says,
+        gradients_travel_in_their_dtype,
+        weights_return_one_behind_the_other,
+        hints_are_told_at_start,
+        checkpoints_of_other_buckets_go_on,
+    ):
         yield check.__name__, check
 
 

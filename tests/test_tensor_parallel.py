@@ -134,6 +134,7 @@ def mistakes_are_named(rank: Rank) -> None:
     refusal(
         ValueError, lambda: start(uneven.build(), stage=2), "'lm_head.weight' evenly ((31, 30))", "pad the vocabulary"
     )
+    refusal(ValueError, lambda: start(build("llama"), tp=3), "autotp_size: got 3", "does not divide the 4 ranks")
     own = build("llama")
     with torch.no_grad():
         own.get_parameter("model.norm.weight").add_(float(rank.rank))
