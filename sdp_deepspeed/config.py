@@ -10,6 +10,7 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
+from sdp_deepspeed.checkpoint.options import CheckpointOptions
 from sdp_deepspeed.plan import Plan
 
 KEY = "subnetwork_data_parallel"
@@ -56,6 +57,9 @@ class SubnetworkConfig(BaseModel):
     seed: int = Field(default=0, ge=0, description="a whole number of at least 0")
     allow_optimizer: bool = Field(default=False, description="true or false")
     check_agreement: bool = Field(default=False, description="true or false")
+    checkpoint: CheckpointOptions = Field(
+        default=CheckpointOptions(), description='a mapping such as {"asynchronous": true, "keep_last": 3}'
+    )
 
     @field_validator("subnetworks")
     @classmethod

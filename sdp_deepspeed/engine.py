@@ -1,7 +1,8 @@
 """SubnetworkEngine: DeepSpeed's engine with each rank's module cut down to its subnetwork.
 
 The order of the constructor is DeepSpeed's: the module is cast, moved and broadcast; then we plan and drop
-what this rank lacks; then the optimizer is built, which the masked averaging wraps.
+what this rank lacks; then the optimizer is built, which the masked averaging wraps. A model without storage
+is cast, planned and cut down as it is; only then it gets what is left of it (start.py).
 """
 
 from __future__ import annotations
@@ -16,13 +17,14 @@ from typing import Any
 import torch
 import torch.distributed
 from deepspeed import comm as deepspeed_comm
-from deepspeed.runtime.engine import ZERO_OPTIMIZATION, DeepSpeedEngine
-from deepspeed.utils import log_dist, logger
+from deepspeed.runtime.engine import ZERO_OPTIMIZATION
+from deepspeed.utils import log_dist
 from torch import nn
 
-from . import checkpoint
 from .agreement import check_holders_agree, check_same_plan, run_together
 from .architectures import unit_costs
+from .checkpoint.calls import CheckpointingEngine
+from .checkpoint.layout import Layout, persistent_buffers
 from .communicator import Communicator
 from .config import KEY, parse
 from .dense import DenseView
@@ -34,13 +36,14 @@ from .plan import Plan
 from .planning import dense_tensors, plan_model
 from .settings import loss_scaler, network_of, optimizer_settings
 from .shards import Shards
+from .start import Deferred, check_initialised_alike, refuse_tensor_parallel
 from .support import optimizer_refusal, refuse_modules, refuse_unsupported, without_effect
 from .tensor_parallel import Undivided, check_groups, check_mpu, explained, join, peers_of
 
 _NO_OPTIMIZER = f"{KEY} needs an optimizer: name one in the config, or give deepspeed.initialize one"
 
 
-class SubnetworkEngine(DeepSpeedEngine):
+class SubnetworkEngine(CheckpointingEngine):
     """What `deepspeed.initialize` returns for a config with the block `subnetwork_data_parallel`.
 
     Attributes:
@@ -56,6 +59,7 @@ class SubnetworkEngine(DeepSpeedEngine):
     shards: Shards
     optimizer: SubnetworkOptimizer
     _undivided: Undivided | None = None
+    _deferred: Deferred | None = None  # until the model has storage
 
     def __init__(self, args: Any, model: nn.Module, *rest: Any, **options: Any) -> None:
         config: Mapping[str, Any] = options["config"]
@@ -74,16 +78,24 @@ class SubnetworkEngine(DeepSpeedEngine):
             )
         if options.get("mpu") is not None:
             check_mpu(options["mpu"])
-        super().__init__(args, compile_in_place(model), *rest, **options)
+        model = compile_in_place(model)
+        object.__setattr__(self, "_deferred", Deferred.of(model))
+        super().__init__(args, model, *rest, **options)
         if self.optimizer is None:
             raise ValueError(_NO_OPTIMIZER)
 
     def _configure_tensor_parallel(self, model: nn.Module, tp_config: Any) -> Any:
+        refuse_tensor_parallel(self._deferred)
         self._undivided = Undivided.of(model)
         with explained(model):
             return super()._configure_tensor_parallel(model, tp_config)
 
+    def _broadcast_model(self) -> None:
+        if self._deferred is None:  # else each rank makes the same weights
+            super()._broadcast_model()
+
     def _configure_distributed_model(self, model: nn.Module) -> None:
+        self.dont_change_device |= self._deferred is not None
         super()._configure_distributed_model(model)
         self.communicator = Communicator(deepspeed_comm, self.seq_data_parallel_group, objects=torch.distributed)
         self.everyone = Communicator(deepspeed_comm, objects=torch.distributed)
@@ -93,6 +105,7 @@ class SubnetworkEngine(DeepSpeedEngine):
         error: Exception | None = None
         try:
             check_groups(self.communicator, peers, self.everyone)
+            refuse_tensor_parallel(self._deferred if peers is not None else None)
             self._parallel = join(model, peers, self._undivided, stage=int(self.zero_optimization_stage()))
             sites, self.shards = self._parallel.sites, self._parallel.shards
             self.plan, notes = plan_model(
@@ -114,6 +127,13 @@ class SubnetworkEngine(DeepSpeedEngine):
         check_same_plan(self.plan, self.everyone)
         for note in notes:
             log_dist(f"{KEY}: {note}", ranks=[0], level=logging.WARNING)
+        if self._deferred is not None:
+            self._deferred.materialise(self._mask, self.device, self.everyone)
+            self._deferred = None
+            weight, tensors = self._mask.places.weight, self._tensors
+            check_initialised_alike(
+                lambda: check_holders_agree(weight, tensors, self._local_plan, self.communicator)
+            )
         self._dense = DenseView(model, self._mask, self._local_plan, self.communicator, make_gate(torch.distributed))
         log_dist(f"{KEY}\n{self.plan.table(costs)}", ranks=[0])
 
@@ -241,51 +261,12 @@ class SubnetworkEngine(DeepSpeedEngine):
         if self._dense.is_resident:
             raise RuntimeError(f"{call} inside engine.dense(resident=True): leave it first, on all ranks")
 
-    def save_checkpoint(
-        self,
-        save_dir: str,
-        tag: str | None = None,
-        client_state: Mapping[str, Any] | None = None,
-        save_latest: bool = True,
-        exclude_frozen_parameters: bool = False,
-    ) -> bool:
-        """As DeepSpeed's; all ranks call it. It resumes on the same layout (ranks, plan, stage, precision)."""
-        if exclude_frozen_parameters:
-            raise ValueError(
-                "save_checkpoint: exclude_frozen_parameters is not supported with subnetwork_data_parallel yet"
-            )
-        self._refuse_resident("save_checkpoint")
+    def before_checkpoint(self, call: str) -> None:
+        """Leave evaluation; RuntimeError where the dense model is resident."""
+        self._refuse_resident(call)
         self._dense.end_evaluation()
-        name = str(tag) if tag is not None else f"global_step{self.global_steps}"
-        checkpoint.save(self, save_dir, name, client_state or {}, latest=save_latest)
-        return True
 
-    def load_checkpoint(
-        self,
-        load_dir: str,
-        tag: str | None = None,
-        load_module_strict: bool = True,
-        load_optimizer_states: bool = True,
-        load_lr_scheduler_states: bool = True,
-        load_module_only: bool = False,
-        custom_load_fn: Any = None,
-    ) -> tuple[str | None, dict[str, Any] | None]:
-        """As DeepSpeed's; all ranks call it.
-
-        Returns:
-            Path of the checkpoint and the client state; (None, None) if `load_dir` has no `latest`.
-        """
-        if custom_load_fn is not None or not load_module_strict:
-            raise ValueError("load_checkpoint: custom_load_fn and load_module_strict=False are not supported yet")
-        self._refuse_resident("load_checkpoint")
-        path, client_state = checkpoint.load(
-            self,
-            load_dir,
-            tag,
-            optimizer_states=load_optimizer_states,
-            lr_scheduler_states=load_lr_scheduler_states,
-            module_only=load_module_only,
-        )
-        if path is None:
-            logger.warning(f"load_checkpoint: {load_dir} has no file 'latest', so nothing was loaded")
-        return path, client_state
+    def layout(self) -> Layout:
+        """Where this rank's parameters and persistent buffers lie in the dense model."""
+        tensors = [*self.optimizer.tensors, *persistent_buffers(self.module, self._mask.shapes)]
+        return Layout(tensors, self._local_plan, self._mask.places, self.shards, self.communicator.rank)

@@ -6,7 +6,6 @@ happens during backward. Stage 0: the owner sends the average back and every hol
 
 from __future__ import annotations
 
-import hashlib
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -104,13 +103,13 @@ class SubnetworkOptimizer(ZeROOptimizer):
         self._parameters = dict(parameters)
         self._places = places or Places(self._parameters)
         self._everyone_updates = plan.regime == "backward"
-        tensors = agree_on_groups(optimizer, tensors, self._parameters, communicator, settings=repr(settings))
+        self.tensors = agree_on_groups(optimizer, tensors, self._parameters, communicator, settings=repr(settings))
         if model_parallel is not None:
             model_parallel.complete_gradients(self._parameters)
         self._gradients = Gradients(
             self._parameters, self._places, accumulate_in_fp32=settings.accumulate_in_fp32 and settings.stage < 2
         )
-        self.exchange, self._returning = self._build_exchanges(tensors, plan)
+        self.exchange, self._returning = self._build_exchanges(self.tensors, plan)
         self.groups = [self._stepped_group(index) for index in range(len(optimizer.param_groups))]
         self._averaging = self._build_averaging()
         repoint(optimizer, self.groups)
@@ -264,10 +263,6 @@ class SubnetworkOptimizer(ZeROOptimizer):
             self._returning.finish_distribute,
             max_in_flight=self.settings.max_in_flight,
         )
-
-    def layout(self) -> str:
-        """What this rank steps, in order (SHA-256, hex): states of two optimizers fit only if this is the same."""
-        return hashlib.sha256(repr([group.fragments for group in self.groups]).encode()).hexdigest()
 
     def gradient_tensors(self) -> list[torch.Tensor]:
         """Gradients that exist now, for measurements."""

@@ -151,9 +151,7 @@ _ZERO_ROWS = (
         "a missing gradient counts as zeros",
     ),
     _refused("old ZeRO stage 1", f"{_ZERO}.legacy_stage1", True, is_on, "DeepSpeed has removed it"),
-    _refused(
-        "elastic checkpoints", f"{_ZERO}.elastic_checkpoint", True, is_on, "a checkpoint resumes on its own layout"
-    ),
+    _hint("elastic checkpoints", f"{_ZERO}.elastic_checkpoint", True, is_on, "every checkpoint resumes on any layout"),
     _refused(
         "masters from 16-bit weights", f"{_ZERO}.load_from_fp32_weights", False, equals(False), "they are saved in fp32"
     ),
@@ -182,12 +180,19 @@ _REST = (
     ),
     _works("activation checkpointing (Transformers', DeepSpeed's)", "activation_checkpointing", {"profile": False}),
     _works("torch.compile of the model, its layers, or by engine.compile()", ""),
+    _works("model without storage (`sdp_deepspeed.Init`, or the meta device)", ""),
     _works("flops profiler", "flops_profiler", {"enabled": True}),
     _works("wall-clock breakdown", "wall_clock_breakdown", True),
     _works("comms logger", "comms_logger", {"enabled": True}),
     _works("tensor parallelism (AutoTP)", "tensor_parallel.autotp_size", 2),
     Row("tensor parallelism (a user's `mpu` object)", "", "works"),
     Row("tensor parallelism of GPT-2, which AutoTP does not know", "", "refused"),
+    Row(
+        "tensor parallelism of a model without storage",
+        "",
+        "refused",
+        note="it divides weights that are there; build the model without `Init`",
+    ),
     Row("stage 2 with a vocabulary that tensor-parallel ranks do not divide", "", "refused"),
     _refused("sequence parallelism", "sequence_parallel_size", 2, above_one),
     _refused("expert parallelism", "expert_parallel", {"enabled": True}, is_enabled),

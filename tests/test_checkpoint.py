@@ -1,4 +1,4 @@
-"""Save and resume on the same layout; complete or absent (DESIGN.md section 6)."""
+"""Save and resume on the same layout (DESIGN.md section 6); other layouts are in test_reshard.py."""
 
 from __future__ import annotations
 
@@ -12,12 +12,10 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from models import config
+from models import config, llama
 from ranks import Rank
 from torch import nn
 from training import assert_identical, dense_state, engine_of, refusal, train
-
-from sdp_deepspeed import checkpoint
 
 WARMUP = {"type": "WarmupLR", "params": {"warmup_min_lr": 1e-3, "warmup_max_lr": 1e-2, "warmup_num_steps": 6}}
 
@@ -55,16 +53,24 @@ def draw_after(seed: int) -> None:
 
 def an_interrupted_run_goes_on(rank: Rank) -> None:
     """Bit for bit: losses, weights, moments, masters, schedule, counters, random numbers."""
-    cases = [(0, "fp32"), (1, "fp32"), (1, "bf16"), (0, "bf16"), (1, "bf16+fp32")]
-    for stage, precision in cases:
+    backward, neuron = {"regime": "backward"}, {"strategy": "neuron"}
+    cases: list[tuple[int, str, dict[str, Any]]] = [
+        (0, "fp32", {}),
+        (1, "fp32", backward),
+        (1, "bf16", neuron),
+        (0, "bf16", backward | neuron),
+        (2, "bf16+fp32", {}),
+        (2, "fp32", neuron),
+    ]
+    for stage, precision, block in cases:
         folder = str(rank.folder / f"{stage}{precision}")
-        engine = engine_of(settings_of(stage, precision))
+        engine = engine_of(settings_of(stage, precision, **block))
         train(engine, num_steps=3)
         draw_after(rank.rank)
         engine.save_checkpoint(folder, client_state={"position": 17, "name": "x"})
         numbers, losses = draw(), train(engine, num_steps=3, first=3)
 
-        resumed = engine_of(settings_of(stage, precision))
+        resumed = engine_of(settings_of(stage, precision, **block))
         train(resumed, num_steps=1, seed=9)  # its state is not the initial one
         path, client_state = resumed.load_checkpoint(folder)
         assert path == str(Path(folder) / "global_step3")
@@ -145,114 +151,62 @@ def parts_of_a_checkpoint(rank: Rank) -> None:
         engine = engine_of(settings_of(1, precision))
         engine.load_checkpoint(folder, load_lr_scheduler_states=False)
         assert engine.lr_scheduler.last_batch_iteration != 2
-        refusal(ValueError, partial(engine.load_checkpoint, folder, load_module_strict=False), "not supported")
+        refusal(ValueError, partial(engine.load_checkpoint, folder, custom_load_fn=print), "not supported")
 
 
-def another_layout_is_refused(rank: Rank) -> None:
-    folder = str(rank.folder)
-    saved = engine_of(settings_of())
-    saved.save_checkpoint(folder)
-    for word, settings in (
-        ("plan", settings_of(holders=2)),
-        ("zero_stage", settings_of(stage=0)),
-        ("dtype", settings_of(precision="bf16")),
-    ):
-        engine = engine_of(settings)
-        before = dense_state(engine)
-        refusal(ValueError, partial(engine.load_checkpoint, folder), "another layout", f"{word} was")
-        assert_identical(dense_state(engine), before)
+def frozen_parameters_may_be_left_out(rank: Rank) -> None:
+    def with_frozen_embeddings() -> Any:
+        model = llama()
+        model.get_input_embeddings().weight.requires_grad_(False)
+        return engine_of(settings_of(), model)
+
+    engine = with_frozen_embeddings()
+    train(engine, num_steps=2)
+    expected = dense_state(engine)
+    for excluded in (False, True):
+        folder = str(rank.folder / f"{excluded}")
+        engine.save_checkpoint(folder, exclude_frozen_parameters=excluded)
+        other = with_frozen_embeddings()
+        train(other, num_steps=1, seed=3)
+        if excluded:
+            refusal(ValueError, partial(other.load_checkpoint, folder), "1 tensors are missing", "load_module_strict")
+        other.load_checkpoint(folder, load_module_strict=not excluded)
+        assert_identical(dense_state(other), expected)
+        assert train(other, num_steps=1, first=2) == train_copy(engine, folder)
 
 
-def damaged_files_are_refused(rank: Rank) -> None:
+def train_copy(engine: Any, folder: str) -> list[float]:
+    """A step that is taken back."""
+    losses = train(engine, num_steps=1, first=2)
+    engine.load_checkpoint(folder, load_module_strict=False)
+    return losses
+
+
+def tags_must_agree(rank: Rank) -> None:
     engine = engine_of(settings_of())
-    train(engine, num_steps=1)
-    before = dense_state(engine)
-    for tag in ("short", "empty", "missing", "exchanged"):
-        engine.save_checkpoint(str(rank.folder), tag=tag)
-    if rank.rank == 0:
-        files = {tag: [rank.folder / tag / f"rank_{r:05d}.pt" for r in (0, 1)] for tag in ("short", "empty", "missing")}
-        content = files["short"][1].read_bytes()
-        files["short"][1].write_bytes(content[: len(content) // 2])
-        files["empty"][1].write_bytes(b"")
-        files["missing"][1].unlink()
-        one, two = (rank.folder / "exchanged" / f"rank_{r:05d}.pt" for r in (0, 1))
-        aside = one.rename(one.with_name("aside"))
-        two.rename(one)
-        aside.rename(two)
-    dist.barrier()
-    train(engine, num_steps=1)
-    after = dense_state(engine)
-    for tag, word in (("short", "damaged"), ("empty", "damaged"), ("missing", "missing"), ("exchanged", "layout")):
-        refusal(ValueError, partial(engine.load_checkpoint, str(rank.folder), tag=tag), word)
-        assert_identical(dense_state(engine), after)
-    assert any(not torch.equal(after[name], before[name]) for name in after)
+    save = partial(engine.save_checkpoint, str(rank.folder), tag=f"of_rank_{rank.rank}")
+    refusal(ValueError, save, "different tags", "of_rank_0", "of_rank_1")
+    for tag in ("a/b", ".hidden", "latest", ""):
+        refusal(ValueError, partial(engine.save_checkpoint, str(rank.folder), tag=tag), "tag", "name of a folder")
+    assert not list(rank.folder.iterdir())
 
 
-def a_failing_rank_leaves_the_last_checkpoint(rank: Rank) -> None:
-    engine = engine_of(settings_of())
-    engine.save_checkpoint(str(rank.folder), tag="good")
-    good = dense_state(engine)
-    train(engine, num_steps=1)
-    write = checkpoint._write
-
-    def full_disk(path: Path, state: Any) -> None:
-        path.write_bytes(b"torn")
-        raise OSError(28, "No space left on device", str(path))
-
-    for failing in (0, 1):
-        checkpoint._write = full_disk if rank.rank == failing else write
-        for tag in ("next", "good"):
-            refusal(RuntimeError, partial(engine.save_checkpoint, str(rank.folder), tag=tag), "No space left")
-        checkpoint._write = write
-    dist.barrier()
-    assert sorted(path.name for path in rank.folder.iterdir()) == ["good", "latest"]
-    path, _ = engine.load_checkpoint(str(rank.folder))
-    assert path == str(rank.folder / "good")
-    assert_identical(dense_state(engine), good)
-    engine.save_checkpoint(str(rank.folder), tag="next")
-
-
-def a_folder_that_cannot_be_written(rank: Rank) -> None:
-    """A file where the folder should be: refused to the superuser too, unlike a folder without permission."""
-    engine = engine_of(settings_of())
+def saving_behind_the_training(rank: Rank) -> None:
+    """What is saved is the state at the call, whatever steps follow; an error comes with the next call."""
+    engine = engine_of(settings_of(1, "bf16", checkpoint={"asynchronous": True}))
+    train(engine, num_steps=2)
+    expected = dense_state(engine)
+    engine.save_checkpoint(str(rank.folder), client_state={"position": 5})
+    train(engine, num_steps=2, first=2)
+    engine.wait_for_checkpoint()
+    assert engine.load_checkpoint(str(rank.folder)) == (str(rank.folder / "global_step2"), {"position": 5})
+    assert_identical(dense_state(engine), expected)
     blocked = rank.folder / "file"
-    if rank.rank == 0:
-        blocked.write_text("")
-    dist.barrier()
-    refusal(RuntimeError, lambda: engine.save_checkpoint(str(blocked)), "checkpoint", "file")
-    train(engine, num_steps=1)
-
-
-def a_leftover_is_never_loaded(rank: Rank) -> None:
-    """What a killed process leaves behind: a folder written in part, beside the last good one."""
-    engine = engine_of(settings_of())
-    engine.save_checkpoint(str(rank.folder), tag="good")
-    good = dense_state(engine)
-    if rank.rank == 0:
-        leftover = rank.folder / ".next.writing"
-        leftover.mkdir()
-        (leftover / "rank_00000.pt").write_bytes(b"torn")
-    dist.barrier()
-    train(engine, num_steps=1)
-    path, _ = engine.load_checkpoint(str(rank.folder))
-    assert path == str(rank.folder / "good")
-    assert_identical(dense_state(engine), good)
-    refusal(ValueError, lambda: engine.load_checkpoint(str(rank.folder), tag="next"), "no folder")
-    engine.save_checkpoint(str(rank.folder), tag="next")
-    assert engine.load_checkpoint(str(rank.folder))[0] == str(rank.folder / "next")
-
-
-def test_a_full_disk_is_named() -> None:
-    with pytest.raises(RuntimeError, match="cannot write /dev/full: No space left on device"):
-        checkpoint._write(Path("/dev/full"), {"weight": torch.zeros(1000)})
-
-
-def test_a_replacement_that_was_cut_off_is_undone(tmp_path: Path) -> None:
-    replaced = tmp_path / ".step_1.replaced"
-    replaced.mkdir()
-    checkpoint._bring_back(tmp_path / "step_1")
-    assert (tmp_path / "step_1").is_dir()
-    assert not replaced.exists()
+    blocked.write_text("")
+    engine.save_checkpoint(str(blocked))
+    refusal(RuntimeError, engine.wait_for_checkpoint, "checkpoint", "file")
+    engine.save_checkpoint(str(rank.folder), tag="again")
+    assert engine.load_checkpoint(str(rank.folder))[0] == str(rank.folder / "again")
 
 
 def _cases(size: int, options: pytest.Config) -> Iterator[tuple[str, Any]]:
@@ -262,11 +216,9 @@ def _cases(size: int, options: pytest.Config) -> Iterator[tuple[str, Any]]:
         nothing_to_load,
         client_state_is_plain,
         parts_of_a_checkpoint,
-        another_layout_is_refused,
-        damaged_files_are_refused,
-        a_failing_rank_leaves_the_last_checkpoint,
-        a_folder_that_cannot_be_written,
-        a_leftover_is_never_loaded,
+        frozen_parameters_may_be_left_out,
+        tags_must_agree,
+        saving_behind_the_training,
     ):
         yield check.__name__, check
 

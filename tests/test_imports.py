@@ -53,7 +53,16 @@ PURE = (
     "state_dicts",
 )
 # DeepSpeed is named by these only; everything else gets what it needs handed in.
-MAY_NAME_DEEPSPEED = {"__init__", "engine", "optimizer", "seam", "settings", "tensor_parallel", "training"}
+MAY_NAME_DEEPSPEED = {
+    "__init__",
+    "checkpoint",  # its calls are methods of the engine
+    "engine",
+    "optimizer",
+    "seam",
+    "settings",
+    "tensor_parallel",
+    "training",
+}
 
 
 def modules() -> dict[str, Path]:

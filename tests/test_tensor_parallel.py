@@ -11,7 +11,8 @@ import deepspeed
 import pytest
 import torch
 import torch.distributed as dist
-from divided import CASES, MIXED, TP, Divided, Mpu, OwnModel, backward, build, describe_own, forward, mpu
+from checkpoints import dense_tensors
+from divided import CASES, EVEN, MIXED, TP, Divided, Mpu, OwnModel, backward, build, describe_own, forward, mpu
 from models import SPECIMENS, batches, config, loss_of
 from ranks import Check, Rank
 from torch import nn
@@ -98,8 +99,8 @@ def checkpoints_resume(rank: Rank) -> None:
         assert state == {"at": 7}
         assert micro_step(first, BATCH) == micro_step(second, BATCH)
         assert_identical(dense_state(first), dense_state(second))
-    saved = torch.load(rank.folder / "llama" / "global_step1" / "rank_00003.pt", weights_only=True)
-    assert saved["layout"]["tensor_parallel"] == TP
+    saved = dense_tensors(rank.folder / "llama" / "global_step1")
+    assert saved["weight/lm_head.weight"].shape[0] == EVEN["vocab_size"], "the dense model's"
 
 
 def a_plan_is_given_back(rank: Rank) -> None:

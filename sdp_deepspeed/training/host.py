@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
+
+from sdp_deepspeed.training.run_folder import RunFolderError
 
 
 def forget_shared_memory() -> None:
@@ -41,6 +45,34 @@ def save_pretrained(engine: Any, folder: Path, tokenizer: Any) -> None:
         engine.module.save_pretrained(folder)
         tokenizer.save_pretrained(folder)
     dist.barrier()
+
+
+def save_checkpoint(engine: Any, folder: Path, **options: Any) -> None:
+    """As the engine's; every rank calls it.
+
+    Raises:
+        RunFolderError: on every rank, when it cannot be written.
+    """
+    with _as_run_folder_error():
+        engine.save_checkpoint(str(folder), **options)
+
+
+def wait_for_checkpoint(engine: Any) -> None:
+    """Until a checkpoint that is written behind the training is complete; every rank calls it, and it raises as
+    `save_checkpoint`."""
+    if plan_of(engine) is not None:
+        with _as_run_folder_error():
+            engine.wait_for_checkpoint()
+
+
+@contextmanager
+def _as_run_folder_error() -> Iterator[None]:
+    try:
+        yield
+    except RuntimeError as error:
+        if not str(error).startswith("checkpoint:"):
+            raise
+        raise RunFolderError(f"{error}; start the same command again when there is space and permission") from None
 
 
 def label(engine: Any) -> str:

@@ -46,7 +46,9 @@ class Run:
 def resume(run: Run) -> None:
     """Load the last checkpoint, if there is one, and forget what was recorded after it; every rank calls it."""
     if run.folder.has_checkpoint:
-        _, state = run.engine.load_checkpoint(str(run.folder.checkpoints))
+        path, state = run.engine.load_checkpoint(str(run.folder.checkpoints))
+        if path is None:
+            raise ValueError(f"{run.folder.checkpoints} has no complete checkpoint; remove it to start anew")
         run.step = state["step"]
         run.data.train.load_state_dict(state["data"])
     run.evaluated_at = on_first_rank(lambda: _forget_after(run.folder, run.step))
@@ -61,7 +63,7 @@ def _forget_after(folder: RunFolder, step: int) -> int | None:
 def save(run: Run) -> None:
     """Write a checkpoint of this step; every rank calls it."""
     state = {"step": run.step, "data": run.data.train.state_dict()}
-    run.engine.save_checkpoint(str(run.folder.checkpoints), tag=f"step_{run.step:08d}", client_state=state)
+    host.save_checkpoint(run.engine, run.folder.checkpoints, tag=f"step_{run.step:08d}", client_state=state)
     dist.barrier()
     on_first_rank(lambda: run.folder.prune_checkpoints(run.options.keep_checkpoints))
     on_first_rank(run.folder.raise_problem)

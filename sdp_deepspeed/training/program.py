@@ -17,7 +17,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         num_ranks = _num_ranks()
         folder = RunFolder(options.run_folder, writes=os.environ["RANK"] == "0")
         config = _resolved(options, num_ranks)
-        folder.check_same_run(config)
+        moved = folder.check_same_run(config)
         if _is_finished(folder, options.steps):
             if folder.writes:
                 print(f"{folder.path} has its {options.steps} steps already; remove it to train again", flush=True)
@@ -25,6 +25,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     # Heavy imports only now: a typo on the command line is answered at once.
     from sdp_deepspeed.training.session import run_session
 
+    if moved and folder.writes:
+        rows = ", ".join(f"{path} {then!r} -> {now!r}" for path, (then, now) in moved.items())
+        print(f"the run in {folder.path} goes on with another layout: {rows}", flush=True)
     return run_session(options, folder, config)
 
 

@@ -13,8 +13,25 @@ from pathlib import Path
 from typing import Any, TextIO
 
 # What must be the same when a run is resumed; the rest (intervals, and steps where no schedule ends with them) may
-# change.
+# change. So may the layout where both runs have the block: its checkpoints are of the dense model.
 _FIXED = ("model", "deepspeed_config", "data", "seed", "num_ranks")
+_BLOCK = "subnetwork_data_parallel"
+_LAYOUT = (
+    "num_ranks",
+    *(
+        f"deepspeed_config.{key}"
+        for key in (
+            _BLOCK,
+            "zero_optimization",
+            "tensor_parallel",
+            "bf16",
+            "data_types",
+            "communication_data_type",
+            "train_micro_batch_size_per_gpu",
+            "gradient_accumulation_steps",
+        )
+    ),
+)
 # Where `fill_automatic` writes --steps for "auto".
 _SCHEDULE_LENGTH = "deepspeed_config.scheduler.params.total_num_steps"
 
@@ -85,12 +102,19 @@ class RunFolder:
         if self.writes:
             _write_atomically(self.path / name, json.dumps(content, indent=2) + "\n")
 
-    def check_same_run(self, config: Mapping[str, Any]) -> None:
-        """Refuse to go on with another model, data, seed, layout or DeepSpeed config than the run began with."""
+    def check_same_run(self, config: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
+        """Refuse to go on with another model, data, seed or DeepSpeed config than the run began with.
+
+        Returns:
+            JSON paths at which the layout differs, with what was and what is.
+        """
         old = self.read_json("config.json")
         if old is None:
-            return
+            return {}
         found = {p: v for key in _FIXED for p, v in _differences(old.get(key), config.get(key), key).items()}
+        is_ours = all(_BLOCK in (run.get("deepspeed_config") or {}) for run in (old, config))
+        layout = {p: v for p, v in found.items() if is_ours and p.startswith(_LAYOUT)}
+        found = {p: v for p, v in found.items() if p not in layout}
         if list(found) == [_SCHEDULE_LENGTH] and found[_SCHEDULE_LENGTH] == (old.get("steps"), config.get("steps")):
             self._refuse_other_steps(*found[_SCHEDULE_LENGTH])
         rows = [f"{path}: {then!r} then, {now!r} now" for path, (then, now) in found.items()]
@@ -100,6 +124,7 @@ class RunFolder:
                 f"{self.path} holds a run with other settings ({'; '.join(rows[:5])}{more}): "
                 "choose another --run-folder, remove this one, or go back to its settings"
             )
+        return layout
 
     def _refuse_other_steps(self, then: int, now: int) -> None:
         raise ValueError(
@@ -170,13 +195,11 @@ class RunFolder:
 
     @property
     def has_checkpoint(self) -> bool:
-        return (self.checkpoints / "latest").exists()
+        return any(self.checkpoints.glob("step_*"))
 
     def prune_checkpoints(self, keep: int) -> None:
-        """After a new checkpoint is complete: remove all but the newest `keep`, and what killed runs left half-made."""
+        """After a new checkpoint is complete: remove all but the newest `keep`."""
         if self.writes:
-            old = sorted(self.checkpoints.glob("step_*"))[:-keep]
-            stale = [path for end in ("writing", "replaced") for path in self.checkpoints.glob(f".*.{end}")]
-            for path in (*old, *stale):
+            for path in sorted(self.checkpoints.glob("step_*"))[:-keep]:
                 with writing(path):
-                    shutil.rmtree(path) if path.is_dir() else path.unlink()
+                    shutil.rmtree(path)

@@ -49,6 +49,7 @@ def run_session(options: Options, folder: RunFolder, config: dict[str, Any]) -> 
             if train(run, progress):
                 host.save_pretrained(run.engine, folder.hf, run.data.tokenizer)
                 write_report(run)
+            host.wait_for_checkpoint(run.engine)
     finally:
         _close()
     return 0

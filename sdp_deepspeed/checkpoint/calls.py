@@ -1,0 +1,128 @@
+"""What DeepSpeed's engine calls `save_checkpoint` and `load_checkpoint`, for the dense model on any layout."""
+
+from __future__ import annotations
+
+import logging
+from abc import abstractmethod
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+from deepspeed.runtime.engine import DeepSpeedEngine
+from deepspeed.utils import log_dist
+
+from ..communicator import Communicator
+from ..config import SubnetworkConfig
+from ..optimizer import SubnetworkOptimizer
+from ..plan import Plan
+from ..shards import Shards
+from . import folder as files
+from .layout import Layout
+from .load import What, choose, restore
+from .save import Saver, Target, run_together
+from .snapshot import take
+
+
+class CheckpointingEngine(DeepSpeedEngine):
+    """Saves and loads; what it saves is the subclass's."""
+
+    block: SubnetworkConfig
+    communicator: Communicator
+    everyone: Communicator
+    optimizer: SubnetworkOptimizer
+    plan: Plan
+    shards: Shards
+    _saver: Saver | None = None
+
+    @abstractmethod
+    def layout(self) -> Layout:
+        """Where this rank's parameters and persistent buffers lie in the dense model."""
+
+    @abstractmethod
+    def before_checkpoint(self, call: str) -> None:
+        """Leave evaluation; RuntimeError where the dense model is resident."""
+
+    def save_checkpoint(
+        self,
+        save_dir: str,
+        tag: str | None = None,
+        client_state: Mapping[str, Any] | None = None,
+        save_latest: bool = True,
+        exclude_frozen_parameters: bool = False,
+    ) -> bool:
+        """As DeepSpeed's, of the dense model; all ranks call it, and it loads on any layout. With the block's
+        `checkpoint.asynchronous` it returns when everything is copied to host memory.
+
+        Raises:
+            ValueError: client state that could not be loaded safely.
+            RuntimeError: on all ranks, if it cannot be written; earlier checkpoints are as they were.
+        """
+        self.before_checkpoint("save_checkpoint")
+        name = str(tag) if tag is not None else f"global_step{self.global_steps}"
+        target = Target(Path(save_dir), name, latest=save_latest, keep_last=self.block.checkpoint.keep_last)
+        self._save(target, client_state or {}, exclude_frozen=exclude_frozen_parameters)
+        return True
+
+    def load_checkpoint(
+        self,
+        load_dir: str,
+        tag: str | None = None,
+        load_module_strict: bool = True,
+        load_optimizer_states: bool = True,
+        load_lr_scheduler_states: bool = True,
+        load_module_only: bool = False,
+        custom_load_fn: Any = None,
+    ) -> tuple[str | None, dict[str, Any] | None]:
+        """As DeepSpeed's, on the layout that wrote it or on another one; all ranks call it.
+
+        Returns:
+            Path of the checkpoint and the client state; (None, None) if `load_dir` has no checkpoint.
+
+        Raises:
+            ValueError: on all ranks, before anything is changed: it is damaged, or of another model.
+        """
+        if custom_load_fn is not None:
+            raise ValueError("load_checkpoint: custom_load_fn is not supported; load with load_module_strict=False")
+        self.before_checkpoint("load_checkpoint")
+        what = What(load_optimizer_states, load_lr_scheduler_states, load_module_only, load_module_strict)
+        return self._load(Path(load_dir), None if tag is None else str(tag), what)
+
+    def wait_for_checkpoint(self) -> None:
+        """Until a checkpoint that is written behind the training is complete; all ranks call it, before they leave.
+
+        Raises:
+            RuntimeError: on all ranks, if it could not be written.
+        """
+        if self._saver is not None:
+            self._saver.wait()
+
+    def destroy(self) -> None:
+        """As DeepSpeed's, after waiting for a checkpoint that is being written."""
+        self.wait_for_checkpoint()
+        super().destroy()
+
+    def _save(self, target: Target, client_state: Mapping[str, Any], *, exclude_frozen: bool) -> None:
+        files.check_tag(target.tag)
+        tags = self.everyone.gather_objects(target.tag)
+        if len(set(tags)) > 1:
+            raise ValueError(f"save_checkpoint: ranks gave different tags ({sorted(set(tags))[:5]}); give one to all")
+        if self._saver is None:  # a group of its own, on the host: it may work while others communicate
+            group = dist.new_group(backend="gloo")
+            self._saver = Saver(Communicator(dist, group), group)
+        self._saver.wait()  # before anything is copied: there is memory for one snapshot
+        snapshot = run_together(self.everyone, lambda: take(self, client_state, exclude_frozen=exclude_frozen))
+        if self.block.checkpoint.asynchronous:
+            self._saver.save_behind(snapshot, target)
+        else:
+            self._saver.save(snapshot, target)
+
+    def _load(self, folder: Path, tag: str | None, what: What) -> tuple[str | None, dict[str, Any] | None]:
+        self.wait_for_checkpoint()
+        name, warnings = choose(folder, tag, self.everyone)
+        for warning in warnings:
+            log_dist(warning, ranks=[0], level=logging.WARNING)
+        if name is None:
+            log_dist(f"load_checkpoint: {folder} has no checkpoint, so nothing was loaded", [0], level=logging.WARNING)
+            return None, None
+        return str(folder / name), restore(self, folder / name, what)

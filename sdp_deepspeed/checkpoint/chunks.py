@@ -1,0 +1,98 @@
+"""Dense tensors as the chunks of them that a rank has, in the words of PyTorch's Distributed Checkpoint (DCP)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata, MetadataIndex, TensorProperties
+from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
+
+from .boxes import Box
+
+
+class Chunks:
+    """A value of a DCP state dict: some boxes of one dense tensor, and where their elements are here.
+
+    Args:
+        shape: of the dense tensor.
+        dtype: of its elements.
+    """
+
+    def __init__(self, shape: Sequence[int], dtype: torch.dtype) -> None:
+        self.shape = torch.Size(shape)
+        self.dtype = dtype
+        self._parts: dict[tuple[int, ...], tuple[Box, torch.Tensor]] = {}  # by offsets
+
+    def add(self, box: Box, values: torch.Tensor) -> None:
+        """`values` has the elements of `box`, shaped like it; a view, so that loading writes to where it came from."""
+        assert tuple(values.shape) == box.sizes, f"{tuple(values.shape)} is not {box.sizes}"
+        self._parts[box.offsets] = box, values
+
+    def at(self, offsets: Sequence[int]) -> torch.Tensor:
+        """Values of the box that begins there."""
+        return self._parts[tuple(offsets)][1]
+
+    def every(self, step: int, first: int) -> Chunks:
+        """Each `step`th chunk from `first` on."""
+        part = Chunks(self.shape, self.dtype)
+        part._parts = dict(list(self._parts.items())[first::step])
+        return part
+
+    def to_host(self) -> Chunks:
+        """A copy that later steps do not change."""
+        copy = Chunks(self.shape, self.dtype)
+        for box, values in self._parts.values():
+            copy.add(box, values.detach().to("cpu", copy=True))
+        return copy
+
+    def size(self) -> torch.Size:
+        """Of the dense tensor: DCP compares it with the stored one."""
+        return self.shape
+
+    def __create_write_items__(self, fqn: str, _: Any) -> list[WriteItem]:
+        properties = TensorProperties(dtype=self.dtype)
+        return [
+            WriteItem(
+                index=MetadataIndex(fqn, chunk.offsets),
+                type=WriteItemType.SHARD,
+                tensor_data=TensorWriteData(chunk=chunk, properties=properties, size=self.shape),
+            )
+            for chunk in self.__create_chunk_list__()
+        ]
+
+    def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
+        return [ChunkStorageMetadata(torch.Size(box.offsets), torch.Size(box.sizes)) for box, _ in self._parts.values()]
+
+
+StateDict = dict[str, Chunks]
+
+
+class SavePlanner(DefaultSavePlanner):
+    """DCP's, for a flat state dict of `Chunks`."""
+
+    def __init__(self) -> None:
+        super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
+
+    def lookup_object(self, index: MetadataIndex) -> torch.Tensor:
+        assert index.offset is not None
+        return self.state_dict[index.fqn].at(index.offset)
+
+    def transform_object(self, write_item: WriteItem, object: Any) -> torch.Tensor:
+        return object.detach()
+
+
+class LoadPlanner(DefaultLoadPlanner):
+    """DCP's, for a flat state dict of `Chunks`."""
+
+    def set_up_planner(
+        self, state_dict: dict[str, Any], metadata: Metadata | None = None, is_coordinator: bool = False
+    ) -> None:
+        self.state_dict, self.metadata, self.is_coordinator = state_dict, metadata, is_coordinator
+        self.flatten_state_dict = False
+
+    def lookup_tensor(self, index: MetadataIndex) -> torch.Tensor:
+        assert index.offset is not None
+        return self.state_dict[index.fqn].at(index.offset)

@@ -1,0 +1,182 @@
+"""Where one rank's tensors lie in the dense model: its weights, masters and moments as chunks, to write and to fill."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from math import prod
+
+import torch
+
+from ..places import Places
+from ..plan import Plan
+from ..segments import NOT_OPTIMIZED, Fragment, TensorInfo, pieces_by_tensor
+from ..shards import Shards
+from ..stepping import SteppedGroup
+from ..units import Piece
+from .boxes import Box, box_of, boxes_of, in_dense
+from .chunks import Chunks, StateDict
+
+WEIGHT, MASTER = "weight", "master"
+
+
+class Layout:
+    """Chunks of this rank.
+
+    Args:
+        tensors: parameters with their optimizer groups, and persistent buffers; shapes are those of this
+            tensor-parallel rank.
+        plan: in the same coordinates.
+        places: where pieces lie.
+        shards: of the tensor-parallel group.
+        rank: in the data-parallel group.
+    """
+
+    def __init__(self, tensors: Sequence[TensorInfo], plan: Plan, places: Places, shards: Shards, rank: int) -> None:
+        self.tensors = {info.name: info for info in tensors}
+        self._pieces = pieces_by_tensor(tensors, plan)
+        self._places, self._shards, self._rank = places, shards, rank
+        self._stores_all = plan.regime == "backward"
+        self._spreads = all(division.is_even for division in shards.divisions.values())
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """Of the dense tensor."""
+        info = self.tensors[name]
+        division = self._shards.divisions.get(name) if info.kind == "parameter" else None
+        return division.shape if division is not None else info.shape
+
+    def stored_weights(self) -> Iterator[tuple[Piece, Box, torch.Tensor]]:
+        """All pieces that this rank stores, where they lie in the dense model, and their live values."""
+        for (_, name), pieces in self._pieces.items():
+            for piece, holders in pieces:
+                if prod(self.shape(name)) and (self._stores_all or self._rank in holders):
+                    box = box_of(piece, self._own_shape(piece))
+                    yield piece, in_dense(box, piece, self._shards), self._weight(piece)
+
+    def owned_weights(self, fragments: Iterable[Fragment], *, exclude_frozen: bool = False) -> StateDict:
+        """Weights that this rank writes: each element of the dense model is written by one rank.
+
+        Args:
+            fragments: that this rank owns among the optimized ones; it takes its part of all others.
+            exclude_frozen: leave out parameters that need no gradients.
+        """
+        result: StateDict = {}
+        for fragment in [*fragments, *self._own_rest(exclude_frozen=exclude_frozen)]:
+            piece = fragment.piece
+            shape = self._own_shape(piece)
+            whole = box_of(piece, shape)
+            for box in boxes_of(fragment, shape):
+                values = self._weight(piece)[box.slices_in(whole)]
+                self._add(result, WEIGHT, piece, box, values)
+        return result
+
+    def add_stretches(
+        self, target: StateDict, key: str, fragments: Iterable[Fragment], flat_of: Callable[[Fragment], torch.Tensor]
+    ) -> None:
+        """Add to `target` what belongs to `fragments`, element by element: masters, moments.
+
+        Args:
+            flat_of: values of a fragment, 1-D in its order, as a view.
+        """
+        for fragment in fragments:
+            piece, flat, start = fragment.piece, flat_of(fragment), 0
+            for box in boxes_of(fragment, self._own_shape(piece)):
+                values = in_box(flat.narrow(0, start, box.num_elements), box, piece.dim or 0)
+                self._add(target, key, piece, box, values)
+                start += box.num_elements
+
+    def of_one_writer(self, chunks: StateDict) -> StateDict:
+        """What of `chunks` this rank writes: of tensors that tensor-parallel ranks all have, each chunk one of them."""
+        if self._shards.size == 1:
+            return chunks
+        result: StateDict = {}
+        for key, own in chunks.items():
+            if key.partition("/")[2] in self._shards.divisions:
+                result[key] = own
+            elif self._spreads:
+                result[key] = own.every(self._shards.size, self._shards.index)
+            elif self._shards.index == 0:
+                result[key] = own
+        return result
+
+    def own_buffers(self) -> dict[str, torch.Tensor]:
+        """Buffers that this rank stores whole; each rank's own, since nobody averages them."""
+        return {name: self._places.tensors[name].detach() for name in self._buffers()}
+
+    def restore_buffers(self, buffers: Mapping[str, torch.Tensor]) -> None:
+        """Inverse of `own_buffers`."""
+        for name in self._buffers():
+            self._places.tensors[name].copy_(buffers[name])
+
+    def _buffers(self) -> Iterator[str]:
+        for (kind, name), pieces in self._pieces.items():
+            if kind == "buffer" and all(self._stores_all or self._rank in holders for _, holders in pieces):
+                yield name
+
+    def _own_rest(self, *, exclude_frozen: bool) -> Iterator[Fragment]:
+        """Of tensors that no optimizer has: each piece by one of its holders, in turn."""
+        count = 0
+        for (_, name), pieces in self._pieces.items():
+            info = self.tensors[name]
+            if info.kind == "parameter" and (info.group != NOT_OPTIMIZED or (exclude_frozen and not info.trainable)):
+                continue
+            for piece, holders in pieces:
+                if holders[count % len(holders)] == self._rank:
+                    yield Fragment(piece, 0, piece.num_elements(info.shape))
+                count += 1
+
+    def _own_shape(self, piece: Piece) -> tuple[int, ...]:
+        """Of what this tensor-parallel rank has of the piece's tensor; flat if nobody knows how that was divided."""
+        shape = self.tensors[piece.parameter].shape
+        division = self._shards.division_of(piece)
+        return shape if division is None or division.is_known else (prod(shape),)
+
+    def _weight(self, piece: Piece) -> torch.Tensor:
+        weight = self._places.weight(piece)
+        return weight if len(self._own_shape(piece)) == weight.dim() else weight.view(-1)
+
+    def _add(self, target: StateDict, key: str, piece: Piece, box: Box, values: torch.Tensor) -> None:
+        name = piece.parameter
+        chunks = target.setdefault(f"{key}/{name}", Chunks(self.shape(name), values.dtype))
+        chunks.add(in_dense(box, piece, self._shards), values)
+
+
+def locate(group: SteppedGroup) -> Callable[[Fragment, Sequence[torch.Tensor]], torch.Tensor]:
+    """From a fragment of what `group` steps, and tensors laid out like `group.tensors`, to the fragment's values."""
+    positions: dict[Piece, list[tuple[Fragment, int, int]]] = {}
+    offset = 0
+    for index, fragment in enumerate(group.fragments):
+        where = (index, 0) if group.in_place else (0, offset)
+        positions.setdefault(fragment.piece, []).append((fragment, *where))
+        offset += fragment.stop - fragment.start
+
+    def find(fragment: Fragment, tensors: Sequence[torch.Tensor]) -> torch.Tensor:
+        for stepped, index, begin in positions[fragment.piece]:
+            if stepped.start <= fragment.start and fragment.stop <= stepped.stop:
+                start = begin + fragment.start - stepped.start
+                return tensors[index].detach().narrow(0, start, fragment.stop - fragment.start)
+        raise AssertionError(f"{fragment} is not stepped here")
+
+    return find
+
+
+def in_box(flat: torch.Tensor, box: Box, dim: int) -> torch.Tensor:
+    """Elements of a box, which travel with `dim` first, shaped like the box."""
+    if not box.sizes:
+        return flat.view(())
+    sizes = box.sizes
+    return flat.view(sizes[dim], *sizes[:dim], *sizes[dim + 1 :]).movedim(0, dim)
+
+
+def persistent_buffers(module: torch.nn.Module, shapes: Mapping[str, Sequence[int]]) -> list[TensorInfo]:
+    """Buffers that state dicts have.
+
+    Args:
+        shapes: of the buffers before units were dropped, by name.
+    """
+    found = []
+    for prefix, inner in module.named_modules():
+        for name, buffer in inner._buffers.items():
+            path = f"{prefix}.{name}" if prefix else name
+            if buffer is not None and name not in inner._non_persistent_buffers_set:
+                found.append(TensorInfo(path, tuple(shapes[path]), buffer.dtype, kind="buffer", trainable=False))
+    return found

@@ -1,0 +1,182 @@
+"""What the wrapped optimizer keeps, in the dense model's coordinates: masters, moments, step counts and options."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from ..optimizer import SubnetworkOptimizer
+from ..segments import NOT_OPTIMIZED, Fragment
+from ..stepping import SteppedGroup
+from .chunks import StateDict
+from .layout import MASTER, WEIGHT, Layout, locate
+
+Finder = Callable[[Fragment, Sequence[torch.Tensor]], torch.Tensor]
+
+
+class OptimizerState:
+    """Of this rank.
+
+    Args:
+        optimizer: of a running engine.
+        layout: of the same engine.
+    """
+
+    def __init__(self, optimizer: SubnetworkOptimizer, layout: Layout) -> None:
+        self._optimizer, self._layout = optimizer, layout
+        self._finders: list[Finder] = [locate(group) for group in optimizer.groups]
+
+    def owned_fragments(self) -> list[list[Fragment]]:
+        """Of each group what this rank owns; at stage 0 that is less than what it steps."""
+        exchange, groups = self._optimizer.exchange, self._optimizer.groups
+        result: list[list[Fragment]] = [[] for _ in groups]
+        for bucket in exchange.buckets:
+            for segment, fragments in exchange.owned(bucket):
+                result[segment.group].extend(fragments)
+        return result
+
+    def owned(self) -> StateDict:
+        """Masters and moments that this rank writes."""
+        result: StateDict = {}
+        for group, find, fragments in zip(self._optimizer.groups, self._finders, self.owned_fragments(), strict=True):
+            if not fragments:
+                continue
+            if not group.in_place:
+                self._add(result, MASTER, fragments, find, group.tensors)
+            for key in _moments(self._states(group), group):
+                self._add(result, key, fragments, find, [state[key] for state in self._states(group)])
+        return result
+
+    def _states(self, group: SteppedGroup) -> list[Mapping[str, Any]]:
+        return [self._optimizer.state.get(tensor, {}) for tensor in group.tensors]
+
+    def _add(
+        self,
+        target: StateDict,
+        key: str,
+        fragments: Sequence[Fragment],
+        find: Finder,
+        tensors: Sequence[torch.Tensor],
+    ) -> None:
+        self._layout.add_stretches(target, key, fragments, lambda fragment: find(fragment, tensors))
+
+    def facts(self) -> dict[str, Any]:
+        """All but the tensors of elements; what ranks without a part of a group do not know is None."""
+        scaler = {
+            key: value for key, value in vars(self._optimizer.loss_scaler).items() if isinstance(value, (int, float))
+        }
+        return {
+            "groups": {i.name: i.group for i in self._optimizer.tensors if i.group != NOT_OPTIMIZED},
+            "options": [
+                {key: value for key, value in options.items() if key != "params"}
+                for options in self._optimizer.param_groups
+            ],
+            "counts": [_counts(self._states(group), group) if group.tensors else None for group in self._groups],
+            "loss_scaler": scaler,
+        }
+
+    @property
+    def _groups(self) -> list[SteppedGroup]:
+        return self._optimizer.groups
+
+    def master_targets(self, stored: Mapping[str, Any]) -> StateDict:
+        """Where fp32 masters are loaded to, from stored masters or else from weights.
+
+        Args:
+            stored: keys of the checkpoint.
+        """
+        result: StateDict = {}
+        for group, find in zip(self._groups, self._finders, strict=True):
+            for fragment in group.fragments if not group.in_place else ():
+                key = MASTER if f"{MASTER}/{fragment.piece.parameter}" in stored else WEIGHT
+                self._add(result, key, [fragment], find, group.tensors)
+        return result
+
+    def new_moments(self, stored: Mapping[str, Any], facts: Mapping[str, Any]) -> tuple[StateDict, dict[str, Any]]:
+        """Where moments are loaded to, and the state dict of the wrapped optimizer that has them.
+
+        Args:
+            stored: keys of the checkpoint.
+            facts: of the run that wrote it.
+
+        Raises:
+            ValueError: tensors that are stepped together here were not when the checkpoint was written.
+        """
+        targets: StateDict = {}
+        states: dict[int, dict[str, Any]] = {}
+        first = 0
+        for group, find in zip(self._groups, self._finders, strict=True):
+            names = list(dict.fromkeys(fragment.piece.parameter for fragment in group.fragments))
+            moments = _same({tuple(_moments_of(name, stored)) for name in names}, names, "optimizer state")
+            counts = _same_counts([_counts_of(name, facts) for name in names], names)
+            own = [{key: torch.empty_like(tensor.detach()) for key in moments or ()} for tensor in group.tensors]
+            for key in moments or ():
+                self._add(targets, key, group.fragments, find, [state[key] for state in own])
+            for index, state in enumerate(own):
+                states[first + index] = state | self._as_optimizer_counts(counts)
+            first += len(group.tensors)
+        return targets, {"state": states, "param_groups": self._options(facts)}
+
+    def _as_optimizer_counts(self, counts: Mapping[str, float] | None) -> dict[str, Any]:
+        """PyTorch's optimizers count in tensors, DeepSpeed's in integers."""
+        own = type(self._optimizer.optimizer).__module__.startswith("deepspeed")
+        return {key: int(value) if own else torch.tensor(value) for key, value in (counts or {}).items()}
+
+    def _options(self, facts: Mapping[str, Any]) -> list[dict[str, Any]]:
+        """Of the param groups: those of the checkpoint, if it has as many groups."""
+        stored, here = facts["options"], self._optimizer.param_groups
+        first, result = 0, []
+        for index, (options, group) in enumerate(zip(here, self._groups, strict=True)):
+            kept = stored[index] if len(stored) == len(here) else options
+            numbers = list(range(first, first + len(group.tensors)))
+            result.append({key: value for key, value in kept.items() if key != "params"} | {"params": numbers})
+            first += len(group.tensors)
+        return result
+
+    def restore(self, state: Mapping[str, Any], facts: Mapping[str, Any]) -> None:
+        """Give the wrapped optimizer what `new_moments` made, and the scaler its state."""
+        self._optimizer.optimizer.load_state_dict(dict(state))
+        if self._optimizer.loss_scaler.dynamic:
+            vars(self._optimizer.loss_scaler).update(facts["loss_scaler"])
+
+
+def _moments(states: Sequence[Mapping[str, Any]], group: SteppedGroup) -> list[str]:
+    """Keys of state that has one value for each element."""
+    return [
+        key
+        for key, value in (states[0] if states else {}).items()
+        if torch.is_tensor(value) and value.shape == group.tensors[0].shape
+    ]
+
+
+def _counts(states: Sequence[Mapping[str, Any]], group: SteppedGroup) -> dict[str, float]:
+    """State that is one number for a tensor; the same for all tensors of a group, as they are stepped together."""
+    moments = _moments(states, group)
+    return {key: float(value) for key, value in states[0].items() if key not in moments and value is not None}
+
+
+def _moments_of(name: str, stored: Mapping[str, Any]) -> list[str]:
+    end = f"/{name}"
+    keys = (key.removesuffix(end) for key in stored if key.endswith(end))
+    return sorted(key for key in keys if key not in (WEIGHT, MASTER) and "/" not in key)
+
+
+def _counts_of(name: str, facts: Mapping[str, Any]) -> Mapping[str, float]:
+    group = facts["groups"].get(name)
+    return {} if group is None else facts["counts"][group] or {}
+
+
+def _same_counts(counts: Sequence[Mapping[str, float]], names: Sequence[str]) -> dict[str, float] | None:
+    found = _same({tuple(sorted(own.items())) for own in counts}, names, "step counts")
+    return None if found is None else dict(found)
+
+
+def _same(found: set[Any], names: Sequence[str], what: str) -> Any:
+    if len(found) > 1:
+        raise ValueError(
+            f"checkpoint: {what} of {names[0]!r} and others of its optimizer param group are not alike in it (some "
+            "were frozen, or in another group); load it with load_optimizer_states=False, or use its param groups"
+        )
+    return next(iter(found), None)

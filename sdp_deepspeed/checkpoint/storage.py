@@ -1,0 +1,249 @@
+"""DCP storage in safetensors files and JSON: one file of chunks per rank, one index; nothing is pickled."""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import json
+import os
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import safe_open
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+from torch.distributed.checkpoint.planner import (
+    LoadPlan,
+    LoadPlanner,
+    SavePlan,
+    SavePlanner,
+    WriteItem,
+)
+from torch.distributed.checkpoint.storage import StorageReader, StorageWriter, WriteResult
+from torch.futures import Future
+
+INDEX = "tensors.json"
+# Names of safetensors' format.
+_DTYPES = {
+    torch.float64: "F64",
+    torch.float32: "F32",
+    torch.float16: "F16",
+    torch.bfloat16: "BF16",
+    torch.int64: "I64",
+    torch.int32: "I32",
+    torch.int16: "I16",
+    torch.int8: "I8",
+    torch.uint8: "U8",
+    torch.bool: "BOOL",
+}
+
+
+class HashedFile:
+    """An open file that knows its size and SHA-256."""
+
+    def __init__(self, raw: io.FileIO) -> None:
+        self.name = str(raw.name)
+        self._raw = raw
+        self._digest = hashlib.sha256()
+        self.num_bytes = 0
+
+    def write(self, data: bytes | memoryview) -> None:
+        self._digest.update(data)
+        rest = memoryview(data)
+        while rest:
+            rest = rest[self._raw.write(rest) :]
+        self.num_bytes += len(data)
+
+    def record(self) -> dict[str, Any]:
+        """What the manifest says of it."""
+        return {"bytes": self.num_bytes, "sha256": self._digest.hexdigest()}
+
+
+@contextmanager
+def hashed_file(path: Path, records: dict[str, Any]) -> Iterator[HashedFile]:
+    """Write `path`; its record is added to `records` when it is on the disk.
+
+    Raises:
+        RuntimeError: it cannot be written; names it and the reason.
+    """
+    try:
+        with open(path, "wb", buffering=0) as raw:
+            file = HashedFile(raw)
+            yield file
+            os.fsync(raw.fileno())
+    except OSError as problem:
+        raise RuntimeError(
+            f"checkpoint: cannot write {path}: {problem.strerror or problem}; earlier checkpoints are intact"
+        ) from problem
+    records[path.name] = file.record()
+
+
+class SafetensorsWriter(StorageWriter):
+    """Writes this rank's chunks to one file, in no more memory than one chunk.
+
+    Args:
+        folder: exists.
+        file: name of this rank's file.
+
+    Attributes:
+        records: what the manifest says of the files that this rank wrote.
+    """
+
+    def __init__(self, folder: Path, file: str) -> None:
+        self._folder, self._file = folder, file
+        self.records: dict[str, Any] = {}
+
+    def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
+        """Nothing: a writer is made for one checkpoint."""
+
+    def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
+        """Nothing."""
+
+    def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
+        return plan
+
+    def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
+        return plans
+
+    @classmethod
+    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
+        return True
+
+    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
+        # Larger elements first, so that each chunk is aligned to its own.
+        items = sorted(plan.items, key=lambda item: -_dtype_of(item).itemsize)
+        results = []
+        with hashed_file(self._folder / self._file, self.records) as file:
+            file.write(_header(items))
+            for item in items:
+                data: Any = planner.resolve_data(item)
+                values = data.to("cpu").contiguous().view(-1).view(torch.uint8)
+                file.write(memoryview(values.numpy()))
+                results.append(WriteResult(item.index, values.numel(), self._file))
+        future: Future[list[WriteResult]] = Future()
+        future.set_result(results)
+        return future
+
+    def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
+        """One rank writes the index."""
+        files = {result.index: result.storage_data for own in results for result in own}
+        tensors = {key: _tensor_facts(key, info, files) for key, info in metadata.state_dict_metadata.items()}
+        with hashed_file(self._folder / INDEX, self.records) as file:
+            file.write(json.dumps(tensors, indent=0, sort_keys=True).encode())
+
+
+def _dtype_of(item: WriteItem) -> torch.dtype:
+    assert item.tensor_data is not None
+    return item.tensor_data.properties.dtype
+
+
+def _header(items: Sequence[WriteItem]) -> bytes:
+    """Of a safetensors file: length, then names, dtypes, shapes and offsets."""
+    entries: dict[str, Any] = {}
+    start = 0
+    for item in items:
+        assert item.tensor_data is not None
+        sizes, dtype = item.tensor_data.chunk.sizes, _dtype_of(item)
+        stop = start + sizes.numel() * dtype.itemsize
+        name = _name(item.index)
+        entries[name] = {"dtype": _DTYPES[dtype], "shape": list(sizes), "data_offsets": [start, stop]}
+        start = stop
+    text = json.dumps(entries, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    return len(text).to_bytes(8, "little") + text
+
+
+def _name(index: MetadataIndex) -> str:
+    """Of a chunk in its file."""
+    assert index.offset is not None
+    return f"{index.fqn}@{','.join(map(str, index.offset))}"
+
+
+def _tensor_facts(key: str, info: Any, files: Mapping[MetadataIndex, str]) -> dict[str, Any]:
+    chunks = [
+        {"offsets": list(c.offsets), "sizes": list(c.sizes), "file": files[MetadataIndex(key, c.offsets)]}
+        for c in info.chunks
+    ]
+    return {"dtype": _DTYPES[info.properties.dtype], "shape": list(info.size), "chunks": chunks}
+
+
+class SafetensorsReader(StorageReader):
+    """Reads what `SafetensorsWriter`s of any number of ranks wrote."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+
+    def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
+        """Nothing: a reader is made for one checkpoint."""
+
+    def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
+        """Nothing."""
+
+    def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
+        return plan
+
+    def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
+        return plans
+
+    @classmethod
+    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
+        return True
+
+    def read_metadata(self, *args: Any) -> Metadata:
+        """Dense tensors by key, and in `storage_data` the file of each of their chunks.
+
+        Raises:
+            ValueError: the index is not what a writer wrote.
+        """
+        return self._metadata
+
+    @cached_property
+    def _metadata(self) -> Metadata:
+        path = self._folder / INDEX
+        try:
+            return _metadata(json.loads(path.read_text()))
+        except (OSError, KeyError, TypeError, ValueError) as problem:
+            raise ValueError(f"checkpoint: {path} cannot be read: {problem}") from problem
+
+    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
+        files = self._metadata.storage_data
+        by_file = defaultdict(list)
+        for item in plan.items:
+            by_file[files[item.storage_index]].append(item)
+        for name, items in by_file.items():
+            with safe_open(self._folder / name, framework="pt") as file:
+                for item in items:
+                    target = planner.resolve_tensor(item)
+                    target.copy_(_part(file, _name(item.storage_index), item.storage_offsets, item.lengths))
+                    planner.commit_tensor(item, target)
+        future: Future[None] = Future()
+        future.set_result(None)
+        return future
+
+
+def _part(file: Any, name: str, offsets: Sequence[int], lengths: Sequence[int]) -> torch.Tensor:
+    if not lengths:
+        return file.get_tensor(name)
+    return file.get_slice(name)[tuple(slice(a, a + n) for a, n in zip(offsets, lengths, strict=True))]
+
+
+def _metadata(facts: Mapping[str, Any]) -> Metadata:
+    dtypes = {name: dtype for dtype, name in _DTYPES.items()}
+    tensors: dict[str, Any] = {}
+    files: dict[MetadataIndex, str] = {}
+    for key, tensor in facts.items():
+        chunks = [ChunkStorageMetadata(torch.Size(c["offsets"]), torch.Size(c["sizes"])) for c in tensor["chunks"]]
+        properties = TensorProperties(dtype=dtypes[tensor["dtype"]])
+        tensors[key] = TensorStorageMetadata(properties, torch.Size(tensor["shape"]), chunks)
+        files |= {MetadataIndex(key, c["offsets"]): str(c["file"]) for c in tensor["chunks"]}
+    return Metadata(tensors, storage_data=files)

@@ -1,0 +1,24 @@
+"""Checkpoints on the disk as dense tensors, read in one process."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+import torch.distributed.checkpoint as dcp
+
+from sdp_deepspeed.checkpoint.boxes import Box
+from sdp_deepspeed.checkpoint.chunks import Chunks, LoadPlanner
+from sdp_deepspeed.checkpoint.storage import SafetensorsReader
+
+
+def dense_tensors(folder: Path) -> dict[str, torch.Tensor]:
+    """Everything in a checkpoint: weights, masters and moments by key."""
+    reader = SafetensorsReader(folder)
+    tensors, chunks = {}, {}
+    for key, info in reader.read_metadata().state_dict_metadata.items():
+        tensors[key] = torch.full(info.size, torch.nan).to(info.properties.dtype)
+        chunks[key] = Chunks(info.size, info.properties.dtype)
+        chunks[key].add(Box.whole(info.size), tensors[key])
+    dcp.load(chunks, storage_reader=reader, planner=LoadPlanner(), no_dist=True)
+    return tensors

@@ -1,0 +1,182 @@
+"""Complete or absent: what a checkpoint's folder looks like after a failure, and what is loaded from it then."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+from models import config
+from ranks import Rank
+from training import assert_identical, dense_state, engine_of, refusal, train
+
+from sdp_deepspeed.checkpoint import folder as files
+from sdp_deepspeed.checkpoint import storage
+
+
+def settings_of(**block: Any) -> dict[str, Any]:
+    return config(**({"holders": 1} | block))
+
+
+def damaged_files_are_refused(rank: Rank) -> None:
+    """Each file of a checkpoint in turn, and `latest`, is cut short, changed in one bit, deleted."""
+    engine = engine_of(settings_of())
+    folder = rank.folder
+    engine.save_checkpoint(str(folder), tag="older")
+    older = dense_state(engine)
+    train(engine, num_steps=1)
+    engine.save_checkpoint(str(folder), tag="newer")
+    newer = dense_state(engine)
+    names = sorted(path.name for path in (folder / "newer").iterdir())
+    assert {"manifest.json", "tensors.json", "plan.json", "common.pt", "rank_00001.pt"} < set(names)
+    for name in names:
+        for damage in (_cut, _flip, _delete):
+            with _damaged(rank, folder / "newer" / name, damage):
+                refusal(ValueError, partial(engine.load_checkpoint, str(folder), tag="newer"), "newer")
+                assert_identical(dense_state(engine), newer)
+                path, _ = engine.load_checkpoint(str(folder))
+                assert path == str(folder / "older")
+                assert_identical(dense_state(engine), older)
+            assert engine.load_checkpoint(str(folder))[0] == str(folder / "newer")
+    for damage in (_cut, _flip, _delete):
+        with _damaged(rank, folder / "latest", damage):
+            assert engine.load_checkpoint(str(folder))[0] == str(folder / "newer")
+
+
+def all_are_damaged(rank: Rank) -> None:
+    engine = engine_of(settings_of())
+    engine.save_checkpoint(str(rank.folder))
+    with _damaged(rank, rank.folder / "global_step0" / "tensors.json", _delete):
+        refusal(ValueError, lambda: engine.load_checkpoint(str(rank.folder)), "tensors.json is missing", "no complete")
+
+
+def _cut(path: Path) -> None:
+    path.write_bytes(path.read_bytes()[:-1])
+
+
+def _flip(path: Path) -> None:
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 1
+    path.write_bytes(content)
+
+
+def _delete(path: Path) -> None:
+    path.unlink()
+
+
+@contextmanager
+def _damaged(rank: Rank, path: Path, damage: Callable[[Path], None]) -> Iterator[None]:
+    content = path.read_bytes()
+    dist.barrier()
+    if rank.rank == 0:
+        damage(path)
+    dist.barrier()
+    yield
+    dist.barrier()
+    if rank.rank == 0:
+        path.write_bytes(content)
+    dist.barrier()
+
+
+def a_failing_rank_leaves_the_last_checkpoint(rank: Rank) -> None:
+    engine = engine_of(settings_of())
+    engine.save_checkpoint(str(rank.folder), tag="good")
+    good = dense_state(engine)
+    train(engine, num_steps=1)
+    write = storage.HashedFile.write
+
+    def full_disk(file: storage.HashedFile, data: bytes) -> None:
+        if Path(file.name).name.startswith(failing):
+            write(file, data[:1])
+            raise OSError(28, "No space left on device")
+        write(file, data)
+
+    storage.HashedFile.write = full_disk  # type: ignore[method-assign]
+    for failing in ("tensors_00000", "tensors_00001", "tensors.json", "rank_00001", "common"):
+        for tag in ("next", "good"):
+            save = partial(engine.save_checkpoint, str(rank.folder), tag=tag)
+            refusal(RuntimeError, save, f"cannot write {rank.folder}", failing, "No space left", "intact")
+    storage.HashedFile.write = write  # type: ignore[method-assign]
+    dist.barrier()
+    assert sorted(path.name for path in rank.folder.iterdir()) == ["good", "latest"]
+    path, _ = engine.load_checkpoint(str(rank.folder))
+    assert path == str(rank.folder / "good")
+    assert_identical(dense_state(engine), good)
+    engine.save_checkpoint(str(rank.folder), tag="next")
+
+
+def a_folder_that_cannot_be_written(rank: Rank) -> None:
+    """A file where the folder should be: refused to the superuser too, unlike a folder without permission."""
+    engine = engine_of(settings_of())
+    blocked = rank.folder / "file"
+    if rank.rank == 0:
+        blocked.write_text("")
+    dist.barrier()
+    refusal(RuntimeError, lambda: engine.save_checkpoint(str(blocked)), "checkpoint", "file")
+    train(engine, num_steps=1)
+
+
+def a_leftover_is_never_loaded(rank: Rank) -> None:
+    """What a killed process leaves behind: a folder written in part, beside the last good one."""
+    engine = engine_of(settings_of())
+    engine.save_checkpoint(str(rank.folder), tag="good")
+    good = dense_state(engine)
+    if rank.rank == 0:
+        for name in (".next.writing", ".old.removed", ".good.replaced"):
+            (rank.folder / name).mkdir()
+            (rank.folder / name / "rank_00000.pt").write_bytes(b"torn")
+        (rank.folder / ".latest.writing").write_text("ne")
+    dist.barrier()
+    train(engine, num_steps=1)
+    path, _ = engine.load_checkpoint(str(rank.folder))
+    assert path == str(rank.folder / "good")
+    assert_identical(dense_state(engine), good)
+    refusal(ValueError, lambda: engine.load_checkpoint(str(rank.folder), tag="next"), "no folder")
+    engine.save_checkpoint(str(rank.folder), tag="next")
+    assert engine.load_checkpoint(str(rank.folder))[0] == str(rank.folder / "next")
+    dist.barrier()
+    assert sorted(path.name for path in rank.folder.iterdir()) == ["good", "latest", "next"]
+
+
+def old_ones_are_pruned(rank: Rank) -> None:
+    engine = engine_of(settings_of(checkpoint={"keep_last": 2}))
+    for _ in range(4):
+        engine.save_checkpoint(str(rank.folder))
+        train(engine, num_steps=1)
+    dist.barrier()
+    assert sorted(path.name for path in rank.folder.iterdir()) == ["global_step2", "global_step3", "latest"]
+
+
+def test_a_full_disk_is_named() -> None:
+    message = "cannot write /dev/full: No space left on device"
+    with pytest.raises(RuntimeError, match=message), storage.hashed_file(Path("/dev/full"), {}) as file:
+        file.write(b"0" * 1000)
+
+
+def test_a_replacement_that_was_cut_off_is_undone(tmp_path: Path) -> None:
+    replaced = tmp_path / ".step_1.replaced"
+    replaced.mkdir()
+    files.bring_back(tmp_path)
+    assert (tmp_path / "step_1").is_dir()
+    assert not replaced.exists()
+
+
+def _cases(size: int, options: pytest.Config) -> Iterator[tuple[str, Any]]:
+    for check in (
+        damaged_files_are_refused,
+        all_are_damaged,
+        a_failing_rank_leaves_the_last_checkpoint,
+        a_folder_that_cannot_be_written,
+        a_leftover_is_never_loaded,
+        old_ones_are_pruned,
+    ):
+        yield check.__name__, check
+
+
+@pytest.mark.ranks(2, _cases)
+def test_two_ranks(outcome: str | None) -> None:
+    assert outcome is None, outcome

@@ -1,0 +1,156 @@
+"""A checkpoint of one layout goes on with another: the same dense weights, masters and moments, bit for bit."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from checkpoints import dense_tensors
+from divided import build
+from models import batches, config
+from ranks import Rank, run_ranks
+from training import engine_of, micro_step
+
+ADAM = {"type": "AdamW", "params": {"lr": 1e-2, "weight_decay": 0.1, "torch_adam": True}}
+SCHEDULE = {"type": "WarmupLR", "params": {"warmup_min_lr": 1e-3, "warmup_max_lr": 1e-2, "warmup_num_steps": 6}}
+
+
+@dataclass(frozen=True)
+class Run:
+    """A layout.
+
+    Args:
+        block: of the config.
+        tp: tensor-parallel ranks.
+    """
+
+    size: int
+    stage: int = 1
+    precision: str = "fp32"
+    block: Mapping[str, Any] = field(default_factory=dict)
+    tp: int = 1
+    bucket: float = 5e8
+    offload: bool = False
+
+    def settings(self) -> dict[str, Any]:
+        result = config(**({"holders": 1} | dict(self.block))) | {"optimizer": ADAM, "scheduler": SCHEDULE}
+        result["zero_optimization"] = {"stage": self.stage, "reduce_bucket_size": int(self.bucket)}
+        if self.offload:
+            result["zero_optimization"]["offload_optimizer"] = {"device": "cpu"}
+        if self.precision != "fp32":
+            result["bf16"] = {"enabled": True}
+        if self.tp > 1:
+            result["tensor_parallel"] = {"autotp_size": self.tp}
+        return result
+
+
+NEURON, LAYERS = {"strategy": "neuron"}, {"granularity": "layer"}
+BACKWARD = {"regime": "backward"}
+WRITERS = {
+    "forward_block": Run(2),
+    "neuron_zero2_small_buckets": Run(2, stage=2, block=NEURON, bucket=100),
+    "backward_neuron_stage0_bf16": Run(2, stage=0, precision="bf16", block=NEURON | BACKWARD),
+    "three_bf16": Run(3, precision="bf16", block={"holders": 2}),
+    "replicas": Run(4, block={"subnetworks": 2}),
+    "tensor_parallel": Run(4, tp=2, block=NEURON),
+}
+READERS = {
+    "dense": Run(2, block={"holders": 2}),
+    "three_holders_of_three_zero2": Run(3, stage=2, block=NEURON | {"holders": 2}),
+    "stage0_layers": Run(2, stage=0, block=LAYERS),
+    "backward_block_bf16": Run(2, precision="bf16", block=BACKWARD),
+    "backward_neuron": Run(3, stage=2, block=BACKWARD | NEURON, bucket=64),
+    "four_replicas_cyclic": Run(4, block={"subnetworks": 2, "assignment": "cyclic"}),
+    "tensor_parallel_bf16": Run(4, tp=2, precision="bf16"),
+    "offload": Run(2, offload=True),
+}
+
+
+def train(engine: Any, *, num_steps: int, first: int = 0, seed: int = 1) -> list[float]:
+    """Tensor-parallel ranks take the same batches."""
+    own = engine.communicator
+    steps = itertools.islice(batches(own.size, 1, seed), first, first + num_steps)
+    return [micro_step(engine, batch) for step in steps for batch in step[own.rank]]
+
+
+def write(run: Run, name: str, folder: Path, rank: Rank) -> None:
+    engine = engine_of(run.settings(), build("llama_tied"))
+    train(engine, num_steps=3)
+    engine.save_checkpoint(str(folder / name), client_state={"position": 3})
+
+
+def read(run: Run, name: str, source: str, folder: Path, rank: Rank) -> None:
+    """What was loaded is what is saved again."""
+    engine = engine_of(run.settings(), build("llama_tied"))
+    train(engine, num_steps=1, seed=7)
+    _, client_state = engine.load_checkpoint(str(folder / source))
+    assert client_state == {"position": 3}
+    assert (engine.global_steps, engine.lr_scheduler.last_batch_iteration) == (3, 2)
+    again = folder / f"{source}_{name}"
+    engine.save_checkpoint(str(again))
+    if rank.rank == 0:
+        assert_same_run(dense_tensors(folder / source / "global_step3"), dense_tensors(again / "global_step3"))
+    assert {float(state["step"]) for state in engine.optimizer.state.values()} <= {3.0}
+    losses = train(engine, num_steps=1, first=3)
+    assert all(map(torch.isfinite, torch.tensor(losses)))
+
+
+def assert_same_run(before: Mapping[str, torch.Tensor], after: Mapping[str, torch.Tensor]) -> None:
+    """Weights as they were or rounded, masters and moments as they were."""
+
+    def exact(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        weights = {key: value for key, value in tensors.items() if key.startswith("weight/")}
+        return {key: tensors.get(key.replace("weight/", "master/"), value) for key, value in weights.items()}
+
+    moments = {key for key in before if not key.startswith(("weight/", "master/"))}
+    assert {key.partition("/")[0] for key in moments} == {"exp_avg", "exp_avg_sq"}
+    assert moments == {key for key in after if not key.startswith(("weight/", "master/"))}
+    assert all(torch.equal(before[key], after[key]) for key in moments)
+    one, other = exact(before), exact(after)
+    assert one.keys() == other.keys()
+    for key, value in one.items():
+        assert torch.equal(value.float(), other[key].float()), key
+        assert torch.equal(after[key], value.to(after[key].dtype)), key
+
+
+@pytest.fixture(scope="module")
+def outcomes(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> dict[str, str | None]:
+    """Of all writers, then of all readers, with one spawn for each number of ranks."""
+    folder = tmp_path_factory.mktemp("checkpoints")
+    result: dict[str, str | None] = {}
+    for size in (2, 3, 4):
+        checks = [(name, partial(write, run, name, folder)) for name, run in WRITERS.items() if run.size == size]
+        result |= run_ranks(size, checks, timeout=180)
+    for size in (2, 3, 4):
+        checks = [
+            (f"{source}-{name}", partial(read, run, name, source, folder))
+            for name, run in READERS.items()
+            if run.size == size
+            for source in _sources(name, request.config)
+        ]
+        result |= run_ranks(size, checks, timeout=400)
+    return result
+
+
+def _sources(reader: str, options: pytest.Config) -> Iterator[str]:
+    """Of each reader two, so that each writer is read; all with --full-grid."""
+    first = list(READERS).index(reader)
+    for index, source in enumerate(WRITERS):
+        if options.getoption("--full-grid") or (index - first) % len(WRITERS) in (0, 3):
+            yield source
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    if "pair" in metafunc.fixturenames:
+        pairs = [f"{source}-{name}" for name in READERS for source in _sources(name, metafunc.config)]
+        metafunc.parametrize("pair", [*WRITERS, *pairs])
+
+
+def test_layouts(pair: str, outcomes: dict[str, str | None]) -> None:
+    assert outcomes[pair] is None, outcomes[pair]
