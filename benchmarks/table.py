@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from plot import similarity_by_layer
-from tables_of_counts import collectives, faults, model_state, peak_memory, startup
+from tables_of_counts import collectives, faults, model_state, peak_memory, peak_shares, span, startup
 
 OVERLAP = ", overlap"  # as in step_time.py
 RESULTS = Path(__file__).parent / "results"
@@ -76,10 +76,7 @@ def summary(results: list[dict[str, Any]]) -> str:
             cells.append(f"{middle:.2f} ({low:.2f} to {high:.2f})" if name != result["baseline"] else "1")
         for kind in ("flops", "sent_bytes"):
             ratios = [_ratio(result, name, kind) for result in results]
-            cells.append(
-                f"{min(ratios):.2f}"
-                + (f" to {max(ratios):.2f}" if f"{max(ratios):.2f}" != f"{min(ratios):.2f}" else "")
-            )
+            cells.append(span(min(ratios), max(ratios)))
         lines.append(f"| {name} | {' | '.join(cells)} |")
     return "\n".join(lines)
 
@@ -146,11 +143,13 @@ def summaries(results: list[dict[str, Any]]) -> list[str]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("files", nargs="*", type=Path, default=sorted(RESULTS.glob("*.json")))
-    parser.add_argument("--summary", action="store_true", help="the ratios of all step times side by side")
+    parser.add_argument("--summary", action="store_true", help="ratios of all step times side by side, and of peaks")
     options = parser.parse_args()
     results = {path: json.loads(path.read_text()) for path in options.files}
     if options.summary:
-        print("\n\n".join(summaries([result for result in results.values() if result["what"] == "step_time"])))
+        tables = summaries([result for result in results.values() if result["what"] == "step_time"])
+        tables += [peak_shares(result) for result in results.values() if result["what"] == "peak_memory"]
+        print("\n\n".join(tables))
         return
     for path, result in results.items():
         print(f"### {path.name}\n\n{MAKERS[result['what']](result)}\n")

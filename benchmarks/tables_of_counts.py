@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import statistics
 from typing import Any
 
@@ -39,17 +40,52 @@ def peak_memory(result: dict[str, Any]) -> str:
         "|---|---|---|---|---|---|---|---|",
     ]
     for row in result["results"]:
-        shares = []
-        for rank, step in zip(row["ranks"], row["step_gradients"], strict=True):
-            state = sum(rank[kind] for kind in ("weights", "gradients", "optimizer"))
-            allowed = state + row["two_buckets"]
-            shares.append((rank["peak"] / allowed, state, rank["peak"], step, rank["peak"] / (allowed + step)))
-        share, state, peak, step, with_step = max(shares)
+        share, state, peak, step, with_step = worst_share(row)
         lines.append(
             f"| {row['precision']} | {row['name']} | {state / MIB:.1f} | {row['two_buckets'] / MIB:.1f} "
             f"| {peak / MIB:.1f} | {share:.3f} | {step / MIB:.1f} | {with_step:.3f} |"
         )
     return "\n".join(lines)
+
+
+def worst_share(row: dict[str, Any]) -> tuple[float, float, float, float, float]:
+    """Of the rank whose peak is the largest share of state and two buckets: that share, state, peak and the step's fp32
+    gradient (bytes), and the share with that gradient counted in."""
+    shares = []
+    for rank, step in zip(row["ranks"], row["step_gradients"], strict=True):
+        state = sum(rank[kind] for kind in ("weights", "gradients", "optimizer"))
+        allowed = state + row["two_buckets"]
+        shares.append((rank["peak"] / allowed, state, rank["peak"], step, rank["peak"] / (allowed + step)))
+    return max(shares)
+
+
+def peak_shares(result: dict[str, Any]) -> str:
+    """Peaks as shares of state and two buckets, by stage: lowest and highest of the regime's strategies."""
+    stages = sorted({_stage(row["name"]) for row in result["results"]})
+    heads = [f"stage {stage}{more}" for more in ("", ", gradient counted in") for stage in stages]
+    lines = [f"| peak / (state + two buckets) | {' | '.join(heads)} |", "|---|" + "---|" * len(heads)]
+    rows: dict[str, list[dict[str, Any]]] = {}
+    for row in result["results"]:
+        regime = row["name"].split(" x ")[0] if " x " in row["name"] else "plain ZeRO"
+        rows.setdefault(f"{row['precision']}, {regime}", []).append(row)
+    for name, group in rows.items():
+        cells = []
+        for index, stage in itertools.product((0, -1), stages):
+            found = [worst_share(row)[index] for row in group if _stage(row["name"]) == stage]
+            cells.append(span(min(found), max(found)))
+        lines.append(f"| {name} | {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+def _stage(name: str) -> int:
+    """Of a contestant's name, which ends with it."""
+    return int(name[-1])
+
+
+def span(low: float, high: float) -> str:
+    """One number where both look the same."""
+    texts = list(dict.fromkeys(f"{value:.2f}" for value in (low, high)))
+    return " to ".join(texts)
 
 
 def collectives(result: dict[str, Any]) -> str:

@@ -24,7 +24,7 @@ import sdp_deepspeed  # noqa: F401  (arms the seam)
 from sdp_deepspeed.reference import Reference
 
 # Moments, momentum and what the exchange returned all act from the second step on; test_parity.py takes ten.
-NUM_STEPS = 3
+NUM_STEPS = 5
 DTYPES = {"bf16": torch.bfloat16, "bf16+fp32": torch.bfloat16, "fp16": torch.float16}  # of weights, else fp32
 LOSS_SCALE = 128  # static: gradients near 1e-2 leave the range in which fp16 has 11 bits neither above nor below
 
@@ -74,9 +74,7 @@ def check_case(case: Case, rank: Rank, **block: Any) -> None:
     model = case.specimen.build()
     dense = deepcopy(model).to(DTYPES.get(case.precision, torch.float32))
     engine = start(case, model, check_agreement=True, **block)
-    worker = (
-        engine.communicator.rank
-    )  # tensor-parallel ranks are one worker: the same batches, one copy of a subnetwork
+    worker = engine.communicator.rank  # tensor-parallel ranks are one: the same batches, one copy of a subnetwork
     reference = Reference(
         dense, engine.plan, lambda named: make_optimizer(case.optimizer, two_groups(named)), loss_of, case.clip
     )

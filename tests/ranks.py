@@ -2,6 +2,9 @@
 
 A check is a function of one `Rank` argument that every rank runs. The first failure ends the spawn, because
 ranks may be out of step after it; its traceback is shown whole and later checks report that they did not run.
+
+Ranks are forked from a server that has imported torch, DeepSpeed and Transformers and has done nothing else: each is a
+process of its own, as fresh as a new interpreter, without the seconds that these imports take.
 """
 
 from __future__ import annotations
@@ -17,10 +20,23 @@ import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
+from multiprocessing import forkserver
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 COLLECTIVE_TIMEOUT = timedelta(seconds=60)
+
+# What checks import, as the server can import it: this folder is not on its path. What it lacks, a rank imports itself.
+MODELS = ("gpt2", "gpt_neox", "llama", "mistral", "qwen2", "qwen3")
+IMPORTED = [
+    *("torch", "deepspeed", "accelerate", "transformers", "sdp_deepspeed.engine", "sdp_deepspeed.optimizer"),
+    *(f"transformers.models.{model}.modeling_{model}" for model in MODELS),
+    *("hypothesis", "pytest"),
+]
+# A setting of OpenMP counts when torch is imported, not later. Asking for a GPU must not start CUDA in the server: no
+# process that is forked afterwards could use it.
+SERVER_ENVIRONMENT = {"OMP_NUM_THREADS": "1", "PYTORCH_NVML_BASED_CUDA_CHECK": "1"}
 
 
 @dataclass(frozen=True)
@@ -41,7 +57,7 @@ def run_ranks(size: int, checks: Sequence[tuple[str, Check]], *, timeout: float)
     Returns:
         Per check None, or why it failed.
     """
-    context = multiprocessing.get_context("spawn")
+    context = _server()
     with tempfile.TemporaryDirectory() as folder:
         results: Any = context.Queue()
         processes = [
@@ -52,11 +68,21 @@ def run_ranks(size: int, checks: Sequence[tuple[str, Check]], *, timeout: float)
         try:
             return _collect(size, [name for name, _ in checks], results, processes, time.monotonic() + timeout)
         finally:
+            last = time.monotonic() + 5
             for process in processes:
-                process.join(timeout=5)
+                process.join(timeout=max(0.0, last - time.monotonic()))
                 if process.is_alive():
                     process.kill()
                     process.join()
+
+
+def _server() -> Any:
+    """The context whose processes are forked from a server of this process; started when it is first asked for."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(IMPORTED)
+    with mock.patch.dict(os.environ, SERVER_ENVIRONMENT):
+        forkserver.ensure_running()
+    return context
 
 
 def _collect(size: int, names: Sequence[str], results: Any, processes: Any, deadline: float) -> dict[str, str | None]:
@@ -91,10 +117,13 @@ def _rank_main(rank: int, size: int, folder: str, checks: Sequence[tuple[str, Ch
     # The environment's own ninja: another one found first would compile DeepSpeed's operator again, by turns.
     os.environ["PATH"] = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
     os.environ |= {"MASTER_ADDR": "localhost", "MASTER_PORT": "0"}  # Accelerate asks for them; the file decides
+    import numpy
     import torch
     import torch.distributed as dist
 
     torch.set_num_threads(1)
+    torch.seed()  # else ranks would agree on what nobody seeded, and a test would not see that nobody did
+    numpy.random.seed()
     name = checks[0][0]
     try:
         dist.init_process_group(

@@ -156,7 +156,7 @@ def parts_of_a_checkpoint(rank: Rank) -> None:
 
 def frozen_parameters_may_be_left_out(rank: Rank) -> None:
     def with_frozen_embeddings() -> Any:
-        model = llama()
+        model: Any = llama()
         model.get_input_embeddings().weight.requires_grad_(False)
         return engine_of(settings_of(), model)
 

@@ -132,8 +132,7 @@ def a_forward_of_its_own_is_refused(rank: Rank) -> None:
 
 
 def _cases(size: int, options: pytest.Config) -> Iterator[tuple[str, Any]]:
-    more = (engine_compile, compiled_layers) if options.getoption("full_grid") else ()  # compilers take their time
-    for check in (wrapped_before, compiled_parts, a_forward_of_its_own_is_refused, *more):
+    for check in (engine_compile, wrapped_before, compiled_layers, compiled_parts, a_forward_of_its_own_is_refused):
         yield check.__name__, check
 
 

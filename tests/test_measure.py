@@ -190,7 +190,7 @@ def accumulation_is_one_step(rank: Rank) -> None:
 
 def collectives_do_not_follow_units(rank: Rank) -> None:
     """One bucket or, of each model, an eighth: four times the units, as many calls, by operator."""
-    for stage, (strategy, share) in itertools.product((0, 1, 2), (("block", 8), ("neuron", None))):
+    for stage, strategy, share in itertools.product((0, 1, 2), ("block", "neuron"), (None, 8)):
         calls = []
         for num_layers in (4, 16):
             model = llama(num_layers)

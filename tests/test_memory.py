@@ -253,17 +253,21 @@ PEAKS["peak-stage1-overlap"] = Peak(Memory(stage=1), accumulation=3, overlap=Tru
 PEAKS["peak-stage2-accumulation"] = Peak(Memory(stage=2, regime="backward"), accumulation=3)
 
 
-SAMPLED = (
+SAMPLED = (  # all pairs of stage, regime and strategy
+    "stage0-forward-block",
     "stage0-backward-neuron",
     "stage1-forward-block",
+    "stage1-backward-neuron",
     "stage1-overlap",
     "stage2-forward-neuron",
+    "stage2-backward-block",
     "stage2-overlap",
+    "stage2-accumulation",
 )
 
 
 def _checks(size: int, config: pytest.Config) -> list[tuple[str, Check]]:
-    """Peaks take long, as a tracker sees every tensor: each stage, and overlap, unless the whole grid is asked for."""
+    """Peaks take long, as a tracker sees every tensor; all of them if the whole grid is asked for."""
     full = config.getoption("full_grid")
     return [*CASES.items(), *((name, peak) for name, peak in PEAKS.items() if full or name[5:] in SAMPLED)]
 

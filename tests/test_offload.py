@@ -178,14 +178,13 @@ def _cases(size: int, options: pytest.Config) -> Iterator[tuple[str, Any]]:
     for check in (
         the_same_bits_as_without,
         one_copy_in_host_memory,
+        as_stock_zero_with_cpu_adam,
         it_resumes,
         weights_from_outside,
         looking_at_the_dense_model_changes_no_master,
         a_param_group_that_a_rank_owns_nothing_of,
     ):
         yield check.__name__, check
-    if options.getoption("full_grid"):  # DeepSpeed compiles its optimizer first, which takes two cores a minute
-        yield as_stock_zero_with_cpu_adam.__name__, as_stock_zero_with_cpu_adam
 
 
 @pytest.mark.ranks(2, _cases)

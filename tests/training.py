@@ -10,6 +10,7 @@ import deepspeed
 import torch
 import torch.distributed as dist
 from models import batches, config, llama, loss_of
+from ranks import Rank
 from torch import nn
 
 import sdp_deepspeed  # noqa: F401  (arms the seam)
@@ -21,6 +22,11 @@ def engine_of(settings: Mapping[str, Any], model: nn.Module | None = None, **opt
     options.setdefault("model_parameters", list(model.parameters()))
     engine, *_ = deepspeed.initialize(model=model, config=dict(settings), **options)
     return engine
+
+
+def own_batches(rank: Rank, num: int) -> list[torch.Tensor]:
+    """This rank's micro-batches of the first step."""
+    return next(batches(rank.size, num))[rank.rank]
 
 
 def micro_step(engine: Any, batch: torch.Tensor) -> float:
@@ -73,6 +79,29 @@ def refusal(kinds: type[BaseException] | tuple[type[BaseException], ...], work: 
     missing = [word for word in words if word not in own]
     assert not missing, (missing, own)
     return own
+
+
+class Recording:
+    """`torch.distributed` that writes down what an engine calls, among other events."""
+
+    def __init__(self) -> None:
+        self.events: list[str] = []
+
+    def __getattr__(self, name: str) -> Any:
+        function = getattr(dist, name)
+
+        def recorded(*args: Any, **kwargs: Any) -> Any:
+            self.events.append(name)
+            return function(*args, **kwargs)
+
+        return recorded
+
+    def watch(self, engine: Any, *names: str) -> None:
+        """Write down the engine's collectives, and when gradients of the parameters with these names arrive."""
+        engine.communicator._dist = self
+        for name in names:
+            parameter = engine.module.get_parameter(name)
+            parameter.register_hook(lambda _, name=name: self.events.append(name))
 
 
 SGD = {"type": "SGD", "params": {"lr": 0.1}}
