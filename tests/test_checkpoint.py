@@ -186,6 +186,7 @@ def tags_must_agree(rank: Rank) -> None:
     engine = engine_of(settings_of())
     save = partial(engine.save_checkpoint, str(rank.folder), tag=f"of_rank_{rank.rank}")
     refusal(ValueError, save, "different tags", "of_rank_0", "of_rank_1")
+    refusal(ValueError, lambda: engine.save_checkpoint(str(rank.folder), tag="a" if rank.rank else ".a"), "different")
     for tag in ("a/b", ".hidden", "latest", ""):
         refusal(ValueError, partial(engine.save_checkpoint, str(rank.folder), tag=tag), "tag", "name of a folder")
     assert not list(rank.folder.iterdir())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -9,13 +10,17 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import torch.distributed as dist
 from models import config
 from ranks import Rank
+from safetensors.torch import load_file
 from training import assert_identical, dense_state, engine_of, refusal, train
 
 from sdp_deepspeed.checkpoint import folder as files
 from sdp_deepspeed.checkpoint import storage
+from sdp_deepspeed.checkpoint.boxes import Box
+from sdp_deepspeed.checkpoint.chunks import Chunks, SavePlanner
 
 
 def settings_of(**block: Any) -> dict[str, Any]:
@@ -155,6 +160,39 @@ def test_a_full_disk_is_named() -> None:
     message = "cannot write /dev/full: No space left on device"
     with pytest.raises(RuntimeError, match=message), storage.hashed_file(Path("/dev/full"), {}) as file:
         file.write(b"0" * 1000)
+
+
+def test_what_is_no_checkpoint_is_not_replaced(tmp_path: Path) -> None:
+    (tmp_path / "hf").mkdir()
+    (tmp_path / "hf" / "model.safetensors").write_text("")
+    with pytest.raises(ValueError, match="is not a checkpoint of sdp_deepspeed"):
+        files.prepare(tmp_path, "hf")
+    (tmp_path / "hf" / "manifest.json").write_text("damaged")
+    files.prepare(tmp_path, "hf")
+
+
+def test_one_element_has_any_stride(tmp_path: Path) -> None:
+    """A chunk of one element of a transposed tensor is contiguous to PyTorch, yet not as bytes."""
+    values = torch.arange(18.0).view(3, 6).T[2:3, 1:2]
+    chunks = Chunks((6, 3), torch.float32)
+    chunks.add(Box((2, 1), (1, 1)), values)
+    chunks.add(Box((0, 0), (2, 3)), torch.arange(18.0).view(3, 6).T[:2])
+    writer = storage.SafetensorsWriter(tmp_path, "t.safetensors")
+    planner = SavePlanner()
+    planner.set_up_planner({"w": chunks}, is_coordinator=True)
+    writer.write_data(planner.create_local_plan(), planner)
+    stored = load_file(tmp_path / "t.safetensors")
+    assert stored["w@2,1"].tolist() == [[8.0]]
+    assert stored["w@0,0"].tolist() == [[0.0, 6.0, 12.0], [1.0, 7.0, 13.0]]
+
+
+@pytest.mark.parametrize("name", ["/tmp/t.safetensors", "../t.safetensors"])
+def test_an_index_names_files_beside_it(tmp_path: Path, name: str) -> None:
+    chunk = {"offsets": [0], "sizes": [1], "file": name}
+    index = {"weight/w": {"dtype": "F32", "shape": [1], "chunks": [chunk]}}
+    (tmp_path / storage.INDEX).write_text(json.dumps(index))
+    with pytest.raises(ValueError, match="beside it"):
+        storage.SafetensorsReader(tmp_path).read_metadata()
 
 
 def test_a_replacement_that_was_cut_off_is_undone(tmp_path: Path) -> None:

@@ -20,8 +20,9 @@ from ..shards import Shards
 from . import folder as files
 from .layout import Layout
 from .load import What, choose, restore
+from .optimizer_state import merged
 from .save import Saver, Target, run_together
-from .snapshot import take
+from .snapshot import step_counts, take
 
 
 class CheckpointingEngine(DeepSpeedEngine):
@@ -103,15 +104,16 @@ class CheckpointingEngine(DeepSpeedEngine):
         super().destroy()
 
     def _save(self, target: Target, client_state: Mapping[str, Any], *, exclude_frozen: bool) -> None:
-        files.check_tag(target.tag)
         tags = self.everyone.gather_objects(target.tag)
         if len(set(tags)) > 1:
             raise ValueError(f"save_checkpoint: ranks gave different tags ({sorted(set(tags))[:5]}); give one to all")
+        files.check_tag(target.tag)  # of all ranks or of none
         if self._saver is None:  # a group of its own, on the host: it may work while others communicate
             group = dist.new_group(backend="gloo")
             self._saver = Saver(Communicator(dist, group), group)
         self._saver.wait()  # before anything is copied: there is memory for one snapshot
-        snapshot = run_together(self.everyone, lambda: take(self, client_state, exclude_frozen=exclude_frozen))
+        counts = merged(self.everyone.gather_objects(run_together(self.everyone, lambda: step_counts(self))))
+        snapshot = run_together(self.everyone, lambda: take(self, client_state, counts, exclude_frozen=exclude_frozen))
         if self.block.checkpoint.asynchronous:
             self._saver.save_behind(snapshot, target)
         else:

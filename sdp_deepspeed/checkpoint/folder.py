@@ -16,6 +16,7 @@ from typing import Any
 FORMAT = 3
 MANIFEST = "manifest.json"
 LATEST = "latest"
+_OURS = {MANIFEST, "common.pt", "tensors.json"}  # one of them is there after any loss of a file
 _WRITING, _REPLACED, _REMOVED = "writing", "replaced", "removed"
 
 
@@ -33,13 +34,23 @@ def check_tag(tag: str) -> None:
 
 
 def prepare(folder: Path, tag: str) -> Path:
-    """An empty folder to write to; what killed runs left half-made is removed, and half-replaced brought back."""
+    """An empty folder to write to; what killed runs left half-made is removed, and half-replaced brought back.
+
+    Raises:
+        ValueError: `folder / tag` is there and is no checkpoint of ours, which the new one would replace.
+    """
     bring_back(folder)
+    _refuse_foreign(folder / tag)
     for left in _left_over(folder):
         shutil.rmtree(left) if left.is_dir() else left.unlink()
     path = aside(folder, tag)
     path.mkdir(parents=True)
     return path
+
+
+def _refuse_foreign(path: Path) -> None:
+    if path.exists() and not (path.is_dir() and _OURS.intersection(os.listdir(path))):
+        raise ValueError(f"checkpoint: {path} is not a checkpoint of sdp_deepspeed and would be lost; give another tag")
 
 
 def discard(folder: Path, tag: str) -> None:

@@ -6,6 +6,7 @@ import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
+from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -21,7 +22,7 @@ from .chunks import Chunks, LoadPlanner, StateDict
 from .layout import MASTER, WEIGHT, Layout
 from .optimizer_state import OptimizerState
 from .save import COMMON, own_file, run_together
-from .snapshot import same_layout_facts
+from .snapshot import COUNTERS, same_layout_facts
 from .storage import SafetensorsReader
 
 if TYPE_CHECKING:
@@ -125,21 +126,23 @@ def _read(targets: StateDict, reader: StorageReader) -> None:
 
 
 def _weight_targets(layout: Layout, metadata: Metadata, *, strict: bool) -> StateDict:
-    """Where weights are loaded to; fp32 ones from masters, which are the more exact."""
+    """Where weights are loaded to; in another precision from masters, or they would be rounded twice."""
     stored = metadata.state_dict_metadata
     _check_names(layout, stored, strict=strict)
     result: StateDict = {}
     for piece, box, values in layout.stored_weights():
         name = piece.parameter
-        key = MASTER if values.dtype == torch.float32 and f"{MASTER}/{name}" in stored else WEIGHT
-        if f"{key}/{name}" in stored:
+        weight = stored.get(f"{WEIGHT}/{name}")
+        if weight is not None:
+            other = weight.properties.dtype != values.dtype and f"{MASTER}/{name}" in stored
+            key = MASTER if other else WEIGHT
             result.setdefault(f"{key}/{name}", Chunks(layout.shape(name), values.dtype)).add(box, values)
     return result
 
 
 def _check_names(layout: Layout, stored: Mapping[str, Any], *, strict: bool) -> None:
     names = {key.removeprefix(f"{WEIGHT}/") for key in stored if key.startswith(f"{WEIGHT}/")}
-    missing = sorted(set(layout.tensors) - names)
+    missing = sorted(name for name in set(layout.tensors) - names if prod(layout.shape(name)))
     unknown = sorted(names - set(layout.tensors))
     if strict and (missing or unknown):
         raise ValueError(
@@ -164,8 +167,8 @@ def _check_known(masters: StateDict, metadata: Metadata) -> None:
 def _restore_rest(engine: CheckpointingEngine, common: Mapping[str, Any], what: What) -> None:
     if what.lr_scheduler_states and engine.lr_scheduler is not None and common["lr_scheduler"] is not None:
         engine.lr_scheduler.load_state_dict(common["lr_scheduler"])
-    for name, value in common["counters"].items():
-        setattr(engine, name, value)
+    for name in COUNTERS:
+        setattr(engine, name, common["counters"][name])
 
 
 def _restore_own(engine: CheckpointingEngine, path: Path, common: Mapping[str, Any]) -> None:

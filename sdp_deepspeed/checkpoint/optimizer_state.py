@@ -14,6 +14,16 @@ from .chunks import StateDict
 from .layout import MASTER, WEIGHT, Layout, locate
 
 Finder = Callable[[Fragment, Sequence[torch.Tensor]], torch.Tensor]
+Counts = Mapping[str, float]
+# Optimizers that keep the same state for an element, so that one goes on with another's.
+_ALIKE = {
+    "AdamW": "Adam",
+    "FusedAdam": "Adam",
+    "DeepSpeedCPUAdam": "Adam",
+    "DeepSpeedCPUAdagrad": "Adagrad",
+    "FusedLion": "Lion",
+    "DeepSpeedCPULion": "Lion",
+}
 
 
 class OptimizerState:
@@ -62,8 +72,16 @@ class OptimizerState:
     ) -> None:
         self._layout.add_stretches(target, key, fragments, lambda fragment: find(fragment, tensors))
 
-    def facts(self) -> dict[str, Any]:
-        """All but the tensors of elements; what ranks without a part of a group do not know is None."""
+    def counts(self) -> list[Counts | None]:
+        """Of each group its state that is one number; None where this rank steps nothing of the group."""
+        return [_counts(self._states(group), group) if group.tensors else None for group in self._groups]
+
+    def facts(self, counts: Sequence[Counts | None]) -> dict[str, Any]:
+        """All but the tensors of elements, the same on every rank.
+
+        Args:
+            counts: of the groups, as ranks that step them know them.
+        """
         scaler = {
             key: value for key, value in vars(self._optimizer.loss_scaler).items() if isinstance(value, (int, float))
         }
@@ -73,9 +91,15 @@ class OptimizerState:
                 {key: value for key, value in options.items() if key != "params"}
                 for options in self._optimizer.param_groups
             ],
-            "counts": [_counts(self._states(group), group) if group.tensors else None for group in self._groups],
+            "counts": list(counts),
+            "kind": self._kind,
             "loss_scaler": scaler,
         }
+
+    @property
+    def _kind(self) -> str:
+        name = type(self._optimizer.optimizer).__name__
+        return _ALIKE.get(name, name)
 
     @property
     def _groups(self) -> list[SteppedGroup]:
@@ -102,8 +126,14 @@ class OptimizerState:
             facts: of the run that wrote it.
 
         Raises:
-            ValueError: tensors that are stepped together here were not when the checkpoint was written.
+            ValueError: the state is of another kind of optimizer, or tensors that are stepped together here were not
+                when the checkpoint was written.
         """
+        if (kind := facts.get("kind", self._kind)) != self._kind:
+            raise ValueError(
+                f"checkpoint: its optimizer state is of {kind}, and the optimizer here is {self._kind}; load it with "
+                "load_optimizer_states=False, or train with the optimizer that wrote it"
+            )
         targets: StateDict = {}
         states: dict[int, dict[str, Any]] = {}
         first = 0
@@ -125,21 +155,29 @@ class OptimizerState:
         return {key: int(value) if own else torch.tensor(value) for key, value in (counts or {}).items()}
 
     def _options(self, facts: Mapping[str, Any]) -> list[dict[str, Any]]:
-        """Of the param groups: those of the checkpoint, if it has as many groups."""
+        """Of the param groups: those of the checkpoint, if it has as many groups; this optimizer's own where the one
+        that wrote it has no such option."""
         stored, here = facts["options"], self._optimizer.param_groups
         first, result = 0, []
         for index, (options, group) in enumerate(zip(here, self._groups, strict=True)):
-            kept = stored[index] if len(stored) == len(here) else options
+            kept = stored[index] if len(stored) == len(here) else {}
             numbers = list(range(first, first + len(group.tensors)))
-            result.append({key: value for key, value in kept.items() if key != "params"} | {"params": numbers})
+            own = {key: value for key, value in options.items() if key != "params"}
+            result.append(own | dict(kept) | {"params": numbers})
             first += len(group.tensors)
         return result
 
     def restore(self, state: Mapping[str, Any], facts: Mapping[str, Any]) -> None:
         """Give the wrapped optimizer what `new_moments` made, and the scaler its state."""
         self._optimizer.optimizer.load_state_dict(dict(state))
-        if self._optimizer.loss_scaler.dynamic:
-            vars(self._optimizer.loss_scaler).update(facts["loss_scaler"])
+        scaler = facts["loss_scaler"]
+        if self._optimizer.loss_scaler.dynamic and scaler.get("dynamic", True):  # not the 1 of a run in bf16 or fp32
+            vars(self._optimizer.loss_scaler).update(scaler)
+
+
+def merged(every: Sequence[Sequence[Counts | None]]) -> list[Counts | None]:
+    """Counts of the groups, from those of all ranks; None where no rank steps anything of a group."""
+    return [next((own for own in group if own is not None), None) for group in zip(*every, strict=True)]
 
 
 def _moments(states: Sequence[Mapping[str, Any]], group: SteppedGroup) -> list[str]:

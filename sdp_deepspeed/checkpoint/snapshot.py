@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import io
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -12,12 +12,13 @@ import torch
 
 from . import random_state
 from .chunks import StateDict
-from .optimizer_state import OptimizerState
+from .optimizer_state import Counts, OptimizerState
 
 if TYPE_CHECKING:
     from .calls import CheckpointingEngine
 
-COUNTERS = ("global_steps", "global_samples", "skipped_steps", "micro_steps")
+# Not micro_steps: gradients that wait for the end of an accumulation are not saved, so a step begins anew.
+COUNTERS = ("global_steps", "global_samples", "skipped_steps")
 
 
 @dataclass(frozen=True)
@@ -27,7 +28,7 @@ class Snapshot:
     Args:
         chunks: of dense tensors, which this rank writes.
         own: what only this rank has (random numbers, buffers), as bytes of `torch.save`.
-        common: what is one for the whole run, as bytes; the same on all ranks but for `counts`.
+        common: what is one for the whole run, as bytes; the same on all ranks.
         documents: JSON files for readers: plan, config, model config.
         global_steps: steps of the optimizer so far.
     """
@@ -43,8 +44,22 @@ class Snapshot:
         return replace(self, chunks={key: chunks.to_host() for key, chunks in self.chunks.items()})
 
 
-def take(engine: CheckpointingEngine, client_state: Mapping[str, Any], *, exclude_frozen: bool) -> Snapshot:
+def step_counts(engine: CheckpointingEngine) -> list[Counts | None]:
+    """Of the optimizer's groups, as far as this rank knows them."""
+    return OptimizerState(engine.optimizer, engine.layout()).counts()
+
+
+def take(
+    engine: CheckpointingEngine,
+    client_state: Mapping[str, Any],
+    counts: Sequence[Counts | None],
+    *,
+    exclude_frozen: bool,
+) -> Snapshot:
     """This rank's share now; chunks are views of live tensors.
+
+    Args:
+        counts: `step_counts` of all ranks, merged.
 
     Raises:
         ValueError: client state that could not be loaded again safely.
@@ -57,7 +72,7 @@ def take(engine: CheckpointingEngine, client_state: Mapping[str, Any], *, exclud
         "client_state": dict(client_state),
         "lr_scheduler": engine.lr_scheduler.state_dict() if engine.lr_scheduler is not None else None,
         "counters": {name: getattr(engine, name) for name in COUNTERS},
-        "optimizer": optimizer.facts(),
+        "optimizer": optimizer.facts(counts),
         "same": same_layout_facts(engine),
         "frozen_excluded": exclude_frozen,
     }

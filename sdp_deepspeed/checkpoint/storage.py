@@ -127,7 +127,7 @@ class SafetensorsWriter(StorageWriter):
             file.write(_header(items))
             for item in items:
                 data: Any = planner.resolve_data(item)
-                values = data.to("cpu").contiguous().view(-1).view(torch.uint8)
+                values = _bytes(data.to("cpu"))
                 file.write(memoryview(values.numpy()))
                 results.append(WriteResult(item.index, values.numel(), self._file))
         future: Future[list[WriteResult]] = Future()
@@ -140,6 +140,11 @@ class SafetensorsWriter(StorageWriter):
         tensors = {key: _tensor_facts(key, info, files) for key, info in metadata.state_dict_metadata.items()}
         with hashed_file(self._folder / INDEX, self.records) as file:
             file.write(json.dumps(tensors, indent=0, sort_keys=True).encode())
+
+
+def _bytes(values: torch.Tensor) -> torch.Tensor:
+    """Row-major; a view where it can be. What has one element is contiguous with whatever stride it has."""
+    return values.contiguous().as_strided((values.numel(),), (1,)).view(torch.uint8)
 
 
 def _dtype_of(item: WriteItem) -> torch.dtype:
@@ -245,5 +250,12 @@ def _metadata(facts: Mapping[str, Any]) -> Metadata:
         chunks = [ChunkStorageMetadata(torch.Size(c["offsets"]), torch.Size(c["sizes"])) for c in tensor["chunks"]]
         properties = TensorProperties(dtype=dtypes[tensor["dtype"]])
         tensors[key] = TensorStorageMetadata(properties, torch.Size(tensor["shape"]), chunks)
-        files |= {MetadataIndex(key, c["offsets"]): str(c["file"]) for c in tensor["chunks"]}
+        files |= {MetadataIndex(key, c["offsets"]): _file_name(c["file"]) for c in tensor["chunks"]}
     return Metadata(tensors, storage_data=files)
+
+
+def _file_name(text: Any) -> str:
+    """In the folder of the index, whose manifest vouches for it."""
+    if Path(text).name != text:
+        raise ValueError(f"{text!r} is not the name of a file beside it")
+    return text

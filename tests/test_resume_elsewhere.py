@@ -1,0 +1,124 @@
+"""Resuming with other param groups, accumulation, optimizers, precisions, and with tensors of no elements."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from models import batches, llama
+from ranks import Rank
+from test_checkpoint import settings_of, stepped
+from test_loss_scale import DYNAMIC, allow_fp16
+from test_loss_scale import settings_of as fp16_settings
+from torch import nn
+from training import assert_identical, dense_state, engine_of, micro_step, refusal, train
+
+
+def a_group_of_which_a_rank_owns_nothing(rank: Rank) -> None:
+    """Rank 0 writes what is one for the run; step counts of a group that it does not step are told by others."""
+    for stage, part in itertools.product((0, 1), ("layers.0.self_attn", "layers.0.mlp", "layers.1.mlp")):
+
+        def start(part: str = part, stage: int = stage) -> Any:
+            model = llama()
+            named = dict(model.named_parameters())
+            groups = [[p for name, p in named.items() if (part in name) == own] for own in (False, True)]
+            optimizer = torch.optim.Adam([{"params": groups[0]}, {"params": groups[1], "lr": 0.02}], lr=1e-2)
+            settings = settings_of(stage) | {"zero_allow_untested_optimizer": True}
+            return engine_of({key: settings[key] for key in settings if key != "optimizer"}, model, optimizer=optimizer)
+
+        engine = start()
+        train(engine, num_steps=2)
+        folder = str(rank.folder / f"{stage}{part}")
+        engine.save_checkpoint(folder)
+        resumed = start()
+        resumed.load_checkpoint(folder)
+        assert train(resumed, num_steps=2, first=2) == train(engine, num_steps=2, first=2)
+        assert_identical(stepped(resumed), stepped(engine))
+
+
+def another_accumulation_begins_a_step(rank: Rank) -> None:
+    """As many micro-steps as the new config says, from the first step on."""
+    engine = engine_of(settings_of())
+    train(engine, num_steps=3)
+    engine.save_checkpoint(str(rank.folder))
+    resumed = engine_of(settings_of() | {"gradient_accumulation_steps": 2})
+    resumed.load_checkpoint(str(rank.folder))
+    steps = []
+    for batch in itertools.chain(*(step[rank.rank] for step in itertools.islice(batches(rank.size, 2), 2))):
+        micro_step(resumed, batch)
+        steps.append(resumed.global_steps)
+    assert steps == [3, 4, 4, 5]
+
+
+def another_optimizer(rank: Rank) -> None:
+    """DeepSpeed's and PyTorch's Adam go on with each other's state; with SGD's none does."""
+    adam = {"lr": 1e-2, "weight_decay": 0.1}
+    kinds: dict[str, dict[str, Any]] = {
+        "torch": {"type": "AdamW", "params": adam | {"torch_adam": True}},
+        "deepspeed": {"type": "AdamW", "params": adam},
+        "sgd": {"type": "SGD", "params": {"lr": 1e-2, "momentum": 0.9}},
+    }
+    for kind, optimizer in kinds.items():
+        engine = engine_of(settings_of() | {"optimizer": optimizer})
+        train(engine, num_steps=2)
+        engine.save_checkpoint(str(rank.folder / kind))
+    for kind, optimizer in kinds.items():
+        for source in kinds:
+            engine = engine_of(settings_of() | {"optimizer": optimizer})
+            load = partial(engine.load_checkpoint, str(rank.folder / source))
+            if "sgd" in (kind, source) and kind != source:
+                before = dense_state(engine)
+                refusal(ValueError, load, "optimizer state is of", "SGD", "Adam", "load_optimizer_states")
+                assert_identical(dense_state(engine), before)
+                load(load_optimizer_states=False)
+            else:
+                load()
+            train(engine, num_steps=1, first=2)
+
+
+def empty_tensors(rank: Rank) -> None:
+    def start() -> Any:
+        model = llama()
+        model.register_buffer("nothing", torch.empty(0))
+        model.register_parameter("none", nn.Parameter(torch.empty(0, 3)))
+        return engine_of(settings_of(), model)
+
+    start().save_checkpoint(str(rank.folder))
+    start().load_checkpoint(str(rank.folder))
+
+
+def a_run_in_bf16_goes_on_in_fp16(rank: Rank) -> None:
+    """With the new run's loss scale, and weights that are the rounded masters, not rounded twice."""
+    adam = {"optimizer": settings_of()["optimizer"]}
+    engine = engine_of(settings_of(1, "bf16"))
+    train(engine, num_steps=2)
+    engine.save_checkpoint(str(rank.folder))
+    resumed = engine_of(fp16_settings(1, DYNAMIC) | adam)
+    resumed.load_checkpoint(str(rank.folder))
+    assert (resumed.optimizer.loss_scaler.dynamic, resumed.optimizer.loss_scale) == (True, 64)
+    for group in resumed.optimizer.groups:
+        masters = group.tensors[0].detach().split(group.sizes)
+        for master, weight in zip(masters, group._flat_weights(), strict=True):
+            assert torch.equal(master.half(), weight)
+    train(resumed, num_steps=1, first=2)
+
+
+def _cases(size: int, options: pytest.Config) -> Iterator[tuple[str, Any]]:
+    for check in (
+        a_group_of_which_a_rank_owns_nothing,
+        another_accumulation_begins_a_step,
+        another_optimizer,
+        empty_tensors,
+        allow_fp16,
+        a_run_in_bf16_goes_on_in_fp16,
+    ):
+        yield check.__name__, check
+
+
+@pytest.mark.ranks(2, _cases)
+def test_two_ranks(outcome: str | None) -> None:
+    assert outcome is None, outcome
