@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -18,7 +19,7 @@ from safetensors.torch import load_file
 from training import assert_identical, dense_state, engine_of, refusal, train
 
 from sdp_deepspeed.checkpoint import folder as files
-from sdp_deepspeed.checkpoint import storage
+from sdp_deepspeed.checkpoint import save, storage
 from sdp_deepspeed.checkpoint.boxes import Box
 from sdp_deepspeed.checkpoint.chunks import Chunks, SavePlanner
 
@@ -114,6 +115,25 @@ def a_failing_rank_leaves_the_last_checkpoint(rank: Rank) -> None:
     engine.save_checkpoint(str(rank.folder), tag="next")
 
 
+def a_rank_that_cannot_read(rank: Rank) -> None:
+    """What only one rank sees after all files were verified: an error on all, none waits for the others."""
+    engine = engine_of(settings_of())
+    engine.save_checkpoint(str(rank.folder))
+    read = storage.SafetensorsReader.read_data
+
+    def torn(reader: storage.SafetensorsReader, plan: Any, planner: Any) -> Any:
+        if rank.rank == 1:
+            raise OSError(5, "Input/output error")
+        return read(reader, plan, planner)
+
+    storage.SafetensorsReader.read_data = torn  # type: ignore[method-assign]
+    refusal(
+        RuntimeError, partial(engine.load_checkpoint, str(rank.folder)), "checkpoint", "Input/output error", "rank 1"
+    )
+    storage.SafetensorsReader.read_data = read  # type: ignore[method-assign]
+    engine.load_checkpoint(str(rank.folder))
+
+
 def a_folder_that_cannot_be_written(rank: Rank) -> None:
     """A file where the folder should be: refused to the superuser too, unlike a folder without permission."""
     engine = engine_of(settings_of())
@@ -160,6 +180,38 @@ def test_a_full_disk_is_named() -> None:
     message = "cannot write /dev/full: No space left on device"
     with pytest.raises(RuntimeError, match=message), storage.hashed_file(Path("/dev/full"), {}) as file:
         file.write(b"0" * 1000)
+
+
+def test_order_on_the_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Data, manifest and folder are on the disk before the name is; `latest` follows; only then old ones go."""
+    events: list[str] = []
+
+    def name_of(handle: int) -> str:
+        every = (tmp_path, *tmp_path.rglob("*"))
+        return next(path.name for path in every if path.stat().st_ino == os.fstat(handle).st_ino)
+
+    def logged(call: Callable[..., None]) -> Callable[..., None]:
+        return lambda source, target: (
+            events.append(f"{Path(source).name} -> {Path(target).name}"),
+            call(source, target),
+        )[1]
+
+    monkeypatch.setattr(os, "fsync", lambda handle: events.append(f"sync {name_of(handle)}"))
+    monkeypatch.setattr(os, "rename", logged(os.rename))
+    monkeypatch.setattr(os, "replace", logged(os.replace))
+    for tag in ("old", "new"):
+        events.clear()
+        records: dict[str, Any] = {}
+        with storage.hashed_file(files.prepare(tmp_path, tag) / "data", records) as file:
+            file.write(b"x")
+        facts = {"format": files.FORMAT, "global_steps": 0, "files": records}
+        save._publish(facts, save.Target(tmp_path, tag, keep_last=1))
+    folder = tmp_path.name
+    assert events == [
+        *("sync data", "sync manifest.json", "sync .new.writing", ".new.writing -> new", f"sync {folder}"),
+        *("sync .latest.writing", ".latest.writing -> latest", f"sync {folder}", "old -> .old.removed"),
+    ]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["latest", "new"]
 
 
 def test_what_is_no_checkpoint_is_not_replaced(tmp_path: Path) -> None:
@@ -209,6 +261,7 @@ def _cases(size: int, options: pytest.Config) -> Iterator[tuple[str, Any]]:
         all_are_damaged,
         a_failing_rank_leaves_the_last_checkpoint,
         a_folder_that_cannot_be_written,
+        a_rank_that_cannot_read,
         a_leftover_is_never_loaded,
         old_ones_are_pruned,
     ):

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.storage import StorageReader
 
@@ -86,11 +87,21 @@ def restore(engine: CheckpointingEngine, path: Path, what: What) -> dict[str, An
     together = partial(run_together, engine.everyone)
     common: dict[str, Any] = together(lambda: torch.load(path / COMMON, weights_only=True))
     reader = SafetensorsReader(path)
-    together(lambda: load_tensors(engine, reader, what, common["optimizer"]))
+    together(lambda: _load_explained(engine, reader, what, common["optimizer"], path))
     if not what.module_only:
         _restore_rest(engine, common, what)
         together(lambda: _restore_own(engine, path, common))
     return common["client_state"]
+
+
+def _load_explained(
+    engine: CheckpointingEngine, reader: StorageReader, what: What, facts: Mapping[str, Any], path: Path
+) -> None:
+    try:
+        load_tensors(engine, reader, what, facts)
+    except CheckpointException as problem:  # no `Exception`: nobody would tell the other ranks
+        _, (error, _) = min(problem.failures.items())
+        raise RuntimeError(f"checkpoint: {path} cannot be read: {error}") from error
 
 
 def load_tensors(
