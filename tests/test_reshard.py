@@ -15,7 +15,11 @@ from checkpoints import dense_tensors
 from divided import build
 from models import batches, config
 from ranks import Rank, run_ranks
-from training import engine_of, micro_step
+from training import dense_state, engine_of, gathered, micro_step
+
+from sdp_deepspeed.checkpoint.boxes import Box
+from sdp_deepspeed.checkpoint.optimizer_state import merged
+from sdp_deepspeed.checkpoint.snapshot import step_counts, take
 
 ADAM = {"type": "AdamW", "params": {"lr": 1e-2, "weight_decay": 0.1, "torch_adam": True}}
 SCHEDULE = {"type": "WarmupLR", "params": {"warmup_min_lr": 1e-3, "warmup_max_lr": 1e-2, "warmup_num_steps": 6}}
@@ -82,7 +86,24 @@ def train(engine: Any, *, num_steps: int, first: int = 0, seed: int = 1) -> list
 def write(run: Run, name: str, folder: Path, rank: Rank) -> None:
     engine = engine_of(run.settings(), build("llama_tied"))
     train(engine, num_steps=3)
+    assert_written_once(engine)
     engine.save_checkpoint(str(folder / name), client_state={"position": 3})
+    dense, stored = dense_state(engine), dense_tensors(folder / name / "global_step3")
+    for key in (key for key in stored if key.startswith("weight/")):
+        assert torch.equal(stored[key], dense[key.removeprefix("weight/")]), key
+
+
+def assert_written_once(engine: Any) -> None:
+    """Each element of each dense tensor by one rank; DCP would quietly leave out what two ranks write."""
+    snapshot = take(engine, {}, merged(gathered(step_counts(engine))), exclude_frozen=False)
+    own = [(key, chunks.shape, tuple(chunks.boxes())) for key, chunks in snapshot.chunks.items()]
+    times: dict[str, torch.Tensor] = {}
+    for key, shape, boxes in itertools.chain(*gathered(own)):
+        written = times.setdefault(key, torch.zeros(shape, dtype=torch.int32))
+        for box in boxes:
+            written[box.slices_in(Box.whole(shape))] += 1
+    wrong = [key for key, written in times.items() if not bool((written == 1).all())]
+    assert not wrong, wrong
 
 
 def read(run: Run, name: str, source: str, folder: Path, rank: Rank) -> None:

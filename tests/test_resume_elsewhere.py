@@ -9,13 +9,16 @@ from typing import Any
 
 import pytest
 import torch
+from checkpoints import dense_tensors
 from models import batches, llama
 from ranks import Rank
 from test_checkpoint import settings_of, stepped
 from test_loss_scale import DYNAMIC, allow_fp16
 from test_loss_scale import settings_of as fp16_settings
 from torch import nn
-from training import assert_identical, dense_state, engine_of, micro_step, refusal, train
+from training import assert_identical, dense_state, engine_of, gathered, micro_step, refusal, train
+
+from sdp_deepspeed import architectures
 
 
 def a_group_of_which_a_rank_owns_nothing(rank: Rank) -> None:
@@ -91,6 +94,49 @@ def empty_tensors(rank: Rank) -> None:
     start().load_checkpoint(str(rank.folder))
 
 
+class Branch(nn.Module):
+    """`x + body(norm(x))` whose norm has statistics of the batches that its rank has seen."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.body = nn.BatchNorm1d(6), nn.Linear(6, 6)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.body(self.norm(x))
+
+
+def each_rank_s_own_buffers(rank: Rank) -> None:
+    """Nobody averages them: on the same layout each rank goes on with its own, on another one with some holder's."""
+    architectures.register(Branch, architectures.Branch("mlp", norm="norm", body="body"))
+
+    def start(holders: int, regime: str) -> Any:
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.BatchNorm1d(6), Branch(), Branch(), nn.Linear(6, 2))
+        return engine_of(settings_of(holders=holders, regime=regime), model)
+
+    def step(engine: Any) -> None:
+        engine.backward(engine(torch.randn(5, 6)).square().mean())
+        engine.step()
+
+    for holders, regime in itertools.product((1, 2), ("forward", "backward")):
+        torch.manual_seed(rank.rank)
+        engine = start(holders, regime)
+        torch.manual_seed(rank.rank)
+        step(engine)
+        folder = str(rank.folder / f"{holders}{regime}")
+        engine.save_checkpoint(folder)
+        own = dict(engine.module.named_buffers())
+        assert len({float(means.sum()) for means in gathered(own["0.running_mean"])}) == 2
+        resumed = start(holders, regime)
+        resumed.load_checkpoint(folder)
+        assert_identical(dict(resumed.module.named_buffers()), own)
+        other = start(3 - holders, "forward")
+        other.load_checkpoint(folder)
+        stored = dense_tensors(rank.folder / f"{holders}{regime}" / "global_step1")
+        held = {name: value for name, value in other.module.named_buffers() if value.numel()}
+        assert_identical(held, {name: stored[f"weight/{name}"] for name in held})
+
+
 def a_run_in_bf16_goes_on_in_fp16(rank: Rank) -> None:
     """With the new run's loss scale, and weights that are the rounded masters, not rounded twice."""
     adam = {"optimizer": settings_of()["optimizer"]}
@@ -113,6 +159,7 @@ def _cases(size: int, options: pytest.Config) -> Iterator[tuple[str, Any]]:
         another_accumulation_begins_a_step,
         another_optimizer,
         empty_tensors,
+        each_rank_s_own_buffers,
         allow_fp16,
         a_run_in_bf16_goes_on_in_fp16,
     ):

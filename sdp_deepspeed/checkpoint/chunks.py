@@ -35,6 +35,10 @@ class Chunks:
         """Values of the box that begins there."""
         return self._parts[tuple(offsets)][1]
 
+    def boxes(self) -> list[Box]:
+        """Of the chunks."""
+        return [box for box, _ in self._parts.values()]
+
     def every(self, step: int, first: int) -> Chunks:
         """Each `step`th chunk from `first` on."""
         part = Chunks(self.shape, self.dtype)
@@ -64,7 +68,7 @@ class Chunks:
         ]
 
     def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
-        return [ChunkStorageMetadata(torch.Size(box.offsets), torch.Size(box.sizes)) for box, _ in self._parts.values()]
+        return [ChunkStorageMetadata(torch.Size(box.offsets), torch.Size(box.sizes)) for box in self.boxes()]
 
 
 StateDict = dict[str, Chunks]
