@@ -143,7 +143,7 @@ def _weight_targets(layout: Layout, metadata: Metadata, *, strict: bool) -> Stat
     result: StateDict = {}
     for piece, box, values in layout.stored_weights():
         name = piece.parameter
-        weight = stored.get(f"{WEIGHT}/{name}")
+        weight: Any = stored.get(f"{WEIGHT}/{name}")
         if weight is not None:
             other = weight.properties.dtype != values.dtype and f"{MASTER}/{name}" in stored
             key = MASTER if other else WEIGHT

@@ -128,8 +128,8 @@ class SafetensorsWriter(StorageWriter):
             for item in items:
                 data: Any = planner.resolve_data(item)
                 values = _bytes(data.to("cpu"))
-                file.write(memoryview(values.numpy()))
-                results.append(WriteResult(item.index, values.numel(), self._file))
+                file.write(values)
+                results.append(WriteResult(item.index, len(values), self._file))
         future: Future[list[WriteResult]] = Future()
         future.set_result(results)
         return future
@@ -142,9 +142,10 @@ class SafetensorsWriter(StorageWriter):
             file.write(json.dumps(tensors, indent=0, sort_keys=True).encode())
 
 
-def _bytes(values: torch.Tensor) -> torch.Tensor:
+def _bytes(values: torch.Tensor) -> memoryview:
     """Row-major; a view where it can be. What has one element is contiguous with whatever stride it has."""
-    return values.contiguous().as_strided((values.numel(),), (1,)).view(torch.uint8)
+    flat: Any = values.contiguous().as_strided((values.numel(),), (1,)).view(torch.uint8).numpy()
+    return memoryview(flat)
 
 
 def _dtype_of(item: WriteItem) -> torch.dtype:
