@@ -5,7 +5,7 @@ from __future__ import annotations
 from math import prod
 
 import torch
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from sdp_deepspeed.checkpoint.boxes import Box, box_of, boxes_of, in_dense
@@ -31,6 +31,8 @@ def fragments(draw: st.DrawFn) -> tuple[tuple[int, ...], Fragment]:
 
 
 @given(fragments())
+@example(((3, 4), Fragment(Piece("w", 1, 1, 3), 0, 9)))
+@example(((2, 3, 4), Fragment(Piece("w", 2, 0, 4), 5, 23)))
 def test_a_fragment_is_its_boxes_one_after_the_other(case: tuple[tuple[int, ...], Fragment]) -> None:
     shape, fragment = case
     dense = torch.arange(prod(shape)).view(shape)

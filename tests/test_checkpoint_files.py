@@ -95,7 +95,7 @@ def a_failing_rank_leaves_the_last_checkpoint(rank: Rank) -> None:
     train(engine, num_steps=1)
     write = storage.HashedFile.write
 
-    def full_disk(file: storage.HashedFile, data: bytes) -> None:
+    def full_disk(file: storage.HashedFile, data: bytes | memoryview) -> None:
         if Path(file.name).name.startswith(failing):
             write(file, data[:1])
             raise OSError(28, "No space left on device")
@@ -121,10 +121,10 @@ def a_rank_that_cannot_read(rank: Rank) -> None:
     engine.save_checkpoint(str(rank.folder))
     read = storage.SafetensorsReader.read_data
 
-    def torn(reader: storage.SafetensorsReader, plan: Any, planner: Any) -> Any:
+    def torn(self: storage.SafetensorsReader, plan: Any, planner: Any) -> Any:
         if rank.rank == 1:
             raise OSError(5, "Input/output error")
-        return read(reader, plan, planner)
+        return read(self, plan, planner)
 
     storage.SafetensorsReader.read_data = torn  # type: ignore[method-assign]
     refusal(
@@ -191,10 +191,11 @@ def test_order_on_the_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
         return next(path.name for path in every if path.stat().st_ino == os.fstat(handle).st_ino)
 
     def logged(call: Callable[..., None]) -> Callable[..., None]:
-        return lambda source, target: (
-            events.append(f"{Path(source).name} -> {Path(target).name}"),
-            call(source, target),
-        )[1]
+        def write_down(source: Path, target: Path) -> None:
+            events.append(f"{Path(source).name} -> {Path(target).name}")
+            call(source, target)
+
+        return write_down
 
     monkeypatch.setattr(os, "fsync", lambda handle: events.append(f"sync {name_of(handle)}"))
     monkeypatch.setattr(os, "rename", logged(os.rename))

@@ -28,7 +28,7 @@ def a_group_of_which_a_rank_owns_nothing(rank: Rank) -> None:
         def start(part: str = part, stage: int = stage) -> Any:
             model = llama()
             named = dict(model.named_parameters())
-            groups = [[p for name, p in named.items() if (part in name) == own] for own in (False, True)]
+            groups: list[Any] = [[p for name, p in named.items() if (part in name) == own] for own in (False, True)]
             optimizer = torch.optim.Adam([{"params": groups[0]}, {"params": groups[1], "lr": 0.02}], lr=1e-2)
             settings = settings_of(stage) | {"zero_allow_untested_optimizer": True}
             return engine_of({key: settings[key] for key in settings if key != "optimizer"}, model, optimizer=optimizer)
