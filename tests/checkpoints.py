@@ -6,6 +6,7 @@ from pathlib import Path
 
 import torch
 import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from sdp_deepspeed.checkpoint.boxes import Box
 from sdp_deepspeed.checkpoint.chunks import Chunks, LoadPlanner
@@ -17,6 +18,7 @@ def dense_tensors(folder: Path) -> dict[str, torch.Tensor]:
     reader = SafetensorsReader(folder)
     tensors, chunks = {}, {}
     for key, info in reader.read_metadata().state_dict_metadata.items():
+        assert isinstance(info, TensorStorageMetadata)
         tensors[key] = torch.full(info.size, torch.nan).to(info.properties.dtype)
         chunks[key] = Chunks(info.size, info.properties.dtype)
         chunks[key].add(Box.whole(info.size), tensors[key])

@@ -89,13 +89,13 @@ def a_failing_rank_leaves_the_last_checkpoint(rank: Rank) -> None:
     train(engine, num_steps=1)
     write = storage.HashedFile.write
 
-    def full_disk(file: storage.HashedFile, data: bytes) -> None:
+    def full_disk(file: storage.HashedFile, data: bytes | memoryview) -> None:
         if Path(file.name).name.startswith(failing):
             write(file, data[:1])
             raise OSError(28, "No space left on device")
         write(file, data)
 
-    storage.HashedFile.write = full_disk  # type: ignore[method-assign]
+    storage.HashedFile.write = full_disk  # type: ignore[assignment, method-assign]
     for failing in ("tensors_00000", "tensors_00001", "tensors.json", "rank_00001", "common"):
         for tag in ("next", "good"):
             save = partial(engine.save_checkpoint, str(rank.folder), tag=tag)
@@ -142,6 +142,20 @@ def a_leftover_is_never_loaded(rank: Rank) -> None:
     assert sorted(path.name for path in rank.folder.iterdir()) == ["good", "latest", "next"]
 
 
+def the_newest_is_what_was_written_last(rank: Rank) -> None:
+    """After going back, not what has more steps: that is the branch that was left."""
+    engine = engine_of(settings_of(checkpoint={"keep_last": 3}))
+    folder = str(rank.folder)
+    for _ in range(3):
+        train(engine, num_steps=1)
+        engine.save_checkpoint(folder)
+    engine.load_checkpoint(folder, tag="global_step1")
+    engine.save_checkpoint(folder, tag="again")
+    assert sorted(path.name for path in rank.folder.glob("[!.l]*")) == ["again", "global_step2", "global_step3"]
+    with _damaged(rank, rank.folder / "latest", _delete):
+        assert engine.load_checkpoint(folder)[0] == str(rank.folder / "again")
+
+
 def old_ones_are_pruned(rank: Rank) -> None:
     engine = engine_of(settings_of(checkpoint={"keep_last": 2}))
     for _ in range(4):
@@ -173,6 +187,7 @@ def _cases(size: int, options: pytest.Config) -> Iterator[tuple[str, Any]]:
         a_folder_that_cannot_be_written,
         a_leftover_is_never_loaded,
         old_ones_are_pruned,
+        the_newest_is_what_was_written_last,
     ):
         yield check.__name__, check
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -20,7 +19,7 @@ from . import random_state
 from .chunks import Chunks, LoadPlanner, StateDict
 from .layout import MASTER, WEIGHT, Layout
 from .optimizer_state import OptimizerState
-from .save import COMMON, own_file, run_together
+from .save import COMMON, own_file, together
 from .snapshot import same_layout_facts
 from .storage import SafetensorsReader
 
@@ -45,13 +44,14 @@ def choose(folder: Path, tag: str | None, communicator: Communicator) -> tuple[s
         ValueError: on all ranks: the tag that was asked for is missing or damaged, or all are.
     """
     writes = communicator.rank == 0
-    run_together(communicator, lambda: files.bring_back(folder) if writes and folder.is_dir() else None)
+    together(communicator, lambda: files.bring_back(folder) if writes and folder.is_dir() else None)
     if tag is not None:
         problems = _problems(folder / tag, communicator)
         if problems:
             raise ValueError("; ".join(problems[:5]))
         return tag, []
-    tags, remark = communicator.gather_objects(files.candidates(folder) if writes else None)[0]
+    found = together(communicator, lambda: files.candidates(folder) if writes else None)
+    tags, remark = communicator.gather_objects(found)[0]
     warnings = [] if remark is None else [f"checkpoint: {remark}; looking for the newest complete one"]
     for name in tags:
         problems = _problems(folder / name, communicator)
@@ -71,7 +71,7 @@ def _problems(path: Path, communicator: Communicator) -> list[str]:
         for name in files.share(list(records), communicator.rank, communicator.size):
             if problem := files.problem_of(path, name, records[name]):
                 own.append(f"checkpoint: {problem}")
-    except ValueError as problem:
+    except (OSError, ValueError) as problem:
         own.append(str(problem))
     return list(dict.fromkeys(problem for every in communicator.gather_objects(own) for problem in every))
 
@@ -82,13 +82,13 @@ def restore(engine: CheckpointingEngine, path: Path, what: What) -> dict[str, An
     Raises:
         ValueError: on all ranks, before anything is changed, if it does not fit the model or the optimizer.
     """
-    together = partial(run_together, engine.everyone)
-    common: dict[str, Any] = together(lambda: torch.load(path / COMMON, weights_only=True))
+    everyone = engine.everyone
+    common: dict[str, Any] = together(everyone, lambda: torch.load(path / COMMON, weights_only=True))
     reader = SafetensorsReader(path)
-    together(lambda: load_tensors(engine, reader, what, common["optimizer"]))
+    together(everyone, lambda: load_tensors(engine, reader, what, common["optimizer"]))
     if not what.module_only:
         _restore_rest(engine, common, what)
-        together(lambda: _restore_own(engine, path, common))
+        together(everyone, lambda: _restore_own(engine, path, common))
     return common["client_state"]
 
 
