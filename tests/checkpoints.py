@@ -5,11 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 
 import torch
-import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from sdp_deepspeed.checkpoint.boxes import Box
-from sdp_deepspeed.checkpoint.chunks import Chunks, LoadPlanner
+from sdp_deepspeed.checkpoint.chunks import Chunks, fill
 from sdp_deepspeed.checkpoint.storage import SafetensorsReader
 
 
@@ -22,5 +21,5 @@ def dense_tensors(folder: Path) -> dict[str, torch.Tensor]:
         tensors[key] = torch.full(info.size, torch.nan).to(info.properties.dtype)
         chunks[key] = Chunks(info.size, info.properties.dtype)
         chunks[key].add(Box.whole(info.size), tensors[key])
-    dcp.load(chunks, storage_reader=reader, planner=LoadPlanner(), no_dist=True)
+    fill(chunks, reader)
     return tensors

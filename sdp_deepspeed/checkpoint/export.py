@@ -6,19 +6,16 @@ import json
 import shutil
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed.checkpoint as dcp
 from safetensors.torch import save_file
-from torch.distributed.checkpoint.api import CheckpointException
 
 from . import folder as files
 from .boxes import Box
-from .chunks import Chunks, LoadPlanner
+from .chunks import Chunks, explained, fill
 from .outside import complete_or_absent, sync, write_text
 from .storage import SafetensorsReader
 
@@ -179,17 +176,9 @@ def _read(path: Path, shard: Sequence[Source]) -> dict[str, torch.Tensor]:
     for source in shard:
         targets[source.key] = Chunks(source.shape, source.dtype)
         targets[source.key].add(Box.whole(source.shape), tensors[source.name])
-    with _explained(path):
-        dcp.load(dict(targets), storage_reader=SafetensorsReader(path), planner=LoadPlanner(), no_dist=True)
+    with explained(f"{path} cannot be read"):
+        fill(targets, SafetensorsReader(path))
     return tensors
-
-
-@contextmanager
-def _explained(path: Path) -> Iterator[None]:
-    try:
-        yield
-    except CheckpointException as problem:  # which is no `Exception`
-        raise ValueError(f"{path} cannot be read: {min(problem.failures.items())[1][0]}") from problem
 
 
 def _write_configs(path: Path, out: Path, sources: Sequence[Source]) -> None:

@@ -14,6 +14,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from .outside import sync
+
 FORMAT = 3
 MANIFEST = "manifest.json"
 LATEST = "latest"
@@ -73,19 +75,19 @@ def publish(folder: Path, tag: str, facts: Mapping[str, Any], *, latest: bool) -
     """
     path, final = aside(folder, tag), folder / tag
     _write_synced(path / MANIFEST, _render(facts))
-    _sync(path)
+    sync(path)
     replaced = aside(folder, tag, _REPLACED)
     if final.exists():
         shutil.rmtree(replaced, ignore_errors=True)
         os.rename(final, replaced)
     os.rename(path, final)
-    _sync(folder)
+    sync(folder)
     shutil.rmtree(replaced, ignore_errors=True)
     if latest:
         pointer = folder / f".{LATEST}.{_WRITING}"
         _write_synced(pointer, tag)
         os.replace(pointer, folder / LATEST)
-        _sync(folder)
+        sync(folder)
 
 
 def _write_synced(path: Path, text: str) -> None:
@@ -97,14 +99,6 @@ def _write_synced(path: Path, text: str) -> None:
     except OSError as problem:  # where a disk is full the error does not name the file
         reason = f"cannot write {path}: {problem.strerror}; earlier checkpoints are intact"
         raise OSError(problem.errno, reason) from problem
-
-
-def _sync(folder: Path) -> None:
-    handle = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
 
 
 def _render(facts: Mapping[str, Any]) -> str:

@@ -2,21 +2,19 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.storage import StorageReader
 
 from ..communicator import Communicator
 from . import folder as files
 from . import random_state
-from .chunks import Chunks, LoadPlanner, StateDict
+from .chunks import Chunks, StateDict, explained, fill
 from .layout import MASTER, WEIGHT, Layout
 from .optimizer_state import OptimizerState
 from .save import COMMON, own_file, together
@@ -84,8 +82,12 @@ def restore(engine: CheckpointingEngine, path: Path, what: What) -> dict[str, An
     """
     everyone = engine.everyone
     common: dict[str, Any] = together(everyone, lambda: torch.load(path / COMMON, weights_only=True))
-    reader = SafetensorsReader(path)
-    together(everyone, lambda: load_tensors(engine, reader, what, common["optimizer"]))
+
+    def read() -> None:
+        with explained(f"checkpoint: {path}"):
+            load_tensors(engine, SafetensorsReader(path), what, common["optimizer"])
+
+    together(everyone, read)
     if not what.module_only:
         _restore_rest(engine, common, what)
         together(everyone, lambda: _restore_own(engine, path, common))
@@ -110,18 +112,11 @@ def load_tensors(
     if facts is not None and what.optimizer_states and not what.module_only:
         moments, state = optimizer.new_moments(metadata.state_dict_metadata, facts)
     with torch.no_grad():
-        _read(weights, reader)
-        _read(masters, reader)
+        fill(weights, reader)
+        fill(masters, reader)
         if moments is not None and state is not None and facts is not None:
-            _read(moments, reader)
+            fill(moments, reader)
             optimizer.restore(state, facts)
-
-
-def _read(targets: StateDict, reader: StorageReader) -> None:
-    if targets:
-        with warnings.catch_warnings():  # DCP remarks that it is told not to communicate
-            warnings.filterwarnings("ignore", category=UserWarning, module=r"torch\.distributed\.checkpoint")
-            dcp.load(dict(targets), storage_reader=reader, planner=LoadPlanner(), no_dist=True)
 
 
 def _weight_targets(layout: Layout, metadata: Metadata, *, strict: bool) -> StateDict:

@@ -10,9 +10,10 @@ from typing import TYPE_CHECKING, Any
 from deepspeed.utils import log_dist
 
 from . import folder as files
+from .chunks import explained
 from .load import What, load_tensors
 from .names import Names
-from .pretrained import check_shapes, explained
+from .pretrained import check_shapes
 from .save import together
 from .universal import ModelStates, UniversalReader, check_model, facts, is_universal
 

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from safetensors import SafetensorError, safe_open
-from torch.distributed.checkpoint.api import CheckpointException
 
+from .chunks import explained
 from .layout import WEIGHT, Layout
 from .load import What, load_tensors
 from .names import Match, Names, refuse_others, some
@@ -120,16 +120,6 @@ def _check_numbers(reader: HuggingFaceReader, layout: Layout, where: str) -> Non
                 f"{where}: {stored.name!r} is {stored.dtype} there and {dtype} in the model; quantised weights are not "
                 "supported, give the folder of the model before it was quantised"
             )
-
-
-@contextmanager
-def explained(where: str) -> Iterator[None]:
-    """DCP's exception is no `Exception`, and shows a stack for each rank."""
-    try:
-        yield
-    except CheckpointException as problem:
-        _, (error, _) = min(problem.failures.items())
-        raise ValueError(f"{where}: {error}") from error
 
 
 def _stored(folder: Path) -> Iterator[tuple[str, Stored]]:

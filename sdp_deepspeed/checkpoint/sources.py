@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from abc import abstractmethod
 from collections import defaultdict
 from collections.abc import Callable, Mapping
@@ -19,8 +18,9 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner
-from torch.distributed.checkpoint.storage import StorageReader
 from torch.futures import Future
+
+from .storage import Reader
 
 Slices = tuple[slice, ...]
 
@@ -43,7 +43,7 @@ class Stored:
 Part = Callable[[Stored, Slices], torch.Tensor]
 
 
-class WholeTensorsReader(StorageReader):
+class WholeTensorsReader(Reader):
     """Reads boxes of whole tensors.
 
     Args:
@@ -56,22 +56,6 @@ class WholeTensorsReader(StorageReader):
     @abstractmethod
     def open(self, file: Path) -> AbstractContextManager[Part]:
         """A file, from which parts of its tensors can be read without reading the rest."""
-
-    def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
-        """Nothing: a reader is made for one checkpoint."""
-
-    def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
-        """Nothing."""
-
-    def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
-        return plan
-
-    def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
-        return plans
-
-    @classmethod
-    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
-        return True
 
     def read_metadata(self, *args: Any) -> Metadata:
         tensors: dict[str, Any] = {}
