@@ -212,9 +212,7 @@ _REST = (
     ),
     _hint("permission for untested optimizers", "zero_allow_untested_optimizer", True, None, f"{_ALLOW} decides"),
     _hint("legacy fusion in the optimizer", "optimizer.legacy_fusion", True, is_on, _MASTERS),
-    _refused(
-        "checkpoints in universal format", "checkpoint.load_universal", True, is_on, "resume with the same layout"
-    ),
+    _works("checkpoints in universal format", "checkpoint.load_universal", True),
     _refused(
         "checkpoints on node-local disks", "checkpoint.use_node_local_storage", True, is_on, "use a shared folder"
     ),

@@ -5,10 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 
 import torch
-import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from sdp_deepspeed.checkpoint.boxes import Box
-from sdp_deepspeed.checkpoint.chunks import Chunks, LoadPlanner
+from sdp_deepspeed.checkpoint.chunks import Chunks, fill
 from sdp_deepspeed.checkpoint.storage import SafetensorsReader
 
 
@@ -17,8 +17,9 @@ def dense_tensors(folder: Path) -> dict[str, torch.Tensor]:
     reader = SafetensorsReader(folder)
     tensors, chunks = {}, {}
     for key, info in reader.read_metadata().state_dict_metadata.items():
+        assert isinstance(info, TensorStorageMetadata)
         tensors[key] = torch.full(info.size, torch.nan).to(info.properties.dtype)
         chunks[key] = Chunks(info.size, info.properties.dtype)
         chunks[key].add(Box.whole(info.size), tensors[key])
-    dcp.load(chunks, storage_reader=reader, planner=LoadPlanner(), no_dist=True)
+    fill(chunks, reader)
     return tensors

@@ -101,7 +101,7 @@ def a_failing_rank_leaves_the_last_checkpoint(rank: Rank) -> None:
             raise OSError(28, "No space left on device")
         write(file, data)
 
-    storage.HashedFile.write = full_disk  # type: ignore[method-assign]
+    storage.HashedFile.write = full_disk  # type: ignore[assignment, method-assign]
     for failing in ("tensors_00000", "tensors_00001", "tensors.json", "rank_00001", "common"):
         for tag in ("next", "good"):
             save = partial(engine.save_checkpoint, str(rank.folder), tag=tag)
@@ -127,9 +127,8 @@ def a_rank_that_cannot_read(rank: Rank) -> None:
         return read(self, plan, planner)
 
     storage.SafetensorsReader.read_data = torn  # type: ignore[method-assign]
-    refusal(
-        RuntimeError, partial(engine.load_checkpoint, str(rank.folder)), "checkpoint", "Input/output error", "rank 1"
-    )
+    load = partial(engine.load_checkpoint, str(rank.folder))
+    refusal(ValueError, load, "checkpoint", "Input/output error", "rank 1")
     storage.SafetensorsReader.read_data = read  # type: ignore[method-assign]
     engine.load_checkpoint(str(rank.folder))
 
@@ -167,6 +166,20 @@ def a_leftover_is_never_loaded(rank: Rank) -> None:
     assert sorted(path.name for path in rank.folder.iterdir()) == ["good", "latest", "next"]
 
 
+def the_newest_is_what_was_written_last(rank: Rank) -> None:
+    """After going back, not what has more steps: that is the branch that was left."""
+    engine = engine_of(settings_of(checkpoint={"keep_last": 3}))
+    folder = str(rank.folder)
+    for _ in range(3):
+        train(engine, num_steps=1)
+        engine.save_checkpoint(folder)
+    engine.load_checkpoint(folder, tag="global_step1")
+    engine.save_checkpoint(folder, tag="again")
+    assert sorted(path.name for path in rank.folder.glob("[!.l]*")) == ["again", "global_step2", "global_step3"]
+    with _damaged(rank, rank.folder / "latest", _delete):
+        assert engine.load_checkpoint(folder)[0] == str(rank.folder / "again")
+
+
 def old_ones_are_pruned(rank: Rank) -> None:
     engine = engine_of(settings_of(checkpoint={"keep_last": 2}))
     for _ in range(4):
@@ -200,12 +213,12 @@ def test_order_on_the_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr(os, "fsync", lambda handle: events.append(f"sync {name_of(handle)}"))
     monkeypatch.setattr(os, "rename", logged(os.rename))
     monkeypatch.setattr(os, "replace", logged(os.replace))
-    for tag in ("old", "new"):
+    for saved_at, tag in enumerate(("old", "new")):
         events.clear()
         records: dict[str, Any] = {}
         with storage.hashed_file(files.prepare(tmp_path, tag) / "data", records) as file:
             file.write(b"x")
-        facts = {"format": files.FORMAT, "global_steps": 0, "files": records}
+        facts = {"format": files.FORMAT, "global_steps": 0, "saved_at": saved_at, "files": records}
         save._publish(facts, save.Target(tmp_path, tag, keep_last=1))
     folder = tmp_path.name
     assert events == [
@@ -265,6 +278,7 @@ def _cases(size: int, options: pytest.Config) -> Iterator[tuple[str, Any]]:
         a_rank_that_cannot_read,
         a_leftover_is_never_loaded,
         old_ones_are_pruned,
+        the_newest_is_what_was_written_last,
     ):
         yield check.__name__, check
 

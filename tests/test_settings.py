@@ -51,13 +51,18 @@ def gradients_travel_in_their_dtype(rank: Rank) -> None:
     for stage, (name, dtype) in itertools.product((0, 1, 2), dtypes.items()):
         settings = config(holders=1) | {"zero_optimization": {"stage": stage}}
         engine = engine_of(settings | ({} if name is None else {"communication_data_type": name}))
-        sent, send = list[torch.dtype](), engine.communicator.all_to_all
-        engine.communicator.all_to_all = lambda received, out, *splits: (
-            sent.append(out.dtype),  # noqa: B023
-            send(received, out, *splits),  # noqa: B023
-        )[1]
+        sent = list[torch.dtype]()
+        engine.communicator.all_to_all = _noting_dtypes(engine.communicator.all_to_all, sent)
         train(engine, num_steps=1)
         assert sent == [dtype, torch.float32], (stage, name)
+
+
+def _noting_dtypes(all_to_all: Callable[..., Any], sent: list[torch.dtype]) -> Callable[..., Any]:
+    def noting(received: torch.Tensor, out: torch.Tensor, *splits: Any) -> Any:
+        sent.append(out.dtype)
+        return all_to_all(received, out, *splits)
+
+    return noting
 
 
 def weights_return_one_behind_the_other(rank: Rank) -> None:

@@ -20,8 +20,10 @@ from ..shards import Shards
 from . import folder as files
 from .layout import Layout
 from .load import What, choose, restore
+from .load_universal import load_universal, universal_tag
 from .optimizer_state import merged
-from .save import Saver, Target, run_together
+from .pretrained import load_pretrained
+from .save import Saver, Target, together
 from .snapshot import step_counts, take
 
 
@@ -89,6 +91,16 @@ class CheckpointingEngine(DeepSpeedEngine):
         what = What(load_optimizer_states, load_lr_scheduler_states, load_module_only, load_module_strict)
         return self._load(Path(load_dir), None if tag is None else str(tag), what)
 
+    def load_pretrained(self, folder: str | Path) -> None:
+        """Start from a local folder in Hugging Face format (safetensors); every rank calls it and reads what it holds.
+        The optimizer's moments, counters and the LR scheduler stay as they are.
+
+        Raises:
+            ValueError: on all ranks, before anything is changed: files are missing or damaged, or of another model.
+        """
+        self.before_checkpoint("load_pretrained")
+        load_pretrained(self, Path(folder))
+
     def wait_for_checkpoint(self) -> None:
         """Until a checkpoint that is written behind the training is complete; all ranks call it, before they leave.
 
@@ -100,8 +112,10 @@ class CheckpointingEngine(DeepSpeedEngine):
 
     def destroy(self) -> None:
         """As DeepSpeed's, after waiting for a checkpoint that is being written."""
-        self.wait_for_checkpoint()
-        super().destroy()
+        try:
+            self.wait_for_checkpoint()
+        finally:
+            super().destroy()
 
     def _save(self, target: Target, client_state: Mapping[str, Any], *, exclude_frozen: bool) -> None:
         tags = self.everyone.gather_objects(target.tag)
@@ -112,8 +126,8 @@ class CheckpointingEngine(DeepSpeedEngine):
             group = dist.new_group(backend="gloo")
             self._saver = Saver(Communicator(dist, group), group)
         self._saver.wait()  # before anything is copied: there is memory for one snapshot
-        counts = merged(self.everyone.gather_objects(run_together(self.everyone, lambda: step_counts(self))))
-        snapshot = run_together(self.everyone, lambda: take(self, client_state, counts, exclude_frozen=exclude_frozen))
+        counts = merged(self.everyone.gather_objects(together(self.everyone, lambda: step_counts(self))))
+        snapshot = together(self.everyone, lambda: take(self, client_state, counts, exclude_frozen=exclude_frozen))
         if self.block.checkpoint.asynchronous:
             self._saver.save_behind(snapshot, target)
         else:
@@ -121,6 +135,10 @@ class CheckpointingEngine(DeepSpeedEngine):
 
     def _load(self, folder: Path, tag: str | None, what: What) -> tuple[str | None, dict[str, Any] | None]:
         self.wait_for_checkpoint()
+        if self.load_universal_checkpoint():
+            universal = together(self.everyone, lambda: universal_tag(folder, tag))
+            if universal is not None:
+                return str(folder / universal), load_universal(self, folder / universal, what)
         name, warnings = choose(folder, tag, self.everyone)
         for warning in warnings:
             log_dist(warning, ranks=[0], level=logging.WARNING)

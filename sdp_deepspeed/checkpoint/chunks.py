@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import warnings
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata, MetadataIndex, TensorProperties
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
+from torch.distributed.checkpoint.storage import StorageReader
 
 from .boxes import Box
 
@@ -100,3 +105,25 @@ class LoadPlanner(DefaultLoadPlanner):
     def lookup_tensor(self, index: MetadataIndex) -> torch.Tensor:
         assert index.offset is not None
         return self.state_dict[index.fqn].at(index.offset)
+
+
+def fill(targets: StateDict, reader: StorageReader) -> None:
+    """Read every chunk of `targets`; this process alone.
+
+    Raises:
+        CheckpointException: DCP's, see `explained`.
+    """
+    if targets:
+        with warnings.catch_warnings():  # DCP remarks that it is told not to communicate
+            warnings.filterwarnings("ignore", category=UserWarning, module=r"torch\.distributed\.checkpoint")
+            dcp.load(dict(targets), storage_reader=reader, planner=LoadPlanner(), no_dist=True)
+
+
+@contextmanager
+def explained(where: str) -> Iterator[None]:
+    """ValueError for DCP's exception, which is no `Exception`, and shows a stack for each rank."""
+    try:
+        yield
+    except CheckpointException as problem:
+        _, (error, _) = min(problem.failures.items())
+        raise ValueError(f"{where}: {error}") from error

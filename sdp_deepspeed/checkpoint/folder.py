@@ -10,8 +10,11 @@ import json
 import os
 import shutil
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
+
+from .outside import sync
 
 FORMAT = 3
 MANIFEST = "manifest.json"
@@ -54,8 +57,11 @@ def _refuse_foreign(path: Path) -> None:
 
 
 def discard(folder: Path, tag: str) -> None:
-    """Remove what was begun and will not be completed."""
+    """Remove what was begun and will not be completed; what it was about to replace comes back."""
     shutil.rmtree(aside(folder, tag), ignore_errors=True)
+    with suppress(OSError):  # the error that led here is the one to tell
+        aside(folder, LATEST).unlink(missing_ok=True)
+        bring_back(folder)
 
 
 def bring_back(folder: Path) -> None:
@@ -80,34 +86,30 @@ def publish(folder: Path, tag: str, facts: Mapping[str, Any], *, latest: bool) -
     """
     path, final = aside(folder, tag), folder / tag
     _write_synced(path / MANIFEST, _render(facts))
-    _sync(path)
+    sync(path)
     replaced = aside(folder, tag, _REPLACED)
     if final.exists():
         shutil.rmtree(replaced, ignore_errors=True)
         os.rename(final, replaced)
     os.rename(path, final)
-    _sync(folder)
+    sync(folder)
     shutil.rmtree(replaced, ignore_errors=True)
     if latest:
         pointer = folder / f".{LATEST}.{_WRITING}"
         _write_synced(pointer, tag)
         os.replace(pointer, folder / LATEST)
-        _sync(folder)
+        sync(folder)
 
 
 def _write_synced(path: Path, text: str) -> None:
-    with open(path, "w", encoding="utf-8") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-
-
-def _sync(folder: Path) -> None:
-    handle = os.open(folder, os.O_RDONLY)
     try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
+        with open(path, "w", encoding="utf-8") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+    except OSError as problem:  # where a disk is full the error does not name the file
+        reason = f"cannot write {path}: {problem.strerror}; earlier checkpoints are intact"
+        raise OSError(problem.errno, reason) from problem
 
 
 def _render(facts: Mapping[str, Any]) -> str:
@@ -165,7 +167,7 @@ def problem_of(path: Path, name: str, record: Mapping[str, Any]) -> str | None:
 def candidates(folder: Path) -> tuple[list[str], str | None]:
     """Tags to try in turn when none is asked for, the one that `latest` names first, then from the newest; and a remark
     if `latest` names none that is there."""
-    newest = [tag for tag, _ in reversed(_complete(folder))]
+    newest = _complete(folder)[::-1]
     pointer = folder / LATEST
     try:
         named = pointer.read_text(encoding="utf-8").strip()
@@ -178,22 +180,26 @@ def candidates(folder: Path) -> tuple[list[str], str | None]:
     return newest, f"{pointer} names {named!r}, which is not a complete checkpoint"
 
 
-def _complete(folder: Path) -> list[tuple[str, int]]:
-    """Tags with a manifest and the steps that they stand for, oldest first; their files may still be damaged."""
+def _complete(folder: Path) -> list[str]:
+    """Tags with a manifest, in the order in which they were written; their files may still be damaged."""
     found = []
     for file in folder.glob(f"*/{MANIFEST}"):
+        tag = file.parent.name
         try:
-            steps = int(read_manifest(file.parent)["global_steps"])
+            facts = read_manifest(file.parent)
+            found.append((int(facts["saved_at"]), int(facts["global_steps"]), tag))
         except (ValueError, KeyError, TypeError):
             continue
-        if not file.parent.name.startswith("."):
-            found.append((steps, file.stat().st_mtime_ns, file.parent.name))
-    return [(name, steps) for steps, _, name in sorted(found)]
+    return [tag for *_, tag in sorted(found) if not tag.startswith(".")]
 
 
 def prune(folder: Path, keep: int, current: str) -> None:
-    """Remove all but the newest `keep` checkpoints, and never `current`; only after `current` is complete."""
-    tags = [tag for tag, _ in _complete(folder) if tag != current]
+    """Remove all but the newest `keep` checkpoints, and never `current` or what `latest` names; only after `current` is
+    complete."""
+    named = ""
+    with suppress(OSError, ValueError):
+        named = (folder / LATEST).read_text(encoding="utf-8").strip()
+    tags = [tag for tag in _complete(folder) if tag not in (current, named)]
     for tag in tags[: max(0, len(tags) - (keep - 1))]:
         removed = aside(folder, tag, _REMOVED)
         shutil.rmtree(removed, ignore_errors=True)

@@ -2,27 +2,23 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import partial
 from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-import torch.distributed.checkpoint as dcp
-from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.storage import StorageReader
 
 from ..communicator import Communicator
 from . import folder as files
 from . import random_state
-from .chunks import Chunks, LoadPlanner, StateDict
+from .chunks import Chunks, StateDict, explained, fill
 from .layout import MASTER, WEIGHT, Layout
 from .optimizer_state import OptimizerState
-from .save import COMMON, own_file, run_together
+from .save import COMMON, own_file, together
 from .snapshot import COUNTERS, same_layout_facts
 from .storage import SafetensorsReader
 
@@ -47,13 +43,14 @@ def choose(folder: Path, tag: str | None, communicator: Communicator) -> tuple[s
         ValueError: on all ranks: the tag that was asked for is missing or damaged, or all are.
     """
     writes = communicator.rank == 0
-    run_together(communicator, lambda: files.bring_back(folder) if writes and folder.is_dir() else None)
+    together(communicator, lambda: files.bring_back(folder) if writes and folder.is_dir() else None)
     if tag is not None:
         problems = _problems(folder / tag, communicator)
         if problems:
             raise ValueError("; ".join(problems[:5]))
         return tag, []
-    tags, remark = communicator.gather_objects(files.candidates(folder) if writes else None)[0]
+    found = together(communicator, lambda: files.candidates(folder) if writes else None)
+    tags, remark = communicator.gather_objects(found)[0]
     warnings = [] if remark is None else [f"checkpoint: {remark}; looking for the newest complete one"]
     for name in tags:
         problems = _problems(folder / name, communicator)
@@ -73,7 +70,7 @@ def _problems(path: Path, communicator: Communicator) -> list[str]:
         for name in files.share(list(records), communicator.rank, communicator.size):
             if problem := files.problem_of(path, name, records[name]):
                 own.append(f"checkpoint: {problem}")
-    except ValueError as problem:
+    except (OSError, ValueError) as problem:
         own.append(str(problem))
     return list(dict.fromkeys(problem for every in communicator.gather_objects(own) for problem in every))
 
@@ -84,24 +81,18 @@ def restore(engine: CheckpointingEngine, path: Path, what: What) -> dict[str, An
     Raises:
         ValueError: on all ranks, before anything is changed, if it does not fit the model or the optimizer.
     """
-    together = partial(run_together, engine.everyone)
-    common: dict[str, Any] = together(lambda: torch.load(path / COMMON, weights_only=True))
-    reader = SafetensorsReader(path)
-    together(lambda: _load_explained(engine, reader, what, common["optimizer"], path))
+    everyone = engine.everyone
+    common: dict[str, Any] = together(everyone, lambda: torch.load(path / COMMON, weights_only=True))
+
+    def read() -> None:
+        with explained(f"checkpoint: {path}"):
+            load_tensors(engine, SafetensorsReader(path), what, common["optimizer"])
+
+    together(everyone, read)
     if not what.module_only:
         _restore_rest(engine, common, what)
-        together(lambda: _restore_own(engine, path, common))
+        together(everyone, lambda: _restore_own(engine, path, common))
     return common["client_state"]
-
-
-def _load_explained(
-    engine: CheckpointingEngine, reader: StorageReader, what: What, facts: Mapping[str, Any], path: Path
-) -> None:
-    try:
-        load_tensors(engine, reader, what, facts)
-    except CheckpointException as problem:  # no `Exception`: nobody would tell the other ranks
-        _, (error, _) = min(problem.failures.items())
-        raise RuntimeError(f"checkpoint: {path} cannot be read: {error}") from error
 
 
 def load_tensors(
@@ -122,18 +113,11 @@ def load_tensors(
     if facts is not None and what.optimizer_states and not what.module_only:
         moments, state = optimizer.new_moments(metadata.state_dict_metadata, facts)
     with torch.no_grad():
-        _read(weights, reader)
-        _read(masters, reader)
+        fill(weights, reader)
+        fill(masters, reader)
         if moments is not None and state is not None and facts is not None:
-            _read(moments, reader)
+            fill(moments, reader)
             optimizer.restore(state, facts)
-
-
-def _read(targets: StateDict, reader: StorageReader) -> None:
-    if targets:
-        with warnings.catch_warnings():  # DCP remarks that it is told not to communicate
-            warnings.filterwarnings("ignore", category=UserWarning, module=r"torch\.distributed\.checkpoint")
-            dcp.load(dict(targets), storage_reader=reader, planner=LoadPlanner(), no_dist=True)
 
 
 def _weight_targets(layout: Layout, metadata: Metadata, *, strict: bool) -> StateDict:

@@ -155,15 +155,14 @@ class OptimizerState:
         return {key: int(value) if own else torch.tensor(value) for key, value in (counts or {}).items()}
 
     def _options(self, facts: Mapping[str, Any]) -> list[dict[str, Any]]:
-        """Of the param groups: those of the checkpoint, if it has as many groups; this optimizer's own where the one
-        that wrote it has no such option."""
+        """Of the param groups: those of the checkpoint that this optimizer has too, if it has as many groups."""
         stored, here = facts["options"], self._optimizer.param_groups
         first, result = 0, []
         for index, (options, group) in enumerate(zip(here, self._groups, strict=True)):
-            kept = stored[index] if len(stored) == len(here) else {}
-            numbers = list(range(first, first + len(group.tensors)))
-            own = {key: value for key, value in options.items() if key != "params"}
-            result.append(own | dict(kept) | {"params": numbers})
+            known = {key: value for key, value in options.items() if key != "params"}
+            if len(stored) == len(here):
+                known |= {key: value for key, value in stored[index].items() if key in known or key == "initial_lr"}
+            result.append(known | {"params": list(range(first, first + len(group.tensors)))})
             first += len(group.tensors)
         return result
 

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch.distributed.checkpoint as dcp
+from deepspeed.utils import logger
 from torch.distributed.checkpoint.api import CheckpointException
 
+from ..agreement import run_together
 from ..communicator import Communicator
 from . import folder as files
 from .chunks import SavePlanner
@@ -65,7 +68,7 @@ class Saver:
     def save_behind(self, snapshot: Snapshot, target: Target) -> None:
         """As `save`, but returns when `snapshot` is copied; errors are raised by the next call, or by `wait`."""
         self.wait()
-        copy = snapshot.to_host()
+        copy = together(self._communicator, snapshot.to_host)
         self._thread = threading.Thread(target=self._run, args=(copy, target), name="checkpoint")
         self._thread.start()
 
@@ -83,23 +86,31 @@ class Saver:
             self._write(snapshot, target)
         except Exception as problem:
             self._error = problem
+            if self._communicator.rank == 0:  # at once: the next call is far away, or never comes
+                logger.error(f"{problem}")
 
     def _write(self, snapshot: Snapshot, target: Target) -> None:
         communicator, writes = self._communicator, self._communicator.rank == 0
         try:
-            run_together(communicator, lambda: files.prepare(target.folder, target.tag) if writes else None)
+            together(communicator, lambda: files.prepare(target.folder, target.tag) if writes else None)
             records = self._write_files(snapshot, files.aside(target.folder, target.tag))
             every = communicator.gather_objects(records)
             facts = {
                 "format": files.FORMAT,
                 "global_steps": snapshot.global_steps,
+                "saved_at": time.time_ns(),
                 "ranks": communicator.size,
                 "files": {name: record for own in every for name, record in own.items()},
             }
-            run_together(communicator, lambda: _publish(facts, target) if writes else None)
-        except BaseException:
+            together(communicator, lambda: _publish(facts, target) if writes else None)
+        except BaseException as problem:
             if writes:
                 files.discard(target.folder, target.tag)
+            if isinstance(problem, RuntimeError) and not str(problem).startswith("checkpoint"):
+                # PyTorch's own, such as gloo's after another rank was killed
+                raise RuntimeError(
+                    f"checkpoint: {target.folder / target.tag} was not saved: {problem}; earlier checkpoints are intact"
+                ) from problem
             raise
 
     def _write_files(self, snapshot: Snapshot, path: Path) -> dict[str, Any]:
@@ -112,7 +123,7 @@ class Saver:
         own: dict[str, bytes] = {own_file(communicator.rank): snapshot.own}
         if communicator.rank == 0:
             own |= {COMMON: snapshot.common} | {name: text.encode() for name, text in snapshot.documents.items()}
-        run_together(communicator, lambda: _write_all(path, own, writer.records))
+        together(communicator, lambda: _write_all(path, own, writer.records))
         return writer.records
 
 
@@ -135,15 +146,14 @@ def _first_failure(problem: CheckpointException) -> Exception:
     return (ValueError if isinstance(error, ValueError) else RuntimeError)(f"{text} [on rank {rank}]")
 
 
-def run_together(communicator: Communicator, work: Callable[[], Any]) -> Any:
-    """Run `work` on every rank; an error of one is raised on all."""
-    error: Exception | None = None
-    result = None
-    try:
-        result = work()
-    except OSError as problem:
-        error = RuntimeError(f"checkpoint: {problem.strerror or problem}: {problem.filename or ''}".rstrip(": "))
-    except Exception as problem:
-        error = problem
-    communicator.raise_together(error)
-    return result
+def together(communicator: Communicator, work: Callable[[], Any]) -> Any:
+    """Run `work` on every rank; an error of one is raised on all, the system's with the file."""
+
+    def named() -> Any:
+        try:
+            return work()
+        except OSError as problem:
+            text = f"checkpoint: {problem.strerror or problem}: {problem.filename or ''}"
+            raise RuntimeError(text.rstrip(": ")) from problem
+
+    return run_together(communicator, named)

@@ -183,14 +183,11 @@ def _tensor_facts(key: str, info: Any, files: Mapping[MetadataIndex, str]) -> di
     return {"dtype": _DTYPES[info.properties.dtype], "shape": list(info.size), "chunks": chunks}
 
 
-class SafetensorsReader(StorageReader):
-    """Reads what `SafetensorsWriter`s of any number of ranks wrote."""
-
-    def __init__(self, folder: Path) -> None:
-        self._folder = folder
+class Reader(StorageReader):
+    """What no reader of ours has to do; each is made for one checkpoint."""
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
-        """Nothing: a reader is made for one checkpoint."""
+        """Nothing."""
 
     def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
         """Nothing."""
@@ -204,6 +201,13 @@ class SafetensorsReader(StorageReader):
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
         return True
+
+
+class SafetensorsReader(Reader):
+    """Reads what `SafetensorsWriter`s of any number of ranks wrote."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
 
     def read_metadata(self, *args: Any) -> Metadata:
         """Dense tensors by key, and in `storage_data` the file of each of their chunks.

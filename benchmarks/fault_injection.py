@@ -1,0 +1,50 @@
+"""Kill -9 ranks of a run at random moments of save, load and step, and check what each next start resumes from.
+
+    python benchmarks/fault_injection.py --kills 200 --output benchmarks/results/faults.json
+
+Two ranks train a tiny model and save after each step, every other start behind the training. What a start resumes must
+be at least the last step whose save had returned, and bit for bit the state of a run that was never stopped; ranks that
+lose the other must end by themselves. tests/test_faults.py is the same with five kills.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+from provenance import write_result
+
+sys.path.append(str(Path(__file__).parents[1] / "tests"))
+from fault_runs import Faults, Kill, Outcome, summary
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--output", type=str, required=True)
+    parser.add_argument("--kills", type=int, default=200)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--limit", type=float, default=90.0, help="seconds that one start may take")
+    arguments = parser.parse_args()
+    begun = time.monotonic()
+    outcomes: list[Outcome] = []
+    with tempfile.TemporaryDirectory() as folder:
+        faults = Faults(Path(folder), seed=arguments.seed, limit=arguments.limit)
+        while sum(outcome.killed_at is not None for outcome in outcomes) < arguments.kills:
+            outcomes.append(faults.cycle())
+            _tell(len(outcomes), outcomes[-1].killed_at, outcomes[-1].problems)
+        outcomes.append(faults.cycle(Kill((), "", 0)))  # the last kill, too, is followed by a start
+    facts = {"what": "faults", "ranks": 2, "arguments": vars(arguments), "seconds": round(time.monotonic() - begun)}
+    result = summary(outcomes)
+    write_result(arguments.output, facts | result)
+    sys.exit(1 if result["problems"] else 0)
+
+
+def _tell(number: int, place: str | None, problems: list[str]) -> None:
+    print(f"{number}: {place or 'ended by itself'}", *problems, sep="\n", flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,65 @@
+"""Files of DeepSpeed, which are pickles: read without running what a stranger may have put into them."""
+
+from __future__ import annotations
+
+import os
+import pickle
+from argparse import Namespace
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from deepspeed.checkpoint import SubparamShape
+from deepspeed.runtime.fp16.loss_scaler import DynamicLossScaler, LossScaler
+from deepspeed.runtime.zero.config import ZeroStageEnum
+from deepspeed.utils.tensor_fragment import fragment_address
+
+# All classes that DeepSpeed's own checkpoints have beside tensors and plain values; none runs code when it is made.
+_KNOWN = [LossScaler, DynamicLossScaler, ZeroStageEnum, fragment_address, SubparamShape, Namespace]
+_FORCE = "TORCH_FORCE_WEIGHTS_ONLY_LOAD"
+
+
+@contextmanager
+def known_classes_only() -> Iterator[None]:
+    """Inside, `torch.load` makes tensors, plain values and DeepSpeed's few classes, whatever its caller asks for; the
+    same in processes that are forked inside."""
+    before = os.environ.get(_FORCE)
+    os.environ[_FORCE] = "1"
+    try:
+        with torch.serialization.safe_globals(_KNOWN):
+            yield
+    finally:
+        if before is None:
+            del os.environ[_FORCE]
+        else:
+            os.environ[_FORCE] = before
+
+
+def read_known(file: Path) -> Any:
+    """Content of a file that `torch.save` wrote; tensors are mapped, and read from the disk when they are used.
+
+    Raises:
+        ValueError: it is damaged, or holds something that could run code.
+    """
+    try:
+        with known_classes_only():
+            return torch.load(file, map_location="cpu", weights_only=True, mmap=True)
+    except FileNotFoundError:
+        raise ValueError(f"{file} is missing") from None
+    except pickle.UnpicklingError as problem:
+        raise ValueError(
+            f"{file} was not loaded, because it holds more than tensors and plain values, which could run foreign "
+            f"code: {_reason(problem)}"
+        ) from None
+    except (OSError, RuntimeError, ValueError, EOFError, KeyError, TypeError) as problem:
+        raise ValueError(f"{file} is damaged, or was not written by torch.save: {_reason(problem)}") from None
+
+
+def _reason(problem: Exception) -> str:
+    """The line of PyTorch's long message that names what was found."""
+    lines = [line.strip() for line in str(problem).splitlines()] or [type(problem).__name__]
+    if "mmap can only" in lines[0]:  # for all that is not
+        return "it is no zip file"
+    return next((line for line in lines if "GLOBAL" in line), lines[0])[:300]

@@ -1,0 +1,63 @@
+"""What a checkpoint is, for people."""
+
+from __future__ import annotations
+
+import json
+from collections import defaultdict
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from .export import verify
+from .storage import SafetensorsReader
+
+_UNITS = {1: "bytes", 10**3: "kB", 10**6: "MB", 10**9: "GB", 10**12: "TB"}
+
+
+def describe(path: Path) -> tuple[list[str], bool]:
+    """Lines, and whether all files are as they were written.
+
+    Raises:
+        ValueError: it is no checkpoint, or its manifest is damaged.
+    """
+    manifest, problems = verify(path)
+    size = sum(record["bytes"] for record in manifest["files"].values())
+    lines = [
+        f"checkpoint {path}",
+        f"format {manifest['format']}, step {manifest['global_steps']}, written by {manifest['ranks']} ranks",
+        f"{len(manifest['files'])} files, {_bytes(size)}",
+    ]
+    if not problems:
+        lines += [*_plan(path), *_tensors(path)]
+    return [
+        *lines,
+        *problems,
+        "damaged" if problems else "complete: sizes and hashes of all files are right",
+    ], not problems
+
+
+def _plan(path: Path) -> Iterator[str]:
+    if (path / "plan.json").is_file():
+        plan: dict[str, Any] = json.loads((path / "plan.json").read_text(encoding="utf-8"))
+        yield (
+            f"plan {plan['hash'][:12]}: {plan['regime']} regime, {plan['strategy']} strategy, "
+            f"{plan['num_subnetworks']} subnetworks, {plan['num_holders']} holders of each of "
+            f"{len(plan['units'])} units"
+        )
+
+
+def _tensors(path: Path) -> Iterator[str]:
+    """Counts and sizes for each kind: weights, masters, moments."""
+    kinds: dict[str, list[Any]] = defaultdict(list)
+    for key, info in SafetensorsReader(path).read_metadata().state_dict_metadata.items():
+        kinds[key.partition("/")[0]].append(info)
+    for kind, infos in sorted(kinds.items(), key=lambda item: item[0] != "weight"):
+        elements = sum(info.size.numel() for info in infos)
+        size = sum(info.size.numel() * info.properties.dtype.itemsize for info in infos)
+        dtypes = sorted({str(info.properties.dtype).removeprefix("torch.") for info in infos})
+        yield f"{kind}: {len(infos)} tensors, {elements:,} elements, {_bytes(size)}, {' and '.join(dtypes)}"
+
+
+def _bytes(count: int) -> str:
+    unit = max((unit for unit in _UNITS if unit <= count), default=1)
+    return f"{count / unit:.{0 if unit == 1 else 2}f} {_UNITS[unit]}"

@@ -1,0 +1,229 @@
+"""Ranks killed at any moment, full disks, folders that cannot be written: nothing is lost, nobody waits for ever.
+
+The long version of the kills is benchmarks/fault_injection.py.
+"""
+
+from __future__ import annotations
+
+import os
+import resource
+import shutil
+import subprocess
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+from fault_runs import Faults, Kill
+from models import config
+from ranks import Rank
+from training import assert_identical, dense_state, engine_of, refusal, train
+
+from sdp_deepspeed.checkpoint import folder as files
+
+PAGE = os.sysconf("SC_PAGE_SIZE")
+
+
+def test_five_kills(tmp_path: Path) -> None:
+    """Between the two renames of a replacement, in the middle of a file, before `latest`, in a step, while loading."""
+    kills = [
+        Kill((0, 1), "rename", 2),
+        Kill((1,), "bytes", 4),
+        Kill((0,), "rename latest", 1),
+        Kill((1,), "step", 2, delay=0.5),
+        Kill((0,), "read", 3),
+    ]
+    faults = Faults(tmp_path, seed=0, style="one tag")
+    outcomes = [faults.cycle(kill) for kill in [*kills, Kill((), "", 0)]]
+    assert [problem for outcome in outcomes for problem in outcome.problems] == []
+    assert [outcome.killed_at for outcome in outcomes[:3]] == ["rename", "bytes", "rename latest"]
+    assert outcomes[-1].resumed is not None
+    assert "was not saved" in str(outcomes[1].survivor_error)  # the other rank says what was lost
+
+
+def settings_of(**block: Any) -> dict[str, Any]:
+    return config(**({"holders": 1} | block))
+
+
+class Saved:
+    """An engine with a checkpoint "good", and one step more."""
+
+    def __init__(self, folder: Path, **options: Any) -> None:
+        self.folder = folder
+        self.engine = engine_of(settings_of(checkpoint=options))
+        train(self.engine, num_steps=1)  # so that there are moments
+        self.engine.save_checkpoint(str(folder), tag="good")
+        self._good = dense_state(self.engine)
+        train(self.engine, num_steps=1)
+
+    def cannot_save(self, *words: str) -> str:
+        """All ranks say the same; what was saved is as it was, and training goes on."""
+
+        def save() -> None:
+            self.engine.save_checkpoint(str(self.folder), tag="next")
+            self.engine.wait_for_checkpoint()
+
+        text = refusal(RuntimeError, save, "checkpoint: ", *words)
+        path, _ = self.engine.load_checkpoint(str(self.folder))
+        assert path == str(self.folder / "good")
+        assert_identical(dense_state(self.engine), self._good)
+        train(self.engine, num_steps=1)
+        return text
+
+    def can_save(self) -> None:
+        state = dense_state(self.engine)
+        self.engine.save_checkpoint(str(self.folder), tag="next")
+        self.engine.load_checkpoint(str(self.folder), tag="next")
+        assert_identical(dense_state(self.engine), state)
+        dist.barrier()
+        assert sorted(path.name for path in self.folder.iterdir()) == ["good", "latest", "next"]
+
+
+def files_may_not_grow(rank: Rank) -> None:
+    """A limit of the system on one rank, which fails as a full disk does: in the middle of a file."""
+    for asynchronous in (False, True):
+        saved = Saved(rank.folder / str(asynchronous), asynchronous=asynchronous)
+        saved.engine.wait_for_checkpoint()
+        for failing in range(rank.size):
+            with _limited(PAGE if rank.rank == failing else resource.RLIM_INFINITY):
+                saved.cannot_save(f"tensors_0000{failing}.safetensors: File too large", "intact", f"rank {failing}")
+        saved.can_save()
+
+
+@contextmanager
+def _limited(num_bytes: int) -> Iterator[None]:
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (num_bytes, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+
+def a_disk_is_full(rank: Rank) -> None:
+    """With each size of what is left, so that it ends in each file, the manifest and `latest` too."""
+    if not may_mount():
+        return
+    with _disk(rank) as folder:
+        saved = Saved(folder)
+        needed = sum(-(-path.stat().st_size // PAGE) for path in (folder / "good").iterdir()) + 1
+        texts = []
+        for pages in [*range(0, needed - 4, 8), *range(needed - 4, needed)]:
+            with _full(rank, folder, pages):
+                texts.append(saved.cannot_save(f"cannot write {folder}", "No space left on device", "intact"))
+        assert any(files.MANIFEST in text for text in texts), texts
+        assert sum("tensors_0000" in text for text in texts) > 1, texts
+        saved.can_save()
+
+
+def a_disk_is_read_only(rank: Rank) -> None:
+    if not may_mount():
+        return
+    with _disk(rank) as folder:
+        saved = Saved(folder)
+        _on_rank_0(rank, lambda: _system("mount", "-o", "remount,ro", str(folder)))
+        saved.cannot_save("Read-only file system", str(folder))
+        _on_rank_0(rank, lambda: _system("mount", "-o", "remount,rw", str(folder)))
+        saved.can_save()
+
+
+def may_mount() -> bool:
+    return os.geteuid() == 0 and subprocess.run(["unshare", "--mount", "true"], check=False).returncode == 0
+
+
+@contextmanager
+def _disk(rank: Rank) -> Iterator[Path]:
+    """A disk of its own."""
+    folder = rank.folder / "disk"
+    folder.mkdir(exist_ok=True)
+    dist.barrier()
+    _on_rank_0(rank, lambda: _system("mount", "-t", "tmpfs", "-o", "size=4m", "none", str(folder)))
+    try:
+        yield folder
+    finally:
+        if rank.rank == 0:
+            _system("umount", "--lazy", str(folder))
+    dist.barrier()
+
+
+@contextmanager
+def _full(rank: Rank, folder: Path, pages: int) -> Iterator[None]:
+    """Only so many pages are left."""
+    filler = folder / "filler"
+
+    def fill() -> None:
+        filler.write_bytes(bytes(shutil.disk_usage(folder).free - pages * PAGE))
+
+    _on_rank_0(rank, fill)
+    yield
+    _on_rank_0(rank, filler.unlink)
+
+
+def _on_rank_0(rank: Rank, work: Callable[[], object]) -> None:
+    dist.barrier()
+    if rank.rank == 0:
+        work()
+    dist.barrier()
+
+
+def _system(*words: str) -> None:
+    subprocess.run(words, check=True)
+
+
+def one_rank_cannot_look(rank: Rank) -> None:
+    """What only one rank can read is an error of all."""
+    saved = Saved(rank.folder)
+    for name, failing in (("candidates", 0), ("read_manifest", 1)):
+        original = getattr(files, name)
+        if rank.rank == failing:
+            setattr(files, name, _denied)
+        refusal((RuntimeError, ValueError), partial(saved.engine.load_checkpoint, str(rank.folder)), "denied")
+        setattr(files, name, original)
+    saved.can_save()
+
+
+def _denied(path: Path) -> None:
+    raise PermissionError(13, "Permission denied", str(path))
+
+
+def test_a_replacement_that_fails_is_undone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    rename = os.rename
+
+    def failing(source: Path, target: Path) -> None:
+        if source.name == ".tag.writing":
+            raise OSError(5, "Input/output error")
+        rename(source, target)
+
+    (files.prepare(tmp_path, "tag") / "old").touch()
+    files.publish(tmp_path, "tag", {}, latest=True)
+    files.prepare(tmp_path, "tag")
+    monkeypatch.setattr(files.os, "rename", failing)
+    with pytest.raises(OSError, match="Input/output"):
+        files.publish(tmp_path, "tag", {}, latest=True)
+    files.discard(tmp_path, "tag")
+    assert (tmp_path / "tag" / "old").exists()
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["latest", "tag"]
+
+
+def test_what_latest_names_is_not_pruned(tmp_path: Path) -> None:
+    for step, tag in enumerate(["first", "second", "third"]):
+        files.prepare(tmp_path, tag)
+        facts = {"format": files.FORMAT, "global_steps": step, "saved_at": step}
+        files.publish(tmp_path, tag, facts, latest=tag == "first")
+    files.prune(tmp_path, 1, "third")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["first", "latest", "third"]
+
+
+def _cases(size: int, options: pytest.Config) -> Iterator[tuple[str, Any]]:
+    for check in (files_may_not_grow, a_disk_is_full, a_disk_is_read_only, one_rank_cannot_look):
+        yield check.__name__, check
+
+
+@pytest.mark.ranks(2, _cases)
+def test_two_ranks(outcome: str | None, request: pytest.FixtureRequest) -> None:
+    assert outcome is None, outcome
+    if "a_disk" in request.node.name and not may_mount():
+        pytest.skip("mounting a disk of one's own needs the superuser")
