@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -134,7 +135,7 @@ def _weight_targets(layout: Layout, metadata: Metadata, *, strict: bool) -> Stat
 
 def _check_names(layout: Layout, stored: Mapping[str, Any], *, strict: bool) -> None:
     names = {key.removeprefix(f"{WEIGHT}/") for key in stored if key.startswith(f"{WEIGHT}/")}
-    missing = sorted(set(layout.tensors) - names)
+    missing = sorted({name for name in layout.tensors if prod(layout.shape(name))} - names)
     unknown = sorted(names - set(layout.tensors))
     if strict and (missing or unknown):
         raise ValueError(
