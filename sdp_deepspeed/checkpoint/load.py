@@ -137,7 +137,7 @@ def _weight_targets(layout: Layout, metadata: Metadata, *, strict: bool) -> Stat
 
 def _check_names(layout: Layout, stored: Mapping[str, Any], *, strict: bool) -> None:
     names = {key.removeprefix(f"{WEIGHT}/") for key in stored if key.startswith(f"{WEIGHT}/")}
-    missing = sorted(name for name in set(layout.tensors) - names if prod(layout.shape(name)))
+    missing = sorted({name for name in layout.tensors if prod(layout.shape(name))} - names)
     unknown = sorted(names - set(layout.tensors))
     if strict and (missing or unknown):
         raise ValueError(
