@@ -56,8 +56,13 @@ def damaged_files_are_refused(rank: Rank) -> None:
 def all_are_damaged(rank: Rank) -> None:
     engine = engine_of(settings_of())
     engine.save_checkpoint(str(rank.folder))
+    load = partial(engine.load_checkpoint, str(rank.folder))
     with _damaged(rank, rank.folder / "global_step0" / "tensors.json", _delete):
-        refusal(ValueError, lambda: engine.load_checkpoint(str(rank.folder)), "tensors.json is missing", "no complete")
+        refusal(ValueError, load, "tensors.json is missing", "no complete")
+    with _damaged(rank, rank.folder / "global_step0" / "manifest.json", _flip):
+        refusal(ValueError, load, "manifest.json is damaged", "no complete")
+        with _damaged(rank, rank.folder / "latest", _delete):
+            refusal(ValueError, load, "latest is missing", "no complete")
 
 
 def _cut(path: Path) -> None:

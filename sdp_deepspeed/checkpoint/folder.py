@@ -172,12 +172,22 @@ def candidates(folder: Path) -> tuple[list[str], str | None]:
     try:
         named = pointer.read_text(encoding="utf-8").strip()
     except FileNotFoundError:
-        return newest, f"{pointer} is missing" if newest else None
+        return newest, f"{pointer} is missing" if newest or _is_begun(folder) else None
     except (OSError, ValueError) as problem:
         return newest, f"{pointer} cannot be read: {problem}"
     if named in newest:
         return [named, *(tag for tag in newest if tag != named)], None
-    return newest, f"{pointer} names {named!r}, which is not a complete checkpoint"
+    try:
+        read_manifest(folder / named)
+        reason = "it is not a checkpoint's name"
+    except ValueError as error:
+        reason = str(error).removeprefix("checkpoint: ")
+    return newest, f"{pointer} names {named!r}: {reason}"
+
+
+def _is_begun(folder: Path) -> bool:
+    """Whether there are checkpoints, be they damaged."""
+    return any(path.parent.name[0] != "." for name in _OURS for path in folder.glob(f"*/{name}"))
 
 
 def _complete(folder: Path) -> list[str]:

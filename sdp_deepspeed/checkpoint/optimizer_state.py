@@ -86,7 +86,7 @@ class OptimizerState:
             key: value for key, value in vars(self._optimizer.loss_scaler).items() if isinstance(value, (int, float))
         }
         return {
-            "groups": {i.name: i.group for i in self._optimizer.tensors if i.group != NOT_OPTIMIZED},
+            "groups": self._group_of_name(),
             "options": [
                 {key: value for key, value in options.items() if key != "params"}
                 for options in self._optimizer.param_groups
@@ -95,6 +95,9 @@ class OptimizerState:
             "kind": self._kind,
             "loss_scaler": scaler,
         }
+
+    def _group_of_name(self) -> dict[str, int]:
+        return {info.name: info.group for info in self._optimizer.tensors if info.group != NOT_OPTIMIZED}
 
     @property
     def _kind(self) -> str:
@@ -155,12 +158,14 @@ class OptimizerState:
         return {key: int(value) if own else torch.tensor(value) for key, value in (counts or {}).items()}
 
     def _options(self, facts: Mapping[str, Any]) -> list[dict[str, Any]]:
-        """Of the param groups: those of the checkpoint that this optimizer has too, if it has as many groups."""
+        """Of the param groups: those of the checkpoint that this optimizer has too, if its groups are the same."""
         stored, here = facts["options"], self._optimizer.param_groups
+        same = facts["groups"] == self._group_of_name() or facts.get("unknown_members", False)
+        same = same and len(stored) == len(here)
         first, result = 0, []
         for index, (options, group) in enumerate(zip(here, self._groups, strict=True)):
             known = {key: value for key, value in options.items() if key != "params"}
-            if len(stored) == len(here):
+            if same:
                 known |= {key: value for key, value in stored[index].items() if key in known or key == "initial_lr"}
             result.append(known | {"params": list(range(first, first + len(group.tensors)))})
             first += len(group.tensors)

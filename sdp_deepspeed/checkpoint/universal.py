@@ -151,6 +151,7 @@ def facts(reader: UniversalReader, path: Path, options: list[dict[str, Any]]) ->
         options = [own | {key: group[key] for key in _OPTIONS if key in group} for own, group in pairs]
     return {
         "groups": {name: counts.index(step) for name, step in steps.items()},
+        "unknown_members": True,  # the format does not tell which parameters the options are of
         "counts": [{STEP: step} for step in counts],
         "options": options,
         "loss_scaler": _numbers(state.get("loss_scaler")),
