@@ -120,7 +120,32 @@ def similarity(result: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
+def checkpoint_time(result: dict[str, Any]) -> str:
+    """Median (quartiles) in seconds, and the ratio to the baseline of the same repeat; sizes on the disk."""
+    baseline = result["seconds"][result["baseline"]]
+    whats = list(dict.fromkeys(what for own in result["seconds"].values() for what in own))
+    lines = [
+        f"{result['ranks']} ranks, {result['arguments']['model']}, {result['arguments']['precision']}; seconds",
+        "",
+        "| | " + " | ".join(whats) + " | MB |",
+        "|---|" + "---|" * (len(whats) + 1),
+    ]
+    for name, own in result["seconds"].items():
+        cells = [_against(own[what], baseline.get(what)) if what in own else "" for what in whats]
+        lines.append(f"| {name} | {' | '.join(cells)} | {result['bytes'][name] / 1e6:.0f} |")
+    return "\n".join(lines)
+
+
+def _against(seconds: list[float], baseline: list[float] | None) -> str:
+    low, middle, high = quartiles(seconds)
+    ratio = ""
+    if baseline is not None and baseline is not seconds:
+        ratio = f", {statistics.median(a / b for a, b in zip(seconds, baseline, strict=True)):.2f}x"
+    return f"{middle:.2f} ({low:.2f} to {high:.2f}){ratio}"
+
+
 MAKERS = {
+    "checkpoints": checkpoint_time,
     "step_time": step_time,
     "model_state": model_state,
     "peak_memory": peak_memory,

@@ -83,6 +83,7 @@ class SubnetworkEngine(CheckpointingEngine):
         super().__init__(args, model, *rest, **options)
         if self.optimizer is None:
             raise ValueError(_NO_OPTIMIZER)
+        self._make_saver()
 
     def _configure_tensor_parallel(self, model: nn.Module, tp_config: Any) -> Any:
         refuse_tensor_parallel(self._deferred)

@@ -101,6 +101,11 @@ class CheckpointingEngine(DeepSpeedEngine):
         self.before_checkpoint("load_pretrained")
         load_pretrained(self, Path(folder))
 
+    def _make_saver(self) -> None:
+        """All ranks call it at start: a rank that is lost while a group is made leaves the others waiting for it."""
+        group = dist.new_group(backend="gloo")  # of its own, on the host: it may work while others communicate
+        self._saver = Saver(Communicator(dist, group), group)
+
     def wait_for_checkpoint(self) -> None:
         """Until a checkpoint that is written behind the training is complete; all ranks call it, before they leave.
 
@@ -122,9 +127,7 @@ class CheckpointingEngine(DeepSpeedEngine):
         if len(set(tags)) > 1:
             raise ValueError(f"save_checkpoint: ranks gave different tags ({sorted(set(tags))[:5]}); give one to all")
         files.check_tag(target.tag)  # of all ranks or of none
-        if self._saver is None:  # a group of its own, on the host: it may work while others communicate
-            group = dist.new_group(backend="gloo")
-            self._saver = Saver(Communicator(dist, group), group)
+        assert self._saver is not None, "made at the end of the constructor"
         self._saver.wait()  # before anything is copied: there is memory for one snapshot
         counts = merged(self.everyone.gather_objects(together(self.everyone, lambda: step_counts(self))))
         snapshot = together(self.everyone, lambda: take(self, client_state, counts, exclude_frozen=exclude_frozen))
