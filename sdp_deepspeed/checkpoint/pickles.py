@@ -16,8 +16,19 @@ from deepspeed.runtime.fp16.loss_scaler import DynamicLossScaler, LossScaler
 from deepspeed.runtime.zero.config import ZeroStageEnum
 from deepspeed.utils.tensor_fragment import fragment_address
 
+
+def _member(kind: Any, name: str) -> ZeroStageEnum:
+    """In place of `getattr`, with which Python 3.11.0 to 3.11.3 pickles the members of an enum."""
+    if kind is not ZeroStageEnum or name not in ZeroStageEnum.__members__:
+        raise pickle.UnpicklingError(f"GLOBAL getattr of {kind!r} and {name!r} is not a ZeRO stage")
+    return ZeroStageEnum[name]
+
+
 # All classes that DeepSpeed's own checkpoints have beside tensors and plain values; none runs code when it is made.
-_KNOWN = [LossScaler, DynamicLossScaler, ZeroStageEnum, fragment_address, SubparamShape, Namespace]
+_KNOWN: list[Any] = [
+    *(LossScaler, DynamicLossScaler, ZeroStageEnum, fragment_address, SubparamShape, Namespace),
+    (_member, "builtins.getattr"),
+]
 _FORCE = "TORCH_FORCE_WEIGHTS_ONLY_LOAD"
 
 

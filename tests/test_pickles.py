@@ -1,0 +1,30 @@
+"""What is read from DeepSpeed's pickles."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from deepspeed.runtime.fp16.loss_scaler import LossScaler
+from deepspeed.runtime.zero.config import ZeroStageEnum
+
+from sdp_deepspeed.checkpoint.pickles import read_known
+
+
+class _Attribute:
+    def __init__(self, kind: type, name: str) -> None:
+        self._reduced = getattr, (kind, name)
+
+    def __reduce__(self) -> Any:
+        return self._reduced
+
+
+def test_members_of_enums_as_older_pythons_pickle_them(tmp_path: Path) -> None:
+    """Python 3.11.0 to 3.11.3 does it by `getattr`, which here gives ZeRO's stages and nothing else."""
+    torch.save({"stage": _Attribute(ZeroStageEnum, "weights")}, tmp_path / "stage.pt")
+    assert read_known(tmp_path / "stage.pt") == {"stage": ZeroStageEnum.weights}
+    torch.save({"stage": _Attribute(LossScaler, "__init__")}, tmp_path / "other.pt")
+    with pytest.raises(ValueError, match="foreign code"):
+        read_known(tmp_path / "other.pt")
