@@ -48,7 +48,7 @@ def damaged_files_are_refused(rank: Rank) -> None:
                 assert path == str(folder / "older")
                 assert_identical(dense_state(engine), older)
             assert engine.load_checkpoint(str(folder))[0] == str(folder / "newer")
-    for damage in (_cut, _flip, _delete):
+    for damage in (_cut, _flip, _delete, lambda path: path.write_text("x" * 300)):
         with _damaged(rank, folder / "latest", damage):
             assert engine.load_checkpoint(str(folder))[0] == str(folder / "newer")
 
@@ -80,7 +80,7 @@ def _delete(path: Path) -> None:
 
 
 @contextmanager
-def _damaged(rank: Rank, path: Path, damage: Callable[[Path], None]) -> Iterator[None]:
+def _damaged(rank: Rank, path: Path, damage: Callable[[Path], Any]) -> Iterator[None]:
     content = path.read_bytes()
     dist.barrier()
     if rank.rank == 0:

@@ -43,6 +43,21 @@ def a_group_of_which_a_rank_owns_nothing(rank: Rank) -> None:
         assert_identical(stepped(resumed), stepped(engine))
 
 
+def one_more_is_frozen(rank: Rank) -> None:
+    """Options of the param groups still are the checkpoint's: what both runs train is grouped alike."""
+    settings = settings_of() | {"optimizer": {"type": "Adam", "params": {"lr": 0.03, "torch_adam": True}}}
+    del settings["scheduler"]
+    engine = engine_of(settings)
+    train(engine, num_steps=1)
+    engine.save_checkpoint(str(rank.folder))
+    model: Any = llama()
+    model.model.norm.weight.requires_grad_(False)
+    settings["optimizer"]["params"]["lr"] = 0.5
+    resumed = engine_of(settings, model)
+    resumed.load_checkpoint(str(rank.folder))
+    assert [group["lr"] for group in resumed.optimizer.param_groups] == [0.03]
+
+
 def another_accumulation_begins_a_step(rank: Rank) -> None:
     """As many micro-steps as the new config says, from the first step on."""
     engine = engine_of(settings_of())
@@ -156,6 +171,7 @@ def a_run_in_bf16_goes_on_in_fp16(rank: Rank) -> None:
 def _cases(size: int, options: pytest.Config) -> Iterator[tuple[str, Any]]:
     for check in (
         a_group_of_which_a_rank_owns_nothing,
+        one_more_is_frozen,
         another_accumulation_begins_a_step,
         another_optimizer,
         empty_tensors,

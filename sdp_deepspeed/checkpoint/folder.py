@@ -180,7 +180,7 @@ def candidates(folder: Path) -> tuple[list[str], str | None]:
     try:
         read_manifest(folder / named)
         reason = "it is not a checkpoint's name"
-    except ValueError as error:
+    except (OSError, ValueError) as error:
         reason = str(error).removeprefix("checkpoint: ")
     return newest, f"{pointer} names {named!r}: {reason}"
 

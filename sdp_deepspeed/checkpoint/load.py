@@ -164,7 +164,11 @@ def _restore_rest(engine: CheckpointingEngine, common: Mapping[str, Any], what: 
         engine.lr_scheduler.load_state_dict(common["lr_scheduler"])
     for name in COUNTERS:
         setattr(engine, name, common["counters"][name])
-    # A step that is half accumulated belongs to the run that was left, and may have had another number of micro-steps.
+    begin_step(engine)
+
+
+def begin_step(engine: CheckpointingEngine) -> None:
+    """A step that is half accumulated belongs to the run that was left, and may have had another number of parts."""
     engine.micro_steps = engine.global_steps * engine.gradient_accumulation_steps()
     engine.optimizer.zero_grad()
 

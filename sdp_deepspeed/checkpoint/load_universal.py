@@ -11,7 +11,7 @@ from deepspeed.utils import log_dist
 
 from . import folder as files
 from .chunks import explained
-from .load import What, load_tensors
+from .load import What, begin_step, load_tensors
 from .names import Names
 from .pretrained import check_shapes
 from .save import together
@@ -87,4 +87,5 @@ def _load(engine: CheckpointingEngine, path: Path, what: What) -> dict[str, Any]
         engine.lr_scheduler.load_state_dict(states.lr_scheduler)
     for name, value in states.counters.items():
         setattr(engine, name, value)
+    begin_step(engine)
     return states.client_state

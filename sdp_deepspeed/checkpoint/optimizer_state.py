@@ -158,9 +158,10 @@ class OptimizerState:
         return {key: int(value) if own else torch.tensor(value) for key, value in (counts or {}).items()}
 
     def _options(self, facts: Mapping[str, Any]) -> list[dict[str, Any]]:
-        """Of the param groups: those of the checkpoint that this optimizer has too, if its groups are the same."""
+        """Of the param groups: those of the checkpoint, as far as this optimizer has them, if both group alike."""
         stored, here = facts["options"], self._optimizer.param_groups
-        same = facts["groups"] == self._group_of_name() or facts.get("unknown_members", False)
+        own, theirs = self._group_of_name(), facts["groups"]
+        same = facts.get("unknown_members", False) or all(own[n] == theirs[n] for n in own.keys() & theirs.keys())
         same = same and len(stored) == len(here)
         first, result = 0, []
         for index, (options, group) in enumerate(zip(here, self._groups, strict=True)):
