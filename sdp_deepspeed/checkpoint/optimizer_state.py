@@ -40,8 +40,8 @@ class OptimizerState:
 
     def owned_fragments(self) -> list[list[Fragment]]:
         """Of each group what this rank owns; at stage 0 that is less than what it steps."""
-        exchange, groups = self._optimizer.exchange, self._optimizer.groups
-        result: list[list[Fragment]] = [[] for _ in groups]
+        exchange = self._optimizer.exchange
+        result: list[list[Fragment]] = [[] for _ in self._groups]
         for bucket in exchange.buckets:
             for segment, fragments in exchange.owned(bucket):
                 result[segment.group].extend(fragments)
@@ -50,7 +50,7 @@ class OptimizerState:
     def owned(self) -> StateDict:
         """Masters and moments that this rank writes."""
         result: StateDict = {}
-        for group, find, fragments in zip(self._optimizer.groups, self._finders, self.owned_fragments(), strict=True):
+        for group, find, fragments in zip(self._groups, self._finders, self.owned_fragments(), strict=True):
             if not fragments:
                 continue
             if not group.in_place:

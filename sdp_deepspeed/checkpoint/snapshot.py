@@ -74,7 +74,6 @@ def take(
         "counters": {name: getattr(engine, name) for name in COUNTERS},
         "optimizer": optimizer.facts(counts),
         "same": same_layout_facts(engine),
-        "frozen_excluded": exclude_frozen,
     }
     own = {"random": random_state.capture(), "buffers": layout.own_buffers()}
     return Snapshot(chunks, _plain_bytes(own), _plain_bytes(common), _documents(engine), int(engine.global_steps))
