@@ -21,8 +21,8 @@ from typing import Any
 import deepspeed
 import torch
 import torch.distributed as dist
-from contestants import PRECISIONS, Contestant, engine_of, train
-from provenance import write_result
+from common.contestants import PRECISIONS, Contestant, engine_of, train
+from common.provenance import write_result
 
 MODEL = Path(__file__).parents[1] / "configs" / "models" / "134M.json"
 CONTESTANTS = {

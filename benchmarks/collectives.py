@@ -14,11 +14,11 @@ from typing import Any
 import deepspeed
 import torch
 import torch.distributed as dist
-from contestants import Contestant, engine_of, everybody, train
-from provenance import write_result
+from common.contestants import Contestant, engine_of, everybody, train
+from common.provenance import write_result
 from step_time import MODEL
 
-from sdp_deepspeed.traffic import TrafficCounter
+from sdp_deepspeed.measure.traffic import TrafficCounter
 
 # Small layers: only their number matters here.
 SMALL = MODEL | {

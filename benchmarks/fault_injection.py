@@ -15,10 +15,10 @@ import tempfile
 import time
 from pathlib import Path
 
-from provenance import write_result
+from common.provenance import write_result
 
-sys.path.append(str(Path(__file__).parents[1] / "tests"))
-from fault_runs import Faults, Kill, Outcome, summary
+sys.path.append(str(Path(__file__).parents[1]))
+from tests.helpers.fault_runs import Faults, Kill, Outcome, summary
 
 
 def main() -> None:

@@ -16,13 +16,13 @@ from typing import Any
 import deepspeed
 import torch
 import torch.distributed as dist
-from contestants import PRECISIONS, STAGES, Contestant, bytes_of, engine_of, everybody, train
-from provenance import write_result
+from common.contestants import PRECISIONS, STAGES, Contestant, bytes_of, engine_of, everybody, train
+from common.provenance import write_result
 from step_time import MODEL, SEQUENCE_LENGTH
 
-from sdp_deepspeed.estimate_table import bytes_per_parameter
-from sdp_deepspeed.measure import measured_step
-from sdp_deepspeed.plan import Plan
+from sdp_deepspeed.estimate.formulas import bytes_per_parameter
+from sdp_deepspeed.measure.step import measured_step
+from sdp_deepspeed.plan.plan import Plan
 
 BUCKET_ELEMENTS = 2_000_000  # at the default of 5e8, stock ZeRO allocates buffers that dwarf this model
 KINDS = ("weights", "gradients", "optimizer")

@@ -19,12 +19,12 @@ from typing import Any
 import deepspeed
 import torch
 import torch.distributed as dist
-from contestants import PRECISIONS, Contestant, bytes_of, engine_of, everybody, train
-from provenance import write_result
+from common.contestants import PRECISIONS, Contestant, bytes_of, engine_of, everybody, train
+from common.provenance import write_result
 from step_time import MODEL
 
-from sdp_deepspeed.estimate import Precision
-from sdp_deepspeed.measure import measured_step
+from sdp_deepspeed.estimate.per_rank import Precision
+from sdp_deepspeed.measure.step import measured_step
 
 # 50.2M parameters: 49.6M in 10 layers, the rest embeddings (tied) of few tokens, so that logits are small.
 LARGE = MODEL | {

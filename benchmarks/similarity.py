@@ -20,18 +20,18 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from plot import plot_similarity
-from provenance import write_result
-from table import similarity as table
+from common.provenance import write_result
+from tables.make import similarity as table
+from tables.plot import plot_similarity
 from torch import nn
 
-from sdp_deepspeed import theory
 from sdp_deepspeed.architectures import find_sites, unit_costs
 from sdp_deepspeed.config import KEY, parse
 from sdp_deepspeed.data import DataConfig, build
-from sdp_deepspeed.plan import Plan
-from sdp_deepspeed.planning import plan_model
-from sdp_deepspeed.reference import masked_average
+from sdp_deepspeed.plan.plan import Plan
+from sdp_deepspeed.plan.planner import plan_model
+from sdp_deepspeed.reference import theory
+from sdp_deepspeed.reference.virtual_workers import masked_average
 from sdp_deepspeed.training.model import build_model, check_fits
 from sdp_deepspeed.training.options import read_json
 

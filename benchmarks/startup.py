@@ -37,11 +37,11 @@ def start(contestant: str, precision: str, shape: dict[str, Any], coverage: floa
     """One rank's figures; all ranks call it."""
     import deepspeed
     import torch
-    from contestants import Contestant
+    from common.contestants import Contestant
     from transformers import AutoConfig, AutoModelForCausalLM
 
     import sdp_deepspeed
-    from sdp_deepspeed.measure import resident_bytes, watched_host_memory
+    from sdp_deepspeed.measure.step import resident_bytes, watched_host_memory
 
     ours = Contestant(1) if contestant == BASELINE else Contestant(1, "forward", "block")
     config = ours.config(precision, bucket=BUCKET_ELEMENTS, coverage=coverage)
@@ -96,7 +96,7 @@ def sizes(shape: dict[str, Any]) -> dict[str, int]:
 
 
 def main() -> None:
-    from provenance import write_result
+    from common.provenance import write_result
 
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--output", type=str, required=True)

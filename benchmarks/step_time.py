@@ -24,9 +24,9 @@ from typing import Any
 import deepspeed
 import torch
 import torch.distributed as dist
-from provenance import write_result
+from common.flops import count_work
+from common.provenance import write_result
 from transformers import LlamaConfig, LlamaForCausalLM
-from work import count_work
 
 import sdp_deepspeed  # noqa: F401  (arms the seam)
 

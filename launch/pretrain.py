@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import sys
 
-from sdp_deepspeed.training.program import main
+from sdp_deepspeed.training.main import main
 
 if __name__ == "__main__":
     sys.exit(main())

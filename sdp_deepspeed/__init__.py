@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from . import seam
-from .version import __version__
+from sdp_deepspeed.engine import import_hook as seam
+from sdp_deepspeed.version import __version__
 
 __all__ = ["Init", "Plan", "__version__", "initialize"]
 
@@ -25,11 +25,11 @@ def initialize(*args: Any, **kwargs: Any) -> Any:
 
 def __getattr__(name: str) -> Any:
     if name == "Plan":
-        from .plan import Plan
+        from sdp_deepspeed.plan.plan import Plan
 
         return Plan
     if name == "Init":
-        from .deferred import Init
+        from sdp_deepspeed.deferred_init.init import Init
 
         return Init
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -11,7 +11,7 @@ from typing import Any, Literal
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
 from sdp_deepspeed.checkpoint.options import CheckpointOptions
-from sdp_deepspeed.plan import Plan
+from sdp_deepspeed.plan.plan import Plan
 
 KEY = "subnetwork_data_parallel"
 

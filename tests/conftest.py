@@ -39,7 +39,7 @@ _OUTCOMES: dict[tuple[int, object], dict[str, str | None]] = {}
 @pytest.fixture
 def outcome(request: pytest.FixtureRequest) -> str | None:
     """Why a spawned check failed, or None."""
-    from ranks import run_ranks
+    from tests.helpers.ranks import run_ranks
 
     size, maker, name = request.param
     if (size, maker) not in _OUTCOMES:

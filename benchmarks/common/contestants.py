@@ -14,7 +14,7 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import sdp_deepspeed  # noqa: F401  (arms the seam)
-from sdp_deepspeed.estimate import Precision
+from sdp_deepspeed.estimate.per_rank import Precision
 
 CORNERS = list(itertools.product(("forward", "backward"), ("block", "neuron")))
 STAGES = {0: "SDP, stage 0", 1: "SDP + ZeRO-1", 2: "SDP + ZeRO-2"}  # rows of DESIGN.md's table

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch.utils.flop_counter import FlopCounterMode, sdpa_backward_flop_count, sdpa_flop_count
 
-from sdp_deepspeed.traffic import TrafficCounter
+from sdp_deepspeed.measure.traffic import TrafficCounter
 
 Shape = Sequence[int]
 

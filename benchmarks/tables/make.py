@@ -8,11 +8,11 @@ import statistics
 from pathlib import Path
 from typing import Any
 
-from plot import similarity_by_layer
-from tables_of_counts import collectives, faults, model_state, peak_memory, peak_shares, span, startup
+from tables.counts import collectives, faults, model_state, peak_memory, peak_shares, span, startup
+from tables.plot import similarity_by_layer
 
 OVERLAP = ", overlap"  # as in step_time.py
-RESULTS = Path(__file__).parent / "results"
+RESULTS = Path(__file__).parents[1] / "results"
 
 
 def quartiles(values: list[float]) -> tuple[float, float, float]:

@@ -13,11 +13,11 @@ layers that its neurons or heads run through:
     inner=architectures.Inner((architectures.Cut("up", dim=0), architectures.Cut("down", dim=1, is_output=True)))
 """
 
-from .branch import Branch, Cut, Inner
-from .decoders import DECODERS
-from .registry import branches_of, register
-from .sites import Site, find_sites
-from .strategies import branches_of_units, constrained_branches, unit_costs, units_of_sites
+from sdp_deepspeed.architectures.branch import Branch, Cut, Inner
+from sdp_deepspeed.architectures.decoders import DECODERS
+from sdp_deepspeed.architectures.registry import branches_of, register
+from sdp_deepspeed.architectures.sites import Site, find_sites
+from sdp_deepspeed.architectures.strategies import branches_of_units, constrained_branches, unit_costs, units_of_sites
 
 for _layer_class, _branches in DECODERS.items():
     register(_layer_class, *_branches)

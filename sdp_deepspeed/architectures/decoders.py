@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from .branch import Branch, Cut, Inner
+from sdp_deepspeed.architectures.branch import Branch, Cut, Inner
 
 _LLAMA = (
     Branch(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from .branch import Branch
+from sdp_deepspeed.architectures.branch import Branch
 
 _BRANCHES: dict[str, tuple[Branch, ...]] = {}
 

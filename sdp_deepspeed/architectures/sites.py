@@ -11,9 +11,9 @@ from typing import Any, cast
 import torch
 from torch import nn
 
-from ..units import Piece
-from .branch import Branch, Cut
-from .registry import branches_of, described
+from sdp_deepspeed.architectures.branch import Branch, Cut
+from sdp_deepspeed.architectures.registry import branches_of, described
+from sdp_deepspeed.units import Piece
 
 
 @dataclass(frozen=True)

@@ -8,8 +8,8 @@ from collections.abc import Iterable, Mapping, Sequence
 import torch
 from torch import nn
 
-from ..units import Piece, Unit, UnitCost
-from .sites import Site
+from sdp_deepspeed.architectures.sites import Site
+from sdp_deepspeed.units import Piece, Unit, UnitCost
 
 _WHERE = "subnetwork_data_parallel"
 

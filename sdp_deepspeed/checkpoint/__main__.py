@@ -59,7 +59,7 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def _export(options: argparse.Namespace) -> int:
-    from .export import Format, export, find
+    from sdp_deepspeed.checkpoint.interop.export import Format, export, find
 
     form = Format(fp32=options.dtype == "fp32", max_shard_bytes=options.max_shard_size)
     path = find(options.checkpoint, options.tag)
@@ -68,8 +68,8 @@ def _export(options: argparse.Namespace) -> int:
 
 
 def _inspect(options: argparse.Namespace) -> int:
-    from .export import find
-    from .show import describe
+    from sdp_deepspeed.checkpoint.interop.describe import describe
+    from sdp_deepspeed.checkpoint.interop.export import find
 
     lines, complete = describe(find(options.checkpoint, options.tag))
     print("\n".join(lines))
@@ -77,7 +77,7 @@ def _inspect(options: argparse.Namespace) -> int:
 
 
 def _from_zero(options: argparse.Namespace) -> int:
-    from .zero import convert
+    from sdp_deepspeed.checkpoint.interop.from_zero import convert
 
     print(convert(options.checkpoint, options.out, tag=options.tag))
     return 0

@@ -12,19 +12,19 @@ import torch.distributed as dist
 from deepspeed.runtime.engine import DeepSpeedEngine
 from deepspeed.utils import log_dist
 
-from ..communicator import Communicator
-from ..config import SubnetworkConfig
-from ..optimizer import SubnetworkOptimizer
-from ..plan import Plan
-from ..shards import Shards
-from . import folder as files
-from .layout import Layout
-from .load import What, choose, restore
-from .load_universal import load_universal, universal_tag
-from .optimizer_state import merged
-from .pretrained import load_pretrained
-from .save import Saver, Target, together
-from .snapshot import step_counts, take
+from sdp_deepspeed.checkpoint.interop.load_universal import load_universal, universal_tag
+from sdp_deepspeed.checkpoint.interop.pretrained import load_pretrained
+from sdp_deepspeed.checkpoint.load import What, choose, restore
+from sdp_deepspeed.checkpoint.save import Saver, Target, together
+from sdp_deepspeed.checkpoint.state.optimizer_state import merged
+from sdp_deepspeed.checkpoint.state.rank_chunks import Layout
+from sdp_deepspeed.checkpoint.state.snapshot import step_counts, take
+from sdp_deepspeed.checkpoint.storage import folder as files
+from sdp_deepspeed.config import SubnetworkConfig
+from sdp_deepspeed.distributed.communicator import Communicator
+from sdp_deepspeed.optimizer.optimizer import SubnetworkOptimizer
+from sdp_deepspeed.plan.plan import Plan
+from sdp_deepspeed.plan.shards import Shards
 
 
 class CheckpointingEngine(DeepSpeedEngine):

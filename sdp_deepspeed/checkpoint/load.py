@@ -12,18 +12,18 @@ import torch
 from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.storage import StorageReader
 
-from ..communicator import Communicator
-from . import folder as files
-from . import random_state
-from .chunks import Chunks, StateDict, explained, fill
-from .layout import MASTER, WEIGHT, Layout
-from .optimizer_state import OptimizerState
-from .save import COMMON, own_file, together
-from .snapshot import COUNTERS, same_layout_facts
-from .storage import SafetensorsReader
+from sdp_deepspeed.checkpoint.save import COMMON, own_file, together
+from sdp_deepspeed.checkpoint.state import random_state
+from sdp_deepspeed.checkpoint.state.chunks import Chunks, StateDict, explained, fill
+from sdp_deepspeed.checkpoint.state.optimizer_state import OptimizerState
+from sdp_deepspeed.checkpoint.state.rank_chunks import MASTER, WEIGHT, Layout
+from sdp_deepspeed.checkpoint.state.snapshot import COUNTERS, same_layout_facts
+from sdp_deepspeed.checkpoint.storage import folder as files
+from sdp_deepspeed.checkpoint.storage.chunk_files import SafetensorsReader
+from sdp_deepspeed.distributed.communicator import Communicator
 
 if TYPE_CHECKING:
-    from .calls import CheckpointingEngine
+    from sdp_deepspeed.checkpoint.checkpointer import CheckpointingEngine
 
 
 @dataclass(frozen=True)

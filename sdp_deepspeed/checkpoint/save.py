@@ -13,12 +13,12 @@ import torch.distributed.checkpoint as dcp
 from deepspeed.utils import logger
 from torch.distributed.checkpoint.api import CheckpointException
 
-from ..agreement import run_together
-from ..communicator import Communicator
-from . import folder as files
-from .chunks import SavePlanner
-from .snapshot import Snapshot
-from .storage import SafetensorsWriter, hashed_file
+from sdp_deepspeed.checkpoint.state.chunks import SavePlanner
+from sdp_deepspeed.checkpoint.state.snapshot import Snapshot
+from sdp_deepspeed.checkpoint.storage import folder as files
+from sdp_deepspeed.checkpoint.storage.chunk_files import SafetensorsWriter, hashed_file
+from sdp_deepspeed.distributed.communicator import Communicator
+from sdp_deepspeed.engine.consistency import run_together
 
 COMMON = "common.pt"
 

@@ -4,8 +4,8 @@
 training program; `python -m sdp_deepspeed.data <data.json>` prepares a large corpus beforehand.
 """
 
-from .bundle import DataBundle, build
-from .config import DataConfig
-from .loader import PackedBatches, ValidationBatch, ValidationBatches
+from sdp_deepspeed.data.bundle import DataBundle, build
+from sdp_deepspeed.data.config import DataConfig
+from sdp_deepspeed.data.loader import PackedBatches, ValidationBatch, ValidationBatches
 
 __all__ = ["DataBundle", "DataConfig", "PackedBatches", "ValidationBatch", "ValidationBatches", "build"]

@@ -11,9 +11,9 @@ import logging
 import sys
 from pathlib import Path
 
-from .config import DataConfig
-from .packing import PreparedData
-from .prepare import prepare
+from sdp_deepspeed.data.config import DataConfig
+from sdp_deepspeed.data.packing import PreparedData
+from sdp_deepspeed.data.prepare import prepare
 
 
 def main(arguments: list[str]) -> int:

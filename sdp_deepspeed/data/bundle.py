@@ -6,11 +6,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from .agreement import Agree, over_process_group, run_on_all, run_on_first
-from .config import DataConfig
-from .loader import PackedBatches, ValidationBatches
-from .packing import PreparedData
-from .prepare import prepare
+from sdp_deepspeed.data.config import DataConfig
+from sdp_deepspeed.data.loader import PackedBatches, ValidationBatches
+from sdp_deepspeed.data.packing import PreparedData
+from sdp_deepspeed.data.prepare import prepare
+from sdp_deepspeed.distributed.agreement import Agree, over_process_group, run_on_all, run_on_first
 
 
 @dataclass(frozen=True)

@@ -13,9 +13,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
-from .config import DEFAULT_TEXT_COLUMN, DataConfig
-from .files import LocalFiles, find_files
-from .rows import column_of
+from sdp_deepspeed.data.config import DEFAULT_TEXT_COLUMN, DataConfig
+from sdp_deepspeed.data.files import LocalFiles, find_files
+from sdp_deepspeed.data.rows import column_of
 
 # Tests repeat themselves, codec tables and vendored packages are no prose; generated files are longer than this.
 _SKIPPED_FOLDERS = {"test", "tests", "idle_test", "encodings", "site-packages", "dist-packages", "__pycache__"}

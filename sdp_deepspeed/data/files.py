@@ -10,8 +10,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from .config import DEFAULT_TEXT_COLUMN
-from .rows import column_of
+from sdp_deepspeed.data.config import DEFAULT_TEXT_COLUMN
+from sdp_deepspeed.data.rows import column_of
 
 # File suffix -> name of the reader in `datasets`.
 _READERS = {".txt": "text", ".jsonl": "json", ".ndjson": "json", ".json": "json", ".parquet": "parquet"}

@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from .shuffle import shuffled
+from sdp_deepspeed.data.shuffle import shuffled
 
 Blocks = npt.NDArray[np.unsignedinteger[Any]]
 Batch = dict[str, torch.Tensor]

@@ -19,7 +19,7 @@ from typing import Any, Literal, TextIO
 import numpy as np
 import numpy.typing as npt
 
-from .tokenizer import encode, vocabulary_size
+from sdp_deepspeed.data.tokenizer import encode, vocabulary_size
 
 SplitName = Literal["train", "validation"]
 _SPLITS: tuple[SplitName, ...] = ("train", "validation")

@@ -13,10 +13,10 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from . import tokenizer as tokenizers
-from .config import DEFAULT_VOCAB_SIZE, DataConfig
-from .corpus import Corpus, open_corpus
-from .packing import PreparedData, SplitCount, is_held_out, pack
+from sdp_deepspeed.data import tokenizer as tokenizers
+from sdp_deepspeed.data.config import DEFAULT_VOCAB_SIZE, DataConfig
+from sdp_deepspeed.data.corpus import Corpus, open_corpus
+from sdp_deepspeed.data.packing import PreparedData, SplitCount, is_held_out, pack
 
 log = logging.getLogger(__name__)
 

@@ -21,7 +21,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from .deferred_program import Program, Ref, Step, address
+from sdp_deepspeed.deferred_init.program import Program, Ref, Step, address
 
 PROGRAM = "_sdp_program"  # attribute of a parameter or buffer whose value a program makes
 _BLANK = {"aten::empty", "aten::empty_strided", "aten::new_empty", "aten::new_empty_strided", "aten::empty_like"}

@@ -12,11 +12,11 @@ from typing import Any
 import torch
 from torch import nn
 
-from .communicator import Communicator
-from .config import KEY
-from .deferred import PROGRAM, Init
-from .deferred_program import Program, Ref, address, allocate, named_tensors
-from .masking import Mask
+from sdp_deepspeed.config import KEY
+from sdp_deepspeed.deferred_init.init import PROGRAM, Init
+from sdp_deepspeed.deferred_init.program import Program, Ref, address, allocate, named_tensors
+from sdp_deepspeed.distributed.communicator import Communicator
+from sdp_deepspeed.masking.mask import Mask
 
 _BUILD_UNDER_INIT = "build the model inside `with sdp_deepspeed.Init():`"
 Value = Ref | torch.Tensor  # in the program, or as it is

@@ -8,10 +8,10 @@ from typing import Any
 
 import torch
 
-from .communicator import Communicator
-from .plan import Plan
-from .segments import TensorInfo, pieces_by_tensor
-from .units import Piece
+from sdp_deepspeed.distributed.communicator import Communicator
+from sdp_deepspeed.layout.segments import TensorInfo, pieces_by_tensor
+from sdp_deepspeed.plan.plan import Plan
+from sdp_deepspeed.units import Piece
 
 
 def digest(tensor: torch.Tensor) -> str:

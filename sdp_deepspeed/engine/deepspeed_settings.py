@@ -6,10 +6,10 @@ import torch
 from deepspeed.runtime.engine import DeepSpeedEngine
 from deepspeed.runtime.fp16.loss_scaler import CreateLossScaler, LossScalerBase
 
-from .communicator import Communicator
-from .optimizer import OptimizerSettings
-from .placement import Network
-from .stepping import Offload
+from sdp_deepspeed.distributed.communicator import Communicator
+from sdp_deepspeed.optimizer.optimizer import OptimizerSettings
+from sdp_deepspeed.optimizer.stepped_group import Offload
+from sdp_deepspeed.plan.placement import Network
 
 
 def optimizer_settings(engine: DeepSpeedEngine) -> OptimizerSettings:

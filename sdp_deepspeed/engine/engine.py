@@ -21,24 +21,33 @@ from deepspeed.runtime.engine import ZERO_OPTIMIZATION
 from deepspeed.utils import log_dist
 from torch import nn
 
-from .agreement import check_holders_agree, check_same_plan, run_together
-from .architectures import unit_costs
-from .checkpoint.calls import CheckpointingEngine
-from .checkpoint.layout import Layout, persistent_buffers
-from .communicator import Communicator
-from .config import KEY, parse
-from .dense import DenseView
-from .gate import make_gate
-from .hosts import check_hosts
-from .masking import CUT, Mask, compile_in_place
-from .optimizer import SubnetworkOptimizer
-from .plan import Plan
-from .planning import dense_tensors, plan_model
-from .settings import loss_scaler, network_of, optimizer_settings
-from .shards import Shards
-from .start import Deferred, check_initialised_alike, refuse_tensor_parallel
-from .support import optimizer_refusal, refuse_modules, refuse_unsupported, without_effect
-from .tensor_parallel import Undivided, check_groups, check_mpu, check_size, explained, join, peers_of
+from sdp_deepspeed.architectures import unit_costs
+from sdp_deepspeed.checkpoint.checkpointer import CheckpointingEngine
+from sdp_deepspeed.checkpoint.state.rank_chunks import Layout, persistent_buffers
+from sdp_deepspeed.config import KEY, parse
+from sdp_deepspeed.deferred_init.materialize import Deferred, check_initialised_alike, refuse_tensor_parallel
+from sdp_deepspeed.distributed.communicator import Communicator
+from sdp_deepspeed.distributed.monitored_barrier import make_gate
+from sdp_deepspeed.engine.consistency import check_holders_agree, check_same_plan, run_together
+from sdp_deepspeed.engine.deepspeed_settings import loss_scaler, network_of, optimizer_settings
+from sdp_deepspeed.engine.private_api import check_hosts
+from sdp_deepspeed.masking.compiled import compile_in_place
+from sdp_deepspeed.masking.dense_view import DenseView
+from sdp_deepspeed.masking.mask import CUT, Mask
+from sdp_deepspeed.optimizer.optimizer import SubnetworkOptimizer
+from sdp_deepspeed.plan.plan import Plan
+from sdp_deepspeed.plan.planner import dense_tensors, plan_model
+from sdp_deepspeed.plan.shards import Shards
+from sdp_deepspeed.support.refusals import optimizer_refusal, refuse_modules, refuse_unsupported, without_effect
+from sdp_deepspeed.tensor_parallel.model import (
+    Undivided,
+    check_groups,
+    check_mpu,
+    check_size,
+    explained,
+    join,
+    peers_of,
+)
 
 _NO_OPTIMIZER = f"{KEY} needs an optimizer: name one in the config, or give deepspeed.initialize one"
 

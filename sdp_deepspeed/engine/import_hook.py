@@ -79,13 +79,13 @@ def _new(cls: type, *args: Any, **kwargs: Any) -> Any:
     """`DeepSpeedEngine.__new__`: our subclass for configs with our block; an error for near-misses of its name."""
     from deepspeed.runtime.engine import DeepSpeedEngine
 
-    from .config import KEY, parse
+    from sdp_deepspeed.config import KEY, parse
 
     config = kwargs.get("config")
     block = parse(config) if isinstance(config, dict) else None
     if block is None:
         return object.__new__(cls)
-    from .engine import SubnetworkEngine
+    from sdp_deepspeed.engine.engine import SubnetworkEngine
 
     if cls is DeepSpeedEngine:
         return object.__new__(SubnetworkEngine)

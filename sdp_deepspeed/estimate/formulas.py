@@ -8,7 +8,7 @@ from __future__ import annotations
 import argparse
 from collections.abc import Mapping, Sequence
 
-from sdp_deepspeed.estimate import Precision
+from sdp_deepspeed.estimate.per_rank import Precision
 
 SHARDED = ("ZeRO-1", "ZeRO-2", "SDP + ZeRO-1", "SDP + ZeRO-2")  # whose optimizer state may be offloaded
 

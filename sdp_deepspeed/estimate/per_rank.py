@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from math import prod
 from typing import Literal
 
-from sdp_deepspeed.plan import Plan
-from sdp_deepspeed.segments import NOT_OPTIMIZED, Segment, TensorInfo, build_segments
+from sdp_deepspeed.layout.segments import NOT_OPTIMIZED, Segment, TensorInfo, build_segments
+from sdp_deepspeed.plan.plan import Plan
 
 FP32_BYTES = 4
 
@@ -213,9 +213,3 @@ def plain(tensors: Sequence[TensorInfo], setup: Setup, *, num_ranks: int, alignm
         sent_back=sent,
         sent_bytes=sent * (rounds * precision.wire + precision.weights),
     )
-
-
-if __name__ == "__main__":
-    from sdp_deepspeed.estimate_table import main
-
-    main()

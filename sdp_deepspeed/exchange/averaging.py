@@ -10,11 +10,11 @@ from typing import Any, TypeVar
 
 import torch
 
-from .communicator import Communicator
-from .exchange import Exchange, Reduction, write
-from .gradients import Gradients
-from .model_parallel import ModelParallel
-from .segments import Bucket
+from sdp_deepspeed.distributed.communicator import Communicator
+from sdp_deepspeed.exchange.exchange import Exchange, Reduction, write
+from sdp_deepspeed.exchange.gradients import Gradients
+from sdp_deepspeed.layout.segments import Bucket
+from sdp_deepspeed.tensor_parallel.group import ModelParallel
 
 Item = TypeVar("Item")
 Running = TypeVar("Running")

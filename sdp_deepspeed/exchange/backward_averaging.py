@@ -13,11 +13,11 @@ from typing import Any
 
 import torch
 
-from .averaging import Averages, Averaging
-from .communicator import Communicator
-from .exchange import Exchange, Reduction, write
-from .gradients import Gradients
-from .segments import Bucket
+from sdp_deepspeed.distributed.communicator import Communicator
+from sdp_deepspeed.exchange.averaging import Averages, Averaging
+from sdp_deepspeed.exchange.exchange import Exchange, Reduction, write
+from sdp_deepspeed.exchange.gradients import Gradients
+from sdp_deepspeed.layout.segments import Bucket
 
 
 class BackwardReduction(Averaging):

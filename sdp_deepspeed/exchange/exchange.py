@@ -14,10 +14,10 @@ from typing import Literal
 
 import torch
 
-from .communicator import Communicator, Done, Work
-from .places import in_order
-from .segments import Bucket, Fragment, Segment
-from .units import Piece
+from sdp_deepspeed.distributed.communicator import Communicator, Done, Work
+from sdp_deepspeed.layout.places import in_order
+from sdp_deepspeed.layout.segments import Bucket, Fragment, Segment
+from sdp_deepspeed.units import Piece
 
 Receivers = Literal["holders", "others", "all"]
 Views = Callable[[Piece], torch.Tensor | None]

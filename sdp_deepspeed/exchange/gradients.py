@@ -7,8 +7,8 @@ from typing import Any
 
 import torch
 
-from .places import Places
-from .units import Piece
+from sdp_deepspeed.layout.places import Places
+from sdp_deepspeed.units import Piece
 
 
 class Gradients:

@@ -10,11 +10,11 @@ from collections.abc import Callable, Mapping, Sequence
 
 import torch
 
-from .communicator import Communicator
-from .exchange import Exchange, Views
-from .plan import Plan
-from .segments import NOT_OPTIMIZED, Bucket, Fragment, Segment
-from .units import Piece
+from sdp_deepspeed.distributed.communicator import Communicator
+from sdp_deepspeed.exchange.exchange import Exchange, Views
+from sdp_deepspeed.layout.segments import NOT_OPTIMIZED, Bucket, Fragment, Segment
+from sdp_deepspeed.plan.plan import Plan
+from sdp_deepspeed.units import Piece
 
 _MIN_ROUNDS = 2  # so that buffers stay below what is fetched
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import torch
 
-from .units import Piece
+from sdp_deepspeed.units import Piece
 
 
 def in_order(piece: Piece, view: torch.Tensor) -> torch.Tensor:

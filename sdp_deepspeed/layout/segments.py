@@ -13,8 +13,8 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
-from .plan import Plan
-from .units import Piece
+from sdp_deepspeed.plan.plan import Plan
+from sdp_deepspeed.units import Piece
 
 NOT_OPTIMIZED = -1
 

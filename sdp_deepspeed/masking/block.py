@@ -13,9 +13,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..architectures import Site
-from ..units import Piece, Unit
-from .part import Fetch, MaskedPart, mixed_in
+from sdp_deepspeed.architectures import Site
+from sdp_deepspeed.masking.part import Fetch, MaskedPart, mixed_in
+from sdp_deepspeed.units import Piece, Unit
 
 
 class _Nothing:

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 
 from torch import nn
 
-from ..architectures import Site
+from sdp_deepspeed.architectures import Site
 
 
 def compile_in_place(model: nn.Module) -> nn.Module:

@@ -13,12 +13,13 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
-from .communicator import Communicator
-from .fetch import UnitFetcher
-from .gate import Gate, Step
-from .masking import Mask, MaskedPart, mixed_in
-from .plan import Plan
-from .units import Piece
+from sdp_deepspeed.distributed.communicator import Communicator
+from sdp_deepspeed.distributed.monitored_barrier import Gate, Step
+from sdp_deepspeed.exchange.unit_fetcher import UnitFetcher
+from sdp_deepspeed.masking.mask import Mask
+from sdp_deepspeed.masking.part import MaskedPart, mixed_in
+from sdp_deepspeed.plan.plan import Plan
+from sdp_deepspeed.units import Piece
 
 Mode = Literal["subnetwork", "streaming", "resident"]
 

@@ -8,15 +8,15 @@ from contextlib import contextmanager
 import torch
 from torch import nn
 
-from ..architectures import Site, branches_of_units, constrained_branches
-from ..places import Places
-from ..plan import Plan
-from ..segments import TensorInfo, pieces_by_tensor
-from ..units import Piece, Unit
-from .block import BlockPart, output_names
-from .compiled import check_forward, replaced_modules
-from .neuron import NeuronPart
-from .part import MaskedPart
+from sdp_deepspeed.architectures import Site, branches_of_units, constrained_branches
+from sdp_deepspeed.layout.places import Places
+from sdp_deepspeed.layout.segments import TensorInfo, pieces_by_tensor
+from sdp_deepspeed.masking.block import BlockPart, output_names
+from sdp_deepspeed.masking.compiled import check_forward, replaced_modules
+from sdp_deepspeed.masking.neuron import NeuronPart
+from sdp_deepspeed.masking.part import MaskedPart
+from sdp_deepspeed.plan.plan import Plan
+from sdp_deepspeed.units import Piece, Unit
 
 CUT = "_sdp_cut"  # attribute of a model of which ranks hold parts only
 

@@ -15,10 +15,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..architectures import Site
-from ..places import Places, side_by_side
-from ..units import Piece
-from .part import Fetch, MaskedPart, mixed_in
+from sdp_deepspeed.architectures import Site
+from sdp_deepspeed.layout.places import Places, side_by_side
+from sdp_deepspeed.masking.part import Fetch, MaskedPart, mixed_in
+from sdp_deepspeed.units import Piece
 
 
 @dataclass(frozen=True)

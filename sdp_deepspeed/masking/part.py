@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 import torch
 from torch import nn
 
-from ..units import Piece
+from sdp_deepspeed.units import Piece
 
 Fetch = Callable[[Mapping[Piece, torch.Tensor]], None]
 """Fills tensors, one per lacking piece and shaped as in the dense model; a collective in the forward regime."""

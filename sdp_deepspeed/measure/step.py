@@ -17,7 +17,7 @@ import torch
 from torch.distributed._tools.mem_tracker import MemTracker
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 
-from sdp_deepspeed.traffic import TrafficCounter
+from sdp_deepspeed.measure.traffic import TrafficCounter
 
 # Where DeepSpeed 0.19.8's optimizers keep gradients besides `parameter.grad` (private names).
 HOST_GRADIENT_ATTRIBUTES = ("averaged_gradients", "all_grad_tensors", "fp32_groups_gradients_flat")

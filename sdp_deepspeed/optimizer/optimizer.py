@@ -15,17 +15,25 @@ import torch
 from deepspeed.runtime.base_optimizer import ZeROOptimizer
 from deepspeed.runtime.fp16.loss_scaler import LossScaler, LossScalerBase
 
-from .averaging import Averages, Averaging, StepAveraging, divide, global_norm, pipelined
-from .backward_reduction import BackwardReduction
-from .communicator import Communicator
-from .exchange import Exchange, Receivers
-from .gradients import Gradients
-from .model_parallel import ModelParallel
-from .param_groups import agree_on_groups
-from .places import Places
-from .plan import Plan
-from .segments import NOT_OPTIMIZED, Bucket, Fragment, Segment, TensorInfo, build_buckets, build_segments
-from .stepping import Offload, SteppedGroup, repoint
+from sdp_deepspeed.distributed.communicator import Communicator
+from sdp_deepspeed.exchange.averaging import Averages, Averaging, StepAveraging, divide, global_norm, pipelined
+from sdp_deepspeed.exchange.backward_averaging import BackwardReduction
+from sdp_deepspeed.exchange.exchange import Exchange, Receivers
+from sdp_deepspeed.exchange.gradients import Gradients
+from sdp_deepspeed.layout.places import Places
+from sdp_deepspeed.layout.segments import (
+    NOT_OPTIMIZED,
+    Bucket,
+    Fragment,
+    Segment,
+    TensorInfo,
+    build_buckets,
+    build_segments,
+)
+from sdp_deepspeed.optimizer.param_groups import agree_on_groups
+from sdp_deepspeed.optimizer.stepped_group import Offload, SteppedGroup, repoint
+from sdp_deepspeed.plan.plan import Plan
+from sdp_deepspeed.tensor_parallel.group import ModelParallel
 
 
 @dataclass(frozen=True)

@@ -8,9 +8,9 @@ from dataclasses import replace
 
 import torch
 
-from .communicator import Communicator
-from .segments import NOT_OPTIMIZED, TensorInfo
-from .stepping import check_fresh
+from sdp_deepspeed.distributed.communicator import Communicator
+from sdp_deepspeed.layout.segments import NOT_OPTIMIZED, TensorInfo
+from sdp_deepspeed.optimizer.stepped_group import check_fresh
 
 
 def agree_on_groups(

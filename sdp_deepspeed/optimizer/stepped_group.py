@@ -12,10 +12,10 @@ from typing import Any
 
 import torch
 
-from .exchange import Views, read, write
-from .places import in_order
-from .segments import Fragment
-from .units import Piece
+from sdp_deepspeed.exchange.exchange import Views, read, write
+from sdp_deepspeed.layout.places import in_order
+from sdp_deepspeed.layout.segments import Fragment
+from sdp_deepspeed.units import Piece
 
 Weights = Callable[[Piece], torch.Tensor]
 

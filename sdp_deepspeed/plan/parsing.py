@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from sdp_deepspeed.units import Piece, Unit, UnitCost
 
 if TYPE_CHECKING:
-    from sdp_deepspeed.plan import Plan
+    from sdp_deepspeed.plan.plan import Plan
 
 VERSION = 1
 HASHED = ("regime", "strategy", "num_subnetworks", "num_holders", "units")

@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 if TYPE_CHECKING:
-    from sdp_deepspeed.communicator import Communicator
+    from sdp_deepspeed.distributed.communicator import Communicator
 
 Name = Literal["packed", "spread"]
 Asked = Literal["auto"] | Name

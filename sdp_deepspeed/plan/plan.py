@@ -17,8 +17,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from sdp_deepspeed import assignment, plan_json
-from sdp_deepspeed.placement import Asked, Load, Network, Placement, choose
+from sdp_deepspeed.plan import parsing as plan_json
+from sdp_deepspeed.plan.assignment import methods as assignment
+from sdp_deepspeed.plan.placement import Asked, Load, Network, Placement, choose
 from sdp_deepspeed.units import Unit, UnitCost
 
 if TYPE_CHECKING:  # config reads plans, so at run time imports go from config to plan only

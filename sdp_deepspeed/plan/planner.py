@@ -8,13 +8,13 @@ from math import prod
 
 from torch import nn
 
-from .architectures import Site, constrained_branches, find_sites, unit_costs, units_of_sites
-from .config import SubnetworkConfig, resolve
-from .placement import Network
-from .plan import Plan, make_plan
-from .segments import TensorInfo
-from .shards import Shards
-from .units import check_pieces
+from sdp_deepspeed.architectures import Site, constrained_branches, find_sites, unit_costs, units_of_sites
+from sdp_deepspeed.config import SubnetworkConfig, resolve
+from sdp_deepspeed.layout.segments import TensorInfo
+from sdp_deepspeed.plan.placement import Network
+from sdp_deepspeed.plan.plan import Plan, make_plan
+from sdp_deepspeed.plan.shards import Shards
+from sdp_deepspeed.units import check_pieces
 
 
 def plan_model(

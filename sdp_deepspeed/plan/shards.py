@@ -10,10 +10,10 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from math import prod
 
-from .architectures import Site
-from .architectures.sites import CutTensor
-from .plan import Plan
-from .units import Piece, Unit
+from sdp_deepspeed.architectures import Site
+from sdp_deepspeed.architectures.sites import CutTensor
+from sdp_deepspeed.plan.plan import Plan
+from sdp_deepspeed.units import Piece, Unit
 
 
 @dataclass(frozen=True)

@@ -60,8 +60,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from .plan import Plan
-from .reference import LossFunction, local_gradients, masked_average
+from sdp_deepspeed.plan.plan import Plan
+from sdp_deepspeed.reference.virtual_workers import LossFunction, local_gradients, masked_average
 
 Gradients = Mapping[str, torch.Tensor]
 

@@ -13,8 +13,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from .plan import Plan
-from .units import Unit
+from sdp_deepspeed.plan.plan import Plan
+from sdp_deepspeed.units import Unit
 
 LossFunction = Callable[[nn.Module, Any], torch.Tensor]
 

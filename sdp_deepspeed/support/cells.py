@@ -13,8 +13,8 @@ from functools import cache
 from typing import Any
 
 from sdp_deepspeed.config import KEY, parse
-from sdp_deepspeed.support_rows import Row
-from sdp_deepspeed.support_table import TABLE, asked_for
+from sdp_deepspeed.support.rows import Row
+from sdp_deepspeed.support.table import TABLE, asked_for
 
 STRATEGIES: Mapping[str, Any] = {
     "block": "block",

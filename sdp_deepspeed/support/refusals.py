@@ -7,15 +7,14 @@ Start-up refuses from it before any group is made, README's support matrix is ma
 from __future__ import annotations
 
 import re
-import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from sdp_deepspeed.config import KEY, SubnetworkConfig
-from sdp_deepspeed.support_cells import AXES, share
-from sdp_deepspeed.support_rows import ELEMENTWISE_OPTIMIZERS, Row, is_elementwise
-from sdp_deepspeed.support_table import TABLE, asked_for
+from sdp_deepspeed.support.cells import AXES, share
+from sdp_deepspeed.support.rows import ELEMENTWISE_OPTIMIZERS, Row, is_elementwise
+from sdp_deepspeed.support.table import TABLE, asked_for
 
 
 def refuse_unsupported(config: SubnetworkConfig, ds_config: Mapping[str, Any]) -> None:
@@ -122,7 +121,3 @@ def main(arguments: Sequence[str]) -> None:
     path = Path(arguments[0])
     before, after = re.split(r"(?<=<!-- matrix -->\n).*?(?=\n<!-- /matrix -->)", path.read_text(), flags=re.DOTALL)
     path.write_text(before + markdown() + after)
-
-
-if __name__ == "__main__":
-    main(sys.argv[1:])

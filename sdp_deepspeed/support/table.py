@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from sdp_deepspeed.config import KEY, SubnetworkConfig
-from sdp_deepspeed.support_rows import (
+from sdp_deepspeed.support.rows import (
     ELEMENTWISE_OPTIMIZERS,
     Asks,
     Row,

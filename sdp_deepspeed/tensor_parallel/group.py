@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
-from .communicator import Communicator
+from sdp_deepspeed.distributed.communicator import Communicator
 
 
 @dataclass(frozen=True)

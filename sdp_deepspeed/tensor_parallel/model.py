@@ -21,12 +21,12 @@ from deepspeed.utils.bwc import (
 )
 from torch import nn
 
-from .agreement import differing_replicas
-from .architectures import Site, find_sites
-from .communicator import Communicator
-from .model_parallel import ModelParallel
-from .shards import Division, Shards
-from .state_dicts import StateDicts
+from sdp_deepspeed.architectures import Site, find_sites
+from sdp_deepspeed.distributed.communicator import Communicator
+from sdp_deepspeed.engine.consistency import differing_replicas
+from sdp_deepspeed.plan.shards import Division, Shards
+from sdp_deepspeed.tensor_parallel.group import ModelParallel
+from sdp_deepspeed.tensor_parallel.state_dicts import StateDicts
 
 PARSED = "ds_autotp_parsed"  # attribute of a model that AutoTP has divided
 

@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from .communicator import Communicator
-from .shards import Division, Shards
+from sdp_deepspeed.distributed.communicator import Communicator
+from sdp_deepspeed.plan.shards import Division, Shards
 
 
 class StateDicts:

@@ -11,8 +11,8 @@ import torch
 import torch.distributed as dist
 
 from sdp_deepspeed.data import DataBundle
-from sdp_deepspeed.measure import measured_step
-from sdp_deepspeed.training import host
+from sdp_deepspeed.measure.step import measured_step
+from sdp_deepspeed.training import engines as host
 from sdp_deepspeed.training.evaluate import dense_validation_loss, to_device
 from sdp_deepspeed.training.options import Options
 from sdp_deepspeed.training.progress import Progress, memory_bytes

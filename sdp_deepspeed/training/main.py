@@ -5,9 +5,9 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 
-from sdp_deepspeed.training.mistakes import reported_mistakes
 from sdp_deepspeed.training.options import Options, parse_options
 from sdp_deepspeed.training.run_folder import RunFolder
+from sdp_deepspeed.training.user_errors import reported_mistakes
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -13,7 +13,7 @@ from huggingface_hub.errors import StrictDataclassError
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from sdp_deepspeed.config import parse
-from sdp_deepspeed.deferred import Init
+from sdp_deepspeed.deferred_init.init import Init
 
 
 def build_model(

@@ -9,9 +9,9 @@ from importlib import metadata
 import torch
 import torch.distributed as dist
 
-from sdp_deepspeed.report import REPORT_VERSION
-from sdp_deepspeed.training import host
+from sdp_deepspeed.training import engines as host
 from sdp_deepspeed.training.loop import Run
+from sdp_deepspeed.training.report_table import REPORT_VERSION
 from sdp_deepspeed.training.together import on_first_rank
 from sdp_deepspeed.version import __version__
 

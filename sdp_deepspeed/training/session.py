@@ -16,17 +16,17 @@ from transformers.utils.logging import disable_progress_bar
 
 import sdp_deepspeed  # noqa: F401  its import is what makes deepspeed.initialize() read our block
 from sdp_deepspeed.data import DataBundle, DataConfig, build
-from sdp_deepspeed.data.agreement import over_process_group, run_on_first
 from sdp_deepspeed.data.prepare import prepare
-from sdp_deepspeed.training import host
+from sdp_deepspeed.distributed.agreement import over_process_group, run_on_first
+from sdp_deepspeed.training import engines as host
 from sdp_deepspeed.training.loop import Run, resume, train
-from sdp_deepspeed.training.mistakes import reported, reported_mistakes
 from sdp_deepspeed.training.model import build_model, check_fits, may_defer
 from sdp_deepspeed.training.options import Options
 from sdp_deepspeed.training.progress import Progress
-from sdp_deepspeed.training.reporting import write_report
+from sdp_deepspeed.training.report import write_report
 from sdp_deepspeed.training.run_folder import RunFolder, RunFolderError, writing
 from sdp_deepspeed.training.together import on_first_rank
+from sdp_deepspeed.training.user_errors import reported, reported_mistakes
 
 
 def run_session(options: Options, folder: RunFolder, config: dict[str, Any]) -> int:

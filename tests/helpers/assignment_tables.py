@@ -6,8 +6,8 @@ from collections.abc import Sequence
 
 from hypothesis import strategies as st
 
-from sdp_deepspeed import assignment
-from sdp_deepspeed.plan import spectral_gap
+from sdp_deepspeed.plan.assignment import methods as assignment
+from sdp_deepspeed.plan.plan import spectral_gap
 from sdp_deepspeed.units import UnitCost
 
 Branches = list[str | None]

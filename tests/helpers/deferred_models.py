@@ -9,8 +9,8 @@ import torch
 from torch import nn
 from torch.nn import init
 
-from sdp_deepspeed.deferred import Init
-from sdp_deepspeed.deferred_program import Program, Ref, address, named_tensors
+from sdp_deepspeed.deferred_init.init import Init
+from sdp_deepspeed.deferred_init.program import Program, Ref, address, named_tensors
 
 Tensors = dict[str, torch.Tensor]
 

@@ -7,9 +7,9 @@ from pathlib import Path
 import torch
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
-from sdp_deepspeed.checkpoint.boxes import Box
-from sdp_deepspeed.checkpoint.chunks import Chunks, fill
-from sdp_deepspeed.checkpoint.storage import SafetensorsReader
+from sdp_deepspeed.checkpoint.state.boxes import Box
+from sdp_deepspeed.checkpoint.state.chunks import Chunks, fill
+from sdp_deepspeed.checkpoint.storage.chunk_files import SafetensorsReader
 
 
 def dense_tensors(folder: Path) -> dict[str, torch.Tensor]:

@@ -22,11 +22,12 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
-from models import LENGTH, VOCABULARY, config
-from training import engine_of, micro_step
 
-from sdp_deepspeed.checkpoint import folder as files
-from sdp_deepspeed.checkpoint import random_state, storage
+from sdp_deepspeed.checkpoint.state import random_state
+from sdp_deepspeed.checkpoint.storage import chunk_files as storage
+from sdp_deepspeed.checkpoint.storage import folder as files
+from tests.helpers.models import LENGTH, VOCABULARY, config
+from tests.helpers.training import engine_of, micro_step
 
 KEEP_LAST = 2
 STYLES: dict[str, Callable[[int], str]] = {

@@ -14,7 +14,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from fault_ranks import STYLES, Death, Start, log_path, run_rank
+from tests.helpers.fault_ranks import STYLES, Death, Start, log_path, run_rank
 
 SIZE = 2
 LAST_STEP = 8  # after it the run begins anew, in another style

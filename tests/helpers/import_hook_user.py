@@ -60,10 +60,10 @@ def main(folder: Path, first: str) -> None:
     initialize = import_in_order(first)
     import torch.distributed as dist
     from deepspeed.pipe import PipelineModule
-    from models import llama
     from torch import nn
 
     import sdp_deepspeed
+    from tests.helpers.models import llama
 
     dist.init_process_group("gloo", init_method=f"file://{folder}/rendezvous", rank=0, world_size=1)
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from sdp_deepspeed.plan import Plan
+from sdp_deepspeed.plan.plan import Plan
 from sdp_deepspeed.units import Piece
 
 

@@ -16,9 +16,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from threads import in_threads
 
-from sdp_deepspeed.communicator import Communicator
+from sdp_deepspeed.distributed.communicator import Communicator
+from tests.helpers.threads import in_threads
 
 TIMEOUT = 20.0  # seconds
 MAX_PAUSE = 2_000_000  # cycles of a GPU's clock, about a millisecond

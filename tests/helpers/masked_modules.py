@@ -8,18 +8,18 @@ from copy import deepcopy
 from dataclasses import replace
 from typing import Any
 
-import models
 import torch
 from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 from transformers.pytorch_utils import Conv1D
 
-from sdp_deepspeed import assignment
 from sdp_deepspeed.architectures import Site, branches_of_units, find_sites, units_of_sites
-from sdp_deepspeed.masking import Mask
-from sdp_deepspeed.plan import Plan
-from sdp_deepspeed.segments import TensorInfo, pieces_by_tensor
+from sdp_deepspeed.layout.segments import TensorInfo, pieces_by_tensor
+from sdp_deepspeed.masking.mask import Mask
+from sdp_deepspeed.plan.assignment import methods as assignment
+from sdp_deepspeed.plan.plan import Plan
 from sdp_deepspeed.units import Piece
+from tests.helpers import models
 
 NUM_GROUPS = 3  # of an MLP's neurons, for two workers: one has two groups with a gap between them, the other one
 NAMES = (*models.FAMILIES, "llama_biases", "llama_odd")

@@ -15,13 +15,13 @@ import deepspeed
 import torch
 import torch.distributed as dist
 from deepspeed.accelerator import get_accelerator
-from models import batches, loss_of, two_groups
-from oracle_grid import BUCKETS, Case, full_grid, sample
-from ranks import Rank
 from torch import nn
 
 import sdp_deepspeed  # noqa: F401  (arms the seam)
-from sdp_deepspeed.reference import Reference
+from sdp_deepspeed.reference.virtual_workers import Reference
+from tests.helpers.models import batches, loss_of, two_groups
+from tests.helpers.oracle_grid import BUCKETS, Case, full_grid, sample
+from tests.helpers.ranks import Rank
 
 # Moments, momentum and what the exchange returned all act from the second step on; test_parity.py takes ten.
 NUM_STEPS = 5

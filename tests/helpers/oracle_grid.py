@@ -12,9 +12,8 @@ from dataclasses import asdict, dataclass, replace
 from functools import cache
 from typing import Any
 
-from models import SPECIMENS, Specimen
-
-from sdp_deepspeed.support_cells import Cell, all_cells
+from sdp_deepspeed.support.cells import Cell, all_cells
+from tests.helpers.models import SPECIMENS, Specimen
 
 SIZES = (2, 3, 4)
 BUCKETS = {"one": 10**6, "many": 700}  # elements; a model of SPECIMENS has some 4,000 to 10,000

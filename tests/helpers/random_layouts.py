@@ -9,9 +9,9 @@ from math import prod
 
 import torch
 
-from sdp_deepspeed.exchange import Views
-from sdp_deepspeed.plan import Plan
-from sdp_deepspeed.segments import Bucket, Fragment, Segment, TensorInfo, build_buckets, build_segments
+from sdp_deepspeed.exchange.exchange import Views
+from sdp_deepspeed.layout.segments import Bucket, Fragment, Segment, TensorInfo, build_buckets, build_segments
+from sdp_deepspeed.plan.plan import Plan
 from sdp_deepspeed.units import Piece, Unit
 
 SIZES = (1, 2, 3, 5, 7, 11)

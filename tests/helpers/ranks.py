@@ -30,7 +30,7 @@ COLLECTIVE_TIMEOUT = timedelta(seconds=60)
 # What checks import, as the server can import it: this folder is not on its path. What it lacks, a rank imports itself.
 MODELS = ("gpt2", "gpt_neox", "llama", "mistral", "qwen2", "qwen3")
 IMPORTED = [
-    *("torch", "deepspeed", "accelerate", "transformers", "sdp_deepspeed.engine", "sdp_deepspeed.optimizer"),
+    *("torch", "deepspeed", "accelerate", "transformers", "sdp_deepspeed.engine.engine"),
     *(f"transformers.models.{model}.modeling_{model}" for model in MODELS),
     *("hypothesis", "pytest"),
 ]

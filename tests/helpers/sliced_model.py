@@ -15,18 +15,18 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from ranks import Rank
 from torch import nn
 
-from sdp_deepspeed.agreement import check_holders_agree
-from sdp_deepspeed.communicator import Communicator
-from sdp_deepspeed.fetch import UnitFetcher
-from sdp_deepspeed.optimizer import OptimizerSettings, SubnetworkOptimizer
-from sdp_deepspeed.places import Places
-from sdp_deepspeed.plan import Plan
-from sdp_deepspeed.reference import Reference, zero_lacking
-from sdp_deepspeed.segments import TensorInfo
+from sdp_deepspeed.distributed.communicator import Communicator
+from sdp_deepspeed.engine.consistency import check_holders_agree
+from sdp_deepspeed.exchange.unit_fetcher import UnitFetcher
+from sdp_deepspeed.layout.places import Places
+from sdp_deepspeed.layout.segments import TensorInfo
+from sdp_deepspeed.optimizer.optimizer import OptimizerSettings, SubnetworkOptimizer
+from sdp_deepspeed.plan.plan import Plan
+from sdp_deepspeed.reference.virtual_workers import Reference, zero_lacking
 from sdp_deepspeed.units import check_pieces
+from tests.helpers.ranks import Rank
 
 WIDTH, HIDDEN = 6, 11
 

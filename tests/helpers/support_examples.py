@@ -6,8 +6,8 @@ import json
 from typing import Any
 
 from sdp_deepspeed.config import KEY
-from sdp_deepspeed.support_rows import Row
-from sdp_deepspeed.support_table import TABLE
+from sdp_deepspeed.support.rows import Row
+from sdp_deepspeed.support.table import TABLE
 
 REFUSED = [row for row in TABLE if row.state in ("refused", "not built yet") and row.asks is not None]
 HINTS = [row for row in TABLE if row.state == "no effect"]

@@ -12,14 +12,14 @@ from typing import Any
 import deepspeed
 import torch
 import torch.distributed as dist
-from models import SPECIMENS, Specimen, batches, config, loss_of, two_groups
-from oracle import from_rank_0, make_optimizer
-from ranks import Rank
 from torch import nn
 from transformers import MistralConfig, MistralForCausalLM
 
 from sdp_deepspeed import architectures
-from sdp_deepspeed.reference import Reference
+from sdp_deepspeed.reference.virtual_workers import Reference
+from tests.helpers.models import SPECIMENS, Specimen, batches, config, loss_of, two_groups
+from tests.helpers.oracle import from_rank_0, make_optimizer
+from tests.helpers.ranks import Rank
 
 TP = 2
 EVEN = {"vocab_size": 62, "intermediate_size": 28}  # 61 and 27 divide by nothing

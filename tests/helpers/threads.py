@@ -10,7 +10,7 @@ from typing import Any, Literal
 import torch
 import torch.distributed as dist
 
-from sdp_deepspeed.communicator import Communicator
+from sdp_deepspeed.distributed.communicator import Communicator
 
 TIMEOUT = timedelta(seconds=20)
 

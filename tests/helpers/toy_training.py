@@ -8,13 +8,13 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from layouts import Layout
-from mail import Mailbox, run_mail
 from torch import nn
 
-from sdp_deepspeed.communicator import Communicator
-from sdp_deepspeed.optimizer import OptimizerSettings, SubnetworkOptimizer
-from sdp_deepspeed.segments import Bucket
+from sdp_deepspeed.distributed.communicator import Communicator
+from sdp_deepspeed.layout.segments import Bucket
+from sdp_deepspeed.optimizer.optimizer import OptimizerSettings, SubnetworkOptimizer
+from tests.helpers.mailbox import Mailbox, run_mail
+from tests.helpers.random_layouts import Layout
 
 Tensors = dict[str, torch.Tensor]
 

@@ -9,11 +9,11 @@ from typing import Any
 import deepspeed
 import torch
 import torch.distributed as dist
-from models import batches, config, llama, loss_of
-from ranks import Rank
 from torch import nn
 
 import sdp_deepspeed  # noqa: F401  (arms the seam)
+from tests.helpers.models import batches, config, llama, loss_of
+from tests.helpers.ranks import Rank
 
 
 def engine_of(settings: Mapping[str, Any], model: nn.Module | None = None, **options: Any) -> Any:

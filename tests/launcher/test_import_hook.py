@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
-FOLDER = Path(__file__).parent
-ENVIRONMENT = {**os.environ, "PYTHONPATH": str(FOLDER.parent)}
+ROOT = Path(__file__).parents[2]
+ENVIRONMENT = {**os.environ, "PYTHONPATH": str(ROOT)}
 OURS, PLAIN = "SubnetworkEngine SubnetworkOptimizer", "DeepSpeedEngine DeepSpeedZeroOptimizer"
 EXPECTED = {
     "block": OURS,
@@ -40,7 +40,7 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, str
     folders = {order: tmp_path_factory.mktemp(order) for order in orders}
     running = {
         order: subprocess.Popen(
-            [sys.executable, str(FOLDER / "seam_user.py"), str(folder), order],
+            [sys.executable, str(ROOT / "tests/helpers/import_hook_user.py"), str(folder), order],
             env=ENVIRONMENT,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,

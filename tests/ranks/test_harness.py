@@ -14,8 +14,9 @@ from typing import Any
 import numpy
 import torch
 import torch.distributed as dist
-from ranks import IMPORTED, Rank, run_ranks
-from training import gathered
+
+from tests.helpers.ranks import IMPORTED, Rank, run_ranks
+from tests.helpers.training import gathered
 
 
 def is_fresh(rank: Rank) -> None:

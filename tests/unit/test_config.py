@@ -10,7 +10,7 @@ import pytest
 
 from sdp_deepspeed import config as block
 from sdp_deepspeed.config import KEY, Layout, SubnetworkConfig, parse, resolve
-from sdp_deepspeed.plan import Plan
+from sdp_deepspeed.plan.plan import Plan
 from sdp_deepspeed.units import Piece, Unit
 
 # Top-level keys of DeepSpeed 0.19.8, Accelerate's and the Trainer's included.

@@ -8,8 +8,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from .export import verify
-from .storage import SafetensorsReader
+from sdp_deepspeed.checkpoint.interop.export import verify
+from sdp_deepspeed.checkpoint.storage.chunk_files import SafetensorsReader
 
 _UNITS = {1: "bytes", 10**3: "kB", 10**6: "MB", 10**9: "GB", 10**12: "TB"}
 

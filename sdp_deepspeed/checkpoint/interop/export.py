@@ -13,11 +13,11 @@ from typing import Any
 import torch
 from safetensors.torch import save_file
 
-from . import folder as files
-from .boxes import Box
-from .chunks import Chunks, explained, fill
-from .outside import complete_or_absent, sync, write_text
-from .storage import SafetensorsReader
+from sdp_deepspeed.atomic_files import complete_or_absent, sync, write_text
+from sdp_deepspeed.checkpoint.state.boxes import Box
+from sdp_deepspeed.checkpoint.state.chunks import Chunks, explained, fill
+from sdp_deepspeed.checkpoint.storage import folder as files
+from sdp_deepspeed.checkpoint.storage.chunk_files import SafetensorsReader
 
 MASTER, WEIGHT = "master", "weight"
 MODEL_CONFIG, GENERATION = "model_config.json", "generation_config.json"
@@ -134,7 +134,9 @@ def _file_names(path: Path, names: Sequence[str]) -> Mapping[str, str]:
     config = _config(path)
     if config is None or not config.get("architectures"):
         return {}
-    from .transformers_names import FileNames  # takes seconds, and ResNets need none of it
+    from sdp_deepspeed.checkpoint.interop.transformers_names import (
+        FileNames,  # takes seconds, and ResNets need none of it
+    )
 
     return FileNames(config["architectures"][0], config.get("model_type")).to_file(names)
 

@@ -19,11 +19,11 @@ from typing import Any
 import torch
 from deepspeed.checkpoint import ds_to_universal
 
-from .load_universal import LATEST_UNIVERSAL
-from .names import some
-from .outside import complete_or_absent, write_text
-from .pickles import known_classes_only, read_known
-from .universal import FP32, PARAM, ZERO, is_universal
+from sdp_deepspeed.atomic_files import complete_or_absent, write_text
+from sdp_deepspeed.checkpoint.interop.load_universal import LATEST_UNIVERSAL
+from sdp_deepspeed.checkpoint.interop.name_matching import some
+from sdp_deepspeed.checkpoint.interop.safe_pickles import known_classes_only, read_known
+from sdp_deepspeed.checkpoint.interop.universal import FP32, PARAM, ZERO, is_universal
 
 LATEST, _OPTIMIZERS = "latest", "*_optim_states.pt"
 _RANK = re.compile(r"zero_pp_rank_(\d+)_")

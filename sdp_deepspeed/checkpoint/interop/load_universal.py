@@ -9,16 +9,16 @@ from typing import TYPE_CHECKING, Any
 
 from deepspeed.utils import log_dist
 
-from . import folder as files
-from .chunks import explained
-from .load import What, begin_step, load_tensors
-from .names import Names
-from .pretrained import check_shapes
-from .save import together
-from .universal import ModelStates, UniversalReader, check_model, facts, is_universal
+from sdp_deepspeed.checkpoint.interop.name_matching import Names
+from sdp_deepspeed.checkpoint.interop.pretrained import check_shapes
+from sdp_deepspeed.checkpoint.interop.universal import ModelStates, UniversalReader, check_model, facts, is_universal
+from sdp_deepspeed.checkpoint.load import What, begin_step, load_tensors
+from sdp_deepspeed.checkpoint.save import together
+from sdp_deepspeed.checkpoint.state.chunks import explained
+from sdp_deepspeed.checkpoint.storage import folder as files
 
 if TYPE_CHECKING:
-    from .calls import CheckpointingEngine
+    from sdp_deepspeed.checkpoint.checkpointer import CheckpointingEngine
 
 LATEST_UNIVERSAL = "latest_universal"
 

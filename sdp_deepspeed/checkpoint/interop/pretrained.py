@@ -11,16 +11,16 @@ from typing import TYPE_CHECKING, Any
 import torch
 from safetensors import SafetensorError, safe_open
 
-from .chunks import explained
-from .layout import WEIGHT, Layout
-from .load import What, load_tensors
-from .names import Match, Names, refuse_others, some
-from .save import together
-from .sources import Part, Slices, Stored, WholeTensorsReader
+from sdp_deepspeed.checkpoint.interop.name_matching import Match, Names, refuse_others, some
+from sdp_deepspeed.checkpoint.interop.whole_tensors import Part, Slices, Stored, WholeTensorsReader
+from sdp_deepspeed.checkpoint.load import What, load_tensors
+from sdp_deepspeed.checkpoint.save import together
+from sdp_deepspeed.checkpoint.state.chunks import explained
+from sdp_deepspeed.checkpoint.state.rank_chunks import WEIGHT, Layout
 
 if TYPE_CHECKING:
-    from .calls import CheckpointingEngine
-    from .transformers_names import FileNames
+    from sdp_deepspeed.checkpoint.checkpointer import CheckpointingEngine
+    from sdp_deepspeed.checkpoint.interop.transformers_names import FileNames
 
 ONE_FILE, INDEX = "model.safetensors", "model.safetensors.index.json"
 _ROWS = 4096  # compared at a time
@@ -87,7 +87,9 @@ def load_pretrained(engine: CheckpointingEngine, folder: str | Path) -> None:
 
 
 def _load(engine: CheckpointingEngine, folder: Path) -> None:
-    from .transformers_names import FileNames  # imports Transformers, which other models do without
+    from sdp_deepspeed.checkpoint.interop.transformers_names import (
+        FileNames,  # imports Transformers, which other models do without
+    )
 
     layout = engine.layout()
     model_type = getattr(getattr(engine.module, "config", None), "model_type", None)

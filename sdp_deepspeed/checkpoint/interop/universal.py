@@ -13,10 +13,10 @@ from typing import Any
 
 import torch
 
-from .layout import WEIGHT
-from .names import Match, Names, refuse_others, some
-from .pickles import read_known
-from .sources import Part, Slices, Stored, WholeTensorsReader
+from sdp_deepspeed.checkpoint.interop.name_matching import Match, Names, refuse_others, some
+from sdp_deepspeed.checkpoint.interop.safe_pickles import read_known
+from sdp_deepspeed.checkpoint.interop.whole_tensors import Part, Slices, Stored, WholeTensorsReader
+from sdp_deepspeed.checkpoint.state.rank_chunks import WEIGHT
 
 ZERO, FP32, STEP, PARAM, VOCABULARY = "zero", "fp32", "step", "param", "vocab_tensor"
 _OPTIMIZER = "optimizer_state.pt"

@@ -20,7 +20,7 @@ from torch.distributed.checkpoint.metadata import (
 from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner
 from torch.futures import Future
 
-from .storage import Reader
+from sdp_deepspeed.checkpoint.storage.chunk_files import Reader
 
 Slices = tuple[slice, ...]
 

@@ -9,9 +9,9 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from math import prod
 
-from ..segments import Fragment
-from ..shards import Shards
-from ..units import Piece
+from sdp_deepspeed.layout.segments import Fragment
+from sdp_deepspeed.plan.shards import Shards
+from sdp_deepspeed.units import Piece
 
 Sizes = tuple[int, ...]
 

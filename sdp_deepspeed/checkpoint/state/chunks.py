@@ -15,7 +15,7 @@ from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 from torch.distributed.checkpoint.storage import StorageReader
 
-from .boxes import Box
+from sdp_deepspeed.checkpoint.state.boxes import Box
 
 
 class Chunks:

@@ -7,11 +7,11 @@ from typing import Any
 
 import torch
 
-from ..optimizer import SubnetworkOptimizer
-from ..segments import NOT_OPTIMIZED, Fragment
-from ..stepping import SteppedGroup
-from .chunks import StateDict
-from .layout import MASTER, WEIGHT, Layout, locate
+from sdp_deepspeed.checkpoint.state.chunks import StateDict
+from sdp_deepspeed.checkpoint.state.rank_chunks import MASTER, WEIGHT, Layout, locate
+from sdp_deepspeed.layout.segments import NOT_OPTIMIZED, Fragment
+from sdp_deepspeed.optimizer.optimizer import SubnetworkOptimizer
+from sdp_deepspeed.optimizer.stepped_group import SteppedGroup
 
 Finder = Callable[[Fragment, Sequence[torch.Tensor]], torch.Tensor]
 Counts = Mapping[str, float]

@@ -7,14 +7,14 @@ from math import prod
 
 import torch
 
-from ..places import Places
-from ..plan import Plan
-from ..segments import NOT_OPTIMIZED, Fragment, TensorInfo, pieces_by_tensor
-from ..shards import Shards
-from ..stepping import SteppedGroup
-from ..units import Piece
-from .boxes import Box, box_of, boxes_of, in_dense
-from .chunks import Chunks, StateDict
+from sdp_deepspeed.checkpoint.state.boxes import Box, box_of, boxes_of, in_dense
+from sdp_deepspeed.checkpoint.state.chunks import Chunks, StateDict
+from sdp_deepspeed.layout.places import Places
+from sdp_deepspeed.layout.segments import NOT_OPTIMIZED, Fragment, TensorInfo, pieces_by_tensor
+from sdp_deepspeed.optimizer.stepped_group import SteppedGroup
+from sdp_deepspeed.plan.plan import Plan
+from sdp_deepspeed.plan.shards import Shards
+from sdp_deepspeed.units import Piece
 
 WEIGHT, MASTER = "weight", "master"
 

@@ -10,12 +10,12 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from . import random_state
-from .chunks import StateDict
-from .optimizer_state import Counts, OptimizerState
+from sdp_deepspeed.checkpoint.state import random_state
+from sdp_deepspeed.checkpoint.state.chunks import StateDict
+from sdp_deepspeed.checkpoint.state.optimizer_state import Counts, OptimizerState
 
 if TYPE_CHECKING:
-    from .calls import CheckpointingEngine
+    from sdp_deepspeed.checkpoint.checkpointer import CheckpointingEngine
 
 # Not micro_steps: gradients that wait for the end of an accumulation are not saved, so a step begins anew.
 COUNTERS = ("global_steps", "global_samples", "skipped_steps")

@@ -14,7 +14,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from .outside import sync
+from sdp_deepspeed.atomic_files import sync
 
 FORMAT = 3
 MANIFEST = "manifest.json"

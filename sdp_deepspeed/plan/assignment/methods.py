@@ -15,9 +15,9 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from sdp_deepspeed.assignment_graph import connect, num_components
-from sdp_deepspeed.assignment_problem import Branches, branch_codes
-from sdp_deepspeed.assignment_search import search
+from sdp_deepspeed.plan.assignment.graph import connect, num_components
+from sdp_deepspeed.plan.assignment.problem import Branches, branch_codes
+from sdp_deepspeed.plan.assignment.search import search
 from sdp_deepspeed.units import UnitCost
 
 Holders = tuple[tuple[int, ...], ...]

@@ -18,8 +18,8 @@ from collections.abc import Iterator, Sequence
 
 import numpy as np
 
-from sdp_deepspeed.assignment_graph import connect, num_components
-from sdp_deepspeed.assignment_problem import Branches, Ints, Problem
+from sdp_deepspeed.plan.assignment.graph import connect, num_components
+from sdp_deepspeed.plan.assignment.problem import Branches, Ints, Problem
 from sdp_deepspeed.units import UnitCost
 
 _MAX_RESTARTS = 64

@@ -12,10 +12,11 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from models import config, llama
-from ranks import Rank
 from torch import nn
-from training import assert_identical, dense_state, engine_of, refusal, train
+
+from tests.helpers.models import config, llama
+from tests.helpers.ranks import Rank
+from tests.helpers.training import assert_identical, dense_state, engine_of, refusal, train
 
 WARMUP = {"type": "WarmupLR", "params": {"warmup_min_lr": 1e-3, "warmup_max_lr": 1e-2, "warmup_num_steps": 6}}
 

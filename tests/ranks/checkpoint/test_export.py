@@ -14,20 +14,20 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from models import VOCABULARY, config, family
-from ranks import Rank, run_ranks
 from safetensors import safe_open
 from safetensors.torch import load_file
 from torch import nn
-from training import assert_identical, engine_of, train
 from transformers import AutoModelForCausalLM
 
-from sdp_deepspeed.checkpoint import folder as files
 from sdp_deepspeed.checkpoint.__main__ import main, size
-from sdp_deepspeed.checkpoint.boxes import Box
-from sdp_deepspeed.checkpoint.chunks import Chunks, SavePlanner
-from sdp_deepspeed.checkpoint.export import Format, export
-from sdp_deepspeed.checkpoint.storage import SafetensorsWriter
+from sdp_deepspeed.checkpoint.interop.export import Format, export
+from sdp_deepspeed.checkpoint.state.boxes import Box
+from sdp_deepspeed.checkpoint.state.chunks import Chunks, SavePlanner
+from sdp_deepspeed.checkpoint.storage import folder as files
+from sdp_deepspeed.checkpoint.storage.chunk_files import SafetensorsWriter
+from tests.helpers.models import VOCABULARY, config, family
+from tests.helpers.ranks import Rank, run_ranks
+from tests.helpers.training import assert_identical, engine_of, train
 
 TOKENS = torch.arange(16).view(2, 8) * 5 % VOCABULARY
 RUNS: dict[str, tuple[str, dict[str, Any]]] = {
@@ -186,7 +186,7 @@ def test_nothing_is_left_of_an_export_that_fails(folder: Path, tmp_path: Path, m
     def fail(*_: Any, **__: Any) -> None:
         raise OSError("disk full")
 
-    monkeypatch.setattr("sdp_deepspeed.checkpoint.export.save_file", fail)
+    monkeypatch.setattr("sdp_deepspeed.checkpoint.interop.export.save_file", fail)
     with pytest.raises(OSError, match="disk full"):
         export(folder / "llama" / "global_step2", tmp_path / "out", Format())
     assert not list(tmp_path.iterdir())

@@ -17,12 +17,12 @@ from typing import Any
 
 import pytest
 import torch.distributed as dist
-from fault_runs import Faults, Kill
-from models import config
-from ranks import Rank
-from training import assert_identical, dense_state, engine_of, refusal, train
 
-from sdp_deepspeed.checkpoint import folder as files
+from sdp_deepspeed.checkpoint.storage import folder as files
+from tests.helpers.fault_runs import Faults, Kill
+from tests.helpers.models import config
+from tests.helpers.ranks import Rank
+from tests.helpers.training import assert_identical, dense_state, engine_of, refusal, train
 
 PAGE = os.sysconf("SC_PAGE_SIZE")
 

@@ -13,15 +13,16 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from models import config
-from ranks import Rank
 from safetensors.torch import load_file
-from training import assert_identical, dense_state, engine_of, refusal, train
 
-from sdp_deepspeed.checkpoint import folder as files
-from sdp_deepspeed.checkpoint import save, storage
-from sdp_deepspeed.checkpoint.boxes import Box
-from sdp_deepspeed.checkpoint.chunks import Chunks, SavePlanner
+from sdp_deepspeed.checkpoint import save
+from sdp_deepspeed.checkpoint.state.boxes import Box
+from sdp_deepspeed.checkpoint.state.chunks import Chunks, SavePlanner
+from sdp_deepspeed.checkpoint.storage import chunk_files as storage
+from sdp_deepspeed.checkpoint.storage import folder as files
+from tests.helpers.models import config
+from tests.helpers.ranks import Rank
+from tests.helpers.training import assert_identical, dense_state, engine_of, refusal, train
 
 
 def settings_of(**block: Any) -> dict[str, Any]:

@@ -13,17 +13,17 @@ import deepspeed
 import pytest
 import torch
 import torch.distributed as dist
-from checkpoints import dense_tensors
 from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state
-from models import config, llama, two_groups
-from ranks import Rank, run_ranks
 from torch import nn
-from training import assert_identical, dense_state, engine_of, refusal, train
 
 from sdp_deepspeed.checkpoint.__main__ import main
+from sdp_deepspeed.checkpoint.interop.from_zero import convert
+from sdp_deepspeed.checkpoint.interop.load_universal import load_universal, universal_tag
 from sdp_deepspeed.checkpoint.load import What
-from sdp_deepspeed.checkpoint.load_universal import load_universal, universal_tag
-from sdp_deepspeed.checkpoint.zero import convert
+from tests.helpers.dense_checkpoints import dense_tensors
+from tests.helpers.models import config, llama, two_groups
+from tests.helpers.ranks import Rank, run_ranks
+from tests.helpers.training import assert_identical, dense_state, engine_of, refusal, train
 
 ADAM = {"type": "AdamW", "params": {"lr": 1e-2, "torch_adam": True}}
 SCHEDULE = {"type": "WarmupLR", "params": {"warmup_min_lr": 1e-3, "warmup_max_lr": 1e-2, "warmup_num_steps": 9}}

@@ -12,20 +12,20 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from models import VOCABULARY, config, family, llama
-from ranks import Rank
 from safetensors.torch import load_file, save_file
 from torch import nn
-from training import assert_identical, dense_state, engine_of, refusal, train
 from transformers import AutoModelForCausalLM
 
 import sdp_deepspeed
-from sdp_deepspeed.checkpoint import pretrained
-from sdp_deepspeed.checkpoint.boxes import Box
-from sdp_deepspeed.checkpoint.chunks import Chunks, LoadPlanner
-from sdp_deepspeed.checkpoint.export import Format, export
-from sdp_deepspeed.checkpoint.names import Names
-from sdp_deepspeed.checkpoint.universal import UniversalReader
+from sdp_deepspeed.checkpoint.interop import pretrained
+from sdp_deepspeed.checkpoint.interop.export import Format, export
+from sdp_deepspeed.checkpoint.interop.name_matching import Names
+from sdp_deepspeed.checkpoint.interop.universal import UniversalReader
+from sdp_deepspeed.checkpoint.state.boxes import Box
+from sdp_deepspeed.checkpoint.state.chunks import Chunks, LoadPlanner
+from tests.helpers.models import VOCABULARY, config, family, llama
+from tests.helpers.ranks import Rank
+from tests.helpers.training import assert_identical, dense_state, engine_of, refusal, train
 
 TOKENS = torch.arange(16).view(2, 8) * 5 % VOCABULARY
 LAYOUTS: dict[str, dict[str, Any]] = {

@@ -11,15 +11,15 @@ from typing import Any
 
 import pytest
 import torch
-from checkpoints import dense_tensors
-from divided import build
-from models import batches, config
-from ranks import Rank, run_ranks
-from training import dense_state, engine_of, gathered, micro_step
 
-from sdp_deepspeed.checkpoint.boxes import Box
-from sdp_deepspeed.checkpoint.optimizer_state import merged
-from sdp_deepspeed.checkpoint.snapshot import step_counts, take
+from sdp_deepspeed.checkpoint.state.boxes import Box
+from sdp_deepspeed.checkpoint.state.optimizer_state import merged
+from sdp_deepspeed.checkpoint.state.snapshot import step_counts, take
+from tests.helpers.dense_checkpoints import dense_tensors
+from tests.helpers.models import batches, config
+from tests.helpers.ranks import Rank, run_ranks
+from tests.helpers.tensor_parallel_models import build
+from tests.helpers.training import dense_state, engine_of, gathered, micro_step
 
 ADAM = {"type": "AdamW", "params": {"lr": 1e-2, "weight_decay": 0.1, "torch_adam": True}}
 SCHEDULE = {"type": "WarmupLR", "params": {"warmup_min_lr": 1e-3, "warmup_max_lr": 1e-2, "warmup_num_steps": 6}}

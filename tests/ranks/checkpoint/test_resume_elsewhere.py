@@ -9,16 +9,16 @@ from typing import Any
 
 import pytest
 import torch
-from checkpoints import dense_tensors
-from models import batches, llama
-from ranks import Rank
-from test_checkpoint import settings_of, stepped
-from test_loss_scale import DYNAMIC, allow_fp16
-from test_loss_scale import settings_of as fp16_settings
 from torch import nn
-from training import assert_identical, dense_state, engine_of, gathered, micro_step, refusal, train
 
 from sdp_deepspeed import architectures
+from tests.helpers.dense_checkpoints import dense_tensors
+from tests.helpers.models import batches, llama
+from tests.helpers.ranks import Rank
+from tests.helpers.training import assert_identical, dense_state, engine_of, gathered, micro_step, refusal, train
+from tests.ranks.checkpoint.test_checkpointer import settings_of, stepped
+from tests.ranks.optimizer.test_loss_scale import DYNAMIC, allow_fp16
+from tests.ranks.optimizer.test_loss_scale import settings_of as fp16_settings
 
 
 def a_group_of_which_a_rank_owns_nothing(rank: Rank) -> None:

@@ -11,15 +11,15 @@ from unittest import mock
 
 import pytest
 import torch
-from live import stored_bytes
-from models import FAMILIES, VOCABULARY, config, family, llama, two_groups
-from ranks import Check, Rank
 from torch import nn
-from training import assert_identical, dense_state, engine_of, gathered, refusal, train
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import sdp_deepspeed
-from sdp_deepspeed.measure import watched_host_memory
+from sdp_deepspeed.measure.step import watched_host_memory
+from tests.helpers.live_tensors import stored_bytes
+from tests.helpers.models import FAMILIES, VOCABULARY, config, family, llama, two_groups
+from tests.helpers.ranks import Check, Rank
+from tests.helpers.training import assert_identical, dense_state, engine_of, gathered, refusal, train
 
 CORNERS = list(itertools.product(("forward", "backward"), ("block", "neuron")))
 BF16 = {"bf16": {"enabled": True}}
@@ -172,7 +172,7 @@ def other_models_on_other_ranks(rank: Rank) -> None:
 def errors_of_one_rank(rank: Rank) -> None:
     """A rank whose values cannot be made says so on all."""
     model = unbuilt(partial(_without_own_seed, llama), "Init")
-    fails = mock.patch("sdp_deepspeed.start._Homes.finish", side_effect=MemoryError("no room"))
+    fails = mock.patch("sdp_deepspeed.deferred_init.materialize._Homes.finish", side_effect=MemoryError("no room"))
     with fails if rank.rank == 1 else nullcontext():
         refusal(RuntimeError, partial(engine_of, config(coverage=0.5), model), "no room", "[on rank 1]")
 

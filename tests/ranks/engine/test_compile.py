@@ -11,11 +11,12 @@ from typing import Any
 
 import pytest
 import torch
-from models import SPECIMENS, batches, llama, loss_of
-from ranks import Rank
 from torch import nn
 from torch._dynamo.utils import counters
-from training import dense_state, engine_of, refusal, sgd, train
+
+from tests.helpers.models import SPECIMENS, batches, llama, loss_of
+from tests.helpers.ranks import Rank
+from tests.helpers.training import dense_state, engine_of, refusal, sgd, train
 
 CORNERS = list(itertools.product(("forward", "backward"), ("block", "neuron")))
 

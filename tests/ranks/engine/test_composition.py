@@ -13,12 +13,12 @@ from typing import Any
 import deepspeed
 import pytest
 import torch
-from models import SPECIMENS, VOCABULARY, batches, config, loss_of
-from ranks import Rank
 from torch.utils.data import Dataset
-from training import SGD, assert_identical, dense_state, engine_of, micro_step, sgd, train
 
-from sdp_deepspeed.reference import Reference
+from sdp_deepspeed.reference.virtual_workers import Reference
+from tests.helpers.models import SPECIMENS, VOCABULARY, batches, config, loss_of
+from tests.helpers.ranks import Rank
+from tests.helpers.training import SGD, assert_identical, dense_state, engine_of, micro_step, sgd, train
 
 CORNERS = list(itertools.product(("forward", "backward"), ("block", "neuron")))
 STAGES = (0, 1, 2)

@@ -10,11 +10,11 @@ from unittest import mock
 
 import pytest
 import torch
-from models import config
-from ranks import Rank
-from training import assert_identical, dense_state, engine_of, train
 
-from sdp_deepspeed.stepping import Offload
+from sdp_deepspeed.optimizer.stepped_group import Offload
+from tests.helpers.models import config
+from tests.helpers.ranks import Rank
+from tests.helpers.training import assert_identical, dense_state, engine_of, train
 
 BF16: dict[str, Any] = {"bf16": {"enabled": True}}
 CPU = {"device": "cpu", "pin_memory": True}
@@ -87,7 +87,7 @@ def _noted(call: Callable[..., Any], name: str, calls: list[str]) -> Callable[..
 
 
 def hints_are_told_at_start(rank: Rank) -> None:
-    with mock.patch("sdp_deepspeed.engine.log_dist") as log:
+    with mock.patch("sdp_deepspeed.engine.engine.log_dist") as log:
         engine_of(config(holders=1) | {"zero_optimization": {"stage": 1, "elastic_checkpoint": True}})
     told = [call.args[0] for call in log.call_args_list if call.kwargs.get("level") == logging.WARNING]
     assert any("elastic_checkpoint" in text and "any layout" in text for text in told), told

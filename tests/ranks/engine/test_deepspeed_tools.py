@@ -12,12 +12,12 @@ import pytest
 import torch
 from deepspeed.comm import comm as deepspeed_comm
 from deepspeed.profiling.flops_profiler.profiler import FlopsProfiler, get_module_flops
-from models import SPECIMENS, batches, config, loss_of
-from ranks import Rank
 from torch import nn
-from training import SGD, assert_identical, dense_state, engine_of, gathered, micro_step, sgd, train
 
-from sdp_deepspeed.reference import Reference
+from sdp_deepspeed.reference.virtual_workers import Reference
+from tests.helpers.models import SPECIMENS, batches, config, loss_of
+from tests.helpers.ranks import Rank
+from tests.helpers.training import SGD, assert_identical, dense_state, engine_of, gathered, micro_step, sgd, train
 
 CORNERS = list(itertools.product(("forward", "backward"), ("block", "neuron")))
 AUTOCAST = {"torch_autocast": {"enabled": True, "dtype": "bfloat16"}}

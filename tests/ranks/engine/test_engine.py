@@ -9,9 +9,20 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from models import config, llama, loss_of
-from ranks import Rank
-from training import Recording, assert_identical, dense_state, engine_of, gathered, micro_step, own_batches, sgd, train
+
+from tests.helpers.models import config, llama, loss_of
+from tests.helpers.ranks import Rank
+from tests.helpers.training import (
+    Recording,
+    assert_identical,
+    dense_state,
+    engine_of,
+    gathered,
+    micro_step,
+    own_batches,
+    sgd,
+    train,
+)
 
 
 def accumulated(rank: Rank, num: int) -> dict[str, torch.Tensor]:

@@ -10,14 +10,14 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from models import SPECIMENS, VOCABULARY, batches, config, loss_of
-from neurons import assert_close
-from ranks import Check, Rank
 from torch import nn
-from training import assert_identical, dense_state, engine_of, refusal, sgd, train
 
-from sdp_deepspeed.plan import Plan
-from sdp_deepspeed.reference import Reference
+from sdp_deepspeed.plan.plan import Plan
+from sdp_deepspeed.reference.virtual_workers import Reference
+from tests.helpers.masked_modules import assert_close
+from tests.helpers.models import SPECIMENS, VOCABULARY, batches, config, loss_of
+from tests.helpers.ranks import Check, Rank
+from tests.helpers.training import assert_identical, dense_state, engine_of, refusal, sgd, train
 
 MIXED = {"attention": "neuron", "mlp": "block"}
 CORNERS = list(itertools.product(("forward", "backward"), ("block", "neuron")))

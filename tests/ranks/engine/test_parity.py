@@ -9,9 +9,10 @@ from typing import Any
 
 import pytest
 import torch
-from models import batches, config, llama, two_groups
-from ranks import Rank
-from training import dense_state, engine_of, micro_step
+
+from tests.helpers.models import batches, config, llama, two_groups
+from tests.helpers.ranks import Rank
+from tests.helpers.training import dense_state, engine_of, micro_step
 
 NUM_STEPS = 10
 ADAMW = {"type": "AdamW", "params": {"lr": 1e-2, "torch_adam": True}}

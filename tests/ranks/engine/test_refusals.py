@@ -12,15 +12,15 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-from models import config, family, llama
-from ranks import Rank
 from torch import nn
-from training import assert_identical, dense_state, engine_of, gathered, refusal, train
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 
 from sdp_deepspeed import architectures
-from sdp_deepspeed.agreement import check_holders_agree
 from sdp_deepspeed.architectures import registry
+from sdp_deepspeed.engine.consistency import check_holders_agree
+from tests.helpers.models import config, family, llama
+from tests.helpers.ranks import Rank
+from tests.helpers.training import assert_identical, dense_state, engine_of, gathered, refusal, train
 
 
 def counts_that_do_not_fit(rank: Rank) -> None:

@@ -9,8 +9,9 @@ from typing import Any
 
 import pytest
 import torch
-from models import LENGTH, VOCABULARY, llama
-from ranks import Rank
+
+from tests.helpers.models import LENGTH, VOCABULARY, llama
+from tests.helpers.ranks import Rank
 
 
 def _data(num: int) -> list[dict[str, torch.Tensor]]:
@@ -52,7 +53,7 @@ def _trainer(folder: Path, num_steps: int, block: Mapping[str, Any]) -> Any:
 def _check_trainer(block: Mapping[str, Any], rank: Rank) -> None:
     from safetensors.torch import load_file
 
-    from sdp_deepspeed.engine import SubnetworkEngine
+    from sdp_deepspeed.engine.engine import SubnetworkEngine
 
     whole = _trainer(rank.folder / "whole", 4, block)
     whole.train()

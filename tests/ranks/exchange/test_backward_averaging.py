@@ -8,10 +8,21 @@ from typing import Any
 
 import pytest
 import torch
-from models import batches, config, llama, loss_of
-from ranks import Rank
 from torch import nn
-from training import Recording, assert_identical, dense_state, engine_of, gathered, micro_step, own_batches, sgd, train
+
+from tests.helpers.models import batches, config, llama, loss_of
+from tests.helpers.ranks import Rank
+from tests.helpers.training import (
+    Recording,
+    assert_identical,
+    dense_state,
+    engine_of,
+    gathered,
+    micro_step,
+    own_batches,
+    sgd,
+    train,
+)
 
 BUCKET = 900  # elements: about ten buckets of the small Llama
 SPARE = 5

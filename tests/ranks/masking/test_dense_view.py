@@ -14,11 +14,12 @@ from unittest import mock
 
 import pytest
 import torch
-from live import present_lacking
-from models import FAMILIES, VOCABULARY, config, family, llama, loss_of
-from ranks import Check, Rank
 from torch import nn
-from training import assert_identical, dense_state, engine_of, gathered, refusal, train
+
+from tests.helpers.live_tensors import present_lacking
+from tests.helpers.models import FAMILIES, VOCABULARY, config, family, llama, loss_of
+from tests.helpers.ranks import Check, Rank
+from tests.helpers.training import assert_identical, dense_state, engine_of, gathered, refusal, train
 
 SIZE = 3
 
@@ -247,7 +248,7 @@ def a_failing_forward_returns_memory(rank: Rank) -> None:
 
 def a_rank_that_never_comes_is_named(rank: Rank) -> None:
     """Last, because the gate's group is broken afterwards; `refusal` cannot be used, since rank 1 sees no error."""
-    with mock.patch("sdp_deepspeed.gate.TIMEOUT", timedelta(seconds=2)):
+    with mock.patch("sdp_deepspeed.distributed.monitored_barrier.TIMEOUT", timedelta(seconds=2)):
         engine = engine_with(llama())
     engine.eval()
     said, began = "", time.monotonic()

@@ -10,11 +10,12 @@ from unittest import mock
 
 import pytest
 import torch
-from live import present_lacking
-from models import SPECIMENS, family, llama, loss_of
-from ranks import Check, Rank
-from test_dense import batch_of, engine_with, logits, whole_copy
-from training import assert_identical, dense_state, refusal, train
+
+from tests.helpers.live_tensors import present_lacking
+from tests.helpers.models import SPECIMENS, family, llama, loss_of
+from tests.helpers.ranks import Check, Rank
+from tests.helpers.training import assert_identical, dense_state, refusal, train
+from tests.ranks.masking.test_dense_view import batch_of, engine_with, logits, whole_copy
 
 SIZE = 3
 MIXED = {"attention": "neuron", "mlp": "block"}

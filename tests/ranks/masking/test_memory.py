@@ -11,16 +11,16 @@ from typing import Any
 
 import pytest
 import torch
-from live import Watch, present_lacking, stepped_elements, stored_bytes, unit_bytes
-from models import config, loss_of
-from ranks import Check, Rank
 from torch import nn
-from training import engine_of
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from sdp_deepspeed.measure import measured_step
-from sdp_deepspeed.plan import Plan
+from sdp_deepspeed.measure.step import measured_step
+from sdp_deepspeed.plan.plan import Plan
 from sdp_deepspeed.units import Unit
+from tests.helpers.live_tensors import Watch, present_lacking, stepped_elements, stored_bytes, unit_bytes
+from tests.helpers.models import config, loss_of
+from tests.helpers.ranks import Check, Rank
+from tests.helpers.training import engine_of
 
 BUCKET = 512  # elements; two buckets are a third of the smallest unit (a head in bf16), so that one kept unit is seen
 VOCABULARY = 97

@@ -10,15 +10,15 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from models import batches, config, llama, loss_of
-from ranks import Rank
-from training import engine_of, micro_step
 
 from sdp_deepspeed.config import KEY
-from sdp_deepspeed.estimate import Precision, Setup, estimate, plain
-from sdp_deepspeed.measure import StepFigures, measured_step, optimizer_tensors, storage_bytes, tensors_in
-from sdp_deepspeed.segments import TensorInfo
-from sdp_deepspeed.traffic import TrafficCounter, sent_bytes
+from sdp_deepspeed.estimate.per_rank import Precision, Setup, estimate, plain
+from sdp_deepspeed.layout.segments import TensorInfo
+from sdp_deepspeed.measure.step import StepFigures, measured_step, optimizer_tensors, storage_bytes, tensors_in
+from sdp_deepspeed.measure.traffic import TrafficCounter, sent_bytes
+from tests.helpers.models import batches, config, llama, loss_of
+from tests.helpers.ranks import Rank
+from tests.helpers.training import engine_of, micro_step
 
 ELEMENTS = 12  # of the vectors that the traffic checks send
 BYTES = 4 * ELEMENTS

@@ -14,16 +14,16 @@ import pytest
 import torch
 from deepspeed.accelerator import get_accelerator
 from deepspeed.runtime.fp16.loss_scaler import LossScaler
-from mail import run_mail
-from models import batches, loss_of
-from ranks import Rank
 from torch import nn
-from training import assert_identical, dense_state, engine_of, gathered, refusal, sgd
 
-from sdp_deepspeed.optimizer import OptimizerSettings, SubnetworkOptimizer
-from sdp_deepspeed.plan import Plan
-from sdp_deepspeed.segments import TensorInfo
+from sdp_deepspeed.layout.segments import TensorInfo
+from sdp_deepspeed.optimizer.optimizer import OptimizerSettings, SubnetworkOptimizer
+from sdp_deepspeed.plan.plan import Plan
 from sdp_deepspeed.units import Piece, Unit
+from tests.helpers.mailbox import run_mail
+from tests.helpers.models import batches, loss_of
+from tests.helpers.ranks import Rank
+from tests.helpers.training import assert_identical, dense_state, engine_of, gathered, refusal, sgd
 
 TOO_LARGE = 1e30  # times the loss: an infinite gradient in fp16
 DYNAMIC = {"initial_scale_power": 6, "loss_scale_window": 2, "hysteresis": 2, "min_loss_scale": 8}

@@ -8,14 +8,14 @@ from typing import Any
 
 import pytest
 import torch
-from models import batches, config, llama, loss_of
-from ranks import Rank
-from training import assert_identical, dense_state, engine_of, micro_step, train
 
-from sdp_deepspeed.places import Places
-from sdp_deepspeed.segments import Fragment
-from sdp_deepspeed.stepping import Offload, SteppedGroup
+from sdp_deepspeed.layout.places import Places
+from sdp_deepspeed.layout.segments import Fragment
+from sdp_deepspeed.optimizer.stepped_group import Offload, SteppedGroup
 from sdp_deepspeed.units import Piece
+from tests.helpers.models import batches, config, llama, loss_of
+from tests.helpers.ranks import Rank
+from tests.helpers.training import assert_identical, dense_state, engine_of, micro_step, train
 
 TORCH_ADAMW = {"type": "AdamW", "params": {"lr": 1e-2, "torch_adam": True}}
 CPU_ADAMW = {"type": "AdamW", "params": {"lr": 1e-2}}  # with offload DeepSpeed takes its DeepSpeedCPUAdam

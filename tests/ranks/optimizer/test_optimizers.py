@@ -10,12 +10,12 @@ from typing import Any
 
 import pytest
 import torch
-from models import batches, config, llama, loss_of, two_groups
-from ranks import Rank
 from torch import nn
-from training import assert_identical, dense_state, engine_of, micro_step, refusal, sgd, train
 
-from sdp_deepspeed.reference import Reference
+from sdp_deepspeed.reference.virtual_workers import Reference
+from tests.helpers.models import batches, config, llama, loss_of, two_groups
+from tests.helpers.ranks import Rank
+from tests.helpers.training import assert_identical, dense_state, engine_of, micro_step, refusal, sgd, train
 
 Named = dict[str, nn.Parameter]
 

@@ -8,11 +8,11 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from ranks import Rank
-from slices import SliceCase, batches, loss_of, model_of, named
 
-from sdp_deepspeed.communicator import Communicator
-from sdp_deepspeed.segments import TensorInfo
+from sdp_deepspeed.distributed.communicator import Communicator
+from sdp_deepspeed.layout.segments import TensorInfo
+from tests.helpers.ranks import Rank
+from tests.helpers.sliced_model import SliceCase, batches, loss_of, model_of, named
 
 TWO = (
     SliceCase("backward", 1, 0),

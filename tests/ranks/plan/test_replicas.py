@@ -9,13 +9,13 @@ from typing import Any
 
 import pytest
 import torch
-from models import config, llama, loss_of
-from oracle import check_case
-from oracle_grid import Case
-from ranks import Rank
-from training import assert_identical, dense_state, engine_of, gathered, refusal, sgd, train
 
-from sdp_deepspeed.plan import Plan
+from sdp_deepspeed.plan.plan import Plan
+from tests.helpers.models import config, llama, loss_of
+from tests.helpers.oracle import check_case
+from tests.helpers.oracle_grid import Case
+from tests.helpers.ranks import Rank
+from tests.helpers.training import assert_identical, dense_state, engine_of, gathered, refusal, sgd, train
 
 SIZE = 4
 

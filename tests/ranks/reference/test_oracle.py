@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
-import oracle
 import pytest
-from oracle_grid import SIZES
+
+from tests.helpers import oracle
+from tests.helpers.oracle_grid import SIZES
 
 
 def _cases(size: int, config: pytest.Config) -> list[tuple[str, Any]]:

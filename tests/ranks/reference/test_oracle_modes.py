@@ -8,16 +8,16 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
-import oracle
 import pytest
-from models import SPECIMENS
-from oracle import check_case
-from oracle_grid import SIZES, Case, full_grid, num_scarce_units, pairs, possible, sample
-from ranks import Rank
 
 from sdp_deepspeed.config import KEY, parse
-from sdp_deepspeed.planning import plan_model
-from sdp_deepspeed.support_cells import AXES, all_cells
+from sdp_deepspeed.plan.planner import plan_model
+from sdp_deepspeed.support.cells import AXES, all_cells
+from tests.helpers import oracle
+from tests.helpers.models import SPECIMENS
+from tests.helpers.oracle import check_case
+from tests.helpers.oracle_grid import SIZES, Case, full_grid, num_scarce_units, pairs, possible, sample
+from tests.helpers.ranks import Rank
 
 
 def test_every_model_is_trained_on_every_corner() -> None:

@@ -8,12 +8,12 @@ from typing import Any
 
 import pytest
 import torch
-from oracle import half_precision_is_supported
-from ranks import Rank
-from support_examples import HINTS, REFUSED, WORKS, ds_config
-from training import engine_of, refusal, train
 
-from sdp_deepspeed.support_table import TABLE
+from sdp_deepspeed.support.table import TABLE
+from tests.helpers.oracle import half_precision_is_supported
+from tests.helpers.ranks import Rank
+from tests.helpers.support_examples import HINTS, REFUSED, WORKS, ds_config
+from tests.helpers.training import engine_of, refusal, train
 
 ROWS = {row.what: row for row in TABLE}  # checks carry names: rows ask by functions, which cannot be sent
 DIVIDES = "tensor parallelism (AutoTP)"  # comes last: DeepSpeed never forgets a group of AutoTP's

@@ -11,13 +11,27 @@ import deepspeed
 import pytest
 import torch
 import torch.distributed as dist
-from checkpoints import dense_tensors
-from divided import CASES, EVEN, MIXED, TP, Divided, Mpu, OwnModel, backward, build, describe_own, forward, mpu
-from models import SPECIMENS, batches, config, loss_of
-from ranks import Check, Rank
 from torch import nn
-from training import assert_identical, dense_state, gathered, micro_step, refusal
 from transformers import AutoModelForCausalLM
+
+from tests.helpers.dense_checkpoints import dense_tensors
+from tests.helpers.models import SPECIMENS, batches, config, loss_of
+from tests.helpers.ranks import Check, Rank
+from tests.helpers.tensor_parallel_models import (
+    CASES,
+    EVEN,
+    MIXED,
+    TP,
+    Divided,
+    Mpu,
+    OwnModel,
+    backward,
+    build,
+    describe_own,
+    forward,
+    mpu,
+)
+from tests.helpers.training import assert_identical, dense_state, gathered, micro_step, refusal
 
 BATCH = torch.arange(16).view(2, 8)
 

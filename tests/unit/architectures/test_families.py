@@ -5,18 +5,19 @@ from __future__ import annotations
 from copy import deepcopy
 from typing import Any
 
-import models
 import pytest
 import torch
-from neurons import infos
 from torch import nn
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 
-from sdp_deepspeed import architectures, assignment
+from sdp_deepspeed import architectures
 from sdp_deepspeed.architectures import Branch, find_sites, registry, unit_costs, units_of_sites
-from sdp_deepspeed.masking import Mask
-from sdp_deepspeed.plan import Plan
-from sdp_deepspeed.reference import zero_lacking
+from sdp_deepspeed.masking.mask import Mask
+from sdp_deepspeed.plan.assignment import methods as assignment
+from sdp_deepspeed.plan.plan import Plan
+from sdp_deepspeed.reference.virtual_workers import zero_lacking
+from tests.helpers import models
+from tests.helpers.masked_modules import infos
 
 NUM_LAYERS = 3
 

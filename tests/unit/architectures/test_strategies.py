@@ -6,12 +6,10 @@ import itertools
 from copy import deepcopy
 from typing import Any
 
-import models
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from neurons import held_pieces, infos, masked
 from torch import nn
 
 from sdp_deepspeed import architectures
@@ -28,10 +26,12 @@ from sdp_deepspeed.architectures import (
     units_of_sites,
 )
 from sdp_deepspeed.architectures.sites import CutTensor
-from sdp_deepspeed.masking import Mask
-from sdp_deepspeed.plan import Plan
-from sdp_deepspeed.reference import zero_lacking
+from sdp_deepspeed.masking.mask import Mask
+from sdp_deepspeed.plan.plan import Plan
+from sdp_deepspeed.reference.virtual_workers import zero_lacking
 from sdp_deepspeed.units import Piece, Unit, check_pieces
+from tests.helpers import models
+from tests.helpers.masked_modules import held_pieces, infos, masked
 
 
 def units_of(name: str, **choice: Any) -> dict[str, Unit]:

@@ -17,9 +17,9 @@ import torch
 
 from sdp_deepspeed.data import DataConfig, build
 from sdp_deepspeed.data import tokenizer as tokenizers
-from sdp_deepspeed.data.agreement import Agree, over_process_group, run_on_first
 from sdp_deepspeed.data.packing import PreparedData, is_held_out
 from sdp_deepspeed.data.prepare import prepare
+from sdp_deepspeed.distributed.agreement import Agree, over_process_group, run_on_first
 
 NUM_DOCUMENTS = 300
 

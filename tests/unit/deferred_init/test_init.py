@@ -9,16 +9,16 @@ from typing import Any
 
 import pytest
 import torch
-from models import FAMILIES, SPECIMENS, family, llama
 from torch import nn
 from transformers import LlamaConfig
-from unbuilt import BUILDERS, Holder, unbuilt, values_of
 
 import sdp_deepspeed
-from sdp_deepspeed.deferred_program import Ref, named_tensors
-from sdp_deepspeed.measure import watched_host_memory
-from sdp_deepspeed.start import Deferred
+from sdp_deepspeed.deferred_init.materialize import Deferred
+from sdp_deepspeed.deferred_init.program import Ref, named_tensors
+from sdp_deepspeed.measure.step import watched_host_memory
 from sdp_deepspeed.training.model import build_model, may_defer
+from tests.helpers.deferred_models import BUILDERS, Holder, unbuilt, values_of
+from tests.helpers.models import FAMILIES, SPECIMENS, family, llama
 
 MODELS: dict[str, Callable[[], nn.Module]] = {
     **BUILDERS,

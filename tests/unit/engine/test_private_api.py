@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from sdp_deepspeed import hosts
+from sdp_deepspeed.engine import private_api as hosts
 
 
 def test_nothing_is_missing() -> None:

@@ -9,12 +9,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sdp_deepspeed import assignment
-from sdp_deepspeed.estimate import Precision, RankEstimate, Setup, estimate, plain
-from sdp_deepspeed.estimate_table import bytes_per_parameter, main, sent_per_parameter, table
-from sdp_deepspeed.exchange import back_route
-from sdp_deepspeed.plan import Plan
-from sdp_deepspeed.segments import NOT_OPTIMIZED, TensorInfo, build_buckets, build_segments
+from sdp_deepspeed.estimate.formulas import bytes_per_parameter, main, sent_per_parameter, table
+from sdp_deepspeed.estimate.per_rank import Precision, RankEstimate, Setup, estimate, plain
+from sdp_deepspeed.exchange.exchange import back_route
+from sdp_deepspeed.layout.segments import NOT_OPTIMIZED, TensorInfo, build_buckets, build_segments
+from sdp_deepspeed.plan.assignment import methods as assignment
+from sdp_deepspeed.plan.plan import Plan
 from sdp_deepspeed.units import Piece, Unit, UnitCost
 
 BF16 = Precision.of("bf16")

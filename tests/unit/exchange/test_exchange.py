@@ -6,14 +6,14 @@ from typing import Any
 
 import pytest
 import torch
-from layouts import Layout, indices, random_layout, random_tensors, views_of
-from threads import Ranks
 
-from sdp_deepspeed.communicator import Communicator
-from sdp_deepspeed.exchange import Exchange, Receivers, read, receives, write
-from sdp_deepspeed.plan import Plan
-from sdp_deepspeed.segments import Fragment, TensorInfo
+from sdp_deepspeed.distributed.communicator import Communicator
+from sdp_deepspeed.exchange.exchange import Exchange, Receivers, read, receives, write
+from sdp_deepspeed.layout.segments import Fragment, TensorInfo
+from sdp_deepspeed.plan.plan import Plan
 from sdp_deepspeed.units import Piece, Unit
+from tests.helpers.random_layouts import Layout, indices, random_layout, random_tensors, views_of
+from tests.helpers.threads import Ranks
 
 SIZE = 8
 

@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 import torch
-from layouts import random_layout
-from toy import Expected, Toy, Trained, by_hand, run_toy
 
-from sdp_deepspeed.optimizer import SubnetworkOptimizer
+from sdp_deepspeed.optimizer.optimizer import SubnetworkOptimizer
+from tests.helpers.random_layouts import random_layout
+from tests.helpers.toy_training import Expected, Toy, Trained, by_hand, run_toy
 
 CUDA = pytest.param("cuda", marks=pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU"))
 # bf16 has 8 significant bits. Weights are rounded to them once, at stage 0 the averages of each step before it too:

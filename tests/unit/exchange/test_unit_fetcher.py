@@ -7,14 +7,14 @@ from math import prod
 
 import pytest
 import torch
-from layouts import Layout, random_layout, random_tensors
-from threads import Ranks
 
-from sdp_deepspeed.communicator import Communicator
-from sdp_deepspeed.fetch import UnitFetcher
-from sdp_deepspeed.plan import Plan
-from sdp_deepspeed.segments import TensorInfo
+from sdp_deepspeed.distributed.communicator import Communicator
+from sdp_deepspeed.exchange.unit_fetcher import UnitFetcher
+from sdp_deepspeed.layout.segments import TensorInfo
+from sdp_deepspeed.plan.plan import Plan
 from sdp_deepspeed.units import Piece, Unit
+from tests.helpers.random_layouts import Layout, random_layout, random_tensors
+from tests.helpers.threads import Ranks
 
 Fetched = dict[Piece, torch.Tensor]
 

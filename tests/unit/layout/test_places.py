@@ -10,11 +10,11 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from layouts import SIZES, indices
 
-from sdp_deepspeed.places import Places, in_order, side_by_side
-from sdp_deepspeed.segments import Fragment
+from sdp_deepspeed.layout.places import Places, in_order, side_by_side
+from sdp_deepspeed.layout.segments import Fragment
 from sdp_deepspeed.units import Piece
+from tests.helpers.random_layouts import SIZES, indices
 
 ROWS, COLUMNS, WHOLE = Piece("w", 0, 1, 2), Piece("w", 1, 1, 2), Piece("w", None, 0, 12)
 

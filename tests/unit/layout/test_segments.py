@@ -10,11 +10,9 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from layouts import Layout, indices, random_layout
 
-from sdp_deepspeed.exchange import back_route
-from sdp_deepspeed.plan import Plan
-from sdp_deepspeed.segments import (
+from sdp_deepspeed.exchange.exchange import back_route
+from sdp_deepspeed.layout.segments import (
     NOT_OPTIMIZED,
     Bucket,
     Fragment,
@@ -24,7 +22,9 @@ from sdp_deepspeed.segments import (
     build_segments,
     pieces_by_tensor,
 )
+from sdp_deepspeed.plan.plan import Plan
 from sdp_deepspeed.units import Piece, Unit
+from tests.helpers.random_layouts import Layout, indices, random_layout
 
 layouts = st.builds(random_layout, st.integers(0, 100_000), st.integers(1, 6), st.sampled_from(["forward", "backward"]))
 backward_layouts = st.builds(random_layout, st.integers(0, 100_000), st.integers(1, 8), st.just("backward"))

@@ -7,7 +7,11 @@ from typing import Any
 
 import pytest
 import torch
-from neurons import (
+from torch import nn
+
+from sdp_deepspeed.architectures import Site, find_sites
+from sdp_deepspeed.plan.plan import Plan
+from tests.helpers.masked_modules import (
     NAMES,
     NUM_TOKENS,
     RANKS,
@@ -22,10 +26,6 @@ from neurons import (
     saved_of,
     tokens,
 )
-from torch import nn
-
-from sdp_deepspeed.architectures import Site, find_sites
-from sdp_deepspeed.plan import Plan
 
 
 def lacking_sites(model: nn.Module, plan: Plan, rank: int) -> list[Site]:

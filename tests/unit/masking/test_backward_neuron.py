@@ -5,10 +5,15 @@ from __future__ import annotations
 from copy import deepcopy
 from typing import Any
 
-import models
 import pytest
 import torch
-from neurons import (
+from transformers import DynamicCache
+
+from sdp_deepspeed.architectures import find_sites
+from sdp_deepspeed.masking.mask import Mask
+from sdp_deepspeed.masking.neuron import NeuronPart
+from tests.helpers import models
+from tests.helpers.masked_modules import (
     NAMES,
     NUM_TOKENS,
     RANKS,
@@ -28,11 +33,6 @@ from neurons import (
     saved_of,
     tokens,
 )
-from transformers import DynamicCache
-
-from sdp_deepspeed.architectures import find_sites
-from sdp_deepspeed.masking import Mask
-from sdp_deepspeed.masking.neuron import NeuronPart
 
 STRATEGIES: tuple[Any, ...] = (
     "neuron",

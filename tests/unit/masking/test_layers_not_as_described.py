@@ -6,11 +6,8 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
-import models
 import pytest
 import torch
-from neurons import RANKS, build, plan_of
-from test_neuron import assert_same_as_zeroed
 from torch import nn
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaMLP
 
@@ -18,7 +15,10 @@ from sdp_deepspeed import architectures
 from sdp_deepspeed.architectures import find_sites, registry, units_of_sites
 from sdp_deepspeed.config import KEY, parse
 from sdp_deepspeed.masking.block import output_names
-from sdp_deepspeed.planning import plan_model
+from sdp_deepspeed.plan.planner import plan_model
+from tests.helpers import models
+from tests.helpers.masked_modules import RANKS, build, plan_of
+from tests.unit.masking.test_neuron import assert_same_as_zeroed
 
 
 class Experts(nn.Module):

@@ -7,15 +7,16 @@ from typing import Any
 
 import pytest
 import torch
-from models import llama, loss_of
-from neurons import infos
 from torch import nn
 
 from sdp_deepspeed.architectures import find_sites
-from sdp_deepspeed.masking import Mask, MaskedPart
 from sdp_deepspeed.masking.block import NOTHING
-from sdp_deepspeed.plan import Plan
+from sdp_deepspeed.masking.mask import Mask
+from sdp_deepspeed.masking.part import MaskedPart
+from sdp_deepspeed.plan.plan import Plan
 from sdp_deepspeed.units import Piece, Unit
+from tests.helpers.masked_modules import infos
+from tests.helpers.models import llama, loss_of
 
 
 def plan_of(model: nn.Module, regime: str = "forward") -> Plan:

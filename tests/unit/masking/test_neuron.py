@@ -7,11 +7,20 @@ import weakref
 from copy import deepcopy
 from typing import Any
 
-import models
 import pytest
 import torch
-from live import Watch
-from neurons import (
+from torch import nn
+from transformers.pytorch_utils import Conv1D
+
+from sdp_deepspeed.architectures import find_sites
+from sdp_deepspeed.masking.mask import Mask
+from sdp_deepspeed.masking.neuron import NeuronPart
+from sdp_deepspeed.plan.plan import Plan
+from sdp_deepspeed.reference.virtual_workers import zero_lacking
+from sdp_deepspeed.units import Piece
+from tests.helpers import models
+from tests.helpers.live_tensors import Watch
+from tests.helpers.masked_modules import (
     NAMES,
     RANKS,
     Products,
@@ -28,15 +37,6 @@ from neurons import (
     plan_of,
     tokens,
 )
-from torch import nn
-from transformers.pytorch_utils import Conv1D
-
-from sdp_deepspeed.architectures import find_sites
-from sdp_deepspeed.masking import Mask
-from sdp_deepspeed.masking.neuron import NeuronPart
-from sdp_deepspeed.plan import Plan
-from sdp_deepspeed.reference import zero_lacking
-from sdp_deepspeed.units import Piece
 
 MIXED = {"attention": "neuron", "mlp": "block"}
 

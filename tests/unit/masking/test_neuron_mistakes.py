@@ -7,18 +7,18 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import models
 import pytest
 import torch
-from neurons import infos
 from torch import nn
 
 from sdp_deepspeed import architectures
 from sdp_deepspeed.architectures import Branch, find_sites, registry
 from sdp_deepspeed.config import KEY, parse
-from sdp_deepspeed.masking import Mask
-from sdp_deepspeed.plan import Plan
-from sdp_deepspeed.planning import plan_model
+from sdp_deepspeed.masking.mask import Mask
+from sdp_deepspeed.plan.plan import Plan
+from sdp_deepspeed.plan.planner import plan_model
+from tests.helpers import models
+from tests.helpers.masked_modules import infos
 
 
 def start(model: nn.Module, size: int = 2, **block: Any) -> Mask:

@@ -6,10 +6,10 @@ import pytest
 import torch
 from torch import nn
 
-from sdp_deepspeed.communicator import Communicator
-from sdp_deepspeed.optimizer import OptimizerSettings, SubnetworkOptimizer
-from sdp_deepspeed.plan import Plan
-from sdp_deepspeed.segments import TensorInfo
+from sdp_deepspeed.distributed.communicator import Communicator
+from sdp_deepspeed.layout.segments import TensorInfo
+from sdp_deepspeed.optimizer.optimizer import OptimizerSettings, SubnetworkOptimizer
+from sdp_deepspeed.plan.plan import Plan
 from sdp_deepspeed.units import Piece, Unit
 
 NUM_MICRO = 64

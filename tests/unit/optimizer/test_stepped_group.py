@@ -6,13 +6,13 @@ from typing import Any
 
 import pytest
 import torch
-from layouts import views_of
 from torch import nn
 
-from sdp_deepspeed.places import Places, side_by_side
-from sdp_deepspeed.segments import Fragment
-from sdp_deepspeed.stepping import SteppedGroup, Weights, can_view, check_fresh, repoint
+from sdp_deepspeed.layout.places import Places, side_by_side
+from sdp_deepspeed.layout.segments import Fragment
+from sdp_deepspeed.optimizer.stepped_group import SteppedGroup, Weights, can_view, check_fresh, repoint
 from sdp_deepspeed.units import Piece
+from tests.helpers.random_layouts import views_of
 
 ROWS = Piece("w", 0, 1, 2)
 COLUMNS = Piece("w", 1, 1, 2)

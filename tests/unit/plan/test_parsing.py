@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from sdp_deepspeed.plan import Plan
+from sdp_deepspeed.plan.plan import Plan
 from sdp_deepspeed.units import Piece, Unit
 
 

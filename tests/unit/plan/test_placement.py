@@ -13,11 +13,11 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from models import family
 
-from sdp_deepspeed.communicator import Communicator
 from sdp_deepspeed.config import KEY, parse
-from sdp_deepspeed.placement import (
+from sdp_deepspeed.distributed.communicator import Communicator
+from sdp_deepspeed.layout.segments import Segment, TensorInfo, build_segments
+from sdp_deepspeed.plan.placement import (
     Load,
     Network,
     Placement,
@@ -27,10 +27,10 @@ from sdp_deepspeed.placement import (
     packed,
     spread,
 )
-from sdp_deepspeed.plan import Plan
-from sdp_deepspeed.planning import plan_model
-from sdp_deepspeed.segments import Segment, TensorInfo, build_segments
+from sdp_deepspeed.plan.plan import Plan
+from sdp_deepspeed.plan.planner import plan_model
 from sdp_deepspeed.units import Piece, Unit
+from tests.helpers.models import family
 
 WAYS: dict[Any, Any] = {"packed": packed, "spread": spread}
 

@@ -9,19 +9,19 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from models import family
 from torch import nn
 
 from sdp_deepspeed.architectures import Branch, Cut, Inner, Site, find_sites, units_of_sites
 from sdp_deepspeed.architectures.sites import CutTensor
-from sdp_deepspeed.communicator import Communicator
 from sdp_deepspeed.config import SubnetworkConfig, parse
-from sdp_deepspeed.plan import Plan
-from sdp_deepspeed.planning import plan_model
-from sdp_deepspeed.shards import Division, Shards
-from sdp_deepspeed.state_dicts import StateDicts
-from sdp_deepspeed.tensor_parallel import _without_heads_of_config
+from sdp_deepspeed.distributed.communicator import Communicator
+from sdp_deepspeed.plan.plan import Plan
+from sdp_deepspeed.plan.planner import plan_model
+from sdp_deepspeed.plan.shards import Division, Shards
+from sdp_deepspeed.tensor_parallel.model import _without_heads_of_config
+from sdp_deepspeed.tensor_parallel.state_dicts import StateDicts
 from sdp_deepspeed.units import Piece, Unit
+from tests.helpers.models import family
 
 UP = Division((12, 4), 0, (6, 6))
 DOWN = Division((4, 12), 1, (6, 6))

@@ -9,14 +9,12 @@ from collections.abc import Sequence
 import numpy as np
 import pytest
 import torch
-from models import batches, llama, loss_of
 from torch import nn
 
-from sdp_deepspeed import assignment
 from sdp_deepspeed.architectures import find_sites, unit_costs, units_of_sites
-from sdp_deepspeed.plan import Plan
-from sdp_deepspeed.reference import local_gradients, masked_average
-from sdp_deepspeed.theory import (
+from sdp_deepspeed.plan.assignment import methods as assignment
+from sdp_deepspeed.plan.plan import Plan
+from sdp_deepspeed.reference.theory import (
     Gradients,
     dense_gradients,
     deviation,
@@ -26,6 +24,8 @@ from sdp_deepspeed.theory import (
     similarity,
     worker_gradients,
 )
+from sdp_deepspeed.reference.virtual_workers import local_gradients, masked_average
+from tests.helpers.models import batches, llama, loss_of
 
 EPS = 2.0**-24  # unit roundoff of fp32
 LAYERS = ["model.layers.0", "model.layers.1"]

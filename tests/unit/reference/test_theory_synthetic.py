@@ -11,14 +11,14 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from models import loss_of
 from torch import nn
 
-from sdp_deepspeed import assignment
-from sdp_deepspeed.plan import Plan
-from sdp_deepspeed.reference import held_mask, masked_average
-from sdp_deepspeed.theory import dense_gradients, deviation, distance, mean, permitted
+from sdp_deepspeed.plan.assignment import methods as assignment
+from sdp_deepspeed.plan.plan import Plan
+from sdp_deepspeed.reference.theory import dense_gradients, deviation, distance, mean, permitted
+from sdp_deepspeed.reference.virtual_workers import held_mask, masked_average
 from sdp_deepspeed.units import Piece, Unit
+from tests.helpers.models import loss_of
 
 
 def synthetic(holders: assignment.Holders, k: int, weights: Sequence[int]) -> tuple[nn.Module, Plan]:

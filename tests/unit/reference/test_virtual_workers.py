@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import nn
 
-from sdp_deepspeed.plan import Plan
-from sdp_deepspeed.reference import (
+from sdp_deepspeed.plan.plan import Plan
+from sdp_deepspeed.reference.virtual_workers import (
     Reference,
     divisors,
     held_mask,

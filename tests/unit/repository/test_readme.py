@@ -6,9 +6,9 @@ import re
 from pathlib import Path
 
 from sdp_deepspeed.config import SubnetworkConfig
-from sdp_deepspeed.support import markdown
+from sdp_deepspeed.support.refusals import markdown
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[3]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 
 

@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 
 from sdp_deepspeed.config import KEY, parse
-from sdp_deepspeed.support import main, markdown, refuse_unsupported
-from sdp_deepspeed.support_cells import AXES, Cell, Share, all_cells, share
-from sdp_deepspeed.support_table import TABLE
+from sdp_deepspeed.support.cells import AXES, Cell, Share, all_cells, share
+from sdp_deepspeed.support.refusals import main, markdown, refuse_unsupported
+from sdp_deepspeed.support.table import TABLE
 
 SAMPLE = random.Random(0).sample(list(all_cells()), 300)
 

@@ -7,12 +7,12 @@ from typing import Any
 
 import pytest
 import torch
-from support_examples import HINTS, REFUSED, WORKS, ds_config, ids
 
 from sdp_deepspeed.config import KEY, SubnetworkConfig, parse
-from sdp_deepspeed.support import optimizer_refusal, refuse_modules, refuse_unsupported, without_effect
-from sdp_deepspeed.support_rows import DEFAULT_CLIPPING, ELEMENTWISE_OPTIMIZERS, Row, is_elementwise
-from sdp_deepspeed.support_table import TABLE
+from sdp_deepspeed.support.refusals import optimizer_refusal, refuse_modules, refuse_unsupported, without_effect
+from sdp_deepspeed.support.rows import DEFAULT_CLIPPING, ELEMENTWISE_OPTIMIZERS, Row, is_elementwise
+from sdp_deepspeed.support.table import TABLE
+from tests.helpers.support_examples import HINTS, REFUSED, WORKS, ds_config, ids
 
 # Where DeepSpeed 0.19.8 declares the keys below; keys that it reads with a string literal are left out.
 MODELS = {

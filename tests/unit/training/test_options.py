@@ -13,10 +13,10 @@ from typing import Any
 import pytest
 
 from sdp_deepspeed.config import KEY
-from sdp_deepspeed.training.mistakes import MISTAKE_EXIT_CODE, reported_mistakes
 from sdp_deepspeed.training.options import Options, parse_options
+from sdp_deepspeed.training.user_errors import MISTAKE_EXIT_CODE, reported_mistakes
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[3]
 
 
 @pytest.fixture
@@ -156,7 +156,7 @@ def test_model_files_have_the_size_that_they_say(path: Path) -> None:
 @pytest.mark.parametrize("path", sorted((ROOT / "configs").glob("*.json")), ids=lambda path: path.stem)
 def test_deepspeed_files_are_accepted(path: Path) -> None:
     from sdp_deepspeed.config import parse
-    from sdp_deepspeed.support import refuse_unsupported
+    from sdp_deepspeed.support.refusals import refuse_unsupported
 
     config = json.loads(path.read_text())
     block = parse(config)

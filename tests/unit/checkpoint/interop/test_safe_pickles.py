@@ -10,7 +10,7 @@ import torch
 from deepspeed.runtime.fp16.loss_scaler import LossScaler
 from deepspeed.runtime.zero.config import ZeroStageEnum
 
-from sdp_deepspeed.checkpoint.pickles import read_known
+from sdp_deepspeed.checkpoint.interop.safe_pickles import read_known
 
 
 class _Attribute:

@@ -8,11 +8,11 @@ import torch
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from sdp_deepspeed.checkpoint.boxes import Box, box_of, boxes_of, in_dense
-from sdp_deepspeed.checkpoint.layout import in_box
-from sdp_deepspeed.places import in_order
-from sdp_deepspeed.segments import Fragment
-from sdp_deepspeed.shards import Division, Shards
+from sdp_deepspeed.checkpoint.state.boxes import Box, box_of, boxes_of, in_dense
+from sdp_deepspeed.checkpoint.state.rank_chunks import in_box
+from sdp_deepspeed.layout.places import in_order
+from sdp_deepspeed.layout.segments import Fragment
+from sdp_deepspeed.plan.shards import Division, Shards
 from sdp_deepspeed.units import Piece
 
 

@@ -10,10 +10,20 @@ from collections import Counter
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tables import ATTENTION, MLP, Branches, check_table, equal_units, gap, loads, model, widths
 
-from sdp_deepspeed import assignment
+from sdp_deepspeed.plan.assignment import methods as assignment
 from sdp_deepspeed.units import UnitCost
+from tests.helpers.assignment_tables import (
+    ATTENTION,
+    MLP,
+    Branches,
+    check_table,
+    equal_units,
+    gap,
+    loads,
+    model,
+    widths,
+)
 
 
 @st.composite

@@ -8,11 +8,11 @@ import random
 import numpy as np
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
-from tables import Branches, check_table, counts, widths
 
-from sdp_deepspeed import assignment
-from sdp_deepspeed.assignment_graph import connect, num_components
-from sdp_deepspeed.assignment_problem import branch_codes
+from sdp_deepspeed.plan.assignment import methods as assignment
+from sdp_deepspeed.plan.assignment.graph import connect, num_components
+from sdp_deepspeed.plan.assignment.problem import branch_codes
+from tests.helpers.assignment_tables import Branches, check_table, counts, widths
 
 
 @settings(max_examples=100, deadline=None)

@@ -7,10 +7,10 @@ import time
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tables import ATTENTION, MLP, check_table, counts, equal_units, gap, loads
 
-from sdp_deepspeed import assignment
+from sdp_deepspeed.plan.assignment import methods as assignment
 from sdp_deepspeed.units import UnitCost
+from tests.helpers.assignment_tables import ATTENTION, MLP, check_table, counts, equal_units, gap, loads
 
 
 @st.composite

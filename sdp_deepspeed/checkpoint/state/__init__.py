@@ -1,0 +1,1 @@
+"""What a checkpoint holds, in the dense model's coordinates."""

@@ -1,0 +1,1 @@
+"""Process groups as objects, and how ranks agree."""

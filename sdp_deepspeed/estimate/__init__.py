@@ -1,0 +1,1 @@
+"""Bytes and traffic by count, before anything runs."""

@@ -1,0 +1,1 @@
+"""Masked averages of gradients over the holders, and weights on their way back."""

@@ -1,0 +1,1 @@
+"""Where pieces lie: in flat segments of the exchange and in a rank's tensors."""

@@ -1,0 +1,1 @@
+"""Bytes and traffic of a live engine."""

@@ -1,0 +1,1 @@
+"""The wrapped optimizer: what it averages, steps and sends back."""

@@ -1,0 +1,1 @@
+"""The plan: who holds what."""

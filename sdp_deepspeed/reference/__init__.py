@@ -1,0 +1,1 @@
+"""The method executed literally, and its theory: the oracle."""

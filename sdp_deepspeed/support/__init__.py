@@ -1,0 +1,1 @@
+"""What works together: one table, from which start-up refuses."""

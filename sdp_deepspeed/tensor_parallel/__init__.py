@@ -1,0 +1,1 @@
+"""Tensor parallelism: divided models and their groups."""
