@@ -17,8 +17,8 @@ from sdp_deepspeed.checkpoint.state.chunks import SavePlanner
 from sdp_deepspeed.checkpoint.state.snapshot import Snapshot
 from sdp_deepspeed.checkpoint.storage import folder as files
 from sdp_deepspeed.checkpoint.storage.chunk_files import SafetensorsWriter, hashed_file
+from sdp_deepspeed.distributed.agreement import run_on_all_ranks
 from sdp_deepspeed.distributed.communicator import Communicator
-from sdp_deepspeed.engine.consistency import run_together
 
 COMMON = "common.pt"
 
@@ -156,4 +156,4 @@ def together(communicator: Communicator, work: Callable[[], Any]) -> Any:
             text = f"checkpoint: {problem.strerror or problem}: {problem.filename or ''}"
             raise RuntimeError(text.rstrip(": ")) from problem
 
-    return run_together(communicator, named)
+    return run_on_all_ranks(communicator, named)

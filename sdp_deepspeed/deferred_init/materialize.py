@@ -15,8 +15,10 @@ from torch import nn
 from sdp_deepspeed.config import KEY
 from sdp_deepspeed.deferred_init.init import PROGRAM, Init
 from sdp_deepspeed.deferred_init.program import Program, Ref, address, allocate, named_tensors
+from sdp_deepspeed.distributed.agreement import raise_on_all_ranks
 from sdp_deepspeed.distributed.communicator import Communicator
 from sdp_deepspeed.masking.mask import Mask
+from sdp_deepspeed.messages import quoted
 
 _BUILD_UNDER_INIT = "build the model inside `with sdp_deepspeed.Init():`"
 Value = Ref | torch.Tensor  # in the program, or as it is
@@ -90,7 +92,7 @@ class Deferred:
                 torch.set_rng_state(own)  # somebody has used it since, or it is another one on purpose
         except Exception as problem:  # of any kind: the others wait for this rank
             error = problem
-        everyone.raise_together(error)
+        raise_on_all_ranks(everyone, error)
 
     def _fill(self, homes: _Homes) -> None:
         names: dict[int, list[str]] = {}
@@ -194,8 +196,7 @@ def _values(program: Program, tensors: Mapping[str, torch.Tensor]) -> dict[str, 
 
 def _refuse(names: Sequence[str], why: str) -> None:
     if names:
-        more = f" (+{len(names) - 1} more)" if len(names) > 1 else ""
-        raise ValueError(f"{KEY}: {names[0]!r}{more} is on the meta device, and {why}: {_BUILD_UNDER_INIT}")
+        raise ValueError(f"{KEY}: {quoted(names, limit=1)} is on the meta device, and {why}: {_BUILD_UNDER_INIT}")
 
 
 def _layout(tensor: torch.Tensor) -> tuple[Any, ...]:

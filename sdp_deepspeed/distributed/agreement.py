@@ -1,125 +1,149 @@
-"""Outcomes that all ranks learn together, so that one rank's failure is everyone's error and nobody hangs."""
+"""Outcomes that all ranks learn together: one rank's error is everybody's, so that nobody waits for a rank that left.
+
+All three functions are collectives of the ranks of the communicator that they get.
+"""
 
 from __future__ import annotations
 
+import pickle
 import threading
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
+
+from sdp_deepspeed.messages import listed
 
 T = TypeVar("T")
 
-# Collective of all data-parallel ranks: takes this rank's value, returns everyone's in rank order.
-Agree = Callable[[Any], list[Any]]
-
-# Far below any process group's timeout (10 minutes with NCCL), since preparing a corpus may take hours.
-_POLL_SECONDS = 20.0
-_SHOWN = 5
+_KINDS = (ValueError, RuntimeError, OSError)  # what callers tell apart; every other error travels as a RuntimeError
 
 
-def over_process_group(world_size: int, group: Any = None) -> Agree:
-    """`Agree` over a torch.distributed group (None: the default one) that must have `world_size` ranks.
+class Gatherer(Protocol):
+    """What the functions here need of a communicator."""
+
+    rank: int
+    size: int
+
+    def gather_objects(self, value: object) -> list[Any]:
+        """One small picklable object of every rank, in rank order."""
+
+
+class OneRank:
+    """A communicator of this process alone."""
+
+    rank = 0
+    size = 1
+
+    def gather_objects(self, value: object) -> list[Any]:
+        return [value]
+
+
+def raise_on_all_ranks(communicator: Gatherer, error: Exception | None) -> None:
+    """Raise on every rank if any rank has an error.
 
     Raises:
-        ValueError: torch.distributed is not initialized, or the group has another size.
+        the first rank's error, which names the ranks that have one unless all have. Its class is kept where it is a
+            plain ValueError, RuntimeError or OSError, or a subclass that adds nothing; else it is a RuntimeError.
     """
-    import torch.distributed as dist
-
-    if not (dist.is_available() and dist.is_initialized()):
-        raise ValueError(
-            f"data for {world_size} ranks needs torch.distributed: call deepspeed.init_distributed() before build(), "
-            "or pass agree="
-        )
-    size = dist.get_world_size(group)
-    if size != world_size:
-        raise ValueError(
-            f"the process group has {size} ranks, the data {world_size} data-parallel ranks: pass "
-            "agree=over_process_group(world_size, group) with the data-parallel group"
-        )
-
-    def agree(value: Any) -> list[Any]:
-        values: list[Any] = [None] * world_size
-        dist.all_gather_object(values, value, group=group)
-        return values
-
-    return agree
+    reports = communicator.gather_objects(None if error is None else _report(error))
+    failed = {rank: report for rank, report in enumerate(reports) if report is not None}
+    if not failed:
+        return
+    kind, text = failed[min(failed)]
+    if len(failed) < communicator.size:
+        text = f"{text} [on rank {listed(failed)}]"
+    raise kind(text) from error
 
 
-class _Background:
-    """Work in a thread of rank 0, while its main thread keeps meeting the others."""
+def run_on_all_ranks(communicator: Gatherer, *works: Callable[[], T]) -> T:
+    """Run works one after the other on every rank; an error of some is raised on all before the next begins.
 
-    def __init__(self, work: Callable[[], Any]) -> None:
+    Returns:
+        What the last work returns on this rank.
+
+    Raises:
+        as `raise_on_all_ranks`.
+    """
+    assert works, "there is nothing to run"
+    for work in works:
+        error: Exception | None = None
+        try:
+            result = work()
+        except Exception as problem:  # of any kind: the others wait for this rank
+            error = problem
+        raise_on_all_ranks(communicator, error)
+    return result
+
+
+def run_on_rank_0(communicator: Gatherer, work: Callable[[], T], *, poll_seconds: float | None = None) -> T:
+    """Run `work` on rank 0 alone.
+
+    Args:
+        poll_seconds: for long work: it runs in a thread while all ranks meet this often, which keeps the time limit of
+            the process group away. None runs it in this thread, and the others wait in one collective.
+
+    Returns:
+        Rank 0's result on every rank; small and picklable.
+
+    Raises:
+        rank 0's error on every rank, as `raise_on_all_ranks`, without naming the rank.
+    """
+    outcome = _Outcome(work if communicator.rank == 0 else None, in_background=poll_seconds is not None)
+    report: tuple[str, Any] | None = None
+    while report is None:
+        report = communicator.gather_objects(outcome.report(poll_seconds))[0]
+    what, content = report
+    if what == "value":
+        value: T = content
+        return value
+    kind, text = content
+    raise kind(text) from outcome.error
+
+
+class _Outcome:
+    """How rank 0's work ended; on other ranks nothing."""
+
+    def __init__(self, work: Callable[[], Any] | None, *, in_background: bool) -> None:
         self._work = work
+        self._in_background = in_background
+        self._thread: threading.Thread | None = None
+        self._ended: tuple[str, Any] | None = None
         self.error: Exception | None = None
-        self._outcome: tuple[str, Any] | None = None
-        # A daemon, so that Ctrl-C ends the program and not only the waiting.
-        self._thread = threading.Thread(target=self._run, name="sdp-data", daemon=True)
-        self._thread.start()
+
+    def report(self, seconds: float | None) -> tuple[str, Any] | None:
+        """("value", result) or ("error", what `_report` makes of it); None while it runs, or where there is no work."""
+        if self._work is None:
+            return None
+        if not self._in_background:
+            self._run()
+            return self._ended
+        if self._thread is None:  # a daemon, so that Ctrl-C ends the program and not only the waiting
+            self._thread = threading.Thread(target=self._run, name="rank-0-work", daemon=True)
+            self._thread.start()
+        self._thread.join(seconds)
+        return None if self._thread.is_alive() else self._ended
 
     def _run(self) -> None:
+        assert self._work is not None
         try:
-            self._outcome = ("value", self._work())
-        except Exception as error:
-            self.error = error
-            self._outcome = _describe(error)
-
-    def outcome(self, seconds: float) -> tuple[str, Any] | None:
-        """How the work ended, or None if it still runs after `seconds`."""
-        self._thread.join(seconds)
-        return None if self._thread.is_alive() else self._outcome
+            self._ended = ("value", self._work())
+        except Exception as problem:  # of any kind: the others wait for this rank
+            self.error = problem
+            self._ended = ("error", _report(problem))
 
 
-def _describe(error: Exception) -> tuple[str, str]:
-    if isinstance(error, ValueError):
-        return "mistake", str(error)
-    return "failure", f"{type(error).__name__}: {error}"
+def _report(error: Exception) -> tuple[type[Exception], str]:
+    """An error as a class that is made from one string, and that string."""
+    kind = next((known for known in _KINDS if isinstance(error, known)), None)
+    if kind is None:
+        return RuntimeError, f"{type(error).__name__}: {error}".removesuffix(": ")
+    own = type(error)
+    adds_nothing = own.__init__ is kind.__init__ and own.__new__ is kind.__new__
+    return (own if adds_nothing and _is_importable(own) else kind), f"{error}"
 
 
-def _rebuild(rank: int, outcome: tuple[str, Any]) -> Exception:
-    kind, message = outcome
-    return ValueError(message) if kind == "mistake" else RuntimeError(f"rank {rank}: {message}")
-
-
-def run_on_first(work: Callable[[], T], *, rank: int, agree: Agree | None, poll_seconds: float = _POLL_SECONDS) -> T:
-    """Run `work` on rank 0 alone; every rank returns its result, or raises its error.
-
-    A collective of all ranks of `agree` (None: one rank, no collective), repeated every `poll_seconds`
-    so that long work meets no timeout.
-
-    Raises:
-        ValueError: rank 0's ValueError, on every rank.
-        RuntimeError: any other error of rank 0, on the other ranks (rank 0 raises the original).
-    """
-    if agree is None:
-        return work()
-    background = _Background(work) if rank == 0 else None
-    outcome: tuple[str, Any] | None = None
-    while outcome is None:
-        outcome = agree(background.outcome(poll_seconds) if background else None)[0]
-    if outcome[0] == "value":
-        result: T = outcome[1]
-        return result
-    raise (background.error if background and background.error else _rebuild(0, outcome))
-
-
-def run_on_all(work: Callable[[], T], *, rank: int, agree: Agree | None) -> T:
-    """Run `work` on every rank; if it fails on any, all raise. A collective of all ranks of `agree`.
-
-    Raises:
-        ValueError, RuntimeError: this rank's own error, or one that names the ranks that failed.
-    """
-    if agree is None:
-        return work()
-    error: Exception | None = None
+def _is_importable(kind: type) -> bool:
     try:
-        result = work()
-    except Exception as caught:
-        error = caught
-    outcomes = agree(_describe(error) if error else None)
-    if error is not None:
-        raise error
-    failed = [other for other, outcome in enumerate(outcomes) if outcome is not None]
-    if failed:
-        more = f" (+{len(failed) - _SHOWN} more)" if len(failed) > _SHOWN else ""
-        kind, message = outcomes[failed[0]]
-        raise _rebuild(failed[0], (kind, f"{message} [failed on ranks {failed[:_SHOWN]}{more}, not on rank {rank}]"))
-    return result
+        pickle.dumps(kind)
+    except (pickle.PicklingError, AttributeError):
+        return False
+    return True

@@ -66,24 +66,3 @@ class Communicator:
         values: list[Any] = [None] * self.size
         self._objects.all_gather_object(values, value, group=self._group)
         return values
-
-    def barrier(self) -> None:
-        self._dist.barrier(group=self._group)
-
-    def raise_together(self, error: BaseException | None) -> None:
-        """Raise on every rank when any rank has an error, so that nobody waits for a rank that left.
-
-        Raises:
-            type of the first rank's error where it is a ValueError or RuntimeError, else RuntimeError.
-        """
-        kind = "ValueError" if isinstance(error, ValueError) else "RuntimeError"
-        reports = self.gather_objects(None if error is None else (kind, f"{error}"))
-        failed = {rank: report for rank, report in enumerate(reports) if report is not None}
-        if not failed:
-            return
-        first = min(failed)
-        text = failed[first][1]
-        if len(failed) < self.size:
-            ranks = ", ".join(map(str, list(failed)[:5])) + (f" +{len(failed) - 5} more" if len(failed) > 5 else "")
-            text = f"{text} [on rank {ranks}]"
-        raise (ValueError if failed[first][0] == "ValueError" else RuntimeError)(text) from error

@@ -9,6 +9,8 @@ from typing import Any
 
 import torch
 
+from sdp_deepspeed.messages import listed
+
 TIMEOUT = timedelta(minutes=5)
 
 
@@ -91,14 +93,13 @@ class Gate:
             late = [rank for rank, meetings in enumerate(self._reports()) if meetings < self._meetings]
         except Exception:  # the store is gone when the rank that keeps it is
             return "another rank"
-        return "rank " + ", ".join(map(str, late[:5])) if late else "another rank"
+        return f"rank {listed(late)}" if late else "another rank"
 
     def _explain(self, steps: list[Step]) -> str:
         said = []
         for step in sorted(set(steps)):
             ranks = [rank for rank, other in enumerate(steps) if other == step]
-            more = f" +{len(ranks) - 5} more" if len(ranks) > 5 else ""
-            said.append(f"rank {', '.join(map(str, ranks[:5]))}{more} {_WORDS[step]}")
+            said.append(f"rank {listed(ranks)} {_WORDS[step]}")
         return (
             f"after {self.num_forwards} evaluation batches {'; '.join(said)}. The dense model is a collective of all "
             "ranks: give each the same number of batches (drop or repeat samples), and save from all ranks together"

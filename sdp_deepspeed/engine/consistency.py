@@ -2,22 +2,16 @@
 
 from __future__ import annotations
 
-import hashlib
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
 
 import torch
 
 from sdp_deepspeed.distributed.communicator import Communicator
+from sdp_deepspeed.distributed.replicas import digest
 from sdp_deepspeed.layout.segments import TensorInfo, pieces_by_tensor
+from sdp_deepspeed.messages import listed
 from sdp_deepspeed.plan.plan import Plan
 from sdp_deepspeed.units import Piece
-
-
-def digest(tensor: torch.Tensor) -> str:
-    """SHA-256 of a tensor's bytes."""
-    flat = tensor.detach().contiguous().view(-1).view(torch.uint8).cpu()
-    return hashlib.sha256(flat.numpy().data).hexdigest()
 
 
 def check_same_plan(plan: Plan, communicator: Communicator) -> None:
@@ -35,28 +29,6 @@ def check_same_plan(plan: Plan, communicator: Communicator) -> None:
             f" it otherwise (subnetworks of ranks {theirs[1]}, not {ours[1]}): give all ranks the same model, config "
             "and version of sdp_deepspeed"
         )
-
-
-def run_together(communicator: Communicator, *works: Callable[[], Any]) -> Any:
-    """Run works one after the other on every rank; an error of some is raised on all before the next. Returns what the
-    last one returns."""
-    result = None
-    for work in works:
-        error: Exception | None = None
-        try:
-            result = work()
-        except Exception as problem:  # of any kind: the others wait for this rank
-            error = problem
-        communicator.raise_together(error)
-    return result
-
-
-def differing_replicas(tensors: Mapping[str, torch.Tensor], communicator: Communicator) -> str:
-    """Names of tensors that are not the same on all ranks of a group, for people; empty if all are. Every rank of the
-    group calls it with the same names."""
-    every = communicator.gather_objects({name: digest(tensor) for name, tensor in tensors.items()})
-    names = [name for name in every[0] if any(own.get(name) != every[0][name] for own in every)]
-    return ", ".join(names[:5]) + (f" +{len(names) - 5} more" if len(names) > 5 else "")
 
 
 def check_holders_agree(
@@ -84,8 +56,7 @@ def check_holders_agree(
         if len({digests[rank][index] for rank in holders}) > 1
     ]
     if differing:
-        more = f" +{len(differing) - 5} more" if len(differing) > 5 else ""
-        raise RuntimeError(f"holders do not agree on {', '.join(differing[:5])}{more}: training has diverged")
+        raise RuntimeError(f"holders do not agree on {listed(differing)}: training has diverged")
 
 
 def _words(piece: Piece) -> str:

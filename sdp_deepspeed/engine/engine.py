@@ -26,9 +26,10 @@ from sdp_deepspeed.checkpoint.checkpointer import CheckpointingEngine
 from sdp_deepspeed.checkpoint.state.rank_chunks import Layout, persistent_buffers
 from sdp_deepspeed.config import KEY, parse
 from sdp_deepspeed.deferred_init.materialize import Deferred, check_initialised_alike, refuse_tensor_parallel
+from sdp_deepspeed.distributed.agreement import raise_on_all_ranks, run_on_all_ranks
 from sdp_deepspeed.distributed.communicator import Communicator
 from sdp_deepspeed.distributed.monitored_barrier import make_gate
-from sdp_deepspeed.engine.consistency import check_holders_agree, check_same_plan, run_together
+from sdp_deepspeed.engine.consistency import check_holders_agree, check_same_plan
 from sdp_deepspeed.engine.deepspeed_settings import loss_scaler, network_of, optimizer_settings
 from sdp_deepspeed.engine.private_api import check_hosts
 from sdp_deepspeed.masking.compiled import compile_in_place
@@ -134,7 +135,7 @@ class SubnetworkEngine(CheckpointingEngine):
             )
         except Exception as problem:  # of any kind: the others wait for this rank
             error = problem
-        self.everyone.raise_together(error)
+        raise_on_all_ranks(self.everyone, error)
         check_same_plan(self.plan, self.everyone)
         for note in notes:
             log_dist(f"{KEY}: {note}", ranks=[0], level=logging.WARNING)
@@ -149,11 +150,11 @@ class SubnetworkEngine(CheckpointingEngine):
     def _configure_optimizer(self, client_optimizer: Any, model_parameters: Any) -> None:
         name = self.optimizer_name() if client_optimizer is None else type(client_optimizer).__name__
         if client_optimizer is None or isinstance(client_optimizer, torch.optim.Optimizer):
-            run_together(self.everyone, partial(optimizer_refusal, name, self.block))
+            run_on_all_ranks(self.everyone, partial(optimizer_refusal, name, self.block))
         super()._configure_optimizer(client_optimizer, model_parameters)
 
     def _do_optimizer_sanity_check(self, basic_optimizer: Any) -> str:
-        run_together(self.everyone, partial(optimizer_refusal, type(basic_optimizer).__name__, self.block))
+        run_on_all_ranks(self.everyone, partial(optimizer_refusal, type(basic_optimizer).__name__, self.block))
         return ZERO_OPTIMIZATION  # every stage and precision takes our optimizer
 
     def _configure_zero_optimizer(self, optimizer: Any) -> SubnetworkOptimizer:
@@ -190,7 +191,7 @@ class SubnetworkEngine(CheckpointingEngine):
         if self.block.check_agreement and self._step_applied:
             holders = partial(check_holders_agree, self._mask.places.weight, self._tensors, self._local_plan)
             checks = partial(holders, self.communicator), partial(self._parallel.check_replicated, self.held_tensors())
-            run_together(self.everyone, *checks)
+            run_on_all_ranks(self.everyone, *checks)
 
     def train(self, mode: bool = True) -> SubnetworkEngine:
         """As DeepSpeed's; going back to training ends an evaluation of the dense model on all ranks."""
@@ -270,7 +271,7 @@ class SubnetworkEngine(CheckpointingEngine):
                 write()
             except Exception as problem:  # of any kind: the others wait for this rank
                 error = RuntimeError(f"{failure}: {problem}")
-            self.everyone.raise_together(error)  # waits here, where no meeting's shorter time limit runs
+            raise_on_all_ranks(self.everyone, error)  # waits here, where no meeting's shorter time limit runs
 
     def _refuse_resident(self, call: str) -> None:
         if self._dense.is_resident:

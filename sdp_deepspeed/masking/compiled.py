@@ -7,6 +7,7 @@ from collections.abc import Iterable
 from torch import nn
 
 from sdp_deepspeed.architectures import Site
+from sdp_deepspeed.messages import quoted
 
 
 def compile_in_place(model: nn.Module) -> nn.Module:
@@ -43,11 +44,10 @@ def check_forward(model: nn.Module, names: Iterable[str]) -> None:
     """
     strange = [name for name in names if "forward" in vars(model.get_submodule(name))]
     if strange:
-        more = f" (+{len(strange) - 1} more)" if len(strange) > 1 else ""
         raise ValueError(
-            f"subnetwork_data_parallel: {strange[0]!r}{more} has a forward method of its own (compiled or wrapped), "
-            "which would not see what this rank lacks; compile with module.compile() or torch.compile(module) instead, "
-            "or wrap it after deepspeed.initialize"
+            f"subnetwork_data_parallel: {quoted(strange, limit=1)} has a forward method of its own (compiled or "
+            "wrapped), which would not see what this rank lacks; compile with module.compile() or "
+            "torch.compile(module) instead, or wrap it after deepspeed.initialize"
         )
 
 

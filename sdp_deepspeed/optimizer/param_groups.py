@@ -8,6 +8,7 @@ from dataclasses import replace
 
 import torch
 
+from sdp_deepspeed.distributed.agreement import raise_on_all_ranks
 from sdp_deepspeed.distributed.communicator import Communicator
 from sdp_deepspeed.layout.segments import NOT_OPTIMIZED, TensorInfo
 from sdp_deepspeed.optimizer.stepped_group import check_fresh
@@ -37,7 +38,7 @@ def agree_on_groups(
         layout = _with_groups(tensors, parameters, optimizer)
     except Exception as problem:  # of any kind: the others wait for this rank
         error = problem
-    communicator.raise_together(error)
+    raise_on_all_ranks(communicator, error)
     options = [{key: value for key, value in group.items() if key != "params"} for group in optimizer.param_groups]
     facts = [settings, f"{type(optimizer).__name__} {options}", *map(repr, layout)]
     digests = communicator.gather_objects(hashlib.sha256("\n".join(facts).encode()).hexdigest())

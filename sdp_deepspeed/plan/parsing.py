@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+from sdp_deepspeed.messages import listed
 from sdp_deepspeed.units import Piece, Unit, UnitCost
 
 if TYPE_CHECKING:
@@ -124,7 +125,7 @@ def check_table(plan: Plan) -> None:
         _check_holders(unit.name, holders, k, p)
     idle = sorted(set(range(k)) - {subnetwork for holders in plan.holders for subnetwork in holders})
     if idle:
-        raise ValueError(f"plan: subnetworks {_some(idle)} hold no unit; every subnetwork needs one or more")
+        raise ValueError(f"plan: subnetworks [{listed(idle)}] hold no unit; every subnetwork needs one or more")
     _check_ranks(plan.subnetwork_of_rank, k)
 
 
@@ -138,11 +139,11 @@ def _check_words(plan: Plan) -> None:
 
 def _check_holders(name: str, holders: tuple[int, ...], k: int, p: int) -> None:
     if list(holders) != sorted(set(holders)):
-        raise ValueError(f"plan: holders of unit {name!r} must ascend without repeats, got {_some(holders)}")
+        raise ValueError(f"plan: holders of unit {name!r} must ascend without repeats, got [{listed(holders)}]")
     if len(holders) != p:
         raise ValueError(f"plan: unit {name!r} has {len(holders)} holders, but every unit needs num_holders = {p}")
     if holders[0] < 0 or holders[-1] >= k:
-        raise ValueError(f"plan: holders of unit {name!r} must be 0 to {k - 1}, got {_some(holders)}")
+        raise ValueError(f"plan: holders of unit {name!r} must be 0 to {k - 1}, got [{listed(holders)}]")
 
 
 def _check_ranks(subnetwork_of_rank: tuple[int, ...], k: int) -> None:
@@ -152,12 +153,7 @@ def _check_ranks(subnetwork_of_rank: tuple[int, ...], k: int) -> None:
             raise ValueError(f"plan.subnetwork_of_rank: rank {rank} has {subnetwork}, expected 0 to {k - 1}")
         counts[subnetwork] += 1
     if min(counts) != max(counts) or not counts[0]:
-        raise ValueError(f"plan.subnetwork_of_rank: every subnetwork needs equally many ranks, got {_some(counts)}")
-
-
-def _some(values: Sequence[Any]) -> str:
-    text = ", ".join(str(value) for value in values[:5])
-    return f"[{text}]" if len(values) <= 5 else f"[{text}, +{len(values) - 5} more]"
+        raise ValueError(f"plan.subnetwork_of_rank: every subnetwork needs equally many ranks, got [{listed(counts)}]")
 
 
 def table(plan: Plan, costs: Sequence[UnitCost] | None) -> str:

@@ -23,7 +23,7 @@ from torch import nn
 
 from sdp_deepspeed.architectures import Site, find_sites
 from sdp_deepspeed.distributed.communicator import Communicator
-from sdp_deepspeed.engine.consistency import differing_replicas
+from sdp_deepspeed.distributed.replicas import differing_replicas
 from sdp_deepspeed.plan.shards import Division, Shards
 from sdp_deepspeed.tensor_parallel.group import ModelParallel
 from sdp_deepspeed.tensor_parallel.state_dicts import StateDicts

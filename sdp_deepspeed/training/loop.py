@@ -11,6 +11,8 @@ import torch
 import torch.distributed as dist
 
 from sdp_deepspeed.data import DataBundle
+from sdp_deepspeed.distributed.agreement import run_on_rank_0
+from sdp_deepspeed.distributed.communicator import Communicator
 from sdp_deepspeed.measure.step import measured_step
 from sdp_deepspeed.training import engines as host
 from sdp_deepspeed.training.evaluate import dense_validation_loss, to_device
@@ -18,7 +20,6 @@ from sdp_deepspeed.training.options import Options
 from sdp_deepspeed.training.progress import Progress, memory_bytes
 from sdp_deepspeed.training.run_folder import RunFolder
 from sdp_deepspeed.training.stopping import StopRequest, agreed
-from sdp_deepspeed.training.together import on_first_rank
 
 
 @dataclass
@@ -34,6 +35,7 @@ class Run:
     engine: Any
     data: DataBundle
     folder: RunFolder
+    world: Communicator
     step: int = 0
     evaluated_at: int | None = None
 
@@ -51,7 +53,7 @@ def resume(run: Run) -> None:
             raise ValueError(f"{run.folder.checkpoints} has no complete checkpoint; remove it to start anew")
         run.step = state["step"]
         run.data.train.load_state_dict(state["data"])
-    run.evaluated_at = on_first_rank(lambda: _forget_after(run.folder, run.step))
+    run.evaluated_at = run_on_rank_0(run.world, lambda: _forget_after(run.folder, run.step))
 
 
 def _forget_after(folder: RunFolder, step: int) -> int | None:
@@ -65,8 +67,8 @@ def save(run: Run) -> None:
     state = {"step": run.step, "data": run.data.train.state_dict()}
     host.save_checkpoint(run.engine, run.folder.checkpoints, tag=f"step_{run.step:08d}", client_state=state)
     dist.barrier()
-    on_first_rank(lambda: run.folder.prune_checkpoints(run.options.keep_checkpoints))
-    on_first_rank(run.folder.raise_problem)
+    run_on_rank_0(run.world, lambda: run.folder.prune_checkpoints(run.options.keep_checkpoints))
+    run_on_rank_0(run.world, run.folder.raise_problem)
 
 
 def train(run: Run, progress: Progress) -> bool:
@@ -107,7 +109,7 @@ def _one_step(run: Run, progress: Progress, stop: StopRequest, *, measure: bool,
         local_loss = _micro_steps(run)
     loss, stopping, failed = agreed(stop, local_loss, failed=run.folder.failed)
     if failed:
-        on_first_rank(run.folder.raise_problem)
+        run_on_rank_0(run.world, run.folder.raise_problem)
     seconds = time.perf_counter() - start
     run.step += 1
     tokens_per_second = run.tokens_per_step / seconds

@@ -9,10 +9,10 @@ from importlib import metadata
 import torch
 import torch.distributed as dist
 
+from sdp_deepspeed.distributed.agreement import run_on_rank_0
 from sdp_deepspeed.training import engines as host
 from sdp_deepspeed.training.loop import Run
 from sdp_deepspeed.training.report_table import REPORT_VERSION
-from sdp_deepspeed.training.together import on_first_rank
 from sdp_deepspeed.version import __version__
 
 
@@ -22,8 +22,8 @@ def write_report(run: Run) -> None:
     Raises:
         RunFolderError: on every rank, when it, or an earlier record, cannot be written.
     """
-    on_first_rank(run.folder.raise_problem)
-    on_first_rank(lambda: _write(run))
+    run_on_rank_0(run.world, run.folder.raise_problem)
+    run_on_rank_0(run.world, lambda: _write(run))
 
 
 def _write(run: Run) -> None:

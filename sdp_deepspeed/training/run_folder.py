@@ -12,6 +12,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TextIO
 
+from sdp_deepspeed.messages import listed
+
 # What must be the same when a run is resumed; the rest (intervals, and steps where no schedule ends with them) may
 # change. So may the layout where both runs have the block: its checkpoints are of the dense model.
 _FIXED = ("model", "deepspeed_config", "data", "seed", "num_ranks")
@@ -119,9 +121,8 @@ class RunFolder:
             self._refuse_other_steps(*found[_SCHEDULE_LENGTH])
         rows = [f"{path}: {then!r} then, {now!r} now" for path, (then, now) in found.items()]
         if rows:
-            more = f"; +{len(rows) - 5} more" if len(rows) > 5 else ""
             raise ValueError(
-                f"{self.path} holds a run with other settings ({'; '.join(rows[:5])}{more}): "
+                f"{self.path} holds a run with other settings ({listed(rows, separator='; ')}): "
                 "choose another --run-folder, remove this one, or go back to its settings"
             )
         return layout

@@ -16,8 +16,10 @@ from transformers.utils.logging import disable_progress_bar
 
 import sdp_deepspeed  # noqa: F401  its import is what makes deepspeed.initialize() read our block
 from sdp_deepspeed.data import DataBundle, DataConfig, build
+from sdp_deepspeed.data.bundle import POLL_SECONDS
 from sdp_deepspeed.data.prepare import prepare
-from sdp_deepspeed.distributed.agreement import over_process_group, run_on_first
+from sdp_deepspeed.distributed.agreement import run_on_rank_0
+from sdp_deepspeed.distributed.communicator import Communicator
 from sdp_deepspeed.training import engines as host
 from sdp_deepspeed.training.loop import Run, resume, train
 from sdp_deepspeed.training.model import build_model, check_fits, may_defer
@@ -25,7 +27,6 @@ from sdp_deepspeed.training.options import Options
 from sdp_deepspeed.training.progress import Progress
 from sdp_deepspeed.training.report import write_report
 from sdp_deepspeed.training.run_folder import RunFolder, RunFolderError, writing
-from sdp_deepspeed.training.together import on_first_rank
 from sdp_deepspeed.training.user_errors import reported, reported_mistakes
 
 
@@ -40,7 +41,7 @@ def run_session(options: Options, folder: RunFolder, config: dict[str, Any]) -> 
         # DeepSpeed tells some mistakes in its JSON by assertion.
         with reported_mistakes(DeepSpeedConfigError, AssertionError, NotImplementedError, RunFolderError):
             run = _set_up(options, folder)
-            on_first_rank(lambda: _record_settings(run, config))
+            run_on_rank_0(run.world, lambda: _record_settings(run, config))
         with (
             reported(RunFolderError),
             Progress(first=run.step, total=options.steps, show=folder.writes) as progress,
@@ -73,7 +74,8 @@ def _record_settings(run: Run, config: dict[str, Any]) -> None:
 
 def _set_up(options: Options, folder: RunFolder) -> Run:
     """Model, engine and data, at the last checkpoint if there is one."""
-    on_first_rank(folder.create)
+    world = Communicator(dist)
+    run_on_rank_0(world, folder.create)
     data_config = DataConfig.from_dict(options.data)
     model = build_model(
         options.model,
@@ -84,25 +86,25 @@ def _set_up(options: Options, folder: RunFolder) -> Run:
     engine, *_ = deepspeed.initialize(
         model=model, model_parameters=list(model.parameters()), config=options.deepspeed_config
     )
-    data = _open_data(data_config, engine)
+    data = _open_data(data_config, engine, world)
     check_fits(engine.module.config, num_tokens=len(data.tokenizer), sequence_length=data_config.sequence_length)
-    run = Run(options=options, engine=engine, data=data, folder=folder)
+    run = Run(options=options, engine=engine, data=data, folder=folder, world=world)
     resume(run)
     return run
 
 
-def _open_data(config: DataConfig, engine: Any) -> DataBundle:
+def _open_data(config: DataConfig, engine: Any, world: Communicator) -> DataBundle:
     """This rank's share; tensor-parallel ranks have the same one."""
-    group, everyone = engine.seq_data_parallel_group, over_process_group(dist.get_world_size())
-    if dist.get_world_size(group) < dist.get_world_size():
+    group = engine.seq_data_parallel_group
+    if dist.get_world_size(group) < world.size:
         # Once for all: each data-parallel group has a first rank, and they would write the cache at the same time.
-        run_on_first(lambda: prepare(config), rank=dist.get_rank(), agree=everyone)
+        run_on_rank_0(world, lambda: prepare(config), poll_seconds=POLL_SECONDS)
     return build(
         config,
         micro_batch=engine.train_micro_batch_size_per_gpu(),
         rank=dist.get_rank(group),
         world_size=dist.get_world_size(group),
-        agree=everyone,
+        communicator=world,
     )
 
 

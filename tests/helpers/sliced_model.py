@@ -10,6 +10,7 @@ import itertools
 import json
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from sdp_deepspeed.distributed.agreement import run_on_rank_0
 from sdp_deepspeed.distributed.communicator import Communicator
 from sdp_deepspeed.engine.consistency import check_holders_agree
 from sdp_deepspeed.exchange.unit_fetcher import UnitFetcher
@@ -155,9 +157,8 @@ class SliceCase:
     def plan(self, rank: Rank, communicator: Communicator) -> Plan:
         """Written by rank 0, loaded by all, saved and loaded again."""
         path = rank.folder / "plan.json"
-        if rank.rank == 0:
-            write_plan(path, regime=self.regime, num_ranks=rank.size, num_holders=self.holders)
-        communicator.barrier()
+        write = partial(write_plan, path, regime=self.regime, num_ranks=rank.size, num_holders=self.holders)
+        run_on_rank_0(communicator, write)
         plan = Plan.load(path)
         again = rank.folder / f"again{rank.rank}.json"
         plan.save(again)

@@ -21,9 +21,9 @@ from deepspeed.checkpoint import ds_to_universal
 
 from sdp_deepspeed.atomic_files import complete_or_absent, write_text
 from sdp_deepspeed.checkpoint.interop.load_universal import LATEST_UNIVERSAL
-from sdp_deepspeed.checkpoint.interop.name_matching import some
 from sdp_deepspeed.checkpoint.interop.safe_pickles import known_classes_only, read_known
 from sdp_deepspeed.checkpoint.interop.universal import FP32, PARAM, ZERO, is_universal
+from sdp_deepspeed.messages import quoted
 
 LATEST, _OPTIMIZERS = "latest", "*_optim_states.pt"
 _RANK = re.compile(r"zero_pp_rank_(\d+)_")
@@ -117,7 +117,7 @@ def _check(folder: Path, files: Iterable[Path]) -> None:
         if not isinstance(content, dict):
             raise ValueError(f"{file} is damaged: it holds no state")
         if strange := [name for name in _names(content) if os.sep in name or name.startswith(".")]:
-            raise ValueError(f"{file} has tensors with names that are paths: {some(strange)}; it was not loaded")
+            raise ValueError(f"{file} has tensors with names that are paths: {quoted(strange)}; it was not loaded")
         state = content.get("optimizer_state_dict")
         if isinstance(state, dict):
             has_optimizer = True
@@ -143,6 +143,6 @@ def _check_moments(file: Path, state: dict[str, Any]) -> None:
         if not own.keys() >= _MOMENTS:
             raise ValueError(
                 f"{file}: DeepSpeed converts only Adam's state ({', '.join(sorted(_MOMENTS))}); here are "
-                f"{some(sorted(own))}. For the weights alone run the zero_to_fp32.py beside the checkpoint with "
+                f"{quoted(sorted(own))}. For the weights alone run the zero_to_fp32.py beside the checkpoint with "
                 "--safe_serialization where you trust its source, and give the result to engine.load_pretrained"
             )

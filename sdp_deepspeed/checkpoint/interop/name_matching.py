@@ -12,6 +12,8 @@ from typing import Any
 
 from torch import nn
 
+from sdp_deepspeed.messages import quoted
+
 
 @dataclass(frozen=True)
 class Match:
@@ -91,19 +93,13 @@ class Names:
         return [name, f"{self.prefix}.{name}", name.removeprefix(f"{self.prefix}.")]
 
 
-def some(names: Collection[str]) -> str:
-    """Five of them, and how many more there are."""
-    text = ", ".join(repr(name) for name in list(names)[:5])
-    return f"{text} +{len(names) - 5} more" if len(names) > 5 else text
-
-
 def refuse_others(match: Match, where: str) -> None:
     """ValueError if a checkpoint is not of exactly this model."""
     problems = []
     if match.missing:
-        problems.append(f"it lacks {some(match.missing)}")
+        problems.append(f"it lacks {quoted(match.missing)}")
     if match.unknown:
-        problems.append(f"the model has no {some(match.unknown)}")
+        problems.append(f"the model has no {quoted(match.unknown)}")
     if problems:
         raise ValueError(
             f"{where} is of another model: {'; '.join(problems)}. Build the model with the same config as the one that "

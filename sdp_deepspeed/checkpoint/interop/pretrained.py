@@ -11,12 +11,13 @@ from typing import TYPE_CHECKING, Any
 import torch
 from safetensors import SafetensorError, safe_open
 
-from sdp_deepspeed.checkpoint.interop.name_matching import Match, Names, refuse_others, some
+from sdp_deepspeed.checkpoint.interop.name_matching import Match, Names, refuse_others
 from sdp_deepspeed.checkpoint.interop.whole_tensors import Part, Slices, Stored, WholeTensorsReader
 from sdp_deepspeed.checkpoint.load import What, load_tensors
 from sdp_deepspeed.checkpoint.save import together
 from sdp_deepspeed.checkpoint.state.chunks import explained
 from sdp_deepspeed.checkpoint.state.rank_chunks import WEIGHT, Layout
+from sdp_deepspeed.messages import quoted
 
 if TYPE_CHECKING:
     from sdp_deepspeed.checkpoint.checkpointer import CheckpointingEngine
@@ -131,7 +132,7 @@ def _stored(folder: Path) -> Iterator[tuple[str, Stored]]:
         with _opened(file) as opened:
             names = set(opened.keys())
             if lost := sorted((expected or names) - names):
-                raise ValueError(f"load_pretrained: {file} lacks {some(lost)}, which {folder / INDEX} says are in it")
+                raise ValueError(f"load_pretrained: {file} lacks {quoted(lost)}, which {folder / INDEX} says are in it")
             for name in sorted(expected or names):
                 part = opened.get_slice(name)
                 shape = tuple(part.get_shape())
@@ -163,7 +164,7 @@ def _indexed(folder: Path) -> dict[Path, set[str] | None]:
         raise ValueError(f"load_pretrained: {folder / INDEX} cannot be read: {problem!r}") from None
     if lost := sorted(name for name in names if not (folder / name).is_file()):
         raise ValueError(
-            f"load_pretrained: {folder} lacks {some(lost)}, which its index names; it is not completely copied"
+            f"load_pretrained: {folder} lacks {quoted(lost)}, which its index names; it is not completely copied"
         )
     return {folder / file: {name for name, place in places.items() if Path(place).name == file} for file in names}
 

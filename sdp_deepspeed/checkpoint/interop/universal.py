@@ -13,10 +13,11 @@ from typing import Any
 
 import torch
 
-from sdp_deepspeed.checkpoint.interop.name_matching import Match, Names, refuse_others, some
+from sdp_deepspeed.checkpoint.interop.name_matching import Match, Names, refuse_others
 from sdp_deepspeed.checkpoint.interop.safe_pickles import read_known
 from sdp_deepspeed.checkpoint.interop.whole_tensors import Part, Slices, Stored, WholeTensorsReader
 from sdp_deepspeed.checkpoint.state.rank_chunks import WEIGHT
+from sdp_deepspeed.messages import quoted
 
 ZERO, FP32, STEP, PARAM, VOCABULARY = "zero", "fp32", "step", "param", "vocab_tensor"
 _OPTIMIZER = "optimizer_state.pt"
@@ -208,4 +209,4 @@ def check_model(reader: UniversalReader, path: Path, *, strict: bool) -> None:
     if strict:
         refuse_others(reader.match, f"load_checkpoint: {path}")
     elif not reader.match.found:
-        raise ValueError(f"load_checkpoint: {path} has nothing of this model, but {some(reader.match.unknown)}")
+        raise ValueError(f"load_checkpoint: {path} has nothing of this model, but {quoted(reader.match.unknown)}")

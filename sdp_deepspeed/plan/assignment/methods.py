@@ -15,6 +15,7 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
+from sdp_deepspeed.messages import quoted
 from sdp_deepspeed.plan.assignment.graph import connect, num_components
 from sdp_deepspeed.plan.assignment.problem import Branches, branch_codes
 from sdp_deepspeed.plan.assignment.search import search
@@ -142,10 +143,9 @@ def _check_branches(branches: Branches, num_units: int, k: int, p: int) -> None:
     sizes = Counter(name for name in branches if name is not None)
     short = [name for name, size in sizes.items() if size * p < k]
     if short:
-        more = f" (+{len(short) - 1} more)" if short[1:] else ""
         fewest = min(sizes[name] for name in short)
         raise ValueError(
-            f"branch {short[0]!r}{more}: {sizes[short[0]]} units with {p} holders each cannot give each of {k} "
+            f"branch {quoted(short, limit=1)}: {sizes[short[0]]} units with {p} holders each cannot give each of {k} "
             f"subnetworks a unit of that branch; use {-(-k // fewest)} or more holders, for an MLP more neuron_groups, "
             'strategy "block" for that part, such as {"attention": "block", "mlp": "neuron"}, or fewer subnetworks'
         )

@@ -6,7 +6,6 @@ import itertools
 import json
 import re
 import threading
-import time
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -19,7 +18,7 @@ from sdp_deepspeed.data import DataConfig, build
 from sdp_deepspeed.data import tokenizer as tokenizers
 from sdp_deepspeed.data.packing import PreparedData, is_held_out
 from sdp_deepspeed.data.prepare import prepare
-from sdp_deepspeed.distributed.agreement import Agree, over_process_group, run_on_first
+from tests.helpers.gatherers import ThreadGatherer, outcomes_of
 
 NUM_DOCUMENTS = 300
 
@@ -43,35 +42,16 @@ def config(tmp_path: Path) -> Callable[..., DataConfig]:
     return lambda **changes: DataConfig.from_dict(defaults | changes)
 
 
-def _on_ranks(num_ranks: int, run: Callable[[int, Agree], Any]) -> list[Any]:
-    """Run threads as ranks; each one's result or exception."""
-    values: list[Any] = [None] * num_ranks
-    meeting = threading.Barrier(num_ranks, timeout=60)
-
-    def rank_main(rank: int) -> Any:
-        def agree(value: Any) -> list[Any]:
-            values[rank] = value
-            meeting.wait()
-            everyone = list(values)
-            meeting.wait()
-            return everyone
-
-        try:
-            return run(rank, agree)
-        except Exception as error:
-            return error
-
-    with ThreadPoolExecutor(num_ranks) as pool:
-        return list(pool.map(rank_main, range(num_ranks)))
-
-
 def _numbers(text: str) -> set[int]:
     # With both brackets, since a block's edge may cut a number.
     return {int(number) for number in re.findall(r"<(\d+)>", text)}
 
 
 def test_no_training_batch_touches_a_held_out_document(config: Callable[..., DataConfig]) -> None:
-    bundles = _on_ranks(3, lambda rank, agree: build(config(), micro_batch=2, rank=rank, world_size=3, agree=agree))
+    def run(rank: int, group: ThreadGatherer) -> Any:
+        return build(config(), micro_batch=2, rank=rank, world_size=3, communicator=group)
+
+    bundles = outcomes_of(3, run)
     trained: set[int] = set()
     evaluated: set[int] = set()
     for bundle in bundles:
@@ -172,10 +152,10 @@ def test_cache_dir_that_cannot_be_made(config: Callable[..., DataConfig], tmp_pa
 
 
 def test_mistake_is_every_ranks_error(config: Callable[..., DataConfig]) -> None:
-    def run(rank: int, agree: Agree) -> Any:
-        return build(config(text_column="nope"), micro_batch=1, rank=rank, world_size=3, agree=agree)
+    def run(rank: int, group: ThreadGatherer) -> Any:
+        return build(config(text_column="nope"), micro_batch=1, rank=rank, world_size=3, communicator=group)
 
-    errors = _on_ranks(3, run)
+    errors = outcomes_of(3, run)
     assert all(isinstance(error, ValueError) and "no column 'nope'" in str(error) for error in errors)
 
 
@@ -188,35 +168,14 @@ def test_a_rank_that_does_not_see_the_cache_stops_all(
     def load(folder: Path) -> PreparedData:
         return real(folder / "not_mounted", wait_seconds=0) if ranks.rank == 1 else real(folder)
 
-    def run(rank: int, agree: Agree) -> Any:
+    def run(rank: int, group: ThreadGatherer) -> Any:
         ranks.rank = rank
-        return build(config(), micro_batch=1, rank=rank, world_size=3, agree=agree)
+        return build(config(), micro_batch=1, rank=rank, world_size=3, communicator=group)
 
     monkeypatch.setattr(PreparedData, "load", load)
-    errors = _on_ranks(3, run)
+    errors = outcomes_of(3, run)
     assert all(isinstance(error, RuntimeError) for error in errors)
-    assert "failed on ranks [1], not on rank 0" in str(errors[0])
-
-
-def test_long_work_meets_the_others_often_and_any_error_travels() -> None:
-    rounds: list[int] = []
-
-    def work() -> None:
-        time.sleep(0.3)
-        raise OSError("disk is full")
-
-    def run(rank: int, agree: Agree) -> Any:
-        def counted(value: Any) -> list[Any]:
-            rounds.append(rank)
-            return agree(value)
-
-        return run_on_first(work, rank=rank, agree=counted, poll_seconds=0.02)
-
-    errors = _on_ranks(2, run)
-    assert isinstance(errors[0], OSError)
-    assert isinstance(errors[1], RuntimeError)
-    assert "rank 0: OSError: disk is full" in str(errors[1])
-    assert rounds.count(1) > 3
+    assert "[on rank 1]" in str(errors[0])
 
 
 def test_several_ranks_need_a_process_group(config: Callable[..., DataConfig]) -> None:
@@ -224,13 +183,12 @@ def test_several_ranks_need_a_process_group(config: Callable[..., DataConfig]) -
         build(config(), micro_batch=1, rank=0, world_size=2)
 
 
-def test_agreement_over_a_process_group(tmp_path: Path) -> None:
+def test_the_default_group_must_be_that_of_the_data(config: Callable[..., DataConfig], tmp_path: Path) -> None:
     import torch.distributed as dist
 
     dist.init_process_group("gloo", init_method=f"file://{tmp_path}/rendezvous", rank=0, world_size=1)
     try:
-        assert over_process_group(1)({"a": 1}) == [{"a": 1}]
         with pytest.raises(ValueError, match="the process group has 1 ranks, the data 2"):
-            over_process_group(2)
+            build(config(), micro_batch=1, rank=0, world_size=2)
     finally:
         dist.destroy_process_group()

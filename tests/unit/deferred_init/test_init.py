@@ -181,7 +181,7 @@ def _uninitialised() -> nn.Module:
     [
         (_two_contexts, "several contexts"),
         (_uninitialised, "'weight' is on the meta device, and nothing initialises it.*Init"),
-        (_on_meta(Holder), r"'weight' \(\+3 more\) is on the meta device, and nothing initialises it.*Init"),
+        (_on_meta(Holder), r"'weight', \+3 more is on the meta device, and nothing initialises it.*Init"),
         (_resized, "'model.norm.weight' .* a fresh LlamaForCausalLM .* has no such tensor.*Init"),
     ],
 )

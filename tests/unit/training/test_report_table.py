@@ -72,7 +72,14 @@ def test_unfinished_and_foreign_reports_are_refused(tmp_path: Path, capsys: pyte
 
 def test_it_runs_without_torch(tmp_path: Path) -> None:
     (tmp_path / "report.json").write_text(json.dumps(report("ours", scale=1)))
-    script = "import sys; sys.modules['torch'] = None; from sdp_deepspeed.training.report_table import main; sys.exit(main(sys.argv[1:]))"
-    result = subprocess.run([sys.executable, "-c", script, str(tmp_path)], capture_output=True, text=True, timeout=60)
+    lines = (
+        "import sys",
+        "sys.modules['torch'] = None",
+        "from sdp_deepspeed.training.report_table import main",
+        "sys.exit(main(sys.argv[1:]))",
+    )
+    result = subprocess.run(
+        [sys.executable, "-c", "; ".join(lines), str(tmp_path)], capture_output=True, text=True, timeout=60
+    )
     assert result.returncode == 0, result.stderr
     assert "1.00 MiB" in result.stdout

@@ -244,7 +244,7 @@ def test_too_few_units_of_a_branch() -> None:
         with pytest.raises(ValueError, match="of that branch") as caught:
             assign()
         text = str(caught.value)
-        assert "branch 'layers.0.attention' (+1 more): 2 units with 3 holders each cannot give each of 8" in text
+        assert "branch 'layers.0.attention', +1 more: 2 units with 3 holders each cannot give each of 8" in text
         assert "use 4 or more holders, for an MLP more neuron_groups" in text
         assert '{"attention": "block", "mlp": "neuron"}, or fewer subnetworks' in text
 
@@ -252,7 +252,7 @@ def test_too_few_units_of_a_branch() -> None:
 def test_advice_serves_all_branches() -> None:
     """The first of two branches is short of one holder, the second of more."""
     branches = ["a"] * 3 + ["b"] * 2
-    with pytest.raises(ValueError, match=r"branch 'a' \(\+1 more\): 3 units with 1 holders .* use 3 or more holders"):
+    with pytest.raises(ValueError, match=r"branch 'a', \+1 more: 3 units with 1 holders .* use 3 or more holders"):
         assignment.balanced(equal_units(5), num_subnetworks=6, num_holders=1, branches=branches)
     assignment.balanced(equal_units(5), num_subnetworks=6, num_holders=3, branches=branches)
 

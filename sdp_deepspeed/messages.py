@@ -1,0 +1,26 @@
+"""Words that error messages have in common."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Collection, Iterable
+
+MAX_LISTED = 5
+
+
+def listed(values: Iterable[object], *, limit: int = MAX_LISTED, separator: str = ", ") -> str:
+    """The first `limit` values, and how many more there are: "a, b, c, d, e, +3 more"."""
+    texts = [str(value) for value in values]
+    more = [f"+{len(texts) - limit} more"] if len(texts) > limit else []
+    return separator.join([*texts[:limit], *more])
+
+
+def quoted(values: Iterable[object], *, limit: int = MAX_LISTED) -> str:
+    """`listed`, each value as Python writes it."""
+    return listed(map(repr, values), limit=limit)
+
+
+def did_you_mean(name: str, known: Collection[str], *, cutoff: float = 0.6) -> str:
+    """ "did you mean 'coverage'?", or all known names where none is near."""
+    near = difflib.get_close_matches(name, list(known), n=1, cutoff=cutoff)
+    return f"did you mean {near[0]!r}?" if near else f"known: {', '.join(known)}"
