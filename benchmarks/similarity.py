@@ -25,7 +25,7 @@ from tables.make import similarity as table
 from tables.plot import plot_similarity
 from torch import nn
 
-from sdp_deepspeed.architectures import find_sites, unit_costs
+from sdp_deepspeed.architectures import locate_branches, unit_costs
 from sdp_deepspeed.config import KEY, parse
 from sdp_deepspeed.data import DataConfig, build
 from sdp_deepspeed.plan.plan import Plan
@@ -66,7 +66,7 @@ def compare(model: nn.Module, plans: dict[str, Plan], batches: list[list[Batch]]
     """For each corner its similarities on the same batches; for the backward ones also V and T."""
     some_plan = next(iter(plans.values()))
     dense = theory.dense_gradients(model, some_plan, batches, loss_of)
-    full, layers = theory.mean(dense), {site.layer for site in find_sites(model)}
+    full, layers = theory.mean(dense), {site.layer for site in locate_branches(model)}
     found: dict[str, dict[str, Any]] = {}
     for corner, plan in plans.items():
         average = masked_average(model, plan, theory.worker_gradients(model, plan, batches, loss_of))

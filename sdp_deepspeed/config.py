@@ -5,13 +5,11 @@ from __future__ import annotations
 import difflib
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
 from sdp_deepspeed.checkpoint.options import CheckpointOptions
-from sdp_deepspeed.plan.plan import Plan
 
 KEY = "subnetwork_data_parallel"
 
@@ -23,7 +21,6 @@ _OTHER_NAMES = frozenset(
     {"sdp", "sdpconfig", "subnetwork", "subnetworks", "subnetworkparallel", "subnetworkparallelism", "sdpdeepspeed"}
 )
 _NEAR_MISS_RATIO = 0.8  # every top-level key of DeepSpeed stays below 0.7 (tests/test_config.py)
-_COVERAGE_DIGITS = 4  # 0.3333 means 1/3: the next coverage of 1024 subnetworks is ten times farther away
 
 
 class SubnetworkConfig(BaseModel):
@@ -106,21 +103,6 @@ class SubnetworkConfig(BaseModel):
         return self.assignment if self.assignment.endswith(".json") else None
 
 
-@dataclass(frozen=True)
-class Layout:
-    """Counts that follow from the block and the number of data-parallel ranks.
-
-    Args:
-        num_subnetworks: k.
-        num_holders: p, the subnetworks that hold a unit; coverage is p / k.
-        num_replicas: r, the data-parallel ranks that train one subnetwork.
-    """
-
-    num_subnetworks: int
-    num_holders: int
-    num_replicas: int = 1
-
-
 def parse(ds_config: Mapping[str, Any]) -> SubnetworkConfig | None:
     """Read the block out of a DeepSpeed config.
 
@@ -147,67 +129,11 @@ def parse(ds_config: Mapping[str, Any]) -> SubnetworkConfig | None:
     return config if config.enabled else None
 
 
-def resolve(config: SubnetworkConfig, data_parallel_size: int) -> Layout:
-    """Turn coverage or holders into whole counts for a number of ranks.
-
-    Args:
-        config: the block; when `assignment` is a path and counts are absent, the plan's are taken.
-        data_parallel_size: D, the number of data-parallel ranks.
-
-    Raises:
-        ValueError: counts that do not fit D, with the nearest that do; or a placement where no subnetwork has replicas.
-    """
-    plan = Plan.load(config.plan_path) if config.plan_path is not None else None
-    k = _num_subnetworks(config, plan, data_parallel_size)
-    if config.holders is not None:
-        p = config.holders
-    elif config.coverage is not None:
-        p = _whole_holders(config.coverage, k)
-    else:
-        assert plan is not None, "parse() asks for coverage or holders when there is no plan"
-        p = plan.num_holders
-    if p > k:
-        raise ValueError(
-            f"{KEY}.holders: got {p}, but there are only {k} subnetworks on {data_parallel_size} data-parallel ranks; "
-            f"choose 1 to {k}, or start more ranks"
-        )
-    if k == data_parallel_size and config.placement != "auto":
-        raise ValueError(_nothing_to_place(config, f"{k} subnetworks on {k} data-parallel ranks"))
-    return Layout(num_subnetworks=k, num_holders=p, num_replicas=data_parallel_size // k)
-
-
-def _nothing_to_place(config: SubnetworkConfig, who: str) -> str:
+def nothing_to_place(config: SubnetworkConfig, who: str) -> str:
+    """What is wrong with a placement where there are no replicas."""
     return (
         f"{KEY}.placement: got {config.placement!r}, but {who} have no replicas to place; remove it, or set "
         f"{KEY}.subnetworks below the number of data-parallel ranks"
-    )
-
-
-def _num_subnetworks(config: SubnetworkConfig, plan: Plan | None, data_parallel_size: int) -> int:
-    if plan is not None and config.subnetworks in ("auto", plan.num_subnetworks):
-        k, where = plan.num_subnetworks, f"{KEY}.assignment: the plan {config.plan_path!r} has"
-    elif config.subnetworks == "auto":
-        return data_parallel_size
-    else:
-        k, where = int(config.subnetworks), f"{KEY}.subnetworks: got"
-    if data_parallel_size % k:
-        divisors = [str(d) for d in range(1, data_parallel_size + 1) if data_parallel_size % d == 0]
-        raise ValueError(
-            f"{where} {k} subnetworks, which do not divide the {data_parallel_size} data-parallel ranks; "
-            f"possible here: {', '.join(divisors)}"
-        )
-    return k
-
-
-def _whole_holders(coverage: float, k: int) -> int:
-    p = round(coverage * k)
-    if p >= 1 and abs(coverage - p / k) <= 10**-_COVERAGE_DIGITS:
-        return p
-    nearest = sorted(range(1, k + 1), key=lambda n: abs(n / k - coverage))[:4]
-    listed = ", ".join(f"{round(n / k, _COVERAGE_DIGITS):g} (holders {n})" for n in sorted(nearest))
-    raise ValueError(
-        f"{KEY}.coverage: {coverage:g} of {k} subnetworks is {coverage * k:g} holders per unit, not a whole number; "
-        f"nearest that are: {listed}"
     )
 
 
@@ -224,7 +150,7 @@ def _contradictions(config: SubnetworkConfig) -> list[str]:
         if config.assignment == "cyclic" and config.seed:
             problems.append(f'{KEY}.seed: got {config.seed}, but assignment "cyclic" has no use for it; remove it')
         if config.subnetworks == "auto" and config.placement != "auto":
-            problems.append(_nothing_to_place(config, 'subnetworks "auto" (one for each data-parallel rank)'))
+            problems.append(nothing_to_place(config, 'subnetworks "auto" (one for each data-parallel rank)'))
         return problems + _without_effect(config)
     for name in ("granularity", "shared", "neuron_groups", "seed"):
         if getattr(config, name) != SubnetworkConfig.model_fields[name].default:

@@ -10,14 +10,21 @@ The described layer must compute `x + body(norm(x))` for each branch, in any ord
 lies between `body` and the addition (dropout) is named in `after`. For the neuron strategy a branch also names the
 layers that its neurons or heads run through:
 
-    inner=architectures.Inner((architectures.Cut("up", dim=0), architectures.Cut("down", dim=1, is_output=True)))
+    inner=architectures.InnerLayers((architectures.Cut("up", dim=0), architectures.Cut("down", dim=1, is_output=True)))
 """
 
-from sdp_deepspeed.architectures.branch import Branch, Cut, Inner
+from sdp_deepspeed.architectures.branch import Branch, Cut, InnerLayers
 from sdp_deepspeed.architectures.decoders import DECODERS
+from sdp_deepspeed.architectures.located_branch import LocatedBranch, locate_branches
 from sdp_deepspeed.architectures.registry import branches_of, register
-from sdp_deepspeed.architectures.sites import Site, find_sites
-from sdp_deepspeed.architectures.strategies import branches_of_units, constrained_branches, unit_costs, units_of_sites
+from sdp_deepspeed.architectures.strategies import (
+    branches_of_units,
+    constrained_branches,
+    unit_costs,
+    units_of_branches,
+)
+
+Inner = InnerLayers  # its name before 0.2, for descriptions that users have written
 
 for _layer_class, _branches in DECODERS.items():
     register(_layer_class, *_branches)
@@ -26,12 +33,13 @@ __all__ = [
     "Branch",
     "Cut",
     "Inner",
-    "Site",
+    "InnerLayers",
+    "LocatedBranch",
     "branches_of",
     "branches_of_units",
     "constrained_branches",
-    "find_sites",
+    "locate_branches",
     "register",
     "unit_costs",
-    "units_of_sites",
+    "units_of_branches",
 ]

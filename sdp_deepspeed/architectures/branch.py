@@ -24,7 +24,7 @@ class Cut:
 
 
 @dataclass(frozen=True)
-class Inner:
+class InnerLayers:
     """What the neuron strategy may cut inside a branch: a row of equal cells, each a hidden neuron or a head.
 
     Args:
@@ -64,7 +64,7 @@ class Branch:
     body: str
     after: tuple[str, ...] = ()
     num_outputs: int = 1
-    inner: Inner | None = None
+    inner: InnerLayers | None = None
 
     @property
     def modules(self) -> tuple[str, ...]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from sdp_deepspeed.architectures.branch import Branch, Cut, Inner
+from sdp_deepspeed.architectures.branch import Branch, Cut, InnerLayers
 
 _LLAMA = (
     Branch(
@@ -10,7 +10,7 @@ _LLAMA = (
         norm="input_layernorm",
         body="self_attn",
         num_outputs=2,
-        inner=Inner(
+        inner=InnerLayers(
             (Cut("q_proj", 0), Cut("k_proj", 0), Cut("v_proj", 0), Cut("o_proj", 1, is_output=True)),
             heads="config.num_key_value_heads",
             caches=("past_key_values",),
@@ -21,7 +21,7 @@ _LLAMA = (
         "mlp",
         norm="post_attention_layernorm",
         body="mlp",
-        inner=Inner((Cut("gate_proj", 0), Cut("up_proj", 0), Cut("down_proj", 1, is_output=True))),
+        inner=InnerLayers((Cut("gate_proj", 0), Cut("up_proj", 0), Cut("down_proj", 1, is_output=True))),
     ),
 )
 # GPT-2's Conv1D stores [in, out].
@@ -31,7 +31,7 @@ _GPT2 = (
         norm="ln_1",
         body="attn",
         num_outputs=2,
-        inner=Inner(
+        inner=InnerLayers(
             (Cut("c_attn", 1, blocks=3), Cut("c_proj", 0, is_output=True)),
             heads="num_heads",
             scaled=("split_size",),
@@ -43,7 +43,7 @@ _GPT2 = (
         "mlp",
         norm="ln_2",
         body="mlp",
-        inner=Inner((Cut("c_fc", 1), Cut("c_proj", 0, is_output=True)), tail=("dropout",)),
+        inner=InnerLayers((Cut("c_fc", 1), Cut("c_proj", 0, is_output=True)), tail=("dropout",)),
     ),
 )
 # One description for both forms: in the parallel one both branches read the layer's input.
@@ -54,7 +54,7 @@ _GPT_NEOX = (
         body="attention",
         after=("post_attention_dropout",),
         num_outputs=2,
-        inner=Inner(
+        inner=InnerLayers(
             (Cut("query_key_value", 0), Cut("dense", 1, is_output=True)),
             heads="config.num_attention_heads",
             caches=("layer_past",),
@@ -65,7 +65,7 @@ _GPT_NEOX = (
         norm="post_attention_layernorm",
         body="mlp",
         after=("post_mlp_dropout",),
-        inner=Inner((Cut("dense_h_to_4h", 0), Cut("dense_4h_to_h", 1, is_output=True))),
+        inner=InnerLayers((Cut("dense_h_to_4h", 0), Cut("dense_4h_to_h", 1, is_output=True))),
     ),
 )
 

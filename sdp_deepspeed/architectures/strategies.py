@@ -8,14 +8,14 @@ from collections.abc import Iterable, Mapping, Sequence
 import torch
 from torch import nn
 
-from sdp_deepspeed.architectures.sites import Site
+from sdp_deepspeed.architectures.located_branch import LocatedBranch
 from sdp_deepspeed.units import Piece, Unit, UnitCost
 
 _WHERE = "subnetwork_data_parallel"
 
 
-def units_of_sites(
-    sites: Sequence[Site],
+def units_of_branches(
+    sites: Sequence[LocatedBranch],
     *,
     strategy: str | Mapping[str, str] = "block",
     granularity: str = "sublayer",
@@ -60,7 +60,7 @@ def units_of_sites(
     return left
 
 
-def constrained_branches(units: Sequence[Unit], sites: Sequence[Site]) -> list[str | None]:
+def constrained_branches(units: Sequence[Unit], sites: Sequence[LocatedBranch]) -> list[str | None]:
     """For each unit the branch of which each subnetwork must keep a unit; None for blocks, and where a shared group of
     neurons or a shared head already gives every worker a part."""
     branches = branches_of_units(units, sites)
@@ -74,14 +74,14 @@ def constrained_branches(units: Sequence[Unit], sites: Sequence[Site]) -> list[s
     return [branch if branch in whole else None for branch in branches]
 
 
-def branches_of_units(units: Sequence[Unit], sites: Sequence[Site]) -> list[str | None]:
+def branches_of_units(units: Sequence[Unit], sites: Sequence[LocatedBranch]) -> list[str | None]:
     """For each unit of neurons or heads its branch; None for blocks."""
     names = {tensor.parameter: site.name for site in sites for tensor in site.cut_tensors}
     cut = [next((piece.parameter for piece in unit.pieces if piece.dim is not None), None) for unit in units]
     return [names.get(parameter) if parameter is not None else None for parameter in cut]
 
 
-def _strategy_of_parts(sites: Sequence[Site], strategy: str | Mapping[str, str]) -> dict[str, str]:
+def _strategy_of_parts(sites: Sequence[LocatedBranch], strategy: str | Mapping[str, str]) -> dict[str, str]:
     parts = list(dict.fromkeys(site.branch.name for site in sites))
     if isinstance(strategy, str):
         return dict.fromkeys(parts, strategy)
@@ -93,12 +93,12 @@ def _strategy_of_parts(sites: Sequence[Site], strategy: str | Mapping[str, str])
     return dict(strategy)
 
 
-def _check_groups(sites: Sequence[Site], neuron_groups: int | None) -> None:
+def _check_groups(sites: Sequence[LocatedBranch], neuron_groups: int | None) -> None:
     for site in sites:
-        if site.why_whole:
+        if site.uncuttable_reason:
             raise ValueError(
-                f"{_WHERE}.strategy: the neurons or heads of {site.name!r} cannot be cut: {site.why_whole}. Use "
-                f'"block" for the part {site.branch.name!r}'
+                f"{_WHERE}.strategy: the neurons or heads of {site.name!r} cannot be cut: {site.uncuttable_reason}. "
+                f'Use "block" for the part {site.branch.name!r}'
             )
     if neuron_groups is None:
         return
@@ -111,7 +111,7 @@ def _check_groups(sites: Sequence[Site], neuron_groups: int | None) -> None:
         )
 
 
-def _cells_of_units(site: Site, num_groups: int) -> dict[str, range]:
+def _cells_of_units(site: LocatedBranch, num_groups: int) -> dict[str, range]:
     """Per unit its stretch of cells: single heads, or groups of neurons of about the same size."""
     assert site.branch.inner is not None
     if site.branch.inner.heads is not None:

@@ -31,12 +31,20 @@ class CheckpointingEngine(DeepSpeedEngine):
     """Saves and loads; what it saves is the subclass's."""
 
     block: SubnetworkConfig
-    communicator: Communicator
-    everyone: Communicator
+    dp_group: Communicator
+    world: Communicator
     optimizer: SubnetworkOptimizer
-    plan: Plan
-    shards: Shards
     _saver: Saver | None = None
+
+    @property
+    @abstractmethod
+    def plan(self) -> Plan:
+        """Who holds what."""
+
+    @property
+    @abstractmethod
+    def shards(self) -> Shards:
+        """What this rank stores under tensor parallelism."""
 
     @abstractmethod
     def layout(self) -> Layout:
@@ -123,14 +131,14 @@ class CheckpointingEngine(DeepSpeedEngine):
             super().destroy()
 
     def _save(self, target: Target, client_state: Mapping[str, Any], *, exclude_frozen: bool) -> None:
-        tags = self.everyone.gather_objects(target.tag)
+        tags = self.world.gather_objects(target.tag)
         if len(set(tags)) > 1:
             raise ValueError(f"save_checkpoint: ranks gave different tags ({sorted(set(tags))[:5]}); give one to all")
         files.check_tag(target.tag)  # of all ranks or of none
         assert self._saver is not None, "made at the end of the constructor"
         self._saver.wait()  # before anything is copied: there is memory for one snapshot
-        counts = merged(self.everyone.gather_objects(together(self.everyone, lambda: step_counts(self))))
-        snapshot = together(self.everyone, lambda: take(self, client_state, counts, exclude_frozen=exclude_frozen))
+        counts = merged(self.world.gather_objects(together(self.world, lambda: step_counts(self))))
+        snapshot = together(self.world, lambda: take(self, client_state, counts, exclude_frozen=exclude_frozen))
         if self.block.checkpoint.asynchronous:
             self._saver.save_behind(snapshot, target)
         else:
@@ -139,10 +147,10 @@ class CheckpointingEngine(DeepSpeedEngine):
     def _load(self, folder: Path, tag: str | None, what: What) -> tuple[str | None, dict[str, Any] | None]:
         self.wait_for_checkpoint()
         if self.load_universal_checkpoint():
-            universal = together(self.everyone, lambda: universal_tag(folder, tag))
+            universal = together(self.world, lambda: universal_tag(folder, tag))
             if universal is not None:
                 return str(folder / universal), load_universal(self, folder / universal, what)
-        name, warnings = choose(folder, tag, self.everyone)
+        name, warnings = choose(folder, tag, self.world)
         for warning in warnings:
             log_dist(warning, ranks=[0], level=logging.WARNING)
         if name is None:

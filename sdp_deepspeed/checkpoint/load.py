@@ -81,7 +81,7 @@ def restore(engine: CheckpointingEngine, path: Path, what: What) -> dict[str, An
     Raises:
         ValueError: on all ranks, before anything is changed, if it does not fit the model or the optimizer.
     """
-    everyone = engine.everyone
+    everyone = engine.world
     common: dict[str, Any] = together(everyone, lambda: torch.load(path / COMMON, weights_only=True))
 
     def read() -> None:
@@ -176,6 +176,6 @@ def begin_step(engine: CheckpointingEngine) -> None:
 def _restore_own(engine: CheckpointingEngine, path: Path, common: Mapping[str, Any]) -> None:
     if common["same"] != same_layout_facts(engine):
         return
-    own = torch.load(path / own_file(engine.everyone.rank), weights_only=True)
+    own = torch.load(path / own_file(engine.world.rank), weights_only=True)
     random_state.restore(own["random"])
     engine.layout().restore_buffers(own["buffers"])

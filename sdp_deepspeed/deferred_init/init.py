@@ -21,7 +21,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from sdp_deepspeed.deferred_init.program import Program, Ref, Step, address
+from sdp_deepspeed.deferred_init.program import Operation, Program, Ref, address
 
 PROGRAM = "_sdp_program"  # attribute of a parameter or buffer whose value a program makes
 _BLANK = {"aten::empty", "aten::empty_strided", "aten::new_empty", "aten::new_empty_strided", "aten::empty_like"}
@@ -128,8 +128,8 @@ class _Recording(TorchDispatchMode):
         ref = self.program.ref(tensor)
         self._note_random_state(kwargs.get("generator"))
         replaces = frozenset([ref.storage]) if self._covers(ref) else frozenset()
-        step = Step(call, (ref, *args), kwargs, targets=(ref,), replaces=replaces, is_random=True)
-        self.program.steps.append(step)
+        operation = Operation(call, (ref, *args), kwargs, targets=(ref,), replaces=replaces, is_random=True)
+        self.program.operations.append(operation)
 
     def _record(self, func: Any, args: Any, kwargs: dict[str, Any], *, is_random: bool) -> Any:
         written = list(_written(func, args, kwargs))
@@ -177,8 +177,8 @@ class _Recording(TorchDispatchMode):
         refs = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Ref) and leaf not in replacing]
         reads = frozenset(ref.storage for ref in refs)
         replaces = frozenset(ref.storage for ref in (*replacing, *(ref for _, ref in births))) - reads
-        step = Step(func, args, kwargs, births, targets, reads, replaces, is_random)
-        self.program.steps.append(step)
+        operation = Operation(func, args, kwargs, births, targets, reads, replaces, is_random)
+        self.program.operations.append(operation)
 
     def _as_constant(self, tensor: torch.Tensor) -> Any:
         """A real tensor as it is now, or what will be one."""
@@ -195,8 +195,8 @@ class _Recording(TorchDispatchMode):
         ref = self.program.ref(everything)
         self._changed.add(ref.storage)
         start = everything.clone()
-        step = Step(torch.clone, (start,), {}, births=((0, ref),), replaces=frozenset([ref.storage]))
-        self.program.steps.append(step)
+        operation = Operation(torch.clone, (start,), {}, births=((0, ref),), replaces=frozenset([ref.storage]))
+        self.program.operations.append(operation)
 
     def _note_random_state(self, generator: torch.Generator | None) -> None:
         """Nothing is drawn while the program is written: the state changes only where somebody seeds anew."""
@@ -204,7 +204,7 @@ class _Recording(TorchDispatchMode):
             self.program.generators.setdefault(id(generator), (generator, generator.get_state()))
         elif not torch.equal(state := torch.get_rng_state(), self._random_state):
             self._random_state = state
-            self.program.steps.append(Step(torch.set_rng_state, (state,), {}, is_random=True))
+            self.program.operations.append(Operation(torch.set_rng_state, (state,), {}, is_random=True))
 
 
 def _written(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Iterator[torch.Tensor]:

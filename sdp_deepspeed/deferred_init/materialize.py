@@ -14,17 +14,18 @@ from torch import nn
 
 from sdp_deepspeed.config import KEY
 from sdp_deepspeed.deferred_init.init import PROGRAM, Init
-from sdp_deepspeed.deferred_init.program import Program, Ref, address, allocate, named_tensors
-from sdp_deepspeed.distributed.agreement import raise_on_all_ranks
+from sdp_deepspeed.deferred_init.program import Program, Ref, address, allocate
+from sdp_deepspeed.distributed.agreement import run_on_all_ranks
 from sdp_deepspeed.distributed.communicator import Communicator
 from sdp_deepspeed.masking.mask import Mask
 from sdp_deepspeed.messages import quoted
+from sdp_deepspeed.plan.tensors import named_tensors
 
 _BUILD_UNDER_INIT = "build the model inside `with sdp_deepspeed.Init():`"
 Value = Ref | torch.Tensor  # in the program, or as it is
 
 
-class Deferred:
+class DeferredModel:
     """How the values of a model without storage are made.
 
     Args:
@@ -40,7 +41,7 @@ class Deferred:
         _refuse([name for name, ref in refs.items() if ref.storage in undefined], "nothing initialises it")
 
     @classmethod
-    def of(cls, model: nn.Module) -> Deferred | None:
+    def of(cls, model: nn.Module) -> DeferredModel | None:
         """Of a model that was built under `Init` or on the meta device; None if all of it has storage.
 
         Raises:
@@ -59,7 +60,7 @@ class Deferred:
         return cls(program, _values(program, tensors))
 
     @classmethod
-    def _of_meta_model(cls, model: nn.Module, tensors: Mapping[str, torch.Tensor]) -> Deferred:
+    def _of_meta_model(cls, model: nn.Module, tensors: Mapping[str, torch.Tensor]) -> DeferredModel:
         """Nothing was written down: Transformers' models are built once more, others are reset module by module."""
         if not _is_transformers(model):
             with Init() as program:
@@ -76,43 +77,42 @@ class Deferred:
         return cls(program, values | _values(program, {name: twin[name] for name in values}))
 
     @torch.no_grad()
-    def materialise(self, mask: Mask, device: torch.device, everyone: Communicator) -> None:
+    def materialize(self, mask: Mask, device: torch.device, world: Communicator) -> None:
         """Give each tensor of a masked model its storage on `device`, with the initial values that this rank stores.
 
         All ranks call it, and all take rank 0's random numbers. Parameters stay the objects that they are.
         """
-        states = everyone.gather_objects(bytes(self._program.rng_state.numpy()))
-        homes = _Homes(mask, device)
-        own = torch.get_rng_state()
-        error: Exception | None = None
-        try:
-            torch.set_rng_state(torch.frombuffer(bytearray(states[0]), dtype=torch.uint8))
-            self._fill(homes)
-            if not torch.equal(own, self._program.state_at_end) or states[everyone.rank] != states[0]:
-                torch.set_rng_state(own)  # somebody has used it since, or it is another one on purpose
-        except Exception as problem:  # of any kind: the others wait for this rank
-            error = problem
-        raise_on_all_ranks(everyone, error)
+        states = world.gather_objects(bytes(self._program.rng_state.numpy()))
+        run_on_all_ranks(world, lambda: self._draw(_Materializer(mask, device), states[0], states[world.rank]))
 
-    def _fill(self, homes: _Homes) -> None:
+    def _draw(self, materializer: _Materializer, first: bytes, here: bytes) -> None:
+        """Fill from the random state `first`; the state of this process ends as the dense model's building leaves it,
+        unless somebody has used it since, or it is another one (`here`) on purpose."""
+        before = torch.get_rng_state()
+        torch.set_rng_state(torch.frombuffer(bytearray(first), dtype=torch.uint8))
+        self._fill(materializer)
+        if not torch.equal(before, self._program.state_at_end) or here != first:
+            torch.set_rng_state(before)
+
+    def _fill(self, materializer: _Materializer) -> None:
         names: dict[int, list[str]] = {}
         for name, value in self._values.items():
-            if homes.is_dropped(name):
+            if materializer.is_dropped(name):
                 continue
             if isinstance(value, Ref):
                 names.setdefault(value.storage, []).append(name)
             else:
-                homes.settle(name, value)
+                materializer.store(name, value)
         for storage, data in self._program.run(names):
             for name in names[storage]:
                 ref = self._values[name]
                 assert isinstance(ref, Ref)
-                homes.settle(name, ref.view(data))
+                materializer.store(name, ref.view(data))
             del data
-        homes.finish()
+        materializer.finish()
 
 
-class _Homes:
+class _Materializer:
     """Gives the tensors of a masked model on the meta device their storage.
 
     Args:
@@ -121,12 +121,11 @@ class _Homes:
     """
 
     def __init__(self, mask: Mask, device: torch.device) -> None:
-        self._places = mask.places
-        self._shapes = mask.shapes
+        self._views = mask.model.views
         self._device = device
         twins = [twin for part in mask.parts for twin in getattr(part, "twins", ())]
         inside = [tensor for twin in twins for tensor in named_tensors(twin).values()]
-        every = [*mask.places.tensors.values(), *mask.places.lacking.values(), *inside]
+        every = [*mask.model.views.tensors.values(), *mask.model.views.lacking.values(), *inside]
         self._tensors = list({id(tensor): tensor for tensor in every}.values())
         self._waiting: dict[int, list[torch.Tensor]] = {}  # by the address of their storage
         for tensor in self._tensors:
@@ -135,23 +134,23 @@ class _Homes:
 
     def is_dropped(self, name: str) -> bool:
         """Whether this rank stores nothing of the tensor."""
-        return self._places.tensors[name].shape != self._shapes[name] and not self._places.cut_pieces(name)
+        return self._views.tensors[name].shape != self._views.shapes[name] and not self._views.cut_pieces(name)
 
-    def settle(self, name: str, dense: torch.Tensor) -> None:
+    def store(self, name: str, dense: torch.Tensor) -> None:
         """Store what this rank has of a tensor, whose dense value is complete and is kept by nobody else."""
-        own = self._places.tensors[name]
-        pieces = self._places.cut_pieces(name)
+        own = self._views.tensors[name]
+        pieces = self._views.cut_pieces(name)
         if not pieces:
             if own.is_meta:
                 self._give(own, self._storage_of(own, dense))
             else:
                 own.detach().copy_(dense)
             return
-        for tensor in (own, self._places.lacking.get(name)):
+        for tensor in (own, self._views.lacking.get(name)):
             if tensor is not None and tensor.is_meta:
                 self._give(tensor, allocate(tensor.untyped_storage().nbytes(), zeros=False, device=self._device))
         for piece in pieces:
-            self._places.weight(piece).copy_(piece.narrow(dense))
+            self._views.weight_view(piece).copy_(piece.narrow(dense))
 
     def _storage_of(self, own: torch.Tensor, dense: torch.Tensor) -> torch.UntypedStorage:
         """With the dense value, as the tensor wants it; the value's own if it is that already."""
@@ -165,7 +164,7 @@ class _Homes:
     def _give(self, tensor: torch.Tensor, storage: torch.UntypedStorage) -> None:
         """To all tensors that share the tensor's storage."""
         for sharing in self._waiting.pop(address(tensor)):
-            _become(sharing, Ref.of(sharing).view(storage))
+            _replace_impl(sharing, Ref.of(sharing).view(storage))
 
     def finish(self) -> None:
         """What is left are dropped tensors, which are empty, and the lacking halves' biases, which add nothing."""
@@ -178,7 +177,7 @@ class _Homes:
                 tensor.data = tensor.data.to(self._device)
 
 
-def _become(tensor: torch.Tensor, value: torch.Tensor) -> None:
+def _replace_impl(tensor: torch.Tensor, value: torch.Tensor) -> None:
     """The same object with the same attributes, for optimizers and whoever else has it, on another device.
 
     Assigning to `.data` does not move a tensor between devices; `torch.utils.swap_tensors` refuses tensors with weak
@@ -218,7 +217,7 @@ def _default_dtype(dtype: torch.dtype) -> Iterator[None]:
         torch.set_default_dtype(before)
 
 
-def refuse_tensor_parallel(deferred: Deferred | None) -> None:
+def refuse_tensor_parallel(deferred: DeferredModel | None) -> None:
     """Tensor parallelism divides weights that are there.
 
     Raises:
@@ -232,7 +231,7 @@ def refuse_tensor_parallel(deferred: Deferred | None) -> None:
         )
 
 
-def check_initialised_alike(check_holders: Callable[[], None]) -> None:
+def check_initialized_alike(check_holders: Callable[[], None]) -> None:
     """Nothing was broadcast: see that nothing had to be; all ranks call it.
 
     Raises:

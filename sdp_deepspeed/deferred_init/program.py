@@ -7,7 +7,6 @@ that touches it: then it is handed over, and gone.
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -69,8 +68,8 @@ class Ref:
 
 
 @dataclass(frozen=True)
-class Step:
-    """One operation.
+class Operation:
+    """One call of the constructor, to be made again.
 
     Args:
         call: with `args` and `kwargs`, in which tensors without data are `Ref`s.
@@ -112,7 +111,7 @@ class Program:
     rng_state: torch.Tensor
     draws: bool = True
     state_at_end: torch.Tensor = field(default_factory=lambda: torch.empty(0))
-    steps: list[Step] = field(default_factory=list)
+    operations: list[Operation] = field(default_factory=list)
     storages: dict[int, torch.UntypedStorage] = field(default_factory=dict)
     generators: dict[int, tuple[torch.Generator, torch.Tensor]] = field(default_factory=dict)
 
@@ -123,7 +122,7 @@ class Program:
 
     def never_written(self, storages: Iterable[int]) -> set[int]:
         """Those of which no operation says what is in them."""
-        return set(storages).difference(*[step.writes for step in self.steps])
+        return set(storages).difference(*[operation.writes for operation in self.operations])
 
     def run(self, wanted: Iterable[int]) -> Iterator[tuple[int, torch.UntypedStorage]]:
         """Each of the storages `wanted` with its final data, as soon as that is final; draws from the random stream.
@@ -131,16 +130,20 @@ class Program:
         Whoever takes them decides how long they live: nothing here keeps them.
         """
         left = set(wanted)
-        steps = self._needed_steps(left)
-        last = {storage: number for number, (step, _) in enumerate(steps) for storage in step.writes | step.reads}
+        operations = self._needed_operations(left)
+        last = {
+            storage: number
+            for number, (operation, _) in enumerate(operations)
+            for storage in operation.writes | operation.reads
+        }
         memory: dict[int, torch.UntypedStorage] = {}
         for generator, state in self.generators.values():
             generator.set_state(state)
-        for number, (step, matters) in enumerate(steps):
+        for number, (operation, matters) in enumerate(operations):
             if not matters:
-                step.call(*_scratch(step.args), **_scratch(step.kwargs))
+                operation.call(*_scratch(operation.args), **_scratch(operation.kwargs))
                 continue
-            self._run(step, memory)
+            self._run(operation, memory)
             for storage in [storage for storage in memory if last[storage] == number]:
                 final = memory.pop(storage)
                 if storage in left:
@@ -150,7 +153,7 @@ class Program:
         for storage in left:
             yield storage, allocate(self.storages[storage].nbytes(), zeros=True)
 
-    def _needed_steps(self, wanted: Iterable[int]) -> list[tuple[Step, bool]]:
+    def _needed_operations(self, wanted: Iterable[int]) -> list[tuple[Operation, bool]]:
         """What makes the values in storages `wanted`, and what only moves the random stream on (False).
 
         Values that are replaced before anybody reads them are made by nobody. How much a random operation draws does
@@ -158,26 +161,26 @@ class Program:
         """
         needed = set(wanted)
         result = []
-        for step in reversed(self.steps):
-            matters = not needed.isdisjoint(step.writes) or bool(step.is_random and step.reads)
+        for operation in reversed(self.operations):
+            matters = not needed.isdisjoint(operation.writes) or bool(operation.is_random and operation.reads)
             if matters:
-                needed -= step.replaces
-                needed |= step.reads | (step.writes - step.replaces)
-            if matters or (step.is_random and self.draws):
-                result.append((step, matters))
+                needed -= operation.replaces
+                needed |= operation.reads | (operation.writes - operation.replaces)
+            if matters or (operation.is_random and self.draws):
+                result.append((operation, matters))
         return result[::-1]
 
-    def _run(self, step: Step, memory: dict[int, torch.UntypedStorage]) -> None:
-        skips = step.is_random and not self.draws
-        for storage in step.writes if skips else step.reads | {ref.storage for ref in step.targets}:
+    def _run(self, operation: Operation, memory: dict[int, torch.UntypedStorage]) -> None:
+        skips = operation.is_random and not self.draws
+        for storage in operation.writes if skips else operation.reads | {ref.storage for ref in operation.targets}:
             if storage not in memory:
-                zeros = skips or storage not in step.replaces
+                zeros = skips or storage not in operation.replaces
                 memory[storage] = allocate(self.storages[storage].nbytes(), zeros=zeros)
         if skips:
             return
-        args, kwargs = tree_map_only(Ref, lambda ref: ref.view(memory[ref.storage]), (step.args, step.kwargs))
-        outputs = tree_leaves(step.call(*args, **kwargs))
-        for position, ref in step.births:
+        args, kwargs = tree_map_only(Ref, lambda ref: ref.view(memory[ref.storage]), (operation.args, operation.kwargs))
+        outputs = tree_leaves(operation.call(*args, **kwargs))
+        for position, ref in operation.births:
             memory[ref.storage] = self._as_recorded(ref, outputs[position])
 
     def _as_recorded(self, ref: Ref, output: torch.Tensor) -> torch.UntypedStorage:
@@ -199,8 +202,3 @@ def _scratch(tree: Any) -> Any:
 def allocate(num_bytes: int, *, zeros: bool, device: torch.device | str = "cpu") -> torch.UntypedStorage:
     make = torch.zeros if zeros else torch.empty
     return make(num_bytes, dtype=torch.uint8, device=device).untyped_storage()
-
-
-def named_tensors(model: torch.nn.Module) -> dict[str, torch.Tensor]:
-    """Parameters and buffers by name, each once."""
-    return dict(itertools.chain(model.named_parameters(), model.named_buffers()))

@@ -7,6 +7,7 @@ Positional calls only: `torch.distributed` and `deepspeed.comm` name their argum
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
@@ -66,3 +67,18 @@ class Communicator:
         values: list[Any] = [None] * self.size
         self._objects.all_gather_object(values, value, group=self._group)
         return values
+
+
+@dataclass(frozen=True)
+class RankGroups:
+    """All groups that a rank is in.
+
+    Args:
+        dp_group: the data-parallel group.
+        world: all ranks; more than the data-parallel group under tensor parallelism.
+        tp_group: the tensor-parallel group, None if this rank is alone in it.
+    """
+
+    dp_group: Communicator
+    world: Communicator
+    tp_group: Communicator | None = None

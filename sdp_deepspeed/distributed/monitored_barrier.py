@@ -14,7 +14,7 @@ from sdp_deepspeed.messages import listed
 TIMEOUT = timedelta(minutes=5)
 
 
-class Step(IntEnum):
+class Phase(IntEnum):
     """What a rank is about to do with the dense model."""
 
     LEAVE = 0
@@ -23,13 +23,13 @@ class Step(IntEnum):
 
 
 _WORDS = {
-    Step.LEAVE: "ended its evaluation",
-    Step.FORWARD: "began a forward pass",
-    Step.RESIDENT: "asked for the whole model",
+    Phase.LEAVE: "ended its evaluation",
+    Phase.FORWARD: "began a forward pass",
+    Phase.RESIDENT: "asked for the whole model",
 }
 
 
-class Gate:
+class MonitoredBarrier:
     """Meeting point of all ranks before each collective of the dense view.
 
     Args:
@@ -59,32 +59,32 @@ class Gate:
         self._meetings = 0
         self.num_forwards = 0
 
-    def meet(self, step: Step) -> None:
-        """Every rank calls it with the same step.
+    def wait(self, phase: Phase) -> None:
+        """Every rank calls it in the same phase.
 
         Raises:
-            RuntimeError: on all ranks when steps differ, naming ranks; on waiting ranks when one does not come.
+            RuntimeError: on all ranks when phases differ, naming ranks; on waiting ranks when one does not come.
         """
         self._meetings += 1
         if self._size > 1:
-            steps = self._gather(step)
-            if len(set(steps)) > 1:
-                raise RuntimeError(self._explain(steps))
-        self.num_forwards = self.num_forwards + 1 if step == Step.FORWARD else 0
+            phases = self._gather(phase)
+            if len(set(phases)) > 1:
+                raise RuntimeError(self._explain(phases))
+        self.num_forwards = self.num_forwards + 1 if phase == Phase.FORWARD else 0
 
-    def _gather(self, step: Step) -> list[Step]:
+    def _gather(self, phase: Phase) -> list[Phase]:
         if self._report is not None:
             self._report(self._meetings)
-        own = torch.tensor([int(step)])
+        own = torch.tensor([int(phase)])
         gathered = [torch.empty_like(own) for _ in range(self._size)]
         try:
             self._dist.all_gather(gathered, own, group=self._group)
         except RuntimeError as error:
             raise RuntimeError(
-                f"rank {self._rank} {_WORDS[step]} of the dense model and waited for {self._missing()}, which did not "
+                f"rank {self._rank} {_WORDS[phase]} of the dense model and waited for {self._missing()}, which did not "
                 "come: the dense model is a collective of all ranks, so give each the same number of batches"
             ) from error
-        return [Step(int(value)) for value in gathered]
+        return [Phase(int(value)) for value in gathered]
 
     def _missing(self) -> str:
         if self._reports is None:
@@ -95,26 +95,28 @@ class Gate:
             return "another rank"
         return f"rank {listed(late)}" if late else "another rank"
 
-    def _explain(self, steps: list[Step]) -> str:
+    def _explain(self, phases: list[Phase]) -> str:
         said = []
-        for step in sorted(set(steps)):
-            ranks = [rank for rank, other in enumerate(steps) if other == step]
-            said.append(f"rank {listed(ranks)} {_WORDS[step]}")
+        for phase in sorted(set(phases)):
+            ranks = [rank for rank, other in enumerate(phases) if other == phase]
+            said.append(f"rank {listed(ranks)} {_WORDS[phase]}")
         return (
             f"after {self.num_forwards} evaluation batches {'; '.join(said)}. The dense model is a collective of all "
             "ranks: give each the same number of batches (drop or repeat samples), and save from all ranks together"
         )
 
 
-def make_gate(dist: Any) -> Gate:
-    """A gate for all ranks of the run, in a gloo group of its own, so that a meeting cannot pair with a collective of
+def make_monitored_barrier(dist: Any) -> MonitoredBarrier:
+    """A barrier for all ranks of the run, in a gloo group of its own, so that it cannot pair with a collective of
     the user's; every rank calls it.
 
     Args:
         dist: `torch.distributed`.
     """
     group = dist.new_group(backend="gloo", timeout=TIMEOUT)
-    prefix = f"sdp_deepspeed/gate/{group.group_name}"  # of this engine alone: others count their own meetings
+    prefix = (
+        f"sdp_deepspeed/monitored_barrier/{group.group_name}"  # of this engine alone: others count their own meetings
+    )
     store = dist.PrefixStore(prefix, dist.distributed_c10d._get_default_store())
     rank, size = dist.get_rank(), dist.get_world_size()
 
@@ -124,4 +126,4 @@ def make_gate(dist: Any) -> Gate:
     def reports() -> list[int]:
         return [int(store.get(str(other))) if store.check([str(other)]) else 0 for other in range(size)]
 
-    return Gate(dist, group, rank=rank, size=size, report=report, reports=reports)
+    return MonitoredBarrier(dist, group, rank=rank, size=size, report=report, reports=reports)

@@ -2,25 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-
-import torch
-
 from sdp_deepspeed.distributed.communicator import Communicator
 from sdp_deepspeed.distributed.replicas import digest
-from sdp_deepspeed.layout.segments import TensorInfo, pieces_by_tensor
+from sdp_deepspeed.layout.rank_model import RankModel
 from sdp_deepspeed.messages import listed
 from sdp_deepspeed.plan.plan import Plan
 from sdp_deepspeed.units import Piece
 
 
-def check_same_plan(plan: Plan, communicator: Communicator) -> None:
+def check_same_plan(plan: Plan, world: Communicator) -> None:
     """The hash, and which rank has which subnetwork: the hash does not cover that. Every rank calls it.
 
     Raises:
         RuntimeError: on all ranks, naming those whose plan is another.
     """
-    plans = communicator.gather_objects((plan.hash, plan.subnetwork_of_rank))
+    plans = world.gather_objects((plan.hash, plan.subnetwork_of_rank))
     different = [rank for rank, other in enumerate(plans) if other != plans[0]]
     if different:
         theirs, ours = plans[different[0]], plans[0]
@@ -31,35 +27,25 @@ def check_same_plan(plan: Plan, communicator: Communicator) -> None:
         )
 
 
-def check_holders_agree(
-    weight: Callable[[Piece], torch.Tensor], tensors: Sequence[TensorInfo], plan: Plan, communicator: Communicator
-) -> None:
+def check_holders_agree(model: RankModel, dp_group: Communicator) -> None:
     """Every data-parallel rank calls it. In the backward regime all ranks store all weights, so all must agree.
-
-    Args:
-        weight: view of a piece in the weights that this rank stores.
 
     Raises:
         RuntimeError: on all ranks, naming the first pieces on which holders differ.
     """
-    everyone = tuple(range(communicator.size))
-    pieces = [
-        (piece, everyone if plan.regime == "backward" else holders)
-        for items in pieces_by_tensor(tensors, plan).values()
-        for piece, holders in items
-    ]
-    own = [digest(weight(piece)) if communicator.rank in holders else None for piece, holders in pieces]
-    digests = communicator.gather_objects(own)
+    pieces = list(model.pieces_with_storing_ranks())
+    stored = [digest(model.views.weight_view(piece)) if dp_group.rank in ranks else None for piece, ranks in pieces]
+    digests = dp_group.gather_objects(stored)
     differing = [
-        f"{_words(piece)} (ranks {list(holders)[:5]})"
-        for index, (piece, holders) in enumerate(pieces)
-        if len({digests[rank][index] for rank in holders}) > 1
+        f"{_words(piece)} (ranks {list(ranks)[:5]})"
+        for index, (piece, ranks) in enumerate(pieces)
+        if len({digests[rank][index] for rank in ranks}) > 1
     ]
     if differing:
         raise RuntimeError(f"holders do not agree on {listed(differing)}: training has diverged")
 
 
 def _words(piece: Piece) -> str:
-    return (
-        piece.parameter if piece.dim is None else f"{piece.parameter}[dim {piece.dim}, {piece.start}:+{piece.length}]"
-    )
+    if piece.dim is None:
+        return piece.parameter
+    return f"{piece.parameter}[dim {piece.dim}, {piece.start}:+{piece.length}]"

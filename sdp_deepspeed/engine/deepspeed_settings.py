@@ -6,9 +6,8 @@ import torch
 from deepspeed.runtime.engine import DeepSpeedEngine
 from deepspeed.runtime.fp16.loss_scaler import CreateLossScaler, LossScalerBase
 
-from sdp_deepspeed.distributed.communicator import Communicator
-from sdp_deepspeed.optimizer.optimizer import OptimizerSettings
-from sdp_deepspeed.optimizer.stepped_group import Offload
+from sdp_deepspeed.distributed.communicator import RankGroups
+from sdp_deepspeed.optimizer.settings import Offload, OptimizerSettings
 from sdp_deepspeed.plan.placement import Network
 
 
@@ -45,17 +44,12 @@ def loss_scaler(engine: DeepSpeedEngine) -> LossScalerBase:
     )
 
 
-def network_of(engine: DeepSpeedEngine, communicator: Communicator, peers: Communicator | None) -> Network:
-    """Nodes of the ranks, and bytes per element as the exchange sends them; all ranks call it.
-
-    Args:
-        communicator: the data-parallel group.
-        peers: the tensor-parallel group, None without one.
-    """
+def network_of(engine: DeepSpeedEngine, groups: RankGroups) -> Network:
+    """Nodes of the ranks, and bytes per element as the exchange sends them; all ranks call it."""
     rounds = engine.gradient_accumulation_steps() if engine.zero_optimization_stage() == 2 else 1
     return Network.gather(
-        communicator,
-        peers=peers,
+        groups.dp_group,
+        tp_group=groups.tp_group,
         gradient_bytes=rounds * engine.communication_data_type.itemsize,
         weight_bytes=engine.get_data_types()[0].itemsize,
     )

@@ -1,14 +1,14 @@
 """SubnetworkEngine: DeepSpeed's engine with each rank's module cut down to its subnetwork.
 
-The order of the constructor is DeepSpeed's: the module is cast, moved and broadcast; then we plan and drop
-what this rank lacks; then the optimizer is built, which the masked averaging wraps. A model without storage
-is cast, planned and cut down as it is; only then it gets what is left of it (start.py).
+The order of the constructor is DeepSpeed's: the module is cast, moved and broadcast; then `apply_plan` makes it this
+rank's subnetwork; then the optimizer is built, which the masked averaging wraps. A model without storage is cast and
+cut down as it is; only then it gets what is left of it.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -21,34 +21,25 @@ from deepspeed.runtime.engine import ZERO_OPTIMIZATION
 from deepspeed.utils import log_dist
 from torch import nn
 
-from sdp_deepspeed.architectures import unit_costs
 from sdp_deepspeed.checkpoint.checkpointer import CheckpointingEngine
 from sdp_deepspeed.checkpoint.state.rank_chunks import Layout, persistent_buffers
-from sdp_deepspeed.config import KEY, parse
-from sdp_deepspeed.deferred_init.materialize import Deferred, check_initialised_alike, refuse_tensor_parallel
-from sdp_deepspeed.distributed.agreement import raise_on_all_ranks, run_on_all_ranks
-from sdp_deepspeed.distributed.communicator import Communicator
-from sdp_deepspeed.distributed.monitored_barrier import make_gate
-from sdp_deepspeed.engine.consistency import check_holders_agree, check_same_plan
+from sdp_deepspeed.config import KEY, SubnetworkConfig, parse
+from sdp_deepspeed.deferred_init.materialize import DeferredModel, refuse_tensor_parallel
+from sdp_deepspeed.distributed.agreement import run_on_all_ranks
+from sdp_deepspeed.distributed.communicator import Communicator, RankGroups
+from sdp_deepspeed.engine.apply_plan import AppliedPlan, ModelAtStart, apply_plan
+from sdp_deepspeed.engine.consistency import check_holders_agree
 from sdp_deepspeed.engine.deepspeed_settings import loss_scaler, network_of, optimizer_settings
+from sdp_deepspeed.engine.dense_export import DenseExport
 from sdp_deepspeed.engine.private_api import check_hosts
 from sdp_deepspeed.masking.compiled import compile_in_place
-from sdp_deepspeed.masking.dense_view import DenseView
-from sdp_deepspeed.masking.mask import CUT, Mask
+from sdp_deepspeed.masking.mask import CUT
 from sdp_deepspeed.optimizer.optimizer import SubnetworkOptimizer
 from sdp_deepspeed.plan.plan import Plan
-from sdp_deepspeed.plan.planner import dense_tensors, plan_model
 from sdp_deepspeed.plan.shards import Shards
 from sdp_deepspeed.support.refusals import optimizer_refusal, refuse_modules, refuse_unsupported, without_effect
-from sdp_deepspeed.tensor_parallel.model import (
-    Undivided,
-    check_groups,
-    check_mpu,
-    check_size,
-    explained,
-    join,
-    peers_of,
-)
+from sdp_deepspeed.tensor_parallel.checks import check_mpu, check_size, translated_autotp_errors
+from sdp_deepspeed.tensor_parallel.model import ModelBeforeAutoTP, tp_group_of
 
 _NO_OPTIMIZER = f"{KEY} needs an optimizer: name one in the config, or give deepspeed.initialize one"
 
@@ -57,49 +48,48 @@ class SubnetworkEngine(CheckpointingEngine):
     """What `deepspeed.initialize` returns for a config with the block `subnetwork_data_parallel`.
 
     Attributes:
+        block: the parsed block.
         plan: who holds what, the same on every rank.
-        communicator: the data-parallel group.
-        everyone: all ranks; more than the data-parallel group under tensor parallelism.
-        shards: what this rank stores under tensor parallelism.
+        dp_group: the data-parallel group.
+        world: all ranks; more than the data-parallel group under tensor parallelism.
     """
 
-    plan: Plan
-    communicator: Communicator
-    everyone: Communicator
-    shards: Shards
+    block: SubnetworkConfig
+    dp_group: Communicator
+    world: Communicator
     optimizer: SubnetworkOptimizer
-    _undivided: Undivided | None = None
-    _deferred: Deferred | None = None  # until the model has storage
+    _applied: AppliedPlan
+    _before_autotp: ModelBeforeAutoTP | None = None
+    _deferred: DeferredModel | None = None  # until the model has storage
 
     def __init__(self, args: Any, model: nn.Module, *rest: Any, **options: Any) -> None:
         config: Mapping[str, Any] = options["config"]
         block = parse(config)
-        assert block is not None, "the seam builds this engine for configs with the block only"
+        assert block is not None, "the import hook builds this engine for configs with the block only"
         object.__setattr__(self, "block", block)
-        refuse_unsupported(block, config)
-        if getattr(model, CUT, False):  # before DeepSpeed broadcasts tensors of which some ranks have none
-            raise ValueError(f"{KEY}: an earlier engine cut this model down to subnetworks; build or load it anew")
-        refuse_modules(model)
-        for warning in check_hosts() + without_effect(block, config):
-            log_dist(warning, ranks=[0], level=logging.WARNING)
-        if options.get("mesh_device") is not None:
-            raise ValueError(
-                f"{KEY}: sequence parallelism is not possible, so deepspeed.initialize takes no mesh_param"
-            )
-        if options.get("mpu") is not None:
-            check_mpu(options["mpu"])
+        _refuse_at_start(block, config, model, options)
         model = compile_in_place(model)
-        object.__setattr__(self, "_deferred", Deferred.of(model))
+        object.__setattr__(self, "_deferred", DeferredModel.of(model))
         super().__init__(args, model, *rest, **options)
         if self.optimizer is None:
             raise ValueError(_NO_OPTIMIZER)
         self._make_saver()
 
+    @property
+    def plan(self) -> Plan:
+        """Who holds what, in the dense model's coordinates; the same on every rank."""
+        return self._applied.plan
+
+    @property
+    def shards(self) -> Shards:
+        """What this rank stores under tensor parallelism."""
+        return self._applied.model.shards
+
     def _configure_tensor_parallel(self, model: nn.Module, tp_config: Any) -> Any:
         refuse_tensor_parallel(self._deferred)
         check_size(int(self.autotp_size()), torch.distributed.get_world_size())
-        self._undivided = Undivided.of(model)
-        with explained(model):
+        self._before_autotp = ModelBeforeAutoTP.of(model)
+        with translated_autotp_errors(model):
             return super()._configure_tensor_parallel(model, tp_config)
 
     def _broadcast_model(self) -> None:
@@ -109,66 +99,39 @@ class SubnetworkEngine(CheckpointingEngine):
     def _configure_distributed_model(self, model: nn.Module) -> None:
         self.dont_change_device |= self._deferred is not None
         super()._configure_distributed_model(model)
-        self.communicator = Communicator(deepspeed_comm, self.seq_data_parallel_group, objects=torch.distributed)
-        self.everyone = Communicator(deepspeed_comm, objects=torch.distributed)
-        self._tensors = dense_tensors(model)
-        peers = peers_of(self.mpu)
-        network = network_of(self, self.communicator, peers)
-        error: Exception | None = None
-        try:
-            check_groups(self.communicator, peers, self.everyone)
-            refuse_tensor_parallel(self._deferred if peers is not None else None)
-            self._parallel = join(model, peers, self._undivided, stage=int(self.zero_optimization_stage()))
-            sites, self.shards = self._parallel.sites, self._parallel.shards
-            self.plan, notes = plan_model(
-                model, self.block, self.communicator.size, network, sites=sites, shards=self.shards
-            )
-            self._local_plan = self.shards.local_plan(self.plan)
-            costs = unit_costs(model, self._local_plan.units)
-            self._mask = Mask(
-                model,
-                sites,
-                self._tensors,
-                self._local_plan,
-                self.communicator.rank,
-                scales=self.block.dense_branch_scale == "coverage",
-            )
-        except Exception as problem:  # of any kind: the others wait for this rank
-            error = problem
-        raise_on_all_ranks(self.everyone, error)
-        check_same_plan(self.plan, self.everyone)
-        for note in notes:
-            log_dist(f"{KEY}: {note}", ranks=[0], level=logging.WARNING)
-        if self._deferred is not None:
-            self._deferred.materialise(self._mask, self.device, self.everyone)
-            self._deferred = None
-            weight, tensors = self._mask.places.weight, self._tensors
-            check_initialised_alike(lambda: check_holders_agree(weight, tensors, self._local_plan, self.communicator))
-        self._dense = DenseView(model, self._mask, self._local_plan, self.communicator, make_gate(torch.distributed))
-        log_dist(f"{KEY}\n{self.plan.table(costs)}", ranks=[0])
+        self.dp_group = Communicator(deepspeed_comm, self.seq_data_parallel_group, objects=torch.distributed)
+        self.world = Communicator(deepspeed_comm, objects=torch.distributed)
+        groups = RankGroups(self.dp_group, self.world, tp_group_of(self.mpu))
+        start = ModelAtStart(
+            model,
+            self.device,
+            stage=int(self.zero_optimization_stage()),
+            network=partial(network_of, self, groups),
+            before_autotp=self._before_autotp,
+            deferred=self._deferred,
+        )
+        self._applied = apply_plan(start, self.block, groups)
+        self._deferred = None
 
     def _configure_optimizer(self, client_optimizer: Any, model_parameters: Any) -> None:
         name = self.optimizer_name() if client_optimizer is None else type(client_optimizer).__name__
         if client_optimizer is None or isinstance(client_optimizer, torch.optim.Optimizer):
-            run_on_all_ranks(self.everyone, partial(optimizer_refusal, name, self.block))
+            run_on_all_ranks(self.world, partial(optimizer_refusal, name, self.block))
         super()._configure_optimizer(client_optimizer, model_parameters)
 
     def _do_optimizer_sanity_check(self, basic_optimizer: Any) -> str:
-        run_on_all_ranks(self.everyone, partial(optimizer_refusal, type(basic_optimizer).__name__, self.block))
+        run_on_all_ranks(self.world, partial(optimizer_refusal, type(basic_optimizer).__name__, self.block))
         return ZERO_OPTIMIZATION  # every stage and precision takes our optimizer
 
     def _configure_zero_optimizer(self, optimizer: Any) -> SubnetworkOptimizer:
         if optimizer is None:
             raise ValueError(_NO_OPTIMIZER)
-        return SubnetworkOptimizer(
+        return SubnetworkOptimizer.build(
             optimizer,
-            parameters=dict(self.module.named_parameters()),
-            tensors=self._tensors,
-            plan=self._local_plan,
-            places=self._mask.places,
-            communicator=self.communicator,
-            model_parallel=self._parallel.model_parallel,
+            self._applied.model,
+            self.dp_group,
             settings=optimizer_settings(self),
+            tp_group=self._applied.parallel.group,
             loss_scaler=loss_scaler(self),
         )
 
@@ -189,14 +152,14 @@ class SubnetworkEngine(CheckpointingEngine):
         self._refuse_resident("step")
         super().step(lr_kwargs)
         if self.block.check_agreement and self._step_applied:
-            holders = partial(check_holders_agree, self._mask.places.weight, self._tensors, self._local_plan)
-            checks = partial(holders, self.communicator), partial(self._parallel.check_replicated, self.held_tensors())
-            run_on_all_ranks(self.everyone, *checks)
+            holders_agree = partial(check_holders_agree, self._applied.model, self.dp_group)
+            replicas_agree = partial(self._applied.parallel.check_replicated, self.held_tensors())
+            run_on_all_ranks(self.world, holders_agree, replicas_agree)
 
     def train(self, mode: bool = True) -> SubnetworkEngine:
         """As DeepSpeed's; going back to training ends an evaluation of the dense model on all ranks."""
         if mode:
-            self._dense.end_evaluation()
+            self._applied.dense_view.end_evaluation()
         super().train(mode)
         return self
 
@@ -213,7 +176,7 @@ class SubnetworkEngine(CheckpointingEngine):
         Raises:
             RuntimeError: on all ranks, naming ranks, when they do not do the same inside.
         """
-        with self._dense(resident=resident), self._parallel.whole_state_dicts():
+        with self._applied.dense_view(resident=resident), self._applied.parallel.whole_state_dicts():
             yield
         if resident:
             self.optimizer.refresh_fp32_params()
@@ -226,11 +189,11 @@ class SubnetworkEngine(CheckpointingEngine):
     def held_tensors(self) -> dict[str, torch.Tensor]:
         """Parameters and buffers that this rank stores for its subnetwork, by dense name; parts of them where neurons
         or heads are cut, and "<name> (lacking)" for what it stores but does not train (backward regime)."""
-        return self._mask.stored()
+        return self._applied.mask.stored()
 
     def lacking_tensors(self) -> list[torch.Tensor]:
         """What this rank stores beside the module's parameters: neurons and heads that it does not train."""
-        return list(self._mask.places.lacking.values())
+        return list(self._applied.model.views.lacking.values())
 
     def save_pretrained(self, folder: str | Path, tokenizer: Any = None, **options: Any) -> None:
         """Write the dense model in Hugging Face format; all ranks call it, rank 0 writes.
@@ -239,50 +202,50 @@ class SubnetworkEngine(CheckpointingEngine):
             tokenizer: saved beside the model if given.
             options: of the model's own `save_pretrained`, such as `max_shard_size`.
         """
-
-        def write() -> None:
-            state = self._parallel.state_dict(self.module)
-            if self.everyone.rank == 0:
-                Path(folder).mkdir(parents=True, exist_ok=True)  # Transformers only logs it if this is a file
-                self.module.save_pretrained(str(folder), **state, **options)
-                if tokenizer is not None:
-                    tokenizer.save_pretrained(str(folder))
-
-        self._write_dense(write, f"save_pretrained: cannot write {folder}")
+        self._export().save_pretrained(folder, tokenizer, **options)
 
     def save_16bit_model(
         self, save_dir: str, save_filename: str = "pytorch_model.bin", exclude_frozen_parameters: bool = False
     ) -> bool:
         """As DeepSpeed's, of the dense model."""
-
-        def write() -> None:
-            with self._mask.trainable_as_built():
-                super(SubnetworkEngine, self).save_16bit_model(save_dir, save_filename, exclude_frozen_parameters)
-
-        self._write_dense(write, f"save_16bit_model: cannot write {save_dir}")
+        write = partial(super().save_16bit_model, save_dir, save_filename, exclude_frozen_parameters)
+        self._export().run_as_built(write, f"save_16bit_model: cannot write {save_dir}")
         return True
 
-    def _write_dense(self, write: Callable[[], None], failure: str) -> None:
-        """Run `write` on every rank in the dense model; an error of one is raised on all."""
-        error: Exception | None = None
-        self._dense.meet_to_write()
-        with self.dense(resident=True):
-            try:
-                write()
-            except Exception as problem:  # of any kind: the others wait for this rank
-                error = RuntimeError(f"{failure}: {problem}")
-            raise_on_all_ranks(self.everyone, error)  # waits here, where no meeting's shorter time limit runs
+    def _export(self) -> DenseExport:
+        return DenseExport(self.module, self._applied, self.world, partial(self.dense, resident=True))
 
     def _refuse_resident(self, call: str) -> None:
-        if self._dense.is_resident:
+        if self._applied.dense_view.is_resident:
             raise RuntimeError(f"{call} inside engine.dense(resident=True): leave it first, on all ranks")
 
     def before_checkpoint(self, call: str) -> None:
         """Leave evaluation; RuntimeError where the dense model is resident."""
         self._refuse_resident(call)
-        self._dense.end_evaluation()
+        self._applied.dense_view.end_evaluation()
 
     def layout(self) -> Layout:
         """Where this rank's parameters and persistent buffers lie in the dense model."""
-        tensors = [*self.optimizer.tensors, *persistent_buffers(self.module, self._mask.shapes)]
-        return Layout(tensors, self._local_plan, self._mask.places, self.shards, self.communicator.rank)
+        model = self.optimizer.model
+        tensors = [*model.tensors, *persistent_buffers(self.module, model.views.shapes)]
+        return Layout(tensors, model.plan, model.views, model.shards, model.rank)
+
+
+def _refuse_at_start(
+    block: SubnetworkConfig, config: Mapping[str, Any], model: nn.Module, options: Mapping[str, Any]
+) -> None:
+    """Refuse what cannot work, before any group is made or any tensor is broadcast.
+
+    Raises:
+        ValueError: by name.
+    """
+    refuse_unsupported(block, config)
+    if getattr(model, CUT, False):  # before DeepSpeed broadcasts tensors of which some ranks have none
+        raise ValueError(f"{KEY}: an earlier engine cut this model down to subnetworks; build or load it anew")
+    refuse_modules(model)
+    for warning in check_hosts() + without_effect(block, config):
+        log_dist(warning, ranks=[0], level=logging.WARNING)
+    if options.get("mesh_device") is not None:
+        raise ValueError(f"{KEY}: sequence parallelism is not possible, so deepspeed.initialize takes no mesh_param")
+    if options.get("mpu") is not None:
+        check_mpu(options["mpu"])

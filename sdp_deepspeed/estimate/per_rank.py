@@ -12,8 +12,9 @@ from dataclasses import dataclass
 from math import prod
 from typing import Literal
 
-from sdp_deepspeed.layout.segments import NOT_OPTIMIZED, Segment, TensorInfo, build_segments
+from sdp_deepspeed.layout.segments import Segment, build_segments
 from sdp_deepspeed.plan.plan import Plan
+from sdp_deepspeed.plan.tensors import NOT_OPTIMIZED, TensorInfo
 
 FP32_BYTES = 4
 
@@ -117,7 +118,7 @@ def estimate(plan: Plan, tensors: Sequence[TensorInfo], setup: Setup) -> tuple[R
         segments=build_segments(parameters, plan, max_elements=setup.bucket_elements),
         trained=frozenset(info.name for info in parameters if info.trainable),
         num_ranks=len(plan.subnetwork_of_rank),
-        everyone_updates=plan.regime == "backward",
+        all_receive_weights=plan.regime == "backward",
     )
     return tuple(_of_rank(run, rank) for rank in range(run.num_ranks))
 
@@ -128,14 +129,14 @@ class _Run:
     segments: Sequence[Segment]
     trained: frozenset[str]
     num_ranks: int
-    everyone_updates: bool
+    all_receive_weights: bool
 
     def num_receivers(self, segment: Segment) -> int:
         """Ranks that an owner sends its shard back to.
 
         In the backward regime all others, also at stage 0: the holders get averages, the rest weights.
         """
-        return (self.num_ranks if self.everyone_updates else len(segment.holders)) - 1
+        return (self.num_ranks if self.all_receive_weights else len(segment.holders)) - 1
 
     def num_trained(self, segment: Segment) -> int:
         return sum(f.stop - f.start for f in segment.fragments if f.piece.parameter in self.trained)
@@ -152,7 +153,7 @@ def _of_rank(run: _Run, rank: int) -> RankEstimate:
     sent_back = sum(run.num_receivers(segment) * length for segment, length in zip(averaged, lengths, strict=True))
     state = stepped * precision.optimizer(offload=setup.offload)
     return RankEstimate(
-        weights=sum(s.num_elements for s in (run.segments if run.everyone_updates else held)) * precision.weights,
+        weights=sum(s.num_elements for s in (run.segments if run.all_receive_weights else held)) * precision.weights,
         gradients=_gradients(run, held, stepped),
         optimizer=0 if setup.offload else state,
         host_optimizer=state if setup.offload else 0,

@@ -1,4 +1,4 @@
-"""ZeRO stage 2: gradients leave during backward, bucket by bucket; only owned shards are kept (DESIGN.md section 4).
+"""ZeRO stage 2: gradients leave during backward, bucket by bucket; only owned shards are kept.
 
 A round sends every bucket once, in the order of the buckets, which is the same on all ranks; each backward pass of the
 engine is a round. A bucket leaves as soon as all its gradients are there and all buckets before it have left. What
@@ -9,40 +9,39 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 import torch
 
 from sdp_deepspeed.distributed.communicator import Communicator
-from sdp_deepspeed.exchange.averaging import Averages, Averaging
-from sdp_deepspeed.exchange.exchange import Exchange, Reduction, write
+from sdp_deepspeed.exchange.averaging import Averages, Averaging, AveragingOptions
+from sdp_deepspeed.exchange.exchange import Exchange, Reduction
 from sdp_deepspeed.exchange.gradients import Gradients
+from sdp_deepspeed.layout.fragments import num_elements, write
 from sdp_deepspeed.layout.segments import Bucket
 
 
-class BackwardReduction(Averaging):
+class BackwardAveraging(Averaging):
     """Every data-parallel rank runs the same number of rounds.
 
     Args:
-        communicator: the data-parallel group.
+        dp_group: the data-parallel group.
         parameters: the module's parameters by dense name.
         dtype: in which owned averages are summed over the micro-steps.
-        options: as `Averaging`.
     """
 
     def __init__(
         self,
         exchange: Exchange,
         gradients: Gradients,
-        communicator: Communicator,
-        parameters: Mapping[str, torch.nn.Parameter],
+        options: AveragingOptions,
         *,
-        group_sizes: Sequence[int],
+        dp_group: Communicator,
+        parameters: Mapping[str, torch.nn.Parameter],
         dtype: torch.dtype,
-        **options: Any,
     ) -> None:
-        super().__init__(exchange, gradients, group_sizes=group_sizes, **options)
-        self._communicator = communicator
+        super().__init__(exchange, gradients, options)
+        self._dp_group = dp_group
+        self._parameters = parameters
         self._dtype = dtype
         trained = {name for name, parameter in parameters.items() if parameter.requires_grad}
         self._expected = [exchange.held_names(bucket) & trained for bucket in exchange.buckets]
@@ -56,8 +55,10 @@ class BackwardReduction(Averaging):
         self._next = 0  # first bucket that has not left in this round
         self._ready: set[str] = set()
         self._late: set[str] = set()  # got a second gradient when a part of the first had left
+
+    def install(self) -> None:
         for name in self._buckets_of:
-            parameters[name].register_post_accumulate_grad_hook(lambda _, name=name: self._arrived(name))
+            self._parameters[name].register_post_accumulate_grad_hook(lambda _, name=name: self._arrived(name))
 
     def _arrived(self, name: str) -> None:
         """A parameter's gradient is complete, or so it seems: another checkpointed segment may use it too."""
@@ -84,7 +85,7 @@ class BackwardReduction(Averaging):
                 self._gradients.free(name)
         left = [fragment for fragment in self._exchange.held(bucket) if self._is_split(fragment.piece.parameter)]
         zero = torch.zeros(1, device=self._device)
-        write(self._gradients.view, left, [zero.expand(fragment.stop - fragment.start) for fragment in left])
+        write(self._gradients.view, left, [zero.expand(fragment.num_elements) for fragment in left])
 
     def _is_split(self, name: str) -> bool:
         """Whether there is a gradient that several buckets hold."""
@@ -108,7 +109,7 @@ class BackwardReduction(Averaging):
         self._late.clear()
 
     @torch.no_grad()
-    def take(self) -> Averages:
+    def collect(self) -> Averages:
         while self._anything_left():
             self.end_backward()
         flats = self._make_sums()
@@ -126,10 +127,22 @@ class BackwardReduction(Averaging):
             self._sums = self._slots(self._flats)
         return self._flats
 
+    def _slots(self, flats: Sequence[torch.Tensor]) -> list[list[torch.Tensor]]:
+        """For each bucket the stretches of `flats` for what this rank owns of it."""
+        position = [0] * len(flats)
+        slots: list[list[torch.Tensor]] = []
+        for bucket in self._exchange.buckets:
+            slots.append([])
+            for segment, fragments in self._exchange.owned(bucket):
+                length = num_elements(fragments)
+                slots[-1].append(flats[segment.group].narrow(0, position[segment.group], length))
+                position[segment.group] += length
+        return slots
+
     def _anything_left(self) -> bool:
         """Whether any rank has gradients of a pass that nobody ended, or that came too late for their bucket."""
         left = self._next > 0 or any(map(self._gradients.exists, self._buckets_of))
-        return bool(self._communicator.sum(torch.tensor(float(left), device=self._device)))
+        return bool(self._dp_group.sum(torch.tensor(float(left), device=self._device)))
 
     def tensors(self) -> list[torch.Tensor]:
         return list(self._flats or ())

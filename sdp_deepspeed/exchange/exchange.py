@@ -1,114 +1,21 @@
-"""The two collectives per bucket: gradients to the owners, results back (DESIGN.md section 4).
+"""The two collectives per bucket: gradients to the owners, results back (see README.md beside this file).
 
-`reduce` sends each held shard to its owner, who adds the holders' contributions in fp32 and divides by
-their number. `distribute` sends what the owner has back: updated weights (stage 1) or averaged
+Reducing sends each held shard to its owner, who adds the holders' contributions in fp32 and divides by
+their number. Distributing sends what the owner has back: updated weights (stage 1) or averaged
 gradients (stage 0). One reads what the other writes, so one route serves both directions.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property
-from typing import Literal
 
 import torch
 
 from sdp_deepspeed.distributed.communicator import Communicator, Done, Work
-from sdp_deepspeed.layout.places import in_order
-from sdp_deepspeed.layout.segments import Bucket, Fragment, Segment
-from sdp_deepspeed.units import Piece
-
-Receivers = Literal["holders", "others", "all"]
-Views = Callable[[Piece], torch.Tensor | None]
-"""From a piece to its view in this rank's tensors, shaped as in the dense model; None where there is no tensor."""
-
-
-def read(views: Views, fragments: Sequence[Fragment], *, device: torch.device | None = None) -> list[torch.Tensor]:
-    """Flat views (copies where a piece is not contiguous) of `fragments`; a missing piece reads as zeros."""
-    flats: dict[Piece, torch.Tensor | None] = {}
-    zero = torch.zeros(1, device=device)
-    values = []
-    for fragment in fragments:
-        piece = fragment.piece
-        if piece not in flats:
-            view = views(piece)
-            flats[piece] = None if view is None else in_order(piece, view).reshape(-1)
-        flat = flats[piece]
-        length = fragment.stop - fragment.start
-        values.append(zero.expand(length) if flat is None else flat.narrow(0, fragment.start, length))
-    return values
-
-
-def write(views: Views, fragments: Sequence[Fragment], values: Sequence[torch.Tensor]) -> None:
-    """Copy flat `values` into `fragments`, converting the dtype; all pieces must exist."""
-    targets: list[torch.Tensor] = []
-    scattered: list[tuple[torch.Tensor, torch.Tensor]] = []
-    flats: dict[Piece, torch.Tensor] = {}
-    for fragment in fragments:
-        piece = fragment.piece
-        if piece not in flats:
-            stored = views(piece)
-            assert stored is not None, f"no tensor to write {piece.parameter} to"
-            view = in_order(piece, stored)
-            flats[piece] = view.reshape(-1)
-            if not view.is_contiguous():
-                scattered.append((view, flats[piece]))
-        targets.append(flats[piece].narrow(0, fragment.start, fragment.stop - fragment.start))
-    if targets:
-        torch._foreach_copy_(targets, list(values))
-    for view, flat in scattered:
-        view.copy_(flat.view(view.shape))
-
-
-@dataclass(frozen=True)
-class Route:
-    """What one rank sends and receives in one collective, in buffer order (peer by peer).
-
-    Args:
-        sent, received: fragments in the order of the buffer.
-        sent_splits, received_splits: elements per peer.
-    """
-
-    sent: tuple[Fragment, ...]
-    sent_splits: tuple[int, ...]
-    received: tuple[Fragment, ...]
-    received_splits: tuple[int, ...]
-
-    @cached_property
-    def sent_sizes(self) -> list[int]:
-        return [fragment.stop - fragment.start for fragment in self.sent]
-
-    @cached_property
-    def received_sizes(self) -> list[int]:
-        return [fragment.stop - fragment.start for fragment in self.received]
-
-
-def receives(segment: Segment, rank: int, receivers: Receivers) -> bool:
-    """Whether `rank` is among the receivers of what the owners of `segment` send back."""
-    if receivers == "all":
-        return True
-    return segment.held_by(rank) == (receivers == "holders")
-
-
-def back_route(bucket: Bucket, rank: int, size: int, receivers: Receivers) -> Route:
-    """The returning half for `rank`: its own shards to the receivers, theirs to it. Nobody sends to itself."""
-    sent: list[Fragment] = []
-    received: list[Fragment] = []
-    sent_splits, received_splits = [0] * size, [0] * size
-    for peer in range(size):
-        if peer == rank:
-            continue
-        for segment in bucket.segments:
-            if segment.held_by(rank) and receives(segment, peer, receivers):
-                start, stop = segment.shard(rank)
-                sent.extend(segment.cut(start, stop))
-                sent_splits[peer] += stop - start
-            if segment.held_by(peer) and receives(segment, rank, receivers):
-                start, stop = segment.shard(peer)
-                received.extend(segment.cut(start, stop))
-                received_splits[peer] += stop - start
-    return Route(tuple(sent), tuple(sent_splits), tuple(received), tuple(received_splits))
+from sdp_deepspeed.exchange.routes import Receivers, Route, return_route
+from sdp_deepspeed.layout.fragments import Fragment, Views, read, write
+from sdp_deepspeed.layout.segments import Bucket, Segment
 
 
 @dataclass
@@ -184,10 +91,6 @@ class Exchange:
         shards = [(segment, list(segment.cut(*segment.shard(rank)))) for segment in bucket.segments]
         return [(segment, fragments) for segment, fragments in shards if fragments]
 
-    def reduce(self, bucket: Bucket, gradients: Views, averages: Sequence[torch.Tensor]) -> None:
-        """Average `gradients` over each segment's holders into the owners' shards; args as `start_reduce`."""
-        self.finish_reduce(self.start_reduce(bucket, gradients, averages))
-
     def start_reduce(
         self, bucket: Bucket, gradients: Views, averages: Sequence[torch.Tensor] | None = None
     ) -> Reduction:
@@ -207,7 +110,7 @@ class Exchange:
         work = self._communicator.all_to_all(received, sent, route.sent_splits, route.received_splits)
         own = []
         for index, (_, fragments) in enumerate(self.owned(bucket)):
-            sizes = [fragment.stop - fragment.start for fragment in fragments]
+            sizes = [fragment.num_elements for fragment in fragments]
             own.append(torch.empty(sum(sizes), device=self.device) if averages is None else averages[index])
             torch._foreach_copy_(list(own[-1].split(sizes)), read(gradients, fragments, device=self.device))
         return Reduction(bucket, own, [sent, received], work)
@@ -261,5 +164,5 @@ class Exchange:
     def _route(self, bucket: Bucket, receivers: Receivers) -> Route:
         key = (bucket.index, receivers)
         if key not in self._routes:
-            self._routes[key] = back_route(bucket, self._communicator.rank, self._communicator.size, receivers)
+            self._routes[key] = return_route(bucket, self._communicator.rank, self._communicator.size, receivers)
         return self._routes[key]

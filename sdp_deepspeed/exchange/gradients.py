@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Callable, Mapping
 
 import torch
 
-from sdp_deepspeed.layout.places import Places
+from sdp_deepspeed.layout.places import PieceViews
 from sdp_deepspeed.units import Piece
 
 
@@ -17,20 +16,24 @@ class Gradients:
     Args:
         parameters: the module's parameters by dense name.
         places: where pieces lie in them, and so in their gradients.
+        accumulate_in_fp32: keep fp32 sums of gradients whose parameters are of lower precision.
     """
 
     def __init__(
-        self, parameters: Mapping[str, torch.nn.Parameter], places: Places, *, accumulate_in_fp32: bool
+        self, parameters: Mapping[str, torch.nn.Parameter], places: PieceViews, *, accumulate_in_fp32: bool
     ) -> None:
         self._parameters = parameters
         self._places = places
         self._sums: dict[str, torch.Tensor] = {}
-        if accumulate_in_fp32:
-            for name, parameter in parameters.items():
-                if parameter.requires_grad and parameter.dtype != torch.float32:
-                    parameter.register_post_accumulate_grad_hook(self._adder(name))
+        self._accumulate_in_fp32 = accumulate_in_fp32
 
-    def _adder(self, name: str) -> Any:
+    def install(self) -> None:
+        """From now on gradients of lower precision are added to fp32 sums, if they are to be."""
+        for name, parameter in self._parameters.items() if self._accumulate_in_fp32 else ():
+            if parameter.requires_grad and parameter.dtype != torch.float32:
+                parameter.register_post_accumulate_grad_hook(self._adder(name))
+
+    def _adder(self, name: str) -> Callable[[torch.Tensor], None]:
         def add(parameter: torch.Tensor) -> None:
             assert parameter.grad is not None
             if name in self._sums:
@@ -44,7 +47,7 @@ class Gradients:
     def view(self, piece: Piece) -> torch.Tensor | None:
         """Gradient of a held piece; None if this rank's loss did not reach it."""
         gradient = self._of(piece.parameter)
-        return None if gradient is None else self._places.of(piece, gradient)
+        return None if gradient is None else self._places.view_in(piece, gradient)
 
     def _of(self, name: str) -> torch.Tensor | None:
         return self._sums.get(name, self._parameters[name].grad)

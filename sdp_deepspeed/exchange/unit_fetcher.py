@@ -6,14 +6,16 @@ It knows pieces only, so that whole tensors and slices travel alike.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 
 from sdp_deepspeed.distributed.communicator import Communicator
-from sdp_deepspeed.exchange.exchange import Exchange, Views
-from sdp_deepspeed.layout.segments import NOT_OPTIMIZED, Bucket, Fragment, Segment
-from sdp_deepspeed.plan.plan import Plan
+from sdp_deepspeed.exchange.exchange import Exchange
+from sdp_deepspeed.layout.fragments import Fragment, Views
+from sdp_deepspeed.layout.rank_model import RankModel
+from sdp_deepspeed.layout.segments import Bucket, Segment
+from sdp_deepspeed.plan.tensors import NOT_OPTIMIZED
 from sdp_deepspeed.units import Piece
 
 _MIN_ROUNDS = 2  # so that buffers stay below what is fetched
@@ -23,31 +25,29 @@ class UnitFetcher:
     """Every data-parallel rank calls `fetch` for the same sets in the same order.
 
     Args:
+        model: the plan and the module's tensors.
         sets: units (indices in the plan) that are fetched together.
-        shape_of: dense shape of a piece's tensor.
-        dtype_of: dtype of a piece's tensor.
+        dp_group: the data-parallel group.
+        device: where buffers live.
     """
 
     def __init__(
         self,
-        plan: Plan,
+        model: RankModel,
         sets: Sequence[Sequence[int]],
-        communicator: Communicator,
+        dp_group: Communicator,
         *,
-        shape_of: Callable[[Piece], tuple[int, ...]],
-        dtype_of: Callable[[Piece], torch.dtype],
         device: torch.device,
     ) -> None:
-        self._plan = plan
-        self._size = communicator.size
-        self._shape_of = shape_of
-        self._dtype_of = dtype_of
+        self._plan = model.plan
+        self._views = model.views
+        self._size = dp_group.size
         self._buckets: list[list[Bucket]] = []
         for units in sets:
             first = sum(map(len, self._buckets))
             self._buckets.append([Bucket(first + i, parts) for i, parts in enumerate(self._parts(units))])
         every = [bucket for buckets in self._buckets for bucket in buckets]
-        self._exchange = Exchange(every, communicator, device=device, dtype=torch.float32)
+        self._exchange = Exchange(every, dp_group, device=device, dtype=torch.float32)
 
     def fetch(self, index: int, held: Views, targets: Mapping[Piece, torch.Tensor]) -> None:
         """Fill `targets` with what this rank lacks of the units of set `index`.
@@ -79,7 +79,7 @@ class UnitFetcher:
         """The unit's elements, one segment per dtype."""
         by_dtype: dict[torch.dtype, list[Fragment]] = {}
         for piece in self._plan.units[unit].pieces:
-            fragment = Fragment(piece, 0, piece.num_elements(self._shape_of(piece)))
-            by_dtype.setdefault(self._dtype_of(piece), []).append(fragment)
+            fragment = Fragment(piece, 0, piece.num_elements(self._views.shapes[piece.parameter]))
+            by_dtype.setdefault(self._views.tensors[piece.parameter].dtype, []).append(fragment)
         holders = self._plan.ranks_of(unit)
         return [Segment(NOT_OPTIMIZED, dtype, holders, tuple(parts)) for dtype, parts in by_dtype.items()]

@@ -41,18 +41,20 @@ class Place:
     lacking: torch.Tensor | None = None
 
 
-class Places:
-    """Finds pieces in this rank's tensors.
+class PieceViews:
+    """Views of pieces in this rank's tensors.
 
     Args:
-        tensors: the module's parameters and buffers by dense name; their storage may change later.
+        tensors: the module's parameters and buffers by dense name, whole; their storage may change later.
 
     Attributes:
+        shapes: by dense name the shapes of `tensors` when they were whole.
         lacking: by dense name the tensors of what this rank stores but does not train.
     """
 
     def __init__(self, tensors: Mapping[str, torch.Tensor]) -> None:
         self.tensors = dict(tensors)
+        self.shapes = {name: tensor.shape for name, tensor in tensors.items()}
         self.lacking: dict[str, torch.Tensor] = {}
         self._places: dict[Piece, Place] = {}
 
@@ -69,14 +71,14 @@ class Places:
         """The pieces of a tensor that lie side by side here; none if it lies as in the dense model, or not at all."""
         return [piece for piece in self._places if piece.parameter == parameter]
 
-    def weight(self, piece: Piece) -> torch.Tensor:
+    def weight_view(self, piece: Piece) -> torch.Tensor:
         """View of the piece in the weights, shaped as in the dense model; all pieces that this rank stores."""
         place = self._places.get(piece)
         if place is not None and place.lacking is not None:
             return place.lacking.narrow(piece.dim or 0, place.start, piece.length)
-        return self.of(piece, self.tensors[piece.parameter].detach())
+        return self.view_in(piece, self.tensors[piece.parameter].detach())
 
-    def of(self, piece: Piece, tensor: torch.Tensor) -> torch.Tensor:
+    def view_in(self, piece: Piece, tensor: torch.Tensor) -> torch.Tensor:
         """View of a held piece in `tensor`, which is laid out like the parameter on this rank: its gradient."""
         place = self._places.get(piece)
         if place is None:

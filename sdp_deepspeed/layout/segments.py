@@ -1,4 +1,4 @@
-"""Flat layout of the exchange: fragments, segments, buckets (DESIGN.md section 4).
+"""The flat layout of the exchange: segments and buckets.
 
 A segment is a flat stretch of pieces that share an optimizer param group, a dtype and a holder set. It
 is cut into one shard per holder; a shard's owner averages it and steps it. Everything here is computed
@@ -7,46 +7,14 @@ from the plan and the dense shapes alone, so all ranks build the same segments i
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
+from sdp_deepspeed.layout.fragments import Fragment
 from sdp_deepspeed.plan.plan import Plan
-from sdp_deepspeed.units import Piece
-
-NOT_OPTIMIZED = -1
-
-
-@dataclass(frozen=True)
-class TensorInfo:
-    """What the layout must know of one dense tensor.
-
-    Args:
-        name: dense name.
-        shape: dense shape.
-        dtype: of the weights (torch.dtype).
-        group: index of the optimizer param group, NOT_OPTIMIZED for a tensor that no optimizer has.
-        kind: "parameter" or "buffer".
-        trainable: whether it required gradients before units were dropped.
-    """
-
-    name: str
-    shape: tuple[int, ...]
-    dtype: Any
-    group: int = NOT_OPTIMIZED
-    kind: str = "parameter"
-    trainable: bool = True
-
-
-@dataclass(frozen=True)
-class Fragment:
-    """Elements [start, stop) of one piece, in the order of `places.in_order`: its cut dim first, then row-major."""
-
-    piece: Piece
-    start: int
-    stop: int
+from sdp_deepspeed.plan.tensors import TensorInfo, pieces_by_tensor
 
 
 @dataclass(frozen=True)
@@ -64,7 +32,7 @@ class Segment:
     num_elements: int = field(init=False)
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "num_elements", sum(f.stop - f.start for f in self.fragments))
+        object.__setattr__(self, "num_elements", sum(fragment.num_elements for fragment in self.fragments))
 
     @cached_property
     def _position(self) -> dict[int, int]:
@@ -107,46 +75,23 @@ class Bucket:
     segments: tuple[Segment, ...]
 
 
-def _with_shared_rest(
-    info: TensorInfo, claimed: list[tuple[Piece, tuple[int, ...]]], everyone: tuple[int, ...]
-) -> list[tuple[Piece, tuple[int, ...]]]:
-    kind: Any = info.kind
-    if not claimed:
-        return [(Piece(info.name, None, 0, math.prod(info.shape), kind), everyone)]
-    dim = claimed[0][0].dim
-    if dim is None:
-        return claimed
-    if all(holders == everyone for _, holders in claimed):  # as good as shared: nobody stores it cut
-        return [(Piece(info.name, None, 0, math.prod(info.shape), kind), everyone)]
-    result: list[tuple[Piece, tuple[int, ...]]] = []
-    position = 0
-    for piece, holders in sorted(claimed, key=lambda item: item[0].start):
-        if piece.start > position:
-            result.append((Piece(info.name, dim, position, piece.start - position, kind), everyone))
-        result.append((piece, holders))
-        position = piece.start + piece.length
-    if position < info.shape[dim]:
-        result.append((Piece(info.name, dim, position, info.shape[dim] - position, kind), everyone))
-    return result
-
-
 class _Window:
     """A stretch of the model, of one dtype, that fits into one bucket: no rank packs more than the limit for it.
 
     Args:
         size: number of data-parallel ranks.
         max_elements: the limit.
-        everyone_updates: whether an owner packs its shard for every other rank (backward regime).
+        all_receive_weights: whether an owner packs its shard for every other rank (backward regime).
     """
 
-    def __init__(self, size: int, max_elements: int, everyone_updates: bool) -> None:
-        self._size, self._max_elements, self._everyone_updates = size, max_elements, everyone_updates
+    def __init__(self, size: int, max_elements: int, all_receive_weights: bool) -> None:
+        self._size, self._max_elements, self._all_receive_weights = size, max_elements, all_receive_weights
         self._fragments: dict[tuple[int, tuple[int, ...]], list[Fragment]] = {}
         self._load = [0.0] * size
 
     def add(self, group: int, holders: tuple[int, ...], fragment: Fragment) -> Fragment | None:
         """Take as much of `fragment` as fits; what is left of it, None if nothing is."""
-        copies = _copies(len(holders), self._size) if self._everyone_updates else 1.0
+        copies = _copies(len(holders), self._size) if self._all_receive_weights else 1.0
         room = int((self._max_elements - max(self._load[rank] for rank in holders)) / copies)
         if room < 1 and self._fragments:
             return fragment
@@ -192,42 +137,25 @@ def build_segments(tensors: Sequence[TensorInfo], plan: Plan, *, max_elements: i
     return segments
 
 
-def pieces_by_tensor(
-    tensors: Sequence[TensorInfo], plan: Plan
-) -> dict[tuple[str, str], list[tuple[Piece, tuple[int, ...]]]]:
-    """Per (kind, name) the pieces that make up the dense tensor, with the ranks that hold each; what is in no
-    unit is shared by all."""
-    everyone = tuple(range(len(plan.subnetwork_of_rank)))
-    claimed: dict[tuple[str, str], list[tuple[Piece, tuple[int, ...]]]] = {}
-    for index, unit in enumerate(plan.units):
-        ranks = plan.ranks_of(index)
-        for piece in unit.pieces:
-            claimed.setdefault((piece.kind, piece.parameter), []).append((piece, ranks))
-    return {
-        (info.kind, info.name): _with_shared_rest(info, claimed.get((info.kind, info.name), []), everyone)
-        for info in tensors
-    }
-
-
 def _copies(num_holders: int, size: int) -> float:
     """The most that a rank packs or unpacks when all ranks get a segment, in elements per element."""
     return max(1.0, (size - 1) / num_holders)
 
 
 def build_buckets(
-    segments: Sequence[Segment], *, size: int, max_elements: int, everyone_updates: bool = False
+    segments: Sequence[Segment], *, size: int, max_elements: int, all_receive_weights: bool = False
 ) -> list[Bucket]:
     """Consecutive segments of one dtype, so that no rank packs more than `max_elements` for one exchange.
 
     Args:
         size: number of data-parallel ranks.
-        everyone_updates: whether all ranks get what the owners send back (backward regime). No rank receives more than
-            the owners pack, so that their loads bound what all ranks unpack.
+        all_receive_weights: whether all ranks get what the owners send back (backward regime). No rank receives more
+            than the owners pack, so that their loads bound what all ranks unpack.
     """
     groups: list[list[Segment]] = []
     load: list[float] = [0] * size
     for segment in segments:
-        amount = segment.num_elements * (_copies(len(segment.holders), size) if everyone_updates else 1.0)
+        amount = segment.num_elements * (_copies(len(segment.holders), size) if all_receive_weights else 1.0)
         fits = groups and groups[-1][0].dtype == segment.dtype
         fits = fits and all(load[rank] + amount <= max_elements for rank in segment.holders)
         if not fits:

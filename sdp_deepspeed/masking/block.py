@@ -13,9 +13,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from sdp_deepspeed.architectures import Site
+from sdp_deepspeed.architectures import LocatedBranch
+from sdp_deepspeed.layout.rank_model import RankModel
 from sdp_deepspeed.masking.part import Fetch, MaskedPart, mixed_in
-from sdp_deepspeed.units import Piece, Unit
+from sdp_deepspeed.units import Piece
 
 
 class _Nothing:
@@ -52,38 +53,37 @@ class BlockPart(MaskedPart):
     """One block unit on one rank, in the forward regime.
 
     Args:
-        model: whole, equal on all ranks.
+        module: the whole model, equal on all ranks.
+        model: the plan, and the module's tensors.
         index: of the unit in the plan.
-        unit: made of whole `sites`.
-        sites: in the order in which they run.
-        held: whether this rank's subnetwork has it.
-        shapes: dense shapes by name.
+        sites: the branches that the unit is made of, in the order in which they run.
         scale: of its output projections in the dense model.
     """
 
     def __init__(
         self,
-        model: nn.Module,
+        module: nn.Module,
+        model: RankModel,
         index: int,
-        unit: Unit,
-        sites: Sequence[Site],
+        sites: Sequence[LocatedBranch],
         *,
-        held: bool,
-        shapes: Mapping[str, torch.Size],
         scale: float = 1.0,
     ) -> None:
+        unit, tensors = model.plan.units[index], model.views.tensors
         names = [name for site in sites for name in site.modules]
-        super().__init__(unit.name, [index], [model.get_submodule(name) for name in names], whole=held)
-        tensors = dict(model.named_parameters()) | dict(model.named_buffers())
+        super().__init__(unit.name, [index], [module.get_submodule(name) for name in names], whole=model.holds(index))
+        counts = {site.body: site.branch.num_outputs for site in sites}
+        self._num_outputs = [counts.get(name, 0) for name in names]
         self._tensors = {piece: tensors[piece.parameter] for piece in unit.pieces}
-        self._shapes = shapes
+        self._shapes = model.views.shapes
         self._scale = scale
         self._scaled = [tensors[name] for site in sites for name in output_names(site, tensors)] if scale != 1.0 else []
         self._unscaled: list[torch.Tensor] = []
-        if not held:
-            counts = {site.body: site.branch.num_outputs for site in sites}
-            for module, name in zip(self.modules, names, strict=True):
-                self._make_lacking(module, counts.get(name, 0))
+
+    def apply(self) -> None:
+        if not self.whole:
+            for module, num_outputs in zip(self.modules, self._num_outputs, strict=True):
+                self._make_lacking(module, num_outputs)
             self._drop()
 
     def fill(self, fetch: Fetch) -> None:
@@ -129,7 +129,7 @@ class BlockPart(MaskedPart):
         object.__setattr__(module, "_sdp_num_outputs", num_outputs)
 
 
-def output_names(site: Site, tensors: Mapping[str, torch.Tensor]) -> list[str]:
+def output_names(site: LocatedBranch, tensors: Mapping[str, torch.Tensor]) -> list[str]:
     """Weights and biases of a branch's output projections.
 
     Raises:
@@ -139,13 +139,13 @@ def output_names(site: Site, tensors: Mapping[str, torch.Tensor]) -> list[str]:
     if not layers:
         raise ValueError(
             f"subnetwork_data_parallel.dense_branch_scale: the description of the branch {site.branch.name!r} names no "
-            "output projection that could be scaled; register it with architectures.Inner"
+            "output projection that could be scaled; register it with architectures.InnerLayers"
         )
     names = [f"{site.body}.{layer}.{kind}" for layer in layers for kind in ("weight", "bias")]
     found = [name for name in names if name in tensors]
     if sum(name.endswith(".weight") for name in found) < max(1, len(layers)):
         raise ValueError(
             f"subnetwork_data_parallel.dense_branch_scale: the description of {site.name!r} names no output projection "
-            f"of it that could be scaled; register it with architectures.Inner. {site.why_whole}".rstrip()
+            f"of it that could be scaled; register it with architectures.InnerLayers. {site.uncuttable_reason}".rstrip()
         )
     return found

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 
 from torch import nn
 
-from sdp_deepspeed.architectures import Site
+from sdp_deepspeed.architectures import LocatedBranch
 from sdp_deepspeed.messages import quoted
 
 
@@ -51,7 +51,7 @@ def check_forward(model: nn.Module, names: Iterable[str]) -> None:
         )
 
 
-def replaced_modules(model: nn.Module, site: Site, *, twice: bool) -> list[str]:
+def replaced_modules(model: nn.Module, site: LocatedBranch, *, twice: bool) -> list[str]:
     """Names of modules whose forward pass changes when a branch is cut.
 
     Args:

@@ -1,4 +1,4 @@
-"""The dense model when it is needed: streamed part by part, or resident (DESIGN.md section 3).
+"""The dense model when it is needed: streamed part by part, or resident (masking/README.md).
 
 Streaming makes each part dense just before it runs and lets go of it after. In the forward regime every rank takes
 part, in the order in which the model runs its parts; in the backward regime each rank has all that it needs.
@@ -14,11 +14,10 @@ import torch
 from torch import nn
 
 from sdp_deepspeed.distributed.communicator import Communicator
-from sdp_deepspeed.distributed.monitored_barrier import Gate, Step
+from sdp_deepspeed.distributed.monitored_barrier import MonitoredBarrier, Phase
 from sdp_deepspeed.exchange.unit_fetcher import UnitFetcher
 from sdp_deepspeed.masking.mask import Mask
 from sdp_deepspeed.masking.part import MaskedPart, mixed_in
-from sdp_deepspeed.plan.plan import Plan
 from sdp_deepspeed.units import Piece
 
 Mode = Literal["subnetwork", "streaming", "resident"]
@@ -56,46 +55,46 @@ class DenseView:
     """Switches a masked module between its subnetwork and the dense model.
 
     Args:
-        model: masked by `mask`.
-        gate: where ranks agree before each collective.
+        module: masked by `mask`, which was applied.
+        dp_group: the data-parallel group, over which units travel.
+        barrier: where all ranks agree before each collective.
     """
 
-    def __init__(self, model: nn.Module, mask: Mask, plan: Plan, communicator: Communicator, gate: Gate) -> None:
-        self._model = model
+    def __init__(self, module: nn.Module, mask: Mask, dp_group: Communicator, barrier: MonitoredBarrier) -> None:
+        self._module = module
         self._mask = mask
-        self._gate = gate
+        self._barrier = barrier
         self._mode: Mode = "subnetwork"
         self._in_forward = False  # of the whole model
         self._automatic = False  # streaming was entered by a forward pass in evaluation mode
-        self._is_collective = plan.regime == "forward"
+        self._is_collective = not mask.model.stores_all
         self._fetcher = UnitFetcher(
-            plan,
+            mask.model,
             [part.units for part in mask.parts],
-            communicator,
-            shape_of=lambda piece: tuple(mask.shapes[piece.parameter]),
-            dtype_of=mask.dtype_of,
-            device=next(model.parameters()).device,
+            dp_group,
+            device=next(module.parameters()).device,
         )
         self._first = {part.modules[0]: index for index, part in enumerate(mask.parts)}
         self._last = {part.modules[-1]: index for index, part in enumerate(mask.parts)}
-        if mask.parts:
-            self._install()
 
     @property
     def is_resident(self) -> bool:
         return self._mode == "resident"
 
-    def _install(self) -> None:
-        self._mix_in(_Model, self._model)
-        self._model.register_forward_pre_hook(self._before_forward, prepend=True)
-        self._model.register_forward_hook(self._after_forward, always_call=True)
+    def install(self) -> None:
+        """Hook the module, so that its forward passes and state dicts mean what they should; called once."""
+        if not self._mask.parts:
+            return
+        self._mix_in(_Model, self._module)
+        self._module.register_forward_pre_hook(self._before_forward, prepend=True)
+        self._module.register_forward_hook(self._after_forward, always_call=True)
         for part in self._mask.parts:
             for module in {part.modules[0], part.modules[-1]}:
                 self._mix_in(_PartModule, module)
             if not part.whole:
                 for module in (inner for outer in part.modules for inner in outer.modules()):
                     module.register_state_dict_pre_hook(lambda *_, part=part: self._refuse_partial(part))
-        self._model.register_state_dict_pre_hook(lambda *_: self._before_state_dict())
+        self._module.register_state_dict_pre_hook(lambda *_: self._before_state_dict())
 
     def _mix_in(self, mixin: type[nn.Module], module: nn.Module) -> None:
         module.__class__ = mixed_in(mixin, type(module))
@@ -117,27 +116,27 @@ class DenseView:
             if resident:
                 self._make_resident()
             yield
-            self._meet(Step.LEAVE)
+            self._wait(Phase.LEAVE)
         finally:
             self._release_all()
             self._mode = previous
 
     def end_evaluation(self) -> None:
         """Agree that evaluation is over, if forward passes in evaluation mode have used the dense model."""
-        if self._gate.num_forwards and self._mode == "subnetwork":
-            self._gate.meet(Step.LEAVE)
+        if self._barrier.num_forwards and self._mode == "subnetwork":
+            self._barrier.wait(Phase.LEAVE)
 
-    def meet_to_write(self) -> None:
+    def wait_to_write(self) -> None:
         """What the ranks are about to write is a collective also where the dense model is none (backward regime)."""
         if not (self._mask.parts and self._is_collective):
-            self._gate.meet(Step.RESIDENT)
+            self._barrier.wait(Phase.RESIDENT)
 
-    def _meet(self, step: Step) -> None:
+    def _wait(self, phase: Phase) -> None:
         if self._is_collective:
-            self._gate.meet(step)
+            self._barrier.wait(phase)
 
     def _make_resident(self) -> None:
-        self._meet(Step.RESIDENT)
+        self._wait(Phase.RESIDENT)
         for index in range(len(self._mask.parts)):
             self._fill(index)
         self._mode = "resident"
@@ -151,7 +150,7 @@ class DenseView:
 
     def _wants_dense(self) -> bool:
         """In the backward regime also without gradients in training mode: generation there needs its cache."""
-        return not torch.is_grad_enabled() and not (self._model.training and self._is_collective)
+        return not torch.is_grad_enabled() and not (self._module.training and self._is_collective)
 
     def is_streaming(self) -> bool:
         """Whether a forward pass now makes parts dense one by one."""
@@ -172,7 +171,7 @@ class DenseView:
         self._in_forward = True
         if self._mode == "resident":
             return
-        self._meet(Step.FORWARD)
+        self._wait(Phase.FORWARD)
         self._automatic = self._mode == "subnetwork"
         self._mode = "streaming"
 
@@ -223,7 +222,7 @@ class DenseView:
     def _fetch(self, index: int, targets: Mapping[Piece, torch.Tensor]) -> None:
         """From its holders to all ranks that lack it."""
         if self._is_collective:
-            self._fetcher.fetch(index, self._mask.places.weight, targets)
+            self._fetcher.fetch(index, self._mask.model.views.weight_view, targets)
 
     @torch.no_grad()
     def _release(self, part: MaskedPart) -> None:

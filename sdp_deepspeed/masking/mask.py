@@ -8,9 +8,8 @@ from contextlib import contextmanager
 import torch
 from torch import nn
 
-from sdp_deepspeed.architectures import Site, branches_of_units, constrained_branches
-from sdp_deepspeed.layout.places import Places
-from sdp_deepspeed.layout.segments import TensorInfo, pieces_by_tensor
+from sdp_deepspeed.architectures import LocatedBranch, branches_of_units, constrained_branches
+from sdp_deepspeed.layout.rank_model import RankModel
 from sdp_deepspeed.masking.block import BlockPart, output_names
 from sdp_deepspeed.masking.compiled import check_forward, replaced_modules
 from sdp_deepspeed.masking.neuron import NeuronPart
@@ -22,42 +21,34 @@ CUT = "_sdp_cut"  # attribute of a model of which ranks hold parts only
 
 
 class Mask:
-    """Drops, narrows or freezes what a rank lacks in its module, for the whole run.
+    """Drops, narrows or freezes what a rank lacks in its module, for the whole run; `apply` does it.
 
     Args:
-        model: whole, on its final device, equal on all ranks.
-        sites: its residual branches.
-        tensors: its parameters in model order.
-        plan: whose units are whole branches or neurons and heads of a branch.
-        rank: in the data-parallel group.
+        module: whole, on its final device, equal on all ranks.
+        model: the plan, whose units are whole branches or neurons and heads of a branch, and the module's tensors.
+        sites: the module's residual branches.
         scales: whether the dense model's branches are scaled by their coverage.
 
     Attributes:
-        places: where pieces lie in this rank's tensors.
         parts: what becomes dense together, the same on every rank; none if every rank holds everything.
-        shapes: dense shapes by name.
-
-    Raises:
-        ValueError: a unit of the plan is neither, or a rank would have no neuron or head of a branch.
     """
 
     def __init__(
-        self,
-        model: nn.Module,
-        sites: Sequence[Site],
-        tensors: Sequence[TensorInfo],
-        plan: Plan,
-        rank: int,
-        *,
-        scales: bool = False,
+        self, module: nn.Module, model: RankModel, sites: Sequence[LocatedBranch], *, scales: bool = False
     ) -> None:
-        live = dict(model.named_parameters()) | dict(model.named_buffers())
-        self.shapes = {name: tensor.shape for name, tensor in live.items()}
-        self.places = Places(live)
-        self._model, self._plan, self._rank = model, plan, rank
-        self._tensors = tuple(tensors)
-        self._scale = plan.coverage if scales else 1.0
-        self._pieces = pieces_by_tensor(tensors, plan)
+        self.model = model
+        self.parts: list[MaskedPart] = []
+        self._module = module
+        self._sites = list(sites)
+        self._scale = model.plan.coverage if scales else 1.0
+
+    def apply(self) -> None:
+        """Cut the module down to this rank's subnetwork. All that can be refused is refused before the first change.
+
+        Raises:
+            ValueError: a unit of the plan is neither, or a rank would have no neuron or head of a branch.
+        """
+        plan, sites = self.model.plan, self._sites
         branches = branches_of_units(plan.units, sites)
         blocks = {index: members_of(plan.units[index], sites) for index, name in enumerate(branches) if name is None}
         neurons = {
@@ -66,84 +57,53 @@ class Mask:
             if (units := [index for index, name in enumerate(branches) if name == site.name])
         }
         _check_neurons(plan, sites, neurons)
+        members = [site for members in blocks.values() for site in members]
         if self._scale != 1.0:
-            for site in (site for members in blocks.values() for site in members):
-                output_names(site, live)  # all that can be refused is refused before the first tensor is dropped
-        self.parts: list[MaskedPart] = []
-        if plan.coverage < 1:
-            self._check_forwards(sites, [site for members in blocks.values() for site in members], neurons)
-            object.__setattr__(model, CUT, True)
-            model.zero_grad()  # gradients from before this engine are of the dense model
-            self.parts = list(self._make_parts(sites, blocks, neurons))
+            for site in members:
+                output_names(site, self.model.views.tensors)
+        if plan.coverage == 1:
+            return
+        self._check_forwards(members, neurons)
+        object.__setattr__(self._module, CUT, True)
+        self._module.zero_grad()  # gradients from before this engine are of the dense model
+        for part in self._make_parts(blocks, neurons):
+            part.apply()
+            self.parts.append(part)
 
-    def _check_forwards(
-        self, sites: Sequence[Site], blocks: Sequence[Site], neurons: Mapping[str, Sequence[int]]
-    ) -> None:
+    def _check_forwards(self, blocks: Sequence[LocatedBranch], neurons: Mapping[str, Sequence[int]]) -> None:
         """In the forward regime lacking blocks run nothing; in the backward regime cut bodies run twice."""
-        twice = self._plan.regime == "backward"
-        changed = [site for site in sites if site.name in neurons] if twice else blocks
+        twice = self.model.plan.regime == "backward"
+        changed = [site for site in self._sites if site.name in neurons] if twice else blocks
         for site in changed:
-            check_forward(self._model, replaced_modules(self._model, site, twice=twice))
+            check_forward(self._module, replaced_modules(self._module, site, twice=twice))
 
     def _make_parts(
-        self, sites: Sequence[Site], blocks: Mapping[int, Sequence[Site]], neurons: Mapping[str, Sequence[int]]
+        self, blocks: Mapping[int, Sequence[LocatedBranch]], neurons: Mapping[str, Sequence[int]]
     ) -> Iterator[MaskedPart]:
-        """In the order in which the model runs them."""
+        """In the order in which the model runs them; each is applied before the next is made."""
         first = {members[0].name: index for index, members in blocks.items()}
-        for site in sites:
+        for site in self._sites:
             if site.name in neurons:
-                yield self._neuron_part(site, neurons[site.name])
+                yield NeuronPart(self._module, self.model, site, neurons[site.name], scale=self._scale)
             elif (index := first.get(site.name)) is None:
                 continue
-            elif self._plan.regime == "forward":
-                yield self._block_part(index, blocks[index])
-            elif not self._plan.holds_rank(index, self._rank):
-                self._freeze(self._plan.units[index])
+            elif self.model.plan.regime == "forward":
+                yield BlockPart(self._module, self.model, index, blocks[index], scale=self._scale)
+            elif not self.model.holds(index):
+                self._freeze(self.model.plan.units[index])
 
     def _freeze(self, unit: Unit) -> None:
         for piece in unit.pieces:
             if piece.kind == "parameter":
-                self.places.tensors[piece.parameter].requires_grad_(False)
-
-    def _block_part(self, index: int, members: Sequence[Site]) -> BlockPart:
-        held = self._plan.holds_rank(index, self._rank)
-        unit = self._plan.units[index]
-        return BlockPart(self._model, index, unit, members, held=held, shapes=self.shapes, scale=self._scale)
-
-    def _neuron_part(self, site: Site, units: Sequence[int]) -> NeuronPart:
-        pieces = {
-            tensor.parameter: [
-                (piece, self._rank in ranks) for piece, ranks in self._pieces["parameter", tensor.parameter]
-            ]
-            for tensor in site.cut_tensors
-        }
-        return NeuronPart(
-            self._model,
-            units,
-            site,
-            pieces,
-            self.places,
-            keeps_lacking=self._plan.regime == "backward",
-            scales=self._scales(site, units),
-        )
-
-    def _scales(self, site: Site, units: Sequence[int]) -> dict[Piece, float]:
-        """Of the units' part of the output projection."""
-        outputs = {tensor.parameter for tensor in site.cut_tensors if tensor.cut.is_output}
-        pieces = (piece for index in units for piece in self._plan.units[index].pieces)
-        return {piece: self._scale for piece in pieces if piece.parameter in outputs} if self._scale != 1.0 else {}
-
-    def dtype_of(self, piece: Piece) -> torch.dtype:
-        """Of the piece's tensor, present or not."""
-        return self.places.tensors[piece.parameter].dtype
+                self.model.views.tensors[piece.parameter].requires_grad_(False)
 
     @contextmanager
     def trainable_as_built(self) -> Iterator[None]:
         """What requires gradients is what did before units were dropped or frozen."""
-        parameters = dict(self._model.named_parameters())
+        parameters = dict(self._module.named_parameters())
         own = {name: parameter.requires_grad for name, parameter in parameters.items()}
         try:
-            for info in self._tensors:
+            for info in self.model.tensors:
                 parameters[info.name].requires_grad_(info.trainable)
             yield
         finally:
@@ -156,13 +116,13 @@ class Mask:
             piece.parameter
             for part in self.parts
             if isinstance(part, BlockPart) and not part.whole
-            for piece in self._plan.units[part.units[0]].pieces
+            for piece in self.model.plan.units[part.units[0]].pieces
         }
-        result = {name: tensor for name, tensor in self.places.tensors.items() if name not in dropped}
-        return result | {f"{name} (lacking)": tensor for name, tensor in self.places.lacking.items()}
+        result = {name: tensor for name, tensor in self.model.views.tensors.items() if name not in dropped}
+        return result | {f"{name} (lacking)": tensor for name, tensor in self.model.views.lacking.items()}
 
 
-def members_of(unit: Unit, sites: Sequence[Site]) -> list[Site]:
+def members_of(unit: Unit, sites: Sequence[LocatedBranch]) -> list[LocatedBranch]:
     """The residual branches that a block unit is made of; ValueError if it is not made of whole ones."""
     whole = {(piece.kind, piece.parameter) for piece in unit.pieces if piece.dim is None}
     members = [site for site in sites if whole.issuperset((piece.kind, piece.parameter) for piece in site.pieces)]
@@ -176,7 +136,7 @@ def members_of(unit: Unit, sites: Sequence[Site]) -> list[Site]:
     return members
 
 
-def _check_neurons(plan: Plan, sites: Sequence[Site], neurons: Mapping[str, Sequence[int]]) -> None:
+def _check_neurons(plan: Plan, sites: Sequence[LocatedBranch], neurons: Mapping[str, Sequence[int]]) -> None:
     by_name = {site.name: site for site in sites}
     constrained = set(constrained_branches(plan.units, sites))
     for name, units in neurons.items():
@@ -192,7 +152,7 @@ def _check_neurons(plan: Plan, sites: Sequence[Site], neurons: Mapping[str, Sequ
             )
 
 
-def _check_cells(unit: Unit, site: Site) -> None:
+def _check_cells(unit: Unit, site: LocatedBranch) -> None:
     """A neuron unit must take the same cells of all tensors of one branch."""
     output = next(tensor for tensor in site.cut_tensors if tensor.cut.is_output)
     width = output.size // site.num_cells

@@ -15,8 +15,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from sdp_deepspeed.architectures import Site
-from sdp_deepspeed.layout.places import Places, side_by_side
+from sdp_deepspeed.architectures import LocatedBranch
+from sdp_deepspeed.layout.places import side_by_side
+from sdp_deepspeed.layout.rank_model import RankModel
 from sdp_deepspeed.masking.part import Fetch, MaskedPart, mixed_in
 from sdp_deepspeed.units import Piece
 
@@ -45,56 +46,56 @@ class NeuronPart(MaskedPart):
     """The body of one branch on one rank.
 
     Args:
-        model: the module, of which `site` is still whole.
-        units: indices of the branch's units in the plan.
+        module: the model, of which `site` is still whole.
+        model: the plan, and the module's tensors; told where the pieces are from now on.
         site: the branch.
-        pieces: per cut tensor its pieces in dense order, each with whether this rank holds it.
-        places: told where the pieces are from now on.
-        keeps_lacking: whether the rank stores what it lacks (backward regime).
-        scales: of pieces that are scaled in the dense model.
+        units: indices of the branch's units in the plan.
+        scale: of the units' part of the output projection in the dense model.
     """
 
     def __init__(
         self,
-        model: nn.Module,
+        module: nn.Module,
+        model: RankModel,
+        site: LocatedBranch,
         units: Sequence[int],
-        site: Site,
-        pieces: Mapping[str, Sequence[tuple[Piece, bool]]],
-        places: Places,
         *,
-        keeps_lacking: bool,
-        scales: Mapping[Piece, float],
+        scale: float = 1.0,
     ) -> None:
-        self._body = model.get_submodule(site.body)
+        self._body = module.get_submodule(site.body)
         super().__init__(site.name, units, [self._body], whole=False)
-        self._places = places
-        self._scales = scales
+        self._views = model.views
+        self._keeps_lacking = model.plan.regime == "backward"
+        self._scales = _scales(model, site, units, scale)
         assert site.branch.inner is not None, "units of neurons come from a description of them"
         self.inner = site.branch.inner
         self.num_outputs = site.branch.num_outputs
         self._first = site.cut_tensors[0]
         self._counts = {name: getattr(self._body, name) for name in self.inner.scaled}
-        self.cuts = [_cut(model, name, own) for name, own in pieces.items()]
-        lacking = self._split(keeps_lacking=keeps_lacking)
+        self.cuts = [_cut(module, model, tensor.parameter) for tensor in site.cut_tensors]
+        self.twins: tuple[nn.Module, ...] = ()
+
+    def apply(self) -> None:
+        lacking = self._split()
         self._set_counts(self._body)
         self.twins = self._make_twins(lacking)
         if self.twins:
             self._body.__class__ = mixed_in(_SplitModule, type(self._body))
             object.__setattr__(self._body, "_sdp_part", self)
 
-    def _split(self, *, keeps_lacking: bool) -> dict[int, nn.Parameter]:
+    def _split(self) -> dict[int, nn.Parameter]:
         """Narrow the parameters to what is held; per parameter (its id) what is lacking, if that is kept."""
         result = {}
         for cut in self.cuts:
             dense = cut.parameter.detach()
-            if keeps_lacking and cut.lacking:
+            if self._keeps_lacking and cut.lacking:
                 lacking = side_by_side(cut.lacking, dense)
-                self._places.put(cut.lacking, lacking)
+                self._views.put(cut.lacking, lacking)
                 result[id(cut.parameter)] = nn.Parameter(lacking, requires_grad=False)
             other = torch.float32 if dense.dtype == torch.float64 else torch.float64
             cut.parameter.data = dense.new_empty(0, dtype=other)  # autograd forgets the shape that it knew
             cut.parameter.data = side_by_side(cut.held, dense)
-            self._places.put(cut.held)
+            self._views.put(cut.held)
         return result
 
     def _make_twins(self, lacking: Mapping[int, nn.Parameter]) -> tuple[nn.Module, ...]:
@@ -132,7 +133,7 @@ class NeuronPart(MaskedPart):
             wholes.append(torch.empty(cut.shape, dtype=cut.parameter.dtype, device=cut.parameter.device))
             targets |= {piece: piece.narrow(wholes[-1]) for piece in (*cut.held, *cut.lacking)}
             for piece in self._stored(cut):
-                targets.pop(piece).copy_(self._places.weight(piece))
+                targets.pop(piece).copy_(self._views.weight_view(piece))
         fetch(targets)
         for cut, whole in zip(self.cuts, wholes, strict=True):
             for piece in self._scales.keys() & {*cut.held, *cut.lacking}:
@@ -152,7 +153,7 @@ class NeuronPart(MaskedPart):
             dense = cut.module._parameters[cut.name]
             assert dense is not None
             for piece in self._stored(cut):
-                value, own = piece.narrow(dense.data), self._places.weight(piece)
+                value, own = piece.narrow(dense.data), self._views.weight_view(piece)
                 scale = self._scales.get(piece, 1.0)
                 if not torch.equal(value, own * scale):
                     own.copy_(value / scale)
@@ -219,12 +220,22 @@ def _leave_out(cache: Any, name: str, layer: int | None) -> None:
     missing.add(name)
 
 
-def _cut(model: nn.Module, name: str, pieces: Sequence[tuple[Piece, bool]]) -> CutParameter:
-    module, _, attribute = name.rpartition(".")
-    parameter = model.get_parameter(name)
-    held = tuple(piece for piece, mine in pieces if mine)
-    lacking = tuple(piece for piece, mine in pieces if not mine)
-    return CutParameter(model.get_submodule(module), attribute, parameter, parameter.shape, held, lacking)
+def _cut(module: nn.Module, model: RankModel, name: str) -> CutParameter:
+    owner, _, attribute = name.rpartition(".")
+    parameter = module.get_parameter(name)
+    pieces = model.pieces["parameter", name]
+    held = tuple(piece for piece, ranks in pieces if model.rank in ranks)
+    lacking = tuple(piece for piece, ranks in pieces if model.rank not in ranks)
+    return CutParameter(module.get_submodule(owner), attribute, parameter, parameter.shape, held, lacking)
+
+
+def _scales(model: RankModel, site: LocatedBranch, units: Sequence[int], scale: float) -> dict[Piece, float]:
+    """Of the units' part of the output projection."""
+    if scale == 1.0:
+        return {}
+    outputs = {tensor.parameter for tensor in site.cut_tensors if tensor.cut.is_output}
+    pieces = (piece for index in units for piece in model.plan.units[index].pieces)
+    return {piece: scale for piece in pieces if piece.parameter in outputs}
 
 
 def _twin(module: nn.Module, replaced: Mapping[int, nn.Parameter], left_out: Sequence[str]) -> nn.Module:

@@ -42,6 +42,10 @@ class MaskedPart(ABC):
         self.whole = whole
         self.filled = False
 
+    @abstractmethod
+    def apply(self) -> None:
+        """Cut the modules down to what this rank's subnetwork has; called once."""
+
     @property
     def dense(self) -> bool:
         """Whether all of it is here now."""

@@ -1,4 +1,4 @@
-"""Masked averaging and ZeRO stages 0, 1, 2 behind DeepSpeed's optimizer surface (DESIGN.md sections 1, 4).
+"""Masked averaging and ZeRO stages 0, 1, 2 behind DeepSpeed's optimizer surface.
 
 Stage 1: the owner of a shard averages it, steps it and sends the weights back. Stage 2: the same, but the averaging
 happens during backward. Stage 0: the owner sends the average back and every holder steps all that it holds.
@@ -7,62 +7,36 @@ happens during backward. Stage 0: the owner sends the average back and every hol
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any, NoReturn
 
 import torch
 from deepspeed.runtime.base_optimizer import ZeROOptimizer
 from deepspeed.runtime.fp16.loss_scaler import LossScaler, LossScalerBase
 
 from sdp_deepspeed.distributed.communicator import Communicator
-from sdp_deepspeed.exchange.averaging import Averages, Averaging, StepAveraging, divide, global_norm, pipelined
-from sdp_deepspeed.exchange.backward_averaging import BackwardReduction
-from sdp_deepspeed.exchange.exchange import Exchange, Receivers
-from sdp_deepspeed.exchange.gradients import Gradients
-from sdp_deepspeed.layout.places import Places
-from sdp_deepspeed.layout.segments import (
-    NOT_OPTIMIZED,
-    Bucket,
-    Fragment,
-    Segment,
-    TensorInfo,
-    build_buckets,
-    build_segments,
+from sdp_deepspeed.exchange.averaging import (
+    Averages,
+    Averaging,
+    AveragingOptions,
+    divide,
+    global_norm,
+    run_pipelined,
 )
+from sdp_deepspeed.exchange.backward_averaging import BackwardAveraging
+from sdp_deepspeed.exchange.exchange import Exchange
+from sdp_deepspeed.exchange.gradients import Gradients
+from sdp_deepspeed.exchange.routes import Receivers
+from sdp_deepspeed.exchange.step_averaging import StepAveraging
+from sdp_deepspeed.layout.fragments import Fragment
+from sdp_deepspeed.layout.rank_model import RankModel
+from sdp_deepspeed.layout.segments import Bucket, Segment, build_buckets, build_segments
 from sdp_deepspeed.optimizer.param_groups import agree_on_groups
-from sdp_deepspeed.optimizer.stepped_group import Offload, SteppedGroup, repoint
-from sdp_deepspeed.plan.plan import Plan
-from sdp_deepspeed.tensor_parallel.group import ModelParallel
-
-
-@dataclass(frozen=True)
-class OptimizerSettings:
-    """Options that DeepSpeed's config gives to the optimizer.
-
-    Args:
-        stage: ZeRO stage, 0, 1 or 2.
-        clip: largest norm of the averaged dense gradient; 0 switches clipping off.
-        bucket_elements: most elements that a rank packs for gradients in one exchange (`reduce_bucket_size`).
-        return_bucket_elements: the same for weights that return (`allgather_bucket_size`); None as `bucket_elements`.
-        wire_dtype: of gradients on the wire (`communication_data_type`).
-        accumulate_in_fp32: keep gradients in fp32 between micro-steps (`data_types.grad_accum_dtype`).
-        max_in_flight: buckets whose exchange may run while backward, packing or unpacking goes on (`overlap_comm`).
-        skip_overflow: leave a step out on all ranks when any rank's gradient is not finite.
-        offload: where masters and moments live, None on the device of the weights.
-        needs_norm: without it, clipping and `skip_overflow` no norm is computed (`compute_grad_norm`).
-    """
-
-    stage: int
-    clip: float
-    bucket_elements: int
-    wire_dtype: torch.dtype
-    return_bucket_elements: int | None = None
-    accumulate_in_fp32: bool = False
-    max_in_flight: int = 0
-    skip_overflow: bool = False
-    offload: Offload | None = None
-    needs_norm: bool = True
+from sdp_deepspeed.optimizer.settings import OptimizerSettings
+from sdp_deepspeed.optimizer.stepped_group import SteppedGroup, repoint
+from sdp_deepspeed.plan.tensors import NOT_OPTIMIZED
+from sdp_deepspeed.tensor_parallel.group import TensorParallelGroup
 
 
 class SubnetworkOptimizer(ZeROOptimizer):
@@ -70,16 +44,14 @@ class SubnetworkOptimizer(ZeROOptimizer):
 
     Every data-parallel rank must call `step`. At stages 0 and 1 gradients are local between `backward` and `step`; the
     exchange happens in `step`, so that any number of backward passes may come before it. At stage 2 every rank must
-    call `end_backward` after each.
+    call `end_backward` after each. Made by `build`.
 
     Args:
         optimizer: with the full model's parameters in its groups, as the user built it.
-        parameters: the module's parameters by dense name.
-        tensors: dense shapes in model order, recorded before units were dropped.
-        plan: who holds what.
-        places: where pieces lie in this rank's parameters; None if those are the dense model's.
-        communicator: the data-parallel group.
-        model_parallel: the tensor-parallel group, None without one.
+        model: what this rank has; its tensors have their param groups.
+        dp_group: the data-parallel group.
+        settings: the config's.
+        tp_group: the tensor-parallel group, None without one.
         loss_scaler: DeepSpeed's, for fp16; None scales by 1.
     """
 
@@ -89,51 +61,80 @@ class SubnetworkOptimizer(ZeROOptimizer):
     def __init__(
         self,
         optimizer: torch.optim.Optimizer,
+        model: RankModel,
+        dp_group: Communicator,
         *,
-        parameters: Mapping[str, torch.nn.Parameter],
-        tensors: Sequence[TensorInfo],
-        plan: Plan,
-        communicator: Communicator,
         settings: OptimizerSettings,
-        places: Places | None = None,
-        model_parallel: ModelParallel | None = None,
+        tp_group: TensorParallelGroup | None = None,
         loss_scaler: LossScalerBase | None = None,
     ) -> None:
         super().__init__()
         self.optimizer = optimizer
+        self.model = model
         self.settings = settings
         self.overflow = False
         self.loss_scaler = loss_scaler or LossScaler(scale=1.0)
         self.external_loss_scale: float | None = None
         self._global_grad_norm: float | None = None
-        self._communicator = communicator
-        self._model_parallel = model_parallel
-        self._parameters = dict(parameters)
-        self._places = places or Places(self._parameters)
-        self._everyone_updates = plan.regime == "backward"
-        self.tensors = agree_on_groups(optimizer, tensors, self._parameters, communicator, settings=repr(settings))
-        if model_parallel is not None:
-            model_parallel.complete_gradients(self._parameters)
+        self._dp_group = dp_group
+        self._tp_group = tp_group
+        self._all_receive_weights = model.plan.regime == "backward"
+        self._parameters = model.parameters()
         self._gradients = Gradients(
-            self._parameters, self._places, accumulate_in_fp32=settings.accumulate_in_fp32 and settings.stage < 2
+            self._parameters,
+            model.views,
+            accumulate_in_fp32=settings.accumulate_in_fp32 and settings.stage < 2,
         )
-        self.exchange, self._returning = self._build_exchanges(self.tensors, plan)
+        self.exchange, self.weight_exchange = self._exchanges()
         self.groups = [self._stepped_group(index) for index in range(len(optimizer.param_groups))]
-        self._averaging = self._build_averaging()
-        repoint(optimizer, self.groups)
+        self._averaging = self._averaging_of_stage()
 
-    def _build_exchanges(self, tensors: Sequence[TensorInfo], plan: Plan) -> tuple[Exchange, Exchange]:
+    @classmethod
+    def build(
+        cls,
+        optimizer: torch.optim.Optimizer,
+        model: RankModel,
+        dp_group: Communicator,
+        *,
+        settings: OptimizerSettings,
+        tp_group: TensorParallelGroup | None = None,
+        loss_scaler: LossScalerBase | None = None,
+    ) -> SubnetworkOptimizer:
+        """Agree on param groups, lay out the exchange, hook gradients, take over `optimizer`'s param groups.
+
+        Every data-parallel rank calls it.
+
+        Raises:
+            ValueError, RuntimeError: on all ranks, as `agree_on_groups`.
+        """
+        tensors = agree_on_groups(optimizer, model, dp_group, settings=repr(settings))
+        with_groups = replace(model, tensors=tuple(tensors))
+        built = cls(optimizer, with_groups, dp_group, settings=settings, tp_group=tp_group, loss_scaler=loss_scaler)
+        built._install()
+        return built
+
+    def _install(self) -> None:
+        if self._tp_group is not None:
+            self._tp_group.sum_partial_gradients(self._parameters)
+        self._gradients.install()
+        self._averaging.install()
+        repoint(self.optimizer, self.groups)
+
+    def _exchanges(self) -> tuple[Exchange, Exchange]:
         """For gradients and for weights that return: the same shards, perhaps in buckets of other sizes."""
         limits = [self.settings.bucket_elements, self.settings.return_bucket_elements or self.settings.bucket_elements]
-        optimized = [info for info in tensors if info.group != NOT_OPTIMIZED]
-        segments = build_segments(optimized, plan, max_elements=min(limits))
+        optimized = [info for info in self.model.tensors if info.group != NOT_OPTIMIZED]
+        segments = build_segments(optimized, self.model.plan, max_elements=min(limits))
         device = next(iter(self._parameters.values())).device
         gradients, weights = (
             Exchange(
                 build_buckets(
-                    segments, size=self._communicator.size, max_elements=limit, everyone_updates=self._everyone_updates
+                    segments,
+                    size=self._dp_group.size,
+                    max_elements=limit,
+                    all_receive_weights=self._all_receive_weights,
                 ),
-                self._communicator,
+                self._dp_group,
                 device=device,
                 dtype=self.settings.wire_dtype,
             )
@@ -141,24 +142,26 @@ class SubnetworkOptimizer(ZeROOptimizer):
         )
         return gradients, weights
 
-    def _build_averaging(self) -> Averaging:
-        options: dict[str, Any] = {
-            "group_sizes": [group.num_elements for group in self.groups],
-            "max_in_flight": self.settings.max_in_flight,
-            "model_parallel": self._model_parallel,
-        }
+    def _averaging_of_stage(self) -> Averaging:
+        sizes = [group.num_elements for group in self.groups]
+        options = AveragingOptions(sizes, self.settings.max_in_flight, self._tp_group)
         if self.settings.stage < 2:
-            options["needs_one_flat"] = [not group.in_place for group in self.groups]
-            return StepAveraging(self.exchange, self._gradients, keeps_flats=self.settings.stage == 1, **options)
+            return StepAveraging(
+                self.exchange,
+                self._gradients,
+                options,
+                keeps_flats=self.settings.stage == 1,
+                needs_one_flat=[not group.in_place for group in self.groups],
+            )
         dtypes = {parameter.dtype for parameter in self._parameters.values()}
         has_one = len(dtypes) == 1 and not self.settings.accumulate_in_fp32
-        return BackwardReduction(
+        return BackwardAveraging(
             self.exchange,
             self._gradients,
-            self._communicator,
-            self._parameters,
+            options,
+            dp_group=self._dp_group,
+            parameters=self._parameters,
             dtype=dtypes.pop() if has_one else torch.float32,
-            **options,
         )
 
     def _stepped_group(self, index: int) -> SteppedGroup:
@@ -169,12 +172,12 @@ class SubnetworkOptimizer(ZeROOptimizer):
             if segment.group == index
             for fragment in shard
         ]
-        return SteppedGroup(fragments, self._places.weight, self.settings.offload)
+        return SteppedGroup(fragments, self.model.views.weight_view, self.settings.offload)
 
     def _stepped(self, bucket: Bucket) -> list[tuple[Segment, list[Fragment]]]:
         if self.settings.stage:
             return self.exchange.owned(bucket)
-        rank = self._communicator.rank
+        rank = self._dp_group.rank
         return [(segment, list(segment.fragments)) for segment in bucket.segments if segment.held_by(rank)]
 
     @property
@@ -220,7 +223,7 @@ class SubnetworkOptimizer(ZeROOptimizer):
         """
         if closure is not None:
             raise ValueError("SubnetworkOptimizer.step() takes no closure; call engine.backward(loss) before it")
-        averages = self._averaging.take()
+        averages = self._averaging.collect()
         scaled_norm, scale = self._norm(averages), self.loss_scale
         self.overflow = self.settings.skip_overflow and not math.isfinite(scaled_norm or 0.0)
         self.loss_scaler.update_scale(self.overflow)
@@ -233,7 +236,7 @@ class SubnetworkOptimizer(ZeROOptimizer):
     def _norm(self, averages: Averages) -> float | None:
         """Of the averaged dense gradient, times the loss scale; None where nobody needs it."""
         if self.settings.needs_norm or self.settings.clip > 0 or self.settings.skip_overflow:
-            return global_norm(averages.squares, self._communicator, self._model_parallel)
+            return global_norm(averages.squares, self._dp_group, self._tp_group)
         return None
 
     def _divisor(self, norm: float | None, scale: float) -> float:
@@ -260,15 +263,17 @@ class SubnetworkOptimizer(ZeROOptimizer):
 
     def _send_weights(self) -> None:
         if self.settings.stage:
-            receivers: Receivers = "all" if self._everyone_updates else "holders"
-        elif self._everyone_updates:
+            receivers: Receivers = "all" if self._all_receive_weights else "holders"
+        elif self._all_receive_weights:
             receivers = "others"
         else:
             return
-        pipelined(
-            self._returning.buckets,
-            lambda bucket: self._returning.start_distribute(bucket, self._places.weight, receivers=receivers),
-            self._returning.finish_distribute,
+        run_pipelined(
+            self.weight_exchange.buckets,
+            lambda bucket: self.weight_exchange.start_distribute(
+                bucket, self.model.views.weight_view, receivers=receivers
+            ),
+            self.weight_exchange.finish_distribute,
             max_in_flight=self.settings.max_in_flight,
         )
 
@@ -287,17 +292,13 @@ class SubnetworkOptimizer(ZeROOptimizer):
         for group in self.groups:
             group.reload_master()
 
-    def state_dict(self) -> dict[str, Any]:
-        """This rank's share: wrapped optimizer's state, masters and loss scale, valid on the same layout only."""
-        masters = [None if group.in_place else group.tensors[0].detach() for group in self.groups if group.fragments]
-        scaler = {key: value for key, value in vars(self.loss_scaler).items() if isinstance(value, (int, float))}
-        return {"optimizer": self.optimizer.state_dict(), "masters": masters, "loss_scaler": scaler}
+    def state_dict(self) -> NoReturn:
+        """Refused: this rank's share alone would be of use on the very same layout only."""
+        raise RuntimeError(
+            "SubnetworkOptimizer has no state dict of its own: a rank owns only a share of the state. Save with "
+            "engine.save_checkpoint and load with engine.load_checkpoint, on any layout"
+        )
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        self.optimizer.load_state_dict(state["optimizer"])
-        own = [group for group in self.groups if group.fragments]
-        for group, master in zip(own, state["masters"], strict=True):
-            if master is not None:
-                group.tensors[0].data.copy_(master)
-        if self.loss_scaler.dynamic:
-            vars(self.loss_scaler).update(state["loss_scaler"])
+    def load_state_dict(self, state: Mapping[str, Any]) -> NoReturn:
+        """Refused, as `state_dict`."""
+        self.state_dict()

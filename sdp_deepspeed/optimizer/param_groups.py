@@ -8,19 +8,15 @@ from dataclasses import replace
 
 import torch
 
-from sdp_deepspeed.distributed.agreement import raise_on_all_ranks
+from sdp_deepspeed.distributed.agreement import run_on_all_ranks
 from sdp_deepspeed.distributed.communicator import Communicator
-from sdp_deepspeed.layout.segments import NOT_OPTIMIZED, TensorInfo
+from sdp_deepspeed.layout.rank_model import RankModel
 from sdp_deepspeed.optimizer.stepped_group import check_fresh
+from sdp_deepspeed.plan.tensors import NOT_OPTIMIZED, TensorInfo
 
 
 def agree_on_groups(
-    optimizer: torch.optim.Optimizer,
-    tensors: Sequence[TensorInfo],
-    parameters: Mapping[str, torch.nn.Parameter],
-    communicator: Communicator,
-    *,
-    settings: str,
+    optimizer: torch.optim.Optimizer, model: RankModel, dp_group: Communicator, *, settings: str
 ) -> list[TensorInfo]:
     """Tensors with their param groups; every rank calls it. A layout that differs would abort or corrupt the exchange.
 
@@ -31,19 +27,17 @@ def agree_on_groups(
         ValueError: on all ranks, what one rank's optimizer has wrong.
         RuntimeError: on all ranks, naming the first tensor that two ranks would lay out differently.
     """
-    error: Exception | None = None
-    layout: list[TensorInfo] = []
-    try:
+
+    def lay_out() -> list[TensorInfo]:
         check_fresh(optimizer)
-        layout = _with_groups(tensors, parameters, optimizer)
-    except Exception as problem:  # of any kind: the others wait for this rank
-        error = problem
-    raise_on_all_ranks(communicator, error)
+        return _with_groups(model.tensors, model.parameters(), optimizer)
+
+    layout = run_on_all_ranks(dp_group, lay_out)
     options = [{key: value for key, value in group.items() if key != "params"} for group in optimizer.param_groups]
     facts = [settings, f"{type(optimizer).__name__} {options}", *map(repr, layout)]
-    digests = communicator.gather_objects(hashlib.sha256("\n".join(facts).encode()).hexdigest())
+    digests = dp_group.gather_objects(hashlib.sha256("\n".join(facts).encode()).hexdigest())
     if len(set(digests)) > 1:
-        raise RuntimeError(_difference(communicator.gather_objects(facts)))
+        raise RuntimeError(_difference(dp_group.gather_objects(facts)))
     return layout
 
 

@@ -7,28 +7,16 @@ it owns (stage 1) or holds (stage 0).
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from sdp_deepspeed.exchange.exchange import Views, read, write
+from sdp_deepspeed.layout.fragments import Fragment, Views, read, write
 from sdp_deepspeed.layout.places import in_order
-from sdp_deepspeed.layout.segments import Fragment
+from sdp_deepspeed.optimizer.settings import Offload
 from sdp_deepspeed.units import Piece
 
 Weights = Callable[[Piece], torch.Tensor]
-
-
-@dataclass(frozen=True)
-class Offload:
-    """Masters, moments and the step are in host memory (DeepSpeed's `offload_optimizer`).
-
-    Args:
-        pin_memory: page-locked, for faster copies from and to a GPU.
-    """
-
-    pin_memory: bool = False
 
 
 def can_view(fragment: Fragment, weights: Weights) -> bool:
@@ -50,7 +38,7 @@ class SteppedGroup:
 
     def __init__(self, fragments: Sequence[Fragment], weights: Weights, offload: Offload | None = None) -> None:
         self.fragments = list(fragments)
-        self.sizes = [fragment.stop - fragment.start for fragment in self.fragments]
+        self.sizes = [fragment.num_elements for fragment in self.fragments]
         self.num_elements = sum(self.sizes)
         self._weights = weights
         self._offload = offload

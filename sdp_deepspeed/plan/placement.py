@@ -42,19 +42,19 @@ class Network:
 
     @classmethod
     def gather(
-        cls, communicator: Communicator, *, peers: Communicator | None = None, gradient_bytes: int, weight_bytes: int
+        cls, dp_group: Communicator, *, tp_group: Communicator | None = None, gradient_bytes: int, weight_bytes: int
     ) -> Network:
         """The network of the ranks that run; all of them call it, and all get the same.
 
         Args:
-            communicator: the data-parallel group.
-            peers: the tensor-parallel group, whose ranks share a subnetwork and must place it alike: a worker's node is
-                the list of its ranks' nodes. None if there is none.
+            dp_group: the data-parallel group.
+            tp_group: the tensor-parallel group, whose ranks share a subnetwork and must place it alike: a worker's node
+                is the list of its ranks' nodes. None if there is none.
         """
         own: Hashable = node_of_process(os.environ, socket.gethostname())
-        if peers is not None:
-            own = tuple(peers.gather_objects(own))
-        return cls(tuple(communicator.gather_objects(own)), gradient_bytes, weight_bytes)
+        if tp_group is not None:
+            own = tuple(tp_group.gather_objects(own))
+        return cls(tuple(dp_group.gather_objects(own)), gradient_bytes, weight_bytes)
 
 
 def node_of_process(environment: Mapping[str, str], hostname: str) -> str:
@@ -77,14 +77,14 @@ class Load:
         holders: for each unit its subnetworks.
         elements: for each unit its trainable elements.
         num_shared: trainable elements of shared parameters; they cost the same wherever replicas are.
-        everyone_updates: whether owners send to all ranks (backward regime) or to the holders.
+        all_receive_weights: whether owners send to all ranks (backward regime) or to the holders.
     """
 
     num_subnetworks: int
     holders: Sequence[Sequence[int]]
     elements: Sequence[int]
     num_shared: int = 0
-    everyone_updates: bool = False
+    all_receive_weights: bool = False
 
 
 @dataclass(frozen=True)
@@ -120,14 +120,14 @@ def _megabytes(num_bytes: int) -> str:
     return f"{num_bytes / 1e6:.4g} MB"
 
 
-def choose(load: Load, network: Network, asked: Asked = "auto") -> tuple[Placement, tuple[int, ...]]:
+def choose_placement(load: Load, network: Network, asked: Asked = "auto") -> tuple[Placement, tuple[int, ...]]:
     """The placement, and the subnetwork of each data-parallel rank.
 
     Args:
         asked: what the config says; "auto" takes what sends fewer bytes between nodes, "packed" if both send as many.
     """
     k = load.num_subnetworks
-    assert len(network.nodes) % k == 0, "config.resolve checks that k divides the number of ranks"
+    assert len(network.nodes) % k == 0, "plan.counts checks that k divides the number of ranks"
     ways: dict[Name, tuple[int, ...]] = {"packed": packed(network.nodes, k), "spread": spread(network.nodes, k)}
     sent = {name: bytes_between_nodes(load, network, ranks) for name, ranks in ways.items()}
     fewest: Name = "spread" if sent["spread"] < sent["packed"] else "packed"
@@ -190,7 +190,7 @@ def bytes_between_nodes(load: Load, network: Network, subnetwork_of_rank: Sequen
         counts = table[list(holders)].sum(axis=0)
         h = int(counts.sum())
         there = h * h - int(counts @ counts)  # pairs of holders on different nodes
-        back = h * num_ranks - int(counts @ sizes) if load.everyone_updates else there
+        back = h * num_ranks - int(counts @ sizes) if load.all_receive_weights else there
         return Fraction(elements * (there * network.gradient_bytes + back * network.weight_bytes), h)
 
     units = sum(sent(holders, elements) for holders, elements in zip(load.holders, load.elements, strict=True))

@@ -1,7 +1,7 @@
 """The plan: which subnetwork holds which unit, as data that can be hashed, printed, saved and given back.
 
-Pure: knows neither DeepSpeed nor torch.distributed. The search for a good table is in assignment.py,
-reading and checking plan.json in plan_json.py.
+Pure: knows neither DeepSpeed nor torch.distributed. The search for a good table is in assignment/, what
+the config block asks for in planner.py, reading plan.json in parsing.py.
 """
 
 from __future__ import annotations
@@ -11,21 +11,20 @@ import hashlib
 import json
 import os
 import tempfile
-import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from sdp_deepspeed.plan import parsing as plan_json
-from sdp_deepspeed.plan.assignment import methods as assignment
-from sdp_deepspeed.plan.placement import Asked, Load, Network, Placement, choose
-from sdp_deepspeed.units import Unit, UnitCost
-
-if TYPE_CHECKING:  # config reads plans, so at run time imports go from config to plan only
-    from sdp_deepspeed.config import Layout, SubnetworkConfig
+from sdp_deepspeed.messages import listed
+from sdp_deepspeed.plan import parsing
+from sdp_deepspeed.plan.placement import Asked, Load, Network, Placement, choose_placement
+from sdp_deepspeed.plan.spectral_gap import spectral_gap
+from sdp_deepspeed.units import Piece, Unit, UnitCost
 
 Strategy = str | Mapping[str, str]
+_HASHED = ("regime", "strategy", "num_subnetworks", "num_holders", "units")
+_MAX_LISTED = 64  # rows and columns of the table that a terminal still shows
 
 
 @dataclass(frozen=True)
@@ -56,7 +55,7 @@ class Plan:
     placement: Placement | None = field(default=None, compare=False)
 
     def __post_init__(self) -> None:
-        plan_json.check_table(self)
+        _check_table(self)
 
     @property
     def coverage(self) -> float:
@@ -66,8 +65,8 @@ class Plan:
     @property
     def hash(self) -> str:
         """SHA-256 (hex) of what decides the training: units, holders, k, p, regime and strategy."""
-        facts = {key: value for key, value in plan_json.facts(self).items() if key in plan_json.HASHED}
-        canonical = json.dumps(facts, sort_keys=True, separators=(",", ":"), ensure_ascii=True)
+        content = {key: value for key, value in _metadata(self).items() if key in _HASHED}
+        canonical = json.dumps(content, sort_keys=True, separators=(",", ":"), ensure_ascii=True)
         return hashlib.sha256(canonical.encode()).hexdigest()
 
     def holds(self, unit: int, subnetwork: int) -> bool:
@@ -101,17 +100,17 @@ class Plan:
             asked: what the config says.
         """
         load = Load(self.num_subnetworks, self.holders, elements, num_shared, self.regime == "backward")
-        placement, ranks = choose(load, network, asked)
+        placement, ranks = choose_placement(load, network, asked)
         return dataclasses.replace(self, subnetwork_of_rank=ranks, placement=placement)
 
     def to_json(self) -> dict[str, Any]:
         """The plan in the format of plan.json (DESIGN.md section 3)."""
-        return {"version": plan_json.VERSION, "hash": self.hash, **plan_json.facts(self)}
+        return {"version": parsing.VERSION, "hash": self.hash, **_metadata(self)}
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> Plan:
         """Inverse of `to_json`; ValueError names what is wrong in `data`."""
-        plan = cls(**plan_json.fields(data))
+        plan = cls(**parsing.fields(data))
         if data.get("hash") not in (None, plan.hash):
             raise ValueError(
                 f"plan: its hash is {data['hash']!r}, but its units and holders have {plan.hash!r}; "
@@ -152,98 +151,109 @@ class Plan:
 
     def table(self, costs: Sequence[UnitCost] | None = None) -> str:
         """Text to print: units by subnetworks, balance, spectral gap, placement of replicas, hash."""
-        return plan_json.table(self, costs)
+        return _table(self, costs)
 
 
-def spectral_gap(holders: Sequence[Sequence[int]], weights: Sequence[int], k: int, p: int) -> float:
-    """rho = 1 - lambda_2 of the gossip matrix (DESIGN.md section 1).
-
-    Args:
-        holders: for each unit its subnetworks.
-        weights: for each unit its trainable elements.
-        k: number of subnetworks.
-        p: holders per unit; the row sums cancel it, so it only has to be positive.
-
-    Returns:
-        0.0 when the graph of subnetworks and (weighted) units falls apart, 1.0 when all hold everything.
-    """
-    import numpy as np
-
-    if k == 1:
-        return 1.0
-    table = assignment.incidence([h for h, w in zip(holders, weights, strict=True) if w > 0], k)
-    if not assignment.is_connected(table):
-        return 0.0
-    kept = np.array([w for w in weights if w > 0], dtype=np.float64)
-    overlaps = (table.T * kept) @ table / p
-    row_sums = overlaps.sum(axis=1)
-    # W is not symmetric when loads differ, but is similar to this symmetric matrix: same eigenvalues, all real.
-    eigenvalues = np.linalg.eigvalsh(overlaps / np.sqrt(np.outer(row_sums, row_sums)))
-    return float(min(1.0, max(0.0, 1.0 - eigenvalues[-2])))
-
-
-def make_plan(
-    units: Sequence[Unit],
-    costs: Sequence[UnitCost],
-    layout: Layout,
-    config: SubnetworkConfig,
-    data_parallel_size: int,
-    branches: Sequence[str | None] | None = None,
-) -> Plan:
-    """The plan that the config block asks for, the same on every rank; replicas are neighbours until `Plan.place`.
-
-    Args:
-        units: the model's units; a plan given by path brings its own, the caller checks that they fit the model.
-        costs: cost of each unit.
-        layout: counts from `config.resolve`.
-        config: the block.
-        data_parallel_size: D.
-        branches: for each unit the branch of which every subnetwork must keep a unit (heads or neuron groups of one
-            layer), None for block units; None if all are block units.
-
-    Raises:
-        ValueError: too few units, or too few of a branch, for all subnetworks, or a plan given by path that contradicts
-            the config (that each subnetwork has a unit of each branch there is checked with the model).
-    """
-    k, p = layout.num_subnetworks, layout.num_holders
-    ranks = tuple(rank * k // data_parallel_size for rank in range(data_parallel_size))
-    if config.plan_path is not None:
-        plan = dataclasses.replace(Plan.load(config.plan_path), subnetwork_of_rank=ranks)
-        _check_agreement(plan, layout, config)
-    else:
-        if config.assignment == "cyclic":
-            holders = assignment.cyclic(len(units), num_subnetworks=k, num_holders=p, branches=branches)
-        else:
-            holders = assignment.balanced(costs, num_subnetworks=k, num_holders=p, seed=config.seed, branches=branches)
-        plan = Plan(config.regime, config.strategy, k, p, config.seed, tuple(units), holders, ranks)
-    _warn_if_disconnected(plan)
-    return plan
-
-
-def _check_agreement(plan: Plan, layout: Layout, config: SubnetworkConfig) -> None:
-    pairs = {
-        "regime": (plan.regime, config.regime),
-        "strategy": (plan.strategy, config.strategy),
-        "subnetworks": (plan.num_subnetworks, layout.num_subnetworks),
-        "holders": (plan.num_holders, layout.num_holders),
+def _metadata(plan: Plan) -> dict[str, Any]:
+    """All of plan.json but version and hash."""
+    strategy = plan.strategy if isinstance(plan.strategy, str) else dict(plan.strategy)
+    return {
+        "regime": plan.regime,
+        "strategy": strategy,
+        "num_subnetworks": plan.num_subnetworks,
+        "num_holders": plan.num_holders,
+        "seed": plan.seed,
+        "subnetwork_of_rank": list(plan.subnetwork_of_rank),
+        "units": [
+            {"name": unit.name, "pieces": [_piece_metadata(piece) for piece in unit.pieces], "holders": list(holders)}
+            for unit, holders in zip(plan.units, plan.holders, strict=True)
+        ],
     }
-    wrong = [f"{name} is {a!r} in the plan and {b!r} here" for name, (a, b) in pairs.items() if a != b]
-    if wrong:
-        raise ValueError(
-            f"assignment: the plan {config.plan_path!r} contradicts the config: {'; '.join(wrong)}. "
-            "Change the config, or make a plan for it"
-        )
 
 
-def _warn_if_disconnected(plan: Plan) -> None:
-    k, p, num_units = plan.num_subnetworks, plan.num_holders, len(plan.units)
-    if assignment.is_connected(assignment.incidence(plan.holders, k)):
-        return
-    finer = ', or use finer units: granularity "sublayer", or for MLPs cut by neurons more neuron_groups' * (p > 1)
-    warnings.warn(
-        f"{num_units} units with {p} holders each do not connect {k} subnetworks (spectral gap 0): "
-        "some of them never exchange anything but shared parameters. "
-        f"Connecting them takes {k - 1} or more of units * (holders - 1), here {num_units * (p - 1)}: "
-        f"raise holders{finer}",
-        stacklevel=3,
-    )
+def _piece_metadata(piece: Piece) -> dict[str, Any]:
+    return {
+        "parameter": piece.parameter,
+        "kind": piece.kind,
+        "dim": piece.dim,
+        "start": piece.start,
+        "length": piece.length,
+    }
+
+
+def _check_table(plan: Plan) -> None:
+    """Refuse a plan whose table breaks DESIGN.md section 1; ValueError names the unit or rank."""
+    k, p = plan.num_subnetworks, plan.num_holders
+    _check_words(plan)
+    if not 1 <= p <= k:
+        raise ValueError(f"plan: num_holders must be 1 to num_subnetworks, got {p} of {k}")
+    if len(plan.units) != len(plan.holders):
+        raise ValueError(f"plan: {len(plan.units)} units but holders for {len(plan.holders)}")
+    names: set[str] = set()
+    for unit, holders in zip(plan.units, plan.holders, strict=True):
+        if unit.name in names:
+            raise ValueError(f"plan: two units are named {unit.name!r}; names must differ")
+        names.add(unit.name)
+        _check_holders(unit.name, holders, k, p)
+    idle = sorted(set(range(k)) - {subnetwork for holders in plan.holders for subnetwork in holders})
+    if idle:
+        raise ValueError(f"plan: subnetworks [{listed(idle)}] hold no unit; every subnetwork needs one or more")
+    _check_ranks(plan.subnetwork_of_rank, k)
+
+
+def _check_words(plan: Plan) -> None:
+    if plan.regime not in ("forward", "backward"):
+        raise ValueError(f'plan.regime: got {plan.regime!r}, expected "forward" or "backward"')
+    names = [plan.strategy] if isinstance(plan.strategy, str) else list(plan.strategy.values())
+    if not names or any(name not in ("block", "neuron") for name in names):
+        raise ValueError(f'plan.strategy: got {plan.strategy!r}, expected "block", "neuron" or a mapping to them')
+
+
+def _check_holders(name: str, holders: tuple[int, ...], k: int, p: int) -> None:
+    if list(holders) != sorted(set(holders)):
+        raise ValueError(f"plan: holders of unit {name!r} must ascend without repeats, got [{listed(holders)}]")
+    if len(holders) != p:
+        raise ValueError(f"plan: unit {name!r} has {len(holders)} holders, but every unit needs num_holders = {p}")
+    if holders[0] < 0 or holders[-1] >= k:
+        raise ValueError(f"plan: holders of unit {name!r} must be 0 to {k - 1}, got [{listed(holders)}]")
+
+
+def _check_ranks(subnetwork_of_rank: tuple[int, ...], k: int) -> None:
+    counts = [0] * k
+    for rank, subnetwork in enumerate(subnetwork_of_rank):
+        if not 0 <= subnetwork < k:
+            raise ValueError(f"plan.subnetwork_of_rank: rank {rank} has {subnetwork}, expected 0 to {k - 1}")
+        counts[subnetwork] += 1
+    if min(counts) != max(counts) or not counts[0]:
+        raise ValueError(f"plan.subnetwork_of_rank: every subnetwork needs equally many ranks, got [{listed(counts)}]")
+
+
+def _table(plan: Plan, costs: Sequence[UnitCost] | None) -> str:
+    """Text form of a plan: a row per unit, a column per subnetwork, then balance, gap, placement and hash."""
+    lines = [
+        f"plan: {len(plan.units)} units, {plan.num_subnetworks} subnetworks, {plan.num_holders} holders each "
+        f"(coverage {plan.coverage:.4g}), regime {plan.regime}, strategy {plan.strategy}, "
+        f"{len(plan.subnetwork_of_rank)} ranks"
+    ]
+    width = max((len(unit.name) for unit in plan.units), default=0)
+    if plan.num_subnetworks <= _MAX_LISTED:
+        for unit, holders in list(zip(plan.units, plan.holders, strict=True))[:_MAX_LISTED]:
+            marks = "".join("#" if subnetwork in holders else "." for subnetwork in range(plan.num_subnetworks))
+            lines.append(f"  {unit.name:<{width}}  {marks}")
+        if len(plan.units) > _MAX_LISTED:
+            lines.append(f"  +{len(plan.units) - _MAX_LISTED} more units")
+    if costs is not None:
+        lines.append(f"  FLOPs max/mean {_imbalance(plan, [cost.flops for cost in costs])}")
+        lines.append(f"  bytes max/mean {_imbalance(plan, [cost.num_bytes for cost in costs])}")
+    weights = None if costs is None else [cost.num_parameters for cost in costs]
+    lines.append(f"  spectral gap {plan.spectral_gap(weights):.4f}")
+    if plan.placement is not None:
+        lines.append(f"  {plan.placement.line()}")
+    lines.append(f"  hash {plan.hash[:16]}")
+    return "\n".join(lines)
+
+
+def _imbalance(plan: Plan, amounts: Sequence[int]) -> str:
+    loads = [sum(amounts[u] for u in plan.units_of(subnetwork)) for subnetwork in range(plan.num_subnetworks)]
+    total = sum(loads)
+    return f"{max(loads) * len(loads) / total:.4f}" if total else "1 (all zero)"

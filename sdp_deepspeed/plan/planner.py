@@ -2,19 +2,28 @@
 
 from __future__ import annotations
 
+import dataclasses
 import warnings
 from collections.abc import Sequence
 from math import prod
 
 from torch import nn
 
-from sdp_deepspeed.architectures import Site, constrained_branches, find_sites, unit_costs, units_of_sites
-from sdp_deepspeed.config import SubnetworkConfig, resolve
-from sdp_deepspeed.layout.segments import TensorInfo
+from sdp_deepspeed.architectures import (
+    LocatedBranch,
+    constrained_branches,
+    locate_branches,
+    unit_costs,
+    units_of_branches,
+)
+from sdp_deepspeed.config import SubnetworkConfig
+from sdp_deepspeed.plan.assignment import methods as assignment
+from sdp_deepspeed.plan.assignment.graph import incidence, is_connected
+from sdp_deepspeed.plan.counts import PlanCounts, resolve
 from sdp_deepspeed.plan.placement import Network
-from sdp_deepspeed.plan.plan import Plan, make_plan
-from sdp_deepspeed.plan.shards import Shards
-from sdp_deepspeed.units import check_pieces
+from sdp_deepspeed.plan.plan import Plan
+from sdp_deepspeed.plan.shards import UNDIVIDED, Shards
+from sdp_deepspeed.units import Unit, UnitCost, check_pieces
 
 
 def plan_model(
@@ -23,7 +32,7 @@ def plan_model(
     data_parallel_size: int,
     network: Network | None = None,
     *,
-    sites: Sequence[Site] | None = None,
+    sites: Sequence[LocatedBranch] | None = None,
     shards: Shards | None = None,
 ) -> tuple[Plan, list[str]]:
     """The plan, the same on every rank, and warnings about it.
@@ -39,28 +48,28 @@ def plan_model(
     Raises:
         ValueError: a block, or a plan that it names, which does not fit the model or the number of ranks.
     """
-    layout = resolve(block, data_parallel_size)
-    sites = find_sites(model) if sites is None else sites
-    shards = shards or Shards(0, 1, {})
-    units = units_of_sites(
+    counts = resolve(block, data_parallel_size)
+    sites = locate_branches(model) if sites is None else sites
+    shards = shards or UNDIVIDED
+    units = units_of_branches(
         sites,
         strategy=block.strategy,
         granularity=block.granularity,
         shared=block.shared,
         neuron_groups=block.neuron_groups,
-        num_subnetworks=layout.num_subnetworks,
+        num_subnetworks=counts.num_subnetworks,
     )
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         branches = constrained_branches(units, sites)
         dense_units = [shards.dense_unit(unit) for unit in units]
-        plan = make_plan(dense_units, unit_costs(model, units), layout, block, data_parallel_size, branches)
+        plan = make_plan(dense_units, unit_costs(model, units), counts, block, data_parallel_size, branches)
     tensors = dict(model.named_parameters()) | dict(model.named_buffers())
     shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
     shapes |= {name: division.shape for name, division in shards.divisions.items()}
     check_pieces(plan.units, lambda piece: shapes.get(piece.parameter))
     local = shards.local_plan(plan)
-    if layout.num_replicas > 1:
+    if counts.num_replicas > 1:
         network = network or Network((0,) * data_parallel_size)
         plan = plan.place(*_trainable_elements(model, local), network, block.placement)
     return plan, [str(warning.message) for warning in caught]
@@ -76,9 +85,68 @@ def _trainable_elements(model: nn.Module, plan: Plan) -> tuple[list[int], int]:
     return elements, sum(map(prod, shapes.values())) - sum(elements)
 
 
-def dense_tensors(model: nn.Module) -> list[TensorInfo]:
-    """Shapes, dtypes and trainability of a whole model's parameters, in model order."""
-    return [
-        TensorInfo(name, tuple(parameter.shape), parameter.dtype, trainable=parameter.requires_grad)
-        for name, parameter in model.named_parameters()
-    ]
+def make_plan(
+    units: Sequence[Unit],
+    costs: Sequence[UnitCost],
+    counts: PlanCounts,
+    config: SubnetworkConfig,
+    data_parallel_size: int,
+    branches: Sequence[str | None] | None = None,
+) -> Plan:
+    """The plan that the config block asks for, the same on every rank; replicas are neighbours until `Plan.place`.
+
+    Args:
+        units: the model's units; a plan given by path brings its own, the caller checks that they fit the model.
+        costs: cost of each unit.
+        counts: counts from `config.resolve`.
+        config: the block.
+        data_parallel_size: D.
+        branches: for each unit the branch of which every subnetwork must keep a unit (heads or neuron groups of one
+            layer), None for block units; None if all are block units.
+
+    Raises:
+        ValueError: too few units, or too few of a branch, for all subnetworks, or a plan given by path that contradicts
+            the config (that each subnetwork has a unit of each branch there is checked with the model).
+    """
+    k, p = counts.num_subnetworks, counts.num_holders
+    ranks = tuple(rank * k // data_parallel_size for rank in range(data_parallel_size))
+    if config.plan_path is not None:
+        plan = dataclasses.replace(Plan.load(config.plan_path), subnetwork_of_rank=ranks)
+        _check_agreement(plan, counts, config)
+    else:
+        if config.assignment == "cyclic":
+            holders = assignment.cyclic(len(units), num_subnetworks=k, num_holders=p, branches=branches)
+        else:
+            holders = assignment.balanced(costs, num_subnetworks=k, num_holders=p, seed=config.seed, branches=branches)
+        plan = Plan(config.regime, config.strategy, k, p, config.seed, tuple(units), holders, ranks)
+    _warn_if_disconnected(plan)
+    return plan
+
+
+def _check_agreement(plan: Plan, counts: PlanCounts, config: SubnetworkConfig) -> None:
+    pairs = {
+        "regime": (plan.regime, config.regime),
+        "strategy": (plan.strategy, config.strategy),
+        "subnetworks": (plan.num_subnetworks, counts.num_subnetworks),
+        "holders": (plan.num_holders, counts.num_holders),
+    }
+    wrong = [f"{name} is {a!r} in the plan and {b!r} here" for name, (a, b) in pairs.items() if a != b]
+    if wrong:
+        raise ValueError(
+            f"assignment: the plan {config.plan_path!r} contradicts the config: {'; '.join(wrong)}. "
+            "Change the config, or make a plan for it"
+        )
+
+
+def _warn_if_disconnected(plan: Plan) -> None:
+    k, p, num_units = plan.num_subnetworks, plan.num_holders, len(plan.units)
+    if is_connected(incidence(plan.holders, k)):
+        return
+    finer = ', or use finer units: granularity "sublayer", or for MLPs cut by neurons more neuron_groups' * (p > 1)
+    warnings.warn(
+        f"{num_units} units with {p} holders each do not connect {k} subnetworks (spectral gap 0): "
+        "some of them never exchange anything but shared parameters. "
+        f"Connecting them takes {k - 1} or more of units * (holders - 1), here {num_units * (p - 1)}: "
+        f"raise holders{finer}",
+        stacklevel=3,
+    )

@@ -10,8 +10,8 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from math import prod
 
-from sdp_deepspeed.architectures import Site
-from sdp_deepspeed.architectures.sites import CutTensor
+from sdp_deepspeed.architectures import LocatedBranch
+from sdp_deepspeed.architectures.located_branch import CutTensor
 from sdp_deepspeed.plan.plan import Plan
 from sdp_deepspeed.units import Piece, Unit
 
@@ -128,7 +128,7 @@ class Shards:
             )
         return division.lengths[0]
 
-    def local_site(self, site: Site) -> Site:
+    def local_site(self, site: LocatedBranch) -> LocatedBranch:
         """A branch of the dense model as what this rank has of it.
 
         Raises:
@@ -144,14 +144,20 @@ class Shards:
                 "equal pieces in every shard"
             )
         local = replace(site, pieces=tuple(map(self.local_piece, site.pieces)))
-        if site.why_whole or not divided:
+        if site.uncuttable_reason or not divided:
             return local
-        why_whole = next(filter(None, map(self._why_whole, site.cut_tensors)), "")
+        uncuttable_reason = next(filter(None, map(self._why_whole, site.cut_tensors)), "")
         tensors = tuple(replace(tensor, size=tensor.size // self.size) for tensor in site.cut_tensors)
-        return replace(local, num_cells=site.num_cells // self.size, cut_tensors=tensors, why_whole=why_whole)
+        return replace(
+            local, num_cells=site.num_cells // self.size, cut_tensors=tensors, uncuttable_reason=uncuttable_reason
+        )
 
     def _why_whole(self, tensor: CutTensor) -> str:
         division = self.divisions.get(tensor.parameter)
         if division is not None and division.dim == tensor.dim and tensor.cut.blocks == 1:
             return ""
         return f"tensor parallelism does not divide {tensor.parameter} along its neurons or heads (dim {tensor.dim})"
+
+
+UNDIVIDED = Shards(0, 1, {})
+"""Without tensor parallelism."""

@@ -14,20 +14,16 @@ import torch
 from torch import nn
 
 from sdp_deepspeed.plan.plan import Plan
+from sdp_deepspeed.plan.tensors import named_tensors
 from sdp_deepspeed.units import Unit
 
 LossFunction = Callable[[nn.Module, Any], torch.Tensor]
 
 
-def tensors_of(model: nn.Module) -> dict[str, torch.Tensor]:
-    """Parameters and buffers by dense name."""
-    return dict(model.named_parameters()) | dict(model.named_buffers())
-
-
 @torch.no_grad()
 def zero_lacking(model: nn.Module, plan: Plan, subnetwork: int) -> None:
     """Set all pieces of the units that `subnetwork` lacks to zero, in place."""
-    tensors = tensors_of(model)
+    tensors = named_tensors(model)
     for index, unit in enumerate(plan.units):
         if not plan.holds(index, subnetwork):
             for piece in unit.pieces:

@@ -11,27 +11,27 @@ from sdp_deepspeed.distributed.communicator import Communicator
 
 
 @dataclass(frozen=True)
-class ModelParallel:
+class TensorParallelGroup:
     """A tensor-parallel group; its ranks hold the same units and see the same batches.
 
     Args:
         communicator: the tensor-parallel group of this rank.
         sharded: dense names of parameters of which each rank of the group has its own shard. All others are replicated:
             the gradient norm counts them once.
-        partial: replicated parameters of which each rank computes only a summand of the gradient (per-head norms, of
-            which each rank sees its own heads).
+        partial_gradients: replicated parameters of which each rank computes only a summand of the gradient (per-head
+            norms, of which each rank sees its own heads).
     """
 
     communicator: Communicator
     sharded: frozenset[str]
-    partial: frozenset[str] = frozenset()
+    partial_gradients: frozenset[str] = frozenset()
 
-    def counts(self, name: str) -> bool:
+    def counts_in_norm(self, name: str) -> bool:
         """Whether this rank counts the parameter in the gradient norm."""
         return name in self.sharded or self.communicator.rank == 0
 
-    def complete_gradients(self, parameters: Mapping[str, torch.nn.Parameter]) -> None:
-        """From now on each gradient of a `partial` parameter is summed over the group before it is accumulated."""
-        for name in sorted(self.partial):
+    def sum_partial_gradients(self, parameters: Mapping[str, torch.nn.Parameter]) -> None:
+        """From now on each gradient in `partial_gradients` is summed over the group before it is accumulated."""
+        for name in sorted(self.partial_gradients):
             if parameters[name].requires_grad:
                 parameters[name].register_hook(lambda gradient: self.communicator.sum(gradient.clone()))

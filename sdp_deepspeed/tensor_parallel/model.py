@@ -6,8 +6,8 @@ shards as they are, and only state dicts need the whole tensors.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -15,24 +15,23 @@ import torch
 from deepspeed import comm as deepspeed_comm
 from deepspeed.runtime.utils import is_model_parallel_parameter
 from deepspeed.utils.bwc import (
-    bwc_pipeline_parallel_world_size,
     bwc_tensor_model_parallel_group,
     bwc_tensor_model_parallel_world_size,
 )
 from torch import nn
 
-from sdp_deepspeed.architectures import Site, find_sites
+from sdp_deepspeed.architectures import LocatedBranch, locate_branches
 from sdp_deepspeed.distributed.communicator import Communicator
 from sdp_deepspeed.distributed.replicas import differing_replicas
-from sdp_deepspeed.plan.shards import Division, Shards
-from sdp_deepspeed.tensor_parallel.group import ModelParallel
+from sdp_deepspeed.plan.shards import UNDIVIDED, Division, Shards
+from sdp_deepspeed.tensor_parallel.group import TensorParallelGroup
 from sdp_deepspeed.tensor_parallel.state_dicts import StateDicts
 
 PARSED = "ds_autotp_parsed"  # attribute of a model that AutoTP has divided
 
 
 @dataclass(frozen=True)
-class Undivided:
+class ModelBeforeAutoTP:
     """What AutoTP's division does not leave in a model.
 
     Args:
@@ -41,10 +40,10 @@ class Undivided:
     """
 
     shapes: Mapping[str, tuple[int, ...]]
-    sites: Sequence[Site]
+    sites: Sequence[LocatedBranch]
 
     @classmethod
-    def of(cls, model: nn.Module) -> Undivided:
+    def of(cls, model: nn.Module) -> ModelBeforeAutoTP:
         """Of a whole model.
 
         Raises:
@@ -55,14 +54,13 @@ class Undivided:
                 "tensor_parallel: an earlier engine divided this model among tensor-parallel ranks; build or load it "
                 "anew"
             )
-        return cls({name: tuple(p.shape) for name, p in model.named_parameters()}, find_sites(model))
+        return cls({name: tuple(p.shape) for name, p in model.named_parameters()}, locate_branches(model))
 
 
 class TensorParallel:
     """One rank's part in a tensor-parallel group, or in none.
 
     Args:
-        model: divided.
         communicator: the tensor-parallel group, None without one.
         sites: the model's residual branches, as this rank has them.
         shards: who stores what.
@@ -71,24 +69,28 @@ class TensorParallel:
 
     def __init__(
         self,
-        model: nn.Module,
-        communicator: Communicator | None,
+        communicator: Communicator | None = None,
         *,
-        sites: Sequence[Site],
-        shards: Shards,
+        sites: Sequence[LocatedBranch],
+        shards: Shards = UNDIVIDED,
         incomplete: Sequence[str] = (),
     ) -> None:
         self.communicator = communicator
         self.sites = list(sites)
         self.shards = shards
-        self.model_parallel: ModelParallel | None = None
+        self.group: TensorParallelGroup | None = None
         self.state_dicts: StateDicts | None = None
         if communicator is not None:
-            self.model_parallel = ModelParallel(communicator, frozenset(shards.divisions), frozenset(incomplete))
-            self.state_dicts = StateDicts(model, communicator, shards)
+            self.group = TensorParallelGroup(communicator, frozenset(shards.divisions), frozenset(incomplete))
+            self.state_dicts = StateDicts(communicator, shards)
+
+    def install(self, model: nn.Module) -> None:
+        """Hook state dicts of the divided model; called once."""
+        if self.state_dicts is not None:
+            self.state_dicts.install(model)
 
     @classmethod
-    def of_autotp(cls, model: nn.Module, communicator: Communicator, before: Undivided) -> TensorParallel:
+    def of_autotp(cls, model: nn.Module, communicator: Communicator, before: ModelBeforeAutoTP) -> TensorParallel:
         """Of a model that AutoTP has divided; all ranks of the group call it.
 
         Raises:
@@ -103,7 +105,7 @@ class TensorParallel:
                 divisions[name] = _division(name, dense, dims, every)
         shards = Shards(communicator.rank, communicator.size, divisions)
         sites = [shards.local_site(site) for site in before.sites]
-        return cls(model, communicator, sites=sites, shards=shards, incomplete=_incomplete(model, sites, shards))
+        return cls(communicator, sites=sites, shards=shards, incomplete=_incomplete(model, sites, shards))
 
     @classmethod
     def of_mpu(cls, model: nn.Module, communicator: Communicator) -> TensorParallel:
@@ -111,12 +113,12 @@ class TensorParallel:
         `tensor_model_parallel`, with Megatron's `partition_dim` if they have it); all ranks of the group call it."""
         marked = {name: p for name, p in model.named_parameters() if is_model_parallel_parameter(p)}
         every = communicator.gather_objects({name: tuple(p.shape) for name, p in marked.items()})
-        sites = [_without_heads_of_config(site, marked) for site in find_sites(model)]
+        sites = [_without_heads_of_config(site, marked) for site in locate_branches(model)]
         dims = {tensor.parameter: tensor.dim for site in sites for tensor in site.cut_tensors}
         said = {name: int(getattr(p, "partition_dim", -1)) for name, p in marked.items()}
         dims |= {name: dim for name, dim in said.items() if dim >= 0}
         divisions = {name: _division_of_shapes([own[name] for own in every], dims.get(name)) for name in marked}
-        return cls(model, communicator, sites=sites, shards=Shards(communicator.rank, communicator.size, divisions))
+        return cls(communicator, sites=sites, shards=Shards(communicator.rank, communicator.size, divisions))
 
     def check_replicated(self, tensors: Mapping[str, torch.Tensor]) -> None:
         """Whether the group's ranks agree on what all of them have; all of them call it.
@@ -178,7 +180,7 @@ def _division_of_shapes(shapes: Sequence[tuple[int, ...]], dim: int | None) -> D
     return Division((*shapes[0][:dim], sum(lengths), *shapes[0][dim + 1 :]), dim, lengths)
 
 
-def _without_heads_of_config(site: Site, divided: Mapping[str, Any]) -> Site:
+def _without_heads_of_config(site: LocatedBranch, divided: Mapping[str, Any]) -> LocatedBranch:
     """A config counts the heads of the dense model, or of a shard: it does not say which."""
     heads = site.branch.inner.heads if site.branch.inner else None
     if heads is None or not heads.startswith("config.") or divided.keys().isdisjoint(p.parameter for p in site.pieces):
@@ -186,10 +188,10 @@ def _without_heads_of_config(site: Site, divided: Mapping[str, Any]) -> Site:
     why = (
         f"{heads} does not say whether it counts the heads of one tensor-parallel rank; describe an attribute that does"
     )
-    return replace(site, num_cells=0, cut_tensors=(), why_whole=site.why_whole or why)
+    return replace(site, num_cells=0, cut_tensors=(), uncuttable_reason=site.uncuttable_reason or why)
 
 
-def _incomplete(model: nn.Module, sites: Sequence[Site], shards: Shards) -> list[str]:
+def _incomplete(model: nn.Module, sites: Sequence[LocatedBranch], shards: Shards) -> list[str]:
     """Per-head norms of divided branches whose gradients AutoTP does not sum, as its plan from Transformers would."""
     names = []
     parameters = dict(model.named_parameters())
@@ -200,77 +202,38 @@ def _incomplete(model: nn.Module, sites: Sequence[Site], shards: Shards) -> list
     return [name for name in names if not getattr(parameters[name], "_ds_grad_allreduce_registered", False)]
 
 
-def check_mpu(mpu: Any) -> None:
-    """Refuse what an `mpu` object may name besides tensor and data parallelism."""
-    sequence = mpu.get_sequence_parallel_world_size() if hasattr(mpu, "get_sequence_parallel_world_size") else 1
-    for what, size in {"pipeline": bwc_pipeline_parallel_world_size(mpu), "sequence": sequence}.items():
-        if size > 1:
-            raise ValueError(
-                f"subnetwork_data_parallel: mpu has {size} {what}-parallel ranks; only tensor and data parallelism are "
-                "possible with it"
-            )
-
-
-def check_size(size: int, num_ranks: int) -> None:
-    """AutoTP says it by an assertion without words."""
-    if num_ranks % size:
-        raise ValueError(
-            f"tensor_parallel.autotp_size: got {size}, which does not divide the {num_ranks} ranks that run; use a "
-            "divisor of their number"
-        )
-
-
-@contextmanager
-def explained(model: nn.Module) -> Iterator[None]:
-    """AutoTP says by assertions which models it does not know."""
-    try:
-        yield
-    except AssertionError as problem:
-        raise ValueError(
-            f"tensor_parallel.autotp_size: DeepSpeed's AutoTP cannot divide a {type(model).__name__}: {problem}. Use a "
-            "Llama, Mistral, Qwen2, Qwen3 or GPT-NeoX, or remove tensor_parallel"
-        ) from problem
-
-
-def peers_of(mpu: Any) -> Communicator | None:
+def tp_group_of(mpu: Any) -> Communicator | None:
     """This rank's tensor-parallel group, from DeepSpeed's `engine.mpu`; None if it is alone."""
     if mpu is None or bwc_tensor_model_parallel_world_size(mpu) < 2:
         return None
     return Communicator(deepspeed_comm, bwc_tensor_model_parallel_group(mpu), objects=torch.distributed)
 
 
-def check_groups(workers: Communicator, peers: Communicator | None, everyone: Communicator) -> None:
-    """Data-parallel times tensor-parallel ranks must be all ranks; ValueError if an `mpu` object says otherwise."""
-    num_peers = 1 if peers is None else peers.size
-    if workers.size * num_peers != everyone.size:
-        raise ValueError(
-            f"mpu: {workers.size} data-parallel times {num_peers} tensor-parallel ranks are not the {everyone.size} "
-            "ranks that run, and there can be no other kind"
-        )
-
-
-def join(model: nn.Module, peers: Communicator | None, before: Undivided | None, *, stage: int) -> TensorParallel:
+def build_tensor_parallel(
+    model: nn.Module, tp_group: Communicator | None, before: ModelBeforeAutoTP | None, *, stage: int
+) -> TensorParallel:
     """This rank's part in its group; all ranks of the group call it.
 
     Args:
         model: divided, on its final device.
-        peers: the group.
+        tp_group: the group.
         before: what AutoTP has left no trace of; None if it was not AutoTP that divided the model.
         stage: ZeRO stage.
 
     Raises:
         ValueError: on all ranks of the group: what cannot be divided so, or is not the same where it must be.
     """
-    if peers is None:
-        return TensorParallel(model, None, sites=find_sites(model), shards=Shards(0, 1, {}))
+    if tp_group is None:
+        return TensorParallel(sites=locate_branches(model))
     of_mpu, of_autotp = TensorParallel.of_mpu, TensorParallel.of_autotp
-    result = of_mpu(model, peers) if before is None else of_autotp(model, peers, before)
+    result = of_mpu(model, tp_group) if before is None else of_autotp(model, tp_group, before)
     uneven = [name for name, division in result.shards.divisions.items() if not division.is_even]
     if uneven and stage == 2:  # buckets would be other ones on other ranks of the group, and pair up with its own
         raise ValueError(
-            f"zero_optimization.stage: got 2, but {peers.size} tensor-parallel ranks do not divide {uneven[0]!r} "
-            f"evenly ({result.shards.divisions[uneven[0]].lengths}); pad the vocabulary to a multiple of {peers.size} "
-            "(resize_token_embeddings), or use stage 1"
+            f"zero_optimization.stage: got 2, but {tp_group.size} tensor-parallel ranks do not divide {uneven[0]!r} "
+            f"evenly ({result.shards.divisions[uneven[0]].lengths}); pad the vocabulary to a multiple of "
+            f"{tp_group.size} (resize_token_embeddings), or use stage 1"
         )
     result.check_same_model(model)
+    result.install(model)
     return result

@@ -18,16 +18,18 @@ class StateDicts:
     """Gathers and narrows what goes through `state_dict` and `load_state_dict` of a model and of its parts.
 
     Args:
-        model: divided.
         communicator: the tensor-parallel group.
         shards: who stores what.
     """
 
-    def __init__(self, model: nn.Module, communicator: Communicator, shards: Shards) -> None:
+    def __init__(self, communicator: Communicator, shards: Shards) -> None:
         self._communicator = communicator
         self._shards = shards
         self._is_whole = False
-        names = {id(p): name for name, p in model.named_parameters() if name in shards.divisions}
+
+    def install(self, model: nn.Module) -> None:
+        """Hook every module of the divided `model` that has a divided parameter; called once."""
+        names = {id(p): name for name, p in model.named_parameters() if name in self._shards.divisions}
         for module in model.modules():
             own = {attribute: names[id(p)] for attribute, p in module._parameters.items() if id(p) in names}
             if own:

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 
 from hypothesis import strategies as st
 
-from sdp_deepspeed.plan.assignment import methods as assignment
-from sdp_deepspeed.plan.plan import spectral_gap
+from sdp_deepspeed.plan.assignment.graph import Holders, incidence, is_connected
+from sdp_deepspeed.plan.spectral_gap import spectral_gap
 from sdp_deepspeed.units import UnitCost
 
 Branches = list[str | None]
@@ -29,22 +29,22 @@ def counts(draw: st.DrawFn) -> tuple[int, int, int]:
     return draw(st.integers(-(-k // p), 20)), k, p
 
 
-def loads(holders: assignment.Holders, amounts: Sequence[int], k: int) -> list[int]:
+def loads(holders: Holders, amounts: Sequence[int], k: int) -> list[int]:
     return [sum(a for a, h in zip(amounts, holders, strict=True) if s in h) for s in range(k)]
 
 
-def gap(holders: assignment.Holders, costs: Sequence[UnitCost], k: int, p: int) -> float:
+def gap(holders: Holders, costs: Sequence[UnitCost], k: int, p: int) -> float:
     return spectral_gap(holders, [cost.num_parameters for cost in costs], k, p)
 
 
-def check_table(holders: assignment.Holders, num_units: int, k: int, p: int) -> None:
+def check_table(holders: Holders, num_units: int, k: int, p: int) -> None:
     assert len(holders) == num_units
     for subnetworks in holders:
         assert len(subnetworks) == p
         assert list(subnetworks) == sorted(set(subnetworks))
     assert {s for subnetworks in holders for s in subnetworks} == set(range(k))
     if num_units * (p - 1) >= k - 1:
-        assert assignment.is_connected(assignment.incidence(holders, k))
+        assert is_connected(incidence(holders, k))
 
 
 def model(num_layers: int, num_heads: int, num_groups: int) -> tuple[list[UnitCost], Branches]:
@@ -55,7 +55,7 @@ def model(num_layers: int, num_heads: int, num_groups: int) -> tuple[list[UnitCo
     return [cost for cost, count in zip(costs, counts, strict=True) for _ in range(count)], branches
 
 
-def widths(holders: assignment.Holders, branches: Branches, k: int) -> dict[str, list[int]]:
+def widths(holders: Holders, branches: Branches, k: int) -> dict[str, list[int]]:
     """Units of each branch that each subnetwork holds."""
     found = {name: [0] * k for name in branches if name is not None}
     for name, subnetworks in zip(branches, holders, strict=True):

@@ -10,7 +10,8 @@ from torch import nn
 from torch.nn import init
 
 from sdp_deepspeed.deferred_init.init import Init
-from sdp_deepspeed.deferred_init.program import Program, Ref, address, named_tensors
+from sdp_deepspeed.deferred_init.program import Program, Ref, address
+from sdp_deepspeed.plan.tensors import named_tensors
 
 Tensors = dict[str, torch.Tensor]
 

@@ -13,13 +13,14 @@ from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 from transformers.pytorch_utils import Conv1D
 
-from sdp_deepspeed.architectures import Site, branches_of_units, find_sites, units_of_sites
-from sdp_deepspeed.layout.segments import TensorInfo, pieces_by_tensor
+from sdp_deepspeed.architectures import LocatedBranch, branches_of_units, locate_branches, units_of_branches
 from sdp_deepspeed.masking.mask import Mask
 from sdp_deepspeed.plan.assignment import methods as assignment
 from sdp_deepspeed.plan.plan import Plan
+from sdp_deepspeed.plan.tensors import TensorInfo, pieces_by_tensor
 from sdp_deepspeed.units import Piece
 from tests.helpers import models
+from tests.helpers.rank_models import mask_of
 
 NUM_GROUPS = 3  # of an MLP's neurons, for two workers: one has two groups with a gap between them, the other one
 NAMES = (*models.FAMILIES, "llama_biases", "llama_odd")
@@ -60,10 +61,10 @@ def plan_of(model: nn.Module, regime: str = "forward", strategy: Any = "neuron",
     """Two workers, each unit held by one of them in turn.
 
     Args:
-        choice: of `units_of_sites`, such as `shared` or `granularity`.
+        choice: of `units_of_branches`, such as `shared` or `granularity`.
     """
-    sites = find_sites(model)
-    units = units_of_sites(sites, strategy=strategy, num_subnetworks=NUM_GROUPS, **choice)
+    sites = locate_branches(model)
+    units = units_of_branches(sites, strategy=strategy, num_subnetworks=NUM_GROUPS, **choice)
     branches = branches_of_units(units, sites)
     holders = assignment.cyclic(len(units), num_subnetworks=2, num_holders=1, branches=branches)
     return Plan(regime, strategy, 2, 1, 0, tuple(units), holders, RANKS)
@@ -72,7 +73,7 @@ def plan_of(model: nn.Module, regime: str = "forward", strategy: Any = "neuron",
 def masked(model: nn.Module, plan: Plan, rank: int) -> tuple[Any, Mask]:
     """A copy of `model` as rank `rank` has it."""
     result = deepcopy(model)
-    return result, Mask(result, find_sites(result), infos(result), plan, rank)
+    return result, mask_of(result, locate_branches(result), infos(result), plan, rank)
 
 
 def held_pieces(model: nn.Module, plan: Plan, rank: int) -> dict[str, list[Piece]]:
@@ -113,10 +114,10 @@ def assert_held_gradients(
         assert gradient.numel() == sum(piece.num_elements(expected[name].shape) for piece in pieces[name])
         for piece in pieces[name]:
             largest = float(expected[name].abs().max())
-            assert_close(mask.places.of(piece, gradient), piece.narrow(expected[name]), largest=largest)
+            assert_close(mask.model.views.view_in(piece, gradient), piece.narrow(expected[name]), largest=largest)
 
 
-def layer_of(site: Site, index: int) -> str:
+def layer_of(site: LocatedBranch, index: int) -> str:
     """Name of the first (0) or last (-1) linear layer of a branch."""
     assert site.branch.inner is not None
     return f"{site.body}.{site.branch.inner.cuts[index].module}"

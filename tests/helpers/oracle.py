@@ -74,7 +74,7 @@ def check_case(case: Case, rank: Rank, **block: Any) -> None:
     model = case.specimen.build()
     dense = deepcopy(model).to(DTYPES.get(case.precision, torch.float32))
     engine = start(case, model, check_agreement=True, **block)
-    worker = engine.communicator.rank  # tensor-parallel ranks are one: the same batches, one copy of a subnetwork
+    worker = engine.dp_group.rank  # tensor-parallel ranks are one: the same batches, one copy of a subnetwork
     reference = Reference(
         dense, engine.plan, lambda named: make_optimizer(case.optimizer, two_groups(named)), loss_of, case.clip
     )

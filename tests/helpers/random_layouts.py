@@ -9,9 +9,10 @@ from math import prod
 
 import torch
 
-from sdp_deepspeed.exchange.exchange import Views
-from sdp_deepspeed.layout.segments import Bucket, Fragment, Segment, TensorInfo, build_buckets, build_segments
+from sdp_deepspeed.layout.fragments import Fragment, Views
+from sdp_deepspeed.layout.segments import Bucket, Segment, build_buckets, build_segments
 from sdp_deepspeed.plan.plan import Plan
+from sdp_deepspeed.plan.tensors import TensorInfo
 from sdp_deepspeed.units import Piece, Unit
 
 SIZES = (1, 2, 3, 5, 7, 11)
@@ -32,9 +33,9 @@ class Layout:
 
     @property
     def buckets(self) -> list[Bucket]:
-        everyone_updates = self.plan.regime == "backward"
+        all_receive_weights = self.plan.regime == "backward"
         return build_buckets(
-            self.segments, size=self.size, max_elements=self.max_elements, everyone_updates=everyone_updates
+            self.segments, size=self.size, max_elements=self.max_elements, all_receive_weights=all_receive_weights
         )
 
     def shape(self, name: str) -> tuple[int, ...]:

@@ -22,12 +22,15 @@ from sdp_deepspeed.distributed.agreement import run_on_rank_0
 from sdp_deepspeed.distributed.communicator import Communicator
 from sdp_deepspeed.engine.consistency import check_holders_agree
 from sdp_deepspeed.exchange.unit_fetcher import UnitFetcher
-from sdp_deepspeed.layout.places import Places
-from sdp_deepspeed.layout.segments import TensorInfo
-from sdp_deepspeed.optimizer.optimizer import OptimizerSettings, SubnetworkOptimizer
+from sdp_deepspeed.layout.places import PieceViews
+from sdp_deepspeed.layout.rank_model import RankModel
+from sdp_deepspeed.optimizer.optimizer import SubnetworkOptimizer
+from sdp_deepspeed.optimizer.settings import OptimizerSettings
 from sdp_deepspeed.plan.plan import Plan
+from sdp_deepspeed.plan.tensors import TensorInfo
 from sdp_deepspeed.reference.virtual_workers import Reference, zero_lacking
 from sdp_deepspeed.units import check_pieces
+from tests.helpers.rank_models import optimizer_of
 from tests.helpers.ranks import Rank
 
 WIDTH, HIDDEN = 6, 11
@@ -131,25 +134,19 @@ class SliceCase:
             relative = 1e-5 if self.precision == "fp32" else 3 * 2**-8
             measured = optimizer._global_grad_norm
             assert measured is not None and abs(measured - norm) <= relative * norm, (measured, norm)  # noqa: PT018
-            check_holders_agree(Places(named(model)).weight, tensors, plan, communicator)
+            check_holders_agree(optimizer.model, communicator)
             self.compare(model, reference.model, plan, rank.rank)
         self.assemble_dense(model, reference.model, plan, communicator)
 
     def assemble_dense(self, model: nn.Module, dense: nn.Module, plan: Plan, communicator: Communicator) -> None:
         """Every rank gets the slices that it lacks from their holders, and has the reference's dense model."""
         tensors = {name: parameter.data for name, parameter in named(model).items()}
-        places, rank = Places(tensors), communicator.rank
-        fetcher = UnitFetcher(
-            plan,
-            [[index] for index in range(len(plan.units))],
-            communicator,
-            shape_of=lambda piece: tuple(tensors[piece.parameter].shape),
-            dtype_of=lambda piece: tensors[piece.parameter].dtype,
-            device=torch.device("cpu"),
-        )
+        places, rank = PieceViews(tensors), communicator.rank
+        sets = [[index] for index in range(len(plan.units))]
+        fetcher = UnitFetcher(RankModel(plan, (), places, rank), sets, communicator, device=torch.device("cpu"))
         for index, each in enumerate(plan.units):
             lacking = () if plan.holds_rank(index, rank) else each.pieces
-            fetcher.fetch(index, places.weight, {piece: places.weight(piece) for piece in lacking})
+            fetcher.fetch(index, places.weight_view, {piece: places.weight_view(piece) for piece in lacking})
         for name, expected in named(dense).items():
             tolerance = self.tolerance(expected)
             assert torch.allclose(tensors[name].float(), expected.detach().float(), rtol=0, atol=tolerance), name
@@ -187,12 +184,12 @@ class SliceCase:
             accumulate_in_fp32=self.precision == "bf16+fp32",
         )
         parameters = named(model)
-        return SubnetworkOptimizer(
+        return optimizer_of(
             self.make(parameters),
             parameters=parameters,
             tensors=tensors,
             plan=plan,
-            communicator=communicator,
+            dp_group=communicator,
             settings=settings,
         )
 

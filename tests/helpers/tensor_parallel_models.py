@@ -116,7 +116,7 @@ class OwnModel(nn.Module):
 
 
 def describe_own() -> None:
-    inner = architectures.Inner((architectures.Cut("up", 0), architectures.Cut("down", 1, is_output=True)))
+    inner = architectures.InnerLayers((architectures.Cut("up", 0), architectures.Cut("down", 1, is_output=True)))
     branches = [
         architectures.Branch(name, norm=norm, body=name, inner=inner)
         for name, norm in (("one", "norm1"), ("two", "norm2"))
@@ -187,8 +187,8 @@ class Divided:
         reference = Reference(
             dense, engine.plan, lambda named: make_optimizer(self.optimizer, two_groups(named)), loss_of, clip=0.5
         )
-        worker = engine.communicator.rank
-        assert (engine.communicator.size, worker) == (rank.size // TP, rank.rank // TP)
+        worker = engine.dp_group.rank
+        assert (engine.dp_group.size, worker) == (rank.size // TP, rank.rank // TP)
         for step in itertools.islice(batches(rank.size // TP, self.accumulation), self.num_steps):
             losses, norm = from_rank_0(partial(reference.step, step))
             for batch, expected in zip(step[worker], losses[worker], strict=True):

@@ -12,9 +12,11 @@ from torch import nn
 
 from sdp_deepspeed.distributed.communicator import Communicator
 from sdp_deepspeed.layout.segments import Bucket
-from sdp_deepspeed.optimizer.optimizer import OptimizerSettings, SubnetworkOptimizer
+from sdp_deepspeed.optimizer.optimizer import SubnetworkOptimizer
+from sdp_deepspeed.optimizer.settings import OptimizerSettings
 from tests.helpers.mailbox import Mailbox, run_mail
 from tests.helpers.random_layouts import Layout
+from tests.helpers.rank_models import optimizer_of
 
 Tensors = dict[str, torch.Tensor]
 
@@ -122,17 +124,17 @@ def _train(
     groups: list[dict[str, Any]] = [{"params": []}, {"params": []}]
     for info in toy.layout.tensors:
         groups[info.group]["params"].append(parameters[info.name])
-    optimizer = SubnetworkOptimizer(
+    optimizer = optimizer_of(
         torch.optim.SGD([group for group in groups if group["params"]], lr=1.0),
         parameters=parameters,
         tensors=toy.layout.tensors,
         plan=toy.layout.plan,
-        communicator=group,
+        dp_group=group,
         settings=toy.settings,
     )
     if observe is not None:
         observe(optimizer)
-    exchange, returning = optimizer.exchange, optimizer._returning
+    exchange, returning = optimizer.exchange, optimizer.weight_exchange
     trained = {name for name, parameter in parameters.items() if parameter.requires_grad}
     held = [exchange.held_names(bucket) & trained for bucket in exchange.buckets]
     result = Trained(parameters_of(parameters), (exchange.buckets, returning.buckets), held)
@@ -174,7 +176,7 @@ def _watch(optimizer: Any, result: Trained, box: Mailbox, arrived: list[str]) ->
 
     watch(optimizer.exchange, "start_reduce", "gradients")
     watch(optimizer.exchange, "start_distribute", "averages")
-    watch(optimizer._returning, "start_distribute", "weights")
+    watch(optimizer.weight_exchange, "start_distribute", "weights")
 
 
 @dataclass(frozen=True)

@@ -98,7 +98,7 @@ class Recording:
 
     def watch(self, engine: Any, *names: str) -> None:
         """Write down the engine's collectives, and when gradients of the parameters with these names arrive."""
-        engine.communicator._dist = self
+        engine.dp_group._dist = self
         for name in names:
             parameter = engine.module.get_parameter(name)
             parameter.register_hook(lambda _, name=name: self.events.append(name))

@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 
 from sdp_deepspeed import config as block
-from sdp_deepspeed.config import KEY, Layout, SubnetworkConfig, parse, resolve
+from sdp_deepspeed.config import KEY, SubnetworkConfig, parse
+from sdp_deepspeed.plan.counts import PlanCounts, resolve
 from sdp_deepspeed.plan.plan import Plan
 from sdp_deepspeed.units import Piece, Unit
 
@@ -219,7 +220,7 @@ def test_coverage_to_holders(coverage: float, size: int, holders: int | None) ->
         with pytest.raises(ValueError, match=r"nearest that are: 0\.3333 \(holders 1\), 0\.6667 \(holders 2\), 1 "):
             resolve(read(coverage=coverage), size)
     else:
-        assert resolve(read(coverage=coverage), size) == Layout(size, holders, 1)
+        assert resolve(read(coverage=coverage), size) == PlanCounts(size, holders, 1)
 
 
 @pytest.mark.parametrize("size", range(1, 20))
@@ -240,16 +241,16 @@ def test_coverage_without_whole_holders() -> None:
 def test_holders_and_subnetworks() -> None:
     config = parse({KEY: {"holders": 3, "subnetworks": 4}})
     assert config is not None
-    assert resolve(config, 4) == Layout(4, 3, 1)
+    assert resolve(config, 4) == PlanCounts(4, 3, 1)
     with pytest.raises(ValueError, match=r"holders: got 3, but there are only 2 subnetworks .* choose 1 to 2"):
         resolve(config.model_copy(update={"subnetworks": "auto"}), 2)
     with pytest.raises(ValueError, match=r"subnetworks: got 4 subnetworks, which do not divide the 6 .*: 1, 2, 3, 6"):
         resolve(config, 6)
     with pytest.raises(ValueError, match="do not divide the 2 data-parallel ranks"):
         resolve(config, 2)
-    assert resolve(config, 8) == Layout(4, 3, 2)
-    assert resolve(read(coverage=1.0, subnetworks=1), 3) == Layout(1, 1, 3)
-    assert resolve(read(coverage=0.5, subnetworks=2), 6) == Layout(2, 1, 3)
+    assert resolve(config, 8) == PlanCounts(4, 3, 2)
+    assert resolve(read(coverage=1.0, subnetworks=1), 3) == PlanCounts(1, 1, 3)
+    assert resolve(read(coverage=0.5, subnetworks=2), 6) == PlanCounts(2, 1, 3)
     with pytest.raises(ValueError, match=r"0\.5 of 1 subnetworks is 0\.5 holders per unit, not a whole number"):
         resolve(read(coverage=0.5, subnetworks=1), 4)
 
@@ -259,7 +260,7 @@ def test_counts_from_a_plan(tmp_path: Path) -> None:
     config = parse({KEY: {"assignment": path}})
     assert config is not None
     assert config.plan_path == path
-    assert resolve(config, 4) == Layout(4, 2, 1)
+    assert resolve(config, 4) == PlanCounts(4, 2, 1)
     with pytest.raises(ValueError, match=r"assignment: the plan .* has 4 subnetworks, which do not divide the 3"):
         resolve(config, 3)
 
@@ -275,7 +276,7 @@ def test_a_placement_of_nothing_is_an_error(tmp_path: Path, placement: str) -> N
         with pytest.raises(ValueError, match=r"placement: got .*, but 4 subnetworks on 4 data-parallel ranks have no"):
             resolve(config, 4)
         assert resolve(config, 8).num_replicas == 2
-    assert resolve(read(coverage=1.0, subnetworks=4, placement=placement), 8) == Layout(4, 4, 2)
+    assert resolve(read(coverage=1.0, subnetworks=4, placement=placement), 8) == PlanCounts(4, 4, 2)
 
 
 def test_missing_plan_names_the_path(tmp_path: Path) -> None:

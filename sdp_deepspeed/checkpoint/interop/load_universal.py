@@ -66,7 +66,7 @@ def load_universal(engine: CheckpointingEngine, path: Path, what: What) -> dict[
     Raises:
         ValueError: on all ranks, before anything is changed: files are damaged, or of another model.
     """
-    return together(engine.everyone, partial(_load, engine, path, what))
+    return together(engine.world, partial(_load, engine, path, what))
 
 
 def _load(engine: CheckpointingEngine, path: Path, what: What) -> dict[str, Any]:

@@ -84,7 +84,7 @@ def load_pretrained(engine: CheckpointingEngine, folder: str | Path) -> None:
         ValueError: on all ranks, before anything is changed: files are missing or damaged, or of another model.
     """
     engine.before_checkpoint("load_pretrained")
-    together(engine.everyone, lambda: _load(engine, Path(folder)))
+    together(engine.world, lambda: _load(engine, Path(folder)))
 
 
 def _load(engine: CheckpointingEngine, folder: Path) -> None:
@@ -98,7 +98,7 @@ def _load(engine: CheckpointingEngine, folder: Path) -> None:
     reader = HuggingFaceReader(folder, Names.of(engine.module, layout.tensors), file_names)
     check_shapes(reader, layout, f"load_pretrained: {folder}")
     _check_numbers(reader, layout, f"load_pretrained: {folder}")
-    reader.check_tied(engine.everyone.rank, engine.everyone.size)
+    reader.check_tied(engine.world.rank, engine.world.size)
     with explained(f"load_pretrained: {folder}"):
         load_tensors(engine, reader, What(module_only=True), None)
 

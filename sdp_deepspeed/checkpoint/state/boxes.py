@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from math import prod
 
-from sdp_deepspeed.layout.segments import Fragment
+from sdp_deepspeed.layout.fragments import Fragment
 from sdp_deepspeed.plan.shards import Shards
 from sdp_deepspeed.units import Piece
 

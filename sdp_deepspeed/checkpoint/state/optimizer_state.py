@@ -9,9 +9,10 @@ import torch
 
 from sdp_deepspeed.checkpoint.state.chunks import StateDict
 from sdp_deepspeed.checkpoint.state.rank_chunks import MASTER, WEIGHT, Layout, locate
-from sdp_deepspeed.layout.segments import NOT_OPTIMIZED, Fragment
+from sdp_deepspeed.layout.fragments import Fragment
 from sdp_deepspeed.optimizer.optimizer import SubnetworkOptimizer
 from sdp_deepspeed.optimizer.stepped_group import SteppedGroup
+from sdp_deepspeed.plan.tensors import NOT_OPTIMIZED
 
 Finder = Callable[[Fragment, Sequence[torch.Tensor]], torch.Tensor]
 Counts = Mapping[str, float]
@@ -97,7 +98,7 @@ class OptimizerState:
         }
 
     def _group_of_name(self) -> dict[str, int]:
-        return {info.name: info.group for info in self._optimizer.tensors if info.group != NOT_OPTIMIZED}
+        return {info.name: info.group for info in self._optimizer.model.tensors if info.group != NOT_OPTIMIZED}
 
     @property
     def _kind(self) -> str:

@@ -9,11 +9,12 @@ import torch
 
 from sdp_deepspeed.checkpoint.state.boxes import Box, box_of, boxes_of, in_dense
 from sdp_deepspeed.checkpoint.state.chunks import Chunks, StateDict
-from sdp_deepspeed.layout.places import Places
-from sdp_deepspeed.layout.segments import NOT_OPTIMIZED, Fragment, TensorInfo, pieces_by_tensor
+from sdp_deepspeed.layout.fragments import Fragment
+from sdp_deepspeed.layout.places import PieceViews
 from sdp_deepspeed.optimizer.stepped_group import SteppedGroup
 from sdp_deepspeed.plan.plan import Plan
 from sdp_deepspeed.plan.shards import Shards
+from sdp_deepspeed.plan.tensors import NOT_OPTIMIZED, TensorInfo, pieces_by_tensor
 from sdp_deepspeed.units import Piece
 
 WEIGHT, MASTER = "weight", "master"
@@ -31,7 +32,9 @@ class Layout:
         rank: in the data-parallel group.
     """
 
-    def __init__(self, tensors: Sequence[TensorInfo], plan: Plan, places: Places, shards: Shards, rank: int) -> None:
+    def __init__(
+        self, tensors: Sequence[TensorInfo], plan: Plan, places: PieceViews, shards: Shards, rank: int
+    ) -> None:
         self.tensors = {info.name: info for info in tensors}
         self._pieces = pieces_by_tensor(tensors, plan)
         self._places, self._shards, self._rank = places, shards, rank
@@ -131,7 +134,7 @@ class Layout:
         return shape if division is None or division.is_known else (prod(shape),)
 
     def _weight(self, piece: Piece) -> torch.Tensor:
-        weight = self._places.weight(piece)
+        weight = self._places.weight_view(piece)
         return weight if len(self._own_shape(piece)) == weight.dim() else weight.view(-1)
 
     def _add(self, target: StateDict, key: str, piece: Piece, box: Box, values: torch.Tensor) -> None:

@@ -82,7 +82,7 @@ def take(
 def same_layout_facts(engine: CheckpointingEngine) -> dict[str, Any]:
     """Only where these are as they were a rank goes on with its own random numbers and buffers."""
     return {
-        "ranks": engine.everyone.size,
+        "ranks": engine.world.size,
         "plan": engine.plan.hash,
         "subnetwork_of_rank": list(engine.plan.subnetwork_of_rank),
         "tensor_parallel": engine.shards.size,

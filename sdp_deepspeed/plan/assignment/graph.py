@@ -9,8 +9,27 @@ import numpy as np
 from numpy.typing import NDArray
 
 Ints = NDArray[np.int64]
+Holders = tuple[tuple[int, ...], ...]
 
 _MAX_SPARE = 16  # edges on a cycle that one repair considers
+
+
+def incidence(holders: Sequence[Sequence[int]], num_subnetworks: int) -> Ints:
+    """The table [U, k] of `holders`."""
+    table = np.zeros((len(holders), num_subnetworks), dtype=np.int64)
+    for unit, subnetworks in enumerate(holders):
+        table[unit, list(subnetworks)] = 1
+    return table
+
+
+def to_holders(table: Ints) -> Holders:
+    """Inverse of `incidence`."""
+    return tuple(tuple(int(subnetwork) for subnetwork in np.flatnonzero(row)) for row in table)
+
+
+def is_connected(table: Ints) -> bool:
+    """Whether the bipartite graph of subnetworks and units is one piece; a table without subnetworks is."""
+    return num_components(table) <= 1
 
 
 @dataclass(frozen=True)

@@ -16,12 +16,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from sdp_deepspeed.messages import quoted
-from sdp_deepspeed.plan.assignment.graph import connect, num_components
+from sdp_deepspeed.plan.assignment.graph import Holders, connect, incidence, to_holders
 from sdp_deepspeed.plan.assignment.problem import Branches, branch_codes
 from sdp_deepspeed.plan.assignment.search import search
 from sdp_deepspeed.units import UnitCost
 
-Holders = tuple[tuple[int, ...], ...]
 Table = NDArray[np.int64]
 
 
@@ -105,24 +104,6 @@ def _best_turn(held: Table, share: Table, first: int) -> int:
     """
     turns = [(first + i) % len(held) for i in range(len(held))]
     return min(turns, key=lambda turn: int(held @ np.roll(share, turn)))
-
-
-def incidence(holders: Sequence[Sequence[int]], num_subnetworks: int) -> Table:
-    """The table [U, k] of `holders`."""
-    table = np.zeros((len(holders), num_subnetworks), dtype=np.int64)
-    for unit, subnetworks in enumerate(holders):
-        table[unit, list(subnetworks)] = 1
-    return table
-
-
-def to_holders(table: Table) -> Holders:
-    """Inverse of `incidence`."""
-    return tuple(tuple(int(subnetwork) for subnetwork in np.flatnonzero(row)) for row in table)
-
-
-def is_connected(table: Table) -> bool:
-    """Whether the bipartite graph of subnetworks and units is one piece; a table without subnetworks is."""
-    return num_components(table) <= 1
 
 
 def _check_counts(num_units: int, k: int, p: int, branches: Branches | None) -> None:

@@ -78,7 +78,7 @@ READERS = {
 
 def train(engine: Any, *, num_steps: int, first: int = 0, seed: int = 1) -> list[float]:
     """Tensor-parallel ranks take the same batches."""
-    own = engine.communicator
+    own = engine.dp_group
     steps = itertools.islice(batches(own.size, 1, seed), first, first + num_steps)
     return [micro_step(engine, batch) for step in steps for batch in step[own.rank]]
 

@@ -11,7 +11,7 @@ from unittest import mock
 import pytest
 import torch
 
-from sdp_deepspeed.optimizer.stepped_group import Offload
+from sdp_deepspeed.optimizer.settings import Offload
 from tests.helpers.models import config
 from tests.helpers.ranks import Rank
 from tests.helpers.training import assert_identical, dense_state, engine_of, train
@@ -52,7 +52,7 @@ def gradients_travel_in_their_dtype(rank: Rank) -> None:
         settings = config(holders=1) | {"zero_optimization": {"stage": stage}}
         engine = engine_of(settings | ({} if name is None else {"communication_data_type": name}))
         sent = list[torch.dtype]()
-        engine.communicator.all_to_all = _noting_dtypes(engine.communicator.all_to_all, sent)
+        engine.dp_group.all_to_all = _noting_dtypes(engine.dp_group.all_to_all, sent)
         train(engine, num_steps=1)
         assert sent == [dtype, torch.float32], (stage, name)
 
@@ -70,7 +70,7 @@ def weights_return_one_behind_the_other(rank: Rank) -> None:
     for overlap in (False, True):
         zero = {"stage": 1, "allgather_bucket_size": 500, "overlap_comm": overlap}
         engine = engine_of(config(holders=1) | {"zero_optimization": zero})
-        returning, calls = engine.optimizer._returning, list[str]()
+        returning, calls = engine.optimizer.weight_exchange, list[str]()
         for name in ("start_distribute", "finish_distribute"):
             setattr(returning, name, _noted(getattr(returning, name), name, calls))
         train(engine, num_steps=1)

@@ -247,9 +247,9 @@ def a_stale_copy_is_noticed(rank: Rank) -> None:
         train(engine, num_steps=1)
         index = next(index for index, unit in enumerate(engine.plan.units) if "0.mlp" in unit.name)
         if not engine.plan.holds_rank(index, rank.rank):
-            engine._mask.places.weight(engine.plan.units[index].pieces[strategy == "block"]).add_(1e-3)
-        check = partial(check_holders_agree, engine._mask.places.weight, engine._tensors, engine.plan)
-        said = refusal(RuntimeError, partial(check, engine.communicator))
+            piece = engine.plan.units[index].pieces[strategy == "block"]
+            engine._applied.model.views.weight_view(piece).add_(1e-3)
+        said = refusal(RuntimeError, partial(check_holders_agree, engine._applied.model, engine.dp_group))
         assert said == f"holders do not agree on model.layers.0.{name} (ranks [0, 1]): training has diverged"
 
 

@@ -55,7 +55,7 @@ def buckets_leave_during_backward(rank: Rank) -> None:
             assert num_buckets // 2 <= early.count("all_to_all_single") < num_buckets
             engine.step()
             sent = recording.events[len(events) :]
-            weights = len(engine.optimizer._returning.buckets)
+            weights = len(engine.optimizer.weight_exchange.buckets)
             assert sorted(sent) == (["all_reduce"] * 2 + ["all_to_all_single"] * weights if index else [])
 
 

@@ -167,7 +167,7 @@ def a_failing_inner_module_goes_back(rank: Rank) -> None:
             for inner, rest in ((first.mlp, ()), (second.self_attn, ((wrong, wrong), None))):
                 with torch.no_grad(), pytest.raises(RuntimeError, match="shapes cannot be multiplied"):
                     inner(wrong, *rest)
-            assert not any(part.filled for part in engine._mask.parts)
+            assert not any(part.filled for part in engine._applied.mask.parts)
             assert not present_lacking(engine)
             engine.train()
         engine.backward(loss_of(engine, batch_of(rank)))

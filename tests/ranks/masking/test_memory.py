@@ -112,8 +112,8 @@ class Allowance:
         self.watch = watch
         self.units = unit_bytes(dense, engine.plan)
         self.branches = branch_bytes(dense, engine.plan)
-        self._stored = stored_bytes(dense, engine.plan, engine.communicator.rank)
-        self._stepped = stepped_elements(dense, engine.plan, engine.communicator.rank, stage=case.stage)
+        self._stored = stored_bytes(dense, engine.plan, engine.dp_group.rank)
+        self._stepped = stepped_elements(dense, engine.plan, engine.dp_group.rank, stage=case.stage)
         self._master = 0 if case.precision == "fp32" else 4
         self._engine = engine
         self.slack = 2 * BUCKET * 4
@@ -157,7 +157,7 @@ def branch_of(unit: Unit) -> str:
 def evaluate(engine: Any, check: Allowance) -> None:
     """What is lacking is there for one branch at a time, and nothing else that would matter."""
     seen: set[str] = set()
-    plan, rank = engine.plan, engine.communicator.rank
+    plan, rank = engine.plan, engine.dp_group.rank
     units = {unit.name: unit for unit in plan.units}
 
     def look(*_: Any) -> None:

@@ -13,9 +13,9 @@ import torch.distributed as dist
 
 from sdp_deepspeed.config import KEY
 from sdp_deepspeed.estimate.per_rank import Precision, Setup, estimate, plain
-from sdp_deepspeed.layout.segments import TensorInfo
 from sdp_deepspeed.measure.step import StepFigures, measured_step, optimizer_tensors, storage_bytes, tensors_in
 from sdp_deepspeed.measure.traffic import TrafficCounter, sent_bytes
+from sdp_deepspeed.plan.tensors import TensorInfo
 from tests.helpers.models import batches, config, llama, loss_of
 from tests.helpers.ranks import Rank
 from tests.helpers.training import engine_of, micro_step

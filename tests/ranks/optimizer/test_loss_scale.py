@@ -16,12 +16,14 @@ from deepspeed.accelerator import get_accelerator
 from deepspeed.runtime.fp16.loss_scaler import LossScaler
 from torch import nn
 
-from sdp_deepspeed.layout.segments import TensorInfo
-from sdp_deepspeed.optimizer.optimizer import OptimizerSettings, SubnetworkOptimizer
+from sdp_deepspeed.optimizer.optimizer import SubnetworkOptimizer
+from sdp_deepspeed.optimizer.settings import OptimizerSettings
 from sdp_deepspeed.plan.plan import Plan
+from sdp_deepspeed.plan.tensors import TensorInfo
 from sdp_deepspeed.units import Piece, Unit
 from tests.helpers.mailbox import run_mail
 from tests.helpers.models import batches, loss_of
+from tests.helpers.rank_models import optimizer_of
 from tests.helpers.ranks import Rank
 from tests.helpers.training import assert_identical, dense_state, engine_of, gathered, refusal, sgd
 
@@ -245,12 +247,12 @@ def alone(weight: nn.Parameter, stage: int, scale: float) -> SubnetworkOptimizer
     settings = OptimizerSettings(stage, 0.0, 10**6, wire_dtype=torch.float16, skip_overflow=True)
     return run_mail(
         1,
-        lambda communicator, _: SubnetworkOptimizer(
+        lambda communicator, _: optimizer_of(
             torch.optim.SGD([weight], lr=1.0),
             parameters={"w": weight},
             tensors=[TensorInfo("w", tuple(weight.shape), weight.dtype)],
             plan=Plan("forward", "block", 1, 1, 0, (unit,), ((0,),), (0,)),
-            communicator=communicator,
+            dp_group=communicator,
             settings=settings,
             loss_scaler=LossScaler(scale=scale),
         ),

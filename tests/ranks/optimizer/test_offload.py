@@ -9,9 +9,10 @@ from typing import Any
 import pytest
 import torch
 
-from sdp_deepspeed.layout.places import Places
-from sdp_deepspeed.layout.segments import Fragment
-from sdp_deepspeed.optimizer.stepped_group import Offload, SteppedGroup
+from sdp_deepspeed.layout.fragments import Fragment
+from sdp_deepspeed.layout.places import PieceViews
+from sdp_deepspeed.optimizer.settings import Offload
+from sdp_deepspeed.optimizer.stepped_group import SteppedGroup
 from sdp_deepspeed.units import Piece
 from tests.helpers.models import batches, config, llama, loss_of
 from tests.helpers.ranks import Rank
@@ -197,7 +198,7 @@ def test_two_ranks(outcome: str | None) -> None:
 def test_a_group_in_host_memory(dtype: torch.dtype, pin: bool) -> None:
     """fp32 weights have a master of their own too; only `write_back` changes weights."""
     weight = torch.nn.Parameter(torch.arange(6.0).to(dtype))
-    group = SteppedGroup([Fragment(Piece("w", None, 0, 6), 1, 4)], Places({"w": weight}).weight, Offload(pin))
+    group = SteppedGroup([Fragment(Piece("w", None, 0, 6), 1, 4)], PieceViews({"w": weight}).weight_view, Offload(pin))
     assert not group.in_place
     taken = 0.0
     for gradient in (0.5, 0.25, 1.0):
@@ -215,7 +216,7 @@ def test_a_group_in_host_memory(dtype: torch.dtype, pin: bool) -> None:
 @pytest.mark.parametrize("pin", [False, True])
 def test_a_group_of_gpu_weights_in_host_memory(pin: bool) -> None:
     weight = torch.nn.Parameter(torch.arange(6.0, device="cuda").bfloat16())
-    group = SteppedGroup([Fragment(Piece("w", None, 0, 6), 1, 4)], Places({"w": weight}).weight, Offload(pin))
+    group = SteppedGroup([Fragment(Piece("w", None, 0, 6), 1, 4)], PieceViews({"w": weight}).weight_view, Offload(pin))
     for gradient in (0.5, 0.25, 0.75):
         group.set_flat_gradient(torch.full((3,), gradient, device="cuda"))
         (master,) = group.tensors

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from sdp_deepspeed.distributed.communicator import Communicator
-from sdp_deepspeed.layout.segments import TensorInfo
+from sdp_deepspeed.plan.tensors import TensorInfo
 from tests.helpers.ranks import Rank
 from tests.helpers.sliced_model import SliceCase, batches, loss_of, model_of, named
 

@@ -45,7 +45,7 @@ class Starts:
     def __call__(self, rank: Rank) -> None:
         engine = start(self.what)
         if self.what == DIVIDES:
-            assert engine.communicator.size == 1
+            assert engine.dp_group.size == 1
             return
         assert torch.tensor(train(engine, num_steps=2)).isfinite().all()
 

@@ -126,7 +126,7 @@ def a_plan_is_given_back(rank: Rank) -> None:
     dist.barrier()
     again = Divided("llama", forward("neuron", assignment=str(path))).start()
     assert again.plan == engine.plan
-    assert gathered(again._local_plan)[0] == again._local_plan
+    assert gathered(again._applied.model.plan)[0] == again._applied.model.plan
 
 
 def start(model: nn.Module, *, stage: int = 1, tp: int = TP, strategy: str = "block") -> Any:

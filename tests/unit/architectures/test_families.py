@@ -11,27 +11,27 @@ from torch import nn
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 
 from sdp_deepspeed import architectures
-from sdp_deepspeed.architectures import Branch, find_sites, registry, unit_costs, units_of_sites
-from sdp_deepspeed.masking.mask import Mask
+from sdp_deepspeed.architectures import Branch, locate_branches, registry, unit_costs, units_of_branches
 from sdp_deepspeed.plan.assignment import methods as assignment
 from sdp_deepspeed.plan.plan import Plan
 from sdp_deepspeed.reference.virtual_workers import zero_lacking
 from tests.helpers import models
 from tests.helpers.masked_modules import infos
+from tests.helpers.rank_models import mask_of
 
 NUM_LAYERS = 3
 
 
 def plan_of(model: nn.Module, *, granularity: str = "sublayer", shared: tuple[str, ...] = ()) -> Plan:
     """Two workers, each unit held by one of them in turn."""
-    units = units_of_sites(find_sites(model), granularity=granularity, shared=shared)
+    units = units_of_branches(locate_branches(model), granularity=granularity, shared=shared)
     holders = assignment.cyclic(len(units), num_subnetworks=2, num_holders=1)
     return Plan("forward", "block", 2, 1, 0, tuple(units), holders, (0, 1))
 
 
 def masked(model: nn.Module, plan: Plan, rank: int) -> nn.Module:
     result = deepcopy(model)
-    Mask(result, find_sites(result), infos(result), plan, rank)
+    mask_of(result, locate_branches(result), infos(result), plan, rank)
     return result
 
 
@@ -85,7 +85,7 @@ def scrambled(model: nn.Module) -> nn.Module:
 @pytest.mark.parametrize("family", models.FAMILIES)
 def test_lacking_units_are_all_of_the_branches_and_have_no_storage(family: str) -> None:
     model = models.family(family, NUM_LAYERS)
-    inside = {piece.parameter for site in find_sites(model) for piece in site.pieces}
+    inside = {piece.parameter for site in locate_branches(model) for piece in site.pieces}
     layers = {name for name, _ in model.named_parameters() if any(part.isdigit() for part in name.split("."))}
     assert inside == layers
     plan = plan_of(model)
@@ -119,7 +119,7 @@ def test_gradient_checkpointing_recomputes_and_changes_nothing(family: str, gran
         checkpointed: Any = masked(model, plan, rank)
         checkpointed.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": reentrant})
         lacking = lacking_names(plan, rank)
-        held = [site.modules[1] for site in find_sites(model) if site.pieces[0].parameter not in lacking]
+        held = [site.modules[1] for site in locate_branches(model) if site.pieces[0].parameter not in lacking]
         calls = Calls(*[checkpointed.get_submodule(name) for name in held])
         loss, gradients = loss_and_gradients(checkpointed.train(), tokens())
         assert held
@@ -197,15 +197,15 @@ def test_what_cannot_be_described_is_refused() -> None:
     model = OwnModel()
     model.layers[1].ff.linear.weight = model.layers[0].ff.linear.weight
     with pytest.raises(ValueError, match=r"layers\.1\.ff\.linear\.weight.*same tensor.*layers\.0\.mlp.*untie"):
-        find_sites(model)
+        locate_branches(model)
     model = OwnModel()
     for layer in model.layers:
         layer.ff.register_buffer("scale", model.layers[0].ff.scale)
     with pytest.raises(ValueError, match=r"layers\.1\.ff\.scale.*same tensor"):
-        find_sites(model)
+        locate_branches(model)
     architectures.register(OwnLayer, Branch("mlp", norm="then", body="feed_forward"))
     with pytest.raises(ValueError, match=r"no submodule 'feed_forward'.*'mlp'.*'ff'"):
-        find_sites(OwnModel())
+        locate_branches(OwnModel())
     with pytest.raises(ValueError, match="different names"):
         architectures.register(OwnLayer, Branch("mlp", "then", "ff"), Branch("mlp", "before", "mix"))
     with pytest.raises(ValueError, match="one or more branches"):
@@ -214,7 +214,7 @@ def test_what_cannot_be_described_is_refused() -> None:
 
 def test_an_unknown_model_is_refused_with_the_known_ones() -> None:
     with pytest.raises(ValueError, match=r"OwnModel has no layer.*LlamaDecoderLayer.*architectures\.register"):
-        find_sites(OwnModel())
+        locate_branches(OwnModel())
 
 
 def test_a_subclass_of_a_described_layer_is_described() -> None:
@@ -241,7 +241,7 @@ def test_shared_patterns() -> None:
 
 def test_costs_of_a_llama() -> None:
     model = models.llama()
-    units = units_of_sites(find_sites(model), granularity="sublayer", shared=())
+    units = units_of_branches(locate_branches(model), granularity="sublayer", shared=())
     attention, mlp, *_ = unit_costs(model, units)
     # hidden 16, 4 heads and 2 key/value heads of 4, inner width 24; a norm has 16 weights and counts no FLOPs
     assert (attention.num_parameters, attention.flops) == (16 * (16 + 8 + 8 + 16) + 16, 2 * 16 * (16 + 8 + 8 + 16))

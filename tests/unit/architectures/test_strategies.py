@@ -16,29 +16,29 @@ from sdp_deepspeed import architectures
 from sdp_deepspeed.architectures import (
     Branch,
     Cut,
-    Inner,
-    Site,
+    InnerLayers,
+    LocatedBranch,
     branches_of_units,
-    find_sites,
+    locate_branches,
     registry,
     strategies,
     unit_costs,
-    units_of_sites,
+    units_of_branches,
 )
-from sdp_deepspeed.architectures.sites import CutTensor
-from sdp_deepspeed.masking.mask import Mask
+from sdp_deepspeed.architectures.located_branch import CutTensor
 from sdp_deepspeed.plan.plan import Plan
 from sdp_deepspeed.reference.virtual_workers import zero_lacking
 from sdp_deepspeed.units import Piece, Unit, check_pieces
 from tests.helpers import models
 from tests.helpers.masked_modules import held_pieces, infos, masked
+from tests.helpers.rank_models import mask_of
 
 
 def units_of(name: str, **choice: Any) -> dict[str, Unit]:
     """Neuron units of a model of one layer, by their names without the layer's."""
-    sites = find_sites(models.family(name, num_layers=1))
+    sites = locate_branches(models.family(name, num_layers=1))
     chosen: dict[str, Any] = {"strategy": "neuron", "neuron_groups": 2} | choice
-    units = units_of_sites(sites, **chosen)
+    units = units_of_branches(sites, **chosen)
     return {unit.name.removeprefix(f"{sites[0].layer}."): unit for unit in units}
 
 
@@ -93,25 +93,25 @@ def test_units_part_what_they_cut_and_leave_the_rest_shared(family: str) -> None
     """Norms, per-head norms and output biases are in no unit; everything else of a branch is in exactly one."""
     model = models.family(family)
     tensors = dict(model.named_parameters())
-    units = units_of_sites(find_sites(model), strategy="neuron", neuron_groups=3)
+    units = units_of_branches(locate_branches(model), strategy="neuron", neuron_groups=3)
     check_pieces(units, lambda piece: tuple(tensors[piece.parameter].shape))
     counts: dict[str, int] = {}
     for piece in (piece for unit in units for piece in unit.pieces):
         counts[piece.parameter] = counts.get(piece.parameter, 0) + piece.num_elements(tensors[piece.parameter].shape)
     assert counts == {name: tensors[name].numel() for name in counts}
-    inside = {piece.parameter for site in find_sites(model) for piece in site.pieces if piece.kind == "parameter"}
+    inside = {piece.parameter for site in locate_branches(model) for piece in site.pieces if piece.kind == "parameter"}
     outputs = ("o_proj.bias", "down_proj.bias", "c_proj.bias", "dense.bias", "dense_4h_to_h.bias")
     shared = {name for name in inside if "norm" in name or "ln_" in name or name.endswith(outputs)}
     assert counts.keys() == inside - shared
 
 
 def test_a_branch_of_each_unit() -> None:
-    sites = find_sites(models.family("llama"))
-    mixed = units_of_sites(sites, strategy={"attention": "neuron", "mlp": "block"})
+    sites = locate_branches(models.family("llama"))
+    mixed = units_of_branches(sites, strategy={"attention": "neuron", "mlp": "block"})
     layers = [f"model.layers.{index}" for index in (0, 1)]
     expected = [name for layer in layers for name in (f"{layer}.attention", f"{layer}.attention", None)]
     assert branches_of_units(mixed, sites) == expected
-    assert branches_of_units(units_of_sites(sites), sites) == [None] * 4
+    assert branches_of_units(units_of_branches(sites), sites) == [None] * 4
 
 
 def test_parts_that_a_mapping_leaves_out_are_shared() -> None:
@@ -131,9 +131,9 @@ def test_groups_are_one_per_subnetwork_unless_asked_for() -> None:
 @given(st.integers(1, 3000), st.integers(1, 200))
 def test_groups_are_alike_and_begin_where_matrix_units_like_it(num_cells: int, count: int) -> None:
     cut = Cut("down", 1, is_output=True)
-    branch = Branch("mlp", "norm", "ff", inner=Inner((cut,)))
-    site = Site("layer", branch, (), num_cells, (CutTensor(cut, "w", 1, num_cells),))
-    units = units_of_sites([site], strategy="neuron", num_subnetworks=count)
+    branch = Branch("mlp", "norm", "ff", inner=InnerLayers((cut,)))
+    site = LocatedBranch("layer", branch, (), num_cells, (CutTensor(cut, "w", 1, num_cells),))
+    units = units_of_branches([site], strategy="neuron", num_subnetworks=count)
     (lengths, starts) = zip(*[(piece.length, piece.start) for unit in units for piece in unit.pieces], strict=True)
     assert starts == tuple(itertools.accumulate(lengths, initial=0))[:-1]
     assert sum(lengths) == num_cells
@@ -186,7 +186,9 @@ def test_what_a_strategy_cannot_be_asked_for(choice: dict[str, Any], words: str)
 def test_costs_of_neurons_and_heads() -> None:
     """Llama of width 16: a head has 8 query, 4 key, 4 value and 8 output indices; a third of 24 neurons 3 x 8."""
     model = models.family("llama", num_layers=1)
-    head, _, group, *_ = unit_costs(model, units_of_sites(find_sites(model), strategy="neuron", neuron_groups=3))
+    head, _, group, *_ = unit_costs(
+        model, units_of_branches(locate_branches(model), strategy="neuron", neuron_groups=3)
+    )
     assert (head.num_parameters, head.num_bytes, head.flops) == (24 * 16, 4 * 24 * 16, 2 * 24 * 16)
     assert (group.num_parameters, group.flops) == (3 * 8 * 16, 2 * 3 * 8 * 16)
 
@@ -218,12 +220,12 @@ def own_model(hidden: int = 7) -> nn.Module:
 def own_description(monkeypatch: pytest.MonkeyPatch) -> None:
     """As the docstring of `architectures` shows."""
     monkeypatch.setattr(registry, "_BRANCHES", dict(registry._BRANCHES))
-    inner = Inner((Cut("up", dim=0), Cut("down", dim=1, is_output=True)))
+    inner = InnerLayers((Cut("up", dim=0), Cut("down", dim=1, is_output=True)))
     architectures.register(OwnLayer, Branch("mlp", norm="norm", body="ff", inner=inner))
 
 
 def own_plan(regime: str, model: nn.Module) -> Plan:
-    units = units_of_sites(find_sites(model), strategy="neuron", neuron_groups=3)
+    units = units_of_branches(locate_branches(model), strategy="neuron", neuron_groups=3)
     return Plan(regime, "neuron", 2, 1, 0, tuple(units), ((0,), (1,), (0,), (1,), (0,), (1,)), (0, 1))
 
 
@@ -245,25 +247,27 @@ def test_a_users_neurons(regime: str) -> None:
             for piece in pieces:
                 gradient = expected.get_parameter(name).grad
                 assert gradient is not None
-                torch.testing.assert_close(mask.places.of(piece, gradients[name]), piece.narrow(gradient))
+                torch.testing.assert_close(mask.model.views.view_in(piece, gradients[name]), piece.narrow(gradient))
 
 
 @pytest.mark.usefixtures("own_description")
 def test_descriptions_that_do_not_fit() -> None:
     architectures.register(OwnLayer, Branch("mlp", norm="norm", body="ff"))
-    with pytest.raises(ValueError, match=r"'0\.mlp' cannot be cut: .* no neurons or heads; .*Inner.*block.*'mlp'"):
-        units_of_sites(find_sites(own_model()), strategy="neuron")
-    uneven = Inner((Cut("up", dim=0, blocks=3), Cut("down", dim=1, is_output=True)))
+    with pytest.raises(
+        ValueError, match=r"'0\.mlp' cannot be cut: .* no neurons or heads; .*InnerLayers.*block.*'mlp'"
+    ):
+        units_of_branches(locate_branches(own_model()), strategy="neuron")
+    uneven = InnerLayers((Cut("up", dim=0, blocks=3), Cut("down", dim=1, is_output=True)))
     architectures.register(OwnLayer, Branch("mlp", norm="norm", body="ff", inner=uneven))
-    assert len(units_of_sites(find_sites(own_model()))) == 2, "no concern of blocks"
+    assert len(units_of_branches(locate_branches(own_model()))) == 2, "no concern of blocks"
     with pytest.raises(ValueError, match=r"0\.ff\.up\.weight has 7 indices along dim 0.* not divide into 3 x 7.*block"):
-        units_of_sites(find_sites(own_model()), strategy="neuron")
+        units_of_branches(locate_branches(own_model()), strategy="neuron")
 
 
 def llama_plan(*holders: tuple[int, ...], change: Any = None) -> tuple[nn.Module, Plan]:
     """A layer's two heads, and its MLP in two groups, with one piece changed."""
     model = models.family("llama", num_layers=1)
-    units = units_of_sites(find_sites(model), strategy="neuron", neuron_groups=2)
+    units = units_of_branches(locate_branches(model), strategy="neuron", neuron_groups=2)
     if change is not None:
         *pieces, last = units[2].pieces
         units[2] = Unit(units[2].name, (*pieces, change(last)))
@@ -276,13 +280,13 @@ def test_plans_that_cut_no_whole_neurons_are_refused() -> None:
     with pytest.raises(
         ValueError, match=r"'model\.layers\.0\.mlp\.group_0' does not take the same whole neurons .*gate"
     ):
-        Mask(model, find_sites(model), infos(model), plan, 0)
+        mask_of(model, locate_branches(model), infos(model), plan, 0)
     model, plan = llama_plan(*even, change=lambda last: Piece("model.norm.weight", None, 0, 16))
     with pytest.raises(ValueError, match=r"group_0' does not take the same .*model\.norm\.weight"):
-        Mask(model, find_sites(model), infos(model), plan, 0)
+        mask_of(model, locate_branches(model), infos(model), plan, 0)
 
 
 def test_a_worker_without_a_neuron_of_a_branch_is_refused() -> None:
     model, plan = llama_plan((0,), (1,), (0,), (0,))
     with pytest.raises(ValueError, match=r"subnetwork 1 has no unit of 'model\.layers\.0\.mlp': .*at least one group"):
-        Mask(model, find_sites(model), infos(model), plan, 0)
+        mask_of(model, locate_branches(model), infos(model), plan, 0)

@@ -13,9 +13,10 @@ from torch import nn
 from transformers import LlamaConfig
 
 import sdp_deepspeed
-from sdp_deepspeed.deferred_init.materialize import Deferred
-from sdp_deepspeed.deferred_init.program import Ref, named_tensors
+from sdp_deepspeed.deferred_init.materialize import DeferredModel
+from sdp_deepspeed.deferred_init.program import Ref
 from sdp_deepspeed.measure.step import watched_host_memory
+from sdp_deepspeed.plan.tensors import named_tensors
 from sdp_deepspeed.training.model import build_model, may_defer
 from tests.helpers.deferred_models import BUILDERS, Holder, unbuilt, values_of
 from tests.helpers.models import FAMILIES, SPECIMENS, family, llama
@@ -187,14 +188,14 @@ def _uninitialised() -> nn.Module:
 )
 def test_values_that_nothing_says(build: Callable[[], nn.Module], words: str) -> None:
     with pytest.raises(ValueError, match=words):
-        Deferred.of(build())
+        DeferredModel.of(build())
 
 
 def test_real_models_are_none_of_ours() -> None:
-    assert Deferred.of(llama()) is None
+    assert DeferredModel.of(llama()) is None
     with sdp_deepspeed.Init():
         constant = nn.ParameterList([nn.Parameter(torch.tensor([1.0]))])
-    assert Deferred.of(constant) is None
+    assert DeferredModel.of(constant) is None
 
 
 def _plain_modules() -> nn.Module:
@@ -214,7 +215,7 @@ def test_models_on_the_meta_device_get_a_program(name: str) -> None:
     expected, _ = build_for_real(META_MODELS[name])
     model = _on_meta(META_MODELS[name])()
     torch.manual_seed(3)
-    deferred = Deferred.of(model)
+    deferred = DeferredModel.of(model)
     assert deferred is not None
     torch.set_rng_state(deferred._program.rng_state)
     storages = dict(deferred._program.run({v.storage for v in deferred._values.values() if isinstance(v, Ref)}))

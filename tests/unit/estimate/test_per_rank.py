@@ -11,10 +11,11 @@ from hypothesis import strategies as st
 
 from sdp_deepspeed.estimate.formulas import bytes_per_parameter, main, sent_per_parameter, table
 from sdp_deepspeed.estimate.per_rank import Precision, RankEstimate, Setup, estimate, plain
-from sdp_deepspeed.exchange.exchange import back_route
-from sdp_deepspeed.layout.segments import NOT_OPTIMIZED, TensorInfo, build_buckets, build_segments
+from sdp_deepspeed.exchange.routes import return_route
+from sdp_deepspeed.layout.segments import build_buckets, build_segments
 from sdp_deepspeed.plan.assignment import methods as assignment
 from sdp_deepspeed.plan.plan import Plan
+from sdp_deepspeed.plan.tensors import NOT_OPTIMIZED, TensorInfo
 from sdp_deepspeed.units import Piece, Unit, UnitCost
 
 BF16 = Precision.of("bf16")
@@ -192,12 +193,12 @@ def check_traffic(ranks: tuple[RankEstimate, ...], plan: Plan, tensors: list[Ten
     """The routes that the exchange takes send what the estimate says."""
     size = len(ranks)
     segments = build_segments(tensors, plan, max_elements=bucket)
-    everyone_updates = plan.regime == "backward"
-    buckets = build_buckets(segments, size=size, max_elements=bucket, everyone_updates=everyone_updates)
-    receivers: Any = "all" if everyone_updates else "holders"
+    all_receive_weights = plan.regime == "backward"
+    buckets = build_buckets(segments, size=size, max_elements=bucket, all_receive_weights=all_receive_weights)
+    receivers: Any = "all" if all_receive_weights else "holders"
     for rank, result in enumerate(ranks):
-        towards = [back_route(b, rank, size, "holders") for b in buckets]
-        back = [back_route(b, rank, size, receivers) for b in buckets]
+        towards = [return_route(b, rank, size, "holders") for b in buckets]
+        back = [return_route(b, rank, size, receivers) for b in buckets]
         assert result.sent_gradients == sum(sum(route.received_splits) for route in towards)
         assert result.sent_back == sum(sum(route.sent_splits) for route in back)
         assert result.sent_bytes == 2 * (result.sent_gradients + result.sent_back)

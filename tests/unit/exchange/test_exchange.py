@@ -8,9 +8,11 @@ import pytest
 import torch
 
 from sdp_deepspeed.distributed.communicator import Communicator
-from sdp_deepspeed.exchange.exchange import Exchange, Receivers, read, receives, write
-from sdp_deepspeed.layout.segments import Fragment, TensorInfo
+from sdp_deepspeed.exchange.exchange import Exchange
+from sdp_deepspeed.exchange.routes import Receivers, receives
+from sdp_deepspeed.layout.fragments import Fragment, num_elements, read, write
 from sdp_deepspeed.plan.plan import Plan
+from sdp_deepspeed.plan.tensors import TensorInfo
 from sdp_deepspeed.units import Piece, Unit
 from tests.helpers.random_layouts import Layout, indices, random_layout, random_tensors, views_of
 from tests.helpers.threads import Ranks
@@ -41,10 +43,10 @@ def reduced(layout: Layout, communicator: Communicator, dtype: torch.dtype, miss
     result = {info.name: torch.full(info.shape, torch.nan) for info in layout.tensors}
     for bucket in layout.buckets:
         owned = exchange.owned(bucket)
-        averages = [torch.full((sum(f.stop - f.start for f in shard),), torch.nan) for _, shard in owned]
-        exchange.reduce(bucket, views_of(gradients), averages)
+        averages = [torch.full((num_elements(shard),), torch.nan) for _, shard in owned]
+        exchange.finish_reduce(exchange.start_reduce(bucket, views_of(gradients), averages))
         for (_, shard), average in zip(owned, averages, strict=True):
-            write(views_of(result), shard, average.split([f.stop - f.start for f in shard]))
+            write(views_of(result), shard, average.split([fragment.num_elements for fragment in shard]))
     return result
 
 
@@ -83,7 +85,7 @@ def test_half_precision_on_the_wire_is_added_in_fp32(eight: Ranks) -> None:
         exchange = exchange_of(layout, communicator, torch.bfloat16)
         gradient = torch.full((16,), 256.0 if communicator.rank == 3 else 1.0)
         result = torch.empty(2)
-        exchange.reduce(layout.buckets[0], views_of({"w": gradient}), [result])
+        exchange.finish_reduce(exchange.start_reduce(layout.buckets[0], views_of({"w": gradient}), [result]))
         return result
 
     assert torch.cat(eight.run(average)).tolist() == [(256 + 7) / SIZE] * 16

@@ -10,8 +10,10 @@ import torch
 
 from sdp_deepspeed.distributed.communicator import Communicator
 from sdp_deepspeed.exchange.unit_fetcher import UnitFetcher
-from sdp_deepspeed.layout.segments import TensorInfo
+from sdp_deepspeed.layout.places import PieceViews
+from sdp_deepspeed.layout.rank_model import RankModel
 from sdp_deepspeed.plan.plan import Plan
+from sdp_deepspeed.plan.tensors import TensorInfo
 from sdp_deepspeed.units import Piece, Unit
 from tests.helpers.random_layouts import Layout, random_layout, random_tensors
 from tests.helpers.threads import Ranks
@@ -30,15 +32,9 @@ def eight() -> Ranks:
 
 
 def fetcher_of(layout: Layout, sets: Sequence[Sequence[int]], communicator: Communicator) -> UnitFetcher:
-    dtypes = {info.name: info.dtype for info in layout.tensors}
-    return UnitFetcher(
-        layout.plan,
-        sets,
-        communicator,
-        shape_of=lambda piece: layout.shape(piece.parameter),
-        dtype_of=lambda piece: dtypes[piece.parameter],
-        device=torch.device("cpu"),
-    )
+    views = PieceViews(random_tensors(layout, 0))
+    model = RankModel(layout.plan, tuple(layout.tensors), views, communicator.rank)
+    return UnitFetcher(model, sets, communicator, device=torch.device("cpu"))
 
 
 def fetched(layout: Layout, sets: Sequence[Sequence[int]], communicator: Communicator) -> list[Fetched]:

@@ -11,18 +11,11 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sdp_deepspeed.exchange.exchange import back_route
-from sdp_deepspeed.layout.segments import (
-    NOT_OPTIMIZED,
-    Bucket,
-    Fragment,
-    Segment,
-    TensorInfo,
-    build_buckets,
-    build_segments,
-    pieces_by_tensor,
-)
+from sdp_deepspeed.exchange.routes import return_route
+from sdp_deepspeed.layout.fragments import Fragment
+from sdp_deepspeed.layout.segments import Bucket, Segment, build_buckets, build_segments
 from sdp_deepspeed.plan.plan import Plan
+from sdp_deepspeed.plan.tensors import NOT_OPTIMIZED, TensorInfo, pieces_by_tensor
 from sdp_deepspeed.units import Piece, Unit
 from tests.helpers.random_layouts import Layout, indices, random_layout
 
@@ -125,8 +118,10 @@ def test_a_bucket_is_one_stretch_of_the_model(layout: Layout) -> None:
 @given(layouts, st.sampled_from((1, 3, 10)))
 def test_buckets_of_several_windows_complete_in_order(layout: Layout, times: int) -> None:
     """Where one half of the exchange has smaller buckets, a window may lie in two buckets of the other, in no more."""
-    everyone_updates, limit = layout.plan.regime == "backward", times * layout.max_elements
-    buckets = build_buckets(layout.segments, size=layout.size, max_elements=limit, everyone_updates=everyone_updates)
+    all_receive_weights, limit = layout.plan.regime == "backward", times * layout.max_elements
+    buckets = build_buckets(
+        layout.segments, size=layout.size, max_elements=limit, all_receive_weights=all_receive_weights
+    )
     for dtype in (torch.float32, torch.bfloat16):
         found = stretches(layout, buckets, dtype)
         assert sorted(position for stretch in found for position in stretch) == list(range(sum(map(len, found))))
@@ -210,8 +205,8 @@ def packed(layout: Layout) -> list[tuple[int, int]]:
     amounts = []
     for bucket in layout.buckets:
         for rank in range(layout.size):
-            back = back_route(bucket, rank, layout.size, "all")
-            towards = back_route(bucket, rank, layout.size, "holders")  # walked backwards: sent is what is received
+            back = return_route(bucket, rank, layout.size, "all")
+            towards = return_route(bucket, rank, layout.size, "holders")  # walked backwards: sent is what is received
             splits = (back.sent_splits, back.received_splits, towards.sent_splits, towards.received_splits)
             amounts.append((max(map(sum, splits)), len(bucket.segments)))
     return amounts

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from sdp_deepspeed.architectures import Site, find_sites
+from sdp_deepspeed.architectures import LocatedBranch, locate_branches
 from sdp_deepspeed.plan.plan import Plan
 from tests.helpers.masked_modules import (
     NAMES,
@@ -28,9 +28,9 @@ from tests.helpers.masked_modules import (
 )
 
 
-def lacking_sites(model: nn.Module, plan: Plan, rank: int) -> list[Site]:
+def lacking_sites(model: nn.Module, plan: Plan, rank: int) -> list[LocatedBranch]:
     names = {unit.name for index, unit in enumerate(plan.units) if not plan.holds_rank(index, rank)}
-    return [site for site in find_sites(model) if site.name in names]
+    return [site for site in locate_branches(model) if site.name in names]
 
 
 @pytest.mark.parametrize("rank", RANKS)
@@ -75,7 +75,7 @@ def test_blocks_keep_no_activations_for_lacking_weights(name: str, rank: int) ->
     saved, whole = saved_of(model), saved_of(dense)
     lacking = lacking_sites(dense, plan, rank)
     fewer = 0
-    for site in find_sites(dense):
+    for site in locate_branches(dense):
         first, last = inputs[layer_of(site, 0)], inputs[layer_of(site, -1)]
         assert whole.has(first)
         assert whole.has(last)

@@ -9,7 +9,7 @@ import pytest
 import torch
 from transformers import DynamicCache
 
-from sdp_deepspeed.architectures import find_sites
+from sdp_deepspeed.architectures import locate_branches
 from sdp_deepspeed.masking.mask import Mask
 from sdp_deepspeed.masking.neuron import NeuronPart
 from tests.helpers import models
@@ -33,6 +33,7 @@ from tests.helpers.masked_modules import (
     saved_of,
     tokens,
 )
+from tests.helpers.rank_models import mask_of
 
 STRATEGIES: tuple[Any, ...] = (
     "neuron",
@@ -55,12 +56,14 @@ def test_exact_to_rounding(name: str, rank: int) -> None:
     assert_close(loss, expected_loss)
     assert gradients.keys() == expected.keys()
     assert_held_gradients(mask, held_pieces(dense, plan, rank), gradients, expected)
-    assert mask.places.lacking.keys() == cut_names(plan)
+    assert mask.model.views.lacking.keys() == cut_names(plan)
     trained = {id(p) for p in model.parameters()}
     twins = [twin for part in mask.parts if isinstance(part, NeuronPart) for twin in part.twins]
     assert len(twins) == 2 * 4
     frozen = [p for twin in twins for p in twin.parameters() if id(p) not in trained]
-    assert all(tensor.grad is None and not tensor.requires_grad for tensor in (*frozen, *mask.places.lacking.values()))
+    assert all(
+        tensor.grad is None and not tensor.requires_grad for tensor in (*frozen, *mask.model.views.lacking.values())
+    )
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
@@ -83,7 +86,7 @@ def test_skip_weight_gradients_only(name: str) -> None:
     dense = build(name, num_layers=2)
     plan = plan_of(dense, "backward")
     forward, backward = flops(deepcopy(dense))
-    num_cut = sum(len(site.branch.inner.cuts) for site in find_sites(dense) if site.branch.inner)
+    num_cut = sum(len(site.branch.inner.cuts) for site in locate_branches(dense) if site.branch.inner)
     for rank in RANKS:
         model = masked(dense, plan, rank)[0]
         with counted_attention() as calls:
@@ -103,9 +106,9 @@ def test_keep_fewer_activations(name: str, rank: int) -> None:
     dense = build(name, num_layers=2)
     plan = plan_of(dense, "backward")
     model, mask = masked(dense, plan, rank)
-    whole, saved = saved_of(dense), saved_of(model, extra=mask.places.lacking.values())
+    whole, saved = saved_of(dense), saved_of(model, extra=mask.model.views.lacking.values())
     lacking = 0
-    for site in find_sites(dense):
+    for site in locate_branches(dense):
         if site.branch.name == "mlp":
             pieces = [p for u, unit in enumerate(plan.units) if not plan.holds_rank(u, rank) for p in unit.pieces]
             lacking += sum(p.length for p in pieces if p.parameter == f"{layer_of(site, -1)}.weight")
@@ -192,7 +195,7 @@ def test_what_remains_of_the_dense_model_does_not_break_the_first_backward(
     kept = models.loss_of(dense, tokens(4))
     if remains == "gradients":
         kept.backward()
-    mask = Mask(dense, find_sites(dense), infos(dense), plan, 0)
+    mask = mask_of(dense, locate_branches(dense), infos(dense), plan, 0)
     _, found = loss_and_gradients(dense, tokens())
     assert len(mask.parts) == 2
     assert kept.isfinite()  # still here

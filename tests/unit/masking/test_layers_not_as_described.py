@@ -12,7 +12,7 @@ from torch import nn
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaMLP
 
 from sdp_deepspeed import architectures
-from sdp_deepspeed.architectures import find_sites, registry, units_of_sites
+from sdp_deepspeed.architectures import locate_branches, registry, units_of_branches
 from sdp_deepspeed.config import KEY, parse
 from sdp_deepspeed.masking.block import output_names
 from sdp_deepspeed.plan.planner import plan_model
@@ -98,7 +98,7 @@ def test_blocks_work(make: Maker, part: str, other: str, reason: str, rank: int)
     torch.manual_seed(0)
     model = make()
     names = [f"model.layers.{index}.{branch}" for index in (0, 1) for branch in ("attention", "mlp")]
-    assert [unit.name for unit in units_of_sites(find_sites(model))] == names
+    assert [unit.name for unit in units_of_branches(locate_branches(model))] == names
     assert_same_as_zeroed(model, plan_of(model, strategy="block"), rank)
     mixed = plan_of(model, strategy={part: "block", other: "neuron"})
     assert len(mixed.units) > len(names)
@@ -132,8 +132,8 @@ def test_one_odd_layer_is_named() -> None:
     model: Any = models.llama()
     model.model.layers[1].mlp = Experts(model.config)
     with pytest.raises(ValueError, match=r"'model\.layers\.1\.mlp' cannot be cut"):
-        units_of_sites(find_sites(model), strategy="neuron")
-    assert len(units_of_sites(find_sites(model))) == 4
+        units_of_branches(locate_branches(model), strategy="neuron")
+    assert len(units_of_branches(locate_branches(model))) == 4
 
 
 def test_a_scale_needs_the_described_output_projection() -> None:
@@ -141,7 +141,7 @@ def test_a_scale_needs_the_described_output_projection() -> None:
     model: Any = models.llama()
     for layer in model.model.layers:
         layer.self_attn.o_proj = Adapter(layer.self_attn.o_proj)
-    attention, mlp, *_ = find_sites(model)
+    attention, mlp, *_ = locate_branches(model)
     tensors = dict(model.named_parameters())
     assert output_names(mlp, tensors) == ["model.layers.0.mlp.down_proj.weight"]
     with pytest.raises(ValueError, match=r"dense_branch_scale.*layers\.0\.attention.*o_proj has no weight of its own"):

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from sdp_deepspeed.architectures import find_sites
+from sdp_deepspeed.architectures import locate_branches
 from sdp_deepspeed.masking.block import NOTHING
 from sdp_deepspeed.masking.mask import Mask
 from sdp_deepspeed.masking.part import MaskedPart
@@ -17,16 +17,17 @@ from sdp_deepspeed.plan.plan import Plan
 from sdp_deepspeed.units import Piece, Unit
 from tests.helpers.masked_modules import infos
 from tests.helpers.models import llama, loss_of
+from tests.helpers.rank_models import mask_of
 
 
 def plan_of(model: nn.Module, regime: str = "forward") -> Plan:
-    units = tuple(Unit(site.name, site.pieces) for site in find_sites(model))
+    units = tuple(Unit(site.name, site.pieces) for site in locate_branches(model))
     holders = tuple((index % 2,) for index in range(len(units)))
     return Plan(regime, "block", 2, 1, 0, units, holders, (0, 1))
 
 
-def mask_of(model: nn.Module, plan: Plan, rank: int) -> Mask:
-    return Mask(model, find_sites(model), infos(model), plan, rank)
+def masked(model: nn.Module, plan: Plan, rank: int) -> Mask:
+    return mask_of(model, locate_branches(model), infos(model), plan, rank)
 
 
 def test_nothing_is_neutral() -> None:
@@ -41,7 +42,7 @@ def test_nothing_is_neutral() -> None:
 
 def test_a_lacking_module_keeps_its_name_and_ancestry() -> None:
     model, whole = llama(num_layers=3), llama(num_layers=3)
-    mask_of(model, plan_of(model), rank=1)
+    masked(model, plan_of(model), rank=1)
     for (name, module), other in zip(model.named_modules(), whole.modules(), strict=True):
         assert isinstance(module, type(other)), name
         assert type(module).__name__ == type(other).__name__
@@ -64,7 +65,7 @@ def fill(part: MaskedPart, dense: nn.Module) -> list[Piece]:
 def test_fill_and_release() -> None:
     model, batch = llama(num_layers=3), torch.zeros(1, 4, dtype=torch.long)
     dense, plan = deepcopy(model), plan_of(model)
-    mask = mask_of(model, plan, rank=0)
+    mask = masked(model, plan, rank=0)
     subnetwork = loss_of(model, batch)
     assert [part.name for part in mask.parts] == [unit.name for unit in plan.units]
     for part, unit, holders in zip(mask.parts, plan.units, plan.holders, strict=True):
@@ -85,7 +86,7 @@ def test_frozen_blocks_have_no_parts() -> None:
     """Backward regime: nothing has to become dense; what is lacking is there and takes no gradients."""
     model, batch = llama(num_layers=3), torch.zeros(1, 4, dtype=torch.long)
     dense, plan = deepcopy(model), plan_of(model, "backward")
-    mask = mask_of(model, plan, rank=0)
+    mask = masked(model, plan, rank=0)
     assert mask.parts == []
     assert torch.equal(loss_of(model, batch), loss_of(dense, batch))
     lacking = {piece.parameter for index in plan.units_of(1) for piece in plan.units[index].pieces}
@@ -97,10 +98,10 @@ def test_frozen_blocks_have_no_parts() -> None:
 def test_full_coverage_masks_nothing(regime: str) -> None:
     """Not even a class is changed, whatever the strategy."""
     model, whole = llama(num_layers=3), llama(num_layers=3)
-    site = next(site for site in find_sites(model) if site.branch.name == "mlp")
-    units = (Unit("block", find_sites(model)[0].pieces), Unit("neurons", site.pieces_of_cells(range(24))))
+    site = next(site for site in locate_branches(model) if site.branch.name == "mlp")
+    units = (Unit("block", locate_branches(model)[0].pieces), Unit("neurons", site.pieces_of_cells(range(24))))
     plan = Plan(regime, "neuron", 2, 2, 0, units, ((0, 1), (0, 1)), (0, 1))
-    mask = mask_of(model, plan, rank=0)
+    mask = masked(model, plan, rank=0)
     assert mask.parts == []
     assert [type(module) for module in model.modules()] == [type(module) for module in whole.modules()]
     assert all(p.requires_grad and p.numel() for p in model.parameters())
@@ -120,7 +121,7 @@ def test_full_coverage_masks_nothing(regime: str) -> None:
 )
 def test_units_that_are_neither_branches_nor_neurons_are_refused(piece: Piece, words: str) -> None:
     model = llama(num_layers=3)
-    other = Unit("other", find_sites(model)[2].pieces)
+    other = Unit("other", locate_branches(model)[2].pieces)
     plan = Plan("forward", "block", 2, 1, 0, (Unit("u", (piece,)), other), ((0,), (1,)), (0, 1))
     with pytest.raises(ValueError, match=rf"unit 'u' .*{words}"):
-        mask_of(model, plan, rank=0)
+        masked(model, plan, rank=0)

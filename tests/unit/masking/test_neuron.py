@@ -12,8 +12,7 @@ import torch
 from torch import nn
 from transformers.pytorch_utils import Conv1D
 
-from sdp_deepspeed.architectures import find_sites
-from sdp_deepspeed.masking.mask import Mask
+from sdp_deepspeed.architectures import locate_branches
 from sdp_deepspeed.masking.neuron import NeuronPart
 from sdp_deepspeed.plan.plan import Plan
 from sdp_deepspeed.reference.virtual_workers import zero_lacking
@@ -37,6 +36,7 @@ from tests.helpers.masked_modules import (
     plan_of,
     tokens,
 )
+from tests.helpers.rank_models import mask_of
 
 MIXED = {"attention": "neuron", "mlp": "block"}
 
@@ -67,7 +67,7 @@ def test_masked_is_zeroed(name: str, rank: int) -> None:
 @pytest.mark.parametrize("name", ["gpt2", "llama_odd", "gpt_neox_parallel"])
 def test_parts_may_be_neurons_blocks_or_shared(name: str, rank: int) -> None:
     model = build(name, num_layers=2)
-    layers = "|".join(dict.fromkeys(site.layer for site in find_sites(model)))
+    layers = "|".join(dict.fromkeys(site.layer for site in locate_branches(model)))
     assert_same_as_zeroed(model, plan_of(model, strategy=MIXED), rank)
     assert_same_as_zeroed(model, plan_of(model, strategy={"mlp": "neuron"}), rank)
     shared = (rf"({layers})\.attention\.head_0$", rf"({layers})\.mlp\.group_1$")
@@ -106,7 +106,7 @@ def test_the_dense_tensors_are_gone(name: str) -> None:
             model = build(name)
             arrays = {key: backed_by_array(parameter) for key, parameter in model.named_parameters()}
             plan = plan_of(model, regime)
-            mask = Mask(model, find_sites(model), infos(model), plan, 0)
+            mask = mask_of(model, locate_branches(model), infos(model), plan, 0)
             gc.collect()
             assert {key for key, array in arrays.items() if array() is None} == cut_names(plan)
             assert len(mask.parts) == 2
@@ -174,7 +174,7 @@ def test_work_is_what_is_held(name: str, rank: int) -> None:
     assert products.flops < whole.flops
     assert products.num_calls == whole.num_calls
     assert len(calls) == len(heads) == 2
-    sites = [site for site in find_sites(dense) if site.branch.name == "attention"]
+    sites = [site for site in locate_branches(dense) if site.branch.name == "attention"]
     for site, (queries, keys), (all_queries, all_keys) in zip(sites, calls, heads, strict=True):
         held = [u for u, unit in enumerate(plan.units) if unit.name.startswith(site.name) and plan.holds_rank(u, rank)]
         assert (queries * site.num_cells, keys * site.num_cells) == (all_queries * len(held), all_keys * len(held))

@@ -12,13 +12,14 @@ import torch
 from torch import nn
 
 from sdp_deepspeed import architectures
-from sdp_deepspeed.architectures import Branch, find_sites, registry
+from sdp_deepspeed.architectures import Branch, locate_branches, registry
 from sdp_deepspeed.config import KEY, parse
 from sdp_deepspeed.masking.mask import Mask
 from sdp_deepspeed.plan.plan import Plan
 from sdp_deepspeed.plan.planner import plan_model
 from tests.helpers import models
 from tests.helpers.masked_modules import infos
+from tests.helpers.rank_models import mask_of
 
 
 def start(model: nn.Module, size: int = 2, **block: Any) -> Mask:
@@ -26,7 +27,7 @@ def start(model: nn.Module, size: int = 2, **block: Any) -> Mask:
     config = parse({KEY: {"holders": 1} | block})
     assert config is not None
     plan, _ = plan_model(model, config, size)
-    return Mask(model, find_sites(model), infos(model), plan, 0, scales=config.dense_branch_scale == "coverage")
+    return mask_of(model, locate_branches(model), infos(model), plan, 0, scales=config.dense_branch_scale == "coverage")
 
 
 def test_too_few_holders_for_the_heads() -> None:
@@ -63,12 +64,12 @@ class Own(nn.Module):
 def test_a_branch_whose_neurons_are_not_described(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(registry, "_BRANCHES", dict(registry._BRANCHES))
     architectures.register(Own.Layer, Branch("mlp", norm="norm", body="ff"))
-    with pytest.raises(ValueError, match=r"strategy.*'layers\.0\.mlp' cannot.*no neurons or heads.*Inner.*block"):
+    with pytest.raises(ValueError, match=r"strategy.*'layers\.0\.mlp' cannot.*no neurons or heads.*InnerLayers.*block"):
         start(Own(), strategy="neuron")
-    with pytest.raises(ValueError, match=r"dense_branch_scale.*'mlp' names no output projection.*Inner"):
+    with pytest.raises(ValueError, match=r"dense_branch_scale.*'mlp' names no output projection.*InnerLayers"):
         start(Own(), dense_branch_scale="coverage")
     cuts = (architectures.Cut("0", 0), architectures.Cut("2", 1, is_output=True))
-    architectures.register(Own.Layer, Branch("mlp", norm="norm", body="ff", inner=architectures.Inner(cuts)))
+    architectures.register(Own.Layer, Branch("mlp", norm="norm", body="ff", inner=architectures.InnerLayers(cuts)))
     for strategy in ("neuron", "block"):
         start(Own(), strategy=strategy, dense_branch_scale="coverage")
 

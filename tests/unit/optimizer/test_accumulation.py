@@ -7,10 +7,12 @@ import torch
 from torch import nn
 
 from sdp_deepspeed.distributed.communicator import Communicator
-from sdp_deepspeed.layout.segments import TensorInfo
-from sdp_deepspeed.optimizer.optimizer import OptimizerSettings, SubnetworkOptimizer
+from sdp_deepspeed.optimizer.optimizer import SubnetworkOptimizer
+from sdp_deepspeed.optimizer.settings import OptimizerSettings
 from sdp_deepspeed.plan.plan import Plan
+from sdp_deepspeed.plan.tensors import TensorInfo
 from sdp_deepspeed.units import Piece, Unit
+from tests.helpers.rank_models import optimizer_of
 
 NUM_MICRO = 64
 SHAPE = (3, 5)
@@ -30,15 +32,15 @@ class Alone:
         values[0] = value
 
 
-def optimizer_of(weights: dict[str, nn.Parameter], *, stage: int, accumulate_in_fp32: bool) -> SubnetworkOptimizer:
+def sums_of(weights: dict[str, nn.Parameter], *, stage: int, accumulate_in_fp32: bool) -> SubnetworkOptimizer:
     """SGD that subtracts the averaged gradient once; one unit, and one shared tensor."""
     unit = Unit("unit", (Piece("own", None, 0, SHAPE[0] * SHAPE[1]),))
-    return SubnetworkOptimizer(
+    return optimizer_of(
         torch.optim.SGD(list(weights.values()), lr=1.0),
         parameters=weights,
         tensors=[TensorInfo(name, SHAPE, weight.dtype) for name, weight in weights.items()],
         plan=Plan("forward", "block", 1, 1, 0, (unit,), ((0,),), (0,)),
-        communicator=Communicator(Alone()),
+        dp_group=Communicator(Alone()),
         settings=OptimizerSettings(
             stage, clip=0.0, bucket_elements=100, wire_dtype=torch.bfloat16, accumulate_in_fp32=accumulate_in_fp32
         ),
@@ -50,7 +52,7 @@ def optimizer_of(weights: dict[str, nn.Parameter], *, stage: int, accumulate_in_
 def test_sums_of_many_nearly_equal_gradients(accumulate_in_fp32: bool, stage: int) -> None:
     """Weights are zero, so that the stepped master is minus the sum; the norm is that of the sums too."""
     weights = {name: nn.Parameter(torch.zeros(SHAPE, dtype=torch.bfloat16)) for name in ("own", "shared")}
-    optimizer = optimizer_of(weights, stage=stage, accumulate_in_fp32=accumulate_in_fp32)
+    optimizer = sums_of(weights, stage=stage, accumulate_in_fp32=accumulate_in_fp32)
     generator = torch.Generator().manual_seed(0)
     gradients = (1.1 + 0.01 * torch.randn(NUM_MICRO, 2, *SHAPE, generator=generator)).bfloat16()
     rough = torch.zeros(2, *SHAPE, dtype=torch.bfloat16)
@@ -79,12 +81,12 @@ def test_the_norm_of_many_elements(stage: int) -> None:
     """A CPU adds squares in fp32 one after the other: of three million in one sum, 1e-4 would be lost."""
     weight = nn.Parameter(torch.zeros(3_000_000))
     unit = Unit("unit", (Piece("own", None, 0, weight.numel()),))
-    optimizer = SubnetworkOptimizer(
+    optimizer = optimizer_of(
         torch.optim.SGD([weight], lr=1.0),
         parameters={"own": weight},
         tensors=[TensorInfo("own", tuple(weight.shape), weight.dtype)],
         plan=Plan("forward", "block", 1, 1, 0, (unit,), ((0,),), (0,)),
-        communicator=Communicator(Alone()),
+        dp_group=Communicator(Alone()),
         settings=OptimizerSettings(stage, clip=0.0, bucket_elements=10**9, wire_dtype=torch.float32),
     )
     gradient = torch.randn(weight.shape, generator=torch.Generator().manual_seed(0))

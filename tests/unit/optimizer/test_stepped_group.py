@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import nn
 
-from sdp_deepspeed.layout.places import Places, side_by_side
-from sdp_deepspeed.layout.segments import Fragment
+from sdp_deepspeed.layout.fragments import Fragment
+from sdp_deepspeed.layout.places import PieceViews, side_by_side
 from sdp_deepspeed.optimizer.stepped_group import SteppedGroup, Weights, can_view, check_fresh, repoint
 from sdp_deepspeed.units import Piece
 from tests.helpers.random_layouts import views_of
@@ -26,14 +26,14 @@ def parameters_of(dtype: torch.dtype = torch.float32) -> dict[str, nn.Parameter]
 
 def weights(dtype: torch.dtype = torch.float32) -> Weights:
     """Of the dense model."""
-    return Places(parameters_of(dtype)).weight
+    return PieceViews(parameters_of(dtype)).weight_view
 
 
-def stored_columns() -> tuple[nn.Parameter, Places]:
+def stored_columns() -> tuple[nn.Parameter, PieceViews]:
     """As a rank stores columns that it holds: these alone, with the cut dim outermost."""
     parameters = parameters_of()
     parameters["w"].data = side_by_side([COLUMNS], parameters["w"].data)
-    places = Places(parameters)
+    places = PieceViews(parameters)
     places.put([COLUMNS])
     return parameters["w"], places
 
@@ -57,8 +57,8 @@ def test_stored_columns_can_be_viewed(start: int, stop: int) -> None:
     """Any stretch of them, over the border between columns too."""
     parameter, places = stored_columns()
     fragment = Fragment(COLUMNS, start, stop)
-    assert can_view(fragment, places.weight)
-    (view,) = SteppedGroup([fragment], places.weight).tensors
+    assert can_view(fragment, places.weight_view)
+    (view,) = SteppedGroup([fragment], places.weight_view).tensors
     assert view.tolist() == [1.0, 4.0, 7.0, 10.0, 2.0, 5.0, 8.0, 11.0][start:stop]
     view.data.fill_(-1)
     assert int((parameter == -1).sum()) == stop - start
@@ -70,7 +70,7 @@ def test_stored_columns_can_be_viewed(start: int, stop: int) -> None:
 )
 def test_views_share_storage(fragment: Fragment, expected: list[Any]) -> None:
     parameters = parameters_of()
-    (view,) = SteppedGroup([fragment], Places(parameters).weight).tensors
+    (view,) = SteppedGroup([fragment], PieceViews(parameters).weight_view).tensors
     assert view.tolist() == expected
     view.data.fill_(-1)
     assert int((parameters["w"] == -1).sum()) == view.numel()
@@ -78,7 +78,7 @@ def test_views_share_storage(fragment: Fragment, expected: list[Any]) -> None:
 
 def test_fp32_weights_are_stepped_in_place() -> None:
     parameter, places = stored_columns()
-    group = SteppedGroup([Fragment(COLUMNS, 1, 8), Fragment(BIAS, 1, 2)], places.weight)
+    group = SteppedGroup([Fragment(COLUMNS, 1, 8), Fragment(BIAS, 1, 2)], places.weight_view)
     assert group.in_place
     assert group.num_elements == 8
     group.set_flat_gradient(torch.arange(1.0, 9.0))
@@ -91,7 +91,7 @@ def test_fp32_weights_are_stepped_in_place() -> None:
 
 def test_columns_of_a_tensor_stored_by_rows_keep_a_master() -> None:
     parameters = parameters_of()
-    group = SteppedGroup([Fragment(COLUMNS, 0, 3), Fragment(BIAS, 0, 1)], Places(parameters).weight)
+    group = SteppedGroup([Fragment(COLUMNS, 0, 3), Fragment(BIAS, 0, 1)], PieceViews(parameters).weight_view)
     assert not group.in_place
     assert [tensor.numel() for tensor in group.tensors] == [4]
     group.set_flat_gradient(torch.ones(4))
@@ -104,7 +104,7 @@ def test_columns_of_a_tensor_stored_by_rows_keep_a_master() -> None:
 def test_master_keeps_what_bf16_loses() -> None:
     """Near 1 bf16 has a spacing of 2**-8 below: four steps of 2**-10 show only together."""
     parameters = parameters_of(torch.bfloat16)
-    group = SteppedGroup([Fragment(BIAS, 0, 2)], Places(parameters).weight)
+    group = SteppedGroup([Fragment(BIAS, 0, 2)], PieceViews(parameters).weight_view)
     optimizer = torch.optim.SGD(group.tensors, lr=2.0**-10)
     for _ in range(4):
         group.set_flat_gradient(torch.ones(2))
@@ -115,7 +115,7 @@ def test_master_keeps_what_bf16_loses() -> None:
 
 def test_reload_master_takes_the_weights() -> None:
     parameters = parameters_of(torch.bfloat16)
-    group = SteppedGroup([Fragment(WHOLE, 2, 5)], Places(parameters).weight)
+    group = SteppedGroup([Fragment(WHOLE, 2, 5)], PieceViews(parameters).weight_view)
     parameters["w"].data.fill_(7)
     group.reload_master()
     assert group.tensors[0].tolist() == [7, 7, 7]
@@ -130,10 +130,10 @@ def test_whole_gradients_of_stage_0() -> None:
         group.set_gradients(views_of(gradients))
         assert flat_gradient(group) == [1, 4, 7, 10, 2, 5, 8, 11, 20, 30]
     _, places = stored_columns()
-    group = SteppedGroup(fragments, places.weight)
+    group = SteppedGroup(fragments, places.weight_view)
     assert group.in_place
     own = {"w": side_by_side([COLUMNS], gradients["w"]), "b": gradients["b"]}
-    group.set_gradients(lambda piece: places.of(piece, own[piece.parameter]))
+    group.set_gradients(lambda piece: places.view_in(piece, own[piece.parameter]))
     assert flat_gradient(group) == [1, 4, 7, 10, 2, 5, 8, 11, 20, 30]
     assert [t.grad.data_ptr() for t in group.tensors if t.grad is not None] == [t.data_ptr() for t in own.values()]
 
@@ -146,12 +146,12 @@ def flat_gradient(group: SteppedGroup) -> list[float]:
 def test_link_follows_replaced_storage() -> None:
     """Others replace `param.data` behind us; a step after `link` must reach the new storage."""
     parameters = parameters_of()
-    group = SteppedGroup([Fragment(WHOLE, 0, 12)], Places(parameters).weight)
+    group = SteppedGroup([Fragment(WHOLE, 0, 12)], PieceViews(parameters).weight_view)
     parameters["w"].data = torch.zeros(4, 3)
     step_once(group, 12)
     assert bool((parameters["w"] == -1).all())
     parameter, places = stored_columns()
-    group = SteppedGroup([Fragment(COLUMNS, 0, 8)], places.weight)
+    group = SteppedGroup([Fragment(COLUMNS, 0, 8)], places.weight_view)
     parameter.data = torch.zeros_like(parameter)  # keeps the order in memory, as clone() does
     step_once(group, 8)
     assert bool((parameter == -1).all())
@@ -166,7 +166,7 @@ def step_once(group: SteppedGroup, num_elements: int) -> None:
 def test_storage_of_another_order_is_an_error() -> None:
     """A flat copy would be stepped, and the weights would stay as they are."""
     parameter, places = stored_columns()
-    group = SteppedGroup([Fragment(COLUMNS, 0, 8)], places.weight)
+    group = SteppedGroup([Fragment(COLUMNS, 0, 8)], places.weight_view)
     parameter.data = parameter.data.contiguous()
     with pytest.raises(RuntimeError, match="another memory order"):
         group.link()
@@ -184,8 +184,8 @@ def test_a_group_of_which_this_rank_steps_nothing() -> None:
 
 def groups_of(parameters: dict[str, nn.Parameter]) -> list[SteppedGroup]:
     return [
-        SteppedGroup([Fragment(WHOLE, 4, 9)], Places(parameters).weight),
-        SteppedGroup([Fragment(BIAS, 0, 1)], Places(parameters).weight),
+        SteppedGroup([Fragment(WHOLE, 4, 9)], PieceViews(parameters).weight_view),
+        SteppedGroup([Fragment(BIAS, 0, 1)], PieceViews(parameters).weight_view),
     ]
 
 

@@ -16,19 +16,20 @@ from hypothesis import strategies as st
 
 from sdp_deepspeed.config import KEY, parse
 from sdp_deepspeed.distributed.communicator import Communicator
-from sdp_deepspeed.layout.segments import Segment, TensorInfo, build_segments
+from sdp_deepspeed.layout.segments import Segment, build_segments
 from sdp_deepspeed.plan.placement import (
     Load,
     Network,
     Placement,
     bytes_between_nodes,
-    choose,
+    choose_placement,
     node_of_process,
     packed,
     spread,
 )
 from sdp_deepspeed.plan.plan import Plan
 from sdp_deepspeed.plan.planner import plan_model
+from sdp_deepspeed.plan.tensors import TensorInfo
 from sdp_deepspeed.units import Piece, Unit
 from tests.helpers.models import family
 
@@ -106,7 +107,7 @@ def by_pairs(load: Load, network: Network, ranks: Sequence[int]) -> int:
         for one, other in product(holders, range(len(ranks))):
             if network.nodes[one] != network.nodes[other]:
                 there = network.gradient_bytes if other in holders else 0
-                back = network.weight_bytes if other in holders or load.everyone_updates else 0
+                back = network.weight_bytes if other in holders or load.all_receive_weights else 0
                 total += Fraction(elements, len(holders)) * (there + back)
         return total
 
@@ -129,13 +130,13 @@ def test_auto_takes_what_sends_fewer_bytes(case: tuple[tuple[str, ...], Load]) -
     nodes, load = case
     network = Network(nodes, 2, 4)
     sent = {name: by_pairs(load, network, way(nodes, load.num_subnetworks)) for name, way in WAYS.items()}
-    placement, ranks = choose(load, network)
+    placement, ranks = choose_placement(load, network)
     assert (placement.packed_bytes, placement.spread_bytes) == (sent["packed"], sent["spread"])
     assert sent[placement.name] == min(sent.values())
     assert placement.name == "packed" or sent["packed"] > sent["spread"]
     assert ranks == WAYS[placement.name](nodes, load.num_subnetworks)
     for name, way in WAYS.items():
-        asked, ranks = choose(load, network, name)
+        asked, ranks = choose_placement(load, network, name)
         assert (asked, ranks) == (
             dataclasses.replace(placement, name=name, by_config=True),
             way(nodes, load.num_subnetworks),
@@ -144,7 +145,7 @@ def test_auto_takes_what_sends_fewer_bytes(case: tuple[tuple[str, ...], Load]) -
 
 @given(st.integers(1, 4).flatmap(loads), st.integers(1, 3))
 def test_nothing_leaves_a_single_node(load: Load, replicas: int) -> None:
-    placement, _ = choose(load, Network(("here",) * (load.num_subnetworks * replicas)))
+    placement, _ = choose_placement(load, Network(("here",) * (load.num_subnetworks * replicas)))
     assert placement == Placement("packed", 1, 0, 0)
 
 
@@ -152,7 +153,7 @@ def test_nothing_leaves_a_single_node(load: Load, replicas: int) -> None:
 def test_names_of_nodes_do_not_matter(case: tuple[tuple[str, ...], Load]) -> None:
     nodes, load = case
     renamed: tuple[Hashable, ...] = tuple(("rack", 900 - ord(node)) for node in nodes)
-    assert choose(load, Network(nodes)) == choose(load, Network(renamed))
+    assert choose_placement(load, Network(nodes)) == choose_placement(load, Network(renamed))
 
 
 def test_bytes_by_hand() -> None:
@@ -164,22 +165,22 @@ def test_bytes_by_hand() -> None:
     """
     network = Network(("a", "a", "b", "b"), 2, 4)
     forward = Load(2, [(0,), (1,)], [8, 8], 4)
-    assert choose(forward, network)[0] == Placement("packed", 2, 8 * 6, 8 * 6 + 2 * 8 * 6)
-    backward = dataclasses.replace(forward, everyone_updates=True)
-    assert choose(backward, network)[0] == Placement("packed", 2, 8 * 6 + 32 * 4, 8 * 6 + 16 * 2 + 32 * 4)
+    assert choose_placement(forward, network)[0] == Placement("packed", 2, 8 * 6, 8 * 6 + 2 * 8 * 6)
+    backward = dataclasses.replace(forward, all_receive_weights=True)
+    assert choose_placement(backward, network)[0] == Placement("packed", 2, 8 * 6 + 32 * 4, 8 * 6 + 16 * 2 + 32 * 4)
 
 
 def test_spread_wins_on_uneven_nodes() -> None:
     """One rank is alone, so one subnetwork is split: packed splits the last, spread the first."""
     network = Network(("alone", "b", "b", "b"))
     light_first = Load(2, [(0,), (1,)], [1, 100])
-    placement, ranks = choose(light_first, network)
+    placement, ranks = choose_placement(light_first, network)
     assert (placement.name, ranks) == ("spread", (0, 1, 0, 1))
-    placement, ranks = choose(Load(2, [(0,), (1,)], [100, 1]), network)
+    placement, ranks = choose_placement(Load(2, [(0,), (1,)], [100, 1]), network)
     assert (placement.name, ranks) == ("packed", (1, 0, 0, 1))
 
 
-def crossing(segments: Sequence[Segment], network: Network, everyone_updates: bool) -> Iterator[int]:
+def crossing(segments: Sequence[Segment], network: Network, all_receive_weights: bool) -> Iterator[int]:
     """Bytes between nodes as the exchange's own shards have them, per segment."""
     for segment, one, other in product(segments, range(len(network.nodes)), range(len(network.nodes))):
         if network.nodes[one] == network.nodes[other]:
@@ -187,7 +188,7 @@ def crossing(segments: Sequence[Segment], network: Network, everyone_updates: bo
         start, stop = segment.shard(other)  # one contributes to what the other owns
         yield (stop - start) * segment.held_by(one) * network.gradient_bytes
         start, stop = segment.shard(one)  # one owns what the other gets
-        yield (stop - start) * (everyone_updates or segment.held_by(other)) * network.weight_bytes
+        yield (stop - start) * (all_receive_weights or segment.held_by(other)) * network.weight_bytes
 
 
 @pytest.mark.parametrize("regime", ["forward", "backward"])
@@ -245,7 +246,7 @@ def test_network_of_the_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
     assert (network.nodes[1:], network.gradient_bytes, network.weight_bytes) == (("x", "y"), 2, 4)
     assert str(network.nodes[0]).endswith("/3")
     peers = cast("Communicator", Gathered(["elsewhere"]))
-    workers = Network.gather(ranks, peers=peers, gradient_bytes=2, weight_bytes=4)
+    workers = Network.gather(ranks, tp_group=peers, gradient_bytes=2, weight_bytes=4)
     assert workers.nodes[0] == (network.nodes[0], "elsewhere")
 
 

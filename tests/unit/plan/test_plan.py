@@ -13,9 +13,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sdp_deepspeed.config import KEY, SubnetworkConfig, parse, resolve
+from sdp_deepspeed.config import KEY, SubnetworkConfig, parse
+from sdp_deepspeed.plan.counts import resolve
 from sdp_deepspeed.plan.placement import Network
-from sdp_deepspeed.plan.plan import Plan, make_plan, spectral_gap
+from sdp_deepspeed.plan.plan import Plan
+from sdp_deepspeed.plan.planner import make_plan
+from sdp_deepspeed.plan.spectral_gap import spectral_gap
 from sdp_deepspeed.units import Piece, Unit, UnitCost
 
 COST = UnitCost(num_parameters=4, num_bytes=16, flops=8)

@@ -11,8 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
-from sdp_deepspeed.architectures import Branch, Cut, Inner, Site, find_sites, units_of_sites
-from sdp_deepspeed.architectures.sites import CutTensor
+from sdp_deepspeed.architectures import Branch, Cut, InnerLayers, LocatedBranch, locate_branches, units_of_branches
+from sdp_deepspeed.architectures.located_branch import CutTensor
 from sdp_deepspeed.config import SubnetworkConfig, parse
 from sdp_deepspeed.distributed.communicator import Communicator
 from sdp_deepspeed.plan.plan import Plan
@@ -108,11 +108,11 @@ def test_without_divisions_a_plan_is_itself() -> None:
     assert Shards(0, 1, {}).local_plan(plan) is plan
 
 
-def site(*, blocks: int = 1, dim: int = 0, num_cells: int = 12) -> Site:
-    inner = Inner((Cut("up", dim, blocks), Cut("down", 1, is_output=True)))
+def site(*, blocks: int = 1, dim: int = 0, num_cells: int = 12) -> LocatedBranch:
+    inner = InnerLayers((Cut("up", dim, blocks), Cut("down", 1, is_output=True)))
     tensors = (CutTensor(inner.cuts[0], "up", dim, 12), CutTensor(inner.cuts[1], "down", 1, 12))
     pieces = (Piece("norm", None, 0, 4), Piece("up", None, 0, 48), Piece("down", None, 0, 48))
-    return Site("layer", Branch("mlp", norm="norm", body="ff", inner=inner), pieces, num_cells, tensors)
+    return LocatedBranch("layer", Branch("mlp", norm="norm", body="ff", inner=inner), pieces, num_cells, tensors)
 
 
 def test_a_branch_as_a_rank_has_it() -> None:
@@ -120,7 +120,7 @@ def test_a_branch_as_a_rank_has_it() -> None:
     assert (local.num_cells, [tensor.size for tensor in local.cut_tensors]) == (6, [6, 6])
     assert [piece.length for piece in local.pieces] == [4, 24, 24]
     assert local.pieces_of_cells(range(4, 6)) == (Piece("up", 0, 4, 2), Piece("down", 1, 4, 2))
-    assert shards().local_site(replace(site(), why_whole="because")).why_whole == "because"
+    assert shards().local_site(replace(site(), uncuttable_reason="because")).uncuttable_reason == "because"
 
 
 def test_a_replicated_branch_stays_whole() -> None:
@@ -130,8 +130,8 @@ def test_a_replicated_branch_stays_whole() -> None:
 def test_layers_that_are_divided_otherwise_cannot_be_cut() -> None:
     """Stacked blocks, another dim, or only some of the layers."""
     for wrong in (site(blocks=3), site(dim=1)):
-        assert "does not divide up along its neurons or heads" in shards().local_site(wrong).why_whole
-    assert "does not divide down" in Shards(0, 2, {"up": UP}).local_site(site()).why_whole
+        assert "does not divide up along its neurons or heads" in shards().local_site(wrong).uncuttable_reason
+    assert "does not divide down" in Shards(0, 2, {"up": UP}).local_site(site()).uncuttable_reason
 
 
 def test_uneven_shards_are_an_error() -> None:
@@ -144,16 +144,16 @@ def test_uneven_shards_are_an_error() -> None:
         uneven.local_site(site())
 
 
-def divided_llama(index: int) -> tuple[list[Site], Shards]:
+def divided_llama(index: int) -> tuple[list[LocatedBranch], Shards]:
     """A Llama's sites and shards, as AutoTP divides it among two ranks."""
     model = family("llama")
     divisions = {}
-    for found in find_sites(model):
+    for found in locate_branches(model):
         for tensor in found.cut_tensors:
             shape = tuple(model.get_parameter(tensor.parameter).shape)
             divisions[tensor.parameter] = Division(shape, tensor.dim, (shape[tensor.dim] // 2,) * 2)
     own = Shards(index, 2, divisions)
-    return [own.local_site(found) for found in find_sites(model)], own
+    return [own.local_site(found) for found in locate_branches(model)], own
 
 
 def block(**keys: object) -> SubnetworkConfig:
@@ -210,15 +210,15 @@ def test_a_plan_of_blocks_fits_any_division(tmp_path: Path) -> None:
     whole.save(path)
     plan, local = divided_plan(0, block(strategy="block", assignment=path))
     assert plan == whole
-    expected = units_of_sites(divided_llama(0)[0])
+    expected = units_of_branches(divided_llama(0)[0])
     assert list(local.units) == expected
 
 
 def test_a_config_does_not_say_whose_heads_it_counts() -> None:
     """Of a model that its author divided: those of the dense model, or of a shard."""
-    attention, mlp, *_ = find_sites(family("llama"))
+    attention, mlp, *_ = locate_branches(family("llama"))
     divided = {"model.layers.0.self_attn.q_proj.weight": None, "model.layers.0.mlp.up_proj.weight": None}
-    assert "does not say whether it counts" in _without_heads_of_config(attention, divided).why_whole
+    assert "does not say whether it counts" in _without_heads_of_config(attention, divided).uncuttable_reason
     assert _without_heads_of_config(mlp, divided) == mlp
     assert _without_heads_of_config(attention, {}) == attention
 
@@ -245,9 +245,15 @@ class OtherRankHas(Communicator):
         return tensor
 
 
+def installed(model: Tied, group: OtherRankHas, shards: Shards) -> StateDicts:
+    result = StateDicts(group, shards)
+    result.install(model)
+    return result
+
+
 def test_state_dicts_are_gathered_inside_only() -> None:
     model, group = Tied(), OtherRankHas()
-    dicts = StateDicts(model, group, Shards(1, 2, {"one.weight": Division((6, 2), 0, (3, 3))}))
+    dicts = installed(model, group, Shards(1, 2, {"one.weight": Division((6, 2), 0, (3, 3))}))
     own = model.one.weight.detach().clone()
     assert model.state_dict()["one.weight"].shape == (3, 2)
     with dicts.whole():
@@ -263,7 +269,7 @@ def test_state_dicts_are_gathered_inside_only() -> None:
 
 def test_state_dicts_are_narrowed_inside_only() -> None:
     model = Tied()
-    dicts = StateDicts(model, OtherRankHas(), Shards(1, 2, {"one.weight": Division((6, 2), 0, (3, 3))}))
+    dicts = installed(model, OtherRankHas(), Shards(1, 2, {"one.weight": Division((6, 2), 0, (3, 3))}))
     whole = {"one.weight": torch.arange(12.0).view(6, 2), "one.bias": torch.ones(3)}
     whole["two.weight"] = whole["one.weight"]
     with dicts.whole():
@@ -277,7 +283,7 @@ def test_state_dicts_are_narrowed_inside_only() -> None:
 def test_nobody_says_along_which_dim() -> None:
     model = Tied()
     unknown = Division((12,), 0, (6, 6), is_known=False)
-    dicts = StateDicts(model, OtherRankHas(), Shards(1, 2, {"one.weight": unknown}))
+    dicts = installed(model, OtherRankHas(), Shards(1, 2, {"one.weight": unknown}))
     with dicts.whole(), pytest.raises(RuntimeError, match=r"one\.weight .*set its attribute partition_dim"):
         model.state_dict()
     local = Shards(1, 2, {"one.weight": unknown}).dense_unit(Unit("u", (Piece("one.weight", None, 0, 6),)))

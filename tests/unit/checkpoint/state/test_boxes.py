@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 
 from sdp_deepspeed.checkpoint.state.boxes import Box, box_of, boxes_of, in_dense
 from sdp_deepspeed.checkpoint.state.rank_chunks import in_box
+from sdp_deepspeed.layout.fragments import Fragment
 from sdp_deepspeed.layout.places import in_order
-from sdp_deepspeed.layout.segments import Fragment
 from sdp_deepspeed.plan.shards import Division, Shards
 from sdp_deepspeed.units import Piece
 

@@ -41,7 +41,7 @@ class CutTensor:
 
 
 @dataclass(frozen=True)
-class Site:
+class LocatedBranch:
     """A residual branch in a live model.
 
     Args:
@@ -50,7 +50,7 @@ class Site:
         pieces: all of the branch's parameters and buffers, whole.
         num_cells: neurons or heads (key/value heads) inside; 0 if the description names none.
         cut_tensors: what runs over them.
-        why_whole: why this branch cannot be cut, if it cannot: its layers are not as described.
+        uncuttable_reason: why this branch cannot be cut, if it cannot: its layers are not as described.
     """
 
     layer: str
@@ -58,7 +58,7 @@ class Site:
     pieces: tuple[Piece, ...]
     num_cells: int = 0
     cut_tensors: tuple[CutTensor, ...] = ()
-    why_whole: str = ""
+    uncuttable_reason: str = ""
 
     @property
     def name(self) -> str:
@@ -79,7 +79,7 @@ class Site:
         return tuple(f"{self.layer}.{name}" for name in self.branch.modules)
 
 
-def find_sites(model: nn.Module) -> list[Site]:
+def locate_branches(model: nn.Module) -> list[LocatedBranch]:
     """All residual branches of the described layers, in model order.
 
     Raises:
@@ -93,9 +93,9 @@ def find_sites(model: nn.Module) -> list[Site]:
             try:
                 cells = _cells(name, module.get_submodule(branch.body), branch)
             except (AttributeError, ValueError) as problem:  # of no concern to the block strategy
-                sites.append(Site(name, branch, pieces, why_whole=f"{problem}"))
+                sites.append(LocatedBranch(name, branch, pieces, uncuttable_reason=f"{problem}"))
             else:
-                sites.append(Site(name, branch, pieces, *cells))
+                sites.append(LocatedBranch(name, branch, pieces, *cells))
     if not sites:
         raise ValueError(
             f"{type(model).__name__} has no layer whose residual branches are known; known are "
@@ -124,7 +124,7 @@ def _pieces(layer_name: str, layer: nn.Module, branch: Branch) -> tuple[Piece, .
 def _cells(layer_name: str, body: nn.Module, branch: Branch) -> tuple[int, tuple[CutTensor, ...]]:
     """Number of cells of a branch, and its tensors that run over them; an error if they are not as described."""
     if branch.inner is None:
-        raise ValueError("its description names no neurons or heads; register it with architectures.Inner")
+        raise ValueError("its description names no neurons or heads; register it with architectures.InnerLayers")
     tensors = [tensor for cut in branch.inner.cuts for tensor in _cut_tensors(f"{layer_name}.{branch.body}", body, cut)]
     path, start = branch.inner.heads, cast(Any, body)
     num_cells = tensors[0].size if path is None else int(reduce(getattr, path.split("."), start))
@@ -148,7 +148,7 @@ def _cut_tensors(body_name: str, body: nn.Module, cut: Cut) -> list[CutTensor]:
     return result
 
 
-def _refuse_tied(model: nn.Module, sites: Sequence[Site]) -> None:
+def _refuse_tied(model: nn.Module, sites: Sequence[LocatedBranch]) -> None:
     owners: dict[int, str] = {}
     inside = {piece.parameter: site.name for site in sites for piece in site.pieces}
     tensors: Iterable[tuple[str, torch.Tensor]] = itertools.chain(

@@ -1,0 +1,116 @@
+"""The order in which the method is applied to a live module: divide, plan, mask, materialize, dense view.
+
+Read this first to see what happens to a model; each step is in a room of its own.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+import torch.distributed
+from deepspeed.utils import log_dist
+from torch import nn
+
+from sdp_deepspeed.architectures import unit_costs
+from sdp_deepspeed.config import KEY, SubnetworkConfig
+from sdp_deepspeed.deferred_init.materialize import DeferredModel, check_initialized_alike, refuse_tensor_parallel
+from sdp_deepspeed.distributed.agreement import run_on_all_ranks
+from sdp_deepspeed.distributed.communicator import RankGroups
+from sdp_deepspeed.distributed.monitored_barrier import make_monitored_barrier
+from sdp_deepspeed.engine.consistency import check_holders_agree, check_same_plan
+from sdp_deepspeed.layout.places import PieceViews
+from sdp_deepspeed.layout.rank_model import RankModel
+from sdp_deepspeed.masking.dense_view import DenseView
+from sdp_deepspeed.masking.mask import Mask
+from sdp_deepspeed.plan.placement import Network
+from sdp_deepspeed.plan.plan import Plan
+from sdp_deepspeed.plan.planner import plan_model
+from sdp_deepspeed.plan.tensors import dense_tensors, named_tensors
+from sdp_deepspeed.tensor_parallel.checks import check_groups
+from sdp_deepspeed.tensor_parallel.model import ModelBeforeAutoTP, TensorParallel, build_tensor_parallel
+
+
+@dataclass(frozen=True)
+class ModelAtStart:
+    """A module that DeepSpeed has cast, moved and made equal on all data-parallel ranks.
+
+    Args:
+        module: on `device`, or without storage yet (`deferred`).
+        device: where the weights belong.
+        stage: ZeRO's.
+        network: nodes of the ranks; a function because gathering them is a collective.
+        before_autotp: what AutoTP's division has left no trace of; None if AutoTP did not divide the module.
+        deferred: what makes the weights of a module without storage; None if they are there.
+    """
+
+    module: nn.Module
+    device: torch.device
+    stage: int
+    network: Callable[[], Network]
+    before_autotp: ModelBeforeAutoTP | None = None
+    deferred: DeferredModel | None = None
+
+
+@dataclass(frozen=True)
+class AppliedPlan:
+    """A module that is this rank's subnetwork, and what makes it the dense model again.
+
+    Args:
+        plan: in the dense model's coordinates, the same on every rank.
+        model: the plan in this rank's coordinates, and where its pieces lie.
+        parallel: this rank's part in a tensor-parallel group.
+        mask: applied to the module.
+        dense_view: installed in the module.
+    """
+
+    plan: Plan
+    model: RankModel
+    parallel: TensorParallel
+    mask: Mask
+    dense_view: DenseView
+
+
+def apply_plan(start: ModelAtStart, block: SubnetworkConfig, groups: RankGroups) -> AppliedPlan:
+    """Make a module this rank's subnetwork; every rank calls it.
+
+    Raises:
+        ValueError, RuntimeError: on all ranks: what one of them cannot divide, plan or mask, or what is not the same on
+            all of them.
+    """
+    module, network = start.module, start.network()
+
+    def divide_plan_and_mask() -> tuple[TensorParallel, Plan, list[str], Mask]:
+        check_groups(groups)
+        if groups.tp_group is not None:
+            refuse_tensor_parallel(start.deferred)
+        tensors = tuple(dense_tensors(module))
+        parallel = build_tensor_parallel(module, groups.tp_group, start.before_autotp, stage=start.stage)
+        plan, warnings = plan_model(
+            module, block, groups.dp_group.size, network, sites=parallel.sites, shards=parallel.shards
+        )
+        model = RankModel(
+            plan=parallel.shards.local_plan(plan),
+            tensors=tensors,
+            views=PieceViews(named_tensors(module)),
+            rank=groups.dp_group.rank,
+            shards=parallel.shards,
+        )
+        costs = unit_costs(module, model.plan.units)
+        mask = Mask(module, model, parallel.sites, scales=block.dense_branch_scale == "coverage")
+        mask.apply()
+        return parallel, plan, [*warnings, plan.table(costs)], mask
+
+    parallel, plan, (*warnings, table), mask = run_on_all_ranks(groups.world, divide_plan_and_mask)
+    check_same_plan(plan, groups.world)
+    if start.deferred is not None:
+        start.deferred.materialize(mask, start.device, groups.world)
+        check_initialized_alike(lambda: check_holders_agree(mask.model, groups.dp_group))
+    dense_view = DenseView(module, mask, groups.dp_group, make_monitored_barrier(torch.distributed))
+    dense_view.install()
+    for warning in warnings:
+        log_dist(f"{KEY}: {warning}", ranks=[0], level=logging.WARNING)
+    log_dist(f"{KEY}\n{table}", ranks=[0])
+    return AppliedPlan(plan, mask.model, parallel, mask, dense_view)

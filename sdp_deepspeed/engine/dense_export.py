@@ -1,0 +1,67 @@
+"""Writing the dense model from a live engine: a collective, in which an error of one rank is raised on all."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from sdp_deepspeed.distributed.agreement import raise_on_all_ranks
+from sdp_deepspeed.distributed.communicator import Communicator
+from sdp_deepspeed.engine.apply_plan import AppliedPlan
+
+
+@dataclass(frozen=True)
+class DenseExport:
+    """Writes what every rank has a part of.
+
+    Args:
+        module: this rank's subnetwork.
+        applied: what makes it dense.
+        world: all ranks.
+        resident: enters the dense model as a whole (`engine.dense(resident=True)`).
+    """
+
+    module: Any  # an nn.Module; its `save_pretrained` is Transformers'
+    applied: AppliedPlan
+    world: Communicator
+    resident: Callable[[], AbstractContextManager[None]]
+
+    def save_pretrained(self, folder: str | Path, tokenizer: Any = None, **options: Any) -> None:
+        """As `SubnetworkEngine.save_pretrained`."""
+
+        def write() -> None:
+            state = self.applied.parallel.state_dict(self.module)
+            if self.world.rank == 0:
+                Path(folder).mkdir(parents=True, exist_ok=True)  # Transformers only logs it if this is a file
+                self.module.save_pretrained(str(folder), **state, **options)
+                if tokenizer is not None:
+                    tokenizer.save_pretrained(str(folder))
+
+        self.run(write, f"save_pretrained: cannot write {folder}")
+
+    def run_as_built(self, write: Callable[[], object], failure: str) -> None:
+        """As `run`, with parameters that require gradients where they did before units were dropped or frozen."""
+
+        def write_as_built() -> None:
+            with self.applied.mask.trainable_as_built():
+                write()
+
+        self.run(write_as_built, failure)
+
+    def run(self, write: Callable[[], None], failure: str) -> None:
+        """Run `write` on every rank in the dense model.
+
+        Raises:
+            RuntimeError: on all ranks, `failure` and the error of the first rank that has one.
+        """
+        error: Exception | None = None
+        self.applied.dense_view.wait_to_write()
+        with self.resident():
+            try:
+                write()
+            except Exception as problem:  # of any kind: the others wait for this rank
+                error = RuntimeError(f"{failure}: {problem}")
+            raise_on_all_ranks(self.world, error)  # here, where no barrier's shorter time limit runs

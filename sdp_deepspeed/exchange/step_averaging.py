@@ -1,0 +1,82 @@
+"""Stages 0 and 1: gradients are averaged in the optimizer's step."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from sdp_deepspeed.exchange.averaging import Averages, Averaging, AveragingOptions, run_pipelined
+from sdp_deepspeed.exchange.exchange import Exchange, Reduction
+from sdp_deepspeed.exchange.gradients import Gradients
+from sdp_deepspeed.layout.fragments import num_elements, write
+from sdp_deepspeed.layout.segments import Bucket
+
+
+class StepAveraging(Averaging):
+    """Everything is exchanged in `collect`. Any number of backward passes may come before it.
+
+    Args:
+        keeps_flats: stage 1. At stage 0 the owners send averages back to all holders.
+        needs_one_flat: for each optimizer param group whether its averages must be one tensor (a master's gradient).
+            Others grow bucket by bucket while local gradients go, so that never both are there as a whole.
+    """
+
+    def __init__(
+        self,
+        exchange: Exchange,
+        gradients: Gradients,
+        options: AveragingOptions,
+        *,
+        keeps_flats: bool = True,
+        needs_one_flat: Sequence[bool] = (),
+    ) -> None:
+        super().__init__(exchange, gradients, options)
+        self._keeps_flats = keeps_flats
+        self._needs_one_flat = list(needs_one_flat) or [True] * len(options.group_sizes)
+
+    @torch.no_grad()
+    def collect(self) -> Averages:
+        squares = torch.zeros((), dtype=torch.float64, device=self._device)
+        flats = [
+            [torch.empty(size, device=self._device)] if whole else []
+            for size, whole in zip(self._group_sizes, self._needs_one_flat if self._keeps_flats else (), strict=False)
+        ]
+        position = [0] * len(flats)
+
+        def slots(bucket: Bucket) -> list[torch.Tensor]:
+            found = []
+            for segment, fragments in self._exchange.owned(bucket):
+                group, length = segment.group, num_elements(fragments)
+                if self._needs_one_flat[group]:
+                    found.append(flats[group][0].narrow(0, position[group], length))
+                    position[group] += length
+                else:
+                    flats[group].append(torch.empty(length, device=self._device))
+                    found.append(flats[group][-1])
+            return found
+
+        def start(bucket: Bucket) -> Reduction:
+            if not self._keeps_flats:
+                return self._exchange.start_reduce(bucket, self._gradients.view)
+            reduction = self._exchange.start_reduce(bucket, self._gradients.view, slots(bucket))
+            self._free_packed(bucket)
+            return reduction
+
+        def finish(reduction: Reduction) -> None:
+            self._exchange.finish_reduce(reduction)
+            squares.add_(self._squares(reduction.bucket, reduction.averages))
+            if not self._keeps_flats:
+                self._send_back(reduction)
+
+        run_pipelined(self._exchange.buckets, start, finish, max_in_flight=self._max_in_flight)
+        return Averages(flats if self._keeps_flats else None, squares)
+
+    def _send_back(self, reduction: Reduction) -> None:
+        bucket = reduction.bucket
+        for name in self._exchange.held_names(bucket):
+            self._gradients.make(name)
+        for (_, fragments), average in zip(self._exchange.owned(bucket), reduction.averages, strict=True):
+            sizes = [fragment.num_elements for fragment in fragments]
+            write(self._gradients.view, fragments, average.split(sizes))
+        self._exchange.distribute(bucket, self._gradients.view)

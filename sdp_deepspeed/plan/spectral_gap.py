@@ -1,0 +1,34 @@
+"""How fast workers mix: the spectral gap of the gossip matrix of a table."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from sdp_deepspeed.plan.assignment.graph import incidence, is_connected
+
+
+def spectral_gap(holders: Sequence[Sequence[int]], weights: Sequence[int], k: int, p: int) -> float:
+    """rho = 1 - lambda_2 of the gossip matrix (defined in plan/README.md).
+
+    Args:
+        holders: for each unit its subnetworks.
+        weights: for each unit its trainable elements.
+        k: number of subnetworks.
+        p: holders per unit; the row sums cancel it, so it only has to be positive.
+
+    Returns:
+        0.0 when the graph of subnetworks and (weighted) units falls apart, 1.0 when all hold everything.
+    """
+    import numpy as np
+
+    if k == 1:
+        return 1.0
+    table = incidence([h for h, w in zip(holders, weights, strict=True) if w > 0], k)
+    if not is_connected(table):
+        return 0.0
+    kept = np.array([w for w in weights if w > 0], dtype=np.float64)
+    overlaps = (table.T * kept) @ table / p
+    row_sums = overlaps.sum(axis=1)
+    # W is not symmetric when loads differ, but is similar to this symmetric matrix: same eigenvalues, all real.
+    eigenvalues = np.linalg.eigvalsh(overlaps / np.sqrt(np.outer(row_sums, row_sums)))
+    return float(min(1.0, max(0.0, 1.0 - eigenvalues[-2])))

@@ -1,0 +1,91 @@
+"""The dense model's tensors as a plan sees them, and the pieces that each is made of."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from sdp_deepspeed.plan.plan import Plan
+from sdp_deepspeed.units import Piece
+
+if TYPE_CHECKING:
+    import torch
+    from torch import nn
+
+NOT_OPTIMIZED = -1
+
+
+@dataclass(frozen=True)
+class TensorInfo:
+    """What the layout must know of one dense tensor.
+
+    Args:
+        name: dense name.
+        shape: dense shape.
+        dtype: of the weights (torch.dtype).
+        group: index of the optimizer param group, NOT_OPTIMIZED for a tensor that no optimizer has.
+        kind: "parameter" or "buffer".
+        trainable: whether it required gradients before units were dropped.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: Any
+    group: int = NOT_OPTIMIZED
+    kind: str = "parameter"
+    trainable: bool = True
+
+
+def pieces_by_tensor(
+    tensors: Sequence[TensorInfo], plan: Plan
+) -> dict[tuple[str, str], list[tuple[Piece, tuple[int, ...]]]]:
+    """Per (kind, name) the pieces that make up the dense tensor, with the ranks that hold each; what is in no
+    unit is shared by all."""
+    everyone = tuple(range(len(plan.subnetwork_of_rank)))
+    claimed: dict[tuple[str, str], list[tuple[Piece, tuple[int, ...]]]] = {}
+    for index, unit in enumerate(plan.units):
+        ranks = plan.ranks_of(index)
+        for piece in unit.pieces:
+            claimed.setdefault((piece.kind, piece.parameter), []).append((piece, ranks))
+    return {
+        (info.kind, info.name): _with_shared_rest(info, claimed.get((info.kind, info.name), []), everyone)
+        for info in tensors
+    }
+
+
+def _with_shared_rest(
+    info: TensorInfo, claimed: list[tuple[Piece, tuple[int, ...]]], everyone: tuple[int, ...]
+) -> list[tuple[Piece, tuple[int, ...]]]:
+    kind: Any = info.kind
+    if not claimed:
+        return [(Piece(info.name, None, 0, math.prod(info.shape), kind), everyone)]
+    dim = claimed[0][0].dim
+    if dim is None:
+        return claimed
+    if all(holders == everyone for _, holders in claimed):  # as good as shared: nobody stores it cut
+        return [(Piece(info.name, None, 0, math.prod(info.shape), kind), everyone)]
+    result: list[tuple[Piece, tuple[int, ...]]] = []
+    position = 0
+    for piece, holders in sorted(claimed, key=lambda item: item[0].start):
+        if piece.start > position:
+            result.append((Piece(info.name, dim, position, piece.start - position, kind), everyone))
+        result.append((piece, holders))
+        position = piece.start + piece.length
+    if position < info.shape[dim]:
+        result.append((Piece(info.name, dim, position, info.shape[dim] - position, kind), everyone))
+    return result
+
+
+def dense_tensors(model: nn.Module) -> list[TensorInfo]:
+    """Shapes, dtypes and trainability of a whole model's parameters, in model order."""
+    return [
+        TensorInfo(name, tuple(parameter.shape), parameter.dtype, trainable=parameter.requires_grad)
+        for name, parameter in model.named_parameters()
+    ]
+
+
+def named_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
+    """Parameters and buffers by dense name, each once."""
+    return dict(model.named_parameters()) | dict(model.named_buffers())

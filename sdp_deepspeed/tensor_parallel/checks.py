@@ -1,0 +1,54 @@
+"""What tensor-parallel groups cannot be, said before anything waits for them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from deepspeed.utils.bwc import bwc_pipeline_parallel_world_size
+from torch import nn
+
+from sdp_deepspeed.config import KEY
+from sdp_deepspeed.distributed.communicator import RankGroups
+
+
+def check_mpu(mpu: Any) -> None:
+    """Refuse what an `mpu` object may name besides tensor and data parallelism."""
+    sequence = mpu.get_sequence_parallel_world_size() if hasattr(mpu, "get_sequence_parallel_world_size") else 1
+    for what, size in {"pipeline": bwc_pipeline_parallel_world_size(mpu), "sequence": sequence}.items():
+        if size > 1:
+            raise ValueError(
+                f"{KEY}: mpu has {size} {what}-parallel ranks; only tensor and data parallelism are possible with it"
+            )
+
+
+def check_size(size: int, num_ranks: int) -> None:
+    """AutoTP says it by an assertion without words."""
+    if num_ranks % size:
+        raise ValueError(
+            f"tensor_parallel.autotp_size: got {size}, which does not divide the {num_ranks} ranks that run; use a "
+            "divisor of their number"
+        )
+
+
+@contextmanager
+def translated_autotp_errors(model: nn.Module) -> Iterator[None]:
+    """ValueError for AutoTP's assertions about models that it does not know."""
+    try:
+        yield
+    except AssertionError as problem:
+        raise ValueError(
+            f"tensor_parallel.autotp_size: DeepSpeed's AutoTP cannot divide a {type(model).__name__}: {problem}. Use a "
+            "Llama, Mistral, Qwen2, Qwen3 or GPT-NeoX, or remove tensor_parallel"
+        ) from problem
+
+
+def check_groups(groups: RankGroups) -> None:
+    """Data-parallel times tensor-parallel ranks must be all ranks; ValueError if an `mpu` object says otherwise."""
+    num_peers = 1 if groups.tp_group is None else groups.tp_group.size
+    if groups.dp_group.size * num_peers != groups.world.size:
+        raise ValueError(
+            f"mpu: {groups.dp_group.size} data-parallel times {num_peers} tensor-parallel ranks are not the "
+            f"{groups.world.size} ranks that run, and there can be no other kind"
+        )
