@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import torch
-from deepspeed.runtime.engine import DeepSpeedEngine
 from deepspeed.runtime.fp16.loss_scaler import CreateLossScaler, LossScalerBase
 
 from sdp_deepspeed.distributed.communicator import RankGroups
+from sdp_deepspeed.engine.host_engine import HostEngine
 from sdp_deepspeed.optimizer.settings import Offload, OptimizerSettings
 from sdp_deepspeed.plan.placement import Network
 
 
-def optimizer_settings(engine: DeepSpeedEngine) -> OptimizerSettings:
+def optimizer_settings(engine: HostEngine) -> OptimizerSettings:
     """Read when the engine builds its optimizer."""
     model_dtype, accumulation_dtype = engine.get_data_types()
     stage = int(engine.zero_optimization_stage())
@@ -34,7 +34,7 @@ def optimizer_settings(engine: DeepSpeedEngine) -> OptimizerSettings:
     )
 
 
-def loss_scaler(engine: DeepSpeedEngine) -> LossScalerBase:
+def loss_scaler(engine: HostEngine) -> LossScalerBase:
     """DeepSpeed's own: static, dynamic, or one that scales by 1 without fp16."""
     return CreateLossScaler(
         engine.get_data_types()[0],
@@ -44,7 +44,7 @@ def loss_scaler(engine: DeepSpeedEngine) -> LossScalerBase:
     )
 
 
-def network_of(engine: DeepSpeedEngine, groups: RankGroups) -> Network:
+def network_of(engine: HostEngine, groups: RankGroups) -> Network:
     """Nodes of the ranks, and bytes per element as the exchange sends them; all ranks call it."""
     rounds = engine.gradient_accumulation_steps() if engine.zero_optimization_stage() == 2 else 1
     return Network.gather(

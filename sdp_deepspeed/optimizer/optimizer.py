@@ -25,17 +25,16 @@ from sdp_deepspeed.exchange.averaging import (
     run_pipelined,
 )
 from sdp_deepspeed.exchange.backward_averaging import BackwardAveraging
-from sdp_deepspeed.exchange.exchange import Exchange
 from sdp_deepspeed.exchange.gradients import Gradients
 from sdp_deepspeed.exchange.routes import Receivers
 from sdp_deepspeed.exchange.step_averaging import StepAveraging
 from sdp_deepspeed.layout.fragments import Fragment
 from sdp_deepspeed.layout.rank_model import RankModel
-from sdp_deepspeed.layout.segments import Bucket, Segment, build_buckets, build_segments
+from sdp_deepspeed.layout.segments import Bucket, Segment
+from sdp_deepspeed.optimizer.exchanges import build_exchanges
 from sdp_deepspeed.optimizer.param_groups import agree_on_groups
 from sdp_deepspeed.optimizer.settings import OptimizerSettings
 from sdp_deepspeed.optimizer.stepped_group import SteppedGroup, repoint
-from sdp_deepspeed.plan.tensors import NOT_OPTIMIZED
 from sdp_deepspeed.tensor_parallel.group import TensorParallelGroup
 
 
@@ -85,9 +84,10 @@ class SubnetworkOptimizer(ZeROOptimizer):
             model.views,
             accumulate_in_fp32=settings.accumulate_in_fp32 and settings.stage < 2,
         )
-        self.exchange, self.weight_exchange = self._exchanges()
+        self.exchange, self.weight_exchange = build_exchanges(model, dp_group, settings)
         self.groups = [self._stepped_group(index) for index in range(len(optimizer.param_groups))]
-        self._averaging = self._averaging_of_stage()
+        options = AveragingOptions([group.num_elements for group in self.groups], settings.max_in_flight, tp_group)
+        self._averaging = self._averaging_of_stage(options)
 
     @classmethod
     def build(
@@ -120,31 +120,7 @@ class SubnetworkOptimizer(ZeROOptimizer):
         self._averaging.install()
         repoint(self.optimizer, self.groups)
 
-    def _exchanges(self) -> tuple[Exchange, Exchange]:
-        """For gradients and for weights that return: the same shards, perhaps in buckets of other sizes."""
-        limits = [self.settings.bucket_elements, self.settings.return_bucket_elements or self.settings.bucket_elements]
-        optimized = [info for info in self.model.tensors if info.group != NOT_OPTIMIZED]
-        segments = build_segments(optimized, self.model.plan, max_elements=min(limits))
-        device = next(iter(self._parameters.values())).device
-        gradients, weights = (
-            Exchange(
-                build_buckets(
-                    segments,
-                    size=self._dp_group.size,
-                    max_elements=limit,
-                    all_receive_weights=self._all_receive_weights,
-                ),
-                self._dp_group,
-                device=device,
-                dtype=self.settings.wire_dtype,
-            )
-            for limit in limits
-        )
-        return gradients, weights
-
-    def _averaging_of_stage(self) -> Averaging:
-        sizes = [group.num_elements for group in self.groups]
-        options = AveragingOptions(sizes, self.settings.max_in_flight, self._tp_group)
+    def _averaging_of_stage(self, options: AveragingOptions) -> Averaging:
         if self.settings.stage < 2:
             return StepAveraging(
                 self.exchange,

@@ -1,0 +1,34 @@
+"""The two exchanges of an optimizer: gradients to their owners, and weights on their way back."""
+
+from __future__ import annotations
+
+from sdp_deepspeed.distributed.communicator import Communicator
+from sdp_deepspeed.exchange.exchange import Exchange
+from sdp_deepspeed.layout.rank_model import RankModel
+from sdp_deepspeed.layout.segments import build_buckets, build_segments
+from sdp_deepspeed.optimizer.settings import OptimizerSettings
+from sdp_deepspeed.plan.tensors import NOT_OPTIMIZED
+
+
+def build_exchanges(model: RankModel, dp_group: Communicator, settings: OptimizerSettings) -> tuple[Exchange, Exchange]:
+    """For gradients and for weights: the same shards, perhaps in buckets of other sizes.
+
+    Args:
+        model: its tensors have their param groups.
+    """
+    limits = [settings.bucket_elements, settings.return_bucket_elements or settings.bucket_elements]
+    optimized = [info for info in model.tensors if info.group != NOT_OPTIMIZED]
+    segments = build_segments(optimized, model.plan, max_elements=min(limits))
+    device = next(iter(model.parameters().values())).device
+    gradients, weights = (
+        Exchange(
+            build_buckets(
+                segments, size=dp_group.size, max_elements=limit, all_receive_weights=model.plan.regime == "backward"
+            ),
+            dp_group,
+            device=device,
+            dtype=settings.wire_dtype,
+        )
+        for limit in limits
+    )
+    return gradients, weights
