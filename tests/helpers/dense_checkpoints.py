@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import torch
+import torch.distributed.checkpoint as dcp
+from safetensors.torch import load_file
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from sdp_deepspeed.checkpoint.state.boxes import Box
-from sdp_deepspeed.checkpoint.state.chunks import Chunks, fill
-from sdp_deepspeed.checkpoint.storage.chunk_files import SafetensorsReader
+from sdp_deepspeed.checkpoint.state.chunks import Chunks, SavePlanner, fill
+from sdp_deepspeed.checkpoint.storage import folder as files
+from sdp_deepspeed.checkpoint.storage.chunk_files import SafetensorsReader, SafetensorsWriter
 
 
 def dense_tensors(folder: Path) -> dict[str, torch.Tensor]:
@@ -23,3 +28,19 @@ def dense_tensors(folder: Path) -> dict[str, torch.Tensor]:
         chunks[key].add(Box.whole(info.size), tensors[key])
     fill(chunks, reader)
     return tensors
+
+
+def tensors_in(path: Path) -> dict[str, torch.Tensor]:
+    return {name: value for file in path.glob("*.safetensors") for name, value in load_file(file).items()}
+
+
+def write_checkpoint(path: Path, tensors: Mapping[str, torch.Tensor]) -> None:
+    """A checkpoint without a training."""
+    writer = SafetensorsWriter(files.prepare(path, "tag"), "tensors_00000.safetensors")
+    chunks: dict[str, Any] = {}
+    for key, value in tensors.items():
+        chunks[key] = Chunks(value.shape, value.dtype)
+        chunks[key].add(Box.whole(value.shape), value)
+    dcp.save(chunks, storage_writer=writer, planner=SavePlanner(), no_dist=True)
+    facts = {"format": files.FORMAT, "global_steps": 1, "ranks": 1, "files": writer.records}
+    files.publish(path, "tag", facts, latest=True)

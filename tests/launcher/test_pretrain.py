@@ -21,8 +21,8 @@ from transformers import AutoModelForCausalLM
 
 from sdp_deepspeed.config import KEY
 from sdp_deepspeed.data import DataConfig, build
+from tests.helpers.repository import ROOT
 
-ROOT = Path(__file__).parents[2]
 NUM_RANKS = 2
 TIME_LIMIT = 180.0  # seconds for anything that is waited for; a start of two ranks takes 15 on an idle machine
 

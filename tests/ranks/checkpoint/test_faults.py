@@ -189,34 +189,6 @@ def _denied(path: Path) -> None:
     raise PermissionError(13, "Permission denied", str(path))
 
 
-def test_a_replacement_that_fails_is_undone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    rename = os.rename
-
-    def failing(source: Path, target: Path) -> None:
-        if source.name == ".tag.writing":
-            raise OSError(5, "Input/output error")
-        rename(source, target)
-
-    (files.prepare(tmp_path, "tag") / "old").touch()
-    files.publish(tmp_path, "tag", {}, latest=True)
-    files.prepare(tmp_path, "tag")
-    monkeypatch.setattr(files.os, "rename", failing)
-    with pytest.raises(OSError, match="Input/output"):
-        files.publish(tmp_path, "tag", {}, latest=True)
-    files.discard(tmp_path, "tag")
-    assert (tmp_path / "tag" / "old").exists()
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["latest", "tag"]
-
-
-def test_what_latest_names_is_not_pruned(tmp_path: Path) -> None:
-    for step, tag in enumerate(["first", "second", "third"]):
-        files.prepare(tmp_path, tag)
-        facts = {"format": files.FORMAT, "global_steps": step, "saved_at": step}
-        files.publish(tmp_path, tag, facts, latest=tag == "first")
-    files.prune(tmp_path, 1, "third")
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["first", "latest", "third"]
-
-
 def _cases(size: int, options: pytest.Config) -> Iterator[tuple[str, Any]]:
     for check in (files_may_not_grow, a_disk_is_full, a_disk_is_read_only, one_rank_cannot_look):
         yield check.__name__, check

@@ -13,8 +13,8 @@ import torch.distributed as dist
 
 from sdp_deepspeed.config import KEY
 from sdp_deepspeed.estimate.per_rank import Precision, Setup, estimate, plain
-from sdp_deepspeed.measure.step import StepFigures, measured_step, optimizer_tensors, storage_bytes, tensors_in
-from sdp_deepspeed.measure.traffic import TrafficCounter, sent_bytes
+from sdp_deepspeed.measure.step import StepFigures, measured_step, optimizer_tensors
+from sdp_deepspeed.measure.traffic import TrafficCounter
 from sdp_deepspeed.plan.tensors import TensorInfo
 from tests.helpers.models import batches, config, llama, loss_of
 from tests.helpers.ranks import Rank
@@ -22,24 +22,6 @@ from tests.helpers.training import engine_of, micro_step
 
 ELEMENTS = 12  # of the vectors that the traffic checks send
 BYTES = 4 * ELEMENTS
-
-
-def test_each_storage_counts_once() -> None:
-    whole = torch.zeros(10)
-    empty = torch.zeros(5)
-    empty.untyped_storage().resize_(0)
-    assert storage_bytes([whole, whole[2:4], whole.view(2, 5), empty]) == 40
-    assert storage_bytes([whole[:1]], {whole.untyped_storage().data_ptr()}) == 0
-
-
-def test_tensors_are_found_in_nested_containers() -> None:
-    one, two = torch.zeros(1), torch.zeros(2)
-    assert list(tensors_in({"a": [one, None, 3], "b": {"c": (two,)}, "d": "text"})) == [one, two]
-
-
-def test_unknown_collectives_are_an_error() -> None:
-    with pytest.raises(RuntimeError, match=r"'new_collective_'.*sent_bytes"):
-        sent_bytes("new_collective_", {}, 2, 0)
 
 
 def _collectives(rank: Rank) -> dict[str, tuple[Any, int]]:

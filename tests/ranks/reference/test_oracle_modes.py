@@ -1,93 +1,16 @@
-"""What the oracle's sample must have, which of its cases cannot be, and settings of the corners outside its grid."""
+"""Settings of the modes outside the grid of the oracle."""
 
 from __future__ import annotations
 
-import itertools
-import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
 
-from sdp_deepspeed.config import KEY, parse
-from sdp_deepspeed.plan.planner import plan_model
-from sdp_deepspeed.support.cells import AXES, all_cells
-from tests.helpers import oracle
-from tests.helpers.models import SPECIMENS
 from tests.helpers.oracle import check_case
-from tests.helpers.oracle_grid import SIZES, Case, full_grid, num_scarce_units, pairs, possible, sample
+from tests.helpers.oracle_grid import Case
 from tests.helpers.ranks import Rank
-
-
-def test_every_model_is_trained_on_every_corner() -> None:
-    found = {(case.model, case.regime, case.strategy) for case in sample() if case.holders < case.num_subnetworks}
-    assert found == set(itertools.product(SPECIMENS, ("forward", "backward"), ("block", "neuron", "mixed")))
-
-
-def test_the_grid_is_every_allowed_cell() -> None:
-    grid = [case for size in SIZES for case in full_grid(size)]
-    assert {case.cell for case in grid} == {cell for cell in all_cells() if not cell.refusals()}
-    assert len({str(case) for case in grid}) == len(set(grid))
-    for case in grid[::97]:
-        ours, cell = oracle.deepspeed_config(case), case.cell.config(case.ranks, case.holders)
-        assert {key: ours[key] for key in cell if key not in ("zero_optimization", "fp16", KEY)} == {
-            key: value for key, value in cell.items() if key not in ("zero_optimization", "fp16", KEY)
-        }
-        assert ours["zero_optimization"].items() >= cell["zero_optimization"].items()
-        assert ours[KEY].items() >= cell[KEY].items()
-
-
-def test_every_pair_of_settings_is_in_the_sample() -> None:
-    everything = {pair for size in SIZES for case in full_grid(size) for pair in pairs(case)}
-    assert everything == {pair for case in sample() for pair in pairs(case)}
-    assert {(size, holders) for size in SIZES for holders in range(1, size + 1)} <= everything
-    axes = {name: values for name, values in AXES.items() if name not in ("regime", "strategy", "accumulation")}
-    missing = {
-        pair
-        for one, other in itertools.combinations(sorted(axes), 2)
-        for pair in itertools.product(*([(name, value) for value in axes[name]] for name in (one, other)))
-        if ("lacking", pair) not in everything
-    }
-    # What is refused, and what leaves one subnetwork on four ranks: that has nothing to lack.
-    assert missing == {
-        (("offload", "cpu"), ("stage", 0)),
-        (("precision", "bf16+fp32"), ("stage", 0)),
-        (("replicas", 2), ("tensor_parallel", 2)),
-    }
-    assert (("replicas", 2), ("tensor_parallel", 2)) in everything
-    for corner in itertools.product(("forward", "backward"), ("block", "neuron", "mixed")):
-        for trait in itertools.chain(*([(name, value) for value in axes[name]] for name in axes)):
-            assert ("lacking", (("corner", " ".join(corner)), trait)) in everything
-
-
-def test_sample_is_small_and_the_same_each_time() -> None:
-    """Its size decides how long the suite takes; ranks of different processes must not choose differently."""
-    assert len(sample()) <= 95
-    sample.cache_clear()
-    again = sample()
-    sample.cache_clear()
-    assert again == sample()
-
-
-@pytest.mark.parametrize("model", SPECIMENS)
-@pytest.mark.parametrize("strategy", ["block", "neuron", "mixed"])
-def test_cases_are_left_out_when_no_plan_exists_only(model: str, strategy: str) -> None:
-    """Too few units or heads is an error, one more holder is none; and with a plan every worker has its share."""
-    for size, granularity in itertools.product(SIZES, ("sublayer", "layer") if strategy == "block" else ("sublayer",)):
-        for holders in range(1, size + 1):
-            case = Case(size, holders, "forward", strategy, model, granularity)
-            block = parse({KEY: case.block})
-            assert block is not None
-            if not possible(case):
-                with pytest.raises(ValueError, match="holders"):
-                    plan_model(SPECIMENS[model].build(), block, size)
-                assert num_scarce_units(case) * holders < size
-                continue
-            with warnings.catch_warnings():
-                warnings.simplefilter("ignore")
-                plan, _ = plan_model(SPECIMENS[model].build(), block, size)
-            assert all(plan.units_of(subnetwork) for subnetwork in range(size))
 
 
 @dataclass(frozen=True)

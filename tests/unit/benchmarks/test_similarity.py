@@ -11,7 +11,8 @@ from typing import Any
 
 import pytest
 
-ROOT = Path(__file__).parents[3]
+from tests.helpers.repository import ROOT
+
 SHAPE = {
     "model_type": "llama",
     "vocab_size": 300,

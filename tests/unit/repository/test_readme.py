@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import re
-from pathlib import Path
 
 from sdp_deepspeed.config import SubnetworkConfig
 from sdp_deepspeed.support.refusals import markdown
+from tests.helpers.repository import ROOT
 
-ROOT = Path(__file__).parents[3]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 
 

@@ -11,6 +11,7 @@ from deepspeed.runtime.fp16.loss_scaler import LossScaler
 from deepspeed.runtime.zero.config import ZeroStageEnum
 
 from sdp_deepspeed.checkpoint.interop.safe_pickles import read_known
+from tests.helpers.foreign_code import Malicious
 
 
 class _Attribute:
@@ -28,3 +29,10 @@ def test_members_of_enums_as_older_pythons_pickle_them(tmp_path: Path) -> None:
     torch.save({"stage": _Attribute(LossScaler, "__init__")}, tmp_path / "other.pt")
     with pytest.raises(ValueError, match="foreign code"):
         read_known(tmp_path / "other.pt")
+
+
+def test_the_malicious_file_would_run(tmp_path: Path) -> None:
+    """Else nothing is shown by tests that such a file is refused."""
+    torch.save(Malicious(tmp_path), tmp_path / "file.pt")
+    torch.load(tmp_path / "file.pt", weights_only=False)
+    assert (tmp_path / "ran").is_dir()

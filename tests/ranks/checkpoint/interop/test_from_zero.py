@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import shutil
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -21,6 +20,7 @@ from sdp_deepspeed.checkpoint.interop.from_zero import convert
 from sdp_deepspeed.checkpoint.interop.load_universal import load_universal, universal_tag
 from sdp_deepspeed.checkpoint.load import What
 from tests.helpers.dense_checkpoints import dense_tensors
+from tests.helpers.foreign_code import Malicious
 from tests.helpers.models import config, llama, two_groups
 from tests.helpers.ranks import Rank, run_ranks
 from tests.helpers.training import assert_identical, dense_state, engine_of, refusal, train
@@ -173,16 +173,6 @@ def _damages() -> Iterator[tuple[Any, list[str]]]:
     yield lambda path: (path.parent / "optimizer_state.pt").unlink(), ["the number of steps"]
 
 
-class Malicious:
-    """Makes a folder `ran` when it is unpickled by one who runs whatever a file says."""
-
-    def __init__(self, path: Path) -> None:
-        self.path = path
-
-    def __reduce__(self) -> tuple[Any, tuple[str]]:
-        return os.mkdir, (str(self.path / "ran"),)
-
-
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """ZeRO checkpoints of stock engines, and `universal/` made of them."""
@@ -274,13 +264,6 @@ def test_what_is_not_converted(folder: Path, tmp_path: Path, capsys: pytest.Capt
     assert main(["from-zero", str(tmp_path / "lost"), str(tmp_path / "out")]) == 2
     assert "no folder" in capsys.readouterr().err
     assert main(["from-zero", str(folder / "universal" / "zero1_fp32"), str(tmp_path / "out"), "--tag", "x"]) == 2
-
-
-def test_the_malicious_file_would_run(tmp_path: Path) -> None:
-    """Else the test above shows nothing."""
-    torch.save(Malicious(tmp_path), tmp_path / "file.pt")
-    torch.load(tmp_path / "file.pt", weights_only=False)
-    assert (tmp_path / "ran").is_dir()
 
 
 def test_tags(folder: Path, tmp_path: Path) -> None:

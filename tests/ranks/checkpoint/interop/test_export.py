@@ -6,25 +6,21 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed.checkpoint as dcp
 from safetensors import safe_open
 from safetensors.torch import load_file
 from torch import nn
 from transformers import AutoModelForCausalLM
 
-from sdp_deepspeed.checkpoint.__main__ import main, size
+from sdp_deepspeed.checkpoint.__main__ import main
 from sdp_deepspeed.checkpoint.interop.export import Format, export
-from sdp_deepspeed.checkpoint.state.boxes import Box
-from sdp_deepspeed.checkpoint.state.chunks import Chunks, SavePlanner
-from sdp_deepspeed.checkpoint.storage import folder as files
-from sdp_deepspeed.checkpoint.storage.chunk_files import SafetensorsWriter
+from tests.helpers.dense_checkpoints import tensors_in, write_checkpoint
 from tests.helpers.models import VOCABULARY, config, family
 from tests.helpers.ranks import Rank, run_ranks
 from tests.helpers.training import assert_identical, engine_of, train
@@ -60,10 +56,6 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     outcomes = run_ranks(2, [(name, partial(write, name, path)) for name in RUNS], timeout=200)
     assert not any(outcomes.values()), next(filter(None, outcomes.values()))
     return path
-
-
-def tensors_in(path: Path) -> dict[str, torch.Tensor]:
-    return {name: value for file in path.glob("*.safetensors") for name, value in load_file(file).items()}
 
 
 def loaded(path: Path) -> nn.Module:
@@ -192,27 +184,10 @@ def test_nothing_is_left_of_an_export_that_fails(folder: Path, tmp_path: Path, m
     assert not list(tmp_path.iterdir())
 
 
-def test_sizes() -> None:
-    texts = {"5GB": 5 * 10**9, "200MB": 2 * 10**8, "1.5k": 1500, "7": 7, "2GiB": 2 * 10**9}
-    assert {text: size(text) for text in texts} == texts
-
-
-def write_checkpoint(path: Path, tensors: Mapping[str, torch.Tensor]) -> None:
-    """A checkpoint without a training."""
-    writer = SafetensorsWriter(files.prepare(path, "tag"), "tensors_00000.safetensors")
-    chunks: dict[str, Any] = {}
-    for key, value in tensors.items():
-        chunks[key] = Chunks(value.shape, value.dtype)
-        chunks[key].add(Box.whole(value.shape), value)
-    dcp.save(chunks, storage_writer=writer, planner=SavePlanner(), no_dist=True)
-    facts = {"format": files.FORMAT, "global_steps": 1, "ranks": 1, "files": writer.records}
-    files.publish(path, "tag", facts, latest=True)
-
-
 _MEASURE = """
 import sys, threading, time
 from pathlib import Path
-import sdp_deepspeed.checkpoint.export as module
+import sdp_deepspeed.checkpoint.interop.export as module
 
 def anonymous() -> int:  # what is not a mapped file, in bytes
     lines = Path("/proc/self/status").read_text().splitlines()
@@ -239,13 +214,3 @@ def test_memory_is_that_of_one_file(tmp_path: Path) -> None:
     done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True, env=given_back)
     assert len(list((tmp_path / "out").glob("*.safetensors"))) == 10
     assert 14e6 < int(done.stdout) < 26e6, done.stdout
-
-
-def test_buffers_keep_their_numbers(tmp_path: Path) -> None:
-    weights: dict[str, torch.Tensor] = {
-        "weight/bn.num_batches_tracked": torch.tensor(7),
-        "weight/bn.mean": torch.ones(3),
-    }
-    write_checkpoint(tmp_path, weights)
-    maker: Callable[[], Path] = partial(export, tmp_path / "tag", tmp_path / "out", Format(fp32=True))
-    assert_identical(tensors_in(maker()), {key.removeprefix("weight/"): value for key, value in weights.items()})

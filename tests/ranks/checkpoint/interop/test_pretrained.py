@@ -11,7 +11,6 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
 from safetensors.torch import load_file, save_file
 from torch import nn
 from transformers import AutoModelForCausalLM
@@ -19,10 +18,6 @@ from transformers import AutoModelForCausalLM
 import sdp_deepspeed
 from sdp_deepspeed.checkpoint.interop import pretrained
 from sdp_deepspeed.checkpoint.interop.export import Format, export
-from sdp_deepspeed.checkpoint.interop.name_matching import Names
-from sdp_deepspeed.checkpoint.interop.universal import UniversalReader
-from sdp_deepspeed.checkpoint.state.boxes import Box
-from sdp_deepspeed.checkpoint.state.chunks import Chunks, LoadPlanner
 from tests.helpers.models import VOCABULARY, config, family, llama
 from tests.helpers.ranks import Rank
 from tests.helpers.training import assert_identical, dense_state, engine_of, refusal, train
@@ -213,29 +208,3 @@ def _cases(size: int, options: pytest.Config) -> Iterator[tuple[str, Any]]:
 @pytest.mark.ranks(2, _cases)
 def test_two_ranks(outcome: str | None) -> None:
     assert outcome is None, outcome
-
-
-def test_names() -> None:
-    names = Names(frozenset({"model.a", "b", "c"}), {"tied": "b"}, "model", (r"mask$",))
-    match = names.match({"a", "tied", "other", "x.mask"})
-    assert dict(match.found) == {"model.a": "a", "b": "tied"}
-    assert (match.missing, match.unknown, dict(match.tied)) == (["c"], ["other"], {})
-    match = names.match({"model.a", "a", "b", "tied", "model.c"})
-    assert dict(match.found) == {"model.a": "model.a", "b": "b", "c": "model.c"}
-    assert (match.missing, match.unknown, dict(match.tied)) == ([], ["a"], {"b": ["tied"]})
-
-
-def test_vocabularies_are_padded_to_the_models(tmp_path: Path) -> None:
-    """The format stores them without padding; the new rows are zeros, in weights and moments."""
-    stored = torch.arange(12.0).view(4, 3)
-    (tmp_path / "zero" / "words").mkdir(parents=True)
-    for kind in ("fp32", "exp_avg"):
-        torch.save({"param": stored, "vocab_tensor": True}, tmp_path / "zero" / "words" / f"{kind}.pt")
-    reader = UniversalReader(tmp_path, Names(frozenset({"words"})), {"words": (6, 3)})
-    values = {key: torch.full((4, 3), torch.nan) for key in ("weight/words", "exp_avg/words")}
-    chunks: dict[str, Any] = {key: Chunks((6, 3), torch.float32) for key in values}
-    for key, chunk in chunks.items():
-        chunk.add(Box((1, 0), (2, 3)), values[key][:2])
-        chunk.add(Box((4, 0), (2, 3)), values[key][2:])
-    dcp.load(chunks, storage_reader=reader, planner=LoadPlanner(), no_dist=True)
-    assert all(torch.equal(value, torch.cat([stored[1:3], torch.zeros(2, 3)])) for value in values.values())

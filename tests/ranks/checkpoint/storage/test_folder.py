@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -11,15 +9,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 import torch.distributed as dist
-from safetensors.torch import load_file
 
-from sdp_deepspeed.checkpoint import save
-from sdp_deepspeed.checkpoint.state.boxes import Box
-from sdp_deepspeed.checkpoint.state.chunks import Chunks, SavePlanner
 from sdp_deepspeed.checkpoint.storage import chunk_files as storage
-from sdp_deepspeed.checkpoint.storage import folder as files
 from tests.helpers.models import config
 from tests.helpers.ranks import Rank
 from tests.helpers.training import assert_identical, dense_state, engine_of, refusal, train
@@ -193,86 +185,6 @@ def old_ones_are_pruned(rank: Rank) -> None:
         train(engine, num_steps=1)
     dist.barrier()
     assert sorted(path.name for path in rank.folder.iterdir()) == ["global_step2", "global_step3", "latest"]
-
-
-def test_a_full_disk_is_named() -> None:
-    message = "cannot write /dev/full: No space left on device"
-    with pytest.raises(RuntimeError, match=message), storage.hashed_file(Path("/dev/full"), {}) as file:
-        file.write(b"0" * 1000)
-
-
-def test_order_on_the_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Data, manifest and folder are on the disk before the name is; `latest` follows; only then old ones go."""
-    events: list[str] = []
-
-    def name_of(handle: int) -> str:
-        every = (tmp_path, *tmp_path.rglob("*"))
-        return next(path.name for path in every if path.stat().st_ino == os.fstat(handle).st_ino)
-
-    def logged(call: Callable[..., None]) -> Callable[..., None]:
-        def write_down(source: Path, target: Path) -> None:
-            events.append(f"{Path(source).name} -> {Path(target).name}")
-            call(source, target)
-
-        return write_down
-
-    monkeypatch.setattr(os, "fsync", lambda handle: events.append(f"sync {name_of(handle)}"))
-    monkeypatch.setattr(os, "rename", logged(os.rename))
-    monkeypatch.setattr(os, "replace", logged(os.replace))
-    for saved_at, tag in enumerate(("old", "new")):
-        events.clear()
-        records: dict[str, Any] = {}
-        with storage.hashed_file(files.prepare(tmp_path, tag) / "data", records) as file:
-            file.write(b"x")
-        facts = {"format": files.FORMAT, "global_steps": 0, "saved_at": saved_at, "files": records}
-        save._publish(facts, save.Target(tmp_path, tag, keep_last=1))
-    folder = tmp_path.name
-    assert events == [
-        *("sync data", "sync manifest.json", "sync .new.writing", ".new.writing -> new", f"sync {folder}"),
-        *("sync .latest.writing", ".latest.writing -> latest", f"sync {folder}", "old -> .old.removed"),
-    ]
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["latest", "new"]
-
-
-def test_what_is_no_checkpoint_is_not_replaced(tmp_path: Path) -> None:
-    (tmp_path / "hf").mkdir()
-    (tmp_path / "hf" / "model.safetensors").write_text("")
-    with pytest.raises(ValueError, match="is not a checkpoint of sdp_deepspeed"):
-        files.prepare(tmp_path, "hf")
-    (tmp_path / "hf" / "manifest.json").write_text("damaged")
-    files.prepare(tmp_path, "hf")
-
-
-def test_one_element_has_any_stride(tmp_path: Path) -> None:
-    """A chunk of one element of a transposed tensor is contiguous to PyTorch, yet not as bytes."""
-    values = torch.arange(18.0).view(3, 6).T[2:3, 1:2]
-    chunks = Chunks((6, 3), torch.float32)
-    chunks.add(Box((2, 1), (1, 1)), values)
-    chunks.add(Box((0, 0), (2, 3)), torch.arange(18.0).view(3, 6).T[:2])
-    writer = storage.SafetensorsWriter(tmp_path, "t.safetensors")
-    planner = SavePlanner()
-    planner.set_up_planner({"w": chunks}, is_coordinator=True)
-    writer.write_data(planner.create_local_plan(), planner)
-    stored = load_file(tmp_path / "t.safetensors")
-    assert stored["w@2,1"].tolist() == [[8.0]]
-    assert stored["w@0,0"].tolist() == [[0.0, 6.0, 12.0], [1.0, 7.0, 13.0]]
-
-
-@pytest.mark.parametrize("name", ["/tmp/t.safetensors", "../t.safetensors"])
-def test_an_index_names_files_beside_it(tmp_path: Path, name: str) -> None:
-    chunk = {"offsets": [0], "sizes": [1], "file": name}
-    index = {"weight/w": {"dtype": "F32", "shape": [1], "chunks": [chunk]}}
-    (tmp_path / storage.INDEX).write_text(json.dumps(index))
-    with pytest.raises(ValueError, match="beside it"):
-        storage.SafetensorsReader(tmp_path).read_metadata()
-
-
-def test_a_replacement_that_was_cut_off_is_undone(tmp_path: Path) -> None:
-    replaced = tmp_path / ".step_1.replaced"
-    replaced.mkdir()
-    files.bring_back(tmp_path)
-    assert (tmp_path / "step_1").is_dir()
-    assert not replaced.exists()
 
 
 def _cases(size: int, options: pytest.Config) -> Iterator[tuple[str, Any]]:

@@ -1,0 +1,44 @@
+"""Files of chunks: what is in them, and how their errors read."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from sdp_deepspeed.checkpoint.state.boxes import Box
+from sdp_deepspeed.checkpoint.state.chunks import Chunks, SavePlanner
+from sdp_deepspeed.checkpoint.storage import chunk_files as storage
+
+
+def test_a_full_disk_is_named() -> None:
+    message = "cannot write /dev/full: No space left on device"
+    with pytest.raises(RuntimeError, match=message), storage.hashed_file(Path("/dev/full"), {}) as file:
+        file.write(b"0" * 1000)
+
+
+def test_one_element_has_any_stride(tmp_path: Path) -> None:
+    """A chunk of one element of a transposed tensor is contiguous to PyTorch, yet not as bytes."""
+    values = torch.arange(18.0).view(3, 6).T[2:3, 1:2]
+    chunks = Chunks((6, 3), torch.float32)
+    chunks.add(Box((2, 1), (1, 1)), values)
+    chunks.add(Box((0, 0), (2, 3)), torch.arange(18.0).view(3, 6).T[:2])
+    writer = storage.SafetensorsWriter(tmp_path, "t.safetensors")
+    planner = SavePlanner()
+    planner.set_up_planner({"w": chunks}, is_coordinator=True)
+    writer.write_data(planner.create_local_plan(), planner)
+    stored = load_file(tmp_path / "t.safetensors")
+    assert stored["w@2,1"].tolist() == [[8.0]]
+    assert stored["w@0,0"].tolist() == [[0.0, 6.0, 12.0], [1.0, 7.0, 13.0]]
+
+
+@pytest.mark.parametrize("name", ["/tmp/t.safetensors", "../t.safetensors"])
+def test_an_index_names_files_beside_it(tmp_path: Path, name: str) -> None:
+    chunk = {"offsets": [0], "sizes": [1], "file": name}
+    index = {"weight/w": {"dtype": "F32", "shape": [1], "chunks": [chunk]}}
+    (tmp_path / storage.INDEX).write_text(json.dumps(index))
+    with pytest.raises(ValueError, match="beside it"):
+        storage.SafetensorsReader(tmp_path).read_metadata()

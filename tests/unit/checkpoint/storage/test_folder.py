@@ -1,0 +1,92 @@
+"""A checkpoint's folder: what is written in which order, what is replaced, what is undone and what is pruned."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from sdp_deepspeed.checkpoint import save
+from sdp_deepspeed.checkpoint.storage import chunk_files as storage
+from sdp_deepspeed.checkpoint.storage import folder as files
+
+
+def test_order_on_the_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Data, manifest and folder are on the disk before the name is; `latest` follows; only then old ones go."""
+    events: list[str] = []
+
+    def name_of(handle: int) -> str:
+        every = (tmp_path, *tmp_path.rglob("*"))
+        return next(path.name for path in every if path.stat().st_ino == os.fstat(handle).st_ino)
+
+    def logged(call: Callable[..., None]) -> Callable[..., None]:
+        def write_down(source: Path, target: Path) -> None:
+            events.append(f"{Path(source).name} -> {Path(target).name}")
+            call(source, target)
+
+        return write_down
+
+    monkeypatch.setattr(os, "fsync", lambda handle: events.append(f"sync {name_of(handle)}"))
+    monkeypatch.setattr(os, "rename", logged(os.rename))
+    monkeypatch.setattr(os, "replace", logged(os.replace))
+    for saved_at, tag in enumerate(("old", "new")):
+        events.clear()
+        records: dict[str, Any] = {}
+        with storage.hashed_file(files.prepare(tmp_path, tag) / "data", records) as file:
+            file.write(b"x")
+        facts = {"format": files.FORMAT, "global_steps": 0, "saved_at": saved_at, "files": records}
+        save._publish(facts, save.Target(tmp_path, tag, keep_last=1))
+    folder = tmp_path.name
+    assert events == [
+        *("sync data", "sync manifest.json", "sync .new.writing", ".new.writing -> new", f"sync {folder}"),
+        *("sync .latest.writing", ".latest.writing -> latest", f"sync {folder}", "old -> .old.removed"),
+    ]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["latest", "new"]
+
+
+def test_what_is_no_checkpoint_is_not_replaced(tmp_path: Path) -> None:
+    (tmp_path / "hf").mkdir()
+    (tmp_path / "hf" / "model.safetensors").write_text("")
+    with pytest.raises(ValueError, match="is not a checkpoint of sdp_deepspeed"):
+        files.prepare(tmp_path, "hf")
+    (tmp_path / "hf" / "manifest.json").write_text("damaged")
+    files.prepare(tmp_path, "hf")
+
+
+def test_a_replacement_that_was_cut_off_is_undone(tmp_path: Path) -> None:
+    replaced = tmp_path / ".step_1.replaced"
+    replaced.mkdir()
+    files.bring_back(tmp_path)
+    assert (tmp_path / "step_1").is_dir()
+    assert not replaced.exists()
+
+
+def test_a_replacement_that_fails_is_undone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    rename = os.rename
+
+    def failing(source: Path, target: Path) -> None:
+        if source.name == ".tag.writing":
+            raise OSError(5, "Input/output error")
+        rename(source, target)
+
+    (files.prepare(tmp_path, "tag") / "old").touch()
+    files.publish(tmp_path, "tag", {}, latest=True)
+    files.prepare(tmp_path, "tag")
+    monkeypatch.setattr(files.os, "rename", failing)
+    with pytest.raises(OSError, match="Input/output"):
+        files.publish(tmp_path, "tag", {}, latest=True)
+    files.discard(tmp_path, "tag")
+    assert (tmp_path / "tag" / "old").exists()
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["latest", "tag"]
+
+
+def test_what_latest_names_is_not_pruned(tmp_path: Path) -> None:
+    for step, tag in enumerate(["first", "second", "third"]):
+        files.prepare(tmp_path, tag)
+        facts = {"format": files.FORMAT, "global_steps": step, "saved_at": step}
+        files.publish(tmp_path, tag, facts, latest=tag == "first")
+    files.prune(tmp_path, 1, "third")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["first", "latest", "third"]
