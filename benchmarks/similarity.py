@@ -66,7 +66,7 @@ def compare(model: nn.Module, plans: dict[str, Plan], batches: list[list[Batch]]
     """For each corner its similarities on the same batches; for the backward ones also V and T."""
     some_plan = next(iter(plans.values()))
     dense = theory.dense_gradients(model, some_plan, batches, loss_of)
-    full, layers = theory.mean(dense), {site.layer for site in locate_branches(model)}
+    full, layers = theory.mean(dense), {branch.layer for branch in locate_branches(model)}
     found: dict[str, dict[str, Any]] = {}
     for corner, plan in plans.items():
         average = masked_average(model, plan, theory.worker_gradients(model, plan, batches, loss_of))

@@ -46,7 +46,7 @@ class LocatedBranch:
 
     Args:
         layer: dense name of its layer, as in `named_modules()`.
-        branch: the description.
+        description: of the branch, by its class.
         pieces: all of the branch's parameters and buffers, whole.
         num_cells: neurons or heads (key/value heads) inside; 0 if the description names none.
         cut_tensors: what runs over them.
@@ -54,7 +54,7 @@ class LocatedBranch:
     """
 
     layer: str
-    branch: Branch
+    description: Branch
     pieces: tuple[Piece, ...]
     num_cells: int = 0
     cut_tensors: tuple[CutTensor, ...] = ()
@@ -62,12 +62,12 @@ class LocatedBranch:
 
     @property
     def name(self) -> str:
-        return f"{self.layer}.{self.branch.name}"
+        return f"{self.layer}.{self.description.name}"
 
     @property
     def body(self) -> str:
         """Dense name of the module that does the work."""
-        return f"{self.layer}.{self.branch.body}"
+        return f"{self.layer}.{self.description.body}"
 
     def pieces_of_cells(self, cells: range) -> tuple[Piece, ...]:
         """The pieces of a stretch of cells, in model order of their tensors."""
@@ -76,7 +76,7 @@ class LocatedBranch:
     @property
     def modules(self) -> tuple[str, ...]:
         """Dense module names in the order in which they run."""
-        return tuple(f"{self.layer}.{name}" for name in self.branch.modules)
+        return tuple(f"{self.layer}.{name}" for name in self.description.modules)
 
 
 def locate_branches(model: nn.Module) -> list[LocatedBranch]:
@@ -86,23 +86,23 @@ def locate_branches(model: nn.Module) -> list[LocatedBranch]:
         ValueError: no layer is described, a described submodule is missing, or a branch shares a tensor with another
             part of the model.
     """
-    sites = []
+    branches = []
     for name, module in model.named_modules():
         for branch in branches_of(type(module)) or ():
             pieces = _pieces(name, module, branch)
             try:
                 cells = _cells(name, module.get_submodule(branch.body), branch)
             except (AttributeError, ValueError) as problem:  # of no concern to the block strategy
-                sites.append(LocatedBranch(name, branch, pieces, uncuttable_reason=f"{problem}"))
+                branches.append(LocatedBranch(name, branch, pieces, uncuttable_reason=f"{problem}"))
             else:
-                sites.append(LocatedBranch(name, branch, pieces, *cells))
-    if not sites:
+                branches.append(LocatedBranch(name, branch, pieces, *cells))
+    if not branches:
         raise ValueError(
             f"{type(model).__name__} has no layer whose residual branches are known; known are "
             f"{', '.join(described())}. Describe yours with sdp_deepspeed.architectures.register (see its docstring)"
         )
-    _refuse_tied(model, sites)
-    return sites
+    _refuse_tied(model, branches)
+    return branches
 
 
 def _pieces(layer_name: str, layer: nn.Module, branch: Branch) -> tuple[Piece, ...]:
@@ -148,9 +148,9 @@ def _cut_tensors(body_name: str, body: nn.Module, cut: Cut) -> list[CutTensor]:
     return result
 
 
-def _refuse_tied(model: nn.Module, sites: Sequence[LocatedBranch]) -> None:
+def _refuse_tied(model: nn.Module, branches: Sequence[LocatedBranch]) -> None:
     owners: dict[int, str] = {}
-    inside = {piece.parameter: site.name for site in sites for piece in site.pieces}
+    inside = {piece.parameter: branch.name for branch in branches for piece in branch.pieces}
     tensors: Iterable[tuple[str, torch.Tensor]] = itertools.chain(
         model.named_parameters(remove_duplicate=False), model.named_buffers(remove_duplicate=False)
     )

@@ -15,7 +15,7 @@ _WHERE = "subnetwork_data_parallel"
 
 
 def units_of_branches(
-    sites: Sequence[LocatedBranch],
+    branches: Sequence[LocatedBranch],
     *,
     strategy: str | Mapping[str, str] = "block",
     granularity: str = "sublayer",
@@ -38,16 +38,16 @@ def units_of_branches(
             than neurons, groups that nothing is divided into, a pattern that matches no unit's parameter, or only a
             part of a unit's parameters.
     """
-    by_part = _strategy_of_parts(sites, strategy)
-    _check_groups([site for site in sites if by_part.get(site.branch.name) == "neuron"], neuron_groups)
+    by_part = _strategy_of_parts(branches, strategy)
+    _check_groups([branch for branch in branches if by_part.get(branch.description.name) == "neuron"], neuron_groups)
     grouped: dict[str, list[Piece]] = {}
-    for site in sites:
-        match by_part.get(site.branch.name):
+    for branch in branches:
+        match by_part.get(branch.description.name):
             case "block":
-                grouped.setdefault(site.name if granularity == "sublayer" else site.layer, []).extend(site.pieces)
+                grouped.setdefault(branch.name if granularity == "sublayer" else branch.layer, []).extend(branch.pieces)
             case "neuron":
-                for name, cells in _cells_of_units(site, neuron_groups or num_subnetworks).items():
-                    grouped[name] = list(site.pieces_of_cells(cells))
+                for name, cells in _cells_of_units(branch, neuron_groups or num_subnetworks).items():
+                    grouped[name] = list(branch.pieces_of_cells(cells))
     units = [Unit(name, tuple(pieces)) for name, pieces in grouped.items()]
     patterns = {pattern: re.compile(pattern) for pattern in shared}
     for pattern, compiled in patterns.items():
@@ -60,29 +60,32 @@ def units_of_branches(
     return left
 
 
-def constrained_branches(units: Sequence[Unit], sites: Sequence[LocatedBranch]) -> list[str | None]:
+def constrained_branches(units: Sequence[Unit], branches: Sequence[LocatedBranch]) -> list[str | None]:
     """For each unit the branch of which each subnetwork must keep a unit; None for blocks, and where a shared group of
     neurons or a shared head already gives every worker a part."""
-    branches = branches_of_units(units, sites)
+    names = branches_of_units(units, branches)
     claimed: dict[str, int] = {}
     for unit in units:
         for piece in unit.pieces:
             claimed[piece.parameter] = claimed.get(piece.parameter, 0) + piece.length
     whole = {
-        site.name for site in sites for tensor in site.cut_tensors[:1] if claimed.get(tensor.parameter) == tensor.size
+        branch.name
+        for branch in branches
+        for tensor in branch.cut_tensors[:1]
+        if claimed.get(tensor.parameter) == tensor.size
     }
-    return [branch if branch in whole else None for branch in branches]
+    return [name if name in whole else None for name in names]
 
 
-def branches_of_units(units: Sequence[Unit], sites: Sequence[LocatedBranch]) -> list[str | None]:
+def branches_of_units(units: Sequence[Unit], branches: Sequence[LocatedBranch]) -> list[str | None]:
     """For each unit of neurons or heads its branch; None for blocks."""
-    names = {tensor.parameter: site.name for site in sites for tensor in site.cut_tensors}
+    names = {tensor.parameter: branch.name for branch in branches for tensor in branch.cut_tensors}
     cut = [next((piece.parameter for piece in unit.pieces if piece.dim is not None), None) for unit in units]
     return [names.get(parameter) if parameter is not None else None for parameter in cut]
 
 
-def _strategy_of_parts(sites: Sequence[LocatedBranch], strategy: str | Mapping[str, str]) -> dict[str, str]:
-    parts = list(dict.fromkeys(site.branch.name for site in sites))
+def _strategy_of_parts(branches: Sequence[LocatedBranch], strategy: str | Mapping[str, str]) -> dict[str, str]:
+    parts = list(dict.fromkeys(branch.description.name for branch in branches))
     if isinstance(strategy, str):
         return dict.fromkeys(parts, strategy)
     unknown = [part for part in strategy if part not in parts]
@@ -93,16 +96,18 @@ def _strategy_of_parts(sites: Sequence[LocatedBranch], strategy: str | Mapping[s
     return dict(strategy)
 
 
-def _check_groups(sites: Sequence[LocatedBranch], neuron_groups: int | None) -> None:
-    for site in sites:
-        if site.uncuttable_reason:
+def _check_groups(branches: Sequence[LocatedBranch], neuron_groups: int | None) -> None:
+    for branch in branches:
+        if branch.uncuttable_reason:
             raise ValueError(
-                f"{_WHERE}.strategy: the neurons or heads of {site.name!r} cannot be cut: {site.uncuttable_reason}. "
-                f'Use "block" for the part {site.branch.name!r}'
+                f"{_WHERE}.strategy: the neurons or heads of {branch.name!r} cannot be cut: "
+                f'{branch.uncuttable_reason}. Use "block" for the part {branch.description.name!r}'
             )
     if neuron_groups is None:
         return
-    divided = [site.num_cells for site in sites if site.branch.inner and site.branch.inner.heads is None]
+    divided = [
+        branch.num_cells for branch in branches if branch.description.inner and branch.description.inner.heads is None
+    ]
     if not divided:
         raise ValueError(f"{_WHERE}.neuron_groups: got {neuron_groups}, but only heads are cut here; remove it")
     if neuron_groups > min(divided):
@@ -111,14 +116,14 @@ def _check_groups(sites: Sequence[LocatedBranch], neuron_groups: int | None) -> 
         )
 
 
-def _cells_of_units(site: LocatedBranch, num_groups: int) -> dict[str, range]:
+def _cells_of_units(branch: LocatedBranch, num_groups: int) -> dict[str, range]:
     """Per unit its stretch of cells: single heads, or groups of neurons of about the same size."""
-    assert site.branch.inner is not None
-    if site.branch.inner.heads is not None:
-        return {f"{site.name}.head_{head}": range(head, head + 1) for head in range(site.num_cells)}
-    count = min(num_groups, site.num_cells)
-    edges = _edges(site.num_cells, count)
-    return {f"{site.name}.group_{index}": range(edges[index], edges[index + 1]) for index in range(count)}
+    assert branch.description.inner is not None
+    if branch.description.inner.heads is not None:
+        return {f"{branch.name}.head_{head}": range(head, head + 1) for head in range(branch.num_cells)}
+    count = min(num_groups, branch.num_cells)
+    edges = _edges(branch.num_cells, count)
+    return {f"{branch.name}.group_{index}": range(edges[index], edges[index + 1]) for index in range(count)}
 
 
 def _edges(num_cells: int, count: int) -> list[int]:

@@ -89,7 +89,7 @@ def apply_plan(start: ModelAtStart, block: SubnetworkConfig, groups: RankGroups)
         tensors = tuple(dense_tensors(module))
         parallel = build_tensor_parallel(module, groups.tp_group, start.before_autotp, stage=start.stage)
         plan, warnings = plan_model(
-            module, block, groups.dp_group.size, network, sites=parallel.sites, shards=parallel.shards
+            module, block, groups.dp_group.size, network, branches=parallel.branches, shards=parallel.shards
         )
         model = RankModel(
             plan=parallel.shards.local_plan(plan),
@@ -99,7 +99,7 @@ def apply_plan(start: ModelAtStart, block: SubnetworkConfig, groups: RankGroups)
             shards=parallel.shards,
         )
         costs = unit_costs(module, model.plan.units)
-        mask = Mask(module, model, parallel.sites, scales=block.dense_branch_scale == "coverage")
+        mask = Mask(module, model, parallel.branches, scales=block.dense_branch_scale == "coverage")
         mask.apply()
         return parallel, plan, [*warnings, plan.table(costs)], mask
 

@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 from sdp_deepspeed.architectures import LocatedBranch
+from sdp_deepspeed.config import KEY
 from sdp_deepspeed.layout.rank_model import RankModel
 from sdp_deepspeed.masking.part import Fetch, MaskedPart, mixed_in
 from sdp_deepspeed.units import Piece
@@ -56,7 +57,7 @@ class BlockPart(MaskedPart):
         module: the whole model, equal on all ranks.
         model: the plan, and the module's tensors.
         index: of the unit in the plan.
-        sites: the branches that the unit is made of, in the order in which they run.
+        branches: the branches that the unit is made of, in the order in which they run.
         scale: of its output projections in the dense model.
     """
 
@@ -65,19 +66,21 @@ class BlockPart(MaskedPart):
         module: nn.Module,
         model: RankModel,
         index: int,
-        sites: Sequence[LocatedBranch],
+        branches: Sequence[LocatedBranch],
         *,
         scale: float = 1.0,
     ) -> None:
         unit, tensors = model.plan.units[index], model.views.tensors
-        names = [name for site in sites for name in site.modules]
+        names = [name for branch in branches for name in branch.modules]
         super().__init__(unit.name, [index], [module.get_submodule(name) for name in names], whole=model.holds(index))
-        counts = {site.body: site.branch.num_outputs for site in sites}
+        counts = {branch.body: branch.description.num_outputs for branch in branches}
         self._num_outputs = [counts.get(name, 0) for name in names]
         self._tensors = {piece: tensors[piece.parameter] for piece in unit.pieces}
         self._shapes = model.views.shapes
         self._scale = scale
-        self._scaled = [tensors[name] for site in sites for name in output_names(site, tensors)] if scale != 1.0 else []
+        self._scaled = (
+            [tensors[name] for branch in branches for name in output_names(branch, tensors)] if scale != 1.0 else []
+        )
         self._unscaled: list[torch.Tensor] = []
 
     def apply(self) -> None:
@@ -129,23 +132,23 @@ class BlockPart(MaskedPart):
         object.__setattr__(module, "_sdp_num_outputs", num_outputs)
 
 
-def output_names(site: LocatedBranch, tensors: Mapping[str, torch.Tensor]) -> list[str]:
+def output_names(branch: LocatedBranch, tensors: Mapping[str, torch.Tensor]) -> list[str]:
     """Weights and biases of a branch's output projections.
 
     Raises:
         ValueError: the branch's description does not say which layer that is.
     """
-    layers = [cut.module for cut in site.branch.inner.cuts if cut.is_output] if site.branch.inner else []
+    layers = [cut.module for cut in branch.description.inner.cuts if cut.is_output] if branch.description.inner else []
     if not layers:
         raise ValueError(
-            f"subnetwork_data_parallel.dense_branch_scale: the description of the branch {site.branch.name!r} names no "
+            f"{KEY}.dense_branch_scale: the description of the branch {branch.description.name!r} names no "
             "output projection that could be scaled; register it with architectures.InnerLayers"
         )
-    names = [f"{site.body}.{layer}.{kind}" for layer in layers for kind in ("weight", "bias")]
+    names = [f"{branch.body}.{layer}.{kind}" for layer in layers for kind in ("weight", "bias")]
     found = [name for name in names if name in tensors]
     if sum(name.endswith(".weight") for name in found) < max(1, len(layers)):
         raise ValueError(
-            f"subnetwork_data_parallel.dense_branch_scale: the description of {site.name!r} names no output projection "
-            f"of it that could be scaled; register it with architectures.InnerLayers. {site.uncuttable_reason}".rstrip()
+            f"{KEY}.dense_branch_scale: the description of {branch.name!r} names no output projection of it that could "
+            f"be scaled; register it with architectures.InnerLayers. {branch.uncuttable_reason}".rstrip()
         )
     return found

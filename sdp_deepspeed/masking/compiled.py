@@ -7,6 +7,7 @@ from collections.abc import Iterable
 from torch import nn
 
 from sdp_deepspeed.architectures import LocatedBranch
+from sdp_deepspeed.config import KEY
 from sdp_deepspeed.messages import quoted
 
 
@@ -45,18 +46,18 @@ def check_forward(model: nn.Module, names: Iterable[str]) -> None:
     strange = [name for name in names if "forward" in vars(model.get_submodule(name))]
     if strange:
         raise ValueError(
-            f"subnetwork_data_parallel: {quoted(strange, limit=1)} has a forward method of its own (compiled or "
+            f"{KEY}: {quoted(strange, limit=1)} has a forward method of its own (compiled or "
             "wrapped), which would not see what this rank lacks; compile with module.compile() or "
             "torch.compile(module) instead, or wrap it after deepspeed.initialize"
         )
 
 
-def replaced_modules(model: nn.Module, site: LocatedBranch, *, twice: bool) -> list[str]:
+def replaced_modules(model: nn.Module, branch: LocatedBranch, *, twice: bool) -> list[str]:
     """Names of modules whose forward pass changes when a branch is cut.
 
     Args:
         twice: whether its body runs in two parts.
     """
     if not twice:
-        return list(site.modules)
-    return [f"{site.body}.{name}".rstrip(".") for name, _ in model.get_submodule(site.body).named_modules()]
+        return list(branch.modules)
+    return [f"{branch.body}.{name}".rstrip(".") for name, _ in model.get_submodule(branch.body).named_modules()]

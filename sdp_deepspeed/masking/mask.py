@@ -26,7 +26,7 @@ class Mask:
     Args:
         module: whole, on its final device, equal on all ranks.
         model: the plan, whose units are whole branches or neurons and heads of a branch, and the module's tensors.
-        sites: the module's residual branches.
+        branches: the module's residual branches.
         scales: whether the dense model's branches are scaled by their coverage.
 
     Attributes:
@@ -34,12 +34,12 @@ class Mask:
     """
 
     def __init__(
-        self, module: nn.Module, model: RankModel, sites: Sequence[LocatedBranch], *, scales: bool = False
+        self, module: nn.Module, model: RankModel, branches: Sequence[LocatedBranch], *, scales: bool = False
     ) -> None:
         self.model = model
         self.parts: list[MaskedPart] = []
         self._module = module
-        self._sites = list(sites)
+        self._branches = list(branches)
         self._scale = model.plan.coverage if scales else 1.0
 
     def apply(self) -> None:
@@ -48,19 +48,19 @@ class Mask:
         Raises:
             ValueError: a unit of the plan is neither, or a rank would have no neuron or head of a branch.
         """
-        plan, sites = self.model.plan, self._sites
-        branches = branches_of_units(plan.units, sites)
-        blocks = {index: members_of(plan.units[index], sites) for index, name in enumerate(branches) if name is None}
+        plan, branches = self.model.plan, self._branches
+        names = branches_of_units(plan.units, branches)
+        blocks = {index: members_of(plan.units[index], branches) for index, name in enumerate(names) if name is None}
         neurons = {
-            site.name: units
-            for site in sites
-            if (units := [index for index, name in enumerate(branches) if name == site.name])
+            branch.name: units
+            for branch in branches
+            if (units := [index for index, name in enumerate(names) if name == branch.name])
         }
-        _check_neurons(plan, sites, neurons)
-        members = [site for members in blocks.values() for site in members]
+        _check_neurons(plan, branches, neurons)
+        members = [branch for members in blocks.values() for branch in members]
         if self._scale != 1.0:
-            for site in members:
-                output_names(site, self.model.views.tensors)
+            for branch in members:
+                output_names(branch, self.model.views.tensors)
         if plan.coverage == 1:
             return
         self._check_forwards(members, neurons)
@@ -73,19 +73,19 @@ class Mask:
     def _check_forwards(self, blocks: Sequence[LocatedBranch], neurons: Mapping[str, Sequence[int]]) -> None:
         """In the forward regime lacking blocks run nothing; in the backward regime cut bodies run twice."""
         twice = self.model.plan.regime == "backward"
-        changed = [site for site in self._sites if site.name in neurons] if twice else blocks
-        for site in changed:
-            check_forward(self._module, replaced_modules(self._module, site, twice=twice))
+        changed = [branch for branch in self._branches if branch.name in neurons] if twice else blocks
+        for branch in changed:
+            check_forward(self._module, replaced_modules(self._module, branch, twice=twice))
 
     def _make_parts(
         self, blocks: Mapping[int, Sequence[LocatedBranch]], neurons: Mapping[str, Sequence[int]]
     ) -> Iterator[MaskedPart]:
         """In the order in which the model runs them; each is applied before the next is made."""
         first = {members[0].name: index for index, members in blocks.items()}
-        for site in self._sites:
-            if site.name in neurons:
-                yield NeuronPart(self._module, self.model, site, neurons[site.name], scale=self._scale)
-            elif (index := first.get(site.name)) is None:
+        for branch in self._branches:
+            if branch.name in neurons:
+                yield NeuronPart(self._module, self.model, branch, neurons[branch.name], scale=self._scale)
+            elif (index := first.get(branch.name)) is None:
                 continue
             elif self.model.plan.regime == "forward":
                 yield BlockPart(self._module, self.model, index, blocks[index], scale=self._scale)
@@ -122,11 +122,13 @@ class Mask:
         return result | {f"{name} (lacking)": tensor for name, tensor in self.model.views.lacking.items()}
 
 
-def members_of(unit: Unit, sites: Sequence[LocatedBranch]) -> list[LocatedBranch]:
+def members_of(unit: Unit, branches: Sequence[LocatedBranch]) -> list[LocatedBranch]:
     """The residual branches that a block unit is made of; ValueError if it is not made of whole ones."""
     whole = {(piece.kind, piece.parameter) for piece in unit.pieces if piece.dim is None}
-    members = [site for site in sites if whole.issuperset((piece.kind, piece.parameter) for piece in site.pieces)]
-    covered = {piece.parameter for site in members for piece in site.pieces}
+    members = [
+        branch for branch in branches if whole.issuperset((piece.kind, piece.parameter) for piece in branch.pieces)
+    ]
+    covered = {piece.parameter for branch in members for piece in branch.pieces}
     strange = sorted({piece.parameter for piece in unit.pieces} - covered)[:5]
     if strange or not members:
         raise ValueError(
@@ -136,9 +138,9 @@ def members_of(unit: Unit, sites: Sequence[LocatedBranch]) -> list[LocatedBranch
     return members
 
 
-def _check_neurons(plan: Plan, sites: Sequence[LocatedBranch], neurons: Mapping[str, Sequence[int]]) -> None:
-    by_name = {site.name: site for site in sites}
-    constrained = set(constrained_branches(plan.units, sites))
+def _check_neurons(plan: Plan, branches: Sequence[LocatedBranch], neurons: Mapping[str, Sequence[int]]) -> None:
+    by_name = {branch.name: branch for branch in branches}
+    constrained = set(constrained_branches(plan.units, branches))
     for name, units in neurons.items():
         for index in units:
             _check_cells(plan.units[index], by_name[name])
@@ -152,17 +154,17 @@ def _check_neurons(plan: Plan, sites: Sequence[LocatedBranch], neurons: Mapping[
             )
 
 
-def _check_cells(unit: Unit, site: LocatedBranch) -> None:
+def _check_cells(unit: Unit, branch: LocatedBranch) -> None:
     """A neuron unit must take the same cells of all tensors of one branch."""
-    output = next(tensor for tensor in site.cut_tensors if tensor.cut.is_output)
-    width = output.size // site.num_cells
+    output = next(tensor for tensor in branch.cut_tensors if tensor.cut.is_output)
+    width = output.size // branch.num_cells
     expected: set[Piece] = set()
     for piece in unit.pieces:
         if piece.parameter == output.parameter:
-            expected.update(site.pieces_of_cells(range(piece.start // width, (piece.start + piece.length) // width)))
+            expected.update(branch.pieces_of_cells(range(piece.start // width, (piece.start + piece.length) // width)))
     strange = sorted({piece.parameter for piece in expected.symmetric_difference(unit.pieces)})[:5]
     if strange:
         raise ValueError(
-            f"plan: unit {unit.name!r} does not take the same whole neurons or heads of all tensors of {site.name!r} "
+            f"plan: unit {unit.name!r} does not take the same whole neurons or heads of all tensors of {branch.name!r} "
             f"(wrong: {strange})"
         )

@@ -46,9 +46,9 @@ class NeuronPart(MaskedPart):
     """The body of one branch on one rank.
 
     Args:
-        module: the model, of which `site` is still whole.
+        module: the model, of which `branch` is still whole.
         model: the plan, and the module's tensors; told where the pieces are from now on.
-        site: the branch.
+        branch: the branch.
         units: indices of the branch's units in the plan.
         scale: of the units' part of the output projection in the dense model.
     """
@@ -57,22 +57,22 @@ class NeuronPart(MaskedPart):
         self,
         module: nn.Module,
         model: RankModel,
-        site: LocatedBranch,
+        branch: LocatedBranch,
         units: Sequence[int],
         *,
         scale: float = 1.0,
     ) -> None:
-        self._body = module.get_submodule(site.body)
-        super().__init__(site.name, units, [self._body], whole=False)
+        self._body = module.get_submodule(branch.body)
+        super().__init__(branch.name, units, [self._body], whole=False)
         self._views = model.views
         self._keeps_lacking = model.plan.regime == "backward"
-        self._scales = _scales(model, site, units, scale)
-        assert site.branch.inner is not None, "units of neurons come from a description of them"
-        self.inner = site.branch.inner
-        self.num_outputs = site.branch.num_outputs
-        self._first = site.cut_tensors[0]
+        self._scales = _scales(model, branch, units, scale)
+        assert branch.description.inner is not None, "units of neurons come from a description of them"
+        self.inner = branch.description.inner
+        self.num_outputs = branch.description.num_outputs
+        self._first = branch.cut_tensors[0]
         self._counts = {name: getattr(self._body, name) for name in self.inner.scaled}
-        self.cuts = [_cut(module, model, tensor.parameter) for tensor in site.cut_tensors]
+        self.cuts = [_cut(module, model, tensor.parameter) for tensor in branch.cut_tensors]
         self.twins: tuple[nn.Module, ...] = ()
 
     def apply(self) -> None:
@@ -229,11 +229,11 @@ def _cut(module: nn.Module, model: RankModel, name: str) -> CutParameter:
     return CutParameter(module.get_submodule(owner), attribute, parameter, parameter.shape, held, lacking)
 
 
-def _scales(model: RankModel, site: LocatedBranch, units: Sequence[int], scale: float) -> dict[Piece, float]:
+def _scales(model: RankModel, branch: LocatedBranch, units: Sequence[int], scale: float) -> dict[Piece, float]:
     """Of the units' part of the output projection."""
     if scale == 1.0:
         return {}
-    outputs = {tensor.parameter for tensor in site.cut_tensors if tensor.cut.is_output}
+    outputs = {tensor.parameter for tensor in branch.cut_tensors if tensor.cut.is_output}
     pieces = (piece for index in units for piece in model.plan.units[index].pieces)
     return {piece: scale for piece in pieces if piece.parameter in outputs}
 

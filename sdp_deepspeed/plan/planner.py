@@ -32,7 +32,7 @@ def plan_model(
     data_parallel_size: int,
     network: Network | None = None,
     *,
-    sites: Sequence[LocatedBranch] | None = None,
+    branches: Sequence[LocatedBranch] | None = None,
     shards: Shards | None = None,
 ) -> tuple[Plan, list[str]]:
     """The plan, the same on every rank, and warnings about it.
@@ -42,17 +42,17 @@ def plan_model(
         block: a parsed config block.
         data_parallel_size: D.
         network: nodes of the ranks, for the placement of replicas; None puts all ranks on one node.
-        sites: the model's residual branches; None finds them.
+        branches: the model's residual branches; None finds them.
         shards: what a tensor-parallel rank has; None if the model is whole.
 
     Raises:
         ValueError: a block, or a plan that it names, which does not fit the model or the number of ranks.
     """
     counts = resolve(block, data_parallel_size)
-    sites = locate_branches(model) if sites is None else sites
+    branches = locate_branches(model) if branches is None else branches
     shards = shards or UNDIVIDED
     units = units_of_branches(
-        sites,
+        branches,
         strategy=block.strategy,
         granularity=block.granularity,
         shared=block.shared,
@@ -61,9 +61,9 @@ def plan_model(
     )
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        branches = constrained_branches(units, sites)
+        names = constrained_branches(units, branches)
         dense_units = [shards.dense_unit(unit) for unit in units]
-        plan = make_plan(dense_units, unit_costs(model, units), counts, block, data_parallel_size, branches)
+        plan = make_plan(dense_units, unit_costs(model, units), counts, block, data_parallel_size, names)
     tensors = dict(model.named_parameters()) | dict(model.named_buffers())
     shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
     shapes |= {name: division.shape for name, division in shards.divisions.items()}

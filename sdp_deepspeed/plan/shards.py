@@ -128,28 +128,28 @@ class Shards:
             )
         return division.lengths[0]
 
-    def local_site(self, site: LocatedBranch) -> LocatedBranch:
+    def local_site(self, branch: LocatedBranch) -> LocatedBranch:
         """A branch of the dense model as what this rank has of it.
 
         Raises:
             ValueError: the group's size does not divide its neurons or heads.
         """
-        divided = [piece.parameter for piece in site.pieces if self.division_of(piece) is not None]
+        divided = [piece.parameter for piece in branch.pieces if self.division_of(piece) is not None]
         uneven = [f"{name} into {self.divisions[name].lengths}" for name in divided if not self.divisions[name].is_even]
-        if uneven or (divided and site.num_cells % self.size):
-            cells = "key/value heads" if site.branch.inner and site.branch.inner.heads else "neurons"
+        if uneven or (divided and branch.num_cells % self.size):
+            cells = "key/value heads" if branch.description.inner and branch.description.inner.heads else "neurons"
             raise ValueError(
-                f"tensor_parallel.autotp_size: got {self.size}, which does not divide the {site.num_cells} {cells} of "
-                f"{site.name!r}{f' ({uneven[0]})' if uneven else ''}; use a size that divides them, because a unit has "
-                "equal pieces in every shard"
+                f"tensor_parallel.autotp_size: got {self.size}, which does not divide the {branch.num_cells} {cells} "
+                f"of {branch.name!r}{f' ({uneven[0]})' if uneven else ''}; use a size that divides them, because a "
+                "unit has equal pieces in every shard"
             )
-        local = replace(site, pieces=tuple(map(self.local_piece, site.pieces)))
-        if site.uncuttable_reason or not divided:
+        local = replace(branch, pieces=tuple(map(self.local_piece, branch.pieces)))
+        if branch.uncuttable_reason or not divided:
             return local
-        uncuttable_reason = next(filter(None, map(self._why_whole, site.cut_tensors)), "")
-        tensors = tuple(replace(tensor, size=tensor.size // self.size) for tensor in site.cut_tensors)
+        uncuttable_reason = next(filter(None, map(self._why_whole, branch.cut_tensors)), "")
+        tensors = tuple(replace(tensor, size=tensor.size // self.size) for tensor in branch.cut_tensors)
         return replace(
-            local, num_cells=site.num_cells // self.size, cut_tensors=tensors, uncuttable_reason=uncuttable_reason
+            local, num_cells=branch.num_cells // self.size, cut_tensors=tensors, uncuttable_reason=uncuttable_reason
         )
 
     def _why_whole(self, tensor: CutTensor) -> str:

@@ -36,11 +36,11 @@ class ModelBeforeAutoTP:
 
     Args:
         shapes: of its parameters.
-        sites: its residual branches.
+        branches: its residual branches.
     """
 
     shapes: Mapping[str, tuple[int, ...]]
-    sites: Sequence[LocatedBranch]
+    branches: Sequence[LocatedBranch]
 
     @classmethod
     def of(cls, model: nn.Module) -> ModelBeforeAutoTP:
@@ -62,7 +62,7 @@ class TensorParallel:
 
     Args:
         communicator: the tensor-parallel group, None without one.
-        sites: the model's residual branches, as this rank has them.
+        branches: the model's residual branches, as this rank has them.
         shards: who stores what.
         incomplete: replicated parameters of which each rank computes only a summand of the gradient.
     """
@@ -71,12 +71,12 @@ class TensorParallel:
         self,
         communicator: Communicator | None = None,
         *,
-        sites: Sequence[LocatedBranch],
+        branches: Sequence[LocatedBranch],
         shards: Shards = UNDIVIDED,
         incomplete: Sequence[str] = (),
     ) -> None:
         self.communicator = communicator
-        self.sites = list(sites)
+        self.branches = list(branches)
         self.shards = shards
         self.group: TensorParallelGroup | None = None
         self.state_dicts: StateDicts | None = None
@@ -104,8 +104,8 @@ class TensorParallel:
             if dims:
                 divisions[name] = _division(name, dense, dims, every)
         shards = Shards(communicator.rank, communicator.size, divisions)
-        sites = [shards.local_site(site) for site in before.sites]
-        return cls(communicator, sites=sites, shards=shards, incomplete=_incomplete(model, sites, shards))
+        branches = [shards.local_site(branch) for branch in before.branches]
+        return cls(communicator, branches=branches, shards=shards, incomplete=_incomplete(model, branches, shards))
 
     @classmethod
     def of_mpu(cls, model: nn.Module, communicator: Communicator) -> TensorParallel:
@@ -113,12 +113,12 @@ class TensorParallel:
         `tensor_model_parallel`, with Megatron's `partition_dim` if they have it); all ranks of the group call it."""
         marked = {name: p for name, p in model.named_parameters() if is_model_parallel_parameter(p)}
         every = communicator.gather_objects({name: tuple(p.shape) for name, p in marked.items()})
-        sites = [_without_heads_of_config(site, marked) for site in locate_branches(model)]
-        dims = {tensor.parameter: tensor.dim for site in sites for tensor in site.cut_tensors}
+        branches = [_without_heads_of_config(branch, marked) for branch in locate_branches(model)]
+        dims = {tensor.parameter: tensor.dim for branch in branches for tensor in branch.cut_tensors}
         said = {name: int(getattr(p, "partition_dim", -1)) for name, p in marked.items()}
         dims |= {name: dim for name, dim in said.items() if dim >= 0}
         divisions = {name: _division_of_shapes([own[name] for own in every], dims.get(name)) for name in marked}
-        return cls(communicator, sites=sites, shards=Shards(communicator.rank, communicator.size, divisions))
+        return cls(communicator, branches=branches, shards=Shards(communicator.rank, communicator.size, divisions))
 
     def check_replicated(self, tensors: Mapping[str, torch.Tensor]) -> None:
         """Whether the group's ranks agree on what all of them have; all of them call it.
@@ -180,25 +180,32 @@ def _division_of_shapes(shapes: Sequence[tuple[int, ...]], dim: int | None) -> D
     return Division((*shapes[0][:dim], sum(lengths), *shapes[0][dim + 1 :]), dim, lengths)
 
 
-def _without_heads_of_config(site: LocatedBranch, divided: Mapping[str, Any]) -> LocatedBranch:
+def _without_heads_of_config(branch: LocatedBranch, divided: Mapping[str, Any]) -> LocatedBranch:
     """A config counts the heads of the dense model, or of a shard: it does not say which."""
-    heads = site.branch.inner.heads if site.branch.inner else None
-    if heads is None or not heads.startswith("config.") or divided.keys().isdisjoint(p.parameter for p in site.pieces):
-        return site
+    heads = branch.description.inner.heads if branch.description.inner else None
+    if (
+        heads is None
+        or not heads.startswith("config.")
+        or divided.keys().isdisjoint(p.parameter for p in branch.pieces)
+    ):
+        return branch
     why = (
         f"{heads} does not say whether it counts the heads of one tensor-parallel rank; describe an attribute that does"
     )
-    return replace(site, num_cells=0, cut_tensors=(), uncuttable_reason=site.uncuttable_reason or why)
+    return replace(branch, num_cells=0, cut_tensors=(), uncuttable_reason=branch.uncuttable_reason or why)
 
 
-def _incomplete(model: nn.Module, sites: Sequence[LocatedBranch], shards: Shards) -> list[str]:
+def _incomplete(model: nn.Module, branches: Sequence[LocatedBranch], shards: Shards) -> list[str]:
     """Per-head norms of divided branches whose gradients AutoTP does not sum, as its plan from Transformers would."""
     names = []
     parameters = dict(model.named_parameters())
-    for site in sites:
-        if any(tensor.parameter in shards.divisions for tensor in site.cut_tensors) and site.branch.inner is not None:
-            inside = tuple(f"{site.body}.{norm}." for norm in site.branch.inner.per_head)
-            names += [piece.parameter for piece in site.pieces if piece.parameter.startswith(inside)]
+    for branch in branches:
+        if (
+            any(tensor.parameter in shards.divisions for tensor in branch.cut_tensors)
+            and branch.description.inner is not None
+        ):
+            inside = tuple(f"{branch.body}.{norm}." for norm in branch.description.inner.per_head)
+            names += [piece.parameter for piece in branch.pieces if piece.parameter.startswith(inside)]
     return [name for name in names if not getattr(parameters[name], "_ds_grad_allreduce_registered", False)]
 
 
@@ -224,7 +231,7 @@ def build_tensor_parallel(
         ValueError: on all ranks of the group: what cannot be divided so, or is not the same where it must be.
     """
     if tp_group is None:
-        return TensorParallel(sites=locate_branches(model))
+        return TensorParallel(branches=locate_branches(model))
     of_mpu, of_autotp = TensorParallel.of_mpu, TensorParallel.of_autotp
     result = of_mpu(model, tp_group) if before is None else of_autotp(model, tp_group, before)
     uneven = [name for name, division in result.shards.divisions.items() if not division.is_even]

@@ -63,10 +63,10 @@ def plan_of(model: nn.Module, regime: str = "forward", strategy: Any = "neuron",
     Args:
         choice: of `units_of_branches`, such as `shared` or `granularity`.
     """
-    sites = locate_branches(model)
-    units = units_of_branches(sites, strategy=strategy, num_subnetworks=NUM_GROUPS, **choice)
-    branches = branches_of_units(units, sites)
-    holders = assignment.cyclic(len(units), num_subnetworks=2, num_holders=1, branches=branches)
+    branches = locate_branches(model)
+    units = units_of_branches(branches, strategy=strategy, num_subnetworks=NUM_GROUPS, **choice)
+    names = branches_of_units(units, branches)
+    holders = assignment.cyclic(len(units), num_subnetworks=2, num_holders=1, branches=names)
     return Plan(regime, strategy, 2, 1, 0, tuple(units), holders, RANKS)
 
 
@@ -117,10 +117,10 @@ def assert_held_gradients(
             assert_close(mask.model.views.view_in(piece, gradient), piece.narrow(expected[name]), largest=largest)
 
 
-def layer_of(site: LocatedBranch, index: int) -> str:
+def layer_of(branch: LocatedBranch, index: int) -> str:
     """Name of the first (0) or last (-1) linear layer of a branch."""
-    assert site.branch.inner is not None
-    return f"{site.body}.{site.branch.inner.cuts[index].module}"
+    assert branch.description.inner is not None
+    return f"{branch.body}.{branch.description.inner.cuts[index].module}"
 
 
 def linear_weights(model: nn.Module, pieces: dict[str, list[Piece]] | None = None) -> int:

@@ -21,7 +21,7 @@ from sdp_deepspeed.plan.tensors import TensorInfo, named_tensors
 
 def mask_of(
     module: nn.Module,
-    sites: Sequence[LocatedBranch],
+    branches: Sequence[LocatedBranch],
     tensors: Sequence[TensorInfo],
     plan: Plan,
     rank: int,
@@ -29,7 +29,9 @@ def mask_of(
     scales: bool = False,
 ) -> Mask:
     """A mask that was applied to `module`."""
-    mask = Mask(module, RankModel(plan, tuple(tensors), PieceViews(named_tensors(module)), rank), sites, scales=scales)
+    mask = Mask(
+        module, RankModel(plan, tuple(tensors), PieceViews(named_tensors(module)), rank), branches, scales=scales
+    )
     mask.apply()
     return mask
 

@@ -85,7 +85,7 @@ def scrambled(model: nn.Module) -> nn.Module:
 @pytest.mark.parametrize("family", models.FAMILIES)
 def test_lacking_units_are_all_of_the_branches_and_have_no_storage(family: str) -> None:
     model = models.family(family, NUM_LAYERS)
-    inside = {piece.parameter for site in locate_branches(model) for piece in site.pieces}
+    inside = {piece.parameter for branch in locate_branches(model) for piece in branch.pieces}
     layers = {name for name, _ in model.named_parameters() if any(part.isdigit() for part in name.split("."))}
     assert inside == layers
     plan = plan_of(model)
@@ -119,7 +119,7 @@ def test_gradient_checkpointing_recomputes_and_changes_nothing(family: str, gran
         checkpointed: Any = masked(model, plan, rank)
         checkpointed.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": reentrant})
         lacking = lacking_names(plan, rank)
-        held = [site.modules[1] for site in locate_branches(model) if site.pieces[0].parameter not in lacking]
+        held = [branch.modules[1] for branch in locate_branches(model) if branch.pieces[0].parameter not in lacking]
         calls = Calls(*[checkpointed.get_submodule(name) for name in held])
         loss, gradients = loss_and_gradients(checkpointed.train(), tokens())
         assert held

@@ -36,10 +36,10 @@ from tests.helpers.rank_models import mask_of
 
 def units_of(name: str, **choice: Any) -> dict[str, Unit]:
     """Neuron units of a model of one layer, by their names without the layer's."""
-    sites = locate_branches(models.family(name, num_layers=1))
+    branches = locate_branches(models.family(name, num_layers=1))
     chosen: dict[str, Any] = {"strategy": "neuron", "neuron_groups": 2} | choice
-    units = units_of_branches(sites, **chosen)
-    return {unit.name.removeprefix(f"{sites[0].layer}."): unit for unit in units}
+    units = units_of_branches(branches, **chosen)
+    return {unit.name.removeprefix(f"{branches[0].layer}."): unit for unit in units}
 
 
 def slices(unit: Unit) -> list[tuple[str, int | None, int, int]]:
@@ -99,19 +99,21 @@ def test_units_part_what_they_cut_and_leave_the_rest_shared(family: str) -> None
     for piece in (piece for unit in units for piece in unit.pieces):
         counts[piece.parameter] = counts.get(piece.parameter, 0) + piece.num_elements(tensors[piece.parameter].shape)
     assert counts == {name: tensors[name].numel() for name in counts}
-    inside = {piece.parameter for site in locate_branches(model) for piece in site.pieces if piece.kind == "parameter"}
+    inside = {
+        piece.parameter for branch in locate_branches(model) for piece in branch.pieces if piece.kind == "parameter"
+    }
     outputs = ("o_proj.bias", "down_proj.bias", "c_proj.bias", "dense.bias", "dense_4h_to_h.bias")
     shared = {name for name in inside if "norm" in name or "ln_" in name or name.endswith(outputs)}
     assert counts.keys() == inside - shared
 
 
 def test_a_branch_of_each_unit() -> None:
-    sites = locate_branches(models.family("llama"))
-    mixed = units_of_branches(sites, strategy={"attention": "neuron", "mlp": "block"})
+    branches = locate_branches(models.family("llama"))
+    mixed = units_of_branches(branches, strategy={"attention": "neuron", "mlp": "block"})
     layers = [f"model.layers.{index}" for index in (0, 1)]
     expected = [name for layer in layers for name in (f"{layer}.attention", f"{layer}.attention", None)]
-    assert branches_of_units(mixed, sites) == expected
-    assert branches_of_units(units_of_branches(sites), sites) == [None] * 4
+    assert branches_of_units(mixed, branches) == expected
+    assert branches_of_units(units_of_branches(branches), branches) == [None] * 4
 
 
 def test_parts_that_a_mapping_leaves_out_are_shared() -> None:
@@ -131,9 +133,9 @@ def test_groups_are_one_per_subnetwork_unless_asked_for() -> None:
 @given(st.integers(1, 3000), st.integers(1, 200))
 def test_groups_are_alike_and_begin_where_matrix_units_like_it(num_cells: int, count: int) -> None:
     cut = Cut("down", 1, is_output=True)
-    branch = Branch("mlp", "norm", "ff", inner=InnerLayers((cut,)))
-    site = LocatedBranch("layer", branch, (), num_cells, (CutTensor(cut, "w", 1, num_cells),))
-    units = units_of_branches([site], strategy="neuron", num_subnetworks=count)
+    description = Branch("mlp", "norm", "ff", inner=InnerLayers((cut,)))
+    branch = LocatedBranch("layer", description, (), num_cells, (CutTensor(cut, "w", 1, num_cells),))
+    units = units_of_branches([branch], strategy="neuron", num_subnetworks=count)
     (lengths, starts) = zip(*[(piece.length, piece.start) for unit in units for piece in unit.pieces], strict=True)
     assert starts == tuple(itertools.accumulate(lengths, initial=0))[:-1]
     assert sum(lengths) == num_cells

@@ -30,7 +30,7 @@ from tests.helpers.masked_modules import (
 
 def lacking_sites(model: nn.Module, plan: Plan, rank: int) -> list[LocatedBranch]:
     names = {unit.name for index, unit in enumerate(plan.units) if not plan.holds_rank(index, rank)}
-    return [site for site in locate_branches(model) if site.name in names]
+    return [branch for branch in locate_branches(model) if branch.name in names]
 
 
 @pytest.mark.parametrize("rank", RANKS)
@@ -75,14 +75,16 @@ def test_blocks_keep_no_activations_for_lacking_weights(name: str, rank: int) ->
     saved, whole = saved_of(model), saved_of(dense)
     lacking = lacking_sites(dense, plan, rank)
     fewer = 0
-    for site in locate_branches(dense):
-        first, last = inputs[layer_of(site, 0)], inputs[layer_of(site, -1)]
+    for branch in locate_branches(dense):
+        first, last = inputs[layer_of(branch, 0)], inputs[layer_of(branch, -1)]
         assert whole.has(first)
         assert whole.has(last)
-        assert saved.has(first) == (site not in lacking)
-        if site.branch.name == "mlp":
-            assert saved.has(last) == (site not in lacking)
-        fewer += first.nbytes * (site in lacking) + last.nbytes * (site in lacking and site.branch.name == "mlp")
+        assert saved.has(first) == (branch not in lacking)
+        if branch.description.name == "mlp":
+            assert saved.has(last) == (branch not in lacking)
+        fewer += first.nbytes * (branch in lacking) + last.nbytes * (
+            branch in lacking and branch.description.name == "mlp"
+        )
     assert whole.num_bytes - saved.num_bytes >= fewer > 0
 
 
@@ -102,8 +104,8 @@ def test_a_lacking_mlp_in_bytes() -> None:
     hidden, inner = dense.config.hidden_size, dense.config.intermediate_size
     found = []
     for rank in RANKS:
-        site = lacking_sites(dense, plan, rank)[0]
+        branch = lacking_sites(dense, plan, rank)[0]
         less = saved_of(deepcopy(dense)).num_bytes - saved_of(masked(dense, plan, rank)[0]).num_bytes
-        assert less == 4 * NUM_TOKENS * (2 * hidden + (inner if site.branch.name == "mlp" else 0))
-        found.append(site.branch.name)
+        assert less == 4 * NUM_TOKENS * (2 * hidden + (inner if branch.description.name == "mlp" else 0))
+        found.append(branch.description.name)
     assert sorted(found) == ["attention", "mlp"]

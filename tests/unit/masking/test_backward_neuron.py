@@ -86,7 +86,7 @@ def test_skip_weight_gradients_only(name: str) -> None:
     dense = build(name, num_layers=2)
     plan = plan_of(dense, "backward")
     forward, backward = flops(deepcopy(dense))
-    num_cut = sum(len(site.branch.inner.cuts) for site in locate_branches(dense) if site.branch.inner)
+    num_cut = sum(len(branch.description.inner.cuts) for branch in locate_branches(dense) if branch.description.inner)
     for rank in RANKS:
         model = masked(dense, plan, rank)[0]
         with counted_attention() as calls:
@@ -108,10 +108,10 @@ def test_keep_fewer_activations(name: str, rank: int) -> None:
     model, mask = masked(dense, plan, rank)
     whole, saved = saved_of(dense), saved_of(model, extra=mask.model.views.lacking.values())
     lacking = 0
-    for site in locate_branches(dense):
-        if site.branch.name == "mlp":
+    for branch in locate_branches(dense):
+        if branch.description.name == "mlp":
             pieces = [p for u, unit in enumerate(plan.units) if not plan.holds_rank(u, rank) for p in unit.pieces]
-            lacking += sum(p.length for p in pieces if p.parameter == f"{layer_of(site, -1)}.weight")
+            lacking += sum(p.length for p in pieces if p.parameter == f"{layer_of(branch, -1)}.weight")
     assert whole.num_bytes - saved.num_bytes >= 4 * NUM_TOKENS * lacking > 0
 
 

@@ -21,7 +21,7 @@ from tests.helpers.rank_models import mask_of
 
 
 def plan_of(model: nn.Module, regime: str = "forward") -> Plan:
-    units = tuple(Unit(site.name, site.pieces) for site in locate_branches(model))
+    units = tuple(Unit(branch.name, branch.pieces) for branch in locate_branches(model))
     holders = tuple((index % 2,) for index in range(len(units)))
     return Plan(regime, "block", 2, 1, 0, units, holders, (0, 1))
 
@@ -98,8 +98,8 @@ def test_frozen_blocks_have_no_parts() -> None:
 def test_full_coverage_masks_nothing(regime: str) -> None:
     """Not even a class is changed, whatever the strategy."""
     model, whole = llama(num_layers=3), llama(num_layers=3)
-    site = next(site for site in locate_branches(model) if site.branch.name == "mlp")
-    units = (Unit("block", locate_branches(model)[0].pieces), Unit("neurons", site.pieces_of_cells(range(24))))
+    branch = next(branch for branch in locate_branches(model) if branch.description.name == "mlp")
+    units = (Unit("block", locate_branches(model)[0].pieces), Unit("neurons", branch.pieces_of_cells(range(24))))
     plan = Plan(regime, "neuron", 2, 2, 0, units, ((0, 1), (0, 1)), (0, 1))
     mask = masked(model, plan, rank=0)
     assert mask.parts == []

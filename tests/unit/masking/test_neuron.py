@@ -67,7 +67,7 @@ def test_masked_is_zeroed(name: str, rank: int) -> None:
 @pytest.mark.parametrize("name", ["gpt2", "llama_odd", "gpt_neox_parallel"])
 def test_parts_may_be_neurons_blocks_or_shared(name: str, rank: int) -> None:
     model = build(name, num_layers=2)
-    layers = "|".join(dict.fromkeys(site.layer for site in locate_branches(model)))
+    layers = "|".join(dict.fromkeys(branch.layer for branch in locate_branches(model)))
     assert_same_as_zeroed(model, plan_of(model, strategy=MIXED), rank)
     assert_same_as_zeroed(model, plan_of(model, strategy={"mlp": "neuron"}), rank)
     shared = (rf"({layers})\.attention\.head_0$", rf"({layers})\.mlp\.group_1$")
@@ -174,10 +174,12 @@ def test_work_is_what_is_held(name: str, rank: int) -> None:
     assert products.flops < whole.flops
     assert products.num_calls == whole.num_calls
     assert len(calls) == len(heads) == 2
-    sites = [site for site in locate_branches(dense) if site.branch.name == "attention"]
-    for site, (queries, keys), (all_queries, all_keys) in zip(sites, calls, heads, strict=True):
-        held = [u for u, unit in enumerate(plan.units) if unit.name.startswith(site.name) and plan.holds_rank(u, rank)]
-        assert (queries * site.num_cells, keys * site.num_cells) == (all_queries * len(held), all_keys * len(held))
+    branches = [branch for branch in locate_branches(dense) if branch.description.name == "attention"]
+    for branch, (queries, keys), (all_queries, all_keys) in zip(branches, calls, heads, strict=True):
+        held = [
+            u for u, unit in enumerate(plan.units) if unit.name.startswith(branch.name) and plan.holds_rank(u, rank)
+        ]
+        assert (queries * branch.num_cells, keys * branch.num_cells) == (all_queries * len(held), all_keys * len(held))
     assert all(isinstance(part, NeuronPart) and not part.twins for part in mask.parts)
 
 

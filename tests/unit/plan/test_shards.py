@@ -108,7 +108,7 @@ def test_without_divisions_a_plan_is_itself() -> None:
     assert Shards(0, 1, {}).local_plan(plan) is plan
 
 
-def site(*, blocks: int = 1, dim: int = 0, num_cells: int = 12) -> LocatedBranch:
+def branch(*, blocks: int = 1, dim: int = 0, num_cells: int = 12) -> LocatedBranch:
     inner = InnerLayers((Cut("up", dim, blocks), Cut("down", 1, is_output=True)))
     tensors = (CutTensor(inner.cuts[0], "up", dim, 12), CutTensor(inner.cuts[1], "down", 1, 12))
     pieces = (Piece("norm", None, 0, 4), Piece("up", None, 0, 48), Piece("down", None, 0, 48))
@@ -116,36 +116,36 @@ def site(*, blocks: int = 1, dim: int = 0, num_cells: int = 12) -> LocatedBranch
 
 
 def test_a_branch_as_a_rank_has_it() -> None:
-    local = shards().local_site(site())
+    local = shards().local_site(branch())
     assert (local.num_cells, [tensor.size for tensor in local.cut_tensors]) == (6, [6, 6])
     assert [piece.length for piece in local.pieces] == [4, 24, 24]
     assert local.pieces_of_cells(range(4, 6)) == (Piece("up", 0, 4, 2), Piece("down", 1, 4, 2))
-    assert shards().local_site(replace(site(), uncuttable_reason="because")).uncuttable_reason == "because"
+    assert shards().local_site(replace(branch(), uncuttable_reason="because")).uncuttable_reason == "because"
 
 
 def test_a_replicated_branch_stays_whole() -> None:
-    assert Shards(0, 2, {}).local_site(site()) == site()
+    assert Shards(0, 2, {}).local_site(branch()) == branch()
 
 
 def test_layers_that_are_divided_otherwise_cannot_be_cut() -> None:
     """Stacked blocks, another dim, or only some of the layers."""
-    for wrong in (site(blocks=3), site(dim=1)):
+    for wrong in (branch(blocks=3), branch(dim=1)):
         assert "does not divide up along its neurons or heads" in shards().local_site(wrong).uncuttable_reason
-    assert "does not divide down" in Shards(0, 2, {"up": UP}).local_site(site()).uncuttable_reason
+    assert "does not divide down" in Shards(0, 2, {"up": UP}).local_site(branch()).uncuttable_reason
 
 
 def test_uneven_shards_are_an_error() -> None:
     with pytest.raises(
         ValueError, match=r"autotp_size: got 2, .*the 3 neurons of 'layer.mlp'; use a size that divides"
     ):
-        shards().local_site(site(num_cells=3))
+        shards().local_site(branch(num_cells=3))
     uneven = Shards(0, 2, {"up": Division((11, 4), 0, (6, 5)), "down": DOWN})
     with pytest.raises(ValueError, match=r"got 2, .*\(up into \(6, 5\)\)"):
-        uneven.local_site(site())
+        uneven.local_site(branch())
 
 
 def divided_llama(index: int) -> tuple[list[LocatedBranch], Shards]:
-    """A Llama's sites and shards, as AutoTP divides it among two ranks."""
+    """A Llama's branches and shards, as AutoTP divides it among two ranks."""
     model = family("llama")
     divisions = {}
     for found in locate_branches(model):
@@ -165,11 +165,11 @@ def block(**keys: object) -> SubnetworkConfig:
 def divided_plan(index: int, config: SubnetworkConfig) -> tuple[Plan, Plan]:
     """The dense plan, and this rank's."""
     model = family("llama")
-    sites, own = divided_llama(index)
+    branches, own = divided_llama(index)
     for name, division in own.divisions.items():
         parameter = model.get_parameter(name)
         parameter.data = parameter.data.narrow(division.dim, index * division.lengths[0], division.lengths[0]).clone()
-    plan, _ = plan_model(model, config, 2, sites=sites, shards=own)
+    plan, _ = plan_model(model, config, 2, branches=branches, shards=own)
     return plan, own.local_plan(plan)
 
 
