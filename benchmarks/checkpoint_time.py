@@ -1,4 +1,4 @@
-"""Time to save and to load a checkpoint, ours and plain ZeRO-1's, paired on the same disk.
+"""How long does it take to save and to load a checkpoint, beside plain ZeRO-1's on the same disk?
 
     deepspeed --num_gpus 4 benchmarks/checkpoint_time.py --output benchmarks/results/checkpoints_4_ranks.json
 
@@ -13,77 +13,67 @@ import argparse
 import json
 import os
 import shutil
+import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import deepspeed
 import torch
 import torch.distributed as dist
-from common.contestants import PRECISIONS, Contestant, engine_of, train
-from common.provenance import write_result
+
+sys.path.insert(0, str(Path(__file__).parents[1]))  # the repository's root
+from benchmarks.common.contestants import PRECISIONS, Contestant, engine_of, train
+from benchmarks.common.models import Shape
+from benchmarks.common.ranks import option_parser, run
+from sdp_deepspeed.config import Mode
 
 MODEL = Path(__file__).parents[1] / "configs" / "models" / "134M.json"
+FORWARD_BLOCK = Mode("forward", "block")
 CONTESTANTS = {
-    "ZeRO-1": (Contestant(1), 1.0),
-    "SDP + ZeRO-1, C=1": (Contestant(1, "forward", "block"), 1.0),
-    "SDP + ZeRO-1, C=1/2": (Contestant(1, "forward", "block"), 0.5),
+    "ZeRO-1": Contestant(1),
+    "SDP + ZeRO-1, C=1": Contestant(1, FORWARD_BLOCK, 1.0),
+    "SDP + ZeRO-1, C=1/2": Contestant(1, FORWARD_BLOCK, 0.5),
 }
 BASELINE = "ZeRO-1"
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--output", type=str, required=True)
-    parser.add_argument("--folder", type=Path, default=Path("checkpoints_of_benchmark"), help="removed afterwards")
-    parser.add_argument("--model", type=Path, default=MODEL)
-    parser.add_argument("--repeats", type=int, default=5)
-    parser.add_argument("--precision", choices=PRECISIONS, default="bf16")
-    parser.add_argument("--local_rank", type=int, default=-1, help=argparse.SUPPRESS)
-    arguments = parser.parse_args()
-    deepspeed.init_distributed("gloo")
+def measure(arguments: argparse.Namespace) -> dict[str, Any]:
     model = json.loads(arguments.model.read_text())
     seconds: dict[str, dict[str, list[float]]] = {name: {} for name in CONTESTANTS}
     sizes = {}
     for repeat in range(arguments.repeats + 1):  # the first warms up
-        for name, (contestant, coverage) in CONTESTANTS.items():
-            for what, value in measure(contestant, coverage, model, arguments, name).items():
-                if what == "bytes":
-                    sizes[name] = value
-                elif repeat:
-                    seconds[name].setdefault(what, []).append(value)
-    if dist.get_rank() == 0:
-        facts = {"what": "checkpoints", "ranks": dist.get_world_size(), "model": model, "arguments": vars(arguments)}
-        facts["arguments"] |= {"model": arguments.model.name, "folder": ""}
-        write_result(arguments.output, facts | {"baseline": BASELINE, "seconds": seconds, "bytes": sizes})
-    dist.barrier()
-    dist.destroy_process_group()
+        for name, contestant in CONTESTANTS.items():
+            times, sizes[name] = measure_one(contestant, model, arguments, arguments.folder / name.replace("/", "_"))
+            for what, value in times.items() if repeat else ():
+                seconds[name].setdefault(what, []).append(value)
+    facts = {"what": "checkpoints", "ranks": dist.get_world_size(), "model": model}
+    kept = vars(arguments) | {"model": arguments.model.name, "folder": ""}
+    return facts | {"arguments": kept, "baseline": BASELINE, "seconds": seconds, "bytes": sizes}
 
 
-def measure(
-    contestant: Contestant, coverage: float, model: dict[str, Any], arguments: argparse.Namespace, name: str
-) -> dict[str, float]:
-    """Save, save behind the training (ours), sync, load: seconds of the slowest rank; bytes on the disk."""
-    config = contestant.config(arguments.precision, bucket=20_000_000, coverage=coverage)
-    folder = arguments.folder / name.replace("/", "_")
-    result: dict[str, float] = {}
-    with engine_of(model, config) as engine:
+def measure_one(
+    contestant: Contestant, model: Shape, arguments: argparse.Namespace, folder: Path
+) -> tuple[dict[str, float], int]:
+    """Save, save behind the training (ours), sync, load: seconds of the slowest rank; and bytes on the disk."""
+    seconds: dict[str, float] = {}
+    with engine_of(model, contestant.config(arguments.precision, bucket=20_000_000)) as engine:
         train(engine, torch.randint(0, model["vocab_size"], (1, 16)))
-        result["save"] = timed(lambda: engine.save_checkpoint(str(folder), tag="one"))
-        result["save and sync"] = result["save"] + timed(os.sync)
-        result["load"] = timed(lambda: engine.load_checkpoint(str(folder), tag="one"))
-        if contestant.regime is not None:
-            result["blocked by an asynchronous save"] = _blocked(engine, folder)
-    result["bytes"] = sum(path.stat().st_size for path in (folder / "one").rglob("*"))
+        seconds["save"] = timed(lambda: engine.save_checkpoint(str(folder), tag="one"))
+        seconds["save and sync"] = seconds["save"] + timed(os.sync)
+        seconds["load"] = timed(lambda: engine.load_checkpoint(str(folder), tag="one"))
+        if contestant.mode is not None:
+            seconds["blocked by an asynchronous save"] = blocked(engine, folder)
+    size = sum(path.stat().st_size for path in (folder / "one").rglob("*"))
     dist.barrier()
     if dist.get_rank() == 0:
         shutil.rmtree(folder)
     dist.barrier()
-    return result
+    return seconds, size
 
 
-def _blocked(engine: Any, folder: Path) -> float:
+def blocked(engine: Any, folder: Path) -> float:
+    """Seconds until a save behind the training returns."""
     options = engine.block.checkpoint
     object.__setattr__(options, "asynchronous", True)
     try:
@@ -101,6 +91,15 @@ def timed(work: Callable[[], Any]) -> float:
     work()
     dist.barrier()
     return time.perf_counter() - start
+
+
+def main() -> None:
+    parser = option_parser(__doc__)
+    parser.add_argument("--folder", type=Path, default=Path("checkpoints_of_benchmark"), help="removed afterwards")
+    parser.add_argument("--model", type=Path, default=MODEL)
+    parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--precision", choices=PRECISIONS, default="bf16")
+    run(parser, measure)
 
 
 if __name__ == "__main__":

@@ -1,10 +1,10 @@
-"""Kill -9 ranks of a run at random moments of save, load and step, and check what each next start resumes from.
+"""What survives when ranks are killed (kill -9) at random moments of save, load and step?
 
     python benchmarks/fault_injection.py --kills 200 --output benchmarks/results/faults.json
 
 Two ranks train a tiny model and save after each step, every other start behind the training. What a start resumes must
 be at least the last step whose save had returned, and bit for bit the state of a run that was never stopped; ranks that
-lose the other must end by themselves. tests/test_faults.py is the same with five kills.
+lose the other must end by themselves. tests/ranks/checkpoint/test_faults.py is the same with five kills.
 """
 
 from __future__ import annotations
@@ -15,15 +15,14 @@ import tempfile
 import time
 from pathlib import Path
 
-from common.provenance import write_result
-
-sys.path.append(str(Path(__file__).parents[1]))
+sys.path.insert(0, str(Path(__file__).parents[1]))  # the repository's root
+from benchmarks.common.provenance import write_result
 from tests.helpers.fault_runs import Faults, Kill, Outcome, summary
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--output", type=str, required=True)
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--output", type=str, required=True, help="where the raw figures go, as JSON")
     parser.add_argument("--kills", type=int, default=200)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--limit", type=float, default=90.0, help="seconds that one start may take")

@@ -1,4 +1,4 @@
-"""Layer by layer, how similar each corner's masked average is to the dense gradient (arXiv 2507.09029, Figure 2).
+"""How similar is each mode's averaged gradient to the dense one, layer by layer (arXiv 2507.09029, Figure 2)?
 
     python benchmarks/similarity.py --model configs/models/tiny.json --ranks 8 --coverage 0.5 \
         --output benchmarks/results/similarity.json --plot benchmarks/results/similarity.png
@@ -6,8 +6,8 @@
 
 One process: the reference runs the workers one after the other, each on batches of its own. The dense gradient is the
 mean over the same batches. The model is pre-trained densely in between, so forward masking meets a model that has not
-learnt to live without its units; a run under forward masking looks better than this. For the backward corners it also
-measures the distance that sdp_deepspeed/theory.py bounds.
+learned to live without its units; a run under forward masking looks better than this. For the backward regime it also
+measures the distance that sdp_deepspeed/reference/theory.py bounds.
 """
 
 from __future__ import annotations
@@ -20,13 +20,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from common.provenance import write_result
-from tables.make import similarity as table
-from tables.plot import plot_similarity
 from torch import nn
 
+sys.path.insert(0, str(Path(__file__).parents[1]))  # the repository's root
+from benchmarks.common.provenance import write_result
+from benchmarks.tables.plot import plot_similarity
+from benchmarks.tables.similarity import MODE_KEY, similarity
 from sdp_deepspeed.architectures import locate_branches, unit_costs
-from sdp_deepspeed.config import KEY, parse
+from sdp_deepspeed.config import KEY, MODES, Mode, parse
 from sdp_deepspeed.data import DataConfig, build
 from sdp_deepspeed.plan.plan import Plan
 from sdp_deepspeed.plan.planner import plan_model
@@ -35,7 +36,6 @@ from sdp_deepspeed.reference.virtual_workers import masked_average
 from sdp_deepspeed.training.model import build_model, check_fits
 from sdp_deepspeed.training.options import read_json
 
-CORNERS = [(regime, strategy) for regime in ("forward", "backward") for strategy in ("block", "neuron")]
 Batch = dict[str, torch.Tensor]
 
 
@@ -44,9 +44,9 @@ def loss_of(model: nn.Module, batch: Batch) -> torch.Tensor:
     return loss
 
 
-def plan_of(model: nn.Module, regime: str, strategy: str, coverage: float, num_ranks: int) -> Plan:
+def plan_of(model: nn.Module, mode: Mode, coverage: float, num_ranks: int) -> Plan:
     """The plan that a run with this block would have."""
-    block = parse({KEY: {"regime": regime, "strategy": strategy, "coverage": coverage}})
+    block = parse({KEY: {"coverage": coverage, **mode._asdict()}})
     assert block is not None
     plan, _ = plan_model(model, block, num_ranks)
     return plan
@@ -63,16 +63,16 @@ def train(model: nn.Module, optimizer: torch.optim.Optimizer, batches: Iterator[
 
 
 def compare(model: nn.Module, plans: dict[str, Plan], batches: list[list[Batch]]) -> dict[str, dict[str, Any]]:
-    """For each corner its similarities on the same batches; for the backward ones also V and T."""
+    """For each mode its similarities on the same batches; in the backward regime also V and T."""
     some_plan = next(iter(plans.values()))
     dense = theory.dense_gradients(model, some_plan, batches, loss_of)
     full, layers = theory.mean(dense), {branch.layer for branch in locate_branches(model)}
     found: dict[str, dict[str, Any]] = {}
-    for corner, plan in plans.items():
+    for mode, plan in plans.items():
         average = masked_average(model, plan, theory.worker_gradients(model, plan, batches, loss_of))
-        found[corner] = {"layers": theory.similarity(average, full, layers)}
+        found[mode] = {"layers": theory.similarity(average, full, layers)}
         if plan.regime == "backward":
-            found[corner] |= {
+            found[mode] |= {
                 "deviation": theory.deviation(plan, dense),
                 "distance": theory.distance(plan, average, dense),
             }
@@ -80,35 +80,38 @@ def compare(model: nn.Module, plans: dict[str, Plan], batches: list[list[Batch]]
 
 
 def measure(arguments: argparse.Namespace) -> dict[str, object]:
-    """Raw figures: for each number of dense steps and each draw of batches, each corner's similarities."""
+    """Raw figures: for each number of dense steps and each draw of batches, each mode's similarities."""
     shape = read_json(arguments.model, "--model")
     if "model_type" not in shape:
         raise ValueError('--model: the JSON has no "model_type": expected a Transformers config, e.g. "llama"')
     data = data_config(arguments, shape)
     model = build_model(shape, seed=arguments.seed)
-    corners = {f"{regime} x {strategy}": (regime, strategy) for regime, strategy in CORNERS}
-    plans = {name: plan_of(model, *corner, arguments.coverage, arguments.ranks) for name, corner in corners.items()}
+    plans = {str(mode): plan_of(model, mode, arguments.coverage, arguments.ranks) for mode in MODES}
     bundle = build(data, micro_batch=arguments.batch)
     check_fits(model.config, num_tokens=bundle.prepared.vocab_size, sequence_length=data.sequence_length)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=arguments.learning_rate, betas=(0.9, 0.95), weight_decay=0.1)
-    records: list[dict[str, Any]] = []
-    done = 0
-    for step in sorted(set(arguments.steps)):
-        train(model, optimizer, bundle.train, step - done)
-        done = step
-        for draw in range(arguments.draws):
-            own = [[next(bundle.train)] for _ in range(arguments.ranks)]
-            found = compare(model, plans, own)
-            records += [{"step": step, "draw": draw, "corner": corner} | found[corner] for corner in plans]
-            print(f"after {step} dense steps: draw {draw + 1} of {arguments.draws} measured", file=sys.stderr)
     return {
         "what": "similarity",
         "model": shape | {"num_parameters": sum(p.numel() for p in model.parameters())},
         "data": dataclasses.asdict(data),
         "arguments": {key: str(value) if isinstance(value, Path) else value for key, value in vars(arguments).items()},
         "plans": {name: facts_of(model, plan) for name, plan in plans.items()},
-        "records": records,
+        "records": list(records(model, plans, bundle.train, arguments)),
     }
+
+
+def records(
+    model: nn.Module, plans: dict[str, Plan], batches: Iterator[Batch], arguments: argparse.Namespace
+) -> Iterator[dict[str, Any]]:
+    """Train the dense model to each step, and compare on new batches in each draw."""
+    optimizer = torch.optim.AdamW(model.parameters(), lr=arguments.learning_rate, betas=(0.9, 0.95), weight_decay=0.1)
+    done = 0
+    for step in sorted(set(arguments.steps)):
+        train(model, optimizer, batches, step - done)
+        done = step
+        for draw in range(arguments.draws):
+            found = compare(model, plans, [[next(batches)] for _ in range(arguments.ranks)])
+            yield from ({"step": step, "draw": draw, MODE_KEY: mode} | found[mode] for mode in plans)
+            print(f"after {step} dense steps: draw {draw + 1} of {arguments.draws} measured", file=sys.stderr)
 
 
 def facts_of(model: nn.Module, plan: Plan) -> dict[str, object]:
@@ -182,7 +185,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         if options.from_json is None:
             write_result(str(options.output), measure(options))
         result = read_result(options.from_json or options.output)
-        print(table(result))
+        print(similarity(result))
         if options.plot is not None:
             plot_similarity(result, options.plot)
     except (ValueError, OSError) as error:

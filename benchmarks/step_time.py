@@ -1,8 +1,8 @@
-"""Median step time of subnetwork data parallelism against DeepSpeed ZeRO, alternating within one run.
+"""How long does a step take, beside plain DeepSpeed's with ZeRO? Median step times, alternating within one run.
 
     OMP_NUM_THREADS=1 deepspeed --num_gpus 2 benchmarks/step_time.py --output benchmarks/results/step_time_2.json
-    OMP_NUM_THREADS=1 deepspeed --num_gpus 2 benchmarks/step_time.py --corners --model wide --bucket 2e6 --output ...
-    OMP_NUM_THREADS=1 deepspeed --num_gpus 2 benchmarks/step_time.py --corners --stage 1 2 --accumulation 4 --output ...
+    OMP_NUM_THREADS=1 deepspeed --num_gpus 2 benchmarks/step_time.py --all-modes --model wide --bucket 2e6 --output ...
+    OMP_NUM_THREADS=1 deepspeed --num_gpus 2 benchmarks/step_time.py --all-modes --stage 1 2 --output ...
     OMP_NUM_THREADS=1 deepspeed --num_gpus 2 benchmarks/step_time.py --stage 2 --overlap --bucket 5e5 --output ...
 
 With several stages each has its plain DeepSpeed; the last one's is the baseline of all. `--overlap` lets everybody run
@@ -18,111 +18,84 @@ from __future__ import annotations
 import argparse
 import itertools
 import os
+import sys
 import time
+from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
 from typing import Any
 
-import deepspeed
 import torch
 import torch.distributed as dist
-from common.flops import count_work
-from common.provenance import write_result
-from transformers import LlamaConfig, LlamaForCausalLM
 
-import sdp_deepspeed  # noqa: F401  (arms the seam)
+sys.path.insert(0, str(Path(__file__).parents[1]))  # the repository's root
+from benchmarks.common.contestants import Contestant, build_engine, train
+from benchmarks.common.flops import count_work
+from benchmarks.common.models import SEQUENCE_LENGTH, SMALL, WIDE, num_parameters
+from benchmarks.common.ranks import gather, option_parser, run
+from sdp_deepspeed.config import MODES, Mode
 
-# About 6.5M parameters: 6.3M in 8 layers, the rest embeddings (tied), as in DESIGN.md's figures.
-MODEL = {
-    "vocab_size": 1024,
-    "hidden_size": 256,
-    "intermediate_size": 688,
-    "num_hidden_layers": 8,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 4,
-    "max_position_embeddings": 128,
-    "tie_word_embeddings": True,
-}
-# 13.2M parameters in fewer, wider layers, where matrix products weigh more against everything else.
-WIDE = MODEL | {
-    "hidden_size": 512,
-    "intermediate_size": 1376,
-    "num_hidden_layers": 4,
-    "num_attention_heads": 8,
-    "num_key_value_heads": 8,
-}
-MODELS = {"small": MODEL, "wide": WIDE}
-SEQUENCE_LENGTH = 128
-
-CORNERS = list(itertools.product(("forward", "backward"), ("block", "neuron")))
+MODELS = {"small": SMALL, "wide": WIDE}
 # Of the step time of plain DeepSpeed at the same stage, at C = 1 and at C = 1/2.
-TARGETS: dict[int, dict[tuple[str, str], tuple[float, float | None]]] = {
+TARGETS: dict[int, dict[Mode, tuple[float, float | None]]] = {
     1: {
-        ("forward", "block"): (1.0, None),
-        ("forward", "neuron"): (1.0, 0.6),
-        ("backward", "block"): (1.0, 0.85),
-        ("backward", "neuron"): (1.0, 1.0),
+        Mode("forward", "block"): (1.0, None),
+        Mode("forward", "neuron"): (1.0, 0.6),
+        Mode("backward", "block"): (1.0, 0.85),
+        Mode("backward", "neuron"): (1.0, 1.0),
     },
-    2: {corner: (0.9, 0.5 if corner[0] == "forward" else None) for corner in CORNERS},
+    2: {mode: (0.9, 0.5 if mode.regime == "forward" else None) for mode in MODES},
 }
 OVERLAP = ", overlap"  # ends the names of those that run with overlap_comm
 
 
-def contestants(size: int, arguments: argparse.Namespace) -> dict[str, dict[str, Any]]:
-    """DeepSpeed configs by name."""
-    base: dict[str, Any] = {
+def named_runs(arguments: argparse.Namespace) -> dict[str, tuple[Contestant, bool]]:
+    """By name who runs, and whether with `overlap_comm`; for each stage plain DeepSpeed first."""
+    found = {}
+    for stage, overlap in itertools.product(arguments.stage, (False, True) if arguments.overlap else (False,)):
+        for contestant in contestants(stage, MODES if arguments.all_modes else MODES[:1]):
+            found[name_of(contestant, several_stages=len(arguments.stage) > 1) + OVERLAP * overlap] = (
+                contestant,
+                overlap,
+            )
+    return found
+
+
+def contestants(stage: int, modes: tuple[Mode, ...]) -> Iterator[Contestant]:
+    yield Contestant(stage)
+    size = dist.get_world_size()
+    for mode, holders in itertools.product(modes, sorted({size, max(1, size // 2)}, reverse=True)):
+        yield Contestant(stage, mode, holders / size)
+
+
+def name_of(contestant: Contestant, *, several_stages: bool) -> str:
+    if contestant.mode is None:
+        return f"zero{contestant.stage}"
+    stage = f" + ZeRO-{contestant.stage}" if several_stages else ""
+    return f"{contestant.mode}{stage} C={contestant.coverage:g}"
+
+
+def target(contestant: Contestant, baseline_stage: int) -> float | None:
+    """What the step may take of the baseline's time; None where nothing was promised."""
+    if contestant.mode is None or contestant.stage != baseline_stage:
+        return None
+    whole, half = TARGETS.get(contestant.stage, {}).get(contestant.mode, (None, None))
+    return whole if contestant.coverage == 1 else half
+
+
+def config_of(contestant: Contestant, overlap: bool, arguments: argparse.Namespace) -> dict[str, Any]:
+    return contestant.config("fp32", bucket=int(arguments.bucket), overlap=overlap) | {
         "train_micro_batch_size_per_gpu": arguments.micro_batch,
         "gradient_accumulation_steps": arguments.accumulation,
-        "optimizer": {"type": "AdamW", "params": {"lr": 1e-4, "torch_adam": True}},
         "gradient_clipping": 1.0,
     }
-    bucket = int(arguments.bucket)
-    result = {}
-    for stage, overlap in itertools.product(arguments.stage, (False, True) if arguments.overlap else (False,)):
-        zero = {"stage": stage, "reduce_bucket_size": bucket, "allgather_bucket_size": bucket, "overlap_comm": overlap}
-        plain = base | {"zero_optimization": zero}
-        ending = OVERLAP * overlap
-        result[f"zero{stage}{ending}"] = plain
-        for regime, strategy in CORNERS if arguments.corners else CORNERS[:1]:
-            for holders in coverages(size):
-                name = f"{regime} x {strategy}" if arguments.corners else "sdp"
-                name += f" + ZeRO-{stage}" * (len(arguments.stage) > 1) + f" C={holders / size:g}"
-                block = {"holders": holders, "regime": regime, "strategy": strategy}
-                result[name + ending] = plain | {"subnetwork_data_parallel": block}
-    return result
-
-
-def coverages(size: int) -> list[int]:
-    """Holders of C = 1 and of C = 1/2."""
-    return sorted({size, max(1, size // 2)}, reverse=True)
-
-
-def target(config: dict[str, Any], size: int, baseline_stage: int) -> float | None:
-    """What the step may take of the baseline's time; None where nothing was promised."""
-    block, stage = config.get("subnetwork_data_parallel"), config["zero_optimization"]["stage"]
-    if block is None or stage != baseline_stage:
-        return None
-    whole, half = TARGETS.get(stage, {}).get((block["regime"], block["strategy"]), (None, None))
-    return whole if block["holders"] == size else half
-
-
-def build(config: dict[str, Any], model_config: dict[str, Any]) -> Any:
-    torch.manual_seed(0)
-    model = LlamaForCausalLM(LlamaConfig(**model_config))
-    engine, *_ = deepspeed.initialize(model=model, model_parameters=model.parameters(), config=config)
-    return engine
-
-
-def run_step(engine: Any, batch: torch.Tensor) -> None:
-    """One optimizer step with all its micro-steps."""
-    for _ in range(engine.gradient_accumulation_steps()):
-        engine.backward(engine(input_ids=batch, labels=batch).loss)
-        engine.step()
 
 
 def slowest(engine: Any, batch: torch.Tensor) -> float:
     """Seconds of one step from a barrier to the step's end on the slowest rank."""
     dist.barrier()
     start = time.perf_counter()
-    run_step(engine, batch)
+    train(engine, batch)
     value = torch.tensor([time.perf_counter() - start], dtype=torch.float64)
     dist.all_reduce(value, op=dist.ReduceOp.MAX)
     return float(value)
@@ -140,60 +113,41 @@ def time_steps(engines: dict[str, Any], batch: torch.Tensor, *, warmup: int, rep
     return times
 
 
-def work_of_ranks(engine: Any, batch: torch.Tensor) -> list[dict[str, int]]:
-    """Per rank what one step does; a collective."""
-    work: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(work, count_work(lambda: run_step(engine, batch)))
-    return work
-
-
 def measure(arguments: argparse.Namespace) -> dict[str, Any]:
-    size, rank = dist.get_world_size(), dist.get_rank()
-    configs = contestants(size, arguments)
-    model_config = MODELS[arguments.model]
-    engines = {name: build(config, model_config) for name, config in configs.items()}
-    stage = arguments.stage[-1]
-    baseline = f"zero{stage}"
-    num_parameters = sum(p.numel() for p in engines[baseline].module.parameters())
-    generator = torch.Generator().manual_seed(rank)
-    batch = torch.randint(0, model_config["vocab_size"], (arguments.micro_batch, SEQUENCE_LENGTH), generator=generator)
-    times = time_steps(engines, batch, warmup=arguments.warmup, repeats=arguments.repeats)
+    """Times, and per rank what one step does."""
+    model, stage = MODELS[arguments.model], arguments.stage[-1]
+    runs = named_runs(arguments)
+    configs = {name: config_of(*contestant, arguments) for name, contestant in runs.items()}
+    engines = {name: build_engine(model, config) for name, config in configs.items()}
+    generator = torch.Generator().manual_seed(dist.get_rank())
+    batch = torch.randint(0, model["vocab_size"], (arguments.micro_batch, SEQUENCE_LENGTH), generator=generator)
     return {
         "what": "step_time",
-        "ranks": size,
-        "baseline": baseline,
-        "model": model_config | {"num_parameters": num_parameters},
+        "ranks": dist.get_world_size(),
+        "baseline": f"zero{stage}",
+        "model": model | {"num_parameters": num_parameters(model)},
         "sequence_length": SEQUENCE_LENGTH,
         "link": os.environ.get("SDP_LINK_RATE"),
         "arguments": vars(arguments),
         "configs": configs,
-        "targets": {name: target(config, size, stage) for name, config in configs.items()},
-        "seconds": times,
-        "work": {name: work_of_ranks(engine, batch) for name, engine in engines.items()},
+        "targets": {name: target(contestant, stage) for name, (contestant, _) in runs.items()},
+        "seconds": time_steps(engines, batch, warmup=arguments.warmup, repeats=arguments.repeats),
+        "work": {name: gather(count_work(partial(train, engine, batch))) for name, engine in engines.items()},
     }
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--output", type=str, required=True)
-    parser.add_argument("--corners", action="store_true", help="all regimes and strategies, not only forward x block")
+    parser = option_parser(__doc__)
+    parser.add_argument("--all-modes", action="store_true", help="every regime and strategy, not only forward x block")
     parser.add_argument("--model", choices=list(MODELS), default="small")
     parser.add_argument("--repeats", type=int, default=60)
     parser.add_argument("--warmup", type=int, default=6)
-    parser.add_argument("--micro_batch", type=int, default=1)
+    parser.add_argument("--micro-batch", type=int, default=1)
     parser.add_argument("--accumulation", type=int, default=1)
     parser.add_argument("--bucket", type=float, default=5e8, help="reduce_bucket_size of all contestants (elements)")
     parser.add_argument("--stage", type=int, nargs="+", default=[1], choices=(0, 1, 2))
     parser.add_argument("--overlap", action="store_true", help="everybody without and with overlap_comm")
-    parser.add_argument("--local_rank", type=int, default=-1, help=argparse.SUPPRESS)
-    arguments = parser.parse_args()
-    torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
-    deepspeed.init_distributed("gloo")
-    result = measure(arguments)
-    if dist.get_rank() == 0:
-        write_result(arguments.output, result)
-    dist.barrier()
-    dist.destroy_process_group()
+    run(parser, measure)
 
 
 if __name__ == "__main__":

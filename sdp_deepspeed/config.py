@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import difflib
+import itertools
 import re
 from collections.abc import Mapping
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple, get_args
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
@@ -15,6 +16,19 @@ KEY = "subnetwork_data_parallel"
 
 Regime = Literal["forward", "backward"]
 StrategyName = Literal["block", "neuron"]
+
+
+class Mode(NamedTuple):
+    """What a worker computes of the model (regime), and what a unit is (strategy)."""
+
+    regime: Regime
+    strategy: StrategyName
+
+    def __str__(self) -> str:
+        return f"{self.regime} x {self.strategy}"
+
+
+MODES = tuple(Mode(*names) for names in itertools.product(get_args(Regime), get_args(StrategyName)))
 
 # Shorter names that users of the method may try; difflib finds the misspellings of KEY itself.
 _OTHER_NAMES = frozenset(

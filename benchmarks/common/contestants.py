@@ -1,10 +1,10 @@
-"""Who is measured against whom: plain DeepSpeed and the corners of the method, by ZeRO stage and precision."""
+"""Who is measured against whom: plain DeepSpeed and the modes of the method, by ZeRO stage and precision."""
 
 from __future__ import annotations
 
 import gc
 import itertools
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -13,11 +13,12 @@ import deepspeed
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-import sdp_deepspeed  # noqa: F401  (arms the seam)
+import sdp_deepspeed  # noqa: F401  (so that DeepSpeed knows the config's block)
+from benchmarks.common.models import Shape
+from sdp_deepspeed.config import KEY, MODES, Mode
 from sdp_deepspeed.estimate.per_rank import Precision
 
-CORNERS = list(itertools.product(("forward", "backward"), ("block", "neuron")))
-STAGES = {0: "SDP, stage 0", 1: "SDP + ZeRO-1", 2: "SDP + ZeRO-2"}  # rows of DESIGN.md's table
+STAGES = {0: "SDP, stage 0", 1: "SDP + ZeRO-1", 2: "SDP + ZeRO-2"}  # rows of the table of bytes per parameter
 PRECISIONS: dict[str, dict[str, Any]] = {
     "fp32": {},
     "bf16": {"bf16": {"enabled": True}},
@@ -32,53 +33,66 @@ def bytes_of(precision: str) -> Precision:
 
 @dataclass(frozen=True)
 class Contestant:
-    """One row of a result: plain DeepSpeed when `regime` is None."""
+    """One row of a result: plain DeepSpeed when `mode` is None.
+
+    Args:
+        stage: of ZeRO.
+        coverage: C, of the contestants that have a mode.
+    """
 
     stage: int
-    regime: str | None = None
-    strategy: str | None = None
+    mode: Mode | None = None
+    coverage: float = 1.0
 
     @property
     def name(self) -> str:
-        if self.regime is None:
+        """Without the coverage, which is the same for all in most results."""
+        if self.mode is None:
             return f"ZeRO-{self.stage}"
-        return STAGES[self.stage].replace("SDP", f"{self.regime} x {self.strategy}")
+        return STAGES[self.stage].replace("SDP", str(self.mode))
 
     def runs_in(self, precision: str) -> bool:
         """DeepSpeed refuses fp32 sums at stage 0."""
         return self.stage > 0 or "accumulation" not in precision
 
-    def config(self, precision: str, *, bucket: int, coverage: float, fused: bool = False) -> dict[str, Any]:
-        """DeepSpeed's config; torch's optimizer either way, of which the fused one needs no scratch memory."""
+    def config(self, precision: str, *, bucket: int, fused: bool = False, overlap: bool = False) -> dict[str, Any]:
+        """DeepSpeed's config.
+
+        Args:
+            bucket: elements of both kinds of buckets.
+            fused: torch's AdamW that needs no scratch memory, instead of the one that does.
+        """
+        zero = {"stage": self.stage, "reduce_bucket_size": bucket, "allgather_bucket_size": bucket}
+        adam = {"lr": 1e-4, "torch_adam": True} | ({"fused": True} if fused else {})
         config = {
             "train_micro_batch_size_per_gpu": 1,
-            "optimizer": {"type": "AdamW", "params": {"lr": 1e-4, "torch_adam": True, "fused": fused}},
-            "zero_optimization": {
-                "stage": self.stage,
-                "reduce_bucket_size": bucket,
-                "allgather_bucket_size": bucket,
-            },
+            "optimizer": {"type": "AdamW", "params": adam},
+            "zero_optimization": zero | {"overlap_comm": overlap},
             **PRECISIONS[precision],
         }
-        if self.regime is not None:
-            block = {"coverage": coverage, "regime": self.regime, "strategy": self.strategy}
-            config["subnetwork_data_parallel"] = block
+        if self.mode is not None:
+            config[KEY] = {"coverage": self.coverage, **self.mode._asdict()}
         return config
 
 
-def everybody(stages: tuple[int, ...] = tuple(STAGES)) -> list[Contestant]:
+def everybody(coverage: float, stages: Sequence[int] = tuple(STAGES)) -> list[Contestant]:
     """Plain DeepSpeed first."""
     plain = [Contestant(stage) for stage in stages]
-    return plain + [Contestant(stage, *corner) for corner, stage in itertools.product(CORNERS, stages)]
+    return plain + [Contestant(stage, mode, coverage) for mode, stage in itertools.product(MODES, stages)]
+
+
+def build_engine(shape: Shape, config: dict[str, Any]) -> Any:
+    """An engine of a fresh Llama, the same on all ranks."""
+    torch.manual_seed(0)
+    model = LlamaForCausalLM(LlamaConfig(**shape))
+    engine, *_ = deepspeed.initialize(model=model, model_parameters=model.parameters(), config=config)
+    return engine
 
 
 @contextmanager
-def engine_of(model_config: dict[str, Any], config: dict[str, Any]) -> Iterator[Any]:
-    """An engine of a fresh Llama, and nothing of it left afterwards."""
-    torch.manual_seed(0)
-    model = LlamaForCausalLM(LlamaConfig(**model_config))
-    engine, *_ = deepspeed.initialize(model=model, model_parameters=model.parameters(), config=config)
-    del model
+def engine_of(shape: Shape, config: dict[str, Any]) -> Iterator[Any]:
+    """An engine, and nothing of it left afterwards."""
+    engine = build_engine(shape, config)
     try:
         yield engine
     finally:

@@ -1,80 +1,98 @@
-"""Markdown tables of what is counted, not timed: model state, peaks of memory, collectives."""
+"""Markdown tables of what is counted, not timed: model state, peaks of memory, collectives, kills."""
 
 from __future__ import annotations
 
 import itertools
 import statistics
-from typing import Any
+from typing import Any, NamedTuple
 
-MIB = 2**20
+from benchmarks.common.models import num_parameters
+from benchmarks.tables.markdown import MIB, Result, coverage, span, table
+
+KINDS = ("weights", "gradients", "optimizer")
 
 
-def model_state(result: dict[str, Any]) -> str:
-    """Measured bytes (mean over ranks) beside the table's figure, with the deviation; and peaks."""
-    lines = [
-        f"{result['num_ranks']} ranks, C = {result['arguments']['coverage']:g}; "
-        "MiB, mean over ranks (deviation from the table)",
-        "",
-        "| precision | | weights | gradients | optimizer | sum | peak of live tensors |",
-        "|---|---|---|---|---|---|---|",
-    ]
+def _run(result: Result) -> str:
+    return f"{result['num_ranks']} ranks, {coverage(result['arguments']['coverage'])}"
+
+
+def model_state(result: Result) -> str:
+    """Measured bytes (mean over ranks) beside the formulas' figure, with the deviation; and peaks."""
+    rows = []
     for row in result["results"]:
-        cells = []
-        means = {kind: statistics.mean(rank[kind] for rank in row["ranks"]) for kind in row["expected"]}
-        for kind, expected in row["expected"].items():
-            cells.append(f"{means[kind] / MIB:.2f} ({100 * (means[kind] / expected - 1):+.1f}%)")
-        total = sum(means.values()) / MIB
+        means = {kind: statistics.mean(rank[kind] for rank in row["ranks"]) for kind in KINDS}
+        cells = [f"{means[k] / MIB:.2f} ({100 * (means[k] / row['expected'][k] - 1):+.1f}%)" for k in KINDS]
         peak = max(rank["peak"] for rank in row["ranks"]) / MIB
-        lines.append(f"| {row['precision']} | {row['name']} | {' | '.join(cells)} | {total:.2f} | {peak:.1f} |")
-    return "\n".join(lines)
+        rows.append([row["precision"], row["name"], *cells, f"{sum(means.values()) / MIB:.2f}", f"{peak:.1f}"])
+    caption = f"{_run(result)}; MiB, mean over ranks (deviation from the formulas):"
+    return f"{caption}\n\n" + table(["precision", "", *KINDS, "sum", "peak of live tensors"], rows)
 
 
-def peak_memory(result: dict[str, Any]) -> str:
-    """The rank whose peak is the largest share of what it has to be: state and two buckets."""
-    arguments = result["arguments"]
-    lines = [
-        f"{result['num_ranks']} ranks, C = {arguments['coverage']:g}, buckets of {arguments['bucket'] / 1e6:g}M "
-        f"elements{', overlap_comm' * arguments['overlap']}; MiB; limit {result['limit']:g}",
-        "",
-        "| precision | | state | two buckets | peak | share | fp32 gradient in the step | share with it |",
-        "|---|---|---|---|---|---|---|---|",
-    ]
-    for row in result["results"]:
-        share, state, peak, step, with_step = worst_share(row)
-        lines.append(
-            f"| {row['precision']} | {row['name']} | {state / MIB:.1f} | {row['two_buckets'] / MIB:.1f} "
-            f"| {peak / MIB:.1f} | {share:.3f} | {step / MIB:.1f} | {with_step:.3f} |"
-        )
-    return "\n".join(lines)
+class Share(NamedTuple):
+    """A rank's peak as a share of what its step has to hold, and what both are (bytes)."""
+
+    share: float
+    state: int
+    peak: int
+    step_gradient: int
+    share_with_gradient: float
 
 
-def worst_share(row: dict[str, Any]) -> tuple[float, float, float, float, float]:
-    """Of the rank whose peak is the largest share of state and two buckets: that share, state, peak and the step's fp32
-    gradient (bytes), and the share with that gradient counted in."""
+def worst_share(row: dict[str, Any]) -> Share:
+    """Of the rank whose peak is the largest share of state and two buckets; also with the step's fp32 gradient."""
     shares = []
     for rank, step in zip(row["ranks"], row["step_gradients"], strict=True):
-        state = sum(rank[kind] for kind in ("weights", "gradients", "optimizer"))
-        allowed = state + row["two_buckets"]
-        shares.append((rank["peak"] / allowed, state, rank["peak"], step, rank["peak"] / (allowed + step)))
+        state = sum(rank[kind] for kind in KINDS)
+        held = state + row["two_buckets"]
+        shares.append(Share(rank["peak"] / held, state, rank["peak"], step, rank["peak"] / (held + step)))
     return max(shares)
 
 
-def peak_shares(result: dict[str, Any]) -> str:
+def peak_memory(result: Result) -> str:
+    """The rank whose peak is the largest share of what it has to hold: state and two buckets."""
+    arguments = result["arguments"]
+    rows = []
+    for row in result["results"]:
+        worst = worst_share(row)
+        sizes = (worst.state, row["two_buckets"], worst.peak)
+        cells = [*(f"{size / MIB:.1f}" for size in sizes), f"{worst.share:.3f}"]
+        cells += [f"{worst.step_gradient / MIB:.1f}", f"{worst.share_with_gradient:.3f}"]
+        rows.append([row["precision"], row["name"], *cells])
+    heads = ("state", "two buckets", "peak", "share", "fp32 gradient in the step", "share with it")
+    caption = (
+        f"{_run(result)}, buckets of {arguments['bucket'] / 1e6:g}M elements"
+        f"{', overlap_comm' * arguments['overlap']}; MiB; limit {result['limit']:g}:"
+    )
+    return f"{caption}\n\n" + table(["precision", "", *heads], rows)
+
+
+def peak_shares(*results: Result) -> str:
     """Peaks as shares of state and two buckets, by stage: lowest and highest of the regime's strategies."""
-    stages = sorted({_stage(row["name"]) for row in result["results"]})
+    stages = sorted({_stage(row["name"]) for row in results[0]["results"]})
     heads = [f"stage {stage}{more}" for more in ("", ", gradient counted in") for stage in stages]
-    lines = [f"| peak / (state + two buckets) | {' | '.join(heads)} |", "|---|" + "---|" * len(heads)]
-    rows: dict[str, list[dict[str, Any]]] = {}
+    rows = []
+    for result in results:
+        for name, group in _by_regime(result).items():
+            cells = [name, str(result["num_ranks"])]
+            for kind, stage in itertools.product(("share", "share_with_gradient"), stages):
+                worst = [worst_share(row) for row in group if _stage(row["name"]) == stage]
+                cells.append(span([getattr(share, kind) for share in worst]))
+            rows.append(cells)
+    arguments, size = results[0]["arguments"], num_parameters(results[0]["model"])
+    caption = (
+        f"{coverage(arguments['coverage'])}, {size / 1e6:.0f}M parameters, buckets of {arguments['bucket'] / 1e6:g}M "
+        "elements; each range is over both strategies:"
+    )
+    return f"{caption}\n\n" + table(["peak / (state + two buckets)", "ranks", *heads], rows)
+
+
+def _by_regime(result: Result) -> dict[str, list[dict[str, Any]]]:
+    """Rows of one precision and regime, in the order of the result."""
+    groups: dict[str, list[dict[str, Any]]] = {}
     for row in result["results"]:
         regime = row["name"].split(" x ")[0] if " x " in row["name"] else "plain ZeRO"
-        rows.setdefault(f"{row['precision']}, {regime}", []).append(row)
-    for name, group in rows.items():
-        cells = []
-        for index, stage in itertools.product((0, -1), stages):
-            found = [worst_share(row)[index] for row in group if _stage(row["name"]) == stage]
-            cells.append(span(min(found), max(found)))
-        lines.append(f"| {name} | {' | '.join(cells)} |")
-    return "\n".join(lines)
+        groups.setdefault(f"{row['precision']}, {regime}", []).append(row)
+    return groups
 
 
 def _stage(name: str) -> int:
@@ -82,68 +100,31 @@ def _stage(name: str) -> int:
     return int(name[-1])
 
 
-def span(low: float, high: float) -> str:
-    """One number where both look the same."""
-    texts = list(dict.fromkeys(f"{value:.2f}" for value in (low, high)))
-    return " to ".join(texts)
-
-
-def collectives(result: dict[str, Any]) -> str:
+def collectives(result: Result) -> str:
     """Calls of the rank that makes most, by number of layers, for one bucket and for small ones."""
     layers = sorted({row["num_layers"] for row in result["results"]})
     share = result["arguments"]["share"]
     heads = [f"{count} layers, {kind}" for kind in ("one bucket", f"{share} buckets' worth") for count in layers]
-    lines = [f"{result['num_ranks']} ranks, C = {result['arguments']['coverage']:g}; collectives in a step", ""]
-    lines += [f"| | units | {' | '.join(heads)} |", "|---|---|" + "---|" * len(heads)]
+    rows = []
     for name in dict.fromkeys(row["name"] for row in result["results"]):
-        rows = {(r["share"], r["num_layers"]): r for r in result["results"] if r["name"] == name}
-        cells = [str(most_calls(rows[kind, count])) for kind in (None, share) for count in layers]
-        units = [rows[None, count]["num_units"] for count in layers]
-        lines.append(f"| {name} | {', '.join(map(str, units)) if units[0] else ''} | {' | '.join(cells)} |")
-    return "\n".join(lines)
+        by_run = {(row["share"], row["num_layers"]): row for row in result["results"] if row["name"] == name}
+        cells = [str(_most_calls(by_run[kind, count])) for kind in (None, share) for count in layers]
+        units = [by_run[None, count]["num_units"] for count in layers]
+        rows.append([name, ", ".join(map(str, units)) if units[0] else "", *cells])
+    return f"{_run(result)}; collectives in a step:\n\n" + table(["", "units", *heads], rows)
 
 
-def startup(result: dict[str, Any]) -> str:
-    """Peaks of the rank that has most, beside the dense model's weights and as a share of plain DeepSpeed's peak."""
-    lines = [
-        f"{result['num_ranks']} ranks, C = {result['arguments']['coverage']:g}; MiB; shares are of the peak of "
-        f"{result['baseline']}, and of the dense model's weights in fp32",
-        "",
-        "| model (shared by all workers) | precision | | weights | peak | share | of weights | at the end | process "
-        "| before |",
-        "|---|---|---|---|---|---|---|---|---|---|",
-    ]
-    baselines = {}
-    for row in result["results"]:
-        peak, resting, process, before = (
-            max(rank[kind] for rank in row["ranks"]) / MIB
-            for kind in ("peak", "at_end", "process_peak", "process_before")
-        )
-        if row["name"] == result["baseline"]:
-            baselines[row["model"], row["precision"]] = peak
-        share = peak / baselines[row["model"], row["precision"]]
-        weights = 4 * row["num_parameters"] / MIB
-        lines.append(
-            f"| {row['model']} ({row['num_shared'] / row['num_parameters']:.0%}) | {row['precision']} | {row['name']} "
-            f"| {weights:.0f} | {peak:.0f} | {share:.2f} | {peak / weights:.2f} | {resting:.0f} | {process:.0f} "
-            f"| {before:.0f} |"
-        )
-    return "\n".join(lines)
-
-
-def faults(result: dict[str, Any]) -> str:
-    """Where kills fell, and what came of them."""
-    lines = [
-        f"{result['kills']} kills of one rank or both of {result['ranks']}, {result['starts']} starts; "
-        f"{len(result['problems'])} problems; a rank that was left alone ended after at most "
-        f"{result['slowest_survivor_seconds']:g} s",
-        "",
-        "| killed at | times |",
-        "|---|---|",
-    ]
-    return "\n".join([*lines, *(f"| {place} | {count} |" for place, count in result["kills_by_place"].items())])
-
-
-def most_calls(row: dict[str, Any]) -> int:
+def _most_calls(row: dict[str, Any]) -> int:
     """Of the rank with most."""
     return max(sum(calls.values()) for calls in row["ranks"])
+
+
+def faults(result: Result) -> str:
+    """Where kills fell, and what came of them."""
+    caption = (
+        f"{result['kills']} kills of one rank or both of {result['ranks']}, {result['starts']} starts; "
+        f"{len(result['problems'])} problems; a rank that was left alone ended after at most "
+        f"{result['slowest_survivor_seconds']:g} s:"
+    )
+    rows = [(place, str(count)) for place, count in result["kills_by_place"].items()]
+    return f"{caption}\n\n" + table(["killed at", "times"], rows)

@@ -6,15 +6,11 @@ import statistics
 from pathlib import Path
 from typing import Any
 
-# Regimes by colour, strategies by line: they can be told apart in print as well.
-_COLOURS = {"forward": "tab:red", "backward": "tab:blue"}
+from benchmarks.tables.similarity import by_layer
+
+# Regimes by color, strategies by line: they can be told apart in print as well.
+_COLORS = {"forward": "tab:red", "backward": "tab:blue"}
 _LINES = {"block": "-", "neuron": "--"}
-
-
-def similarity_by_layer(result: dict[str, Any], step: int, corner: str) -> dict[str, list[float]]:
-    """Cosine similarities of every draw, by layer in model order."""
-    records = [record for record in result["records"] if (record["step"], record["corner"]) == (step, corner)]
-    return {layer: [record["layers"][layer] for record in records] for layer in records[0]["layers"]}
 
 
 def short_names(layers: list[str]) -> list[str]:
@@ -23,7 +19,7 @@ def short_names(layers: list[str]) -> list[str]:
 
 
 def plot_similarity(result: dict[str, Any], path: Path) -> None:
-    """One panel for each pre-training step; a line for each corner (median of the draws), a band from least to most.
+    """One panel for each pre-training step; a line for each mode (median of the draws), a band from least to most.
 
     Raises:
         ValueError: matplotlib is not installed, or `path` has an ending that it cannot write.
@@ -49,13 +45,13 @@ def plot_similarity(result: dict[str, Any], path: Path) -> None:
 
 
 def _draw(panel: Any, result: dict[str, Any], step: int) -> None:
-    for corner in result["plans"]:
-        regime, _, strategy = corner.partition(" x ")
-        values = similarity_by_layer(result, step, corner)
-        style = {"color": _COLOURS[regime], "linestyle": _LINES[strategy], "marker": "."}
-        panel.plot(range(len(values)), [statistics.median(draws) for draws in values.values()], label=corner, **style)
+    for mode in result["plans"]:
+        regime, _, strategy = mode.partition(" x ")
+        values = by_layer(result, step, mode)
+        style = {"color": _COLORS[regime], "linestyle": _LINES[strategy], "marker": "."}
+        panel.plot(range(len(values)), [statistics.median(draws) for draws in values.values()], label=mode, **style)
         low, high = ([pick(draws) for draws in values.values()] for pick in (min, max))
-        panel.fill_between(range(len(values)), low, high, color=_COLOURS[regime], alpha=0.15, linewidth=0)
+        panel.fill_between(range(len(values)), low, high, color=_COLORS[regime], alpha=0.15, linewidth=0)
         panel.set_xticks(range(len(values)), short_names(list(values)), rotation=45, ha="right")
     panel.set_title(f"after {step} dense steps")
     panel.set_xlabel("layer")

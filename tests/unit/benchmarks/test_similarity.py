@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import importlib
 import json
 import sys
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import pytest
 
+from benchmarks import similarity as command
+from benchmarks.tables.similarity import MODE_KEY
 from tests.helpers.repository import ROOT
 
 SHAPE = {
@@ -23,14 +23,8 @@ SHAPE = {
     "num_key_value_heads": 2,
     "max_position_embeddings": 16,
 }
-CORNERS = ["forward x block", "forward x neuron", "backward x block", "backward x neuron"]
+MODES = ["forward x block", "forward x neuron", "backward x block", "backward x neuron"]
 LAYERS = ["model.embed_tokens", "model.layers.0", "model.layers.1", "model.norm", "lm_head"]
-
-
-@pytest.fixture
-def command(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
-    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
-    return importlib.import_module("similarity")
 
 
 @pytest.fixture
@@ -45,19 +39,19 @@ def arguments(tmp_path: Path) -> list[str]:
     return [*found, "--ranks", "4", "--steps", "3", "0", "--draws", "2", "--batch", "2"]
 
 
-def test_measures_all_corners_and_shows_them(
-    command: ModuleType, arguments: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+def test_measures_all_modes_and_shows_them(
+    arguments: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     command.main(arguments)
     printed = capsys.readouterr().out
     result = json.loads((tmp_path / "new/raw.json").read_text(encoding="utf-8"))
-    assert list(result["plans"]) == CORNERS
+    assert list(result["plans"]) == MODES
     assert {"commit", "versions"} <= result["provenance"].keys()
-    seen = [(record["step"], record["draw"], record["corner"]) for record in result["records"]]
-    assert seen == [(step, draw, corner) for step in (0, 3) for draw in (0, 1) for corner in CORNERS]
+    seen = [(record["step"], record["draw"], record[MODE_KEY]) for record in result["records"]]
+    assert seen == [(step, draw, mode) for step in (0, 3) for draw in (0, 1) for mode in MODES]
     for record in result["records"]:
-        check_record(record, result["plans"][record["corner"]])
-    assert all(word in printed for word in (*CORNERS, *LAYERS, "after 0 dense steps", "after 3 dense steps"))
+        check_record(record, result["plans"][record[MODE_KEY]])
+    assert all(word in printed for word in (*MODES, *LAYERS, "after 0 dense steps", "after 3 dense steps"))
     command.main(["--from-json", str(tmp_path / "new/raw.json")])
     assert capsys.readouterr().out == printed
 
@@ -65,7 +59,7 @@ def test_measures_all_corners_and_shows_them(
 def check_record(record: dict[str, Any], plan: dict[str, Any]) -> None:
     """Backward: shared parameters as in the dense gradient, and no farther from it than the plan permits."""
     assert list(record["layers"]) == LAYERS
-    if record["corner"].startswith("forward"):
+    if record[MODE_KEY].startswith("forward"):
         assert all(-1 <= value < 0.9999 for value in record["layers"].values())
         assert "permitted" not in plan
         return
@@ -76,7 +70,7 @@ def check_record(record: dict[str, Any], plan: dict[str, Any]) -> None:
     assert 0 < record["distance"] <= plan["permitted"]["always"] * record["deviation"]
 
 
-def test_plots_from_raw_figures(command: ModuleType, tmp_path: Path) -> None:
+def test_plots_from_raw_figures(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib", reason="matplotlib comes with the extra `plot`")
     raw = write_raw(tmp_path)
     command.main(["--from-json", str(raw), "--plot", str(tmp_path / "new/figure.svg")])
@@ -88,14 +82,14 @@ def test_plots_from_raw_figures(command: ModuleType, tmp_path: Path) -> None:
 
 
 def write_raw(folder: Path) -> Path:
-    """Raw figures of two corners, two draws, one step."""
+    """Raw figures of two modes, two draws, one step."""
     plans: dict[str, Any] = {"forward x block": {}, "backward x neuron": {"spectral_gap": 0.5}}
     plans["backward x neuron"]["permitted"] = {"expected": 0.2, "on_average": 0.25, "always": 0.75}
     records = [
-        {"step": 0, "draw": draw, "corner": corner, "layers": dict.fromkeys(("model.layers.0", "lm_head"), 0.5 + draw)}
+        {"step": 0, "draw": draw, MODE_KEY: mode, "layers": dict.fromkeys(("model.layers.0", "lm_head"), 0.5 + draw)}
         | {"deviation": 2.0, "distance": 0.5 - 0.2 * draw}
         for draw in (0, 1)
-        for corner in plans
+        for mode in plans
     ]
     arguments = {"ranks": 4, "coverage": 0.5, "batch": 2, "draws": 2}
     raw = {"what": "similarity", "plans": plans, "records": records, "arguments": arguments}
@@ -104,7 +98,7 @@ def write_raw(folder: Path) -> Path:
     return path
 
 
-def test_table_by_hand(command: ModuleType, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_table_by_hand(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Medians of 0.5 and 1.5; T / V is 0.25 and 0.15."""
     command.main(["--from-json", str(write_raw(tmp_path))])
     lines = capsys.readouterr().out.splitlines()
@@ -112,9 +106,7 @@ def test_table_by_hand(command: ModuleType, tmp_path: Path, capsys: pytest.Captu
     assert "| backward x neuron | 0.500 | 0.2000 | 0.1500, 0.2500 | 0.2000 | 0.2500 | 0.7500 |" in lines
 
 
-def test_without_matplotlib_one_clear_error(
-    command: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_without_matplotlib_one_clear_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
     with pytest.raises(SystemExit, match=r'matplotlib: pip install "sdp_deepspeed\[plot\]"'):
         command.main(["--from-json", str(write_raw(tmp_path)), "--plot", str(tmp_path / "figure.png")])
@@ -128,12 +120,12 @@ def test_without_matplotlib_one_clear_error(
         (["--model", __file__], r"--model: .*not JSON"),
     ],
 )
-def test_mistakes_are_named(command: ModuleType, arguments: list[str], change: list[str], message: str) -> None:
+def test_mistakes_are_named(arguments: list[str], change: list[str], message: str) -> None:
     with pytest.raises(SystemExit, match=message):
         command.main([*arguments, *change])
 
 
-def test_other_raw_figures_are_refused(command: ModuleType, tmp_path: Path) -> None:
+def test_other_raw_figures_are_refused(tmp_path: Path) -> None:
     other = tmp_path / "other.json"
     other.write_text('{"what": "step_time"}', encoding="utf-8")
     with pytest.raises(SystemExit, match=r"is not what this command writes: its \"what\" is 'step_time'"):

@@ -1,0 +1,64 @@
+"""The tables of benchmarks/README.md, and of the README above it: which raw figures each is made from."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from benchmarks.tables.counts import collectives, faults, model_state, peak_shares
+from benchmarks.tables.markdown import Result
+from benchmarks.tables.similarity import similarity
+from benchmarks.tables.startup import startup_side_by_side
+from benchmarks.tables.summary import summary
+from benchmarks.tables.times import checkpoint_time, overlap, step_ratios
+
+ROOT = Path(__file__).parents[2]
+RESULTS = ROOT / "benchmarks" / "results"
+
+
+@dataclass(frozen=True)
+class Block:
+    """What stands between `<!-- name -->` and `<!-- /name -->`: a table of some of the files in RESULTS."""
+
+    make: Callable[..., str]
+    files: tuple[str, ...]
+
+    def text(self) -> str:
+        return self.make(*(read(RESULTS / f"{name}.json") for name in self.files))
+
+
+SIX_MILLION, WIDE = ("corners_2_ranks", "corners_4_ranks"), ("corners_wide_2_ranks", "corners_wide_4_ranks")
+BLOCKS = {
+    "summary": Block(summary, ("peak_4_ranks", "peak_4_ranks_coverage_1", "corners_4_ranks", "zero2_4_ranks")),
+    "model-state": Block(model_state, ("model_state_4_ranks",)),
+    "peaks": Block(peak_shares, ("peak_2_ranks", "peak_4_ranks")),
+    "start-up": Block(startup_side_by_side, ("startup_4_ranks", "startup_2_ranks")),
+    "step-time-zero-1": Block(step_ratios, SIX_MILLION + WIDE),
+    "step-time-batch-4": Block(step_ratios, ("corners_2_ranks_batch_4", "corners_4_ranks_batch_4")),
+    "step-time-zero-2": Block(
+        step_ratios,
+        ("zero2_2_ranks", "zero2_4_ranks", "zero2_2_ranks_accumulation_4", "zero2_4_ranks_accumulation_4"),
+    ),
+    "overlap": Block(overlap, ("overlap_2_ranks", "overlap_4_ranks", "overlap_1_gbit")),
+    "collectives": Block(collectives, ("collectives_2_ranks",)),
+    "checkpoints": Block(checkpoint_time, ("checkpoints_4_ranks",)),
+    "kills": Block(faults, ("faults",)),
+    "similarity": Block(similarity, ("similarity",)),
+}
+
+
+def read(path: Path) -> Result:
+    result: Result = json.loads(path.read_text(encoding="utf-8"))
+    return result
+
+
+def filled(document: str) -> str:
+    """`document` with each block whose markers it has as the raw figures make it now."""
+    for name, block in BLOCKS.items():
+        begin, end = f"<!-- {name} -->\n", f"<!-- /{name} -->"
+        before, found, rest = document.partition(begin)
+        if found:
+            document = before + begin + block.text() + "\n" + end + rest.partition(end)[2]
+    return document
