@@ -8,12 +8,12 @@ from __future__ import annotations
 
 from typing import Any
 
-from sdp_deepspeed.engine import import_hook as seam
+from sdp_deepspeed.engine import import_hook
 from sdp_deepspeed.version import __version__
 
 __all__ = ["Init", "Plan", "__version__", "initialize"]
 
-seam.arm()
+import_hook.arm()
 
 
 def initialize(*args: Any, **kwargs: Any) -> Any:

@@ -71,8 +71,8 @@ class DeferredModel:
         floats = (tensor.dtype for tensor in model.parameters() if tensor.is_floating_point())
         with _default_dtype(next(floats, torch.get_default_dtype())), Init() as program:
             twin = named_tensors(type(model)(deepcopy(model.config)))
-        strange = [n for n, t in tensors.items() if n not in twin or _layout(twin[n]) != _layout(t)]
-        _refuse(strange, f"a fresh {type(model).__name__} of the model's config has no such tensor")
+        unknown = [n for n, t in tensors.items() if n not in twin or _layout(twin[n]) != _layout(t)]
+        _refuse(unknown, f"a fresh {type(model).__name__} of the model's config has no such tensor")
         values = {name: twin[name] for name, tensor in tensors.items() if tensor.is_meta}
         return cls(program, values | _values(program, {name: twin[name] for name in values}))
 
@@ -138,15 +138,15 @@ class _Materializer:
 
     def store(self, name: str, dense: torch.Tensor) -> None:
         """Store what this rank has of a tensor, whose dense value is complete and is kept by nobody else."""
-        own = self._views.tensors[name]
+        tensor_here = self._views.tensors[name]
         pieces = self._views.cut_pieces(name)
         if not pieces:
-            if own.is_meta:
-                self._give(own, self._storage_of(own, dense))
+            if tensor_here.is_meta:
+                self._give(tensor_here, self._storage_of(tensor_here, dense))
             else:
-                own.detach().copy_(dense)
+                tensor_here.detach().copy_(dense)
             return
-        for tensor in (own, self._views.lacking.get(name)):
+        for tensor in (tensor_here, self._views.lacking.get(name)):
             if tensor is not None and tensor.is_meta:
                 self._give(tensor, allocate(tensor.untyped_storage().nbytes(), zeros=False, device=self._device))
         for piece in pieces:

@@ -136,9 +136,9 @@ def _report(error: Exception) -> tuple[type[Exception], str]:
     kind = next((known for known in _KINDS if isinstance(error, known)), None)
     if kind is None:
         return RuntimeError, f"{type(error).__name__}: {error}".removesuffix(": ")
-    own = type(error)
-    adds_nothing = own.__init__ is kind.__init__ and own.__new__ is kind.__new__
-    return (own if adds_nothing and _is_importable(own) else kind), f"{error}"
+    error_class = type(error)
+    adds_nothing = error_class.__init__ is kind.__init__ and error_class.__new__ is kind.__new__
+    return (error_class if adds_nothing and _is_importable(error_class) else kind), f"{error}"
 
 
 def _is_importable(kind: type) -> bool:

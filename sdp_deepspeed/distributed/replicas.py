@@ -20,6 +20,6 @@ def digest(tensor: torch.Tensor) -> str:
 def differing_replicas(tensors: Mapping[str, torch.Tensor], communicator: Communicator) -> str:
     """Names of tensors that are not the same on all ranks of a group, for people; empty if all are. Every rank of the
     group calls it with the same names."""
-    every = communicator.gather_objects({name: digest(tensor) for name, tensor in tensors.items()})
-    names = [name for name in every[0] if any(own.get(name) != every[0][name] for own in every)]
+    digests = communicator.gather_objects({name: digest(tensor) for name, tensor in tensors.items()})
+    names = [name for name in digests[0] if any(own.get(name) != digests[0][name] for own in digests)]
     return listed(names)

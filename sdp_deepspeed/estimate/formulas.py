@@ -29,15 +29,15 @@ def bytes_per_parameter(
     """
     n, c = num_ranks, coverage
     w, g, o = precision.weights, precision.gradients, precision.optimizer(offload=offload)
-    own = w if regime == "backward" else w * c
+    weights_here = w if regime == "backward" else w * c
     rows = {
         "DDP / ZeRO-0": (w, g, o),
         "ZeRO-1": (w, g, o / n),
         "ZeRO-2": (w, g / n, o / n),
         "ZeRO-3, FSDP": (w / n, g / n, o / n),
-        "SDP, stage 0": (own, g * c, o * c),
-        "SDP + ZeRO-1": (own, g * c, o / n),
-        "SDP + ZeRO-2": (own, g / n, o / n),
+        "SDP, stage 0": (weights_here, g * c, o * c),
+        "SDP + ZeRO-1": (weights_here, g * c, o / n),
+        "SDP + ZeRO-2": (weights_here, g / n, o / n),
         "SDP + FSDP2": (w / n, g / n, o / n),
     }
     return {name: row for name, row in rows.items() if name in SHARDED or not offload}
@@ -54,14 +54,14 @@ def sent_per_parameter(
         accumulation: micro-steps; at stage 2 gradients are sent in each.
         num_ranks, coverage, precision, regime: as in `bytes_per_parameter`.
     """
-    everyone, h = (num_ranks - 1) / num_ranks, coverage * num_ranks
+    to_all_others, h = (num_ranks - 1) / num_ranks, coverage * num_ranks
     towards = coverage * max(0.0, h - 1) / h
-    back = everyone if regime == "backward" else towards
+    back = to_all_others if regime == "backward" else towards
     rounds = {"0": 1, "1": 1, "2": accumulation}
     names = {"0": "SDP, stage 0", "1": "SDP + ZeRO-1", "2": "SDP + ZeRO-2"}
     dense = {"0": "DDP / ZeRO-0", "1": "ZeRO-1", "2": "ZeRO-2"}
     wire, weights = precision.wire, precision.weights
-    return {dense[s]: everyone * (wire * m + weights) for s, m in rounds.items()} | {
+    return {dense[s]: to_all_others * (wire * m + weights) for s, m in rounds.items()} | {
         names[s]: towards * wire * m + back * weights for s, m in rounds.items()
     }
 

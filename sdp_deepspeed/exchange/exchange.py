@@ -46,20 +46,20 @@ class Distribution:
 
 
 class Exchange:
-    """Masked averaging over one communicator; every rank calls the same methods in the same bucket order.
+    """Masked averaging over one process group; every rank calls the same methods in the same bucket order.
 
     Args:
         buckets: of all ranks' segments, the same on every rank.
-        communicator: the data-parallel group.
+        dp_group: the data-parallel group.
         device: where buffers live.
         dtype: of gradients on the wire (DeepSpeed's `communication_data_type`).
     """
 
     def __init__(
-        self, buckets: Sequence[Bucket], communicator: Communicator, *, device: torch.device, dtype: torch.dtype
+        self, buckets: Sequence[Bucket], dp_group: Communicator, *, device: torch.device, dtype: torch.dtype
     ) -> None:
         self.buckets = tuple(buckets)
-        self._communicator = communicator
+        self._dp_group = dp_group
         self.device = device
         self._dtype = dtype
         self._routes: dict[tuple[int, Receivers], Route] = {}
@@ -67,7 +67,7 @@ class Exchange:
 
     def held(self, bucket: Bucket) -> list[Fragment]:
         """What this rank holds of the bucket."""
-        rank = self._communicator.rank
+        rank = self._dp_group.rank
         return [fragment for segment in bucket.segments if segment.held_by(rank) for fragment in segment.fragments]
 
     def held_names(self, bucket: Bucket) -> set[str]:
@@ -87,7 +87,7 @@ class Exchange:
         return self._owned[bucket.index]
 
     def _owned_shards(self, bucket: Bucket) -> list[tuple[Segment, list[Fragment]]]:
-        rank = self._communicator.rank
+        rank = self._dp_group.rank
         shards = [(segment, list(segment.cut(*segment.shard(rank)))) for segment in bucket.segments]
         return [(segment, fragments) for segment, fragments in shards if fragments]
 
@@ -107,13 +107,13 @@ class Exchange:
                 list(sent.split(route.received_sizes)), read(gradients, route.received, device=self.device)
             )
         received = torch.empty(sum(route.sent_splits), dtype=self._dtype, device=self.device)
-        work = self._communicator.all_to_all(received, sent, route.sent_splits, route.received_splits)
-        own = []
+        work = self._dp_group.all_to_all(received, sent, route.sent_splits, route.received_splits)
+        contributions = []
         for index, (_, fragments) in enumerate(self.owned(bucket)):
             sizes = [fragment.num_elements for fragment in fragments]
-            own.append(torch.empty(sum(sizes), device=self.device) if averages is None else averages[index])
-            torch._foreach_copy_(list(own[-1].split(sizes)), read(gradients, fragments, device=self.device))
-        return Reduction(bucket, own, [sent, received], work)
+            contributions.append(torch.empty(sum(sizes), device=self.device) if averages is None else averages[index])
+            torch._foreach_copy_(list(contributions[-1].split(sizes)), read(gradients, fragments, device=self.device))
+        return Reduction(bucket, contributions, [sent, received], work)
 
     def finish_reduce(self, reduction: Reduction) -> None:
         """Wait for the others' contributions and average them with this rank's, in `reduction.averages`."""
@@ -124,8 +124,8 @@ class Exchange:
         bucket, averages = reduction.bucket, reduction.averages
         owned = self.owned(bucket)
         position = 0
-        for peer in range(self._communicator.size):
-            if peer == self._communicator.rank:
+        for peer in range(self._dp_group.size):
+            if peer == self._dp_group.rank:
                 continue
             sums = [average for (segment, _), average in zip(owned, averages, strict=True) if segment.held_by(peer)]
             if sums:
@@ -152,7 +152,7 @@ class Exchange:
         if route.sent:
             torch._foreach_copy_(list(sent.split(route.sent_sizes)), read(tensors, route.sent))
         received = torch.empty(sum(route.received_splits), dtype=dtype, device=self.device)
-        work = self._communicator.all_to_all(received, sent, route.received_splits, route.sent_splits)
+        work = self._dp_group.all_to_all(received, sent, route.received_splits, route.sent_splits)
         return Distribution(route, tensors, sent, received, work)
 
     def finish_distribute(self, running: Distribution) -> None:
@@ -164,5 +164,5 @@ class Exchange:
     def _route(self, bucket: Bucket, receivers: Receivers) -> Route:
         key = (bucket.index, receivers)
         if key not in self._routes:
-            self._routes[key] = return_route(bucket, self._communicator.rank, self._communicator.size, receivers)
+            self._routes[key] = return_route(bucket, self._dp_group.rank, self._dp_group.size, receivers)
         return self._routes[key]

@@ -46,8 +46,8 @@ class UnitFetcher:
         for units in sets:
             first = sum(map(len, self._buckets))
             self._buckets.append([Bucket(first + i, parts) for i, parts in enumerate(self._parts(units))])
-        every = [bucket for buckets in self._buckets for bucket in buckets]
-        self._exchange = Exchange(every, dp_group, device=device, dtype=torch.float32)
+        all_buckets = [bucket for buckets in self._buckets for bucket in buckets]
+        self._exchange = Exchange(all_buckets, dp_group, device=device, dtype=torch.float32)
 
     def fetch(self, index: int, held: Views, targets: Mapping[Piece, torch.Tensor]) -> None:
         """Fill `targets` with what this rank lacks of the units of set `index`.

@@ -57,5 +57,5 @@ class RankModel:
 
     def parameters(self) -> dict[str, torch.nn.Parameter]:
         """The module's parameters by dense name."""
-        found = {info.name: self.views.tensors[info.name] for info in self.tensors}
-        return {name: tensor for name, tensor in found.items() if isinstance(tensor, torch.nn.Parameter)}
+        tensors = {info.name: self.views.tensors[info.name] for info in self.tensors}
+        return {name: tensor for name, tensor in tensors.items() if isinstance(tensor, torch.nn.Parameter)}

@@ -105,14 +105,14 @@ class BlockPart(MaskedPart):
 
     def take_over(self) -> None:
         if self.whole:
-            for tensor, own in zip(self._scaled, self._unscaled, strict=True):
-                if not torch.equal(tensor.data, own * self._scale):
-                    own.copy_(tensor.data / self._scale)
+            for tensor, unscaled in zip(self._scaled, self._unscaled, strict=True):
+                if not torch.equal(tensor.data, unscaled * self._scale):
+                    unscaled.copy_(tensor.data / self._scale)
 
     def release(self) -> None:
         if self.whole:
-            for tensor, own in zip(self._scaled, self._unscaled, strict=True):
-                tensor.data = own
+            for tensor, unscaled in zip(self._scaled, self._unscaled, strict=True):
+                tensor.data = unscaled
         else:
             self._drop()
         self._unscaled = []
@@ -145,10 +145,10 @@ def output_names(branch: LocatedBranch, tensors: Mapping[str, torch.Tensor]) -> 
             "output projection that could be scaled; register it with architectures.InnerLayers"
         )
     names = [f"{branch.body}.{layer}.{kind}" for layer in layers for kind in ("weight", "bias")]
-    found = [name for name in names if name in tensors]
-    if sum(name.endswith(".weight") for name in found) < max(1, len(layers)):
+    present = [name for name in names if name in tensors]
+    if sum(name.endswith(".weight") for name in present) < max(1, len(layers)):
         raise ValueError(
             f"{KEY}.dense_branch_scale: the description of {branch.name!r} names no output projection of it that could "
             f"be scaled; register it with architectures.InnerLayers. {branch.uncuttable_reason}".rstrip()
         )
-    return found
+    return present

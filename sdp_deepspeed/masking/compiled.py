@@ -43,10 +43,10 @@ def check_forward(model: nn.Module, names: Iterable[str]) -> None:
     Raises:
         ValueError: a module has a `forward` of its own, which would go on running in the old way.
     """
-    strange = [name for name in names if "forward" in vars(model.get_submodule(name))]
-    if strange:
+    overridden = [name for name in names if "forward" in vars(model.get_submodule(name))]
+    if overridden:
         raise ValueError(
-            f"{KEY}: {quoted(strange, limit=1)} has a forward method of its own (compiled or "
+            f"{KEY}: {quoted(overridden, limit=1)} has a forward method of its own (compiled or "
             "wrapped), which would not see what this rank lacks; compile with module.compile() or "
             "torch.compile(module) instead, or wrap it after deepspeed.initialize"
         )

@@ -101,14 +101,14 @@ class Mask:
     def trainable_as_built(self) -> Iterator[None]:
         """What requires gradients is what did before units were dropped or frozen."""
         parameters = dict(self._module.named_parameters())
-        own = {name: parameter.requires_grad for name, parameter in parameters.items()}
+        required_grad = {name: parameter.requires_grad for name, parameter in parameters.items()}
         try:
             for info in self.model.tensors:
                 parameters[info.name].requires_grad_(info.trainable)
             yield
         finally:
             for name, parameter in parameters.items():
-                parameter.requires_grad_(own[name])
+                parameter.requires_grad_(required_grad[name])
 
     def stored(self) -> dict[str, torch.Tensor]:
         """What this rank's subnetwork stores: tensors by dense name, lacking neurons by "<name> (lacking)"."""
@@ -129,11 +129,11 @@ def members_of(unit: Unit, branches: Sequence[LocatedBranch]) -> list[LocatedBra
         branch for branch in branches if whole.issuperset((piece.kind, piece.parameter) for piece in branch.pieces)
     ]
     covered = {piece.parameter for branch in members for piece in branch.pieces}
-    strange = sorted({piece.parameter for piece in unit.pieces} - covered)[:5]
-    if strange or not members:
+    left_over = sorted({piece.parameter for piece in unit.pieces} - covered)[:5]
+    if left_over or not members:
         raise ValueError(
             f"plan: unit {unit.name!r} is neither made of whole residual branches of this model nor of neurons or "
-            f"heads of one (left over: {strange})"
+            f"heads of one (left over: {left_over})"
         )
     return members
 
@@ -162,9 +162,9 @@ def _check_cells(unit: Unit, branch: LocatedBranch) -> None:
     for piece in unit.pieces:
         if piece.parameter == output.parameter:
             expected.update(branch.pieces_of_cells(range(piece.start // width, (piece.start + piece.length) // width)))
-    strange = sorted({piece.parameter for piece in expected.symmetric_difference(unit.pieces)})[:5]
-    if strange:
+    differing = sorted({piece.parameter for piece in expected.symmetric_difference(unit.pieces)})[:5]
+    if differing:
         raise ValueError(
             f"plan: unit {unit.name!r} does not take the same whole neurons or heads of all tensors of {branch.name!r} "
-            f"(wrong: {strange})"
+            f"(wrong: {differing})"
         )

@@ -153,10 +153,10 @@ class NeuronPart(MaskedPart):
             dense = cut.module._parameters[cut.name]
             assert dense is not None
             for piece in self._stored(cut):
-                value, own = piece.narrow(dense.data), self._views.weight_view(piece)
+                value, stored = piece.narrow(dense.data), self._views.weight_view(piece)
                 scale = self._scales.get(piece, 1.0)
-                if not torch.equal(value, own * scale):
-                    own.copy_(value / scale)
+                if not torch.equal(value, stored * scale):
+                    stored.copy_(value / scale)
 
 
 class _SplitModule(nn.Module):

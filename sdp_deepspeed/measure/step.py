@@ -82,8 +82,8 @@ def storage_bytes(tensors: Iterable[torch.Tensor], seen: set[int] | None = None)
 
 def weight_tensors(engine: Any) -> list[torch.Tensor]:
     """The module's parameters as they lie in memory, and what a rank stores beside them (backward regime)."""
-    own = getattr(engine, "lacking_tensors", None)  # our engine tells by itself
-    return [parameter.data for parameter in engine.module.parameters()] + (own() if own else [])
+    tell_lacking = getattr(engine, "lacking_tensors", None)  # our engine tells by itself
+    return [parameter.data for parameter in engine.module.parameters()] + (tell_lacking() if tell_lacking else [])
 
 
 def inner_optimizer(engine: Any) -> Any:
@@ -106,8 +106,12 @@ def gradient_tensors(engine: Any) -> list[torch.Tensor]:
     parameters = list(engine.module.parameters())
     parameters += [p for group in inner_optimizer(engine).param_groups for p in group["params"]]
     held = [parameter.grad for parameter in parameters if parameter.grad is not None]
-    own = getattr(engine.optimizer, "gradient_tensors", None)  # our optimizer tells by itself
-    for source in [own()] if own else [getattr(engine.optimizer, name, None) for name in HOST_GRADIENT_ATTRIBUTES]:
+    tell_gradients = getattr(engine.optimizer, "gradient_tensors", None)  # our optimizer tells by itself
+    for source in (
+        [tell_gradients()]
+        if tell_gradients
+        else [getattr(engine.optimizer, name, None) for name in HOST_GRADIENT_ATTRIBUTES]
+    ):
         held += tensors_in(source)
     return held
 

@@ -139,8 +139,8 @@ class SteppedGroup:
         if self.fragments and not self.in_place:
             masters = self.tensors[0].detach().split(self.sizes)
             for master, weight in zip(masters, self._flat_weights(), strict=True):
-                own = weight.to(master.device)
-                master.copy_(torch.where(master.to(own.dtype) == own, master, own.float()))
+                rounded = weight.to(master.device)
+                master.copy_(torch.where(master.to(rounded.dtype) == rounded, master, rounded.float()))
 
 
 def repoint(optimizer: torch.optim.Optimizer, groups: Sequence[SteppedGroup]) -> None:

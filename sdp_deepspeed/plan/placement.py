@@ -51,10 +51,10 @@ class Network:
             tp_group: the tensor-parallel group, whose ranks share a subnetwork and must place it alike: a worker's node
                 is the list of its ranks' nodes. None if there is none.
         """
-        own: Hashable = node_of_process(os.environ, socket.gethostname())
+        node: Hashable = node_of_process(os.environ, socket.gethostname())
         if tp_group is not None:
-            own = tuple(tp_group.gather_objects(own))
-        return cls(tuple(dp_group.gather_objects(own)), gradient_bytes, weight_bytes)
+            node = tuple(tp_group.gather_objects(node))
+        return cls(tuple(dp_group.gather_objects(node)), gradient_bytes, weight_bytes)
 
 
 def node_of_process(environment: Mapping[str, str], hostname: str) -> str:

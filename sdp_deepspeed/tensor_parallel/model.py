@@ -97,12 +97,12 @@ class TensorParallel:
             ValueError: on all ranks: neurons or heads, or another dim, that the group cannot divide evenly.
         """
         parameters = dict(model.named_parameters())
-        every = communicator.gather_objects({name: tuple(p.shape) for name, p in parameters.items()})
+        shapes_by_rank = communicator.gather_objects({name: tuple(p.shape) for name, p in parameters.items()})
         divisions = {}
         for name, dense in before.shapes.items():
-            dims = {dim for own in every for dim, size in enumerate(own[name]) if size != dense[dim]}
+            dims = {dim for own in shapes_by_rank for dim, size in enumerate(own[name]) if size != dense[dim]}
             if dims:
-                divisions[name] = _division(name, dense, dims, every)
+                divisions[name] = _division(name, dense, dims, shapes_by_rank)
         shards = Shards(communicator.rank, communicator.size, divisions)
         branches = [shards.local_site(branch) for branch in before.branches]
         return cls(communicator, branches=branches, shards=shards, incomplete=_incomplete(model, branches, shards))
@@ -112,12 +112,14 @@ class TensorParallel:
         """Of a model that its author divided and whose parameters say so, as for ZeRO-1 (`model_parallel` or
         `tensor_model_parallel`, with Megatron's `partition_dim` if they have it); all ranks of the group call it."""
         marked = {name: p for name, p in model.named_parameters() if is_model_parallel_parameter(p)}
-        every = communicator.gather_objects({name: tuple(p.shape) for name, p in marked.items()})
+        shapes_by_rank = communicator.gather_objects({name: tuple(p.shape) for name, p in marked.items()})
         branches = [_without_heads_of_config(branch, marked) for branch in locate_branches(model)]
         dims = {tensor.parameter: tensor.dim for branch in branches for tensor in branch.cut_tensors}
         said = {name: int(getattr(p, "partition_dim", -1)) for name, p in marked.items()}
         dims |= {name: dim for name, dim in said.items() if dim >= 0}
-        divisions = {name: _division_of_shapes([own[name] for own in every], dims.get(name)) for name in marked}
+        divisions = {
+            name: _division_of_shapes([own[name] for own in shapes_by_rank], dims.get(name)) for name in marked
+        }
         return cls(communicator, branches=branches, shards=Shards(communicator.rank, communicator.size, divisions))
 
     def check_replicated(self, tensors: Mapping[str, torch.Tensor]) -> None:
@@ -136,8 +138,8 @@ class TensorParallel:
         if self.communicator is None:
             return ""
         divided = self.shards.divisions
-        own = {name: t for name, t in tensors.items() if name.removesuffix(" (lacking)") not in divided}
-        return differing_replicas(own, self.communicator)
+        replicated = {name: t for name, t in tensors.items() if name.removesuffix(" (lacking)") not in divided}
+        return differing_replicas(replicated, self.communicator)
 
     def check_same_model(self, model: nn.Module) -> None:
         """DeepSpeed gives data-parallel ranks the same weights, but not the ranks of a tensor-parallel group; all of
