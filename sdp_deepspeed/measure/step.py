@@ -106,13 +106,10 @@ def gradient_tensors(engine: Any) -> list[torch.Tensor]:
     parameters = list(engine.module.parameters())
     parameters += [p for group in inner_optimizer(engine).param_groups for p in group["params"]]
     held = [parameter.grad for parameter in parameters if parameter.grad is not None]
-    tell_gradients = getattr(engine.optimizer, "gradient_tensors", None)  # our optimizer tells by itself
-    for source in (
-        [tell_gradients()]
-        if tell_gradients
-        else [getattr(engine.optimizer, name, None) for name in HOST_GRADIENT_ATTRIBUTES]
-    ):
-        held += tensors_in(source)
+    if tell_gradients := getattr(engine.optimizer, "gradient_tensors", None):  # our optimizer tells by itself
+        return [*held, *tell_gradients()]
+    for name in HOST_GRADIENT_ATTRIBUTES:
+        held += tensors_in(getattr(engine.optimizer, name, None))
     return held
 
 
