@@ -90,3 +90,26 @@ def test_what_latest_names_is_not_pruned(tmp_path: Path) -> None:
         files.publish(tmp_path, tag, manifest, latest=tag == "first")
     files.prune(tmp_path, files.complete_tags(tmp_path), keep=1)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["first", "latest", "third"]
+
+
+def test_half_removed_ones_go_with_the_next(tmp_path: Path) -> None:
+    """Folders of stock engines too, which have no manifest; what another thread has removed is no error."""
+    for name in ("step_1", "step_2", ".step_0.removed"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "file").touch()
+    files.prune(tmp_path, ["lost", "step_1", "step_2"], keep=1)
+    assert [path.name for path in tmp_path.iterdir()] == ["step_2"]
+
+
+def test_a_checkpoint_is_found_by_its_folder_or_the_one_above(tmp_path: Path) -> None:
+    for saved_at, tag in enumerate(("first", "second")):
+        files.open_staging(tmp_path, tag)
+        manifest = {"format": FORMAT, "global_steps": 0, "saved_at": saved_at}
+        files.publish(tmp_path, tag, manifest, latest=tag == "first")
+    assert files.find_checkpoint(tmp_path) == tmp_path / "first"
+    assert files.find_checkpoint(tmp_path / "second") == tmp_path / "second"
+    assert files.find_checkpoint(tmp_path, "second") == tmp_path / "second"
+    (tmp_path / "empty").mkdir()
+    for path, words in ((tmp_path / "lost", "no folder"), (tmp_path / "empty", "no complete checkpoint")):
+        with pytest.raises(ValueError, match=words):
+            files.find_checkpoint(path)
