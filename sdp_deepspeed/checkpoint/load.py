@@ -85,7 +85,7 @@ def restore(trained: TrainedState, path: Path, options: LoadOptions) -> dict[str
     world = trained.world
 
     def read_common() -> dict[str, Any]:
-        return torch.load(path / COMMON, weights_only=True)
+        return torch.load(path / COMMON, map_location="cpu", weights_only=True)
 
     common = run_on_all_ranks(world, translating_os_errors(read_common))
 
@@ -122,6 +122,6 @@ def restore_progress(
 def _restore_own(trained: TrainedState, path: Path, common: Mapping[str, Any]) -> None:
     if common["same"] != layout_metadata(trained):
         return
-    own = torch.load(path / rank_file(trained.world.rank), weights_only=True)
+    own = torch.load(path / rank_file(trained.world.rank), map_location="cpu", weights_only=True)
     random_state.restore(own["random"])
     trained.rank_chunks().restore_buffers(own["buffers"])

@@ -92,8 +92,8 @@ class RankChunks:
         return result
 
     def own_buffers(self) -> dict[str, torch.Tensor]:
-        """Buffers that this rank stores whole; each rank's own, since nobody averages them."""
-        return {name: self._views.tensors[name].detach() for name in self._buffers()}
+        """Buffers that this rank stores whole, on the host; each rank's own, since nobody averages them."""
+        return {name: self._views.tensors[name].detach().cpu() for name in self._buffers()}
 
     def restore_buffers(self, buffers: Mapping[str, torch.Tensor]) -> None:
         """Inverse of `own_buffers`."""

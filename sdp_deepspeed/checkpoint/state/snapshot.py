@@ -99,7 +99,7 @@ def _plain_bytes(state: Mapping[str, Any]) -> bytes:
     try:
         torch.save(dict(state), buffer)
         buffer.seek(0)
-        torch.load(buffer, weights_only=True)
+        torch.load(buffer, map_location="cpu", weights_only=True)
     except Exception as problem:
         raise ValueError(
             "checkpoint: client_state and the LR scheduler's state may hold tensors, numbers, strings, lists and dicts "
