@@ -1,4 +1,4 @@
-"""Write a checkpoint from all ranks: aside, complete, then published; at once or behind the training."""
+"""Write a checkpoint from all ranks: in a staging folder, complete, then published; at once or behind the training."""
 
 from __future__ import annotations
 

@@ -6,11 +6,14 @@ from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
+import pytest
 import torch
 
 from sdp_deepspeed.checkpoint.interop.export import ExportFormat, export
 from tests.helpers.dense_checkpoints import tensors_in, write_checkpoint
 from tests.helpers.training import assert_identical
+
+pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 
 
 def test_buffers_keep_their_numbers(tmp_path: Path) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 
@@ -12,6 +13,8 @@ from sdp_deepspeed.checkpoint.interop.name_matching import NameMap
 from sdp_deepspeed.checkpoint.interop.universal import UniversalReader
 from sdp_deepspeed.checkpoint.state.boxes import Box
 from sdp_deepspeed.checkpoint.state.chunks import Chunks, LoadPlanner
+
+pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 
 
 def test_vocabularies_are_padded_to_the_models(tmp_path: Path) -> None:
