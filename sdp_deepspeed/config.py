@@ -10,8 +10,6 @@ from typing import Any, Literal, NamedTuple, get_args
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
-from sdp_deepspeed.checkpoint.options import CheckpointOptions
-
 KEY = "subnetwork_data_parallel"
 
 Regime = Literal["forward", "backward"]
@@ -35,6 +33,15 @@ _OTHER_NAMES = frozenset(
     {"sdp", "sdpconfig", "subnetwork", "subnetworks", "subnetworkparallel", "subnetworkparallelism", "sdpdeepspeed"}
 )
 _NEAR_MISS_RATIO = 0.8  # every top-level key of DeepSpeed stays below 0.7 (tests/test_config.py)
+
+
+class CheckpointOptions(BaseModel):
+    """`checkpoint` in the block; a field's description is what its error message says was expected."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
+
+    asynchronous: bool = Field(default=False, description="true or false")
+    keep_last: int | None = Field(default=None, ge=1, description="a whole number of checkpoints to keep, at least 1")
 
 
 class SubnetworkConfig(BaseModel):

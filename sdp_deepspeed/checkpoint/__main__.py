@@ -59,19 +59,20 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def _export(options: argparse.Namespace) -> int:
-    from sdp_deepspeed.checkpoint.interop.export import Format, export, find
+    from sdp_deepspeed.checkpoint.interop.export import ExportFormat, export
+    from sdp_deepspeed.checkpoint.storage.folder import find_checkpoint
 
-    form = Format(fp32=options.dtype == "fp32", max_shard_bytes=options.max_shard_size)
-    path = find(options.checkpoint, options.tag)
+    form = ExportFormat(fp32=options.dtype == "fp32", max_shard_bytes=options.max_shard_size)
+    path = find_checkpoint(options.checkpoint, options.tag)
     print(f"{path} -> {export(path, options.out, form, options.tokenizer)}")
     return 0
 
 
 def _inspect(options: argparse.Namespace) -> int:
     from sdp_deepspeed.checkpoint.interop.describe import describe
-    from sdp_deepspeed.checkpoint.interop.export import find
+    from sdp_deepspeed.checkpoint.storage.folder import find_checkpoint
 
-    lines, complete = describe(find(options.checkpoint, options.tag))
+    lines, complete = describe(find_checkpoint(options.checkpoint, options.tag))
     print("\n".join(lines))
     return 0 if complete else 1
 

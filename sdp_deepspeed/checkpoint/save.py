@@ -1,11 +1,12 @@
-"""Write a checkpoint from all ranks: aside, complete, then published; at once or behind the training."""
+"""Write a checkpoint from all ranks: in a staging folder, complete, then published; at once or behind the training."""
 
 from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,11 +17,12 @@ from torch.distributed.checkpoint.api import CheckpointException
 from sdp_deepspeed.checkpoint.state.chunks import SavePlanner
 from sdp_deepspeed.checkpoint.state.snapshot import Snapshot
 from sdp_deepspeed.checkpoint.storage import folder as files
-from sdp_deepspeed.checkpoint.storage.chunk_files import SafetensorsWriter, hashed_file
-from sdp_deepspeed.distributed.agreement import run_on_all_ranks
+from sdp_deepspeed.checkpoint.storage.chunk_files import SafetensorsWriter
+from sdp_deepspeed.checkpoint.storage.errors import translating_os_errors
+from sdp_deepspeed.checkpoint.storage.manifest import FORMAT, hashed_file
+from sdp_deepspeed.checkpoint.storage.names import COMMON, rank_file, tensors_file
+from sdp_deepspeed.distributed.agreement import run_on_all_ranks, run_on_rank_0
 from sdp_deepspeed.distributed.communicator import Communicator
-
-COMMON = "common.pt"
 
 
 @dataclass(frozen=True)
@@ -38,21 +40,16 @@ class Target:
     keep_last: int | None = None
 
 
-def own_file(rank: int) -> str:
-    """What only this rank has."""
-    return f"rank_{rank:05d}.pt"
-
-
 class Saver:
     """Writes snapshots, one at a time.
 
     Args:
-        communicator: all ranks, in a group that nothing else uses: it may run in a thread.
-        group: the process group of `communicator`; a CPU backend.
+        world: all ranks, in a group that nothing else uses: it may run in a thread.
+        group: the process group of `world`; a CPU backend.
     """
 
-    def __init__(self, communicator: Communicator, group: Any) -> None:
-        self._communicator, self._group = communicator, group
+    def __init__(self, world: Communicator, group: Any) -> None:
+        self._world, self._group = world, group
         self._thread: threading.Thread | None = None
         self._error: Exception | None = None
 
@@ -68,7 +65,7 @@ class Saver:
     def save_behind(self, snapshot: Snapshot, target: Target) -> None:
         """As `save`, but returns when `snapshot` is copied; errors are raised by the next call, or by `wait`."""
         self.wait()
-        copy = together(self._communicator, snapshot.to_host)
+        copy = run_on_all_ranks(self._world, translating_os_errors(snapshot.to_host))
         self._thread = threading.Thread(target=self._run, args=(copy, target), name="checkpoint")
         self._thread.start()
 
@@ -86,26 +83,27 @@ class Saver:
             self._write(snapshot, target)
         except Exception as problem:
             self._error = problem
-            if self._communicator.rank == 0:  # at once: the next call is far away, or never comes
+            if self._world.rank == 0:  # at once: the next call is far away, or never comes
                 logger.error(f"{problem}")
 
     def _write(self, snapshot: Snapshot, target: Target) -> None:
-        communicator, writes = self._communicator, self._communicator.rank == 0
+        world = self._world
         try:
-            together(communicator, lambda: files.prepare(target.folder, target.tag) if writes else None)
-            records = self._write_files(snapshot, files.aside(target.folder, target.tag))
-            every = communicator.gather_objects(records)
-            facts = {
-                "format": files.FORMAT,
+            staging = run_on_rank_0(
+                world, translating_os_errors(partial(files.open_staging, target.folder, target.tag))
+            )
+            records = world.gather_objects(self._write_files(snapshot, staging))
+            manifest = {
+                "format": FORMAT,
                 "global_steps": snapshot.global_steps,
                 "saved_at": time.time_ns(),
-                "ranks": communicator.size,
-                "files": {name: record for own in every for name, record in own.items()},
+                "ranks": world.size,
+                "files": {name: record for of_rank in records for name, record in of_rank.items()},
             }
-            together(communicator, lambda: _publish(facts, target) if writes else None)
+            run_on_rank_0(world, translating_os_errors(partial(publish, manifest, target)))
         except BaseException as problem:
-            if writes:
-                files.discard(target.folder, target.tag)
+            if world.rank == 0:
+                files.abort(target.folder, target.tag)
             if isinstance(problem, RuntimeError) and not str(problem).startswith("checkpoint"):
                 # PyTorch's own, such as gloo's after another rank was killed
                 raise RuntimeError(
@@ -114,16 +112,17 @@ class Saver:
             raise
 
     def _write_files(self, snapshot: Snapshot, path: Path) -> dict[str, Any]:
-        communicator = self._communicator
-        writer = SafetensorsWriter(path, f"tensors_{communicator.rank:05d}.safetensors")
+        """This rank's files; returns what the manifest says of them."""
+        rank = self._world.rank
+        writer = SafetensorsWriter(path, tensors_file(rank))
         try:
             dcp.save(dict(snapshot.chunks), storage_writer=writer, planner=SavePlanner(), process_group=self._group)
         except CheckpointException as problem:
             raise _first_failure(problem) from None
-        own: dict[str, bytes] = {own_file(communicator.rank): snapshot.own}
-        if communicator.rank == 0:
-            own |= {COMMON: snapshot.common} | {name: text.encode() for name, text in snapshot.documents.items()}
-        together(communicator, lambda: _write_all(path, own, writer.records))
+        contents: dict[str, bytes] = {rank_file(rank): snapshot.own}
+        if rank == 0:
+            contents |= {COMMON: snapshot.common} | {name: text.encode() for name, text in snapshot.documents.items()}
+        run_on_all_ranks(self._world, translating_os_errors(partial(_write_all, path, contents, writer.records)))
         return writer.records
 
 
@@ -133,10 +132,12 @@ def _write_all(path: Path, contents: Mapping[str, bytes], records: dict[str, Any
             file.write(content)
 
 
-def _publish(facts: Mapping[str, Any], target: Target) -> None:
-    files.publish(target.folder, target.tag, facts, latest=target.latest)
+def publish(manifest: Mapping[str, Any], target: Target) -> None:
+    """Complete what all ranks have written, and remove what is older than the target keeps; one rank calls it."""
+    files.publish(target.folder, target.tag, manifest, latest=target.latest)
     if target.keep_last is not None:
-        files.prune(target.folder, target.keep_last, target.tag)
+        older = [tag for tag in files.complete_tags(target.folder) if tag != target.tag]
+        files.prune(target.folder, [*older, target.tag], keep=target.keep_last)
 
 
 def _first_failure(problem: CheckpointException) -> Exception:
@@ -144,16 +145,3 @@ def _first_failure(problem: CheckpointException) -> Exception:
     rank, (error, _) = min(problem.failures.items())
     text = str(error) if isinstance(error, (RuntimeError, ValueError)) else f"checkpoint: {error!r}"
     return (ValueError if isinstance(error, ValueError) else RuntimeError)(f"{text} [on rank {rank}]")
-
-
-def together(communicator: Communicator, work: Callable[[], Any]) -> Any:
-    """Run `work` on every rank; an error of one is raised on all, the system's with the file."""
-
-    def named() -> Any:
-        try:
-            return work()
-        except OSError as problem:
-            text = f"checkpoint: {problem.strerror or problem}: {problem.filename or ''}"
-            raise RuntimeError(text.rstrip(": ")) from problem
-
-    return run_on_all_ranks(communicator, named)

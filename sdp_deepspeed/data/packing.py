@@ -9,12 +9,11 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 import time
 from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, Literal, TextIO
+from typing import Any, Literal
 
 import numpy as np
 import numpy.typing as npt
@@ -62,8 +61,6 @@ def pack(
                 counts[split].documents += 1
                 counts[split].bytes += len(text.encode("utf-8"))
                 counts[split].tokens += len(ids) + 1
-        for file in files.values():
-            _sync(file)
     finally:
         for file in files.values():
             file.close()
@@ -86,12 +83,6 @@ def _batches(documents: Iterable[str]) -> Iterator[list[str]]:
             batch, size = [], 0
     if batch:
         yield batch
-
-
-def _sync(file: Any) -> None:
-    """To the disk, so that a rename cannot outlive its content after a power failure."""
-    file.flush()
-    os.fsync(file.fileno())
 
 
 @dataclass(frozen=True)
@@ -117,10 +108,7 @@ class PreparedData:
             "vocab_size": self.vocab_size,
             "counts": {split: asdict(count) for split, count in self.counts.items()},
         }
-        file: TextIO
-        with (self.folder / "meta.json").open("w", encoding="utf-8") as file:
-            json.dump(content, file, indent=2)
-            _sync(file)
+        (self.folder / "meta.json").write_text(json.dumps(content, indent=2), encoding="utf-8")
 
     @classmethod
     def load(cls, folder: Path, *, wait_seconds: float = 10.0) -> PreparedData:

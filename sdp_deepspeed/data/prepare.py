@@ -6,13 +6,12 @@ import hashlib
 import json
 import logging
 import os
-import shutil
 import time
-import uuid
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from sdp_deepspeed.atomic_files import complete_or_absent
 from sdp_deepspeed.data import tokenizer as tokenizers
 from sdp_deepspeed.data.config import DEFAULT_VOCAB_SIZE, DataConfig
 from sdp_deepspeed.data.corpus import Corpus, open_corpus
@@ -28,11 +27,12 @@ _LOG_SECONDS = 60.0
 def prepare(config: DataConfig) -> Path:
     """Make the tokens of `config` unless they are cached; returns their folder. Not a collective.
 
-    Processes that start at once may all call this: each writes aside and renames, the first one wins.
+    Processes that start at once may all call this: each writes a folder of its own, and the first one's stays.
 
     Raises:
         ValueError: a mistake in the config or the data, or no permission to write to `cache_dir`.
         ConnectionError: the hub cannot be reached.
+        RuntimeError: the folder in the cache is damaged.
     """
     corpus = open_corpus(config)
     given = None if config.tokenizer is None else tokenizers.load_tokenizer(config.tokenizer)
@@ -41,16 +41,13 @@ def prepare(config: DataConfig) -> Path:
     folder = cache / f"data-{identity[:20]}"
     if (folder / "meta.json").is_file():
         return folder
-    aside = cache / f"incomplete-{uuid.uuid4().hex}"
-    aside.mkdir()
-    try:
-        started = time.monotonic()
-        log.info("preparing %s text (once, then cached in %s)", config.source, folder)
-        prepared = _write(config, corpus, given, identity=identity, folder=aside)
+    started = time.monotonic()
+    log.info("preparing %s text (once, then cached in %s)", config.source, folder)
+    with complete_or_absent(folder, concurrent=True) as staging:
+        prepared = _write(config, corpus, given, identity=identity, folder=staging)
         log.info("prepared in %.1f s: %s", time.monotonic() - started, prepared)
-        _publish(aside, folder)
-    finally:
-        shutil.rmtree(aside, ignore_errors=True)
+    if not (folder / "meta.json").is_file():
+        raise RuntimeError(f"{folder} was there already without its meta.json, so it is damaged: delete it")
     return folder
 
 
@@ -121,12 +118,3 @@ def _check(config: DataConfig, counts: dict[str, SplitCount]) -> None:
             f"{config.validation_fraction}: both need text. Change validation_fraction, give more documents, or let "
             'text files be cut with text_documents "paragraph"'
         )
-
-
-def _publish(aside: Path, folder: Path) -> None:
-    try:
-        aside.rename(folder)
-    except OSError:
-        # Another process was first; its folder came by rename too, so it is complete.
-        if not (folder / "meta.json").is_file():
-            raise

@@ -21,13 +21,14 @@ from deepspeed.runtime.engine import ZERO_OPTIMIZATION
 from deepspeed.utils import log_dist
 from torch import nn
 
-from sdp_deepspeed.checkpoint.checkpointer import CheckpointingEngine
-from sdp_deepspeed.checkpoint.state.rank_chunks import Layout, persistent_buffers
+from sdp_deepspeed.checkpoint.checkpointer import Checkpointer
+from sdp_deepspeed.checkpoint.state.rank_chunks import RankChunks, persistent_buffers
 from sdp_deepspeed.config import KEY, SubnetworkConfig, parse
 from sdp_deepspeed.deferred_init.materialize import DeferredModel, refuse_tensor_parallel
 from sdp_deepspeed.distributed.agreement import run_on_all_ranks
 from sdp_deepspeed.distributed.communicator import Communicator, RankGroups
 from sdp_deepspeed.engine.apply_plan import AppliedPlan, ModelAtStart, apply_plan
+from sdp_deepspeed.engine.checkpoint_calls import CheckpointCalls
 from sdp_deepspeed.engine.consistency import check_holders_agree
 from sdp_deepspeed.engine.deepspeed_settings import loss_scaler, network_of, optimizer_settings
 from sdp_deepspeed.engine.dense_export import DenseExport
@@ -44,7 +45,7 @@ from sdp_deepspeed.tensor_parallel.model import ModelBeforeAutoTP, tp_group_of
 _NO_OPTIMIZER = f"{KEY} needs an optimizer: name one in the config, or give deepspeed.initialize one"
 
 
-class SubnetworkEngine(CheckpointingEngine):
+class SubnetworkEngine(CheckpointCalls):
     """What `deepspeed.initialize` returns for a config with the block `subnetwork_data_parallel`.
 
     Attributes:
@@ -73,7 +74,9 @@ class SubnetworkEngine(CheckpointingEngine):
         super().__init__(args, model, *rest, **options)
         if self.optimizer is None:
             raise ValueError(_NO_OPTIMIZER)
-        self._make_saver()
+        self.checkpointer = Checkpointer.build(
+            self, options=block.checkpoint, accepts_universal=self.load_universal_checkpoint()
+        )
 
     @property
     def plan(self) -> Plan:
@@ -224,11 +227,10 @@ class SubnetworkEngine(CheckpointingEngine):
         self._refuse_resident(call)
         self._applied.dense_view.end_evaluation()
 
-    def layout(self) -> Layout:
+    def rank_chunks(self) -> RankChunks:
         """Where this rank's parameters and persistent buffers lie in the dense model."""
         model = self.optimizer.model
-        tensors = [*model.tensors, *persistent_buffers(self.module, model.views.shapes)]
-        return Layout(tensors, model.plan, model.views, model.shards, model.rank)
+        return RankChunks(model, persistent_buffers(self.module, model.views.shapes))
 
 
 def _refuse_at_start(

@@ -10,12 +10,12 @@ import dataclasses
 import hashlib
 import json
 import os
-import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from sdp_deepspeed.atomic_files import write_text
 from sdp_deepspeed.messages import listed
 from sdp_deepspeed.plan import parsing
 from sdp_deepspeed.plan.placement import Asked, Load, Network, Placement, choose_placement
@@ -122,18 +122,8 @@ class Plan:
         """Write plan.json complete or not at all; one rank calls it."""
         target = Path(path)
         target.parent.mkdir(parents=True, exist_ok=True)
-        handle, aside = tempfile.mkstemp(dir=target.parent, prefix=f".{target.name}.")
-        try:
-            with os.fdopen(handle, "w", encoding="utf-8") as file:
-                json.dump(self.to_json(), file, indent=1)
-                file.write("\n")
-                file.flush()
-                os.fsync(file.fileno())
-            os.chmod(aside, 0o644)  # mkstemp makes it private, a plan is to be read by others
-            os.replace(aside, target)
-        except BaseException:
-            Path(aside).unlink(missing_ok=True)
-            raise
+        text = json.dumps(self.to_json(), indent=1) + "\n"
+        write_text(target, text, permissions=0o644, concurrent=True)  # others read it; all ranks may save it by mistake
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> Plan:

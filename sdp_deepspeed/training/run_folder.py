@@ -5,13 +5,13 @@ from __future__ import annotations
 import fcntl
 import json
 import math
-import os
-import shutil
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TextIO
 
+from sdp_deepspeed.atomic_files import write_text
+from sdp_deepspeed.checkpoint.storage.folder import prune
 from sdp_deepspeed.messages import listed
 
 # What must be the same when a run is resumed; the rest (intervals, and steps where no schedule ends with them) may
@@ -55,10 +55,8 @@ def writing(path: Path) -> Iterator[None]:
 
 
 def _write_atomically(path: Path, text: str) -> None:
-    aside = path.with_name(path.name + ".tmp")
     with writing(path):
-        aside.write_text(text, encoding="utf-8")
-        os.replace(aside, path)
+        write_text(path, text)
 
 
 def _without_nan(record: Mapping[str, Any]) -> dict[str, Any]:
@@ -202,9 +200,6 @@ class RunFolder:
         """After a new checkpoint is complete: remove all but the newest `keep`, and never what `latest` names: steps
         after it can be there where a run was killed right before it was written, or resumed from an older one."""
         if self.writes:
-            latest = self.checkpoints / "latest"
-            named = latest.read_text(encoding="utf-8").strip() if latest.exists() else None
-            for path in sorted(self.checkpoints.glob("step_*"))[:-keep]:
-                if path.name != named:
-                    with writing(path):
-                        shutil.rmtree(path)
+            tags = sorted(path.name for path in self.checkpoints.glob("step_*"))
+            with writing(self.checkpoints):
+                prune(self.checkpoints, tags, keep=keep)

@@ -12,9 +12,11 @@ from safetensors.torch import load_file
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from sdp_deepspeed.checkpoint.state.boxes import Box
-from sdp_deepspeed.checkpoint.state.chunks import Chunks, SavePlanner, fill
+from sdp_deepspeed.checkpoint.state.chunks import Chunks, SavePlanner, read_chunks
 from sdp_deepspeed.checkpoint.storage import folder as files
 from sdp_deepspeed.checkpoint.storage.chunk_files import SafetensorsReader, SafetensorsWriter
+from sdp_deepspeed.checkpoint.storage.manifest import FORMAT
+from sdp_deepspeed.checkpoint.storage.names import tensors_file
 
 
 def dense_tensors(folder: Path) -> dict[str, torch.Tensor]:
@@ -26,7 +28,7 @@ def dense_tensors(folder: Path) -> dict[str, torch.Tensor]:
         tensors[key] = torch.full(info.size, torch.nan).to(info.properties.dtype)
         chunks[key] = Chunks(info.size, info.properties.dtype)
         chunks[key].add(Box.whole(info.size), tensors[key])
-    fill(chunks, reader)
+    read_chunks(chunks, reader)
     return tensors
 
 
@@ -36,11 +38,11 @@ def tensors_in(path: Path) -> dict[str, torch.Tensor]:
 
 def write_checkpoint(path: Path, tensors: Mapping[str, torch.Tensor]) -> None:
     """A checkpoint without a training."""
-    writer = SafetensorsWriter(files.prepare(path, "tag"), "tensors_00000.safetensors")
+    writer = SafetensorsWriter(files.open_staging(path, "tag"), tensors_file(0))
     chunks: dict[str, Any] = {}
     for key, value in tensors.items():
         chunks[key] = Chunks(value.shape, value.dtype)
         chunks[key].add(Box.whole(value.shape), value)
     dcp.save(chunks, storage_writer=writer, planner=SavePlanner(), no_dist=True)
-    facts = {"format": files.FORMAT, "global_steps": 1, "ranks": 1, "files": writer.records}
-    files.publish(path, "tag", facts, latest=True)
+    manifest = {"format": FORMAT, "global_steps": 1, "ranks": 1, "files": writer.records}
+    files.publish(path, "tag", manifest, latest=True)

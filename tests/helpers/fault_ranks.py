@@ -24,8 +24,8 @@ import torch
 import torch.distributed as dist
 
 from sdp_deepspeed.checkpoint.state import random_state
-from sdp_deepspeed.checkpoint.storage import chunk_files as storage
-from sdp_deepspeed.checkpoint.storage import folder as files
+from sdp_deepspeed.checkpoint.storage.manifest import HashedFile
+from sdp_deepspeed.checkpoint.storage.names import LATEST, MANIFEST
 from tests.helpers.models import LENGTH, VOCABULARY, config
 from tests.helpers.training import engine_of, micro_step
 
@@ -119,10 +119,10 @@ class Log:
                 self.die_at(place)
 
         sys.addaudithook(hook)
-        hashed_file: Any = storage.HashedFile
+        hashed_file: Any = HashedFile
         write = hashed_file.write
 
-        def by_half(file: storage.HashedFile, data: bytes | memoryview) -> None:
+        def by_half(file: HashedFile, data: bytes | memoryview) -> None:
             if self.is_due("bytes"):
                 write(file, data[: len(data) // 2])
                 self.die()
@@ -157,7 +157,7 @@ def _rename(source: str, target: str) -> str:
         return "set aside"
     if target.endswith(".removed"):
         return "prune"
-    return "rename latest" if target.endswith(f"/{files.LATEST}") else "rename"
+    return "rename latest" if target.endswith(f"/{LATEST}") else "rename"
 
 
 def _open(path: str, mode: str | None) -> str:
@@ -166,7 +166,7 @@ def _open(path: str, mode: str | None) -> str:
     if "w" not in mode:
         return "read"
     name = path.rpartition("/")[2]
-    return {files.MANIFEST: "manifest", f".{files.LATEST}.writing": "latest"}.get(name, "write")
+    return {MANIFEST: "manifest", f".{LATEST}.writing": "latest"}.get(name, "write")
 
 
 def run_rank(rank: int, size: int, start: Start) -> None:
@@ -219,7 +219,7 @@ def train(engine: Any, start: Start, log: Log, position: int) -> None:
 def check_tidy(start: Start) -> None:
     """Nothing is left of what earlier starts did not complete."""
     names = {path.name for path in start.checkpoints.iterdir()}
-    tags = {name for name in names if not name.startswith(".")} - {files.LATEST}
+    tags = {name for name in names if not name.startswith(".")} - {LATEST}
     allowed = {"a tag per step": KEEP_LAST, "two tags in turn": 2, "one tag": 1}
     assert start.style is not None
     assert len(tags) <= allowed[start.style], names

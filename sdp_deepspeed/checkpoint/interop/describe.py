@@ -8,8 +8,10 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from sdp_deepspeed.checkpoint.interop.export import verify
+from sdp_deepspeed.checkpoint.state.chunks import WEIGHT
 from sdp_deepspeed.checkpoint.storage.chunk_files import SafetensorsReader
+from sdp_deepspeed.checkpoint.storage.manifest import verify
+from sdp_deepspeed.checkpoint.storage.names import PLAN
 
 _UNITS = {1: "bytes", 10**3: "kB", 10**6: "MB", 10**9: "GB", 10**12: "TB"}
 
@@ -37,8 +39,8 @@ def describe(path: Path) -> tuple[list[str], bool]:
 
 
 def _plan(path: Path) -> Iterator[str]:
-    if (path / "plan.json").is_file():
-        plan: dict[str, Any] = json.loads((path / "plan.json").read_text(encoding="utf-8"))
+    if (path / PLAN).is_file():
+        plan: dict[str, Any] = json.loads((path / PLAN).read_text(encoding="utf-8"))
         yield (
             f"plan {plan['hash'][:12]}: {plan['regime']} regime, {plan['strategy']} strategy, "
             f"{plan['num_subnetworks']} subnetworks, {plan['num_holders']} holders of each of "
@@ -51,7 +53,7 @@ def _tensors(path: Path) -> Iterator[str]:
     kinds: dict[str, list[Any]] = defaultdict(list)
     for key, info in SafetensorsReader(path).read_metadata().state_dict_metadata.items():
         kinds[key.partition("/")[0]].append(info)
-    for kind, infos in sorted(kinds.items(), key=lambda item: item[0] != "weight"):
+    for kind, infos in sorted(kinds.items(), key=lambda item: item[0] != WEIGHT):
         elements = sum(info.size.numel() for info in infos)
         size = sum(info.size.numel() * info.properties.dtype.itemsize for info in infos)
         dtypes = sorted({str(info.properties.dtype).removeprefix("torch.") for info in infos})

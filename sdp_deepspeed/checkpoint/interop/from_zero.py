@@ -1,7 +1,7 @@
 """From a ZeRO checkpoint of DeepSpeed (stages 1, 2, 3) to its universal format, by DeepSpeed's own program.
 
 That program unpickles whatever the files hold. Here every file is looked at first, and nothing is made of it but
-tensors, plain values and DeepSpeed's few classes (pickles.py).
+tensors, plain values and DeepSpeed's few classes (safe_pickles).
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ import torch
 from deepspeed.checkpoint import ds_to_universal
 
 from sdp_deepspeed.atomic_files import complete_or_absent, write_text
-from sdp_deepspeed.checkpoint.interop.load_universal import LATEST_UNIVERSAL
 from sdp_deepspeed.checkpoint.interop.safe_pickles import known_classes_only, read_known
-from sdp_deepspeed.checkpoint.interop.universal import FP32, PARAM, ZERO, is_universal
+from sdp_deepspeed.checkpoint.interop.universal import FP32, LATEST_UNIVERSAL, PARAM, ZERO, is_universal
+from sdp_deepspeed.checkpoint.storage.names import LATEST
 from sdp_deepspeed.messages import quoted
 
-LATEST, _OPTIMIZERS = "latest", "*_optim_states.pt"
+_OPTIMIZERS = "*_optim_states.pt"
 _RANK = re.compile(r"zero_pp_rank_(\d+)_")
 _MOMENTS = {"exp_avg", "exp_avg_sq"}
 
@@ -45,13 +45,13 @@ def convert(source: Path, out: Path, *, tag: str | None = None) -> Path:
     _check(folder, files)
     name = f"{folder.name}_universal"
     out.mkdir(parents=True, exist_ok=True)
-    with complete_or_absent(out / name) as aside:
-        written = aside / name  # DeepSpeed writes beside its output too
+    with complete_or_absent(out / name) as staging:
+        written = staging / name  # DeepSpeed writes beside its output too
         _run(folder, written)
         _add_rest(folder, written / ZERO)
-        for found in written.iterdir():
-            os.rename(found, aside / found.name)
-        for rest in (written, aside / LATEST_UNIVERSAL):
+        for path in written.iterdir():
+            os.rename(path, staging / path.name)
+        for rest in (written, staging / LATEST_UNIVERSAL):
             rest.rmdir() if rest.is_dir() else rest.unlink(missing_ok=True)
     write_text(out / LATEST_UNIVERSAL, name)
     return out / name
@@ -116,8 +116,8 @@ def _check(folder: Path, files: Iterable[Path]) -> None:
         content = read_known(file)
         if not isinstance(content, dict):
             raise ValueError(f"{file} is damaged: it holds no state")
-        if strange := [name for name in _names(content) if os.sep in name or name.startswith(".")]:
-            raise ValueError(f"{file} has tensors with names that are paths: {quoted(strange)}; it was not loaded")
+        if paths := [name for name in _names(content) if os.sep in name or name.startswith(".")]:
+            raise ValueError(f"{file} has tensors with names that are paths: {quoted(paths)}; it was not loaded")
         state = content.get("optimizer_state_dict")
         if isinstance(state, dict):
             has_optimizer = True
@@ -139,10 +139,10 @@ def _names(content: dict[str, Any]) -> Iterable[str]:
 
 def _check_moments(file: Path, state: dict[str, Any]) -> None:
     base = state.get("base_optimizer_state") or state.get("optimizer_state_dict") or {}
-    for own in base.get("state", {}).values() if isinstance(base, dict) else ():
-        if not own.keys() >= _MOMENTS:
+    for moments in base.get("state", {}).values() if isinstance(base, dict) else ():
+        if not moments.keys() >= _MOMENTS:
             raise ValueError(
                 f"{file}: DeepSpeed converts only Adam's state ({', '.join(sorted(_MOMENTS))}); here are "
-                f"{quoted(sorted(own))}. For the weights alone run the zero_to_fp32.py beside the checkpoint with "
+                f"{quoted(sorted(moments))}. For the weights alone run the zero_to_fp32.py beside the checkpoint with "
                 "--safe_serialization where you trust its source, and give the result to engine.load_pretrained"
             )

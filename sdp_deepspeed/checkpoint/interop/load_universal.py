@@ -5,22 +5,27 @@ from __future__ import annotations
 import logging
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from deepspeed.utils import log_dist
 
-from sdp_deepspeed.checkpoint.interop.name_matching import Names
+from sdp_deepspeed.checkpoint.interop.name_matching import NameMap
 from sdp_deepspeed.checkpoint.interop.pretrained import check_shapes
-from sdp_deepspeed.checkpoint.interop.universal import ModelStates, UniversalReader, check_model, facts, is_universal
-from sdp_deepspeed.checkpoint.load import What, begin_step, load_tensors
-from sdp_deepspeed.checkpoint.save import together
-from sdp_deepspeed.checkpoint.state.chunks import explained
+from sdp_deepspeed.checkpoint.interop.universal import (
+    LATEST_UNIVERSAL,
+    ModelStates,
+    UniversalReader,
+    check_model,
+    is_universal,
+    optimizer_metadata,
+)
+from sdp_deepspeed.checkpoint.load import LoadOptions, restore_progress
+from sdp_deepspeed.checkpoint.state.chunks import translated_dcp_errors
+from sdp_deepspeed.checkpoint.state.fill import fill
+from sdp_deepspeed.checkpoint.state.trained_state import TrainedState
 from sdp_deepspeed.checkpoint.storage import folder as files
-
-if TYPE_CHECKING:
-    from sdp_deepspeed.checkpoint.checkpointer import CheckpointingEngine
-
-LATEST_UNIVERSAL = "latest_universal"
+from sdp_deepspeed.checkpoint.storage.errors import translating_os_errors
+from sdp_deepspeed.distributed.agreement import run_on_all_ranks
 
 
 def universal_tag(folder: Path, tag: str | None) -> str | None:
@@ -36,9 +41,9 @@ def universal_tag(folder: Path, tag: str | None) -> str | None:
     if tag is not None:
         return tag if is_universal(folder / tag) else None
     pointer = folder / LATEST_UNIVERSAL
-    own = files.candidates(folder)[0]
+    tags = files.candidates(folder)[0]  # of our own checkpoints
     if not pointer.is_file():
-        if own:
+        if tags:
             return None
         raise ValueError(
             f"load_checkpoint: {folder} has no {LATEST_UNIVERSAL} and no checkpoint of sdp_deepspeed; make the first "
@@ -47,18 +52,18 @@ def universal_tag(folder: Path, tag: str | None) -> str | None:
     named = pointer.read_text(encoding="utf-8").strip()
     if not is_universal(folder / named):
         raise ValueError(f"load_checkpoint: {pointer} names {named!r}, which is no universal checkpoint in {folder}")
-    if own:
+    if tags:
         log_dist(
             f"load_checkpoint: loading {folder / named}, because checkpoint.load_universal is set; switch it off to go "
-            f"on from {own[0]}",
+            f"on from {tags[0]}",
             ranks=[0],
             level=logging.WARNING,
         )
     return named
 
 
-def load_universal(engine: CheckpointingEngine, path: Path, what: What) -> dict[str, Any]:
-    """Fill weights, masters and moments, and counters and schedule as `what` says; every rank calls it.
+def load_universal(trained: TrainedState, path: Path, options: LoadOptions) -> dict[str, Any]:
+    """Fill weights, masters and moments, and counters and schedule as `options` say; every rank calls it.
 
     Returns:
         The client state.
@@ -66,26 +71,21 @@ def load_universal(engine: CheckpointingEngine, path: Path, what: What) -> dict[
     Raises:
         ValueError: on all ranks, before anything is changed: files are damaged, or of another model.
     """
-    return together(engine.world, partial(_load, engine, path, what))
+    return run_on_all_ranks(trained.world, translating_os_errors(partial(_load, trained, path, options)))
 
 
-def _load(engine: CheckpointingEngine, path: Path, what: What) -> dict[str, Any]:
+def _load(trained: TrainedState, path: Path, options: LoadOptions) -> dict[str, Any]:
     where = f"load_checkpoint: {path}"
-    layout = engine.layout()
-    shapes = {name: layout.shape(name) for name in layout.tensors}
+    rank_chunks = trained.rank_chunks()
+    shapes = {name: rank_chunks.shape(name) for name in rank_chunks.tensors}
     states = ModelStates.read(path)
-    reader = UniversalReader(path, Names.of(engine.module, layout.tensors), shapes)
-    check_model(reader, path, strict=what.module_strict)
-    check_shapes(reader, layout, where)
-    wants_moments = what.optimizer_states and not what.module_only
-    options = [{k: v for k, v in group.items() if k != "params"} for group in engine.optimizer.param_groups]
-    with explained(where):
-        load_tensors(engine, reader, what, facts(reader, path, options) if wants_moments else None)
-    if what.module_only:
-        return states.client_state
-    if what.lr_scheduler_states and engine.lr_scheduler is not None and states.lr_scheduler is not None:
-        engine.lr_scheduler.load_state_dict(states.lr_scheduler)
-    for name, value in states.counters.items():
-        setattr(engine, name, value)
-    begin_step(engine)
+    reader = UniversalReader.of_folder(path, NameMap.of(trained.module, rank_chunks.tensors), shapes)
+    check_model(reader, path, strict=options.module_strict)
+    check_shapes(reader, rank_chunks, where)
+    groups = [{k: v for k, v in group.items() if k != "params"} for group in trained.optimizer.param_groups]
+    metadata = optimizer_metadata(reader, path, groups) if options.moments else None
+    with translated_dcp_errors(where):
+        fill(trained, reader, strict=options.module_strict, optimizer_metadata=metadata)
+    if not options.module_only:
+        restore_progress(trained, states.counters, states.lr_scheduler, options)
     return states.client_state

@@ -33,8 +33,8 @@ class Match:
 
 
 @dataclass(frozen=True)
-class Names:
-    """Of a model.
+class NameMap:
+    """What tensors of one model are called, here and in checkpoints of others.
 
     Args:
         known: dense names, each tensor once.
@@ -49,7 +49,7 @@ class Names:
     ignored: tuple[str, ...] = ()
 
     @classmethod
-    def of(cls, module: nn.Module, known: Iterable[str]) -> Names:
+    def of(cls, module: nn.Module, known: Iterable[str]) -> NameMap:
         """Of a live model.
 
         Args:
@@ -59,9 +59,9 @@ class Names:
         first: dict[int, str] = {}
         aliases: dict[str, str] = {}
         for name, parameter in module.named_parameters(remove_duplicate=False):
-            own = first.setdefault(id(parameter), name)
-            if own != name and own in names:
-                aliases[name] = own
+            known_as = first.setdefault(id(parameter), name)
+            if known_as != name and known_as in names:
+                aliases[name] = known_as
         model: Any = module
         ignored = getattr(model, "_keys_to_ignore_on_load_unexpected", None) or ()
         prefix = getattr(model, "base_model_prefix", None) or None
@@ -73,8 +73,9 @@ class Names:
         others: dict[str, list[str]] = {}
         unknown: list[str] = []
         for name in sorted(stored, key=lambda name: (name not in self.known, name)):
-            dense = next((own for own in self._spellings(name) if own in self.known), None)
-            alias = next((self.aliases[own] for own in self._spellings(name) if own in self.aliases), None)
+            spellings = self._spellings(name)
+            dense = next((spelling for spelling in spellings if spelling in self.known), None)
+            alias = next((self.aliases[spelling] for spelling in spellings if spelling in self.aliases), None)
             if dense is not None and dense not in found:
                 found[dense] = name
             elif dense is None and alias is not None:

@@ -12,15 +12,24 @@ class FileNames:
     """Of one class of models.
 
     Args:
-        architecture: the class's name.
-        model_type: of its config.
+        transforms: Transformers' conversions from files to modules.
     """
 
-    def __init__(self, architecture: str, model_type: str | None) -> None:
-        found = get_checkpoint_conversion_mapping(architecture)
-        if found is None and model_type is not None:
-            found = get_checkpoint_conversion_mapping(model_type)
-        self._transforms: list[Any] = list(found or ())
+    def __init__(self, transforms: Iterable[Any]) -> None:
+        self._transforms = list(transforms)
+
+    @classmethod
+    def of_model(cls, architecture: str, model_type: str | None) -> FileNames:
+        """As Transformers knows them.
+
+        Args:
+            architecture: the class's name.
+            model_type: of its config.
+        """
+        transforms = get_checkpoint_conversion_mapping(architecture)
+        if transforms is None and model_type is not None:
+            transforms = get_checkpoint_conversion_mapping(model_type)
+        return cls(transforms or ())
 
     def to_module(self, stored: Iterable[str]) -> dict[str, str]:
         """Names in files by the names that the module gives them; what only a conversion of values would load keeps

@@ -8,19 +8,21 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from sdp_deepspeed.checkpoint.interop.name_matching import Match, Names, refuse_others
+from sdp_deepspeed.checkpoint.interop.name_matching import Match, NameMap, refuse_others
 from sdp_deepspeed.checkpoint.interop.safe_pickles import read_known
-from sdp_deepspeed.checkpoint.interop.whole_tensors import Part, Slices, Stored, WholeTensorsReader
-from sdp_deepspeed.checkpoint.state.rank_chunks import WEIGHT
+from sdp_deepspeed.checkpoint.interop.whole_tensors import SliceReader, Slices, WholeTensor, WholeTensorsReader
+from sdp_deepspeed.checkpoint.state.chunks import WEIGHT
+from sdp_deepspeed.checkpoint.state.snapshot import COUNTERS
 from sdp_deepspeed.messages import quoted
 
 ZERO, FP32, STEP, PARAM, VOCABULARY = "zero", "fp32", "step", "param", "vocab_tensor"
-_OPTIMIZER = "optimizer_state.pt"
+LATEST_UNIVERSAL, _OPTIMIZER = "latest_universal", "optimizer_state.pt"
 # Of the options of a param group, those that are numbers of the method, not switches of one implementation.
 _OPTIONS = ("lr", "initial_lr", "betas", "eps", "weight_decay")
 
@@ -35,55 +37,42 @@ class UniversalReader(WholeTensorsReader):
 
     Args:
         path: of the tag.
-        names: of the model that they are for.
-        shapes: of its dense tensors: vocabularies are stored without padding, and are padded with zeros to these.
-
-    Attributes:
+        tensors: by our key.
         match: what is what.
-
-    Raises:
-        ValueError: files are missing or damaged, or could run foreign code.
     """
 
-    def __init__(self, path: Path, names: Names, shapes: Mapping[str, tuple[int, ...]]) -> None:
-        folders = {folder.name: folder for folder in (path / ZERO).iterdir() if folder.is_dir()}
-        self.match: Match = names.match(folders.keys())
+    def __init__(self, path: Path, tensors: Mapping[str, WholeTensor], match: Match) -> None:
+        super().__init__(tensors)
+        self.match = match
         self._path = path
-        self._flat_shapes: Mapping[str, tuple[int, ...]] | None = None
-        tensors: dict[str, Stored] = {}
-        for dense, name in self.match.found.items():
+
+    @classmethod
+    def of_folder(cls, path: Path, names: NameMap, shapes: Mapping[str, tuple[int, ...]]) -> UniversalReader:
+        """Look at all files of a tag.
+
+        Args:
+            names: of the model that they are for.
+            shapes: of its dense tensors: vocabularies are stored without padding, and are padded with zeros to these.
+
+        Raises:
+            ValueError: files are missing or damaged, or could run foreign code.
+        """
+        folders = {folder.name: folder for folder in (path / ZERO).iterdir() if folder.is_dir()}
+        match, flat_shapes = names.match(folders.keys()), _FlatShapes(path)
+        tensors: dict[str, WholeTensor] = {}
+        for dense, name in match.found.items():
             if not (folders[name] / f"{FP32}.pt").is_file():
                 raise ValueError(f"{folders[name] / f'{FP32}.pt'} is missing; convert the checkpoint again")
             for file in sorted(folders[name].glob("*.pt")):
                 if file.stem != STEP:
                     kind = WEIGHT if file.stem == FP32 else file.stem
-                    tensors[f"{kind}/{dense}"] = self._stored(file, name, shapes.get(dense))
-        super().__init__(tensors)
-
-    def _stored(self, file: Path, name: str, wanted: tuple[int, ...] | None) -> Stored:
-        content = read_known(file)
-        tensor = _tensor(file, content)
-        shape = tuple(tensor.shape) if isinstance(content, dict) else self._shape_of_flat(name, tensor)
-        if isinstance(content, dict) and content.get(VOCABULARY) and wanted and wanted[0] > shape[0]:
-            shape = (wanted[0], *shape[1:])
-        return Stored(file, name, shape, tensor.dtype)
-
-    def _shape_of_flat(self, name: str, tensor: torch.Tensor) -> tuple[int, ...]:
-        """ZeRO-3 without tensor parallelism leaves tensors flat; their shapes are in the model's file."""
-        if self._flat_shapes is None:
-            groups = ModelStates.read(self._path).shapes
-            self._flat_shapes = {name: tuple(shape) for group in groups for name, shape in group.items()}
-        shape = self._flat_shapes.get(name)
-        if shape is None or torch.Size(shape).numel() != tensor.numel():
-            raise ValueError(
-                f"{self._path}: {name!r} has {tensor.numel()} elements and no shape that fits; it is damaged"
-            )
-        return shape
+                    tensors[f"{kind}/{dense}"] = _whole_tensor(file, name, shapes.get(dense), flat_shapes)
+        return cls(path, tensors, match)
 
     @contextmanager
-    def open(self, file: Path) -> Iterator[Part]:
+    def open(self, file: Path) -> Iterator[SliceReader]:
         tensor = _tensor(file, read_known(file))
-        yield lambda stored, slices: _part(tensor, stored.shape, slices)
+        yield lambda whole, slices: _read_slice(tensor, whole.shape, slices)
 
     def moments(self) -> set[str]:
         """Kinds of moments, such as `exp_avg`."""
@@ -102,15 +91,44 @@ class UniversalReader(WholeTensorsReader):
         file = self._path / ZERO / name / f"{STEP}.pt"
         if file.is_file():
             return float(read_known(file))
-        found = _optimizer(self._path).get("optimizer_state_dict", {}).get("state", {})
+        states = _optimizer(self._path).get("optimizer_state_dict", {}).get("state", {})
         groups = ModelStates.read(self._path).shapes
         index = next((index for index, group in enumerate(groups) if name in group), None)
-        if index is None or STEP not in found.get(index, {}):
+        if index is None or STEP not in states.get(index, {}):
             raise ValueError(
                 f"{self._path}: it has moments of {name!r}, but not the number of steps that they stand for; load it "
                 "with load_optimizer_states=False"
             )
-        return float(found[index][STEP])
+        return float(states[index][STEP])
+
+
+class _FlatShapes:
+    """ZeRO-3 without tensor parallelism leaves tensors flat; their shapes are in the model's file."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+
+    @cached_property
+    def _shapes(self) -> Mapping[str, tuple[int, ...]]:
+        groups = ModelStates.read(self._path).shapes
+        return {name: tuple(shape) for group in groups for name, shape in group.items()}
+
+    def of(self, name: str, num_elements: int) -> tuple[int, ...]:
+        shape = self._shapes.get(name)
+        if shape is None or torch.Size(shape).numel() != num_elements:
+            raise ValueError(
+                f"{self._path}: {name!r} has {num_elements} elements and no shape that fits; it is damaged"
+            )
+        return shape
+
+
+def _whole_tensor(file: Path, name: str, wanted: tuple[int, ...] | None, flat_shapes: _FlatShapes) -> WholeTensor:
+    content = read_known(file)
+    tensor = _tensor(file, content)
+    shape = tuple(tensor.shape) if isinstance(content, dict) else flat_shapes.of(name, tensor.numel())
+    if isinstance(content, dict) and content.get(VOCABULARY) and wanted and wanted[0] > shape[0]:
+        shape = (wanted[0], *shape[1:])
+    return WholeTensor(file, name, shape, tensor.dtype)
 
 
 def _tensor(file: Path, content: Any) -> torch.Tensor:
@@ -120,7 +138,7 @@ def _tensor(file: Path, content: Any) -> torch.Tensor:
     return tensor
 
 
-def _part(tensor: torch.Tensor, shape: tuple[int, ...], slices: Slices) -> torch.Tensor:
+def _read_slice(tensor: torch.Tensor, shape: tuple[int, ...], slices: Slices) -> torch.Tensor:
     if not slices:
         return tensor.view(())
     if tensor.dim() != len(shape):
@@ -135,8 +153,8 @@ def _optimizer(path: Path) -> Mapping[str, Any]:
     return read_known(file) if file.is_file() else {}
 
 
-def facts(reader: UniversalReader, path: Path, options: list[dict[str, Any]]) -> dict[str, Any] | None:
-    """What `load_tensors` wants to know of the optimizer that wrote it; None if there are no moments.
+def optimizer_metadata(reader: UniversalReader, path: Path, options: list[dict[str, Any]]) -> dict[str, Any] | None:
+    """What `fill` wants to know of the optimizer that wrote it; None if there are no moments.
 
     Args:
         options: of the param groups here, which keep what the checkpoint does not say.
@@ -149,7 +167,7 @@ def facts(reader: UniversalReader, path: Path, options: list[dict[str, Any]]) ->
     stored = state.get("param_groups") or []
     if len(stored) == len(options):
         pairs = zip(options, stored, strict=True)
-        options = [own | {key: group[key] for key in _OPTIONS if key in group} for own, group in pairs]
+        options = [here | {key: group[key] for key in _OPTIONS if key in group} for here, group in pairs]
     return {
         "groups": {name: counts.index(step) for name, step in steps.items()},
         "unknown_members": True,  # the format does not tell which parameters the options are of
@@ -197,9 +215,7 @@ class ModelStates:
         content = read_known(files[0])
         if not isinstance(content, dict):
             raise ValueError(f"{files[0]} is damaged: it holds no state of a model")
-        counters = {
-            name: int(content[name]) for name in ("global_steps", "global_samples", "skipped_steps") if name in content
-        }
+        counters = {name: int(content[name]) for name in COUNTERS if name in content}
         rest = {key: value for key, value in content.items() if key not in _OWN_KEYS}
         return cls(list(content.get("param_shapes") or []), counters, content.get("lr_scheduler"), rest)
 

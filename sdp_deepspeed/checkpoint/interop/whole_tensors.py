@@ -26,7 +26,7 @@ Slices = tuple[slice, ...]
 
 
 @dataclass(frozen=True)
-class Stored:
+class WholeTensor:
     """A whole tensor in a file.
 
     Args:
@@ -40,7 +40,7 @@ class Stored:
     dtype: torch.dtype
 
 
-Part = Callable[[Stored, Slices], torch.Tensor]
+SliceReader = Callable[[WholeTensor, Slices], torch.Tensor]
 
 
 class WholeTensorsReader(Reader):
@@ -50,19 +50,19 @@ class WholeTensorsReader(Reader):
         tensors: by our key, such as `weight/<dense name>`.
     """
 
-    def __init__(self, tensors: Mapping[str, Stored]) -> None:
+    def __init__(self, tensors: Mapping[str, WholeTensor]) -> None:
         self.tensors = dict(tensors)
 
     @abstractmethod
-    def open(self, file: Path) -> AbstractContextManager[Part]:
+    def open(self, file: Path) -> AbstractContextManager[SliceReader]:
         """A file, from which parts of its tensors can be read without reading the rest."""
 
     def read_metadata(self, *args: Any) -> Metadata:
         tensors: dict[str, Any] = {}
-        for key, stored in self.tensors.items():
-            size = torch.Size(stored.shape)
+        for key, whole in self.tensors.items():
+            size = torch.Size(whole.shape)
             chunk = ChunkStorageMetadata(torch.Size([0] * len(size)), size)
-            tensors[key] = TensorStorageMetadata(TensorProperties(dtype=stored.dtype), size, [chunk])
+            tensors[key] = TensorStorageMetadata(TensorProperties(dtype=whole.dtype), size, [chunk])
         return Metadata(tensors)
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
@@ -70,12 +70,12 @@ class WholeTensorsReader(Reader):
         for item in plan.items:
             by_file[self.tensors[item.storage_index.fqn].file].append(item)
         for path, items in by_file.items():
-            with self.open(path) as part:
+            with self.open(path) as read:
                 for item in items:
                     starts, sizes = item.storage_offsets, item.lengths
                     slices = tuple(slice(start, start + size) for start, size in zip(starts, sizes, strict=True))
                     target = planner.resolve_tensor(item)
-                    target.copy_(part(self.tensors[item.storage_index.fqn], slices))
+                    target.copy_(read(self.tensors[item.storage_index.fqn], slices))
                     planner.commit_tensor(item, target)
         future: Future[None] = Future()
         future.set_result(None)

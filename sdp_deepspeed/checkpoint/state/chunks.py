@@ -17,6 +17,9 @@ from torch.distributed.checkpoint.storage import StorageReader
 
 from sdp_deepspeed.checkpoint.state.boxes import Box
 
+# A key is "<kind>/<dense name>"; kinds beside these are moments, by the optimizer's own names.
+WEIGHT, MASTER = "weight", "master"
+
 
 class Chunks:
     """A value of a DCP state dict: some boxes of one dense tensor, and where their elements are here.
@@ -44,10 +47,10 @@ class Chunks:
         """Of the chunks."""
         return [box for box, _ in self._parts.values()]
 
-    def every(self, step: int, first: int) -> Chunks:
-        """Each `step`th chunk from `first` on."""
+    def share(self, rank: int, size: int) -> Chunks:
+        """The chunks that are for one rank of `size`."""
         part = Chunks(self.shape, self.dtype)
-        part._parts = dict(list(self._parts.items())[first::step])
+        part._parts = dict(list(self._parts.items())[rank::size])
         return part
 
     def to_host(self) -> Chunks:
@@ -107,11 +110,11 @@ class LoadPlanner(DefaultLoadPlanner):
         return self.state_dict[index.fqn].at(index.offset)
 
 
-def fill(targets: StateDict, reader: StorageReader) -> None:
-    """Read every chunk of `targets`; this process alone.
+def read_chunks(targets: StateDict, reader: StorageReader) -> None:
+    """Fill every chunk of `targets`; this process alone.
 
     Raises:
-        CheckpointException: DCP's, see `explained`.
+        CheckpointException: DCP's, see `translated_dcp_errors`.
     """
     if targets:
         with warnings.catch_warnings():  # DCP remarks that it is told not to communicate
@@ -120,7 +123,7 @@ def fill(targets: StateDict, reader: StorageReader) -> None:
 
 
 @contextmanager
-def explained(where: str) -> Iterator[None]:
+def translated_dcp_errors(where: str) -> Iterator[None]:
     """ValueError for DCP's exception, which is no `Exception`, and shows a stack for each rank."""
     try:
         yield

@@ -7,8 +7,8 @@ from typing import Any
 
 import torch
 
-from sdp_deepspeed.checkpoint.state.chunks import StateDict
-from sdp_deepspeed.checkpoint.state.rank_chunks import MASTER, WEIGHT, Layout, locate
+from sdp_deepspeed.checkpoint.state.chunks import MASTER, WEIGHT, StateDict
+from sdp_deepspeed.checkpoint.state.rank_chunks import RankChunks, locate
 from sdp_deepspeed.layout.fragments import Fragment
 from sdp_deepspeed.optimizer.optimizer import SubnetworkOptimizer
 from sdp_deepspeed.optimizer.stepped_group import SteppedGroup
@@ -32,11 +32,11 @@ class OptimizerState:
 
     Args:
         optimizer: of a running engine.
-        layout: of the same engine.
+        rank_chunks: of the same engine.
     """
 
-    def __init__(self, optimizer: SubnetworkOptimizer, layout: Layout) -> None:
-        self._optimizer, self._layout = optimizer, layout
+    def __init__(self, optimizer: SubnetworkOptimizer, rank_chunks: RankChunks) -> None:
+        self._optimizer, self._rank_chunks = optimizer, rank_chunks
         self._finders: list[Finder] = [locate(group) for group in optimizer.groups]
 
     def owned_fragments(self) -> list[list[Fragment]]:
@@ -71,13 +71,13 @@ class OptimizerState:
         find: Finder,
         tensors: Sequence[torch.Tensor],
     ) -> None:
-        self._layout.add_stretches(target, key, fragments, lambda fragment: find(fragment, tensors))
+        self._rank_chunks.add_stretches(target, key, fragments, lambda fragment: find(fragment, tensors))
 
     def counts(self) -> list[Counts | None]:
         """Of each group its state that is one number; None where this rank steps nothing of the group."""
         return [_counts(self._states(group), group) if group.tensors else None for group in self._groups]
 
-    def facts(self, counts: Sequence[Counts | None]) -> dict[str, Any]:
+    def metadata(self, counts: Sequence[Counts | None]) -> dict[str, Any]:
         """All but the tensors of elements, the same on every rank.
 
         Args:
@@ -122,18 +122,18 @@ class OptimizerState:
                 self._add(result, key, [fragment], find, group.tensors)
         return result
 
-    def new_moments(self, stored: Mapping[str, Any], facts: Mapping[str, Any]) -> tuple[StateDict, dict[str, Any]]:
+    def new_moments(self, stored: Mapping[str, Any], metadata: Mapping[str, Any]) -> tuple[StateDict, dict[str, Any]]:
         """Where moments are loaded to, and the state dict of the wrapped optimizer that has them.
 
         Args:
             stored: keys of the checkpoint.
-            facts: of the run that wrote it.
+            metadata: of the run that wrote it.
 
         Raises:
             ValueError: the state is of another kind of optimizer, or tensors that are stepped together here were not
                 when the checkpoint was written.
         """
-        if (kind := facts.get("kind", self._kind)) != self._kind:
+        if (kind := metadata.get("kind", self._kind)) != self._kind:
             raise ValueError(
                 f"checkpoint: its optimizer state is of {kind}, and the optimizer here is {self._kind}; load it with "
                 "load_optimizer_states=False, or train with the optimizer that wrote it"
@@ -144,26 +144,26 @@ class OptimizerState:
         for group, find in zip(self._groups, self._finders, strict=True):
             names = list(dict.fromkeys(fragment.piece.parameter for fragment in group.fragments))
             moments = _same({tuple(_moments_of(name, stored)) for name in names}, names, "optimizer state")
-            counts = _same_counts([_counts_of(name, facts) for name in names], names)
-            own = [{key: torch.empty_like(tensor.detach()) for key in moments or ()} for tensor in group.tensors]
+            counts = _same_counts([_counts_of(name, metadata) for name in names], names)
+            values = [{key: torch.empty_like(tensor.detach()) for key in moments or ()} for tensor in group.tensors]
             for key in moments or ():
-                self._add(targets, key, group.fragments, find, [state[key] for state in own])
-            for index, state in enumerate(own):
+                self._add(targets, key, group.fragments, find, [state[key] for state in values])
+            for index, state in enumerate(values):
                 states[first + index] = state | self._as_optimizer_counts(counts)
             first += len(group.tensors)
-        return targets, {"state": states, "param_groups": self._options(facts)}
+        return targets, {"state": states, "param_groups": self._options(metadata)}
 
     def _as_optimizer_counts(self, counts: Mapping[str, float] | None) -> dict[str, Any]:
         """PyTorch's optimizers count in tensors, DeepSpeed's in integers."""
-        own = type(self._optimizer.optimizer).__module__.startswith("deepspeed")
-        return {key: int(value) if own else torch.tensor(value) for key, value in (counts or {}).items()}
+        is_deepspeeds = type(self._optimizer.optimizer).__module__.startswith("deepspeed")
+        return {key: int(value) if is_deepspeeds else torch.tensor(value) for key, value in (counts or {}).items()}
 
-    def _options(self, facts: Mapping[str, Any]) -> list[dict[str, Any]]:
+    def _options(self, metadata: Mapping[str, Any]) -> list[dict[str, Any]]:
         """Of the param groups: those of the checkpoint, as far as this optimizer has them, if both group alike."""
-        stored, here = facts["options"], self._optimizer.param_groups
-        own, theirs = self._group_of_name(), facts["groups"]
-        same = facts.get("unknown_members", False) or all(own[n] == theirs[n] for n in own.keys() & theirs.keys())
-        same = same and len(stored) == len(here)
+        stored, here = metadata["options"], self._optimizer.param_groups
+        groups, stored_groups = self._group_of_name(), metadata["groups"]
+        alike = all(groups[name] == stored_groups[name] for name in groups.keys() & stored_groups.keys())
+        same = (alike or metadata.get("unknown_members", False)) and len(stored) == len(here)
         first, result = 0, []
         for index, (options, group) in enumerate(zip(here, self._groups, strict=True)):
             known = {key: value for key, value in options.items() if key != "params"}
@@ -173,17 +173,17 @@ class OptimizerState:
             first += len(group.tensors)
         return result
 
-    def restore(self, state: Mapping[str, Any], facts: Mapping[str, Any]) -> None:
+    def restore(self, state: Mapping[str, Any], metadata: Mapping[str, Any]) -> None:
         """Give the wrapped optimizer what `new_moments` made, and the scaler its state."""
         self._optimizer.optimizer.load_state_dict(dict(state))
-        scaler = facts["loss_scaler"]
+        scaler = metadata["loss_scaler"]
         if self._optimizer.loss_scaler.dynamic and scaler.get("dynamic", True):  # not the 1 of a run in bf16 or fp32
             vars(self._optimizer.loss_scaler).update(scaler)
 
 
-def merged(every: Sequence[Sequence[Counts | None]]) -> list[Counts | None]:
+def merged(counts: Sequence[Sequence[Counts | None]]) -> list[Counts | None]:
     """Counts of the groups, from those of all ranks; None where no rank steps anything of a group."""
-    return [next((own for own in group if own is not None), None) for group in zip(*every, strict=True)]
+    return [next((known for known in group if known is not None), None) for group in zip(*counts, strict=True)]
 
 
 def _moments(states: Sequence[Mapping[str, Any]], group: SteppedGroup) -> list[str]:
@@ -207,20 +207,20 @@ def _moments_of(name: str, stored: Mapping[str, Any]) -> list[str]:
     return sorted(key for key in keys if key not in (WEIGHT, MASTER) and "/" not in key)
 
 
-def _counts_of(name: str, facts: Mapping[str, Any]) -> Mapping[str, float]:
-    group = facts["groups"].get(name)
-    return {} if group is None else facts["counts"][group] or {}
+def _counts_of(name: str, metadata: Mapping[str, Any]) -> Mapping[str, float]:
+    group = metadata["groups"].get(name)
+    return {} if group is None else metadata["counts"][group] or {}
 
 
 def _same_counts(counts: Sequence[Mapping[str, float]], names: Sequence[str]) -> dict[str, float] | None:
-    found = _same({tuple(sorted(own.items())) for own in counts}, names, "step counts")
-    return None if found is None else dict(found)
+    common = _same({tuple(sorted(of_tensor.items())) for of_tensor in counts}, names, "step counts")
+    return None if common is None else dict(common)
 
 
-def _same(found: set[Any], names: Sequence[str], what: str) -> Any:
-    if len(found) > 1:
+def _same(values: set[Any], names: Sequence[str], what: str) -> Any:
+    if len(values) > 1:
         raise ValueError(
             f"checkpoint: {what} of {names[0]!r} and others of its optimizer param group are not alike in it (some "
             "were frozen, or in another group); load it with load_optimizer_states=False, or use its param groups"
         )
-    return next(iter(found), None)
+    return next(iter(values), None)

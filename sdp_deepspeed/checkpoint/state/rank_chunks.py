@@ -3,43 +3,32 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from math import prod
 
 import torch
 
 from sdp_deepspeed.checkpoint.state.boxes import Box, box_of, boxes_of, in_dense
-from sdp_deepspeed.checkpoint.state.chunks import Chunks, StateDict
+from sdp_deepspeed.checkpoint.state.chunks import WEIGHT, Chunks, StateDict
 from sdp_deepspeed.layout.fragments import Fragment
-from sdp_deepspeed.layout.places import PieceViews
+from sdp_deepspeed.layout.rank_model import RankModel
 from sdp_deepspeed.optimizer.stepped_group import SteppedGroup
-from sdp_deepspeed.plan.plan import Plan
-from sdp_deepspeed.plan.shards import Shards
-from sdp_deepspeed.plan.tensors import NOT_OPTIMIZED, TensorInfo, pieces_by_tensor
+from sdp_deepspeed.plan.tensors import NOT_OPTIMIZED, TensorInfo
 from sdp_deepspeed.units import Piece
 
-WEIGHT, MASTER = "weight", "master"
 
-
-class Layout:
+class RankChunks:
     """Chunks of this rank.
 
     Args:
-        tensors: parameters with their optimizer groups, and persistent buffers; shapes are those of this
-            tensor-parallel rank.
-        plan: in the same coordinates.
-        places: where pieces lie.
-        shards: of the tensor-parallel group.
-        rank: in the data-parallel group.
+        model: parameters with their optimizer groups; shapes are those of this tensor-parallel rank.
+        buffers: persistent ones.
     """
 
-    def __init__(
-        self, tensors: Sequence[TensorInfo], plan: Plan, places: PieceViews, shards: Shards, rank: int
-    ) -> None:
-        self.tensors = {info.name: info for info in tensors}
-        self._pieces = pieces_by_tensor(tensors, plan)
-        self._places, self._shards, self._rank = places, shards, rank
-        self._stores_all = plan.regime == "backward"
-        self._spreads = all(division.is_even for division in shards.divisions.values())
+    def __init__(self, model: RankModel, buffers: Sequence[TensorInfo]) -> None:
+        self._model = replace(model, tensors=(*model.tensors, *buffers))
+        self._views, self._shards = model.views, model.shards
+        self.tensors = {info.name: info for info in self._model.tensors}
 
     def shape(self, name: str) -> tuple[int, ...]:
         """Of the dense tensor."""
@@ -49,10 +38,10 @@ class Layout:
 
     def stored_weights(self) -> Iterator[tuple[Piece, Box, torch.Tensor]]:
         """All pieces that this rank stores, where they lie in the dense model, and their live values."""
-        for (_, name), pieces in self._pieces.items():
+        for (_, name), pieces in self._model.pieces.items():
             for piece, holders in pieces:
-                if prod(self.shape(name)) and (self._stores_all or self._rank in holders):
-                    box = box_of(piece, self._own_shape(piece))
+                if prod(self.shape(name)) and (self._model.stores_all or self._model.rank in holders):
+                    box = box_of(piece, self._local_shape(piece))
                     yield piece, in_dense(box, piece, self._shards), self._weight(piece)
 
     def owned_weights(self, fragments: Iterable[Fragment], *, exclude_frozen: bool = False) -> StateDict:
@@ -63,9 +52,9 @@ class Layout:
             exclude_frozen: leave out parameters that need no gradients.
         """
         result: StateDict = {}
-        for fragment in [*fragments, *self._own_rest(exclude_frozen=exclude_frozen)]:
+        for fragment in [*fragments, *self._unoptimized(exclude_frozen=exclude_frozen)]:
             piece = fragment.piece
-            shape = self._own_shape(piece)
+            shape = self._local_shape(piece)
             whole = box_of(piece, shape)
             for box in boxes_of(fragment, shape):
                 values = self._weight(piece)[box.slices_in(whole)]
@@ -82,7 +71,7 @@ class Layout:
         """
         for fragment in fragments:
             piece, flat, start = fragment.piece, flat_of(fragment), 0
-            for box in boxes_of(fragment, self._own_shape(piece)):
+            for box in boxes_of(fragment, self._local_shape(piece)):
                 values = in_box(flat.narrow(0, start, box.num_elements), box, piece.dim or 0)
                 self._add(target, key, piece, box, values)
                 start += box.num_elements
@@ -91,51 +80,52 @@ class Layout:
         """What of `chunks` this rank writes: of tensors that tensor-parallel ranks all have, each chunk one of them."""
         if self._shards.size == 1:
             return chunks
+        is_even = all(division.is_even for division in self._shards.divisions.values())
         result: StateDict = {}
-        for key, own in chunks.items():
+        for key, values in chunks.items():
             if key.partition("/")[2] in self._shards.divisions:
-                result[key] = own
-            elif self._spreads:
-                result[key] = own.every(self._shards.size, self._shards.index)
+                result[key] = values
+            elif is_even:
+                result[key] = values.share(self._shards.index, self._shards.size)
             elif self._shards.index == 0:
-                result[key] = own
+                result[key] = values
         return result
 
     def own_buffers(self) -> dict[str, torch.Tensor]:
-        """Buffers that this rank stores whole; each rank's own, since nobody averages them."""
-        return {name: self._places.tensors[name].detach() for name in self._buffers()}
+        """Buffers that this rank stores whole, on the host; each rank's own, since nobody averages them."""
+        return {name: self._views.tensors[name].detach().cpu() for name in self._buffers()}
 
     def restore_buffers(self, buffers: Mapping[str, torch.Tensor]) -> None:
         """Inverse of `own_buffers`."""
         for name in self._buffers():
-            self._places.tensors[name].copy_(buffers[name])
+            self._views.tensors[name].copy_(buffers[name])
 
     def _buffers(self) -> Iterator[str]:
-        for (kind, name), pieces in self._pieces.items():
-            if kind == "buffer" and all(self._stores_all or self._rank in holders for _, holders in pieces):
+        for (kind, name), pieces in self._model.pieces.items():
+            if kind == "buffer" and all(self._model.stores_all or self._model.rank in holders for _, holders in pieces):
                 yield name
 
-    def _own_rest(self, *, exclude_frozen: bool) -> Iterator[Fragment]:
+    def _unoptimized(self, *, exclude_frozen: bool) -> Iterator[Fragment]:
         """Of tensors that no optimizer has: each piece by one of its holders, in turn."""
         count = 0
-        for (_, name), pieces in self._pieces.items():
+        for (_, name), pieces in self._model.pieces.items():
             info = self.tensors[name]
             if info.kind == "parameter" and (info.group != NOT_OPTIMIZED or (exclude_frozen and not info.trainable)):
                 continue
             for piece, holders in pieces:
-                if holders[count % len(holders)] == self._rank:
+                if holders[count % len(holders)] == self._model.rank:
                     yield Fragment(piece, 0, piece.num_elements(info.shape))
                 count += 1
 
-    def _own_shape(self, piece: Piece) -> tuple[int, ...]:
+    def _local_shape(self, piece: Piece) -> tuple[int, ...]:
         """Of what this tensor-parallel rank has of the piece's tensor; flat if nobody knows how that was divided."""
         shape = self.tensors[piece.parameter].shape
         division = self._shards.division_of(piece)
         return shape if division is None or division.is_known else (prod(shape),)
 
     def _weight(self, piece: Piece) -> torch.Tensor:
-        weight = self._places.weight_view(piece)
-        return weight if len(self._own_shape(piece)) == weight.dim() else weight.view(-1)
+        weight = self._views.weight_view(piece)
+        return weight if len(self._local_shape(piece)) == weight.dim() else weight.view(-1)
 
     def _add(self, target: StateDict, key: str, piece: Piece, box: Box, values: torch.Tensor) -> None:
         name = piece.parameter
@@ -176,10 +166,10 @@ def persistent_buffers(module: torch.nn.Module, shapes: Mapping[str, Sequence[in
     Args:
         shapes: of the buffers before units were dropped, by name.
     """
-    found = []
+    buffers = []
     for prefix, inner in module.named_modules():
         for name, buffer in inner._buffers.items():
             path = f"{prefix}.{name}" if prefix else name
             if buffer is not None and name not in inner._non_persistent_buffers_set:
-                found.append(TensorInfo(path, tuple(shapes[path]), buffer.dtype, kind="buffer", trainable=False))
-    return found
+                buffers.append(TensorInfo(path, tuple(shapes[path]), buffer.dtype, kind="buffer", trainable=False))
+    return buffers

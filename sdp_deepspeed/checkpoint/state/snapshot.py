@@ -6,16 +6,15 @@ import io
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
 from sdp_deepspeed.checkpoint.state import random_state
 from sdp_deepspeed.checkpoint.state.chunks import StateDict
 from sdp_deepspeed.checkpoint.state.optimizer_state import Counts, OptimizerState
-
-if TYPE_CHECKING:
-    from sdp_deepspeed.checkpoint.checkpointer import CheckpointingEngine
+from sdp_deepspeed.checkpoint.state.trained_state import TrainedState
+from sdp_deepspeed.checkpoint.storage.names import CONFIG, GENERATION_CONFIG, MODEL_CONFIG, PLAN
 
 # Not micro_steps: gradients that wait for the end of an accumulation are not saved, so a step begins anew.
 COUNTERS = ("global_steps", "global_samples", "skipped_steps")
@@ -44,13 +43,13 @@ class Snapshot:
         return replace(self, chunks={key: chunks.to_host() for key, chunks in self.chunks.items()})
 
 
-def step_counts(engine: CheckpointingEngine) -> list[Counts | None]:
+def step_counts(trained: TrainedState) -> list[Counts | None]:
     """Of the optimizer's groups, as far as this rank knows them."""
-    return OptimizerState(engine.optimizer, engine.layout()).counts()
+    return OptimizerState(trained.optimizer, trained.rank_chunks()).counts()
 
 
-def take(
-    engine: CheckpointingEngine,
+def take_snapshot(
+    trained: TrainedState,
     client_state: Mapping[str, Any],
     counts: Sequence[Counts | None],
     *,
@@ -64,28 +63,34 @@ def take(
     Raises:
         ValueError: client state that could not be loaded again safely.
     """
-    layout = engine.layout()
-    optimizer = OptimizerState(engine.optimizer, layout)
+    rank_chunks = trained.rank_chunks()
+    optimizer = OptimizerState(trained.optimizer, rank_chunks)
     owned = [fragment for fragments in optimizer.owned_fragments() for fragment in fragments]
-    chunks = layout.of_one_writer(layout.owned_weights(owned, exclude_frozen=exclude_frozen) | optimizer.owned())
+    weights = rank_chunks.owned_weights(owned, exclude_frozen=exclude_frozen)
     common = {
         "client_state": dict(client_state),
-        "lr_scheduler": engine.lr_scheduler.state_dict() if engine.lr_scheduler is not None else None,
-        "counters": {name: getattr(engine, name) for name in COUNTERS},
-        "optimizer": optimizer.facts(counts),
-        "same": same_layout_facts(engine),
+        "lr_scheduler": trained.lr_scheduler.state_dict() if trained.lr_scheduler is not None else None,
+        "counters": {name: getattr(trained, name) for name in COUNTERS},
+        "optimizer": optimizer.metadata(counts),
+        "same": layout_metadata(trained),
     }
-    own = {"random": random_state.capture(), "buffers": layout.own_buffers()}
-    return Snapshot(chunks, _plain_bytes(own), _plain_bytes(common), _documents(engine), int(engine.global_steps))
+    own = {"random": random_state.capture(), "buffers": rank_chunks.own_buffers()}
+    return Snapshot(
+        rank_chunks.of_one_writer(weights | optimizer.owned()),
+        _plain_bytes(own),
+        _plain_bytes(common),
+        _documents(trained),
+        int(trained.global_steps),
+    )
 
 
-def same_layout_facts(engine: CheckpointingEngine) -> dict[str, Any]:
+def layout_metadata(trained: TrainedState) -> dict[str, Any]:
     """Only where these are as they were a rank goes on with its own random numbers and buffers."""
     return {
-        "ranks": engine.world.size,
-        "plan": engine.plan.hash,
-        "subnetwork_of_rank": list(engine.plan.subnetwork_of_rank),
-        "tensor_parallel": engine.shards.size,
+        "ranks": trained.world.size,
+        "plan": trained.plan.hash,
+        "subnetwork_of_rank": list(trained.plan.subnetwork_of_rank),
+        "tensor_parallel": trained.shards.size,
     }
 
 
@@ -94,7 +99,7 @@ def _plain_bytes(state: Mapping[str, Any]) -> bytes:
     try:
         torch.save(dict(state), buffer)
         buffer.seek(0)
-        torch.load(buffer, weights_only=True)
+        torch.load(buffer, map_location="cpu", weights_only=True)
     except Exception as problem:
         raise ValueError(
             "checkpoint: client_state and the LR scheduler's state may hold tensors, numbers, strings, lists and dicts "
@@ -103,16 +108,16 @@ def _plain_bytes(state: Mapping[str, Any]) -> bytes:
     return buffer.getvalue()
 
 
-def _documents(engine: CheckpointingEngine) -> dict[str, str]:
-    texts = {"plan.json": _json(engine.plan.to_json()), "config.json": _json(engine.config)}
-    config: Any = getattr(engine.module, "config", None)
+def _documents(trained: TrainedState) -> dict[str, str]:
+    texts = {PLAN: _json(trained.plan.to_json()), CONFIG: _json(trained.config)}
+    config: Any = getattr(trained.module, "config", None)
     if hasattr(config, "to_dict"):
-        texts["model_config.json"] = _json(config.to_dict() | {"architectures": [type(engine.module).__name__]})
-    generation: Any = getattr(engine.module, "generation_config", None)
+        texts[MODEL_CONFIG] = _json(config.to_dict() | {"architectures": [type(trained.module).__name__]})
+    generation: Any = getattr(trained.module, "generation_config", None)
     if hasattr(generation, "to_dict"):
-        texts["generation_config.json"] = _json(generation.to_dict())
+        texts[GENERATION_CONFIG] = _json(generation.to_dict())
     return texts
 
 
-def _json(facts: Any) -> str:
-    return json.dumps(facts, indent=1, default=str) + "\n"
+def _json(content: Any) -> str:
+    return json.dumps(content, indent=1, default=str) + "\n"

@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import hashlib
-import io
 import json
 import os
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -32,7 +29,9 @@ from torch.distributed.checkpoint.planner import (
 from torch.distributed.checkpoint.storage import StorageReader, StorageWriter, WriteResult
 from torch.futures import Future
 
-INDEX = "tensors.json"
+from sdp_deepspeed.checkpoint.storage.manifest import hashed_file
+from sdp_deepspeed.checkpoint.storage.names import INDEX
+
 # Names of safetensors' format.
 _DTYPES = {
     torch.float64: "F64",
@@ -49,46 +48,6 @@ _DTYPES = {
     torch.float8_e4m3fn: "F8_E4M3",
     torch.float8_e5m2: "F8_E5M2",
 }
-
-
-class HashedFile:
-    """An open file that knows its size and SHA-256."""
-
-    def __init__(self, raw: io.FileIO) -> None:
-        self.name = str(raw.name)
-        self._raw = raw
-        self._digest = hashlib.sha256()
-        self.num_bytes = 0
-
-    def write(self, data: bytes | memoryview) -> None:
-        self._digest.update(data)
-        rest = memoryview(data)
-        while rest:
-            rest = rest[self._raw.write(rest) :]
-        self.num_bytes += len(data)
-
-    def record(self) -> dict[str, Any]:
-        """What the manifest says of it."""
-        return {"bytes": self.num_bytes, "sha256": self._digest.hexdigest()}
-
-
-@contextmanager
-def hashed_file(path: Path, records: dict[str, Any]) -> Iterator[HashedFile]:
-    """Write `path`; its record is added to `records` when it is on the disk.
-
-    Raises:
-        RuntimeError: it cannot be written; names it and the reason.
-    """
-    try:
-        with open(path, "wb", buffering=0) as raw:
-            file = HashedFile(raw)
-            yield file
-            os.fsync(raw.fileno())
-    except OSError as problem:
-        raise RuntimeError(
-            f"checkpoint: cannot write {path}: {problem.strerror or problem}; earlier checkpoints are intact"
-        ) from problem
-    records[path.name] = file.record()
 
 
 class SafetensorsWriter(StorageWriter):
@@ -139,8 +98,8 @@ class SafetensorsWriter(StorageWriter):
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
         """One rank writes the index."""
-        files = {result.index: result.storage_data for own in results for result in own}
-        tensors = {key: _tensor_facts(key, info, files) for key, info in metadata.state_dict_metadata.items()}
+        files = {result.index: result.storage_data for of_rank in results for result in of_rank}
+        tensors = {key: _index_entry(key, info, files) for key, info in metadata.state_dict_metadata.items()}
         with hashed_file(self._folder / INDEX, self.records) as file:
             file.write(json.dumps(tensors, indent=0, sort_keys=True).encode())
 
@@ -178,7 +137,7 @@ def _name(index: MetadataIndex) -> str:
     return f"{index.fqn}@{','.join(map(str, index.offset))}"
 
 
-def _tensor_facts(key: str, info: Any, files: Mapping[MetadataIndex, str]) -> dict[str, Any]:
+def _index_entry(key: str, info: Any, files: Mapping[MetadataIndex, str]) -> dict[str, Any]:
     chunks = [
         {"offsets": list(c.offsets), "sizes": list(c.sizes), "file": files[MetadataIndex(key, c.offsets)]}
         for c in info.chunks
@@ -237,24 +196,24 @@ class SafetensorsReader(Reader):
             with safe_open(self._folder / name, framework="pt") as file:
                 for item in items:
                     target = planner.resolve_tensor(item)
-                    target.copy_(_part(file, _name(item.storage_index), item.storage_offsets, item.lengths))
+                    target.copy_(_read_slice(file, _name(item.storage_index), item.storage_offsets, item.lengths))
                     planner.commit_tensor(item, target)
         future: Future[None] = Future()
         future.set_result(None)
         return future
 
 
-def _part(file: Any, name: str, offsets: Sequence[int], lengths: Sequence[int]) -> torch.Tensor:
+def _read_slice(file: Any, name: str, offsets: Sequence[int], lengths: Sequence[int]) -> torch.Tensor:
     if not lengths:
         return file.get_tensor(name)
     return file.get_slice(name)[tuple(slice(a, a + n) for a, n in zip(offsets, lengths, strict=True))]
 
 
-def _metadata(facts: Mapping[str, Any]) -> Metadata:
+def _metadata(index: Mapping[str, Any]) -> Metadata:
     dtypes = {name: dtype for dtype, name in _DTYPES.items()}
     tensors: dict[str, Any] = {}
     files: dict[MetadataIndex, str] = {}
-    for key, tensor in facts.items():
+    for key, tensor in index.items():
         chunks = [ChunkStorageMetadata(torch.Size(c["offsets"]), torch.Size(c["sizes"])) for c in tensor["chunks"]]
         properties = TensorProperties(dtype=dtypes[tensor["dtype"]])
         tensors[key] = TensorStorageMetadata(properties, torch.Size(tensor["shape"]), chunks)

@@ -1,4 +1,4 @@
-"""Save and resume on the same layout (DESIGN.md section 6); other layouts are in test_reshard.py."""
+"""Save and resume on the same layout; other layouts are in test_reshard.py."""
 
 from __future__ import annotations
 

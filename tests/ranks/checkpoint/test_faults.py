@@ -18,7 +18,8 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from sdp_deepspeed.checkpoint.storage import folder as files
+from sdp_deepspeed.checkpoint.storage import folder, manifest
+from sdp_deepspeed.checkpoint.storage.names import MANIFEST
 from tests.helpers.fault_runs import Faults, Kill
 from tests.helpers.models import config
 from tests.helpers.ranks import Rank
@@ -114,7 +115,7 @@ def a_disk_is_full(rank: Rank) -> None:
         for pages in [*range(0, needed - 4, 8), *range(needed - 4, needed)]:
             with _full(rank, folder, pages):
                 texts.append(saved.cannot_save(f"cannot write {folder}", "No space left on device", "intact"))
-        assert any(files.MANIFEST in text for text in texts), texts
+        assert any(MANIFEST in text for text in texts), texts
         assert sum("tensors_0000" in text for text in texts) > 1, texts
         saved.can_save()
 
@@ -176,12 +177,13 @@ def _system(*words: str) -> None:
 def one_rank_cannot_look(rank: Rank) -> None:
     """What only one rank can read is an error of all."""
     saved = Saved(rank.folder)
-    for name, failing in (("candidates", 0), ("read_manifest", 1)):
-        original = getattr(files, name)
+    calls: list[tuple[Any, str, int]] = [(folder, "candidates", 0), (manifest, "read_manifest", 1)]
+    for module, name, failing in calls:
+        original = getattr(module, name)
         if rank.rank == failing:
-            setattr(files, name, _denied)
+            setattr(module, name, _denied)
         refusal((RuntimeError, ValueError), partial(saved.engine.load_checkpoint, str(rank.folder)), "denied")
-        setattr(files, name, original)
+        setattr(module, name, original)
     saved.can_save()
 
 

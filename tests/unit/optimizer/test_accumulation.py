@@ -12,24 +12,12 @@ from sdp_deepspeed.optimizer.settings import OptimizerSettings
 from sdp_deepspeed.plan.plan import Plan
 from sdp_deepspeed.plan.tensors import TensorInfo
 from sdp_deepspeed.units import Piece, Unit
+from tests.helpers.gatherers import Alone
 from tests.helpers.rank_models import optimizer_of
 
 NUM_MICRO = 64
 SHAPE = (3, 5)
 ROUNDING = NUM_MICRO * 2.0**-24  # relative, of that many additions of positive fp32 numbers
-
-
-class Alone:
-    """What `Communicator` asks of `torch.distributed`, for one rank."""
-
-    def get_rank(self, group: None) -> int:
-        return 0
-
-    def get_world_size(self, group: None) -> int:
-        return 1
-
-    def all_gather_object(self, values: list[object], value: object, group: None) -> None:
-        values[0] = value
 
 
 def sums_of(weights: dict[str, nn.Parameter], *, stage: int, accumulate_in_fp32: bool) -> SubnetworkOptimizer:

@@ -45,6 +45,8 @@ FLOORS = (
     "messages",
     "version",
 )
+# The same inside a room that has folders.
+INNER_FLOORS = {"checkpoint": ("__main__", "checkpointer", "interop", "save", "load", "state", "storage")}
 # Rooms that know no host at all, whatever they import of ours included.
 PURE = (
     "architectures",
@@ -155,6 +157,16 @@ def test_rooms_import_what_stands_below(name: str) -> None:
     for imported in ours(name, for_types=True):
         here, there = FLOORS.index(room_of(name)), FLOORS.index(room_of(imported))
         assert here <= there, f"{name} imports {imported}, which stands above it"
+
+
+@pytest.mark.parametrize("room", INNER_FLOORS)
+def test_floors_inside_a_room(room: str) -> None:
+    floors = INNER_FLOORS[room]
+    for name in modules():
+        for imported in ours(name, for_types=True) if is_below(name, (room,)) and name != room else ():
+            if is_below(imported, (room,)):
+                here, there = (floors.index(module.split(".")[1]) for module in (name, imported))
+                assert here <= there, f"{name} imports {imported}, which stands above it"
 
 
 def test_there_is_no_circle() -> None:

@@ -66,7 +66,7 @@ def test_a_folder_that_cannot_be_made(tmp_path: Path, path: str, reason: str) ->
 
 def test_a_full_disk_is_told_with_the_file(tmp_path: Path) -> None:
     folder = folder_with(tmp_path, CONFIG)
-    for name in ("metrics.jsonl", "report.json.tmp"):
+    for name in ("metrics.jsonl", ".report.json.writing"):
         (tmp_path / name).symlink_to("/dev/full")
     with pytest.raises(RunFolderError, match=r"cannot write .*report\.json: No space left on device; make it possible"):
         folder.write_json("report.json", {"steps": 1})

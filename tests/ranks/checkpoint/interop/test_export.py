@@ -19,7 +19,7 @@ from torch import nn
 from transformers import AutoModelForCausalLM
 
 from sdp_deepspeed.checkpoint.__main__ import main
-from sdp_deepspeed.checkpoint.interop.export import Format, export
+from sdp_deepspeed.checkpoint.interop.export import ExportFormat, export
 from tests.helpers.dense_checkpoints import tensors_in, write_checkpoint
 from tests.helpers.models import VOCABULARY, config, family
 from tests.helpers.ranks import Rank, run_ranks
@@ -69,7 +69,7 @@ def loaded(path: Path) -> nn.Module:
 
 @pytest.mark.parametrize("name", RUNS)
 def test_exported_model_is_the_engines_dense_model(name: str, folder: Path, tmp_path: Path) -> None:
-    out = export(folder / name / "global_step2", tmp_path / "out", Format(max_shard_bytes=6000))
+    out = export(folder / name / "global_step2", tmp_path / "out", ExportFormat(max_shard_bytes=6000))
     shards = list(out.glob("model-*-of-*.safetensors"))
     assert len(shards) > 2
     assert all(file.stat().st_size < 6000 + 2000 or len(load_file(file)) == 1 for file in shards)
@@ -85,8 +85,8 @@ def test_exported_model_is_the_engines_dense_model(name: str, folder: Path, tmp_
 
 def test_weights_in_fp32_are_the_masters(folder: Path, tmp_path: Path) -> None:
     path = folder / "llama_bf16" / "global_step2"
-    exact = tensors_in(export(path, tmp_path / "fp32", Format(fp32=True)))
-    trained = tensors_in(export(path, tmp_path / "bf16", Format()))
+    exact = tensors_in(export(path, tmp_path / "fp32", ExportFormat(fp32=True)))
+    trained = tensors_in(export(path, tmp_path / "bf16", ExportFormat()))
     assert [file.name for file in (tmp_path / "bf16").glob("*.safetensors*")] == ["model.safetensors"]
     assert {value.dtype for value in exact.values()} == {torch.float32}
     assert_identical({name: value.bfloat16() for name, value in exact.items()}, trained)
@@ -180,7 +180,7 @@ def test_nothing_is_left_of_an_export_that_fails(folder: Path, tmp_path: Path, m
 
     monkeypatch.setattr("sdp_deepspeed.checkpoint.interop.export.save_file", fail)
     with pytest.raises(OSError, match="disk full"):
-        export(folder / "llama" / "global_step2", tmp_path / "out", Format())
+        export(folder / "llama" / "global_step2", tmp_path / "out", ExportFormat())
     assert not list(tmp_path.iterdir())
 
 
@@ -201,7 +201,7 @@ def watch() -> None:
         time.sleep(0.001)
 
 threading.Thread(target=watch, daemon=True).start()
-module.export(Path(sys.argv[1]), Path(sys.argv[2]), module.Format(fp32=True, max_shard_bytes=16 * 10**6))
+module.export(Path(sys.argv[1]), Path(sys.argv[2]), module.ExportFormat(fp32=True, max_shard_bytes=16 * 10**6))
 print(peak - before)
 """
 

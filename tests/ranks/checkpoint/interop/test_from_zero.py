@@ -18,7 +18,7 @@ from torch import nn
 from sdp_deepspeed.checkpoint.__main__ import main
 from sdp_deepspeed.checkpoint.interop.from_zero import convert
 from sdp_deepspeed.checkpoint.interop.load_universal import load_universal, universal_tag
-from sdp_deepspeed.checkpoint.load import What
+from sdp_deepspeed.checkpoint.load import LoadOptions
 from tests.helpers.dense_checkpoints import dense_tensors
 from tests.helpers.foreign_code import Malicious
 from tests.helpers.models import config, llama, two_groups
@@ -132,17 +132,21 @@ def parts(folder: Path, rank: Rank) -> None:
     """`load_checkpoint`'s options."""
     expected = torch.load(folder / "zero2_fp32.pt")["before"]
     path = folder / "universal" / "zero2_fp32" / "global_step3_universal"
-    for what in (What(module_only=True), What(optimizer_states=False), What(lr_scheduler_states=False)):
+    for options in (
+        LoadOptions(module_only=True),
+        LoadOptions(optimizer_states=False),
+        LoadOptions(lr_scheduler_states=False),
+    ):
         engine = our_engine("blocks_stage0")
         moments = [state["exp_avg"].clone() for state in engine.optimizer.state.values()]
-        load_universal(engine, path, what)
+        load_universal(engine, path, options)
         for key, value in dense_state(engine).items():
             if f"fp32/{key}" in expected:
                 assert torch.equal(value, expected[f"fp32/{key}"])
         same = [torch.equal(a["exp_avg"], b) for a, b in zip(engine.optimizer.state.values(), moments, strict=True)]
-        assert all(same) == (what.module_only or not what.optimizer_states)
-        assert engine.global_steps == (1 if what.module_only else 3)
-        kept = what.module_only or not what.lr_scheduler_states
+        assert all(same) == (options.module_only or not options.optimizer_states)
+        assert engine.global_steps == (1 if options.module_only else 3)
+        kept = options.module_only or not options.lr_scheduler_states
         assert engine.lr_scheduler.last_batch_iteration == (0 if kept else 2)
 
 
@@ -156,10 +160,12 @@ def mistakes(folder: Path, rank: Rank) -> None:
             shutil.copytree(folder / "universal" / "zero3_fp32" / "global_step3_universal", path)
             change(path / "zero" / "model.norm.weight")
         dist.barrier()
-        refusal(ValueError, partial(load_universal, engine, path, What()), *words)
+        refusal(ValueError, partial(load_universal, engine, path, LoadOptions()), *words)
     other = engine_of(settings_of(1, "fp32"), llama(3))
     path = folder / "universal" / "zero1_fp32" / "global_step3_universal"
-    refusal(ValueError, partial(load_universal, other, path, What()), "another model", "layers.2", "a_buffer", "more")
+    refusal(
+        ValueError, partial(load_universal, other, path, LoadOptions()), "another model", "layers.2", "a_buffer", "more"
+    )
     assert_identical(dense_state(engine), before)
 
 

@@ -17,7 +17,7 @@ from transformers import AutoModelForCausalLM
 
 import sdp_deepspeed
 from sdp_deepspeed.checkpoint.interop import pretrained
-from sdp_deepspeed.checkpoint.interop.export import Format, export
+from sdp_deepspeed.checkpoint.interop.export import ExportFormat, export
 from tests.helpers.models import VOCABULARY, config, family, llama
 from tests.helpers.ranks import Rank
 from tests.helpers.training import assert_identical, dense_state, engine_of, refusal, train
@@ -58,7 +58,7 @@ def in_and_out(architecture: str, layout: str, rank: Rank) -> None:
     assert_identical(dense_state(engine), {name: value.to(dtype) for name, value in expected.items()})
     engine.save_checkpoint(str(rank.folder / "checkpoint"), tag="tag")
     if rank.rank == 0:
-        out = export(rank.folder / "checkpoint" / "tag", rank.folder / "out", Format(fp32=True))
+        out = export(rank.folder / "checkpoint" / "tag", rank.folder / "out", ExportFormat(fp32=True))
         again = AutoModelForCausalLM.from_pretrained(out).eval()
         with torch.no_grad():  # masters were filled with all digits, not with what bf16 leaves of them
             assert torch.equal(again(input_ids=TOKENS).logits, model.eval()(input_ids=TOKENS).logits)
@@ -67,11 +67,11 @@ def in_and_out(architecture: str, layout: str, rank: Rank) -> None:
 def a_rank_reads_what_it_holds(rank: Rank) -> None:
     """Neither whole tensors of which it has a part, nor anything twice; stage 0 has no masters beside the weights."""
     num_read = 0
-    part = pretrained._part
+    read_slice = pretrained._read_slice
 
     def counted(*arguments: Any) -> torch.Tensor:
         nonlocal num_read
-        result = part(*arguments)
+        result = read_slice(*arguments)
         num_read += result.numel()
         return result
 
@@ -79,7 +79,7 @@ def a_rank_reads_what_it_holds(rank: Rank) -> None:
     engine = our_engine(llama(), strategy="neuron", stage=0)
     own = sum(tensor.numel() for name, tensor in engine.held_tensors().items() if name.endswith("weight"))
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(pretrained, "_part", counted)
+        patch.setattr(pretrained, "_read_slice", counted)
         engine.load_pretrained(folder)
     assert own < 0.8 * sum(parameter.numel() for parameter in llama().parameters())
     assert num_read == own, (num_read, own)

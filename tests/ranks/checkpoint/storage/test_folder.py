@@ -11,7 +11,8 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from sdp_deepspeed.checkpoint.storage import chunk_files as storage
+from sdp_deepspeed.checkpoint.storage.chunk_files import SafetensorsReader
+from sdp_deepspeed.checkpoint.storage.manifest import HashedFile
 from tests.helpers.models import config
 from tests.helpers.ranks import Rank
 from tests.helpers.training import assert_identical, dense_state, engine_of, refusal, train
@@ -91,20 +92,20 @@ def a_failing_rank_leaves_the_last_checkpoint(rank: Rank) -> None:
     engine.save_checkpoint(str(rank.folder), tag="good")
     good = dense_state(engine)
     train(engine, num_steps=1)
-    write = storage.HashedFile.write
+    write = HashedFile.write
 
-    def full_disk(file: storage.HashedFile, data: bytes | memoryview) -> None:
+    def full_disk(file: HashedFile, data: bytes | memoryview) -> None:
         if Path(file.name).name.startswith(failing):
             write(file, data[:1])
             raise OSError(28, "No space left on device")
         write(file, data)
 
-    storage.HashedFile.write = full_disk  # type: ignore[assignment, method-assign]
+    HashedFile.write = full_disk  # type: ignore[assignment, method-assign]
     for failing in ("tensors_00000", "tensors_00001", "tensors.json", "rank_00001", "common"):
         for tag in ("next", "good"):
             save = partial(engine.save_checkpoint, str(rank.folder), tag=tag)
             refusal(RuntimeError, save, f"cannot write {rank.folder}", failing, "No space left", "intact")
-    storage.HashedFile.write = write  # type: ignore[method-assign]
+    HashedFile.write = write  # type: ignore[method-assign]
     dist.barrier()
     assert sorted(path.name for path in rank.folder.iterdir()) == ["good", "latest"]
     path, _ = engine.load_checkpoint(str(rank.folder))
@@ -117,17 +118,17 @@ def a_rank_that_cannot_read(rank: Rank) -> None:
     """What only one rank sees after all files were verified: an error on all, none waits for the others."""
     engine = engine_of(settings_of())
     engine.save_checkpoint(str(rank.folder))
-    read = storage.SafetensorsReader.read_data
+    read = SafetensorsReader.read_data
 
-    def torn(self: storage.SafetensorsReader, plan: Any, planner: Any) -> Any:
+    def torn(self: SafetensorsReader, plan: Any, planner: Any) -> Any:
         if rank.rank == 1:
             raise OSError(5, "Input/output error")
         return read(self, plan, planner)
 
-    storage.SafetensorsReader.read_data = torn  # type: ignore[method-assign]
+    SafetensorsReader.read_data = torn  # type: ignore[method-assign]
     load = partial(engine.load_checkpoint, str(rank.folder))
     refusal(ValueError, load, "checkpoint", "Input/output error", "rank 1")
-    storage.SafetensorsReader.read_data = read  # type: ignore[method-assign]
+    SafetensorsReader.read_data = read  # type: ignore[method-assign]
     engine.load_checkpoint(str(rank.folder))
 
 

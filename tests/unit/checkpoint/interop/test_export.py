@@ -6,11 +6,14 @@ from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
+import pytest
 import torch
 
-from sdp_deepspeed.checkpoint.interop.export import Format, export
+from sdp_deepspeed.checkpoint.interop.export import ExportFormat, export
 from tests.helpers.dense_checkpoints import tensors_in, write_checkpoint
 from tests.helpers.training import assert_identical
+
+pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 
 
 def test_buffers_keep_their_numbers(tmp_path: Path) -> None:
@@ -19,5 +22,5 @@ def test_buffers_keep_their_numbers(tmp_path: Path) -> None:
         "weight/bn.mean": torch.ones(3),
     }
     write_checkpoint(tmp_path, weights)
-    maker: Callable[[], Path] = partial(export, tmp_path / "tag", tmp_path / "out", Format(fp32=True))
+    maker: Callable[[], Path] = partial(export, tmp_path / "tag", tmp_path / "out", ExportFormat(fp32=True))
     assert_identical(tensors_in(maker()), {key.removeprefix("weight/"): value for key, value in weights.items()})

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from sdp_deepspeed.checkpoint.interop.name_matching import Names
+from sdp_deepspeed.checkpoint.interop.name_matching import NameMap
 
 
 def test_names() -> None:
-    names = Names(frozenset({"model.a", "b", "c"}), {"tied": "b"}, "model", (r"mask$",))
+    names = NameMap(frozenset({"model.a", "b", "c"}), {"tied": "b"}, "model", (r"mask$",))
     match = names.match({"a", "tied", "other", "x.mask"})
     assert dict(match.found) == {"model.a": "a", "b": "tied"}
     assert (match.missing, match.unknown, dict(match.tied)) == (["c"], ["other"], {})

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from sdp_deepspeed.checkpoint import save
-from sdp_deepspeed.checkpoint.storage import chunk_files as storage
 from sdp_deepspeed.checkpoint.storage import folder as files
+from sdp_deepspeed.checkpoint.storage.manifest import FORMAT, hashed_file
 
 
 def test_order_on_the_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -35,10 +35,10 @@ def test_order_on_the_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
     for saved_at, tag in enumerate(("old", "new")):
         events.clear()
         records: dict[str, Any] = {}
-        with storage.hashed_file(files.prepare(tmp_path, tag) / "data", records) as file:
+        with hashed_file(files.open_staging(tmp_path, tag) / "data", records) as file:
             file.write(b"x")
-        facts = {"format": files.FORMAT, "global_steps": 0, "saved_at": saved_at, "files": records}
-        save._publish(facts, save.Target(tmp_path, tag, keep_last=1))
+        manifest = {"format": FORMAT, "global_steps": 0, "saved_at": saved_at, "files": records}
+        save.publish(manifest, save.Target(tmp_path, tag, keep_last=1))
     folder = tmp_path.name
     assert events == [
         *("sync data", "sync manifest.json", "sync .new.writing", ".new.writing -> new", f"sync {folder}"),
@@ -51,15 +51,15 @@ def test_what_is_no_checkpoint_is_not_replaced(tmp_path: Path) -> None:
     (tmp_path / "hf").mkdir()
     (tmp_path / "hf" / "model.safetensors").write_text("")
     with pytest.raises(ValueError, match="is not a checkpoint of sdp_deepspeed"):
-        files.prepare(tmp_path, "hf")
+        files.open_staging(tmp_path, "hf")
     (tmp_path / "hf" / "manifest.json").write_text("damaged")
-    files.prepare(tmp_path, "hf")
+    files.open_staging(tmp_path, "hf")
 
 
 def test_a_replacement_that_was_cut_off_is_undone(tmp_path: Path) -> None:
     replaced = tmp_path / ".step_1.replaced"
     replaced.mkdir()
-    files.bring_back(tmp_path)
+    files.restore_replaced(tmp_path)
     assert (tmp_path / "step_1").is_dir()
     assert not replaced.exists()
 
@@ -72,21 +72,44 @@ def test_a_replacement_that_fails_is_undone(tmp_path: Path, monkeypatch: pytest.
             raise OSError(5, "Input/output error")
         rename(source, target)
 
-    (files.prepare(tmp_path, "tag") / "old").touch()
+    (files.open_staging(tmp_path, "tag") / "old").touch()
     files.publish(tmp_path, "tag", {}, latest=True)
-    files.prepare(tmp_path, "tag")
+    files.open_staging(tmp_path, "tag")
     monkeypatch.setattr(files.os, "rename", failing)
     with pytest.raises(OSError, match="Input/output"):
         files.publish(tmp_path, "tag", {}, latest=True)
-    files.discard(tmp_path, "tag")
+    files.abort(tmp_path, "tag")
     assert (tmp_path / "tag" / "old").exists()
     assert sorted(path.name for path in tmp_path.iterdir()) == ["latest", "tag"]
 
 
 def test_what_latest_names_is_not_pruned(tmp_path: Path) -> None:
     for step, tag in enumerate(["first", "second", "third"]):
-        files.prepare(tmp_path, tag)
-        facts = {"format": files.FORMAT, "global_steps": step, "saved_at": step}
-        files.publish(tmp_path, tag, facts, latest=tag == "first")
-    files.prune(tmp_path, 1, "third")
+        files.open_staging(tmp_path, tag)
+        manifest = {"format": FORMAT, "global_steps": step, "saved_at": step}
+        files.publish(tmp_path, tag, manifest, latest=tag == "first")
+    files.prune(tmp_path, files.complete_tags(tmp_path), keep=1)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["first", "latest", "third"]
+
+
+def test_half_removed_ones_go_with_the_next(tmp_path: Path) -> None:
+    """Folders of stock engines too, which have no manifest; what another thread has removed is no error."""
+    for name in ("step_1", "step_2", ".step_0.removed"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "file").touch()
+    files.prune(tmp_path, ["lost", "step_1", "step_2"], keep=1)
+    assert [path.name for path in tmp_path.iterdir()] == ["step_2"]
+
+
+def test_a_checkpoint_is_found_by_its_folder_or_the_one_above(tmp_path: Path) -> None:
+    for saved_at, tag in enumerate(("first", "second")):
+        files.open_staging(tmp_path, tag)
+        manifest = {"format": FORMAT, "global_steps": 0, "saved_at": saved_at}
+        files.publish(tmp_path, tag, manifest, latest=tag == "first")
+    assert files.find_checkpoint(tmp_path) == tmp_path / "first"
+    assert files.find_checkpoint(tmp_path / "second") == tmp_path / "second"
+    assert files.find_checkpoint(tmp_path, "second") == tmp_path / "second"
+    (tmp_path / "empty").mkdir()
+    for path, words in ((tmp_path / "lost", "no folder"), (tmp_path / "empty", "no complete checkpoint")):
+        with pytest.raises(ValueError, match=words):
+            files.find_checkpoint(path)

@@ -1,0 +1,87 @@
+"""Fill what this rank has of the weights, masters and moments from dense tensors, whoever wrote them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from math import prod
+from typing import Any
+
+import torch
+from torch.distributed.checkpoint.metadata import Metadata
+from torch.distributed.checkpoint.storage import StorageReader
+
+from sdp_deepspeed.checkpoint.state.chunks import MASTER, WEIGHT, Chunks, StateDict, read_chunks
+from sdp_deepspeed.checkpoint.state.optimizer_state import OptimizerState
+from sdp_deepspeed.checkpoint.state.rank_chunks import RankChunks
+from sdp_deepspeed.checkpoint.state.trained_state import TrainedState
+from sdp_deepspeed.messages import quoted
+
+
+def fill(
+    trained: TrainedState, reader: StorageReader, *, strict: bool, optimizer_metadata: Mapping[str, Any] | None
+) -> None:
+    """Read this rank's part of all tensors; no collective.
+
+    Args:
+        strict: the tensors must be those of the model, neither fewer nor more.
+        optimizer_metadata: of the optimizer that wrote them (`OptimizerState.metadata`); None leaves moments and
+            options as they are.
+
+    Raises:
+        ValueError: before anything is changed: it is of another model or optimizer.
+        CheckpointException: DCP's, see `translated_dcp_errors`.
+    """
+    metadata = reader.read_metadata()
+    rank_chunks = trained.rank_chunks()
+    weights = _weight_targets(rank_chunks, metadata, strict=strict)
+    optimizer = OptimizerState(trained.optimizer, rank_chunks)
+    masters = optimizer.master_targets(metadata.state_dict_metadata)
+    _drop_unknown(masters, metadata)
+    moments, state = None, None
+    if optimizer_metadata is not None:
+        moments, state = optimizer.new_moments(metadata.state_dict_metadata, optimizer_metadata)
+    with torch.no_grad():
+        read_chunks(weights, reader)
+        read_chunks(masters, reader)
+        if moments is not None and state is not None and optimizer_metadata is not None:
+            read_chunks(moments, reader)
+            optimizer.restore(state, optimizer_metadata)
+
+
+def _weight_targets(rank_chunks: RankChunks, metadata: Metadata, *, strict: bool) -> StateDict:
+    """Where weights are loaded to; in another precision from masters, or they would be rounded twice."""
+    stored = metadata.state_dict_metadata
+    _check_names(rank_chunks, stored, strict=strict)
+    result: StateDict = {}
+    for piece, box, values in rank_chunks.stored_weights():
+        name = piece.parameter
+        weight: Any = stored.get(f"{WEIGHT}/{name}")
+        if weight is not None:
+            is_rounded = weight.properties.dtype != values.dtype and f"{MASTER}/{name}" in stored
+            key = f"{MASTER if is_rounded else WEIGHT}/{name}"
+            result.setdefault(key, Chunks(rank_chunks.shape(name), values.dtype)).add(box, values)
+    return result
+
+
+def _check_names(rank_chunks: RankChunks, stored: Mapping[str, Any], *, strict: bool) -> None:
+    names = {key.removeprefix(f"{WEIGHT}/") for key in stored if key.startswith(f"{WEIGHT}/")}
+    missing = sorted({name for name in rank_chunks.tensors if prod(rank_chunks.shape(name))} - names)
+    unknown = sorted(names - set(rank_chunks.tensors))
+    if strict and (missing or unknown):
+        raise ValueError(
+            f"checkpoint: it is of another model: {len(missing)} tensors are missing in it ({quoted(missing)}), "
+            f"{len(unknown)} are not in the model ({quoted(unknown)}); build the model that was saved, or give "
+            "load_module_strict=False"
+        )
+    for name in names & set(rank_chunks.tensors):
+        saved, here = tuple(stored[f"{WEIGHT}/{name}"].size), rank_chunks.shape(name)
+        if saved != here:
+            raise ValueError(
+                f"checkpoint: {name!r} has shape {saved} in it and {here} in the model; build the model that was saved"
+            )
+
+
+def _drop_unknown(masters: StateDict, metadata: Metadata) -> None:
+    """Masters of tensors that the checkpoint lacks (not strict) stay as they are."""
+    for key in [key for key in masters if key not in metadata.state_dict_metadata]:
+        del masters[key]

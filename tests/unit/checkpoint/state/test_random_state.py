@@ -1,0 +1,23 @@
+"""Sources of random numbers as values that a file can hold without pickles of foreign classes."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from sdp_deepspeed.checkpoint.state import random_state
+
+
+def draw() -> list[float]:
+    return [torch.rand(1).item(), float(np.random.rand()), float(np.random.normal()), random.random(), random.gauss()]
+
+
+def test_numbers_go_on(tmp_path: Path) -> None:
+    np.random.normal()  # one more is kept for the next call
+    torch.save(random_state.capture(), tmp_path / "state.pt")
+    numbers = draw()
+    random_state.restore(torch.load(tmp_path / "state.pt", weights_only=True))
+    assert draw() == numbers

@@ -1,0 +1,125 @@
+"""Save and load without an engine: one rank, what it trains, and a folder. More ranks: tests/ranks/checkpoint."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from sdp_deepspeed.checkpoint.load import LoadOptions
+from tests.helpers.trained_states import OneRank, checkpointer_of, names_in, one_rank
+from tests.helpers.training import assert_identical
+
+pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")  # which is what these tests want
+ALL = LoadOptions()
+
+
+def trained(num_steps: int = 2, **options: Any) -> OneRank:
+    state = one_rank(**options)
+    for _ in range(num_steps):
+        state.step()
+    return state
+
+
+@pytest.mark.parametrize("stage", [0, 1])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_what_is_saved_is_what_is_loaded(tmp_path: Path, dtype: torch.dtype, stage: int) -> None:
+    saved, loaded = trained(dtype=dtype, stage=stage), trained(1, dtype=dtype, stage=stage)
+    checkpointer_of(saved).save(tmp_path, None, {"position": 7})
+    number = random.random()
+    assert names_in(tmp_path) == ["global_step2", "latest"]
+    assert checkpointer_of(loaded).load(tmp_path, None, ALL) == (str(tmp_path / "global_step2"), {"position": 7})
+    assert random.random() == number
+    assert (loaded.global_steps, loaded.micro_steps) == (2, 4)
+    assert (saved.calls, loaded.calls) == (["save_checkpoint"], ["load_checkpoint"])
+    for state in (saved, loaded):
+        state.step()
+    assert_identical(saved.tensors(), loaded.tensors())
+
+
+def test_another_layout_and_precision(tmp_path: Path) -> None:
+    """Weights are rounded once, and buffers are those of a holder."""
+    saved = trained(dtype=torch.float32)
+    checkpointer_of(saved).save(tmp_path, "tag", {})
+    other = trained(1, dtype=torch.bfloat16, stage=0, rows=(2, 1))
+    checkpointer_of(other).load(tmp_path, "tag", ALL)
+    for name, value in saved.module.state_dict().items():
+        assert torch.equal(other.module.state_dict()[name], value.to(other.module.state_dict()[name].dtype)), name
+
+
+def test_what_is_left_out(tmp_path: Path) -> None:
+    saved = trained()
+    checkpointer_of(saved).save(tmp_path, "tag", {})
+    for options in (LoadOptions(module_only=True), LoadOptions(optimizer_states=False)):
+        loaded = trained(1)
+        before = loaded.tensors()
+        checkpointer_of(loaded).load(tmp_path, "tag", options)
+        after = loaded.tensors()
+        assert_identical(dict(loaded.module.named_parameters()), dict(saved.module.named_parameters()))
+        assert torch.equal(after["exp_avg.0"], before["exp_avg.0"])
+        assert loaded.global_steps == (1 if options.module_only else 2)
+
+
+def test_another_optimizer_is_refused_before_anything_changes(tmp_path: Path) -> None:
+    checkpointer_of(trained()).save(tmp_path, "tag", {})
+    loaded = trained(1, kind=torch.optim.Adagrad)
+    before = loaded.tensors()
+    with pytest.raises(ValueError, match="optimizer state is of Adam, and the optimizer here is Adagrad"):
+        checkpointer_of(loaded).load(tmp_path, "tag", ALL)
+    assert_identical(loaded.tensors(), before)
+    assert loaded.global_steps == 1
+
+
+def test_a_damaged_one_is_not_loaded(tmp_path: Path) -> None:
+    state = trained()
+    checkpointer = checkpointer_of(state)
+    for tag in ("older", "newer"):
+        checkpointer.save(tmp_path, tag, {"tag": tag})
+    (tmp_path / "newer" / "tensors_00000.safetensors").write_bytes(b"")
+    with pytest.raises(ValueError, match=r"newer/tensors_00000\.safetensors is damaged: it has 0 bytes"):
+        checkpointer.load(tmp_path, "newer", ALL)
+    assert checkpointer.load(tmp_path, None, ALL) == (str(tmp_path / "older"), {"tag": "older"})
+    (tmp_path / "older" / "manifest.json").unlink()
+    with pytest.raises(ValueError, match=f"{tmp_path} has no complete checkpoint"):
+        checkpointer.load(tmp_path, None, ALL)
+    assert checkpointer.load(tmp_path / "empty", None, ALL) == (None, None)
+
+
+def test_only_the_last_ones_are_kept(tmp_path: Path) -> None:
+    state = trained(0)
+    checkpointer = checkpointer_of(state, keep_last=2)
+    for _ in range(4):
+        state.step()
+        checkpointer.save(tmp_path, None, {})
+    assert names_in(tmp_path) == ["global_step3", "global_step4", "latest"]
+
+
+def test_saving_behind_the_training(tmp_path: Path) -> None:
+    """What was there at the call is saved; an error is raised by the next call, and then it is told."""
+    state = trained()
+    checkpointer, before = checkpointer_of(state, asynchronous=True), state.tensors()
+    checkpointer.save(tmp_path, None, {})
+    state.step()
+    checkpointer.wait()
+    checkpointer.load(tmp_path, None, ALL)
+    assert_identical(state.tensors(), before)
+    (tmp_path / "file").touch()
+    checkpointer.save(tmp_path / "file", None, {})
+    with pytest.raises(RuntimeError, match=r"checkpoint: (Not a directory|File exists)"):
+        checkpointer.save(tmp_path, "next", {})
+    checkpointer.save(tmp_path, "next", {})
+    checkpointer.wait()
+    assert names_in(tmp_path) == ["file", "global_step2", "latest", "next"]
+
+
+def test_tags_and_client_state_that_are_refused(tmp_path: Path) -> None:
+    checkpointer = checkpointer_of(trained())
+    for tag in ("a/b", ".hidden", "latest", ""):
+        with pytest.raises(ValueError, match="must be the name of a folder"):
+            checkpointer.save(tmp_path, tag, {})
+    with pytest.raises(ValueError, match="client_state and the LR scheduler's state may hold tensors, numbers"):
+        checkpointer.save(tmp_path, "tag", {"path": tmp_path})
+    assert names_in(tmp_path) == []
