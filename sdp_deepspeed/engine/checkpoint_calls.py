@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
-
-from deepspeed.runtime.engine import DeepSpeedEngine
+from typing import TYPE_CHECKING, Any
 
 from sdp_deepspeed.checkpoint.checkpointer import Checkpointer
 from sdp_deepspeed.checkpoint.load import LoadOptions
+
+if TYPE_CHECKING:
+    from sdp_deepspeed.engine.host_engine import HostEngine as DeepSpeedEngine  # what mypy follows
+else:
+    from deepspeed.runtime.engine import DeepSpeedEngine
 
 
 class CheckpointCalls(DeepSpeedEngine):

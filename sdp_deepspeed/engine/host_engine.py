@@ -26,8 +26,10 @@ class HostEngine(Protocol):
     device: torch.device
     communication_data_type: torch.dtype
     dont_change_device: bool
+    global_samples: int
     global_steps: int
     micro_steps: int
+    skipped_steps: int
     _config: Any
     _step_applied: bool
 

@@ -87,9 +87,10 @@ def _new(cls: type, *args: Any, **kwargs: Any) -> Any:
         return object.__new__(cls)
     from sdp_deepspeed.engine.engine import SubnetworkEngine
 
+    ours: type = SubnetworkEngine
     if cls is DeepSpeedEngine:
-        return object.__new__(SubnetworkEngine)
-    if not issubclass(cls, SubnetworkEngine):
+        return object.__new__(ours)
+    if not issubclass(cls, ours):
         raise ValueError(
             f"{KEY}: {cls.__name__} is not supported (pipeline modules and the hybrid engine build their own); give "
             "deepspeed.initialize an ordinary module, or remove the block"
