@@ -1,12 +1,28 @@
-"""Options and the shared spawn fixtures."""
+"""What all tests share: a marker for each tier, options, and the outcomes of checks on spawned ranks."""
 
 from __future__ import annotations
+
+import gc
+import os
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
 
 import pytest
 from hypothesis import settings
 
-settings.register_profile("busy", deadline=None)  # a machine under load is no failure
-settings.load_profile("busy")
+from tests.helpers.repository import TESTS
+
+TIERS = {
+    "unit": "one process, seconds for all of it",
+    "ranks": "checks on forked ranks",
+    "launcher": "whole programs",
+}
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # on small tensors threads only cost; read when torch is imported
+settings.register_profile("quick", deadline=None)  # a machine under load is no failure
+settings.register_profile("thorough", deadline=None)
+settings.load_profile("quick")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -16,12 +32,29 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    config.addinivalue_line("markers", "ranks(sizes, maker): outcomes of the checks that maker(size, config) lists")
+    for name, what in TIERS.items():
+        config.addinivalue_line("markers", f"{name}: {what} (set by folder)")
+    config.addinivalue_line("markers", "checks(sizes, maker): a test for each check that maker(size, config) lists")
+
+
+def pytest_itemcollected(item: pytest.Item) -> None:
+    tier = item.path.relative_to(TESTS).parts[0]
+    if tier in TIERS:
+        item.add_marker(tier)
+
+
+def pytest_collection_finish() -> None:
+    """What imports made stays until the end: the garbage collector need not walk through it again and again."""
+    gc.collect()
+    gc.freeze()
+
+
+Maker = Callable[[int, pytest.Config], Iterable[tuple[str, Any]]]
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    """`@pytest.mark.ranks(size, maker)` on a test with the argument `outcome`: a test per check, one spawn per size."""
-    marker = metafunc.definition.get_closest_marker("ranks")
+    """`@pytest.mark.checks(size, maker)` on a test with the argument `outcome`: a test per check, one set of ranks."""
+    marker = metafunc.definition.get_closest_marker("checks")
     if marker is None:
         return
     sizes, maker = marker.args
@@ -33,16 +66,37 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     metafunc.parametrize("outcome", checks, ids=[f"{size}-{name}" for size, _, name in checks], indirect=True)
 
 
-_OUTCOMES: dict[tuple[int, object], dict[str, str | None]] = {}
+@dataclass
+class _Run:
+    """Checks on ranks of one size, and the outcomes that are there."""
+
+    outcomes: Iterator[tuple[str, str | None]]
+    known: dict[str, str | None] = field(default_factory=dict)
+
+    def outcome(self, name: str) -> str | None:
+        while name not in self.known:
+            done, why = next(self.outcomes)
+            self.known[done] = why
+        return self.known[name]
+
+
+_RUNS: dict[tuple[int, Maker], _Run] = {}
 
 
 @pytest.fixture
 def outcome(request: pytest.FixtureRequest) -> str | None:
-    """Why a spawned check failed, or None."""
-    from tests.helpers.ranks import run_ranks
+    """Why a check failed, or None. Checks run when the first of them is asked for; what was not selected does not."""
+    from tests.helpers.ranks import each_outcome
 
     size, maker, name = request.param
-    if (size, maker) not in _OUTCOMES:
-        checks = list(maker(size, request.config))
-        _OUTCOMES[size, maker] = run_ranks(size, checks, timeout=60 + 20 * len(checks))
-    return _OUTCOMES[size, maker][name]
+    if (size, maker) not in _RUNS:
+        asked = [getattr(item, "callspec", None) for item in request.session.items]
+        selected = [call.params["outcome"] for call in asked if call is not None and "outcome" in call.params]
+        checks = [check for check in maker(size, request.config) if (size, maker, check[0]) in selected]
+        _RUNS[size, maker] = _Run(each_outcome(size, checks))
+    return _RUNS[size, maker].outcome(name)
+
+
+def pytest_sessionfinish() -> None:
+    for run in _RUNS.values():
+        run.outcomes.close()  # type: ignore[attr-defined]  # a run that was interrupted leaves no ranks behind

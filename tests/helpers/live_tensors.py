@@ -19,12 +19,15 @@ class Watch:
     """
 
     def __enter__(self) -> Watch:
+        self._was_frozen = gc.get_freeze_count() > 0
         gc.collect()
         gc.freeze()
         return self
 
     def __exit__(self, *_: object) -> None:
         gc.unfreeze()
+        if self._was_frozen:
+            gc.freeze()
 
     def settled_bytes(self, limit: int) -> int:
         """As `num_bytes`, once it is at most `limit`, or after five seconds.

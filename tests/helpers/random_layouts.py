@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cache, cached_property
 from math import prod
 
 import torch
@@ -16,6 +17,7 @@ from sdp_deepspeed.plan.tensors import TensorInfo
 from sdp_deepspeed.units import Piece, Unit
 
 SIZES = (1, 2, 3, 5, 7, 11)
+MOST_BUCKETS = 50  # of a random limit: each is a collective of all ranks, and hundreds tell no more than these
 
 
 @dataclass(frozen=True)
@@ -27,11 +29,11 @@ class Layout:
     plan: Plan
     max_elements: int
 
-    @property
+    @cached_property
     def segments(self) -> list[Segment]:
         return build_segments(self.tensors, self.plan, max_elements=self.max_elements)
 
-    @property
+    @cached_property
     def buckets(self) -> list[Bucket]:
         all_receive_weights = self.plan.regime == "backward"
         return build_buckets(
@@ -39,9 +41,14 @@ class Layout:
         )
 
     def shape(self, name: str) -> tuple[int, ...]:
-        return next(info.shape for info in self.tensors if info.name == name)
+        return self._shapes[name]
+
+    @cached_property
+    def _shapes(self) -> dict[str, tuple[int, ...]]:
+        return {info.name: info.shape for info in self.tensors}
 
 
+@cache
 def random_layout(seed: int, size: int, regime: str = "forward") -> Layout:
     """The same for the same arguments; the regime changes nothing but itself."""
     chance = random.Random(seed)
@@ -58,7 +65,8 @@ def random_layout(seed: int, size: int, regime: str = "forward") -> Layout:
         holders.append(tuple(sorted((rank + i) % size for i in range(p))))
     tensors.append(TensorInfo("rows", (size, 3), torch.float32, 0))
     plan = Plan(regime, "block", size, p, 0, tuple(units), tuple(holders), tuple(range(size)))
-    return Layout(size, tuple(tensors), plan, chance.choice((1, 7, 40, 10_000)))
+    num_elements = sum(prod(info.shape) for info in tensors)
+    return Layout(size, tuple(tensors), plan, max(chance.choice((1, 7, 40, 10_000)), num_elements // MOST_BUCKETS))
 
 
 def _units_of(info: TensorInfo, chance: random.Random) -> list[Unit]:

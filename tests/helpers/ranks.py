@@ -1,7 +1,8 @@
-"""Spawned ranks for tests: one spawn per world size, many checks inside, a hard time limit.
+"""Spawned ranks for tests: one spawn per world size, many checks inside, hard time limits.
 
-A check is a function of one `Rank` argument that every rank runs. The first failure ends the spawn, because
-ranks may be out of step after it; its traceback is shown whole and later checks report that they did not run.
+A check is a function of one `Rank` argument that every rank runs. One that fails ends these ranks, which may be out of
+step after it; its traceback is shown whole, and the checks after it run in ranks that are started anew. So no check may
+lean on what an earlier one left in its process.
 
 Ranks are forked from a server that has imported torch, DeepSpeed and Transformers and has done nothing else: each is a
 process of its own, as fresh as a new interpreter, without the seconds that these imports take.
@@ -11,21 +12,24 @@ from __future__ import annotations
 
 import multiprocessing
 import os
-import queue
 import signal
 import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Callable, Sequence
+from collections import Counter, deque
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
-from multiprocessing import forkserver
+from multiprocessing import connection, forkserver
 from pathlib import Path
 from typing import Any
 from unittest import mock
 
 COLLECTIVE_TIMEOUT = timedelta(seconds=60)
+TIMEOUT = 120.0  # seconds, of one check
+ALLOWANCE = 20.0  # seconds for each of many checks: all of them, if the tree is broken, and not `TIMEOUT` for each
+PATIENCE = 20.0  # seconds that ranks have to notice that one of them died
 
 # What checks import, as the server can import it: this folder is not on its path. What it lacks, a rank imports itself.
 MODELS = ("gpt2", "gpt_neox", "llama", "mistral", "qwen2", "qwen3")
@@ -49,31 +53,105 @@ class Rank:
 
 
 Check = Callable[[Rank], None]
+Named = tuple[str, Check]
 
 
-def run_ranks(size: int, checks: Sequence[tuple[str, Check]], *, timeout: float) -> dict[str, str | None]:
-    """Run checks on `size` ranks, one after the other.
+def run_ranks(size: int, checks: Sequence[Named], *, timeout: float = TIMEOUT) -> dict[str, str | None]:
+    """Run checks on `size` ranks, one after the other; per check None, or why it failed."""
+    return dict(each_outcome(size, checks, timeout=timeout))
 
-    Returns:
-        Per check None, or why it failed.
+
+def each_outcome(size: int, checks: Sequence[Named], *, timeout: float = TIMEOUT) -> Iterator[tuple[str, str | None]]:
+    """As `run_ranks`, each outcome as soon as it is there.
+
+    Args:
+        timeout: seconds that one check may take. All together may take that and ALLOWANCE for each; what has not begun
+            by then does not run.
     """
+    left = deque(checks)
+    end = time.monotonic() + timeout + ALLOWANCE * len(checks)
+    while left and time.monotonic() < end:
+        for outcome in _until_one_fails(size, tuple(left), timeout):
+            left.popleft()
+            yield outcome
+    yield from ((name, "did not run: the checks before it took the time of all") for name, _ in left)
+
+
+def _until_one_fails(size: int, checks: Sequence[Named], timeout: float) -> Iterator[tuple[str, str | None]]:
+    """Outcomes of checks in one set of ranks, which ends with the first check that fails."""
     context = _server()
     with tempfile.TemporaryDirectory() as folder:
-        results: Any = context.Queue()
-        processes = [
-            context.Process(target=_rank_main, args=(rank, size, folder, checks, results)) for rank in range(size)
-        ]
-        for process in processes:
+        processes, reports = [], _Reports()
+        for rank in range(size):
+            reader, writer = context.Pipe(duplex=False)
+            process = context.Process(target=_rank_main, args=(rank, size, folder, checks, writer))
             process.start()
+            writer.close()  # the rank's own copy is the only one: it closes with the rank
+            processes.append(process)
+            reports.add(reader, process)
         try:
-            return _collect(size, [name for name, _ in checks], results, processes, time.monotonic() + timeout)
+            for name, _ in checks:
+                why = reports.outcome(name, timeout)
+                yield name, why
+                if why is not None:
+                    break
         finally:
-            last = time.monotonic() + 5
-            for process in processes:
-                process.join(timeout=max(0.0, last - time.monotonic()))
-                if process.is_alive():
-                    process.kill()
-                    process.join()
+            _end(processes)
+
+
+class _Reports:
+    """What ranks say of their checks, (check, None or traceback) in a pipe of each; one may be ahead of the others."""
+
+    def __init__(self) -> None:
+        self._processes: list[Any] = []
+        self._ranks: dict[Any, int] = {}  # by pipe that is still open
+        self._passed: Counter[str] = Counter()
+        self._failed: dict[str, str] = {}
+
+    def add(self, reader: Any, process: Any) -> None:
+        self._ranks[reader] = len(self._processes)
+        self._processes.append(process)
+
+    def outcome(self, name: str, timeout: float) -> str | None:
+        """None once all ranks have passed, or why one of them has not."""
+        deadline = time.monotonic() + timeout
+        while name not in self._failed and self._passed[name] < len(self._processes):
+            if not self._ranks or time.monotonic() > deadline:
+                return self._dead() or "time limit"
+            for reader in connection.wait(list(self._ranks), timeout=1):
+                self._read(reader)
+            if len(self._ranks) < len(self._processes):  # who waits for a rank that is gone notices soon, or never
+                deadline = min(deadline, time.monotonic() + PATIENCE)
+        return self._failed.get(name)
+
+    def _read(self, reader: Any) -> None:
+        try:
+            name, error = reader.recv()
+        except (EOFError, ConnectionResetError):
+            del self._ranks[reader]
+            return
+        if error is None:
+            self._passed[name] += 1
+        else:
+            rank = f"rank {self._ranks[reader]} of {len(self._processes)}"
+            self._failed.setdefault(name, f"{rank}:\n{error}{self._dead()}")
+
+    def _dead(self) -> str:
+        """Ranks that ended without a word, with their exit codes; one that fails ends with 1."""
+        for rank in set(range(len(self._processes))) - set(self._ranks.values()):
+            self._processes[rank].join(timeout=1)  # closes its pipe a moment before
+        ended = [(rank, process.exitcode) for rank, process in enumerate(self._processes) if process.exitcode != 1]
+        return "\n".join(f"rank {rank} died without a word: {code}" for rank, code in ended if code is not None)
+
+
+def _end(processes: Sequence[Any]) -> None:
+    """Ranks that wait for a dead one get an error and may tidy up; who still runs after that is killed."""
+    last = time.monotonic() + 5
+    for process in processes:
+        process.join(timeout=max(0.0, last - time.monotonic()))
+        if process.is_alive():
+            process.kill()
+            process.join()
 
 
 def _server() -> Any:
@@ -85,33 +163,7 @@ def _server() -> Any:
     return context
 
 
-def _collect(size: int, names: Sequence[str], results: Any, processes: Any, deadline: float) -> dict[str, str | None]:
-    passed = dict.fromkeys(names, 0)
-    outcome: dict[str, str | None] = {}
-    while len(outcome) < len(names):
-        try:
-            name, rank, error = results.get(timeout=1)
-        except queue.Empty:
-            running = next(name for name in names if name not in outcome)
-            if time.monotonic() > deadline:
-                return _failed(outcome, names, running, "time limit")
-            if not any(process.is_alive() for process in processes) and results.empty():
-                return _failed(outcome, names, running, "a rank died without a word")
-            continue
-        if error is not None:
-            return _failed(outcome, names, name, f"rank {rank} of {size}:\n{error}")
-        passed[name] += 1
-        if passed[name] == size:
-            outcome[name] = None
-    return outcome
-
-
-def _failed(outcome: dict[str, str | None], names: Sequence[str], name: str, why: str) -> dict[str, str | None]:
-    late = {other: f"did not run to its end, because {name} failed" for other in names if other not in outcome}
-    return outcome | late | {name: why}
-
-
-def _rank_main(rank: int, size: int, folder: str, checks: Sequence[tuple[str, Check]], results: Any) -> None:
+def _rank_main(rank: int, size: int, folder: str, checks: Sequence[Named], reports: Any) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(size), "LOCAL_RANK": str(rank), "OMP_NUM_THREADS": "1"}
     # The environment's own ninja: another one found first would compile DeepSpeed's operator again, by turns.
@@ -133,11 +185,9 @@ def _rank_main(rank: int, size: int, folder: str, checks: Sequence[tuple[str, Ch
             own = Path(folder) / name.replace("/", "_")
             own.mkdir(exist_ok=True)
             check(Rank(rank, size, own))
-            results.put((name, rank, None))
+            reports.send((name, None))
         dist.barrier()
         dist.destroy_process_group()
     except BaseException:
-        results.put((name, rank, traceback.format_exc()))
-        results.close()
-        results.join_thread()
+        reports.send((name, traceback.format_exc()))
         os._exit(1)

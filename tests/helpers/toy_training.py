@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -63,6 +64,13 @@ class Toy:
 
     def holds(self, rank: int) -> dict[str, torch.Tensor]:
         """By name, which elements `rank` holds."""
+        return self._held[rank]
+
+    @cached_property
+    def _held(self) -> list[dict[str, torch.Tensor]]:
+        return [self._held_by(rank) for rank in range(self.layout.size)]
+
+    def _held_by(self, rank: int) -> dict[str, torch.Tensor]:
         masks = {info.name: torch.ones(info.shape, dtype=torch.bool) for info in self.layout.tensors}
         for index, unit in enumerate(self.layout.plan.units):
             for piece in unit.pieces:

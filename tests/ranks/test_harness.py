@@ -1,4 +1,4 @@
-"""Spawned ranks: each is fresh, and one that dies or hangs is told and takes nobody with it."""
+"""Spawned ranks: each is fresh, and one that fails, dies or hangs is told and takes nobody with it."""
 
 from __future__ import annotations
 
@@ -12,11 +12,15 @@ from pathlib import Path
 from typing import Any
 
 import numpy
+import pytest
 import torch
 import torch.distributed as dist
 
+from tests.helpers import ranks
 from tests.helpers.ranks import IMPORTED, Rank, run_ranks
 from tests.helpers.training import gathered
+
+LIMIT = 10.0  # seconds of one check here; it includes the start of its ranks
 
 
 def is_fresh(rank: Rank) -> None:
@@ -32,9 +36,33 @@ def is_fresh(rank: Rank) -> None:
     torch.left_by_another_run = True  # type: ignore[attr-defined]
 
 
+def fails(rank: Rank) -> None:
+    assert rank.rank == 0, "what went wrong"
+    dist.barrier()
+
+
+def fails_ahead(rank: Rank) -> None:
+    """Rank 0 is here while rank 1 is still busy with what comes before."""
+    assert rank.rank == 1, "too early"
+
+
+def fails_elsewhere(rank: Rank) -> None:
+    assert rank.rank == 1, "another thing"
+    dist.barrier()
+
+
+def is_slow(rank: Rank) -> None:
+    if rank.rank == 1:
+        time.sleep(2)
+
+
 def dies(rank: Rank) -> None:
     if rank.rank == 0:
         os.kill(os.getpid(), signal.SIGKILL)
+    dist.barrier()
+
+
+def ends(rank: Rank) -> None:
     os._exit(0)
 
 
@@ -43,23 +71,54 @@ def hangs(rank: Rank) -> None:
     threading.Event().wait()
 
 
-def fails(rank: Rank) -> None:
-    assert rank.rank == 0, "what went wrong"
-    dist.barrier()
-
-
 def outcomes(*checks: Any, timeout: float = 60) -> list[str | None]:
-    return list(run_ranks(2, [(check.__name__, check) for check in checks], timeout=timeout).values())
+    named = [(f"{number}-{check.__name__}", check) for number, check in enumerate(checks)]
+    return list(run_ranks(2, named, timeout=timeout).values())
 
 
-def test_a_rank_that_dies_or_hangs_is_told_and_the_next_ones_are_fresh() -> None:
-    assert outcomes(is_fresh) == [None]
-    assert outcomes(dies) == ["a rank died without a word"]
+DO_NOT_PASS = {
+    fails: ["rank 1 of 2", "what went wrong"],
+    fails_elsewhere: ["rank 0 of 2", "another thing"],
+    dies: ["rank 0 died without a word: -9"],
+    ends: ["rank 0 died without a word: 0", "rank 1 died without a word: 0"],
+    hangs: ["time limit"],
+}
+
+
+def test_a_check_that_does_not_pass_is_told_and_those_after_it_run_in_fresh_ranks() -> None:
+    checks = [
+        is_fresh,
+        fails,
+        is_fresh,
+        fails,
+        fails_elsewhere,
+        is_fresh,
+        dies,
+        is_fresh,
+        ends,
+        is_slow,
+        hangs,
+        is_fresh,
+    ]
+    for check, why in zip(checks, outcomes(*checks, timeout=LIMIT), strict=True):
+        words = DO_NOT_PASS.get(check)
+        if words is None:
+            assert why is None, why
+        else:
+            assert all(word in str(why) for word in words), why
+
+
+def test_who_fails_ahead_of_others_takes_nothing_from_them() -> None:
+    slow, why, after = outcomes(is_slow, fails_ahead, is_fresh)
+    assert (slow, after) == (None, None)
+    assert "too early" in str(why)
+    assert "rank 0 of 2" in str(why)
+
+
+def test_a_tree_in_which_everything_hangs_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ranks, "ALLOWANCE", 0.1)
     begin = time.monotonic()
-    assert outcomes(hangs, timeout=2) == ["time limit"]
+    first, *others = outcomes(*[hangs] * 50, timeout=2)
+    assert first == "time limit"
+    assert set(others) == {"did not run: the checks before it took the time of all"}
     assert time.monotonic() - begin < 30
-    assert outcomes(is_fresh) == [None]
-    failed, late = outcomes(fails, hangs)
-    assert "rank 1 of 2" in str(failed)
-    assert "what went wrong" in str(failed)
-    assert late == "did not run to its end, because fails failed"

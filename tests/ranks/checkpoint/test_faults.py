@@ -196,7 +196,7 @@ def _cases(size: int, options: pytest.Config) -> Iterator[tuple[str, Any]]:
         yield check.__name__, check
 
 
-@pytest.mark.ranks(2, _cases)
+@pytest.mark.checks(2, _cases)
 def test_two_ranks(outcome: str | None, request: pytest.FixtureRequest) -> None:
     assert outcome is None, outcome
     if "a_disk" in request.node.name and not may_mount():

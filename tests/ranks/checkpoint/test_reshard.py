@@ -149,7 +149,7 @@ def outcomes(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRe
     result: dict[str, str | None] = {}
     for size in (2, 3, 4):
         checks = [(name, partial(write, run, name, folder)) for name, run in WRITERS.items() if run.size == size]
-        result |= run_ranks(size, checks, timeout=180)
+        result |= run_ranks(size, checks)
     for size in (2, 3, 4):
         checks = [
             (f"{source}-{name}", partial(read, run, name, source, folder))
@@ -157,7 +157,7 @@ def outcomes(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRe
             if run.size == size
             for source in _sources(name, request.config)
         ]
-        result |= run_ranks(size, checks, timeout=400)
+        result |= run_ranks(size, checks)
     return result
 
 

@@ -172,6 +172,6 @@ def _cases(size: int, options: pytest.Config) -> Iterator[tuple[str, Any]]:
         yield check.__name__, check
 
 
-@pytest.mark.ranks(2, _cases)
+@pytest.mark.checks(2, _cases)
 def test_two_ranks(outcome: str | None) -> None:
     assert outcome is None, outcome

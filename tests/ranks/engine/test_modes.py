@@ -286,6 +286,6 @@ def _checks(size: int, config: pytest.Config) -> list[tuple[str, Check]]:
     return [(check.__name__, check) for check in CHECKS[size]]
 
 
-@pytest.mark.ranks((2, 3), _checks)
+@pytest.mark.checks((2, 3), _checks)
 def test_corners(outcome: str | None) -> None:
     assert outcome is None, outcome

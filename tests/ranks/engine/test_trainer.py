@@ -92,6 +92,6 @@ def _checks(size: int, config: pytest.Config) -> list[tuple[str, Any]]:
     return [(name, partial(_check_trainer, block)) for name, block in corners.items()]
 
 
-@pytest.mark.ranks(2, _checks)
+@pytest.mark.checks(2, _checks)
 def test_trainer(outcome: str | None) -> None:
     assert outcome is None, outcome

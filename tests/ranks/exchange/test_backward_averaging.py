@@ -219,6 +219,6 @@ def _cases(size: int, options: pytest.Config) -> Iterator[tuple[str, Any]]:
         yield check.__name__, check
 
 
-@pytest.mark.ranks((2, 3), _cases)
+@pytest.mark.checks((2, 3), _cases)
 def test_ranks(outcome: str | None) -> None:
     assert outcome is None, outcome

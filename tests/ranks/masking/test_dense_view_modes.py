@@ -248,6 +248,6 @@ def _checks(size: int, config: pytest.Config) -> list[tuple[str, Check]]:
     return [(check.__name__, check) for check in CHECKS]
 
 
-@pytest.mark.ranks(SIZE, _checks)
+@pytest.mark.checks(SIZE, _checks)
 def test_dense_corners(outcome: str | None) -> None:
     assert outcome is None, outcome

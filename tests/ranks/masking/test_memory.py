@@ -272,6 +272,6 @@ def _checks(size: int, config: pytest.Config) -> list[tuple[str, Check]]:
     return [*CASES.items(), *((name, peak) for name, peak in PEAKS.items() if full or name[5:] in SAMPLED)]
 
 
-@pytest.mark.ranks(2, _checks)
+@pytest.mark.checks(2, _checks)
 def test_live_tensors(outcome: str | None) -> None:
     assert outcome is None, outcome

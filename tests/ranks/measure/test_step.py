@@ -247,6 +247,6 @@ def _cases(_size: int, _options: pytest.Config) -> Iterator[tuple[str, Any]]:
         yield other.__name__, other
 
 
-@pytest.mark.ranks(2, _cases)
+@pytest.mark.checks(2, _cases)
 def test_two_ranks(outcome: str | None) -> None:
     assert outcome is None, outcome

@@ -27,12 +27,8 @@ WARMUP = {"type": "WarmupLR", "params": {"warmup_min_lr": 0, "warmup_max_lr": 0.
 Row = tuple[float, int, int, float, bool]
 
 
-def allow_fp16(rank: Rank) -> None:
-    """For the checks that follow in this process."""
-    get_accelerator().is_fp16_supported = lambda: True
-
-
 def settings_of(stage: int, fp16: dict[str, Any], **block: Any) -> dict[str, Any]:
+    get_accelerator().is_fp16_supported = lambda: True
     settings = sgd(stage=stage, clip=0.5, **({"check_agreement": True} | block))
     settings |= {"fp16": {"enabled": True} | fp16, "scheduler": WARMUP, "zero_allow_untested_optimizer": True}
     settings["zero_optimization"]["reduce_bucket_size"] = 2000
@@ -215,7 +211,6 @@ def not_finite_in_fp32(rank: Rank) -> None:
 def _cases(size: int, options: pytest.Config) -> Iterator[tuple[str, Any]]:
     for check in (
         not_finite_in_fp32,
-        allow_fp16,
         dynamic_as_zero_1,
         dynamic_at_stage_0,
         static_as_zero_1,
@@ -227,6 +222,6 @@ def _cases(size: int, options: pytest.Config) -> Iterator[tuple[str, Any]]:
         yield check.__name__, check
 
 
-@pytest.mark.ranks(2, _cases)
+@pytest.mark.checks(2, _cases)
 def test_two_ranks(outcome: str | None) -> None:
     assert outcome is None, outcome

@@ -63,6 +63,6 @@ def _cases(size: int, options: pytest.Config) -> Iterator[tuple[str, Any]]:
         yield str(case), case
 
 
-@pytest.mark.ranks((2, 3), _cases)
+@pytest.mark.checks((2, 3), _cases)
 def test_slices(outcome: str | None) -> None:
     assert outcome is None, outcome

@@ -171,7 +171,7 @@ def _checks(size: int, options: pytest.Config) -> Iterator[tuple[str, Any]]:
         yield check.__name__, check
 
 
-@pytest.mark.ranks(SIZE, _checks)
+@pytest.mark.checks(SIZE, _checks)
 def test_replicas(outcome: str | None) -> None:
     assert outcome is None, outcome
 

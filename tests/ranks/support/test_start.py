@@ -66,6 +66,6 @@ def _cases(size: int, options: pytest.Config) -> Iterator[tuple[str, Any]]:
         yield f"{row.what}: {row.state}", IsRefused(row.what) if row in REFUSED else Starts(row.what)
 
 
-@pytest.mark.ranks(2, _cases)
+@pytest.mark.checks(2, _cases)
 def test_start_up_does_what_the_table_says(outcome: str | None) -> None:
     assert outcome is None, outcome

@@ -201,6 +201,6 @@ def _checks(size: int, config: pytest.Config) -> list[tuple[str, Check]]:
     return [(str(case), case) for case in CASES] + [(check.__name__, check) for check in CHECKS]
 
 
-@pytest.mark.ranks(4, _checks)
+@pytest.mark.checks(4, _checks)
 def test_on_two_workers_of_two_ranks(outcome: str | None) -> None:
     assert outcome is None, outcome

@@ -53,7 +53,7 @@ def write(name: str, folder: Path, rank: Rank) -> None:
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("checkpoints")
-    outcomes = run_ranks(2, [(name, partial(write, name, path)) for name in RUNS], timeout=200)
+    outcomes = run_ranks(2, [(name, partial(write, name, path)) for name in RUNS])
     assert not any(outcomes.values()), next(filter(None, outcomes.values()))
     return path
 

@@ -183,7 +183,7 @@ def _damages() -> Iterator[tuple[Any, list[str]]]:
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """ZeRO checkpoints of stock engines, and `universal/` made of them."""
     path = tmp_path_factory.mktemp("zero")
-    outcomes = run_ranks(2, [(name, partial(write, name, path)) for name in WRITERS], timeout=300)
+    outcomes = run_ranks(2, [(name, partial(write, name, path)) for name in WRITERS])
     assert not any(outcomes.values()), next(filter(None, outcomes.values()))
     for name in WRITERS:
         assert convert(path / name, path / "universal" / name).name == "global_step3_universal"
@@ -198,7 +198,7 @@ PAIRS = [(reader, source) for i, reader in enumerate(READERS) for j, source in e
 def outcomes(folder: Path) -> dict[str, str | None]:
     checks = [(f"{source}-{reader}", partial(read, reader, source, folder)) for reader, source in PAIRS]
     checks += [(name, partial(check, folder)) for name, check in CHECKS.items()]
-    return run_ranks(2, checks, timeout=400)
+    return run_ranks(2, checks)
 
 
 @pytest.mark.parametrize("name", [*(f"{source}-{reader}" for reader, source in PAIRS), *CHECKS])
