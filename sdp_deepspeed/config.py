@@ -3,18 +3,33 @@
 from __future__ import annotations
 
 import difflib
+import itertools
 import re
 from collections.abc import Mapping
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple, get_args
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
 from sdp_deepspeed.checkpoint.options import CheckpointOptions
+from sdp_deepspeed.messages import did_you_mean
 
 KEY = "subnetwork_data_parallel"
 
 Regime = Literal["forward", "backward"]
 StrategyName = Literal["block", "neuron"]
+
+
+class Mode(NamedTuple):
+    """What a worker computes of the model (regime), and what a unit is (strategy)."""
+
+    regime: Regime
+    strategy: StrategyName
+
+    def __str__(self) -> str:
+        return f"{self.regime} x {self.strategy}"
+
+
+MODES = tuple(Mode(*names) for names in itertools.product(get_args(Regime), get_args(StrategyName)))
 
 # Shorter names that users of the method may try; difflib finds the misspellings of KEY itself.
 _OTHER_NAMES = frozenset(
@@ -210,9 +225,7 @@ def _explain_one(name: str, kind: str, message: str, block: Mapping[str, Any]) -
     if not name:
         return message
     if kind == "extra_forbidden":
-        near = difflib.get_close_matches(_normalised(name), list(fields), n=1, cutoff=0.5)
-        hint = f"did you mean {near[0]!r}?" if near else f"known keys: {', '.join(fields)}"
-        return f"{KEY}.{name}: unknown key; {hint}"
+        return f"{KEY}.{name}: unknown key; {did_you_mean(_normalised(name), fields, cutoff=0.5)}"
     if block[name] == "auto":
         where = "is only possible for subnetworks and placement"
         return f'{KEY}.{name}: "auto" {where}; expected {fields[name].description}'

@@ -1,8 +1,7 @@
-"""Bytes and traffic of each rank, from a plan and dense shapes alone.
+"""Bytes and traffic of each rank, from a plan and dense shapes alone; formulas.py has them per parameter.
 
-Nothing is allocated and no torch is needed. `python -m sdp_deepspeed.estimate --ranks 8 --coverage 0.5` prints
-DESIGN.md's table of bytes per parameter (estimate_table.py). Left out because they do not grow with the model:
-optimizers' step counters, the scalars of the norm.
+Nothing is allocated and no torch is needed. Left out because they do not grow with the model: optimizers' step
+counters, the scalars of the norm.
 """
 
 from __future__ import annotations
@@ -101,7 +100,7 @@ class RankEstimate:
 
     @property
     def state(self) -> int:
-        """Weights, gradients and optimizer state on the device: the model state of DESIGN.md's table."""
+        """Weights, gradients and optimizer state on the device."""
         return self.weights + self.gradients + self.optimizer
 
 

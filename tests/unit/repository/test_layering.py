@@ -42,6 +42,8 @@ FLOORS = (
     "config",
     "units",
     "atomic_files",
+    "command_line",
+    "sizes",
     "messages",
     "version",
 )
@@ -49,6 +51,7 @@ FLOORS = (
 PURE = (
     "architectures",
     "atomic_files",
+    "command_line",
     "config",
     "deferred_init",
     "distributed",
@@ -59,6 +62,7 @@ PURE = (
     "messages",
     "plan",
     "reference",
+    "sizes",
     "support",
     "units",
     "version",
