@@ -14,12 +14,19 @@ USER_ERROR_EXIT_CODE = 2
 _INTERRUPTED_EXIT_CODE = 130  # what a shell gives a command that SIGINT ended
 
 
+class _Formatter(argparse.RawDescriptionHelpFormatter):
+    """All help in one column, also that of verbs, whose indentation argparse forgets."""
+
+    def __init__(self, prog: str, **settings: Any) -> None:
+        super().__init__(prog, max_help_position=28, **settings)
+        self._action_max_length = 28
+
+
 class Parser(argparse.ArgumentParser):
     """Raises what argparse would print with its usage, so that the caller tells it in one line, and by one rank."""
 
     def __init__(self, **settings: Any) -> None:
-        settings.setdefault("formatter_class", argparse.RawDescriptionHelpFormatter)
-        super().__init__(allow_abbrev=False, **settings)
+        super().__init__(allow_abbrev=False, formatter_class=_Formatter, **settings)
 
     def error(self, message: str) -> NoReturn:
         raise ValueError(f"{message} ({self.prog} --help lists the options)")

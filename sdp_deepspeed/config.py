@@ -188,16 +188,16 @@ def _without_effect(config: SubnetworkConfig) -> list[str]:
     return problems
 
 
-def _normalised(name: str) -> str:
+def _normalized(name: str) -> str:
     return re.sub(r"[^a-z0-9]", "", name.lower())
 
 
 def _refuse_near_misses(ds_config: Mapping[str, Any]) -> None:
-    target = _normalised(KEY)
+    target = _normalized(KEY)
     for name in ds_config:
         if name == KEY or not isinstance(name, str):
             continue
-        plain = _normalised(name)
+        plain = _normalized(name)
         ratio = difflib.SequenceMatcher(None, plain, target, autojunk=False).ratio()
         if plain in _OTHER_NAMES or ratio >= _NEAR_MISS_RATIO:
             raise ValueError(
@@ -225,7 +225,7 @@ def _explain_one(name: str, kind: str, message: str, block: Mapping[str, Any]) -
     if not name:
         return message
     if kind == "extra_forbidden":
-        return f"{KEY}.{name}: unknown key; {did_you_mean(_normalised(name), fields, cutoff=0.5)}"
+        return f"{KEY}.{name}: unknown key; {did_you_mean(_normalized(name), fields, cutoff=0.5)}"
     if block[name] == "auto":
         where = "is only possible for subnetworks and placement"
         return f'{KEY}.{name}: "auto" {where}; expected {fields[name].description}'

@@ -55,7 +55,7 @@ def refuse_modules(model: Any) -> None:
             )
 
 
-def optimizer_refusal(name: str, config: SubnetworkConfig) -> None:
+def refuse_optimizer(name: str, config: SubnetworkConfig) -> None:
     """Refuse an optimizer that is not known to be elementwise.
 
     Args:

@@ -9,7 +9,7 @@ import torch
 
 from sdp_deepspeed.config import KEY, SubnetworkConfig, parse
 from sdp_deepspeed.support.conditions import ELEMENTWISE_OPTIMIZERS, is_elementwise
-from sdp_deepspeed.support.refusals import optimizer_refusal, refuse_modules, refuse_unsupported, without_effect
+from sdp_deepspeed.support.refusals import refuse_modules, refuse_optimizer, refuse_unsupported, without_effect
 from sdp_deepspeed.support.rows import Row
 from tests.helpers.support_examples import HINTS, REFUSED, WORKS, ds_config, ids
 
@@ -122,14 +122,14 @@ def test_all_refusals_in_one_message() -> None:
 @pytest.mark.parametrize("name", [*ELEMENTWISE_OPTIMIZERS, "adam", "adamw", "lion", "adagrad", "sgd"])
 def test_elementwise_optimizers(name: str) -> None:
     assert is_elementwise(name)
-    optimizer_refusal(name, SubnetworkConfig(coverage=0.5))
+    refuse_optimizer(name, SubnetworkConfig(coverage=0.5))
 
 
 @pytest.mark.parametrize("name", ["Lamb", "FusedLamb", "Muon", "LBFGS", "Adafactor", "OneBitAdam", "MuAdam", "AdamX"])
 def test_other_optimizers_need_permission(name: str) -> None:
     with pytest.raises(ValueError, match=rf"optimizer '{name}' .* AdamW, .*{KEY}\.allow_optimizer to true"):
-        optimizer_refusal(name, SubnetworkConfig(coverage=0.5))
-    optimizer_refusal(name, SubnetworkConfig(coverage=0.5, allow_optimizer=True))
+        refuse_optimizer(name, SubnetworkConfig(coverage=0.5))
+    refuse_optimizer(name, SubnetworkConfig(coverage=0.5, allow_optimizer=True))
     config = {KEY: {"coverage": 0.5, "allow_optimizer": True}, "optimizer": {"type": name}}
     check(config)
 
