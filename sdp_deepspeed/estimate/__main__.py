@@ -7,7 +7,7 @@ import sys
 
 from sdp_deepspeed.command_line import Parser, positive, run_old_form
 from sdp_deepspeed.estimate.formulas import bytes_per_parameter, sent_per_parameter, table
-from sdp_deepspeed.estimate.per_rank import Precision
+from sdp_deepspeed.estimate.precision import Precision
 
 
 def configure(parser: Parser) -> None:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from sdp_deepspeed.estimate.per_rank import Precision
+from sdp_deepspeed.estimate.precision import Precision
 
 SHARDED = ("ZeRO-1", "ZeRO-2", "SDP + ZeRO-1", "SDP + ZeRO-2")  # whose optimizer state may be offloaded
 _PLAIN_AND_OURS = (("DDP / ZeRO-0", "SDP, stage 0"), ("ZeRO-1", "SDP + ZeRO-1"), ("ZeRO-2", "SDP + ZeRO-2"))  # by stage

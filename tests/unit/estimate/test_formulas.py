@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from sdp_deepspeed.estimate.formulas import bytes_per_parameter, sent_per_parameter, table
-from sdp_deepspeed.estimate.per_rank import Precision
+from sdp_deepspeed.estimate.precision import Precision
 
 BF16 = Precision.of("bf16")
 FP32 = Precision.of("fp32")

@@ -6,7 +6,7 @@ import pytest
 
 from sdp_deepspeed.__main__ import main
 from sdp_deepspeed.estimate.formulas import bytes_per_parameter, sent_per_parameter, table
-from sdp_deepspeed.estimate.per_rank import Precision
+from sdp_deepspeed.estimate.precision import Precision
 
 BF16 = Precision.of("bf16")
 

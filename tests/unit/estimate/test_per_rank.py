@@ -10,7 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sdp_deepspeed.estimate.formulas import bytes_per_parameter, sent_per_parameter
-from sdp_deepspeed.estimate.per_rank import Precision, RankEstimate, Setup, estimate, plain
+from sdp_deepspeed.estimate.per_rank import RankEstimate, Setup, estimate, plain
+from sdp_deepspeed.estimate.precision import Precision
 from sdp_deepspeed.exchange.routes import return_route
 from sdp_deepspeed.layout.segments import build_buckets, build_segments
 from sdp_deepspeed.plan.assignment import methods as assignment
