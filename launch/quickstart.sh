@@ -33,7 +33,7 @@ say "2/4 the baseline, plain ZeRO-1: same model, data and steps -> $folder/zero1
 pretrain --run-folder "$folder/zero1" --baseline
 
 say "3/4 what a worker pays"
-python -m sdp_deepspeed.report "$folder" "$folder/zero1"
+python -m sdp_deepspeed report "$folder" "$folder/zero1"
 
 say "4/4 the trained model, loaded by Transformers alone from $folder/hf"
 python launch/sample.py "$folder/hf" "def "

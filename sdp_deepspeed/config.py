@@ -10,6 +10,8 @@ from typing import Any, Literal, NamedTuple, get_args
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
+from sdp_deepspeed.messages import did_you_mean
+
 KEY = "subnetwork_data_parallel"
 
 Regime = Literal["forward", "backward"]
@@ -194,16 +196,16 @@ def _without_effect(config: SubnetworkConfig) -> list[str]:
     return problems
 
 
-def _normalised(name: str) -> str:
+def _normalized(name: str) -> str:
     return re.sub(r"[^a-z0-9]", "", name.lower())
 
 
 def _refuse_near_misses(ds_config: Mapping[str, Any]) -> None:
-    target = _normalised(KEY)
+    target = _normalized(KEY)
     for name in ds_config:
         if name == KEY or not isinstance(name, str):
             continue
-        plain = _normalised(name)
+        plain = _normalized(name)
         ratio = difflib.SequenceMatcher(None, plain, target, autojunk=False).ratio()
         if plain in _OTHER_NAMES or ratio >= _NEAR_MISS_RATIO:
             raise ValueError(
@@ -231,9 +233,7 @@ def _explain_one(name: str, kind: str, message: str, block: Mapping[str, Any]) -
     if not name:
         return message
     if kind == "extra_forbidden":
-        near = difflib.get_close_matches(_normalised(name), list(fields), n=1, cutoff=0.5)
-        hint = f"did you mean {near[0]!r}?" if near else f"known keys: {', '.join(fields)}"
-        return f"{KEY}.{name}: unknown key; {hint}"
+        return f"{KEY}.{name}: unknown key; {did_you_mean(_normalized(name), fields, cutoff=0.5)}"
     if block[name] == "auto":
         where = "is only possible for subnetworks and placement"
         return f'{KEY}.{name}: "auto" {where}; expected {fields[name].description}'

@@ -20,7 +20,12 @@ def quoted(values: Iterable[object], *, limit: int = MAX_LISTED) -> str:
     return listed(map(repr, values), limit=limit)
 
 
+def nearest(name: str, known: Collection[str], *, cutoff: float = 0.6) -> str | None:
+    """The known name that looks most like `name`, if one does (0 for any, 1 for `name` itself)."""
+    return next(iter(difflib.get_close_matches(name, list(known), n=1, cutoff=cutoff)), None)
+
+
 def did_you_mean(name: str, known: Collection[str], *, cutoff: float = 0.6) -> str:
     """ "did you mean 'coverage'?", or all known names where none is near."""
-    near = difflib.get_close_matches(name, list(known), n=1, cutoff=cutoff)
-    return f"did you mean {near[0]!r}?" if near else f"known: {', '.join(known)}"
+    near = nearest(name, known, cutoff=cutoff)
+    return f"known: {', '.join(known)}" if near is None else f"did you mean {near!r}?"

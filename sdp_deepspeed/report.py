@@ -1,8 +1,9 @@
-"""The old name of `training/report_table.py`, for one version: `python -m sdp_deepspeed.report RUN...`."""
+"""The old form of `sdp report`, for one version: `python -m sdp_deepspeed.report RUN...`."""
 
 import sys
 
-from sdp_deepspeed.training.report_table import main
+from sdp_deepspeed.command_line import run_old_form
+from sdp_deepspeed.training.report_table import configure
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(run_old_form("report", configure))

@@ -9,9 +9,8 @@ import torch
 from torch import nn
 
 from sdp_deepspeed.architectures.located_branch import LocatedBranch
+from sdp_deepspeed.config import KEY
 from sdp_deepspeed.units import Piece, Unit, UnitCost
-
-_WHERE = "subnetwork_data_parallel"
 
 
 def units_of_branches(
@@ -54,9 +53,7 @@ def units_of_branches(
         _check_pattern(pattern, compiled, units)
     left = [unit for unit in units if not any(_matches(compiled, unit) for compiled in patterns.values())]
     if not left:
-        raise ValueError(
-            f"{_WHERE}.shared: {list(patterns)} match all {len(units)} units, so that none is left to divide"
-        )
+        raise ValueError(f"{KEY}.shared: {list(patterns)} match all {len(units)} units, so that none is left to divide")
     return left
 
 
@@ -91,7 +88,7 @@ def _strategy_of_parts(branches: Sequence[LocatedBranch], strategy: str | Mappin
     unknown = [part for part in strategy if part not in parts]
     if unknown:
         raise ValueError(
-            f"{_WHERE}.strategy: {unknown[0]!r} is no part of this model; its parts are {', '.join(map(repr, parts))}"
+            f"{KEY}.strategy: {unknown[0]!r} is no part of this model; its parts are {', '.join(map(repr, parts))}"
         )
     return dict(strategy)
 
@@ -100,7 +97,7 @@ def _check_groups(branches: Sequence[LocatedBranch], neuron_groups: int | None) 
     for branch in branches:
         if branch.uncuttable_reason:
             raise ValueError(
-                f"{_WHERE}.strategy: the neurons or heads of {branch.name!r} cannot be cut: "
+                f"{KEY}.strategy: the neurons or heads of {branch.name!r} cannot be cut: "
                 f'{branch.uncuttable_reason}. Use "block" for the part {branch.description.name!r}'
             )
     if neuron_groups is None:
@@ -109,10 +106,10 @@ def _check_groups(branches: Sequence[LocatedBranch], neuron_groups: int | None) 
         branch.num_cells for branch in branches if branch.description.inner and branch.description.inner.heads is None
     ]
     if not divided:
-        raise ValueError(f"{_WHERE}.neuron_groups: got {neuron_groups}, but only heads are cut here; remove it")
+        raise ValueError(f"{KEY}.neuron_groups: got {neuron_groups}, but only heads are cut here; remove it")
     if neuron_groups > min(divided):
         raise ValueError(
-            f"{_WHERE}.neuron_groups: got {neuron_groups}, but a branch has {min(divided)} neurons; use fewer groups"
+            f"{KEY}.neuron_groups: got {neuron_groups}, but a branch has {min(divided)} neurons; use fewer groups"
         )
 
 
@@ -145,14 +142,14 @@ def _matches(pattern: re.Pattern[str], unit: Unit) -> bool:
 def _check_pattern(pattern: str, compiled: re.Pattern[str], units: Sequence[Unit]) -> None:
     if not any(_matches(compiled, unit) for unit in units):
         raise ValueError(
-            f"{_WHERE}.shared: {pattern!r} matches no parameter of any unit; unit names are like {units[0].name!r}"
+            f"{KEY}.shared: {pattern!r} matches no parameter of any unit; unit names are like {units[0].name!r}"
         )
     for unit in units:
         names = [piece.parameter for piece in unit.pieces if piece.kind == "parameter"]
         left = [name for name in names if not compiled.search(name)]
         if left and len(left) < len(names) and not compiled.search(unit.name):
             raise ValueError(
-                f"{_WHERE}.shared: {pattern!r} matches only a part of {unit.name!r}, not {left[0]!r}; a unit is held "
+                f"{KEY}.shared: {pattern!r} matches only a part of {unit.name!r}, not {left[0]!r}; a unit is held "
                 f"as a whole, so match its name, for example with {re.escape(unit.name)!r}"
             )
 

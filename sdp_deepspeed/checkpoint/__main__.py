@@ -1,61 +1,50 @@
-"""Checkpoints without a training job: `python -m sdp_deepspeed.checkpoint export | inspect | from-zero`."""
+"""`sdp checkpoint`: checkpoints without a training job."""
 
 from __future__ import annotations
 
 import argparse
-import re
 import sys
-from collections.abc import Sequence
 from pathlib import Path
-from typing import NoReturn
 
-_UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12}
-
-
-class _Parser(argparse.ArgumentParser):
-    """Tells a mistake in one line."""
-
-    def error(self, message: str) -> NoReturn:
-        self.exit(2, f"error: {message} (`{self.prog} --help` lists what there is)\n")
+from sdp_deepspeed.command_line import Parser, run_old_form
+from sdp_deepspeed.sizes import byte_count
 
 
-def size(text: str) -> int:
-    """Bytes of `5GB`, `200MB` or a number."""
-    found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([KMGT]?)i?B?", text.strip(), re.IGNORECASE)
-    count = int(float(found[1]) * _UNITS[found[2].upper()]) if found else 0
-    if count < 1:
-        raise argparse.ArgumentTypeError(f"expected a size such as 5GB or 200MB, got {text!r}")
-    return count
+def configure(parser: Parser) -> None:
+    """Arguments of `sdp checkpoint`."""
+    parser.description = "Look into checkpoints and convert them, without a training job and in the memory of one file."
+    actions = parser.add_subparsers(title="actions", metavar="ACTION", required=True)
+    _configure_inspect(actions.add_parser("inspect", help="say what a checkpoint is, and verify it"))
+    _configure_export(actions.add_parser("export", help="write its dense model in Hugging Face's format"))
+    _configure_from_zero(actions.add_parser("from-zero", help="convert a ZeRO checkpoint of DeepSpeed's"))
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = _Parser(prog="python -m sdp_deepspeed.checkpoint", description=__doc__)
-    verbs = parser.add_subparsers(dest="verb", required=True)
-    verb = verbs.add_parser("export", help="write the dense model of a checkpoint in Hugging Face format")
-    verb.add_argument("checkpoint", type=Path, help="its folder, or the folder above (then the latest)")
-    verb.add_argument("out", type=Path, help="a new folder")
-    verb.add_argument("--dtype", choices=("as-trained", "fp32"), default="as-trained", help="fp32: from the masters")
-    verb.add_argument("--max-shard-size", type=size, default="5GB", help="of a file; also the memory that is needed")
-    verb.add_argument("--tag", help="which checkpoint of the folder")
-    verb.add_argument("--tokenizer", type=Path, help="a folder whose tokenizer is copied")
-    verb = verbs.add_parser("inspect", help="say what a checkpoint is, and verify it")
-    verb.add_argument("checkpoint", type=Path, help="its folder, or the folder above (then the latest)")
-    verb.add_argument("--tag", help="which checkpoint of the folder")
-    verb = verbs.add_parser("from-zero", help="convert a ZeRO checkpoint of DeepSpeed to its universal format")
-    verb.add_argument("checkpoint", type=Path, help="its folder, or the folder above with `latest`")
-    verb.add_argument("out", type=Path, help="the folder that engine.load_checkpoint gets")
-    verb.add_argument("--tag", help="which checkpoint of the folder")
-    return parser
+def _configure_inspect(parser: Parser) -> None:
+    parser.description = "Say what a checkpoint is, and verify sizes and hashes of its files. Exit code 1: damaged."
+    parser.add_argument("checkpoint", type=Path, help="its folder, or the folder above (then the latest)")
+    parser.add_argument("--tag", help="which checkpoint of the folder")
+    parser.set_defaults(run=_inspect)
 
 
-def main(arguments: Sequence[str]) -> int:
-    """Exit code 0; 1 if `inspect` finds damage; 2 for a mistake of the user, told in one line."""
-    options = _parser().parse_args(arguments)
-    try:
-        return {"export": _export, "inspect": _inspect, "from-zero": _from_zero}[options.verb](options)
-    except (OSError, RuntimeError, ValueError) as error:
-        print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
-        return 2
+def _configure_export(parser: Parser) -> None:
+    parser.description = "Write the dense model of a checkpoint in Hugging Face's format."
+    parser.add_argument("checkpoint", type=Path, help="its folder, or the folder above (then the latest)")
+    parser.add_argument("out", type=Path, help="a new folder")
+    parser.add_argument("--dtype", choices=("as-trained", "fp32"), default="as-trained", help="fp32: from the masters")
+    parser.add_argument(
+        "--max-shard-size", type=byte_count, default="5GB", help="of a file; also the memory that is needed (5GB)"
+    )
+    parser.add_argument("--tag", help="which checkpoint of the folder")
+    parser.add_argument("--tokenizer", type=Path, help="a folder whose tokenizer is copied")
+    parser.set_defaults(run=_export)
+
+
+def _configure_from_zero(parser: Parser) -> None:
+    parser.description = "Convert a ZeRO-1, 2 or 3 checkpoint of DeepSpeed to its universal format, which loads here."
+    parser.add_argument("checkpoint", type=Path, help="its folder, or the folder above with `latest`")
+    parser.add_argument("out", type=Path, help="the folder that engine.load_checkpoint gets")
+    parser.add_argument("--tag", help="which checkpoint of the folder")
+    parser.set_defaults(run=_from_zero)
 
 
 def _export(options: argparse.Namespace) -> int:
@@ -85,4 +74,4 @@ def _from_zero(options: argparse.Namespace) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    sys.exit(run_old_form("checkpoint", configure))

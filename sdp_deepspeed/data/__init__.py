@@ -1,7 +1,7 @@
 """Text to batches: corpus, tokenizer, held-out split, packed blocks, shards per data-parallel rank.
 
 `build(DataConfig(...), micro_batch=..., rank=..., world_size=...)` is the whole interface for a
-training program; `python -m sdp_deepspeed.data <data.json>` prepares a large corpus beforehand.
+training program; `sdp data <data.json>` prepares a large corpus beforehand.
 """
 
 from sdp_deepspeed.data.bundle import DataBundle, build

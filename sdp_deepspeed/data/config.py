@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
-import difflib
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, get_type_hints
 
 import pydantic
+
+from sdp_deepspeed.messages import did_you_mean
 
 DEFAULT_VOCAB_SIZE = 2048
 DEFAULT_TEXT_COLUMN = "text"
@@ -82,15 +83,10 @@ class DataConfig:
     def from_dict(cls, values: Mapping[str, Any]) -> DataConfig:
         """A config from JSON; unknown keys are a ValueError that names them and the nearest known ones."""
         known = [field.name for field in dataclasses.fields(cls)]
-        unknown = [f"unknown key {key!r}{_nearest(key, known)}" for key in values if key not in known]
+        unknown = [f"unknown key {key!r} ({did_you_mean(key, known)})" for key in values if key not in known]
         if unknown:
             raise ValueError("data: " + "; ".join(unknown))
         return cls(**values)
-
-
-def _nearest(key: str, known: list[str]) -> str:
-    match = difflib.get_close_matches(key, known, n=1)
-    return f" (did you mean {match[0]!r}?)" if match else f" (known: {', '.join(known)})"
 
 
 def _wrong_types(config: DataConfig) -> list[str]:

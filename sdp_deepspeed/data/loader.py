@@ -64,12 +64,7 @@ class PackedBatches:
             )
         self._blocks, self._micro_batch, self._rank, self._world_size = blocks, micro_batch, rank, world_size
         self._seed, self._data = seed, data
-        self._num_samples = 0
-
-    @property
-    def num_samples(self) -> int:
-        """Samples that all ranks together have taken since the start of training."""
-        return self._num_samples
+        self._num_samples = 0  # that all ranks together have taken since the start of training
 
     @property
     def epoch(self) -> float:

@@ -125,7 +125,7 @@ class PreparedData:
             if time.monotonic() > give_up:
                 raise RuntimeError(
                     f"the prepared data {folder} is not visible here: cache_dir must be on a file system that all "
-                    "ranks see, or be prepared on each node with `python -m sdp_deepspeed.data <data.json>`"
+                    "ranks see, or be prepared on each node with `sdp data <data.json>`"
                 )
             time.sleep(0.1)
         content = json.loads((folder / "meta.json").read_text(encoding="utf-8"))

@@ -38,7 +38,7 @@ from sdp_deepspeed.masking.mask import CUT
 from sdp_deepspeed.optimizer.optimizer import SubnetworkOptimizer
 from sdp_deepspeed.plan.plan import Plan
 from sdp_deepspeed.plan.shards import Shards
-from sdp_deepspeed.support.refusals import optimizer_refusal, refuse_modules, refuse_unsupported, without_effect
+from sdp_deepspeed.support.refusals import refuse_modules, refuse_optimizer, refuse_unsupported, without_effect
 from sdp_deepspeed.tensor_parallel.checks import check_mpu, check_size, translated_autotp_errors
 from sdp_deepspeed.tensor_parallel.model import ModelBeforeAutoTP, tp_group_of
 
@@ -119,11 +119,11 @@ class SubnetworkEngine(CheckpointCalls):
     def _configure_optimizer(self, client_optimizer: Any, model_parameters: Any) -> None:
         name = self.optimizer_name() if client_optimizer is None else type(client_optimizer).__name__
         if client_optimizer is None or isinstance(client_optimizer, torch.optim.Optimizer):
-            run_on_all_ranks(self.world, partial(optimizer_refusal, name, self.block))
+            run_on_all_ranks(self.world, partial(refuse_optimizer, name, self.block))
         super()._configure_optimizer(client_optimizer, model_parameters)
 
     def _do_optimizer_sanity_check(self, basic_optimizer: Any) -> str:
-        run_on_all_ranks(self.world, partial(optimizer_refusal, type(basic_optimizer).__name__, self.block))
+        run_on_all_ranks(self.world, partial(refuse_optimizer, type(basic_optimizer).__name__, self.block))
         return ZERO_OPTIMIZATION  # every stage and precision takes our optimizer
 
     def _configure_zero_optimizer(self, optimizer: Any) -> SubnetworkOptimizer:

@@ -1,8 +1,7 @@
-"""Bytes and traffic of each rank, from a plan and dense shapes alone.
+"""Bytes and traffic of each rank, from a plan and dense shapes alone; formulas.py has them per parameter.
 
-Nothing is allocated and no torch is needed. `python -m sdp_deepspeed.estimate --ranks 8 --coverage 0.5` prints
-DESIGN.md's table of bytes per parameter (estimate_table.py). Left out because they do not grow with the model:
-optimizers' step counters, the scalars of the norm.
+Nothing is allocated. Left out because they do not grow with the model: optimizers' step
+counters, the scalars of the norm.
 """
 
 from __future__ import annotations
@@ -12,48 +11,10 @@ from dataclasses import dataclass
 from math import prod
 from typing import Literal
 
+from sdp_deepspeed.estimate.precision import FP32_BYTES, Precision
 from sdp_deepspeed.layout.segments import Segment, build_segments
 from sdp_deepspeed.plan.plan import Plan
 from sdp_deepspeed.plan.tensors import NOT_OPTIMIZED, TensorInfo
-
-FP32_BYTES = 4
-
-
-@dataclass(frozen=True)
-class Precision:
-    """Bytes per element.
-
-    Args:
-        weights: of the training dtype; the returning half of the exchange sends this.
-        gradients: of gradients that wait for the step: local ones at stages 0 and 1, owned averages at stage 2.
-        wire: of gradients on the wire (`communication_data_type`).
-        num_moments: fp32 moments per element: Adam 2; Lion, Adagrad, SGD with momentum 1; SGD 0.
-    """
-
-    weights: int
-    gradients: int
-    wire: int
-    num_moments: int = 2
-
-    @classmethod
-    def of(
-        cls,
-        dtype: Literal["fp32", "bf16", "fp16"],
-        *,
-        accumulate_in_fp32: bool = False,
-        wire: int | None = None,
-        moments: int = 2,
-    ) -> Precision:
-        """The precision of a dtype; `wire` None means that gradients travel in the dtype of the weights."""
-        size = {"fp32": 4, "bf16": 2, "fp16": 2}[dtype]
-        return cls(size, FP32_BYTES if accumulate_in_fp32 else size, size if wire is None else wire, moments)
-
-    def optimizer(self, *, offload: bool = False) -> int:
-        """Optimizer state per stepped element: moments, and the fp32 master where one is kept.
-
-        fp32 weights are stepped in place, unless the optimizer steps in host memory.
-        """
-        return FP32_BYTES * (self.num_moments + (offload or self.weights != FP32_BYTES))
 
 
 @dataclass(frozen=True)
@@ -101,7 +62,7 @@ class RankEstimate:
 
     @property
     def state(self) -> int:
-        """Weights, gradients and optimizer state on the device: the model state of DESIGN.md's table."""
+        """Weights, gradients and optimizer state on the device."""
         return self.weights + self.gradients + self.optimizer
 
 

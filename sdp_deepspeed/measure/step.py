@@ -36,7 +36,7 @@ class StepFigures:
         peak_backward: the same in forward and backward passes.
         peak_step: the same in the engine's `step`.
         activations: what the forward pass left for the backward pass, most of all micro-steps.
-        sent: bytes sent during the step (`sdp_deepspeed.traffic`).
+        sent: bytes sent during the step (traffic.py).
         sent_by_operator: the same by c10d operator.
         process: the process's largest resident set since its start; context only.
     """
@@ -82,8 +82,8 @@ def storage_bytes(tensors: Iterable[torch.Tensor], seen: set[int] | None = None)
 
 def weight_tensors(engine: Any) -> list[torch.Tensor]:
     """The module's parameters as they lie in memory, and what a rank stores beside them (backward regime)."""
-    tell_lacking = getattr(engine, "lacking_tensors", None)  # our engine tells by itself
-    return [parameter.data for parameter in engine.module.parameters()] + (tell_lacking() if tell_lacking else [])
+    lacking = getattr(engine, "lacking_tensors", None)  # our engine tells by itself
+    return [parameter.data for parameter in engine.module.parameters()] + (lacking() if lacking else [])
 
 
 def inner_optimizer(engine: Any) -> Any:
@@ -106,10 +106,10 @@ def gradient_tensors(engine: Any) -> list[torch.Tensor]:
     parameters = list(engine.module.parameters())
     parameters += [p for group in inner_optimizer(engine).param_groups for p in group["params"]]
     held = [parameter.grad for parameter in parameters if parameter.grad is not None]
-    if tell_gradients := getattr(engine.optimizer, "gradient_tensors", None):  # our optimizer tells by itself
-        return [*held, *tell_gradients()]
-    for name in HOST_GRADIENT_ATTRIBUTES:
-        held += tensors_in(getattr(engine.optimizer, name, None))
+    ours = getattr(engine.optimizer, "gradient_tensors", None)  # our optimizer tells by itself
+    names = () if ours else HOST_GRADIENT_ATTRIBUTES
+    for source in [ours() if ours else None, *(getattr(engine.optimizer, name, None) for name in names)]:
+        held += tensors_in(source)
     return held
 
 
@@ -126,14 +126,16 @@ class _GradientWatch:
         self.engine = engine
         self.largest = 0
         self.handles: list[Any] = []
-        if engine.zero_optimization_stage() < 2:
-            trained = [parameter for parameter in engine.module.parameters() if parameter.requires_grad]
+
+    def install(self) -> None:
+        if self.engine.zero_optimization_stage() < 2:
+            trained = [parameter for parameter in self.engine.module.parameters() if parameter.requires_grad]
             self.handles = [parameter.register_post_accumulate_grad_hook(self.look) for parameter in trained]
 
     def look(self, _parameter: torch.Tensor | None = None) -> None:
         self.largest = max(self.largest, storage_bytes(gradient_tensors(self.engine)))
 
-    def close(self) -> None:
+    def remove(self) -> None:
         for handle in self.handles:
             handle.remove()
 
@@ -173,7 +175,7 @@ def watched_host_memory() -> Iterator[LiveBytes]:
         yield figures
         peak, current = tracker.get_tracker_snapshot("peak"), tracker.get_tracker_snapshot("current")
         cpu = torch.device("cpu")
-        figures.peak, figures.at_end = (int(found[cpu]["Total"]) if cpu in found else 0 for found in (peak, current))
+        figures.peak, figures.at_end = (int(kinds[cpu]["Total"]) if cpu in kinds else 0 for kinds in (peak, current))
 
 
 class _Phases:
@@ -182,13 +184,16 @@ class _Phases:
     def __init__(self, engine: Any, tracker: _LiveTensors, watch: _GradientWatch, figures: StepFigures) -> None:
         self.engine, self.tracker, self.watch, self.figures = engine, tracker, watch, figures
         self.before = 0
-        # Global hooks registered before the tracker's own, which are global too, so that they run before them.
+        self.handles: list[Any] = []
+        self.step = engine.step
+
+    def install(self) -> None:
+        """Before the tracker's own hooks, which are global too, so that these run before them."""
         self.handles = [
             register_module_forward_pre_hook(self.forward_begins),
             register_module_forward_hook(self.forward_ends),
         ]
-        self.step = engine.step
-        engine.step = self.run_step
+        self.engine.step = self.run_step
 
     def forward_begins(self, module: torch.nn.Module, _inputs: Any) -> None:
         if module is self.engine:
@@ -206,7 +211,7 @@ class _Phases:
         self.figures.peak_step = max(self.figures.peak_step, self.tracker.take_peak())
         return result
 
-    def close(self) -> None:
+    def remove(self) -> None:
         del self.engine.step  # the class's own again
         for handle in self.handles:
             handle.remove()
@@ -228,12 +233,14 @@ def measured_step(engine: Any, *, others: Iterable[torch.Tensor] = ()) -> Iterat
         engine.module, *weight_tensors(engine), *optimizer_tensors(engine), *gradient_tensors(engine), *others
     )
     phases = _Phases(engine, tracker, watch, figures)
+    watch.install()
+    phases.install()
     try:
         with traffic, tracker:
             yield figures
     finally:
-        phases.close()
-        watch.close()
+        phases.remove()
+        watch.remove()
     seen: set[int] = set()
     figures.weights = storage_bytes(weight_tensors(engine), seen)
     figures.optimizer = storage_bytes(optimizer_tensors(engine), seen)

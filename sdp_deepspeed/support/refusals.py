@@ -1,20 +1,14 @@
-"""What works together with subnetwork data parallelism: one table (support_table.py), three uses.
-
-Start-up refuses from it before any group is made, README's support matrix is made of it
-(`python -m sdp_deepspeed.support README.md`), tests iterate over it and over its cells (support_cells.py).
-"""
+"""What start-up refuses, by name, before any group is made; it reads the support table (table.py)."""
 
 from __future__ import annotations
 
-import re
-from collections.abc import Mapping, Sequence
-from pathlib import Path
+from collections.abc import Mapping
 from typing import Any
 
 from sdp_deepspeed.config import KEY, SubnetworkConfig
-from sdp_deepspeed.support.cells import AXES, share
-from sdp_deepspeed.support.rows import ELEMENTWISE_OPTIMIZERS, Row, is_elementwise
-from sdp_deepspeed.support.table import TABLE, asked_for
+from sdp_deepspeed.support.conditions import ELEMENTWISE_OPTIMIZERS, is_elementwise
+from sdp_deepspeed.support.rows import Row
+from sdp_deepspeed.support.table import matching_rows
 
 
 def refuse_unsupported(config: SubnetworkConfig, ds_config: Mapping[str, Any]) -> None:
@@ -27,7 +21,7 @@ def refuse_unsupported(config: SubnetworkConfig, ds_config: Mapping[str, Any]) -
     Raises:
         ValueError: all unsupported things, each with its JSON path.
     """
-    lines = [_refusal(row, value) for row, value in asked_for(config, ds_config) if row.state != "no effect"]
+    lines = [_refusal(row, value) for row, value in matching_rows(config, ds_config) if row.state == "refused"]
     if len(lines) == 1:
         raise ValueError(lines[0])
     if lines:
@@ -38,7 +32,7 @@ def without_effect(config: SubnetworkConfig, ds_config: Mapping[str, Any]) -> li
     """Notes about hints to DeepSpeed's own reduction that differ from its defaults and have no effect here."""
     return [
         f"{row.path}: got {value!r}: {row.what}: no effect with {KEY}; {row.note}"
-        for row, value in asked_for(config, ds_config)
+        for row, value in matching_rows(config, ds_config)
         if row.state == "no effect"
     ]
 
@@ -61,13 +55,7 @@ def refuse_modules(model: Any) -> None:
             )
 
 
-def _refusal(row: Row, value: Any) -> str:
-    state = "is not built yet" if row.state == "not built yet" else f"is not possible with {KEY}"
-    note = f"; {row.note}" if row.note else ""
-    return f"{row.path}: got {value!r}: {row.what} {state}{note}"
-
-
-def optimizer_refusal(name: str, config: SubnetworkConfig) -> None:
+def refuse_optimizer(name: str, config: SubnetworkConfig) -> None:
     """Refuse an optimizer that is not known to be elementwise.
 
     Args:
@@ -84,40 +72,6 @@ def optimizer_refusal(name: str, config: SubnetworkConfig) -> None:
         )
 
 
-def markdown() -> str:
-    """The support matrix for the README: rows, axes, and what is refused of their combinations."""
-    rows = [(row.what, f"`{row.path}`" if row.path else "", row.state, row.note) for row in TABLE]
-    works, hints = (sum(row.state == state for row in TABLE) for state in ("works", "no effect"))
-    counted = share()
-    words = " x ".join(name.replace("_", " ") for name in AXES)
-    axes = [(name.replace("_", " "), ", ".join(_word(value) for value in values)) for name, values in AXES.items()]
-    refused = [(row.what, f"{count:,}", row.note) for row, count in counted.refused_by]
-    return "\n".join(
-        [
-            *_table(("what", "JSON path", "state", "why, or what to do"), rows),
-            f"\n{works} of {len(TABLE)} rows work, {hints} are hints without effect; every other is refused at start.",
-            f"\n{counted.num_allowed:,} of {counted.num_cells:,} cells ({words}) are allowed "
-            f"({counted.num_allowed / counted.num_cells:.0%}):\n",
-            *_table(("axis", "values"), axes),
-            "\nThe others are refused by these rows, some by several:\n",
-            *_table(("what", "cells", "why, or what to do"), refused),
-        ]
-    )
-
-
-def _word(value: Any) -> str:
-    return {True: "on", False: "off"}[value] if isinstance(value, bool) else str(value)
-
-
-def _table(titles: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
-    return [f"| {' | '.join(cells)} |" for cells in (titles, ["---"] * len(titles), *rows)]
-
-
-def main(arguments: Sequence[str]) -> None:
-    """Print the matrix, or write it between the markers of the file that is named."""
-    if not arguments:
-        print(markdown())
-        return
-    path = Path(arguments[0])
-    before, after = re.split(r"(?<=<!-- matrix -->\n).*?(?=\n<!-- /matrix -->)", path.read_text(), flags=re.DOTALL)
-    path.write_text(before + markdown() + after)
+def _refusal(row: Row, value: Any) -> str:
+    note = f"; {row.note}" if row.note else ""
+    return f"{row.path}: got {value!r}: {row.what} is not possible with {KEY}{note}"

@@ -1,4 +1,4 @@
-"""What a row of the support table is, and the questions that rows ask of a config."""
+"""What a row of the support table is, and how the table sees a config."""
 
 from __future__ import annotations
 
@@ -8,23 +8,9 @@ from typing import Any, Literal
 
 from sdp_deepspeed.config import KEY
 
-State = Literal["works", "no effect", "not built yet", "refused"]
+State = Literal["works", "no effect", "refused"]
 Tree = Mapping[str, Any]
-Asks = Callable[[Any, Tree], bool]
-
-DEFAULT_CLIPPING = 1.0  # DeepSpeed's, for a config without `gradient_clipping`
-ELEMENTWISE_OPTIMIZERS = (
-    "Adam",
-    "AdamW",
-    "FusedAdam",
-    "DeepSpeedCPUAdam",
-    "SGD",
-    "Adagrad",
-    "DeepSpeedCPUAdagrad",
-    "Lion",
-    "FusedLion",
-    "DeepSpeedCPULion",
-)
+Condition = Callable[[Any, Tree], bool]
 
 
 @dataclass(frozen=True)
@@ -37,8 +23,8 @@ class Row:
         state: "works"; "no effect" for hints about how DeepSpeed's own reduction works, which change no result; else
             it is refused at start.
         example: a value at `path` that asks for it.
-        asks: whether the value at `path` (None if absent or "auto") asks for it, given the whole config. None for what
-            works, and for hints that need no mention at start.
+        applies: whether the value at `path` (None if absent or "auto") asks for it, given the whole config. None for
+            what works, and for hints that need no mention at start.
         note: why it is refused or has no effect, or what to do instead.
     """
 
@@ -46,7 +32,7 @@ class Row:
     path: str
     state: State
     example: Any = None
-    asks: Asks | None = None
+    applies: Condition | None = None
     note: str = ""
 
 
@@ -60,7 +46,7 @@ def lookup(tree: Tree, path: str) -> Any:
     return None if isinstance(value, str) and value == "auto" else value
 
 
-def normalised(ds_config: Mapping[str, Any], block: Mapping[str, Any]) -> Tree:
+def normalized(ds_config: Mapping[str, Any], block: Mapping[str, Any]) -> Tree:
     """The DeepSpeed config with one spelling for what DeepSpeed spells in two ways, and the block's defaults."""
     tree = {**ds_config, KEY: block}
     if tree.get("bf16") is None and "bfloat16" in tree:
@@ -71,85 +57,3 @@ def normalised(ds_config: Mapping[str, Any], block: Mapping[str, Any]) -> Tree:
     elif isinstance(zero, Mapping) and zero.get("cpu_offload"):
         tree["zero_optimization"] = {"offload_optimizer": {"device": "cpu"}, **zero}
     return tree
-
-
-def is_elementwise(name: str) -> bool:
-    """Whether an optimizer's name (DeepSpeed's `optimizer.type`, or a class name) is in the list."""
-    return name.lower() in {known.lower() for known in ELEMENTWISE_OPTIMIZERS}
-
-
-def equals(*values: Any) -> Asks:
-    """The value is one of these."""
-    return lambda value, tree: value in values
-
-
-def differs(*values: Any) -> Asks:
-    """The value is there, and none of these."""
-    return lambda value, tree: value is not None and value not in values
-
-
-def is_on(value: Any, tree: Tree) -> bool:
-    return bool(value)
-
-
-def is_enabled(value: Any, tree: Tree) -> bool:
-    return bool(value.get("enabled", False)) if isinstance(value, Mapping) else bool(value)
-
-
-def is_present(value: Any, tree: Tree) -> bool:
-    return value is not None
-
-
-def above_one(value: Any, tree: Tree) -> bool:
-    return isinstance(value, int) and value > 1
-
-
-def has_device(*devices: str) -> Asks:
-    return lambda value, tree: isinstance(value, Mapping) and value.get("device", "none") in devices
-
-
-def with_stage(asks: Asks, *stages: int) -> Asks:
-    """`asks`, at these ZeRO stages."""
-    return lambda value, tree: (lookup(tree, "zero_optimization.stage") or 0) in stages and asks(value, tree)
-
-
-def scaled_backward(value: Any, tree: Tree) -> bool:
-    return value == "coverage" and lookup(tree, f"{KEY}.regime") == "backward"
-
-
-def fp32_sums(value: Any, tree: Tree) -> bool:
-    return _dtype(value) == "fp32" and _model_dtype(tree) != "fp32"
-
-
-def other_sums(value: Any, tree: Tree) -> bool:
-    return value is not None and _dtype(value) not in ("fp32", _model_dtype(tree))
-
-
-def clips(value: Any, tree: Tree) -> bool:
-    """No norm, and clipping by it."""
-    clip = lookup(tree, "gradient_clipping")
-    return value is False and (DEFAULT_CLIPPING if clip is None else clip) > 0
-
-
-def overlaps(value: Any, tree: Tree) -> bool:
-    return value is False and bool(lookup(tree, "zero_optimization.overlap_comm"))
-
-
-def autocasts_below_bf16(value: Any, tree: Tree) -> bool:
-    """Or in no dtype that it names: what torch takes then depends on the device."""
-    return is_enabled(value, tree) and (not isinstance(value, Mapping) or _dtype(value.get("dtype")) != "bf16")
-
-
-def not_elementwise(value: Any, tree: Tree) -> bool:
-    allowed = bool(lookup(tree, f"{KEY}.allow_optimizer"))
-    return value is not None and not allowed and not is_elementwise(str(value))
-
-
-def _model_dtype(tree: Tree) -> str:
-    enabled = [name for name in ("fp16", "bf16") if is_enabled(lookup(tree, name), tree)]
-    return enabled[0] if enabled else "fp32"
-
-
-def _dtype(value: Any) -> str:
-    name = str(value).lower().removeprefix("torch.")
-    return {"float32": "fp32", "float": "fp32", "bfloat16": "bf16", "float16": "fp16", "half": "fp16"}.get(name, name)

@@ -6,40 +6,37 @@ from collections.abc import Mapping
 from typing import Any
 
 from sdp_deepspeed.config import KEY, SubnetworkConfig
-from sdp_deepspeed.support.rows import (
+from sdp_deepspeed.support.conditions import (
     ELEMENTWISE_OPTIMIZERS,
-    Asks,
-    Row,
-    above_one,
+    at_stages,
     autocasts_below_bf16,
-    clips,
+    clips_without_norm,
     differs,
     equals,
-    fp32_sums,
     has_device,
+    is_above_one,
     is_enabled,
+    is_not_elementwise,
     is_on,
     is_present,
-    lookup,
-    normalised,
-    not_elementwise,
-    other_sums,
-    overlaps,
-    scaled_backward,
-    with_stage,
+    overlaps_unmanaged,
+    scales_backward_branches,
+    sums_in_fp32,
+    sums_in_third_dtype,
 )
+from sdp_deepspeed.support.rows import Condition, Row, lookup, normalized
 
 
 def _works(what: str, path: str, example: Any = None) -> Row:
     return Row(what, path, "works", example)
 
 
-def _refused(what: str, path: str, example: Any, asks: Asks, note: str = "") -> Row:
-    return Row(what, path, "refused", example, asks, note)
+def _refused(what: str, path: str, example: Any, applies: Condition, note: str = "") -> Row:
+    return Row(what, path, "refused", example, applies, note)
 
 
-def _hint(what: str, path: str, example: Any, asks: Asks | None, note: str) -> Row:
-    return Row(what, path, "no effect", example, asks, note)
+def _hint(what: str, path: str, example: Any, applies: Condition | None, note: str) -> Row:
+    return Row(what, path, "no effect", example, applies, note)
 
 
 _ZERO = "zero_optimization"
@@ -61,7 +58,7 @@ _BLOCK = (
         "scaled dense branches, backward regime",
         f"{KEY}.dense_branch_scale",
         "coverage",
-        scaled_backward,
+        scales_backward_branches,
         "its workers train the whole model, which needs no scale; remove the key",
     ),
     _works("one subnetwork for each data-parallel rank", f"{KEY}.subnetworks", "auto"),
@@ -98,14 +95,14 @@ _PRECISION = (
         "fp32 gradient sums, stage 0",
         "data_types.grad_accum_dtype",
         "fp32",
-        with_stage(fp32_sums, 0),
+        at_stages(sums_in_fp32, 0),
         "DeepSpeed refuses this pair too; use stage 1",
     ),
     _refused(
         "gradient sums below the weights' precision",
         "data_types.grad_accum_dtype",
         "fp16",
-        other_sums,
+        sums_in_third_dtype,
         "use fp32, or the dtype of the weights",
     ),
     _works("dtype of gradients on the wire", "communication_data_type", "fp32"),
@@ -121,7 +118,11 @@ _ZERO_ROWS = (
     _works("size of weight buckets", f"{_ZERO}.allgather_bucket_size", 1000),
     _works("step without gradient norm", f"{_ZERO}.compute_grad_norm", False),
     _refused(
-        "no gradient norm, with clipping", f"{_ZERO}.compute_grad_norm", False, clips, "gradient_clipping must be 0"
+        "no gradient norm, with clipping",
+        f"{_ZERO}.compute_grad_norm",
+        False,
+        clips_without_norm,
+        "gradient_clipping must be 0",
     ),
     _works("optimizer in host memory, stages 1 and 2", f"{_ZERO}.offload_optimizer", {"device": "cpu"}),
     _works("optimizer in host memory (old key)", f"{_ZERO}.cpu_offload", True),
@@ -129,7 +130,7 @@ _ZERO_ROWS = (
         "optimizer in host memory, stage 0",
         f"{_ZERO}.offload_optimizer",
         {"device": "cpu"},
-        with_stage(has_device("cpu"), 0),
+        at_stages(has_device("cpu"), 0),
         "DeepSpeed offloads at stages 1 and 2; use stage 1",
     ),
     _refused("optimizer on NVMe", f"{_ZERO}.offload_optimizer", {"device": "nvme"}, has_device("nvme"), 'use "cpu"'),
@@ -137,7 +138,7 @@ _ZERO_ROWS = (
     _refused("offload of parameters", f"{_ZERO}.offload_param", {"device": "cpu"}, has_device("cpu", "nvme"), _STAGE_3),
     _refused("offload of parameters (old key)", f"{_ZERO}.cpu_offload_param", True, is_on, _STAGE_3),
     _refused("ZenFlow", f"{_ZERO}.zenflow", {"topk_ratio": 0.1}, is_present, "it steps parts of a gradient by itself"),
-    _refused("hierarchical partitions (ZeRO++)", f"{_ZERO}.zero_hpz_partition_size", 2, above_one, _STAGE_3),
+    _refused("hierarchical partitions (ZeRO++)", f"{_ZERO}.zero_hpz_partition_size", 2, is_above_one, _STAGE_3),
     _refused("quantized weights (ZeRO++)", f"{_ZERO}.zero_quantized_weights", True, is_on, _STAGE_3),
     _refused(
         "quantized frozen weights (ZeRO++)", f"{_ZERO}.zero_quantized_nontrainable_weights", True, is_on, _STAGE_3
@@ -175,7 +176,7 @@ _REST = (
         "accumulation by the caller, overlap, stages 0 and 1",
         "managed_gradient_accumulation",
         False,
-        with_stage(overlaps, 0, 1),
+        at_stages(overlaps_unmanaged, 0, 1),
         "DeepSpeed refuses this too; use stage 2",
     ),
     _works("activation checkpointing (Transformers', DeepSpeed's)", "activation_checkpointing", {"profile": False}),
@@ -194,7 +195,7 @@ _REST = (
         note="it divides weights that are there; build the model without `Init`",
     ),
     Row("stage 2 with a vocabulary that tensor-parallel ranks do not divide", "", "refused"),
-    _refused("sequence parallelism", "sequence_parallel_size", 2, above_one),
+    _refused("sequence parallelism", "sequence_parallel_size", 2, is_above_one),
     _refused("expert parallelism", "expert_parallel", {"enabled": True}, is_enabled),
     Row("pipeline modules", "", "refused"),
     _refused("hybrid engine", "hybrid_engine", {"enabled": True}, is_enabled),
@@ -206,7 +207,7 @@ _REST = (
         "other optimizers",
         "optimizer.type",
         "Lamb",
-        not_elementwise,
+        is_not_elementwise,
         f"each owner steps a flat part of a unit; use one of {', '.join(ELEMENTWISE_OPTIMIZERS)}, or set {_ALLOW} if "
         "yours updates each element by itself",
     ),
@@ -238,13 +239,13 @@ _REST = (
 TABLE: tuple[Row, ...] = _BLOCK + _ZERO_ROWS + _PRECISION + _REST
 
 
-def asked_for(config: SubnetworkConfig, ds_config: Mapping[str, Any]) -> list[tuple[Row, Any]]:
+def matching_rows(config: SubnetworkConfig, ds_config: Mapping[str, Any]) -> list[tuple[Row, Any]]:
     """Rows of what is refused or has no effect that a config asks for, each with its value.
 
     Args:
         config: the parsed block.
         ds_config: the whole DeepSpeed config, loaded.
     """
-    tree = normalised(ds_config, config.model_dump())
+    tree = normalized(ds_config, config.model_dump())
     values = ((row, lookup(tree, row.path)) for row in TABLE)
-    return [(row, value) for row, value in values if row.asks is not None and row.asks(value, tree)]
+    return [(row, value) for row, value in values if row.applies is not None and row.applies(value, tree)]

@@ -10,10 +10,12 @@ from typing import Any
 
 import torch.distributed as dist
 
-from sdp_deepspeed.training.run_folder import RunFolderError
+from sdp_deepspeed.config import MODES
+from sdp_deepspeed.plan.plan import Plan
+from sdp_deepspeed.training.user_errors import RunFolderError
 
 
-def forget_shared_memory() -> None:
+def unlink_shared_memory() -> None:
     """Unlink the buffers of DeepSpeed's operator for CPUs (66 MiB for each rank), which 0.19.8 leaves behind.
 
     Every rank has mapped them when `init_distributed` returns on all, and needs no name for them any more.
@@ -25,7 +27,7 @@ def forget_shared_memory() -> None:
         Path("/dev/shm", name).unlink(missing_ok=True)
 
 
-def plan_of(engine: Any) -> Any | None:
+def plan_of(engine: Any) -> Plan | None:
     """Our engine's plan; None for a stock engine."""
     return getattr(engine, "plan", None)
 
@@ -47,14 +49,14 @@ def save_pretrained(engine: Any, folder: Path, tokenizer: Any) -> None:
     dist.barrier()
 
 
-def save_checkpoint(engine: Any, folder: Path, **options: Any) -> None:
+def save_checkpoint(engine: Any, folder: Path, *, tag: str, client_state: dict[str, Any]) -> None:
     """As the engine's; every rank calls it.
 
     Raises:
         RunFolderError: on every rank, when it cannot be written.
     """
     with _as_run_folder_error():
-        engine.save_checkpoint(str(folder), **options)
+        engine.save_checkpoint(str(folder), tag=tag, client_state=client_state)
 
 
 def wait_for_checkpoint(engine: Any) -> None:
@@ -81,6 +83,6 @@ def label(engine: Any) -> str:
     zero = f"ZeRO-{engine.zero_optimization_stage()}"
     if plan is None:
         return zero
-    strategy = plan.strategy if isinstance(plan.strategy, str) else "mixed"
-    corner = "" if (plan.regime, strategy) == ("forward", "block") else f" {plan.regime} x {strategy}"
-    return f"SDP {plan.num_holders}/{plan.num_subnetworks}{corner} + {zero}"
+    mode = f"{plan.regime} x {plan.strategy if isinstance(plan.strategy, str) else 'mixed'}"
+    words = "" if mode == str(MODES[0]) else f" {mode}"  # the usual one goes without saying
+    return f"SDP {plan.num_holders}/{plan.num_subnetworks}{words} + {zero}"

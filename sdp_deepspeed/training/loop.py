@@ -4,22 +4,21 @@ from __future__ import annotations
 
 import contextlib
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from sdp_deepspeed.data import DataBundle
-from sdp_deepspeed.distributed.agreement import run_on_rank_0
-from sdp_deepspeed.distributed.communicator import Communicator
+from sdp_deepspeed.distributed.agreement import Gatherer, run_on_rank_0
 from sdp_deepspeed.measure.step import measured_step
-from sdp_deepspeed.training import engines as host
+from sdp_deepspeed.training import engines
 from sdp_deepspeed.training.evaluate import dense_validation_loss, to_device
 from sdp_deepspeed.training.options import Options
 from sdp_deepspeed.training.progress import Progress, memory_bytes
 from sdp_deepspeed.training.run_folder import RunFolder
-from sdp_deepspeed.training.stopping import StopRequest, agreed
+from sdp_deepspeed.training.stopping import StopRequest, reduce_outcome
 
 
 @dataclass
@@ -27,6 +26,8 @@ class Run:
     """Everything that a run consists of on one rank.
 
     Args:
+        engine: DeepSpeed's, ours or its own.
+        world: all ranks.
         step: optimizer steps done, those before a resume included.
         evaluated_at: step of the last recorded evaluation, also of an earlier process; None before the first.
     """
@@ -35,9 +36,9 @@ class Run:
     engine: Any
     data: DataBundle
     folder: RunFolder
-    world: Communicator
-    step: int = 0
-    evaluated_at: int | None = None
+    world: Gatherer
+    step: int = field(default=0, init=False)
+    evaluated_at: int | None = field(default=None, init=False)
 
     @property
     def tokens_per_step(self) -> int:
@@ -58,17 +59,17 @@ def resume(run: Run) -> None:
 
 def _forget_after(folder: RunFolder, step: int) -> int | None:
     """Drop records after `step`. Returns the step of the last evaluation that stays."""
-    folder.drop_metrics_after(step)
-    return max((record["step"] for record in folder.metrics() if record["kind"] == "evaluation"), default=None)
+    folder.metrics.drop_after(step)
+    return max((record["step"] for record in folder.metrics.read() if record["kind"] == "evaluation"), default=None)
 
 
 def save(run: Run) -> None:
     """Write a checkpoint of this step; every rank calls it."""
     state = {"step": run.step, "data": run.data.train.state_dict()}
-    host.save_checkpoint(run.engine, run.folder.checkpoints, tag=f"step_{run.step:08d}", client_state=state)
+    engines.save_checkpoint(run.engine, run.folder.checkpoints, tag=f"step_{run.step:08d}", client_state=state)
     dist.barrier()
     run_on_rank_0(run.world, lambda: run.folder.prune_checkpoints(run.options.keep_checkpoints))
-    run_on_rank_0(run.world, run.folder.raise_problem)
+    run_on_rank_0(run.world, run.folder.metrics.raise_problem)
 
 
 def train(run: Run, progress: Progress) -> bool:
@@ -107,20 +108,20 @@ def _one_step(run: Run, progress: Progress, stop: StopRequest, *, measure: bool,
     start = time.perf_counter()
     with measured_step(run.engine) if measure else contextlib.nullcontext() as figures:
         local_loss = _micro_steps(run)
-    loss, stopping, failed = agreed(stop, local_loss, failed=run.folder.failed)
-    if failed:
-        run_on_rank_0(run.world, run.folder.raise_problem)
+    outcome = reduce_outcome(local_loss, stop_requested=stop.requested, failed=run.folder.metrics.failed)
+    if outcome.failed:
+        run_on_rank_0(run.world, run.folder.metrics.raise_problem)
     seconds = time.perf_counter() - start
     run.step += 1
     tokens_per_second = run.tokens_per_step / seconds
-    run.folder.append_metrics(
+    run.folder.metrics.append(
         {
             "kind": "train",
             "step": run.step,
-            "loss": loss,
-            "loss_of": "subnetwork" if host.trains_subnetwork(run.engine) else "dense",
+            "loss": outcome.loss,
+            "loss_of": "subnetwork" if engines.trains_subnetwork(run.engine) else "dense",
             "learning_rate": run.engine.get_lr()[0],
-            "gradient_norm": _number(run.engine.get_global_grad_norm()),
+            "gradient_norm": _float_or_none(run.engine.get_global_grad_norm()),
             "seconds": seconds,
             "timed": timed,
             "tokens_per_second": tokens_per_second,
@@ -130,15 +131,13 @@ def _one_step(run: Run, progress: Progress, stop: StopRequest, *, measure: bool,
     )
     if figures is not None:
         _record_figures(run, figures.to_json())
-    progress.step(loss, tokens_per_second)
-    return stopping
+    progress.step(outcome.loss, tokens_per_second)
+    return outcome.stop_requested
 
 
 def _record_figures(run: Run, figures: dict[str, Any]) -> None:
     """Record every rank's figures at once, so that a later process of the run can report them; a collective."""
-    ranks: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(ranks, figures)
-    run.folder.append_metrics({"kind": "figures", "step": run.step, "ranks": ranks})
+    run.folder.metrics.append({"kind": "figures", "step": run.step, "ranks": run.world.gather_objects(figures)})
 
 
 def _micro_steps(run: Run) -> torch.Tensor:
@@ -160,10 +159,10 @@ def evaluate(run: Run, progress: Progress) -> None:
     if run.data.validation is None:
         return
     record = dense_validation_loss(run.engine, run.data.validation)
-    run.folder.append_metrics({"kind": "evaluation", "step": run.step, **record})
+    run.folder.metrics.append({"kind": "evaluation", "step": run.step, **record})
     run.evaluated_at = run.step
     progress.say(f"step {run.step}: dense validation loss {record['dense_validation_loss']:.4f}")
 
 
-def _number(value: Any) -> float | None:
+def _float_or_none(value: Any) -> float | None:
     return None if value is None else float(value)

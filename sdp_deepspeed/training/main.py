@@ -7,17 +7,18 @@ from collections.abc import Sequence
 
 from sdp_deepspeed.training.options import Options, parse_options
 from sdp_deepspeed.training.run_folder import RunFolder
-from sdp_deepspeed.training.user_errors import reported_mistakes
+from sdp_deepspeed.training.same_run import check_same_run
+from sdp_deepspeed.training.user_errors import exit_on_user_error
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the training program on this rank; returns the exit code (0 also after a stop that was asked for)."""
-    with reported_mistakes():
+    with exit_on_user_error():
         options = parse_options(arguments)
         num_ranks = _num_ranks()
         folder = RunFolder(options.run_folder, writes=os.environ["RANK"] == "0")
         config = _resolved(options, num_ranks)
-        moved = folder.check_same_run(config)
+        changed_layout = check_same_run(folder, config)
         if _is_finished(folder, options.steps):
             if folder.writes:
                 print(f"{folder.path} has its {options.steps} steps already; remove it to train again", flush=True)
@@ -25,8 +26,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     # Heavy imports only now: a typo on the command line is answered at once.
     from sdp_deepspeed.training.session import run_session
 
-    if moved and folder.writes:
-        rows = ", ".join(f"{path} {then!r} -> {now!r}" for path, (then, now) in moved.items())
+    if changed_layout and folder.writes:
+        rows = ", ".join(f"{path} {then!r} -> {now!r}" for path, (then, now) in changed_layout.items())
         print(f"the run in {folder.path} goes on with another layout: {rows}", flush=True)
     return run_session(options, folder, config)
 

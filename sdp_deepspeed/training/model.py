@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import textwrap
 from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
@@ -14,6 +13,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from sdp_deepspeed.config import parse
 from sdp_deepspeed.deferred_init.init import Init
+from sdp_deepspeed.messages import nearest
 
 
 def build_model(
@@ -55,9 +55,9 @@ def _refuse_misspelt(shape: Mapping[str, Any], config: Any) -> None:
     """Transformers keeps keys that it does not know and goes on with its default for the one that was meant."""
     known = type(config)().to_dict().keys()
     for key in shape:
-        near = difflib.get_close_matches(key, known, n=1, cutoff=0.85)
-        if near and not hasattr(type(config)(), key):
-            raise ValueError(f"unknown key {key!r}, did you mean {near[0]!r}?")
+        meant = nearest(key, known, cutoff=0.85)
+        if meant and not hasattr(type(config)(), key):
+            raise ValueError(f"unknown key {key!r}, did you mean {meant!r}?")
 
 
 def check_fits(config: Any, *, num_tokens: int, sequence_length: int) -> None:

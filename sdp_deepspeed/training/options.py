@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import argparse
-import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
+from sdp_deepspeed.command_line import Parser, positive, read_json
 from sdp_deepspeed.config import KEY
 
 
@@ -43,54 +43,25 @@ class Options:
     baseline: bool = False
 
 
-class _Parser(argparse.ArgumentParser):
-    """Raises instead of printing, so that one rank tells the user and not all of them."""
-
-    def error(self, message: str) -> NoReturn:
-        raise ValueError(f"{message} (--help lists the options)")
-
-
-def _positive(text: str) -> int:
-    if not text.isdigit() or int(text) == 0:
-        raise argparse.ArgumentTypeError(f"expected a whole number above 0, got {text!r}")
-    return int(text)
-
-
-def _parser() -> argparse.ArgumentParser:
-    parser = _Parser(
+def _parser() -> Parser:
+    parser = Parser(
         prog="pretrain.py",
         description="Pre-train a decoder. Start it with `deepspeed launch/pretrain.py ...`; start it again to resume.",
-        allow_abbrev=False,
     )
     add = parser.add_argument
     add("--model", type=Path, required=True, help="JSON: a Transformers config, such as configs/models/tiny.json")
     add("--deepspeed_config", type=Path, required=True, help="JSON: DeepSpeed's config with or without our block")
     add("--data", type=Path, help="JSON: the data's settings (default: the Python standard library's source)")
     add("--run-folder", type=Path, required=True, help="where config, metrics, checkpoints and the model go")
-    add("--steps", type=_positive, required=True, help="optimizer steps of the whole run")
-    add("--eval-interval", type=_positive, default=100, help="steps between evaluations (default 100)")
-    add("--save-interval", type=_positive, default=500, help="steps between checkpoints (default 500)")
-    add("--keep-checkpoints", type=_positive, default=2, help="newest checkpoints to keep (default 2)")
+    add("--steps", type=positive, required=True, help="optimizer steps of the whole run")
+    add("--eval-interval", type=positive, default=100, help="steps between evaluations (default 100)")
+    add("--save-interval", type=positive, default=500, help="steps between checkpoints (default 500)")
+    add("--keep-checkpoints", type=positive, default=2, help="newest checkpoints to keep (default 2)")
     add("--seed", type=int, default=0, help="seed of the initial weights (default 0)")
     add("--gradient-checkpointing", action="store_true", help="recompute activations in the backward pass")
     add("--baseline", action="store_true", help="ignore our block: plain DeepSpeed, for comparison")
     add("--local_rank", type=int, help=argparse.SUPPRESS)  # the launcher passes it; the environment says the same
     return parser
-
-
-def read_json(path: Path, option: str) -> dict[str, Any]:
-    """A JSON object from `path`; ValueError names the command line's `option` and where the file is wrong."""
-    try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise ValueError(f"{option}: cannot read {path}: {error.strerror}") from None
-    except UnicodeDecodeError:
-        raise ValueError(f"{option}: {path} is not text: expected a JSON file") from None
-    except json.JSONDecodeError as error:
-        raise ValueError(f"{option}: {path}:{error.lineno}:{error.colno}: not JSON: {error.msg}") from None
-    if not isinstance(content, dict):
-        raise ValueError(f"{option}: {path} holds a {type(content).__name__}: expected a JSON object {{...}}")
-    return content
 
 
 def parse_options(arguments: Sequence[str] | None = None) -> Options:

@@ -11,7 +11,7 @@ import psutil
 import torch
 from tqdm import tqdm
 
-_MIB = 2**20
+from sdp_deepspeed.sizes import mib_text
 
 
 def memory_bytes() -> int:
@@ -53,7 +53,7 @@ class Progress:
         """One step is done."""
         if self._show:
             with contextlib.suppress(OSError):
-                memory = f"{memory_bytes() / _MIB:.0f} MiB"
+                memory = mib_text(memory_bytes(), digits=0)
                 self._bar.set_postfix(
                     {"loss": f"{loss:.3f}", "tok/s": f"{tokens_per_second:.0f}", "memory": memory}, refresh=False
                 )

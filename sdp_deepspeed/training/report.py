@@ -7,10 +7,9 @@ import statistics
 from importlib import metadata
 
 import torch
-import torch.distributed as dist
 
 from sdp_deepspeed.distributed.agreement import run_on_rank_0
-from sdp_deepspeed.training import engines as host
+from sdp_deepspeed.training import engines
 from sdp_deepspeed.training.loop import Run
 from sdp_deepspeed.training.report_table import REPORT_VERSION
 from sdp_deepspeed.version import __version__
@@ -22,20 +21,20 @@ def write_report(run: Run) -> None:
     Raises:
         RunFolderError: on every rank, when it, or an earlier record, cannot be written.
     """
-    run_on_rank_0(run.world, run.folder.raise_problem)
+    run_on_rank_0(run.world, run.folder.metrics.raise_problem)
     run_on_rank_0(run.world, lambda: _write(run))
 
 
 def _write(run: Run) -> None:
-    records = run.folder.metrics()
+    records = run.folder.metrics.read()
     evaluations, figures = ([r for r in records if r["kind"] == kind] for kind in ("evaluation", "figures"))
-    plan = host.plan_of(run.engine)
+    plan = engines.plan_of(run.engine)
     run.folder.write_json(
         "report.json",
         {
             "version": REPORT_VERSION,
-            "label": host.label(run.engine),
-            "num_ranks": dist.get_world_size(),
+            "label": engines.label(run.engine),
+            "num_ranks": run.world.size,
             "steps": run.step,
             "tokens_per_step": run.tokens_per_step,
             "coverage": 1.0 if plan is None else plan.coverage,

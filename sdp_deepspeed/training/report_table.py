@@ -1,19 +1,34 @@
-"""report.json of one or more runs as one table: `python -m sdp_deepspeed.report runs/quickstart runs/quickstart/zero1`.
-
-The last run is the one that the others are set against.
-"""
+"""`sdp report`: report.json of one or more runs as one table, the last run being what the others are set against."""
 
 from __future__ import annotations
 
 import argparse
-import json
-import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from sdp_deepspeed.command_line import Parser, read_json
+from sdp_deepspeed.sizes import mib_text
+
 REPORT_VERSION = 1
-_MIB = 2**20
+
+
+def configure(parser: Parser) -> None:
+    """Arguments of `sdp report`."""
+    parser.description = (
+        "Finished runs side by side: what a worker pays in memory, traffic and time, and the dense validation loss.\n"
+        "Figures are those of the rank that has most; quotients are with the last run."
+    )
+    parser.epilog = "example: sdp report runs/quickstart runs/quickstart/zero1"
+    parser.add_argument(
+        "folders", nargs="+", type=Path, metavar="RUN", help="run folders; the last one is the baseline"
+    )
+    parser.set_defaults(run=_run)
+
+
+def _run(options: argparse.Namespace) -> int:
+    print(table([load_report(folder) for folder in options.folders]))
+    return 0
 
 
 def load_report(folder: Path) -> dict[str, Any]:
@@ -25,7 +40,7 @@ def load_report(folder: Path) -> dict[str, Any]:
     path = folder / "report.json"
     if not path.exists():
         raise ValueError(f"{path} does not exist: the run has not finished, start it again to resume")
-    report = json.loads(path.read_text(encoding="utf-8"))
+    report = read_json(path, "RUN")
     if report.get("version") != REPORT_VERSION:
         raise ValueError(f"{path} has version {report.get('version')!r}, expected {REPORT_VERSION}: run again")
     return report
@@ -47,17 +62,12 @@ def _median_seconds(report: Mapping[str, Any]) -> float | None:
 
 # Row title, where the number is, how it is written, whether a quotient with the baseline means something.
 _ROWS: tuple[tuple[str, Callable[[Mapping[str, Any]], float | None], Callable[[float], str], bool], ...] = (
-    ("weights", _largest("weights"), lambda x: f"{x / _MIB:.2f} MiB", True),
-    ("gradients", _largest("gradients"), lambda x: f"{x / _MIB:.2f} MiB", True),
-    ("optimizer state", _largest("optimizer"), lambda x: f"{x / _MIB:.2f} MiB", True),
-    (
-        "model state, sum of the three",
-        _largest("weights", "gradients", "optimizer"),
-        lambda x: f"{x / _MIB:.2f} MiB",
-        True,
-    ),
-    ("peak of live tensors", _largest("peak"), lambda x: f"{x / _MIB:.2f} MiB", True),
-    ("bytes sent per step", _largest("sent"), lambda x: f"{x / _MIB:.2f} MiB", True),
+    ("weights", _largest("weights"), mib_text, True),
+    ("gradients", _largest("gradients"), mib_text, True),
+    ("optimizer state", _largest("optimizer"), mib_text, True),
+    ("model state, sum of the three", _largest("weights", "gradients", "optimizer"), mib_text, True),
+    ("peak of live tensors", _largest("peak"), mib_text, True),
+    ("bytes sent per step", _largest("sent"), mib_text, True),
     ("step time, median", _median_seconds, lambda x: f"{x * 1000:.0f} ms", True),
     ("dense validation loss", lambda report: report["dense_validation_loss"], lambda x: f"{x:.4f}", False),
 )
@@ -77,7 +87,7 @@ def _cells(report: Mapping[str, Any], baseline: Mapping[str, Any]) -> list[str]:
 
 
 def table(reports: Sequence[Mapping[str, Any]]) -> str:
-    """The reports side by side; quotients are with the last one. Figures are those of the worst rank."""
+    """The reports side by side; quotients are with the last one."""
     columns = [["per worker (largest of all)", *(title for title, *_ in _ROWS)]]
     columns += [[report["label"], *_cells(report, reports[-1])] for report in reports]
     widths = [max(map(len, column)) for column in columns]
@@ -100,20 +110,3 @@ def _notes(reports: Sequence[Mapping[str, Any]]) -> list[str]:
             f"{report['hardware']}{missing}"
         )
     return notes
-
-
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Print the table; returns the exit code."""
-    parser = argparse.ArgumentParser(prog="python -m sdp_deepspeed.report", description=__doc__)
-    parser.add_argument("folders", nargs="+", type=Path, help="run folders; the last one is the baseline")
-    folders = parser.parse_args(arguments).folders
-    try:
-        print(table([load_report(folder) for folder in folders]))
-    except ValueError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
-    return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -20,37 +20,37 @@ from sdp_deepspeed.data.bundle import POLL_SECONDS
 from sdp_deepspeed.data.prepare import prepare
 from sdp_deepspeed.distributed.agreement import run_on_rank_0
 from sdp_deepspeed.distributed.communicator import Communicator
-from sdp_deepspeed.training import engines as host
+from sdp_deepspeed.training import engines
 from sdp_deepspeed.training.loop import Run, resume, train
 from sdp_deepspeed.training.model import build_model, check_fits, may_defer
 from sdp_deepspeed.training.options import Options
 from sdp_deepspeed.training.progress import Progress
 from sdp_deepspeed.training.report import write_report
-from sdp_deepspeed.training.run_folder import RunFolder, RunFolderError, writing
-from sdp_deepspeed.training.user_errors import reported, reported_mistakes
+from sdp_deepspeed.training.run_folder import RunFolder
+from sdp_deepspeed.training.user_errors import RunFolderError, exit_on, exit_on_user_error, writing
 
 
 def run_session(options: Options, folder: RunFolder, config: dict[str, Any]) -> int:
     """Train, export, report; every rank calls it. Returns the exit code."""
     deepspeed.init_distributed()
-    host.forget_shared_memory()
+    engines.unlink_shared_memory()
     # Before the first collective of ours, which with NCCL needs each rank on its own device.
     get_accelerator().set_device(int(os.environ.get("LOCAL_RANK", "0")))
     _silence_hosts()
     try:
         # DeepSpeed tells some mistakes in its JSON by assertion.
-        with reported_mistakes(DeepSpeedConfigError, AssertionError, NotImplementedError, RunFolderError):
+        with exit_on_user_error(DeepSpeedConfigError, AssertionError, NotImplementedError, RunFolderError):
             run = _set_up(options, folder)
             run_on_rank_0(run.world, lambda: _record_settings(run, config))
         with (
-            reported(RunFolderError),
+            exit_on(RunFolderError),
             Progress(first=run.step, total=options.steps, show=folder.writes) as progress,
         ):
             progress.say(_introduction(run))
             if train(run, progress):
-                host.save_pretrained(run.engine, folder.hf, run.data.tokenizer)
+                engines.save_pretrained(run.engine, folder.hf, run.data.tokenizer)
                 write_report(run)
-            host.wait_for_checkpoint(run.engine)
+            engines.wait_for_checkpoint(run.engine)
     finally:
         _close()
     return 0
@@ -67,7 +67,7 @@ def _silence_hosts() -> None:
 
 def _record_settings(run: Run, config: dict[str, Any]) -> None:
     run.folder.write_json("config.json", config)
-    if (plan := host.plan_of(run.engine)) is not None:
+    if (plan := engines.plan_of(run.engine)) is not None:
         with writing(run.folder.plan):
             plan.save(run.folder.plan)
 
@@ -110,9 +110,10 @@ def _open_data(config: DataConfig, engine: Any, world: Communicator) -> DataBund
 
 def _introduction(run: Run) -> str:
     where = f"resuming at step {run.step}" if run.step else "starting"
+    batches = run.data.train
     return (
-        f"{where}: {host.label(run.engine)} on {dist.get_world_size()} ranks, {run.tokens_per_step} tokens per step, "
-        f"{run.data.train.num_blocks} training blocks of {run.data.train.sequence_length} tokens"
+        f"{where}: {engines.label(run.engine)} on {run.world.size} ranks, {run.tokens_per_step} tokens per step, "
+        f"{batches.num_blocks} training blocks of {batches.sequence_length} tokens"
     )
 
 

@@ -6,7 +6,7 @@ What the deepspeed launcher (0.19.8) does, and why this looks as it does:
   second signal must not break what the first began, so repeats only set the flag again. SIGQUIT and SIGKILL still end
   a rank at once.
 - SIGTERM to `deepspeed.launcher.launch` goes to one rank after the other, each with 30 seconds to end before it is
-  killed. One rank's request therefore stops all of them (`agreed`).
+  killed. One rank's request therefore stops all of them (`reduce_outcome`).
 - SIGTERM to the `deepspeed` command itself ends that command alone and leaves the ranks running: they notice that
   the launcher's parent is gone.
 """
@@ -16,7 +16,7 @@ from __future__ import annotations
 import os
 import signal
 from types import FrameType, TracebackType
-from typing import Any
+from typing import Any, NamedTuple
 
 import psutil
 import torch
@@ -59,13 +59,27 @@ class StopRequest:
         return self._signalled or _ancestors() != self._ancestors
 
 
-def agreed(stop: StopRequest, loss: torch.Tensor, *, failed: bool = False) -> tuple[float, bool, bool]:
-    """Mean of `loss` (a scalar) over ranks, whether any was asked to stop, whether any `failed`; all ranks call it.
+class StepOutcome(NamedTuple):
+    """What all ranks know of a step that each of them made.
 
-    All travel in one all-reduce, and all ranks get the same answer, so that they leave the loop after the same step.
+    Args:
+        loss: mean over ranks.
+        stop_requested: whether any rank was asked to stop.
+        failed: whether any rank lost a record of the run.
     """
-    flags = loss.new_tensor([float(stop.requested), float(failed)], dtype=torch.float32)
+
+    loss: float
+    stop_requested: bool
+    failed: bool
+
+
+def reduce_outcome(loss: torch.Tensor, *, stop_requested: bool, failed: bool) -> StepOutcome:
+    """This rank's outcome (`loss` is a scalar) to that of all; all ranks call it.
+
+    All travels in one all-reduce, and all ranks get the same answer, so that they leave the loop after the same step.
+    """
+    flags = loss.new_tensor([float(stop_requested), float(failed)], dtype=torch.float32)
     values = torch.cat([loss.detach().float().reshape(1), flags])
     dist.all_reduce(values)
     loss_sum, num_requests, num_failed = values.tolist()
-    return loss_sum / dist.get_world_size(), num_requests > 0, num_failed > 0
+    return StepOutcome(loss_sum / dist.get_world_size(), num_requests > 0, num_failed > 0)

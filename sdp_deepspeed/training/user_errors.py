@@ -7,26 +7,44 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 
-MISTAKE_EXIT_CODE = 2
+from sdp_deepspeed.command_line import USER_ERROR_EXIT_CODE
+
 BROKEN_RUN_EXIT_CODE = 1
 # The launcher ends all ranks within two seconds after the first has failed; rank 0 usually says the same as we would.
 _SECONDS_TO_LET_RANK_0_SPEAK = 15.0
 
 
+class RunFolderError(RuntimeError):
+    """A file of the run cannot be written, as on a full disk; the message names it, the reason and what to do."""
+
+
 @contextmanager
-def reported_mistakes(*errors: type[Exception]) -> Iterator[None]:
+def writing(path: Path) -> Iterator[None]:
+    """RunFolderError instead of the block's OSError."""
+    try:
+        yield
+    except OSError as error:
+        raise RunFolderError(
+            f"cannot write {path}: {error.strerror or error}; make it possible (space, permissions) and start the same "
+            "command again: it resumes at the last checkpoint"
+        ) from None
+
+
+@contextmanager
+def exit_on_user_error(*errors: type[Exception]) -> Iterator[None]:
     """End the process when the block raises ValueError, OSError or one of `errors`: for set-up only.
 
     Inside the training loop a ValueError is our bug and keeps its traceback.
     """
-    with reported(ValueError, OSError, *errors, exit_code=MISTAKE_EXIT_CODE):
+    with exit_on(ValueError, OSError, *errors, code=USER_ERROR_EXIT_CODE):
         yield
 
 
 @contextmanager
-def reported(*errors: type[Exception], exit_code: int = BROKEN_RUN_EXIT_CODE) -> Iterator[None]:
-    """End the process when the block raises one of `errors`.
+def exit_on(*errors: type[Exception], code: int = BROKEN_RUN_EXIT_CODE) -> Iterator[None]:
+    """End the process with `code` when the block raises one of `errors`.
 
     Rank 0 speaks at once; another rank speaks only if it is still alive after some seconds, which means that rank 0
     had nothing to say.
@@ -39,4 +57,4 @@ def reported(*errors: type[Exception], exit_code: int = BROKEN_RUN_EXIT_CODE) ->
             time.sleep(_SECONDS_TO_LET_RANK_0_SPEAK)
         prefix = "error" if rank == "0" else f"error on rank {rank}"
         print(f"{prefix}: {str(error).strip() or type(error).__name__}", file=sys.stderr, flush=True)
-        sys.exit(exit_code)
+        sys.exit(code)

@@ -38,8 +38,8 @@ def make_optimizer(name: str, groups: list[dict[str, Any]]) -> torch.optim.Optim
 
 
 def deepspeed_config(case: Case, **block: Any) -> dict[str, Any]:
-    """The cell's config with what the case has beside it; `block` comes before the case's own."""
-    result = case.cell.config(case.ranks, case.holders)
+    """The combination's config with what the case has beside it; `block` comes before the case's own."""
+    result = case.combination.config(case.ranks, case.holders)
     result["subnetwork_data_parallel"] = case.block | block
     result["zero_optimization"] |= dict.fromkeys(("reduce_bucket_size", "allgather_bucket_size"), BUCKETS[case.buckets])
     result |= {"gradient_clipping": case.clip, "zero_allow_untested_optimizer": True}

@@ -1,6 +1,6 @@
 """The oracle grid: what is compared with `reference.py`, and the small sample of it that every run takes.
 
-It is made of the support matrix: every allowed cell, on every number of holders that it can have.
+It is made of the support matrix: every allowed combination, on every number of holders that it can have.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from dataclasses import asdict, dataclass, replace
 from functools import cache
 from typing import Any
 
-from sdp_deepspeed.support.cells import Cell, all_cells
+from sdp_deepspeed.support.combinations import Combination, all_combinations
 from tests.helpers.models import SPECIMENS, Specimen
 
 SIZES = (2, 3, 4)
@@ -25,7 +25,7 @@ FIELDS = ("regime", "strategy", "stage", "precision", "tensor_parallel", "offloa
 
 @dataclass(frozen=True)
 class Case:
-    """A cell of the support matrix with what it is tried on.
+    """A combination of the support matrix with what it is tried on.
 
     Args:
         holders: p, of `num_subnetworks`.
@@ -66,9 +66,9 @@ class Case:
         return "-".join(words)
 
     @property
-    def cell(self) -> Cell:
+    def combination(self) -> Combination:
         accumulation = "none" if self.accumulation == 1 else "caller" if self.by_caller else "engine"
-        return Cell(**{name: getattr(self, name) for name in FIELDS}, accumulation=accumulation)
+        return Combination(**{name: getattr(self, name) for name in FIELDS}, accumulation=accumulation)
 
     @property
     def num_workers(self) -> int:
@@ -87,41 +87,41 @@ class Case:
     @property
     def block(self) -> dict[str, Any]:
         """The config block. Granularity is said where it has an effect only."""
-        block = {"holders": self.holders} | self.cell.block(self.ranks)
+        block = {"holders": self.holders} | self.combination.block(self.ranks)
         return block | ({"granularity": self.granularity} if self.granularity != "sublayer" else {})
 
 
 def full_grid(size: int) -> list[Case]:
-    """Every allowed cell with each number of holders, and every model on every corner under two typical settings.
+    """Every allowed combination with each number of holders, and every model in every mode under two typical settings.
 
-    What a cell leaves open (model, optimizer, clipping, buckets, wire) is drawn, with a seed.
+    What a combination leaves open (model, optimizer, clipping, buckets, wire) is drawn, with a seed.
     """
     draw = random.Random(size)
     grid = [
-        _drawn(draw, size, holders, cell)
-        for cell in allowed_cells()
-        if size % (cell.tensor_parallel * cell.replicas) == 0
-        for holders in range(1, cell.num_subnetworks(size) + 1)
+        _drawn(draw, size, holders, combination)
+        for combination in allowed_combinations()
+        if size % (combination.tensor_parallel * combination.replicas) == 0
+        for holders in range(1, combination.num_subnetworks(size) + 1)
     ]
-    corners = itertools.product(range(1, size + 1), ("forward", "backward"), ("block", "neuron", "mixed"))
-    for corner, model, granularity in itertools.product(corners, SPECIMENS, ("sublayer", "layer")):
-        plain = Case(size, *corner, model, granularity)
+    modes = itertools.product(range(1, size + 1), ("forward", "backward"), ("block", "neuron", "mixed"))
+    for mode, model, granularity in itertools.product(modes, SPECIMENS, ("sublayer", "layer")):
+        plain = Case(size, *mode, model, granularity)
         grid += [plain, replace(plain, stage=0, accumulation=3, optimizer="SGD", clip=0.0)]
     return [case for case in dict.fromkeys(grid) if possible(case)]
 
 
 @cache
-def allowed_cells() -> tuple[Cell, ...]:
+def allowed_combinations() -> tuple[Combination, ...]:
     """What start-up does not refuse."""
-    return tuple(cell for cell in all_cells() if not cell.refusals())
+    return tuple(combination for combination in all_combinations() if not combination.refusals())
 
 
-def _drawn(draw: random.Random, size: int, holders: int, cell: Cell) -> Case:
-    """The cell on a model that it can run with; the last draw stays if none of many can."""
-    known = {name: getattr(cell, name) for name in FIELDS}
+def _drawn(draw: random.Random, size: int, holders: int, combination: Combination) -> Case:
+    """The combination on a model that it can run with; the last draw stays if none of many can."""
+    known = {name: getattr(combination, name) for name in FIELDS}
     accumulation: dict[str, Any] = {
-        "accumulation": 1 if cell.accumulation == "none" else 3,
-        "by_caller": cell.accumulation == "caller",
+        "accumulation": 1 if combination.accumulation == "none" else 3,
+        "by_caller": combination.accumulation == "caller",
     }
     for _ in range(100):
         case = Case(
@@ -177,10 +177,10 @@ def pairwise(cases: Sequence[Case]) -> list[Case]:
 
 def pairs(case: Case) -> Iterable[Any]:
     """Pairs of traits, and the counts of ranks and holders; where units are lacking, the pairs once more, since
-    C = 1 would be the easy way to meet them. A corner is one trait, so that every model meets every corner; holders are
+    C = 1 would be the easy way to meet them. A mode is one trait, so that every model meets every mode; holders are
     one, some, or all, since p = 3 of 3 has more in common with 4 of 4 than with 3 of 4."""
     traits = asdict(case)
-    traits["corner"] = f"{traits.pop('regime')} {traits.pop('strategy')}"
+    traits["mode"] = f"{traits.pop('regime')} {traits.pop('strategy')}"
     traits["holders"] = {case.num_subnetworks: "all", 1: "one"}.get(case.holders, "some")
     found = set(itertools.combinations(sorted(traits.items()), 2))
     lacking = {("lacking", pair) for pair in found if case.holders < case.num_subnetworks}

@@ -9,7 +9,7 @@ from sdp_deepspeed.config import KEY
 from sdp_deepspeed.support.rows import Row
 from sdp_deepspeed.support.table import TABLE
 
-REFUSED = [row for row in TABLE if row.state in ("refused", "not built yet") and row.asks is not None]
+REFUSED = [row for row in TABLE if row.state == "refused" and row.applies is not None]
 HINTS = [row for row in TABLE if row.state == "no effect"]
 WORKS = [row for row in TABLE if row.state == "works"]
 BF16 = {"bf16": {"enabled": True}}

@@ -291,5 +291,5 @@ def test_config_is_frozen() -> None:
         read().regime = "backward"
 
 
-def test_names_of_other_spellings_are_normalised() -> None:
-    assert all(block._normalised(name) == name for name in block._OTHER_NAMES)
+def test_names_of_other_spellings_are_normalized() -> None:
+    assert all(block._normalized(name) == name for name in block._OTHER_NAMES)

@@ -12,8 +12,7 @@ from sdp_deepspeed.checkpoint.state.chunks import WEIGHT
 from sdp_deepspeed.checkpoint.storage.chunk_files import SafetensorsReader
 from sdp_deepspeed.checkpoint.storage.manifest import verify
 from sdp_deepspeed.checkpoint.storage.names import PLAN
-
-_UNITS = {1: "bytes", 10**3: "kB", 10**6: "MB", 10**9: "GB", 10**12: "TB"}
+from sdp_deepspeed.sizes import bytes_text
 
 
 def describe(path: Path) -> tuple[list[str], bool]:
@@ -27,7 +26,7 @@ def describe(path: Path) -> tuple[list[str], bool]:
     lines = [
         f"checkpoint {path}",
         f"format {manifest['format']}, step {manifest['global_steps']}, written by {manifest['ranks']} ranks",
-        f"{len(manifest['files'])} files, {_bytes(size)}",
+        f"{len(manifest['files'])} files, {bytes_text(size)}",
     ]
     if not problems:
         lines += [*_plan(path), *_tensors(path)]
@@ -57,9 +56,4 @@ def _tensors(path: Path) -> Iterator[str]:
         elements = sum(info.size.numel() for info in infos)
         size = sum(info.size.numel() * info.properties.dtype.itemsize for info in infos)
         dtypes = sorted({str(info.properties.dtype).removeprefix("torch.") for info in infos})
-        yield f"{kind}: {len(infos)} tensors, {elements:,} elements, {_bytes(size)}, {' and '.join(dtypes)}"
-
-
-def _bytes(count: int) -> str:
-    unit = max((unit for unit in _UNITS if unit <= count), default=1)
-    return f"{count / unit:.{0 if unit == 1 else 2}f} {_UNITS[unit]}"
+        yield f"{kind}: {len(infos)} tensors, {elements:,} elements, {bytes_text(size)}, {' and '.join(dtypes)}"

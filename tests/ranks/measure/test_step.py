@@ -12,7 +12,8 @@ import torch
 import torch.distributed as dist
 
 from sdp_deepspeed.config import KEY
-from sdp_deepspeed.estimate.per_rank import Precision, Setup, estimate, plain
+from sdp_deepspeed.estimate.per_rank import Setup, estimate, plain
+from sdp_deepspeed.estimate.precision import Precision
 from sdp_deepspeed.measure.step import StepFigures, measured_step, optimizer_tensors
 from sdp_deepspeed.measure.traffic import TrafficCounter
 from sdp_deepspeed.plan.tensors import TensorInfo

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import json
-from pathlib import Path
 from typing import Any
 
 import pytest
 
 from sdp_deepspeed.data import DataConfig
-from sdp_deepspeed.data.__main__ import main
 
 
 @pytest.mark.parametrize(
@@ -54,25 +51,3 @@ def test_all_mistakes_are_told_at_once() -> None:
 def test_defaults_and_json() -> None:
     assert DataConfig.from_dict({}) == DataConfig()
     assert DataConfig.from_dict({"sequence_length": 64, "validation_fraction": 0}).sequence_length == 64
-
-
-def test_program_prepares_and_tells_mistakes_in_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    (tmp_path / "text.txt").write_text("".join(f"paragraph number {i}\n\n" for i in range(200)))
-    settings = {
-        "source": "files",
-        "path": str(tmp_path / "text.txt"),
-        "text_documents": "paragraph",
-        "vocab_size": 300,
-        "cache_dir": str(tmp_path / "cache"),
-    }
-    (tmp_path / "data.json").write_text(json.dumps(settings))
-    assert main([str(tmp_path / "data.json")]) == 0
-    assert "tokens to train on" in capsys.readouterr().out
-    (tmp_path / "data.json").write_text(json.dumps(settings | {"path": str(tmp_path / "absent.txt")}))
-    assert main([str(tmp_path / "data.json")]) == 2
-    said = capsys.readouterr().err
-    assert "no file found" in said
-    assert said.count("\n") == 1
-    (tmp_path / "data.json").write_text("[]")
-    assert main([str(tmp_path / "data.json")]) == 2
-    assert main([]) == 2

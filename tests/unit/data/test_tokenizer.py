@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sdp_deepspeed.data import DataConfig
-from sdp_deepspeed.data.packing import PreparedData, token_dtype
+from sdp_deepspeed.data.packing import PreparedData
 from sdp_deepspeed.data.prepare import prepare
 from sdp_deepspeed.data.tokenizer import encode, identity, load_tokenizer, train_tokenizer, vocabulary_size
 
@@ -78,7 +78,8 @@ def test_tokenizers_that_do_not_serve_are_errors(tmp_path: Path) -> None:
         load_tokenizer(str(tmp_path))
 
 
-def test_ids_fit_what_is_stored() -> None:
-    assert token_dtype(2**16).itemsize == 2
-    assert token_dtype(2**16 + 1).itemsize == 4
-    assert vocabulary_size(_trained()) == len(_trained())
+def test_gaps_in_a_vocabulary_need_room_too() -> None:
+    tokenizer = train_tokenizer(WORDS, 300)
+    assert vocabulary_size(tokenizer) == len(tokenizer)
+    tokenizer.get_vocab = lambda: {"a": 0, "b": 400}
+    assert vocabulary_size(tokenizer) == 401

@@ -1,4 +1,4 @@
-"""Estimates: DESIGN.md's table, and exact counts against a plain count element by element."""
+"""Estimates of each rank: the formulas where sizes divide, and a plain count element by element."""
 
 from __future__ import annotations
 
@@ -9,8 +9,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sdp_deepspeed.estimate.formulas import bytes_per_parameter, main, sent_per_parameter, table
-from sdp_deepspeed.estimate.per_rank import Precision, RankEstimate, Setup, estimate, plain
+from sdp_deepspeed.estimate.formulas import bytes_per_parameter, sent_per_parameter
+from sdp_deepspeed.estimate.per_rank import RankEstimate, Setup, estimate, plain
+from sdp_deepspeed.estimate.precision import Precision
 from sdp_deepspeed.exchange.routes import return_route
 from sdp_deepspeed.layout.segments import build_buckets, build_segments
 from sdp_deepspeed.plan.assignment import methods as assignment
@@ -35,73 +36,6 @@ def plan_of(num_layers: int, size: int, holders: int, regime: str = "forward", r
     )
     rows = assignment.balanced([UnitCost(40, 160, 80)] * num_layers, num_subnetworks=k, num_holders=holders)
     return Plan(regime, "block", k, holders, 0, units, rows, tuple(rank * k // size for rank in range(size)))
-
-
-@pytest.mark.parametrize(
-    ("method", "figures"),
-    [
-        ("DDP / ZeRO-0", (2, 2, 12)),
-        ("ZeRO-1", (2, 2, 1.5)),
-        ("ZeRO-2", (2, 0.25, 1.5)),
-        ("ZeRO-3, FSDP", (0.25, 0.25, 1.5)),
-        ("SDP, stage 0", (1, 1, 6)),
-        ("SDP + ZeRO-1", (1, 1, 1.5)),
-        ("SDP + ZeRO-2", (1, 0.25, 1.5)),
-        ("SDP + FSDP2", (0.25, 0.25, 1.5)),
-    ],
-)
-def test_table_of_the_design_document(method: str, figures: tuple[float, float, float]) -> None:
-    assert bytes_per_parameter(8, 0.5, BF16)[method] == pytest.approx(figures)
-
-
-def test_other_precisions_of_the_design_document() -> None:
-    n, c = 4, 0.5
-    assert bytes_per_parameter(n, c, FP32)["SDP + ZeRO-1"] == (4 * c, 4 * c, 8 / n)
-    sums = Precision.of("bf16", accumulate_in_fp32=True)
-    assert bytes_per_parameter(n, c, sums)["SDP + ZeRO-1"] == (2 * c, 4 * c, 12 / n)
-    assert bytes_per_parameter(n, c, sums)["SDP + ZeRO-2"] == (2 * c, 4 / n, 12 / n)
-
-
-def test_printed_table(capsys: pytest.CaptureFixture[str]) -> None:
-    main(["--ranks", "8", "--coverage", "0.5"])
-    printed = capsys.readouterr().out
-    assert table(bytes_per_parameter(8, 0.5, BF16), sent_per_parameter(8, 0.5, BF16)) in printed
-    assert "| SDP + ZeRO-2 | 1 | 0.25 | 1.5 | 2.75 | 1.5 |" in printed
-
-
-@pytest.mark.parametrize(
-    ("flags", "row"),
-    [
-        ("--dtype fp16", "| SDP + ZeRO-2 | 1 | 0.25 | 1.5 | 2.75 | 1.5 |"),
-        ("--dtype fp32", "| SDP + ZeRO-2 | 2 | 0.5 | 1 | 3.5 | 3 |"),
-        ("--accumulate-in-fp32", "| SDP + ZeRO-2 | 1 | 0.5 | 1.5 | 3 | 1.5 |"),
-        ("--accumulation 3", "| SDP + ZeRO-2 | 1 | 0.25 | 1.5 | 2.75 | 3 |"),
-        ("--regime backward", "| SDP + ZeRO-2 | 2 | 0.25 | 1.5 | 3.75 | 2.5 |"),
-        ("--offload", "| SDP + ZeRO-2 | 1 | 0.25 | 1.5 | 1.25 | 1.5 |"),
-        ("--offload --dtype fp32", "| SDP + ZeRO-2 | 2 | 0.5 | 1.5 | 2.5 | 3 |"),
-    ],
-)
-def test_flags_of_the_printed_table(flags: str, row: str, capsys: pytest.CaptureFixture[str]) -> None:
-    main(flags.split())
-    printed = capsys.readouterr().out
-    assert row in printed
-    assert ("SDP, stage 0" in printed) == ("--offload" not in flags), "stage 0 has nothing to offload to"
-
-
-def test_a_coverage_without_holders(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit):
-        main(["--coverage", "0.1"])
-    assert "1/8 or more" in capsys.readouterr().err
-
-
-@pytest.mark.parametrize(
-    "arguments", [["--ranks", "0"], ["--coverage", "0"], ["--coverage", "2"], ["--accumulation", "0"]]
-)
-def test_impossible_arguments(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as caught:
-        main(arguments)
-    assert caught.value.code == 2
-    assert "needs --ranks and --accumulation of 1 or more" in capsys.readouterr().err
 
 
 SUMS = Precision.of("bf16", accumulate_in_fp32=True)

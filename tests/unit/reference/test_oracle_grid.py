@@ -9,28 +9,30 @@ import pytest
 
 from sdp_deepspeed.config import KEY, parse
 from sdp_deepspeed.plan.planner import plan_model
-from sdp_deepspeed.support.cells import AXES, all_cells
+from sdp_deepspeed.support.combinations import AXES, all_combinations
 from tests.helpers import oracle
 from tests.helpers.models import SPECIMENS
 from tests.helpers.oracle_grid import SIZES, Case, full_grid, num_scarce_units, pairs, possible, sample
 
 
-def test_every_model_is_trained_on_every_corner() -> None:
+def test_every_model_is_trained_in_every_mode() -> None:
     found = {(case.model, case.regime, case.strategy) for case in sample() if case.holders < case.num_subnetworks}
     assert found == set(itertools.product(SPECIMENS, ("forward", "backward"), ("block", "neuron", "mixed")))
 
 
-def test_the_grid_is_every_allowed_cell() -> None:
+def test_the_grid_is_every_allowed_combination() -> None:
     grid = [case for size in SIZES for case in full_grid(size)]
-    assert {case.cell for case in grid} == {cell for cell in all_cells() if not cell.refusals()}
+    assert {case.combination for case in grid} == {
+        combination for combination in all_combinations() if not combination.refusals()
+    }
     assert len({str(case) for case in grid}) == len(set(grid))
     for case in grid[::97]:
-        ours, cell = oracle.deepspeed_config(case), case.cell.config(case.ranks, case.holders)
-        assert {key: ours[key] for key in cell if key not in ("zero_optimization", "fp16", KEY)} == {
-            key: value for key, value in cell.items() if key not in ("zero_optimization", "fp16", KEY)
+        ours, combination = oracle.deepspeed_config(case), case.combination.config(case.ranks, case.holders)
+        assert {key: ours[key] for key in combination if key not in ("zero_optimization", "fp16", KEY)} == {
+            key: value for key, value in combination.items() if key not in ("zero_optimization", "fp16", KEY)
         }
-        assert ours["zero_optimization"].items() >= cell["zero_optimization"].items()
-        assert ours[KEY].items() >= cell[KEY].items()
+        assert ours["zero_optimization"].items() >= combination["zero_optimization"].items()
+        assert ours[KEY].items() >= combination[KEY].items()
 
 
 def test_every_pair_of_settings_is_in_the_sample() -> None:
@@ -51,9 +53,9 @@ def test_every_pair_of_settings_is_in_the_sample() -> None:
         (("replicas", 2), ("tensor_parallel", 2)),
     }
     assert (("replicas", 2), ("tensor_parallel", 2)) in everything
-    for corner in itertools.product(("forward", "backward"), ("block", "neuron", "mixed")):
+    for mode in itertools.product(("forward", "backward"), ("block", "neuron", "mixed")):
         for trait in itertools.chain(*([(name, value) for value in axes[name]] for name in axes)):
-            assert ("lacking", (("corner", " ".join(corner)), trait)) in everything
+            assert ("lacking", (("mode", " ".join(mode)), trait)) in everything
 
 
 def test_sample_is_small_and_the_same_each_time() -> None:

@@ -42,6 +42,8 @@ FLOORS = (
     "config",
     "units",
     "atomic_files",
+    "command_line",
+    "sizes",
     "messages",
     "version",
 )
@@ -51,6 +53,7 @@ INNER_FLOORS = {"checkpoint": ("__main__", "checkpointer", "interop", "save", "l
 PURE = (
     "architectures",
     "atomic_files",
+    "command_line",
     "config",
     "deferred_init",
     "distributed",
@@ -61,6 +64,7 @@ PURE = (
     "messages",
     "plan",
     "reference",
+    "sizes",
     "support",
     "units",
     "version",

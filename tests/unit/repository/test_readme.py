@@ -5,20 +5,9 @@ from __future__ import annotations
 import re
 
 from sdp_deepspeed.config import SubnetworkConfig
-from sdp_deepspeed.support.refusals import markdown
 from tests.helpers.repository import ROOT
 
 README = (ROOT / "README.md").read_text(encoding="utf-8")
-
-
-def _between(marker: str) -> str:
-    match = re.search(rf"<!-- {marker} -->\n(.*?)<!-- /{marker} -->", README, re.DOTALL)
-    assert match, marker
-    return match.group(1)
-
-
-def test_matrix_is_the_table_that_start_up_refuses_from() -> None:
-    assert _between("matrix").strip() == markdown().strip()
 
 
 def test_every_file_that_is_named_exists() -> None:

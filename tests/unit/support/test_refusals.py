@@ -2,26 +2,16 @@
 
 from __future__ import annotations
 
-import importlib
 from typing import Any
 
 import pytest
 import torch
 
 from sdp_deepspeed.config import KEY, SubnetworkConfig, parse
-from sdp_deepspeed.support.refusals import optimizer_refusal, refuse_modules, refuse_unsupported, without_effect
-from sdp_deepspeed.support.rows import DEFAULT_CLIPPING, ELEMENTWISE_OPTIMIZERS, Row, is_elementwise
-from sdp_deepspeed.support.table import TABLE
+from sdp_deepspeed.support.conditions import ELEMENTWISE_OPTIMIZERS, is_elementwise
+from sdp_deepspeed.support.refusals import refuse_modules, refuse_optimizer, refuse_unsupported, without_effect
+from sdp_deepspeed.support.rows import Row
 from tests.helpers.support_examples import HINTS, REFUSED, WORKS, ds_config, ids
-
-# Where DeepSpeed 0.19.8 declares the keys below; keys that it reads with a string literal are left out.
-MODELS = {
-    "zero_optimization": ("deepspeed.runtime.zero.config", "DeepSpeedZeroConfig"),
-    "bf16": ("deepspeed.runtime.precision_config", "DeepSpeedBF16Config"),
-    "fp16": ("deepspeed.runtime.precision_config", "DeepSpeedFP16Config"),
-    "tensor_parallel": ("deepspeed.runtime.tensor_parallel.config", "TPTrainingConfig"),
-    "compile": ("deepspeed.compile.config", "CompileConfig"),
-}
 
 
 def parsed(config: dict[str, Any]) -> SubnetworkConfig:
@@ -36,7 +26,7 @@ def check(config: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize("row", REFUSED, ids=ids(REFUSED))
 def test_refused_by_name(row: Row) -> None:
-    with pytest.raises(ValueError, match=r"not built yet|not possible") as caught:
+    with pytest.raises(ValueError, match="not possible") as caught:
         check(ds_config(row, row.example))
     text = str(caught.value)
     assert text.startswith(f"{row.path}: got ")
@@ -53,48 +43,18 @@ def test_what_works_and_what_has_no_effect_is_not_refused(row: Row) -> None:
 def test_hints_without_effect_are_mentioned(row: Row) -> None:
     config = ds_config(row, row.example)
     notes = without_effect(parsed(config), config)
-    assert len(notes) == (row.asks is not None)
+    assert len(notes) == (row.applies is not None)
     assert all(note.startswith(f"{row.path}: got {row.example!r}: ") and row.note in note for note in notes)
     config = ds_config(row, None)
     assert without_effect(parsed(config), config) == []
 
 
-def test_all_corners_work() -> None:
+def test_all_modes_work() -> None:
     for regime in ("forward", "backward"):
         for strategy in ("block", "neuron", {"attention": "block", "mlp": "neuron"}, {"mlp": "neuron"}):
             check({KEY: {"coverage": 0.5, "regime": regime, "strategy": strategy}})
     check({KEY: {"coverage": 0.5, "dense_branch_scale": "coverage"}})
     check({KEY: {"coverage": 0.5, "dense_branch_scale": "none", "regime": "backward"}})
-
-
-# What the issues ask for: a refusal in its place would satisfy the tests above too.
-ASKED = {
-    *(
-        "forward regime",
-        "backward regime",
-        "block strategy",
-        "neuron strategy",
-        "strategy by part",
-        "groups of neurons",
-    ),
-    *("scaled dense branches, forward regime", "replicas of subnetworks", "elementwise optimizers"),
-    *("ZeRO stage 0", "ZeRO stage 1", "ZeRO stage 2", "overlap of communication"),
-    *("size of gradient buckets", "size of weight buckets", "dtype of gradients on the wire"),
-    *("fp32", "bf16", "fp16, dynamic loss scale", "fp16, static loss scale", "fp32 gradient sums, stages 1 and 2"),
-    *("optimizer in host memory, stages 1 and 2", "tensor parallelism (AutoTP)"),
-    *("gradient accumulation by the engine", "gradient accumulation by the caller"),
-}
-
-
-def test_what_the_issues_ask_for_works() -> None:
-    assert {row.what for row in WORKS} >= ASKED
-
-
-def test_states_fit() -> None:
-    assert all(row.asks is None for row in WORKS)
-    assert all(row.asks is not None for row in TABLE if row.path and row.state in ("refused", "not built yet"))
-    assert all(row.note for row in HINTS)
-    assert len({row.what for row in TABLE}) == len(TABLE)
 
 
 @pytest.mark.parametrize(
@@ -145,8 +105,6 @@ def test_clipping_needs_the_norm() -> None:
     check(config | {"gradient_clipping": 0})
     with pytest.raises(ValueError, match="gradient_clipping must be 0"):
         check(config)
-    constants = pytest.importorskip("deepspeed.runtime.constants")
-    assert constants.GRADIENT_CLIPPING_DEFAULT == DEFAULT_CLIPPING
 
 
 def test_all_refusals_in_one_message() -> None:
@@ -164,50 +122,16 @@ def test_all_refusals_in_one_message() -> None:
 @pytest.mark.parametrize("name", [*ELEMENTWISE_OPTIMIZERS, "adam", "adamw", "lion", "adagrad", "sgd"])
 def test_elementwise_optimizers(name: str) -> None:
     assert is_elementwise(name)
-    optimizer_refusal(name, SubnetworkConfig(coverage=0.5))
+    refuse_optimizer(name, SubnetworkConfig(coverage=0.5))
 
 
 @pytest.mark.parametrize("name", ["Lamb", "FusedLamb", "Muon", "LBFGS", "Adafactor", "OneBitAdam", "MuAdam", "AdamX"])
 def test_other_optimizers_need_permission(name: str) -> None:
     with pytest.raises(ValueError, match=rf"optimizer '{name}' .* AdamW, .*{KEY}\.allow_optimizer to true"):
-        optimizer_refusal(name, SubnetworkConfig(coverage=0.5))
-    optimizer_refusal(name, SubnetworkConfig(coverage=0.5, allow_optimizer=True))
+        refuse_optimizer(name, SubnetworkConfig(coverage=0.5))
+    refuse_optimizer(name, SubnetworkConfig(coverage=0.5, allow_optimizer=True))
     config = {KEY: {"coverage": 0.5, "allow_optimizer": True}, "optimizer": {"type": name}}
     check(config)
-
-
-DECLARED = [row for row in TABLE if "." in row.path and row.path.split(".")[0] in MODELS]
-
-
-@pytest.mark.parametrize("row", DECLARED, ids=ids(DECLARED))
-def test_deepspeed_knows_the_key(row: Row) -> None:
-    """A key that DeepSpeed renames would no longer be refused."""
-    first, name, *_ = row.path.split(".")
-    module_name, class_name = MODELS[first]
-    pytest.importorskip("deepspeed")
-    fields = getattr(importlib.import_module(module_name), class_name).model_fields
-    assert name in fields or name in {field.alias for field in fields.values()}
-
-
-# Keys that DeepSpeed's stages 0 to 2 do not read, and what needs no row: read before us, the same for any optimizer.
-NOT_OURS = {
-    *("cpu_offload_use_pin_memory", "sub_group_size", "prefetch_bucket_size", "param_persistence_threshold"),
-    *("model_persistence_threshold", "max_live_parameters", "max_reuse_distance"),
-    *("gather_16bit_weights_on_model_save", "module_granularity_threshold", "use_all_reduce_for_fetch_params"),
-    *("allgather_sequential", "stage3_gather_fp16_weights_on_model_save", "memory_efficient_linear"),
-    *("pipeline_loading_checkpoint", "override_module_apply", "log_trace_cache_warnings", "enable_sanity_checks"),
-    *("save_muon_momentum_buffer_in_memory", "leaf_module", "auto_cast", "initial_scale_power"),
-    *("loss_scale_window", "hysteresis", "consecutive_hysteresis", "min_loss_scale"),
-}
-
-
-@pytest.mark.parametrize("first", ["zero_optimization", "bf16", "fp16"])
-def test_every_key_of_deepspeed_has_a_row(first: str) -> None:
-    """A key that a new version brings must be read and decided on."""
-    pytest.importorskip("deepspeed")
-    module_name, class_name = MODELS[first]
-    fields = set(getattr(importlib.import_module(module_name), class_name).model_fields)
-    assert fields - {row.path.split(".")[1] for row in TABLE if row.path.startswith(f"{first}.")} <= NOT_OURS
 
 
 def test_modules_whose_gradients_cannot_travel_are_refused() -> None:

@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from sdp_deepspeed.training.report_table import load_report, main, table
+from sdp_deepspeed.__main__ import main
+from sdp_deepspeed.training.report_table import load_report, table
 from tests.helpers.example_reports import report
 
 
@@ -47,5 +48,5 @@ def test_unfinished_and_foreign_reports_are_refused(tmp_path: Path, capsys: pyte
     with pytest.raises(ValueError, match="has not finished, start it again to resume"):
         load_report(tmp_path)
     (tmp_path / "report.json").write_text(json.dumps(report("ours", scale=1, version=99)))
-    assert main([str(tmp_path)]) == 2
+    assert main(["report", str(tmp_path)]) == 2
     assert "has version 99, expected 1" in capsys.readouterr().err

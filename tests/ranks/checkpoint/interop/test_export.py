@@ -18,7 +18,7 @@ from safetensors.torch import load_file
 from torch import nn
 from transformers import AutoModelForCausalLM
 
-from sdp_deepspeed.checkpoint.__main__ import main
+from sdp_deepspeed.__main__ import main as sdp
 from sdp_deepspeed.checkpoint.interop.export import ExportFormat, export
 from tests.helpers.dense_checkpoints import tensors_in, write_checkpoint
 from tests.helpers.models import VOCABULARY, config, family
@@ -136,9 +136,9 @@ def copy_of(source: Path, target: Path) -> Path:
 def test_a_damaged_checkpoint(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = copy_of(folder / "llama" / "global_step2", tmp_path / "tag")
     damage(path / "tensors_00001.safetensors")
-    assert main(["inspect", str(path)]) == 1
+    assert sdp(["checkpoint", "inspect", str(path)]) == 1
     assert "tensors_00001.safetensors is damaged" in capsys.readouterr().out
-    assert main(["export", str(path), str(tmp_path / "out")]) == 2
+    assert sdp(["checkpoint", "export", str(path), str(tmp_path / "out")]) == 2
     assert_one_line(capsys.readouterr().err, "tensors_00001.safetensors is damaged")
     assert [entry.name for entry in tmp_path.iterdir()] == ["tag"]
 
@@ -165,11 +165,7 @@ def _mistakes(folder: Path, path: Path) -> Iterator[tuple[list[object], list[str
 
 def test_mistakes_are_told_in_one_line(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for arguments, words in _mistakes(folder, tmp_path):
-        try:
-            code = main([str(argument) for argument in arguments])
-        except SystemExit as leaving:
-            code = int(str(leaving.code))
-        assert code == 2, arguments
+        assert sdp(["checkpoint", *map(str, arguments)]) == 2, arguments
         assert_one_line(capsys.readouterr().err, *words)
         assert not list(tmp_path.iterdir()), arguments
 

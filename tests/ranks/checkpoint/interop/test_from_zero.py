@@ -15,7 +15,7 @@ import torch.distributed as dist
 from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state
 from torch import nn
 
-from sdp_deepspeed.checkpoint.__main__ import main
+from sdp_deepspeed.__main__ import main as sdp
 from sdp_deepspeed.checkpoint.interop.from_zero import convert
 from sdp_deepspeed.checkpoint.interop.load_universal import load_universal, universal_tag
 from sdp_deepspeed.checkpoint.load import LoadOptions
@@ -260,16 +260,19 @@ def test_what_is_not_converted(folder: Path, tmp_path: Path, capsys: pytest.Capt
         path = tmp_path / str(number)
         shutil.copytree(folder / source, path)
         change(path / "global_step3")
-        assert main(["from-zero", str(path), str(tmp_path / "out")]) == 2, words
+        assert sdp(["checkpoint", "from-zero", str(path), str(tmp_path / "out")]) == 2, words
         text = capsys.readouterr().err
         assert text.splitlines()[-1].startswith("error: ")
         assert all(word in text.splitlines()[-1] for word in words), text
         assert not (path / "global_step3" / "ran").exists()
         assert not list((tmp_path / "out").glob("*"))
         assert not list((tmp_path / "out").glob(".*"))
-    assert main(["from-zero", str(tmp_path / "lost"), str(tmp_path / "out")]) == 2
+    assert sdp(["checkpoint", "from-zero", str(tmp_path / "lost"), str(tmp_path / "out")]) == 2
     assert "no folder" in capsys.readouterr().err
-    assert main(["from-zero", str(folder / "universal" / "zero1_fp32"), str(tmp_path / "out"), "--tag", "x"]) == 2
+    assert (
+        sdp(["checkpoint", "from-zero", str(folder / "universal" / "zero1_fp32"), str(tmp_path / "out"), "--tag", "x"])
+        == 2
+    )
 
 
 def test_tags(folder: Path, tmp_path: Path) -> None:

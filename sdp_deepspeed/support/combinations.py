@@ -1,6 +1,6 @@
-"""The cells of the support matrix: what is combined with what, as data, and how many combinations are allowed.
+"""What the support matrix combines with what, as data, and how many combinations are allowed.
 
-A cell is allowed if no row of the table refuses its config, which is what start-up asks too.
+A combination is allowed if no row of the table refuses its config, which is what start-up asks too.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Any
 
 from sdp_deepspeed.config import KEY, parse
 from sdp_deepspeed.support.rows import Row
-from sdp_deepspeed.support.table import TABLE, asked_for
+from sdp_deepspeed.support.table import TABLE, matching_rows
 
 STRATEGIES: Mapping[str, Any] = {
     "block": "block",
@@ -43,8 +43,8 @@ NUM_MICRO_BATCHES = 3  # of a step with accumulation: a first, one between, a la
 
 
 @dataclass(frozen=True)
-class Cell:
-    """One combination: a value of each axis.
+class Combination:
+    """A value of each axis.
 
     Args:
         accumulation: who ends a step of several micro-batches, or "none" with one micro-batch.
@@ -72,7 +72,7 @@ class Cell:
         return block | ({"subnetworks": self.num_subnetworks(num_ranks)} if self.replicas > 1 else {})
 
     def config(self, num_ranks: int = 4, num_holders: int = 1) -> dict[str, Any]:
-        """A DeepSpeed config that asks for this cell."""
+        """A DeepSpeed config that asks for this combination."""
         zero: dict[str, Any] = {"stage": self.stage, "overlap_comm": self.overlap}
         if self.offload != "none":
             zero["offload_optimizer"] = {"device": self.offload}
@@ -90,35 +90,35 @@ class Cell:
         return config
 
     def refusals(self) -> list[Row]:
-        """The rows that refuse this cell; none if it is allowed."""
+        """The rows that refuse this combination; none if it is allowed."""
         config = self.config()
         block = parse(config)
         assert block is not None
-        return [row for row, _ in asked_for(block, config) if row.state != "no effect"]
+        return [row for row, _ in matching_rows(block, config) if row.state != "no effect"]
 
 
-def all_cells() -> Iterator[Cell]:
+def all_combinations() -> Iterator[Combination]:
     """Every combination of the axes' values, in their order."""
-    return (Cell(*values) for values in itertools.product(*AXES.values()))
+    return (Combination(*values) for values in itertools.product(*AXES.values()))
 
 
 @dataclass(frozen=True)
-class Share:
-    """How many cells are allowed, and what refuses the others (some are refused by several rows).
+class CombinationCounts:
+    """How many combinations are allowed, and what refuses the others (some are refused by several rows).
 
     Args:
-        refused_by: rows, each with the number of cells that it refuses.
+        refused_by: rows, each with the number of combinations that it refuses.
     """
 
     num_allowed: int
-    num_cells: int
+    num_combinations: int
     refused_by: tuple[tuple[Row, int], ...]
 
 
 @cache
-def share() -> Share:
-    """Counted over all cells."""
-    refusals = [cell.refusals() for cell in all_cells()]
+def count_combinations() -> CombinationCounts:
+    """Counted over all of them."""
+    refusals = [combination.refusals() for combination in all_combinations()]
     counts = Counter(row.what for rows in refusals for row in rows)
     refused_by = tuple((row, counts[row.what]) for row in TABLE if counts[row.what])
-    return Share(sum(not rows for rows in refusals), len(refusals), refused_by)
+    return CombinationCounts(sum(not rows for rows in refusals), len(refusals), refused_by)

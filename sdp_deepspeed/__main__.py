@@ -1,0 +1,46 @@
+"""The command line: `sdp VERB ...`, or `python -m sdp_deepspeed VERB ...`."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from importlib import import_module
+
+from sdp_deepspeed.command_line import Parser, run_command
+from sdp_deepspeed.version import __version__
+
+# Verb: the module that has its `configure`, imported when the verb is asked for; what it is for.
+VERBS: dict[str, tuple[str, str]] = {
+    "estimate": ("sdp_deepspeed.estimate.__main__", "memory and traffic per parameter, before anything runs"),
+    "support": ("sdp_deepspeed.support.__main__", "what works together with subnetworks, and what is refused"),
+    "data": ("sdp_deepspeed.data.__main__", "tokenize a corpus before a run needs it"),
+    "report": ("sdp_deepspeed.training.report_table", "finished runs side by side"),
+    "checkpoint": ("sdp_deepspeed.checkpoint.__main__", "inspect, export and convert checkpoints"),
+}
+_DESCRIPTION = "Subnetwork data parallelism for DeepSpeed: what there is to do beside a training run."
+_EXAMPLES = """\
+examples:
+  sdp estimate --ranks 8 --coverage 0.5
+  sdp report runs/mine runs/baseline
+  sdp checkpoint export runs/mine/checkpoints hf/
+  sdp VERB --help
+
+A run itself is started by the launcher: deepspeed --num_gpus 4 launch/pretrain.py --help
+"""
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Returns the exit code; 2 for a mistake of the user's, told in one line."""
+    arguments = sys.argv[1:] if arguments is None else arguments
+    parser = Parser(prog="sdp", description=_DESCRIPTION, epilog=_EXAMPLES)
+    parser.add_argument("--version", action="version", version=f"sdp_deepspeed {__version__}")
+    verbs = parser.add_subparsers(title="verbs", metavar="VERB", required=True)
+    for name, (module, purpose) in VERBS.items():
+        verb = verbs.add_parser(name, help=purpose)
+        if name in arguments[:1]:
+            import_module(module).configure(verb)
+    return run_command(parser, arguments)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

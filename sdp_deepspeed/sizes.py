@@ -1,0 +1,30 @@
+"""Numbers of bytes as people write and read them."""
+
+from __future__ import annotations
+
+import argparse
+import re
+
+_MIB = 2**20
+_POWERS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12}
+_UNITS = {1: "bytes", 10**3: "kB", 10**6: "MB", 10**9: "GB", 10**12: "TB"}
+
+
+def byte_count(text: str) -> int:
+    """An argument's type: the bytes of "5GB", "200MB" or a number; powers of ten."""
+    found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([KMGT]?)i?B?", text.strip(), re.IGNORECASE)
+    count = int(float(found[1]) * _POWERS[found[2].upper()]) if found else 0
+    if count < 1:
+        raise argparse.ArgumentTypeError(f"expected a size such as 5GB or 200MB, got {text!r}")
+    return count
+
+
+def bytes_text(count: int) -> str:
+    """Of files: "512 bytes", "5.00 GB"."""
+    unit = max((unit for unit in _UNITS if unit <= count), default=1)
+    return f"{count / unit:.{0 if unit == 1 else 2}f} {_UNITS[unit]}"
+
+
+def mib_text(count: float, *, digits: int = 2) -> str:
+    """Of memory and traffic, always in one unit, so that a column can be compared: "0.25 MiB"."""
+    return f"{count / _MIB:.{digits}f} MiB"

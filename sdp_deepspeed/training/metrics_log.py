@@ -1,0 +1,63 @@
+"""metrics.jsonl: one line of JSON for each step, evaluation and measurement of a run."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from sdp_deepspeed.atomic_files import write_text
+from sdp_deepspeed.training.user_errors import RunFolderError, writing
+
+
+class MetricsLog:
+    """Every rank may read; only the rank with `writes` changes anything, others' calls do nothing."""
+
+    def __init__(self, path: Path, *, writes: bool) -> None:
+        self._path = path
+        self._writes = writes
+        self._problem: RunFolderError | None = None
+
+    def append(self, record: Mapping[str, Any]) -> None:
+        """Add one line.
+
+        Rank 0 alone would see an error here, and the others would hang: it makes this log `failed`, and ranks that
+        have agreed on it call `raise_problem`.
+        """
+        if not self._writes:
+            return
+        try:
+            with writing(self._path), self._path.open("a", encoding="utf-8") as file:
+                file.write(json.dumps(_without_nan(record)) + "\n")
+        except RunFolderError as error:
+            self._problem = self._problem or error
+
+    @property
+    def failed(self) -> bool:
+        """Whether a line was lost."""
+        return self._problem is not None
+
+    def raise_problem(self) -> None:
+        """Raise RunFolderError if a line was lost."""
+        if self._problem is not None:
+            raise self._problem
+
+    def read(self) -> list[dict[str, Any]]:
+        """All lines; a last one that a crash cut short is left out."""
+        if not self._path.exists():
+            return []
+        return [json.loads(line) for line in self._path.read_text(encoding="utf-8").splitlines() if line.endswith("}")]
+
+    def drop_after(self, step: int) -> None:
+        """Forget what lies after the checkpoint that is resumed: those steps will be made again."""
+        if self._writes and (records := self.read()):
+            kept = [json.dumps(record) + "\n" for record in records if record["step"] <= step]
+            with writing(self._path):
+                write_text(self._path, "".join(kept))
+
+
+def _without_nan(record: Mapping[str, Any]) -> dict[str, Any]:
+    """JSON has no NaN or infinity: null stands for them."""
+    return {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in record.items()}

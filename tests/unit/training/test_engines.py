@@ -1,0 +1,77 @@
+"""What differs between a stock engine and ours, as far as no ranks are needed."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+
+from sdp_deepspeed.plan.plan import Plan
+from sdp_deepspeed.training import engines
+from sdp_deepspeed.training.user_errors import RunFolderError
+from sdp_deepspeed.units import Piece, Unit
+
+
+@dataclass
+class StockEngine:
+    """What the functions ask of any engine."""
+
+    stage: int = 1
+    error: Exception | None = None
+
+    def zero_optimization_stage(self) -> int:
+        return self.stage
+
+    def save_checkpoint(self, folder: str, **options: Any) -> None:
+        if self.error is not None:
+            raise self.error
+
+
+@dataclass
+class OurEngine(StockEngine):
+    """With a plan, and checkpoints that may be written behind the training."""
+
+    plan: Plan | None = None
+
+    def wait_for_checkpoint(self) -> None:
+        self.save_checkpoint("")
+
+
+def plan(regime: str = "forward", strategy: Any = "block", holders: int = 1) -> Plan:
+    held = tuple(tuple(sorted((i + j) % 2 for j in range(holders))) for i in range(2))
+    units = tuple(Unit(f"u{i}", (Piece(f"w{i}", None, 0, 4),)) for i in range(2))
+    return Plan(regime, strategy, 2, holders, 0, units, held, (0, 1))
+
+
+@pytest.mark.parametrize(
+    ("engine", "label"),
+    [
+        (StockEngine(2), "ZeRO-2"),
+        (OurEngine(plan=plan()), "SDP 1/2 + ZeRO-1"),
+        (OurEngine(0, plan=plan("backward", "neuron", 2)), "SDP 2/2 backward x neuron + ZeRO-0"),
+        (OurEngine(plan=plan("forward", {"mlp": "neuron"})), "SDP 1/2 forward x mixed + ZeRO-1"),
+    ],
+)
+def test_labels(engine: StockEngine, label: str) -> None:
+    assert engines.label(engine) == label
+
+
+def test_whose_loss_it_is() -> None:
+    """A worker that has all units, or runs them all, trains the dense model."""
+    assert engines.trains_subnetwork(OurEngine(plan=plan()))
+    others = (StockEngine(), OurEngine(plan=plan(holders=2)), OurEngine(plan=plan("backward")))
+    assert not any(map(engines.trains_subnetwork, others))
+
+
+def test_a_checkpoint_that_cannot_be_written_is_no_bug_of_ours(tmp_path: Any) -> None:
+    full = OurEngine(error=RuntimeError("checkpoint: no space left"), plan=plan())
+    with pytest.raises(RunFolderError, match="checkpoint: no space left; start the same command again"):
+        engines.save_checkpoint(full, tmp_path, tag="step_1", client_state={})
+    with pytest.raises(RunFolderError, match="no space left"):
+        engines.wait_for_checkpoint(full)
+    engines.wait_for_checkpoint(StockEngine(error=RuntimeError("is never called")))
+    broken = StockEngine(error=RuntimeError("a bug"))
+    with pytest.raises(RuntimeError, match="a bug") as caught:
+        engines.save_checkpoint(broken, tmp_path, tag="step_1", client_state={})
+    assert not isinstance(caught.value, RunFolderError)
