@@ -106,7 +106,7 @@ def checkpoint_time(result: Result) -> str:
         cells = [_against(times[what], baseline.get(what)) if what in times else "" for what in measured]
         rows.append([for_readers(name), *cells, f"{result['bytes'][name] / 1e6:.0f}"])
     model = result["arguments"]["model"].removesuffix(".json")
-    caption = f"{result['ranks']} ranks, {model} parameters, {result['arguments']['precision']}; seconds:"
+    caption = f"{result['ranks']} ranks, model {model}, {result['arguments']['precision']}; seconds:"
     return f"{caption}\n\n" + table(["", *measured, "MB"], rows)
 
 

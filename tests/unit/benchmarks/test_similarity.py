@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import random
 import sys
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,6 @@ import pytest
 
 from benchmarks import similarity as command
 from benchmarks.tables.similarity import MODE_KEY
-from tests.helpers.repository import ROOT
 
 SHAPE = {
     "model_type": "llama",
@@ -27,10 +27,30 @@ MODES = ["forward x block", "forward x neuron", "backward x block", "backward x 
 LAYERS = ["model.embed_tokens", "model.layers.0", "model.layers.1", "model.norm", "lm_head"]
 
 
+def paragraphs(numbers: random.Random) -> str:
+    """Enough of them that some are held out."""
+    words = (
+        "each",
+        "worker",
+        "trains",
+        "a",
+        "part",
+        "of",
+        "the",
+        "model",
+        "and",
+        "together",
+        "they",
+        "keep",
+        "it",
+        "whole",
+    )
+    return "\n\n".join(" ".join(numbers.choices(words, k=40)) for _ in range(400))
+
+
 @pytest.fixture
 def arguments(tmp_path: Path) -> list[str]:
-    text = "\n\n".join(path.read_text(encoding="utf-8") for path in sorted((ROOT / "sdp_deepspeed").glob("*.py")))
-    (tmp_path / "text.txt").write_text(text, encoding="utf-8")
+    (tmp_path / "text.txt").write_text(paragraphs(random.Random(0)), encoding="utf-8")
     data = {"source": "files", "path": str(tmp_path / "text.txt"), "text_documents": "paragraph"}
     (tmp_path / "data.json").write_text(json.dumps(data | {"cache_dir": str(tmp_path / "cache")}), encoding="utf-8")
     (tmp_path / "model.json").write_text(json.dumps(SHAPE), encoding="utf-8")
