@@ -1,53 +1,6 @@
 """What the masked average is worth, measured: unbiased, how far from the full average, how similar layer by layer.
 
-Notation of DESIGN.md section 1: k subnetworks ("workers" here; the replicas of one count as one worker with their mean
-gradient), p holders H(u) of each maskable unit u, C = p / k. Worker j has the gradient g_ju of its own batch for u, and
-
-    gbar_u = (1/k) sum_j g_ju                   full average, what data parallelism would apply
-    ghat_u = (1/p) sum_{j in H(u)} g_ju         masked average
-    V_u    = (1/k) sum_j |g_ju - gbar_u|^2      deviation of the workers, V = sum_u V_u
-    T      = (1/k) sum_i sum_{u held by i} |ghat_u - gbar_u|^2 = C sum_u |ghat_u - gbar_u|^2
-
-T is the mean square distance between the workers' masked averages and the full average (every u is held p times).
-Shared parameters are averaged over everybody and enter neither V nor T. rho is the spectral gap, 1 - lambda_2(W).
-
-Premise: the backward regime, whose forward pass and activation gradients are the dense model's. There g_ju is the
-dense gradient of worker j's batch: it depends on the batch and not on who computes it, so that with the same batch on
-all workers V = 0 and ghat_u = gbar_u = the dense gradient (unbiased). In the forward regime it depends on the worker's
-other units, nobody computes gbar_u, and nothing below holds. It is the premise of Proposition 1 of arXiv 2507.09029,
-of which we know no more than that: statement and proof are ours.
-
-Proposition. Let 1 <= p <= k, k > 1, and let every worker hold a unit.
-(a) 1 - rho >= (k-p) / (p (k-1)), for any weights of the units.
-(b) For any gradients and any placement of the batches on the workers, T <= C (k-1) (1-rho) V.
-(c) On average over uniformly random placements of k given batches, E[T] = C (k-p) / (p (k-1)) V <= C (1-rho) V.
-    Batches drawn independently from one distribution are exchangeable, so in expectation over the data it holds for
-    any fixed placement, with E[V].
-(d) For a drift that is alike in all units up to their weights w_u, those of W: g_ju - gbar_u = sqrt(w_u) E_u x_j with
-    linear isometries E_u and sum_j x_j = 0. Let l_i be the load of worker i (sum of w_u over its units), and
-    1 + e_i = l_i / mean load. Then for any placement T <= C ((1-rho) (1 + max e_i) + rho mean(e_i^2)) V. For balanced
-    loads this is C (1-rho) V, with equality where x is in the eigenspace of lambda_2.
-
-Proof. (a) Let A = M diag(w) M^T with M_iu = 1 if i holds u and 0 if not, and L = diag(l). The row sums of A are p l_i,
-so W = L^-1 A / p. It is similar to the positive semidefinite L^-1/2 A L^-1/2 / p, and stochastic, so lambda_1 = 1.
-A_ii = l_i makes W_ii = 1/p and the trace k/p, hence k/p - 1 = lambda_2 + ... + lambda_k <= (k-1) lambda_2, with
-equality if and only if these are all equal. (If the graph falls apart, lambda_2 = 1 and rho = 0.)
-
-(b) With d_j = g_ju - gbar_u, which sum to zero, ghat_u - gbar_u = sum_j c_j d_j for c_j = [j in H(u)]/p - 1/k. Their
-square sum is p (1/p - 1/k)^2 + (k-p)/k^2 = (k-p)/(pk), so by Cauchy and Schwarz |ghat_u - gbar_u|^2 <= (k-p)/(pk) k V_u
-= (k-p)/p V_u. Sum over u, times C, and (a). The first step is an equality where d_j is proportional to c_j: each unit's
-holders deviate together from the others, the worst placement that there is.
-
-(c) H(u) then holds a uniform sample of p of the k batches without replacement. Its mean has the variance (1/p)(1 - p/k)
-times the sample variance V_u k/(k-1), together (k-p) / (p (k-1)) V_u. Sum over u, times C, and (a).
-
-(d) ghat_u - gbar_u = sqrt(w_u) E_u (1/p) sum_i M_iu x_i, so sum_u |ghat_u - gbar_u|^2 = x^T A x / p^2 (summed over the
-coordinates of x), and V = sum_u w_u mean|x|^2. Let m = sum_i l_i x_i / sum_i l_i and z_i = x_i - m. From A 1 = p l and
-sum_i l_i z_i = 0 follows x^T A x = z^T A z + p |m|^2 sum_i l_i. L^1/2 z is orthogonal to L^1/2 1, the first eigenvector
-of the symmetric form, so z^T A z <= p lambda_2 sum_i l_i |z_i|^2 = p lambda_2 (sum_i l_i |x_i|^2 - |m|^2 sum_i l_i).
-With sum_i l_i = p sum_u w_u, sum_u |ghat_u - gbar_u|^2 <= sum_u w_u (lambda_2 mean((1+e_i) |x_i|^2) + rho |m|^2), and
-m = mean(e_i x_i) makes |m|^2 <= mean(e_i^2) mean|x|^2. So unbalanced loads cost twice: the deviation of heavy workers
-counts more, and masked averages gather around the mean weighted by load instead of the plain one.
+The proposition that `permitted` computes the bounds of, its notation and its proof are in theory.md.
 """
 
 from __future__ import annotations
