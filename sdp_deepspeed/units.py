@@ -1,4 +1,4 @@
-"""Units and pieces: what a worker holds or lacks as a whole (DESIGN.md section 1).
+"""Units and pieces: what a worker holds or lacks as a whole (plan/README.md says which units there are).
 
 Pure data, keyed by the dense model's names and coordinates, so that exchange, optimizer, norm,
 dense view and export never ask which strategy made a unit.

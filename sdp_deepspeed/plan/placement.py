@@ -1,4 +1,4 @@
-"""Where the replicas of subnetworks go: on one node, or on different ones (DESIGN.md section 1, `k` below `D`).
+"""Where the replicas of subnetworks go: on one node, or on different ones (`k` below `D`).
 
 Pure: the nodes are handed in. Correctness does not depend on them, only how many bytes cross between nodes.
 """
@@ -177,7 +177,7 @@ def _inverse(order: Sequence[int], subnetwork_at: Callable[[int], int]) -> tuple
 
 
 def bytes_between_nodes(load: Load, network: Network, subnetwork_of_rank: Sequence[int]) -> int:
-    """Bytes that cross between nodes in one optimizer step, all ranks together (DESIGN.md section 4).
+    """Bytes that cross between nodes in one optimizer step, all ranks together (exchange/README.md has the bound).
 
     Of a unit of n elements with h holders, each holder sends n/h elements to each other holder; the owners send n/h
     back to each other holder, or to each other rank. Rounding of shards is left out.

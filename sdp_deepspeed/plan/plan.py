@@ -104,7 +104,7 @@ class Plan:
         return dataclasses.replace(self, subnetwork_of_rank=ranks, placement=placement)
 
     def to_json(self) -> dict[str, Any]:
-        """The plan in the format of plan.json (DESIGN.md section 3)."""
+        """The plan in the format of plan.json (README.md beside this file)."""
         return {"version": parsing.VERSION, "hash": self.hash, **_metadata(self)}
 
     @classmethod
@@ -172,7 +172,7 @@ def _piece_metadata(piece: Piece) -> dict[str, Any]:
 
 
 def _check_table(plan: Plan) -> None:
-    """Refuse a plan whose table breaks DESIGN.md section 1; ValueError names the unit or rank."""
+    """Refuse a plan that breaks a rule of its table; ValueError names the unit or rank."""
     k, p = plan.num_subnetworks, plan.num_holders
     _check_words(plan)
     if not 1 <= p <= k:

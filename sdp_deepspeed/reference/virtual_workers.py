@@ -1,4 +1,4 @@
-"""Section 1 of DESIGN.md executed literally: virtual workers one after the other, on a dense model in one process.
+"""The method's definition executed literally: virtual workers one after the other, on a dense model in one process.
 
 The oracle that judges the engine. It is slow and holds everything; nothing but tests and checks uses it.
 """

@@ -35,7 +35,7 @@ def balanced(
     seed: int = 0,
     branches: Branches | None = None,
 ) -> Holders:
-    """Balance FLOPs, then bytes, then spread the pairs of subnetworks that share units (DESIGN.md section 1).
+    """Balance FLOPs, then bytes, then spread the pairs of subnetworks that share units (plan/README.md).
 
     With branches, the m units of each are held by as equally many per subnetwork as m p / k allows, unless FLOPs
     cannot be balanced to 5% like that.

@@ -1,4 +1,4 @@
-"""Units are pieces: training with row and column slices agrees with the reference (DESIGN.md sections 3 and 4)."""
+"""Units are pieces: training with row and column slices agrees with the reference."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The engine agrees with the reference (DESIGN.md section 7): a pairwise sample, or `--full-grid`."""
+"""The engine agrees with the reference: a pairwise sample, or `--full-grid`."""
 
 from __future__ import annotations
 

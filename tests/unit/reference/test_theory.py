@@ -1,4 +1,4 @@
-"""The masked average of real gradients against sdp_deepspeed/theory.py: unbiased, as near as the gap permits."""
+"""The masked average of real gradients against reference/theory.py: unbiased, as near as the gap permits."""
 
 from __future__ import annotations
 

@@ -46,7 +46,7 @@ def drift(model: nn.Module, coefficients: Sequence[float]) -> list[dict[str, tor
 
 
 def gossip(plan: Plan, weights: Sequence[int]) -> np.ndarray:
-    """W, row by row as DESIGN.md writes it."""
+    """W, row by row as plan/README.md writes it."""
     table = assignment.incidence(plan.holders, plan.num_subnetworks)
     overlaps = table.T @ np.diag(weights) @ table / plan.num_holders
     return overlaps / overlaps.sum(axis=1, keepdims=True)

@@ -1,4 +1,4 @@
-"""The oracle itself: every number here is derived by hand in the comments (DESIGN.md sections 1 and 7)."""
+"""The oracle itself: every number here is derived by hand in the comments."""
 
 from __future__ import annotations
 
