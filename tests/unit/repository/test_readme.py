@@ -81,6 +81,12 @@ def test_the_map_shows_all_rooms_from_the_roof_to_the_floor() -> None:
     assert shown == [room for room in FLOORS if (PACKAGE / room / "__init__.py").is_file()]
 
 
+@pytest.mark.parametrize("document", sorted(PACKAGE.glob("*/README.md")), ids=name_of)
+def test_a_room_names_its_modules(document: Path) -> None:
+    words = set(re.findall(r"\w+", read(document)))
+    assert {path.stem for path in document.parent.glob("[a-z]*.py")} <= words
+
+
 def test_nothing_refers_to_papers_that_are_not_shipped() -> None:
     names = re.compile(r"\b(DESIGN|STYLE|HOUSE|REVIEW)\.md")
     suffixes = {".py", ".sh", ".md", ".toml", ".cfg", ".yaml", ".json", ".svg"}
