@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from sdp_deepspeed.__main__ import VERBS
 from sdp_deepspeed.config import SubnetworkConfig
 from sdp_deepspeed.engine.private_api import TESTED
 from tests.helpers.repository import PACKAGE, ROOT
@@ -76,12 +77,18 @@ def test_the_readme_names_the_tested_versions() -> None:
         assert f"{names[host]} {versions[-1]}" in " ".join(read(README).split())
 
 
+def test_verbs_that_are_named_exist() -> None:
+    named = {verb for path in DOCUMENTS for verb in re.findall(r"(?:^|`)sdp ([a-z-]+)", read(path), re.MULTILINE)}
+    assert named
+    assert named <= VERBS.keys()
+
+
 def test_the_map_shows_all_rooms_from_the_roof_to_the_floor() -> None:
     shown = [re.findall(r"`(\w+)/`", row[0])[0] for row in rows(read(PACKAGE / "README.md"), below="| room |")]
     assert shown == [room for room in FLOORS if (PACKAGE / room / "__init__.py").is_file()]
 
 
-@pytest.mark.parametrize("document", sorted(PACKAGE.glob("*/README.md")), ids=name_of)
+@pytest.mark.parametrize("document", sorted(PACKAGE.glob("**/README.md")), ids=name_of)
 def test_a_room_names_its_modules(document: Path) -> None:
     words = set(re.findall(r"\w+", read(document)))
     assert {path.stem for path in document.parent.glob("[a-z]*.py")} <= words
