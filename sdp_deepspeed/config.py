@@ -34,7 +34,7 @@ MODES = tuple(Mode(*names) for names in itertools.product(get_args(Regime), get_
 _OTHER_NAMES = frozenset(
     {"sdp", "sdpconfig", "subnetwork", "subnetworks", "subnetworkparallel", "subnetworkparallelism", "sdpdeepspeed"}
 )
-_NEAR_MISS_RATIO = 0.8  # every top-level key of DeepSpeed stays below 0.7 (tests/test_config.py)
+_NEAR_MISS_RATIO = 0.8  # every top-level key of DeepSpeed stays below 0.7 (tests/unit/test_config.py)
 
 
 class CheckpointOptions(BaseModel):

@@ -1,4 +1,4 @@
-"""A user's script in a process of its own: `python seam_user.py <folder> <what is imported first>`; prints JSON.
+"""A user's script in a process of its own: `python import_hook_user.py <folder> <what is imported first>`; prints JSON.
 
 Every entry is the class of the engine that came out, or the error. One rank, so that it needs no launcher.
 """

@@ -1,4 +1,4 @@
-"""The engine against `reference.py`: one case runs both over a few steps and compares everything."""
+"""The engine against `reference/`: one case runs both over a few steps and compares everything."""
 
 from __future__ import annotations
 

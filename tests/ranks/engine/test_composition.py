@@ -1,6 +1,6 @@
 """Activation checkpointing, accumulation, batch sizes and data loaders, as with plain ZeRO-1.
 
-What the oracle suite compares with `reference.py` is trained once more with something added; the bits must not change.
+What the oracle suite compares with `reference/` is trained once more with something added; the bits must not change.
 """
 
 from __future__ import annotations

@@ -187,7 +187,7 @@ def small_buckets_change_nothing(rank: Rank) -> None:
 
 
 def two_collectives_per_bucket(rank: Rank) -> None:
-    """And one scalar per step, whatever the number of units; none in a micro-step. (Stage 2: test_zero2.py.)"""
+    """And one scalar per step, whatever the number of units; none in a micro-step. Stage 2 has a test of its own."""
     seen = set()
     for stage, layers, size in itertools.product((0, 1), (2, 6), (int(5e8), 2000)):
         settings = sgd(2, stage=stage)

@@ -147,7 +147,7 @@ def test_modules_without_weights_are_the_bodys_own() -> None:
 
 
 def test_a_cache_that_holds_tokens_is_refused() -> None:
-    """In a subnetwork's forward pass; the dense view makes the part dense before (tests/test_dense_corners.py)."""
+    """In a subnetwork's forward pass; the dense view makes the part dense before (test_dense_view_modes.py)."""
     dense: Any = build("llama")
     model: Any = masked(dense, plan_of(dense, "backward"), 0)[0]
     cache = dense(tokens()[:, :4], use_cache=True).past_key_values

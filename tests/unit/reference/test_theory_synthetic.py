@@ -1,4 +1,4 @@
-"""The proposition of sdp_deepspeed/theory.py on made-up gradients: it holds for any, and some reach its bounds."""
+"""The proposition of reference/theory.md on made-up gradients: it holds for any, and some reach its bounds."""
 
 from __future__ import annotations
 
