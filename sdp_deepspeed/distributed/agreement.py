@@ -137,7 +137,8 @@ def _report(error: Exception) -> tuple[type[Exception], str]:
     if kind is None:
         return RuntimeError, f"{type(error).__name__}: {error}".removesuffix(": ")
     own = type(error)
-    adds_nothing = own.__init__ is kind.__init__ and own.__new__ is kind.__new__
+    # Built-in subclasses inherit `__init__` from Python 3.14 on; they travel as their base under every Python.
+    adds_nothing = own.__module__ != "builtins" and own.__init__ is kind.__init__ and own.__new__ is kind.__new__
     return (own if adds_nothing and _is_importable(own) else kind), f"{error}"
 
 
