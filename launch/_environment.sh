@@ -108,8 +108,9 @@ build_cpu_operators() {
 
 build_cpu_operator() {
   local builder=$1 what=$2
-  if ! command -v "${CXX:-c++}" >/dev/null; then
-    echo "error: DeepSpeed needs a C++ compiler for workers on the CPU; install g++ and run this again" >&2
+  if ! command -v "${CXX:-c++}" >/dev/null || ! has_python_headers; then
+    echo "error: for workers on the CPU DeepSpeed needs a C++ compiler and Python's headers; install them (Debian," \
+      "Ubuntu: g++ python3-dev; Fedora: gcc-c++ python3-devel) and run this again" >&2
     return 1
   fi
   say "building DeepSpeed's $what for CPUs (once; about a minute)"
@@ -117,6 +118,10 @@ build_cpu_operator() {
 import sys
 from deepspeed.accelerator import get_accelerator
 get_accelerator().create_op_builder(sys.argv[1]).load(verbose=False)' "$builder" >/dev/null
+}
+
+has_python_headers() {
+  python -c 'import os, sys, sysconfig; sys.exit(not os.path.exists(sysconfig.get_path("include") + "/Python.h"))'
 }
 
 activate_environment || return

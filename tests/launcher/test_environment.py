@@ -41,7 +41,7 @@ __version__ = {version!r}
 class version: cuda, hip = "13.1", None
 class cuda:
     device_count = staticmethod(lambda: 8)
-    is_available = staticmethod(lambda: True)
+    is_available = staticmethod(lambda: {has_gpu})
 """
 
 
@@ -54,11 +54,11 @@ def checkout(tmp_path: Path) -> Path:
     return tmp_path / "checkout"
 
 
-def make_torch(site: Path, version: str) -> None:
+def make_torch(site: Path, version: str, *, has_gpu: bool = True) -> None:
     (site / f"torch-{version}.dist-info").mkdir(parents=True)
     (site / f"torch-{version}.dist-info/METADATA").write_text(f"Name: torch\nVersion: {version}\n")
     (site / "torch").mkdir()
-    (site / "torch/__init__.py").write_text(TORCH.format(version=version))
+    (site / "torch/__init__.py").write_text(TORCH.format(version=version, has_gpu=has_gpu))
 
 
 def make_venv(folder: Path, version: str = "") -> Path:
@@ -139,6 +139,14 @@ def test_an_unsupported_python_is_refused_with_what_is_needed(checkout: Path) ->
     assert result.returncode == 1
     assert not asked
     assert "error: Python 3.98 to 3.99 is needed and the environment has Python 3." in result.stderr
+
+
+def test_what_is_missing_to_compile_is_named(checkout: Path) -> None:
+    make_torch(checkout.parent / "site", VENDOR, has_gpu=False)
+    result, _ = source_script(checkout, CXX="/nowhere/c++")
+    assert result.returncode == 1
+    assert "DeepSpeed needs a C++ compiler and Python's headers; install them (Debian, Ubuntu: g++" in result.stderr
+    assert not list((checkout / ".venv").glob(".sdp_deepspeed-base")), "the next time goes on"
 
 
 def test_an_environment_keeps_its_own_torch(checkout: Path) -> None:
