@@ -19,11 +19,17 @@ pretrain() {
     --steps "$steps" --eval-interval 25 "$@"
 }
 
-if [ "$(python -c 'import torch; print(torch.cuda.device_count())')" -lt "$workers" ]; then
-  say "fewer than $workers GPUs: the workers run on the CPU"
+gpus=$(python -c 'import torch; print(torch.cuda.device_count())')
+if [ "$gpus" -lt "$workers" ]; then
+  say "$workers workers, $gpus GPUs: each worker would need its own, so all of them run on the CPU"
   cores=$(python -c 'import os; print(len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count())')
   export DS_ACCELERATOR=cpu
   export OMP_NUM_THREADS=$((cores > workers ? cores / workers : 1))
+  if [ "$gpus" -gt 0 ]; then # else it was built when the package was installed
+    build_cpu_operator ShareMemCommBuilder "communication operator"
+  fi
+else
+  say "$workers workers, $gpus GPUs: each worker runs on its own"
 fi
 
 say "1/4 subnetwork data parallelism: $workers workers, each with half of the blocks -> $folder"

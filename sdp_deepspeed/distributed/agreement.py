@@ -137,7 +137,12 @@ def _report(error: Exception) -> tuple[type[Exception], str]:
     if kind is None:
         return RuntimeError, f"{type(error).__name__}: {error}".removesuffix(": ")
     error_class = type(error)
-    adds_nothing = error_class.__init__ is kind.__init__ and error_class.__new__ is kind.__new__
+    # Built-in subclasses inherit `__init__` from Python 3.14 on; they travel as their base under every Python.
+    adds_nothing = (
+        error_class.__module__ != "builtins"
+        and error_class.__init__ is kind.__init__
+        and error_class.__new__ is kind.__new__
+    )
     return (error_class if adds_nothing and _is_importable(error_class) else kind), f"{error}"
 
 

@@ -32,6 +32,7 @@ class CodedError(ValueError):
         (CodedError(7, "bad"), ValueError, "bad (7)"),
         (json.JSONDecodeError("no comma", "{", 1), ValueError, "no comma: line 1 column 2 (char 1)"),
         (FileNotFoundError(2, "No such file", "f"), OSError, "[Errno 2] No such file: 'f'"),
+        (NotImplementedError("not this one"), RuntimeError, "not this one"),
         (KeyError("k"), RuntimeError, "KeyError: 'k'"),
         (AssertionError(), RuntimeError, "AssertionError"),
     ],
