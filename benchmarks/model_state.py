@@ -3,7 +3,7 @@
     OMP_NUM_THREADS=1 deepspeed --num_gpus 4 benchmarks/model_state.py --output benchmarks/results/model_state_4.json
 
 Every contestant trains two steps; the second is measured with a tracker of live tensors. No time is taken here. The
-formulas are those of `python -m sdp_deepspeed.estimate`.
+formulas are those of `sdp estimate`.
 """
 
 from __future__ import annotations
