@@ -47,7 +47,7 @@ def universal_tag(folder: Path, tag: str | None) -> str | None:
             return None
         raise ValueError(
             f"load_checkpoint: {folder} has no {LATEST_UNIVERSAL} and no checkpoint of sdp_deepspeed; make the first "
-            "with `python -m sdp_deepspeed.checkpoint from-zero`, or switch checkpoint.load_universal off"
+            "with `sdp checkpoint from-zero`, or switch checkpoint.load_universal off"
         )
     named = pointer.read_text(encoding="utf-8").strip()
     if not is_universal(folder / named):
