@@ -17,7 +17,7 @@ from tests.helpers.models import batches, llama
 from tests.helpers.ranks import Rank
 from tests.helpers.training import assert_identical, dense_state, engine_of, gathered, micro_step, refusal, train
 from tests.ranks.checkpoint.test_checkpointer import settings_of, stepped
-from tests.ranks.optimizer.test_loss_scale import DYNAMIC, allow_fp16
+from tests.ranks.optimizer.test_loss_scale import DYNAMIC
 from tests.ranks.optimizer.test_loss_scale import settings_of as fp16_settings
 
 
@@ -176,7 +176,6 @@ def _cases(size: int, options: pytest.Config) -> Iterator[tuple[str, Any]]:
         another_optimizer,
         empty_tensors,
         each_rank_s_own_buffers,
-        allow_fp16,
         a_run_in_bf16_goes_on_in_fp16,
     ):
         yield check.__name__, check
