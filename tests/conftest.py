@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 from hypothesis import settings
 
+from tests.helpers.properties import THOROUGH
 from tests.helpers.repository import TESTS
 
 TIERS = {
@@ -21,7 +22,7 @@ TIERS = {
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # on small tensors threads only cost; read when torch is imported
 settings.register_profile("quick", deadline=None)  # a machine under load is no failure
-settings.register_profile("thorough", deadline=None)
+settings.register_profile(THOROUGH, deadline=None)
 settings.load_profile("quick")
 
 

@@ -8,7 +8,7 @@ import time
 from collections import Counter
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from sdp_deepspeed.plan.assignment import methods as assignment
@@ -24,6 +24,7 @@ from tests.helpers.assignment_tables import (
     model,
     widths,
 )
+from tests.helpers.properties import examples
 
 
 @st.composite
@@ -48,7 +49,7 @@ def check_even(holders: assignment.Holders, branches: Branches, k: int, p: int) 
         assert set(found) <= {sizes[name] * p // k, -(-sizes[name] * p // k)}, name
 
 
-@settings(max_examples=30, deadline=None)
+@examples(30)
 @given(branched(), st.integers(0, 3))
 def test_balanced_keeps_a_unit_of_each_branch(problem: tuple[list[UnitCost], Branches, int, int], seed: int) -> None:
     costs, branches, k, p = problem
@@ -58,7 +59,7 @@ def test_balanced_keeps_a_unit_of_each_branch(problem: tuple[list[UnitCost], Bra
     assert holders == assignment.balanced(costs, num_subnetworks=k, num_holders=p, seed=seed, branches=branches)
 
 
-@settings(max_examples=40, deadline=None)
+@examples(40)
 @given(branched())
 def test_cyclic_keeps_widths_even(problem: tuple[list[UnitCost], Branches, int, int]) -> None:
     costs, branches, k, p = problem
@@ -67,7 +68,7 @@ def test_cyclic_keeps_widths_even(problem: tuple[list[UnitCost], Branches, int, 
     check_even(holders, branches, k, p)
 
 
-@settings(max_examples=30, deadline=None)
+@examples(30)
 @given(branched(equal=True))
 def test_units_of_equal_cost_are_dealt_out_evenly(problem: tuple[list[UnitCost], Branches, int, int]) -> None:
     """Each branch and all together: what a branch leaves over goes to who has the least."""
@@ -164,7 +165,7 @@ def test_units_of_different_branches_trade_places() -> None:
     assert max(held) * 6 <= 1.05 * sum(held)
 
 
-@settings(max_examples=20, deadline=None)
+@examples(20)
 @given(branched())
 def test_seed_breaks_ties_only(problem: tuple[list[UnitCost], Branches, int, int]) -> None:
     costs, branches, k, p = problem

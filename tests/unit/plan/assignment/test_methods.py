@@ -5,12 +5,13 @@ from __future__ import annotations
 import time
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from sdp_deepspeed.plan.assignment import methods as assignment
 from sdp_deepspeed.units import UnitCost
 from tests.helpers.assignment_tables import ATTENTION, MLP, check_table, counts, equal_units, gap, loads
+from tests.helpers.properties import examples
 
 
 @st.composite
@@ -21,7 +22,7 @@ def problems(draw: st.DrawFn) -> tuple[list[UnitCost], int, int]:
     return [UnitCost(*kind) for kind in drawn], k, p
 
 
-@settings(max_examples=50, deadline=None)
+@examples(50)
 @given(problems(), st.integers(0, 3))
 def test_balanced_is_exact_connected_and_repeatable(problem: tuple[list[UnitCost], int, int], seed: int) -> None:
     costs, k, p = problem
@@ -30,14 +31,14 @@ def test_balanced_is_exact_connected_and_repeatable(problem: tuple[list[UnitCost
     assert holders == assignment.balanced(costs, num_subnetworks=k, num_holders=p, seed=seed)
 
 
-@settings(max_examples=50, deadline=None)
+@examples(50)
 @given(counts())
 def test_cyclic_is_exact_and_connected(problem: tuple[int, int, int]) -> None:
     num_units, k, p = problem
     check_table(assignment.cyclic(num_units, num_subnetworks=k, num_holders=p), num_units, k, p)
 
 
-@settings(max_examples=30, deadline=None)
+@examples(30)
 @given(problems())
 def test_seed_breaks_ties_only(problem: tuple[list[UnitCost], int, int]) -> None:
     costs, k, p = problem
@@ -52,7 +53,7 @@ def test_seed_has_an_effect() -> None:
     assert len(tables) > 1
 
 
-@settings(max_examples=30, deadline=None)
+@examples(30)
 @given(st.integers(2, 8), st.integers(1, 4), st.data())
 def test_layers_are_balanced_to_five_percent(k: int, layers_per_subnetwork: int, data: st.DataObject) -> None:
     """Units allow it exactly: each kind can be dealt out evenly."""
