@@ -36,6 +36,7 @@ from sdp_deepspeed.engine.private_api import check_hosts
 from sdp_deepspeed.masking.compiled import compile_in_place
 from sdp_deepspeed.masking.mask import CUT
 from sdp_deepspeed.optimizer.optimizer import SubnetworkOptimizer
+from sdp_deepspeed.optimizer.param_groups import agree_on_groups
 from sdp_deepspeed.plan.plan import Plan
 from sdp_deepspeed.plan.shards import Shards
 from sdp_deepspeed.support.refusals import refuse_modules, refuse_optimizer, refuse_unsupported, without_effect
@@ -129,14 +130,17 @@ class SubnetworkEngine(CheckpointCalls):
     def _configure_zero_optimizer(self, optimizer: Any) -> SubnetworkOptimizer:
         if optimizer is None:
             raise ValueError(_NO_OPTIMIZER)
-        return SubnetworkOptimizer.build(
+        settings = optimizer_settings(self)
+        wrapped = SubnetworkOptimizer(
             optimizer,
-            self._applied.model,
+            agree_on_groups(optimizer, self._applied.model, self.dp_group, settings=settings),
             self.dp_group,
-            settings=optimizer_settings(self),
+            settings=settings,
             tp_group=self._applied.parallel.group,
             loss_scaler=loss_scaler(self),
         )
+        wrapped.install()
+        return wrapped
 
     def allreduce_gradients(self, bucket_size: int = 0) -> None:
         """After a backward pass; at stages 0 and 1 gradients stay local until `step`, where they are averaged."""

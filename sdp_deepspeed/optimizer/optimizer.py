@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import replace
 from typing import Any, NoReturn
 
 import torch
@@ -32,7 +31,6 @@ from sdp_deepspeed.layout.fragments import Fragment
 from sdp_deepspeed.layout.rank_model import RankModel
 from sdp_deepspeed.layout.segments import Bucket, Segment
 from sdp_deepspeed.optimizer.exchanges import build_exchanges
-from sdp_deepspeed.optimizer.param_groups import agree_on_groups
 from sdp_deepspeed.optimizer.settings import OptimizerSettings
 from sdp_deepspeed.optimizer.stepped_group import SteppedGroup, repoint
 from sdp_deepspeed.tensor_parallel.group import TensorParallelGroup
@@ -43,11 +41,10 @@ class SubnetworkOptimizer(ZeROOptimizer):
 
     Every data-parallel rank must call `step`. At stages 0 and 1 gradients are local between `backward` and `step`; the
     exchange happens in `step`, so that any number of backward passes may come before it. At stage 2 every rank must
-    call `end_backward` after each. Made by `build`.
-
+    call `end_backward` after each.
     Args:
         optimizer: with the full model's parameters in its groups, as the user built it.
-        model: what this rank has; its tensors have their param groups.
+        model: what this rank has, with the param groups that all ranks agree on (`agree_on_groups`).
         dp_group: the data-parallel group.
         settings: the config's.
         tp_group: the tensor-parallel group, None without one.
@@ -89,31 +86,8 @@ class SubnetworkOptimizer(ZeROOptimizer):
         options = AveragingOptions([group.num_elements for group in self.groups], settings.max_in_flight, tp_group)
         self._averaging = self._averaging_of_stage(options)
 
-    @classmethod
-    def build(
-        cls,
-        optimizer: torch.optim.Optimizer,
-        model: RankModel,
-        dp_group: Communicator,
-        *,
-        settings: OptimizerSettings,
-        tp_group: TensorParallelGroup | None = None,
-        loss_scaler: LossScalerBase | None = None,
-    ) -> SubnetworkOptimizer:
-        """Agree on param groups, lay out the exchange, hook gradients, take over `optimizer`'s param groups.
-
-        Every data-parallel rank calls it.
-
-        Raises:
-            ValueError, RuntimeError: on all ranks, as `agree_on_groups`.
-        """
-        tensors = agree_on_groups(optimizer, model, dp_group, settings=repr(settings))
-        with_groups = replace(model, tensors=tuple(tensors))
-        built = cls(optimizer, with_groups, dp_group, settings=settings, tp_group=tp_group, loss_scaler=loss_scaler)
-        built._install()
-        return built
-
-    def _install(self) -> None:
+    def install(self) -> None:
+        """Hook gradients and take over the wrapped optimizer's param groups; called once, by every rank."""
         if self._tp_group is not None:
             self._tp_group.sum_partial_gradients(self._parameters)
         self._gradients.install()

@@ -11,17 +11,19 @@ import torch
 from sdp_deepspeed.distributed.agreement import run_on_all_ranks
 from sdp_deepspeed.distributed.communicator import Communicator
 from sdp_deepspeed.layout.rank_model import RankModel
+from sdp_deepspeed.optimizer.settings import OptimizerSettings
 from sdp_deepspeed.optimizer.stepped_group import check_fresh
 from sdp_deepspeed.plan.tensors import NOT_OPTIMIZED, TensorInfo
 
 
 def agree_on_groups(
-    optimizer: torch.optim.Optimizer, model: RankModel, dp_group: Communicator, *, settings: str
-) -> list[TensorInfo]:
-    """Tensors with their param groups; every rank calls it. A layout that differs would abort or corrupt the exchange.
+    optimizer: torch.optim.Optimizer, model: RankModel, dp_group: Communicator, *, settings: OptimizerSettings
+) -> RankModel:
+    """The model with the param groups of its tensors; every rank calls it, as layouts that differ would abort or corrupt
+    the exchange.
 
     Args:
-        settings: what else the layout depends on, in words.
+        settings: what else the layout depends on.
 
     Raises:
         ValueError: on all ranks, what one rank's optimizer has wrong.
@@ -32,13 +34,13 @@ def agree_on_groups(
         check_fresh(optimizer)
         return _with_groups(model.tensors, model.parameters(), optimizer)
 
-    layout = run_on_all_ranks(dp_group, lay_out)
+    tensors = run_on_all_ranks(dp_group, lay_out)
     options = [{key: value for key, value in group.items() if key != "params"} for group in optimizer.param_groups]
-    facts = [settings, f"{type(optimizer).__name__} {options}", *map(repr, layout)]
-    digests = dp_group.gather_objects(hashlib.sha256("\n".join(facts).encode()).hexdigest())
+    texts = [repr(settings), f"{type(optimizer).__name__} {options}", *map(repr, tensors)]
+    digests = dp_group.gather_objects(hashlib.sha256("\n".join(texts).encode()).hexdigest())
     if len(set(digests)) > 1:
-        raise RuntimeError(_difference(dp_group.gather_objects(facts)))
-    return layout
+        raise RuntimeError(_difference(dp_group.gather_objects(texts)))
+    return replace(model, tensors=tuple(tensors))
 
 
 def _with_groups(

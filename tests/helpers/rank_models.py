@@ -14,6 +14,7 @@ from sdp_deepspeed.layout.places import PieceViews
 from sdp_deepspeed.layout.rank_model import RankModel
 from sdp_deepspeed.masking.mask import Mask
 from sdp_deepspeed.optimizer.optimizer import SubnetworkOptimizer
+from sdp_deepspeed.optimizer.param_groups import agree_on_groups
 from sdp_deepspeed.optimizer.settings import OptimizerSettings
 from sdp_deepspeed.plan.plan import Plan
 from sdp_deepspeed.plan.tensors import TensorInfo, named_tensors
@@ -48,4 +49,19 @@ def optimizer_of(
 ) -> SubnetworkOptimizer:
     """The wrapper of an optimizer whose parameters lie as in the dense model."""
     model = RankModel(plan, tuple(tensors), PieceViews(parameters), dp_group.rank)
-    return SubnetworkOptimizer.build(optimizer, model, dp_group, settings=settings, loss_scaler=loss_scaler)
+    return wrapped(optimizer, model, dp_group, settings=settings, loss_scaler=loss_scaler)
+
+
+def wrapped(
+    optimizer: torch.optim.Optimizer,
+    model: RankModel,
+    dp_group: Communicator,
+    *,
+    settings: OptimizerSettings,
+    loss_scaler: LossScalerBase | None = None,
+) -> SubnetworkOptimizer:
+    """As the engine wraps an optimizer."""
+    with_groups = agree_on_groups(optimizer, model, dp_group, settings=settings)
+    result = SubnetworkOptimizer(optimizer, with_groups, dp_group, settings=settings, loss_scaler=loss_scaler)
+    result.install()
+    return result

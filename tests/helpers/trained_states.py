@@ -24,6 +24,7 @@ from sdp_deepspeed.plan.shards import Shards
 from sdp_deepspeed.plan.tensors import TensorInfo, named_tensors
 from sdp_deepspeed.units import Piece, Unit
 from tests.helpers.gatherers import Alone
+from tests.helpers.rank_models import wrapped
 
 SHAPE = (3, 5)
 
@@ -110,10 +111,10 @@ def one_rank(
     world = Communicator(Alone())
     plan = Plan("forward", "block", 1, 1, 0, units, tuple((0,) for _ in units), (0,))
     tensors = tuple(TensorInfo(name, SHAPE, dtype) for name in parameters)
-    model = RankModel(plan, tensors, PieceViews(named_tensors(module)))
     settings = OptimizerSettings(stage, clip=0.0, bucket_elements=100, wire_dtype=dtype)
     inner = kind(parameters.values(), lr=0.1)  # type: ignore[call-arg]
-    return OneRank(module, SubnetworkOptimizer.build(inner, model, world, settings=settings), world)
+    views = PieceViews(named_tensors(module))
+    return OneRank(module, wrapped(inner, RankModel(plan, tensors, views), world, settings=settings), world)
 
 
 def checkpointer_of(trained: OneRank, **options: Any) -> Checkpointer:
