@@ -19,8 +19,8 @@ from sdp_deepspeed.plan.tensors import NOT_OPTIMIZED, TensorInfo
 def agree_on_groups(
     optimizer: torch.optim.Optimizer, model: RankModel, dp_group: Communicator, *, settings: OptimizerSettings
 ) -> RankModel:
-    """The model with the param groups of its tensors; every rank calls it, as layouts that differ would abort or corrupt
-    the exchange.
+    """The model with the param groups of its tensors; every rank calls it. Layouts that differ would abort or
+    corrupt the exchange.
 
     Args:
         settings: what else the layout depends on.
