@@ -31,6 +31,7 @@ from sdp_deepspeed.plan.planner import plan_model
 from sdp_deepspeed.plan.tensors import dense_tensors, named_tensors
 from sdp_deepspeed.tensor_parallel.checks import check_groups
 from sdp_deepspeed.tensor_parallel.model import ModelBeforeAutoTP, TensorParallel, build_tensor_parallel
+from sdp_deepspeed.units import UnitCost
 
 
 @dataclass(frozen=True)
@@ -82,12 +83,14 @@ def apply_plan(start: ModelAtStart, block: SubnetworkConfig, groups: RankGroups)
     """
     module, network = start.module, start.network()
 
-    def divide_plan_and_mask() -> tuple[TensorParallel, Plan, list[str], Mask]:
+    def divide_plan_and_mask() -> tuple[TensorParallel, Plan, list[str], list[UnitCost], Mask]:
         check_groups(groups)
         if groups.tp_group is not None:
             refuse_tensor_parallel(start.deferred)
+        # Divide: which part of each tensor a rank of the tensor-parallel group stores.
         tensors = tuple(dense_tensors(module))
         parallel = build_tensor_parallel(module, groups.tp_group, start.before_autotp, stage=start.stage)
+        # Plan: which units the model has, and which subnetwork holds which.
         plan, warnings = plan_model(
             module, block, groups.dp_group.size, network, branches=parallel.branches, shards=parallel.shards
         )
@@ -98,19 +101,22 @@ def apply_plan(start: ModelAtStart, block: SubnetworkConfig, groups: RankGroups)
             rank=groups.dp_group.rank,
             shards=parallel.shards,
         )
-        costs = unit_costs(module, model.plan.units)
+        costs = unit_costs(module, model.plan.units)  # while all units are there
+        # Mask: drop, narrow or freeze what this rank lacks.
         mask = Mask(module, model, parallel.branches, scales=block.dense_branch_scale == "coverage")
         mask.apply()
-        return parallel, plan, [*warnings, plan.table(costs)], mask
+        return parallel, plan, warnings, costs, mask
 
-    parallel, plan, (*warnings, table), mask = run_on_all_ranks(groups.world, divide_plan_and_mask)
+    parallel, plan, warnings, costs, mask = run_on_all_ranks(groups.world, divide_plan_and_mask)
     check_same_plan(plan, groups.world)
+    # Materialize: a module without storage gets the weights that are left of it.
     if start.deferred is not None:
         start.deferred.materialize(mask, start.device, groups.world)
         check_initialized_alike(lambda: check_holders_agree(mask.model, groups.dp_group))
+    # Dense view: what makes the module the dense model again, for evaluation, export and state dicts.
     dense_view = DenseView(module, mask, groups.dp_group, make_monitored_barrier(torch.distributed))
     dense_view.install()
     for warning in warnings:
         log_dist(f"{KEY}: {warning}", ranks=[0], level=logging.WARNING)
-    log_dist(f"{KEY}\n{table}", ranks=[0])
+    log_dist(f"{KEY}\n{plan.table(costs)}", ranks=[0])
     return AppliedPlan(plan, mask.model, parallel, mask, dense_view)
