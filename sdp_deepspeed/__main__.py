@@ -6,7 +6,7 @@ import sys
 from collections.abc import Sequence
 from importlib import import_module
 
-from sdp_deepspeed.command_line import Parser, run_command
+from sdp_deepspeed.command_parser import Parser, run_command
 from sdp_deepspeed.version import __version__
 
 # Verb: the module that has its `configure`, imported when the verb is asked for; what it is for.

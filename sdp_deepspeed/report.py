@@ -2,7 +2,7 @@
 
 import sys
 
-from sdp_deepspeed.command_line import run_old_form
+from sdp_deepspeed.command_parser import run_old_form
 from sdp_deepspeed.training.report_table import configure
 
 if __name__ == "__main__":

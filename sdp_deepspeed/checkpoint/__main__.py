@@ -6,7 +6,7 @@ import argparse
 import sys
 from pathlib import Path
 
-from sdp_deepspeed.command_line import Parser, run_old_form
+from sdp_deepspeed.command_parser import Parser, run_old_form
 from sdp_deepspeed.sizes import byte_count
 
 

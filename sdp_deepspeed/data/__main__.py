@@ -7,7 +7,7 @@ import logging
 import sys
 from pathlib import Path
 
-from sdp_deepspeed.command_line import Parser, read_json, run_old_form
+from sdp_deepspeed.command_parser import Parser, read_json, run_old_form
 from sdp_deepspeed.data.config import DataConfig
 from sdp_deepspeed.data.packing import PreparedData
 from sdp_deepspeed.data.prepare import prepare

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import sys
 
-from sdp_deepspeed.command_line import Parser, positive, run_old_form
+from sdp_deepspeed.command_parser import Parser, positive, run_old_form
 from sdp_deepspeed.estimate.formulas import bytes_per_parameter, sent_per_parameter, table
 from sdp_deepspeed.estimate.precision import Precision
 

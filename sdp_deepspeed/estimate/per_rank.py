@@ -107,7 +107,7 @@ def _of_rank(run: _Run, rank: int) -> RankEstimate:
     setup, precision = run.setup, run.setup.precision
     held = [segment for segment in run.segments if segment.held_by(rank)]
     averaged = [segment for segment in held if segment.group != NOT_OPTIMIZED]
-    lengths = [stop - start for start, stop in (segment.shard(rank) for segment in averaged)]
+    lengths = [stop - start for start, stop in (segment.owned_range(rank) for segment in averaged)]
     stepped = sum(lengths) if setup.stage else sum(segment.num_elements for segment in averaged)
     rounds = setup.accumulation if setup.stage == 2 else 1
     sent_gradients = rounds * (sum(segment.num_elements for segment in averaged) - sum(lengths))

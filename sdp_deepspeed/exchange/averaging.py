@@ -10,17 +10,14 @@ from typing import TypeVar
 
 import torch
 
-from sdp_deepspeed.distributed.communicator import Communicator
 from sdp_deepspeed.exchange.exchange import Exchange
+from sdp_deepspeed.exchange.gradient_norm import sum_of_squares
 from sdp_deepspeed.exchange.gradients import Gradients
 from sdp_deepspeed.layout.segments import Bucket
 from sdp_deepspeed.tensor_parallel.group import TensorParallelGroup
 
 Item = TypeVar("Item")
 Running = TypeVar("Running")
-
-# Elements of which a CPU sums squares in fp32, one after the other: of 50 million the sum would be off by 1%.
-CPU_STRETCH = 2**14
 
 
 @dataclass(frozen=True)
@@ -110,31 +107,12 @@ class Averaging(ABC):
             self._gradients.free(name)
 
     def _squares(self, bucket: Bucket, averages: Sequence[torch.Tensor]) -> torch.Tensor:
-        """Of a bucket's owned averages; what tensor-parallel ranks have in common is counted on one of them."""
-        if self._tp_group is not None:
-            averages = [
-                part
-                for (_, fragments), average in zip(self._exchange.owned(bucket), averages, strict=True)
-                for fragment, part in zip(fragments, average.split([f.num_elements for f in fragments]), strict=True)
-                if self._tp_group.counts_in_norm(fragment.piece.parameter)
-            ]
-        if self._device.type == "cpu":
-            averages = [part for average in averages for part in average.split(CPU_STRETCH)]
-        if not averages:
-            return torch.zeros((), dtype=torch.float64, device=self._device)
-        norms = torch._foreach_norm(list(averages), dtype=torch.float32)  # fp16 could not hold them, bf16 would round
-        return torch.stack(norms).double().square().sum()
+        """Of a bucket's owned averages, what this rank counts in the norm."""
+        fragments = [fragments for _, fragments in self._exchange.owned(bucket)]
+        return sum_of_squares(averages, fragments, tp_group=self._tp_group, device=self._device)
 
 
-def divide(gradients: list[torch.Tensor], divisor: float) -> None:
+def unscale(gradients: list[torch.Tensor], divisor: float) -> None:
     """In place, and in fp32 if they are: half precision could not hold what a loss scale is divided out of."""
     if gradients and divisor != 1.0:
         torch._foreach_div_(gradients, divisor)
-
-
-def global_norm(squares: torch.Tensor, dp_group: Communicator, tp_group: TensorParallelGroup | None) -> float:
-    """Norm of the dense gradient from what each rank counts; a collective of both groups."""
-    dp_group.sum(squares)
-    if tp_group is not None:
-        tp_group.communicator.sum(squares)
-    return float(squares.sqrt())

@@ -88,7 +88,7 @@ class Exchange:
 
     def _owned_shards(self, bucket: Bucket) -> list[tuple[Segment, list[Fragment]]]:
         rank = self._dp_group.rank
-        shards = [(segment, list(segment.cut(*segment.shard(rank)))) for segment in bucket.segments]
+        shards = [(segment, list(segment.cut(*segment.owned_range(rank)))) for segment in bucket.segments]
         return [(segment, fragments) for segment, fragments in shards if fragments]
 
     def start_reduce(

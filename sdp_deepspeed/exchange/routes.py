@@ -52,11 +52,11 @@ def return_route(bucket: Bucket, rank: int, size: int, receivers: Receivers) -> 
             continue
         for segment in bucket.segments:
             if segment.held_by(rank) and receives(segment, peer, receivers):
-                start, stop = segment.shard(rank)
+                start, stop = segment.owned_range(rank)
                 sent.extend(segment.cut(start, stop))
                 sent_splits[peer] += stop - start
             if segment.held_by(peer) and receives(segment, rank, receivers):
-                start, stop = segment.shard(peer)
+                start, stop = segment.owned_range(peer)
                 received.extend(segment.cut(start, stop))
                 received_splits[peer] += stop - start
     return Route(tuple(sent), tuple(sent_splits), tuple(received), tuple(received_splits))

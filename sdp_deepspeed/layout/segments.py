@@ -1,4 +1,4 @@
-"""The flat layout of the exchange: segments and buckets.
+"""The flat layout of the exchange: segments, buckets, and who owns which shard.
 
 A segment is a flat stretch of pieces that share an optimizer param group, a dtype and a holder set. It
 is cut into one shard per holder; a shard's owner averages it and steps it. Everything here is computed
@@ -41,7 +41,7 @@ class Segment:
     def held_by(self, rank: int) -> bool:
         return rank in self._position
 
-    def shard(self, rank: int) -> tuple[int, int]:
+    def owned_range(self, rank: int) -> tuple[int, int]:
         """Start and stop (elements) of the shard that `rank` owns; empty when it holds nothing here."""
         index = self._position.get(rank)
         if index is None:

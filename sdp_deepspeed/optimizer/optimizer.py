@@ -15,15 +15,9 @@ from deepspeed.runtime.base_optimizer import ZeROOptimizer
 from deepspeed.runtime.fp16.loss_scaler import LossScaler, LossScalerBase
 
 from sdp_deepspeed.distributed.communicator import Communicator
-from sdp_deepspeed.exchange.averaging import (
-    Averages,
-    Averaging,
-    AveragingOptions,
-    divide,
-    global_norm,
-    run_pipelined,
-)
+from sdp_deepspeed.exchange.averaging import Averages, Averaging, AveragingOptions, run_pipelined, unscale
 from sdp_deepspeed.exchange.backward_averaging import BackwardAveraging
+from sdp_deepspeed.exchange.gradient_norm import global_norm
 from sdp_deepspeed.exchange.gradients import Gradients
 from sdp_deepspeed.exchange.routes import Receivers
 from sdp_deepspeed.exchange.step_averaging import StepAveraging
@@ -201,9 +195,9 @@ class SubnetworkOptimizer(ZeROOptimizer):
             group.link()
             if averages.flats is None:
                 group.set_gradients(self._gradients.view)
-                divide([tensor.grad for tensor in group.tensors if tensor.grad is not None], divisor)
+                unscale([tensor.grad for tensor in group.tensors if tensor.grad is not None], divisor)
             else:
-                divide(averages.flats[index], divisor)
+                unscale(averages.flats[index], divisor)
                 group.set_flat_gradient(*averages.flats[index])
                 averages.flats[index].clear()  # on a GPU what was copied to the host may go
         self.optimizer.step()

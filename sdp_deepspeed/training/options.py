@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from sdp_deepspeed.command_line import Parser, positive, read_json
+from sdp_deepspeed.command_parser import Parser, positive, read_json
 from sdp_deepspeed.config import KEY
 
 

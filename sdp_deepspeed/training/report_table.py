@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from sdp_deepspeed.command_line import Parser, read_json
+from sdp_deepspeed.command_parser import Parser, read_json
 from sdp_deepspeed.sizes import mib_text
 
 REPORT_VERSION = 1

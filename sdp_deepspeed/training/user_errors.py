@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from sdp_deepspeed.command_line import USER_ERROR_EXIT_CODE
+from sdp_deepspeed.command_parser import USER_ERROR_EXIT_CODE
 
 BROKEN_RUN_EXIT_CODE = 1
 # The launcher ends all ranks within two seconds after the first has failed; rank 0 usually says the same as we would.

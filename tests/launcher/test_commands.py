@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from sdp_deepspeed.__main__ import VERBS
-from sdp_deepspeed.command_line import USER_ERROR_EXIT_CODE
+from sdp_deepspeed.command_parser import USER_ERROR_EXIT_CODE
 from tests.helpers.example_reports import report
 from tests.helpers.repository import ROOT
 

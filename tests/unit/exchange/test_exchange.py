@@ -116,7 +116,7 @@ def expected_marks(layout: Layout, rank: int, receivers: Receivers) -> dict[str,
     for segment in layout.segments:
         if receivers == "all" or (rank in segment.holders) == (receivers == "holders"):
             for owner in segment.holders:
-                for fragment in segment.cut(*segment.shard(owner)):
+                for fragment in segment.cut(*segment.owned_range(owner)):
                     tensor = result[fragment.piece.parameter]
                     tensor.view(-1)[indices(fragment, tensor.shape)] = owner + 1
     return result

@@ -68,7 +68,7 @@ def test_segments_have_the_holders_group_and_dtype_of_their_elements(layout: Lay
 @given(layouts)
 def test_shards_part_a_segment_among_its_holders(layout: Layout) -> None:
     for segment in layout.segments:
-        shards = [segment.shard(rank) for rank in range(layout.size)]
+        shards = [segment.owned_range(rank) for rank in range(layout.size)]
         covered = [index for start, stop in shards for index in range(start, stop)]
         assert sorted(covered) == list(range(segment.num_elements))
         longest = -(-segment.num_elements // len(segment.holders))
@@ -143,7 +143,7 @@ def elements(fragments: list[Fragment]) -> list[tuple[Piece, int]]:
 
 def test_cut_and_shards_of_fragments_that_start_late() -> None:
     assert TWO.num_elements == 11
-    assert [TWO.shard(rank) for rank in (0, 1, 4, 5)] == [(0, 0), (0, 4), (4, 8), (8, 11)]
+    assert [TWO.owned_range(rank) for rank in (0, 1, 4, 5)] == [(0, 0), (0, 4), (4, 8), (8, 11)]
     assert list(TWO.cut(4, 8)) == [Fragment(Piece("a", None, 0, 10), 7, 10), Fragment(Piece("b", 0, 2, 2), 1, 2)]
     assert [part.num_elements for part in TWO.split(4)] == [4, 4, 3]
     assert all(part.holders == TWO.holders for part in TWO.split(4))

@@ -185,9 +185,9 @@ def crossing(segments: Sequence[Segment], network: Network, all_receive_weights:
     for segment, one, other in product(segments, range(len(network.nodes)), range(len(network.nodes))):
         if network.nodes[one] == network.nodes[other]:
             continue
-        start, stop = segment.shard(other)  # one contributes to what the other owns
+        start, stop = segment.owned_range(other)  # one contributes to what the other owns
         yield (stop - start) * segment.held_by(one) * network.gradient_bytes
-        start, stop = segment.shard(one)  # one owns what the other gets
+        start, stop = segment.owned_range(one)  # one owns what the other gets
         yield (stop - start) * (all_receive_weights or segment.held_by(other)) * network.weight_bytes
 
 

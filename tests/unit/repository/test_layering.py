@@ -42,7 +42,7 @@ FLOORS = (
     "config",
     "units",
     "atomic_files",
-    "command_line",
+    "command_parser",
     "sizes",
     "messages",
     "version",
@@ -53,7 +53,7 @@ INNER_FLOORS = {"checkpoint": ("__main__", "checkpointer", "interop", "save", "l
 PURE = (
     "architectures",
     "atomic_files",
-    "command_line",
+    "command_parser",
     "config",
     "deferred_init",
     "distributed",

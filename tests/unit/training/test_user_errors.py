@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from sdp_deepspeed.command_line import USER_ERROR_EXIT_CODE
+from sdp_deepspeed.command_parser import USER_ERROR_EXIT_CODE
 from sdp_deepspeed.training.user_errors import exit_on_user_error
 
 

@@ -9,7 +9,7 @@ import pytest
 
 import sdp_deepspeed
 from sdp_deepspeed.__main__ import VERBS, main
-from sdp_deepspeed.command_line import Parser, positive, read_json, run_command, run_old_form
+from sdp_deepspeed.command_parser import Parser, positive, read_json, run_command, run_old_form
 
 
 def one_line(text: str) -> str:
