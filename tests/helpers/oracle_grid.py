@@ -5,15 +5,18 @@ It is made of the support matrix: every allowed combination, on every number of 
 
 from __future__ import annotations
 
+import functools
 import itertools
+import operator
 import random
-from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any
 
 from sdp_deepspeed.support.combinations import Combination, all_combinations
 from tests.helpers.models import SPECIMENS, Specimen
+from tests.helpers.support_examples import refusals_of
 
 SIZES = (2, 3, 4)
 BUCKETS = {"one": 10**6, "many": 700}  # elements; a model of SPECIMENS has some 4,000 to 10,000
@@ -91,7 +94,8 @@ class Case:
         return block | ({"granularity": self.granularity} if self.granularity != "sublayer" else {})
 
 
-def full_grid(size: int) -> list[Case]:
+@cache
+def full_grid(size: int) -> tuple[Case, ...]:
     """Every allowed combination with each number of holders, and every model in every mode under two typical settings.
 
     What a combination leaves open (model, optimizer, clipping, buckets, wire) is drawn, with a seed.
@@ -107,13 +111,13 @@ def full_grid(size: int) -> list[Case]:
     for mode, model, granularity in itertools.product(modes, SPECIMENS, ("sublayer", "layer")):
         plain = Case(size, *mode, model, granularity)
         grid += [plain, replace(plain, stage=0, accumulation=3, optimizer="SGD", clip=0.0)]
-    return [case for case in dict.fromkeys(grid) if possible(case)]
+    return tuple(case for case in dict.fromkeys(grid) if possible(case))
 
 
 @cache
 def allowed_combinations() -> tuple[Combination, ...]:
     """What start-up does not refuse."""
-    return tuple(combination for combination in all_combinations() if not combination.refusals())
+    return tuple(combination for combination in all_combinations() if not refusals_of(combination))
 
 
 def _drawn(draw: random.Random, size: int, holders: int, combination: Combination) -> Case:
@@ -164,9 +168,8 @@ def num_scarce_units(case: Case) -> int:
 
 def pairwise(cases: Sequence[Case]) -> list[Case]:
     """A small subset in which every pair of traits that the cases have occurs; greedy and deterministic."""
-    bits: dict[Any, int] = {}
-    masks = [sum(1 << bits.setdefault(pair, len(bits)) for pair in pairs(case)) for case in cases]
-    wanted = (1 << len(bits)) - 1
+    _, masks = pair_masks(cases)
+    wanted = functools.reduce(operator.or_, masks)
     chosen: list[Case] = []
     while wanted:
         best = max(range(len(cases)), key=lambda index: (masks[index] & wanted).bit_count())
@@ -175,16 +178,41 @@ def pairwise(cases: Sequence[Case]) -> list[Case]:
     return chosen
 
 
-def pairs(case: Case) -> Iterable[Any]:
-    """Pairs of traits, and the counts of ranks and holders; where units are lacking, the pairs once more, since
-    C = 1 would be the easy way to meet them. A mode is one trait, so that every model meets every mode; holders are
-    one, some, or all, since p = 3 of 3 has more in common with 4 of 4 than with 3 of 4."""
-    traits = asdict(case)
+def pairs_of(cases: Sequence[Case]) -> set[Any]:
+    """Pairs of traits that occur, and counts of ranks and holders; where units are lacking, the pairs once more, since
+    C = 1 would be the easy way to meet them."""
+    meanings, masks = pair_masks(cases)
+    found = functools.reduce(operator.or_, masks)
+    return {meaning for bit, meaning in enumerate(meanings) if found >> bit & 1}
+
+
+def pair_masks(cases: Sequence[Case]) -> tuple[list[Any], list[int]]:
+    """What `pairs_of` gives, and some that do not occur, in a fixed order; and per case a mask of its own."""
+    traits = [_traits(case) for case in cases]
+    numbers = {trait: number for number, trait in enumerate(dict.fromkeys(itertools.chain(*traits)))}
+    bits: dict[tuple[int, int], int] = {}
+    masks = []
+    for names in traits:
+        pairs = itertools.combinations([numbers[name] for name in names], 2)
+        masks.append(sum(bits.get(pair) or bits.setdefault(pair, 1 << len(bits)) for pair in pairs))
+    for index, case in enumerate(cases):
+        if case.holders < case.num_subnetworks:
+            masks[index] |= masks[index] << len(bits)
+    counts = list(dict.fromkeys((case.ranks, case.holders) for case in cases))
+    for index, case in enumerate(cases):
+        masks[index] |= 1 << 2 * len(bits) + counts.index((case.ranks, case.holders))
+    trait_of = list(numbers)
+    named = [(trait_of[one], trait_of[other]) for one, other in bits]
+    return [*named, *(("lacking", pair) for pair in named), *counts], masks
+
+
+def _traits(case: Case) -> list[tuple[str, Any]]:
+    """By name. A mode is one trait, so that every model meets every mode; holders are one, some, or all, since
+    p = 3 of 3 has more in common with 4 of 4 than with 3 of 4."""
+    traits = dict(vars(case))
     traits["mode"] = f"{traits.pop('regime')} {traits.pop('strategy')}"
     traits["holders"] = {case.num_subnetworks: "all", 1: "one"}.get(case.holders, "some")
-    found = set(itertools.combinations(sorted(traits.items()), 2))
-    lacking = {("lacking", pair) for pair in found if case.holders < case.num_subnetworks}
-    return {*found, *lacking, (case.ranks, case.holders)}
+    return sorted(traits.items())
 
 
 @cache

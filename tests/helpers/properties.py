@@ -1,13 +1,23 @@
-"""How many examples a property is tried on: what is costly gets few in the inner loop, and all in the whole run."""
+"""What is costly is done in full in the whole run only: many examples of a property, a large problem."""
 
 from __future__ import annotations
 
+import pytest
 from hypothesis import settings
 
 THOROUGH = "thorough"  # the profile of the whole run: `--hypothesis-profile=thorough`
 SHARE = 5
 
 
+def is_thorough() -> bool:
+    return settings.get_current_profile_name() == THOROUGH
+
+
 def examples(count: int) -> settings:
     """`count` examples with the profile "thorough", a fifth of them without."""
-    return settings(max_examples=count if settings.get_current_profile_name() == THOROUGH else count // SHARE)
+    return settings(max_examples=count if is_thorough() else count // SHARE)
+
+
+def large(*values: object) -> object:
+    """A parameter set that takes seconds: skipped unless the profile is "thorough"."""
+    return pytest.param(*values, marks=pytest.mark.skipif(not is_thorough(), reason=f"needs the profile {THOROUGH}"))

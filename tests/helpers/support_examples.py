@@ -1,11 +1,13 @@
-"""A config for each row of the support table."""
+"""A config for each row of the support table, and what it says of each combination."""
 
 from __future__ import annotations
 
 import json
+from functools import cache
 from typing import Any
 
 from sdp_deepspeed.config import KEY
+from sdp_deepspeed.support.combinations import Combination
 from sdp_deepspeed.support.rows import Row
 from sdp_deepspeed.support.table import TABLE
 
@@ -29,6 +31,12 @@ BESIDE: dict[str, dict[str, Any]] = {
     "accumulation by the caller, overlap, stages 0 and 1": {"zero_optimization": {"stage": 1, "overlap_comm": True}},
     "SuperOffload": {"zero_optimization": {"stage": 1, "offload_optimizer": {"device": "cpu"}}},
 }
+
+
+@cache
+def refusals_of(combination: Combination) -> tuple[Row, ...]:
+    """Asked once: there are thousands of cells, and several tests look at all."""
+    return tuple(combination.refusals())
 
 
 def ds_config(row: Row, value: Any) -> dict[str, Any]:

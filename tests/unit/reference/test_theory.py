@@ -136,8 +136,8 @@ PLACEMENTS = list(itertools.permutations(range(K)))
 
 
 @functools.cache
-def real_distances(strategy: str, p: int, divisor: str) -> tuple[list[float], float, Plan, tuple[int, ...]]:
-    """T of every placement, V, the plan and its weights; "ranks" divides by k instead of p, on purpose wrong."""
+def real_gradients(strategy: str, p: int) -> tuple[list[Gradients], list[Gradients], Plan, tuple[int, ...]]:
+    """Averages of every placement, the workers' dense gradients, the plan and its weights."""
     model = llama()
     plan = plan_of(model, strategy, K, p)
     # Four tokens instead of all: what the batches have in common outweighs what they have not, |gbar|^2 > 20 V.
@@ -145,13 +145,20 @@ def real_distances(strategy: str, p: int, divisor: str) -> tuple[list[float], fl
     dense = dense_gradients(model, plan, own, loss_of)
     # Worker i with batch j, by the oracle; a placement only chooses among these.
     table = [[local_gradients(model, plan, worker, batch, loss_of)[1] for batch in own] for worker in range(K)]
-    found = []
-    for placement in PLACEMENTS:
-        average = masked_average(model, plan, [table[worker][batch] for worker, batch in enumerate(placement)])
-        if divisor == "ranks":
-            average = {name: value * p / K for name, value in average.items()}
-        found.append(distance(plan, average, dense))
-    return found, deviation(plan, dense), plan, tuple(weights_of(model, plan))
+    averages = [
+        masked_average(model, plan, [table[worker][batch] for worker, batch in enumerate(placement)])
+        for placement in PLACEMENTS
+    ]
+    return averages, dense, plan, tuple(weights_of(model, plan))
+
+
+@functools.cache
+def real_distances(strategy: str, p: int, divisor: str) -> tuple[list[float], float, Plan, tuple[int, ...]]:
+    """T of every placement, V, the plan and its weights; "ranks" divides by k instead of p, on purpose wrong."""
+    averages, dense, plan, weights = real_gradients(strategy, p)
+    if divisor == "ranks":
+        averages = [{name: value * p / K for name, value in average.items()} for average in averages]
+    return [distance(plan, average, dense) for average in averages], deviation(plan, dense), plan, weights
 
 
 def on_average(plan: Plan, size: float) -> float:

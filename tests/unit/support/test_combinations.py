@@ -18,6 +18,7 @@ from sdp_deepspeed.support.combinations import (
     count_combinations,
 )
 from sdp_deepspeed.support.refusals import refuse_unsupported
+from tests.helpers.support_examples import refusals_of
 
 SAMPLE = random.Random(0).sample(list(all_combinations()), 300)
 
@@ -39,12 +40,12 @@ def test_a_combination_is_allowed_if_start_up_does_not_refuse_it() -> None:
         config = combination.config()
         block = parse(config)
         assert block is not None
-        if not combination.refusals():
+        if not refusals_of(combination):
             refuse_unsupported(block, config)
             continue
         with pytest.raises(ValueError, match="not possible") as caught:
             refuse_unsupported(block, config)
-        assert all(row.what in str(caught.value) for row in combination.refusals())
+        assert all(row.what in str(caught.value) for row in refusals_of(combination))
 
 
 def test_a_value_of_an_axis_changes_the_config() -> None:
@@ -99,7 +100,7 @@ def test_deepspeed_reads_what_a_combination_means() -> None:
 
 
 def test_counts_are_those_of_a_plain_count(counted: CombinationCounts) -> None:
-    refusals = {combination: [row.what for row in combination.refusals()] for combination in all_combinations()}
+    refusals = {combination: [row.what for row in refusals_of(combination)] for combination in all_combinations()}
     assert counted.num_combinations == len(refusals)
     assert counted.num_allowed == sum(not rows for rows in refusals.values())
     assert counted.num_allowed > counted.num_combinations / 2
@@ -111,13 +112,13 @@ def test_counts_are_those_of_a_plain_count(counted: CombinationCounts) -> None:
 def test_what_nothing_is_refused_for(counted: CombinationCounts) -> None:
     """Modes, stages, tensor parallelism and replicas combine with everything."""
     for name in ("regime", "strategy", "tensor_parallel", "replicas"):
-        refused = {combination for combination in SAMPLE if combination.refusals()}
+        refused = {combination for combination in SAMPLE if refusals_of(combination)}
         for combination in refused:
             others = [
                 replace(combination, **{name: value}) for value in AXES[name] if value != asdict(combination)[name]
             ]
-            assert all(other.refusals() for other in others)
+            assert all(refusals_of(other) for other in others)
     alone = [replace(Combination(stage=2), **{name: value}) for name, values in AXES.items() for value in values]
     assert [
-        combination for combination in alone if combination.refusals() and combination.precision != "autocast"
+        combination for combination in alone if refusals_of(combination) and combination.precision != "autocast"
     ] == []

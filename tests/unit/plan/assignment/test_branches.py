@@ -24,7 +24,7 @@ from tests.helpers.assignment_tables import (
     model,
     widths,
 )
-from tests.helpers.properties import examples
+from tests.helpers.properties import examples, large
 
 
 @st.composite
@@ -222,7 +222,12 @@ def test_known_plan_stays() -> None:
 
 @pytest.mark.parametrize(
     ("layers", "heads", "groups", "k", "p", "expected"),
-    [(24, 8, 8, 8, 4, 0.855), (12, 12, 16, 16, 4, 0.79), (1, 8, 8, 8, 4, 0.78), (24, 8, 64, 64, 8, 0.88)],
+    [
+        (24, 8, 8, 8, 4, 0.855),
+        large(12, 12, 16, 16, 4, 0.79),
+        (1, 8, 8, 8, 4, 0.78),
+        large(24, 8, 64, 64, 8, 0.88),
+    ],
 )
 def test_spectral_gap_is_that_of_free_units(
     layers: int, heads: int, groups: int, k: int, p: int, expected: float
