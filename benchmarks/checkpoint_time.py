@@ -55,7 +55,7 @@ def measure(arguments: argparse.Namespace) -> dict[str, Any]:
 def measure_one(
     contestant: Contestant, model: Shape, arguments: argparse.Namespace, folder: Path
 ) -> tuple[dict[str, float], int]:
-    """Save, save behind the training (ours), sync, load: seconds of the slowest rank; and bytes on the disk."""
+    """Save, save in the background (ours), sync, load: seconds of the slowest rank; and bytes on the disk."""
     seconds: dict[str, float] = {}
     with engine_of(model, contestant.config(arguments.precision, bucket=20_000_000)) as engine:
         train(engine, torch.randint(0, model["vocab_size"], (1, 16)))
@@ -73,7 +73,7 @@ def measure_one(
 
 
 def blocked(engine: Any, folder: Path) -> float:
-    """Seconds until a save behind the training returns."""
+    """Seconds until a save in the background returns."""
     options = engine.block.checkpoint
     object.__setattr__(options, "asynchronous", True)
     try:
@@ -95,7 +95,7 @@ def timed(work: Callable[[], Any]) -> float:
 
 def main() -> None:
     parser = option_parser(__doc__)
-    parser.add_argument("--folder", type=Path, default=Path("checkpoints_of_benchmark"), help="removed afterwards")
+    parser.add_argument("--folder", type=Path, default=Path("checkpoints_of_benchmark"), help="removed afterward")
     parser.add_argument("--model", type=Path, default=MODEL)
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--precision", choices=PRECISIONS, default="bf16")

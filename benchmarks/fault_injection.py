@@ -2,7 +2,7 @@
 
     python benchmarks/fault_injection.py --kills 200 --output benchmarks/results/faults.json
 
-Two ranks train a tiny model and save after each step, every other start behind the training. What a start resumes must
+Two ranks train a tiny model and save after each step, every other start in the background. What a start resumes must
 be at least the last step whose save had returned, and bit for bit the state of a run that was never stopped; ranks that
 lose the other must end by themselves. tests/ranks/checkpoint/test_faults.py is the same with five kills.
 """

@@ -1,6 +1,6 @@
 """Subnetwork Data Parallelism for DeepSpeed.
 
-Importing this package is enough: `deepspeed.initialize` then honours the block `subnetwork_data_parallel` of an
+Importing this package is enough: `deepspeed.initialize` then honors the block `subnetwork_data_parallel` of an
 ordinary DeepSpeed config. Nothing heavy is imported here.
 """
 
@@ -17,7 +17,7 @@ import_hook.arm()
 
 
 def initialize(*args: Any, **kwargs: Any) -> Any:
-    """`deepspeed.initialize` with the block honoured: same arguments, same results."""
+    """`deepspeed.initialize` with the block honored: same arguments, same results."""
     import deepspeed
 
     return deepspeed.initialize(*args, **kwargs)

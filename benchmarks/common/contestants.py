@@ -91,7 +91,7 @@ def build_engine(shape: Shape, config: dict[str, Any]) -> Any:
 
 @contextmanager
 def engine_of(shape: Shape, config: dict[str, Any]) -> Iterator[Any]:
-    """An engine, and nothing of it left afterwards."""
+    """An engine, and nothing of it left afterward."""
     engine = build_engine(shape, config)
     try:
         yield engine

@@ -48,7 +48,7 @@ class InnerLayers:
 
 @dataclass(frozen=True)
 class Branch:
-    """A branch that a skip connection by-passes: `x + after(body(norm(x)))`.
+    """A branch that a skip connection bypasses: `x + after(body(norm(x)))`.
 
     Args:
         name: of the part, "attention" or "mlp" (a user's model may use other words).

@@ -66,7 +66,7 @@ class Checkpointer:
         Args:
             folder: of all checkpoints.
             tag: None for one that names the step.
-            latest: whether `latest` names it afterwards.
+            latest: whether `latest` names it afterward.
             exclude_frozen: leave out parameters that need no gradients.
 
         Raises:
@@ -133,7 +133,7 @@ class Checkpointer:
         load_pretrained(self._trained, folder)
 
     def wait(self) -> None:
-        """Until a checkpoint that is written behind the training is complete.
+        """Until a checkpoint that is written in the background is complete.
 
         Raises:
             RuntimeError: on all ranks, if it could not be written.

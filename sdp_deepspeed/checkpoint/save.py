@@ -1,4 +1,4 @@
-"""Write a checkpoint from all ranks: in a staging folder, complete, then published; at once or behind the training."""
+"""Write a checkpoint from all ranks: in a staging folder, complete, then published; at once or in the background."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class Target:
     """Where a checkpoint goes.
 
     Args:
-        latest: whether `latest` names it afterwards.
+        latest: whether `latest` names it afterward.
         keep_last: how many checkpoints stay in the folder; None keeps all.
     """
 
@@ -70,7 +70,7 @@ class Saver:
         self._thread.start()
 
     def wait(self) -> None:
-        """Until what runs behind the training is complete; raises its error."""
+        """Until what runs in the background is complete; raises its error."""
         if self._thread is not None:
             self._thread.join()
             self._thread = None

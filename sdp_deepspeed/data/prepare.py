@@ -74,7 +74,7 @@ def _identity(config: DataConfig, corpus: Corpus, given: Any) -> str:
 def _write(config: DataConfig, corpus: Corpus, given: Any, *, identity: str, folder: Path) -> PreparedData:
     tokenizer = given
     if tokenizer is None:
-        # On training documents only: merges learnt from held-out text would make it look easier.
+        # On training documents only: merges learned from held-out text would make it look easier.
         tokenizer = tokenizers.train_tokenizer(_training(corpus, config), config.vocab_size or DEFAULT_VOCAB_SIZE)
     tokenizer.save_pretrained(folder / "tokenizer")
     counts = pack(

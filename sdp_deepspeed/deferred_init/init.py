@@ -1,7 +1,7 @@
 """`sdp_deepspeed.Init`: build the dense model without its memory; each worker makes its own part of it later.
 
 Inside, tensors that random numbers or fills go into have no storage (they are on PyTorch's meta device, but say that
-they are on the CPU, as initialisers pass over tensors that do not); what is done to them is written down. All other
+they are on the CPU, as initializers pass over tensors that do not); what is done to them is written down. All other
 tensors, such as tables computed from `torch.arange`, are real.
 """
 
@@ -49,7 +49,7 @@ class Init:
 
     Raises:
         RuntimeError: inside, where building depends on the value of a tensor that has none yet; or inside another Init.
-        ValueError: inside, for a tensor on a GPU: weights are initialised on the CPU and moved by `initialize`.
+        ValueError: inside, for a tensor on a GPU: weights are initialized on the CPU and moved by `initialize`.
     """
 
     def __init__(self, *, initialize: bool = True) -> None:
@@ -222,7 +222,7 @@ def _is_meta(device: Any) -> bool:
 def _check_device(device: Any) -> None:
     if device is not None and torch.device(device).type not in ("cpu", "meta"):
         raise ValueError(
-            f"sdp_deepspeed.Init: a tensor is made on {device}, but weights are initialised on the CPU and moved by "
+            f"sdp_deepspeed.Init: a tensor is made on {device}, but weights are initialized on the CPU and moved by "
             "deepspeed.initialize: build the model without a device"
         )
 

@@ -1,5 +1,5 @@
 """A model without storage becomes this worker's own: planned and cut down first, then filled with the values of its
-initialisation, a tensor at a time. No rank ever has the dense model.
+initialization, a tensor at a time. No rank ever has the dense model.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class DeferredModel:
         self._values = dict(values)
         refs = {name: value for name, value in values.items() if isinstance(value, Ref)}
         undefined = program.never_written(ref.storage for ref in refs.values()) if program.draws else set()
-        _refuse([name for name, ref in refs.items() if ref.storage in undefined], "nothing initialises it")
+        _refuse([name for name, ref in refs.items() if ref.storage in undefined], "nothing initializes it")
 
     @classmethod
     def of(cls, model: nn.Module) -> DeferredModel | None:
@@ -189,7 +189,7 @@ def _replace_impl(tensor: torch.Tensor, value: torch.Tensor) -> None:
 def _values(program: Program, tensors: Mapping[str, torch.Tensor]) -> dict[str, Value]:
     """Tensors that the program makes; those on the meta device of which it knows nothing are an error."""
     known = {name: Ref.of(tensor) for name, tensor in tensors.items() if address(tensor) in program.storages}
-    _refuse([n for n, t in tensors.items() if t.is_meta and n not in known], "nothing initialises it")
+    _refuse([n for n, t in tensors.items() if t.is_meta and n not in known], "nothing initializes it")
     return dict(known)
 
 
@@ -241,6 +241,6 @@ def check_initialized_alike(check_holders: Callable[[], None]) -> None:
         check_holders()
     except RuntimeError as problem:
         raise ValueError(
-            f"{KEY}: ranks did not initialise the model alike ({problem}): inside sdp_deepspeed.Init, or on the meta "
+            f"{KEY}: ranks did not initialize the model alike ({problem}): inside sdp_deepspeed.Init, or on the meta "
             "device, build the same model from the same config and seed on every rank"
         ) from problem

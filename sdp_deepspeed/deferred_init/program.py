@@ -1,4 +1,4 @@
-"""What an initialisation did to tensors without storage, and how to do it again with storage for few of them.
+"""What an initialization did to tensors without storage, and how to do it again with storage for few of them.
 
 The program is the list of operations in their order. Run again, it draws from the random stream exactly what building
 the dense model draws, but each tensor exists only from the operation that its final value begins with to the last one

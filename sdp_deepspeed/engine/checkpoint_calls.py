@@ -76,7 +76,7 @@ class CheckpointCalls(DeepSpeedEngine):
         self.checkpointer.load_pretrained(Path(folder))
 
     def wait_for_checkpoint(self) -> None:
-        """Until a checkpoint that is written behind the training is complete; all ranks call it, before they leave.
+        """Until a checkpoint that is written in the background is complete; all ranks call it, before they leave.
 
         Raises:
             RuntimeError: on all ranks, if it could not be written.

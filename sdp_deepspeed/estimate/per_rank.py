@@ -46,7 +46,7 @@ class RankEstimate:
         optimizer: moments, and the fp32 master where one is kept; 0 if they are offloaded.
         host_optimizer: the same in host memory.
         step_gradients: fp32 gradients of what it steps that are made for the step and live no longer.
-        sent_gradients: elements sent towards owners.
+        sent_gradients: elements sent to owners.
         sent_back: elements sent back by owners: weights, at stage 0 averaged gradients.
         sent_bytes: both together.
     """

@@ -164,7 +164,7 @@ def check_fresh(optimizer: torch.optim.Optimizer) -> None:
     if started:
         raise ValueError(
             f"the optimizer already holds state for {len(started)} parameters; give subnetwork_data_parallel a fresh "
-            "optimizer and load a checkpoint afterwards"
+            "optimizer and load a checkpoint afterward"
         )
 
 

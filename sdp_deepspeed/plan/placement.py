@@ -61,7 +61,7 @@ def node_of_process(environment: Mapping[str, str], hostname: str) -> str:
     """A label of the node that a process runs on.
 
     The host's name alone joins machines that were cloned with one name, and namespaces of one machine that stand for
-    nodes; the launcher's number alone is missing under MPI. LOCAL_WORLD_SIZE does not say which ranks are neighbours.
+    nodes; the launcher's number alone is missing under MPI. LOCAL_WORLD_SIZE does not say which ranks are neighbors.
     A wrong label costs traffic, never correctness.
     """
     numbers = [environment[name] for name in _NODE_NUMBERS if name in environment]

@@ -93,7 +93,7 @@ def make_plan(
     data_parallel_size: int,
     branches: Sequence[str | None] | None = None,
 ) -> Plan:
-    """The plan that the config block asks for, the same on every rank; replicas are neighbours until `Plan.place`.
+    """The plan that the config block asks for, the same on every rank; replicas are neighbors until `Plan.place`.
 
     Args:
         units: the model's units; a plan given by path brings its own, the caller checks that they fit the model.

@@ -60,7 +60,7 @@ def save_checkpoint(engine: Any, folder: Path, *, tag: str, client_state: dict[s
 
 
 def wait_for_checkpoint(engine: Any) -> None:
-    """Until a checkpoint that is written behind the training is complete; every rank calls it, and it raises as
+    """Until a checkpoint that is written in the background is complete; every rank calls it, and it raises as
     `save_checkpoint`."""
     if plan_of(engine) is not None:
         with _as_run_folder_error():

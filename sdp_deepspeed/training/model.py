@@ -31,7 +31,7 @@ def build_model(
     """
     try:
         config = AutoConfig.for_model(**dict(shape))
-        _refuse_misspelt(shape, config)
+        _refuse_misspelled(shape, config)
         torch.manual_seed(seed)
         context: AbstractContextManager[Any] = Init() if deferred else nullcontext()
         with context:
@@ -51,7 +51,7 @@ def may_defer(deepspeed_config: Mapping[str, Any]) -> bool:
     return parse(deepspeed_config) is not None and "tensor_parallel" not in deepspeed_config
 
 
-def _refuse_misspelt(shape: Mapping[str, Any], config: Any) -> None:
+def _refuse_misspelled(shape: Mapping[str, Any], config: Any) -> None:
     """Transformers keeps keys that it does not know and goes on with its default for the one that was meant."""
     known = type(config)().to_dict().keys()
     for key in shape:

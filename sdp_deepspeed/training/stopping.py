@@ -38,7 +38,7 @@ class StopRequest:
     """Turns the signals into a flag while the block runs; in the main thread of every rank."""
 
     def __init__(self) -> None:
-        self._signalled = False
+        self._signaled = False
         self._ancestors = _ancestors()
         self._previous: dict[signal.Signals, Any] = {}
 
@@ -51,12 +51,12 @@ class StopRequest:
             signal.signal(number, handler)
 
     def _handle(self, _number: int, _frame: FrameType | None) -> None:
-        self._signalled = True
+        self._signaled = True
 
     @property
     def requested(self) -> bool:
         """Whether this rank was asked to stop, or lost its launcher."""
-        return self._signalled or _ancestors() != self._ancestors
+        return self._signaled or _ancestors() != self._ancestors
 
 
 class StepOutcome(NamedTuple):

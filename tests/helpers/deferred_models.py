@@ -17,7 +17,7 @@ Tensors = dict[str, torch.Tensor]
 
 
 class Holder(nn.Module):
-    """A weight [30, 40], two vectors and a buffer, none of them initialised."""
+    """A weight [30, 40], two vectors and a buffer, none of them initialized."""
 
     weight: nn.Parameter
     table: torch.Tensor

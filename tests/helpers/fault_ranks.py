@@ -44,7 +44,7 @@ class Start:
     Args:
         folder: of the log of this start; `checkpoints` is beside it.
         style: how steps are named, a key of STYLES; None saves nothing.
-        asynchronous: save behind the training.
+        asynchronous: save in the background.
         num_steps: to make after what was loaded, at most.
         last: no step is made after this one.
         dies: the rank that kills itself, and at what; None for nobody.

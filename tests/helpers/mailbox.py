@@ -1,4 +1,4 @@
-"""Threads that stand for ranks and exchange through memory, in the least favourable way that a backend may choose.
+"""Threads that stand for ranks and exchange through memory, in the least favorable way that a backend may choose.
 
 What was sent arrives in `wait` and not before: until then the receiver's buffer holds NaN, and the sender's is looked
 at only there. So a wait that is missing, or a buffer that is touched too early, changes results on every run, not on

@@ -39,7 +39,7 @@ IMPORTED = [
     *("hypothesis", "pytest"),
 ]
 # A setting of OpenMP counts when torch is imported, not later. Asking for a GPU must not start CUDA in the server: no
-# process that is forked afterwards could use it.
+# process that is forked afterward could use it.
 SERVER_ENVIRONMENT = {"OMP_NUM_THREADS": "1", "PYTORCH_NVML_BASED_CUDA_CHECK": "1"}
 
 

@@ -131,8 +131,8 @@ def _check_numbers(reader: HuggingFaceReader, rank_chunks: RankChunks, where: st
         dtype = rank_chunks.tensors[key.partition("/")[2]].dtype
         if whole.dtype.is_floating_point != dtype.is_floating_point:
             raise ValueError(
-                f"{where}: {whole.name!r} is {whole.dtype} there and {dtype} in the model; quantised weights are not "
-                "supported, give the folder of the model before it was quantised"
+                f"{where}: {whole.name!r} is {whole.dtype} there and {dtype} in the model; quantized weights are not "
+                "supported, give the folder of the model before it was quantized"
             )
 
 

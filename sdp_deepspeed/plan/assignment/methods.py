@@ -63,7 +63,7 @@ def balanced(
 
 
 def cyclic(num_units: int, *, num_subnetworks: int, num_holders: int, branches: Branches | None = None) -> Holders:
-    """Windows of p neighbouring subnetworks: unit u starts at u mod k.
+    """Windows of p neighboring subnetworks: unit u starts at u mod k.
 
     The last round, when fewer than k units are left for it, spreads its starts evenly, so that every
     subnetwork has a unit whenever U p >= k and the graph is connected whenever U (p-1) >= k-1.

@@ -27,7 +27,7 @@ WAYS: dict[str, Callable[[], Any]] = {"Init": sdp_deepspeed.Init, "meta": lambda
 
 
 def unbuilt(build: Callable[[], nn.Module], way: str, seed: int = 7) -> nn.Module:
-    """A model without storage; a meta model is initialised from the seed before `deepspeed.initialize`."""
+    """A model without storage; a meta model is initialized from the seed before `deepspeed.initialize`."""
     torch.manual_seed(seed)
     with WAYS[way]():
         model = build()
@@ -166,7 +166,7 @@ def ranks_with_other_seeds_start_from_rank_0(rank: Rank) -> None:
 def other_models_on_other_ranks(rank: Rank) -> None:
     build = partial(llama, seed=rank.rank)  # a seed inside is part of the model
     work = partial(engine_of, config(coverage=1.0), unbuilt(build, "Init"))
-    refusal(ValueError, work, "did not initialise the model alike", "model.embed_tokens.weight", "same config and seed")
+    refusal(ValueError, work, "did not initialize the model alike", "model.embed_tokens.weight", "same config and seed")
 
 
 def errors_of_one_rank(rank: Rank) -> None:
@@ -184,7 +184,7 @@ def tensor_parallelism(rank: Rank) -> None:
         refusal(ValueError, work, "tensor parallelism", "sdp_deepspeed.Init", "build it on the CPU")
 
 
-def without_initialisation(rank: Rank) -> None:
+def without_initialization(rank: Rank) -> None:
     with sdp_deepspeed.Init(initialize=False):
         model = llama()
     state = dense_state(engine_of(config(coverage=0.5), model))
@@ -205,7 +205,7 @@ def _cases(size: int, options: pytest.Config) -> Iterator[tuple[str, Check]]:
         ranks_with_other_seeds_start_from_rank_0,
         other_models_on_other_ranks,
         errors_of_one_rank,
-        without_initialisation,
+        without_initialization,
         tensor_parallelism,
     ):
         yield check.__name__, check

@@ -211,7 +211,7 @@ def training_data(rank: Rank) -> None:
         assert torch.equal(own, expected)
 
 
-def dtypes_spelt_out(rank: Rank) -> None:
+def dtypes_spelled_out(rank: Rank) -> None:
     """`data_types` that say what is so anyway change nothing; buffers get the dtype that is asked for."""
     engines = [
         engine_of(sgd() | more) for more in ({}, {"data_types": {"param_dtype": "fp32", "grad_accum_dtype": "fp32"}})
@@ -233,7 +233,7 @@ def _cases(size: int, options: pytest.Config) -> Iterator[tuple[str, Any]]:
         the_callers_boundary,
         evaluation_between_micro_batches,
         training_data,
-        dtypes_spelt_out,
+        dtypes_spelled_out,
     ):
         yield check.__name__, check
 

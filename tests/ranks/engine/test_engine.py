@@ -166,7 +166,7 @@ def overflow_skips_the_step_on_all(rank: Rank) -> None:
         assert engine.was_step_applied() is False
         assert engine.get_lr() == rate
         assert_identical(dense_state(engine), before)
-        train(engine, num_steps=1)  # the spoilt gradients are gone
+        train(engine, num_steps=1)  # the spoiled gradients are gone
         assert gathered(engine.skipped_steps) == [1] * rank.size
         assert all(bool(value.isfinite().all()) for value in dense_state(engine).values())
 

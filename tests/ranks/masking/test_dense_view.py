@@ -177,7 +177,7 @@ def saves_pretrained(rank: Rank) -> None:
 
 
 def uneven_batches_end_with_an_error(rank: Rank) -> None:
-    """Rank 1 has one batch fewer; whatever it does instead, all ranks hear of it, and can go on afterwards."""
+    """Rank 1 has one batch fewer; whatever it does instead, all ranks hear of it, and can go on afterward."""
     batch = batch_of(rank)
 
     def evaluate(engine: Any, instead: Callable[[], Any]) -> None:
@@ -247,7 +247,7 @@ def a_failing_forward_returns_memory(rank: Rank) -> None:
 
 
 def a_rank_that_never_comes_is_named(rank: Rank) -> None:
-    """Last, because the gate's group is broken afterwards; `refusal` cannot be used, since rank 1 sees no error."""
+    """Last, because the gate's group is broken afterward; `refusal` cannot be used, since rank 1 sees no error."""
     with mock.patch("sdp_deepspeed.distributed.monitored_barrier.TIMEOUT", timedelta(seconds=2)):
         engine = engine_with(llama())
     engine.eval()

@@ -20,7 +20,7 @@ from tests.helpers.training import assert_identical, dense_state, engine_of, gat
 
 TOO_LARGE = 1e30  # times the loss: an infinite gradient in fp16
 DYNAMIC = {"initial_scale_power": 6, "loss_scale_window": 2, "hysteresis": 2, "min_loss_scale": 8}
-SPOILT = (1, 3, 4, 5, 16)  # steps
+SPOILED = (1, 3, 4, 5, 16)  # steps
 NUM_STEPS = 18
 WARMUP = {"type": "WarmupLR", "params": {"warmup_min_lr": 0, "warmup_max_lr": 0.1, "warmup_num_steps": 30}}
 
@@ -42,16 +42,16 @@ def plain(settings: dict[str, Any], stage: int) -> Any:
 
 
 def trace(
-    rank: Rank, engine: Any, *, spoilt: Collection[int] = SPOILT, first: int = 0, last: int = NUM_STEPS
+    rank: Rank, engine: Any, *, spoiled: Collection[int] = SPOILED, first: int = 0, last: int = NUM_STEPS
 ) -> tuple[list[Row], list[float]]:
     """Per step the scale after it, counts of skipped and of all steps, learning rate, and whether it was taken; and
-    the norms. Rank 1 alone has an infinite gradient in the `spoilt` steps: everywhere, or in the odd ones of a single
+    the norms. Rank 1 alone has an infinite gradient in the `spoiled` steps: everywhere, or in the odd ones of a single
     element, of which one rank alone owns the average."""
     rows, norms, element = [], [], [1.0]
     handle = engine.module.lm_head.weight.register_hook(lambda gradient: _with_one(gradient, element[0]))
     for number, step in enumerate(itertools.islice(batches(rank.size, 1), first, last), first):
         loss = loss_of(engine, step[rank.rank][0])
-        factor = TOO_LARGE if rank.rank == 1 and number in spoilt else 1.0
+        factor = TOO_LARGE if rank.rank == 1 and number in spoiled else 1.0
         element[0] = factor if number % 2 else 1.0
         engine.backward(loss if number % 2 else loss * factor)
         engine.step()
@@ -60,7 +60,7 @@ def trace(
         rows.append((scale, engine.skipped_steps, engine.global_steps, rate, applied))
         norms.append(float(engine.get_global_grad_norm()))
     handle.remove()
-    assert [norm == math.inf for norm in norms] == [number in spoilt for number in range(first, last)]
+    assert [norm == math.inf for norm in norms] == [number in spoiled for number in range(first, last)]
     assert gathered(rows) == [rows] * rank.size
     return rows, norms
 
@@ -104,7 +104,7 @@ def dynamic_at_stage_0(rank: Rank) -> None:
     scales = []
     for number, step in enumerate(itertools.islice(batches(rank.size, 1), NUM_STEPS)):
         loss = loss_of(stock, step[rank.rank][0])
-        stock.backward(loss * TOO_LARGE if rank.rank == 1 and number in SPOILT else loss)
+        stock.backward(loss * TOO_LARGE if rank.rank == 1 and number in SPOILED else loss)
         stock.step()
         scales.append((stock.optimizer.loss_scale_config.cur_scale, stock.skipped_steps))
     assert [row[:2] for row in rows] == scales
@@ -114,7 +114,7 @@ def static_as_zero_1(rank: Rank) -> None:
     """It does not change, and steps are left out all the same."""
     expected, norms = trace(rank, plain(settings_of(1, {"loss_scale": 64}), 1))
     assert {row[0] for row in expected} == {64.0}
-    assert expected[-1][1] == len(SPOILT)
+    assert expected[-1][1] == len(SPOILED)
     for stage in (0, 1, 2):
         rows, own = trace(rank, engine_of(settings_of(stage, {"loss_scale": 64}, holders=2)))
         assert rows == expected
@@ -131,7 +131,7 @@ def the_scale_cancels(rank: Rank) -> None:
             if given is not None:
                 engine.optimizer.override_loss_scale(given)
                 assert engine.optimizer.loss_scale == given
-            trace(rank, engine, spoilt=(), last=3)
+            trace(rank, engine, spoiled=(), last=3)
             states.append(dense_state(engine))
         assert_identical(states[0], states[1])
         assert_identical(states[0], states[2])

@@ -64,7 +64,7 @@ def one_copy_in_host_memory(rank: Rank) -> None:
 
 
 def as_stock_zero_with_cpu_adam(rank: Rank) -> None:
-    """At C = 1, DeepSpeedCPUAdam in both; it vectorises its steps, so that they round otherwise than torch's."""
+    """At C = 1, DeepSpeedCPUAdam in both; it vectorizes its steps, so that they round otherwise than torch's."""
     for stage in (1, 2):
         settings = settings_of(stage, holders=2) | {"optimizer": CPU_ADAMW, "zero_force_ds_cpu_optimizer": True}
         plain = {key: value for key, value in settings.items() if key != "subnetwork_data_parallel"}

@@ -29,7 +29,7 @@ EXTRAS = {
     # More groups than subnetworks, and so many that some have one neuron and others two.
     "groups-forward": Extra(Case(3, 2, "forward", "neuron", "gpt2"), {"neuron_groups": 5}),
     "groups-backward": Extra(Case(3, 1, "backward", "neuron", "llama_odd"), {"neuron_groups": 20}),
-    # Windows of neighbours instead of the balanced search.
+    # Windows of neighbors instead of the balanced search.
     "cyclic-forward": Extra(Case(3, 2, "forward", "neuron", "gpt_neox"), {"assignment": "cyclic"}),
     "cyclic-backward": Extra(Case(3, 2, "backward", "block", "qwen2"), {"assignment": "cyclic"}),
     "seed": Extra(Case(3, 1, "forward", "neuron", "qwen2", optimizer="SGD"), {"seed": 5}),

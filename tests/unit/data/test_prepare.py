@@ -19,16 +19,16 @@ from tests.helpers.documents import NUM_DOCUMENTS, numbers, text
 def test_tokenizer_learns_nothing_from_held_out_documents(
     config: Callable[..., DataConfig], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    real, learnt = tokenizers.train_tokenizer, set[int]()
+    real, learned = tokenizers.train_tokenizer, set[int]()
 
     def train_tokenizer(documents: Iterable[str], vocab_size: int) -> Any:
         texts = list(documents)
-        learnt.update(*map(numbers, texts))
+        learned.update(*map(numbers, texts))
         return real(texts, vocab_size)
 
     monkeypatch.setattr(tokenizers, "train_tokenizer", train_tokenizer)
     prepare(config())
-    assert learnt == {number for number in range(NUM_DOCUMENTS) if not is_held_out(text(number), 0.1)}
+    assert learned == {number for number in range(NUM_DOCUMENTS) if not is_held_out(text(number), 0.1)}
 
 
 def test_cache_is_used_and_keyed_by_what_matters(

@@ -119,7 +119,7 @@ def test_a_constant_is_kept_as_it_was() -> None:
     assert values_of(*unbuilt(build, seed=0))["vector"].tolist() == list(range(7))
 
 
-def test_without_initialisation_random_values_are_zeros() -> None:
+def test_without_initialization_random_values_are_zeros() -> None:
     torch.manual_seed(0)
     with sdp_deepspeed.Init(initialize=False) as program:
         model = family("llama")
@@ -172,7 +172,7 @@ def _resized() -> nn.Module:
     return model
 
 
-def _uninitialised() -> nn.Module:
+def _uninitialized() -> nn.Module:
     with sdp_deepspeed.Init():
         return Holder()
 
@@ -181,8 +181,8 @@ def _uninitialised() -> nn.Module:
     ("build", "words"),
     [
         (_two_contexts, "several contexts"),
-        (_uninitialised, "'weight' is on the meta device, and nothing initialises it.*Init"),
-        (_on_meta(Holder), r"'weight', \+3 more is on the meta device, and nothing initialises it.*Init"),
+        (_uninitialized, "'weight' is on the meta device, and nothing initializes it.*Init"),
+        (_on_meta(Holder), r"'weight', \+3 more is on the meta device, and nothing initializes it.*Init"),
         (_resized, "'model.norm.weight' .* a fresh LlamaForCausalLM .* has no such tensor.*Init"),
     ],
 )

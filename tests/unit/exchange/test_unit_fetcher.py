@@ -89,7 +89,7 @@ def one_unit_layout(shape: tuple[int, ...], holders: tuple[int, ...], piece: Pie
     ("shape", "piece"), [((11,), Piece("w", None, 0, 11)), ((3, 11), Piece("w", 1, 0, 11))], ids=["whole", "columns"]
 )
 def test_eleven_over_three_holders(eight: Ranks, shape: tuple[int, ...], piece: Piece) -> None:
-    """A number that shards and rounds do not divide, over holders that are not neighbours."""
+    """A number that shards and rounds do not divide, over holders that are not neighbors."""
     holders = (2, 3, 7)
     layout = one_unit_layout(shape, holders, piece)
     for rank, (targets,) in enumerate(eight.run(lambda communicator: fetched(layout, [[0]], communicator))):

@@ -98,7 +98,7 @@ def inputs_of(model: nn.Module) -> dict[str, torch.Tensor]:
 
 
 def test_a_lacking_mlp_in_bytes() -> None:
-    """Llama: its norm keeps the normalised input for its weight, gate and up share their input, down has its own."""
+    """Llama: its norm keeps the normalized input for its weight, gate and up share their input, down has its own."""
     dense: Any = build("llama", num_layers=1)
     plan = plan_of(dense, "backward", "block")
     hidden, inner = dense.config.hidden_size, dense.config.intermediate_size

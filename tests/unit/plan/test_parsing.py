@@ -43,7 +43,7 @@ def remove(*path: Any) -> Callable[[dict[str, Any]], None]:
         (change("version", to=2), r"plan\.version: got 2, this release reads version 1"),
         (remove("version"), r"plan\.version: got None"),
         (remove("regime"), r"plan: missing keys \['regime'\]"),
-        (change("colour", to=1), r"unknown keys \['colour'\]"),
+        (change("color", to=1), r"unknown keys \['color'\]"),
         (change("regime", to="sideways"), r"plan\.regime: got 'sideways'"),
         (change("regime", to=1), r"plan\.regime: got 1, expected str"),
         (change("strategy", to="nothing"), r"plan\.strategy: got 'nothing'"),

@@ -220,7 +220,7 @@ def test_lines() -> None:
 
 
 def test_node_of_a_process() -> None:
-    """Ranks are neighbours where host and launcher's number agree."""
+    """Ranks are neighbors where host and launcher's number agree."""
     assert node_of_process({}, "host") == node_of_process({"LOCAL_WORLD_SIZE": "4"}, "host")
     torchrun = [node_of_process({"GROUP_RANK": number}, "host") for number in "01"]
     launcher = [node_of_process({"CROSS_RANK": number}, "host") for number in "01"]

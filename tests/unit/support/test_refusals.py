@@ -83,7 +83,7 @@ def test_all_modes_work() -> None:
         {"checkpoint": {"load_universal": False, "writer": None}, "datastates_ckpt": False},
     ],
 )
-def test_defaults_spelt_out_are_neither_refused_nor_mentioned(config: dict[str, Any]) -> None:
+def test_defaults_spelled_out_are_neither_refused_nor_mentioned(config: dict[str, Any]) -> None:
     config = {KEY: {"coverage": 0.5}, **config}
     check(config)
     assert without_effect(parsed(config), config) == []

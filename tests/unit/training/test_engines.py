@@ -30,7 +30,7 @@ class StockEngine:
 
 @dataclass
 class OurEngine(StockEngine):
-    """With a plan, and checkpoints that may be written behind the training."""
+    """With a plan, and checkpoints that may be written in the background."""
 
     plan: Plan | None = None
 

@@ -86,7 +86,7 @@ def a_rank_reads_what_it_holds(rank: Rank) -> None:
 
 
 def into_a_model_without_weights(rank: Rank) -> None:
-    """Nothing is initialised, and no rank ever has the dense model."""
+    """Nothing is initialized, and no rank ever has the dense model."""
     folder = saved(llama(seed=5), rank.folder / "in", rank)
     with sdp_deepspeed.Init(initialize=False):
         model = llama()
@@ -164,7 +164,7 @@ def _mistakes() -> Iterator[tuple[Callable[[Path], Any], list[str]]]:
     yield lambda path: first(path).write_bytes(first(path).read_bytes()[:-3]), ["is damaged", "model-00001-of-"]
     yield lambda path: (path / "model.safetensors.index.json").write_text("{"), ["index.json cannot be read"]
     yield lambda path: change_one(path, lambda value: value[:-1].clone()), ["has shape", "and", "in the model"]
-    yield lambda path: change_one(path, lambda value: value.to(torch.int8)), ["torch.int8", "quantised"]
+    yield lambda path: change_one(path, lambda value: value.to(torch.int8)), ["torch.int8", "quantized"]
     yield lambda path: change_one(path, None), ["says are in it", "lacks"]
     yield only_pickles, ["pytorch_model*.bin", "from_pretrained(folder).save_pretrained"]
     yield without_weights, ["neither"]
