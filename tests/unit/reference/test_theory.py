@@ -145,7 +145,7 @@ def real_gradients(strategy: str, p: int) -> tuple[list[Gradients], list[Gradien
     dense = dense_gradients(model, plan, own, loss_of)
     # Worker i with batch j, by the oracle; a placement only chooses among these.
     table = [[local_gradients(model, plan, worker, batch, loss_of)[1] for batch in own] for worker in range(K)]
-    averages = [
+    averages: list[Gradients] = [
         masked_average(model, plan, [table[worker][batch] for worker, batch in enumerate(placement)])
         for placement in PLACEMENTS
     ]

@@ -150,7 +150,7 @@ def test_impossible_holders(p: int) -> None:
         assignment.balanced(equal_units(8), num_subnetworks=4, num_holders=p)
 
 
-@pytest.mark.parametrize(("num_units", "k", "p"), [(64, 32, 16), large(128, 64, 32), large(64, 256, 128)])
+@pytest.mark.parametrize(("num_units", "k", "p"), [large(128, 64, 32), large(64, 256, 128)])
 def test_large_problems_end(num_units: int, k: int, p: int) -> None:
     """The limit is loose, for slow machines: what it guards against takes minutes."""
     start = time.monotonic()
