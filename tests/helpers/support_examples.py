@@ -35,7 +35,7 @@ BESIDE: dict[str, dict[str, Any]] = {
 
 @cache
 def refusals_of(combination: Combination) -> tuple[Row, ...]:
-    """Asked once: there are thousands of cells, and several tests look at all."""
+    """Asked once: there are thousands of combinations, and several tests look at all."""
     return tuple(combination.refusals())
 
 
