@@ -6,6 +6,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from copy import deepcopy
 from dataclasses import replace
+from functools import cache
 from typing import Any
 
 import torch
@@ -37,6 +38,11 @@ def build(name: str, num_layers: int = 1) -> nn.Module:
 
     Weights are large enough for attention to be far from uniform; no bias is zero and no norm is one.
     """
+    return deepcopy(_built(name, num_layers))
+
+
+@cache
+def _built(name: str, num_layers: int) -> nn.Module:
     if name in models.FAMILIES:
         model = models.family(name, num_layers)
     else:

@@ -14,6 +14,7 @@ from tests.helpers.repository import ROOT
 
 ENVIRONMENT = {**os.environ, "PYTHONPATH": str(ROOT)}
 OURS, PLAIN = "SubnetworkEngine SubnetworkOptimizer", "DeepSpeedEngine DeepSpeedZeroOptimizer"
+HEAVY = ("torch", "numpy", "pydantic", "deepspeed", "transformers", "accelerate", "datasets", "pandas")
 EXPECTED = {
     "block": OURS,
     "plain": PLAIN,
@@ -71,8 +72,7 @@ def run(code: str) -> list[str]:
 
 def test_import_is_light() -> None:
     """Nothing heavy, and no DeepSpeed needed: config, plan and command-line tools work without it."""
-    heavy = "('torch', 'deepspeed', 'transformers', 'numpy', 'pydantic')"
-    assert run(f"import sys, sdp_deepspeed; print([n for n in {heavy} if n in sys.modules])") == ["[]"]
+    assert run(f"import sys, sdp_deepspeed; print([name for name in {HEAVY} if name in sys.modules])") == ["[]"]
 
 
 def test_without_deepspeed_the_import_error_is_its_own() -> None:

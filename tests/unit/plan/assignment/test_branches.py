@@ -16,6 +16,7 @@ from sdp_deepspeed.units import UnitCost
 from tests.helpers.assignment_tables import (
     ATTENTION,
     MLP,
+    MOST_SUBNETWORKS,
     Branches,
     check_table,
     equal_units,
@@ -30,7 +31,7 @@ from tests.helpers.properties import examples, large
 @st.composite
 def branched(draw: st.DrawFn, *, equal: bool = False) -> tuple[list[UnitCost], Branches, int, int]:
     """(costs, branches, k, p): branches just large enough or larger, block units, in any order."""
-    k = draw(st.integers(1, 9))
+    k = draw(st.integers(1, MOST_SUBNETWORKS))
     p = draw(st.integers(1, k))
     fewest = -(-k // p)
     sizes = draw(st.lists(st.integers(fewest, fewest + 4), min_size=1, max_size=3))
