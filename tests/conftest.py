@@ -9,9 +9,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
-from hypothesis import settings
 
-from tests.helpers.properties import THOROUGH
+import tests.helpers.properties  # noqa: F401  (Hypothesis' profiles)
 from tests.helpers.repository import TESTS
 
 TIERS = {
@@ -21,9 +20,6 @@ TIERS = {
 }
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # on small tensors threads only cost; read when torch is imported
-settings.register_profile("quick", deadline=None)  # a machine under load is no failure
-settings.register_profile(THOROUGH, deadline=None)
-settings.load_profile("quick")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

@@ -10,10 +10,11 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from sdp_deepspeed.data import PackedBatches, ValidationBatches
+from tests.helpers.properties import examples
 
 
 def _blocks(num_blocks: int, sequence_length: int = 4) -> npt.NDArray[Any]:
@@ -42,7 +43,7 @@ def _global(num_blocks: int, *, ranks: int, micro_batch: int, num_batches: int, 
 
 
 @given(st.integers(1, 4), st.integers(1, 3), st.integers(0, 20))
-@settings(deadline=None, max_examples=30)
+@examples(30)
 def test_ranks_share_an_epoch_without_overlap_or_gap(ranks: int, micro_batch: int, extra: int) -> None:
     num_blocks = ranks * micro_batch + extra
     num_batches = 3 * num_blocks // (ranks * micro_batch) + 1
@@ -111,7 +112,7 @@ def test_state_of_other_data_is_refused(change: dict[str, Any], said: str) -> No
 
 
 @given(st.integers(1, 40), st.integers(1, 4), st.integers(1, 3), st.none() | st.integers(1, 50))
-@settings(deadline=None, max_examples=60)
+@examples(60)
 def test_validation_counts_every_block_once(num_blocks: int, ranks: int, micro_batch: int, limit: int | None) -> None:
     all_ranks = [
         ValidationBatches(_blocks(num_blocks), micro_batch=micro_batch, rank=rank, world_size=ranks, limit=limit)

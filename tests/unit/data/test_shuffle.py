@@ -6,10 +6,11 @@ import itertools
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from sdp_deepspeed.data.shuffle import shuffled
+from tests.helpers.properties import examples
 
 
 def _order(num_items: int, seed: int = 0, epoch: int = 0) -> list[int]:
@@ -17,7 +18,7 @@ def _order(num_items: int, seed: int = 0, epoch: int = 0) -> list[int]:
 
 
 @given(st.integers(1, 700), st.integers(0, 2**63 - 1), st.integers(0, 5))
-@settings(deadline=None, max_examples=60)
+@examples(60)
 def test_every_epoch_is_a_permutation(num_items: int, seed: int, epoch: int) -> None:
     assert sorted(_order(num_items, seed, epoch)) == list(range(num_items))
 

@@ -7,13 +7,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from sdp_deepspeed.data import DataConfig
 from sdp_deepspeed.data.packing import PreparedData
 from sdp_deepspeed.data.prepare import prepare
 from sdp_deepspeed.data.tokenizer import encode, identity, load_tokenizer, train_tokenizer, vocabulary_size
+from tests.helpers.properties import examples
 
 WORDS = ["the cat sat on the mat\n", "the dog ran to the cat\n"] * 20
 
@@ -24,7 +25,7 @@ def _trained(vocab_size: int = 300) -> Any:
 
 
 @given(st.text(st.characters(exclude_categories=["Cs"])))
-@settings(deadline=None, max_examples=100)
+@examples(100)
 def test_any_text_comes_back(text: str) -> None:
     (ids,) = encode(_trained(), [text])
     assert _trained().decode(ids, clean_up_tokenization_spaces=False) == text

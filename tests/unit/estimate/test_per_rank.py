@@ -6,7 +6,7 @@ from math import prod
 from typing import Any, Literal
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from sdp_deepspeed.estimate.formulas import bytes_per_parameter, sent_per_parameter
@@ -18,6 +18,7 @@ from sdp_deepspeed.plan.assignment import methods as assignment
 from sdp_deepspeed.plan.plan import Plan
 from sdp_deepspeed.plan.tensors import NOT_OPTIMIZED, TensorInfo
 from sdp_deepspeed.units import Piece, Unit, UnitCost
+from tests.helpers.properties import examples
 
 BF16 = Precision.of("bf16")
 FP32 = Precision.of("fp32")
@@ -96,7 +97,7 @@ def test_full_coverage_is_data_parallelism() -> None:
     assert sum(rank.sent_gradients + rank.sent_back for rank in ranks) == 4 * 2 * reference.sent_gradients
 
 
-@settings(max_examples=60, deadline=None)
+@examples(60)
 @given(st.data())
 def test_counts_element_by_element(data: st.DataObject) -> None:
     replicas = data.draw(st.sampled_from([1, 2]))

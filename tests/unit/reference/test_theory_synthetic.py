@@ -9,7 +9,7 @@ from collections.abc import Sequence
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
@@ -19,6 +19,7 @@ from sdp_deepspeed.reference.theory import dense_gradients, deviation, distance,
 from sdp_deepspeed.reference.virtual_workers import held_mask, masked_average
 from sdp_deepspeed.units import Piece, Unit
 from tests.helpers.models import loss_of
+from tests.helpers.properties import examples
 
 
 def synthetic(holders: assignment.Holders, k: int, weights: Sequence[int]) -> tuple[nn.Module, Plan]:
@@ -62,7 +63,7 @@ def tables(draw: st.DrawFn) -> tuple[assignment.Holders, int, list[int]]:
 
 
 @given(tables(), st.integers(0, 2**31))
-@settings(max_examples=60)
+@examples(60)
 def test_the_proposition_for_any_table_weights_and_gradients(
     table: tuple[assignment.Holders, int, list[int]], seed: int
 ) -> None:

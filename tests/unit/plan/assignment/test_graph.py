@@ -6,16 +6,17 @@ import itertools
 import random
 
 import numpy as np
-from hypothesis import assume, given, settings
+from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from sdp_deepspeed.plan.assignment import methods as assignment
 from sdp_deepspeed.plan.assignment.graph import connect, num_components
 from sdp_deepspeed.plan.assignment.problem import branch_codes
 from tests.helpers.assignment_tables import Branches, check_table, counts, widths
+from tests.helpers.properties import examples
 
 
-@settings(max_examples=100, deadline=None)
+@examples(100)
 @given(counts(), st.randoms(use_true_random=False))
 def test_repair_connects_any_table(problem: tuple[int, int, int], order: random.Random) -> None:
     num_units, k, p = problem
@@ -62,7 +63,7 @@ def in_pieces(draw: st.DrawFn) -> tuple[list[list[int]], Branches, int]:
     return holders, branches, p
 
 
-@settings(max_examples=100, deadline=None)
+@examples(100)
 @given(in_pieces())
 def test_repair_keeps_widths(problem: tuple[list[list[int]], Branches, int]) -> None:
     holders, branches, p = problem
