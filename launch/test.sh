@@ -1,14 +1,22 @@
 #!/usr/bin/env bash
-# Installs the package with its test extra, then lint, format, types and tests. Arguments go to pytest.
+# Installs the package with its test extra; then lint, format, types and all tests. With arguments it goes straight to
+# pytest with them: bash launch/test.sh tests/unit/plan -x
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 source launch/_environment.sh test
 
+export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}" # each of two workers, and each rank, has a core at most
+if [ $# -gt 0 ]; then
+  say "pytest $*"
+  exec python -m pytest "$@"
+fi
 say "ruff check"
 ruff check .
 say "ruff format --check"
 ruff format --check .
 say "mypy"
 mypy
-say "pytest"
-exec python -m pytest --numprocesses 2 --dist loadfile --no-loadscope-reorder "$@"
+say "pytest, all tests; the 25 slowest at the end"
+# Files in the order of their names: programs first, then ranks, and the many quick ones last, so that both workers end
+# together.
+exec python -m pytest --numprocesses 2 --dist loadfile --no-loadscope-reorder --durations 25

@@ -8,7 +8,7 @@ from benchmarks.tables.markdown import MIB, Result, coverage, table
 
 
 def _most(row: dict[str, Any], kind: str) -> float:
-    """MiB of the rank that has most."""
+    """MiB of the rank with the most."""
     return float(max(rank[kind] for rank in row["ranks"]) / MIB)
 
 
@@ -57,6 +57,6 @@ def startup_side_by_side(*results: Result) -> str:
             rows.append([*cells, f"{peaks[-1] / peaks[0]:.2f}", f"{peaks[-1] / _weights(last):.2f}"])
     heads = ["ranks", "model", "shared by all", "precision", *contestants, "of ZeRO-1", "of the dense model in fp32"]
     caption = (
-        f"Peak of live tensors in MiB, of the rank that has most; {coverage(results[0]['arguments']['coverage'])}:"
+        f"Peak of live tensors in MiB, of the rank with the most; {coverage(results[0]['arguments']['coverage'])}:"
     )
     return f"{caption}\n\n" + table(heads, rows)

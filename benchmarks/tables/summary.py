@@ -30,7 +30,7 @@ def summary(half: Result, whole: Result, stage_1: Result, stage_2: Result) -> st
             rows.append([name, *_cells(_memory(memory, f"{mode} + ZeRO-{stage}"), plain), f"{_time(times, step):.2f}x"])
     caption = (
         f"{half['num_ranks']} workers. Memory and bytes: {num_parameters(half['model']) / 1e6:.0f}M parameters in "
-        f"{PRECISION}, of the worker that has most. Step time: {stage_1['model']['num_parameters'] / 1e6:.1f}M "
+        f"{PRECISION}, of the worker with the most. Step time: {stage_1['model']['num_parameters'] / 1e6:.1f}M "
         "parameters in fp32, median share of ZeRO's."
     )
     heads = (
@@ -65,7 +65,7 @@ def _cells(row: dict[str, Any], plain: dict[str, Any]) -> list[str]:
 
 
 def _sizes(row: dict[str, Any]) -> tuple[int, int, int]:
-    """Bytes of model state, at the peak, and sent: each of the rank that has most."""
+    """Bytes of model state, at the peak, and sent: each of the rank with the most."""
     ranks = row["ranks"]
     states = [sum(rank[kind] for kind in KINDS) for rank in ranks]
     return max(states), max(rank["peak"] for rank in ranks), max(rank["sent"] for rank in ranks)

@@ -20,7 +20,7 @@ def step_time(result: Result) -> str:
             low, middle, high = quartiles(values)
             cells += [f"{middle:.{digits}f}", f"{low:.{digits}f} to {high:.{digits}f}"]
         rows.append([*cells, _target(result, name), *_work_cells(result, name)])
-    caption = f"{', '.join(_facts(result))}; {len(baseline)} repeats; counts are those of the rank that has most"
+    caption = f"{', '.join(_facts(result))}; {len(baseline)} repeats; counts are those of the rank with the most"
     return f"{caption}\n\n" + table([*heads, "GFLOPs", "ratio", "MB sent", "ratio"], rows)
 
 

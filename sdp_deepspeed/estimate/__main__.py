@@ -13,8 +13,9 @@ from sdp_deepspeed.estimate.precision import Precision
 def configure(parser: Parser) -> None:
     """Arguments of `sdp estimate`."""
     parser.description = (
-        "Bytes of model state (weights, gradients, optimizer) and bytes sent in a step, per parameter of maskable\n"
-        "units: subnetworks beside plain data parallelism, at each ZeRO stage. Markdown."
+        "Bytes of model state (weights, gradients, optimizer), and the least to send in a step, per parameter that\n"
+        "belongs to a unit (is not shared): subnetworks beside plain data parallelism, at each ZeRO stage.\n"
+        "Stock ZeRO sends more: it all-reduces gradients where a reduce-scatter would do. The table is Markdown."
     )
     add = parser.add_argument
     add("--ranks", type=positive, default=8, help="data-parallel ranks, replicas of subnetworks included (8)")

@@ -1,4 +1,4 @@
-"""Bytes of model state, and bytes sent, per parameter of maskable units: in closed form, for any number of ranks.
+"""Bytes of model state and of traffic per parameter that belongs to a unit, in closed form for any number of ranks.
 
 Shared parameters, padding and what a plan rounds are left out; per_rank.py counts them from a plan.
 """
@@ -16,7 +16,7 @@ _PLAIN_AND_OURS = (("DDP / ZeRO-0", "SDP, stage 0"), ("ZeRO-1", "SDP + ZeRO-1"),
 def bytes_per_parameter(
     num_ranks: int, coverage: float, precision: Precision, *, regime: str = "forward", offload: bool = False
 ) -> dict[str, tuple[float, float, float]]:
-    """Weights, gradients and optimizer state per parameter of maskable units.
+    """Weights, gradients and optimizer state per parameter that belongs to a unit.
 
     Replicas of subnetworks change nothing here: n ranks share, whatever the number of subnetworks.
 
@@ -46,11 +46,11 @@ def bytes_per_parameter(
 def sent_per_parameter(
     num_ranks: int, coverage: float, precision: Precision, *, regime: str = "forward", accumulation: int = 1
 ) -> dict[str, float]:
-    """Bytes that a rank sends in one optimizer step per parameter of maskable units: the least that is possible.
+    """The fewest bytes that a rank can send in one optimizer step, per parameter that belongs to a unit.
 
     Gradients go to their owners (C (h-1) / h elements, with h holders), and weights return: to the holders in the
     forward regime, in the "backward" regime to all of n ranks ((n-1) / n). Replicas change nothing here either: a
-    unit has h = p r = C n holders.
+    unit has h = p r = C n holders. Stock ZeRO sends more than this, 3 (n-1) / n elements: it all-reduces gradients.
 
     Args:
         accumulation: micro-steps; at stage 2 gradients are sent in each.
@@ -72,7 +72,7 @@ def sent_per_parameter(
 def table(rows: Mapping[str, tuple[float, float, float]], sent: Mapping[str, float], *, offload: bool = False) -> str:
     """Both as markdown; the sum is that of the device's memory."""
     state = "optimizer, host memory" if offload else "optimizer"
-    lines = [f"| bytes per parameter | weights | gradients | {state} | sum on device | sent per step |"]
+    lines = [f"| bytes per parameter | weights | gradients | {state} | sum on device | least sent per step |"]
     lines.append("|---|---|---|---|---|---|")
     for name, (weights, gradients, optimizer) in rows.items():
         total = weights + gradients + (0 if offload else optimizer)

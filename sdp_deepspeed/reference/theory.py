@@ -99,7 +99,7 @@ def mean(gradients: Sequence[Gradients]) -> dict[str, torch.Tensor]:
 
 
 def deviation(plan: Plan, gradients: Sequence[Gradients]) -> float:
-    """V: mean over subnetworks of the squared distance of their gradients from the full average, maskable units only.
+    """V: mean over subnetworks of the squared distance of their gradients from the full average, for units.
 
     Args:
         gradients: per rank the dense gradient of its batches (`dense_gradients`), also of what it does not hold.

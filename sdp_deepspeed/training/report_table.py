@@ -17,7 +17,7 @@ def configure(parser: Parser) -> None:
     """Arguments of `sdp report`."""
     parser.description = (
         "Finished runs side by side: what a worker pays in memory, traffic and time, and the dense validation loss.\n"
-        "Figures are those of the rank that has most; quotients are with the last run."
+        "Figures are those of the rank with the most; quotients are with the last run."
     )
     parser.epilog = "example: sdp report runs/quickstart runs/quickstart/zero1"
     parser.add_argument(

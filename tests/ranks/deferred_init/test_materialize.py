@@ -172,7 +172,8 @@ def other_models_on_other_ranks(rank: Rank) -> None:
 def errors_of_one_rank(rank: Rank) -> None:
     """A rank whose values cannot be made says so on all."""
     model = unbuilt(partial(_without_own_seed, llama), "Init")
-    fails = mock.patch("sdp_deepspeed.deferred_init.materialize._Homes.finish", side_effect=MemoryError("no room"))
+    finish = "sdp_deepspeed.deferred_init.materialize._Materializer.finish"
+    fails = mock.patch(finish, side_effect=MemoryError("no room"))
     with fails if rank.rank == 1 else nullcontext():
         refusal(RuntimeError, partial(engine_of, config(coverage=0.5), model), "no room", "[on rank 1]")
 

@@ -57,7 +57,7 @@ def test_what_is_sent() -> None:
 def test_table_adds_up_what_is_on_the_device() -> None:
     rows, sent = {"a": (1.0, 2.0, 3.0), "b": (1.0, 1.0, 1.0)}, {"a": 0.5}
     title, _, *lines = table(rows, sent).split("\n")
-    assert title == "| bytes per parameter | weights | gradients | optimizer | sum on device | sent per step |"
+    assert title == "| bytes per parameter | weights | gradients | optimizer | sum on device | least sent per step |"
     assert lines == ["| a | 1 | 2 | 3 | 6 | 0.5 |", "| b | 1 | 1 | 1 | 3 |  |"]
     title, _, *lines = table(rows, sent, offload=True).split("\n")
     assert "optimizer, host memory" in title

@@ -142,7 +142,7 @@ def real_gradients(strategy: str, p: int) -> tuple[list[Gradients], list[Gradien
     plan = plan_of(model, strategy, K, p)
     # Four tokens instead of all: what the batches have in common outweighs what they have not, |gbar|^2 > 20 V.
     own = [[micro % 4 for micro in worker] for worker in next(batches(K, 1, size=32))]
-    dense = dense_gradients(model, plan, own, loss_of)
+    dense: list[Gradients] = [*dense_gradients(model, plan, own, loss_of)]
     # Worker i with batch j, by the oracle; a placement only chooses among these.
     table = [[local_gradients(model, plan, worker, batch, loss_of)[1] for batch in own] for worker in range(K)]
     averages: list[Gradients] = [

@@ -1,0 +1,99 @@
+"""Tests mirror the package: a module is tested in a file of its name and room, or the list says where and why there."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.helpers.repository import ROOT
+
+PACKAGE, TESTS = ROOT / "sdp_deepspeed", ROOT / "tests"
+
+# Data or types, which have no behavior of their own.
+NOTHING_TO_TEST = {
+    "architectures/branch": "descriptions are data",
+    "checkpoint/state/trained_state": "a protocol",
+    "checkpoint/storage/names": "names of files",
+    "engine/host_engine": "a protocol",
+    "optimizer/settings": "data; each setting's effect is tested where it acts",
+    "report": "the old name of a command",
+    "version": "one string",
+}
+# Modules that are tested through what they are a part of: the folder or file that does it.
+TESTED_WITH = {
+    "architectures/decoders": "unit/architectures/test_families.py",
+    "architectures/located_branch": "unit/architectures/test_strategies.py",
+    "architectures/registry": "unit/architectures/test_strategies.py",
+    "checkpoint/interop/describe": "ranks/checkpoint/interop/test_export.py",
+    "checkpoint/interop/hugging_face_names": "ranks/checkpoint/interop/test_export.py",
+    "checkpoint/interop/load_universal": "ranks/checkpoint/interop/test_from_zero.py",
+    "checkpoint/interop/transformers_names": "ranks/checkpoint/interop/test_export.py",
+    "checkpoint/interop/whole_tensors": "ranks/checkpoint/interop/test_pretrained.py",
+    "checkpoint/load": "unit/checkpoint/test_checkpointer.py",
+    "checkpoint/save": "unit/checkpoint/test_checkpointer.py",
+    "checkpoint/state/fill": "ranks/checkpoint/test_reshard.py",
+    "checkpoint/state/optimizer_state": "ranks/checkpoint/test_reshard.py",
+    "checkpoint/state/rank_chunks": "ranks/checkpoint/test_reshard.py",
+    "checkpoint/state/snapshot": "unit/checkpoint/test_checkpointer.py",
+    "deferred_init/program": "unit/deferred_init/test_init.py",
+    "distributed/communicator": "unit/exchange/test_exchange.py",
+    "distributed/monitored_barrier": "ranks/masking/test_dense_view.py",
+    "distributed/replicas": "ranks/tensor_parallel/test_model.py",
+    "engine/apply_plan": "ranks/reference/test_oracle.py",
+    "engine/checkpoint_calls": "ranks/checkpoint/test_checkpointer.py",
+    "engine/consistency": "ranks/engine/test_refusals.py",
+    "engine/dense_export": "ranks/masking/test_dense_view.py",
+    "engine/import_hook": "launcher/test_import_hook.py",
+    "exchange/averaging": "unit/exchange/test_overlap.py",
+    "exchange/gradient_norm": "unit/optimizer/test_accumulation.py",
+    "exchange/gradients": "unit/optimizer/test_accumulation.py",
+    "exchange/routes": "unit/exchange/test_exchange.py",
+    "exchange/step_averaging": "unit/exchange/test_overlap.py",
+    "layout/fragments": "unit/exchange/test_exchange.py",
+    "layout/rank_model": "unit/exchange/test_unit_fetcher.py",
+    "masking/block": "unit/masking/test_mask.py",
+    "masking/compiled": "ranks/engine/test_compile.py",
+    "masking/part": "unit/masking/test_mask.py",
+    "optimizer/exchanges": "unit/exchange/test_overlap.py",
+    "optimizer/param_groups": "ranks/optimizer/test_optimizers.py",
+    "plan/assignment/problem": "unit/plan/assignment/test_methods.py",
+    "plan/assignment/search": "unit/plan/assignment/test_methods.py",
+    "plan/counts": "unit/test_config.py",
+    "plan/planner": "unit/plan/test_plan.py",
+    "plan/spectral_gap": "unit/plan/test_plan.py",
+    "plan/tensors": "unit/layout/test_segments.py",
+    "tensor_parallel/checks": "ranks/tensor_parallel/test_model.py",
+    "tensor_parallel/group": "ranks/tensor_parallel/test_model.py",
+    "tensor_parallel/state_dicts": "unit/plan/test_shards.py",
+    "training/evaluate": "launcher/test_pretrain.py",
+    "training/loop": "launcher/test_pretrain.py",
+    "training/session": "launcher/test_pretrain.py",
+}
+
+
+def modules() -> list[str]:
+    """Paths in the package without their ending; `__init__` and `__main__` belong to their room."""
+    paths = (path.relative_to(PACKAGE).with_suffix("") for path in sorted(PACKAGE.rglob("*.py")))
+    return [str(path) for path in paths if not path.name.startswith("__")]
+
+
+def has_mirror(module: str) -> bool:
+    """Whether a tier has a test file of the module's name in its room, or in the room above."""
+    path = Path(module)
+    folders = [path.parent, *list(path.parent.parents)[:-1]] if path.parent.name else [path.parent]
+    return any(
+        (TESTS / tier / folder / f"test_{path.name}.py").is_file() for tier in ("unit", "ranks") for folder in folders
+    )
+
+
+@pytest.mark.parametrize("module", modules())
+def test_every_module_has_its_tests(module: str) -> None:
+    listed = module in NOTHING_TO_TEST or module in TESTED_WITH
+    assert has_mirror(module) != listed, "a test file of its name and room, or a line in one of the lists"
+
+
+def test_the_lists_are_true() -> None:
+    assert not NOTHING_TO_TEST.keys() & TESTED_WITH.keys()
+    assert {*NOTHING_TO_TEST, *TESTED_WITH} <= set(modules())
+    assert [path for path in TESTED_WITH.values() if not (TESTS / path).is_file()] == []
