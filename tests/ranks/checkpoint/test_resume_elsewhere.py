@@ -75,18 +75,19 @@ def another_accumulation_begins_a_step(rank: Rank) -> None:
 def another_optimizer(rank: Rank) -> None:
     """DeepSpeed's and PyTorch's Adam go on with each other's state; with SGD's none does."""
     adam = {"lr": 1e-2, "weight_decay": 0.1}
+    in_host_memory = {"stage": 1, "offload_optimizer": {"device": "cpu"}}  # by DeepSpeedCPUAdam
     kinds: dict[str, dict[str, Any]] = {
-        "torch": {"type": "AdamW", "params": adam | {"torch_adam": True}},
-        "deepspeed": {"type": "AdamW", "params": adam},
-        "sgd": {"type": "SGD", "params": {"lr": 1e-2, "momentum": 0.9}},
+        "torch": {"optimizer": {"type": "AdamW", "params": adam | {"torch_adam": True}}},
+        "deepspeed": {"optimizer": {"type": "AdamW", "params": adam}, "zero_optimization": in_host_memory},
+        "sgd": {"optimizer": {"type": "SGD", "params": {"lr": 1e-2, "momentum": 0.9}}},
     }
-    for kind, optimizer in kinds.items():
-        engine = engine_of(settings_of() | {"optimizer": optimizer})
+    for kind, settings in kinds.items():
+        engine = engine_of(settings_of() | settings)
         train(engine, num_steps=2)
         engine.save_checkpoint(str(rank.folder / kind))
-    for kind, optimizer in kinds.items():
+    for kind, settings in kinds.items():
         for source in kinds:
-            engine = engine_of(settings_of() | {"optimizer": optimizer})
+            engine = engine_of(settings_of() | settings)
             load = partial(engine.load_checkpoint, str(rank.folder / source))
             if "sgd" in (kind, source) and kind != source:
                 before = dense_state(engine)
