@@ -16,7 +16,7 @@ say "ruff format --check"
 ruff format --check .
 say "mypy"
 mypy
-say "pytest, all tests; the 25 slowest at the end"
+say "pytest, all tests, properties with all their examples; the 25 slowest at the end"
 # Files in the order of their names: programs first, then ranks, and the many quick ones last, so that both workers end
 # together.
-exec python -m pytest --numprocesses 2 --dist loadfile --no-loadscope-reorder --durations 25
+exec python -m pytest --hypothesis-profile thorough --numprocesses 2 --dist loadfile --no-loadscope-reorder --durations 25
