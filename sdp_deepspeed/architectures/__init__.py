@@ -24,7 +24,11 @@ from sdp_deepspeed.architectures.strategies import (
     units_of_branches,
 )
 
-Inner = InnerLayers  # its name before 0.2, for descriptions that users have written
+# First names of what is public, for descriptions that users have written.
+Inner = InnerLayers
+Site = LocatedBranch
+find_sites = locate_branches
+units_of_sites = units_of_branches
 
 for _layer_class, _branches in DECODERS.items():
     register(_layer_class, *_branches)
@@ -35,11 +39,14 @@ __all__ = [
     "Inner",
     "InnerLayers",
     "LocatedBranch",
+    "Site",
     "branches_of",
     "branches_of_units",
     "constrained_branches",
+    "find_sites",
     "locate_branches",
     "register",
     "unit_costs",
     "units_of_branches",
+    "units_of_sites",
 ]

@@ -52,7 +52,9 @@ def build(
     """
     if communicator is None:
         communicator = OneRank() if world_size == 1 else _default_group(world_size)
-    folder = run_on_rank_0(communicator, lambda: prepare(config), poll_seconds=POLL_SECONDS)
+    folder = run_on_rank_0(
+        communicator, lambda: prepare(config), poll_seconds=POLL_SECONDS if communicator.size > 1 else None
+    )
     return run_on_all_ranks(
         communicator, lambda: _open(config, folder, micro_batch=micro_batch, rank=rank, world_size=world_size)
     )

@@ -85,7 +85,8 @@ def run_on_rank_0(communicator: Gatherer, work: Callable[[], T], *, poll_seconds
         Rank 0's result on every rank; small and picklable.
 
     Raises:
-        rank 0's error on every rank, as `raise_on_all_ranks`, without naming the rank.
+        rank 0's error on every rank: on rank 0 itself as it was, on others as `raise_on_all_ranks`, without naming the
+            rank.
     """
     outcome = _Outcome(work if communicator.rank == 0 else None, in_background=poll_seconds is not None)
     report: tuple[str, Any] | None = None
@@ -95,8 +96,10 @@ def run_on_rank_0(communicator: Gatherer, work: Callable[[], T], *, poll_seconds
     if what == "value":
         value: T = content
         return value
+    if outcome.error is not None:
+        raise outcome.error
     kind, text = content
-    raise kind(text) from outcome.error
+    raise kind(text)
 
 
 class _Outcome:

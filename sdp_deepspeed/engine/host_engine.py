@@ -8,6 +8,12 @@ import torch
 from torch import nn
 
 
+class HostConfig(Protocol):
+    """Of its parsed config, what no method of the engine tells."""
+
+    bfloat16_config: Any  # with `check_grad_overflow`
+
+
 class HostEngine(Protocol):
     """`deepspeed.runtime.engine.DeepSpeedEngine`, as far as it is touched here.
 
@@ -30,7 +36,7 @@ class HostEngine(Protocol):
     global_steps: int
     micro_steps: int
     skipped_steps: int
-    _config: Any
+    _config: HostConfig
     _step_applied: bool
 
     def __init__(self, args: Any, model: nn.Module, *rest: Any, **options: Any) -> None: ...

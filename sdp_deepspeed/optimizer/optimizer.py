@@ -36,6 +36,7 @@ class SubnetworkOptimizer(ZeROOptimizer):
     Every data-parallel rank must call `step`. At stages 0 and 1 gradients are local between `backward` and `step`; the
     exchange happens in `step`, so that any number of backward passes may come before it. At stage 2 every rank must
     call `end_backward` after each.
+
     Args:
         optimizer: with the full model's parameters in its groups, as the user built it.
         model: what this rank has, with the param groups that all ranks agree on (`agree_on_groups`).

@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from sdp_deepspeed.units import Piece, Unit
-
-if TYPE_CHECKING:
-    pass
 
 VERSION = 1
 _PIECE = {"parameter": str, "kind": str, "dim": (int, type(None)), "start": int, "length": int}

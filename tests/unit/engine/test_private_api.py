@@ -6,11 +6,13 @@ import ast
 import re
 from collections.abc import Iterator
 from pathlib import Path
+from types import FunctionType
 
 import pytest
 
 import sdp_deepspeed
 from sdp_deepspeed.engine import private_api
+from sdp_deepspeed.engine.host_engine import HostEngine
 
 PACKAGE = Path(sdp_deepspeed.__file__).parent
 HOSTS = ("deepspeed", "torch", "transformers", "accelerate")
@@ -50,6 +52,16 @@ def test_what_is_used_is_listed(path: Path) -> None:
     listed = {f"{module}.{name}" for module, name in LISTED}
     for name in used_names(path.read_text(encoding="utf-8")):
         assert any(entry == name or entry.startswith(f"{name}.") for entry in listed), name
+
+
+def test_the_typed_engine_is_the_real_one() -> None:
+    """Every method that `HostEngine` promises is there, so that mypy does not follow a fiction."""
+    from deepspeed.runtime.engine import DeepSpeedEngine
+
+    promised = {name for name, value in vars(HostEngine).items() if isinstance(value, FunctionType)}
+    promised -= {"_no_init_or_replace_init", "_proto_hook"}  # typing's own
+    assert "_configure_zero_optimizer" in promised
+    assert {name for name in promised if not callable(getattr(DeepSpeedEngine, name, None))} == set()
 
 
 def test_the_installed_versions_are_the_tested_ones() -> None:

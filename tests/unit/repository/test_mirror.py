@@ -51,7 +51,6 @@ TESTED_WITH = {
     "exchange/routes": "unit/exchange/test_exchange.py",
     "exchange/step_averaging": "unit/exchange/test_overlap.py",
     "layout/fragments": "unit/exchange/test_exchange.py",
-    "layout/rank_model": "unit/exchange/test_unit_fetcher.py",
     "masking/block": "unit/masking/test_mask.py",
     "masking/compiled": "ranks/engine/test_compile.py",
     "masking/part": "unit/masking/test_mask.py",
