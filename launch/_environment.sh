@@ -114,6 +114,8 @@ build_cpu_operator() {
     return 1
   fi
   say "building DeepSpeed's $what for CPUs (once; about a minute)"
+  # A build that was killed leaves its lock, for which the next one would wait without end.
+  find "$TORCH_EXTENSIONS_DIR" -name lock -mmin +15 -delete 2>/dev/null || true
   DS_ACCELERATOR=cpu python -c '
 import sys
 from deepspeed.accelerator import get_accelerator

@@ -6,6 +6,7 @@ import os
 import shutil
 import subprocess
 import sysconfig
+import time
 import venv
 from pathlib import Path
 
@@ -147,6 +148,18 @@ def test_what_is_missing_to_compile_is_named(checkout: Path) -> None:
     assert result.returncode == 1
     assert "DeepSpeed needs a C++ compiler and Python's headers; install them (Debian, Ubuntu: g++" in result.stderr
     assert not list((checkout / ".venv").glob(".sdp_deepspeed-base")), "the next time goes on"
+
+
+@pytest.mark.parametrize(("minutes", "stays"), [(1, True), (30, False)])
+def test_the_lock_of_a_build_that_was_killed_is_removed(checkout: Path, minutes: int, stays: bool) -> None:
+    make_torch(checkout.parent / "site", VENDOR, has_gpu=False)
+    lock = checkout.parent / "extensions/fused_adam/lock"
+    lock.parent.mkdir(parents=True)
+    lock.touch()
+    os.utime(lock, (time.time() - 60 * minutes,) * 2)
+    result, _ = source_script(checkout, CXX="bash", TORCH_EXTENSIONS_DIR=str(checkout.parent / "extensions"))
+    assert "building DeepSpeed's communication operator" in result.stdout, result.stderr
+    assert lock.exists() is stays
 
 
 def test_an_environment_keeps_its_own_torch(checkout: Path) -> None:
