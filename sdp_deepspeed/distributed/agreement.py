@@ -110,7 +110,7 @@ class _Outcome:
         self._in_background = in_background
         self._thread: threading.Thread | None = None
         self._ended: tuple[str, Any] | None = None
-        self.error: Exception | None = None
+        self.error: BaseException | None = None
 
     def report(self, seconds: float | None) -> tuple[str, Any] | None:
         """("value", result) or ("error", what `_report` makes of it); None while it runs, or where there is no work."""
@@ -127,14 +127,16 @@ class _Outcome:
 
     def _run(self) -> None:
         assert self._work is not None
+        # Of any kind: the others wait for this rank. A thread must not end without a word, not even by `sys.exit`.
+        caught = BaseException if self._in_background else Exception
         try:
             self._ended = ("value", self._work())
-        except Exception as problem:  # of any kind: the others wait for this rank
+        except caught as problem:
             self.error = problem
             self._ended = ("error", _report(problem))
 
 
-def _report(error: Exception) -> tuple[type[Exception], str]:
+def _report(error: BaseException) -> tuple[type[Exception], str]:
     """An error as a class that is made from one string, and that string."""
     kind = next((known for known in _KINDS if isinstance(error, known)), None)
     if kind is None:

@@ -1,4 +1,4 @@
-"""The seams: `deepspeed.initialize` builds our engine when the config has our block, and its own otherwise.
+"""Import hooks: `deepspeed.initialize` builds our engine when the config has our block, and its own otherwise.
 
 Dispatching in `DeepSpeedEngine.__new__` reaches callers that imported `initialize` before us, and Accelerate,
 which calls it itself. Importing this module is cheap; DeepSpeed is patched when it is (or was) imported.

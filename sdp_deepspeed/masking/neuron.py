@@ -65,7 +65,7 @@ class NeuronPart(MaskedPart):
         self._body = module.get_submodule(branch.body)
         super().__init__(branch.name, units, [self._body], whole=False)
         self._views = model.views
-        self._keeps_lacking = model.plan.regime == "backward"
+        self._keeps_lacking = model.stores_all
         self._scales = _scales(model, branch, units, scale)
         assert branch.description.inner is not None, "units of neurons come from a description of them"
         self.inner = branch.description.inner

@@ -22,9 +22,7 @@ def build_exchanges(model: RankModel, dp_group: Communicator, settings: Optimize
     device = next(iter(model.parameters().values())).device
     gradients, weights = (
         Exchange(
-            build_buckets(
-                segments, size=dp_group.size, max_elements=limit, all_receive_weights=model.plan.regime == "backward"
-            ),
+            build_buckets(segments, size=dp_group.size, max_elements=limit, all_receive_weights=model.stores_all),
             dp_group,
             device=device,
             dtype=settings.wire_dtype,

@@ -69,7 +69,7 @@ class SubnetworkOptimizer(ZeROOptimizer):
         self._global_grad_norm: float | None = None
         self._dp_group = dp_group
         self._tp_group = tp_group
-        self._all_receive_weights = model.plan.regime == "backward"
+        self._all_receive_weights = model.stores_all
         self._parameters = model.parameters()
         self._gradients = Gradients(
             self._parameters,

@@ -19,6 +19,7 @@ from sdp_deepspeed.masking.mask import Mask
 from sdp_deepspeed.plan.assignment import methods as assignment
 from sdp_deepspeed.plan.plan import Plan
 from sdp_deepspeed.plan.tensors import TensorInfo, pieces_by_tensor
+from sdp_deepspeed.reference.virtual_workers import zero_lacking
 from sdp_deepspeed.units import Piece
 from tests.helpers import models
 from tests.helpers.rank_models import mask_of
@@ -121,6 +122,17 @@ def assert_held_gradients(
         for piece in pieces[name]:
             largest = float(expected[name].abs().max())
             assert_close(mask.model.views.view_in(piece, gradient), piece.narrow(expected[name]), largest=largest)
+
+
+def assert_same_as_zeroed(model: nn.Module, plan: Plan, rank: int, **inputs: Any) -> None:
+    """Loss, and gradients of all that `rank` holds, piece by piece at its place."""
+    zeroed, pieces = deepcopy(model), held_pieces(model, plan, rank)
+    zero_lacking(zeroed, plan, rank)
+    expected_loss, expected = loss_and_gradients(zeroed, tokens(), **inputs)
+    module, mask = masked(model, plan, rank)
+    loss, gradients = loss_and_gradients(module, tokens(), **inputs)
+    assert_close(loss, expected_loss)
+    assert_held_gradients(mask, pieces, gradients, expected)
 
 
 def layer_of(branch: LocatedBranch, index: int) -> str:

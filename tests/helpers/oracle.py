@@ -17,7 +17,7 @@ import torch.distributed as dist
 from deepspeed.accelerator import get_accelerator
 from torch import nn
 
-import sdp_deepspeed  # noqa: F401  (arms the seam)
+import sdp_deepspeed  # noqa: F401  (installs the import hook)
 from sdp_deepspeed.reference.virtual_workers import Reference
 from tests.helpers.models import batches, loss_of, two_groups
 from tests.helpers.oracle_grid import BUCKETS, Case, full_grid, sample

@@ -1,4 +1,4 @@
-"""Where the repository's folders are."""
+"""Where the repository's folders are, and in which order the package's rooms stand."""
 
 from __future__ import annotations
 
@@ -7,3 +7,34 @@ from pathlib import Path
 ROOT = Path(__file__).parents[2]
 PACKAGE = ROOT / "sdp_deepspeed"
 TESTS = ROOT / "tests"
+
+# From the roof to the floor: a room (or a module beside the rooms) imports only what stands below it.
+FLOORS = (
+    "__main__",
+    "report",  # the old name of a command
+    "training",
+    "__init__",
+    "engine",
+    "deferred_init",
+    "checkpoint",
+    "masking",
+    "optimizer",
+    "estimate",
+    "exchange",
+    "reference",
+    "tensor_parallel",
+    "layout",
+    "plan",
+    "data",
+    "architectures",
+    "support",
+    "distributed",
+    "measure",
+    "config",
+    "units",
+    "atomic_files",
+    "command_parser",
+    "sizes",
+    "messages",
+    "version",
+)

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-import sdp_deepspeed  # noqa: F401  (arms the seam)
+import sdp_deepspeed  # noqa: F401  (installs the import hook)
 from tests.helpers.models import batches, config, llama, loss_of
 from tests.helpers.ranks import Rank
 

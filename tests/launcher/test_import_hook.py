@@ -1,4 +1,4 @@
-"""The seam, as a user meets it: whatever the order of imports, configs with the block and no others are ours."""
+"""The import hook, as a user meets it: whatever the order of imports, configs with the block and no others are ours."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ def test_import_is_light() -> None:
 
 
 def test_without_deepspeed_the_import_error_is_its_own() -> None:
-    """The seam must not turn a missing DeepSpeed into something else."""
+    """The hook must not turn a missing DeepSpeed into something else."""
     code = """
 import sys
 class Hide:

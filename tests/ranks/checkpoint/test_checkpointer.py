@@ -14,30 +14,10 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from tests.helpers.models import config, llama
+from tests.helpers.checkpointed_runs import settings_of, stepped
+from tests.helpers.models import llama
 from tests.helpers.ranks import Rank
 from tests.helpers.training import assert_identical, dense_state, engine_of, refusal, train
-
-WARMUP = {"type": "WarmupLR", "params": {"warmup_min_lr": 1e-3, "warmup_max_lr": 1e-2, "warmup_num_steps": 6}}
-
-
-def settings_of(stage: int = 1, precision: str = "fp32", **block: Any) -> dict[str, Any]:
-    result = config(**({"holders": 1} | block)) | {"zero_optimization": {"stage": stage}, "scheduler": WARMUP}
-    if precision != "fp32":
-        result |= {"bf16": {"enabled": True}}
-    if precision == "bf16+fp32":
-        result["data_types"] = {"grad_accum_dtype": "fp32"}
-    return result
-
-
-def stepped(engine: Any) -> dict[str, torch.Tensor]:
-    """Masters, or views of the weights, and the optimizer's state: what this rank steps."""
-    optimizer = engine.optimizer.optimizer
-    tensors = [tensor for group in optimizer.param_groups for tensor in group["params"]]
-    result = {f"stepped.{i}": tensor.detach().clone() for i, tensor in enumerate(tensors)}
-    for i, tensor in enumerate(tensors):
-        result |= {f"{i}.{key}": value.clone() for key, value in optimizer.state[tensor].items()}
-    return result
 
 
 def draw() -> list[float]:

@@ -6,19 +6,20 @@ import itertools
 from collections.abc import Iterator
 from functools import partial
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 from torch import nn
 
 from sdp_deepspeed import architectures
+from sdp_deepspeed.checkpoint.storage.names import COMMON
+from tests.helpers import fp16_runs
+from tests.helpers.checkpointed_runs import settings_of, stepped
 from tests.helpers.dense_checkpoints import dense_tensors
 from tests.helpers.models import batches, llama
 from tests.helpers.ranks import Rank
 from tests.helpers.training import assert_identical, dense_state, engine_of, gathered, micro_step, refusal, train
-from tests.ranks.checkpoint.test_checkpointer import settings_of, stepped
-from tests.ranks.optimizer.test_loss_scale import DYNAMIC
-from tests.ranks.optimizer.test_loss_scale import settings_of as fp16_settings
 
 
 def a_group_of_which_a_rank_owns_nothing(rank: Rank) -> None:
@@ -153,13 +154,29 @@ def each_rank_s_own_buffers(rank: Rank) -> None:
         assert_identical(held, {name: stored[f"weight/{name}"] for name in held})
 
 
+def tensors_that_a_gpu_wrote(rank: Rank) -> None:
+    """Whatever device a file names, its tensors are read into host memory: here there is no such device."""
+    engine = engine_of(settings_of())
+    train(engine, num_steps=1)
+    state = {"seen": torch.arange(3)}
+    with mock.patch("torch.serialization.location_tag", return_value="cuda:0"):
+        engine.save_checkpoint(str(rank.folder), client_state=state)
+    if not torch.cuda.is_available():
+        with pytest.raises(RuntimeError, match="CUDA device"):
+            torch.load(rank.folder / "global_step1" / COMMON, weights_only=True)
+    resumed = engine_of(settings_of())
+    _, found = resumed.load_checkpoint(str(rank.folder))
+    assert_identical(stepped(resumed), stepped(engine))
+    assert_identical({"seen": found["seen"]}, state)  # on the host as well
+
+
 def a_run_in_bf16_goes_on_in_fp16(rank: Rank) -> None:
     """With the new run's loss scale, and weights that are the rounded masters, not rounded twice."""
     adam = {"optimizer": settings_of()["optimizer"]}
     engine = engine_of(settings_of(1, "bf16"))
     train(engine, num_steps=2)
     engine.save_checkpoint(str(rank.folder))
-    resumed = engine_of(fp16_settings(1, DYNAMIC) | adam)
+    resumed = engine_of(fp16_runs.settings_of(1, fp16_runs.DYNAMIC) | adam)
     resumed.load_checkpoint(str(rank.folder))
     assert (resumed.optimizer.loss_scaler.dynamic, resumed.optimizer.loss_scale) == (True, 64)
     for group in resumed.optimizer.groups:
@@ -177,6 +194,7 @@ def _cases(size: int, options: pytest.Config) -> Iterator[tuple[str, Any]]:
         another_optimizer,
         empty_tensors,
         each_rank_s_own_buffers,
+        tensors_that_a_gpu_wrote,
         a_run_in_bf16_goes_on_in_fp16,
     ):
         yield check.__name__, check

@@ -15,13 +15,13 @@ from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import sdp_deepspeed
+from sdp_deepspeed.config import MODES
 from sdp_deepspeed.measure.step import watched_host_memory
 from tests.helpers.live_tensors import stored_bytes
 from tests.helpers.models import FAMILIES, VOCABULARY, config, family, llama, two_groups
 from tests.helpers.ranks import Check, Rank
 from tests.helpers.training import assert_identical, dense_state, engine_of, gathered, refusal, train
 
-CORNERS = list(itertools.product(("forward", "backward"), ("block", "neuron")))
 BF16 = {"bf16": {"enabled": True}}
 WAYS: dict[str, Callable[[], Any]] = {"Init": sdp_deepspeed.Init, "meta": lambda: torch.device("meta")}
 
@@ -70,11 +70,11 @@ def compare(build: Callable[[], nn.Module], way: str, settings: dict[str, Any], 
 
 
 def is_the_dense_start(rank: Rank, *, number: int) -> None:
-    """Every family, and every corner, in turn; how a model lost its storage does not matter to them."""
+    """Every family, and every mode, in turn; how a model lost its storage does not matter to them."""
     builders = [partial(family, name) for name in FAMILIES] + [partial(llama, tied=True)]
     build = partial(_without_own_seed, builders[number])
     for offset in (0, 3) if number in (0, 4) else (0,):
-        regime, strategy = CORNERS[(number + offset) % 4]
+        regime, strategy = MODES[(number + offset) % 4]
         way = tuple(WAYS)[(number // 4 + offset) % 2]
         compare(build, way, config(coverage=0.5, regime=regime, strategy=strategy) | (BF16 if offset else {}))
 
@@ -127,7 +127,7 @@ def no_rank_has_the_dense_model(rank: Rank) -> None:
     dense = built(wide_llama)
     largest = max(parameter.nbytes for parameter in dense.parameters())
     random_states = 6 * torch.get_rng_state().nbytes
-    for number, (regime, strategy) in enumerate(CORNERS):
+    for number, (regime, strategy) in enumerate(MODES):
         way = tuple(WAYS)[number % 2]
         settings = config(coverage=0.5, regime=regime, strategy=strategy)
         with watched_host_memory() as memory:

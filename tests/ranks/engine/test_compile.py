@@ -14,21 +14,20 @@ import torch
 from torch import nn
 from torch._dynamo.utils import counters
 
+from sdp_deepspeed.config import MODES, Mode
 from tests.helpers.models import SPECIMENS, batches, llama, loss_of
 from tests.helpers.ranks import Rank
 from tests.helpers.training import dense_state, engine_of, refusal, sgd, train
-
-CORNERS = list(itertools.product(("forward", "backward"), ("block", "neuron")))
 
 
 def layers_of(model: Any) -> Any:
     return model.model.layers if hasattr(model, "model") else model.transformer.h
 
 
-def start(model: nn.Module, stage: int, corner: tuple[str, str]) -> Any:
+def start(model: nn.Module, stage: int, mode: Mode) -> Any:
     torch._dynamo.reset()
     counters.clear()
-    regime, strategy = corner
+    regime, strategy = mode
     return engine_of(sgd(stage=stage, clip=0.5, regime=regime, strategy=strategy, check_agreement=True), model)
 
 
@@ -61,15 +60,15 @@ def compare(compiled: Any, expected: Any) -> None:
 
 
 def engine_compile(rank: Rank) -> None:
-    """`engine.compile()` in all corners and at all stages."""
-    for number, corner in enumerate(CORNERS):
-        engines = [start(SPECIMENS["llama"].build(), (2, 1, 0, 2)[number], corner) for _ in range(2)]
+    """`engine.compile()` in all modes and at all stages."""
+    for number, mode in enumerate(MODES):
+        engines = [start(SPECIMENS["llama"].build(), (2, 1, 0, 2)[number], mode) for _ in range(2)]
         engines[0].compile(backend=("aot_eager", "eager", "eager", "aot_eager")[number])
         compare(*engines)
         graphs, breaks = num_graphs()
-        assert breaks == 0, (corner, dict(counters["graph_break"]))
+        assert breaks == 0, (mode, dict(counters["graph_break"]))
         # In the backward regime a block's weights are frozen; that the first layer's input needs a gradient is news.
-        assert 1 <= graphs <= 2, (corner, graphs)
+        assert 1 <= graphs <= 2, (mode, graphs)
 
 
 def wrapped_before(rank: Rank) -> None:
@@ -77,7 +76,7 @@ def wrapped_before(rank: Rank) -> None:
     model = SPECIMENS["llama"].build()
     names = list(model.state_dict())
     compiled: Any = torch.compile(model, backend="eager")
-    engine = start(compiled, 2, CORNERS[3])
+    engine = start(compiled, 2, MODES[3])
     assert engine.module is model
     expected = engine_of(sgd(stage=2, clip=0.5, regime="backward", strategy="neuron"), SPECIMENS["llama"].build())
     compare(engine, expected)
@@ -87,49 +86,49 @@ def wrapped_before(rank: Rank) -> None:
 
 def compiled_layers(rank: Rank) -> None:
     """Each layer wrapped by itself, with checkpointing: layers that look alike share a graph, as without us."""
-    for corner, limit in zip(CORNERS, (4, 1, 4, 1), strict=True):  # a layer's two blocks are here or not: four cases
+    for mode, limit in zip(MODES, (4, 1, 4, 1), strict=True):  # a layer's two blocks are here or not: four cases
         model: Any = llama(6)
         model.config.use_cache = False
         layers = layers_of(model)
         for index, layer in enumerate(layers):
             layers[index] = torch.compile(layer, backend="eager")
-        engine = start(model, 1, corner)
-        expected = engine_of(sgd(clip=0.5, regime=corner[0], strategy=corner[1]), llama(6))
+        engine = start(model, 1, mode)
+        expected = engine_of(sgd(clip=0.5, regime=mode.regime, strategy=mode.strategy), llama(6))
         losses = train(engine, num_steps=2)
         graphs, breaks = num_graphs()
-        assert 1 <= graphs <= limit, (corner, graphs)
-        assert breaks == 0, (corner, dict(counters["graph_break"]))
+        assert 1 <= graphs <= limit, (mode, graphs)
+        assert breaks == 0, (mode, dict(counters["graph_break"]))
         assert losses == pytest.approx(train(expected, num_steps=2), rel=1e-5)
         assert evaluated(engine) == pytest.approx(evaluated(expected), rel=1e-5)
         train(engine, num_steps=1)
-        if corner != ("backward", "block"):  # there the module is the dense model, and compiled for evaluation as ever
-            assert num_graphs() == (graphs, 0), (corner, num_graphs())
+        if mode != ("backward", "block"):  # there the module is the dense model, and compiled for evaluation as ever
+            assert num_graphs() == (graphs, 0), (mode, num_graphs())
 
 
 def compiled_parts(rank: Rank) -> None:
     """A compiled MLP, and a compiled linear layer in it: a body in two parts does not run the held part twice."""
     parts: list[Callable[[Any], nn.Module]] = [lambda layer: layer.mlp, lambda layer: layer.mlp.down_proj]
-    for part, corner in itertools.product(parts, (CORNERS[0], CORNERS[3])):
+    for part, mode in itertools.product(parts, (MODES[0], MODES[3])):
         model = SPECIMENS["llama"].build()
         for layer in layers_of(model):
             part(layer).compile(backend="eager")
-        engine = start(model, 1, corner)
-        expected = engine_of(sgd(clip=0.5, regime=corner[0], strategy=corner[1]), SPECIMENS["llama"].build())
+        engine = start(model, 1, mode)
+        expected = engine_of(sgd(clip=0.5, regime=mode.regime, strategy=mode.strategy), SPECIMENS["llama"].build())
         compare(engine, expected)
 
 
 def a_forward_of_its_own_is_refused(rank: Rank) -> None:
     """Compiled as a method, it would go on with what this rank has."""
     parts: list[tuple[str, Callable[[Any], nn.Module], tuple[str, str]]] = [
-        ("model.layers.0.mlp", lambda layer: layer.mlp, CORNERS[0]),
-        ("model.layers.0.mlp", lambda layer: layer.mlp, CORNERS[3]),
-        ("model.layers.0.mlp.down_proj", lambda layer: layer.mlp.down_proj, CORNERS[3]),
+        ("model.layers.0.mlp", lambda layer: layer.mlp, MODES[0]),
+        ("model.layers.0.mlp", lambda layer: layer.mlp, MODES[3]),
+        ("model.layers.0.mlp.down_proj", lambda layer: layer.mlp.down_proj, MODES[3]),
     ]
-    for name, part, corner in parts:
+    for name, part, mode in parts:
         model = SPECIMENS["llama"].build()
         for layer in layers_of(model):
             part(layer).forward = torch.compile(part(layer).forward, backend="eager")
-        refusal(ValueError, lambda m=model, c=corner: start(m, 1, c), repr(name), "forward", "module.compile()")
+        refusal(ValueError, lambda m=model, c=mode: start(m, 1, c), repr(name), "forward", "module.compile()")
 
 
 def _cases(size: int, options: pytest.Config) -> Iterator[tuple[str, Any]]:

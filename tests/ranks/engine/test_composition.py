@@ -15,18 +15,18 @@ import pytest
 import torch
 from torch.utils.data import Dataset
 
+from sdp_deepspeed.config import MODES
 from sdp_deepspeed.reference.virtual_workers import Reference
 from tests.helpers.models import SPECIMENS, VOCABULARY, batches, config, loss_of
 from tests.helpers.ranks import Rank
 from tests.helpers.training import SGD, assert_identical, dense_state, engine_of, micro_step, sgd, train
 
-CORNERS = list(itertools.product(("forward", "backward"), ("block", "neuron")))
 STAGES = (0, 1, 2)
 
 
-def corner(number: int) -> dict[str, Any]:
+def block_of(number: int) -> dict[str, Any]:
     """Block units are whole layers here: one that lacks has nothing to recompute."""
-    regime, strategy = CORNERS[number]
+    regime, strategy = MODES[number]
     block = {"regime": regime, "strategy": strategy, "check_agreement": True}
     return block | ({"granularity": "layer"} if strategy == "block" else {})
 
@@ -58,7 +58,7 @@ def layer_runs(model: Any) -> list[int]:
 
 
 def check_checkpointing(number: int, fold: Callable[[Any, torch.Tensor], Any]) -> None:
-    """All kinds in one corner, each stage at least once, two micro-batches a step."""
+    """All kinds in one mode, each stage at least once, two micro-batches a step."""
     name = ("llama", "gpt2")[number % 2]
     expected: dict[int, dict[str, torch.Tensor]] = {}
     for index, recompute in enumerate((None, None, None, *KINDS.values())):
@@ -67,7 +67,7 @@ def check_checkpointing(number: int, fold: Callable[[Any, torch.Tensor], Any]) -
         if recompute is not None:
             recompute(model)
         runs = layer_runs(model)
-        engine = engine_of(sgd(2, stage=stage, **corner(number)), model)
+        engine = engine_of(sgd(2, stage=stage, **block_of(number)), model)
         for step in itertools.islice(batches(2, 2), 2):
             for batch in step[engine.dp_group.rank]:
                 fold(engine, batch)
@@ -82,7 +82,7 @@ def check_checkpointing(number: int, fold: Callable[[Any, torch.Tensor], Any]) -
 
 
 def checkpointing(rank: Rank) -> None:
-    for number in range(len(CORNERS)):
+    for number in range(len(MODES)):
         check_checkpointing(number, micro_step)
 
 
@@ -100,7 +100,7 @@ def another_batch_size_while_training(rank: Rank) -> None:
     for number, stage in ((0, 1), (3, 2), (1, 0)):
         model = SPECIMENS["llama"].build()
         dense = deepcopy(model)
-        engine = engine_of(sgd(stage=stage, clip=0.5, **corner(number)), model)
+        engine = engine_of(sgd(stage=stage, clip=0.5, **block_of(number)), model)
         reference = Reference(dense, engine.plan, lambda named: torch.optim.SGD(named.values(), lr=0.1), loss_of, 0.5)
         for accumulation in (3, 1, 2):
             engine.set_train_batch_size(2 * rank.size * accumulation)
@@ -151,7 +151,7 @@ def the_callers_boundary(rank: Rank) -> None:
     """`set_gradient_accumulation_boundary` at every stage; `no_sync` is refused at stage 2, as DeepSpeed does."""
     micro_batches: Sequence[torch.Tensor] = next(batches(rank.size, 2))[rank.rank]
     for stage in STAGES:
-        engines = [engine_of(sgd(2, stage=stage, **corner(3))) for _ in range(2)]
+        engines = [engine_of(sgd(2, stage=stage, **block_of(3))) for _ in range(2)]
         for is_last, batch in zip((False, True), micro_batches, strict=True):
             engines[1].set_gradient_accumulation_boundary(is_last)
             for engine in engines:
@@ -164,9 +164,9 @@ def the_callers_boundary(rank: Rank) -> None:
 def evaluation_between_micro_batches(rank: Rank) -> None:
     """Leaves what was accumulated as it is; its loss is the dense model's."""
     micro_batches: Sequence[torch.Tensor] = next(batches(rank.size, 3))[rank.rank]
-    for number, stage in itertools.product(range(len(CORNERS)), (1, 2)):
+    for number, stage in itertools.product(range(len(MODES)), (1, 2)):
         dense = SPECIMENS["llama"].build()
-        engines = [engine_of(sgd(3, stage=stage, **corner(number)), SPECIMENS["llama"].build()) for _ in range(2)]
+        engines = [engine_of(sgd(3, stage=stage, **block_of(number)), SPECIMENS["llama"].build()) for _ in range(2)]
         for batch in micro_batches:
             engines[1].eval()
             with torch.no_grad():

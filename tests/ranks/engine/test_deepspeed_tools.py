@@ -14,12 +14,12 @@ from deepspeed.comm import comm as deepspeed_comm
 from deepspeed.profiling.flops_profiler.profiler import FlopsProfiler, get_module_flops
 from torch import nn
 
+from sdp_deepspeed.config import MODES
 from sdp_deepspeed.reference.virtual_workers import Reference
 from tests.helpers.models import SPECIMENS, batches, config, loss_of
 from tests.helpers.ranks import Rank
 from tests.helpers.training import SGD, assert_identical, dense_state, engine_of, gathered, micro_step, sgd, train
 
-CORNERS = list(itertools.product(("forward", "backward"), ("block", "neuron")))
 AUTOCAST = {"torch_autocast": {"enabled": True, "dtype": "bfloat16"}}
 
 
@@ -37,7 +37,7 @@ def autocast_loss(model: Any, batch: torch.Tensor) -> torch.Tensor:
 def autocast(rank: Rank) -> None:
     """Against the oracle, in its own autocast. Weights, gradients and what is sent stay fp32, so agreement is to fp32
     rounding; but a body in two parts (backward, neuron) rounds each to bf16, and their sum once more."""
-    for number, ((regime, strategy), name) in enumerate(zip(CORNERS, ("llama", "gpt2") * 2, strict=True)):
+    for number, ((regime, strategy), name) in enumerate(zip(MODES, ("llama", "gpt2") * 2, strict=True)):
         tolerance = 2**-8 if (regime, strategy) == ("backward", "neuron") else 1e-5
         model = SPECIMENS[name].build()
         dense = deepcopy(model)
@@ -85,7 +85,7 @@ def flops_are_the_subnetworks(rank: Rank) -> None:
     """In the forward regime those of what this rank has; in the backward regime all, a body's two parts together."""
     batch = next(batches(1, 1))[0][0]
     dense, total = linear_flops(SPECIMENS["llama"].build(), batch)
-    for regime, strategy in CORNERS:
+    for regime, strategy in MODES:
         model = SPECIMENS["llama"].build()
         whole = {name: parameter.numel() for name, parameter in model.named_parameters()}
         engine = engine_of(sgd(regime=regime, strategy=strategy), model)

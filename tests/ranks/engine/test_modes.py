@@ -1,4 +1,4 @@
-"""All corners in the engine: scaled branches, export, generation, state dicts, checkpoints."""
+"""All modes in the engine: scaled branches, export, generation, state dicts, checkpoints."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from sdp_deepspeed.config import MODES
 from sdp_deepspeed.plan.plan import Plan
 from sdp_deepspeed.reference.virtual_workers import Reference
 from tests.helpers.masked_modules import assert_close
@@ -20,7 +21,6 @@ from tests.helpers.ranks import Check, Rank
 from tests.helpers.training import assert_identical, dense_state, engine_of, refusal, sgd, train
 
 MIXED = {"attention": "neuron", "mlp": "block"}
-CORNERS = list(itertools.product(("forward", "backward"), ("block", "neuron")))
 OUTPUTS = ("o_proj", "down_proj", "c_proj", "attention.dense", "dense_4h_to_h")
 
 
@@ -136,10 +136,10 @@ def exports_the_references_dense_model(rank: Rank) -> None:
         assert_close(logits(found, batch_of(rank)), logits(dense, batch_of(rank)))
 
 
-def generates_in_all_corners(rank: Rank) -> None:
+def generates_in_all_modes(rank: Rank) -> None:
     """With a key/value cache: ranks need not do the same when the model is resident, and do when it is streamed."""
     options: dict[str, Any] = {"max_new_tokens": 5, "do_sample": False, "pad_token_id": 0, "eos_token_id": None}
-    for (regime, strategy), name in zip(CORNERS, ("llama", "gpt2", "qwen3", "gpt_neox"), strict=True):
+    for (regime, strategy), name in zip(MODES, ("llama", "gpt2", "qwen3", "gpt_neox"), strict=True):
         engine, dense = start(name, regime=regime, strategy=strategy)
         prompt = batch_of(rank)
         engine.eval()
@@ -153,7 +153,7 @@ def generates_in_all_corners(rank: Rank) -> None:
 
 def loads_a_state_dict(rank: Rank) -> None:
     """Inside dense(resident=True) it reaches what each rank stores, so that training goes on from it."""
-    for (regime, strategy), name in zip(CORNERS, ("llama_odd", "llama_odd", "llama_tied", "gpt2"), strict=True):
+    for (regime, strategy), name in zip(MODES, ("llama_odd", "llama_odd", "llama_tied", "gpt2"), strict=True):
         engine, dense = start(name, regime=regime, strategy=strategy)
         train(engine, num_steps=1)
         with torch.no_grad():
@@ -186,7 +186,7 @@ def what_is_loaded_is_what_the_dense_model_has(rank: Rank) -> None:
 
 def an_interrupted_run_goes_on(rank: Rank) -> None:
     """Losses, weights (held, lacking and dense) and the norm, bit for bit."""
-    for (regime, strategy), stage in zip(CORNERS, (0, 1, 1, 0), strict=True):
+    for (regime, strategy), stage in zip(MODES, (0, 1, 1, 0), strict=True):
         block = {"regime": regime, "strategy": strategy}
         settings = config(holders=1, **block) | {"zero_optimization": {"stage": stage}}
         engine = engine_of(settings, SPECIMENS["llama_biases"].build())
@@ -228,7 +228,7 @@ def evaluation_in_the_backward_regime(rank: Rank) -> None:
 
 def the_dense_model_can_be_differentiated(rank: Rank) -> None:
     """Resident; the rank's own gradients stay as they were, and training goes on."""
-    for regime, strategy in CORNERS:
+    for regime, strategy in MODES:
         engine, dense = start("llama", regime=regime, strategy=strategy)
         batch = batch_of(rank)
         engine.backward(loss_of(engine, batch))
@@ -251,7 +251,7 @@ def the_dense_model_can_be_differentiated(rank: Rank) -> None:
 
 def frozen_weights_are_the_users_own(rank: Rank) -> None:
     """DeepSpeed's file without frozen weights lacks what the user froze, not what rank 0 lacks."""
-    for regime, strategy in CORNERS:
+    for regime, strategy in MODES:
         model = SPECIMENS["llama"].build()
         model.get_parameter("model.norm.weight").requires_grad_(False)
         engine = engine_of(sgd(regime=regime, strategy=strategy), model)
@@ -267,7 +267,7 @@ CHECKS: dict[int, list[Check]] = {
         branches_are_scaled,
         full_coverage_scales_nothing,
         scale_is_refused_in_the_backward_regime,
-        generates_in_all_corners,
+        generates_in_all_modes,
         evaluation_in_the_backward_regime,
         the_dense_model_can_be_differentiated,
         frozen_weights_are_the_users_own,
@@ -287,5 +287,5 @@ def _checks(size: int, config: pytest.Config) -> list[tuple[str, Check]]:
 
 
 @pytest.mark.checks((2, 3), _checks)
-def test_corners(outcome: str | None) -> None:
+def test_modes(outcome: str | None) -> None:
     assert outcome is None, outcome

@@ -64,8 +64,8 @@ class Parity:
         return engine_of(self.settings(**block), model, model_parameters=parameters)
 
     def __call__(self, rank: Rank) -> None:
-        corner = {"regime": self.regime, "strategy": self.strategy}
-        ours, plain = self.engine(coverage=1.0, check_agreement=True, **corner), self.engine()
+        mode = {"regime": self.regime, "strategy": self.strategy}
+        ours, plain = self.engine(coverage=1.0, check_agreement=True, **mode), self.engine()
         assert type(plain).__name__ == "DeepSpeedEngine"
         start = dense_state(plain)
         for step in itertools.islice(batches(rank.size, self.accumulation), NUM_STEPS):

@@ -84,12 +84,12 @@ def _batch(row: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
 
 
 def _checks(size: int, config: pytest.Config) -> list[tuple[str, Any]]:
-    corners: dict[str, dict[str, Any]] = {
+    blocks: dict[str, dict[str, Any]] = {
         "trainer": {},
         "neuron": {"strategy": "neuron"},
         "backward": {"regime": "backward", "strategy": {"attention": "neuron", "mlp": "block"}},
     }
-    return [(name, partial(_check_trainer, block)) for name, block in corners.items()]
+    return [(name, partial(_check_trainer, block)) for name, block in blocks.items()]
 
 
 @pytest.mark.checks(2, _checks)

@@ -14,34 +14,14 @@ from unittest import mock
 
 import pytest
 import torch
-from torch import nn
 
+from tests.helpers.dense_views import batch_of, engine_with, logits, whole_copy
 from tests.helpers.live_tensors import present_lacking
-from tests.helpers.models import FAMILIES, VOCABULARY, config, family, llama, loss_of
+from tests.helpers.models import FAMILIES, family, llama, loss_of
 from tests.helpers.ranks import Check, Rank
-from tests.helpers.training import assert_identical, dense_state, engine_of, gathered, refusal, train
+from tests.helpers.training import assert_identical, gathered, refusal, train
 
 SIZE = 3
-
-
-def engine_with(model: nn.Module, *, holders: int = 2, **block: Any) -> Any:
-    return engine_of(config(holders=holders, **block), model)
-
-
-def batch_of(rank: Rank) -> torch.Tensor:
-    """Another one on each rank."""
-    return torch.randint(0, VOCABULARY, (2, 8), generator=torch.Generator().manual_seed(rank.rank))
-
-
-@torch.no_grad()
-def logits(model: Any, batch: torch.Tensor) -> torch.Tensor:
-    return model(input_ids=batch).logits
-
-
-def whole_copy(engine: Any, like: nn.Module) -> nn.Module:
-    result = deepcopy(like).eval()
-    result.load_state_dict(dense_state(engine))
-    return result
 
 
 def is_the_dense_model(rank: Rank) -> None:

@@ -11,15 +11,15 @@ from unittest import mock
 import pytest
 import torch
 
+from tests.helpers.dense_views import batch_of, engine_with, logits, whole_copy
 from tests.helpers.live_tensors import present_lacking
 from tests.helpers.models import SPECIMENS, family, llama, loss_of
 from tests.helpers.ranks import Check, Rank
 from tests.helpers.training import assert_identical, dense_state, refusal, train
-from tests.ranks.masking.test_dense_view import batch_of, engine_with, logits, whole_copy
 
 SIZE = 3
 MIXED = {"attention": "neuron", "mlp": "block"}
-CORNERS: list[tuple[str, Any]] = [
+CHOICES: list[tuple[str, Any]] = [
     ("forward", "neuron"),
     ("forward", MIXED),
     ("backward", "neuron"),
@@ -30,7 +30,7 @@ CORNERS: list[tuple[str, Any]] = [
 
 def is_the_dense_model(rank: Rank) -> None:
     """Streamed, resident and automatic: put together from parts to the same bits, and back."""
-    for (regime, strategy), name in itertools.product(CORNERS, ("qwen3", "gpt2", "gpt_neox_parallel")):
+    for (regime, strategy), name in itertools.product(CHOICES, ("qwen3", "gpt2", "gpt_neox_parallel")):
         model = family(name)
         dense, batch = deepcopy(model).eval(), batch_of(rank)
         engine = engine_with(model, regime=regime, strategy=strategy)
@@ -59,7 +59,7 @@ def held_copies(engine: Any) -> dict[str, torch.Tensor]:
 
 def training_goes_on_where_it_was(rank: Rank) -> None:
     """An evaluation between two micro-steps leaves the gradients of the first alone."""
-    for regime, strategy in CORNERS:
+    for regime, strategy in CHOICES:
         states = []
         for evaluates in (False, True):
             engine = engine_with(llama(), regime=regime, strategy=strategy)
@@ -201,7 +201,7 @@ def generates_in_training_mode(rank: Rank) -> None:
 def its_own_backward_leaves_what_is_cut_alone(rank: Rank) -> None:
     """Between two micro-steps a backward pass through the resident dense model adds nothing to the gradients of narrow
     parameters, and what this rank lacks gets none, which would be averaged."""
-    for regime, strategy in CORNERS:
+    for regime, strategy in CHOICES:
         model, reached = llama(), llama()
         kept = loss_of(model, batch_of(rank))  # from before: its graph knows the dense shapes
         engine = engine_with(model, regime=regime, strategy=strategy)
@@ -249,5 +249,5 @@ def _checks(size: int, config: pytest.Config) -> list[tuple[str, Check]]:
 
 
 @pytest.mark.checks(SIZE, _checks)
-def test_dense_corners(outcome: str | None) -> None:
+def test_dense_view_in_all_modes(outcome: str | None) -> None:
     assert outcome is None, outcome

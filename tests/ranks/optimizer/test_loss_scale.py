@@ -1,7 +1,4 @@
-"""Loss scaling in fp16, and steps that are left out: as in DeepSpeed's ZeRO-1, decided by all ranks together.
-
-CPUs have no fp16 in DeepSpeed's eyes, so its accelerator's answer is overridden; PyTorch computes fp16 there all right.
-"""
+"""Loss scaling in fp16, and steps that are left out: as in DeepSpeed's ZeRO-1, decided by all ranks together."""
 
 from __future__ import annotations
 
@@ -12,27 +9,17 @@ from typing import Any
 
 import pytest
 import torch
-from deepspeed.accelerator import get_accelerator
 
+from tests.helpers.fp16_runs import DYNAMIC, settings_of
 from tests.helpers.models import batches, loss_of
 from tests.helpers.ranks import Rank
 from tests.helpers.training import assert_identical, dense_state, engine_of, gathered, refusal, sgd
 
 TOO_LARGE = 1e30  # times the loss: an infinite gradient in fp16
-DYNAMIC = {"initial_scale_power": 6, "loss_scale_window": 2, "hysteresis": 2, "min_loss_scale": 8}
 SPOILED = (1, 3, 4, 5, 16)  # steps
 NUM_STEPS = 18
-WARMUP = {"type": "WarmupLR", "params": {"warmup_min_lr": 0, "warmup_max_lr": 0.1, "warmup_num_steps": 30}}
 
 Row = tuple[float, int, int, float, bool]
-
-
-def settings_of(stage: int, fp16: dict[str, Any], **block: Any) -> dict[str, Any]:
-    get_accelerator().is_fp16_supported = lambda: True
-    settings = sgd(stage=stage, clip=0.5, **({"check_agreement": True} | block))
-    settings |= {"fp16": {"enabled": True} | fp16, "scheduler": WARMUP, "zero_allow_untested_optimizer": True}
-    settings["zero_optimization"]["reduce_bucket_size"] = 2000
-    return settings
 
 
 def plain(settings: dict[str, Any], stage: int) -> Any:

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 
+from sdp_deepspeed.config import MODES
 from sdp_deepspeed.plan.plan import Plan
 from tests.helpers.models import config, llama, loss_of
 from tests.helpers.oracle import check_case
@@ -32,7 +33,7 @@ class Replicated:
         check_case(self.case, rank, subnetworks=self.num_subnetworks, **self.block)
 
 
-# Every corner, stage, placement, number of subnetworks and of holders; bf16 once, micro-steps on each stage.
+# Every mode, stage, placement, number of subnetworks and of holders; bf16 once, micro-steps on each stage.
 PACKED, SPREAD = {"placement": "packed"}, {"placement": "spread"}
 CASES = {
     "half-forward-block": Replicated(Case(SIZE, 1), 2, SPREAD),
@@ -177,10 +178,9 @@ def test_replicas(outcome: str | None) -> None:
 
 
 def test_cases_have_everything() -> None:
-    """Corners, stages and counts of subnetworks and holders."""
+    """Modes, stages and counts of subnetworks and holders."""
     cases = list(CASES.values())
-    corners = {(case.case.regime, case.case.strategy) for case in cases}
-    assert corners >= {(regime, strategy) for regime in ("forward", "backward") for strategy in ("block", "neuron")}
+    assert {(case.case.regime, case.case.strategy) for case in cases} >= set(MODES)
     assert {case.case.stage for case in cases} == {0, 1, 2}
     assert {(case.num_subnetworks, case.case.holders) for case in cases} == {(2, 1), (2, 2), (1, 1)}
     placed = {(case.case.regime, case.block.get("placement")) for case in cases if case.case.holders < 2}

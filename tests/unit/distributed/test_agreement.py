@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 import time
 from typing import Any
 
@@ -112,6 +113,16 @@ def test_long_work_meets_the_others_often_and_its_error_travels() -> None:
     outcomes = outcomes_of(2, run)
     assert [(type(outcome), str(outcome)) for outcome in outcomes] == [(FolderError, "disk is full")] * 2
     assert min(gatherings) > 3
+
+
+def test_a_thread_that_leaves_without_an_error_is_not_waited_for() -> None:
+    def run(rank: int, group: ThreadGatherer) -> None:
+        try:
+            run_on_rank_0(group, lambda: sys.exit(3), poll_seconds=0.02)
+        except SystemExit as left:
+            raise RuntimeError(f"left with {left.code}") from left
+
+    assert [str(outcome) for outcome in outcomes_of(2, run)] == ["left with 3", "SystemExit: 3"]
 
 
 def test_one_rank_needs_no_process_group() -> None:

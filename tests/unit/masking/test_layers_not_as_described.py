@@ -17,8 +17,7 @@ from sdp_deepspeed.config import KEY, parse
 from sdp_deepspeed.masking.block import output_names
 from sdp_deepspeed.plan.planner import plan_model
 from tests.helpers import models
-from tests.helpers.masked_modules import RANKS, build, plan_of
-from tests.unit.masking.test_neuron import assert_same_as_zeroed
+from tests.helpers.masked_modules import RANKS, assert_same_as_zeroed, build, plan_of
 
 
 class Experts(nn.Module):

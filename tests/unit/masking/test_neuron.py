@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import weakref
-from copy import deepcopy
 from typing import Any
 
 import pytest
@@ -14,8 +13,6 @@ from transformers.pytorch_utils import Conv1D
 
 from sdp_deepspeed.architectures import locate_branches
 from sdp_deepspeed.masking.neuron import NeuronPart
-from sdp_deepspeed.plan.plan import Plan
-from sdp_deepspeed.reference.virtual_workers import zero_lacking
 from sdp_deepspeed.units import Piece
 from tests.helpers import models
 from tests.helpers.live_tensors import Watch
@@ -23,8 +20,7 @@ from tests.helpers.masked_modules import (
     NAMES,
     RANKS,
     Products,
-    assert_close,
-    assert_held_gradients,
+    assert_same_as_zeroed,
     build,
     counted_attention,
     cut_names,
@@ -39,17 +35,6 @@ from tests.helpers.masked_modules import (
 from tests.helpers.rank_models import mask_of
 
 MIXED = {"attention": "neuron", "mlp": "block"}
-
-
-def assert_same_as_zeroed(model: nn.Module, plan: Plan, rank: int, **inputs: Any) -> None:
-    """Loss, and gradients of all that `rank` holds, piece by piece at its place."""
-    zeroed, pieces = deepcopy(model), held_pieces(model, plan, rank)
-    zero_lacking(zeroed, plan, rank)
-    expected_loss, expected = loss_and_gradients(zeroed, tokens(), **inputs)
-    module, mask = masked(model, plan, rank)
-    loss, gradients = loss_and_gradients(module, tokens(), **inputs)
-    assert_close(loss, expected_loss)
-    assert_held_gradients(mask, pieces, gradients, expected)
 
 
 def num_held(model: nn.Module, pieces: dict[str, list[Piece]]) -> int:

@@ -167,10 +167,12 @@ def on_average(plan: Plan, size: float) -> float:
     return plan.coverage * (k - p) / (p * (k - 1)) * size
 
 
-CORNERS = pytest.mark.parametrize(("strategy", "p"), list(itertools.product(["block", "neuron"], [1, 2, 3])))
+EACH_STRATEGY_AND_P = pytest.mark.parametrize(
+    ("strategy", "p"), list(itertools.product(["block", "neuron"], [1, 2, 3]))
+)
 
 
-@CORNERS
+@EACH_STRATEGY_AND_P
 def test_mean_over_placements_is_exact(strategy: str, p: int) -> None:
     """fp32 averages of gradients that differ by about their own size: a few EPS of relative error in T."""
     distances, size, plan, _ = real_distances(strategy, p, "holders")
@@ -179,7 +181,7 @@ def test_mean_over_placements_is_exact(strategy: str, p: int) -> None:
     assert max(distances) > 1.01 * min(distances)  # the placement does matter
 
 
-@CORNERS
+@EACH_STRATEGY_AND_P
 @pytest.mark.parametrize("weighted", [True, False])
 def test_the_spectral_gap_bounds_the_distance(strategy: str, p: int, weighted: bool) -> None:
     distances, size, plan, weights = real_distances(strategy, p, "holders")
@@ -188,7 +190,7 @@ def test_the_spectral_gap_bounds_the_distance(strategy: str, p: int, weighted: b
     assert max(distances) <= bound.always * size
 
 
-@CORNERS
+@EACH_STRATEGY_AND_P
 def test_a_division_by_ranks_breaks_the_bound(strategy: str, p: int) -> None:
     """The mutation that these tests exist for: then T has C (1 - C)^2 |gbar|^2 on top."""
     distances, size, plan, weights = real_distances(strategy, p, "ranks")

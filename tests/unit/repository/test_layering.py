@@ -10,42 +10,13 @@ from pathlib import Path
 import pytest
 
 import sdp_deepspeed
+from tests.helpers.repository import FLOORS
 
 PACKAGE = Path(sdp_deepspeed.__file__).parent
 TESTS = Path(__file__).parents[2]
 HOSTS = ("deepspeed", "torch.distributed", "transformers", "accelerate")
 
-# From the roof to the floor: a room (or a module beside the rooms) imports only what stands below it.
-FLOORS = (
-    "__main__",
-    "report",  # the old name of a command
-    "training",
-    "__init__",
-    "engine",
-    "deferred_init",
-    "checkpoint",
-    "masking",
-    "optimizer",
-    "estimate",
-    "exchange",
-    "reference",
-    "tensor_parallel",
-    "layout",
-    "plan",
-    "data",
-    "architectures",
-    "support",
-    "distributed",
-    "measure",
-    "config",
-    "units",
-    "atomic_files",
-    "command_parser",
-    "sizes",
-    "messages",
-    "version",
-)
-# The same inside a room that has folders.
+# As FLOORS, inside a room that has folders.
 INNER_FLOORS = {"checkpoint": ("__main__", "checkpointer", "interop", "save", "load", "state", "storage")}
 # Rooms that know no host at all, whatever they import of ours included.
 PURE = (

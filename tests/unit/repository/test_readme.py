@@ -10,8 +10,7 @@ import pytest
 from sdp_deepspeed.__main__ import VERBS
 from sdp_deepspeed.config import SubnetworkConfig
 from sdp_deepspeed.engine.private_api import TESTED
-from tests.helpers.repository import PACKAGE, ROOT
-from tests.unit.repository.test_layering import FLOORS
+from tests.helpers.repository import FLOORS, PACKAGE, ROOT
 
 FOLDERS = ("benchmarks", "launch", "sdp_deepspeed", "tests")  # what is shipped, besides the files of the root
 DOCUMENTS = sorted([*ROOT.glob("*.md"), *(path for name in FOLDERS for path in (ROOT / name).rglob("*.md"))])

@@ -1,0 +1,33 @@
+"""Engines whose dense view is looked at, and the dense model that it must equal."""
+
+from __future__ import annotations
+
+from copy import deepcopy
+from typing import Any
+
+import torch
+from torch import nn
+
+from tests.helpers.models import VOCABULARY, config
+from tests.helpers.ranks import Rank
+from tests.helpers.training import dense_state, engine_of
+
+
+def engine_with(model: nn.Module, *, holders: int = 2, **block: Any) -> Any:
+    return engine_of(config(holders=holders, **block), model)
+
+
+def batch_of(rank: Rank) -> torch.Tensor:
+    """Another one on each rank."""
+    return torch.randint(0, VOCABULARY, (2, 8), generator=torch.Generator().manual_seed(rank.rank))
+
+
+@torch.no_grad()
+def logits(model: Any, batch: torch.Tensor) -> torch.Tensor:
+    return model(input_ids=batch).logits
+
+
+def whole_copy(engine: Any, like: nn.Module) -> nn.Module:
+    result = deepcopy(like).eval()
+    result.load_state_dict(dense_state(engine))
+    return result
