@@ -6,6 +6,7 @@ cd "$(dirname "${BASH_SOURCE[0]}")/.."
 source launch/_environment.sh test
 
 export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}" # each of two workers, and each rank, has a core at most
+unset PYTHONDONTWRITEBYTECODE                  # hundreds of processes import the package
 if [ $# -gt 0 ]; then
   say "pytest $*"
   exec python -m pytest "$@"

@@ -7,6 +7,7 @@ its content, so that what is made from it can be cached.
 from __future__ import annotations
 
 import hashlib
+import os
 import sysconfig
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -41,9 +42,8 @@ class StandardLibrary:
     root: Path
 
     def documents(self) -> Iterator[str]:
-        paths = (path.relative_to(self.root) for path in self.root.rglob("*.py"))
-        for path in sorted(path for path in paths if not _SKIPPED_FOLDERS & set(path.parts)):
-            source = (self.root / path).read_bytes()
+        for path in sorted(self._paths()):
+            source = path.read_bytes()
             if len(source) > _LONGEST_SOURCE_FILE:
                 continue
             try:
@@ -52,6 +52,12 @@ class StandardLibrary:
                 continue
             if text.strip():
                 yield text
+
+    def _paths(self) -> Iterator[Path]:
+        """Does not go into folders that are skipped: installed packages are many more files."""
+        for folder, folders, names in os.walk(self.root):
+            folders[:] = sorted(set(folders) - _SKIPPED_FOLDERS)
+            yield from (Path(folder, name) for name in names if name.endswith(".py"))
 
     def fingerprint(self) -> str:
         digest = hashlib.sha256()

@@ -89,12 +89,14 @@ class Combination:
             config["tensor_parallel"] = {"autotp_size": self.tensor_parallel}
         return config
 
-    def refusals(self) -> list[Row]:
-        """The rows that refuse this combination; none if it is allowed."""
-        config = self.config()
-        block = parse(config)
-        assert block is not None
-        return [row for row, _ in matching_rows(block, config) if row.state != "no effect"]
+
+@cache
+def refusals_of(combination: Combination) -> tuple[Row, ...]:
+    """The rows that refuse a combination; none if it is allowed."""
+    config = combination.config()
+    block = parse(config)
+    assert block is not None
+    return tuple(row for row, _ in matching_rows(block, config) if row.state != "no effect")
 
 
 def all_combinations() -> Iterator[Combination]:
@@ -118,7 +120,7 @@ class CombinationCounts:
 @cache
 def count_combinations() -> CombinationCounts:
     """Counted over all of them."""
-    refusals = [combination.refusals() for combination in all_combinations()]
+    refusals = [refusals_of(combination) for combination in all_combinations()]
     counts = Counter(row.what for rows in refusals for row in rows)
     refused_by = tuple((row, counts[row.what]) for row in TABLE if counts[row.what])
     return CombinationCounts(sum(not rows for rows in refusals), len(refusals), refused_by)

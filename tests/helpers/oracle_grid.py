@@ -6,6 +6,7 @@ It is made of the support matrix: every allowed combination, on every number of 
 from __future__ import annotations
 
 import functools
+import heapq
 import itertools
 import operator
 import random
@@ -14,9 +15,8 @@ from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any
 
-from sdp_deepspeed.support.combinations import Combination, all_combinations
+from sdp_deepspeed.support.combinations import Combination, all_combinations, refusals_of
 from tests.helpers.models import SPECIMENS, Specimen
-from tests.helpers.support_examples import refusals_of
 
 SIZES = (2, 3, 4)
 BUCKETS = {"one": 10**6, "many": 700}  # elements; a model of SPECIMENS has some 4,000 to 10,000
@@ -167,14 +167,20 @@ def num_scarce_units(case: Case) -> int:
 
 
 def pairwise(cases: Sequence[Case]) -> list[Case]:
-    """A small subset in which every pair of traits that the cases have occurs; greedy and deterministic."""
+    """A small subset in which every pair of traits that the cases have occurs; greedy and deterministic: next is the
+    first case that adds most. What a case adds never grows, so a count from before is a bound."""
     _, masks = pair_masks(cases)
     wanted = functools.reduce(operator.or_, masks)
+    bounds = [(-mask.bit_count(), index) for index, mask in enumerate(masks)]
+    heapq.heapify(bounds)
     chosen: list[Case] = []
     while wanted:
-        best = max(range(len(cases)), key=lambda index: (masks[index] & wanted).bit_count())
-        chosen.append(cases[best])
-        wanted &= ~masks[best]
+        bound, index = bounds[0]
+        added = (masks[index] & wanted).bit_count()
+        if added == -bound:
+            chosen.append(cases[index])
+            wanted &= ~masks[index]
+        heapq.heapreplace(bounds, (-(masks[index] & wanted).bit_count(), index))
     return chosen
 
 
@@ -189,20 +195,20 @@ def pairs_of(cases: Sequence[Case]) -> set[Any]:
 def pair_masks(cases: Sequence[Case]) -> tuple[list[Any], list[int]]:
     """What `pairs_of` gives, and some that do not occur, in a fixed order; and per case a mask of its own."""
     traits = [_traits(case) for case in cases]
-    numbers = {trait: number for number, trait in enumerate(dict.fromkeys(itertools.chain(*traits)))}
-    bits: dict[tuple[int, int], int] = {}
-    masks = []
-    for names in traits:
-        pairs = itertools.combinations([numbers[name] for name in names], 2)
-        masks.append(sum(bits.get(pair) or bits.setdefault(pair, 1 << len(bits)) for pair in pairs))
-    for index, case in enumerate(cases):
-        if case.holders < case.num_subnetworks:
-            masks[index] |= masks[index] << len(bits)
+    trait_of = list(dict.fromkeys(itertools.chain(*traits)))
+    numbers = {trait: number for number, trait in enumerate(trait_of)}
+    width = len(trait_of)
     counts = list(dict.fromkeys((case.ranks, case.holders) for case in cases))
-    for index, case in enumerate(cases):
-        masks[index] |= 1 << 2 * len(bits) + counts.index((case.ranks, case.holders))
-    trait_of = list(numbers)
-    named = [(trait_of[one], trait_of[other]) for one, other in bits]
+    masks = []
+    for case, names in zip(cases, traits, strict=True):
+        mask = later = 0
+        for number in reversed([numbers[name] for name in names]):
+            mask |= later << number * width
+            later |= 1 << number
+        if case.holders < case.num_subnetworks:
+            mask |= mask << width * width
+        masks.append(mask | 1 << 2 * width * width + counts.index((case.ranks, case.holders)))
+    named = list(itertools.product(trait_of, repeat=2))
     return [*named, *(("lacking", pair) for pair in named), *counts], masks
 
 

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import json
-from functools import cache
 from typing import Any
 
 from sdp_deepspeed.config import KEY
-from sdp_deepspeed.support.combinations import Combination
 from sdp_deepspeed.support.rows import Row
 from sdp_deepspeed.support.table import TABLE
 
@@ -31,12 +29,6 @@ BESIDE: dict[str, dict[str, Any]] = {
     "accumulation by the caller, overlap, stages 0 and 1": {"zero_optimization": {"stage": 1, "overlap_comm": True}},
     "SuperOffload": {"zero_optimization": {"stage": 1, "offload_optimizer": {"device": "cpu"}}},
 }
-
-
-@cache
-def refusals_of(combination: Combination) -> tuple[Row, ...]:
-    """Asked once: there are thousands of combinations, and several tests look at all."""
-    return tuple(combination.refusals())
 
 
 def ds_config(row: Row, value: Any) -> dict[str, Any]:

@@ -16,9 +16,9 @@ from sdp_deepspeed.support.combinations import (
     CombinationCounts,
     all_combinations,
     count_combinations,
+    refusals_of,
 )
 from sdp_deepspeed.support.refusals import refuse_unsupported
-from tests.helpers.support_examples import refusals_of
 
 SAMPLE = random.Random(0).sample(list(all_combinations()), 300)
 
