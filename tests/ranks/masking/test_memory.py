@@ -200,8 +200,8 @@ CASES = {
 }
 
 
-PEAK_LAYERS = 12  # at stage 2 what waits for its bucket, most of a layer, is a small part of all
-PEAK_BUCKET = 8192  # elements: two are 2% of the state
+PEAK_LAYERS = 6  # at stage 2 what waits for its bucket, most of a layer, is a small part of all
+PEAK_BUCKET = 8192  # elements: two are 4% of the state
 
 
 @dataclass(frozen=True)
