@@ -3,10 +3,11 @@
 # pytest with them: bash launch/test.sh tests/unit/plan -x
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
+export PIP_NO_COMPILE=no      # pip's way to say that it shall not; what tests import is compiled when they do
+unset PYTHONDONTWRITEBYTECODE # hundreds of processes import the package
 source launch/_environment.sh test
 
 export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}" # each of two workers, and each rank, has a core at most
-unset PYTHONDONTWRITEBYTECODE                  # hundreds of processes import the package
 if [ $# -gt 0 ]; then
   say "pytest $*"
   exec python -m pytest "$@"

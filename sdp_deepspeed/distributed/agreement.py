@@ -136,7 +136,7 @@ class _Outcome:
             self._ended = ("error", _report(problem))
 
 
-def _report(error: BaseException) -> tuple[type[Exception], str]:
+def _report(error: BaseException) -> tuple[type[BaseException], str]:
     """An error as a class that is made from one string, and that string."""
     kind = next((known for known in _KINDS if isinstance(error, known)), None)
     if kind is None:
