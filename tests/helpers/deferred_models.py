@@ -84,8 +84,13 @@ def _draws_by_what_was_drawn(holder: Holder) -> None:
 
 def _draws_for_nobody(holder: Holder) -> None:
     """What it draws depends on a tensor that nobody wants either."""
-    torch.multinomial(torch.rand(20), 7)
+    torch.poisson(torch.rand(20) * 30)
     holder.weight.normal_()
+
+
+def _copied_from_other_strides(holder: Holder) -> None:
+    """Kernels on the meta device give it strides that those on the CPU do not."""
+    holder.weight.copy_(torch.poisson(torch.rand(40, 30).t() * 5))
 
 
 def _tables(holder: Holder) -> None:
@@ -124,6 +129,7 @@ BUILDERS: dict[str, Callable[[], nn.Module]] = {
     "shared storage": _made(_shared_storage),
     "draws by what was drawn": _made(_draws_by_what_was_drawn),
     "draws for nobody": _made(_draws_for_nobody),
+    "other strides": _made(_copied_from_other_strides),
     "tables": _made(_tables),
     "cast": _cast,
     "convolutions": Convolutions,

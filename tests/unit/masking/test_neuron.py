@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import gc
 import weakref
+from collections.abc import Mapping
+from copy import deepcopy
 from typing import Any
 
 import pytest
@@ -13,6 +15,7 @@ from transformers.pytorch_utils import Conv1D
 
 from sdp_deepspeed.architectures import locate_branches
 from sdp_deepspeed.masking.neuron import NeuronPart
+from sdp_deepspeed.masking.part import Fetch
 from sdp_deepspeed.units import Piece
 from tests.helpers import models
 from tests.helpers.live_tensors import Watch
@@ -26,6 +29,7 @@ from tests.helpers.masked_modules import (
     cut_names,
     held_pieces,
     infos,
+    layer_of,
     linear_weights,
     loss_and_gradients,
     masked,
@@ -206,3 +210,63 @@ def test_dropout_acts_in_training_only(name: str, regime: str) -> None:
     assert all(gradient.isfinite().all() for gradient in gradients.values())
     model.eval()
     assert torch.equal(models.loss_of(model, tokens()), models.loss_of(model, tokens()))
+
+
+def dense_pieces(dense: nn.Module) -> Fetch:
+    """What holders would send."""
+
+    def fetch(targets: Mapping[Piece, torch.Tensor]) -> None:
+        for piece, target in targets.items():
+            target.copy_(piece.narrow(dense.get_parameter(piece.parameter).detach()))
+
+    return fetch
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("name", NAMES)
+def test_released_it_is_the_subnetwork_again(name: str) -> None:
+    """With the numbers of heads and neurons that its modules say, which some compute with."""
+    dense = build(name)
+    model, mask = masked(dense, plan_of(dense), 0)
+    expected, said = models.loss_of(model, tokens()), counts_of(model)
+    for part in mask.parts:
+        part.fill(dense_pieces(dense))
+    assert counts_of(model) == counts_of(dense) != said
+    assert torch.equal(models.loss_of(model, tokens()), models.loss_of(dense, tokens()))
+    for part in mask.parts:
+        part.release()
+    assert counts_of(model) == said
+    assert torch.equal(models.loss_of(model, tokens()), expected)
+
+
+def counts_of(model: nn.Module) -> dict[str, Any]:
+    return {
+        f"{path}.{name}": value
+        for path, module in model.named_modules()
+        for name, value in vars(module).items()
+        if type(value) is int
+    }
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("name", ["llama_biases", "gpt2"])
+def test_the_dense_model_has_scaled_branches_and_the_subnetwork_has_not(name: str) -> None:
+    """A half (of two workers one holds each unit) is exact. What is changed in the dense model is stored unscaled."""
+    dense = build(name)
+    model, plan = deepcopy(dense), plan_of(dense)
+    mask = mask_of(model, locate_branches(model), infos(model), plan, 0, scales=True)
+    outputs = {f"{layer_of(branch, -1)}.weight" for branch in locate_branches(dense)}
+    held = [piece for index in plan.units_of(0) for piece in plan.units[index].pieces]
+    for change in (1, 8):
+        for part in mask.parts:
+            part.fill(dense_pieces(dense))
+        for key, parameter in dense.named_parameters():
+            assert torch.equal(model.get_parameter(key), parameter * (0.5 if key in outputs else 1)), key
+            if key in cut_names(plan):
+                model.get_parameter(key).mul_(change)
+        for part in mask.parts:
+            part.take_over()
+            part.release()
+        for piece in held:
+            expected = piece.narrow(dense.get_parameter(piece.parameter)) * change
+            assert torch.equal(mask.model.views.weight_view(piece), expected), piece

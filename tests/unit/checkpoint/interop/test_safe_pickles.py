@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -29,6 +30,15 @@ def test_members_of_enums_as_older_pythons_pickle_them(tmp_path: Path) -> None:
     torch.save({"stage": _Attribute(LossScaler, "__init__")}, tmp_path / "other.pt")
     with pytest.raises(ValueError, match="foreign code"):
         read_known(tmp_path / "other.pt")
+
+
+def test_tensors_of_a_gpu_are_read_into_host_memory(tmp_path: Path) -> None:
+    """Whatever device a file names; here there may be no such device."""
+    with mock.patch("torch.serialization.location_tag", return_value="cuda:0"):
+        torch.save({"weight": torch.arange(3)}, tmp_path / "file.pt")
+    weight = read_known(tmp_path / "file.pt")["weight"]
+    assert weight.device.type == "cpu"
+    assert weight.tolist() == [0, 1, 2]
 
 
 def test_the_malicious_file_would_run(tmp_path: Path) -> None:
