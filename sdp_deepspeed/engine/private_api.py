@@ -60,6 +60,8 @@ PRIVATE_NAMES: tuple[tuple[str, str], ...] = (
     ("torch", "_foreach_copy_"),
     ("torch", "_foreach_div_"),
     ("torch", "_foreach_norm"),
+    ("torch", "ops.aten.add.Tensor._schema"),
+    ("torch", "UntypedStorage()._cdata"),
     ("torch._C", "_swap_tensor_impl"),
     ("torch.distributed.distributed_c10d", "_get_default_store"),
     ("torch.nn", "Module()._buffers"),
@@ -78,7 +80,23 @@ PRIVATE_NAMES: tuple[tuple[str, str], ...] = (
 PRIVATE_NAMES_OF_TOOLS: tuple[tuple[str, str], ...] = (
     ("deepspeed.runtime.config", "DeepSpeedConfigError"),
     ("torch.distributed._tools.mem_tracker", "MemTracker._track_module_params_and_buffers"),
+    ("transformers", "PreTrainedModel._keys_to_ignore_on_load_unexpected"),
     ("transformers.conversion_mapping", "get_checkpoint_conversion_mapping"),
+)
+# Attributes that only instances have, with the module of the host that sets them.
+PRIVATE_ATTRIBUTES: tuple[tuple[str, str], ...] = (
+    ("deepspeed.module_inject.auto_tp", "_ds_grad_allreduce_registered"),
+    ("deepspeed.runtime.bf16_optimizer", "fp32_groups_gradients_flat"),
+    ("deepspeed.runtime.config", "bfloat16_config"),
+    ("deepspeed.runtime.engine", "_config"),
+    ("deepspeed.runtime.engine", "_step_applied"),
+    ("deepspeed.runtime.engine", "ds_autotp_parsed"),
+    ("deepspeed.runtime.zero.stage_1_and_2", "all_grad_tensors"),
+    ("deepspeed.runtime.zero.stage_1_and_2", "averaged_gradients"),
+    ("torch._dynamo.eval_frame", "_orig_mod"),
+    ("torch._dynamo.eval_frame", "dynamo_ctx"),
+    ("torch.distributed._tools.mem_tracker", "_peak_mem"),
+    ("torch.distributed._tools.mem_tracker", "_peak_mem_snap"),
 )
 _MISSING = object()  # what is there may be None
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import importlib.util
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -17,6 +18,7 @@ from sdp_deepspeed.engine.host_engine import HostEngine
 PACKAGE = Path(sdp_deepspeed.__file__).parent
 HOSTS = ("deepspeed", "torch", "transformers", "accelerate")
 LISTED = (*private_api.PRIVATE_NAMES, *private_api.PRIVATE_NAMES_OF_TOOLS)
+PYTHONS = {"_initializing"}  # of a module's spec
 # Documented by DeepSpeed for everybody.
 PUBLIC = {
     "deepspeed.comm",
@@ -28,6 +30,14 @@ PUBLIC = {
 
 def test_nothing_is_missing() -> None:
     assert private_api.missing_names(LISTED) == []
+
+
+@pytest.mark.parametrize(("module", "name"), private_api.PRIVATE_ATTRIBUTES)
+def test_a_host_sets_the_attributes_of_its_instances(module: str, name: str) -> None:
+    spec = importlib.util.find_spec(module)
+    assert spec is not None
+    assert spec.origin is not None
+    assert re.search(rf"\b{name}\b", Path(spec.origin).read_text(encoding="utf-8")), f"{module} has no {name}"
 
 
 def used_names(source: str) -> Iterator[str]:
@@ -52,6 +62,42 @@ def test_what_is_used_is_listed(path: Path) -> None:
     listed = {f"{module}.{name}" for module, name in LISTED}
     for name in used_names(path.read_text(encoding="utf-8")):
         assert any(entry == name or entry.startswith(f"{name}.") for entry in listed), name
+
+
+def own_names(tree: ast.AST) -> Iterator[str]:
+    """What a module of ours defines: functions, classes, variables, and what its objects set on themselves."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.FunctionDef | ast.ClassDef):
+            yield node.name
+        elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+            yield node.id
+        elif isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store) and ast.unparse(node.value) == "self":
+            yield node.attr
+
+
+def private_attributes(tree: ast.AST) -> Iterator[str]:
+    """Names with an underscore that are read or set: `x._name`, `getattr(x, "_name")`."""
+    for node in ast.walk(tree):
+        name: object = None
+        if isinstance(node, ast.Attribute):
+            name = node.attr
+        elif isinstance(node, ast.Call) and ast.unparse(node.func) in ("getattr", "hasattr", "setattr"):
+            name = node.args[1].value if isinstance(node.args[1], ast.Constant) else None
+        if isinstance(name, str) and re.match("_[a-z]", name):
+            yield name
+
+
+def test_private_attributes_are_ours_or_listed() -> None:
+    trees = {path: ast.parse(path.read_text(encoding="utf-8")) for path in PACKAGE.rglob("*.py")}
+    ours = {
+        name
+        for path, tree in trees.items()
+        if path.name != "host_engine.py"  # the host's names, as a type
+        for name in own_names(tree)
+    }
+    listed = {name.rpartition(".")[2] for _, name in (*LISTED, *private_api.PRIVATE_ATTRIBUTES)}
+    used = {(name, path.name) for path, tree in trees.items() for name in private_attributes(tree)}
+    assert sorted((name, path) for name, path in used if name not in ours | listed | PYTHONS) == []
 
 
 def test_the_typed_engine_is_the_real_one() -> None:
