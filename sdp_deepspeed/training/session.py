@@ -16,8 +16,6 @@ from transformers.utils.logging import disable_progress_bar
 
 import sdp_deepspeed  # noqa: F401  its import is what makes deepspeed.initialize() read our block
 from sdp_deepspeed.data import DataBundle, DataConfig, build
-from sdp_deepspeed.data.bundle import POLL_SECONDS
-from sdp_deepspeed.data.prepare import prepare
 from sdp_deepspeed.distributed.agreement import run_on_rank_0
 from sdp_deepspeed.distributed.communicator import Communicator
 from sdp_deepspeed.training import engines
@@ -96,9 +94,6 @@ def _set_up(options: Options, folder: RunFolder) -> Run:
 def _open_data(config: DataConfig, engine: Any, world: Communicator) -> DataBundle:
     """This rank's share; tensor-parallel ranks have the same one."""
     group = engine.seq_data_parallel_group
-    if dist.get_world_size(group) < world.size:
-        # Once for all: each data-parallel group has a first rank, and they would write the cache at the same time.
-        run_on_rank_0(world, lambda: prepare(config), poll_seconds=POLL_SECONDS)
     return build(
         config,
         micro_batch=engine.train_micro_batch_size_per_gpu(),
