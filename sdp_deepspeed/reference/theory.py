@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from sdp_deepspeed.plan.plan import Plan
-from sdp_deepspeed.reference.virtual_workers import LossFunction, local_gradients, masked_average
+from sdp_deepspeed.reference.virtual_workers import LossFunction, local_gradients
 
 Gradients = Mapping[str, torch.Tensor]
 
@@ -49,27 +49,11 @@ def worker_gradients(
     return [local_gradients(model, plan, rank, own, loss_of)[1] for rank, own in enumerate(batches)]
 
 
-def layer_similarity(
-    model: nn.Module, plan: Plan, batches: Sequence[Sequence[Any]], loss_of: LossFunction, layers: Iterable[str]
-) -> dict[str, float]:
-    """Cosine similarity, layer by layer, of the masked average and the dense gradient averaged over the same batches.
-
-    The figure by which arXiv 2507.09029 (Figure 2) compares regimes and strategies. It runs every worker twice.
-
-    Args:
-        plan: regime and who holds what.
-        batches: per rank its micro-batches.
-        layers: dense names of the layers, such as "model.layers.0"; see `similarity`.
-
-    Returns:
-        As `similarity`.
-    """
-    average = masked_average(model, plan, worker_gradients(model, plan, batches, loss_of))
-    return similarity(average, mean(dense_gradients(model, plan, batches, loss_of)), layers)
-
-
 def similarity(average: Gradients, full: Gradients, layers: Iterable[str]) -> dict[str, float]:
     """Cosine of two gradients for each layer, over all of the layer's parameters, those in no unit included.
+
+    Of the masked average and the dense gradient over the same batches, it is the figure by which arXiv 2507.09029
+    (Figure 2) compares regimes and strategies.
 
     Args:
         average, full: by dense parameter name, the same names in both.
@@ -120,7 +104,7 @@ def distance(plan: Plan, average: Gradients, gradients: Sequence[Gradients]) -> 
     """T: mean over subnetworks of the squared distance of `average` from the full average, on the units they hold.
 
     Args:
-        average: what the workers apply (`reference.masked_average`).
+        average: what the workers apply (`virtual_workers.masked_average`).
         gradients: as in `deviation`.
     """
     _check_ranks(plan, gradients, "gradients")

@@ -19,7 +19,7 @@ from sdp_deepspeed.reference.theory import (
     dense_gradients,
     deviation,
     distance,
-    layer_similarity,
+    mean,
     permitted,
     similarity,
     worker_gradients,
@@ -109,13 +109,15 @@ def test_similarity_by_hand() -> None:
 
 
 @pytest.mark.parametrize("strategy", ["block", "neuron"])
-def test_layer_similarity_of_both_regimes(strategy: str) -> None:
+def test_similarity_of_both_regimes(strategy: str) -> None:
     """Same batch: backward is the dense gradient. Different batches: a layer's shared part alone would be 1."""
     model = llama()
     same, different = next(batches(1, 1)) * 4, next(batches(4, 1))
     plans = {regime: plan_of(model, strategy, 4, 2, regime) for regime in ("forward", "backward")}
     found = {
-        (regime, name): layer_similarity(model, plan, own, loss_of, LAYERS)
+        (regime, name): similarity(
+            average_of(model, plan, own), mean(dense_gradients(model, plan, own, loss_of)), LAYERS
+        )
         for regime, plan in plans.items()
         for name, own in (("same", same), ("different", different))
     }
