@@ -7,7 +7,7 @@
 One process: the reference runs the workers one after the other, each on batches of its own. The dense gradient is the
 mean over the same batches. The model is pre-trained densely in between, so forward masking meets a model that has not
 learned to live without its units; a run under forward masking looks better than this. For the backward regime it also
-measures the distance that sdp_deepspeed/reference/theory.py bounds.
+measures the distance that sdp_deepspeed/reference/theory.md bounds.
 """
 
 from __future__ import annotations

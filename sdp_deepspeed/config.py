@@ -1,4 +1,4 @@
-"""The JSON block `subnetwork_data_parallel`: parse it, explain what is wrong in it, resolve its counts."""
+"""The JSON block `subnetwork_data_parallel`: parse it, and explain what is wrong in it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The data-parallel group as an object that is handed in: nothing here is a module global.
+"""A process group as an object that is handed in: nothing here is a module global.
 
 Positional calls only: `torch.distributed` and `deepspeed.comm` name their arguments differently
 (`input` and `tensor`), and both must fit.
@@ -27,7 +27,7 @@ class Done:
 
 
 class Communicator:
-    """One communicator for the exchange: the data-parallel group of this rank.
+    """A group that this rank is in: the data-parallel one, whose exchange it is, a tensor-parallel one, all ranks.
 
     Args:
         dist: `torch.distributed`, `deepspeed.comm`, or anything with their functions.

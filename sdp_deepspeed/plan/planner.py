@@ -98,7 +98,7 @@ def make_plan(
     Args:
         units: the model's units; a plan given by path brings its own, the caller checks that they fit the model.
         costs: cost of each unit.
-        counts: counts from `config.resolve`.
+        counts: from `counts.resolve`.
         config: the block.
         data_parallel_size: D.
         branches: for each unit the branch of which every subnetwork must keep a unit (heads or neuron groups of one
