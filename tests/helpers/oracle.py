@@ -4,21 +4,19 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager
 from copy import deepcopy
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
-from unittest import mock
 
 import deepspeed
 import torch
 import torch.distributed as dist
-from deepspeed.accelerator import get_accelerator
 from torch import nn
 
 import sdp_deepspeed  # noqa: F401  (installs the import hook)
 from sdp_deepspeed.reference.virtual_workers import Reference
+from tests.helpers.fp16_runs import fp16_is_supported
 from tests.helpers.models import batches, loss_of, two_groups
 from tests.helpers.oracle_grid import BUCKETS, Case, full_grid, sample
 from tests.helpers.ranks import Rank
@@ -55,14 +53,9 @@ def deepspeed_config(case: Case, **block: Any) -> dict[str, Any]:
 def start(case: Case, model: nn.Module, **block: Any) -> Any:
     """An engine with a client optimizer of two param groups."""
     optimizer = make_optimizer(case.optimizer, two_groups(dict(model.named_parameters())))
-    with half_precision_is_supported():
+    with fp16_is_supported():
         engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=deepspeed_config(case, **block))
     return engine
-
-
-def half_precision_is_supported() -> AbstractContextManager[Any]:
-    """DeepSpeed has no fp16 on CPUs, because it is slow there; PyTorch computes it all the same."""
-    return mock.patch.object(type(get_accelerator()), "is_fp16_supported", return_value=True)
 
 
 def check_case(case: Case, rank: Rank, **block: Any) -> None:
@@ -115,8 +108,9 @@ def rounding(case: Case) -> float:
 
 
 def loss_tolerance(case: Case) -> float:
-    """fp32: the issue's 1e-5. Else weights have 8 significant bits (fp16: 11), so a weight that rounds the other way is
-    off by 2**-8 of itself; a loss near log(61) = 4.1 averages over thousands of them, and stays within 2**-8 of it."""
+    """fp32: sums of a few thousand terms in another order. Else weights have 8 significant bits (fp16: 11), so a weight
+    that rounds the other way is off by 2**-8 of itself; a loss near log(61) = 4.1 averages over thousands of them, and
+    stays within 2**-8 of it."""
     return 1e-5 if case.precision == "fp32" else 4.1 * rounding(case)
 
 
@@ -152,9 +146,9 @@ def compare_tensors(case: Case, engine: Any, dense: nn.Module, initial: dict[str
 
 
 def drift(case: Case) -> float:
-    """Of fp32 weights, relative to their way: the issue's 1e-5. Tensor-parallel ranks add up each activation in another
-    order than the reference; under SGD that stays below 1e-5 too (4e-6 seen), but AdamW, for which the size of a
-    gradient hardly counts, makes it ten times as much (4e-5 seen)."""
+    """Of fp32 weights, relative to their way: 1e-5 is 170 roundings of 2**-24. Tensor-parallel ranks add up each
+    activation in another order than the reference; under SGD that stays below 1e-5 too (4e-6 seen), but AdamW, for
+    which the size of a gradient hardly counts, makes it ten times as much (4e-5 seen)."""
     return 1e-4 if case.tensor_parallel > 1 and case.optimizer == "AdamW" else 1e-5
 
 
@@ -177,7 +171,7 @@ def cases(size: int, *, full: bool) -> Iterator[tuple[str, Any]]:
 
 @dataclass(frozen=True)
 class CaseCheck:
-    """A case as a check that can be sent to a spawned rank."""
+    """A case as a check that can be sent to a rank."""
 
     case: Case
 

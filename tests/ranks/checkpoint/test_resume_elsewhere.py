@@ -176,7 +176,7 @@ def a_run_in_bf16_goes_on_in_fp16(rank: Rank) -> None:
     engine = engine_of(settings_of(1, "bf16"))
     train(engine, num_steps=2)
     engine.save_checkpoint(str(rank.folder))
-    resumed = engine_of(fp16_runs.settings_of(1, fp16_runs.DYNAMIC) | adam)
+    resumed = fp16_runs.engine_of(fp16_runs.settings_of(1, fp16_runs.DYNAMIC) | adam)
     resumed.load_checkpoint(str(rank.folder))
     assert (resumed.optimizer.loss_scaler.dynamic, resumed.optimizer.loss_scale) == (True, 64)
     for group in resumed.optimizer.groups:
