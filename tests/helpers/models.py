@@ -42,38 +42,6 @@ def llama(num_layers: int = 2, *, tied: bool = False, seed: int = 0) -> nn.Modul
     return LlamaForCausalLM(LlamaConfig(**_LLAMA_LIKE, num_hidden_layers=num_layers, tie_word_embeddings=tied))
 
 
-def family(name: str, num_layers: int = 2, seed: int = 0) -> nn.Module:
-    """One small model of each supported family, without dropout."""
-    torch.manual_seed(seed)
-    like = _LLAMA_LIKE | {"num_hidden_layers": num_layers}
-    if name in ("gpt_neox", "gpt_neox_parallel"):
-        return GPTNeoXForCausalLM(
-            GPTNeoXConfig(
-                vocab_size=VOCABULARY,
-                hidden_size=16,
-                intermediate_size=24,
-                num_attention_heads=4,
-                num_hidden_layers=num_layers,
-                max_position_embeddings=32,
-                use_parallel_residual=name == "gpt_neox_parallel",
-            )
-        )
-    if name == "gpt2":
-        config = GPT2Config(vocab_size=VOCABULARY, n_embd=16, n_head=4, n_layer=num_layers, n_positions=32)
-        config.resid_pdrop = config.embd_pdrop = config.attn_pdrop = 0.0
-        return GPT2LMHeadModel(config)
-    makers: dict[str, Any] = {
-        "llama": lambda: LlamaForCausalLM(LlamaConfig(**like)),
-        "mistral": lambda: MistralForCausalLM(MistralConfig(**like)),
-        "qwen2": lambda: Qwen2ForCausalLM(Qwen2Config(**like)),
-        "qwen3": lambda: Qwen3ForCausalLM(Qwen3Config(**like)),
-    }
-    return makers[name]()
-
-
-FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "gpt2", "gpt_neox", "gpt_neox_parallel")
-
-
 @dataclass(frozen=True)
 class Specimen:
     """A model that the oracle suite trains: small, without dropout, with the counts that decide which plans exist.
@@ -115,6 +83,7 @@ _NEOX: dict[str, Any] = {
 }
 _SIZES: dict[type[Any], dict[str, Any]] = {
     LlamaConfig: _GROUPED,
+    MistralConfig: _GROUPED,
     Qwen2Config: _GROUPED,
     Qwen3Config: _GROUPED,
     GPTNeoXConfig: _NEOX,
@@ -135,12 +104,34 @@ SPECIMENS: dict[str, Specimen] = {
     "llama_biases": Specimen(LlamaForCausalLM, LlamaConfig, options={"attention_bias": True, "mlp_bias": True}),
     "llama_odd": Specimen(LlamaForCausalLM, LlamaConfig, num_heads=3, options=_ODD),
     "llama_one_layer": Specimen(LlamaForCausalLM, LlamaConfig, num_layers=1, options={"num_hidden_layers": 1}),
+    "mistral": Specimen(MistralForCausalLM, MistralConfig, options={"sliding_window": 3}),
+    "qwen2": Specimen(Qwen2ForCausalLM, Qwen2Config),
+    "qwen3": Specimen(Qwen3ForCausalLM, Qwen3Config),
     "gpt2": Specimen(GPT2LMHeadModel, GPT2Config),
     "gpt_neox": Specimen(GPTNeoXForCausalLM, GPTNeoXConfig, options={"use_parallel_residual": False}),
     "gpt_neox_parallel": Specimen(GPTNeoXForCausalLM, GPTNeoXConfig, options={"use_parallel_residual": True}),
-    "qwen2": Specimen(Qwen2ForCausalLM, Qwen2Config),
-    "qwen3": Specimen(Qwen3ForCausalLM, Qwen3Config),
 }
+
+
+FAMILIES = tuple(name for name in SPECIMENS if not name.startswith("llama_"))
+# Of families, where a config has them: few heads, so that some workers hold one; neurons that 2, 3 and 4 divide.
+_EVEN: dict[str, Any] = {
+    "intermediate_size": 24,
+    "n_inner": None,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "sliding_window": None,
+}
+
+
+def family(name: str, num_layers: int = 2, seed: int = 0) -> nn.Module:
+    """One small model of each supported family, without dropout, initialized as its config does."""
+    specimen = SPECIMENS[name]
+    settings = {**_SIZES[specimen.config], **specimen.options}
+    settings |= {key: value for key, value in _EVEN.items() if key in settings}
+    settings |= {key: num_layers for key in ("num_hidden_layers", "n_layer") if key in settings}
+    torch.manual_seed(seed)
+    return specimen.model(specimen.config(**settings))
 
 
 def loss_of(model: Any, batch: torch.Tensor) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""Spawned ranks for tests: one spawn per world size, many checks inside, hard time limits.
+"""Ranks for tests: one set of them per world size, many checks inside, hard time limits.
 
 A check is a function of one `Rank` argument that every rank runs. One that fails ends these ranks, which may be out of
 step after it; its traceback is shown whole, and the checks after it run in ranks that are started anew. So no check may
@@ -32,12 +32,7 @@ ALLOWANCE = 20.0  # seconds for each of many checks: all of them, if the tree is
 PATIENCE = 20.0  # seconds that ranks have to notice that one of them died
 
 # What checks import, as the server can import it: this folder is not on its path. What it lacks, a rank imports itself.
-MODELS = ("gpt2", "gpt_neox", "llama", "mistral", "qwen2", "qwen3")
-IMPORTED = [
-    *("torch", "deepspeed", "accelerate", "transformers", "sdp_deepspeed.engine.engine"),
-    *(f"transformers.models.{model}.modeling_{model}" for model in MODELS),
-    *("hypothesis", "pytest"),
-]
+IMPORTED = ["torch", "deepspeed", "accelerate", "transformers", "sdp_deepspeed.engine.engine", "hypothesis", "pytest"]
 # A setting of OpenMP counts when torch is imported, not later. Asking for a GPU must not start CUDA in the server: no
 # process that is forked afterward could use it.
 SERVER_ENVIRONMENT = {"OMP_NUM_THREADS": "1", "PYTORCH_NVML_BASED_CUDA_CHECK": "1"}
@@ -156,8 +151,11 @@ def _end(processes: Sequence[Any]) -> None:
 
 def _server() -> Any:
     """The context whose processes are forked from a server of this process; started when it is first asked for."""
+    from tests.helpers.models import SPECIMENS
+
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(IMPORTED)
+    models = {specimen.model.__module__ for specimen in SPECIMENS.values()}
+    context.set_forkserver_preload([*IMPORTED, *sorted(models)])
     with mock.patch.dict(os.environ, SERVER_ENVIRONMENT):
         forkserver.ensure_running()
     return context

@@ -13,33 +13,26 @@ import deepspeed
 import torch
 import torch.distributed as dist
 from torch import nn
-from transformers import MistralConfig, MistralForCausalLM
 
 from sdp_deepspeed import architectures
 from sdp_deepspeed.reference.virtual_workers import Reference
 from tests.helpers.models import SPECIMENS, Specimen, batches, config, loss_of, two_groups
 from tests.helpers.oracle import from_rank_0, make_optimizer
+from tests.helpers.oracle_grid import EVEN, INDIVISIBLE
 from tests.helpers.ranks import Rank
 
 TP = 2
-EVEN = {"vocab_size": 62, "intermediate_size": 28}  # 61 and 27 divide by nothing
-
 MODELS: dict[str, Specimen] = {
     name: replace(specimen, options={**specimen.options, **EVEN})
     for name, specimen in SPECIMENS.items()
-    if name in ("llama", "llama_tied", "llama_biases", "qwen2", "qwen3", "gpt_neox", "gpt_neox_parallel")
+    if name not in INDIVISIBLE
 } | {"llama_tied_61": SPECIMENS["llama_tied"], "qwen2_61": SPECIMENS["qwen2"]}
 
 
 def build(name: str) -> nn.Module:
     if name == "own":
         return OwnModel(None)
-    if name != "mistral":
-        return MODELS[name].build()
-    torch.manual_seed(0)
-    llama: Any = build("llama").config
-    sizes = {key: value for key, value in llama.to_dict().items() if key.startswith(("num_", "hidden_s"))}
-    return MistralForCausalLM(MistralConfig(**sizes, **EVEN, head_dim=4, initializer_range=0.1, sliding_window=3))
+    return MODELS[name].build()
 
 
 class _Copied(torch.autograd.Function):
