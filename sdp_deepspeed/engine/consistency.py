@@ -21,9 +21,9 @@ def check_same_plan(plan: Plan, world: Communicator) -> None:
     if different:
         theirs, ours = plans[different[0]], plans[0]
         raise RuntimeError(
-            f"ranks {different[:5]} made another plan than rank 0 (hash {theirs[0][:12]}, not {ours[0][:12]}) or placed"
-            f" it otherwise (subnetworks of ranks {theirs[1]}, not {ours[1]}): give all ranks the same model, config "
-            "and version of sdp_deepspeed"
+            f"ranks {listed(different)} made another plan than rank 0 (hash {theirs[0][:12]}, not {ours[0][:12]}) or "
+            f"placed it otherwise (subnetworks of ranks {theirs[1]}, not {ours[1]}): give all ranks the same model, "
+            "config and version of sdp_deepspeed"
         )
 
 
@@ -37,7 +37,7 @@ def check_holders_agree(model: RankModel, dp_group: Communicator) -> None:
     stored = [digest(model.views.weight_view(piece)) if dp_group.rank in ranks else None for piece, ranks in pieces]
     digests = dp_group.gather_objects(stored)
     differing = [
-        f"{_words(piece)} (ranks {list(ranks)[:5]})"
+        f"{_words(piece)} (ranks {listed(ranks)})"
         for index, (piece, ranks) in enumerate(pieces)
         if len({digests[rank][index] for rank in ranks}) > 1
     ]

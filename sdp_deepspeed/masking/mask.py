@@ -14,6 +14,7 @@ from sdp_deepspeed.masking.block import BlockPart, output_names
 from sdp_deepspeed.masking.compiled import check_forward, replaced_modules
 from sdp_deepspeed.masking.neuron import NeuronPart
 from sdp_deepspeed.masking.part import MaskedPart
+from sdp_deepspeed.messages import quoted
 from sdp_deepspeed.plan.plan import Plan
 from sdp_deepspeed.units import Piece, Unit
 
@@ -129,11 +130,11 @@ def members_of(unit: Unit, branches: Sequence[LocatedBranch]) -> list[LocatedBra
         branch for branch in branches if whole.issuperset((piece.kind, piece.parameter) for piece in branch.pieces)
     ]
     covered = {piece.parameter for branch in members for piece in branch.pieces}
-    left_over = sorted({piece.parameter for piece in unit.pieces} - covered)[:5]
+    left_over = sorted({piece.parameter for piece in unit.pieces} - covered)
     if left_over or not members:
         raise ValueError(
             f"plan: unit {unit.name!r} is neither made of whole residual branches of this model nor of neurons or "
-            f"heads of one (left over: {left_over})"
+            f"heads of one (left over: {quoted(left_over)})"
         )
     return members
 
@@ -162,9 +163,9 @@ def _check_cells(unit: Unit, branch: LocatedBranch) -> None:
     for piece in unit.pieces:
         if piece.parameter == output.parameter:
             expected.update(branch.pieces_of_cells(range(piece.start // width, (piece.start + piece.length) // width)))
-    differing = sorted({piece.parameter for piece in expected.symmetric_difference(unit.pieces)})[:5]
+    differing = sorted({piece.parameter for piece in expected.symmetric_difference(unit.pieces)})
     if differing:
         raise ValueError(
             f"plan: unit {unit.name!r} does not take the same whole neurons or heads of all tensors of {branch.name!r} "
-            f"(wrong: {differing})"
+            f"(wrong: {quoted(differing)})"
         )

@@ -12,6 +12,7 @@ from math import prod
 
 from sdp_deepspeed.architectures import LocatedBranch
 from sdp_deepspeed.architectures.located_branch import CutTensor
+from sdp_deepspeed.messages import listed
 from sdp_deepspeed.plan.plan import Plan
 from sdp_deepspeed.units import Piece, Unit
 
@@ -111,7 +112,7 @@ class Shards:
                 low, high = max(start - index * width, 0), min(stop - index * width, width)
                 found[index].append((low, high - low))
         if any(sorted(other) != sorted(found[0]) for other in found):
-            words = "; ".join(", ".join(f"[{a}, {a + n})" for a, n in own) or "nothing" for own in found[:5])
+            words = listed((", ".join(f"[{a}, {a + n})" for a, n in own) or "nothing" for own in found), separator="; ")
             raise ValueError(
                 f"plan: unit {unit.name!r} takes different pieces of {pieces[0].parameter!r} in the {self.size} "
                 f"tensor-parallel shards of {width} each: {words}. Under tensor parallelism it must take the same of "
@@ -128,7 +129,7 @@ class Shards:
             )
         return division.lengths[0]
 
-    def local_site(self, branch: LocatedBranch) -> LocatedBranch:
+    def local_branch(self, branch: LocatedBranch) -> LocatedBranch:
         """A branch of the dense model as what this rank has of it.
 
         Raises:
@@ -146,13 +147,13 @@ class Shards:
         local = replace(branch, pieces=tuple(map(self.local_piece, branch.pieces)))
         if branch.uncuttable_reason or not divided:
             return local
-        uncuttable_reason = next(filter(None, map(self._why_whole, branch.cut_tensors)), "")
+        uncuttable_reason = next(filter(None, map(self._uncuttable_reason, branch.cut_tensors)), "")
         tensors = tuple(replace(tensor, size=tensor.size // self.size) for tensor in branch.cut_tensors)
         return replace(
             local, num_cells=branch.num_cells // self.size, cut_tensors=tensors, uncuttable_reason=uncuttable_reason
         )
 
-    def _why_whole(self, tensor: CutTensor) -> str:
+    def _uncuttable_reason(self, tensor: CutTensor) -> str:
         division = self.divisions.get(tensor.parameter)
         if division is not None and division.dim == tensor.dim and tensor.cut.blocks == 1:
             return ""

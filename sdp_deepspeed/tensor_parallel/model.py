@@ -23,6 +23,7 @@ from torch import nn
 from sdp_deepspeed.architectures import LocatedBranch, locate_branches
 from sdp_deepspeed.distributed.communicator import Communicator
 from sdp_deepspeed.distributed.replicas import differing_replicas
+from sdp_deepspeed.messages import listed
 from sdp_deepspeed.plan.shards import UNDIVIDED, Division, Shards
 from sdp_deepspeed.tensor_parallel.group import TensorParallelGroup
 from sdp_deepspeed.tensor_parallel.state_dicts import StateDicts
@@ -64,7 +65,7 @@ class TensorParallel:
         communicator: the tensor-parallel group, None without one.
         branches: the model's residual branches, as this rank has them.
         shards: who stores what.
-        incomplete: replicated parameters of which each rank computes only a summand of the gradient.
+        partial_gradients: replicated parameters of which each rank computes only a summand of the gradient.
     """
 
     def __init__(
@@ -73,7 +74,7 @@ class TensorParallel:
         *,
         branches: Sequence[LocatedBranch],
         shards: Shards = UNDIVIDED,
-        incomplete: Sequence[str] = (),
+        partial_gradients: Sequence[str] = (),
     ) -> None:
         self.communicator = communicator
         self.branches = list(branches)
@@ -81,7 +82,7 @@ class TensorParallel:
         self.group: TensorParallelGroup | None = None
         self.state_dicts: StateDicts | None = None
         if communicator is not None:
-            self.group = TensorParallelGroup(communicator, frozenset(shards.divisions), frozenset(incomplete))
+            self.group = TensorParallelGroup(communicator, frozenset(shards.divisions), frozenset(partial_gradients))
             self.state_dicts = StateDicts(communicator, shards)
 
     def install(self, model: nn.Module) -> None:
@@ -104,8 +105,13 @@ class TensorParallel:
             if dims:
                 divisions[name] = _division(name, dense, dims, shapes_by_rank)
         shards = Shards(communicator.rank, communicator.size, divisions)
-        branches = [shards.local_site(branch) for branch in before.branches]
-        return cls(communicator, branches=branches, shards=shards, incomplete=_incomplete(model, branches, shards))
+        branches = [shards.local_branch(branch) for branch in before.branches]
+        return cls(
+            communicator,
+            branches=branches,
+            shards=shards,
+            partial_gradients=_partial_gradients(model, branches, shards),
+        )
 
     @classmethod
     def of_mpu(cls, model: nn.Module, communicator: Communicator) -> TensorParallel:
@@ -169,7 +175,7 @@ def _division(name: str, dense: tuple[int, ...], dims: set[int], every: Sequence
     if len(dims) > 1 or sum(division.lengths) != dense[dim]:
         raise ValueError(
             f"tensor_parallel: {name!r} of shape {dense} is not divided along one dim: its shards have the shapes "
-            f"{[own[name] for own in every][:5]}"
+            f"{listed(own[name] for own in every)}"
         )
     return division
 
@@ -197,7 +203,7 @@ def _without_heads_of_config(branch: LocatedBranch, divided: Mapping[str, Any]) 
     return replace(branch, num_cells=0, cut_tensors=(), uncuttable_reason=branch.uncuttable_reason or why)
 
 
-def _incomplete(model: nn.Module, branches: Sequence[LocatedBranch], shards: Shards) -> list[str]:
+def _partial_gradients(model: nn.Module, branches: Sequence[LocatedBranch], shards: Shards) -> list[str]:
     """Per-head norms of divided branches whose gradients AutoTP does not sum, as its plan from Transformers would."""
     names = []
     parameters = dict(model.named_parameters())

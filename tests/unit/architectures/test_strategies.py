@@ -28,10 +28,9 @@ from sdp_deepspeed.architectures import (
 from sdp_deepspeed.architectures.located_branch import CutTensor
 from sdp_deepspeed.plan.plan import Plan
 from sdp_deepspeed.reference.virtual_workers import zero_lacking
-from sdp_deepspeed.units import Piece, Unit, check_pieces
+from sdp_deepspeed.units import Unit, check_pieces
 from tests.helpers import models
-from tests.helpers.masked_modules import held_pieces, infos, masked
-from tests.helpers.rank_models import mask_of
+from tests.helpers.masked_modules import held_pieces, masked
 
 
 def units_of(name: str, **choice: Any) -> dict[str, Unit]:
@@ -264,31 +263,3 @@ def test_descriptions_that_do_not_fit() -> None:
     assert len(units_of_branches(locate_branches(own_model()))) == 2, "no concern of blocks"
     with pytest.raises(ValueError, match=r"0\.ff\.up\.weight has 7 indices along dim 0.* not divide into 3 x 7.*block"):
         units_of_branches(locate_branches(own_model()), strategy="neuron")
-
-
-def llama_plan(*holders: tuple[int, ...], change: Any = None) -> tuple[nn.Module, Plan]:
-    """A layer's two heads, and its MLP in two groups, with one piece changed."""
-    model = models.family("llama", num_layers=1)
-    units = units_of_branches(locate_branches(model), strategy="neuron", neuron_groups=2)
-    if change is not None:
-        *pieces, last = units[2].pieces
-        units[2] = Unit(units[2].name, (*pieces, change(last)))
-    return model, Plan("forward", "neuron", 2, 1, 0, tuple(units), holders, (0, 1))
-
-
-def test_plans_that_cut_no_whole_neurons_are_refused() -> None:
-    even = ((0,), (1,), (0,), (1,))
-    model, plan = llama_plan(*even, change=lambda last: Piece(last.parameter, 1, 0, 11))
-    with pytest.raises(
-        ValueError, match=r"'model\.layers\.0\.mlp\.group_0' does not take the same whole neurons .*gate"
-    ):
-        mask_of(model, locate_branches(model), infos(model), plan, 0)
-    model, plan = llama_plan(*even, change=lambda last: Piece("model.norm.weight", None, 0, 16))
-    with pytest.raises(ValueError, match=r"group_0' does not take the same .*model\.norm\.weight"):
-        mask_of(model, locate_branches(model), infos(model), plan, 0)
-
-
-def test_a_worker_without_a_neuron_of_a_branch_is_refused() -> None:
-    model, plan = llama_plan((0,), (1,), (0,), (0,))
-    with pytest.raises(ValueError, match=r"subnetwork 1 has no unit of 'model\.layers\.0\.mlp': .*at least one group"):
-        mask_of(model, locate_branches(model), infos(model), plan, 0)

@@ -15,7 +15,7 @@ from sdp_deepspeed.exchange.routes import return_route
 from sdp_deepspeed.layout.fragments import Fragment
 from sdp_deepspeed.layout.segments import Bucket, Segment, build_buckets, build_segments
 from sdp_deepspeed.plan.plan import Plan
-from sdp_deepspeed.plan.tensors import NOT_OPTIMIZED, TensorInfo, pieces_by_tensor
+from sdp_deepspeed.plan.tensors import TensorInfo
 from sdp_deepspeed.units import Piece, Unit
 from tests.helpers.random_layouts import Layout, indices, random_layout
 
@@ -168,35 +168,11 @@ def test_buckets_count_the_fullest_rank_not_the_sum() -> None:
     assert [len(bucket.segments) for bucket in build_buckets(apart, size=4, max_elements=8)] == [2, 1]
 
 
-def test_replicas_hold_what_their_subnetwork_holds() -> None:
-    units = tuple(Unit(name, (Piece(name, None, 0, 4),)) for name in ("a", "b"))
-    plan = Plan("forward", "block", 2, 1, 0, units, ((1,), (0,)), (0, 1, 0, 1))
-    info = TensorInfo("a", (4,), torch.float32, NOT_OPTIMIZED)
-    assert pieces_by_tensor([info], plan)["parameter", "a"] == [(Piece("a", None, 0, 4), (1, 3))]
-
-
-def test_the_rest_of_a_sliced_tensor_is_shared() -> None:
-    units = (Unit("u", (Piece("w", 1, 2, 3),)), Unit("v", (Piece("w", 1, 7, 1),)))
-    plan = Plan("forward", "block", 2, 1, 0, units, ((0,), (1,)), (0, 1))
-    pieces = pieces_by_tensor([TensorInfo("w", (2, 9), torch.float32, 0)], plan)["parameter", "w"]
-    assert pieces == [
-        (Piece("w", 1, 0, 2), (0, 1)),
-        (Piece("w", 1, 2, 3), (0,)),
-        (Piece("w", 1, 5, 2), (0, 1)),
-        (Piece("w", 1, 7, 1), (1,)),
-        (Piece("w", 1, 8, 1), (0, 1)),
-    ]
-
-
-def test_a_sliced_tensor_that_everybody_holds_is_whole() -> None:
-    """Nobody stores it cut then; gaps between the slices make no difference, one slice that somebody lacks does."""
-    info, everyone = TensorInfo("w", (2, 9), torch.float32, 0), (0, 1)
-    units = (Unit("u", (Piece("w", 1, 2, 3),)), Unit("v", (Piece("w", 1, 7, 1),)))
+def test_a_sliced_tensor_that_everybody_holds_is_one_fragment() -> None:
+    units, everyone = (Unit("u", (Piece("w", 1, 2, 3),)), Unit("v", (Piece("w", 1, 7, 1),))), (0, 1)
     plan = Plan("forward", "block", 2, 2, 0, units, (everyone, everyone), everyone)
-    assert pieces_by_tensor([info], plan) == {("parameter", "w"): [(Piece("w", None, 0, 18), everyone)]}
-    assert [s.fragments for s in build_segments([info], plan, max_elements=100)] == [
-        (Fragment(Piece("w", None, 0, 18), 0, 18),)
-    ]
+    segments = build_segments([TensorInfo("w", (2, 9), torch.float32, 0)], plan, max_elements=100)
+    assert [segment.fragments for segment in segments] == [(Fragment(Piece("w", None, 0, 18), 0, 18),)]
 
 
 def packed(layout: Layout) -> list[tuple[int, int]]:

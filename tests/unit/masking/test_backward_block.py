@@ -28,7 +28,7 @@ from tests.helpers.masked_modules import (
 )
 
 
-def lacking_sites(model: nn.Module, plan: Plan, rank: int) -> list[LocatedBranch]:
+def lacking_branches(model: nn.Module, plan: Plan, rank: int) -> list[LocatedBranch]:
     names = {unit.name for index, unit in enumerate(plan.units) if not plan.holds_rank(index, rank)}
     return [branch for branch in locate_branches(model) if branch.name in names]
 
@@ -73,7 +73,7 @@ def test_blocks_keep_no_activations_for_lacking_weights(name: str, rank: int) ->
     model, _ = masked(dense, plan, rank)
     inputs = inputs_of(model)
     saved, whole = saved_of(model), saved_of(dense)
-    lacking = lacking_sites(dense, plan, rank)
+    lacking = lacking_branches(dense, plan, rank)
     fewer = 0
     for branch in locate_branches(dense):
         first, last = inputs[layer_of(branch, 0)], inputs[layer_of(branch, -1)]
@@ -104,7 +104,7 @@ def test_a_lacking_mlp_in_bytes() -> None:
     hidden, inner = dense.config.hidden_size, dense.config.intermediate_size
     found = []
     for rank in RANKS:
-        branch = lacking_sites(dense, plan, rank)[0]
+        branch = lacking_branches(dense, plan, rank)[0]
         less = saved_of(deepcopy(dense)).num_bytes - saved_of(masked(dense, plan, rank)[0]).num_bytes
         assert less == 4 * NUM_TOKENS * (2 * hidden + (inner if branch.description.name == "mlp" else 0))
         found.append(branch.description.name)

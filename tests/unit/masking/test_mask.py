@@ -9,14 +9,14 @@ import pytest
 import torch
 from torch import nn
 
-from sdp_deepspeed.architectures import locate_branches
+from sdp_deepspeed.architectures import locate_branches, units_of_branches
 from sdp_deepspeed.masking.block import NOTHING
 from sdp_deepspeed.masking.mask import Mask
 from sdp_deepspeed.masking.part import MaskedPart
 from sdp_deepspeed.plan.plan import Plan
 from sdp_deepspeed.units import Piece, Unit
 from tests.helpers.masked_modules import infos
-from tests.helpers.models import llama, loss_of
+from tests.helpers.models import family, llama, loss_of
 from tests.helpers.rank_models import mask_of
 
 
@@ -112,11 +112,11 @@ def test_full_coverage_masks_nothing(regime: str) -> None:
     [
         (
             Piece("model.layers.0.mlp.up_proj.weight", None, 0, 24 * 16),
-            r"neither made of whole residual .*\['.*up_proj",
+            r"neither made of whole residual .*: '.*up_proj",
         ),
-        (Piece("model.layers.0.mlp.up_proj.weight", 0, 0, 12), r"does not take the same .*\['.*up_proj"),
-        (Piece("model.layers.0.input_layernorm.weight", 0, 0, 8), r"neither made of whole residual .*\['.*layernorm"),
-        (Piece("lm_head.weight", None, 0, 61 * 16), r"neither made of whole residual .*\['lm_head"),
+        (Piece("model.layers.0.mlp.up_proj.weight", 0, 0, 12), r"does not take the same .*: '.*up_proj"),
+        (Piece("model.layers.0.input_layernorm.weight", 0, 0, 8), r"neither made of whole residual .*: '.*layernorm"),
+        (Piece("lm_head.weight", None, 0, 61 * 16), r"neither made of whole residual .*: 'lm_head"),
     ],
 )
 def test_units_that_are_neither_branches_nor_neurons_are_refused(piece: Piece, words: str) -> None:
@@ -125,3 +125,31 @@ def test_units_that_are_neither_branches_nor_neurons_are_refused(piece: Piece, w
     plan = Plan("forward", "block", 2, 1, 0, (Unit("u", (piece,)), other), ((0,), (1,)), (0, 1))
     with pytest.raises(ValueError, match=rf"unit 'u' .*{words}"):
         masked(model, plan, rank=0)
+
+
+def llama_plan(*holders: tuple[int, ...], change: Any = None) -> tuple[nn.Module, Plan]:
+    """A layer's two heads, and its MLP in two groups, with one piece changed."""
+    model = family("llama", num_layers=1)
+    units = units_of_branches(locate_branches(model), strategy="neuron", neuron_groups=2)
+    if change is not None:
+        *pieces, last = units[2].pieces
+        units[2] = Unit(units[2].name, (*pieces, change(last)))
+    return model, Plan("forward", "neuron", 2, 1, 0, tuple(units), holders, (0, 1))
+
+
+def test_plans_that_cut_no_whole_neurons_are_refused() -> None:
+    even = ((0,), (1,), (0,), (1,))
+    model, plan = llama_plan(*even, change=lambda last: Piece(last.parameter, 1, 0, 11))
+    with pytest.raises(
+        ValueError, match=r"'model\.layers\.0\.mlp\.group_0' does not take the same whole neurons .*gate"
+    ):
+        mask_of(model, locate_branches(model), infos(model), plan, 0)
+    model, plan = llama_plan(*even, change=lambda last: Piece("model.norm.weight", None, 0, 16))
+    with pytest.raises(ValueError, match=r"group_0' does not take the same .*model\.norm\.weight"):
+        mask_of(model, locate_branches(model), infos(model), plan, 0)
+
+
+def test_a_worker_without_a_neuron_of_a_branch_is_refused() -> None:
+    model, plan = llama_plan((0,), (1,), (0,), (0,))
+    with pytest.raises(ValueError, match=r"subnetwork 1 has no unit of 'model\.layers\.0\.mlp': .*at least one group"):
+        mask_of(model, locate_branches(model), infos(model), plan, 0)

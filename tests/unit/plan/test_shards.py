@@ -6,20 +6,15 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from torch import nn
 
 from sdp_deepspeed.architectures import Branch, Cut, InnerLayers, LocatedBranch, locate_branches, units_of_branches
 from sdp_deepspeed.architectures.located_branch import CutTensor
 from sdp_deepspeed.config import SubnetworkConfig, parse
-from sdp_deepspeed.distributed.communicator import Communicator
 from sdp_deepspeed.plan.plan import Plan
 from sdp_deepspeed.plan.planner import plan_model
 from sdp_deepspeed.plan.shards import Division, Shards
-from sdp_deepspeed.tensor_parallel.model import _without_heads_of_config
-from sdp_deepspeed.tensor_parallel.state_dicts import StateDicts
 from sdp_deepspeed.units import Piece, Unit
 from tests.helpers.models import family
 
@@ -116,32 +111,32 @@ def branch(*, blocks: int = 1, dim: int = 0, num_cells: int = 12) -> LocatedBran
 
 
 def test_a_branch_as_a_rank_has_it() -> None:
-    local = shards().local_site(branch())
+    local = shards().local_branch(branch())
     assert (local.num_cells, [tensor.size for tensor in local.cut_tensors]) == (6, [6, 6])
     assert [piece.length for piece in local.pieces] == [4, 24, 24]
     assert local.pieces_of_cells(range(4, 6)) == (Piece("up", 0, 4, 2), Piece("down", 1, 4, 2))
-    assert shards().local_site(replace(branch(), uncuttable_reason="because")).uncuttable_reason == "because"
+    assert shards().local_branch(replace(branch(), uncuttable_reason="because")).uncuttable_reason == "because"
 
 
 def test_a_replicated_branch_stays_whole() -> None:
-    assert Shards(0, 2, {}).local_site(branch()) == branch()
+    assert Shards(0, 2, {}).local_branch(branch()) == branch()
 
 
 def test_layers_that_are_divided_otherwise_cannot_be_cut() -> None:
     """Stacked blocks, another dim, or only some of the layers."""
     for wrong in (branch(blocks=3), branch(dim=1)):
-        assert "does not divide up along its neurons or heads" in shards().local_site(wrong).uncuttable_reason
-    assert "does not divide down" in Shards(0, 2, {"up": UP}).local_site(branch()).uncuttable_reason
+        assert "does not divide up along its neurons or heads" in shards().local_branch(wrong).uncuttable_reason
+    assert "does not divide down" in Shards(0, 2, {"up": UP}).local_branch(branch()).uncuttable_reason
 
 
 def test_uneven_shards_are_an_error() -> None:
     with pytest.raises(
         ValueError, match=r"autotp_size: got 2, .*the 3 neurons of 'layer.mlp'; use a size that divides"
     ):
-        shards().local_site(branch(num_cells=3))
+        shards().local_branch(branch(num_cells=3))
     uneven = Shards(0, 2, {"up": Division((11, 4), 0, (6, 5)), "down": DOWN})
     with pytest.raises(ValueError, match=r"got 2, .*\(up into \(6, 5\)\)"):
-        uneven.local_site(branch())
+        uneven.local_branch(branch())
 
 
 def divided_llama(index: int) -> tuple[list[LocatedBranch], Shards]:
@@ -153,7 +148,7 @@ def divided_llama(index: int) -> tuple[list[LocatedBranch], Shards]:
             shape = tuple(model.get_parameter(tensor.parameter).shape)
             divisions[tensor.parameter] = Division(shape, tensor.dim, (shape[tensor.dim] // 2,) * 2)
     own = Shards(index, 2, divisions)
-    return [own.local_site(found) for found in locate_branches(model)], own
+    return [own.local_branch(found) for found in locate_branches(model)], own
 
 
 def block(**keys: object) -> SubnetworkConfig:
@@ -212,79 +207,3 @@ def test_a_plan_of_blocks_fits_any_division(tmp_path: Path) -> None:
     assert plan == whole
     expected = units_of_branches(divided_llama(0)[0])
     assert list(local.units) == expected
-
-
-def test_a_config_does_not_say_whose_heads_it_counts() -> None:
-    """Of a model that its author divided: those of the dense model, or of a shard."""
-    attention, mlp, *_ = locate_branches(family("llama"))
-    divided = {"model.layers.0.self_attn.q_proj.weight": None, "model.layers.0.mlp.up_proj.weight": None}
-    assert "does not say whether it counts" in _without_heads_of_config(attention, divided).uncuttable_reason
-    assert _without_heads_of_config(mlp, divided) == mlp
-    assert _without_heads_of_config(attention, {}) == attention
-
-
-class Tied(nn.Module):
-    """Rank 1's half of two tied layers, and a bias that all ranks have."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.one, self.two = nn.Linear(2, 3), nn.Linear(2, 3, bias=False)
-        self.two.weight = self.one.weight
-
-
-class OtherRankHas(Communicator):
-    """A group of two in which rank 0's half is all fives."""
-
-    def __init__(self) -> None:
-        self.rank, self.size, self.num_sums = 1, 2, 0
-
-    def sum(self, tensor: torch.Tensor) -> torch.Tensor:
-        self.num_sums += 1
-        assert not tensor[:3].any(), "nothing where the other rank's half goes"
-        tensor[:3] = 5
-        return tensor
-
-
-def installed(model: Tied, group: OtherRankHas, shards: Shards) -> StateDicts:
-    result = StateDicts(group, shards)
-    result.install(model)
-    return result
-
-
-def test_state_dicts_are_gathered_inside_only() -> None:
-    model, group = Tied(), OtherRankHas()
-    dicts = installed(model, group, Shards(1, 2, {"one.weight": Division((6, 2), 0, (3, 3))}))
-    own = model.one.weight.detach().clone()
-    assert model.state_dict()["one.weight"].shape == (3, 2)
-    with dicts.whole():
-        state = model.state_dict()
-        inner = model.two.state_dict()
-    whole = torch.cat([torch.full((3, 2), 5.0), own])
-    assert torch.equal(state["one.weight"], whole)
-    assert torch.equal(inner["weight"], whole)
-    assert state["two.weight"] is state["one.weight"], "tied as in the dense model"
-    assert group.num_sums == 2
-    assert model.state_dict()["one.weight"].shape == (3, 2)
-
-
-def test_state_dicts_are_narrowed_inside_only() -> None:
-    model = Tied()
-    dicts = installed(model, OtherRankHas(), Shards(1, 2, {"one.weight": Division((6, 2), 0, (3, 3))}))
-    whole = {"one.weight": torch.arange(12.0).view(6, 2), "one.bias": torch.ones(3)}
-    whole["two.weight"] = whole["one.weight"]
-    with dicts.whole():
-        model.load_state_dict(whole)
-    assert torch.equal(model.two.weight, whole["one.weight"][3:])
-    assert whole["one.weight"].shape == (6, 2), "the caller's is as it was"
-    with pytest.raises(RuntimeError, match="size mismatch"):
-        model.load_state_dict(whole)
-
-
-def test_nobody_says_along_which_dim() -> None:
-    model = Tied()
-    unknown = Division((12,), 0, (6, 6), is_known=False)
-    dicts = installed(model, OtherRankHas(), Shards(1, 2, {"one.weight": unknown}))
-    with dicts.whole(), pytest.raises(RuntimeError, match=r"one\.weight .*set its attribute partition_dim"):
-        model.state_dict()
-    local = Shards(1, 2, {"one.weight": unknown}).dense_unit(Unit("u", (Piece("one.weight", None, 0, 6),)))
-    assert local.pieces[0].length == 12, "held or lacked as a whole it can be"
