@@ -6,14 +6,14 @@ import argparse
 import re
 
 _MIB = 2**20
-_POWERS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12}
 _UNITS = {1: "bytes", 10**3: "kB", 10**6: "MB", 10**9: "GB", 10**12: "TB"}
 
 
 def byte_count(text: str) -> int:
-    """An argument's type: the bytes of "5GB", "200MB" or a number; powers of ten."""
-    found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([KMGT]?)i?B?", text.strip(), re.IGNORECASE)
-    count = int(float(found[1]) * _POWERS[found[2].upper()]) if found else 0
+    """An argument's type: the bytes of "5GB" or "200M" (powers of 1000), "2GiB" (of 1024), or a number."""
+    found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*(?:([KMGT])(i?))?B?", text.strip(), re.IGNORECASE)
+    exponent = " KMGT".index((found[2] or " ").upper()) if found else 0
+    count = int(float(found[1]) * (1024 if found[3] else 1000) ** exponent) if found else 0
     if count < 1:
         raise argparse.ArgumentTypeError(f"expected a size such as 5GB or 200MB, got {text!r}")
     return count

@@ -10,11 +10,11 @@ from sdp_deepspeed.sizes import byte_count, bytes_text, mib_text
 
 
 def test_what_is_read() -> None:
-    texts = {"5GB": 5 * 10**9, "200MB": 2 * 10**8, "1.5k": 1500, "7": 7, "2GiB": 2 * 10**9}
+    texts = {"5GB": 5 * 10**9, "200MB": 2 * 10**8, "1.5k": 1500, "7": 7, "2GiB": 2 * 2**30, "3ki": 3072}
     assert {text: byte_count(text) for text in texts} == texts
 
 
-@pytest.mark.parametrize("text", ["", "0", "0GB", "-1", "5XB", "GB", "much"])
+@pytest.mark.parametrize("text", ["", "0", "0GB", "-1", "5XB", "5iB", "GB", "much"])
 def test_what_is_no_size(text: str) -> None:
     with pytest.raises(argparse.ArgumentTypeError, match="expected a size such as 5GB or 200MB"):
         byte_count(text)
