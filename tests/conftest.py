@@ -1,4 +1,4 @@
-"""What all tests share: a marker for each tier, options, and the outcomes of checks on spawned ranks."""
+"""What all tests share: a marker for each tier, options, and the outcomes of checks on forked ranks."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")  # on small tensors threads only c
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
-        "--full-grid", action="store_true", help="run every cell of the oracle grid, not a pairwise sample"
+        "--full-grid", action="store_true", help="run every case of the oracle grid, not a pairwise sample"
     )
 
 

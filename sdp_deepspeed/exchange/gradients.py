@@ -15,15 +15,15 @@ class Gradients:
 
     Args:
         parameters: the module's parameters by dense name.
-        places: where pieces lie in them, and so in their gradients.
+        views: where pieces lie in them, and so in their gradients.
         accumulate_in_fp32: keep fp32 sums of gradients whose parameters are of lower precision.
     """
 
     def __init__(
-        self, parameters: Mapping[str, torch.nn.Parameter], places: PieceViews, *, accumulate_in_fp32: bool
+        self, parameters: Mapping[str, torch.nn.Parameter], views: PieceViews, *, accumulate_in_fp32: bool
     ) -> None:
         self._parameters = parameters
-        self._places = places
+        self._views = views
         self._sums: dict[str, torch.Tensor] = {}
         self._accumulate_in_fp32 = accumulate_in_fp32
 
@@ -47,7 +47,7 @@ class Gradients:
     def view(self, piece: Piece) -> torch.Tensor | None:
         """Gradient of a held piece; None if this rank's loss did not reach it."""
         gradient = self._of(piece.parameter)
-        return None if gradient is None else self._places.view_in(piece, gradient)
+        return None if gradient is None else self._views.view_in(piece, gradient)
 
     def _of(self, name: str) -> torch.Tensor | None:
         return self._sums.get(name, self._parameters[name].grad)

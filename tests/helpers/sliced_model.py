@@ -95,7 +95,7 @@ def write_plan(path: Path, *, regime: str, num_ranks: int, num_holders: int) -> 
 
 @dataclass(frozen=True)
 class SliceCase:
-    """One training with sliced units against the reference, as a check for spawned ranks."""
+    """One training with sliced units against the reference, as a check."""
 
     regime: str
     holders: int
@@ -141,12 +141,12 @@ class SliceCase:
     def assemble_dense(self, model: nn.Module, dense: nn.Module, plan: Plan, communicator: Communicator) -> None:
         """Every rank gets the slices that it lacks from their holders, and has the reference's dense model."""
         tensors = {name: parameter.data for name, parameter in named(model).items()}
-        places, rank = PieceViews(tensors), communicator.rank
+        views, rank = PieceViews(tensors), communicator.rank
         sets = [[index] for index in range(len(plan.units))]
-        fetcher = UnitFetcher(RankModel(plan, (), places, rank), sets, communicator, device=torch.device("cpu"))
+        fetcher = UnitFetcher(RankModel(plan, (), views, rank), sets, communicator, device=torch.device("cpu"))
         for index, each in enumerate(plan.units):
             lacking = () if plan.holds_rank(index, rank) else each.pieces
-            fetcher.fetch(index, places.weight_view, {piece: places.weight_view(piece) for piece in lacking})
+            fetcher.fetch(index, views.weight_view, {piece: views.weight_view(piece) for piece in lacking})
         for name, expected in named(dense).items():
             tolerance = self.tolerance(expected)
             assert torch.allclose(tensors[name].float(), expected.detach().float(), rtol=0, atol=tolerance), name

@@ -41,7 +41,7 @@ class Counted(nn.Module):
 
 
 @dataclass
-class OneRank:
+class Trained:
     """A `TrainedState`."""
 
     module: nn.Module
@@ -97,7 +97,7 @@ def one_rank(
     stage: int = 1,
     kind: type[torch.optim.Optimizer] = torch.optim.Adam,
     rows: Sequence[int] = (1, 2),
-) -> OneRank:
+) -> Trained:
     """One that has not been trained.
 
     Args:
@@ -114,10 +114,10 @@ def one_rank(
     settings = OptimizerSettings(stage, clip=0.0, bucket_elements=100, wire_dtype=dtype)
     inner = kind(parameters.values(), lr=0.1)  # type: ignore[call-arg]
     views = PieceViews(named_tensors(module))
-    return OneRank(module, wrapped(inner, RankModel(plan, tensors, views), world, settings=settings), world)
+    return Trained(module, wrapped(inner, RankModel(plan, tensors, views), world, settings=settings), world)
 
 
-def checkpointer_of(trained: OneRank, **options: Any) -> Checkpointer:
+def checkpointer_of(trained: Trained, **options: Any) -> Checkpointer:
     saver = Saver(trained.world, None)
     return Checkpointer(trained, saver=saver, options=CheckpointOptions(**options), accepts_universal=False)
 

@@ -1,4 +1,4 @@
-"""Spawned ranks: each is fresh, and one that fails, dies or hangs is told and takes nobody with it."""
+"""Forked ranks: each is fresh, and one that fails, dies or hangs is told and takes nobody with it."""
 
 from __future__ import annotations
 

@@ -144,7 +144,7 @@ def assert_same_run(before: Mapping[str, torch.Tensor], after: Mapping[str, torc
 
 @pytest.fixture(scope="module")
 def outcomes(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> dict[str, str | None]:
-    """Of all writers, then of all readers, with one spawn for each number of ranks."""
+    """Of all writers, then of all readers, with one set of ranks for each number."""
     folder = tmp_path_factory.mktemp("checkpoints")
     result: dict[str, str | None] = {}
     for size in (2, 3, 4):

@@ -22,7 +22,7 @@ WARMUP = {"type": "WarmupLR", "params": {"warmup_min_lr": 0, "warmup_max_lr": 1e
 
 @dataclass(frozen=True)
 class Parity:
-    """One comparison with a plain DeepSpeed engine, as a check for spawned ranks."""
+    """One comparison with a plain DeepSpeed engine, as a check."""
 
     stage: int
     optimizer: str = "AdamW"
@@ -80,7 +80,7 @@ class Parity:
 
     @property
     def loss_tolerance(self) -> float:
-        """fp32: the issue's 1e-5. bf16: 2**-8 of a loss near log(61) = 4.1, as in oracle.py."""
+        """fp32: sums in another order. bf16: 2**-8 of a loss near log(61) = 4.1, as in oracle.py."""
         return 1e-5 if self.precision == "fp32" else 4.1 * 2**-8
 
     def compare_norm(self, norm: float, expected: Any) -> None:
@@ -98,7 +98,7 @@ class Parity:
         assert ours.keys() == plain.keys()
         differences = {name: (ours[name].float() - plain[name].float()).norm() for name in plain}
         moves = {name: (plain[name].float() - start[name].float()).norm() for name in plain}
-        if self.precision == "fp32":  # 1e-5 of the way, as the issue asks of the reference
+        if self.precision == "fp32":  # of the way, as in oracle.py
             total = torch.stack(list(differences.values())).norm()
             assert total <= 1e-5 * torch.stack(list(moves.values())).norm(), (total, differences)
             return

@@ -14,6 +14,7 @@ import torch
 from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from sdp_deepspeed.config import MODES
 from sdp_deepspeed.measure.step import measured_step
 from sdp_deepspeed.plan.plan import Plan
 from sdp_deepspeed.units import Unit
@@ -242,11 +243,10 @@ class Peak:
             engine.step()
 
 
-CORNERS = [(regime, strategy) for regime in ("forward", "backward") for strategy in ("block", "neuron")]
 PEAKS = {
     f"peak-stage{stage}-{regime}-{strategy}": Peak(Memory(stage=stage, regime=regime, strategy=strategy))
     for stage in (0, 1, 2)
-    for regime, strategy in CORNERS
+    for regime, strategy in MODES
 }
 PEAKS["peak-stage2-overlap"] = Peak(Memory(stage=2), accumulation=3, overlap=True)
 PEAKS["peak-stage1-overlap"] = Peak(Memory(stage=1), accumulation=3, overlap=True)

@@ -207,7 +207,7 @@ def measuring_changes_nothing(rank: Rank) -> None:
     assert losses[0] == losses[1]
 
 
-CORNERS: dict[str, dict[str, Any]] = {
+MODES: dict[str, dict[str, Any]] = {
     "backward-block": {"regime": "backward"},
     "forward-neuron": {"strategy": "neuron", "neuron_groups": 3},
     "backward-neuron": {"regime": "backward", "strategy": "neuron", "neuron_groups": 3},
@@ -229,7 +229,7 @@ def _cases(_size: int, _options: pytest.Config) -> Iterator[tuple[str, Any]]:
             f"subnetwork-stage{stage}-bf16-summed-in-fp32",
             partial(subnetwork_as_estimated, stage, summed, Precision.of("bf16", accumulate_in_fp32=True)),
         )
-    for name, block in CORNERS.items():
+    for name, block in MODES.items():
         for stage in (0, 1, 2):
             yield (
                 f"{name}-stage{stage}-fp32",

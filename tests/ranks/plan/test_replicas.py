@@ -23,7 +23,7 @@ SIZE = 4
 
 @dataclass(frozen=True)
 class Replicated:
-    """A case with k below the number of ranks, as a check for spawned ranks."""
+    """A case with k below the number of ranks, as a check."""
 
     case: Case
     num_subnetworks: int

@@ -15,7 +15,7 @@ from tests.helpers.ranks import Rank
 
 @dataclass(frozen=True)
 class Extra:
-    """A case with settings that the grid does not have, as a check for spawned ranks."""
+    """A case with settings that the grid does not have, as a check."""
 
     case: Case
     block: dict[str, Any] = field(default_factory=dict)

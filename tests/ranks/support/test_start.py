@@ -38,7 +38,7 @@ def start(what: str) -> Any:
 
 @dataclass(frozen=True)
 class Starts:
-    """A row whose example is trained with for two steps, as a check for spawned ranks."""
+    """A row whose example is trained with for two steps, as a check."""
 
     what: str
 

@@ -10,14 +10,14 @@ import pytest
 import torch
 
 from sdp_deepspeed.checkpoint.load import LoadOptions
-from tests.helpers.trained_states import OneRank, checkpointer_of, names_in, one_rank
+from tests.helpers.trained_states import Trained, checkpointer_of, names_in, one_rank
 from tests.helpers.training import assert_identical
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")  # which is what these tests want
 ALL = LoadOptions()
 
 
-def trained(num_steps: int = 2, **options: Any) -> OneRank:
+def trained(num_steps: int = 2, **options: Any) -> Trained:
     state = one_rank(**options)
     for _ in range(num_steps):
         state.step()

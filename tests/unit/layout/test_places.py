@@ -63,14 +63,14 @@ def test_side_by_side_takes_no_whole_tensors() -> None:
 
 def test_a_tensor_that_nobody_cut_lies_as_in_the_dense_model() -> None:
     tensor = dense()
-    places = PieceViews({"w": torch.nn.Parameter(tensor)})
+    views = PieceViews({"w": torch.nn.Parameter(tensor)})
     for piece in (ROWS, COLUMNS, WHOLE):
-        assert torch.equal(places.weight_view(piece), piece.narrow(tensor))
-        assert not places.weight_view(piece).requires_grad
-        assert torch.equal(places.view_in(piece, 2 * tensor), 2 * piece.narrow(tensor))
-    places.weight_view(COLUMNS).zero_()
+        assert torch.equal(views.weight_view(piece), piece.narrow(tensor))
+        assert not views.weight_view(piece).requires_grad
+        assert torch.equal(views.view_in(piece, 2 * tensor), 2 * piece.narrow(tensor))
+    views.weight_view(COLUMNS).zero_()
     assert tensor.tolist() == [[0, 0, 0], [3, 0, 0], [6, 0, 0], [9, 0, 0]]
-    assert places.lacking == {}
+    assert views.lacking == {}
 
 
 def test_held_and_lacking_pieces_lie_apart() -> None:
@@ -78,19 +78,19 @@ def test_held_and_lacking_pieces_lie_apart() -> None:
     held, lacking, whole = [Piece("w", 1, 0, 1), Piece("w", 1, 2, 1)], [Piece("w", 1, 1, 1)], dense()
     parameter = torch.nn.Parameter(side_by_side(held, whole))
     other = side_by_side(lacking, whole)
-    places = PieceViews({"w": parameter})
-    places.put(held)
-    places.put(lacking, other)
-    assert [places.weight_view(piece).flatten().tolist() for piece in (*held, *lacking)] == [
+    views = PieceViews({"w": parameter})
+    views.put(held)
+    views.put(lacking, other)
+    assert [views.weight_view(piece).flatten().tolist() for piece in (*held, *lacking)] == [
         [0, 3, 6, 9],
         [2, 5, 8, 11],
         [1, 4, 7, 10],
     ]
-    assert places.lacking["w"] is other
+    assert views.lacking["w"] is other
     gradient = torch.arange(8.0).view(4, 2)
-    assert places.view_in(held[1], gradient).flatten().tolist() == [1, 3, 5, 7]
-    places.weight_view(lacking[0]).fill_(-1)
-    places.weight_view(held[1]).fill_(-2)
+    assert views.view_in(held[1], gradient).flatten().tolist() == [1, 3, 5, 7]
+    views.weight_view(lacking[0]).fill_(-1)
+    views.weight_view(held[1]).fill_(-2)
     assert bool((other == -1).all())
     assert parameter.tolist() == [[0, -2], [3, -2], [6, -2], [9, -2]]
 
@@ -98,10 +98,10 @@ def test_held_and_lacking_pieces_lie_apart() -> None:
 def test_replaced_storage_is_followed() -> None:
     """Others put new storage behind a parameter; views are of what is there when they are asked for."""
     parameter = torch.nn.Parameter(side_by_side([COLUMNS], dense()))
-    places = PieceViews({"w": parameter})
-    places.put([COLUMNS])
+    views = PieceViews({"w": parameter})
+    views.put([COLUMNS])
     parameter.data = torch.zeros(4, 2)
-    places.weight_view(COLUMNS).fill_(3)
+    views.weight_view(COLUMNS).fill_(3)
     assert bool((parameter == 3).all())
 
 
@@ -135,35 +135,35 @@ cuts = st.builds(random_cut, st.integers(0, 100_000))
 
 def stored(cut: Cut, *, keeps_lacking: bool) -> PieceViews:
     """As a masked module stores it."""
-    places = PieceViews({"w": torch.nn.Parameter(side_by_side(cut.parts(held=True), cut.tensor))})
-    places.put(cut.parts(held=True))
+    views = PieceViews({"w": torch.nn.Parameter(side_by_side(cut.parts(held=True), cut.tensor))})
+    views.put(cut.parts(held=True))
     if keeps_lacking and cut.parts(held=False):
-        places.put(cut.parts(held=False), side_by_side(cut.parts(held=False), cut.tensor))
-    return places
+        views.put(cut.parts(held=False), side_by_side(cut.parts(held=False), cut.tensor))
+    return views
 
 
 @given(cuts)
 def test_round_trip(cut: Cut) -> None:
     """What is stored apart is the dense tensor again, and each held piece can be stepped in place."""
-    places = stored(cut, keeps_lacking=True)
+    views = stored(cut, keeps_lacking=True)
     again = torch.full_like(cut.tensor, torch.nan)
     for piece in cut.pieces:
-        assert places.weight_view(piece).shape == piece.narrow(cut.tensor).shape
-        assert in_order(piece, places.weight_view(piece)).is_contiguous()
+        assert views.weight_view(piece).shape == piece.narrow(cut.tensor).shape
+        assert in_order(piece, views.weight_view(piece)).is_contiguous()
         flat = cut.tensor.flatten()[indices(Fragment(piece, 0, piece.narrow(cut.tensor).numel()), cut.tensor.shape)]
-        assert torch.equal(in_order(piece, places.weight_view(piece)).flatten(), flat)
-        piece.narrow(again).copy_(places.weight_view(piece))
+        assert torch.equal(in_order(piece, views.weight_view(piece)).flatten(), flat)
+        piece.narrow(again).copy_(views.weight_view(piece))
     assert torch.equal(again, cut.tensor)
 
 
 @given(cuts)
 def test_pieces_and_what_is_laid_out_like_the_parameter(cut: Cut) -> None:
     """Each element of the parameter's gradient belongs to one held piece; writing one piece changes no other."""
-    places = stored(cut, keeps_lacking=False)
-    assert places.lacking == {}
-    gradient = torch.zeros_like(places.tensors["w"])
+    views = stored(cut, keeps_lacking=False)
+    assert views.lacking == {}
+    gradient = torch.zeros_like(views.tensors["w"])
     for number, piece in enumerate(cut.parts(held=True), start=1):
-        places.view_in(piece, gradient).add_(number)
+        views.view_in(piece, gradient).add_(number)
     for number, piece in enumerate(cut.parts(held=True), start=1):
-        assert bool((places.view_in(piece, gradient) == number).all())
+        assert bool((views.view_in(piece, gradient) == number).all())
     assert bool(gradient.all())

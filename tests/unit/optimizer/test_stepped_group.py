@@ -33,9 +33,9 @@ def stored_columns() -> tuple[nn.Parameter, PieceViews]:
     """As a rank stores columns that it holds: these alone, with the cut dim outermost."""
     parameters = parameters_of()
     parameters["w"].data = side_by_side([COLUMNS], parameters["w"].data)
-    places = PieceViews(parameters)
-    places.put([COLUMNS])
-    return parameters["w"], places
+    views = PieceViews(parameters)
+    views.put([COLUMNS])
+    return parameters["w"], views
 
 
 @pytest.mark.parametrize(
@@ -55,10 +55,10 @@ def test_can_view(fragment: Fragment, dtype: torch.dtype, expected: bool) -> Non
 @pytest.mark.parametrize(("start", "stop"), [(0, 8), (1, 7), (3, 4)])
 def test_stored_columns_can_be_viewed(start: int, stop: int) -> None:
     """Any stretch of them, over the border between columns too."""
-    parameter, places = stored_columns()
+    parameter, views = stored_columns()
     fragment = Fragment(COLUMNS, start, stop)
-    assert can_view(fragment, places.weight_view)
-    (view,) = SteppedGroup([fragment], places.weight_view).tensors
+    assert can_view(fragment, views.weight_view)
+    (view,) = SteppedGroup([fragment], views.weight_view).tensors
     assert view.tolist() == [1.0, 4.0, 7.0, 10.0, 2.0, 5.0, 8.0, 11.0][start:stop]
     view.data.fill_(-1)
     assert int((parameter == -1).sum()) == stop - start
@@ -77,15 +77,15 @@ def test_views_share_storage(fragment: Fragment, expected: list[Any]) -> None:
 
 
 def test_fp32_weights_are_stepped_in_place() -> None:
-    parameter, places = stored_columns()
-    group = SteppedGroup([Fragment(COLUMNS, 1, 8), Fragment(BIAS, 1, 2)], places.weight_view)
+    parameter, views = stored_columns()
+    group = SteppedGroup([Fragment(COLUMNS, 1, 8), Fragment(BIAS, 1, 2)], views.weight_view)
     assert group.in_place
     assert group.num_elements == 8
     group.set_flat_gradient(torch.arange(1.0, 9.0))
     torch.optim.SGD(group.tensors, lr=1.0).step()
     group.write_back()
     assert parameter.tolist() == [[1, -2], [3, 0], [5, 2], [7, 4]]
-    assert places.tensors["b"].tolist() == [1, -7]
+    assert views.tensors["b"].tolist() == [1, -7]
     assert all(tensor.grad is None for tensor in group.tensors)
 
 
@@ -129,11 +129,11 @@ def test_whole_gradients_of_stage_0() -> None:
         group = SteppedGroup(fragments, weights(dtype))
         group.set_gradients(views_of(gradients))
         assert flat_gradient(group) == [1, 4, 7, 10, 2, 5, 8, 11, 20, 30]
-    _, places = stored_columns()
-    group = SteppedGroup(fragments, places.weight_view)
+    _, views = stored_columns()
+    group = SteppedGroup(fragments, views.weight_view)
     assert group.in_place
     own = {"w": side_by_side([COLUMNS], gradients["w"]), "b": gradients["b"]}
-    group.set_gradients(lambda piece: places.view_in(piece, own[piece.parameter]))
+    group.set_gradients(lambda piece: views.view_in(piece, own[piece.parameter]))
     assert flat_gradient(group) == [1, 4, 7, 10, 2, 5, 8, 11, 20, 30]
     assert [t.grad.data_ptr() for t in group.tensors if t.grad is not None] == [t.data_ptr() for t in own.values()]
 
@@ -150,8 +150,8 @@ def test_link_follows_replaced_storage() -> None:
     parameters["w"].data = torch.zeros(4, 3)
     step_once(group, 12)
     assert bool((parameters["w"] == -1).all())
-    parameter, places = stored_columns()
-    group = SteppedGroup([Fragment(COLUMNS, 0, 8)], places.weight_view)
+    parameter, views = stored_columns()
+    group = SteppedGroup([Fragment(COLUMNS, 0, 8)], views.weight_view)
     parameter.data = torch.zeros_like(parameter)  # keeps the order in memory, as clone() does
     step_once(group, 8)
     assert bool((parameter == -1).all())
@@ -165,8 +165,8 @@ def step_once(group: SteppedGroup, num_elements: int) -> None:
 
 def test_storage_of_another_order_is_an_error() -> None:
     """A flat copy would be stepped, and the weights would stay as they are."""
-    parameter, places = stored_columns()
-    group = SteppedGroup([Fragment(COLUMNS, 0, 8)], places.weight_view)
+    parameter, views = stored_columns()
+    group = SteppedGroup([Fragment(COLUMNS, 0, 8)], views.weight_view)
     parameter.data = parameter.data.contiguous()
     with pytest.raises(RuntimeError, match="another memory order"):
         group.link()
