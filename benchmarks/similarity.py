@@ -27,6 +27,7 @@ from benchmarks.common.provenance import write_result
 from benchmarks.tables.plot import plot_similarity
 from benchmarks.tables.similarity import MODE_KEY, similarity
 from sdp_deepspeed.architectures import locate_branches, unit_costs
+from sdp_deepspeed.command_parser import positive, read_json
 from sdp_deepspeed.config import KEY, MODES, Mode, parse
 from sdp_deepspeed.data import DataConfig, build
 from sdp_deepspeed.plan.plan import Plan
@@ -34,7 +35,6 @@ from sdp_deepspeed.plan.planner import plan_model
 from sdp_deepspeed.reference import theory
 from sdp_deepspeed.reference.virtual_workers import masked_average
 from sdp_deepspeed.training.model import build_model, check_fits
-from sdp_deepspeed.training.options import read_json
 
 Batch = dict[str, torch.Tensor]
 
@@ -141,12 +141,6 @@ def data_config(arguments: argparse.Namespace, shape: Mapping[str, Any]) -> Data
 def whole(text: str) -> int:
     if not text.isdigit():
         raise argparse.ArgumentTypeError(f"expected a whole number of at least 0, got {text!r}")
-    return int(text)
-
-
-def positive(text: str) -> int:
-    if whole(text) == 0:
-        raise argparse.ArgumentTypeError("expected at least 1, got 0")
     return int(text)
 
 

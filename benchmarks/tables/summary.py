@@ -9,8 +9,9 @@ from typing import Any
 from benchmarks.common.models import num_parameters
 from benchmarks.tables.counts import KINDS, worst_share
 from benchmarks.tables.markdown import MIB, Result, coverage, per_repeat, table
+from sdp_deepspeed import config
 
-MODES = ("forward x block", "backward x block")
+MODES = [str(mode) for mode in config.MODES if mode.strategy == "block"]
 PRECISION = "bf16"
 
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import numpy as np
+
 from sdp_deepspeed.plan.assignment.graph import incidence, is_connected
 
 
@@ -19,8 +21,6 @@ def spectral_gap(holders: Sequence[Sequence[int]], weights: Sequence[int], k: in
     Returns:
         0.0 when the graph of subnetworks and (weighted) units falls apart, 1.0 when all hold everything.
     """
-    import numpy as np
-
     if k == 1:
         return 1.0
     table = incidence([h for h, w in zip(holders, weights, strict=True) if w > 0], k)

@@ -23,8 +23,13 @@ from transformers import (
     Qwen3ForCausalLM,
 )
 
+from sdp_deepspeed.config import KEY
+from sdp_deepspeed.support.combinations import STRATEGIES
+
+MIXED = STRATEGIES["mixed"]
 VOCABULARY = 61  # a prime: divides by nothing
 LENGTH = 8
+TOKENS = torch.arange(2 * LENGTH).view(2, LENGTH) * 5 % VOCABULARY  # where any will do
 
 _LLAMA_LIKE: dict[str, Any] = {
     "vocab_size": VOCABULARY,
@@ -155,8 +160,13 @@ def config(**block: Any) -> dict[str, Any]:
         "gradient_accumulation_steps": 1,
         "optimizer": {"type": "AdamW", "params": {"lr": 1e-2, "torch_adam": True}},
         "zero_optimization": {"stage": 1},
-        "subnetwork_data_parallel": block,
+        KEY: block,
     }
+
+
+def without_block(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """A config without our block, for DeepSpeed's own engine."""
+    return {key: value for key, value in settings.items() if key != KEY}
 
 
 def two_groups(named: dict[str, nn.Parameter], decay: float = 0.1) -> list[dict[str, Any]]:

@@ -16,7 +16,7 @@ from torch import nn
 
 from sdp_deepspeed import architectures
 from sdp_deepspeed.reference.virtual_workers import Reference
-from tests.helpers.models import SPECIMENS, Specimen, batches, config, loss_of, two_groups
+from tests.helpers.models import MIXED, SPECIMENS, Specimen, batches, config, loss_of, two_groups
 from tests.helpers.oracle import from_rank_0, make_optimizer
 from tests.helpers.oracle_grid import EVEN, INDIVISIBLE
 from tests.helpers.ranks import Rank
@@ -230,7 +230,6 @@ class Divided:
             assert (state[name] - value).norm() <= limit, (name, (state[name] - value).norm(), limit)
 
 
-MIXED = {"attention": "neuron", "mlp": "block"}
 OVERLAP = {"zero": {"overlap_comm": True}}
 # Qwen3's per-head norms, of which a plan of the user's does not say that their gradients are to be summed.
 OWN_SPECS = {

@@ -12,7 +12,8 @@ from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).parents[2]
+from tests.helpers.repository import ROOT
+
 VENDOR = "2.13.0a0+3c54a27f55.nv26.05"
 FILES = ["pyproject.toml", "setup.cfg", "constraints.txt", "README.md", "sdp_deepspeed/version.py"]
 

@@ -16,7 +16,7 @@ from torch import nn
 
 from sdp_deepspeed.config import MODES
 from sdp_deepspeed.reference.virtual_workers import Reference
-from tests.helpers.models import SPECIMENS, batches, config, loss_of
+from tests.helpers.models import SPECIMENS, batches, config, loss_of, without_block
 from tests.helpers.ranks import Rank
 from tests.helpers.training import SGD, assert_identical, dense_state, engine_of, gathered, micro_step, sgd, train
 
@@ -25,7 +25,7 @@ AUTOCAST = {"torch_autocast": {"enabled": True, "dtype": "bfloat16"}}
 
 def plain(settings: dict[str, Any]) -> dict[str, Any]:
     """The same without our block."""
-    settings = {key: value for key, value in settings.items() if key != "subnetwork_data_parallel"}
+    settings = without_block(settings)
     return settings | {"zero_allow_untested_optimizer": True}
 
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tests.helpers.models import config, llama, loss_of
+from tests.helpers.models import config, llama, loss_of, without_block
 from tests.helpers.ranks import Rank
 from tests.helpers.training import (
     Recording,
@@ -82,7 +82,7 @@ def torch_style_backward(rank: Rank) -> None:
     start = llama().state_dict()
     for stage in (1, 2):
         settings = in_buckets(sgd(2, stage=stage, holders=2))
-        plain = {key: value for key, value in settings.items() if key != "subnetwork_data_parallel"}
+        plain = without_block(settings)
         engines = [engine_of(settings), engine_of(plain | {"zero_allow_untested_optimizer": True})]
         for engine in engines:
             for batch in own_batches(rank, 2):

@@ -15,12 +15,12 @@ from torch import nn
 from sdp_deepspeed.config import MODES
 from sdp_deepspeed.plan.plan import Plan
 from sdp_deepspeed.reference.virtual_workers import Reference
+from tests.helpers.dense_views import batch_of
 from tests.helpers.masked_modules import assert_close
-from tests.helpers.models import SPECIMENS, VOCABULARY, batches, config, loss_of
+from tests.helpers.models import MIXED, SPECIMENS, batches, config, loss_of
 from tests.helpers.ranks import Check, Rank
 from tests.helpers.training import assert_identical, dense_state, engine_of, refusal, sgd, train
 
-MIXED = {"attention": "neuron", "mlp": "block"}
 OUTPUTS = ("o_proj", "down_proj", "c_proj", "attention.dense", "dense_4h_to_h")
 
 
@@ -29,10 +29,6 @@ def start(name: str, **block: Any) -> tuple[Any, Any]:
     model = SPECIMENS[name].build()
     dense = deepcopy(model)
     return engine_of(sgd(**block), model), dense
-
-
-def batch_of(rank: Rank) -> torch.Tensor:
-    return torch.randint(0, VOCABULARY, (2, 8), generator=torch.Generator().manual_seed(rank.rank))
 
 
 @torch.no_grad()

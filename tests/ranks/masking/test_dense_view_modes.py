@@ -13,12 +13,11 @@ import torch
 
 from tests.helpers.dense_views import batch_of, engine_with, logits, whole_copy
 from tests.helpers.live_tensors import present_lacking
-from tests.helpers.models import SPECIMENS, family, llama, loss_of
+from tests.helpers.models import MIXED, SPECIMENS, family, llama, loss_of
 from tests.helpers.ranks import Check, Rank
 from tests.helpers.training import assert_identical, dense_state, refusal, train
 
 SIZE = 3
-MIXED = {"attention": "neuron", "mlp": "block"}
 CHOICES: list[tuple[str, Any]] = [
     ("forward", "neuron"),
     ("forward", MIXED),

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from tests.helpers.fp16_runs import DYNAMIC, engine_of, fp16_is_supported, settings_of
-from tests.helpers.models import batches, loss_of
+from tests.helpers.models import batches, loss_of, without_block
 from tests.helpers.ranks import Rank
 from tests.helpers.training import assert_identical, dense_state, gathered, refusal, sgd
 
@@ -24,8 +24,7 @@ Row = tuple[float, int, int, float, bool]
 
 def plain(settings: dict[str, Any], stage: int) -> Any:
     """Stock DeepSpeed's engine."""
-    stock = {key: value for key, value in settings.items() if key != "subnetwork_data_parallel"}
-    return engine_of(stock | {"zero_optimization": {"stage": stage}})
+    return engine_of(without_block(settings) | {"zero_optimization": {"stage": stage}})
 
 
 def trace(
@@ -181,8 +180,7 @@ def not_finite_in_fp32(rank: Rank) -> None:
             continue  # DeepSpeed refuses it
         engines = [engine_of(settings)]
         if stage == 1:
-            stock = {key: value for key, value in settings.items() if key != "subnetwork_data_parallel"}
-            engines.append(engine_of(stock | {"zero_allow_untested_optimizer": True}))
+            engines.append(engine_of(without_block(settings) | {"zero_allow_untested_optimizer": True}))
         for engine in engines:
             before = dense_state(engine)
             loss = loss_of(engine, next(batches(rank.size, 1))[rank.rank][0])

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.helpers.models import batches, config, llama, loss_of
+from tests.helpers.models import batches, config, llama, loss_of, without_block
 from tests.helpers.ranks import Rank
 from tests.helpers.training import assert_identical, dense_state, engine_of, micro_step, train
 
@@ -67,7 +67,7 @@ def as_stock_zero_with_cpu_adam(rank: Rank) -> None:
     """At C = 1, DeepSpeedCPUAdam in both; it vectorizes its steps, so that they round otherwise than torch's."""
     for stage in (1, 2):
         settings = settings_of(stage, holders=2) | {"optimizer": CPU_ADAMW, "zero_force_ds_cpu_optimizer": True}
-        plain = {key: value for key, value in settings.items() if key != "subnetwork_data_parallel"}
+        plain = without_block(settings)
         engines = [engine_of(settings), engine_of(plain)]
         assert [type(e.optimizer.optimizer).__name__ for e in engines] == ["DeepSpeedCPUAdam"] * 2
         start = llama().state_dict()

@@ -12,7 +12,7 @@ import torch
 
 from sdp_deepspeed.config import MODES
 from sdp_deepspeed.plan.plan import Plan
-from tests.helpers.models import config, llama, loss_of
+from tests.helpers.models import config, llama, loss_of, without_block
 from tests.helpers.oracle import check_case
 from tests.helpers.oracle_grid import Case
 from tests.helpers.ranks import Rank
@@ -57,7 +57,7 @@ def settings_of(stage: int = 1, **block: Any) -> dict[str, Any]:
 def one_subnetwork_is_data_parallelism(rank: Rank) -> None:
     """k = 1: the losses and weights of plain DeepSpeed, to the rounding of sums in another order."""
     settings = settings_of(subnetworks=1)
-    plain = {key: value for key, value in settings.items() if key != "subnetwork_data_parallel"}
+    plain = without_block(settings)
     engines = [engine_of(settings), engine_of(plain | {"zero_allow_untested_optimizer": True})]
     losses = [train(engine, num_steps=3) for engine in engines]
     assert losses[0] == pytest.approx(losses[1], rel=1e-5)

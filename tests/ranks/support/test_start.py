@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from sdp_deepspeed.support.table import TABLE
-from tests.helpers.oracle import half_precision_is_supported
+from tests.helpers.fp16_runs import fp16_is_supported
 from tests.helpers.ranks import Rank
 from tests.helpers.support_examples import HINTS, REFUSED, WORKS, ds_config
 from tests.helpers.training import engine_of, refusal, train
@@ -32,7 +32,7 @@ def start(what: str) -> Any:
     settings["optimizer"] = {"type": "SGD", "params": {"lr": 0.1}} | settings.get("optimizer", {})
     if settings["optimizer"]["type"] == "AdamW":
         settings["optimizer"]["params"]["torch_adam"] = True
-    with half_precision_is_supported():
+    with fp16_is_supported():
         return engine_of(settings)
 
 

@@ -15,12 +15,11 @@ from torch import nn
 from transformers import AutoModelForCausalLM
 
 from tests.helpers.dense_checkpoints import dense_tensors
-from tests.helpers.models import SPECIMENS, batches, config, loss_of
+from tests.helpers.models import MIXED, SPECIMENS, batches, config, loss_of
 from tests.helpers.ranks import Check, Rank
 from tests.helpers.tensor_parallel_models import (
     CASES,
     EVEN,
-    MIXED,
     TP,
     Divided,
     Mpu,

@@ -11,11 +11,10 @@ from types import FunctionType
 
 import pytest
 
-import sdp_deepspeed
 from sdp_deepspeed.engine import private_api
 from sdp_deepspeed.engine.host_engine import HostEngine
+from tests.helpers.repository import PACKAGE
 
-PACKAGE = Path(sdp_deepspeed.__file__).parent
 HOSTS = ("deepspeed", "torch", "transformers", "accelerate")
 LISTED = (*private_api.PRIVATE_NAMES, *private_api.PRIVATE_NAMES_OF_TOOLS)
 PYTHONS = {"_initializing"}  # of a module's spec

@@ -38,8 +38,6 @@ from tests.helpers.masked_modules import (
 )
 from tests.helpers.rank_models import mask_of
 
-MIXED = {"attention": "neuron", "mlp": "block"}
-
 
 def num_held(model: nn.Module, pieces: dict[str, list[Piece]]) -> int:
     return sum(piece.num_elements(p.shape) for name, p in model.named_parameters() for piece in pieces[name])
@@ -57,7 +55,7 @@ def test_masked_is_zeroed(name: str, rank: int) -> None:
 def test_parts_may_be_neurons_blocks_or_shared(name: str, rank: int) -> None:
     model = build(name, num_layers=2)
     layers = "|".join(dict.fromkeys(branch.layer for branch in locate_branches(model)))
-    assert_same_as_zeroed(model, plan_of(model, strategy=MIXED), rank)
+    assert_same_as_zeroed(model, plan_of(model, strategy=models.MIXED), rank)
     assert_same_as_zeroed(model, plan_of(model, strategy={"mlp": "neuron"}), rank)
     shared = (rf"({layers})\.attention\.head_0$", rf"({layers})\.mlp\.group_1$")
     plan = plan_of(model, shared=shared)

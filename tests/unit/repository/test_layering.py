@@ -9,11 +9,8 @@ from pathlib import Path
 
 import pytest
 
-import sdp_deepspeed
-from tests.helpers.repository import FLOORS
+from tests.helpers.repository import FLOORS, PACKAGE, TESTS
 
-PACKAGE = Path(sdp_deepspeed.__file__).parent
-TESTS = Path(__file__).parents[2]
 HOSTS = ("deepspeed", "torch.distributed", "transformers", "accelerate")
 
 # As FLOORS, inside a room that has folders.

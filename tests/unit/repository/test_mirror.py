@@ -6,9 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.helpers.repository import ROOT
-
-PACKAGE, TESTS = ROOT / "sdp_deepspeed", ROOT / "tests"
+from tests.helpers.repository import PACKAGE, TESTS
 
 # Data or types, which have no behavior of their own.
 NOTHING_TO_TEST = {

@@ -14,8 +14,8 @@ from packaging.utils import canonicalize_name
 from packaging.version import Version
 
 from launch._torch import Torch, torch_range
+from tests.helpers.repository import ROOT
 
-ROOT = Path(__file__).parents[3]
 PYPROJECT: dict[str, Any] = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
 PROJECT: dict[str, Any] = PYPROJECT["project"]
 # A Python goes in when every line of constraints.txt has a wheel for it, or is pure Python.

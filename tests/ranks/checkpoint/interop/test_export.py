@@ -21,11 +21,10 @@ from transformers import AutoModelForCausalLM
 from sdp_deepspeed.__main__ import main as sdp
 from sdp_deepspeed.checkpoint.interop.export import ExportFormat, export
 from tests.helpers.dense_checkpoints import tensors_in, write_checkpoint
-from tests.helpers.models import VOCABULARY, config, family
+from tests.helpers.models import TOKENS, config, family
 from tests.helpers.ranks import Rank, run_ranks
 from tests.helpers.training import assert_identical, engine_of, train
 
-TOKENS = torch.arange(16).view(2, 8) * 5 % VOCABULARY
 RUNS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("llama", {"strategy": "neuron"}),
     "llama_bf16": ("llama", {}),

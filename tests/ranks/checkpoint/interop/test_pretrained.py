@@ -18,11 +18,10 @@ from transformers import AutoModelForCausalLM
 import sdp_deepspeed
 from sdp_deepspeed.checkpoint.interop import pretrained
 from sdp_deepspeed.checkpoint.interop.export import ExportFormat, export
-from tests.helpers.models import VOCABULARY, config, family, llama
+from tests.helpers.models import TOKENS, config, family, llama
 from tests.helpers.ranks import Rank
 from tests.helpers.training import assert_identical, dense_state, engine_of, refusal, train
 
-TOKENS = torch.arange(16).view(2, 8) * 5 % VOCABULARY
 LAYOUTS: dict[str, dict[str, Any]] = {
     "blocks_bf16": {"precision": "bf16"},
     "neurons_zero2": {"strategy": "neuron", "stage": 2},
