@@ -114,9 +114,8 @@ def make_monitored_barrier(dist: Any) -> MonitoredBarrier:
         dist: `torch.distributed`.
     """
     group = dist.new_group(backend="gloo", timeout=TIMEOUT)
-    prefix = (
-        f"sdp_deepspeed/monitored_barrier/{group.group_name}"  # of this engine alone: others count their own meetings
-    )
+    # Of this engine alone: others count their own meetings.
+    prefix = f"sdp_deepspeed/monitored_barrier/{group.group_name}"
     store = dist.PrefixStore(prefix, dist.distributed_c10d._get_default_store())
     rank, size = dist.get_rank(), dist.get_world_size()
 

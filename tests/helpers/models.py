@@ -118,6 +118,7 @@ SPECIMENS: dict[str, Specimen] = {
 }
 
 
+# Without the variants of Llama.
 FAMILIES = tuple(name for name in SPECIMENS if not name.startswith("llama_"))
 # Of families, where a config has them: few heads, so that some workers hold one; neurons that 2, 3 and 4 divide.
 _EVEN: dict[str, Any] = {
