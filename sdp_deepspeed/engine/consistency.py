@@ -21,7 +21,7 @@ def check_same_plan(plan: Plan, world: Communicator) -> None:
     if different:
         theirs, ours = plans[different[0]], plans[0]
         raise RuntimeError(
-            f"ranks {listed(different)} made another plan than rank 0 (hash {theirs[0][:12]}, not {ours[0][:12]}) or "
+            f"rank {listed(different)} made another plan than rank 0 (hash {theirs[0][:12]}, not {ours[0][:12]}) or "
             f"placed it otherwise (subnetworks of ranks {theirs[1]}, not {ours[1]}): give all ranks the same model, "
             "config and version of sdp_deepspeed"
         )

@@ -162,7 +162,7 @@ def a_plan_that_one_rank_lacks(rank: Rank) -> None:
 
 def another_plan_on_one_rank(rank: Rank) -> None:
     settings = config(holders=1, assignment="cyclic") if rank.rank == 0 else config(holders=1, shared=["layers.0."])
-    refusal(RuntimeError, lambda: engine_of(settings), "ranks [1] made another plan than rank 0")
+    refusal(RuntimeError, lambda: engine_of(settings), "rank 1 made another plan than rank 0")
 
 
 def another_layout_on_one_rank(rank: Rank) -> None:
@@ -250,7 +250,7 @@ def a_stale_copy_is_noticed(rank: Rank) -> None:
             piece = engine.plan.units[index].pieces[strategy == "block"]
             engine._applied.model.views.weight_view(piece).add_(1e-3)
         said = refusal(RuntimeError, partial(check_holders_agree, engine._applied.model, engine.dp_group))
-        assert said == f"holders do not agree on model.layers.0.{name} (ranks [0, 1]): training has diverged"
+        assert said == f"holders do not agree on model.layers.0.{name} (ranks 0, 1): training has diverged"
 
 
 def a_partial_state_dict_never_leaves(rank: Rank) -> None:
