@@ -21,6 +21,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
 from torch.utils._pytree import tree_leaves, tree_map_only
 
+from sdp_deepspeed.deferred_init.late_changes import watch
 from sdp_deepspeed.deferred_init.program import Operation, Program, Ref, address
 
 PROGRAM = "_sdp_program"  # attribute of a parameter or buffer whose value a program makes
@@ -41,7 +42,8 @@ class Init:
 
     `deepspeed.initialize` then gives each rank the weights of its own units, equal bit for bit to what the same lines
     build without this context: seed as ever. Ranks that are seeded differently all start from rank 0's random state.
-    The random stream is left where the dense model's building leaves it, if nobody used it in between.
+    The random stream is left where the dense model's building leaves it, if nobody used it in between. What is done to
+    the model's weights between this context and `deepspeed.initialize` counts too.
 
     Args:
         initialize: False draws no random numbers, for a model whose weights are loaded right after
@@ -60,23 +62,27 @@ class Init:
         if any(isinstance(mode, _Recording) for mode in _get_current_dispatch_mode_stack()):
             raise RuntimeError("sdp_deepspeed.Init inside another Init: build the whole model in one")
         program = Program(torch.get_rng_state(), draws=self._initialize)
+        recording = _Recording(program)
+        registered: dict[int, torch.Tensor] = {}
 
         def mark(module: nn.Module, name: str, tensor: torch.Tensor | None) -> None:
             if tensor is not None:
                 setattr(tensor, PROGRAM, program)
+                registered[id(tensor)] = tensor
 
         with ExitStack() as stack:
+            stack.callback(lambda: watch(registered.values(), recording))  # when all else is undone
             for register in (register_module_parameter_registration_hook, register_module_buffer_registration_hook):
                 stack.callback(register(mark).remove)
-            recording = stack.enter_context(_Recording(program))
+            stack.enter_context(recording.again())
             stack.enter_context(_truncated_normal_as_one(recording))
-            stack.enter_context(_OnCpu())
             stack.callback(lambda: setattr(program, "state_at_end", torch.get_rng_state()))
             self._inside = stack.pop_all()
         return program
 
     def __exit__(self, *error: Any) -> None:
         self._inside.__exit__(*error)
+        self._inside = ExitStack()  # which held the tensors
 
 
 class _OnCpu(TorchFunctionMode):
@@ -104,6 +110,12 @@ class _Recording(TorchDispatchMode):
         self._changed: set[int] = set()  # storages with data that the program changes
         self._random_state = program.rng_state
 
+    @contextmanager
+    def again(self) -> Iterator[None]:
+        """Inside, everything is written down."""
+        with self, _OnCpu():
+            yield
+
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None) -> Any:
         kwargs = dict(kwargs or {})
         tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
@@ -114,7 +126,7 @@ class _Recording(TorchDispatchMode):
         if has_none and func._schema.name in _READS_VALUES:
             raise RuntimeError(
                 f"sdp_deepspeed.Init: the model is built by the value of a tensor ({func}) that does not exist yet; "
-                "build it without Init"
+                "build it without Init. Values are there after deepspeed.initialize; trunc_normal_ belongs inside Init"
             )
         _check_device(kwargs.get("device"))
         return self._record(func, args, kwargs, is_random=is_random)

@@ -14,6 +14,7 @@ from torch import nn
 
 from sdp_deepspeed.config import KEY
 from sdp_deepspeed.deferred_init.init import PROGRAM, Init
+from sdp_deepspeed.deferred_init.late_changes import unwatch
 from sdp_deepspeed.deferred_init.program import Program, Ref, address, allocate
 from sdp_deepspeed.distributed.agreement import run_on_all_ranks
 from sdp_deepspeed.distributed.communicator import Communicator
@@ -48,6 +49,7 @@ class DeferredModel:
             ValueError: tensors whose values nothing says, by name.
         """
         tensors = named_tensors(model)
+        unwatch(tensors.values())
         programs = {id(found): found for t in tensors.values() if (found := getattr(t, PROGRAM, None)) is not None}
         known = [address(t) in program.storages for program in programs.values() for t in tensors.values()]
         if not any(known) and not any(tensor.is_meta for tensor in tensors.values()):
@@ -63,14 +65,20 @@ class DeferredModel:
     def _of_meta_model(cls, model: nn.Module, tensors: Mapping[str, torch.Tensor]) -> DeferredModel:
         """Nothing was written down: Transformers' models are built once more, others are reset module by module."""
         if not _is_transformers(model):
+            versions = _versions(tensors)
+            with torch.device("meta"):
+                _reset(model)
+            once = {name: version - versions[name] for name, version in _versions(tensors).items()}
+            _refuse_changed(versions, once)
             with Init() as program:
-                for module in model.modules():
-                    if callable(reset := getattr(module, "reset_parameters", None)):
-                        reset()
+                _reset(model)
             return cls(program, _values(program, tensors))
+        with torch.device("meta"):
+            _refuse_changed(_versions(tensors), _versions(named_tensors(type(model)(deepcopy(model.config)))))
         floats = (tensor.dtype for tensor in model.parameters() if tensor.is_floating_point())
         with _default_dtype(next(floats, torch.get_default_dtype())), Init() as program:
             twin = named_tensors(type(model)(deepcopy(model.config)))
+        unwatch(twin.values())
         unknown = [n for n, t in tensors.items() if n not in twin or _layout(twin[n]) != _layout(t)]
         _refuse(unknown, f"a fresh {type(model).__name__} of the model's config has no such tensor")
         values = {name: twin[name] for name, tensor in tensors.items() if tensor.is_meta}
@@ -196,6 +204,23 @@ def _values(program: Program, tensors: Mapping[str, torch.Tensor]) -> dict[str, 
 def _refuse(names: Sequence[str], why: str) -> None:
     if names:
         raise ValueError(f"{KEY}: {quoted(names, limit=1)} is on the meta device, and {why}: {_BUILD_UNDER_INIT}")
+
+
+def _reset(model: nn.Module) -> None:
+    for module in model.modules():
+        if callable(reset := getattr(module, "reset_parameters", None)):
+            reset()
+
+
+def _versions(tensors: Mapping[str, torch.Tensor]) -> dict[str, int]:
+    """How often each of those without storage was changed in place."""
+    return {name: tensor._version for name, tensor in tensors.items() if tensor.is_meta}
+
+
+def _refuse_changed(versions: Mapping[str, int], built: Mapping[str, int]) -> None:
+    """Refuse what was changed more often than building it changes it: nobody knows how."""
+    changed = [name for name, version in versions.items() if version > built.get(name, version)]
+    _refuse(changed, "it was changed after it was built, which nothing wrote down")
 
 
 def _layout(tensor: torch.Tensor) -> tuple[Any, ...]:

@@ -194,6 +194,32 @@ def without_initialization(rank: Rank) -> None:
     assert len(set(map(str, gathered({name: value.sum().item() for name, value in state.items()})))) == 1
 
 
+def changed_before_the_start(rank: Rank) -> None:
+    """Initialized once more, loaded and replaced after `Init`; a replacement that differs by rank is an error."""
+
+    def change(model: Any) -> Any:
+        with torch.no_grad():
+            for module in model.modules():
+                if isinstance(module, nn.Linear):
+                    module.weight.data.normal_(0, 0.1)
+            model.model.norm.weight.copy_(torch.arange(16.0))
+        model.lm_head.weight = nn.Parameter(torch.full((VOCABULARY, 16), 0.25))
+        layer = model.model.layers[1].mlp
+        layer.load_state_dict({name: torch.ones(v.shape) for name, v in layer.state_dict().items()}, assign=True)
+        return model
+
+    build = partial(_without_own_seed, llama)
+    for regime, strategy in MODES:
+        settings = config(coverage=0.5, regime=regime, strategy=strategy)
+        engine, other = (engine_of(settings, change(make(build))) for make in (partial(unbuilt, way="Init"), built))
+        assert_same(engine, other)
+        train(engine, num_steps=1)
+        assert not torch.equal(engine.module.lm_head.weight, torch.full((VOCABULARY, 16), 0.25)), "it is trained"
+    model: Any = unbuilt(build, "Init")
+    model.lm_head.weight = nn.Parameter(torch.full((VOCABULARY, 16), float(rank.rank)))
+    refusal(ValueError, partial(engine_of, config(coverage=0.5), model), "alike", "lm_head.weight")
+
+
 def _cases(size: int, options: pytest.Config) -> Iterator[tuple[str, Check]]:
     for number, name in enumerate((*FAMILIES, "tied")):
         yield f"{is_the_dense_start.__name__}/{name}", partial(is_the_dense_start, number=number)
@@ -207,6 +233,7 @@ def _cases(size: int, options: pytest.Config) -> Iterator[tuple[str, Check]]:
         other_models_on_other_ranks,
         errors_of_one_rank,
         without_initialization,
+        changed_before_the_start,
         tensor_parallelism,
     ):
         yield check.__name__, check

@@ -172,6 +172,30 @@ def _resized() -> nn.Module:
     return model
 
 
+def _changed(build: Callable[[], nn.Module]) -> Callable[[], nn.Module]:
+    def result() -> nn.Module:
+        model = _on_meta(build)()
+        for module in model.modules():
+            if isinstance(module, nn.Linear):
+                nn.init.ones_(module.weight)
+        return model
+
+    return result
+
+
+def _loaded() -> nn.Module:
+    model = _on_meta(llama)()
+    with pytest.warns(UserWarning, match="no-op"):
+        model.load_state_dict(llama().state_dict())
+    return model
+
+
+def _changed_by_its_constructor() -> nn.Module:
+    layer = nn.Linear(3, 3)
+    nn.init.ones_(layer.weight)
+    return layer
+
+
 def _uninitialized() -> nn.Module:
     with sdp_deepspeed.Init():
         return Holder()
@@ -183,6 +207,10 @@ def _uninitialized() -> nn.Module:
         (_two_contexts, "several contexts"),
         (_uninitialized, "'weight' is on the meta device, and nothing initializes it.*Init"),
         (_on_meta(Holder), r"'weight', \+3 more is on the meta device, and nothing initializes it.*Init"),
+        (_changed(llama), r"'model.layers.0.self_attn.q_proj.weight', \+14 more .* changed after it was built.*Init"),
+        (_changed(lambda: nn.Linear(2, 2)), "'weight' .* changed after it was built.*Init"),
+        (_loaded, r"'model.embed_tokens.weight', \+20 more .* changed after it was built.*Init"),
+        (_on_meta(_changed_by_its_constructor), "'weight' .* changed after it was built.*Init"),
         (_resized, "'model.norm.weight' .* a fresh LlamaForCausalLM .* has no such tensor.*Init"),
     ],
 )
@@ -230,7 +258,7 @@ def test_the_training_program_defers_for_our_engine_only() -> None:
     found = {}
     for deferred in (False, True):
         model = build_model(shape.to_dict(), seed=5, deferred=deferred)
-        assert any(parameter.is_meta for parameter in model.parameters()) == deferred
+        assert all(hasattr(parameter, "_sdp_program") for parameter in model.parameters()) == deferred
         program = getattr(model.get_parameter("lm_head.weight"), "_sdp_program", None)
         found[deferred] = values_of(model, program) if program else named_tensors(model)
     assert [name for name, tensor in found[False].items() if not torch.equal(tensor, found[True][name])] == []
