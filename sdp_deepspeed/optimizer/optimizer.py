@@ -24,6 +24,7 @@ from sdp_deepspeed.exchange.step_averaging import StepAveraging
 from sdp_deepspeed.layout.fragments import Fragment
 from sdp_deepspeed.layout.rank_model import RankModel
 from sdp_deepspeed.layout.segments import Bucket, Segment
+from sdp_deepspeed.messages import quoted
 from sdp_deepspeed.optimizer.exchanges import build_exchanges
 from sdp_deepspeed.optimizer.settings import OptimizerSettings
 from sdp_deepspeed.optimizer.stepped_group import SteppedGroup, repoint
@@ -67,6 +68,7 @@ class SubnetworkOptimizer(ZeROOptimizer):
         self.loss_scaler = loss_scaler or LossScaler(scale=1.0)
         self.external_loss_scale: float | None = None
         self._global_grad_norm: float | None = None
+        self._frozen_at_start: dict[str, torch.nn.Parameter] = {}  # though they are in a param group
         self._dp_group = dp_group
         self._tp_group = tp_group
         self._all_receive_weights = model.stores_all
@@ -87,6 +89,12 @@ class SubnetworkOptimizer(ZeROOptimizer):
             self._tp_group.sum_partial_gradients(self._parameters)
         self._gradients.install()
         self._averaging.install()
+        given = {id(parameter) for group in self.optimizer.param_groups for parameter in group["params"]}
+        self._frozen_at_start = {
+            info.name: parameter
+            for info in self.model.tensors
+            if not info.trainable and id(parameter := self._parameters[info.name]) in given
+        }
         repoint(self.optimizer, self.groups)
 
     def _averaging_of_stage(self, options: AveragingOptions) -> Averaging:
@@ -168,6 +176,8 @@ class SubnetworkOptimizer(ZeROOptimizer):
         """
         if closure is not None:
             raise ValueError("SubnetworkOptimizer.step() takes no closure; call engine.backward(loss) before it")
+        self._refuse_thawed()
+        frozen = self._frozen_since_start()
         averages = self._averaging.collect()
         scaled_norm, scale = self._norm(averages), self.loss_scale
         self.overflow = self.settings.skip_overflow and not math.isfinite(scaled_norm or 0.0)
@@ -175,8 +185,27 @@ class SubnetworkOptimizer(ZeROOptimizer):
         norm = None if scaled_norm is None else math.inf if self.overflow else scaled_norm / scale
         self._global_grad_norm = norm if self.settings.needs_norm else None
         if not self.overflow:
-            self._take_step(averages, self._divisor(norm, scale))
+            self._take_step(averages, self._divisor(norm, scale), frozen)
         self.zero_grad()
+
+    def _refuse_thawed(self) -> None:
+        """RuntimeError if a parameter requires gradients that the layout has no room for."""
+        thawed = [name for name, parameter in self._frozen_at_start.items() if parameter.requires_grad]
+        if thawed:
+            raise RuntimeError(
+                f"{quoted(thawed)} did not require gradients when deepspeed.initialize was called, so nobody would "
+                "train them: set requires_grad before it, and freeze them after"
+            )
+
+    def _frozen_since_start(self) -> frozenset[str]:
+        """At stage 0 those without a gradient are not stepped, as in DeepSpeed: not even decayed."""
+        if self.settings.stage:
+            return frozenset()
+        return frozenset(
+            name
+            for name, parameter in self._parameters.items()
+            if not parameter.requires_grad and not self._gradients.exists(name)
+        )
 
     def _norm(self, averages: Averages) -> float | None:
         """Of the averaged dense gradient, times the loss scale; None where nobody needs it."""
@@ -191,11 +220,11 @@ class SubnetworkOptimizer(ZeROOptimizer):
             scale *= max(1.0, (norm + 1e-6) / self.settings.clip)
         return scale
 
-    def _take_step(self, averages: Averages, divisor: float) -> None:
+    def _take_step(self, averages: Averages, divisor: float, frozen: frozenset[str]) -> None:
         for index, group in enumerate(self.groups):
             group.link()
             if averages.flats is None:
-                group.set_gradients(self._gradients.view)
+                group.set_gradients(self._gradients.view, frozen)
                 unscale([tensor.grad for tensor in group.tensors if tensor.grad is not None], divisor)
             else:
                 unscale(averages.flats[index], divisor)

@@ -6,7 +6,7 @@ it owns (stage 1) or holds (stage 0).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -106,8 +106,12 @@ class SteppedGroup:
                 start += size
         return parts
 
-    def set_gradients(self, gradients: Views) -> None:
-        """Give the optimizer averaged gradients of all that this rank holds (stage 0)."""
+    def set_gradients(self, gradients: Views, frozen: Collection[str] = ()) -> None:
+        """Give the optimizer averaged gradients of all that this rank holds (stage 0).
+
+        Args:
+            frozen: tensors without one; in a flat master theirs is zero, as in DeepSpeed's.
+        """
         if not self.fragments:
             return
         stretches = read(gradients, self.fragments)
@@ -117,6 +121,9 @@ class SteppedGroup:
             stretches = [flat]
         for tensor, stretch in zip(self.tensors, stretches, strict=True):
             tensor.grad = stretch
+        for tensor, fragment in zip(self.tensors, self.fragments, strict=False) if frozen and self.in_place else ():
+            if fragment.piece.parameter in frozen:
+                tensor.grad = None
 
     def link(self) -> None:
         """Point views at the weights' present storage: others replace `param.data` behind us."""

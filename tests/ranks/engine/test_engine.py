@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 import pytest
@@ -20,6 +21,7 @@ from tests.helpers.training import (
     gathered,
     micro_step,
     own_batches,
+    refusal,
     sgd,
     train,
 )
@@ -215,6 +217,48 @@ def few_units(rank: Rank) -> None:
         assert all(loss - loss == 0 for loss in losses)
 
 
+def frozen_in_mid_run(rank: Rank) -> None:
+    """As in plain DeepSpeed: fp32 at stage 0 leaves it alone; else momentum and decay go on moving it."""
+    name = "model.layers.0.mlp.up_proj.weight"
+    adamw = {"optimizer": {"type": "AdamW", "params": {"lr": 1e-2, "torch_adam": True, "weight_decay": 0.1}}}
+    for stage, half in itertools.product((0, 1, 2), (False, True)):
+        settings = config(holders=2) | adamw | {"zero_optimization": {"stage": stage}, "bf16": {"enabled": half}}
+        plain = {key: value for key, value in settings.items() if key != "subnetwork_data_parallel"}
+        moved, states = [], []
+        for engine in map(engine_of, (settings, plain)):
+            parameter = engine.module.get_parameter(name)
+            train(engine, num_steps=2)
+            before = parameter.detach().clone()
+            parameter.requires_grad_(False)
+            train(engine, num_steps=2, first=2)
+            moved.append(not torch.equal(parameter, before))
+            parameter.requires_grad_(True)
+            train(engine, num_steps=1, first=4)
+            states.append(dense_state(engine))
+        assert moved == [stage > 0 or half] * 2, (stage, half)
+        if not half:
+            for name_, value in states[1].items():
+                torch.testing.assert_close(states[0][name_], value, rtol=1e-3, atol=1e-5)
+
+
+def unfrozen_in_mid_run(rank: Rank) -> None:
+    """Refused by name: there is no room for it in the exchange. What the optimizer never got is nobody's concern."""
+    name = "model.norm.weight"
+    for stage, given in itertools.product((0, 1), (True, False)):
+        model = llama()
+        model.get_parameter(name).requires_grad_(False)
+        parameters = [parameter for parameter in model.parameters() if given or parameter.requires_grad]
+        engine = engine_of(
+            config(holders=2) | {"zero_optimization": {"stage": stage}}, model, model_parameters=parameters
+        )
+        train(engine, num_steps=1)
+        engine.module.get_parameter(name).requires_grad_(True)
+        if given:
+            refusal(RuntimeError, partial(train, engine, num_steps=1), f"'{name}'", "nobody would train", "freeze them")
+        else:
+            train(engine, num_steps=1)
+
+
 def destroyed_engines_leave_room(rank: Rank) -> None:
     """A second engine on the same ranks after `destroy` trains as the first did."""
     states = []
@@ -239,6 +283,8 @@ def _cases(size: int, options: pytest.Config) -> Iterator[tuple[str, Any]]:
         small_buckets_change_nothing,
         two_collectives_per_bucket,
         few_units,
+        frozen_in_mid_run,
+        unfrozen_in_mid_run,
         destroyed_engines_leave_room,
     ):
         yield check.__name__, check
