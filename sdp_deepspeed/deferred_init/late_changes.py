@@ -36,10 +36,14 @@ def watch(tensors: Iterable[torch.Tensor], recording: Recording) -> None:
             setattr(tensor, _RECORDING, recording)
 
 
+def is_watched(tensor: torch.Tensor) -> bool:
+    return type(tensor) in _WATCHED.values()
+
+
 def unwatch(tensors: Iterable[torch.Tensor]) -> None:
     """Inverse of `watch`."""
     for tensor in tensors:
-        if type(tensor) in _WATCHED.values():
+        if is_watched(tensor):
             tensor.__class__ = nn.Parameter if isinstance(tensor, nn.Parameter) else torch.Tensor
             tensor.__dict__.pop(_RECORDING, None)
 

@@ -19,7 +19,7 @@ from sdp_deepspeed.deferred_init.program import Program, Ref, address, allocate
 from sdp_deepspeed.distributed.agreement import run_on_all_ranks
 from sdp_deepspeed.distributed.communicator import Communicator
 from sdp_deepspeed.masking.mask import Mask
-from sdp_deepspeed.messages import quoted
+from sdp_deepspeed.messages import listed, quoted
 from sdp_deepspeed.plan.tensors import named_tensors
 
 _BUILD_UNDER_INIT = "build the model inside `with sdp_deepspeed.Init():`"
@@ -253,6 +253,20 @@ def refuse_tensor_parallel(deferred: DeferredModel | None) -> None:
             f"{KEY}: tensor parallelism (tensor_parallel.autotp_size, or an mpu object) cannot divide a model that was "
             "built under sdp_deepspeed.Init or on the meta device: build it on the CPU, with the same seed on every "
             "rank"
+        )
+
+
+def check_deferred_alike(deferred: DeferredModel | None, world: Communicator) -> None:
+    """Weights of one rank are broadcast to all, or all make their own; all ranks call it.
+
+    Raises:
+        ValueError: on all ranks, naming those whose model has no storage, where others have it.
+    """
+    without = [rank for rank, is_deferred in enumerate(world.gather_objects(deferred is not None)) if is_deferred]
+    if without and len(without) < world.size:
+        raise ValueError(
+            f"{KEY}: on ranks {listed(without)} the model has no weights yet (sdp_deepspeed.Init, or the meta device), "
+            "on the others it has: build it in the same way on every rank, and load weights on all of them"
         )
 
 

@@ -62,6 +62,8 @@ PRIVATE_NAMES: tuple[tuple[str, str], ...] = (
     ("torch", "_foreach_norm"),
     ("torch", "ops.aten.add.Tensor._schema"),
     ("torch", "UntypedStorage()._cdata"),
+    ("torch", "Tensor._version"),
+    ("torch._C", "DisableTorchFunctionSubclass"),
     ("torch._C", "_swap_tensor_impl"),
     ("torch.distributed.distributed_c10d", "_get_default_store"),
     ("torch.nn", "Module()._buffers"),

@@ -218,6 +218,11 @@ def changed_before_the_start(rank: Rank) -> None:
     model: Any = unbuilt(build, "Init")
     model.lm_head.weight = nn.Parameter(torch.full((VOCABULARY, 16), float(rank.rank)))
     refusal(ValueError, partial(engine_of, config(coverage=0.5), model), "alike", "lm_head.weight")
+    model = unbuilt(build, "Init")
+    if rank.rank == 0:  # as if it had read a checkpoint for all
+        model.load_state_dict(llama().state_dict(), assign=True)
+    words = ("on ranks 1 the model has no weights yet", "load weights on all of them")
+    refusal(ValueError, partial(engine_of, config(coverage=0.5), model), *words)
 
 
 def _cases(size: int, options: pytest.Config) -> Iterator[tuple[str, Check]]:
