@@ -24,7 +24,7 @@ from torch import nn
 from sdp_deepspeed.checkpoint.checkpointer import Checkpointer
 from sdp_deepspeed.checkpoint.state.rank_chunks import RankChunks, persistent_buffers
 from sdp_deepspeed.config import KEY, SubnetworkConfig, parse
-from sdp_deepspeed.deferred_init.materialize import DeferredModel, refuse_tensor_parallel
+from sdp_deepspeed.deferred_init.materialize import DeferredModel, check_deferred_alike, refuse_tensor_parallel
 from sdp_deepspeed.distributed.agreement import run_on_all_ranks
 from sdp_deepspeed.distributed.communicator import Communicator, RankGroups
 from sdp_deepspeed.engine.apply_plan import AppliedPlan, ModelAtStart, apply_plan
@@ -34,12 +34,20 @@ from sdp_deepspeed.engine.deepspeed_settings import loss_scaler, network_of, opt
 from sdp_deepspeed.engine.dense_export import DenseExport
 from sdp_deepspeed.engine.private_api import check_hosts
 from sdp_deepspeed.masking.compiled import compile_in_place
-from sdp_deepspeed.masking.mask import CUT
+from sdp_deepspeed.masking.mixins import is_cut
+from sdp_deepspeed.masking.other_weights import OtherWeights
+from sdp_deepspeed.masking.replaced import KnownParameters
 from sdp_deepspeed.optimizer.optimizer import SubnetworkOptimizer
 from sdp_deepspeed.optimizer.param_groups import agree_on_groups
 from sdp_deepspeed.plan.plan import Plan
 from sdp_deepspeed.plan.shards import Shards
-from sdp_deepspeed.support.refusals import refuse_modules, refuse_optimizer, refuse_unsupported, without_effect
+from sdp_deepspeed.support.refusals import (
+    refuse_modules,
+    refuse_optimizer,
+    refuse_shared_memory,
+    refuse_unsupported,
+    without_effect,
+)
 from sdp_deepspeed.tensor_parallel.checks import check_mpu, check_size, translated_autotp_errors
 from sdp_deepspeed.tensor_parallel.model import ModelBeforeAutoTP, tp_group_of
 
@@ -61,6 +69,8 @@ class SubnetworkEngine(CheckpointCalls):
     world: Communicator
     optimizer: SubnetworkOptimizer
     _applied: AppliedPlan
+    _known_parameters: KnownParameters
+    _other_weights: OtherWeights
     _before_autotp: ModelBeforeAutoTP | None = None
     _deferred: DeferredModel | None = None  # until the model has storage
 
@@ -72,9 +82,12 @@ class SubnetworkEngine(CheckpointCalls):
         _refuse_at_start(block, config, model, options)
         model = compile_in_place(model)
         object.__setattr__(self, "_deferred", DeferredModel.of(model))
+        refuse_shared_memory(model)  # a cast to another dtype would untie them without a word
         super().__init__(args, model, *rest, **options)
         if self.optimizer is None:
             raise ValueError(_NO_OPTIMIZER)
+        self._known_parameters = KnownParameters(self.module)
+        self._other_weights = OtherWeights(self.module, self._applied.mask)
         self.checkpointer = Checkpointer.build(
             self, options=block.checkpoint, accepts_universal=self.load_universal_checkpoint()
         )
@@ -101,10 +114,11 @@ class SubnetworkEngine(CheckpointCalls):
             super()._broadcast_model()
 
     def _configure_distributed_model(self, model: nn.Module) -> None:
+        self.world = Communicator(deepspeed_comm, objects=torch.distributed)
+        check_deferred_alike(self._deferred, self.world)
         self.dont_change_device |= self._deferred is not None
         super()._configure_distributed_model(model)
         self.dp_group = Communicator(deepspeed_comm, self.seq_data_parallel_group, objects=torch.distributed)
-        self.world = Communicator(deepspeed_comm, objects=torch.distributed)
         groups = RankGroups(self.dp_group, self.world, tp_group_of(self.mpu))
         start = ModelAtStart(
             model,
@@ -157,6 +171,7 @@ class SubnetworkEngine(CheckpointCalls):
     def step(self, lr_kwargs: Any = None) -> None:
         """As DeepSpeed's; at the boundary a collective of all data-parallel ranks."""
         self._refuse_resident("step")
+        self._known_parameters.check()
         super().step(lr_kwargs)
         if self.block.check_agreement and self._step_applied:
             holders_agree = partial(check_holders_agree, self._applied.model, self.dp_group)
@@ -171,22 +186,39 @@ class SubnetworkEngine(CheckpointCalls):
         return self
 
     @contextmanager
-    def dense(self, *, resident: bool = False) -> Iterator[None]:
+    def dense(self, *, resident: bool = False, weights: nn.Module | None = None) -> Iterator[None]:
         """Context in which the module is the dense model; all ranks enter and leave together.
 
         Args:
             resident: hold the whole model at once (generation, state dict). By default each lacking unit is fetched
                 just before it runs and freed after, which takes the memory of the subnetwork plus one unit. For
                 gradients of the dense model use `torch.autograd.grad`. The next step starts from the weights
-                as they are left.
+                as they are left; of a Parameter that was replaced (`load_state_dict(..., assign=True)`) the values
+                are taken, and the first object stays.
+            weights: those of this copy (`copy.deepcopy(engine.module)`, made outside of `dense`) in place of the
+                module's: an average of weights. Not in the backward regime with neurons.
 
         Raises:
-            RuntimeError: on all ranks, naming ranks, when they do not do the same inside.
+            ValueError: `weights` is no such copy.
+            RuntimeError: on all ranks, naming ranks, when they do not do the same inside; naming tensors, when they
+                were replaced by others of another shape.
         """
-        with self._applied.dense_view(resident=resident), self._applied.parallel.whole_state_dicts():
-            yield
-        if resident:
-            self.optimizer.refresh_fp32_params()
+        view = self._applied.dense_view
+        if weights is not None:
+            self._refuse_resident("engine.dense(weights=...)")
+            with self._other_weights.shown(weights), self.dense(resident=resident):
+                yield
+            return
+        try:
+            with view(resident=resident), self._applied.parallel.whole_state_dicts():
+                try:
+                    yield
+                finally:
+                    resident |= view.is_whole  # a state dict makes it so
+        finally:
+            is_own = not (view.is_whole or self._other_weights.are_shown)  # an outer view may scale them
+            if resident and is_own:
+                self.optimizer.refresh_fp32_params()
 
     def load_module_state_dict(self, *args: Any, **options: Any) -> None:
         """As DeepSpeed's; the next step starts from these weights."""
@@ -225,10 +257,13 @@ class SubnetworkEngine(CheckpointCalls):
     def _refuse_resident(self, call: str) -> None:
         if self._applied.dense_view.is_resident:
             raise RuntimeError(f"{call} inside engine.dense(resident=True): leave it first, on all ranks")
+        if self._other_weights.are_shown:
+            raise RuntimeError(f"{call} inside engine.dense(weights=...): leave it first, on all ranks")
 
     def before_checkpoint(self, call: str) -> None:
-        """Leave evaluation; RuntimeError where the dense model is resident."""
+        """Leave evaluation; RuntimeError where the dense model is resident, or Parameters are others than at start."""
         self._refuse_resident(call)
+        self._known_parameters.check()
         self._applied.dense_view.end_evaluation()
 
     def rank_chunks(self) -> RankChunks:
@@ -246,7 +281,7 @@ def _refuse_at_start(
         ValueError: by name.
     """
     refuse_unsupported(block, config)
-    if getattr(model, CUT, False):  # before DeepSpeed broadcasts tensors of which some ranks have none
+    if is_cut(model):  # before DeepSpeed broadcasts tensors of which some ranks have none
         raise ValueError(f"{KEY}: an earlier engine cut this model down to subnetworks; build or load it anew")
     refuse_modules(model)
     for warning in check_hosts() + without_effect(block, config):

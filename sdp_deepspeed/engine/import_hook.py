@@ -76,7 +76,8 @@ def _patch_deepspeed() -> None:
 
 
 def _new(cls: type, *args: Any, **kwargs: Any) -> Any:
-    """`DeepSpeedEngine.__new__`: our subclass for configs with our block; an error for near-misses of its name."""
+    """`DeepSpeedEngine.__new__`: our subclass for configs with our block; an error for near-misses of its name, and for
+    models that only our engine can train."""
     from deepspeed.runtime.engine import DeepSpeedEngine
 
     from sdp_deepspeed.config import KEY, parse
@@ -84,6 +85,7 @@ def _new(cls: type, *args: Any, **kwargs: Any) -> Any:
     config = kwargs.get("config")
     block = parse(config) if isinstance(config, dict) else None
     if block is None:
+        _refuse_ours(kwargs.get("model", args[1] if len(args) > 1 else None))
         return object.__new__(cls)
     from sdp_deepspeed.engine.engine import SubnetworkEngine
 
@@ -96,6 +98,28 @@ def _new(cls: type, *args: Any, **kwargs: Any) -> Any:
             "deepspeed.initialize an ordinary module, or remove the block"
         )
     return object.__new__(cls)
+
+
+def _refuse_ours(model: Any) -> None:
+    """ValueError for a model that DeepSpeed's own engine would train in part, or not at all."""
+    from torch import nn
+
+    from sdp_deepspeed.config import KEY
+    from sdp_deepspeed.deferred_init.late_changes import is_watched
+    from sdp_deepspeed.masking.mixins import is_cut
+
+    if not isinstance(model, nn.Module):
+        return
+    if is_cut(model):
+        raise ValueError(
+            f"{KEY}: an earlier engine cut this model down to subnetworks, so plain DeepSpeed would train parts of it: "
+            "build the model anew, or copy it with copy.deepcopy inside `with engine.dense(resident=True):`"
+        )
+    if any(map(is_watched, model.parameters())):
+        raise ValueError(
+            f"{KEY}: this model was built under sdp_deepspeed.Init and has no weights yet; build it without, or give "
+            "the config the block"
+        )
 
 
 def _patch_accelerate() -> None:

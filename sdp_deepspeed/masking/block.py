@@ -16,7 +16,8 @@ from torch import nn
 from sdp_deepspeed.architectures import LocatedBranch
 from sdp_deepspeed.config import KEY
 from sdp_deepspeed.layout.rank_model import RankModel
-from sdp_deepspeed.masking.part import Fetch, MaskedPart, mixed_in
+from sdp_deepspeed.masking.mixins import Mixin, mixed_in
+from sdp_deepspeed.masking.part import Fetch, MaskedPart
 from sdp_deepspeed.units import Piece
 
 
@@ -35,10 +36,16 @@ class _Nothing:
 NOTHING = _Nothing()
 
 
-class _LackingModule(nn.Module):
+class _Copied:
+    """In a copy, the part of a branch that lacks."""
+
+    dense = False
+
+
+class _LackingModule(Mixin):
     """Mixed in before a module's own class; itself again while its part is dense."""
 
-    _sdp_part: BlockPart
+    _sdp_part: BlockPart | _Copied
     _sdp_num_outputs: int
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -48,6 +55,18 @@ class _LackingModule(nn.Module):
             return next(iter((*args, *kwargs.values())))
         nothing = 0 if torch.compiler.is_compiling() else NOTHING  # a compiler only knows how to add numbers
         return nothing if self._sdp_num_outputs == 1 else (nothing, *[None] * (self._sdp_num_outputs - 1))
+
+    def _sdp_finish(self, copied: nn.Module) -> None:
+        super()._sdp_finish(copied)
+        if not self._sdp_part.dense:
+            make_lacking(copied, _Copied(), self._sdp_num_outputs)
+
+
+def make_lacking(module: nn.Module, part: BlockPart | _Copied, num_outputs: int) -> None:
+    """Without outputs of its own, as a norm, it passes its first argument on."""
+    module.__class__ = mixed_in(_LackingModule, type(module))
+    object.__setattr__(module, "_sdp_part", part)
+    object.__setattr__(module, "_sdp_num_outputs", num_outputs)
 
 
 class BlockPart(MaskedPart):
@@ -86,7 +105,7 @@ class BlockPart(MaskedPart):
     def apply(self) -> None:
         if not self.whole:
             for module, num_outputs in zip(self.modules, self._num_outputs, strict=True):
-                self._make_lacking(module, num_outputs)
+                make_lacking(module, self, num_outputs)
             self._drop()
 
     def fill(self, fetch: Fetch) -> None:
@@ -124,12 +143,6 @@ class BlockPart(MaskedPart):
             with torch.inference_mode(False):
                 tensor.data = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
             tensor.requires_grad_(False)
-
-    def _make_lacking(self, module: nn.Module, num_outputs: int) -> None:
-        """Without outputs of its own, as a norm, it passes its first argument on."""
-        module.__class__ = mixed_in(_LackingModule, type(module))
-        object.__setattr__(module, "_sdp_part", self)
-        object.__setattr__(module, "_sdp_num_outputs", num_outputs)
 
 
 def output_names(branch: LocatedBranch, tensors: Mapping[str, torch.Tensor]) -> list[str]:

@@ -8,25 +8,45 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from typing import Any, Literal
 
 import torch
 from torch import nn
 
+from sdp_deepspeed.distributed.agreement import raise_on_all_ranks
 from sdp_deepspeed.distributed.communicator import Communicator
 from sdp_deepspeed.distributed.monitored_barrier import MonitoredBarrier, Phase
 from sdp_deepspeed.exchange.unit_fetcher import UnitFetcher
 from sdp_deepspeed.masking.mask import Mask
-from sdp_deepspeed.masking.part import MaskedPart, mixed_in
+from sdp_deepspeed.masking.mixins import CUT, Hook, Mixin, RefusePartial, mixed_in
+from sdp_deepspeed.masking.part import MaskedPart
+from sdp_deepspeed.masking.replaced import ReplaceableTensors
 from sdp_deepspeed.units import Piece
 
 Mode = Literal["subnetwork", "streaming", "resident"]
+_WAY = (
+    "Call it on every rank inside `with engine.dense(resident=True):`, or use engine.save_pretrained or "
+    "engine.save_checkpoint"
+)
 
 
-class _Model(nn.Module):
-    """Mixed in before the model's own class: what streams runs uncompiled, as no compiler sees through collectives."""
+class _Viewed(Mixin):
+    """Mixed in before the class of what a view knows, so that copies are of what the view shows."""
 
     _sdp_view: DenseView
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> nn.Module:
+        self._sdp_view.become_resident()
+        return super().__deepcopy__(memo)
+
+    def _sdp_finish(self, copied: nn.Module) -> None:
+        super()._sdp_finish(copied)
+        self._sdp_view.finish_copy(self, copied)
+
+
+class _Model(_Viewed):
+    """Mixed in before the model's own class: what streams runs uncompiled, as no compiler sees through collectives."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if torch.compiler.is_compiling() or not self._sdp_view.is_streaming():
@@ -35,11 +55,9 @@ class _Model(nn.Module):
             return super().__call__(*args, **kwargs)
 
 
-class _PartModule(nn.Module):
+class _PartModule(_Viewed):
     """Mixed in before the class of a part's first and last module. No hook: each has a number, which a compiler would
     notice, and compile every layer again."""
-
-    _sdp_view: DenseView
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if not self._sdp_view.is_streaming():
@@ -63,11 +81,13 @@ class DenseView:
     def __init__(self, module: nn.Module, mask: Mask, dp_group: Communicator, barrier: MonitoredBarrier) -> None:
         self._module = module
         self._mask = mask
+        self._dp_group = dp_group
         self._barrier = barrier
         self._mode: Mode = "subnetwork"
+        self._replaceable: ReplaceableTensors | None = None
         self._in_forward = False  # of the whole model
         self._automatic = False  # streaming was entered by a forward pass in evaluation mode
-        self._is_collective = not mask.model.stores_all
+        self._is_collective = bool(mask.parts) and not mask.model.stores_all
         self._fetcher = UnitFetcher(
             mask.model,
             [part.units for part in mask.parts],
@@ -78,23 +98,32 @@ class DenseView:
         self._last = {part.modules[-1]: index for index, part in enumerate(mask.parts)}
 
     @property
-    def is_resident(self) -> bool:
+    def is_whole(self) -> bool:
+        """Whether we are inside a context in which all of the dense model is here."""
         return self._mode == "resident"
+
+    @property
+    def is_resident(self) -> bool:
+        """Whether it will go back to what this rank's subnetwork has."""
+        return self.is_whole and bool(self._mask.parts)
 
     def install(self) -> None:
         """Hook the module, so that its forward passes and state dicts mean what they should; called once."""
         if not self._mask.parts:
+            if CUT in vars(self._module):
+                self._mix_in(_Viewed, self._module)
             return
         self._mix_in(_Model, self._module)
-        self._module.register_forward_pre_hook(self._before_forward, prepend=True)
-        self._module.register_forward_hook(self._after_forward, always_call=True)
+        self._module.register_forward_pre_hook(Hook(self._before_forward), prepend=True)
+        self._module.register_forward_hook(Hook(self._after_forward), always_call=True)
         for part in self._mask.parts:
             for module in {part.modules[0], part.modules[-1]}:
                 self._mix_in(_PartModule, module)
             if not part.whole:
+                refuse = RefusePartial(part.name, partial(getattr, part, "dense"), _WAY)
                 for module in (inner for outer in part.modules for inner in outer.modules()):
-                    module.register_state_dict_pre_hook(lambda *_, part=part: self._refuse_partial(part))
-        self._module.register_state_dict_pre_hook(lambda *_: self._before_state_dict())
+                    module.register_state_dict_pre_hook(refuse)
+        self._module.register_state_dict_pre_hook(Hook(lambda *_: self.become_resident()))
 
     def _mix_in(self, mixin: type[nn.Module], module: nn.Module) -> None:
         module.__class__ = mixed_in(mixin, type(module))
@@ -107,19 +136,34 @@ class DenseView:
         Args:
             resident: hold the whole model (generation, state dict) instead of one part at a time.
         """
-        if not self._mask.parts or self._mode == "resident" or (self._mode == "streaming" and not resident):
+        if self._mode == "resident" or (self._mode == "streaming" and not resident):
             yield
             return
         self.end_evaluation()
         previous, self._mode = self._mode, "streaming"
         try:
-            if resident:
+            if resident or not self._mask.parts:
                 self._make_resident()
             yield
             self._wait(Phase.LEAVE)
+            self._put_back()
         finally:
+            if self._replaceable is not None:  # left by an error, which says enough
+                self._replaceable.put_back()
+                self._replaceable = None
             self._release_all()
             self._mode = previous
+
+    def _put_back(self) -> None:
+        """Take over the values of tensors that were replaced while the dense model was resident."""
+        if self._replaceable is None:
+            return
+        error = self._replaceable.put_back()
+        self._replaceable = None
+        if self._is_collective:
+            raise_on_all_ranks(self._dp_group, error)
+        elif error is not None:
+            raise error
 
     def end_evaluation(self) -> None:
         """Agree that evaluation is over, if forward passes in evaluation mode have used the dense model."""
@@ -128,7 +172,7 @@ class DenseView:
 
     def wait_to_write(self) -> None:
         """What the ranks are about to write is a collective also where the dense model is none (backward regime)."""
-        if not (self._mask.parts and self._is_collective):
+        if not self._is_collective:
             self._barrier.wait(Phase.RESIDENT)
 
     def _wait(self, phase: Phase) -> None:
@@ -140,6 +184,7 @@ class DenseView:
         for index in range(len(self._mask.parts)):
             self._fill(index)
         self._mode = "resident"
+        self._replaceable = ReplaceableTensors(self._module)
 
     @torch.no_grad()
     def _release_all(self) -> None:
@@ -202,17 +247,19 @@ class DenseView:
         if module in self._last:
             self._release(self._mask.parts[self._last[module]])
 
-    def _before_state_dict(self) -> None:
+    def become_resident(self) -> None:
+        """Before a state dict or a copy, which take all weights: in a view that streams, all ranks call it."""
         if self._mode == "streaming":
             self._make_resident()
 
-    def _refuse_partial(self, part: MaskedPart) -> None:
-        if not part.dense:
-            raise RuntimeError(
-                f"this rank does not hold all of {part.name}, so its state dict would be partial. Call it on every "
-                "rank inside `with engine.dense(resident=True):`, or use engine.save_pretrained or "
-                "engine.save_checkpoint"
-            )
+    def finish_copy(self, module: nn.Module, copied: nn.Module) -> None:
+        """A module was copied: what is whole is nobody's subnetwork."""
+        if not (self.is_whole or not self._mask.parts):
+            return
+        for inner in copied.modules():
+            vars(inner).pop(CUT, None)
+        if module is self._module:
+            self._mask.finish_copy(copied)
 
     @torch.no_grad()
     def _fill(self, index: int) -> None:

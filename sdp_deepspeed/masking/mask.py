@@ -12,13 +12,12 @@ from sdp_deepspeed.architectures import LocatedBranch, branches_of_units, constr
 from sdp_deepspeed.layout.rank_model import RankModel
 from sdp_deepspeed.masking.block import BlockPart, output_names
 from sdp_deepspeed.masking.compiled import check_forward, replaced_modules
+from sdp_deepspeed.masking.mixins import CUT
 from sdp_deepspeed.masking.neuron import NeuronPart
 from sdp_deepspeed.masking.part import MaskedPart
 from sdp_deepspeed.messages import quoted
 from sdp_deepspeed.plan.plan import Plan
 from sdp_deepspeed.units import Piece, Unit
-
-CUT = "_sdp_cut"  # attribute of a model of which ranks hold parts only
 
 
 class Mask:
@@ -65,11 +64,25 @@ class Mask:
         if plan.coverage == 1:
             return
         self._check_forwards(members, neurons)
-        object.__setattr__(self._module, CUT, True)
+        self._mark()
         self._module.zero_grad()  # gradients from before this engine are of the dense model
         for part in self._make_parts(blocks, neurons):
             part.apply()
             self.parts.append(part)
+
+    def _mark(self) -> None:
+        """Say on all ranks which modules are not whole on all of them."""
+        plan = self.model.plan
+        units = [unit for index, unit in enumerate(plan.units) if len(plan.holders[index]) < plan.num_subnetworks]
+        names = {piece.parameter.rpartition(".")[0] for unit in units for piece in unit.pieces}
+        for name in ("", *sorted(names)):
+            object.__setattr__(self._module.get_submodule(name), CUT, True)
+
+    def finish_copy(self, copied: nn.Module) -> None:
+        """Make a copy of the whole module, which was dense, a model that nobody has cut or frozen."""
+        parameters = dict(copied.named_parameters())
+        for info in self.model.tensors:
+            parameters[info.name].requires_grad_(info.trainable)
 
     def _check_forwards(self, blocks: Sequence[LocatedBranch], neurons: Mapping[str, Sequence[int]]) -> None:
         """In the forward regime lacking blocks run nothing; in the backward regime cut bodies run twice."""

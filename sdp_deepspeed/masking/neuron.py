@@ -18,7 +18,8 @@ from torch import nn
 from sdp_deepspeed.architectures import LocatedBranch
 from sdp_deepspeed.layout.places import side_by_side
 from sdp_deepspeed.layout.rank_model import RankModel
-from sdp_deepspeed.masking.part import Fetch, MaskedPart, mixed_in
+from sdp_deepspeed.masking.mixins import Mixin, mixed_in
+from sdp_deepspeed.masking.part import Fetch, MaskedPart
 from sdp_deepspeed.units import Piece
 
 
@@ -159,8 +160,9 @@ class NeuronPart(MaskedPart):
                     stored.copy_(value / scale)
 
 
-class _SplitModule(nn.Module):
-    """Mixed in before a body's own class in the backward regime: first the held neurons or heads, then the lacking."""
+class _SplitModule(Mixin):
+    """Mixed in before a body's own class in the backward regime: first the held neurons or heads, then the lacking.
+    A copy has the held ones."""
 
     _sdp_part: NeuronPart
 

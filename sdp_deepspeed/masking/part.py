@@ -14,16 +14,6 @@ Fetch = Callable[[Mapping[Piece, torch.Tensor]], None]
 """Fills tensors, one per lacking piece and shaped as in the dense model; a collective in the forward regime."""
 
 
-_MIXED: dict[tuple[type[nn.Module], type[nn.Module]], type[nn.Module]] = {}
-
-
-def mixed_in(mixin: type[nn.Module], base: type[nn.Module]) -> type[nn.Module]:
-    """A class like `base`, with its name, whose `mixin` comes first; made once for each pair."""
-    if (mixin, base) not in _MIXED:
-        _MIXED[mixin, base] = type(base.__name__, (mixin, base), {"__module__": base.__module__})
-    return _MIXED[mixin, base]
-
-
 class MaskedPart(ABC):
     """Modules of which ranks lack pieces; every rank has the same parts in the same order.
 

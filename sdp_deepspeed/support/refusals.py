@@ -55,6 +55,35 @@ def refuse_modules(model: Any) -> None:
             )
 
 
+def refuse_shared_memory(model: Any) -> None:
+    """Refuse Parameters that lie in the same memory without being one object: each would be averaged and stepped by
+    owners of its own, and ranks would drift apart.
+
+    Raises:
+        ValueError: by both names.
+    """
+    places = sorted((_memory(p), index, name) for index, (name, p) in enumerate(model.named_parameters()) if p.numel())
+    end, before = 0, ""
+    last: tuple[object, ...] = ()
+    for (*space, start, stop), _, name in places:
+        if tuple(space) == last and start < end:
+            raise ValueError(
+                f"{KEY}: the Parameters {before!r} and {name!r} lie in the same memory, but are two objects: tie them "
+                "by assigning the Parameter itself (`b.weight = a.weight`, not `.data`), or give one of them its own "
+                "values (`b.weight = nn.Parameter(a.weight.detach().clone())`)"
+            )
+        if tuple(space) != last or stop > end:
+            end, before, last = stop, name, tuple(space)
+
+
+def _memory(tensor: Any) -> tuple[str, int, int, int]:
+    """Where it lies: device, storage if that has no address, first byte, and the byte after its last."""
+    storage = 0 if not tensor.is_meta else tensor.untyped_storage()._cdata
+    start = tensor.storage_offset() * tensor.element_size() if tensor.is_meta else tensor.data_ptr()
+    elements = 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    return str(tensor.device), storage, start, start + elements * tensor.element_size()
+
+
 def refuse_optimizer(name: str, config: SubnetworkConfig) -> None:
     """Refuse an optimizer that is not known to be elementwise.
 

@@ -8,9 +8,17 @@ from typing import Any
 import torch
 from torch import nn
 
-from tests.helpers.models import VOCABULARY, config
+from tests.helpers.models import MIXED, VOCABULARY, config
 from tests.helpers.ranks import Rank
 from tests.helpers.training import dense_state, engine_of
+
+CHOICES: list[tuple[str, Any]] = [
+    ("forward", "neuron"),
+    ("forward", MIXED),
+    ("backward", "neuron"),
+    ("backward", "block"),
+    ("backward", MIXED),
+]
 
 
 def engine_with(model: nn.Module, *, holders: int = 2, **block: Any) -> Any:
@@ -31,3 +39,7 @@ def whole_copy(engine: Any, like: nn.Module) -> nn.Module:
     result = deepcopy(like).eval()
     result.load_state_dict(dense_state(engine))
     return result
+
+
+def held_copies(engine: Any) -> dict[str, torch.Tensor]:
+    return {name: tensor.detach().clone() for name, tensor in engine.held_tensors().items()}

@@ -80,15 +80,6 @@ def a_model_that_is_not_described(rank: Rank) -> None:
     refusal(ValueError, lambda: engine_of(config(holders=1), model), "Sequential", "register")
 
 
-def a_model_that_was_cut_before(rank: Rank) -> None:
-    model = llama()
-    engine_of(config(holders=1), model)
-    refusal(ValueError, lambda: engine_of(config(holders=1), model), "an earlier engine cut this model down")
-    model = llama()
-    engine_of(config(holders=2), model)  # nothing was cut
-    train(engine_of(config(holders=1), model), num_steps=1)
-
-
 def too_few_units(rank: Rank) -> None:
     refusal(ValueError, lambda: engine_of(config(holders=1, granularity="layer"), llama(1)), "unit")
 
@@ -268,7 +259,6 @@ def _cases(size: int, options: pytest.Config) -> Iterator[tuple[str, Any]]:
         a_scale_that_one_branch_does_not_allow,
         strategies_that_do_not_fit,
         a_model_that_is_not_described,
-        a_model_that_was_cut_before,
         too_few_units,
         a_plan_is_given_back,
         plans_that_do_not_fit,

@@ -11,20 +11,13 @@ from unittest import mock
 import pytest
 import torch
 
-from tests.helpers.dense_views import batch_of, engine_with, logits, whole_copy
+from tests.helpers.dense_views import CHOICES, batch_of, engine_with, held_copies, logits, whole_copy
 from tests.helpers.live_tensors import present_lacking
-from tests.helpers.models import MIXED, SPECIMENS, family, llama, loss_of
+from tests.helpers.models import SPECIMENS, family, llama, loss_of
 from tests.helpers.ranks import Check, Rank
 from tests.helpers.training import assert_identical, dense_state, refusal, train
 
 SIZE = 3
-CHOICES: list[tuple[str, Any]] = [
-    ("forward", "neuron"),
-    ("forward", MIXED),
-    ("backward", "neuron"),
-    ("backward", "block"),
-    ("backward", MIXED),
-]
 
 
 def is_the_dense_model(rank: Rank) -> None:
@@ -50,10 +43,6 @@ def is_the_dense_model(rank: Rank) -> None:
         assert_identical(held_copies(engine), before)
         engine.train()
         train(engine, num_steps=1, first=1)
-
-
-def held_copies(engine: Any) -> dict[str, torch.Tensor]:
-    return {name: tensor.detach().clone() for name, tensor in engine.held_tensors().items()}
 
 
 def training_goes_on_where_it_was(rank: Rank) -> None:

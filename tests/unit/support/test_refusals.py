@@ -9,7 +9,13 @@ import torch
 
 from sdp_deepspeed.config import KEY, SubnetworkConfig, parse
 from sdp_deepspeed.support.conditions import ELEMENTWISE_OPTIMIZERS, is_elementwise
-from sdp_deepspeed.support.refusals import refuse_modules, refuse_optimizer, refuse_unsupported, without_effect
+from sdp_deepspeed.support.refusals import (
+    refuse_modules,
+    refuse_optimizer,
+    refuse_shared_memory,
+    refuse_unsupported,
+    without_effect,
+)
 from sdp_deepspeed.support.rows import Row
 from tests.helpers.support_examples import HINTS, REFUSED, WORKS, ds_config, ids
 
@@ -143,3 +149,31 @@ def test_modules_whose_gradients_cannot_travel_are_refused() -> None:
         refuse_modules(torch.nn.Sequential(torch.nn.Embedding(3, 2, sparse=True)))
     with pytest.raises(ValueError, match=r"'1' is a mixture of experts"):
         refuse_modules(torch.nn.Sequential(torch.nn.Identity(), Experts()))
+
+
+def _tied_by_data(model: Any) -> None:
+    model[2].weight.data = model[0].weight.data
+
+
+def _overlapping(model: Any) -> None:
+    model[2].weight.data = model[0].weight.data.view(-1)[6:9].view(1, 3)
+
+
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+@pytest.mark.parametrize("tie", [_tied_by_data, _overlapping])
+def test_parameters_in_the_same_memory_are_refused(tie: Any, device: str) -> None:
+    with torch.device(device):
+        model = torch.nn.Sequential(torch.nn.Linear(3, 3), torch.nn.ReLU(), torch.nn.Linear(3, 3))
+    tie(model)
+    with pytest.raises(ValueError, match=r"'0\.weight' and '2\.weight' lie in the same memory.*Parameter itself"):
+        refuse_shared_memory(model)
+
+
+def test_tied_parameters_and_views_of_one_storage_are_not_refused() -> None:
+    """One object, parts of one buffer beside each other, and empty ones."""
+    model: Any = torch.nn.Sequential(*[torch.nn.Linear(3, 3) for _ in range(4)])
+    model[1].weight = model[0].weight
+    flat = torch.zeros(18)
+    model[2].weight.data, model[3].weight.data = flat[:9].view(3, 3), flat[9:].view(3, 3)
+    model[0].bias.data = model[1].bias.data = torch.empty(0)
+    refuse_shared_memory(model)

@@ -1,0 +1,121 @@
+"""What is mixed into the classes of a masked module's modules, and how a copy of such a module is one of its own.
+
+A copy (`copy.deepcopy`, and so `torch.optim.swa_utils.AveragedModel`) has the weights that the module has at that
+moment, and nothing that leads back to the original: no view, no part, no hook of ours.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from copy import deepcopy
+from typing import Any
+
+from torch import nn
+
+CUT = "_sdp_cut"  # attribute of a model of which ranks hold parts only, and of its modules of which they do
+_LEADS_BACK = ("_sdp_view", "_sdp_part")  # attributes of a module that know the model
+_OWN = (*_LEADS_BACK, "_sdp_num_outputs")
+_MIXED: dict[tuple[type[nn.Module], type[nn.Module]], type[nn.Module]] = {}
+
+
+def mixed_in(mixin: type[nn.Module], base: type[nn.Module]) -> type[nn.Module]:
+    """A class like `base`, with its name, whose `mixin` comes first; made once for each pair."""
+    if (mixin, base) not in _MIXED:
+        _MIXED[mixin, base] = type(base.__name__, (mixin, base), {"__module__": base.__module__})
+    return _MIXED[mixin, base]
+
+
+def unmixed(kind: type[nn.Module]) -> type[nn.Module]:
+    """Inverse of `mixed_in`, however often it was used."""
+    while kind in _MIXED.values():
+        kind = kind.__bases__[1]
+    return kind
+
+
+def is_cut(model: nn.Module) -> bool:
+    """Whether ranks hold only parts of it, or of a module in it."""
+    return any(CUT in vars(module) for module in model.modules())
+
+
+class Mixin(nn.Module):
+    """Base of what is mixed in."""
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> nn.Module:
+        for name in _LEADS_BACK:
+            if name in vars(self):
+                memo[id(vars(self)[name])] = _ORIGINAL
+        inherited = getattr(super(), "__deepcopy__", None)
+        copied: nn.Module = _copy(self, memo) if inherited is None else inherited(memo)
+        for name in _OWN:
+            vars(copied).pop(name, None)
+        copied.__class__ = unmixed(type(self))
+        self._sdp_finish(copied)
+        return copied
+
+    def _sdp_finish(self, copied: nn.Module) -> None:
+        """Make a plain copy what it must be."""
+
+
+_ORIGINAL = object()  # stands in a copy for what belongs to the original
+
+
+def _copy(module: nn.Module, memo: dict[int, Any]) -> nn.Module:
+    """As `copy.deepcopy` copies a module that does not say how."""
+    reduced: Any = module.__reduce_ex__(4)
+    rebuild, args, state = reduced[:3]
+    copied: nn.Module = rebuild(*args)
+    memo[id(module)] = copied
+    copied.__setstate__(deepcopy(state, memo))
+    return copied
+
+
+class Hook:
+    """A hook of a module that its copies do not have."""
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        self._function = function
+
+    def __call__(self, *args: Any) -> Any:
+        return self._function(*args)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Callable[..., None]:
+        return no_hook
+
+
+def no_hook(*args: Any) -> None:
+    """What a copy has instead."""
+
+
+class RefusePartial:
+    """A hook before state dicts of a module that is not whole here.
+
+    Args:
+        name: of its part, for the message.
+        is_dense: whether it is whole for the moment.
+        way: what to do instead.
+    """
+
+    def __init__(self, name: str, is_dense: Callable[[], bool], way: str) -> None:
+        self._name = name
+        self._is_dense = is_dense
+        self._way = way
+
+    def __call__(self, *args: Any) -> None:
+        if not self._is_dense():
+            raise RuntimeError(
+                f"this rank does not hold all of {self._name}, so its state dict would be partial. {self._way}"
+            )
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Callable[..., None]:
+        return no_hook if self._is_dense() else RefusePartial(self._name, never, _WAY_OF_A_COPY)
+
+
+_WAY_OF_A_COPY = (
+    "It is a copy of a subnetwork: for a whole one copy engine.module inside `with engine.dense(resident=True):`, on "
+    "every rank"
+)
+
+
+def never() -> bool:
+    """A copy is not the dense model for a while."""
+    return False

@@ -1,0 +1,73 @@
+"""Models that an engine cannot train as they are: one error on all ranks, before anything is broadcast."""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from copy import deepcopy
+from functools import partial
+from typing import Any
+
+import pytest
+from torch import nn
+
+import sdp_deepspeed
+from sdp_deepspeed.config import MODES
+from tests.helpers.models import config, llama
+from tests.helpers.ranks import Check, Rank
+from tests.helpers.training import engine_of, refusal, train
+
+
+def a_model_that_was_cut_before(rank: Rank) -> None:
+    model = llama()
+    engine_of(config(holders=1), model)
+    refusal(ValueError, lambda: engine_of(config(holders=1), model), "an earlier engine cut this model down")
+    model = llama()
+    engine_of(config(holders=2), model)  # nothing was cut
+    train(engine_of(config(holders=1), model), num_steps=1)
+
+
+def plain_engines_of_what_only_ours_can_train(rank: Rank) -> None:
+    """Cut models, what is inside of them or around them, their partial copies, and models without weights."""
+    plain = {key: value for key, value in config().items() if key != "subnetwork_data_parallel"}
+    words = ("an earlier engine cut this model down", "build the model anew", "copy.deepcopy inside")
+    for regime, strategy in MODES:
+        model: Any = llama()
+        engine = engine_of(config(holders=1, regime=regime, strategy=strategy), model)
+        with engine.dense(resident=True):
+            whole = deepcopy(model)
+        layer = model.model.layers[0]
+        others = (model, nn.Sequential(layer), layer.mlp if strategy == "neuron" else model.model)
+        for other in (*others, deepcopy(model)) if strategy == "neuron" or regime == "forward" else others:
+            refusal(ValueError, partial(engine_of, plain, other), *words)
+        refusal(ValueError, partial(engine_of, plain | config(enabled=False, holders=1), model), *words)
+        train(engine_of(plain, whole), num_steps=1)
+    uncut: Any = llama()
+    engine_of(config(holders=2), uncut)
+    train(engine_of(plain, uncut), num_steps=1)
+    with sdp_deepspeed.Init():
+        deferred = llama()
+    refusal(
+        ValueError, partial(engine_of, plain, deferred), "built under sdp_deepspeed.Init", "give the config the block"
+    )
+
+
+def ties_by_memory(rank: Rank) -> None:
+    """Whatever the stage, the coverage and the dtype, which would untie them in silence."""
+    for stage, holders, half in ((0, 1, False), (1, 2, True), (2, 2, False)):
+        for make in (nullcontext, sdp_deepspeed.Init):
+            with make():
+                model: Any = llama()
+                model.lm_head.weight.data = model.model.embed_tokens.weight.data
+            settings = config(holders=holders) | {"zero_optimization": {"stage": stage}, "bf16": {"enabled": half}}
+            words = ("'model.embed_tokens.weight' and 'lm_head.weight'", "by assigning the Parameter itself")
+            refusal(ValueError, partial(engine_of, settings, model), *words)
+
+
+def _checks(size: int, options: pytest.Config) -> list[tuple[str, Check]]:
+    checks = (a_model_that_was_cut_before, plain_engines_of_what_only_ours_can_train, ties_by_memory)
+    return [(check.__name__, check) for check in checks]
+
+
+@pytest.mark.checks(2, _checks)
+def test_two_ranks(outcome: str | None) -> None:
+    assert outcome is None, outcome
