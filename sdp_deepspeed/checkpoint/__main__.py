@@ -20,7 +20,9 @@ def configure(parser: Parser) -> None:
 
 
 def _configure_inspect(parser: Parser) -> None:
-    parser.description = "Say what a checkpoint is, and verify sizes and hashes of its files. Exit code 1: damaged."
+    parser.description = (
+        "Say what a checkpoint is, and verify sizes and hashes of its files. Exit code 1: damaged, or `latest` is."
+    )
     parser.add_argument("checkpoint", type=Path, help="its folder, or the folder above (then the latest)")
     parser.add_argument("--tag", help="which checkpoint of the folder")
     parser.set_defaults(run=_inspect)
@@ -59,11 +61,13 @@ def _export(options: argparse.Namespace) -> int:
 
 def _inspect(options: argparse.Namespace) -> int:
     from sdp_deepspeed.checkpoint.interop.describe import describe
-    from sdp_deepspeed.checkpoint.storage.folder import find_checkpoint
+    from sdp_deepspeed.checkpoint.storage.folder import broken_latest, find_checkpoint
 
     lines, complete = describe(find_checkpoint(options.checkpoint, options.tag))
+    if remark := broken_latest(options.checkpoint, options.tag):
+        lines.append(f"{remark}; this is the newest complete one")
     print("\n".join(lines))
-    return 0 if complete else 1
+    return 0 if complete and remark is None else 1
 
 
 def _from_zero(options: argparse.Namespace) -> int:

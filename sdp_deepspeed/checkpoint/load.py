@@ -67,7 +67,9 @@ def _problems(path: Path, world: Communicator) -> list[str]:
     """What is wrong with a checkpoint; each rank looks at its share of the files."""
     seen_here: list[str] = []
     try:
-        records = manifests.read_manifest(path)["files"]
+        manifest = manifests.read_manifest(path)
+        seen_here += [f"checkpoint: {problem}" for problem in manifests.gaps_in(path, manifest)]
+        records = {} if seen_here else manifest["files"]
         for name in manifests.share(list(records), world.rank, world.size):
             if problem := manifests.problem_of(path, name, records[name]):
                 seen_here.append(f"checkpoint: {problem}")

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import hashlib
+import json
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +17,8 @@ from sdp_deepspeed.checkpoint.state.boxes import Box
 from sdp_deepspeed.checkpoint.state.chunks import Chunks, SavePlanner, read_chunks
 from sdp_deepspeed.checkpoint.storage import folder as files
 from sdp_deepspeed.checkpoint.storage.chunk_files import SafetensorsReader, SafetensorsWriter
-from sdp_deepspeed.checkpoint.storage.manifest import FORMAT
-from sdp_deepspeed.checkpoint.storage.names import tensors_file
+from sdp_deepspeed.checkpoint.storage.manifest import FORMAT, hashed_file, read_manifest, write_manifest
+from sdp_deepspeed.checkpoint.storage.names import COMMON, rank_file, tensors_file
 
 
 def dense_tensors(folder: Path) -> dict[str, torch.Tensor]:
@@ -38,11 +40,33 @@ def tensors_in(path: Path) -> dict[str, torch.Tensor]:
 
 def write_checkpoint(path: Path, tensors: Mapping[str, torch.Tensor]) -> None:
     """A checkpoint without a training."""
-    writer = SafetensorsWriter(files.open_staging(path, "tag"), tensors_file(0))
+    staging = files.open_staging(path, "tag")
+    writer = SafetensorsWriter(staging, tensors_file(0))
     chunks: dict[str, Any] = {}
     for key, value in tensors.items():
         chunks[key] = Chunks(value.shape, value.dtype)
         chunks[key].add(Box.whole(value.shape), value)
     dcp.save(chunks, storage_writer=writer, planner=SavePlanner(), no_dist=True)
-    manifest = {"format": FORMAT, "global_steps": 1, "ranks": 1, "files": writer.records}
+    for name in (COMMON, rank_file(0)):
+        with hashed_file(staging / name, writer.records) as file:
+            file.write(b"")
+    manifest = {"format": FORMAT, "global_steps": 1, "saved_at": 1, "ranks": 1, "files": writer.records}
     files.publish(path, "tag", manifest, latest=True)
+
+
+def forge(file: Path, change: Callable[[Any], Any]) -> None:
+    """Change the content of a checkpoint's JSON file in place, and make its manifest vouch for it."""
+    content = json.loads(file.read_text())
+    change(content)
+    file.write_text(json.dumps(content))
+    forge_manifest(file.parent, file)
+
+
+def forge_manifest(path: Path, *changed: Path) -> None:
+    """Make a manifest vouch for files as they are now."""
+    manifest = read_manifest(path)
+    for file in changed:
+        content = file.read_bytes()
+        record = {"bytes": len(content), "sha256": hashlib.sha256(content).hexdigest()}
+        manifest["files"][file.name] = record
+    write_manifest(path, manifest)

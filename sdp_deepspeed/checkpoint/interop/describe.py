@@ -8,10 +8,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from sdp_deepspeed.checkpoint.state.chunks import WEIGHT
 from sdp_deepspeed.checkpoint.storage.chunk_files import SafetensorsReader
 from sdp_deepspeed.checkpoint.storage.manifest import verify
-from sdp_deepspeed.checkpoint.storage.names import PLAN
+from sdp_deepspeed.checkpoint.storage.names import PLAN, WEIGHT
 from sdp_deepspeed.sizes import bytes_text
 
 
@@ -22,14 +21,17 @@ def describe(path: Path) -> tuple[list[str], bool]:
         ValueError: it is no checkpoint, or its manifest is damaged.
     """
     manifest, problems = verify(path)
-    size = sum(record["bytes"] for record in manifest["files"].values())
-    lines = [
-        f"checkpoint {path}",
-        f"format {manifest['format']}, step {manifest['global_steps']}, written by {manifest['ranks']} ranks",
-        f"{len(manifest['files'])} files, {bytes_text(size)}",
-    ]
+    lines = [f"checkpoint {path}"]
     if not problems:
-        lines += [*_plan(path), *_tensors(path)]
+        size = sum(record["bytes"] for record in manifest["files"].values())
+        lines += [
+            f"format {manifest['format']}, step {manifest.get('global_steps')}, written by {manifest['ranks']} ranks",
+            f"{len(manifest['files'])} files, {bytes_text(size)}",
+        ]
+        try:
+            lines += [*_plan(path), *_tensors(path)]
+        except ValueError as problem:
+            problems = [str(problem)]
     return [
         *lines,
         *problems,
@@ -39,12 +41,15 @@ def describe(path: Path) -> tuple[list[str], bool]:
 
 def _plan(path: Path) -> Iterator[str]:
     if (path / PLAN).is_file():
-        plan: dict[str, Any] = json.loads((path / PLAN).read_text(encoding="utf-8"))
-        yield (
-            f"plan {plan['hash'][:12]}: {plan['regime']} regime, {plan['strategy']} strategy, "
-            f"{plan['num_subnetworks']} subnetworks, {plan['num_holders']} holders of each of "
-            f"{len(plan['units'])} units"
-        )
+        try:
+            plan: dict[str, Any] = json.loads((path / PLAN).read_text(encoding="utf-8"))
+            yield (
+                f"plan {plan['hash'][:12]}: {plan['regime']} regime, {plan['strategy']} strategy, "
+                f"{plan['num_subnetworks']} subnetworks, {plan['num_holders']} holders of each of "
+                f"{len(plan['units'])} units"
+            )
+        except (KeyError, TypeError, ValueError, RecursionError) as problem:
+            raise ValueError(f"{path / PLAN} is no plan: {problem!r}") from None
 
 
 def _tensors(path: Path) -> Iterator[str]:

@@ -16,10 +16,10 @@ from safetensors.torch import save_file
 from sdp_deepspeed.atomic_files import complete_or_absent
 from sdp_deepspeed.checkpoint.interop.hugging_face_names import CONFIG, TOKENIZER_FILES, WEIGHTS, WEIGHTS_INDEX
 from sdp_deepspeed.checkpoint.state.boxes import Box
-from sdp_deepspeed.checkpoint.state.chunks import MASTER, WEIGHT, Chunks, read_chunks, translated_dcp_errors
+from sdp_deepspeed.checkpoint.state.chunks import Chunks, read_chunks, translated_dcp_errors
 from sdp_deepspeed.checkpoint.storage.chunk_files import SafetensorsReader
 from sdp_deepspeed.checkpoint.storage.manifest import verify
-from sdp_deepspeed.checkpoint.storage.names import GENERATION_CONFIG, MODEL_CONFIG
+from sdp_deepspeed.checkpoint.storage.names import GENERATION_CONFIG, MASTER, MODEL_CONFIG, WEIGHT
 from sdp_deepspeed.messages import listed
 
 

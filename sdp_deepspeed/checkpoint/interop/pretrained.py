@@ -15,11 +15,12 @@ from safetensors import SafetensorError, safe_open
 from sdp_deepspeed.checkpoint.interop.hugging_face_names import WEIGHTS, WEIGHTS_INDEX
 from sdp_deepspeed.checkpoint.interop.name_matching import Match, NameMap, refuse_others
 from sdp_deepspeed.checkpoint.interop.whole_tensors import SliceReader, Slices, WholeTensor, WholeTensorsReader
-from sdp_deepspeed.checkpoint.state.chunks import WEIGHT, translated_dcp_errors
+from sdp_deepspeed.checkpoint.state.chunks import translated_dcp_errors
 from sdp_deepspeed.checkpoint.state.fill import fill
 from sdp_deepspeed.checkpoint.state.rank_chunks import RankChunks
 from sdp_deepspeed.checkpoint.state.trained_state import TrainedState
 from sdp_deepspeed.checkpoint.storage.errors import translating_os_errors
+from sdp_deepspeed.checkpoint.storage.names import WEIGHT
 from sdp_deepspeed.distributed.agreement import run_on_all_ranks
 from sdp_deepspeed.messages import quoted
 

@@ -17,8 +17,8 @@ import torch
 from sdp_deepspeed.checkpoint.interop.name_matching import Match, NameMap, refuse_others
 from sdp_deepspeed.checkpoint.interop.safe_pickles import read_known
 from sdp_deepspeed.checkpoint.interop.whole_tensors import SliceReader, Slices, WholeTensor, WholeTensorsReader
-from sdp_deepspeed.checkpoint.state.chunks import WEIGHT
 from sdp_deepspeed.checkpoint.state.snapshot import COUNTERS
+from sdp_deepspeed.checkpoint.storage.names import WEIGHT
 from sdp_deepspeed.messages import quoted
 
 ZERO, FP32, STEP, PARAM, VOCABULARY = "zero", "fp32", "step", "param", "vocab_tensor"

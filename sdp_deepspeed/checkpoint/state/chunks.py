@@ -17,9 +17,6 @@ from torch.distributed.checkpoint.storage import StorageReader
 
 from sdp_deepspeed.checkpoint.state.boxes import Box
 
-# A key is "<kind>/<dense name>"; kinds beside these are moments, by the optimizer's own names.
-WEIGHT, MASTER = "weight", "master"
-
 
 class Chunks:
     """A value of a DCP state dict: some boxes of one dense tensor, and where their elements are here.

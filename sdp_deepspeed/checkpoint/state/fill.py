@@ -10,10 +10,11 @@ import torch
 from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.storage import StorageReader
 
-from sdp_deepspeed.checkpoint.state.chunks import MASTER, WEIGHT, Chunks, StateDict, read_chunks
+from sdp_deepspeed.checkpoint.state.chunks import Chunks, StateDict, read_chunks
 from sdp_deepspeed.checkpoint.state.optimizer_state import OptimizerState
 from sdp_deepspeed.checkpoint.state.rank_chunks import RankChunks
 from sdp_deepspeed.checkpoint.state.trained_state import TrainedState
+from sdp_deepspeed.checkpoint.storage.names import MASTER, WEIGHT
 from sdp_deepspeed.messages import quoted
 
 
@@ -78,6 +79,11 @@ def _check_names(rank_chunks: RankChunks, stored: Mapping[str, Any], *, strict: 
         if saved != here:
             raise ValueError(
                 f"checkpoint: {name!r} has shape {saved} in it and {here} in the model; build the model that was saved"
+            )
+        dtype, wanted = stored[f"{WEIGHT}/{name}"].properties.dtype, rank_chunks.tensors[name].dtype
+        if wanted.is_floating_point and not dtype.is_floating_point:  # the other way round is DeepSpeed's for buffers
+            raise ValueError(
+                f"checkpoint: {name!r} is of {dtype} in it and {wanted} in the model; build the model that was saved"
             )
 
 

@@ -7,8 +7,9 @@ from typing import Any
 
 import torch
 
-from sdp_deepspeed.checkpoint.state.chunks import MASTER, WEIGHT, StateDict
+from sdp_deepspeed.checkpoint.state.chunks import StateDict
 from sdp_deepspeed.checkpoint.state.rank_chunks import RankChunks, locate
+from sdp_deepspeed.checkpoint.storage.names import MASTER, WEIGHT
 from sdp_deepspeed.layout.fragments import Fragment
 from sdp_deepspeed.optimizer.optimizer import SubnetworkOptimizer
 from sdp_deepspeed.optimizer.stepped_group import SteppedGroup

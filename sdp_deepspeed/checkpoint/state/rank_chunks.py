@@ -9,7 +9,8 @@ from math import prod
 import torch
 
 from sdp_deepspeed.checkpoint.state.boxes import Box, box_of, boxes_of, in_dense
-from sdp_deepspeed.checkpoint.state.chunks import WEIGHT, Chunks, StateDict
+from sdp_deepspeed.checkpoint.state.chunks import Chunks, StateDict
+from sdp_deepspeed.checkpoint.storage.names import WEIGHT
 from sdp_deepspeed.layout.fragments import Fragment
 from sdp_deepspeed.layout.rank_model import RankModel
 from sdp_deepspeed.optimizer.stepped_group import SteppedGroup

@@ -12,13 +12,7 @@ from typing import Any
 
 import torch
 from safetensors import safe_open
-from torch.distributed.checkpoint.metadata import (
-    ChunkStorageMetadata,
-    Metadata,
-    MetadataIndex,
-    TensorProperties,
-    TensorStorageMetadata,
-)
+from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
 from torch.distributed.checkpoint.planner import (
     LoadPlan,
     LoadPlanner,
@@ -29,25 +23,9 @@ from torch.distributed.checkpoint.planner import (
 from torch.distributed.checkpoint.storage import StorageReader, StorageWriter, WriteResult
 from torch.futures import Future
 
+from sdp_deepspeed.checkpoint.storage.index import DTYPE_NAMES, StoredChunk, parse, render
 from sdp_deepspeed.checkpoint.storage.manifest import hashed_file
 from sdp_deepspeed.checkpoint.storage.names import INDEX
-
-# Names of safetensors' format.
-_DTYPES = {
-    torch.float64: "F64",
-    torch.float32: "F32",
-    torch.float16: "F16",
-    torch.bfloat16: "BF16",
-    torch.int64: "I64",
-    torch.int32: "I32",
-    torch.int16: "I16",
-    torch.int8: "I8",
-    torch.uint8: "U8",
-    torch.bool: "BOOL",
-    torch.complex64: "C64",
-    torch.float8_e4m3fn: "F8_E4M3",
-    torch.float8_e5m2: "F8_E5M2",
-}
 
 
 class SafetensorsWriter(StorageWriter):
@@ -99,9 +77,8 @@ class SafetensorsWriter(StorageWriter):
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
         """One rank writes the index."""
         files = {result.index: result.storage_data for of_rank in results for result in of_rank}
-        tensors = {key: _index_entry(key, info, files) for key, info in metadata.state_dict_metadata.items()}
         with hashed_file(self._folder / INDEX, self.records) as file:
-            file.write(json.dumps(tensors, indent=0, sort_keys=True).encode())
+            file.write(render(metadata.state_dict_metadata, files).encode())
 
 
 def _bytes(values: torch.Tensor) -> memoryview:
@@ -124,7 +101,7 @@ def _header(items: Sequence[WriteItem]) -> bytes:
         sizes, dtype = item.tensor_data.chunk.sizes, _dtype_of(item)
         stop = start + sizes.numel() * dtype.itemsize
         name = _name(item.index)
-        entries[name] = {"dtype": _DTYPES[dtype], "shape": list(sizes), "data_offsets": [start, stop]}
+        entries[name] = {"dtype": DTYPE_NAMES[dtype], "shape": list(sizes), "data_offsets": [start, stop]}
         start = stop
     text = json.dumps(entries, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
@@ -135,14 +112,6 @@ def _name(index: MetadataIndex) -> str:
     """Of a chunk in its file."""
     assert index.offset is not None
     return f"{index.fqn}@{','.join(map(str, index.offset))}"
-
-
-def _index_entry(key: str, info: Any, files: Mapping[MetadataIndex, str]) -> dict[str, Any]:
-    chunks = [
-        {"offsets": list(c.offsets), "sizes": list(c.sizes), "file": files[MetadataIndex(key, c.offsets)]}
-        for c in info.chunks
-    ]
-    return {"dtype": _DTYPES[info.properties.dtype], "shape": list(info.size), "chunks": chunks}
 
 
 class Reader(StorageReader):
@@ -172,10 +141,10 @@ class SafetensorsReader(Reader):
         self._folder = folder
 
     def read_metadata(self, *args: Any) -> Metadata:
-        """Dense tensors by key, and in `storage_data` the file of each of their chunks.
+        """Dense tensors by key, and in `storage_data` where each of their chunks is.
 
         Raises:
-            ValueError: the index is not what a writer wrote.
+            ValueError: the index is not what a writer wrote: chunks are missing, overlap, or are elsewhere.
         """
         return self._metadata
 
@@ -183,19 +152,20 @@ class SafetensorsReader(Reader):
     def _metadata(self) -> Metadata:
         path = self._folder / INDEX
         try:
-            return _metadata(json.loads(path.read_text()))
-        except (OSError, KeyError, TypeError, ValueError) as problem:
+            return parse(path.read_text(encoding="utf-8"))
+        except (OSError, ValueError) as problem:
             raise ValueError(f"checkpoint: {path} cannot be read: {problem}") from problem
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
-        files = self._metadata.storage_data
+        chunks: Mapping[MetadataIndex, StoredChunk] = self._metadata.storage_data
         by_file = defaultdict(list)
         for item in plan.items:
-            by_file[files[item.storage_index]].append(item)
+            by_file[chunks[item.storage_index].file].append(item)
         for name, items in by_file.items():
             with safe_open(self._folder / name, framework="pt") as file:
                 for item in items:
                     target = planner.resolve_tensor(item)
+                    _refuse_other(file, item.storage_index, chunks[item.storage_index])
                     target.copy_(_read_slice(file, _name(item.storage_index), item.storage_offsets, item.lengths))
                     planner.commit_tensor(item, target)
         future: Future[None] = Future()
@@ -203,26 +173,18 @@ class SafetensorsReader(Reader):
         return future
 
 
+def _refuse_other(file: Any, index: MetadataIndex, chunk: StoredChunk) -> None:
+    """ValueError where a file has something else than the index says: it would be stretched or converted unseen."""
+    stored = file.get_slice(_name(index))
+    there = stored.get_dtype(), tuple(stored.get_shape())
+    if there != (chunk.dtype, chunk.sizes):
+        raise ValueError(
+            f"{chunk.file} has {_name(index)} as {there[0]} {list(there[1])}, and {INDEX} says {chunk.dtype} "
+            f"{list(chunk.sizes)}"
+        )
+
+
 def _read_slice(file: Any, name: str, offsets: Sequence[int], lengths: Sequence[int]) -> torch.Tensor:
     if not lengths:
         return file.get_tensor(name)
     return file.get_slice(name)[tuple(slice(a, a + n) for a, n in zip(offsets, lengths, strict=True))]
-
-
-def _metadata(index: Mapping[str, Any]) -> Metadata:
-    dtypes = {name: dtype for dtype, name in _DTYPES.items()}
-    tensors: dict[str, Any] = {}
-    files: dict[MetadataIndex, str] = {}
-    for key, tensor in index.items():
-        chunks = [ChunkStorageMetadata(torch.Size(c["offsets"]), torch.Size(c["sizes"])) for c in tensor["chunks"]]
-        properties = TensorProperties(dtype=dtypes[tensor["dtype"]])
-        tensors[key] = TensorStorageMetadata(properties, torch.Size(tensor["shape"]), chunks)
-        files |= {MetadataIndex(key, c["offsets"]): _file_name(c["file"]) for c in tensor["chunks"]}
-    return Metadata(tensors, storage_data=files)
-
-
-def _file_name(text: Any) -> str:
-    """In the folder of the index, whose manifest vouches for it."""
-    if Path(text).name != text:
-        raise ValueError(f"{text!r} is not the name of a file beside it")
-    return text

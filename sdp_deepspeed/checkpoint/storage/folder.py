@@ -117,6 +117,12 @@ def find_checkpoint(path: Path, tag: str | None = None) -> Path:
     return path / tags[0]
 
 
+def broken_latest(path: Path, tag: str | None) -> str | None:
+    """What is wrong with `latest` where `find_checkpoint` asks it; None if it names a checkpoint."""
+    is_asked = tag is None and not (path / MANIFEST).is_file()
+    return candidates(path)[1] if is_asked else None
+
+
 def candidates(folder: Path) -> tuple[list[str], str | None]:
     """Tags to try in turn when none is asked for, the one that `latest` names first, then from the newest; and a remark
     if `latest` names none that is there."""

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from sdp_deepspeed.checkpoint.storage.errors import translated_write_errors
-from sdp_deepspeed.checkpoint.storage.names import MANIFEST
+from sdp_deepspeed.checkpoint.storage.names import COMMON, INDEX, MANIFEST, rank_file, tensors_file
 
 FORMAT = 3
 
@@ -90,7 +90,7 @@ def read_manifest(path: Path) -> dict[str, Any]:
         raise ValueError(
             f"checkpoint: {path} is not complete: it has no {MANIFEST} (or it is not a checkpoint of sdp_deepspeed)"
         ) from None
-    except (OSError, ValueError) as problem:
+    except (OSError, ValueError, RecursionError) as problem:
         raise ValueError(f"checkpoint: {file} is damaged: {problem}") from None
     if not isinstance(manifest, dict) or text != _render(manifest):
         raise ValueError(f"checkpoint: {file} is damaged: its content does not have its hash")
@@ -99,13 +99,24 @@ def read_manifest(path: Path) -> dict[str, Any]:
     return manifest
 
 
-def problem_of(path: Path, name: str, record: Mapping[str, Any]) -> str | None:
+def gaps_in(path: Path, manifest: Mapping[str, Any]) -> list[str]:
+    """What a manifest must say and does not: whole, it vouches for the files of every rank that wrote one."""
+    records, num_ranks = manifest.get("files"), manifest.get("ranks")
+    if not isinstance(records, dict) or not isinstance(num_ranks, int) or not 0 < num_ranks <= len(records):
+        return [f"{path / MANIFEST} does not name the files of all ranks"]
+    of_ranks = (name for rank in range(num_ranks) for name in (rank_file(rank), tensors_file(rank)))
+    return [f"{path / name} is not in its {MANIFEST}" for name in (COMMON, INDEX, *of_ranks) if name not in records]
+
+
+def problem_of(path: Path, name: str, record: Any) -> str | None:
     """What is wrong with a file of a checkpoint, None if it is as it was written.
 
     Args:
         record: what the manifest says of it.
     """
     file = path / name
+    if Path(name).name != name or not isinstance(record, dict) or record.keys() != {"bytes", "sha256"}:
+        return f"{path / MANIFEST} vouches for {name!r}, which is no file beside it, or not with its size and hash"
     try:
         num_bytes = file.stat().st_size
         if num_bytes != record["bytes"]:
@@ -127,8 +138,10 @@ def verify(path: Path) -> tuple[dict[str, Any], list[str]]:
         ValueError: there is no manifest, or it is damaged.
     """
     manifest = read_manifest(path)
-    problems = [problem_of(path, name, record) for name, record in sorted(manifest["files"].items())]
-    return manifest, [problem for problem in problems if problem is not None]
+    problems = gaps_in(path, manifest)
+    records = manifest["files"] if isinstance(manifest.get("files"), dict) else {}
+    found = (problem_of(path, name, record) for name, record in sorted(records.items()))
+    return manifest, [*problems, *(problem for problem in found if problem is not None)]
 
 
 def share(names: Sequence[str], rank: int, size: int) -> list[str]:

@@ -1,4 +1,4 @@
-"""Names of the files of a checkpoint, and of those beside it."""
+"""Names of the files of a checkpoint, of those beside it, and of the tensors in it."""
 
 from __future__ import annotations
 
@@ -10,6 +10,9 @@ PLAN = "plan.json"
 CONFIG = "config.json"
 MODEL_CONFIG = "model_config.json"
 GENERATION_CONFIG = "generation_config.json"
+
+# A key is "<kind>/<dense name>"; kinds beside these are moments, by the optimizer's own names.
+WEIGHT, MASTER = "weight", "master"
 
 
 def tensors_file(rank: int) -> str:

@@ -10,6 +10,8 @@ import pytest
 import torch
 
 from sdp_deepspeed.checkpoint.load import LoadOptions
+from sdp_deepspeed.checkpoint.storage.names import INDEX
+from tests.helpers.dense_checkpoints import forge
 from tests.helpers.trained_states import Trained, checkpointer_of, names_in, one_rank
 from tests.helpers.training import assert_identical
 
@@ -86,6 +88,25 @@ def test_a_damaged_one_is_not_loaded(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=f"{tmp_path} has no complete checkpoint"):
         checkpointer.load(tmp_path, None, ALL)
     assert checkpointer.load(tmp_path / "empty", None, ALL) == (None, None)
+
+
+@pytest.mark.parametrize("key", ["weight/cut", "master/cut", "exp_avg/cut"])
+def test_an_index_with_missing_chunks_is_not_loaded(tmp_path: Path, key: str) -> None:
+    checkpointer_of(trained(dtype=torch.bfloat16)).save(tmp_path, "tag", {})
+    forge(tmp_path / "tag" / INDEX, lambda index: index[key]["chunks"].pop())
+    loaded = trained(1, dtype=torch.bfloat16)
+    before = loaded.tensors()
+    with pytest.raises(ValueError, match=f"{key}: its . chunks do not cover each element"):
+        checkpointer_of(loaded).load(tmp_path, "tag", ALL)
+    assert_identical(loaded.tensors(), before)
+
+
+def test_whole_numbers_are_no_weights(tmp_path: Path) -> None:
+    """The buffer has no moments that would tell; the model does."""
+    checkpointer_of(trained()).save(tmp_path, "tag", {})
+    forge(tmp_path / "tag" / INDEX, lambda index: index["weight/num_seen"].update(dtype="I32"))
+    with pytest.raises(ValueError, match=r"'num_seen' is of torch.int32 in it and torch.float32 in the model"):
+        checkpointer_of(trained(1)).load(tmp_path, "tag", ALL)
 
 
 def test_only_the_last_ones_are_kept(tmp_path: Path) -> None:

@@ -16,6 +16,7 @@ from sdp_deepspeed.checkpoint.storage.manifest import (
     verify,
     write_manifest,
 )
+from sdp_deepspeed.checkpoint.storage.names import COMMON, INDEX, rank_file, tensors_file
 
 
 def test_a_full_disk_is_named() -> None:
@@ -29,7 +30,10 @@ def test_a_manifest_vouches_for_what_was_written(tmp_path: Path) -> None:
     with hashed_file(tmp_path / "file", records) as file:
         file.write(b"abc")
         file.write(memoryview(b"def"))
-    manifest = {"format": FORMAT, "files": records}
+    for name in (COMMON, INDEX, rank_file(0), tensors_file(0)):
+        with hashed_file(tmp_path / name, records):
+            pass
+    manifest = {"format": FORMAT, "ranks": 1, "files": records}
     write_manifest(tmp_path, manifest)
     assert verify(tmp_path) == (manifest, [])
     assert records["file"]["bytes"] == 6
@@ -38,6 +42,34 @@ def test_a_manifest_vouches_for_what_was_written(tmp_path: Path) -> None:
         assert words in str(problem_of(tmp_path, "file", records["file"]))
     (tmp_path / "file").unlink()
     assert verify(tmp_path) == (manifest, [f"{tmp_path / 'file'} is missing"])
+
+
+@pytest.mark.parametrize("left_out", [COMMON, INDEX, rank_file(1), tensors_file(0)])
+def test_a_manifest_without_a_file_is_not_complete(tmp_path: Path, left_out: str) -> None:
+    names = {COMMON, INDEX, *map(rank_file, range(2)), *map(tensors_file, range(2))}
+    records: dict[str, Any] = {}
+    for name in names - {left_out}:
+        with hashed_file(tmp_path / name, records):
+            pass
+    write_manifest(tmp_path, {"format": FORMAT, "ranks": 2, "files": records})
+    assert verify(tmp_path)[1] == [f"{tmp_path / left_out} is not in its manifest.json"]
+
+
+@pytest.mark.parametrize(
+    ("manifest", "words"),
+    [
+        ({"ranks": 1}, "does not name the files of all ranks"),
+        ({"ranks": 1, "files": {}}, "does not name the files of all ranks"),
+        ({"ranks": 10**12, "files": {"a": 1}}, "does not name the files of all ranks"),
+        ({"ranks": "2", "files": {"a": 1}}, "does not name the files of all ranks"),
+        ({"ranks": 1, "files": {"a": 1}}, "vouches for 'a'"),
+        ({"ranks": 1, "files": {"../a": {"bytes": 0, "sha256": ""}}}, "vouches for '../a'"),
+        ({"ranks": 1, "files": {"/etc/passwd": {"bytes": 0, "sha256": ""}}}, "vouches for '/etc/passwd'"),
+    ],
+)
+def test_a_manifest_of_another_shape_is_no_proof(tmp_path: Path, manifest: dict[str, Any], words: str) -> None:
+    write_manifest(tmp_path, {"format": FORMAT} | manifest)
+    assert words in " ".join(verify(tmp_path)[1])
 
 
 def test_a_manifest_of_another_format_is_refused(tmp_path: Path) -> None:
