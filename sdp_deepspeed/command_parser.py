@@ -10,6 +10,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
+from sdp_deepspeed.atomic_files import regular
+
 USER_ERROR_EXIT_CODE = 2
 _INTERRUPTED_EXIT_CODE = 130  # what a shell gives a command that SIGINT ended
 
@@ -78,7 +80,7 @@ def positive(text: str) -> int:
 def read_json(path: Path, option: str) -> dict[str, Any]:
     """A JSON object from `path`; ValueError names the command line's `option` and where the file is wrong."""
     try:
-        content = json.loads(path.read_text(encoding="utf-8"))
+        content = json.loads(regular(path).read_text(encoding="utf-8"))
     except OSError as error:
         raise ValueError(f"{option}: cannot read {path}: {error.strerror}") from None
     except UnicodeDecodeError:

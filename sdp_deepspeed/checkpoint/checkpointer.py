@@ -71,7 +71,8 @@ class Checkpointer:
 
         Raises:
             ValueError: on all ranks: client state that could not be loaded safely, or tags that are none or differ.
-            RuntimeError: on all ranks, if it cannot be written; earlier checkpoints are as they were.
+            RuntimeError: on all ranks, if it cannot be written; earlier checkpoints are as they were. On those that
+                wait, if a rank does not call it.
         """
         self._trained.before_checkpoint("save_checkpoint")
         name = str(tag) if tag is not None else f"global_step{self._trained.global_steps}"

@@ -7,8 +7,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from sdp_deepspeed.checkpoint.state import random_state
 from sdp_deepspeed.checkpoint.state.chunks import translated_dcp_errors
 from sdp_deepspeed.checkpoint.state.fill import fill
@@ -19,6 +17,7 @@ from sdp_deepspeed.checkpoint.storage import manifest as manifests
 from sdp_deepspeed.checkpoint.storage.chunk_files import SafetensorsReader
 from sdp_deepspeed.checkpoint.storage.errors import translating_os_errors
 from sdp_deepspeed.checkpoint.storage.names import COMMON, rank_file
+from sdp_deepspeed.checkpoint.storage.plain_pickles import read_plain
 from sdp_deepspeed.distributed.agreement import run_on_all_ranks, run_on_rank_0
 from sdp_deepspeed.distributed.communicator import Communicator
 from sdp_deepspeed.messages import MAX_LISTED, listed
@@ -45,7 +44,7 @@ def select_checkpoint(folder: Path, tag: str | None, world: Communicator) -> tup
     Raises:
         ValueError: on all ranks: the tag that was asked for is missing or damaged, or all are.
     """
-    run_on_rank_0(world, translating_os_errors(lambda: files.restore_replaced(folder)))
+    run_on_rank_0(world, translating_os_errors(lambda: files.restore_for_readers(folder)))
     if tag is not None:
         problems = _problems(folder / tag, world)
         if problems:
@@ -87,7 +86,7 @@ def restore(trained: TrainedState, path: Path, options: LoadOptions) -> dict[str
     world = trained.world
 
     def read_common() -> dict[str, Any]:
-        return torch.load(path / COMMON, map_location="cpu", weights_only=True)
+        return read_plain(path / COMMON)
 
     common = run_on_all_ranks(world, translating_os_errors(read_common))
 
@@ -124,6 +123,6 @@ def restore_progress(
 def _restore_own(trained: TrainedState, path: Path, common: Mapping[str, Any]) -> None:
     if common["same"] != layout_metadata(trained):
         return
-    own = torch.load(path / rank_file(trained.world.rank), map_location="cpu", weights_only=True)
+    own = read_plain(path / rank_file(trained.world.rank))
     random_state.restore(own["random"])
     trained.rank_chunks().restore_buffers(own["buffers"])

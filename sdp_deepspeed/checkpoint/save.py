@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Mapping
+from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -87,6 +88,12 @@ class Saver:
                 logger.error(f"{problem}")
 
     def _write(self, snapshot: Snapshot, target: Target) -> None:
+        world = self._world
+        with ExitStack() as held:
+            run_on_rank_0(world, translating_os_errors(lambda: held.enter_context(files.only_writer(target.folder))))
+            self._write_alone(snapshot, target)
+
+    def _write_alone(self, snapshot: Snapshot, target: Target) -> None:
         world = self._world
         try:
             staging = run_on_rank_0(

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
+from sdp_deepspeed.atomic_files import regular
 from sdp_deepspeed.data.config import DEFAULT_TEXT_COLUMN, DataConfig
 from sdp_deepspeed.data.files import LocalFiles, find_files
 from sdp_deepspeed.data.rows import column_of
@@ -43,7 +44,7 @@ class StandardLibrary:
 
     def documents(self) -> Iterator[str]:
         for path in sorted(self._paths()):
-            source = path.read_bytes()
+            source = regular(path).read_bytes()
             if len(source) > _LONGEST_SOURCE_FILE:
                 continue
             try:

@@ -18,6 +18,7 @@ from typing import Any, Literal
 import numpy as np
 import numpy.typing as npt
 
+from sdp_deepspeed.atomic_files import regular
 from sdp_deepspeed.data.tokenizer import encode, vocabulary_size
 
 SplitName = Literal["train", "validation"]
@@ -128,7 +129,7 @@ class PreparedData:
                     "ranks see, or be prepared on each node with `sdp data <data.json>`"
                 )
             time.sleep(0.1)
-        content = json.loads((folder / "meta.json").read_text(encoding="utf-8"))
+        content = json.loads(regular(folder / "meta.json").read_text(encoding="utf-8"))
         counts: dict[str, SplitCount] = {split: SplitCount(**content["counts"][split]) for split in _SPLITS}
         prepared = cls(folder, content["identity"], content["vocab_size"], counts)
         prepared._check_sizes()
@@ -149,7 +150,7 @@ class PreparedData:
         if num_blocks == 0:  # an empty file cannot be mapped
             return np.empty((0, sequence_length), dtype=dtype)
         path = self.folder / f"{split}.bin"
-        return np.memmap(path, dtype=dtype, mode="r", shape=(num_blocks, sequence_length))
+        return np.memmap(regular(path), dtype=dtype, mode="r", shape=(num_blocks, sequence_length))
 
     def tokenizer(self) -> Any:
         """The tokenizer that made the tokens."""

@@ -1,4 +1,4 @@
-"""Where all ranks agree on what comes next in evaluation, so that an uneven one ends with an error, not a hang."""
+"""Where all ranks agree on what comes next: evaluating, saving, loading. One alone gets an error, not a hang."""
 
 from __future__ import annotations
 
@@ -20,17 +20,23 @@ class Phase(IntEnum):
     LEAVE = 0
     FORWARD = 1
     RESIDENT = 2
+    SAVE = 3
+    LOAD = 4
 
 
 _WORDS = {
-    Phase.LEAVE: "ended its evaluation",
-    Phase.FORWARD: "began a forward pass",
-    Phase.RESIDENT: "asked for the whole model",
+    Phase.LEAVE: "ended its evaluation of the dense model",
+    Phase.FORWARD: "began a forward pass of the dense model",
+    Phase.RESIDENT: "asked for the whole dense model",
+    Phase.SAVE: "began to save a checkpoint",
+    Phase.LOAD: "began to load weights",
 }
+_BATCHES = "the dense model is a collective of all ranks, so give each the same number of batches"
+_CALLS = "all ranks do this together: call it on every rank, not below `if rank == 0`"
 
 
 class MonitoredBarrier:
-    """Meeting point of all ranks before each collective of the dense view.
+    """Meeting point of all ranks before each collective of the dense view, and before they save or load.
 
     Args:
         dist: `torch.distributed`.
@@ -81,8 +87,8 @@ class MonitoredBarrier:
             self._dist.all_gather(gathered, own, group=self._group)
         except RuntimeError as error:
             raise RuntimeError(
-                f"rank {self._rank} {_WORDS[phase]} of the dense model and waited for {self._missing()}, which did not "
-                "come: the dense model is a collective of all ranks, so give each the same number of batches"
+                f"rank {self._rank} {_WORDS[phase]} and waited for {self._missing()}, which did not come: "
+                f"{_CALLS if phase >= Phase.RESIDENT else _BATCHES}"
             ) from error
         return [Phase(int(value)) for value in gathered]
 
@@ -102,7 +108,7 @@ class MonitoredBarrier:
             said.append(f"rank {listed(ranks)} {_WORDS[phase]}")
         return (
             f"after {self.num_forwards} evaluation batches {'; '.join(said)}. The dense model is a collective of all "
-            "ranks: give each the same number of batches (drop or repeat samples), and save from all ranks together"
+            "ranks: give each the same number of batches (drop or repeat samples), and save and load on all together"
         )
 
 

@@ -37,7 +37,8 @@ class CheckpointCalls(DeepSpeedEngine):
 
         Raises:
             ValueError: client state that could not be loaded safely.
-            RuntimeError: on all ranks, if it cannot be written; earlier checkpoints are as they were.
+            RuntimeError: on all ranks, if it cannot be written; earlier checkpoints are as they were. On those that
+                wait, if a rank does not call it.
         """
         folder, exclude_frozen = Path(save_dir), exclude_frozen_parameters
         self.checkpointer.save(folder, tag, client_state or {}, latest=save_latest, exclude_frozen=exclude_frozen)

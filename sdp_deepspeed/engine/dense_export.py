@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from sdp_deepspeed.atomic_files import added_when_complete
+from sdp_deepspeed.checkpoint.interop.hugging_face_names import new_model
 from sdp_deepspeed.distributed.agreement import raise_on_all_ranks
 from sdp_deepspeed.distributed.communicator import Communicator
 from sdp_deepspeed.engine.apply_plan import AppliedPlan
@@ -32,24 +34,36 @@ class DenseExport:
     def save_pretrained(self, folder: str | Path, tokenizer: Any = None, **options: Any) -> None:
         """As `SubnetworkEngine.save_pretrained`."""
 
+        named = {"repo_id": Path(folder).name} if options.get("push_to_hub") else {}  # not as the staging folder
+
         def write() -> None:
             state = self.applied.parallel.state_dict(self.module)
             if self.world.rank == 0:
-                Path(folder).mkdir(parents=True, exist_ok=True)  # Transformers only logs it if this is a file
-                self.module.save_pretrained(str(folder), **state, **options)
-                if tokenizer is not None:
-                    tokenizer.save_pretrained(str(folder))
+                with new_model(Path(folder), variant=options.get("variant")) as staging:
+                    self.module.save_pretrained(str(staging), **state, **(named | options))
+                    if tokenizer is not None:
+                        tokenizer.save_pretrained(str(staging))
 
         self.run(write, f"save_pretrained: cannot write {folder}")
 
-    def run_as_built(self, write: Callable[[], object], failure: str) -> None:
-        """As `run`, with parameters that require gradients where they did before units were dropped or frozen."""
+    def save_as_built(self, save: Callable[[str], object], folder: str, file: str) -> None:
+        """Have DeepSpeed write `file`, with parameters that require gradients where they did before units were dropped
+        or frozen.
 
-        def write_as_built() -> None:
-            with self.applied.mask.trainable_as_built():
-                write()
+        Args:
+            save: writes to a folder; on ranks other than 0 nothing.
+        """
 
-        self.run(write_as_built, failure)
+        def write() -> None:
+            with ExitStack() as context:
+                context.enter_context(self.applied.mask.trainable_as_built())
+                target = Path(folder)
+                if self.world.rank == 0:
+                    complete = added_when_complete(target, last=file, replaces=lambda _: False)
+                    target = context.enter_context(complete)
+                save(str(target))
+
+        self.run(write, f"save_16bit_model: cannot write {folder}")
 
     def run(self, write: Callable[[], None], failure: str) -> None:
         """Run `write` on every rank in the dense model.

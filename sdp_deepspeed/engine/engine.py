@@ -27,6 +27,7 @@ from sdp_deepspeed.config import KEY, SubnetworkConfig, parse
 from sdp_deepspeed.deferred_init.materialize import DeferredModel, check_deferred_alike, refuse_tensor_parallel
 from sdp_deepspeed.distributed.agreement import run_on_all_ranks
 from sdp_deepspeed.distributed.communicator import Communicator, RankGroups
+from sdp_deepspeed.distributed.monitored_barrier import Phase
 from sdp_deepspeed.engine.apply_plan import AppliedPlan, ModelAtStart, apply_plan
 from sdp_deepspeed.engine.checkpoint_calls import CheckpointCalls
 from sdp_deepspeed.engine.consistency import check_holders_agree
@@ -235,7 +236,7 @@ class SubnetworkEngine(CheckpointCalls):
         return list(self._applied.model.views.lacking.values())
 
     def save_pretrained(self, folder: str | Path, tokenizer: Any = None, **options: Any) -> None:
-        """Write the dense model in Hugging Face format; all ranks call it, rank 0 writes.
+        """Write the dense model in Hugging Face format, complete or not at all; all ranks call it, rank 0 writes.
 
         Args:
             tokenizer: saved beside the model if given.
@@ -247,8 +248,10 @@ class SubnetworkEngine(CheckpointCalls):
         self, save_dir: str, save_filename: str = "pytorch_model.bin", exclude_frozen_parameters: bool = False
     ) -> bool:
         """As DeepSpeed's, of the dense model."""
-        write = partial(super().save_16bit_model, save_dir, save_filename, exclude_frozen_parameters)
-        self._export().run_as_built(write, f"save_16bit_model: cannot write {save_dir}")
+        save = super().save_16bit_model
+        self._export().save_as_built(
+            lambda folder: save(folder, save_filename, exclude_frozen_parameters), save_dir, save_filename
+        )
         return True
 
     def _export(self) -> DenseExport:
@@ -261,10 +264,11 @@ class SubnetworkEngine(CheckpointCalls):
             raise RuntimeError(f"{call} inside engine.dense(weights=...): leave it first, on all ranks")
 
     def before_checkpoint(self, call: str) -> None:
-        """Leave evaluation; RuntimeError where the dense model is resident, or Parameters are others than at start."""
+        """Meet all ranks, and leave evaluation; RuntimeError if one does not come, the dense model is resident, or
+        Parameters are others than at start."""
         self._refuse_resident(call)
         self._known_parameters.check()
-        self._applied.dense_view.end_evaluation()
+        self._applied.dense_view.meet(Phase.SAVE if call == "save_checkpoint" else Phase.LOAD)
 
     def rank_chunks(self) -> RankChunks:
         """Where this rank's parameters and persistent buffers lie in the dense model."""

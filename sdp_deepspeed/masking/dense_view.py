@@ -175,6 +175,14 @@ class DenseView:
         if not self._is_collective:
             self._barrier.wait(Phase.RESIDENT)
 
+    def meet(self, phase: Phase) -> None:
+        """All ranks begin the same, such as saving; that ends an evaluation, too.
+
+        Raises:
+            RuntimeError: on all ranks when they do not, naming ranks; on waiting ranks when one does not come.
+        """
+        self._barrier.wait(phase)
+
     def _wait(self, phase: Phase) -> None:
         if self._is_collective:
             self._barrier.wait(phase)

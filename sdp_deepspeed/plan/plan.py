@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from sdp_deepspeed.atomic_files import write_text
+from sdp_deepspeed.atomic_files import regular, write_text
 from sdp_deepspeed.messages import listed
 from sdp_deepspeed.plan import parsing
 from sdp_deepspeed.plan.placement import Asked, Load, Network, Placement, choose_placement
@@ -129,7 +129,7 @@ class Plan:
     def load(cls, path: str | os.PathLike[str]) -> Plan:
         """Read a plan.json; ValueError (with the path) if it cannot be read or does not hold a plan."""
         try:
-            data = json.loads(Path(path).read_text(encoding="utf-8"))
+            data = json.loads(regular(Path(path)).read_text(encoding="utf-8"))
         except OSError as error:
             raise ValueError(f"plan {os.fspath(path)!r} cannot be read: {error.strerror}") from None
         except ValueError as error:

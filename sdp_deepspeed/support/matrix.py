@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from sdp_deepspeed.atomic_files import regular
 from sdp_deepspeed.support.combinations import AXES, count_combinations
 from sdp_deepspeed.support.table import TABLE
 
@@ -41,7 +42,7 @@ def write_matrix(path: Path) -> None:
     Raises:
         ValueError: the file does not have each marker once.
     """
-    text = path.read_text(encoding="utf-8")
+    text = regular(path).read_text(encoding="utf-8")
     parts = re.split(rf"(?<={BEGIN}\n).*?(?={END}\n)", text, flags=re.DOTALL)
     if len(parts) != 2:
         raise ValueError(f"{path} needs a line {BEGIN} and a line {END} once, to write the matrix between them")

@@ -5,14 +5,20 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
 
+from sdp_deepspeed.checkpoint.interop.hugging_face_names import new_model
 from sdp_deepspeed.config import MODES
+from sdp_deepspeed.distributed.agreement import run_on_rank_0
+from sdp_deepspeed.distributed.communicator import Communicator
 from sdp_deepspeed.plan.plan import Plan
 from sdp_deepspeed.training.user_errors import RunFolderError
+
+_CANNOT_EXPORT = "save_pretrained: cannot write"  # how our engine's error begins, too
 
 
 def unlink_shared_memory() -> None:
@@ -39,14 +45,25 @@ def trains_subnetwork(engine: Any) -> bool:
 
 
 def save_pretrained(engine: Any, folder: Path, tokenizer: Any) -> None:
-    """Write the dense model and its tokenizer in Hugging Face's format; every rank calls it."""
-    if plan_of(engine) is not None:
-        engine.save_pretrained(str(folder), tokenizer=tokenizer)
-        return
-    if dist.get_rank() == 0:
-        engine.module.save_pretrained(folder)
-        tokenizer.save_pretrained(folder)
-    dist.barrier()
+    """Write the dense model and its tokenizer in Hugging Face's format; every rank calls it.
+
+    Raises:
+        RunFolderError: on every rank, when it cannot be written; nothing that looks like a model is left then.
+    """
+    with _as_run_folder_error():
+        if plan_of(engine) is not None:
+            engine.save_pretrained(str(folder), tokenizer=tokenizer)
+        else:
+            run_on_rank_0(Communicator(dist), partial(_save_stock, engine, folder, tokenizer))
+
+
+def _save_stock(engine: Any, folder: Path, tokenizer: Any) -> None:
+    try:
+        with new_model(folder) as staging:
+            engine.module.save_pretrained(staging)
+            tokenizer.save_pretrained(staging)
+    except Exception as problem:  # of any kind, such as those of safetensors on a full disk
+        raise RuntimeError(f"{_CANNOT_EXPORT} {folder}: {problem}") from problem
 
 
 def save_checkpoint(engine: Any, folder: Path, *, tag: str, client_state: dict[str, Any]) -> None:
@@ -72,7 +89,7 @@ def _as_run_folder_error() -> Iterator[None]:
     try:
         yield
     except RuntimeError as error:
-        if not str(error).startswith("checkpoint:"):
+        if not str(error).startswith(("checkpoint:", _CANNOT_EXPORT)):
             raise
         raise RunFolderError(f"{error}; start the same command again when there is space and permission") from None
 

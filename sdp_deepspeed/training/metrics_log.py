@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from sdp_deepspeed.atomic_files import write_text
+from sdp_deepspeed.atomic_files import regular, write_text
 from sdp_deepspeed.training.user_errors import RunFolderError, writing
 
 
@@ -26,13 +26,13 @@ class MetricsLog:
         Rank 0 alone would see an error here, and the others would hang: it makes this log `failed`, and ranks that
         have agreed on it call `raise_problem`.
         """
-        if not self._writes:
+        if not self._writes or self._problem is not None:  # behind a line that was cut short others would be lost, too
             return
         try:
             with writing(self._path), self._path.open("a", encoding="utf-8") as file:
                 file.write(json.dumps(_without_nan(record)) + "\n")
         except RunFolderError as error:
-            self._problem = self._problem or error
+            self._problem = error
 
     @property
     def failed(self) -> bool:
@@ -45,17 +45,39 @@ class MetricsLog:
             raise self._problem
 
     def read(self) -> list[dict[str, Any]]:
-        """All lines; a last one that a crash cut short is left out."""
+        """All lines; a last one that a crash cut short is left out.
+
+        Raises:
+            ValueError: another line is none that `append` writes; names it.
+        """
         if not self._path.exists():
             return []
-        return [json.loads(line) for line in self._path.read_text(encoding="utf-8").splitlines() if line.endswith("}")]
+        lines = regular(self._path).read_bytes().splitlines()
+        records = [_record(line) for line in lines]
+        if records and records[-1] is None:
+            records.pop()
+        if None in records:
+            raise ValueError(
+                f"{self._path}:{records.index(None) + 1} is no record of a run: remove this line, or choose another "
+                "--run-folder"
+            )
+        return [record for record in records if record is not None]
 
     def drop_after(self, step: int) -> None:
-        """Forget what lies after the checkpoint that is resumed: those steps will be made again."""
-        if self._writes and (records := self.read()):
-            kept = [json.dumps(record) + "\n" for record in records if record["step"] <= step]
+        """Forget what lies after the checkpoint that is resumed: those steps will be made again. What was cut goes."""
+        if self._writes and self._path.exists():
+            kept = [json.dumps(record) + "\n" for record in self.read() if record["step"] <= step]
             with writing(self._path):
                 write_text(self._path, "".join(kept))
+
+
+def _record(line: bytes) -> dict[str, Any] | None:
+    """What a line says; None if it is cut short, or no record."""
+    try:
+        record = json.loads(line)
+    except (ValueError, RecursionError):
+        return None
+    return record if isinstance(record, dict) and isinstance(record.get("step"), int) else None
 
 
 def _without_nan(record: Mapping[str, Any]) -> dict[str, Any]:

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import fcntl
 import json
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any
 
-from sdp_deepspeed.atomic_files import write_text
+from sdp_deepspeed.atomic_files import regular, write_text
 from sdp_deepspeed.checkpoint.storage.folder import prune
+from sdp_deepspeed.folder_lock import hold
 from sdp_deepspeed.training.metrics_log import MetricsLog
 from sdp_deepspeed.training.user_errors import writing
 
@@ -24,13 +24,12 @@ class RunFolder:
         self.hf = path / "hf"
         self.plan = path / "plan.json"
         self.metrics = MetricsLog(path / "metrics.jsonl", writes=writes)
-        self._lock: TextIO | None = None
 
     def read_json(self, name: str) -> dict[str, Any] | None:
         """A JSON file of the run, or None when there is none."""
         path = self.path / name
         try:
-            return json.loads(path.read_text(encoding="utf-8"))
+            return json.loads(regular(path).read_text(encoding="utf-8"))
         except (FileNotFoundError, NotADirectoryError):
             return None
         except OSError as error:
@@ -48,20 +47,17 @@ class RunFolder:
                 write_text(path, json.dumps(content, indent=2) + "\n")
 
     def create(self) -> None:
-        """Make the folder and keep others out of it until this process ends.
+        """Make the folder and keep other jobs out of it until this process ends.
 
         Raises:
             ValueError: it cannot be made, or another run is still in it, such as one that Ctrl-C interrupted and that
-                is saving now.
+                is saving now; names it.
         """
         if not self.writes:
             return
         try:
             self.path.mkdir(parents=True, exist_ok=True)
-            self._lock = (self.path / ".lock").open("w")
-            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise ValueError(f"{self.path} is in use: wait until its run has ended (it may still be saving)") from None
+            hold(self.path)
         except OSError as error:
             reason = "there is a file of this name" if isinstance(error, FileExistsError) else error.strerror
             raise ValueError(

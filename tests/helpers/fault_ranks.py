@@ -27,6 +27,7 @@ from sdp_deepspeed.checkpoint.state import random_state
 from sdp_deepspeed.checkpoint.storage.manifest import HashedFile
 from sdp_deepspeed.checkpoint.storage.names import LATEST, MANIFEST
 from tests.helpers.models import LENGTH, VOCABULARY, config
+from tests.helpers.trained_states import names_in
 from tests.helpers.training import engine_of, micro_step
 
 KEEP_LAST = 2
@@ -218,7 +219,7 @@ def train(engine: Any, start: Start, log: Log, position: int) -> None:
 
 def check_tidy(start: Start) -> None:
     """Nothing is left of what earlier starts did not complete."""
-    names = {path.name for path in start.checkpoints.iterdir()}
+    names = set(names_in(start.checkpoints))
     tags = {name for name in names if not name.startswith(".")} - {LATEST}
     allowed = {"a tag per step": KEEP_LAST, "two tags in turn": 2, "one tag": 1}
     assert start.style is not None

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.helpers.fault_ranks import STYLES, Death, Start, log_path, run_rank
+from tests.helpers.trained_states import names_in
 
 SIZE = 2
 LAST_STEP = 8  # after it the run begins anew, in another style
@@ -221,7 +222,7 @@ class Faults:
         saved = [max((int(line[2]) for line in log if line[1] == "saved"), default=0) for log in logs]
         self._saved = max(self._saved, min(saved), outcome.resumed or 0)  # what was loaded once stays, too
         checkpoints = self._folder / "checkpoints"
-        names = [path.name for path in checkpoints.iterdir()] if checkpoints.is_dir() else []
+        names = names_in(checkpoints) if checkpoints.is_dir() else []
         if len(names) > 6:  # two tags and a third, which is not yet pruned; `latest`; what was half made or removed
             outcome.problems.append(f"leftovers: {names}")
         self._measure(logs[0])

@@ -15,6 +15,7 @@ from sdp_deepspeed.checkpoint.save import Saver
 from sdp_deepspeed.checkpoint.state.rank_chunks import RankChunks, persistent_buffers
 from sdp_deepspeed.config import CheckpointOptions
 from sdp_deepspeed.distributed.communicator import Communicator
+from sdp_deepspeed.folder_lock import LOCK
 from sdp_deepspeed.layout.places import PieceViews
 from sdp_deepspeed.layout.rank_model import RankModel
 from sdp_deepspeed.optimizer.optimizer import SubnetworkOptimizer
@@ -123,4 +124,5 @@ def checkpointer_of(trained: Trained, **options: Any) -> Checkpointer:
 
 
 def names_in(folder: Path) -> list[str]:
-    return sorted(path.name for path in folder.iterdir())
+    """All but the lock, which is there while the process is."""
+    return sorted(path.name for path in folder.iterdir() if path.name != LOCK)

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from sdp_deepspeed.atomic_files import regular
 from sdp_deepspeed.checkpoint.storage.chunk_files import SafetensorsReader
 from sdp_deepspeed.checkpoint.storage.manifest import verify
 from sdp_deepspeed.checkpoint.storage.names import PLAN, WEIGHT
@@ -42,7 +43,7 @@ def describe(path: Path) -> tuple[list[str], bool]:
 def _plan(path: Path) -> Iterator[str]:
     if (path / PLAN).is_file():
         try:
-            plan: dict[str, Any] = json.loads((path / PLAN).read_text(encoding="utf-8"))
+            plan: dict[str, Any] = json.loads(regular(path / PLAN).read_text(encoding="utf-8"))
             yield (
                 f"plan {plan['hash'][:12]}: {plan['regime']} regime, {plan['strategy']} strategy, "
                 f"{plan['num_subnetworks']} subnetworks, {plan['num_holders']} holders of each of "

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from safetensors.torch import save_file
 
-from sdp_deepspeed.atomic_files import complete_or_absent
+from sdp_deepspeed.atomic_files import complete_or_absent, regular
 from sdp_deepspeed.checkpoint.interop.hugging_face_names import CONFIG, TOKENIZER_FILES, WEIGHTS, WEIGHTS_INDEX
 from sdp_deepspeed.checkpoint.state.boxes import Box
 from sdp_deepspeed.checkpoint.state.chunks import Chunks, read_chunks, translated_dcp_errors
@@ -106,7 +106,7 @@ def _file_names(path: Path, names: Sequence[str]) -> Mapping[str, str]:
 def _config(path: Path) -> dict[str, Any] | None:
     """The model's own."""
     file = path / MODEL_CONFIG
-    return json.loads(file.read_text(encoding="utf-8")) if file.is_file() else None
+    return json.loads(regular(file).read_text(encoding="utf-8")) if file.is_file() else None
 
 
 def _shards(tensors: Sequence[ExportTensor], limit: int) -> Iterator[list[ExportTensor]]:

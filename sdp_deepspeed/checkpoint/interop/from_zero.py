@@ -19,10 +19,11 @@ from typing import Any
 import torch
 from deepspeed.checkpoint import ds_to_universal
 
-from sdp_deepspeed.atomic_files import complete_or_absent, write_text
+from sdp_deepspeed.atomic_files import complete_or_absent, regular, write_text
 from sdp_deepspeed.checkpoint.interop.safe_pickles import known_classes_only, read_known
 from sdp_deepspeed.checkpoint.interop.universal import FP32, LATEST_UNIVERSAL, PARAM, ZERO, is_universal
 from sdp_deepspeed.checkpoint.storage.names import LATEST
+from sdp_deepspeed.checkpoint.storage.plain_pickles import refusal_reason
 from sdp_deepspeed.messages import quoted
 
 _OPTIMIZERS = "*_optim_states.pt"
@@ -71,7 +72,8 @@ def _run(folder: Path, out: Path) -> None:
         try:
             ds_to_universal.main(arguments)
         except (AssertionError, KeyError, RuntimeError, ValueError, OSError, UnpicklingError) as problem:
-            raise ValueError(f"{folder}: DeepSpeed cannot convert it: {problem!r}") from problem
+            reason = refusal_reason(problem) if isinstance(problem, UnpicklingError) else repr(problem)
+            raise ValueError(f"{folder}: DeepSpeed cannot convert it: {reason}") from None
 
 
 def _add_rest(folder: Path, zero: Path) -> None:
@@ -101,7 +103,7 @@ def _tag_folder(source: Path, tag: str | None) -> Path:
             raise ValueError(
                 f"{source} has no files {_OPTIMIZERS} and no {LATEST}; give the folder of a ZeRO checkpoint"
             )
-        tag = pointer.read_text(encoding="utf-8").strip()
+        tag = regular(pointer).read_text(encoding="utf-8").strip()
     folder = source / tag
     if not any(folder.glob(_OPTIMIZERS)):
         hint = "it is universal already" if is_universal(folder) else "it is no ZeRO checkpoint of DeepSpeed"

@@ -9,6 +9,7 @@ from typing import Any
 
 from deepspeed.utils import log_dist
 
+from sdp_deepspeed.atomic_files import regular
 from sdp_deepspeed.checkpoint.interop.name_matching import NameMap
 from sdp_deepspeed.checkpoint.interop.pretrained import check_shapes
 from sdp_deepspeed.checkpoint.interop.universal import (
@@ -49,7 +50,7 @@ def universal_tag(folder: Path, tag: str | None) -> str | None:
             f"load_checkpoint: {folder} has no {LATEST_UNIVERSAL} and no checkpoint of sdp_deepspeed; make the first "
             "with `sdp checkpoint from-zero`, or switch checkpoint.load_universal off"
         )
-    named = pointer.read_text(encoding="utf-8").strip()
+    named = regular(pointer).read_text(encoding="utf-8").strip()
     if not is_universal(folder / named):
         raise ValueError(f"load_checkpoint: {pointer} names {named!r}, which is no universal checkpoint in {folder}")
     if tags:

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from safetensors import SafetensorError, safe_open
 
+from sdp_deepspeed.atomic_files import regular
 from sdp_deepspeed.checkpoint.interop.hugging_face_names import WEIGHTS, WEIGHTS_INDEX
 from sdp_deepspeed.checkpoint.interop.name_matching import Match, NameMap, refuse_others
 from sdp_deepspeed.checkpoint.interop.whole_tensors import SliceReader, Slices, WholeTensor, WholeTensorsReader
@@ -172,7 +173,8 @@ def _files(folder: Path) -> dict[Path, set[str] | None]:
 
 def _indexed(folder: Path) -> dict[Path, set[str] | None]:
     try:
-        places: Mapping[str, str] = json.loads((folder / WEIGHTS_INDEX).read_text(encoding="utf-8"))["weight_map"]
+        index = json.loads(regular(folder / WEIGHTS_INDEX).read_text(encoding="utf-8"))
+        places: Mapping[str, str] = index["weight_map"]
         names = {str(Path(file).name) for file in places.values()}
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as problem:
         raise ValueError(f"load_pretrained: {folder / WEIGHTS_INDEX} cannot be read: {problem!r}") from None
@@ -186,7 +188,7 @@ def _indexed(folder: Path) -> dict[Path, set[str] | None]:
 @contextmanager
 def _opened(file: Path) -> Iterator[Any]:
     try:
-        with safe_open(file, framework="pt") as opened:
+        with safe_open(regular(file), framework="pt") as opened:
             yield opened
     except (SafetensorError, OSError) as problem:
         raise ValueError(f"load_pretrained: {file} is damaged or cannot be read: {problem}") from None

@@ -16,6 +16,9 @@ from deepspeed.runtime.fp16.loss_scaler import DynamicLossScaler, LossScaler
 from deepspeed.runtime.zero.config import ZeroStageEnum
 from deepspeed.utils.tensor_fragment import fragment_address
 
+from sdp_deepspeed.atomic_files import regular
+from sdp_deepspeed.checkpoint.storage.plain_pickles import refusal_reason
+
 
 def _member(kind: Any, name: str) -> ZeroStageEnum:
     """In place of `getattr`, with which Python 3.11.0 to 3.11.3 pickles the members of an enum."""
@@ -56,21 +59,13 @@ def read_known(file: Path) -> Any:
     """
     try:
         with known_classes_only():
-            return torch.load(file, map_location="cpu", weights_only=True, mmap=True)
+            return torch.load(regular(file), map_location="cpu", weights_only=True, mmap=True)
     except FileNotFoundError:
         raise ValueError(f"{file} is missing") from None
     except pickle.UnpicklingError as problem:
         raise ValueError(
             f"{file} was not loaded, because it holds more than tensors and plain values, which could run foreign "
-            f"code: {_reason(problem)}"
+            f"code: {refusal_reason(problem)}"
         ) from None
     except (OSError, RuntimeError, ValueError, EOFError, KeyError, TypeError) as problem:
-        raise ValueError(f"{file} is damaged, or was not written by torch.save: {_reason(problem)}") from None
-
-
-def _reason(problem: Exception) -> str:
-    """The line of PyTorch's long message that names what was found."""
-    lines = [line.strip() for line in str(problem).splitlines()] or [type(problem).__name__]
-    if "mmap can only" in lines[0]:  # for all that is not
-        return "it is no zip file"
-    return next((line for line in lines if "GLOBAL" in line), lines[0])[:300]
+        raise ValueError(f"{file} is damaged, or was not written by torch.save: {refusal_reason(problem)}") from None

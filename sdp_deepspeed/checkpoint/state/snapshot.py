@@ -15,6 +15,7 @@ from sdp_deepspeed.checkpoint.state.chunks import StateDict
 from sdp_deepspeed.checkpoint.state.optimizer_state import Counts, OptimizerState
 from sdp_deepspeed.checkpoint.state.trained_state import TrainedState
 from sdp_deepspeed.checkpoint.storage.names import CONFIG, GENERATION_CONFIG, MODEL_CONFIG, PLAN
+from sdp_deepspeed.checkpoint.storage.plain_pickles import refusal_reason
 
 # Not micro_steps: gradients that wait for the end of an accumulation are not saved, so a step begins anew.
 COUNTERS = ("global_steps", "global_samples", "skipped_steps")
@@ -103,8 +104,8 @@ def _plain_bytes(state: Mapping[str, Any]) -> bytes:
     except Exception as problem:
         raise ValueError(
             "checkpoint: client_state and the LR scheduler's state may hold tensors, numbers, strings, lists and dicts "
-            f"only, so that loading never runs foreign code: {str(problem).splitlines()[0]}"
-        ) from problem
+            f"only, so that loading never runs foreign code: {refusal_reason(problem)}"
+        ) from None
     return buffer.getvalue()
 
 

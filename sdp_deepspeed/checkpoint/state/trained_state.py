@@ -46,4 +46,9 @@ class TrainedState(Protocol):
         """Micro-steps of one step."""
 
     def before_checkpoint(self, call: str) -> None:
-        """Leave evaluation; RuntimeError, which names `call`, where the dense model is resident."""
+        """Meet all ranks, and leave evaluation.
+
+        Raises:
+            RuntimeError: a rank does not come, which is named; or the dense model is resident, in which `call` is not
+                possible.
+        """

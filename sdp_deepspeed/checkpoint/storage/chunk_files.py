@@ -23,6 +23,7 @@ from torch.distributed.checkpoint.planner import (
 from torch.distributed.checkpoint.storage import StorageReader, StorageWriter, WriteResult
 from torch.futures import Future
 
+from sdp_deepspeed.atomic_files import regular
 from sdp_deepspeed.checkpoint.storage.index import DTYPE_NAMES, StoredChunk, parse, render
 from sdp_deepspeed.checkpoint.storage.manifest import hashed_file
 from sdp_deepspeed.checkpoint.storage.names import INDEX
@@ -152,7 +153,7 @@ class SafetensorsReader(Reader):
     def _metadata(self) -> Metadata:
         path = self._folder / INDEX
         try:
-            return parse(path.read_text(encoding="utf-8"))
+            return parse(regular(path).read_text(encoding="utf-8"))
         except (OSError, ValueError) as problem:
             raise ValueError(f"checkpoint: {path} cannot be read: {problem}") from problem
 
@@ -162,7 +163,7 @@ class SafetensorsReader(Reader):
         for item in plan.items:
             by_file[chunks[item.storage_index].file].append(item)
         for name, items in by_file.items():
-            with safe_open(self._folder / name, framework="pt") as file:
+            with safe_open(regular(self._folder / name), framework="pt") as file:
                 for item in items:
                     target = planner.resolve_tensor(item)
                     _refuse_other(file, item.storage_index, chunks[item.storage_index])

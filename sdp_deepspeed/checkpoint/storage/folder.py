@@ -8,15 +8,16 @@ from __future__ import annotations
 
 import os
 import shutil
-from collections.abc import Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-from sdp_deepspeed.atomic_files import remove_folder, staging_path, sync, write_text
+from sdp_deepspeed.atomic_files import regular, remove_folder, staging_path, sync, write_text
 from sdp_deepspeed.checkpoint.storage.errors import translated_write_errors
 from sdp_deepspeed.checkpoint.storage.manifest import read_manifest, write_manifest
 from sdp_deepspeed.checkpoint.storage.names import COMMON, INDEX, LATEST, MANIFEST
+from sdp_deepspeed.folder_lock import LOCK, hold, is_held_by_others
 
 _ALWAYS_WRITTEN = {MANIFEST, COMMON, INDEX}  # one of them is there after any loss of a file
 _WRITING, _REPLACED, _REMOVED = "writing", "replaced", "removed"  # how names of what is hidden end
@@ -32,6 +33,21 @@ def check_tag(tag: str) -> None:
         raise ValueError(
             f"checkpoint: tag {tag!r} must be the name of a folder, without '/' and not beginning with '.'"
         )
+
+
+@contextmanager
+def only_writer(folder: Path) -> Iterator[None]:
+    """Nobody else writes to the folder, which is made if it is not there: no other job until this process ends, and no
+    other engine of this process inside the block.
+
+    Raises:
+        ValueError: another job has it; names it.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    with translated_write_errors(folder / LOCK):
+        writing = hold(folder)
+    with writing:
+        yield
 
 
 def open_staging(folder: Path, tag: str) -> Path:
@@ -58,6 +74,12 @@ def abort(folder: Path, tag: str) -> None:
     """Remove what was begun and will not be completed; what it was about to replace comes back."""
     shutil.rmtree(staging_path(folder / tag), ignore_errors=True)
     with suppress(OSError):  # the error that led here is the one to tell
+        restore_replaced(folder)
+
+
+def restore_for_readers(folder: Path) -> None:
+    """As `restore_replaced`, where no other job is about to do it, or in the middle of a replacement."""
+    if any(folder.glob(f".*.{_REPLACED}")) and not is_held_by_others(folder):
         restore_replaced(folder)
 
 
@@ -145,7 +167,7 @@ def candidates(folder: Path) -> tuple[list[str], str | None]:
 
 
 def _named_by_latest(folder: Path) -> str:
-    return (folder / LATEST).read_text(encoding="utf-8").strip()
+    return regular(folder / LATEST).read_text(encoding="utf-8").strip()
 
 
 def _is_begun(folder: Path) -> bool:

@@ -14,6 +14,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from sdp_deepspeed.atomic_files import regular
 from sdp_deepspeed.checkpoint.storage.errors import translated_write_errors
 from sdp_deepspeed.checkpoint.storage.names import COMMON, INDEX, MANIFEST, rank_file, tensors_file
 
@@ -84,7 +85,7 @@ def read_manifest(path: Path) -> dict[str, Any]:
     if not path.is_dir():
         raise ValueError(f"checkpoint: there is no folder {path}; give a tag that was saved, or none for the latest")
     try:
-        text = file.read_text(encoding="utf-8")
+        text = regular(file).read_text(encoding="utf-8")
         manifest = json.loads(text.rstrip("\n").rpartition("\n")[0])
     except FileNotFoundError:
         raise ValueError(
@@ -121,7 +122,7 @@ def problem_of(path: Path, name: str, record: Any) -> str | None:
         num_bytes = file.stat().st_size
         if num_bytes != record["bytes"]:
             return f"{file} is damaged: it has {num_bytes} bytes and was written with {record['bytes']}"
-        with open(file, "rb") as opened:
+        with open(regular(file), "rb") as opened:
             if hashlib.file_digest(opened, "sha256").hexdigest() != record["sha256"]:
                 return f"{file} is damaged: its content does not have its hash"
     except FileNotFoundError:

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import random
+import time
 from collections.abc import Iterator
+from datetime import timedelta
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -17,7 +20,8 @@ from torch import nn
 from tests.helpers.checkpointed_runs import settings_of, stepped
 from tests.helpers.models import llama
 from tests.helpers.ranks import Rank
-from tests.helpers.training import assert_identical, dense_state, engine_of, refusal, train
+from tests.helpers.trained_states import names_in
+from tests.helpers.training import assert_identical, dense_state, engine_of, gathered, refusal, train
 
 
 def draw() -> list[float]:
@@ -79,7 +83,7 @@ def tags_and_latest(rank: Rank) -> None:
         assert client_state == {}
         assert_identical(dense_state(engine), states[expected])
     dist.barrier()
-    assert not [path.name for path in rank.folder.iterdir() if path.name.startswith(".")]
+    assert not [name for name in names_in(rank.folder) if name.startswith(".")]
 
 
 def nothing_to_load(rank: Rank) -> None:
@@ -102,7 +106,7 @@ def client_state_is_plain(rank: Rank) -> None:
     for strange in (nn.Linear(1, 1), Path("x"), lambda: None):
         save = partial(engine.save_checkpoint, str(rank.folder), tag="no", client_state={"strange": strange})
         refusal(ValueError, save, "client_state")
-    assert sorted(path.name for path in rank.folder.iterdir()) == ["global_step0", "latest"]
+    assert names_in(rank.folder) == ["global_step0", "latest"]
 
 
 def parts_of_a_checkpoint(rank: Rank) -> None:
@@ -170,7 +174,7 @@ def tags_must_agree(rank: Rank) -> None:
     refusal(ValueError, lambda: engine.save_checkpoint(str(rank.folder), tag="a" if rank.rank else ".a"), "different")
     for tag in ("a/b", ".hidden", "latest", ""):
         refusal(ValueError, partial(engine.save_checkpoint, str(rank.folder), tag=tag), "tag", "name of a folder")
-    assert not list(rank.folder.iterdir())
+    assert not names_in(rank.folder)
 
 
 def saving_behind_the_training(rank: Rank) -> None:
@@ -191,6 +195,25 @@ def saving_behind_the_training(rank: Rank) -> None:
     assert engine.load_checkpoint(str(rank.folder))[0] == str(rank.folder / "again")
 
 
+def a_rank_alone_is_told(rank: Rank) -> None:
+    """At once where the other does something else; after the barrier's time limit where it does not come."""
+    with mock.patch("sdp_deepspeed.distributed.monitored_barrier.TIMEOUT", timedelta(seconds=2)):
+        engines = [engine_of(settings_of()) for _ in range(2)]
+    folder = str(rank.folder)
+    calls = [lambda: engines[0].save_checkpoint(folder), lambda: engines[0].load_checkpoint(folder)]
+    refusal(RuntimeError, calls[rank.rank], "rank 0 began to save a checkpoint", "rank 1 began to load weights")
+    began, said = time.monotonic(), ""
+    if rank.rank == 0:
+        with pytest.raises(RuntimeError) as caught:
+            engines[1].save_checkpoint(folder)
+        said = str(caught.value)
+    said = gathered(said)[0]
+    for word in ("rank 0 began to save a checkpoint", "waited for rank 1, which did not come", "on every rank"):
+        assert word in said, said
+    assert time.monotonic() - began < 30
+    assert not names_in(rank.folder)
+
+
 def _cases(size: int, options: pytest.Config) -> Iterator[tuple[str, Any]]:
     for check in (
         an_interrupted_run_goes_on,
@@ -201,6 +224,7 @@ def _cases(size: int, options: pytest.Config) -> Iterator[tuple[str, Any]]:
         frozen_parameters_may_be_left_out,
         tags_must_agree,
         saving_behind_the_training,
+        a_rank_alone_is_told,
     ):
         yield check.__name__, check
 

@@ -20,9 +20,11 @@ import torch.distributed as dist
 
 from sdp_deepspeed.checkpoint.storage import folder, manifest
 from sdp_deepspeed.checkpoint.storage.names import MANIFEST
+from sdp_deepspeed.folder_lock import release_all
 from tests.helpers.fault_runs import Faults, Kill
 from tests.helpers.models import config
 from tests.helpers.ranks import Rank
+from tests.helpers.trained_states import names_in
 from tests.helpers.training import assert_identical, dense_state, engine_of, refusal, train
 
 PAGE = os.sysconf("SC_PAGE_SIZE")
@@ -81,7 +83,7 @@ class Saved:
         self.engine.load_checkpoint(str(self.folder), tag="next")
         assert_identical(dense_state(self.engine), state)
         dist.barrier()
-        assert sorted(path.name for path in self.folder.iterdir()) == ["good", "latest", "next"]
+        assert names_in(self.folder) == ["good", "latest", "next"]
 
 
 def files_may_not_grow(rank: Rank) -> None:
@@ -126,6 +128,7 @@ def a_disk_is_read_only(rank: Rank) -> None:
         return
     with _disk(rank) as folder:
         saved = Saved(folder)
+        _on_rank_0(rank, release_all)  # no disk becomes read-only while a file on it is open to be written
         _on_rank_0(rank, lambda: _system("mount", "-o", "remount,ro", str(folder)))
         saved.cannot_save("Read-only file system", str(folder))
         _on_rank_0(rank, lambda: _system("mount", "-o", "remount,rw", str(folder)))

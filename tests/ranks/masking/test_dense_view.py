@@ -146,13 +146,24 @@ def saves_pretrained(rank: Rank) -> None:
     loaded = AutoModelForCausalLM.from_pretrained(rank.folder / "hf")
     assert type(loaded).__name__ == "LlamaForCausalLM"
     assert_identical(loaded.state_dict(), expected.state_dict())
-    assert torch.equal(logits(loaded.eval(), batch_of(rank)), logits(expected, batch_of(rank)))
+    batch = batch_of(rank)
+    known = logits(loaded.eval(), batch)
+    assert torch.equal(known, logits(expected, batch))
     assert not present_lacking(engine)
     Path(rank.folder / "file").touch()
     refusal(
         RuntimeError, lambda: engine.save_pretrained(rank.folder / "file"), "save_pretrained", "cannot write", "file"
     )
-    refusal(RuntimeError, lambda: engine.save_pretrained(rank.folder / "x", tokenizer=object()), "save_pretrained")
+    for name in ("x", "hf"):  # what begins well and then fails leaves nothing new
+        refusal(
+            RuntimeError, lambda name=name: engine.save_pretrained(rank.folder / name, tokenizer=object()), "cannot"
+        )
+    with mock.patch("torch.save", side_effect=OSError(28, "No space left on device")):
+        refusal(RuntimeError, lambda: engine.save_16bit_model(str(rank.folder / "y")), "save_16bit_model", "No space")
+    assert sorted(path.name for path in rank.folder.iterdir()) == ["file", "hf"]
+    assert torch.equal(logits(AutoModelForCausalLM.from_pretrained(rank.folder / "hf").eval(), batch), known)
+    engine.save_16bit_model(str(rank.folder / "y"))
+    assert [path.name for path in (rank.folder / "y").iterdir()] == ["pytorch_model.bin"]
     assert not present_lacking(engine)
 
 

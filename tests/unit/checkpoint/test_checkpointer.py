@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -10,8 +11,11 @@ import pytest
 import torch
 
 from sdp_deepspeed.checkpoint.load import LoadOptions
+from sdp_deepspeed.checkpoint.storage import folder as files
 from sdp_deepspeed.checkpoint.storage.names import INDEX
+from sdp_deepspeed.folder_lock import LOCK
 from tests.helpers.dense_checkpoints import forge
+from tests.helpers.other_jobs import other_job
 from tests.helpers.trained_states import Trained, checkpointer_of, names_in, one_rank
 from tests.helpers.training import assert_identical
 
@@ -134,6 +138,53 @@ def test_saving_behind_the_training(tmp_path: Path) -> None:
     checkpointer.save(tmp_path, "next", {})
     checkpointer.wait()
     assert names_in(tmp_path) == ["file", "global_step2", "latest", "next"]
+
+
+def test_a_folder_that_another_job_has(tmp_path: Path) -> None:
+    """Nothing of the other's is touched, neither what it writes nor what it replaces; reading needs no lock."""
+    state = trained()
+    checkpointer = checkpointer_of(state)
+    checkpointer.save(tmp_path, "good", {})
+    (tmp_path / LOCK).unlink()
+    for name in (".theirs.writing", ".other.replaced"):
+        (tmp_path / name).mkdir()
+    with other_job(tmp_path):
+        before = names_in(tmp_path)
+        with pytest.raises(ValueError, match=r"is in use by process 1234 .*python other.py"):
+            checkpointer.save(tmp_path, "mine", {})
+        assert checkpointer.load(tmp_path, None, ALL)[0] == str(tmp_path / "good")
+        assert names_in(tmp_path) == before
+    checkpointer.load(tmp_path, None, ALL)
+    assert names_in(tmp_path) == [".theirs.writing", "good", "latest", "other"]
+    checkpointer.save(tmp_path, "mine", {})
+    assert names_in(tmp_path) == ["good", "latest", "mine", "other"]
+
+
+def test_two_engines_of_one_process_take_turns(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else the second would remove what the first is writing behind the training."""
+    publishing, opened, overtaken = threading.Event(), threading.Event(), list[bool]()
+    publish, open_staging = files.publish, files.open_staging
+
+    def slowly(folder: Path, tag: str, *arguments: Any, **options: Any) -> None:
+        if tag == "behind":
+            publishing.set()
+            overtaken.append(opened.wait(0.1))
+        publish(folder, tag, *arguments, **options)
+
+    def seen(folder: Path, tag: str) -> Path:
+        if tag == "other":
+            opened.set()
+        return open_staging(folder, tag)
+
+    monkeypatch.setattr(files, "publish", slowly)
+    monkeypatch.setattr(files, "open_staging", seen)
+    behind = checkpointer_of(trained(), asynchronous=True)
+    behind.save(tmp_path, "behind", {})
+    assert publishing.wait(60)
+    checkpointer_of(trained()).save(tmp_path, "other", {})
+    behind.wait()
+    assert overtaken == [False]
+    assert names_in(tmp_path) == ["behind", "latest", "other"]
 
 
 def test_tags_and_client_state_that_are_refused(tmp_path: Path) -> None:

@@ -25,6 +25,7 @@ PURE = (
     "distributed",
     "estimate",
     "exchange",
+    "folder_lock",
     "layout",
     "masking",
     "messages",

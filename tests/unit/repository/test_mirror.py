@@ -23,7 +23,6 @@ TESTED_WITH = {
     "architectures/decoders": "unit/architectures/test_families.py",
     "architectures/located_branch": "unit/architectures/test_strategies.py",
     "architectures/registry": "unit/architectures/test_strategies.py",
-    "checkpoint/interop/hugging_face_names": "ranks/checkpoint/interop/test_export.py",
     "checkpoint/interop/load_universal": "ranks/checkpoint/interop/test_from_zero.py",
     "checkpoint/interop/transformers_names": "ranks/checkpoint/interop/test_export.py",
     "checkpoint/interop/whole_tensors": "ranks/checkpoint/interop/test_pretrained.py",

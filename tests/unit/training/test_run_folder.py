@@ -8,6 +8,7 @@ import pytest
 
 from sdp_deepspeed.training.run_folder import RunFolder
 from sdp_deepspeed.training.user_errors import RunFolderError
+from tests.helpers.other_jobs import other_job
 
 
 def opened(path: Path) -> RunFolder:
@@ -34,11 +35,10 @@ def test_a_full_disk_is_told_with_the_file(tmp_path: Path) -> None:
 
 
 def test_a_folder_has_one_run_at_a_time(tmp_path: Path) -> None:
-    first, second = opened(tmp_path), RunFolder(tmp_path, writes=True)
-    with pytest.raises(ValueError, match="is in use"):
-        second.create()
-    del first
-    second.create()
+    folder = RunFolder(tmp_path, writes=True)
+    with other_job(tmp_path), pytest.raises(ValueError, match=r"is in use by process 1234 .*python other.py"):
+        folder.create()
+    folder.create()
 
 
 def test_only_the_newest_checkpoints_stay(tmp_path: Path) -> None:

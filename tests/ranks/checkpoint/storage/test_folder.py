@@ -15,6 +15,7 @@ from sdp_deepspeed.checkpoint.storage.chunk_files import SafetensorsReader
 from sdp_deepspeed.checkpoint.storage.manifest import HashedFile
 from tests.helpers.models import config
 from tests.helpers.ranks import Rank
+from tests.helpers.trained_states import names_in
 from tests.helpers.training import assert_identical, dense_state, engine_of, refusal, train
 
 
@@ -107,7 +108,7 @@ def a_failing_rank_leaves_the_last_checkpoint(rank: Rank) -> None:
             refusal(RuntimeError, save, f"cannot write {rank.folder}", failing, "No space left", "intact")
     HashedFile.write = write  # type: ignore[method-assign]
     dist.barrier()
-    assert sorted(path.name for path in rank.folder.iterdir()) == ["good", "latest"]
+    assert names_in(rank.folder) == ["good", "latest"]
     path, _ = engine.load_checkpoint(str(rank.folder))
     assert path == str(rank.folder / "good")
     assert_identical(dense_state(engine), good)
@@ -162,7 +163,7 @@ def a_leftover_is_never_loaded(rank: Rank) -> None:
     engine.save_checkpoint(str(rank.folder), tag="next")
     assert engine.load_checkpoint(str(rank.folder))[0] == str(rank.folder / "next")
     dist.barrier()
-    assert sorted(path.name for path in rank.folder.iterdir()) == ["good", "latest", "next"]
+    assert names_in(rank.folder) == ["good", "latest", "next"]
 
 
 def the_newest_is_what_was_written_last(rank: Rank) -> None:
@@ -185,7 +186,7 @@ def old_ones_are_pruned(rank: Rank) -> None:
         engine.save_checkpoint(str(rank.folder))
         train(engine, num_steps=1)
     dist.barrier()
-    assert sorted(path.name for path in rank.folder.iterdir()) == ["global_step2", "global_step3", "latest"]
+    assert names_in(rank.folder) == ["global_step2", "global_step3", "latest"]
 
 
 def _cases(size: int, options: pytest.Config) -> Iterator[tuple[str, Any]]:

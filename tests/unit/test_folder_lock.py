@@ -1,0 +1,162 @@
+"""One job at a time in a folder: who is refused, who takes over, and what a killed owner leaves behind."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from sdp_deepspeed import folder_lock
+from sdp_deepspeed.folder_lock import LOCK, FolderInUseError, Owner, hold, is_held_by_others
+from tests.helpers.other_jobs import left_by, other_job
+from tests.helpers.repository import ROOT
+
+ELSEWHERE = {"machine": "another", "host": "far"}
+
+
+@pytest.fixture(autouse=True)
+def brief(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(folder_lock, "DEAD_SECONDS", 0.05)
+    monkeypatch.setattr(folder_lock, "_SECONDS_BETWEEN_TRIES", 0.0)
+
+
+def owner_of(folder: Path) -> Owner | None:
+    return Owner.read((folder / LOCK).read_text())
+
+
+def test_the_same_process_holds_it_again(tmp_path: Path) -> None:
+    first = hold(tmp_path)
+    assert hold(tmp_path / "x" / "..") is first
+    assert owner_of(tmp_path) == Owner.here()
+    assert not is_held_by_others(tmp_path)
+
+
+def test_another_job_is_named(tmp_path: Path) -> None:
+    with other_job(tmp_path, host="here", since="2026-01-02 03:04:05"):
+        with pytest.raises(FolderInUseError, match=r"process 1234 on here since 2026-.*05 \(python other.py\): wait"):
+            hold(tmp_path)
+        assert is_held_by_others(tmp_path)
+    hold(tmp_path)
+
+
+def test_a_folder_that_was_made_anew_is_locked_anew(tmp_path: Path) -> None:
+    writing = hold(tmp_path)
+    (tmp_path / LOCK).unlink()
+    with other_job(tmp_path), pytest.raises(FolderInUseError, match="process 1234"):
+        hold(tmp_path)
+    assert hold(tmp_path) is writing
+
+
+def test_an_owner_that_is_gone_is_followed(tmp_path: Path) -> None:
+    left_by(tmp_path)
+    assert not is_held_by_others(tmp_path)
+    hold(tmp_path)
+    assert owner_of(tmp_path) == Owner.here()
+
+
+@pytest.mark.parametrize("content", ["", "{", "[]", '{"pid": 1}', "[" * 100_000])
+def test_a_lock_that_was_cut_off_is_nobodys(tmp_path: Path, content: str) -> None:
+    (tmp_path / LOCK).write_text(content)
+    assert not is_held_by_others(tmp_path)
+    hold(tmp_path)
+    assert owner_of(tmp_path) == Owner.here()
+
+
+@contextmanager
+def beating(path: Path) -> Iterator[None]:
+    """As an owner on another machine."""
+    done = threading.Event()
+
+    def beat() -> None:
+        while not done.wait(0.001):
+            os.utime(path)
+
+    thread = threading.Thread(target=beat)
+    thread.start()
+    yield
+    done.set()
+    thread.join()
+
+
+def test_an_owner_elsewhere_that_shows_life_has_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(folder_lock, "DEAD_SECONDS", 1.0)
+    with beating(left_by(tmp_path, **ELSEWHERE)):
+        assert is_held_by_others(tmp_path)
+        with pytest.raises(FolderInUseError, match="process 1234 on far"):
+            hold(tmp_path)
+
+
+def test_an_owner_elsewhere_that_shows_none_is_followed(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    left_by(tmp_path, **ELSEWHERE)
+    hold(tmp_path)
+    assert "was in use by process 1234 on far" in caplog.text
+    assert owner_of(tmp_path) == Owner.here()
+
+
+def test_long_silence_needs_no_waiting(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    path = left_by(tmp_path, **ELSEWHERE)
+    os.utime(path, (time.time() - 3600,) * 2)
+    assert not is_held_by_others(tmp_path)
+    hold(tmp_path)
+    assert not caplog.text
+
+
+def test_without_locks_of_the_file_system_life_decides(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(folder_lock, "flock", lambda handle: False)
+    monkeypatch.setattr(folder_lock, "DEAD_SECONDS", 1.0)
+    with beating(left_by(tmp_path)), pytest.raises(FolderInUseError, match="process 1234"):
+        hold(tmp_path)
+
+
+_OWNER = """
+import os, sys, time
+from pathlib import Path
+from sdp_deepspeed.folder_lock import hold
+hold(Path(sys.argv[1]))
+if len(sys.argv) == 2:
+    if os.fork():  # a worker of a data loader outlives it for a while
+        print(flush=True)
+    time.sleep(60)
+"""
+
+
+def test_a_killed_process_has_it_no_more(tmp_path: Path) -> None:
+    command = [sys.executable, "-c", _OWNER, str(tmp_path)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, cwd=ROOT, start_new_session=True) as process:
+        assert process.stdout is not None
+        process.stdout.readline()
+        try:
+            with pytest.raises(FolderInUseError, match=f"process {process.pid} on .* -c "):
+                hold(tmp_path)
+            process.kill()
+            process.wait()
+            assert (tmp_path / LOCK).exists()
+            hold(tmp_path)
+        finally:
+            os.killpg(process.pid, signal.SIGKILL)  # an error if its child has ended, without which nothing is shown
+
+
+def test_a_process_that_ends_leaves_nothing(tmp_path: Path) -> None:
+    subprocess.run([sys.executable, "-c", _OWNER, str(tmp_path), "ends"], check=True, cwd=ROOT)
+    assert not list(tmp_path.iterdir())
+
+
+def test_an_owner_beats(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    hold(tmp_path)
+    os.utime(tmp_path / LOCK, (0, 0))
+
+    def once(seconds: float) -> None:
+        if (tmp_path / LOCK).stat().st_mtime > 0:
+            raise InterruptedError
+
+    monkeypatch.setattr(folder_lock.time, "sleep", once)
+    with pytest.raises(InterruptedError):
+        folder_lock._beat()
