@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from sdp_deepspeed.atomic_files import complete_or_absent
+from sdp_deepspeed.atomic_files import complete_or_absent, remove_abandoned
 from sdp_deepspeed.data import tokenizer as tokenizers
 from sdp_deepspeed.data.config import DEFAULT_VOCAB_SIZE, DataConfig
 from sdp_deepspeed.data.corpus import Corpus, open_corpus
@@ -38,6 +38,7 @@ def prepare(config: DataConfig) -> Path:
     given = None if config.tokenizer is None else tokenizers.load_tokenizer(config.tokenizer)
     identity = _identity(config, corpus, given)
     cache = _cache_folder(config)
+    remove_abandoned(cache, "data-*")
     folder = cache / f"data-{identity[:20]}"
     if (folder / "meta.json").is_file():
         return folder

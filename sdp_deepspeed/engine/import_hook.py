@@ -15,6 +15,8 @@ from functools import wraps
 from types import ModuleType
 from typing import Any
 
+from sdp_deepspeed.engine.abandoned_builds import remove_abandoned_builds
+
 
 def arm() -> None:
     """Patch each host now if it is imported, else at the moment when it will be."""
@@ -70,7 +72,10 @@ class _PatchingLoader(importlib.abc.Loader):
 
 def _patch_deepspeed() -> None:
     from deepspeed.runtime.engine import DeepSpeedEngine
+    from deepspeed.utils import logger
 
+    for text in remove_abandoned_builds():  # now, because the first operator is built before any engine
+        logger.warning(text)
     if "__new__" not in vars(DeepSpeedEngine):
         DeepSpeedEngine.__new__ = _new
 

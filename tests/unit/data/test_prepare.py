@@ -9,10 +9,12 @@ from typing import Any
 
 import pytest
 
+from sdp_deepspeed.atomic_files import complete_or_absent
 from sdp_deepspeed.data import DataConfig
 from sdp_deepspeed.data import tokenizer as tokenizers
 from sdp_deepspeed.data.packing import is_held_out
 from sdp_deepspeed.data.prepare import prepare
+from sdp_deepspeed.folder_lock import machine
 from tests.helpers.documents import NUM_DOCUMENTS, numbers, text
 
 
@@ -53,6 +55,18 @@ def test_failure_leaves_nothing_behind(config: Callable[..., DataConfig], tmp_pa
     with pytest.raises(ValueError, match=r"no document with text within max_bytes 3"):
         prepare(config(max_bytes=3))
     assert list((tmp_path / "cache").iterdir()) == []
+
+
+def test_what_killed_preparations_left_is_removed(config: Callable[..., DataConfig], tmp_path: Path) -> None:
+    """Of other texts, too, and where nothing has to be prepared; what is being prepared stays."""
+    for _ in range(2):
+        left = tmp_path / "cache" / f".data-0.{machine()}.0.writing"
+        left.mkdir(parents=True)
+        (left / "train.bin").write_bytes(b"torn")
+        with complete_or_absent(tmp_path / "cache" / "data-1", concurrent=True) as alive:
+            prepare(config())
+            assert alive.exists()
+        assert not left.exists()
 
 
 def test_a_single_document_cannot_be_split(config: Callable[..., DataConfig], tmp_path: Path) -> None:
