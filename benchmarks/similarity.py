@@ -88,7 +88,7 @@ def measure(arguments: argparse.Namespace) -> dict[str, object]:
     model = build_model(shape, seed=arguments.seed)
     plans = {str(mode): plan_of(model, mode, arguments.coverage, arguments.ranks) for mode in MODES}
     bundle = build(data, micro_batch=arguments.batch)
-    check_fits(model.config, num_tokens=bundle.prepared.vocab_size, sequence_length=data.sequence_length)
+    check_fits(model.config, bundle)
     return {
         "what": "similarity",
         "model": shape | {"num_parameters": sum(p.numel() for p in model.parameters())},

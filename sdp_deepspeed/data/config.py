@@ -15,6 +15,8 @@ DEFAULT_VOCAB_SIZE = 2048
 DEFAULT_TEXT_COLUMN = "text"
 # 256 bytes and the end-of-document token: with fewer, some text could not be written down.
 SMALLEST_VOCAB_SIZE = 257
+# More than any known vocabulary has, and than the text that is learned from is good for.
+LARGEST_VOCAB_SIZE = 2**20
 
 # Settings that only one kind of source reads. Given for another one they would have no effect, which is an error.
 _ONLY_FOR: dict[str, tuple[str, ...]] = {
@@ -125,6 +127,8 @@ def _out_of_range(config: DataConfig) -> list[str]:
         for name, least in smallest.items()
         if (value := getattr(config, name)) is not None and value < least
     ]
+    if config.vocab_size is not None and config.vocab_size > LARGEST_VOCAB_SIZE:
+        problems.append(f"vocab_size is {config.vocab_size}, expected at most {LARGEST_VOCAB_SIZE}")
     if not 0 <= config.validation_fraction < 1:
         problems.append(f"validation_fraction is {config.validation_fraction}, expected 0 <= fraction < 1")
     if not 0 <= config.seed < 2**63:

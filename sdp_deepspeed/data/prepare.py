@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import json
 import logging
 import os
 import time
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +34,7 @@ def prepare(config: DataConfig) -> Path:
     Raises:
         ValueError: a mistake in the config or the data, or no permission to write to `cache_dir`.
         ConnectionError: the hub cannot be reached.
+        OSError: the cache's disk is full or fails; names it.
         RuntimeError: the folder in the cache is damaged.
     """
     corpus = open_corpus(config)
@@ -44,12 +47,27 @@ def prepare(config: DataConfig) -> Path:
         return folder
     started = time.monotonic()
     log.info("preparing %s text (once, then cached in %s)", config.source, folder)
-    with complete_or_absent(folder, concurrent=True) as staging:
+    with _naming_the_disk(cache), complete_or_absent(folder, concurrent=True) as staging:
         prepared = _write(config, corpus, given, identity=identity, folder=staging)
         log.info("prepared in %.1f s: %s", time.monotonic() - started, prepared)
     if not (folder / "meta.json").is_file():
         raise RuntimeError(f"{folder} was there already without its meta.json, so it is damaged: delete it")
     return folder
+
+
+@contextmanager
+def _naming_the_disk(cache: Path) -> Iterator[None]:
+    """OSError with the cache's path where the system's error, or that of a library in Rust, names no file."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno is None or error.filename is not None:
+            raise
+        raise OSError(error.errno, error.strerror, str(cache)) from error
+    except Exception as error:
+        if type(error) is not Exception or "os error" not in str(error):
+            raise
+        raise OSError(errno.EIO, str(error), str(cache)) from error
 
 
 def _cache_folder(config: DataConfig) -> Path:
@@ -65,7 +83,8 @@ def _cache_folder(config: DataConfig) -> Path:
 
 def _identity(config: DataConfig, corpus: Corpus, given: Any) -> str:
     if given is None:
-        tokenizer = f"bpe:{config.vocab_size or DEFAULT_VOCAB_SIZE}:{tokenizers.TRAINING_BYTES}"
+        parameters = (config.vocab_size or DEFAULT_VOCAB_SIZE, tokenizers.TRAINING_BYTES, tokenizers.LONGEST_RUN)
+        tokenizer = f"bpe:{parameters}"
     else:
         tokenizer = tokenizers.identity(given)
     parts = [_FORMAT, corpus.fingerprint(), tokenizer, config.validation_fraction]

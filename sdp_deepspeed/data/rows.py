@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import gzip
+import lzma
+import zlib
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
@@ -50,14 +53,23 @@ def _rows(load: Callable[[], Any], column: str, where: str) -> Iterable[dict[str
     return rows
 
 
+def _is_of_content(error: BaseException) -> bool:
+    """Wrong bytes, JSON and parquet are ValueErrors (UnicodeDecodeError, pyarrow.ArrowInvalid); what is cut or damaged
+    in a compressed file, its library's; in a page of parquet, an OSError without a number, which the system's have."""
+    kinds = (ValueError, FileNotFoundError, EOFError, gzip.BadGzipFile, zlib.error, lzma.LZMAError)
+    if isinstance(error, kinds) or type(error).__name__ == "ZstdError":  # of one of several packages
+        return True
+    return type(error) is OSError and error.errno is None
+
+
 def _readable(error: Exception, where: str) -> Exception:
     """A mistake in path or content as ValueError in one line; a machine's or network's trouble as it is."""
     chain: list[BaseException] = [error]
     while chain[-1].__cause__ is not None:  # `datasets` wraps what the reader said
         chain.append(chain[-1].__cause__)
-    # Wrong bytes, JSON and parquet are all ValueErrors (UnicodeDecodeError, pyarrow.ArrowInvalid).
-    mistake = any(isinstance(e, ValueError | FileNotFoundError) for e in chain)
-    if not mistake or any(isinstance(e, ConnectionError | TimeoutError) for e in chain):
+    if any(isinstance(e, ConnectionError | TimeoutError) for e in chain) or not any(map(_is_of_content, chain)):
+        if isinstance(error, OSError) and error.errno and error.filename is None:  # such as a disk that fails
+            return OSError(error.errno, error.strerror, where)
         return error
     said = " ".join(str(chain[-1]).split()) or type(chain[-1]).__name__
     return ValueError(f"{where}: cannot be read as text documents: {said}")

@@ -4,12 +4,27 @@ from __future__ import annotations
 
 import hashlib
 import json
+import logging
+import re
+import threading
+import time
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 END_OF_DOCUMENT = "<|endoftext|>"
 # More text hardly changes the merges, but the memory to find them grows with it.
 TRAINING_BYTES = 64 * 2**20
+# Characters of a word. The time to find merges grows with the square of it, and what is longer is no word: a picture in
+# base64, a genome, a line of spaces.
+LONGEST_RUN = 1000
+LOG_SECONDS = 60.0
+
+log = logging.getLogger(__name__)
+
+# What the pre-tokenizer keeps in one piece: letters, digits, blanks, or all else.
+_KINDS = (r"[^\W\d_]", r"\d", r"\s", r"[^\w\s]|_")
+_LONG_RUN = re.compile("|".join(f"(?:{kind}){{{LONGEST_RUN + 1},}}" for kind in _KINDS))
 
 
 def train_tokenizer(documents: Iterable[str], vocab_size: int) -> Any:
@@ -33,16 +48,46 @@ def train_tokenizer(documents: Iterable[str], vocab_size: int) -> Any:
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
     )
-    tokenizer.train_from_iterator(_first_bytes(documents, TRAINING_BYTES), trainer)
+    with _telling_progress(f"training a tokenizer of up to {vocab_size:,} entries"):
+        tokenizer.train_from_iterator(_first_bytes(documents, TRAINING_BYTES), trainer)
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token=END_OF_DOCUMENT, pad_token=END_OF_DOCUMENT)
 
 
 def _first_bytes(documents: Iterable[str], limit: int) -> Iterator[str]:
     for text in documents:
-        yield text
+        yield from _without_long_runs(text)
         limit -= len(text.encode("utf-8"))
         if limit <= 0:
             return
+
+
+def _without_long_runs(text: str) -> Iterator[str]:
+    """The text in parts, so that no word of it is longer than LONGEST_RUN."""
+    start = 0
+    for run in _LONG_RUN.finditer(text):
+        for cut in range(run.start() + LONGEST_RUN, run.end(), LONGEST_RUN):
+            yield text[start:cut]
+            start = cut
+    yield text[start:]
+
+
+@contextmanager
+def _telling_progress(what: str) -> Iterator[None]:
+    """A line at the start, and one every minute: the library has none of its own but a bar."""
+    log.info(what)
+    done, began = threading.Event(), time.monotonic()
+
+    def tell() -> None:
+        while not done.wait(LOG_SECONDS):
+            log.info("%s: %.0f s so far", what, time.monotonic() - began)
+
+    thread = threading.Thread(target=tell, name="tokenizer-progress", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        done.set()
+        thread.join()
 
 
 def load_tokenizer(name: str) -> Any:

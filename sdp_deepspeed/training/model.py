@@ -12,6 +12,7 @@ from huggingface_hub.errors import StrictDataclassError
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from sdp_deepspeed.config import parse
+from sdp_deepspeed.data import DataBundle
 from sdp_deepspeed.deferred_init.init import Init
 from sdp_deepspeed.messages import nearest
 
@@ -60,15 +61,20 @@ def _refuse_misspelled(shape: Mapping[str, Any], config: Any) -> None:
             raise ValueError(f"unknown key {key!r}, did you mean {meant!r}?")
 
 
-def check_fits(config: Any, *, num_tokens: int, sequence_length: int) -> None:
+def check_fits(config: Any, data: DataBundle) -> None:
     """Refuse a tokenizer or a sequence that the model has no room for.
+
+    Args:
+        config: the model's.
 
     Raises:
         ValueError: with both numbers and the setting to change.
     """
-    if num_tokens > config.vocab_size:
+    num_ids, sequence_length = data.prepared.vocab_size, data.train.sequence_length
+    if num_ids > config.vocab_size:
+        gaps = f" (it has {num} and leaves gaps)" if (num := len(data.tokenizer)) < num_ids else ""
         raise ValueError(
-            f"the tokenizer has {num_tokens} entries, the model's vocab_size is {config.vocab_size}: raise "
+            f"the tokenizer needs {num_ids} ids{gaps}, the model's vocab_size is {config.vocab_size}: raise "
             "vocab_size in the --model JSON, or lower it in the --data JSON"
         )
     longest = getattr(config, "max_position_embeddings", sequence_length)

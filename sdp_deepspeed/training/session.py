@@ -85,7 +85,7 @@ def _set_up(options: Options, folder: RunFolder) -> Run:
         model=model, model_parameters=list(model.parameters()), config=options.deepspeed_config
     )
     data = _open_data(data_config, engine, world)
-    check_fits(engine.module.config, num_tokens=len(data.tokenizer), sequence_length=data_config.sequence_length)
+    check_fits(engine.module.config, data)
     run = Run(options=options, engine=engine, data=data, folder=folder, world=world)
     resume(run)
     return run

@@ -18,6 +18,7 @@ from sdp_deepspeed.data import DataConfig
         ({"validation_fraction": float("nan")}, "validation_fraction is nan"),
         ({"seed": -1}, "seed is -1"),
         ({"vocab_size": 100}, "vocab_size is 100, expected at least 257"),
+        ({"vocab_size": 10**12}, "vocab_size is 1000000000000, expected at most 1048576"),
         ({"max_bytes": 0}, "max_bytes is 0"),
         ({"validation_blocks": 0}, "validation_blocks is 0"),
         ({"validation_blocks": 3, "validation_fraction": 0}, "validation_blocks has no effect"),

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import bz2
 import gzip
 import json
+import lzma
 import os
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+import pyarrow as pa  # type: ignore[import-untyped]
+import pyarrow.parquet as pq  # type: ignore[import-untyped]
 import pytest
 
 from sdp_deepspeed.data import DataConfig
@@ -22,6 +26,19 @@ def _documents(**settings: Any) -> list[str]:
 def _json_lines(path: Path, rows: Iterable[Any]) -> None:
     content = "".join(json.dumps(row) + "\n" for row in rows).encode()
     path.write_bytes(gzip.compress(content) if path.suffix == ".gz" else content)
+
+
+LINES = "".join(json.dumps({"text": f"{number * 7919 % 1000003} words"}) + "\n" for number in range(2000)).encode()
+
+
+def damaged_parquet(place: float) -> bytes:
+    """Thirty bytes of its pages are others, at this share of the file's length."""
+    rows = pa.table({"text": [f"{number * 7919 % 1000003} words " * 50 for number in range(500)]})
+    sink = pa.BufferOutputStream()
+    pq.write_table(rows, sink, compression="snappy", use_dictionary=False)
+    content = sink.getvalue().to_pybytes()
+    start = max(20, int(len(content) * place))
+    return content[:start] + bytes(byte ^ 255 for byte in content[start : start + 30]) + content[start + 30 :]
 
 
 def test_json_lines_also_compressed_and_ragged(tmp_path: Path) -> None:
@@ -93,6 +110,15 @@ def test_parquet_by_folder_glob_and_file(fineweb: Path) -> None:
         ("a.jsonl", b'{"body": "a", "id": 1}\n', "no column 'text', it has ['body', 'id']: set text_column"),
         ("a.parquet", b"xx", "cannot be read as text documents"),
         ("a.txt", b"\xff\xfe\x80abc", "can't decode byte 0xff"),
+        ("a.jsonl.gz", gzip.compress(LINES)[:200], "Compressed file ended before"),
+        ("a.jsonl.gz", gzip.compress(LINES)[:200] + bytes(100), "cannot be read as text documents"),
+        ("a.jsonl.gz", b"hello", "Not a gzipped file"),
+        ("a.jsonl.bz2", bz2.compress(LINES)[:200], "Compressed file ended before"),
+        ("a.jsonl.bz2", b"hello", "Invalid data stream"),
+        ("a.jsonl.xz", lzma.compress(LINES)[:200], "Compressed file ended before"),
+        ("a.jsonl.xz", b"hello", "not supported by decoder"),
+        ("a.parquet", damaged_parquet(0.5), "Corrupt snappy compressed data"),
+        ("a.parquet", damaged_parquet(0.0), "Couldn't deserialize thrift"),
     ],
 )
 def test_unreadable_files_are_named(tmp_path: Path, name: str, content: bytes, said: str) -> None:

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 
@@ -67,6 +68,18 @@ def test_what_killed_preparations_left_is_removed(config: Callable[..., DataConf
             prepare(config())
             assert alive.exists()
         assert not left.exists()
+
+
+@pytest.mark.parametrize(
+    "error", [OSError(28, "No space left on device"), Exception("No space left on device (os error 28)")]
+)
+def test_a_full_cache_disk_is_named(
+    config: Callable[..., DataConfig], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: Exception
+) -> None:
+    monkeypatch.setattr("sdp_deepspeed.data.prepare.pack", mock.Mock(side_effect=error))
+    with pytest.raises(OSError, match=f"No space left on device.*: '{tmp_path / 'cache'}'"):
+        prepare(config())
+    assert list((tmp_path / "cache").iterdir()) == []
 
 
 def test_a_single_document_cannot_be_split(config: Callable[..., DataConfig], tmp_path: Path) -> None:

@@ -18,6 +18,14 @@ def test_a_network_failure_is_not_called_a_mistake() -> None:
         list(column_of(unreachable, "text", where="owner/name"))
 
 
+def test_a_machines_trouble_is_its_own_with_the_name() -> None:
+    def fails() -> Any:
+        raise OSError(5, "Input/output error")
+
+    with pytest.raises(OSError, match=r"Input/output error: 'a\.jsonl'"):
+        list(column_of(fails, "text", where="a.jsonl"))
+
+
 class Rows:
     """What is read of a data set of `datasets`."""
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -9,11 +11,20 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from tokenizers.pre_tokenizers import ByteLevel
 
 from sdp_deepspeed.data import DataConfig
 from sdp_deepspeed.data.packing import PreparedData
 from sdp_deepspeed.data.prepare import prepare
-from sdp_deepspeed.data.tokenizer import encode, identity, load_tokenizer, train_tokenizer, vocabulary_size
+from sdp_deepspeed.data.tokenizer import (
+    LONGEST_RUN,
+    _without_long_runs,
+    encode,
+    identity,
+    load_tokenizer,
+    train_tokenizer,
+    vocabulary_size,
+)
 from tests.helpers.properties import examples
 
 WORDS = ["the cat sat on the mat\n", "the dog ran to the cat\n"] * 20
@@ -77,6 +88,31 @@ def test_tokenizers_that_do_not_serve_are_errors(tmp_path: Path) -> None:
     without_end.save_pretrained(tmp_path)
     with pytest.raises(ValueError, match="has no eos_token"):
         load_tokenizer(str(tmp_path))
+
+
+@pytest.mark.parametrize("run", ["abcdefgh", " ", "0123456789", "-+", "\u4e2d"])
+def test_no_word_that_is_learned_from_is_too_long(run: str) -> None:
+    """Else the time grows with the square of it: a minute for a third of a megabyte of one word."""
+    text = "two words " + run * 5000 + " and more"
+    parts = list(_without_long_runs(text))
+    assert "".join(parts) == text
+    words = ByteLevel(add_prefix_space=False)
+    assert max(len(word) for part in parts for word, _ in words.pre_tokenize_str(part)) <= 3 * (LONGEST_RUN + 1)
+    assert list(_without_long_runs("two words")) == ["two words"]
+
+
+def test_training_shows_progress(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    monkeypatch.setattr("sdp_deepspeed.data.tokenizer.LOG_SECONDS", 0.001)
+    told = threading.Event()
+    caplog.set_level("INFO")
+
+    def documents() -> Iterator[str]:
+        yield "some words"
+        while "so far" not in caplog.text:
+            told.wait(0.001)
+
+    train_tokenizer(documents(), 300)
+    assert caplog.messages[0] == "training a tokenizer of up to 300 entries"
 
 
 def test_gaps_in_a_vocabulary_need_room_too() -> None:

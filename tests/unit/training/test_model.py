@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -39,14 +40,22 @@ def test_models_that_cannot_be_built(shape: dict[str, Any], words: str) -> None:
         build_model(shape, seed=0)
 
 
+def data_of(*, entries: int, num_ids: int, length: int) -> Any:
+    """What is asked of a `DataBundle`."""
+    prepared, train = SimpleNamespace(vocab_size=num_ids), SimpleNamespace(sequence_length=length)
+    return SimpleNamespace(tokenizer=range(entries), prepared=prepared, train=train)
+
+
 def test_a_tokenizer_or_sequence_too_large_for_the_model() -> None:
     from transformers import LlamaConfig
 
     from sdp_deepspeed.training.model import check_fits
 
     config = LlamaConfig(vocab_size=300, max_position_embeddings=64)
-    check_fits(config, num_tokens=300, sequence_length=64)
-    with pytest.raises(ValueError, match="has 301 entries, the model's vocab_size is 300"):
-        check_fits(config, num_tokens=301, sequence_length=64)
+    check_fits(config, data_of(entries=300, num_ids=300, length=64))
+    with pytest.raises(ValueError, match="needs 301 ids, the model's vocab_size is 300"):
+        check_fits(config, data_of(entries=301, num_ids=301, length=64))
+    with pytest.raises(ValueError, match=r"needs 401 ids \(it has 300 and leaves gaps\), the model's"):
+        check_fits(config, data_of(entries=300, num_ids=401, length=64))
     with pytest.raises(ValueError, match="sequence_length is 65, the model's max_position_embeddings 64"):
-        check_fits(config, num_tokens=300, sequence_length=65)
+        check_fits(config, data_of(entries=300, num_ids=300, length=65))

@@ -47,7 +47,7 @@ def run_in(path: Path, *records: dict[str, Any]) -> Run:
     run = Run(options=options, engine=Engine(), data=data, folder=folder, world=OneRank())
     run.step = sum(record["kind"] == "train" for record in records)
     for record in records:
-        folder.metrics.append(record)
+        folder.metrics.append({"step": 1} | record)
     return run
 
 
@@ -77,7 +77,7 @@ def test_what_was_not_measured_is_null(tmp_path: Path) -> None:
 def test_no_report_of_a_run_that_lost_records(tmp_path: Path) -> None:
     run = run_in(tmp_path)
     (tmp_path / "metrics.jsonl").symlink_to("/dev/full")
-    run.folder.metrics.append(step(1))
+    run.folder.metrics.append({"step": 1} | step(1))
     with pytest.raises(RunFolderError, match="No space left"):
         write_report(run)
     assert not (tmp_path / "report.json").exists()
