@@ -3,14 +3,20 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import pytest
 
+from sdp_deepspeed.distributed.agreement import OneRank
 from sdp_deepspeed.plan.plan import Plan
 from sdp_deepspeed.training import engines
 from sdp_deepspeed.training.user_errors import RunFolderError
 from sdp_deepspeed.units import Piece, Unit
+
+BEGINS = "save_pretrained: cannot write"  # an error of the dense export
 
 
 @dataclass
@@ -75,3 +81,23 @@ def test_a_checkpoint_that_cannot_be_written_is_no_bug_of_ours(tmp_path: Any) ->
     with pytest.raises(RuntimeError, match="a bug") as caught:
         engines.save_checkpoint(broken, tmp_path, tag="step_1", client_state={})
     assert not isinstance(caught.value, RunFolderError)
+
+
+class Full:
+    """A model and its tokenizer on a disk with room for one file."""
+
+    def save_pretrained(self, folder: Path) -> None:
+        (folder / "config.json").touch()
+        raise OSError(28, "No space left on device")
+
+
+def test_an_export_that_does_not_fit_leaves_nothing_and_is_no_bug_of_ours(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(engines, "Communicator", lambda dist: OneRank())
+    stock: Any = SimpleNamespace(module=Full())
+    ours: Any = SimpleNamespace(plan=plan(), save_pretrained=mock.Mock(side_effect=RuntimeError(f"{BEGINS} hf: full")))
+    for engine, reason in ((stock, "No space left"), (ours, "full")):
+        with pytest.raises(RunFolderError, match=f"{BEGINS} .*hf: .*{reason}.*; start the same command again"):
+            engines.save_pretrained(engine, tmp_path / "hf", Full())
+    assert not list(tmp_path.iterdir())

@@ -16,7 +16,7 @@ from sdp_deepspeed.checkpoint.storage.manifest import (
     verify,
     write_manifest,
 )
-from sdp_deepspeed.checkpoint.storage.names import COMMON, INDEX, rank_file, tensors_file
+from sdp_deepspeed.checkpoint.storage.names import COMMON, INDEX, MANIFEST, rank_file, tensors_file
 
 
 def test_a_full_disk_is_named() -> None:
@@ -82,3 +82,12 @@ def test_ranks_share_the_files() -> None:
     names = ["c", "a", "b", "e", "d"]
     shares = [share(names, rank, 2) for rank in range(2)]
     assert shares == [["a", "c", "e"], ["b", "d"]]
+
+
+def test_a_link_to_a_device_is_no_file_of_a_checkpoint(tmp_path: Path) -> None:
+    """It would be read without end."""
+    (tmp_path / MANIFEST).symlink_to("/dev/zero")
+    with pytest.raises(ValueError, match=r"manifest.json is damaged: .*it is a device, a pipe or a folder"):
+        read_manifest(tmp_path)
+    (tmp_path / "file").symlink_to("/dev/zero")
+    assert "expected a file" in str(problem_of(tmp_path, "file", {"bytes": 0, "sha256": ""}))
