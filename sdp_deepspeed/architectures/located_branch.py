@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from sdp_deepspeed.architectures.branch import Branch, Cut
-from sdp_deepspeed.architectures.registry import branches_of, described
+from sdp_deepspeed.architectures.registry import branches_in, described
 from sdp_deepspeed.units import Piece
 
 
@@ -83,12 +83,12 @@ def locate_branches(model: nn.Module) -> list[LocatedBranch]:
     """All residual branches of the described layers, in model order.
 
     Raises:
-        ValueError: no layer is described, a described submodule is missing, or a branch shares a tensor with another
-            part of the model.
+        ValueError: no layer is described, one runs other code than its description is of, a described submodule is
+            missing, or a branch shares a tensor with another part of the model.
     """
     branches = []
     for name, module in model.named_modules():
-        for branch in branches_of(type(module)) or ():
+        for branch in branches_in(name, module):
             pieces = _pieces(name, module, branch)
             try:
                 cells = _cells(name, module.get_submodule(branch.body), branch)

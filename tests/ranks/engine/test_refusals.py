@@ -48,7 +48,7 @@ def a_scale_that_one_branch_does_not_allow(rank: Rank) -> None:
     """Refused before anything is dropped, though the branch before it could be scaled: the model can be given again."""
     attention, mlp = architectures.branches_of(LlamaDecoderLayer) or ()
     model, other = llama(), llama()
-    with mock.patch.dict(registry._BRANCHES):
+    with mock.patch.dict(registry._DESCRIPTIONS):
         architectures.register(LlamaDecoderLayer, attention, replace(mlp, inner=None))
         wrong = config(holders=1, dense_branch_scale="coverage")
         refusal(ValueError, lambda: engine_of(wrong, model), "dense_branch_scale", "'mlp' names no output projection")

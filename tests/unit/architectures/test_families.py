@@ -173,7 +173,7 @@ class OwnModel(nn.Module):
 
 @pytest.fixture
 def own_description(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(registry, "_BRANCHES", dict(registry._BRANCHES))
+    monkeypatch.setattr(registry, "_DESCRIPTIONS", dict(registry._DESCRIPTIONS))
     architectures.register(
         OwnLayer, Branch("mixer", norm="before", body="mix", after=("drop",)), Branch("mlp", norm="then", body="ff")
     )

@@ -220,7 +220,7 @@ def own_model(hidden: int = 7) -> nn.Module:
 @pytest.fixture
 def own_description(monkeypatch: pytest.MonkeyPatch) -> None:
     """As the docstring of `architectures` shows."""
-    monkeypatch.setattr(registry, "_BRANCHES", dict(registry._BRANCHES))
+    monkeypatch.setattr(registry, "_DESCRIPTIONS", dict(registry._DESCRIPTIONS))
     inner = InnerLayers((Cut("up", dim=0), Cut("down", dim=1, is_output=True)))
     architectures.register(OwnLayer, Branch("mlp", norm="norm", body="ff", inner=inner))
 

@@ -76,7 +76,7 @@ def with_heads_of_no_number(monkeypatch: pytest.MonkeyPatch) -> nn.Module:
     """The description looks for it elsewhere."""
     attention, mlp = architectures.branches_of(LlamaDecoderLayer) or ()
     assert attention.inner is not None
-    monkeypatch.setattr(registry, "_BRANCHES", dict(registry._BRANCHES))
+    monkeypatch.setattr(registry, "_DESCRIPTIONS", dict(registry._DESCRIPTIONS))
     attention = replace(attention, inner=replace(attention.inner, heads="config.num_groups"))
     architectures.register(LlamaDecoderLayer, attention, mlp)
     return build("llama", num_layers=2)

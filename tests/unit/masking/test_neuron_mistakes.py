@@ -62,7 +62,7 @@ class Own(nn.Module):
 
 
 def test_a_branch_whose_neurons_are_not_described(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(registry, "_BRANCHES", dict(registry._BRANCHES))
+    monkeypatch.setattr(registry, "_DESCRIPTIONS", dict(registry._DESCRIPTIONS))
     architectures.register(Own.Layer, Branch("mlp", norm="norm", body="ff"))
     with pytest.raises(ValueError, match=r"strategy.*'layers\.0\.mlp' cannot.*no neurons or heads.*InnerLayers.*block"):
         start(Own(), strategy="neuron")
