@@ -87,6 +87,8 @@ def read_json(path: Path, option: str) -> dict[str, Any]:
         raise ValueError(f"{option}: {path} is not text: expected a JSON file") from None
     except json.JSONDecodeError as error:
         raise ValueError(f"{option}: {path}:{error.lineno}:{error.colno}: not JSON: {error.msg}") from None
+    except (ValueError, RecursionError) as error:  # a number of thousands of digits, thousands of brackets
+        raise ValueError(f"{option}: {path}: not JSON that can be read: {error}") from None
     if not isinstance(content, dict):
         raise ValueError(f"{option}: {path} holds a {type(content).__name__}: expected a JSON object {{...}}")
     return content

@@ -5,7 +5,9 @@ from __future__ import annotations
 import difflib
 import itertools
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from functools import reduce
+from operator import getitem
 from typing import Any, Literal, NamedTuple, get_args
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
@@ -218,24 +220,33 @@ def _explain(error: ValidationError, block: Mapping[str, Any]) -> str:
     """All problems of a block, one line each."""
     problems: dict[str, str] = {}
     for item in error.errors(include_url=False, include_context=False):
-        name = str(item["loc"][0]) if item["loc"] else ""
+        keys = _keys(item["loc"])
         # A union reports each alternative on its own: the first line per key says it all.
-        problems.setdefault(name, _explain_one(name, item["type"], item["msg"], block))
+        problems.setdefault(".".join(keys), _explain_one(keys, item["type"], item["msg"], block))
     lines = [line for text in problems.values() for line in text.split("\n")]
     if len(lines) == 1:
         return lines[0]
     return f"{KEY}: {len(lines)} problems:\n" + "\n".join(f"  {line}" for line in lines)
 
 
-def _explain_one(name: str, kind: str, message: str, block: Mapping[str, Any]) -> str:
+def _keys(location: Sequence[int | str]) -> tuple[str, ...]:
+    """Keys of the block that lead to a problem: one, or two inside an object that has fields of its own."""
+    return tuple(map(str, location[: 2 if location[:1] == ("checkpoint",) else 1]))
+
+
+def _explain_one(keys: tuple[str, ...], kind: str, message: str, block: Mapping[str, Any]) -> str:
     message = message.removeprefix("Value error, ")
-    fields = SubnetworkConfig.model_fields
-    if not name:
+    if not keys:
         return message
+    fields = (SubnetworkConfig if len(keys) == 1 else CheckpointOptions).model_fields
+    path, name = ".".join((KEY, *keys)), keys[-1]
     if kind == "extra_forbidden":
-        return f"{KEY}.{name}: unknown key; {did_you_mean(_normalized(name), fields, cutoff=0.5)}"
-    if block[name] == "auto":
+        return f"{path}: unknown key; {did_you_mean(_normalized(name), fields, cutoff=0.5)}"
+    if kind == "invalid_key":
+        return f"{path}: keys must be text"
+    value = reduce(getitem, keys, block)
+    if value == "auto":
         where = "is only possible for subnetworks and placement"
-        return f'{KEY}.{name}: "auto" {where}; expected {fields[name].description}'
+        return f'{path}: "auto" {where}; expected {fields[name].description}'
     detail = f" ({message})" if kind == "value_error" and name == "shared" else ""
-    return f"{KEY}.{name}: got {block[name]!r}, expected {fields[name].description}{detail}"
+    return f"{path}: got {value!r}, expected {fields[name].description}{detail}"

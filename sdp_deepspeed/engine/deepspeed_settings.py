@@ -2,13 +2,28 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any
+
 import torch
 from deepspeed.runtime.fp16.loss_scaler import CreateLossScaler, LossScalerBase
 
 from sdp_deepspeed.distributed.communicator import RankGroups
-from sdp_deepspeed.engine.host_engine import HostEngine
+from sdp_deepspeed.engine.host_engine import HostConfig, HostEngine
 from sdp_deepspeed.optimizer.settings import Offload, OptimizerSettings
 from sdp_deepspeed.plan.placement import Network
+
+
+def resolved_config(config: Mapping[str, Any], read: HostConfig) -> dict[str, Any]:
+    """A config with the values that DeepSpeed made of it where it converts them: it takes "1" for 1, "false" for false.
+
+    Args:
+        config: loaded.
+        read: what DeepSpeed read in it.
+    """
+    parts = {"zero_optimization": read.zero_config, "fp16": read.float16_config, "bf16": read.bfloat16_config}
+    values = {key: part.model_dump(mode="json", exclude_unset=True) for key, part in parts.items()}
+    return {**config, **values, "gradient_accumulation_steps": read.gradient_accumulation_steps}
 
 
 def optimizer_settings(engine: HostEngine) -> OptimizerSettings:

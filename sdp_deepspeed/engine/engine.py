@@ -23,7 +23,7 @@ from torch import nn
 
 from sdp_deepspeed.checkpoint.checkpointer import Checkpointer
 from sdp_deepspeed.checkpoint.state.rank_chunks import RankChunks, persistent_buffers
-from sdp_deepspeed.config import KEY, SubnetworkConfig, parse
+from sdp_deepspeed.config import KEY, SubnetworkConfig
 from sdp_deepspeed.deferred_init.materialize import DeferredModel, check_deferred_alike, refuse_tensor_parallel
 from sdp_deepspeed.distributed.agreement import run_on_all_ranks
 from sdp_deepspeed.distributed.communicator import Communicator, RankGroups
@@ -31,9 +31,10 @@ from sdp_deepspeed.distributed.monitored_barrier import Phase
 from sdp_deepspeed.engine.apply_plan import AppliedPlan, ModelAtStart, apply_plan
 from sdp_deepspeed.engine.checkpoint_calls import CheckpointCalls
 from sdp_deepspeed.engine.consistency import check_holders_agree
-from sdp_deepspeed.engine.deepspeed_settings import loss_scaler, network_of, optimizer_settings
+from sdp_deepspeed.engine.deepspeed_settings import loss_scaler, network_of, optimizer_settings, resolved_config
 from sdp_deepspeed.engine.dense_export import DenseExport
 from sdp_deepspeed.engine.private_api import check_hosts
+from sdp_deepspeed.engine.start import Start
 from sdp_deepspeed.masking.compiled import compile_in_place
 from sdp_deepspeed.masking.mixins import is_cut
 from sdp_deepspeed.masking.other_weights import OtherWeights
@@ -42,6 +43,7 @@ from sdp_deepspeed.optimizer.optimizer import SubnetworkOptimizer
 from sdp_deepspeed.optimizer.param_groups import agree_on_groups
 from sdp_deepspeed.plan.plan import Plan
 from sdp_deepspeed.plan.shards import Shards
+from sdp_deepspeed.support.host_types import refuse_wrong_types
 from sdp_deepspeed.support.refusals import (
     refuse_modules,
     refuse_optimizer,
@@ -76,11 +78,10 @@ class SubnetworkEngine(CheckpointCalls):
     _deferred: DeferredModel | None = None  # until the model has storage
 
     def __init__(self, args: Any, model: nn.Module, *rest: Any, **options: Any) -> None:
-        config: Mapping[str, Any] = options["config"]
-        block = parse(config)
-        assert block is not None, "the import hook builds this engine for configs with the block only"
-        object.__setattr__(self, "block", block)
-        _refuse_at_start(block, config, model, options)
+        start: Start = vars(self).pop("start")
+        assert start.block is not None, "the import hook builds this engine for configs with the block only"
+        object.__setattr__(self, "block", start.block)
+        start.check(options, partial(_refuse_at_start, start.block, model, options))
         model = compile_in_place(model)
         object.__setattr__(self, "_deferred", DeferredModel.of(model))
         refuse_shared_memory(model)  # a cast to another dtype would untie them without a word
@@ -90,7 +91,7 @@ class SubnetworkEngine(CheckpointCalls):
         self._known_parameters = KnownParameters(self.module)
         self._other_weights = OtherWeights(self.module, self._applied.mask)
         self.checkpointer = Checkpointer.build(
-            self, options=block.checkpoint, accepts_universal=self.load_universal_checkpoint()
+            self, options=start.block.checkpoint, accepts_universal=self.load_universal_checkpoint()
         )
 
     @property
@@ -276,14 +277,14 @@ class SubnetworkEngine(CheckpointCalls):
         return RankChunks(model, persistent_buffers(self.module, model.views.shapes))
 
 
-def _refuse_at_start(
-    block: SubnetworkConfig, config: Mapping[str, Any], model: nn.Module, options: Mapping[str, Any]
-) -> None:
+def _refuse_at_start(block: SubnetworkConfig, model: nn.Module, options: Mapping[str, Any]) -> None:
     """Refuse what cannot work, before any group is made or any tensor is broadcast.
 
     Raises:
         ValueError: by name.
     """
+    refuse_wrong_types(options["config"])
+    config = resolved_config(options["config"], options["config_class"])
     refuse_unsupported(block, config)
     if is_cut(model):  # before DeepSpeed broadcasts tensors of which some ranks have none
         raise ValueError(f"{KEY}: an earlier engine cut this model down to subnetworks; build or load it anew")

@@ -9,9 +9,12 @@ from torch import nn
 
 
 class HostConfig(Protocol):
-    """Of its parsed config, what no method of the engine tells."""
+    """Its parsed config, as far as it is read before there is an engine, or no method of the engine tells it."""
 
-    bfloat16_config: Any  # with `check_grad_overflow`
+    bfloat16_config: Any  # pydantic models, all three
+    float16_config: Any
+    zero_config: Any
+    gradient_accumulation_steps: int
 
 
 class HostEngine(Protocol):

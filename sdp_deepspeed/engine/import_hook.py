@@ -85,24 +85,24 @@ def _new(cls: type, *args: Any, **kwargs: Any) -> Any:
     models that only our engine can train."""
     from deepspeed.runtime.engine import DeepSpeedEngine
 
-    from sdp_deepspeed.config import KEY, parse
+    from sdp_deepspeed.config import KEY
+    from sdp_deepspeed.engine.start import Start
 
-    config = kwargs.get("config")
-    block = parse(config) if isinstance(config, dict) else None
-    if block is None:
+    start = Start.of(kwargs.get("config"))
+    if start.block is None:
         _refuse_ours(kwargs.get("model", args[1] if len(args) > 1 else None))
         return object.__new__(cls)
     from sdp_deepspeed.engine.engine import SubnetworkEngine
 
     ours: type = SubnetworkEngine
-    if cls is DeepSpeedEngine:
-        return object.__new__(ours)
-    if not issubclass(cls, ours):
+    if cls is not DeepSpeedEngine and not issubclass(cls, ours):
         raise ValueError(
             f"{KEY}: {cls.__name__} is not supported (pipeline modules and the hybrid engine build their own); give "
             "deepspeed.initialize an ordinary module, or remove the block"
         )
-    return object.__new__(cls)
+    engine = object.__new__(ours if cls is DeepSpeedEngine else cls)
+    object.__setattr__(engine, "start", start)
+    return engine
 
 
 def _refuse_ours(model: Any) -> None:

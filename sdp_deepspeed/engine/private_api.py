@@ -80,6 +80,7 @@ PRIVATE_NAMES: tuple[tuple[str, str], ...] = (
 )
 # What measurements and the training program need besides.
 PRIVATE_NAMES_OF_TOOLS: tuple[tuple[str, str], ...] = (
+    ("deepspeed.runtime.config", "DeepSpeedConfig"),
     ("deepspeed.runtime.config", "DeepSpeedConfigError"),
     ("torch.distributed._tools.mem_tracker", "MemTracker._track_module_params_and_buffers"),
     ("transformers", "PreTrainedModel._keys_to_ignore_on_load_unexpected"),

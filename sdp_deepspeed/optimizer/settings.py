@@ -45,3 +45,6 @@ class OptimizerSettings:
     skip_overflow: bool = False
     offload: Offload | None = None
     needs_norm: bool = True
+
+    def __post_init__(self) -> None:
+        assert self.stage in (0, 1, 2), f"ZeRO stage {self.stage!r} is refused at start"

@@ -132,7 +132,7 @@ class Plan:
             data = json.loads(regular(Path(path)).read_text(encoding="utf-8"))
         except OSError as error:
             raise ValueError(f"plan {os.fspath(path)!r} cannot be read: {error.strerror}") from None
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise ValueError(f"plan {os.fspath(path)!r} is not JSON: {error}") from None
         try:
             return cls.from_json(data)
@@ -185,6 +185,8 @@ def _check_table(plan: Plan) -> None:
             raise ValueError(f"plan: two units are named {unit.name!r}; names must differ")
         names.add(unit.name)
         _check_holders(unit.name, holders, k, p)
+    if k > len(names) * p:  # nor is a table made for a count that only a file names
+        raise ValueError(f"plan: {len(names)} units with {p} holders each cannot give each of {k} subnetworks a unit")
     idle = sorted(set(range(k)) - {subnetwork for holders in plan.holders for subnetwork in holders})
     if idle:
         raise ValueError(f"plan: subnetworks [{listed(idle)}] hold no unit; every subnetwork needs one or more")

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+import textwrap
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
+from deepspeed.runtime.config import DeepSpeedConfig
 
 from sdp_deepspeed.checkpoint.interop.hugging_face_names import new_model
 from sdp_deepspeed.config import MODES
@@ -31,6 +33,19 @@ def unlink_shared_memory() -> None:
     if dist.get_backend() == "gloo":
         dist.barrier()
         Path("/dev/shm", name).unlink(missing_ok=True)
+
+
+def check_deepspeed_reads(config: Mapping[str, Any]) -> None:
+    """Have DeepSpeed read its config before a model is built.
+
+    Raises:
+        ValueError: it cannot.
+    """
+    try:
+        DeepSpeedConfig(dict(config))
+    except Exception as error:  # of any kind: DeepSpeed checks few values before it computes with them
+        reason = textwrap.shorten(str(error), 300, placeholder=" ...")
+        raise ValueError(f"--deepspeed_config: DeepSpeed cannot read it: {type(error).__name__}: {reason}") from None
 
 
 def plan_of(engine: Any) -> Plan | None:

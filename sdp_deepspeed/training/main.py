@@ -45,4 +45,11 @@ def _resolved(options: Options, num_ranks: int) -> dict[str, object]:
 
 def _is_finished(folder: RunFolder, steps: int) -> bool:
     report = folder.read_json("report.json")
-    return report is not None and report["steps"] >= steps
+    if report is None:
+        return False
+    done = report.get("steps")
+    if not isinstance(done, int):
+        raise ValueError(
+            f"{folder.path}: report.json has no number of steps: remove it, or choose another --run-folder"
+        )
+    return done >= steps

@@ -37,8 +37,9 @@ def build_model(
         context: AbstractContextManager[Any] = Init() if deferred else nullcontext()
         with context:
             model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
-    except (ValueError, TypeError, KeyError, StrictDataclassError) as error:
-        reason = textwrap.shorten(str(error), 300, placeholder=" ...")
+    except Exception as error:  # of any kind: Transformers checks few of the values that it computes with
+        kind = "" if isinstance(error, (ValueError, StrictDataclassError)) else f"{type(error).__name__}: "
+        reason = textwrap.shorten(f"{kind}{error}", 300, placeholder=" ...")
         raise ValueError(
             f"--model: Transformers cannot build {shape['model_type']!r} from this JSON: {reason}"
         ) from error

@@ -3,13 +3,24 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from sdp_deepspeed.command_parser import Parser, positive, read_json
 from sdp_deepspeed.config import KEY
+from sdp_deepspeed.support.host_types import refuse_wrong_types
+
+# Keys of the decoders' configs that no model can have as zero; and those that may be null for a size of its own.
+_SIZES = frozenset(
+    {
+        *("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads"),
+        *("max_position_embeddings", "n_embd", "n_layer", "n_head", "n_positions"),
+    }
+)
+_DERIVED_SIZES = frozenset({"head_dim", "num_key_value_heads", "n_inner"})
+_LARGEST_SIZE = 2**31
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,8 +80,9 @@ def parse_options(arguments: Sequence[str] | None = None) -> Options:
     given = vars(_parser().parse_args(arguments))
     given.pop("local_rank")
     model = read_json(given.pop("model"), "--model")
-    if "model_type" not in model:
+    if not isinstance(model.get("model_type"), str):
         raise ValueError('--model: the JSON has no "model_type": expected a Transformers config, e.g. "llama"')
+    refuse_wrong_sizes(model)
     data_path = given.pop("data")
     data = read_json(data_path, "--data") if data_path else {}
     data.setdefault("sequence_length", min(128, model.get("max_position_embeddings", 128)))
@@ -80,11 +92,27 @@ def parse_options(arguments: Sequence[str] | None = None) -> Options:
     if given["baseline"]:
         config.pop(KEY, None)
     fill_automatic(config, given["steps"])
+    refuse_wrong_types(config)
     return Options(model=model, data=data, deepspeed_config=config, **given)
 
 
 def fill_automatic(config: dict[str, Any], steps: int) -> None:
     """Replace "auto" for the scheduler's number of steps, the one setting that the command line decides."""
-    parameters = config.get("scheduler", {}).get("params", {})
-    if parameters.get("total_num_steps") == "auto":
+    scheduler = config.get("scheduler")
+    parameters = scheduler.get("params") if isinstance(scheduler, dict) else None
+    if isinstance(parameters, dict) and parameters.get("total_num_steps") == "auto":
         parameters["total_num_steps"] = steps
+
+
+def refuse_wrong_sizes(model: Mapping[str, Any]) -> None:
+    """Refuse sizes that no model has, which Transformers would fail on without naming them, or build nothing from.
+
+    Raises:
+        ValueError: by key.
+    """
+    for key in sorted((_SIZES | _DERIVED_SIZES) & model.keys()):
+        value = model[key]
+        if value is None and key in _DERIVED_SIZES:
+            continue
+        if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value < _LARGEST_SIZE:
+            raise ValueError(f"--model: {key}: got {value!r}, expected a whole number of at least 1")

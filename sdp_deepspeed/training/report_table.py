@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from sdp_deepspeed.command_parser import Parser, read_json
+from sdp_deepspeed.messages import listed
 from sdp_deepspeed.sizes import mib_text
 
 REPORT_VERSION = 1
@@ -35,7 +36,7 @@ def load_report(folder: Path) -> dict[str, Any]:
     """A run folder's report.
 
     Raises:
-        ValueError: there is none (the run has not finished), or it is of another version.
+        ValueError: there is none (the run has not finished), or it is of another version or shape.
     """
     path = folder / "report.json"
     if not path.exists():
@@ -43,7 +44,39 @@ def load_report(folder: Path) -> dict[str, Any]:
     report = read_json(path, "RUN")
     if report.get("version") != REPORT_VERSION:
         raise ValueError(f"{path} has version {report.get('version')!r}, expected {REPORT_VERSION}: run again")
+    if wrong := [key for key, is_right in _SHAPE.items() if not is_right(report.get(key))]:
+        raise ValueError(f"{path}: {listed(wrong)}: missing, or not as a run writes it: run again")
     return report
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool)
+
+
+def _has_numbers(value: Any, *names: str) -> bool:
+    return isinstance(value, Mapping) and all(_is_number(value.get(name)) for name in names)
+
+
+def _is_text(value: Any) -> bool:
+    return isinstance(value, str)
+
+
+def _are_figures(value: Any) -> bool:
+    """One mapping for each rank."""
+    return value is None or (isinstance(value, list) and all(_has_numbers(rank, *_KINDS) for rank in value))
+
+
+_KINDS = ("weights", "gradients", "optimizer", "peak", "sent")
+# What a report must have for the table; null stands for what was not measured.
+_SHAPE: dict[str, Callable[[Any], bool]] = {
+    "label": _is_text,
+    "hardware": _is_text,
+    "num_ranks": _is_number,
+    "steps": _is_number,
+    "dense_validation_loss": lambda value: value is None or _is_number(value),
+    "step_seconds": lambda value: value is None or _has_numbers(value, "median", "p10", "p90"),
+    "ranks": _are_figures,
+}
 
 
 def _largest(*kinds: str) -> Callable[[Mapping[str, Any]], float | None]:

@@ -29,15 +29,20 @@ class RunFolder:
         """A JSON file of the run, or None when there is none."""
         path = self.path / name
         try:
-            return json.loads(regular(path).read_text(encoding="utf-8"))
+            content = json.loads(regular(path).read_text(encoding="utf-8"))
         except (FileNotFoundError, NotADirectoryError):
             return None
         except OSError as error:
             raise ValueError(
                 f"--run-folder: cannot read {path}: {error.strerror}; permit it, or choose another folder"
             ) from None
-        except json.JSONDecodeError as error:
-            raise ValueError(f"{path} is not JSON ({error.msg}): remove it, or choose another --run-folder") from None
+        except (ValueError, RecursionError) as error:
+            raise ValueError(f"{path} is not JSON ({error}): remove it, or choose another --run-folder") from None
+        if not isinstance(content, dict):
+            raise ValueError(
+                f"{path} holds a {type(content).__name__}, not a JSON object: remove it, or choose another --run-folder"
+            )
+        return content
 
     def write_json(self, name: str, content: Mapping[str, Any]) -> None:
         """Replace a JSON file of the run; RunFolderError if that is not possible."""

@@ -48,7 +48,7 @@ def check_same_run(folder: RunFolder, config: Mapping[str, Any]) -> dict[str, tu
     if old is None:
         return {}
     changed = {p: v for key in _FIXED for p, v in _differences(old.get(key), config.get(key), key).items()}
-    is_ours = all(KEY in (run.get("deepspeed_config") or {}) for run in (old, config))
+    is_ours = all(_has_block(run.get("deepspeed_config")) for run in (old, config))
     layout = {p: v for p, v in changed.items() if is_ours and p.startswith(_LAYOUT)}
     changed = {p: v for p, v in changed.items() if p not in layout}
     if list(changed) == [_SCHEDULE_LENGTH] and changed[_SCHEDULE_LENGTH] == (old.get("steps"), config.get("steps")):
@@ -60,6 +60,10 @@ def check_same_run(folder: RunFolder, config: Mapping[str, Any]) -> dict[str, tu
             "choose another --run-folder, remove this one, or go back to its settings"
         )
     return layout
+
+
+def _has_block(deepspeed_config: Any) -> bool:
+    return isinstance(deepspeed_config, Mapping) and KEY in deepspeed_config
 
 
 def _refuse_other_steps(folder: RunFolder, then: int, now: int) -> None:

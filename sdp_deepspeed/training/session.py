@@ -75,6 +75,7 @@ def _set_up(options: Options, folder: RunFolder) -> Run:
     world = Communicator(dist)
     run_on_rank_0(world, folder.create)
     data_config = DataConfig.from_dict(options.data)
+    engines.check_deepspeed_reads(options.deepspeed_config)
     model = build_model(
         options.model,
         seed=options.seed,

@@ -152,8 +152,15 @@ def a_plan_that_one_rank_lacks(rank: Rank) -> None:
 
 
 def another_plan_on_one_rank(rank: Rank) -> None:
-    settings = config(holders=1, assignment="cyclic") if rank.rank == 0 else config(holders=1, shared=["layers.0."])
-    refusal(RuntimeError, lambda: engine_of(settings), "rank 1 made another plan than rank 0")
+    """The same config, and another plan behind a path of the same name."""
+
+    def swap(content: dict[str, Any]) -> None:
+        for unit in content["units"]:
+            unit["holders"] = [1 - unit["holders"][0]]
+
+    paths = written_plan(rank, "ours"), written_plan(rank, "theirs", swap)
+    own = config(assignment=paths[rank.rank])
+    refusal(RuntimeError, lambda: engine_of(own), "rank 1 made another plan than rank 0")
 
 
 def another_layout_on_one_rank(rank: Rank) -> None:
@@ -164,9 +171,9 @@ def another_layout_on_one_rank(rank: Rank) -> None:
 
 
 def other_options_on_one_rank(rank: Rank) -> None:
-    settings = config(holders=1)
-    settings["optimizer"] = {"type": "AdamW", "params": {"lr": 1e-2 * (1 + rank.rank), "torch_adam": True}}
-    refusal(RuntimeError, lambda: engine_of(settings), "rank 1", "AdamW", "lr")
+    model, settings = llama(), config(holders=1)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2 * (1 + rank.rank))
+    refusal(RuntimeError, lambda: engine_of(settings, model, optimizer=optimizer), "rank 1", "AdamW", "lr")
 
 
 def a_wrong_optimizer_on_one_rank(rank: Rank) -> None:

@@ -56,7 +56,9 @@ def remove(*path: Any) -> Callable[[dict[str, Any]], None]:
         (change("num_holders", to=0), "got 0 of 3"),
         (change("num_holders", to=1), "unit 'layers.0' has 2 holders, .* num_holders = 1"),
         (change("units", to={}), r"plan\.units: got \{\}, expected list"),
-        (change("units", to=[]), "hold no unit"),
+        (change("units", to=[]), "0 units with 2 holders each cannot give each of 3 subnetworks a unit"),
+        (change("num_subnetworks", to=10**12), "cannot give each of 1000000000000 subnetworks a unit"),
+        (change("num_subnetworks", to=10**4000), "cannot give each of"),
         (change("units", 1, to="x"), r"plan\.units\[1\]: expected a JSON object, got 'x'"),
         (remove("units", 1, "name"), r"plan\.units\[1\]: missing keys \['name'\]"),
         (change("units", 1, "name", to="layers.0"), "two units are named 'layers.0'"),
@@ -103,3 +105,11 @@ def test_files_that_are_no_plan(tmp_path: Path) -> None:
         Plan.load(path)
     with pytest.raises(ValueError, match="cannot be read"):
         Plan.load(tmp_path)
+
+
+@pytest.mark.parametrize("text", ["[" * 100_000, '{"version": ' + "1" * 5000 + "}"])
+def test_json_that_python_does_not_read(tmp_path: Path, text: str) -> None:
+    path = tmp_path / "plan.json"
+    path.write_text(text)
+    with pytest.raises(ValueError, match=r"plan\.json' is not JSON"):
+        Plan.load(path)

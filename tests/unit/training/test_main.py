@@ -67,3 +67,31 @@ def test_another_run_in_the_folder_is_a_mistake(
         main(arguments)
     assert end.value.code == 2
     assert "holds a run with other settings" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "words"),
+    [
+        ("report.json", {}, "report.json has no number of steps"),
+        ("report.json", {"steps": None}, "report.json has no number of steps"),
+        ("report.json", [1], "report.json holds a list, not a JSON object"),
+        ("config.json", 3, "config.json holds a int, not a JSON object"),
+        ("config.json", {"deepspeed_config": 3}, "holds a run with other settings"),
+    ],
+)
+def test_records_of_another_shape_are_a_mistake(
+    arguments: list[str],
+    as_rank: Callable[[int], None],
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    name: str,
+    content: object,
+    words: str,
+) -> None:
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / name).write_text(json.dumps(content))
+    as_rank(0)
+    with pytest.raises(SystemExit) as end:
+        main(arguments)
+    assert end.value.code == 2
+    assert words in capsys.readouterr().err

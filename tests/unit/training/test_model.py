@@ -30,6 +30,8 @@ def test_model_files_have_the_size_that_they_say(path: Path) -> None:
     [
         ({"model_type": "no_such_model"}, "Transformers cannot build 'no_such_model'"),
         ({"model_type": "llama", "hidden_size": "wide"}, "Transformers cannot build 'llama'.*hidden_size"),
+        ({"model_type": "llama", "num_attention_heads": 0}, "ZeroDivisionError"),
+        ({"model_type": "llama", "hidden_size": None}, "Transformers cannot build 'llama'"),
         ({"model_type": "llama", "hiden_size": 64}, "unknown key 'hiden_size', did you mean 'hidden_size'"),
     ],
 )

@@ -57,6 +57,12 @@ def test_a_data_file_keeps_what_it_says(files: dict[str, Path], tmp_path: Path) 
         ("[1]", "holds a list: expected a JSON object"),
         ("{}", 'has no "model_type"'),
         (b"\xff\xfe\x00", "is not text"),
+        ("[" * 100_000, "not JSON that can be read: maximum recursion depth"),
+        ('{"a": ' + "1" * 5000 + "}", "not JSON that can be read: Exceeds the limit"),
+        ('{"model_type": 3}', 'has no "model_type"'),
+        ('{"model_type": "llama", "max_position_embeddings": null}', "max_position_embeddings: got None, expected a w"),
+        ('{"model_type": "llama", "num_attention_heads": 0}', "num_attention_heads: got 0, expected a whole number"),
+        ('{"model_type": "llama", "hidden_size": 1e3}', "hidden_size: got 1000.0, expected a whole number"),
     ],
 )
 def test_a_model_file_that_is_wrong(files: dict[str, Path], content: str | bytes | None, words: str) -> None:
@@ -72,3 +78,15 @@ def test_a_model_file_that_is_wrong(files: dict[str, Path], content: str | bytes
 def test_options_that_are_wrong(files: dict[str, Path], extra: list[str]) -> None:
     with pytest.raises(ValueError, match="--help lists the options"):
         parse(files, *extra)
+
+
+@pytest.mark.parametrize("scheduler", [None, {"type": "WarmupLR", "params": None}, []])
+def test_a_scheduler_of_another_shape(files: dict[str, Path], scheduler: object) -> None:
+    files["deepspeed"].write_text(json.dumps({"train_micro_batch_size_per_gpu": 1, "scheduler": scheduler}))
+    with pytest.raises(ValueError, match=r"scheduler(\.params)?: got (None|\[\]), expected an object"):
+        parse(files)
+
+
+def test_sizes_that_follow_from_others_may_be_null(files: dict[str, Path]) -> None:
+    files["model"].write_text(json.dumps({"model_type": "llama", "head_dim": None, "num_key_value_heads": None}))
+    parse(files)

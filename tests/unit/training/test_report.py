@@ -57,13 +57,13 @@ def step(seconds: float, *, timed: bool = True) -> dict[str, Any]:
 
 def test_the_last_evaluation_and_the_steps_that_may_be_timed(tmp_path: Path) -> None:
     evaluations = [{"kind": "evaluation", "dense_validation_loss": loss} for loss in (2.0, 1.5)]
-    figures = {"kind": "figures", "ranks": [{"peak": 5}]}
+    figures = {"kind": "figures", "ranks": [{"weights": 1, "gradients": 1, "optimizer": 2, "peak": 5, "sent": 1}]}
     steps = [step(100, timed=False), step(1), step(2), step(3)]
     write_report(run_in(tmp_path, evaluations[0], *steps, figures, evaluations[1]))
     report = load_report(tmp_path)
     assert (report["label"], report["num_ranks"], report["steps"], report["tokens_per_step"]) == ("ZeRO-1", 1, 4, 128)
     assert (report["coverage"], report["plan_hash"]) == (1.0, None)
-    assert (report["dense_validation_loss"], report["ranks"]) == (1.5, [{"peak": 5}])
+    assert (report["dense_validation_loss"], report["ranks"]) == (1.5, figures["ranks"])
     assert report["step_seconds"] == pytest.approx({"median": 2, "p10": 1.2, "p90": 2.8, "num_steps": 3})
     assert report["versions"].keys() == {"sdp_deepspeed", "deepspeed", "torch", "transformers"}
 

@@ -50,3 +50,21 @@ def test_unfinished_and_foreign_reports_are_refused(tmp_path: Path, capsys: pyte
     (tmp_path / "report.json").write_text(json.dumps(report("ours", scale=1, version=99)))
     assert main(["report", str(tmp_path)]) == 2
     assert "has version 99, expected 1" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("label", None),
+        ("steps", "10"),
+        ("step_seconds", {"median": 1}),
+        ("step_seconds", 3),
+        ("ranks", [{"weights": 1}]),
+        ("ranks", {"0": {}}),
+        ("dense_validation_loss", "low"),
+    ],
+)
+def test_reports_of_another_shape_are_refused(tmp_path: Path, key: str, value: object) -> None:
+    (tmp_path / "report.json").write_text(json.dumps(report("ours", scale=1) | {key: value}))
+    with pytest.raises(ValueError, match=rf"report\.json: {key}: missing, or not as a run writes it"):
+        load_report(tmp_path)

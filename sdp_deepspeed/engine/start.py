@@ -1,0 +1,149 @@
+"""Before an engine is built, all ranks agree that they build one, of the same config; no group and no device yet."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from enum import Enum
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from deepspeed.utils import logger
+
+from sdp_deepspeed.config import KEY, SubnetworkConfig, parse
+from sdp_deepspeed.distributed.agreement import Gatherer, OneRank, raise_on_all_ranks, run_on_all_ranks
+from sdp_deepspeed.distributed.store_gatherer import StoreGatherer
+from sdp_deepspeed.engine.deepspeed_settings import resolved_config
+from sdp_deepspeed.messages import listed
+from sdp_deepspeed.version import __version__
+
+# Of DeepSpeed's config what decides the training. Ranks may log and profile as they like.
+_COMPARED = (
+    *("zero_optimization", "bf16", "fp16", "torch_autocast", "data_types", "communication_data_type"),
+    *("gradient_accumulation_steps", "managed_gradient_accumulation", "gradient_clipping", "optimizer", "scheduler"),
+    *("tensor_parallel", "sequence_parallel_size", "checkpoint.load_universal"),
+)
+
+
+@dataclass(frozen=True)
+class Start:
+    """An engine that this rank is about to build.
+
+    Args:
+        block: the parsed block, None for an engine of DeepSpeed's own.
+        ranks: all ranks; meets through the store, since groups and devices come later.
+    """
+
+    block: SubnetworkConfig | None
+    ranks: Gatherer
+
+    @classmethod
+    def of(cls, config: Any) -> Start:
+        """Announce an engine to the other ranks. One with the block waits for theirs.
+
+        Args:
+            config: DeepSpeed's, loaded.
+
+        Raises:
+            ValueError: on all ranks, what is wrong with the block on one of them.
+            RuntimeError: another rank builds an engine of DeepSpeed's own, or none.
+        """
+        ranks = _ranks()
+        error = block = None
+        try:
+            block = parse(config) if isinstance(config, dict) else None
+        except ValueError as problem:
+            error = problem
+        if block is None and error is None:
+            if isinstance(ranks, StoreGatherer):
+                ranks.leave(f"has a config without {KEY!r}, or with enabled: false. Give all ranks the same config")
+            return cls(None, OneRank())
+        raise_on_all_ranks(ranks, error)
+        return cls(block, ranks)
+
+    def check(self, options: Mapping[str, Any], refuse: Callable[[], None]) -> None:
+        """Refuse on all ranks what one of them cannot do, and values that only some of them have.
+
+        Args:
+            options: of the engine's constructor.
+            refuse: raises what is wrong on this rank.
+
+        Raises:
+            ValueError: by name.
+        """
+        assert self.block is not None
+        run_on_all_ranks(self.ranks, refuse)
+        values = comparable(self.block, resolved_config(options["config"], options["config_class"]), _given(options))
+        digest = hashlib.sha256(repr(sorted(values.items())).encode()).hexdigest()
+        if len(set(self.ranks.gather_objects(digest))) > 1:
+            raise ValueError(_difference(self.ranks.gather_objects(values)))
+
+
+def _given(options: Mapping[str, Any]) -> dict[str, str]:
+    """What is handed in beside the config and not compared later, as the optimizer is."""
+    return {"lr_scheduler (argument)": type(options.get("lr_scheduler")).__qualname__}
+
+
+def comparable(block: SubnetworkConfig, config: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, str]:
+    """What must be the same on all ranks, by JSON path, as JSON."""
+    own = block.model_dump()
+    if block.plan_path is not None:  # nodes may keep it in folders of their own; the plan itself is compared later
+        own["assignment"] = "<a plan>"
+    checkpoint = config.get("checkpoint") or {}
+    tree = {
+        KEY: own,
+        **{key: config[key] for key in _COMPARED if key in config},
+        "checkpoint.load_universal": checkpoint.get("load_universal", False),
+        **given,
+        "version of sdp_deepspeed": __version__,
+    }
+    return {path: json.dumps(value, default=_words, skipkeys=True) for path, value in _leaves(tree)}
+
+
+def _words(value: Any) -> str:
+    """Of what is no JSON; never an address in memory, which differs between ranks."""
+    return str(value) if isinstance(value, (torch.dtype, Enum, Path)) else type(value).__qualname__
+
+
+def _leaves(tree: Mapping[str, Any], path: str = "") -> Iterator[tuple[str, Any]]:
+    for key in sorted(tree, key=str):
+        if isinstance(tree[key], Mapping):
+            yield from _leaves(tree[key], f"{path}{key}.")
+        else:
+            yield f"{path}{key}", tree[key]
+
+
+def _difference(values: Sequence[Mapping[str, str]]) -> str:
+    paths = sorted({path for own in values for path in own})
+    lines = []
+    for path in paths:
+        ranks: dict[str, list[int]] = {}
+        for rank, own in enumerate(values):
+            ranks.setdefault(own.get(path, "absent"), []).append(rank)
+        if len(ranks) > 1:
+            said = [f"{value} on rank {listed(own)}" for value, own in ranks.items()]
+            lines.append(f"{path} is {' and '.join(said[:5])}")
+    return (
+        f"ranks were given different settings: {listed(lines, separator='; ')}. Give all ranks the same config and "
+        "arguments"
+    )
+
+
+def _ranks() -> Gatherer:
+    """All ranks, for one engine: ranks build engines together, so that all count them alike."""
+    if not dist.is_initialized() or dist.get_world_size() == 1:
+        return OneRank()
+    rank, store = dist.get_rank(), dist.distributed_c10d._get_default_store()
+    number = store.add(f"sdp_deepspeed/engines/{rank}", 1)
+    return StoreGatherer(
+        store,
+        f"sdp_deepspeed/engine/{number}",
+        (rank, dist.get_world_size()),
+        what=f"deepspeed.initialize with {KEY!r}",
+        seconds=store.timeout.total_seconds(),
+        notify=logger.warning,
+    )

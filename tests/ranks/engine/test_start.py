@@ -1,0 +1,125 @@
+"""Ranks that were not given the same end with one error that names what differs, before anything waits for anything."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from sdp_deepspeed.config import KEY
+from sdp_deepspeed.engine import start
+from tests.helpers.models import config, llama
+from tests.helpers.ranks import Rank
+from tests.helpers.training import engine_of, gathered, refusal, train
+
+OTHERS: tuple[tuple[Mapping[str, Any], Mapping[str, Any], str], ...] = (  # top level, block, what the message says
+    ({"gradient_accumulation_steps": 4}, {}, "gradient_accumulation_steps is 1 on rank 0 and 4 on rank 1"),
+    ({"gradient_clipping": 2.0}, {}, "gradient_clipping is absent on rank 0 and 2.0 on rank 1"),
+    ({"zero_optimization": {"stage": 2}}, {}, "zero_optimization.stage is 1 on rank 0 and 2 on rank 1"),
+    ({"bf16": {"enabled": True}}, {}, "bf16.enabled is absent on rank 0 and true on rank 1"),
+    ({"communication_data_type": "bf16"}, {}, 'communication_data_type is absent on rank 0 and "bf16" on rank 1'),
+    ({"scheduler": {"type": "WarmupLR", "params": {}}}, {}, 'scheduler.type is absent on rank 0 and "WarmupLR" on'),
+    ({}, {"dense_branch_scale": "coverage"}, f'{KEY}.dense_branch_scale is "none" on rank 0 and "coverage" on rank 1'),
+    ({}, {"check_agreement": True}, f"{KEY}.check_agreement is false on rank 0 and true on rank 1"),
+    ({}, {"checkpoint": {"keep_last": 1}}, f"{KEY}.checkpoint.keep_last is null on rank 0 and 1 on rank 1"),
+)
+
+
+def values_that_one_rank_has(rank: Rank) -> None:
+    for top, block, words in OTHERS:
+        own = config(holders=1, **block) | top if rank.rank == 1 else config(holders=1)
+        refusal(ValueError, lambda: engine_of(own), "different settings", words)  # noqa: B023 (runs at once)
+
+
+def a_scheduler_that_one_rank_has(rank: Rank) -> None:
+    def scheduler(optimizer: torch.optim.Optimizer) -> Any:
+        return torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 0.5)
+
+    own = {"lr_scheduler": scheduler} if rank.rank == 1 else {}
+    words = 'lr_scheduler (argument) is "NoneType" on rank 0 and "function" on rank 1'
+    refusal(ValueError, lambda: engine_of(config(holders=1), **own), words)
+
+
+def mistakes_of_one_rank(rank: Rank) -> None:
+    """In the block, in what it is combined with, in the model."""
+
+    def start_with(wrong: dict[str, Any]) -> Any:
+        return lambda: engine_of(wrong if rank.rank == 1 else config(holders=1))
+
+    refusal(ValueError, start_with(config(holders=0)), "holders: got 0", "[on rank 1]")
+    refusal(ValueError, start_with(config(holders=1) | {"sdp": {}}), "unknown top-level key 'sdp'", "[on rank 1]")
+    refusal(ValueError, start_with(config(holders=1) | {"prescale_gradients": True}), "prescaled", "[on rank 1]")
+    model: Any = llama()
+    model.model.embed_tokens.sparse = rank.rank == 1
+    refusal(ValueError, lambda: engine_of(config(holders=1), model), "makes sparse gradients", "[on rank 1]")
+
+
+def the_block_on_one_rank(rank: Rank) -> None:
+    """The other builds DeepSpeed's engine, which waits in its first collective. Here it only says that it would."""
+    if rank.rank == 1:
+        assert start.Start.of({"train_micro_batch_size_per_gpu": 2}).block is None
+    else:
+        with pytest.raises(RuntimeError, match="rank 1 has a config without 'subnetwork_data_parallel'"):
+            engine_of(config(holders=1))
+    gathered(None)
+    train(engine_of(config(holders=1)), num_steps=1)
+
+
+def a_rank_that_is_late(rank: Rank) -> None:
+    time.sleep(0.5 * rank.rank)
+    train(engine_of(config(holders=1)), num_steps=1)
+
+
+def what_ranks_may_choose(rank: Rank) -> None:
+    own = {"steps_per_print": rank.rank + 1, "wall_clock_breakdown": rank.rank == 0}
+    train(engine_of(config(holders=1) | own), num_steps=1)
+
+
+def values_as_deepspeed_reads_them(rank: Rank) -> None:
+    """It takes text for numbers, and so do we, for what is refused and for what runs."""
+    refusal(ValueError, lambda: engine_of(config(holders=1) | {"zero_optimization": {"stage": "3"}}), "ZeRO stage 3")
+    for stage in ("0", "1", "2"):
+        engine = engine_of(config(holders=1) | {"zero_optimization": {"stage": stage, "overlap_comm": "false"}})
+        assert engine.optimizer.settings.stage == int(stage)
+        assert engine.optimizer.settings.max_in_flight == 0
+    wrong = {"zero_optimization": {"stage": 1, "compute_grad_norm": "false"}, "gradient_clipping": 1.0}
+    refusal(ValueError, lambda: engine_of(config(holders=1) | wrong), "compute_grad_norm: got False")
+    engine_of(config(holders=1) | {"zero_optimization": {"stage": 1, "zero_quantized_weights": "false"}})
+    for value in (float("nan"), "1.0", "auto", None):
+        clipped = config(holders=1) | {"gradient_clipping": value}
+        refusal(ValueError, lambda: engine_of(clipped), "gradient_clipping: got")  # noqa: B023 (runs at once)
+
+
+def plain_engines_wait_for_nobody(rank: Rank) -> None:
+    """Also beside ours."""
+    plain = {key: value for key, value in config().items() if key != KEY}
+    model: nn.Module = llama()
+    train(engine_of(plain, model), num_steps=1)
+    assert dist.get_world_size() == rank.size
+    train(engine_of(config(holders=1)), num_steps=1)
+    train(engine_of(plain | {KEY: {"enabled": False}}), num_steps=1)
+    train(engine_of(config(holders=1)), num_steps=1)
+
+
+def _cases(size: int, options: pytest.Config) -> Iterator[tuple[str, Any]]:
+    for check in (
+        values_that_one_rank_has,
+        a_scheduler_that_one_rank_has,
+        mistakes_of_one_rank,
+        the_block_on_one_rank,
+        a_rank_that_is_late,
+        what_ranks_may_choose,
+        values_as_deepspeed_reads_them,
+        plain_engines_wait_for_nobody,
+    ):
+        yield check.__name__, check
+
+
+@pytest.mark.checks(2, _cases)
+def test_two_ranks(outcome: str | None) -> None:
+    assert outcome is None, outcome

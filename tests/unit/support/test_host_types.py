@@ -1,0 +1,52 @@
+"""A value of another type in DeepSpeed's config is named by its path, not taken for something else."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from sdp_deepspeed.support.host_types import refuse_wrong_types
+
+
+@pytest.mark.parametrize(
+    ("config", "words"),
+    [
+        ({"gradient_clipping": float("nan")}, r"gradient_clipping: got nan, expected a number of at least 0"),
+        ({"gradient_clipping": "1.0"}, r"gradient_clipping: got '1\.0'"),
+        ({"gradient_clipping": None}, r"gradient_clipping: got None"),
+        ({"gradient_clipping": -1}, r"gradient_clipping: got -1"),
+        ({"gradient_clipping": True}, r"gradient_clipping: got True"),
+        ({"gradient_clipping": "auto"}, r"nobody fills in \"auto\" here"),
+        ({"gradient_accumulation_steps": "2"}, r"gradient_accumulation_steps: got '2', expected a whole number"),
+        ({"train_micro_batch_size_per_gpu": 2.5}, r"train_micro_batch_size_per_gpu: got 2\.5"),
+        ({"managed_gradient_accumulation": "false"}, r"managed_gradient_accumulation: got 'false', expected true or"),
+        ({"communication_data_type": 16}, r"communication_data_type: got 16, expected \"fp32\", \"fp16\" or \"bf16\""),
+        ({"scheduler": None}, r"scheduler: got None, expected an object"),
+        ({"scheduler": {"type": "WarmupLR", "params": None}}, r"scheduler\.params: got None, expected an object"),
+        ({"optimizer": {"type": 3}}, r"optimizer\.type: got 3, expected a name"),
+        ({"zero_optimization": []}, r"zero_optimization: got \[\], expected an object"),
+        ({3: 4}, r"3: a key of the config must be text"),
+        ({"fp16": None, "compile": 1}, r"2 problems:\n  fp16: got None.*\n  compile: got 1"),
+    ],
+)
+def test_wrong_types_are_named(config: dict[Any, Any], words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        refuse_wrong_types(config)
+
+
+def test_what_deepspeed_takes_passes() -> None:
+    refuse_wrong_types({})
+    refuse_wrong_types(
+        {
+            "train_batch_size": None,
+            "gradient_accumulation_steps": 2,
+            "gradient_clipping": 0,
+            "communication_data_type": "BF16",
+            "zero_optimization": True,
+            "bf16": None,
+            "optimizer": {"type": "AdamW", "params": None},
+            "scheduler": {"type": "WarmupLR", "params": {}},
+            "of somebody else": [1],
+        }
+    )
