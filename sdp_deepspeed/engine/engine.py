@@ -168,7 +168,13 @@ class SubnetworkEngine(CheckpointCalls):
     def backward(self, loss: torch.Tensor, *options: Any, **more: Any) -> Any:
         """As DeepSpeed's."""
         self._refuse_resident("backward")
-        return super().backward(loss, *options, **more)
+        with self.optimizer.backward_pass():
+            return super().backward(loss, *options, **more)
+
+    def zero_grad(self) -> None:
+        """As DeepSpeed's; at stage 2 all ranks call it together, since averages are spread over them."""
+        super().zero_grad()
+        self.optimizer.zero_grad()
 
     def step(self, lr_kwargs: Any = None) -> None:
         """As DeepSpeed's; at the boundary a collective of all data-parallel ranks."""

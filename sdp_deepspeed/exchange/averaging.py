@@ -91,6 +91,12 @@ class Averaging(ABC):
     def collect(self) -> Averages:
         """Averages of all backward passes since the last call; a collective."""
 
+    def begin_backward(self) -> None:  # noqa: B027
+        """Every rank calls it before each backward pass."""
+
+    def fail_backward(self) -> None:  # noqa: B027
+        """A rank calls it when a backward pass ended with an error."""
+
     def end_backward(self) -> None:  # noqa: B027
         """Every rank calls it after each backward pass."""
 

@@ -18,6 +18,7 @@ from sdp_deepspeed.exchange.exchange import Exchange, Reduction
 from sdp_deepspeed.exchange.gradients import Gradients
 from sdp_deepspeed.layout.fragments import num_elements, write
 from sdp_deepspeed.layout.segments import Bucket
+from sdp_deepspeed.messages import listed
 
 
 class BackwardAveraging(Averaging):
@@ -53,6 +54,8 @@ class BackwardAveraging(Averaging):
         self._sums: list[list[torch.Tensor]] = []  # per bucket, stretches of the flats
         self._in_flight: deque[Reduction] = deque()
         self._next = 0  # first bucket that has not left in this round
+        self._failed = False  # the pass of this round ended with an error
+        self._num_rounds = 0  # since averages were last taken or dropped
         self._ready: set[str] = set()
         self._late: set[str] = set()  # got a second gradient when a part of the first had left
 
@@ -97,6 +100,14 @@ class BackwardAveraging(Averaging):
         if reduction.averages:
             torch._foreach_add_(self._sums[reduction.bucket.index], reduction.averages)
 
+    def begin_backward(self) -> None:
+        """A pass that failed was a round too: others may wait for what it had not sent."""
+        if self._failed:
+            self.end_backward()
+
+    def fail_backward(self) -> None:
+        self._failed = True  # an exception passes through: this is no time to wait for others
+
     @torch.no_grad()
     def end_backward(self) -> None:
         """Send what has not left."""
@@ -105,11 +116,14 @@ class BackwardAveraging(Averaging):
         while self._in_flight:
             self._receive(self._in_flight.popleft())
         self._next = 0
+        self._failed = False
+        self._num_rounds += 1
         self._ready.clear()
         self._late.clear()
 
     @torch.no_grad()
     def collect(self) -> Averages:
+        self.begin_backward()
         while self._anything_left():
             self.end_backward()
         flats = self._make_sums()
@@ -140,12 +154,32 @@ class BackwardAveraging(Averaging):
         return slots
 
     def _anything_left(self) -> bool:
-        """Whether any rank has gradients of a pass that nobody ended, or that came too late for their bucket."""
+        """Whether any rank has gradients of a pass that nobody ended, or that came too late for their bucket.
+
+        Raises:
+            RuntimeError: on all ranks, naming those that ended another number of passes.
+        """
         left = self._next > 0 or any(map(self._gradients.exists, self._buckets_of))
-        return bool(self._dp_group.sum(torch.tensor(float(left), device=self._device)))
+        own = torch.tensor([left, self._num_rounds, self._num_rounds**2], dtype=torch.float64, device=self._device)
+        any_left, rounds, squares = self._dp_group.sum(own).tolist()
+        if rounds * rounds != self._dp_group.size * squares:  # equal only if all numbers are
+            raise RuntimeError(self._explain_rounds())
+        return bool(any_left)
+
+    def _explain_rounds(self) -> str:
+        counts = self._dp_group.gather_objects(self._num_rounds)
+        fewer = [f"rank {rank} {count}" for rank, count in enumerate(counts) if count < max(counts)]
+        return (
+            f"since the last step, or since their gradients were dropped, ranks ended {max(counts)} backward passes, "
+            f"but {listed(fewer)}. At stage 2 averages are spread over all ranks: all must call zero_grad where one does"
+        )
 
     def tensors(self) -> list[torch.Tensor]:
         return list(self._flats or ())
 
     def drop(self) -> None:
+        """All data-parallel ranks call it after the same pass; it ends one that failed."""
+        if self._failed or self._next:
+            self.end_backward()
         self._flats, self._sums = None, []
+        self._num_rounds = 0

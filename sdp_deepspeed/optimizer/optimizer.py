@@ -7,7 +7,8 @@ happens during backward. Stage 0: the owner sends the average back and every hol
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any, NoReturn
 
 import torch
@@ -160,6 +161,20 @@ class SubnetworkOptimizer(ZeROOptimizer):
         """Whether a loss must be scaled before backward: by `engine.backward`, or by `engine.scale`."""
         return bool(self.loss_scaler.dynamic or self.loss_scale != 1.0)
 
+    def begin_backward(self) -> None:
+        """Every data-parallel rank calls it before each backward pass."""
+        self._averaging.begin_backward()
+
+    @contextmanager
+    def backward_pass(self) -> Iterator[None]:
+        """Begins a backward pass, and notices if it fails."""
+        self.begin_backward()
+        try:
+            yield
+        except BaseException:
+            self._averaging.fail_backward()
+            raise
+
     def end_backward(self) -> None:
         """Every data-parallel rank calls it after each backward pass."""
         self._averaging.end_backward()
@@ -256,7 +271,8 @@ class SubnetworkOptimizer(ZeROOptimizer):
         return self._gradients.tensors() + self._averaging.tensors()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Drop all local gradients and accumulators."""
+        """Drop all gradients since the last step, averages too, and those of a backward pass that failed half-way. At
+        stage 2 all data-parallel ranks call it together."""
         for name in self._parameters:
             self._gradients.free(name)
         self._averaging.drop()

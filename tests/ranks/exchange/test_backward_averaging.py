@@ -20,6 +20,7 @@ from tests.helpers.training import (
     gathered,
     micro_step,
     own_batches,
+    refusal,
     sgd,
     train,
 )
@@ -186,20 +187,54 @@ def a_backward_pass_that_fails(rank: Rank) -> None:
     and a next pass and a step go through."""
     engine = engine_of(stage_2(check_agreement=True))
     (batch,) = own_batches(rank, 1)
+    if rank.rank == 1:
+        fail_in_backward(engine, batch, "model.embed_tokens.weight")
+        engine.optimizer.begin_backward()  # as the next pass would; the other rank waits for it
+    else:
+        engine.backward(loss_of(engine, batch))
+    train(engine, num_steps=2)
+    assert engine.global_steps == 2
+
+
+def fail_in_backward(engine: Any, batch: torch.Tensor, name: str) -> None:
+    """An error when the gradient of a parameter arrives."""
 
     def stop(gradient: torch.Tensor) -> None:
         raise ArithmeticError("on purpose")
 
-    handle = engine.module.model.embed_tokens.weight.register_hook(stop) if rank.rank == 1 else None
-    try:
+    handle = engine.module.get_parameter(name).register_hook(stop)
+    with pytest.raises(ArithmeticError, match="on purpose"):
         engine.backward(loss_of(engine, batch))
-        assert handle is None, "the error was lost"
-    except ArithmeticError:
-        assert handle is not None
-        handle.remove()
-        engine.optimizer.end_backward()
-    train(engine, num_steps=2)
-    assert engine.global_steps == 2
+    handle.remove()
+
+
+def a_failed_pass_that_is_dropped(rank: Rank) -> None:
+    """The steps after `zero_grad` are those of an engine that has not seen it, wherever the pass failed on a rank."""
+    half = {"bf16": {"enabled": True}, "data_types": {"grad_accum_dtype": "fp32"}}
+    wishes = [(0, {}), (1, half), (2, {}), (2, half)]
+    places = ("lm_head.weight", "model.embed_tokens.weight")  # of which gradients come first and last
+    for (stage, wish), drop in itertools.product(wishes, ("engine", "optimizer")):
+        settings = stage_2(regime="backward") | wish
+        settings["zero_optimization"] = settings["zero_optimization"] | {"stage": stage}
+        engine, fresh = engine_of(settings), engine_of(settings)
+        for engine_of_both in (engine, fresh):
+            train(engine_of_both, num_steps=1)
+        *_, batch = own_batches(rank, 3)
+        fail_in_backward(engine, batch, places[rank.rank])
+        (engine if drop == "engine" else engine.optimizer).zero_grad()
+        assert engine.optimizer.gradient_tensors() == []
+        assert train(engine, num_steps=2, first=1) == train(fresh, num_steps=2, first=1)
+        assert_identical(dense_state(engine), dense_state(fresh))
+
+
+def gradients_dropped_on_one_rank(rank: Rank) -> None:
+    engine = engine_of(stage_2(2))
+    first, second = own_batches(rank, 2)
+    micro_step(engine, first)
+    if rank.rank == 1:
+        engine.zero_grad()
+    words = ("ranks ended", "backward passes, but rank 1 1.", "all must call zero_grad where one does")
+    refusal(RuntimeError, lambda: micro_step(engine, second), *words)
 
 
 def _cases(size: int, options: pytest.Config) -> Iterator[tuple[str, Any]]:
@@ -215,6 +250,8 @@ def _cases(size: int, options: pytest.Config) -> Iterator[tuple[str, Any]]:
         torch_style_backward,
         without_gradient_on_some_ranks,
         a_backward_pass_that_fails,
+        a_failed_pass_that_is_dropped,
+        gradients_dropped_on_one_rank,
     ):
         yield check.__name__, check
 
