@@ -11,9 +11,11 @@ from typing import Any, cast
 import torch
 from torch import nn
 
-from sdp_deepspeed.architectures.branch import Branch, Cut
+from sdp_deepspeed.architectures.branch import Branch, Cut, InnerLayers
 from sdp_deepspeed.architectures.registry import branches_in, described
 from sdp_deepspeed.units import Piece
+
+_BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
 
 
 @dataclass(frozen=True)
@@ -102,7 +104,21 @@ def locate_branches(model: nn.Module) -> list[LocatedBranch]:
             f"{', '.join(described())}. Describe yours with sdp_deepspeed.architectures.register (see its docstring)"
         )
     _refuse_tied(model, branches)
+    _refuse_common_modules(model, branches)
     return branches
+
+
+def _refuse_common_modules(model: nn.Module, branches: Sequence[LocatedBranch]) -> None:
+    """A rank that lacks one of two branches would lack the module in the other, too."""
+    owners: dict[nn.Module, str] = {}
+    for branch in branches:
+        for name in branch.modules:
+            module = model.get_submodule(name)
+            if owners.setdefault(module, branch.name) != branch.name:
+                raise ValueError(
+                    f"{name!r} is the same {type(module).__name__} in the branches {owners[module]} and {branch.name}: "
+                    "give each branch a module of its own"
+                )
 
 
 def _pieces(layer_name: str, layer: nn.Module, branch: Branch) -> tuple[Piece, ...]:
@@ -134,7 +150,23 @@ def _cells(layer_name: str, body: nn.Module, branch: Branch) -> tuple[int, tuple
                 f"{tensor.parameter} has {tensor.size} indices along dim {tensor.dim}, which do not divide into "
                 f"{tensor.cut.blocks} x {num_cells} cells of the branch {branch.name!r}: correct its description"
             )
+    _refuse_other_tensors(f"{layer_name}.{branch.body}", body, branch.inner, tensors[0].size)
     return num_cells, tuple(tensors)
+
+
+def _refuse_other_tensors(body_name: str, body: nn.Module, inner: InnerLayers, size: int) -> None:
+    """A norm over the neurons, such as a BatchNorm, has an element for each of them, and would meet fewer."""
+    known = {*(cut.module for cut in inner.cuts), *inner.per_head, *inner.tail}
+    outputs = {n for cut in inner.cuts if cut.is_output for n in body.get_parameter(f"{cut.module}.weight").shape}
+    for name, module in body.named_modules():
+        # Of heads, or where the output is as wide, a vector of this size may be one over the output.
+        is_certain = isinstance(module, _BATCH_NORMS) or (inner.heads is None and outputs != {size})
+        for tensor in (*module.parameters(recurse=False), *module.buffers(recurse=False)):
+            if is_certain and name not in known and tensor.shape == (size,):
+                raise ValueError(
+                    f"{body_name}.{name} ({type(module).__name__}) has an element for each of the {size} neurons and "
+                    "is not cut with them: use the block strategy for this part"
+                )
 
 
 def _cut_tensors(body_name: str, body: nn.Module, cut: Cut) -> list[CutTensor]:

@@ -171,7 +171,8 @@ class BackwardAveraging(Averaging):
         fewer = [f"rank {rank} {count}" for rank, count in enumerate(counts) if count < max(counts)]
         return (
             f"since the last step, or since their gradients were dropped, ranks ended {max(counts)} backward passes, "
-            f"but {listed(fewer)}. At stage 2 averages are spread over all ranks: all must call zero_grad where one does"
+            f"but {listed(fewer)}. At stage 2 averages are spread over all ranks: all must call zero_grad where one "
+            "does"
         )
 
     def tensors(self) -> list[torch.Tensor]:

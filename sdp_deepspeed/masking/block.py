@@ -1,7 +1,7 @@
 """Forward masking, block strategy: a lacking branch has no storage, runs nothing and adds nothing.
 
 The layer around it is untouched, with its own forward, checkpointing wrapper and hooks. Only the branch's
-own modules change class: the norm passes its input on, the body returns `NOTHING`, which any tensor can
+own modules change class: the norm passes its input on, the body returns `Nothing`, which any tensor can
 be added to at no cost.
 """
 
@@ -17,23 +17,9 @@ from sdp_deepspeed.architectures import LocatedBranch
 from sdp_deepspeed.config import KEY
 from sdp_deepspeed.layout.rank_model import RankModel
 from sdp_deepspeed.masking.mixins import Mixin, mixed_in
+from sdp_deepspeed.masking.nothing import Nothing
 from sdp_deepspeed.masking.part import Fetch, MaskedPart
 from sdp_deepspeed.units import Piece
-
-
-class _Nothing:
-    """The output of a lacking branch: the neutral element of addition, so that `x + NOTHING` is `x` itself."""
-
-    def __add__(self, other: Any) -> Any:
-        return other
-
-    __radd__ = __add__
-
-    def __repr__(self) -> str:
-        return "NOTHING"
-
-
-NOTHING = _Nothing()
 
 
 class _Copied:
@@ -47,26 +33,28 @@ class _LackingModule(Mixin):
 
     _sdp_part: BlockPart | _Copied
     _sdp_num_outputs: int
+    _sdp_nothing: Nothing
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         if self._sdp_part.dense:
             return super().forward(*args, **kwargs)
         if not self._sdp_num_outputs:
             return next(iter((*args, *kwargs.values())))
-        nothing = 0 if torch.compiler.is_compiling() else NOTHING  # a compiler only knows how to add numbers
+        nothing = 0 if torch.compiler.is_compiling() else self._sdp_nothing  # a compiler only knows how to add numbers
         return nothing if self._sdp_num_outputs == 1 else (nothing, *[None] * (self._sdp_num_outputs - 1))
 
     def _sdp_finish(self, copied: nn.Module) -> None:
         super()._sdp_finish(copied)
         if not self._sdp_part.dense:
-            make_lacking(copied, _Copied(), self._sdp_num_outputs)
+            make_lacking(copied, _Copied(), self._sdp_nothing, self._sdp_num_outputs)
 
 
-def make_lacking(module: nn.Module, part: BlockPart | _Copied, num_outputs: int) -> None:
+def make_lacking(module: nn.Module, part: BlockPart | _Copied, nothing: Nothing, num_outputs: int) -> None:
     """Without outputs of its own, as a norm, it passes its first argument on."""
     module.__class__ = mixed_in(_LackingModule, type(module))
     object.__setattr__(module, "_sdp_part", part)
     object.__setattr__(module, "_sdp_num_outputs", num_outputs)
+    object.__setattr__(module, "_sdp_nothing", nothing)
 
 
 class BlockPart(MaskedPart):
@@ -105,7 +93,7 @@ class BlockPart(MaskedPart):
     def apply(self) -> None:
         if not self.whole:
             for module, num_outputs in zip(self.modules, self._num_outputs, strict=True):
-                make_lacking(module, self, num_outputs)
+                make_lacking(module, self, Nothing(self.name), num_outputs)
             self._drop()
 
     def fill(self, fetch: Fetch) -> None:

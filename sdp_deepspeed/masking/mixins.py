@@ -14,7 +14,7 @@ from torch import nn
 
 CUT = "_sdp_cut"  # attribute of a model of which ranks hold parts only, and of its modules of which they do
 _LEADS_BACK = ("_sdp_view", "_sdp_part")  # attributes of a module that know the model
-_OWN = (*_LEADS_BACK, "_sdp_num_outputs")
+_OWN = (*_LEADS_BACK, "_sdp_num_outputs", "_sdp_nothing")
 _MIXED: dict[tuple[type[nn.Module], type[nn.Module]], type[nn.Module]] = {}
 
 

@@ -10,7 +10,6 @@ import torch
 from torch import nn
 
 from sdp_deepspeed.architectures import locate_branches, units_of_branches
-from sdp_deepspeed.masking.block import NOTHING
 from sdp_deepspeed.masking.mask import Mask
 from sdp_deepspeed.masking.part import MaskedPart
 from sdp_deepspeed.plan.plan import Plan
@@ -28,16 +27,6 @@ def plan_of(model: nn.Module, regime: str = "forward") -> Plan:
 
 def masked(model: nn.Module, plan: Plan, rank: int) -> Mask:
     return mask_of(model, locate_branches(model), infos(model), plan, rank)
-
-
-def test_nothing_is_neutral() -> None:
-    tensor = torch.randn(3, requires_grad=True)
-    assert tensor + NOTHING is tensor
-    assert NOTHING + tensor is tensor
-    assert NOTHING + NOTHING is NOTHING
-    total = tensor.detach()
-    total += NOTHING
-    assert torch.equal(total, tensor)
 
 
 def test_a_lacking_module_keeps_its_name_and_ancestry() -> None:

@@ -1,0 +1,66 @@
+"""The output of a lacking branch: the neutral element of addition."""
+
+from __future__ import annotations
+
+from typing import Any, NoReturn
+
+_ADDITIONS = frozenset({"add", "add_", "__add__", "__iadd__", "__radd__"})
+_REFUSED = (
+    *("sub", "rsub", "mul", "rmul", "truediv", "rtruediv", "matmul", "rmatmul", "pow", "mod", "neg", "pos"),
+    *("getitem", "setitem", "iter", "len", "bool", "float", "int"),
+)
+
+
+class Nothing:
+    """What any tensor can be added to at no cost: `x + nothing` is `x` itself. All else is an error that says what to
+    write instead, since this rank has no tensor that could be multiplied or dropped.
+
+    Args:
+        branch: that lacks, for messages.
+    """
+
+    __slots__ = ("_branch",)
+
+    def __init__(self, branch: str) -> None:
+        self._branch = branch
+
+    def __add__(self, other: Any) -> Any:
+        return other
+
+    __radd__ = __add__
+
+    def __repr__(self) -> str:
+        return f"<nothing: this rank lacks {self._branch}>"
+
+    def __getattr__(self, name: str) -> NoReturn:
+        if name.startswith("_"):  # whoever asks for that tries what we are
+            raise AttributeError(name)
+        raise AttributeError(self._refusal(f".{name}"))
+
+    @classmethod
+    def __torch_function__(cls, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
+        name = getattr(function, "__name__", str(function))
+        values = (*args, *(kwargs or {}).values())
+        if name in _ADDITIONS:
+            return next((value for value in values[:2] if not isinstance(value, cls)), values[0])
+        nothing = next((value for value in values if isinstance(value, cls)), None)
+        raise TypeError(name if nothing is None else nothing._refusal(name))
+
+    def _refusal(self, what: str) -> str:
+        return (
+            f"{self._branch}: this rank lacks the branch, so its output can only be added, and {what!r} was asked of "
+            "it. What lies between the branch's body and the addition (dropout, a factor, a sign) must be a submodule "
+            "of the layer, named in the branch's `after` (sdp_deepspeed/architectures/README.md); hooks must let pass "
+            "what is no tensor"
+        )
+
+
+def _refusing(name: str) -> Any:
+    def refuse(self: Nothing, *_: Any) -> NoReturn:
+        raise TypeError(self._refusal(name))
+
+    return refuse
+
+
+for _name in _REFUSED:
+    setattr(Nothing, f"__{_name}__", _refusing(f"__{_name}__"))
