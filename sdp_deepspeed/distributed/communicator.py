@@ -12,6 +12,8 @@ from typing import Any, Protocol
 
 import torch
 
+from sdp_deepspeed.distributed.last_acts import LastActs
+
 
 class Work(Protocol):
     """A collective that runs."""
@@ -26,6 +28,19 @@ class Done:
         return
 
 
+@dataclass(frozen=True)
+class _Watched:
+    """A collective whose errors say what the other ranks did last."""
+
+    work: Work
+    last_acts: LastActs
+    call: int
+    in_slices: bool
+
+    def wait(self) -> None:
+        self.last_acts.wait(self.work, self.call, in_slices=self.in_slices)
+
+
 class Communicator:
     """A group that this rank is in: the data-parallel one, whose exchange it is, a tensor-parallel one, all ranks.
 
@@ -33,12 +48,15 @@ class Communicator:
         dist: `torch.distributed`, `deepspeed.comm`, or anything with their functions.
         group: process group; None is the default group.
         objects: who gathers objects, if not `dist`: those of `deepspeed.comm` end the process under its comms logger.
+        last_acts: of its ranks, for errors of collectives that fail; None leaves them as they are.
     """
 
-    def __init__(self, dist: Any, group: Any = None, *, objects: Any = None) -> None:
+    def __init__(self, dist: Any, group: Any = None, *, objects: Any = None, last_acts: LastActs | None = None) -> None:
         self._dist = dist
         self._objects = objects or dist
         self._group = group
+        self._last_acts = last_acts
+        self._num_calls = 0
         self.rank: int = dist.get_rank(group)
         self.size: int = dist.get_world_size(group)
 
@@ -52,15 +70,24 @@ class Communicator:
         """
         if self.size == 1:
             return Done()
-        return self._dist.all_to_all_single(
+        work = self._dist.all_to_all_single(
             received, sent, list(received_splits), list(sent_splits), group=self._group, async_op=True
         )
+        return self._watched(work, received)
 
     def sum(self, tensor: torch.Tensor) -> torch.Tensor:
         """All-reduce in place; every rank of the group calls it."""
-        if self.size > 1:
+        if self.size > 1 and self._last_acts is None:
             self._dist.all_reduce(tensor, group=self._group)
+        elif self.size > 1:
+            self._watched(self._dist.all_reduce(tensor, group=self._group, async_op=True), tensor).wait()
         return tensor
+
+    def _watched(self, work: Work, tensor: torch.Tensor) -> Work:
+        if self._last_acts is None:
+            return work
+        self._num_calls += 1
+        return _Watched(work, self._last_acts, self._num_calls, tensor.device.type == "cpu")
 
     def gather_objects(self, value: object) -> list[Any]:
         """One small picklable object of every rank, in rank order; for start-up and errors only."""

@@ -27,10 +27,11 @@ from sdp_deepspeed.config import KEY, SubnetworkConfig
 from sdp_deepspeed.deferred_init.materialize import DeferredModel, check_deferred_alike, refuse_tensor_parallel
 from sdp_deepspeed.distributed.agreement import run_on_all_ranks
 from sdp_deepspeed.distributed.communicator import Communicator, RankGroups
+from sdp_deepspeed.distributed.last_acts import LastActs
 from sdp_deepspeed.distributed.monitored_barrier import Phase
 from sdp_deepspeed.engine.apply_plan import AppliedPlan, ModelAtStart, apply_plan
 from sdp_deepspeed.engine.checkpoint_calls import CheckpointCalls
-from sdp_deepspeed.engine.consistency import check_holders_agree
+from sdp_deepspeed.engine.consistency import check_holders_agree, make_last_acts
 from sdp_deepspeed.engine.deepspeed_settings import loss_scaler, network_of, optimizer_settings, resolved_config
 from sdp_deepspeed.engine.dense_export import DenseExport
 from sdp_deepspeed.engine.private_api import check_hosts
@@ -71,6 +72,7 @@ class SubnetworkEngine(CheckpointCalls):
     dp_group: Communicator
     world: Communicator
     optimizer: SubnetworkOptimizer
+    _last_acts: LastActs
     _applied: AppliedPlan
     _known_parameters: KnownParameters
     _other_weights: OtherWeights
@@ -120,7 +122,10 @@ class SubnetworkEngine(CheckpointCalls):
         check_deferred_alike(self._deferred, self.world)
         self.dont_change_device |= self._deferred is not None
         super()._configure_distributed_model(model)
-        self.dp_group = Communicator(deepspeed_comm, self.seq_data_parallel_group, objects=torch.distributed)
+        self._last_acts = make_last_acts(self.seq_data_parallel_group)
+        self.dp_group = Communicator(
+            deepspeed_comm, self.seq_data_parallel_group, objects=torch.distributed, last_acts=self._last_acts
+        )
         groups = RankGroups(self.dp_group, self.world, tp_group_of(self.mpu))
         start = ModelAtStart(
             model,
@@ -168,7 +173,7 @@ class SubnetworkEngine(CheckpointCalls):
     def backward(self, loss: torch.Tensor, *options: Any, **more: Any) -> Any:
         """As DeepSpeed's."""
         self._refuse_resident("backward")
-        with self.optimizer.backward_pass():
+        with self._noted("backward pass"), self.optimizer.backward_pass():
             return super().backward(loss, *options, **more)
 
     def zero_grad(self) -> None:
@@ -180,7 +185,8 @@ class SubnetworkEngine(CheckpointCalls):
         """As DeepSpeed's; at the boundary a collective of all data-parallel ranks."""
         self._refuse_resident("step")
         self._known_parameters.check()
-        super().step(lr_kwargs)
+        with self._noted("step"):
+            super().step(lr_kwargs)
         if self.block.check_agreement and self._step_applied:
             holders_agree = partial(check_holders_agree, self._applied.model, self.dp_group)
             replicas_agree = partial(self._applied.parallel.check_replicated, self.held_tensors())
@@ -260,6 +266,18 @@ class SubnetworkEngine(CheckpointCalls):
             lambda folder: save(folder, save_filename, exclude_frozen_parameters), save_dir, save_filename
         )
         return True
+
+    @contextmanager
+    def _noted(self, what: str) -> Iterator[None]:
+        """For the errors of ranks that wait for this one."""
+        place = f"its {what} (step {self.global_steps + 1}, micro-step {self.micro_steps + 1})"
+        self._last_acts.note(f"began {place}")
+        try:
+            yield
+        except BaseException as error:
+            self._last_acts.failed(error)
+            raise
+        self._last_acts.note(f"ended {place}")
 
     def _export(self) -> DenseExport:
         return DenseExport(self.module, self._applied, self.world, partial(self.dense, resident=True))

@@ -109,13 +109,14 @@ class SubnetworkOptimizer(ZeROOptimizer):
             )
         dtypes = {parameter.dtype for parameter in self._parameters.values()}
         has_one = len(dtypes) == 1 and not self.settings.accumulate_in_fp32
+        dtype = dtypes.pop() if has_one else torch.float32
         return BackwardAveraging(
             self.exchange,
             self._gradients,
             options,
             dp_group=self._dp_group,
             parameters=self._parameters,
-            dtype=dtypes.pop() if has_one else torch.float32,
+            dtype=torch.float32 if dtype == torch.float64 else dtype,  # averages are fp32 at most, as at stage 1
         )
 
     def _stepped_group(self, index: int) -> SteppedGroup:

@@ -196,6 +196,16 @@ def a_backward_pass_that_fails(rank: Rank) -> None:
     assert engine.global_steps == 2
 
 
+def double_precision(rank: Rank) -> None:
+    """Averages are fp32, as at the other stages."""
+    losses = []
+    for stage in (1, 2):
+        settings = stage_2()
+        settings["zero_optimization"] = settings["zero_optimization"] | {"stage": stage}
+        losses.append(train(engine_of(settings, llama().double()), num_steps=2))
+    assert losses[1] == pytest.approx(losses[0], rel=2**-23)
+
+
 def fail_in_backward(engine: Any, batch: torch.Tensor, name: str) -> None:
     """An error when the gradient of a parameter arrives."""
 
@@ -252,6 +262,7 @@ def _cases(size: int, options: pytest.Config) -> Iterator[tuple[str, Any]]:
         a_backward_pass_that_fails,
         a_failed_pass_that_is_dropped,
         gradients_dropped_on_one_rank,
+        double_precision,
     ):
         yield check.__name__, check
 

@@ -1,0 +1,84 @@
+"""Ranks that do not do the same end with an error that says which, in which step, and what it did last."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Iterator
+from datetime import timedelta
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+
+from sdp_deepspeed.distributed import last_acts
+from sdp_deepspeed.engine import consistency
+from tests.helpers.models import loss_of
+from tests.helpers.ranks import Rank, run_ranks
+from tests.helpers.training import engine_of, micro_step, own_batches, refusal, sgd, train
+
+QUICK = {"BEAT_SECONDS": 0.1, "NOTICE_SECONDS": 0.3, "SETTLED_SECONDS": 0.5, "SLICE": timedelta(seconds=0.2)}
+
+
+def a_rank_that_is_late_is_named_and_waited_for(rank: Rank) -> None:
+    said: list[str] = []
+    with mock.patch.multiple(last_acts, **QUICK), mock.patch.object(consistency.logger, "warning", said.append):
+        engine = engine_of(sgd())
+        train(engine, num_steps=1)
+        if rank.rank == 1:
+            time.sleep(1.5)
+        train(engine, num_steps=1, first=1)
+        assert engine.global_steps == 2
+    place = r"rank 1, which ended its step (step 1, micro-step 1)"
+    mine = [text for text in said if text.startswith("rank 0 waited (began its step (step 2, micro-step 2)) for")]
+    assert [place in text for text in mine] == [True] * (rank.rank == 0), said
+
+
+def a_micro_step_more_on_one_rank(rank: Rank) -> None:
+    with mock.patch.multiple(last_acts, **QUICK):
+        engine = engine_of(sgd(stage=2))
+        train(engine, num_steps=1)
+        (batch,) = own_batches(rank, 1)
+
+        def go_on() -> None:
+            if rank.rank == 1:
+                engine.backward(loss_of(engine, batch))
+                engine.backward(loss_of(engine, batch))
+            else:
+                micro_step(engine, batch)
+
+        other = "step" if rank.rank == 1 else "backward pass"
+        refusal(RuntimeError, go_on, f"for rank {1 - rank.rank}, which began its {other} (step 2, micro-step 2)")
+
+
+def a_rank_that_dies(rank: Rank) -> None:
+    engine = engine_of(sgd(stage=2))
+    train(engine, num_steps=1)
+    (batch,) = own_batches(rank, 1)
+
+    def stop(gradient: torch.Tensor) -> None:
+        raise ArithmeticError("on purpose")
+
+    if rank.rank == 1:
+        engine.module.lm_head.weight.register_hook(stop)
+        with pytest.raises(ArithmeticError):
+            engine.backward(loss_of(engine, batch))
+        os._exit(3)
+    engine.backward(loss_of(engine, batch))
+
+
+def _cases(size: int, options: pytest.Config) -> Iterator[tuple[str, Any]]:
+    for check in (a_rank_that_is_late_is_named_and_waited_for, a_micro_step_more_on_one_rank):
+        yield check.__name__, check
+
+
+def test_a_rank_that_dies_is_named() -> None:
+    (why,) = run_ranks(2, [("dies", a_rank_that_dies)]).values()
+    place = "began its backward pass (step 2, micro-step 2)"
+    assert f"rank 0 waited ({place}) for rank 1, which {place}: ArithmeticError: on purpose since" in str(why)
+
+
+@pytest.mark.checks(2, _cases)
+def test_two_ranks(outcome: str | None) -> None:
+    assert outcome is None, outcome
