@@ -141,7 +141,7 @@ def _report(error: BaseException) -> tuple[type[BaseException], str]:
     kind = next((known for known in _KINDS if isinstance(error, known)), None)
     if kind is None:
         return RuntimeError, f"{type(error).__name__}: {error}".removesuffix(": ")
-    error_class = type(error)
+    error_class: type[Any] = type(error)
     # Built-in subclasses inherit `__init__` from Python 3.14 on; they travel as their base under every Python.
     adds_nothing = (
         error_class.__module__ != "builtins"

@@ -25,7 +25,8 @@ def make_last_acts(group: Any) -> LastActs:
     )
     prefix = f"sdp_deepspeed/last_acts/{group.group_name}"
     number = store.add(f"{prefix}/{rank}", 1)  # of the group's engines, which its ranks build together
-    acts = LastActs(dist.PrefixStore(f"{prefix}/{number}", store), rank=rank, ranks=ranks, warn=logger.warning)
+    own: Any = dist.PrefixStore(f"{prefix}/{number}", store)
+    acts = LastActs(own, rank=rank, ranks=ranks, warn=logger.warning)
     if len(ranks) > 1:
         acts.start()
     return acts

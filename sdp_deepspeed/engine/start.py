@@ -137,7 +137,8 @@ def _ranks() -> Gatherer:
     """All ranks, for one engine: ranks build engines together, so that all count them alike."""
     if not dist.is_initialized() or dist.get_world_size() == 1:
         return OneRank()
-    rank, store = dist.get_rank(), dist.distributed_c10d._get_default_store()
+    rank = dist.get_rank()
+    store: Any = dist.distributed_c10d._get_default_store()
     number = store.add(f"sdp_deepspeed/engines/{rank}", 1)
     return StoreGatherer(
         store,

@@ -18,7 +18,12 @@ from tests.helpers.models import loss_of
 from tests.helpers.ranks import Rank, run_ranks
 from tests.helpers.training import engine_of, micro_step, own_batches, refusal, sgd, train
 
-QUICK = {"BEAT_SECONDS": 0.1, "NOTICE_SECONDS": 0.3, "SETTLED_SECONDS": 0.5, "SLICE": timedelta(seconds=0.2)}
+QUICK: dict[str, Any] = {
+    "BEAT_SECONDS": 0.1,
+    "NOTICE_SECONDS": 0.3,
+    "SETTLED_SECONDS": 0.5,
+    "SLICE": timedelta(seconds=0.2),
+}
 
 
 def a_rank_that_is_late_is_named_and_waited_for(rank: Rank) -> None:

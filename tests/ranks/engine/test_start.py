@@ -32,7 +32,7 @@ OTHERS: tuple[tuple[Mapping[str, Any], Mapping[str, Any], str], ...] = (  # top 
 
 def values_that_one_rank_has(rank: Rank) -> None:
     for top, block, words in OTHERS:
-        own = config(holders=1, **block) | top if rank.rank == 1 else config(holders=1)
+        own = config(holders=1, **block) | dict(top) if rank.rank == 1 else config(holders=1)
         refusal(ValueError, lambda: engine_of(own), "different settings", words)  # noqa: B023 (runs at once)
 
 
@@ -40,7 +40,7 @@ def a_scheduler_that_one_rank_has(rank: Rank) -> None:
     def scheduler(optimizer: torch.optim.Optimizer) -> Any:
         return torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 0.5)
 
-    own = {"lr_scheduler": scheduler} if rank.rank == 1 else {}
+    own: dict[str, Any] = {"lr_scheduler": scheduler} if rank.rank == 1 else {}
     words = 'lr_scheduler (argument) is "NoneType" on rank 0 and "function" on rank 1'
     refusal(ValueError, lambda: engine_of(config(holders=1), **own), words)
 

@@ -51,7 +51,7 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def of_ranks(size: int, said: list[str] | None = None) -> list[LastActs]:
     store: Any = dist.HashStore()
-    warn = [].append if said is None else said.append
+    warn = ([] if said is None else said).append
     return [LastActs(store, rank=rank, ranks=range(size), warn=warn) for rank in range(size)]
 
 
@@ -121,7 +121,9 @@ def test_the_thread_publishes_notices_once_and_ends_with_its_engine(monkeypatch:
     end = time.monotonic() + 10
     zero.wait(Endless(lambda: bool(said) or time.monotonic() > end), 1, in_slices=True)
     assert [text for text in said if "for rank 1, which began a long evaluation" in text] == said != []
-    assert one._others()[0].what == "built its engine"
+    (of_zero,) = one._others().values()
+    assert of_zero is not None
+    assert of_zero.what == "built its engine"
     del zero
     gc.collect()
     thread.join(10)
