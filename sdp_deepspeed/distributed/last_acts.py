@@ -10,7 +10,8 @@ import json
 import threading
 import time
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from datetime import timedelta
 from typing import Any
@@ -78,10 +79,17 @@ class LastActs:
         """This rank does something else from now on."""
         self._what, self._since = what, time.time()
 
-    def failed(self, error: BaseException) -> None:
-        """This rank leaves what it did with an error; published at once, for it may be the last."""
-        self.note(f"{self._what}: {type(error).__name__}: {error}")
-        self._try(self.publish)
+    @contextmanager
+    def doing(self, what: str) -> Iterator[None]:
+        """This rank does something in the block; an error that ends it is published at once, for it may be the last."""
+        self.note(f"began {what}")
+        try:
+            yield
+        except BaseException as error:
+            self.note(f"{self._what}: {type(error).__name__}: {error}")
+            self._try(self.publish)
+            raise
+        self.note(f"ended {what}")
 
     def wait(self, work: Any, call: int, *, in_slices: bool) -> None:
         """Wait for a collective.

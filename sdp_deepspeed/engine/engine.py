@@ -7,8 +7,7 @@ cut down as it is; only then it gets what is left of it.
 
 from __future__ import annotations
 
-import logging
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -18,7 +17,6 @@ import torch
 import torch.distributed
 from deepspeed import comm as deepspeed_comm
 from deepspeed.runtime.engine import ZERO_OPTIMIZATION
-from deepspeed.utils import log_dist
 from torch import nn
 
 from sdp_deepspeed.checkpoint.checkpointer import Checkpointer
@@ -32,27 +30,18 @@ from sdp_deepspeed.distributed.monitored_barrier import Phase
 from sdp_deepspeed.engine.apply_plan import AppliedPlan, ModelAtStart, apply_plan
 from sdp_deepspeed.engine.checkpoint_calls import CheckpointCalls
 from sdp_deepspeed.engine.consistency import check_holders_agree, make_last_acts
-from sdp_deepspeed.engine.deepspeed_settings import loss_scaler, network_of, optimizer_settings, resolved_config
+from sdp_deepspeed.engine.deepspeed_settings import loss_scaler, network_of, optimizer_settings
 from sdp_deepspeed.engine.dense_export import DenseExport
-from sdp_deepspeed.engine.private_api import check_hosts
 from sdp_deepspeed.engine.start import Start
 from sdp_deepspeed.masking.compiled import compile_in_place
-from sdp_deepspeed.masking.mixins import is_cut
 from sdp_deepspeed.masking.other_weights import OtherWeights
 from sdp_deepspeed.masking.replaced import KnownParameters
 from sdp_deepspeed.optimizer.optimizer import SubnetworkOptimizer
 from sdp_deepspeed.optimizer.param_groups import agree_on_groups
 from sdp_deepspeed.plan.plan import Plan
 from sdp_deepspeed.plan.shards import Shards
-from sdp_deepspeed.support.host_types import refuse_wrong_types
-from sdp_deepspeed.support.refusals import (
-    refuse_modules,
-    refuse_optimizer,
-    refuse_shared_memory,
-    refuse_unsupported,
-    without_effect,
-)
-from sdp_deepspeed.tensor_parallel.checks import check_mpu, check_size, translated_autotp_errors
+from sdp_deepspeed.support.refusals import refuse_optimizer, refuse_shared_memory
+from sdp_deepspeed.tensor_parallel.checks import check_size, translated_autotp_errors
 from sdp_deepspeed.tensor_parallel.model import ModelBeforeAutoTP, tp_group_of
 
 _NO_OPTIMIZER = f"{KEY} needs an optimizer: name one in the config, or give deepspeed.initialize one"
@@ -83,7 +72,7 @@ class SubnetworkEngine(CheckpointCalls):
         start: Start = vars(self).pop("start")
         assert start.block is not None, "the import hook builds this engine for configs with the block only"
         object.__setattr__(self, "block", start.block)
-        start.check(options, partial(_refuse_at_start, start.block, model, options))
+        start.check(model, options)
         model = compile_in_place(model)
         object.__setattr__(self, "_deferred", DeferredModel.of(model))
         refuse_shared_memory(model)  # a cast to another dtype would untie them without a word
@@ -173,7 +162,7 @@ class SubnetworkEngine(CheckpointCalls):
     def backward(self, loss: torch.Tensor, *options: Any, **more: Any) -> Any:
         """As DeepSpeed's."""
         self._refuse_resident("backward")
-        with self._noted("backward pass"), self.optimizer.backward_pass():
+        with self._last_acts.doing(self._place("backward pass")), self.optimizer.backward_pass():
             return super().backward(loss, *options, **more)
 
     def zero_grad(self) -> None:
@@ -185,7 +174,7 @@ class SubnetworkEngine(CheckpointCalls):
         """As DeepSpeed's; at the boundary a collective of all data-parallel ranks."""
         self._refuse_resident("step")
         self._known_parameters.check()
-        with self._noted("step"):
+        with self._last_acts.doing(self._place("step")):
             super().step(lr_kwargs)
         if self.block.check_agreement and self._step_applied:
             holders_agree = partial(check_holders_agree, self._applied.model, self.dp_group)
@@ -267,17 +256,8 @@ class SubnetworkEngine(CheckpointCalls):
         )
         return True
 
-    @contextmanager
-    def _noted(self, what: str) -> Iterator[None]:
-        """For the errors of ranks that wait for this one."""
-        place = f"its {what} (step {self.global_steps + 1}, micro-step {self.micro_steps + 1})"
-        self._last_acts.note(f"began {place}")
-        try:
-            yield
-        except BaseException as error:
-            self._last_acts.failed(error)
-            raise
-        self._last_acts.note(f"ended {place}")
+    def _place(self, what: str) -> str:
+        return f"its {what} (step {self.global_steps + 1}, micro-step {self.micro_steps + 1})"
 
     def _export(self) -> DenseExport:
         return DenseExport(self.module, self._applied, self.world, partial(self.dense, resident=True))
@@ -299,23 +279,3 @@ class SubnetworkEngine(CheckpointCalls):
         """Where this rank's parameters and persistent buffers lie in the dense model."""
         model = self.optimizer.model
         return RankChunks(model, persistent_buffers(self.module, model.views.shapes))
-
-
-def _refuse_at_start(block: SubnetworkConfig, model: nn.Module, options: Mapping[str, Any]) -> None:
-    """Refuse what cannot work, before any group is made or any tensor is broadcast.
-
-    Raises:
-        ValueError: by name.
-    """
-    refuse_wrong_types(options["config"])
-    config = resolved_config(options["config"], options["config_class"])
-    refuse_unsupported(block, config)
-    if is_cut(model):  # before DeepSpeed broadcasts tensors of which some ranks have none
-        raise ValueError(f"{KEY}: an earlier engine cut this model down to subnetworks; build or load it anew")
-    refuse_modules(model)
-    for warning in check_hosts() + without_effect(block, config):
-        log_dist(warning, ranks=[0], level=logging.WARNING)
-    if options.get("mesh_device") is not None:
-        raise ValueError(f"{KEY}: sequence parallelism is not possible, so deepspeed.initialize takes no mesh_param")
-    if options.get("mpu") is not None:
-        check_mpu(options["mpu"])

@@ -4,28 +4,36 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import logging
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from deepspeed.utils import logger
+from deepspeed.utils import log_dist, logger
+from torch import nn
 
 from sdp_deepspeed.config import KEY, SubnetworkConfig, parse
 from sdp_deepspeed.distributed.agreement import Gatherer, OneRank, raise_on_all_ranks, run_on_all_ranks
 from sdp_deepspeed.distributed.store_gatherer import StoreGatherer
 from sdp_deepspeed.engine.deepspeed_settings import resolved_config
+from sdp_deepspeed.engine.private_api import check_hosts
+from sdp_deepspeed.masking.mixins import is_cut
 from sdp_deepspeed.messages import listed
+from sdp_deepspeed.support.host_types import refuse_wrong_types
+from sdp_deepspeed.support.refusals import refuse_modules, refuse_unsupported, without_effect
+from sdp_deepspeed.tensor_parallel.checks import check_mpu
 from sdp_deepspeed.version import __version__
 
 # Of DeepSpeed's config what decides the training. Ranks may log and profile as they like.
 _COMPARED = (
     *("zero_optimization", "bf16", "fp16", "torch_autocast", "data_types", "communication_data_type"),
     *("gradient_accumulation_steps", "managed_gradient_accumulation", "gradient_clipping", "optimizer", "scheduler"),
-    *("tensor_parallel", "sequence_parallel_size", "checkpoint.load_universal"),
+    *("tensor_parallel", "sequence_parallel_size"),
 )
 
 
@@ -65,22 +73,41 @@ class Start:
         raise_on_all_ranks(ranks, error)
         return cls(block, ranks)
 
-    def check(self, options: Mapping[str, Any], refuse: Callable[[], None]) -> None:
+    def check(self, model: nn.Module, options: Mapping[str, Any]) -> None:
         """Refuse on all ranks what one of them cannot do, and values that only some of them have.
 
         Args:
             options: of the engine's constructor.
-            refuse: raises what is wrong on this rank.
 
         Raises:
             ValueError: by name.
         """
         assert self.block is not None
-        run_on_all_ranks(self.ranks, refuse)
+        run_on_all_ranks(self.ranks, partial(_refuse, self.block, model, options))
         values = comparable(self.block, resolved_config(options["config"], options["config_class"]), _given(options))
         digest = hashlib.sha256(repr(sorted(values.items())).encode()).hexdigest()
         if len(set(self.ranks.gather_objects(digest))) > 1:
             raise ValueError(_difference(self.ranks.gather_objects(values)))
+
+
+def _refuse(block: SubnetworkConfig, model: nn.Module, options: Mapping[str, Any]) -> None:
+    """Refuse what cannot work, before any group is made or any tensor is broadcast.
+
+    Raises:
+        ValueError: by name.
+    """
+    refuse_wrong_types(options["config"])
+    config = resolved_config(options["config"], options["config_class"])
+    refuse_unsupported(block, config)
+    if is_cut(model):  # before DeepSpeed broadcasts tensors of which some ranks have none
+        raise ValueError(f"{KEY}: an earlier engine cut this model down to subnetworks; build or load it anew")
+    refuse_modules(model)
+    for warning in check_hosts() + without_effect(block, config):
+        log_dist(warning, ranks=[0], level=logging.WARNING)
+    if options.get("mesh_device") is not None:
+        raise ValueError(f"{KEY}: sequence parallelism is not possible, so deepspeed.initialize takes no mesh_param")
+    if options.get("mpu") is not None:
+        check_mpu(options["mpu"])
 
 
 def _given(options: Mapping[str, Any]) -> dict[str, str]:

@@ -59,10 +59,11 @@ def of_ranks(size: int, said: list[str] | None = None) -> list[LastActs]:
 def test_a_collective_that_breaks_says_what_the_others_did(in_slices: bool) -> None:
     zero, one, two = of_ranks(3)
     zero.note("began its step")
-    one.failed(ArithmeticError("on purpose"))
+    with pytest.raises(ArithmeticError), one.doing("its step"):
+        raise ArithmeticError("on purpose")
     two._waits_since, two._call = time.time(), 7  # as zero
     two.publish()
-    words = r"Connection closed by peer\nrank 0 waited \(began its step\) for rank 1, which built its engine: "
+    words = r"Connection closed by peer\nrank 0 waited \(began its step\) for rank 1, which began its step: "
     with pytest.raises(
         RuntimeError, match=words + r"ArithmeticError: on purpose since 0 seconds\. All ranks must call"
     ):
