@@ -44,7 +44,7 @@ def load_report(folder: Path) -> dict[str, Any]:
     report = read_json(path, "RUN")
     if report.get("version") != REPORT_VERSION:
         raise ValueError(f"{path} has version {report.get('version')!r}, expected {REPORT_VERSION}: run again")
-    if wrong := [key for key, is_right in _SHAPE.items() if not is_right(report.get(key))]:
+    if wrong := [key for key, is_right in _SHAPE.items() if key not in report or not is_right(report[key])]:
         raise ValueError(f"{path}: {listed(wrong)}: missing, or not as a run writes it: run again")
     return report
 

@@ -68,3 +68,10 @@ def test_reports_of_another_shape_are_refused(tmp_path: Path, key: str, value: o
     (tmp_path / "report.json").write_text(json.dumps(report("ours", scale=1) | {key: value}))
     with pytest.raises(ValueError, match=rf"report\.json: {key}: missing, or not as a run writes it"):
         load_report(tmp_path)
+
+
+@pytest.mark.parametrize("key", ["label", "ranks", "step_seconds", "dense_validation_loss"])
+def test_reports_that_lack_something_are_refused(tmp_path: Path, key: str) -> None:
+    (tmp_path / "report.json").write_text(json.dumps({k: v for k, v in report("ours", scale=1).items() if k != key}))
+    with pytest.raises(ValueError, match=rf"report\.json: {key}: missing"):
+        load_report(tmp_path)
