@@ -101,3 +101,17 @@ def test_an_export_that_does_not_fit_leaves_nothing_and_is_no_bug_of_ours(
         with pytest.raises(RunFolderError, match=f"{BEGINS} .*hf: .*{reason}.*; start the same command again"):
             engines.save_pretrained(engine, tmp_path / "hf", Full())
     assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    ("config", "words"),
+    [
+        ({"train_micro_batch_size_per_gpu": 1, "zero_optimization": {"stage": "x"}}, "ValidationError.*stage"),
+        ({"train_micro_batch_size_per_gpu": 1, "tensorboard": 3}, "Error"),
+        ({}, "AssertionError.*train_micro_batch_size_per_gpu"),
+    ],
+)
+def test_a_config_that_deepspeed_cannot_read_is_one_line(config: dict[str, Any], words: str) -> None:
+    with pytest.raises(ValueError, match=f"^--deepspeed_config: DeepSpeed cannot read it: .*{words}") as caught:
+        engines.check_deepspeed_reads(config)
+    assert "\n" not in str(caught.value)
