@@ -22,7 +22,13 @@ def resolved_config(config: Mapping[str, Any], read: HostConfig) -> dict[str, An
         read: what DeepSpeed read in it.
     """
     parts = {"zero_optimization": read.zero_config, "fp16": read.float16_config, "bf16": read.bfloat16_config}
-    values = {key: part.model_dump(mode="json", exclude_unset=True) for key, part in parts.items()}
+    values = {}
+    for key, part in parts.items():
+        given = config.get(key)  # with old keys, which DeepSpeed turned into others
+        values[key] = {
+            **(given if isinstance(given, Mapping) else {}),
+            **part.model_dump(mode="json", exclude_unset=True),
+        }
     return {**config, **values, "gradient_accumulation_steps": read.gradient_accumulation_steps}
 
 
