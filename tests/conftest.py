@@ -17,6 +17,7 @@ TIERS = {
     "unit": "one process, seconds for all of it",
     "ranks": "checks on forked ranks",
     "launcher": "whole programs",
+    "fuzz": "hostile inputs and sequences of calls, drawn",
 }
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # on small tensors threads only cost; read when torch is imported
@@ -26,6 +27,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--full-grid", action="store_true", help="run every case of the oracle grid, not a pairwise sample"
     )
+    parser.addoption("--fuzz-seed", type=int, default=0, help="first seed of tests/fuzz/test_calls.py")
+    parser.addoption("--fuzz-sequences", type=int, default=6, help="how many sequences of calls, a seed each")
 
 
 def pytest_configure(config: pytest.Config) -> None:

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import settings
+from hypothesis import HealthCheck, settings
 
 THOROUGH = "thorough"  # the profile of the whole run: `--hypothesis-profile=thorough`
+FUZZ_EXAMPLES = 3000  # of each property with `--hypothesis-profile=fuzz`
 SHARE = 4  # what the inner loop takes of it
 
 settings.register_profile(THOROUGH, deadline=None)  # a machine under load is no failure
 settings.register_profile("quick", deadline=None, max_examples=settings().max_examples // SHARE)
+settings.register_profile("fuzz", deadline=None, max_examples=FUZZ_EXAMPLES, suppress_health_check=list(HealthCheck))
 settings.load_profile("quick")
 
 

@@ -1,0 +1,62 @@
+"""Commands on files that somebody got wrong: a result, or one line and exit code 2."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import json
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from sdp_deepspeed.__main__ import main
+from sdp_deepspeed.command_parser import USER_ERROR_EXIT_CODE
+from tests.helpers.example_reports import report
+from tests.helpers.hostile import json_values, mutated
+
+REPORT = st.just(report("mine", scale=3))
+
+
+def assert_result_or_one_line(*arguments: object) -> None:
+    output, errors = io.StringIO(), io.StringIO()
+    with contextlib.redirect_stdout(output), contextlib.redirect_stderr(errors):
+        code = main([str(argument) for argument in arguments])
+    told = errors.getvalue()
+    if code == 0:
+        assert output.getvalue().strip()
+    else:
+        assert code == USER_ERROR_EXIT_CODE
+        assert told.startswith("error: ")
+        assert told.count("\n") == 1
+
+
+@given(mutated(REPORT) | json_values())
+def test_report(content: Any) -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        for name, report_of in (("mine", content), ("baseline", report("baseline", scale=2))):
+            (Path(folder) / name).mkdir()
+            (Path(folder) / name / "report.json").write_text(json.dumps(report_of))
+        assert_result_or_one_line("report", Path(folder, "mine"), Path(folder, "baseline"))
+
+
+@given(st.binary(max_size=40))
+def test_report_that_is_no_text(content: bytes) -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        Path(folder, "report.json").write_bytes(content)
+        assert_result_or_one_line("report", folder)
+
+
+@given(
+    st.lists(
+        st.sampled_from(
+            ["--ranks", "--coverage", "--regime", "--dtype", "--accumulation", "--offload", "--accumulate-in-fp32"]
+        )
+        | st.sampled_from(["1", "0", "-3", "0.5", "1e400", "nan", "8", "backward", "bf16", "", "٣", "9" * 30]),
+        max_size=6,
+    )
+)
+def test_estimate(arguments: list[str]) -> None:
+    assert_result_or_one_line("estimate", *arguments)
