@@ -27,6 +27,7 @@ _EDGES = [
     "é\u2028",
 ]
 _LEAVES = st.sampled_from([None, True, False, *_EDGES]) | st.integers() | st.floats() | st.text(max_size=8)
+DEEPEST = 20
 Path = tuple[Any, ...]  # keys and indices from the root
 
 
@@ -48,14 +49,16 @@ def nested(depth: int) -> list[Any]:
     return result
 
 
-def paths(document: Any, path: Path = ()) -> Iterator[Path]:
-    """Where the values of a document are, the root excepted."""
-    items = (
-        document.items() if isinstance(document, dict) else enumerate(document) if isinstance(document, list) else ()
-    )
-    for key, value in items:
-        yield (*path, key)
-        yield from paths(value, (*path, key))
+def paths(document: Any) -> Iterator[Path]:
+    """Where the values of a document are, the root excepted, and what lies very deep."""
+    left: list[tuple[Path, Any]] = [((), document)]
+    while left:
+        path, holder = left.pop()
+        items = holder.items() if isinstance(holder, dict) else enumerate(holder) if isinstance(holder, list) else ()
+        for key, value in items:
+            yield (*path, key)
+            if len(path) < DEEPEST:
+                left.append(((*path, key), value))
 
 
 @st.composite
@@ -79,7 +82,7 @@ def mutated(draw: st.DrawFn, documents: st.SearchStrategy[Any], *, most: int = 3
         elif kind == "drop":
             del holder[last]
         elif isinstance(holder, list):
-            holder.insert(last, copy.deepcopy(value))
+            holder.insert(last, value)
         else:
             holder[draw(st.text(max_size=6)) if kind == "rename" else f"{last} "] = value
     return document
