@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 
 from sdp_deepspeed.checkpoint.load import LoadOptions
 from tests.helpers.hostile import refusal_of
+from tests.helpers.properties import fuzzed
 from tests.helpers.trained_states import checkpointer_of, one_rank
 from tests.helpers.training import assert_identical
 
@@ -77,6 +78,7 @@ def damage(draw: st.DataObject, folder: Path) -> None:
 KINDS = ["cut", "flip", "more", "zeros", "gone", "older", "folder", "device", "loop", "pipe"]
 
 
+@fuzzed()
 @given(st.data())
 def test_damaged_anywhere(draw: st.DataObject) -> None:
     source, tensors = saved()
@@ -97,6 +99,7 @@ def test_damaged_anywhere(draw: st.DataObject) -> None:
         assert_identical(state.tensors(), tensors[Path(path).name])
 
 
+@fuzzed()
 @given(st.data())
 def test_asked_for_by_name(draw: st.DataObject) -> None:
     """Then there is no other one to fall back on: all of it, or nothing changes."""

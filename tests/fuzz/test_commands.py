@@ -9,13 +9,16 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from sdp_deepspeed.__main__ import main
 from sdp_deepspeed.command_parser import USER_ERROR_EXIT_CODE
+from sdp_deepspeed.plan.plan import Plan
 from tests.helpers.example_reports import report
-from tests.helpers.hostile import json_values, mutated
+from tests.helpers.hostile import json_values, mutated, refusal_of
+from tests.helpers.properties import fuzzed
 
 REPORT = st.just(report("mine", scale=3))
 
@@ -33,6 +36,7 @@ def assert_result_or_one_line(*arguments: object) -> None:
         assert told.count("\n") == 1
 
 
+@fuzzed()
 @given(mutated(REPORT) | json_values())
 def test_report(content: Any) -> None:
     with tempfile.TemporaryDirectory() as folder:
@@ -42,6 +46,7 @@ def test_report(content: Any) -> None:
         assert_result_or_one_line("report", Path(folder, "mine"), Path(folder, "baseline"))
 
 
+@fuzzed()
 @given(st.binary(max_size=40))
 def test_report_that_is_no_text(content: bytes) -> None:
     with tempfile.TemporaryDirectory() as folder:
@@ -49,6 +54,7 @@ def test_report_that_is_no_text(content: bytes) -> None:
         assert_result_or_one_line("report", folder)
 
 
+@fuzzed()
 @given(
     st.lists(
         st.sampled_from(
@@ -60,3 +66,13 @@ def test_report_that_is_no_text(content: bytes) -> None:
 )
 def test_estimate(arguments: list[str]) -> None:
     assert_result_or_one_line("estimate", *arguments)
+
+
+@pytest.mark.parametrize("depth", [500, 5_000, 200_000])
+def test_nested_deeply(depth: int) -> None:
+    """More than a parser of JSON takes, or than our own functions would."""
+    with tempfile.TemporaryDirectory() as folder:
+        for name in ("report.json", "plan.json"):
+            Path(folder, name).write_text('{"version": 1, "label": ' + "[" * depth + "]" * depth + "}")
+        assert_result_or_one_line("report", folder)
+        assert refusal_of(lambda: Plan.load(Path(folder, "plan.json")))

@@ -14,6 +14,7 @@ from sdp_deepspeed.plan.counts import resolve
 from sdp_deepspeed.support.combinations import Combination, all_combinations
 from sdp_deepspeed.support.refusals import refuse_unsupported, without_effect
 from tests.helpers.hostile import json_values, mutated, refusal_of
+from tests.helpers.properties import fuzzed
 
 COMBINATIONS = list(all_combinations())
 EVERYTHING: dict[str, Any] = {
@@ -57,6 +58,7 @@ def with_block(combination: Combination) -> dict[str, Any]:
 CONFIGS = st.sampled_from(COMBINATIONS).map(with_block)
 
 
+@fuzzed()
 @given(mutated(st.just(EVERYTHING)) | json_values())
 def test_blocks(block: Any) -> None:
     refusal = refusal_of(lambda: parse({KEY: block}))
@@ -68,6 +70,7 @@ def test_blocks(block: Any) -> None:
     assert parsed is None or parse({KEY: parsed.model_dump()}) == parsed
 
 
+@fuzzed()
 @given(mutated(st.just({"holders": 2, "subnetworks": 4})), st.integers(1, 9))
 def test_counts(block: Any, num_ranks: int) -> None:
     def counts() -> None:
@@ -80,6 +83,7 @@ def test_counts(block: Any, num_ranks: int) -> None:
     assert refusal is None or KEY in refusal
 
 
+@fuzzed()
 @given(mutated(CONFIGS))
 def test_whole_configs(config: Any) -> None:
     def start() -> None:
@@ -91,6 +95,7 @@ def test_whole_configs(config: Any) -> None:
     assert refusal_of(start) != ""
 
 
+@fuzzed()
 @given(
     mutated(
         st.just({"source": "files", "path": "x", "text_column": "text", "sequence_length": 8, "seed": 1})

@@ -16,6 +16,7 @@ from sdp_deepspeed.plan.plan import Plan
 from sdp_deepspeed.plan.planner import plan_model
 from tests.helpers.hostile import json_values, mutated, refusal_of
 from tests.helpers.models import llama
+from tests.helpers.properties import fuzzed
 
 
 @cache
@@ -33,6 +34,7 @@ def without_hash(plan: dict[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in plan.items() if key != "hash"}
 
 
+@fuzzed()
 @given(mutated(PLANS) | mutated(PLANS.map(without_hash)) | json_values())
 def test_content(content: Any) -> None:
     refusal = refusal_of(lambda: Plan.from_json(content))

@@ -38,7 +38,7 @@ def json_values() -> st.SearchStrategy[Any]:
         lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=6), inner, max_size=3),
         max_leaves=8,
     )
-    return values | st.integers(1, 3000).map(nested)
+    return values | st.integers(1, 100).map(nested)
 
 
 def nested(depth: int) -> list[Any]:

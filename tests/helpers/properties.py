@@ -6,12 +6,13 @@ import pytest
 from hypothesis import HealthCheck, settings
 
 THOROUGH = "thorough"  # the profile of the whole run: `--hypothesis-profile=thorough`
-FUZZ_EXAMPLES = 3000  # of each property with `--hypothesis-profile=fuzz`
+FUZZ = "fuzz"  # the profile of the fuzzers on demand
+FUZZ_EXAMPLES = {FUZZ: 3000}  # of each property; a few seconds of all of them otherwise
 SHARE = 4  # what the inner loop takes of it
 
 settings.register_profile(THOROUGH, deadline=None)  # a machine under load is no failure
 settings.register_profile("quick", deadline=None, max_examples=settings().max_examples // SHARE)
-settings.register_profile("fuzz", deadline=None, max_examples=FUZZ_EXAMPLES, suppress_health_check=list(HealthCheck))
+settings.register_profile(FUZZ, deadline=None)
 settings.load_profile("quick")
 
 
@@ -22,6 +23,12 @@ def is_thorough() -> bool:
 def examples(count: int) -> settings:
     """`count` examples with the profile "thorough", a quarter of them without."""
     return settings(max_examples=count if is_thorough() else count // SHARE)
+
+
+def fuzzed() -> settings:
+    """Of a fuzzer; what it draws may be large, and much of it is refused."""
+    count = FUZZ_EXAMPLES.get(settings.get_current_profile_name(), 30)
+    return settings(max_examples=count, suppress_health_check=list(HealthCheck))
 
 
 def large(*values: object) -> object:
