@@ -1,10 +1,13 @@
-"""What survives when ranks are killed (kill -9) at random moments of save, load and step?
+"""What survives when ranks are killed (kill -9) at random moments of save, load and step, or a preparation or export?
 
-    python benchmarks/fault_injection.py --kills 200 --output benchmarks/results/faults.json
+    python benchmarks/fault_injection.py --kills 400 --output benchmarks/results/faults.json
+    python benchmarks/fault_injection.py --kills 400 --ranks 4 --output benchmarks/results/faults_4_ranks.json
 
-Two ranks train a tiny model and save after each step, every other start in the background. What a start resumes must
-be at least the last step whose save had returned, and bit for bit the state of a run that was never stopped; ranks that
-lose the other must end by themselves. tests/ranks/checkpoint/test_faults.py is the same with five kills.
+Ranks train a tiny model and save after each step, every other start in the background. What a start resumes must be at
+least the last step whose save had returned, and bit for bit the state of a run that was never stopped; ranks that lose
+another must end by themselves. Then half as many times the preparation of a corpus or the export of a checkpoint is
+killed: what it leaves must be complete or absent, and the next run must end with the same files and tidy up.
+tests/ranks/checkpoint/test_faults.py is the same with a few kills.
 """
 
 from __future__ import annotations
@@ -13,32 +16,48 @@ import argparse
 import sys
 import tempfile
 import time
+from collections import Counter
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[1]))  # the repository's root
 from benchmarks.common.provenance import write_result
+from tests.helpers.fault_files import FileFaults, FileOutcome
 from tests.helpers.fault_runs import Faults, Kill, Outcome, summary
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--output", type=str, required=True, help="where the raw figures go, as JSON")
-    parser.add_argument("--kills", type=int, default=200)
+    parser.add_argument("--kills", type=int, default=400, help="of ranks; half as many of works on files come after")
+    parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--limit", type=float, default=90.0, help="seconds that one start may take")
     arguments = parser.parse_args()
     begun = time.monotonic()
     outcomes: list[Outcome] = []
     with tempfile.TemporaryDirectory() as folder:
-        faults = Faults(Path(folder), seed=arguments.seed, limit=arguments.limit)
+        faults = Faults(Path(folder), seed=arguments.seed, size=arguments.ranks, limit=arguments.limit)
         while sum(outcome.killed_at is not None for outcome in outcomes) < arguments.kills:
             outcomes.append(faults.cycle())
             _tell(len(outcomes), outcomes[-1].killed_at, outcomes[-1].problems)
         outcomes.append(faults.cycle(Kill((), "", 0)))  # the last kill, too, is followed by a start
-    facts = {"what": "faults", "ranks": 2, "arguments": vars(arguments), "seconds": round(time.monotonic() - begun)}
+        files = _kill_works_on_files(Path(folder), arguments.kills // 2, seed=arguments.seed)
+    facts = {"what": "faults", "ranks": arguments.ranks, "arguments": vars(arguments)}
+    facts["seconds"] = round(time.monotonic() - begun)
     result = summary(outcomes)
+    result["problems"] += [problem for outcome in files for problem in outcome.problems]
+    result["kills_of_works_on_files"] = dict(Counter(outcome.kind for outcome in files if outcome.was_killed))
     write_result(arguments.output, facts | result)
     sys.exit(1 if result["problems"] else 0)
+
+
+def _kill_works_on_files(folder: Path, count: int, *, seed: int) -> list[FileOutcome]:
+    outcomes: list[FileOutcome] = []
+    faults = FileFaults(folder / "files", folder / "checkpoints", seed=seed)
+    while sum(outcome.was_killed for outcome in outcomes) < count:
+        outcomes.append(faults.cycle())
+        _tell(len(outcomes), outcomes[-1].kind if outcomes[-1].was_killed else None, outcomes[-1].problems)
+    return outcomes
 
 
 def _tell(number: int, place: str | None, problems: list[str]) -> None:

@@ -119,12 +119,22 @@ def _most_calls(row: dict[str, Any]) -> int:
     return max(sum(calls.values()) for calls in row["ranks"])
 
 
-def faults(result: Result) -> str:
+def faults(*results: Result) -> str:
     """Where kills fell, and what came of them."""
+    return "\n\n".join(map(_faults, results))
+
+
+def _faults(result: Result) -> str:
     caption = (
-        f"{result['kills']} kills of one rank or both of {result['ranks']}, {result['starts']} starts; "
+        f"{result['kills']} kills of one rank or two of {result['ranks']}, {result['starts']} starts{_works(result)}; "
         f"{len(result['problems'])} problems; a rank that was left alone ended after at most "
         f"{result['slowest_survivor_seconds']:g} s:"
     )
     rows = [(place, str(count)) for place, count in result["kills_by_place"].items()]
     return f"{caption}\n\n" + table(["killed at", "times"], rows)
+
+
+def _works(result: Result) -> str:
+    names = {"prepare": "preparations of data", "export": "exports"}
+    counts = result.get("kills_of_works_on_files", {})
+    return "".join(f", {counts[kind]} kills of {name}" for kind, name in names.items() if kind in counts)

@@ -172,7 +172,7 @@ def _open(path: str, mode: str | None) -> str:
 
 def run_rank(rank: int, size: int, start: Start) -> None:
     """What a process of this rank does; ends with an error if it loses the others or has another state than it says."""
-    _redirect(start, rank)
+    _redirect(start, rank, size)
     log = Log(start, rank)
     log.write("start")
     torch.set_num_threads(1)
@@ -250,12 +250,12 @@ def _seed(rank: int) -> None:
     random.seed(rank)
 
 
-def _redirect(start: Start, rank: int) -> None:
+def _redirect(start: Start, rank: int, size: int) -> None:
     """Errors to a file beside the log; where it hangs is in it, too."""
     errors = os.open(start.folder / f"rank_{rank}.err", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     os.dup2(errors, 1)
     os.dup2(errors, 2)
     faulthandler.dump_traceback_later(start.limit * 0.9, file=sys.stderr)
-    os.environ |= {"RANK": str(rank), "WORLD_SIZE": "2", "LOCAL_RANK": str(rank)}
+    os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(size), "LOCAL_RANK": str(rank)}
     os.environ |= {"MASTER_ADDR": "localhost", "MASTER_PORT": "0"}  # asked for; the rendezvous is a file
     os.environ["PATH"] = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"

@@ -17,7 +17,6 @@ from typing import Any
 from tests.helpers.fault_ranks import STYLES, Death, Start, log_path, run_rank
 from tests.helpers.trained_states import names_in
 
-SIZE = 2
 LAST_STEP = 8  # after it the run begins anew, in another style
 PRELOAD = ["torch", "deepspeed", "transformers.models.llama.modeling_llama", "sdp_deepspeed"]
 
@@ -46,16 +45,17 @@ class Kill:
     delay: float | None = None
 
     @staticmethod
-    def draw(numbers: random.Random, style: str) -> Kill:
-        victims = numbers.choice([(0,), (0,), (1,), (1,), (0, 1), (1, 0)])
+    def draw(numbers: random.Random, style: str, size: int) -> Kill:
+        first, second, *_ = numbers.sample(range(size), size)
+        victims = numbers.choice([(0,), (first,), (second,), (first, second)])
         if numbers.random() < 0.35:
             place = numbers.choice(TIMED)
             count = 1 if place in ("start", "load") else numbers.randint(1, 3)
             return Kill(victims, place, count, numbers.random() * 1.2)
         places = [place for place in [*BY_BOTH, *BY_RANK_0] if style in OF_STYLE.get(place, STYLES)]
         place = numbers.choice(places)
-        if place in BY_RANK_0 and victims[0] == 1:
-            victims = (0, *victims[1:]) if len(victims) == 1 else (0, 1)
+        if place in BY_RANK_0 and victims[0]:
+            victims = (0, *[victim for victim in victims[1:] if victim])
         return Kill(victims, place, numbers.randint(1, 6 if place in ("read", "write", "bytes", "remove") else 2))
 
 
@@ -66,8 +66,8 @@ class Outcome:
     Args:
         resumed: step that was loaded; None if it was killed before.
         killed_at: what the first victim was doing, as word of its log or as place; None if nobody was killed.
-        survivor_seconds: from the kill to the end of the other rank, by itself; None where both were killed.
-        survivor_error: the last line that it wrote.
+        survivor_seconds: from the kill to the end of the last other rank, by itself; None where all were killed.
+        survivor_error: the last line that one of them wrote.
         problems: what must not be; empty if all is well.
     """
 
@@ -87,13 +87,16 @@ class Faults:
 
     Args:
         folder: empty; checkpoints and logs go there.
+        size: ranks.
         seed: of all that is random here.
         limit: seconds that a start may take.
         style: the first one, a key of STYLES.
     """
 
-    def __init__(self, folder: Path, *, seed: int, limit: float = 60.0, style: str = "a tag per step") -> None:
-        self._folder, self._limit = folder, limit
+    def __init__(
+        self, folder: Path, *, seed: int, size: int = 2, limit: float = 60.0, style: str = "a tag per step"
+    ) -> None:
+        self._folder, self._limit, self._size = folder, limit, size
         self._numbers = random.Random(seed)
         self._context = multiprocessing.get_context("forkserver")
         self._context.set_forkserver_preload(PRELOAD)
@@ -105,11 +108,11 @@ class Faults:
 
     def cycle(self, kill: Kill | None = None) -> Outcome:
         """Start, resume, train, kill."""
-        kill = kill or Kill.draw(self._numbers, self._style)
+        kill = kill or Kill.draw(self._numbers, self._style, self._size)
         outcome = Outcome(self._style, self._starts % 2 == 1, kill, at_least=self._saved)
         start = self._next(outcome.style, asynchronous=outcome.asynchronous, kill=kill)
         self._run(start, outcome)
-        logs = [_read(start, rank) for rank in range(SIZE)]
+        logs = [_read(start, rank) for rank in range(self._size)]
         self._check(outcome, logs)
         if self._saved == LAST_STEP and outcome.killed_at is None:
             self._begin_anew()
@@ -123,7 +126,7 @@ class Faults:
         outcome = Outcome("", asynchronous=False, kill=Kill((), "", 0))
         self._run(start, outcome)
         assert not outcome.problems, outcome
-        logs = [_read(start, rank) for rank in range(SIZE)]
+        logs = [_read(start, rank) for rank in range(self._size)]
         return [[line[3] for line in log if line[1] in ("loaded", "state")] for log in logs]
 
     def _begin_anew(self) -> None:
@@ -142,7 +145,7 @@ class Faults:
         return Start(folder, style, asynchronous, steps, LAST_STEP, dies, self._limit)
 
     def _run(self, start: Start, outcome: Outcome) -> None:
-        ranks = [self._context.Process(target=run_rank, args=(rank, SIZE, start)) for rank in range(SIZE)]
+        ranks = [self._context.Process(target=run_rank, args=(rank, self._size, start)) for rank in range(self._size)]
         for process in ranks:
             process.start()
         deadline = time.monotonic() + self._limit
@@ -182,23 +185,23 @@ class Faults:
         return float(lines[kill.count - 1][0]) + kill.delay * self._seconds[kill.place]
 
     def _end_others(self, start: Start, outcome: Outcome, ranks: list[Any]) -> None:
-        """A second victim is killed at once, and so is a rank that waits for the first to come up; others must end."""
+        """A second victim is killed at once, and so are ranks that wait for the first to come up; others must end."""
         first, *second = outcome.kill.victims
-        other = ranks[1 - first]
+        others = [rank for rank in range(self._size) if rank != first]
         words = [line[1] for line in _read(start, first)]
         outcome.killed_at = outcome.kill.place if outcome.kill.delay is None else f"during {words[-1]}"
-        if second or "load" not in words:
-            other.kill()
-            other.join()
-            return
+        for rank in others if "load" not in words else second:
+            ranks[rank].kill()
+            ranks[rank].join()
         since = time.monotonic()
-        other.join(self._limit / 2)
-        outcome.survivor_seconds = round(time.monotonic() - since, 3)
-        outcome.survivor_error = self._last_line(start, 1 - first)
-        if other.exitcode is None:
-            outcome.problems.append(f"rank {1 - first} waits for a dead one: {_errors(start, 1 - first)}")
-        elif other.exitcode == 0 and _read(start, 1 - first)[-1][1] != "end":
-            outcome.problems.append(f"rank {1 - first} ended as if nothing was wrong")
+        for rank in [rank for rank in others if ranks[rank].exitcode != -signal.SIGKILL]:
+            ranks[rank].join(max(0.0, since + self._limit / 2 - time.monotonic()))
+            outcome.survivor_seconds = round(time.monotonic() - since, 3)
+            outcome.survivor_error = self._last_line(start, rank)
+            if ranks[rank].exitcode is None:
+                outcome.problems.append(f"rank {rank} waits for a dead one: {_errors(start, rank)}")
+            elif ranks[rank].exitcode == 0 and _read(start, rank)[-1][1] != "end":
+                outcome.problems.append(f"rank {rank} ended as if nothing was wrong")
 
     def _last_line(self, start: Start, rank: int) -> str:
         """The last error that a rank wrote, without addresses and paths."""
@@ -207,8 +210,10 @@ class Faults:
         return re.sub(r" ?\[[^]]*\](:\d+)?", "", last).partition(". This")[0]
 
     def _judge_ends(self, start: Start, outcome: Outcome, codes: list[int | None]) -> None:
-        if outcome.killed_at is None and codes != [0] * SIZE:
-            outcome.problems.append(f"ended with {codes}: {_errors(start, 0)} {_errors(start, 1)}")
+        if outcome.killed_at is None and codes != [0] * self._size:
+            outcome.problems.append(
+                f"ended with {codes}: {' '.join(_errors(start, rank) for rank in range(self._size))}"
+            )
 
     def _check(self, outcome: Outcome, logs: list[list[list[str]]]) -> None:
         """What was loaded, against what had been saved and against the run that was never stopped."""

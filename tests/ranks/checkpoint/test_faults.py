@@ -21,6 +21,7 @@ import torch.distributed as dist
 from sdp_deepspeed.checkpoint.storage import folder, manifest
 from sdp_deepspeed.checkpoint.storage.names import MANIFEST
 from sdp_deepspeed.folder_lock import release_all
+from tests.helpers.fault_files import FileFaults
 from tests.helpers.fault_runs import Faults, Kill
 from tests.helpers.models import config
 from tests.helpers.ranks import Rank
@@ -46,6 +47,13 @@ def test_five_kills(tmp_path: Path) -> None:
     assert [outcome.killed_at for outcome in outcomes[:3]] == ["rename", "bytes", "rename latest"]
     assert outcomes[-1].resumed is not None
     assert "was not saved" in str(outcomes[1].survivor_error)  # the other rank says what was lost
+
+
+def test_killed_preparations_and_exports(tmp_path: Path) -> None:
+    run = Faults(tmp_path, seed=0)
+    assert run.cycle(Kill((), "", 0)).problems == []
+    faults = FileFaults(tmp_path / "files", tmp_path / "checkpoints", seed=0)
+    assert [problem for _ in range(4) for problem in faults.cycle().problems] == []
 
 
 def settings_of(**block: Any) -> dict[str, Any]:
