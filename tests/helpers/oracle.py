@@ -76,7 +76,7 @@ def check_case(case: Case, rank: Rank, **block: Any) -> None:
         losses, norm = from_rank_0(partial(reference.step, step))
         train_step(case, engine, step[worker], losses[worker])
         found = engine.get_global_grad_norm()
-        assert abs(found - norm) <= norm_tolerance(case) * norm, (found, norm)
+        assert abs(found - norm) <= norm_tolerance(case, number) * norm, (found, norm)
         if number in (NUM_STEPS // 2, NUM_STEPS - 1):  # halfway: training goes on as if nobody had looked
             dense.load_state_dict(from_rank_0(dense.state_dict))
             compare_evaluation(case, engine, dense, step[worker][0])
@@ -114,10 +114,11 @@ def loss_tolerance(case: Case) -> float:
     return 1e-5 if case.precision == "fp32" else 4.1 * rounding(case)
 
 
-def norm_tolerance(case: Case) -> float:
+def norm_tolerance(case: Case, step: int) -> float:
     """fp32: sums of a few thousand squares in another order. Else gradients are rounded to 8 bits (fp16: 11) on the
-    wire and between micro-steps, at most 2**-8 of each element, thrice with three micro-steps."""
-    return 1e-5 if case.precision == "fp32" else 3 * rounding(case)
+    wire and between micro-steps, at most 2**-8 of each element, thrice with three micro-steps. After the first step
+    weights may have rounded the other way as well, which is allowed as much again: fp32 lies between the two."""
+    return 1e-5 if case.precision == "fp32" else (6 if step else 3) * rounding(case)
 
 
 @torch.no_grad()

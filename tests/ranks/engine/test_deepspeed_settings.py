@@ -87,7 +87,7 @@ def _noted(call: Callable[..., Any], name: str, calls: list[str]) -> Callable[..
 
 
 def hints_are_told_at_start(rank: Rank) -> None:
-    with mock.patch("sdp_deepspeed.engine.engine.log_dist") as log:
+    with mock.patch("sdp_deepspeed.engine.start.log_dist") as log:
         engine_of(config(holders=1) | {"zero_optimization": {"stage": 1, "elastic_checkpoint": True}})
     told = [call.args[0] for call in log.call_args_list if call.kwargs.get("level") == logging.WARNING]
     assert any("elastic_checkpoint" in text and "any layout" in text for text in told), told

@@ -100,7 +100,7 @@ def bytes_per_element(rank: Rank) -> None:
 def ranks_that_place_otherwise(rank: Rank) -> None:
     """The plan's hash does not cover it, and splits of another length would abort the first exchange."""
     settings = settings_of(placement="spread" if rank.rank == 2 else "packed")
-    refusal(RuntimeError, lambda: engine_of(settings), "rank 2 made another plan", "(0, 1, 0, 1), not (0, 0, 1, 1)")
+    refusal(ValueError, lambda: engine_of(settings), 'placement is "packed" on rank 0, 1, 3 and "spread" on rank 2')
 
 
 def plan_given_back(rank: Rank) -> None:
