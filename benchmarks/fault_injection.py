@@ -53,7 +53,9 @@ def main() -> None:
 
 def _kill_works_on_files(folder: Path, count: int, *, seed: int) -> list[FileOutcome]:
     outcomes: list[FileOutcome] = []
-    faults = FileFaults(folder / "files", folder / "checkpoints", seed=seed)
+    run = Faults(folder / "run", seed=seed)
+    assert run.cycle(Kill((), "", 0)).problems == []
+    faults = FileFaults(folder / "files", folder / "run" / "checkpoints", seed=seed)
     while sum(outcome.was_killed for outcome in outcomes) < count:
         outcomes.append(faults.cycle())
         _tell(len(outcomes), outcomes[-1].kind if outcomes[-1].was_killed else None, outcomes[-1].problems)

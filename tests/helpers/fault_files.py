@@ -114,6 +114,8 @@ def prepare_in(text: Path, cache: Path) -> None:
 
 def export_to(checkpoints: Path, target: Path) -> None:
     target.parent.mkdir(exist_ok=True)
+    if target.exists():  # the kill came after all was done
+        return
     newest = max(path for path in checkpoints.iterdir() if path.is_dir() and not path.name.startswith("."))
     export(newest, target, ExportFormat(max_shard_bytes=4000), None)
 
