@@ -44,7 +44,7 @@ BLOCKS = {
     "overlap": Block(overlap, ("overlap_2_ranks", "overlap_4_ranks", "overlap_1_gbit")),
     "collectives": Block(collectives, ("collectives_2_ranks",)),
     "checkpoints": Block(checkpoint_time, ("checkpoints_4_ranks",)),
-    "kills": Block(faults, ("faults",)),
+    "kills": Block(faults, ("faults", "faults_4_ranks")),
     "similarity": Block(similarity, ("similarity",)),
 }
 
