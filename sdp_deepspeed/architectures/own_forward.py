@@ -15,14 +15,15 @@ from torch import nn
 # What is not run by a forward pass, though a class may define it.
 _NOT_RUN = frozenset(dir(nn.Module)) - {"forward", "__call__"} | {"__init__", "reset_parameters"}
 _WRAPPED = ("__func__", "__wrapped__")
+_HOSTS = frozenset({"transformers", "torch", "accelerate", "deepspeed"})  # wrap forwards without changing results
 
 
 def code_of(layer_class: type) -> dict[str, Any]:
-    """What a class runs in its forward pass: its methods by name, its bases' included, without their wrappers."""
+    """What a class runs in its forward pass: its methods by name, its bases' included, without the hosts' wrappers."""
     bases = [base for base in layer_class.__mro__ if base not in nn.Module.__mro__]
     names = {name for base in bases for name, value in vars(base).items() if _is_method(value)} - _NOT_RUN
     names |= {"forward", "__call__"}
-    return {name: _unwrapped(inspect.getattr_static(layer_class, name)) for name in sorted(names)}
+    return {name: _method(layer_class, name) for name in sorted(names)}
 
 
 def check_own_forward(name: str, layer: nn.Module, described: type, code: Mapping[str, Any] | None) -> None:
@@ -38,23 +39,24 @@ def check_own_forward(name: str, layer: nn.Module, described: type, code: Mappin
     """
     layer_class, own_code = type(layer), code_of(described)
     for method, function in own_code.items():
-        if _unwrapped(inspect.getattr_static(layer_class, method)) is not function:
+        if _method(layer_class, method) is not function:
             raise ValueError(
                 f"{name!r}: {layer_class.__name__} has its own {method!r}, so the description of its base class "
                 f"{described.__name__} may not be true of it. {_advice(layer_class, described)}"
             )
-    if own_code != code if code is not None else not _is_in_its_source(described):
+    if _bare(own_code) != _bare(code) if code is not None else not _is_in_its_source(described):
         raise ValueError(
             f"{name!r}: what {described.__name__} runs was replaced after it was described, so its description may not "
             f"be true of it. {_advice(described, described)}"
         )
-    own = vars(layer).get("forward")
-    if own is not None and _unwrapped(own) is not own_code["forward"]:
-        raise ValueError(
-            f"{name!r}: this {layer_class.__name__} has a forward method of its own, so the description of its class "
-            "may not be true of it. If it calls the one of the class, make it with functools.wraps, or set it after "
-            "deepspeed.initialize; if not, give the layer a class of its own and describe that"
-        )
+    for method, function in own_code.items():
+        own = vars(layer).get(method)
+        if own is not None and _unwrapped(own) is not _unwrapped(function):
+            raise ValueError(
+                f"{name!r}: this {layer_class.__name__} has a method {method!r} of its own, so the description of its "
+                "class may not be true of it. If it calls the one of the class, make it with functools.wraps, or set "
+                "it after deepspeed.initialize; if not, give the layer a class of its own and describe that"
+            )
 
 
 def _advice(layer_class: type, described: type) -> str:
@@ -63,6 +65,24 @@ def _advice(layer_class: type, described: type) -> str:
         "If each of its branches still is x + after(body(norm(x))), say so before deepspeed.initialize: "
         f"{line}. If not, describe its branches as they are (sdp_deepspeed/architectures/README.md)"
     )
+
+
+def _method(layer_class: type, name: str) -> Any:
+    """Of a class, below what a host has wrapped around it: Transformers does so for each subclass. A wrapper of anybody
+    else is a method of its own, whatever it says that it wraps."""
+    method = inspect.getattr_static(layer_class, name)
+    while hasattr(method, "__wrapped__") and _origin(method) in _HOSTS:
+        method = method.__wrapped__
+    return method
+
+
+def _origin(function: Any) -> str:
+    """The package whose code it is; `functools.wraps` copies `__module__`, and not this."""
+    return str(getattr(function, "__globals__", {}).get("__name__", "")).partition(".")[0]
+
+
+def _bare(code: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: _unwrapped(function) for name, function in code.items()}
 
 
 def _is_method(value: Any) -> bool:

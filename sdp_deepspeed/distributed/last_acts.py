@@ -21,6 +21,7 @@ from sdp_deepspeed.messages import listed
 
 BEAT_SECONDS = 2.0  # between two looks of the thread
 NOTICE_SECONDS = 60.0  # of waiting, before it is told for whom
+_LAST_BEAT_SECONDS = 1.0  # that the thread's end may take
 SLICE = timedelta(seconds=20)  # of waiting, before this rank looks whether anybody is left to wait for
 # Of waiting, before a rank counts as one that will not go on by itself: a bucket on a slow network takes its time.
 SETTLED_SECONDS = 240.0
@@ -71,9 +72,10 @@ class LastActs:
 
     def start(self) -> None:
         """Publish from now on, in a thread that ends with this object."""
-        weakref.finalize(self, self._stop.set)
         arguments = weakref.ref(self), self._stop
-        threading.Thread(target=_beat, args=arguments, name="last-acts", daemon=True).start()
+        thread = threading.Thread(target=_beat, args=arguments, name="last-acts", daemon=True)
+        thread.start()
+        weakref.finalize(self, _end, self._stop, thread)
 
     def note(self, what: str) -> None:
         """This rank does something else from now on."""
@@ -179,6 +181,13 @@ def _words(act: Act | None) -> str:
     if act is None:
         return "of which nothing is known"
     return f"which {act.what}{' and waits' * act.waits} since {time.time() - act.since:.0f} seconds"
+
+
+def _end(stop: threading.Event, thread: threading.Thread) -> None:
+    """Also at the process's exit: a thread that is in the store when the interpreter goes would abort it."""
+    stop.set()
+    if thread is not threading.current_thread():
+        thread.join(_LAST_BEAT_SECONDS)
 
 
 def _beat(reference: weakref.ref[LastActs], stop: threading.Event) -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import pickle
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any, Protocol
 
 from sdp_deepspeed.messages import listed
@@ -65,14 +65,17 @@ class StoreGatherer:
         self._round += 1
         keys = [self._key(str(rank)) for rank in range(self.size)]
         self._store.set(keys[self.rank], pickle.dumps(value))
-        self._wait(keys)
+        self._meet("came")
         values = [pickle.loads(value) for value in self._store.multi_get(keys)]  # one question, however many ranks
-        # Nobody leaves before all have read: the store goes with the rank that keeps it.
-        done = self._key("done")
-        if self._store.add(self._key("read"), 1) == self.size:
-            self._store.set(done, b"")
-        self._wait([done])
+        self._meet("read")  # nobody leaves before all have: the store goes with the rank that keeps it
         return values
+
+    def _meet(self, what: str) -> None:
+        """Wait for all ranks; who looks again and again asks for one key, however many ranks there are."""
+        all_did = self._key(f"all {what}")
+        if self._store.add(self._key(what), 1) == self.size:
+            self._store.set(all_did, b"")
+        self._wait(all_did)
 
     def leave(self, why: str) -> None:
         """Say that this rank does something else; it waits for nobody. Who gathers gets an error with these words."""
@@ -82,9 +85,9 @@ class StoreGatherer:
     def _key(self, name: str) -> str:
         return f"{self._prefix}/{self._round}/{name}"
 
-    def _wait(self, keys: Sequence[str]) -> None:
+    def _wait(self, key: str) -> None:
         start, pause, noticed = time.monotonic(), _PAUSES[0], False
-        while not self._store.check(list(keys)):
+        while not self._store.check([key]):
             if self._store.check([f"{self._prefix}/left"]):
                 raise RuntimeError(self._who_left())
             waited = time.monotonic() - start

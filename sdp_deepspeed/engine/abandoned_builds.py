@@ -14,6 +14,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 _MAX_BUILD_SECONDS = 15 * 60.0
+_TRIES, _SECONDS_BETWEEN_TRIES = 30, 0.1  # for another rank that looks; one that was stopped is not waited for
 _LOCAL = {"ext2", "ext3", "ext4", "xfs", "btrfs", "zfs", "f2fs"}  # file systems that another machine does not see
 _PRIVATE = {"overlay", "tmpfs"}  # nor another container
 _PROC = Path("/proc")
@@ -46,8 +47,15 @@ def _alone_in(folder: Path) -> Iterator[None]:
     """One of us at a time: a rank that went on to build would wait for a lock, and find nothing built when it goes."""
     handle = os.open(folder, os.O_RDONLY)
     try:
-        with suppress(OSError):  # not on every file system
-            fcntl.flock(handle, fcntl.LOCK_EX)
+        for _ in range(_TRIES):
+            try:
+                fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                time.sleep(_SECONDS_BETWEEN_TRIES)
+                continue
+            except OSError:  # not on every file system
+                pass
+            break
         yield
     finally:
         os.close(handle)

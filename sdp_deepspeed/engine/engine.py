@@ -73,9 +73,14 @@ class SubnetworkEngine(CheckpointCalls):
         assert start.block is not None, "the import hook builds this engine for configs with the block only"
         object.__setattr__(self, "block", start.block)
         start.check(model, options)
-        model = compile_in_place(model)
-        object.__setattr__(self, "_deferred", DeferredModel.of(model))
-        refuse_shared_memory(model)  # a cast to another dtype would untie them without a word
+
+        def prepare() -> nn.Module:
+            prepared = compile_in_place(model)
+            object.__setattr__(self, "_deferred", DeferredModel.of(prepared))
+            refuse_shared_memory(prepared)  # a cast to another dtype would untie them without a word
+            return prepared
+
+        model = run_on_all_ranks(start.ranks, prepare)
         super().__init__(args, model, *rest, **options)
         if self.optimizer is None:
             raise ValueError(_NO_OPTIMIZER)
@@ -161,8 +166,8 @@ class SubnetworkEngine(CheckpointCalls):
 
     def backward(self, loss: torch.Tensor, *options: Any, **more: Any) -> Any:
         """As DeepSpeed's."""
-        self._refuse_resident("backward")
         with self._last_acts.doing(self._place("backward pass")), self.optimizer.backward_pass():
+            self._refuse_resident("backward")
             return super().backward(loss, *options, **more)
 
     def zero_grad(self) -> None:
@@ -172,9 +177,9 @@ class SubnetworkEngine(CheckpointCalls):
 
     def step(self, lr_kwargs: Any = None) -> None:
         """As DeepSpeed's; at the boundary a collective of all data-parallel ranks."""
-        self._refuse_resident("step")
-        self._known_parameters.check()
         with self._last_acts.doing(self._place("step")):
+            self._refuse_resident("step")
+            self._known_parameters.check()
             super().step(lr_kwargs)
         if self.block.check_agreement and self._step_applied:
             holders_agree = partial(check_holders_agree, self._applied.model, self.dp_group)
@@ -225,6 +230,7 @@ class SubnetworkEngine(CheckpointCalls):
 
     def load_module_state_dict(self, *args: Any, **options: Any) -> None:
         """As DeepSpeed's; the next step starts from these weights."""
+        self._refuse_other_weights("load_module_state_dict")
         super().load_module_state_dict(*args, **options)
         self.optimizer.refresh_fp32_params()
 
@@ -265,6 +271,9 @@ class SubnetworkEngine(CheckpointCalls):
     def _refuse_resident(self, call: str) -> None:
         if self._applied.dense_view.is_resident:
             raise RuntimeError(f"{call} inside engine.dense(resident=True): leave it first, on all ranks")
+        self._refuse_other_weights(call)
+
+    def _refuse_other_weights(self, call: str) -> None:
         if self._other_weights.are_shown:
             raise RuntimeError(f"{call} inside engine.dense(weights=...): leave it first, on all ranks")
 

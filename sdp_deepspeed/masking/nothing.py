@@ -4,9 +4,12 @@ from __future__ import annotations
 
 from typing import Any, NoReturn
 
+from torch.utils._pytree import tree_leaves
+
 _ADDITIONS = frozenset({"add", "add_", "__add__", "__iadd__", "__radd__"})
 _REFUSED = (
     *("sub", "rsub", "mul", "rmul", "truediv", "rtruediv", "matmul", "rmatmul", "pow", "mod", "neg", "pos"),
+    *("abs", "floordiv", "rfloordiv", "rmod", "rpow", "and", "or", "round", "eq", "ne", "lt", "le", "gt", "ge"),
     *("getitem", "setitem", "iter", "len", "bool", "float", "int"),
 )
 
@@ -40,10 +43,11 @@ class Nothing:
     @classmethod
     def __torch_function__(cls, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
         name = getattr(function, "__name__", str(function))
-        values = (*args, *(kwargs or {}).values())
-        if name in _ADDITIONS:
+        named = kwargs or {}
+        values = (*args, *named.values())
+        if name in _ADDITIONS and named.get("out") is None and named.get("alpha", 1) == 1:
             return next((value for value in values[:2] if not isinstance(value, cls)), values[0])
-        nothing = next((value for value in values if isinstance(value, cls)), None)
+        nothing = next((leaf for leaf in tree_leaves(values) if isinstance(leaf, cls)), None)
         raise TypeError(name if nothing is None else nothing._refusal(name))
 
     def _refusal(self, what: str) -> str:

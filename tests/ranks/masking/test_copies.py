@@ -78,7 +78,8 @@ def averages_of_weights(rank: Rank) -> None:
             engine.save_pretrained(rank.folder / f"trained{number}")
             with engine.dense(weights=own.module):
                 engine.save_pretrained(rank.folder / f"average{number}")
-                for call in (engine.step, partial(engine.save_checkpoint, str(rank.folder))):
+                load = partial(engine.load_module_state_dict, {"module": engine.module.state_dict()})
+                for call in (engine.step, partial(engine.save_checkpoint, str(rank.folder)), load):
                     refusal(RuntimeError, call, r"inside engine.dense(weights=...)")
             loaded = LlamaForCausalLM.from_pretrained(rank.folder / f"average{number}", dtype="auto")
             assert_identical(loaded.state_dict(), expected)

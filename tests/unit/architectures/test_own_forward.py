@@ -40,6 +40,14 @@ class ByCall(LlamaDecoderLayer):
         return post_norm(self, *args, **options)
 
 
+class ByWrapper(LlamaDecoderLayer):
+    """Calls the one of its base, and does more: that it says what it wraps does not help."""
+
+    @functools.wraps(LlamaDecoderLayer.forward)
+    def forward(self, *args: Any, **options: Any) -> Any:
+        return self.input_layernorm(super().forward(*args, **options))
+
+
 class OtherModules(LlamaDecoderLayer):
     """The same forward around other modules."""
 
@@ -81,7 +89,7 @@ def with_layers(layer_class: type) -> nn.Module:
     return model
 
 
-@pytest.mark.parametrize("layer_class", [PostNorm, ByMixin, ByCall])
+@pytest.mark.parametrize("layer_class", [PostNorm, ByMixin, ByCall, ByWrapper])
 def test_a_subclass_that_computes_otherwise_is_refused_until_it_is_described(layer_class: type) -> None:
     line = OWN_LINE.replace("PostNorm", layer_class.__name__)
     with pytest.raises(ValueError, match=rf"'model\.layers\.0': {layer_class.__name__} has its own.*{line}"):
@@ -104,6 +112,14 @@ def test_a_method_that_forward_runs_counts_too() -> None:
     assert locate_branches(nn.Sequential(Stepwise()))
     with pytest.raises(ValueError, match=r"'0': Subtracting has its own 'add'.*register\(Subtracting, "):
         locate_branches(nn.Sequential(Subtracting()))
+
+
+def test_a_method_that_one_layer_has_of_its_own_is_refused() -> None:
+    architectures.register(Stepwise, Branch("mlp", norm="norm", body="body"))
+    layer: Any = Stepwise()
+    layer.add = lambda x: 2 * x
+    with pytest.raises(ValueError, match=r"'0': this Stepwise has a method 'add' of its own"):
+        locate_branches(nn.Sequential(layer))
 
 
 @pytest.mark.parametrize("by_name", [False, True])
@@ -146,5 +162,7 @@ def test_wrappers_that_say_what_they_wrap_are_seen_through(
 def test_a_layer_with_another_forward_of_its_own_is_refused() -> None:
     model: Any = llama(1)
     model.model.layers[0].forward = functools.partial(post_norm, model.model.layers[0])
-    with pytest.raises(ValueError, match=r"'model\.layers\.0': this LlamaDecoderLayer has a forward method of its own"):
+    with pytest.raises(
+        ValueError, match=r"'model\.layers\.0': this LlamaDecoderLayer has a method 'forward' of its own"
+    ):
         locate_branches(model)

@@ -55,6 +55,17 @@ def of_ranks(size: int, said: list[str] | None = None) -> list[LastActs]:
     return [LastActs(store, rank=rank, ranks=range(size), warn=warn) for rank in range(size)]
 
 
+def test_the_thread_has_ended_when_its_owner_is_gone() -> None:
+    """At a process's exit too: it must not be in the store then."""
+    before = set(threading.enumerate())
+    [own] = of_ranks(1)
+    own.start()
+    [thread] = set(threading.enumerate()) - before
+    del own
+    gc.collect()
+    assert not thread.is_alive()
+
+
 @pytest.mark.parametrize("in_slices", [False, True])
 def test_a_collective_that_breaks_says_what_the_others_did(in_slices: bool) -> None:
     zero, one, two = of_ranks(3)

@@ -47,6 +47,17 @@ def test_nothing_is_neutral() -> None:
         lambda x: x + NOTHING[0],
         lambda x: x + NOTHING.detach(),
         lambda x: NOTHING.shape,
+        lambda x: torch.add(NOTHING, x, alpha=0.5),
+        lambda x: torch.add(x, NOTHING, alpha=0.5),
+        lambda x: torch.add(x, NOTHING, out=torch.empty(2)),
+        lambda x: torch.rsub(NOTHING, x),
+        lambda x: torch.stack([x, NOTHING]),
+        lambda x: torch.cat((NOTHING, x)),
+        lambda x: x == NOTHING,
+        lambda x: x != NOTHING,
+        lambda x: NOTHING > 0,
+        lambda x: abs(NOTHING),
+        lambda x: x // NOTHING,
     ],
 )
 def test_what_is_no_addition_names_the_branch(use: Callable[[torch.Tensor], Any]) -> None:
