@@ -78,7 +78,7 @@ def averages_of_weights(rank: Rank) -> None:
             engine.save_pretrained(rank.folder / f"trained{number}")
             with engine.dense(weights=own.module):
                 engine.save_pretrained(rank.folder / f"average{number}")
-                load = partial(engine.load_module_state_dict, {"module": engine.module.state_dict()})
+                load = partial(engine.load_module_state_dict, {"module": {}})
                 for call in (engine.step, partial(engine.save_checkpoint, str(rank.folder)), load):
                     refusal(RuntimeError, call, r"inside engine.dense(weights=...)")
             loaded = LlamaForCausalLM.from_pretrained(rank.folder / f"average{number}", dtype="auto")
