@@ -110,7 +110,8 @@ class SteppedGroup:
         """Give the optimizer averaged gradients of all that this rank holds (stage 0).
 
         Args:
-            frozen: tensors without one; in a flat master theirs is zero, as in DeepSpeed's.
+            frozen: tensors without one here; in a flat master theirs is zero, as in DeepSpeed's. Where another holder
+                has one they are stepped as there, so that holders stay identical.
         """
         if not self.fragments:
             return
@@ -122,7 +123,7 @@ class SteppedGroup:
         for tensor, stretch in zip(self.tensors, stretches, strict=True):
             tensor.grad = stretch
         for tensor, fragment in zip(self.tensors, self.fragments, strict=False) if frozen and self.in_place else ():
-            if fragment.piece.parameter in frozen:
+            if fragment.piece.parameter in frozen and tensor.grad is not None and not tensor.grad.any():
                 tensor.grad = None
 
     def link(self) -> None:
