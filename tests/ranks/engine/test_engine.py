@@ -241,17 +241,6 @@ def frozen_in_mid_run(rank: Rank) -> None:
                 torch.testing.assert_close(states[0][name_], value, rtol=1e-3, atol=1e-5)
 
 
-def frozen_on_one_rank(rank: Rank) -> None:
-    """Holders stay identical: what one of them trains is stepped on all."""
-    engine = engine_of(sgd(stage=0, holders=rank.size, check_agreement=True))
-    train(engine, num_steps=1)
-    norm = engine.module.model.norm.weight
-    norm.requires_grad_(rank.rank != 0)
-    before = norm.detach().clone()
-    train(engine, num_steps=2, first=1)
-    assert not torch.equal(norm, before)
-
-
 def unfrozen_in_mid_run(rank: Rank) -> None:
     """Refused by name: there is no room for it in the exchange. What the optimizer never got is nobody's concern."""
     name = "model.norm.weight"
@@ -295,7 +284,6 @@ def _cases(size: int, options: pytest.Config) -> Iterator[tuple[str, Any]]:
         two_collectives_per_bucket,
         few_units,
         frozen_in_mid_run,
-        frozen_on_one_rank,
         unfrozen_in_mid_run,
         destroyed_engines_leave_room,
     ):

@@ -231,6 +231,17 @@ def save_16bit_model_is_dense(rank: Rank) -> None:
     assert_identical(saved, dense_state(engine))
 
 
+def frozen_on_one_rank(rank: Rank) -> None:
+    """Holders stay identical: what one of them trains is stepped on all."""
+    engine = engine_of(sgd(stage=0, holders=rank.size, check_agreement=True))
+    train(engine, num_steps=1)
+    norm = engine.module.model.norm.weight
+    norm.requires_grad_(rank.rank != 0)
+    before = norm.detach().clone()
+    train(engine, num_steps=2, first=1)
+    assert not torch.equal(norm, before)
+
+
 def _cases(size: int, options: pytest.Config) -> Iterator[tuple[str, Any]]:
     adam = (("lr", 1e-2), ("torch_adam", True))
     yield "AdamW", FromJson("AdamW", 1, (*adam, ("weight_decay", 0.1)))
@@ -241,6 +252,7 @@ def _cases(size: int, options: pytest.Config) -> Iterator[tuple[str, Any]]:
     for check in (
         client_param_groups,
         client_callable,
+        frozen_on_one_rank,
         others_may_replace_param_data,
         lacking_parameters_are_empty,
         weights_loaded_from_outside_are_kept,
