@@ -55,8 +55,9 @@ def of_ranks(size: int, said: list[str] | None = None) -> list[LastActs]:
     return [LastActs(store, rank=rank, ranks=range(size), warn=warn) for rank in range(size)]
 
 
-def test_the_thread_has_ended_when_its_owner_is_gone() -> None:
+def test_the_thread_has_ended_when_its_owner_is_gone(monkeypatch: pytest.MonkeyPatch) -> None:
     """At a process's exit too: it must not be in the store then."""
+    monkeypatch.setattr(last_acts, "BEAT_SECONDS", 60.0)  # it looks at nothing meanwhile
     before = set(threading.enumerate())
     [own] = of_ranks(1)
     own.start()
