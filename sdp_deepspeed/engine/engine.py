@@ -166,9 +166,10 @@ class SubnetworkEngine(CheckpointCalls):
 
     def backward(self, loss: torch.Tensor, *options: Any, **more: Any) -> Any:
         """As DeepSpeed's."""
-        with self._last_acts.doing(self._place("backward pass")), self.optimizer.backward_pass():
-            self._refuse_resident("backward")
-            return super().backward(loss, *options, **more)
+        with self._last_acts.doing(self._place("backward pass")):
+            self._refuse_resident("backward")  # what is refused is no pass, and others have none to match it
+            with self.optimizer.backward_pass():
+                return super().backward(loss, *options, **more)
 
     def zero_grad(self) -> None:
         """As DeepSpeed's; at stage 2 all ranks call it together, since averages are spread over them."""

@@ -196,6 +196,22 @@ def a_backward_pass_that_fails(rank: Rank) -> None:
     assert engine.global_steps == 2
 
 
+def a_refused_backward_pass(rank: Rank) -> None:
+    """One that one rank alone asked for at the wrong place was none: ranks are in step, and averages as without it."""
+    engine, fresh = engine_of(stage_2(2, check_agreement=True)), engine_of(stage_2(2, check_agreement=True))
+    first, second = own_batches(rank, 2)
+    for trained in (engine, fresh):
+        micro_step(trained, first)
+        if trained is engine:
+            with engine.dense(resident=True):
+                if rank.rank == 1:
+                    with pytest.raises(RuntimeError, match="leave it first, on all ranks"):
+                        engine.backward(torch.zeros((), requires_grad=True))
+        micro_step(trained, second)
+    assert engine.global_steps == 1
+    assert_identical(dense_state(engine), dense_state(fresh))
+
+
 def double_precision(rank: Rank) -> None:
     """Averages are fp32, as at the other stages."""
     losses = []
@@ -260,6 +276,7 @@ def _cases(size: int, options: pytest.Config) -> Iterator[tuple[str, Any]]:
         torch_style_backward,
         without_gradient_on_some_ranks,
         a_backward_pass_that_fails,
+        a_refused_backward_pass,
         a_failed_pass_that_is_dropped,
         gradients_dropped_on_one_rank,
         double_precision,
