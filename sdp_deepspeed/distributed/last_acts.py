@@ -1,18 +1,21 @@
 """What each rank did last, for the error of a rank that waits in vain.
 
-A training step only sets attributes here. A thread publishes them in the store of the process group every few seconds,
-and says for whom this rank has waited for a minute. Who gets an error where it waits, reads what the others published.
+A training step only sets attributes here. A thread publishes them in the store of the process group every few seconds;
+on one rank of those that have waited for a minute it says for whom. Who gets an error where it waits, reads what the
+others published. No time of one rank is compared with another's: their clocks may differ.
 """
 
 from __future__ import annotations
 
 import json
+import math
 import threading
 import time
 import weakref
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from datetime import timedelta
 from typing import Any
 
@@ -20,7 +23,7 @@ from sdp_deepspeed.distributed.store_gatherer import Store
 from sdp_deepspeed.messages import listed
 
 BEAT_SECONDS = 2.0  # between two looks of the thread
-NOTICE_SECONDS = 60.0  # of waiting, before it is told for whom
+NOTICE_SECONDS = 60.0  # of waiting, before it is told for whom; between two looks whether to tell it
 _LAST_BEAT_SECONDS = 1.0  # that the thread's end may take
 SLICE = timedelta(seconds=20)  # of waiting, before this rank looks whether anybody is left to wait for
 # Of waiting, before a rank counts as one that will not go on by itself: a bucket on a slow network takes its time.
@@ -30,23 +33,48 @@ _ADVICE = "All ranks must call backward and step equally often; where one failed
 
 @dataclass(frozen=True)
 class Act:
-    """What a rank did last.
+    """What a rank did last, when it published it.
 
     Args:
         what: in words.
-        since: seconds of the clock.
+        seconds: since it began to wait or, if it does not wait, to do this.
         waits: for others, in a collective.
         call: number of that collective.
         lost: whether a collective has failed here, after which no other will come about.
-        beat: when the rank was last heard of.
+        beat: how often the rank has published; where it does not move, the process is gone or stopped.
     """
 
-    what: str = "built its engine"
-    since: float = 0.0
-    waits: bool = False
-    call: int = 0
-    lost: bool = False
-    beat: float = 0.0
+    what: str
+    seconds: float
+    waits: bool
+    call: int
+    lost: bool
+    beat: int
+
+    @property
+    def collective(self) -> tuple[str, int]:
+        """In which it waits: calls of one number may still be others, in a step here and in a backward pass there."""
+        return self.what, self.call
+
+
+Acts = Mapping[int, Act | None]  # by rank; None for one that has published nothing
+
+
+@dataclass
+class _Waiting:
+    """For a collective.
+
+    Args:
+        call: its number.
+        since: a time by this rank's clock.
+        next_look: when the thread looks whether to warn.
+        seen: when it last did so.
+    """
+
+    call: int
+    since: float
+    next_look: float
+    seen: Acts = field(default_factory=dict)
 
 
 class LastActs:
@@ -63,15 +91,16 @@ class LastActs:
         self._rank = rank
         self._ranks = tuple(ranks)
         self._warn = warn
-        self._what, self._since = Act.what, time.time()
-        self._waits_since: float | None = None
-        self._call = 0
+        self._what, self._since = "built its engine", time.monotonic()
+        self._waiting: _Waiting | None = None
         self._lost = False
-        self._noticed = 0.0
+        self._beat = 0
+        self._publishing = threading.Lock()
         self._stop = threading.Event()
 
     def start(self) -> None:
-        """Publish from now on, in a thread that ends with this object."""
+        """Publish at once, and from now on in a thread that ends with this object."""
+        self.publish()
         arguments = weakref.ref(self), self._stop
         thread = threading.Thread(target=_beat, args=arguments, name="last-acts", daemon=True)
         thread.start()
@@ -79,7 +108,7 @@ class LastActs:
 
     def note(self, what: str) -> None:
         """This rank does something else from now on."""
-        self._what, self._since = what, time.time()
+        self._what, self._since = what, time.monotonic()
 
     @contextmanager
     def doing(self, what: str) -> Iterator[None]:
@@ -103,18 +132,21 @@ class LastActs:
         Raises:
             RuntimeError: the collective failed, or all ranks wait for one another; says what the others did last.
         """
-        self._call, self._waits_since = call, time.time()
+        now = time.monotonic()
+        self._waiting = _Waiting(call, now, now + NOTICE_SECONDS)
+        before: Acts = {}
         try:
             while not self._came(work, in_slices=in_slices):
                 others = self._others()
-                if any(act is not None and act.lost for act in others.values()) or self._all_wait(others):
-                    raise RuntimeError(self.explain())
+                if any(act is not None and act.lost for act in others.values()) or self._all_wait(before, others):
+                    raise RuntimeError(self._explanation(self._own(), others))
+                before = others
         except RuntimeError:
             self._lost = True
             self._try(self.publish)
             raise
         finally:
-            self._waits_since = None
+            self._waiting = None
 
     def _came(self, work: Any, *, in_slices: bool) -> bool:
         """Whether a collective is done; False after a slice of waiting."""
@@ -127,46 +159,71 @@ class LastActs:
         return True
 
     def publish(self) -> None:
-        self._store.set(str(self._rank), json.dumps(asdict(self._own())).encode())
+        """Now. One thread at a time: an error must not be replaced by what came before it."""
+        with self._publishing:
+            self._beat += 1
+            self._store.set(str(self._rank), json.dumps(asdict(self._own())).encode())
 
     def explain(self) -> str:
         """For whom this rank waits, as far as can be known."""
         others = self._try(self._others)
         if others is None:
             return f"rank {self._rank} waited ({self._what}) for a rank that is gone, with all that ranks had published"
-        elsewhere = {
-            rank: act for rank, act in others.items() if act is None or not act.waits or act.call != self._call
-        }
-        return f"rank {self._rank} waited ({self._what}) for {self._positions(elsewhere or others)}. {_ADVICE}"
+        return self._explanation(self._own(), others)
 
     def look(self) -> None:
         """What the thread does."""
         self.publish()
-        since = self._waits_since
-        if since is not None and time.time() - since > NOTICE_SECONDS and self._noticed != since:
-            self._noticed = since
-            self._warn(f"{self.explain()} (waiting goes on)")
+        waiting = self._waiting
+        if waiting is None or time.monotonic() < waiting.next_look:
+            return
+        before, own, others = waiting.seen, self._own(), self._others()
+        is_told = self._is_to_warn(before, {**others, self._rank: own})
+        waiting.seen, waiting.next_look = others, math.inf if is_told else time.monotonic() + NOTICE_SECONDS
+        if is_told:
+            self._warn(f"{self._explanation(own, others)} (waiting goes on)")
 
     def _own(self) -> Act:
-        waits_since = self._waits_since
-        waits = waits_since is not None
-        return Act(self._what, waits_since or self._since, waits, self._call, self._lost, time.time())
+        waiting = self._waiting
+        seconds = time.monotonic() - (self._since if waiting is None else waiting.since)
+        call = 0 if waiting is None else waiting.call
+        return Act(self._what, seconds, waiting is not None, call, self._lost, self._beat)
 
     def _others(self) -> dict[int, Act | None]:
-        """None for a rank that has published nothing yet."""
-        others = [rank for rank in self._ranks if rank != self._rank]
-        there = {rank: self._store.check([str(rank)]) for rank in others}
-        return {rank: Act(**json.loads(self._store.get(str(rank)))) if there[rank] else None for rank in others}
+        """Two questions to the store, however many ranks; more only while some have published nothing."""
+        keys = [str(rank) for rank in self._ranks if rank != self._rank]
+        there = keys if self._store.check(keys) else [key for key in keys if self._store.check([key])]
+        acts = {key: Act(**json.loads(act)) for key, act in zip(there, self._store.multi_get(there), strict=True)}
+        return {int(key): acts.get(key) for key in keys}
 
-    def _all_wait(self, others: Mapping[int, Act | None]) -> bool:
-        """Whether every rank has waited for some time, and not in the same collective: then nobody will come."""
-        now, own = time.time(), self._own()
-        fresh = [act for act in others.values() if act is not None and act.waits and now - act.beat < 3 * BEAT_SECONDS]
-        waited = [act for act in (own, *fresh) if act.beat - act.since > SETTLED_SECONDS]
-        return len(waited) == len(self._ranks) and len({(act.what, act.call) for act in waited}) > 1
+    def _is_to_warn(self, before: Acts, acts: Acts) -> bool:
+        """Whether this is the lowest rank in the collective in which most wait: one warns, however many wait, and not
+        the one for which all others do. A rank that has fallen silent is passed over."""
+        waiting = {
+            rank: act.collective
+            for rank, act in sorted(acts.items())
+            if act is not None and act.waits and act.beat != _beat_of(before.get(rank))
+        }
+        if self._rank not in waiting:  # what it waited for has come
+            return False
+        ((collective, _),) = Counter(waiting.values()).most_common(1)
+        return self._rank == next(rank for rank, other in waiting.items() if other == collective)
 
-    def _positions(self, acts: Mapping[int, Act | None]) -> str:
-        return listed((f"rank {rank}, {_words(act)}" for rank, act in acts.items()), separator="; ")
+    def _all_wait(self, before: Acts, others: Acts) -> bool:
+        """Whether every rank lives and has waited for some time, and not in the same collective: then nobody will come.
+
+        Args:
+            before: what the others had published when this rank last looked; who lives has done so again.
+        """
+        acts = [self._own(), *(act for act in others.values() if act is not None)]
+        alive = all(_beat_of(before.get(rank)) not in (None, _beat_of(act)) for rank, act in others.items())
+        waited = [act for act in acts if act.waits and act.seconds > SETTLED_SECONDS]
+        return alive and len(waited) == len(self._ranks) and len({act.collective for act in waited}) > 1
+
+    def _explanation(self, own: Act, others: Acts) -> str:
+        elsewhere = {rank: act for rank, act in others.items() if act is None or not act.waits or act.call != own.call}
+        positions = (f"rank {rank}, {_words(act)}" for rank, act in (elsewhere or others).items())
+        return f"rank {self._rank} waited ({own.what}) for {listed(positions, separator='; ')}. {_ADVICE}"
 
     @staticmethod
     def _try(work: Callable[[], Any]) -> Any:
@@ -177,10 +234,34 @@ class LastActs:
             return None
 
 
+def make_last_acts(dist: Any, group: Any, warn: Callable[[str], None]) -> LastActs:
+    """Of the ranks of a group, for one engine; every rank of the group calls it, for each of its engines.
+
+    Args:
+        dist: `torch.distributed`.
+        group: the data-parallel group.
+        warn: told for whom a rank waits.
+    """
+    rank, ranks = dist.get_rank(), dist.get_process_group_ranks(group)
+    store = dist.distributed_c10d._get_default_store()
+    prefix = f"sdp_deepspeed/last_acts/{group.group_name}"
+    number = store.add(f"{prefix}/{rank}", 1)  # of the group's engines, which its ranks build together
+    acts = LastActs(dist.PrefixStore(f"{prefix}/{number}", store), rank=rank, ranks=ranks, warn=warn)
+    if len(ranks) > 1:
+        acts.start()
+    return acts
+
+
+def _beat_of(act: Act | None) -> int | None:
+    return None if act is None else act.beat
+
+
 def _words(act: Act | None) -> str:
     if act is None:
         return "of which nothing is known"
-    return f"which {act.what}{' and waits' * act.waits} since {time.time() - act.since:.0f} seconds"
+    if act.waits:
+        return f"which {act.what} and had waited {act.seconds:.0f} seconds when it was last heard of"
+    return f"which {act.what}, {act.seconds:.0f} seconds before it was last heard of"
 
 
 def _end(stop: threading.Event, thread: threading.Thread) -> None:

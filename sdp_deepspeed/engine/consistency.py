@@ -2,34 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any
-
-import torch.distributed as dist
-from deepspeed.utils import logger
-
 from sdp_deepspeed.distributed.communicator import Communicator
-from sdp_deepspeed.distributed.last_acts import LastActs
 from sdp_deepspeed.distributed.replicas import digest
 from sdp_deepspeed.layout.rank_model import RankModel
 from sdp_deepspeed.messages import listed
 from sdp_deepspeed.plan.plan import Plan
 from sdp_deepspeed.units import Piece
-
-
-def make_last_acts(group: Any) -> LastActs:
-    """For the data-parallel ranks of a group; every rank of it calls it."""
-    rank, ranks, store = (
-        dist.get_rank(),
-        dist.get_process_group_ranks(group),
-        dist.distributed_c10d._get_default_store(),
-    )
-    prefix = f"sdp_deepspeed/last_acts/{group.group_name}"
-    number = store.add(f"{prefix}/{rank}", 1)  # of the group's engines, which its ranks build together
-    own: Any = dist.PrefixStore(f"{prefix}/{number}", store)
-    acts = LastActs(own, rank=rank, ranks=ranks, warn=logger.warning)
-    if len(ranks) > 1:
-        acts.start()
-    return acts
 
 
 def check_same_plan(plan: Plan, world: Communicator) -> None:

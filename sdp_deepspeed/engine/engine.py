@@ -17,6 +17,7 @@ import torch
 import torch.distributed
 from deepspeed import comm as deepspeed_comm
 from deepspeed.runtime.engine import ZERO_OPTIMIZATION
+from deepspeed.utils import logger
 from torch import nn
 
 from sdp_deepspeed.checkpoint.checkpointer import Checkpointer
@@ -25,11 +26,11 @@ from sdp_deepspeed.config import KEY, SubnetworkConfig
 from sdp_deepspeed.deferred_init.materialize import DeferredModel, check_deferred_alike, refuse_tensor_parallel
 from sdp_deepspeed.distributed.agreement import run_on_all_ranks
 from sdp_deepspeed.distributed.communicator import Communicator, RankGroups
-from sdp_deepspeed.distributed.last_acts import LastActs
+from sdp_deepspeed.distributed.last_acts import LastActs, make_last_acts
 from sdp_deepspeed.distributed.monitored_barrier import Phase
 from sdp_deepspeed.engine.apply_plan import AppliedPlan, ModelAtStart, apply_plan
 from sdp_deepspeed.engine.checkpoint_calls import CheckpointCalls
-from sdp_deepspeed.engine.consistency import check_holders_agree, make_last_acts
+from sdp_deepspeed.engine.consistency import check_holders_agree
 from sdp_deepspeed.engine.deepspeed_settings import loss_scaler, network_of, optimizer_settings
 from sdp_deepspeed.engine.dense_export import DenseExport
 from sdp_deepspeed.engine.start import Start
@@ -116,7 +117,7 @@ class SubnetworkEngine(CheckpointCalls):
         check_deferred_alike(self._deferred, self.world)
         self.dont_change_device |= self._deferred is not None
         super()._configure_distributed_model(model)
-        self._last_acts = make_last_acts(self.seq_data_parallel_group)
+        self._last_acts = make_last_acts(torch.distributed, self.seq_data_parallel_group, logger.warning)
         self.dp_group = Communicator(
             deepspeed_comm, self.seq_data_parallel_group, objects=torch.distributed, last_acts=self._last_acts
         )

@@ -11,9 +11,10 @@ from unittest import mock
 
 import pytest
 import torch
+from deepspeed.utils import logger
+from torch import nn
 
 from sdp_deepspeed.distributed import last_acts
-from sdp_deepspeed.engine import consistency
 from tests.helpers.models import loss_of
 from tests.helpers.ranks import Rank, run_ranks
 from tests.helpers.training import engine_of, micro_step, own_batches, refusal, sgd, train
@@ -28,7 +29,7 @@ QUICK: dict[str, Any] = {
 
 def a_rank_that_is_late_is_named_and_waited_for(rank: Rank) -> None:
     said: list[str] = []
-    with mock.patch.multiple(last_acts, **QUICK), mock.patch.object(consistency.logger, "warning", said.append):
+    with mock.patch.multiple(last_acts, **QUICK), mock.patch.object(logger, "warning", said.append):
         engine = engine_of(sgd())
         train(engine, num_steps=1)
         if rank.rank == 1:
@@ -73,6 +74,20 @@ def a_rank_that_dies(rank: Rank) -> None:
     engine.backward(loss_of(engine, batch))
 
 
+def a_rank_that_refuses_a_step(rank: Rank) -> None:
+    """What only it can see; it ends at once, before its thread could tell the others why."""
+    engine = engine_of(sgd())
+    train(engine, num_steps=1)
+    (batch,) = own_batches(rank, 1)
+    engine.backward(loss_of(engine, batch))
+    if rank.rank == 1:
+        engine.module.lm_head.weight = nn.Parameter(engine.module.lm_head.weight.detach().clone())
+        with pytest.raises(RuntimeError, match="other Parameters"):
+            engine.step()
+        os._exit(3)
+    engine.step()
+
+
 def _cases(size: int, options: pytest.Config) -> Iterator[tuple[str, Any]]:
     for check in (a_rank_that_is_late_is_named_and_waited_for, a_micro_step_more_on_one_rank):
         yield check.__name__, check
@@ -81,7 +96,14 @@ def _cases(size: int, options: pytest.Config) -> Iterator[tuple[str, Any]]:
 def test_a_rank_that_dies_is_named() -> None:
     (why,) = run_ranks(2, [("dies", a_rank_that_dies)]).values()
     place = "began its backward pass (step 2, micro-step 2)"
-    assert f"rank 0 waited ({place}) for rank 1, which {place}: ArithmeticError: on purpose since" in str(why)
+    assert f"rank 0 waited ({place}) for rank 1, which {place}: ArithmeticError: on purpose, " in str(why)
+
+
+def test_a_rank_that_refuses_a_step_is_named() -> None:
+    (why,) = run_ranks(2, [("refuses", a_rank_that_refuses_a_step)]).values()
+    place = "began its step (step 2, micro-step 2)"
+    words = f"rank 0 waited ({place}) for rank 1, which {place}: RuntimeError: the model has other Parameters than"
+    assert words in str(why)
 
 
 @pytest.mark.checks(2, _cases)
