@@ -65,17 +65,18 @@ class StoreGatherer:
         self._round += 1
         keys = [self._key(str(rank)) for rank in range(self.size)]
         self._store.set(keys[self.rank], pickle.dumps(value))
-        self._meet("came")
+        self._count("came")
+        self._wait(self._key("all came"))
         values = [pickle.loads(value) for value in self._store.multi_get(keys)]  # one question, however many ranks
-        self._meet("read")  # nobody leaves before all have: the store goes with the rank that keeps it
+        self._count("read")
+        if self.rank == 0:  # it keeps the store, as a rule, so it leaves last; others have nothing more to ask
+            self._wait(self._key("all read"))
         return values
 
-    def _meet(self, what: str) -> None:
-        """Wait for all ranks; who looks again and again asks for one key, however many ranks there are."""
-        all_did = self._key(f"all {what}")
+    def _count(self, what: str) -> None:
+        """The last rank says that all did: who waits asks for one key again and again, however many ranks there are."""
         if self._store.add(self._key(what), 1) == self.size:
-            self._store.set(all_did, b"")
-        self._wait(all_did)
+            self._store.set(self._key(f"all {what}"), b"")
 
     def leave(self, why: str) -> None:
         """Say that this rank does something else; it waits for nobody. Who gathers gets an error with these words."""

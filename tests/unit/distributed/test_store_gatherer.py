@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import threading
+from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -65,6 +68,57 @@ def test_a_rank_that_does_not_come_is_named() -> None:
             gatherer(store, rank, seconds=0.05).gather_objects(rank)
 
     in_threads(work, 2)
+
+
+class GoesWithItsKeeper:
+    """A store as two ranks see it. Rank 0 keeps it and is in a hurry; rank 1 is slow: it reads when rank 0 has read and
+    waits for something else or has left, and asks for more only when rank 0 has left."""
+
+    def __init__(self) -> None:
+        self._store: Any = dist.HashStore()
+        self._has_read = [False, False]
+        self._is_asked_again = threading.Event()  # by rank 0
+        self._is_gone = threading.Event()
+
+    def leave(self) -> None:
+        self._is_gone.set()
+        self._is_asked_again.set()
+
+    def of(self, rank: int) -> Any:
+        def ask(name: str, *args: Any) -> Any:
+            if self._is_gone.is_set():
+                raise ConnectionError("the store is gone")
+            return getattr(self._store, name)(*args)
+
+        def multi_get(keys: list[str]) -> list[bytes]:
+            if rank == 1:
+                assert self._is_asked_again.wait(10), "rank 0 neither waits nor leaves"
+            values: list[bytes] = ask("multi_get", keys)
+            self._has_read[rank] = True
+            return values
+
+        def check(keys: list[str]) -> bool:
+            if self._has_read[rank]:
+                self._is_asked_again.set()
+                assert rank == 0 or self._is_gone.wait(10), "rank 0 does not leave"
+            return bool(ask("check", keys))
+
+        asked = {name: partial(ask, name) for name in ("set", "get", "add")}
+        return SimpleNamespace(multi_get=multi_get, check=check, **asked)
+
+
+def test_the_rank_that_keeps_the_store_leaves_last() -> None:
+    """Others ask for nothing after that: an error of all ranks ends its process at once."""
+    store = GoesWithItsKeeper()
+
+    def work(rank: int) -> Any:
+        try:
+            return gatherer(store.of(rank), rank, size=2).gather_objects(rank)
+        finally:
+            if rank == 0:
+                store.leave()
+
+    assert in_threads(work, 2) == [[0, 1]] * 2
 
 
 def test_a_rank_that_is_late_is_named_while_others_wait(monkeypatch: pytest.MonkeyPatch) -> None:
