@@ -59,18 +59,6 @@ def of_ranks(size: int, said: list[str] | None = None) -> list[LastActs]:
     return [LastActs(store, rank=rank, ranks=range(size), warn=warn) for rank in range(size)]
 
 
-class Counting:
-    """A store that writes down what it is asked."""
-
-    def __init__(self) -> None:
-        self._store: Any = dist.HashStore()
-        self.asked: list[str] = []
-
-    def __getattr__(self, name: str) -> Any:
-        self.asked.append(name)
-        return getattr(self._store, name)
-
-
 def waiting(acts: LastActs, call: int, *, since: float | None = None) -> Any:
     """As if this rank had waited for a collective for a second, and it were time for a warning."""
     since = time.monotonic() - 1 if since is None else since
@@ -84,6 +72,7 @@ def threads() -> set[threading.Thread]:
 def test_the_thread_has_ended_when_its_owner_is_gone(monkeypatch: pytest.MonkeyPatch) -> None:
     """At a process's exit too: it must not be in the store then."""
     monkeypatch.setattr(last_acts, "BEAT_SECONDS", 60.0)  # it looks at nothing meanwhile
+    monkeypatch.setattr(last_acts, "_LAST_BEAT_SECONDS", 10.0)  # on a busy machine it may get no turn for long
     before = threads()
     [own] = of_ranks(1)
     own.start()
@@ -102,7 +91,7 @@ def test_a_collective_that_breaks_says_what_the_others_did(in_slices: bool) -> N
     with waiting(two, 7):  # as zero
         two.publish()
     words = r"Connection closed by peer\nrank 0 waited \(began its step\) for rank 1, which began its step: "
-    words += r"ArithmeticError: on purpose, 0 seconds before it was last heard of\. All ranks must call"
+    words += r"ArithmeticError: on purpose, \d+ seconds before it was last heard of\. All ranks must call"
     with pytest.raises(RuntimeError, match=words):
         zero.wait(Failing(), 7, in_slices=in_slices)
 
@@ -138,7 +127,7 @@ def test_ranks_that_wait_for_one_another_end(call: int) -> None:
     """Also in calls of the same number, where one is in a step and the other in a backward pass."""
     zero, one = of_ranks(2)
     one.note("began its backward pass")
-    words = "for rank 1, which began its backward pass and had waited 1 seconds when it was last heard of"
+    words = "for rank 1, which began its backward pass and had waited [0-9]+ seconds when it was last heard of"
     with waiting(one, call), pytest.raises(RuntimeError, match=words):
         zero.wait(Endless(living(one)), 5, in_slices=True)
     with pytest.raises(RuntimeError, match="for rank 0, which built its engine"):  # it has given up
@@ -177,10 +166,8 @@ def test_no_clocks_of_two_ranks_are_compared(hours: int) -> None:
 
     def on_another_host() -> None:
         there = time.monotonic() + 3600.0 * hours
-        with (
-            mock.patch.object(last_acts, "time", SimpleNamespace(monotonic=lambda: there)),
-            waiting(one, 4, since=there - 1),
-        ):
+        clock = SimpleNamespace(monotonic=lambda: there)
+        with mock.patch.object(last_acts, "time", clock), waiting(one, 4, since=there - 1):
             publish()
 
     one.publish = on_another_host  # type: ignore[method-assign]
@@ -189,16 +176,14 @@ def test_no_clocks_of_two_ranks_are_compared(hours: int) -> None:
 
 
 def test_two_questions_however_many_ranks_there_are() -> None:
-    store = Counting()
+    store = mock.Mock(wraps=dist.HashStore())
     acts = [LastActs(store, rank=rank, ranks=range(512), warn=print) for rank in range(512)]
     for own in acts:
         own.publish()
-    store.asked.clear()
+    store.reset_mock()
     others = acts[7]._others()
-    assert store.asked == ["check", "multi_get"]
-    assert {rank: act.what for rank, act in others.items() if act} == {
-        rank: "built its engine" for rank in range(512) if rank != 7
-    }
+    assert [name for name, *_ in store.method_calls] == ["check", "multi_get"]
+    assert [rank for rank in range(512) if others.get(rank) is None] == [7]
 
 
 @pytest.mark.parametrize(
