@@ -122,9 +122,10 @@ class SteppedGroup:
             stretches = [flat]
         for tensor, stretch in zip(self.tensors, stretches, strict=True):
             tensor.grad = stretch
-        for tensor, fragment in zip(self.tensors, self.fragments, strict=False) if frozen and self.in_place else ():
-            if fragment.piece.parameter in frozen and tensor.grad is not None and not tensor.grad.any():
-                tensor.grad = None
+        if frozen and self.in_place:
+            for tensor, fragment, stretch in zip(self.tensors, self.fragments, stretches, strict=True):
+                if fragment.piece.parameter in frozen and not stretch.any():
+                    tensor.grad = None
 
     def link(self) -> None:
         """Point views at the weights' present storage: others replace `param.data` behind us."""

@@ -138,6 +138,20 @@ def test_whole_gradients_of_stage_0() -> None:
     assert [t.grad.data_ptr() for t in group.tensors if t.grad is not None] == [t.data_ptr() for t in own.values()]
 
 
+def test_what_all_holders_froze_is_not_stepped() -> None:
+    """In place; in a flat master its gradient is zero. What one holder trained is stepped also where it is frozen."""
+    gradients = {"w": torch.zeros(4, 3), "b": torch.tensor([0.0, 30.0])}
+    fragments = [Fragment(WHOLE, 0, 12), Fragment(BIAS, 0, 2)]
+    group = SteppedGroup(fragments, weights())
+    group.set_gradients(views_of(gradients), {"w", "b"})
+    assert [tensor.grad is None for tensor in group.tensors] == [True, False]
+    group.set_gradients(views_of(gradients), {"b"})
+    assert flat_gradient(group) == [0.0] * 13 + [30.0]
+    group = SteppedGroup(fragments, weights(torch.bfloat16))
+    group.set_gradients(views_of(gradients), {"w", "b"})
+    assert flat_gradient(group) == [0.0] * 13 + [30.0]
+
+
 def flat_gradient(group: SteppedGroup) -> list[float]:
     found: list[float] = torch.cat([tensor.grad for tensor in group.tensors if tensor.grad is not None]).tolist()
     return found
