@@ -1,24 +1,26 @@
 """Of which type the keys of DeepSpeed's config must be that we read, and that DeepSpeed takes as they are.
 
-DeepSpeed checks and converts what is inside `zero_optimization`, `fp16` and `bf16`; a wrong value elsewhere is a
-TypeError at some later point, or is taken for another: `"false"` is true.
+DeepSpeed checks and converts what is inside `zero_optimization`, `fp16` and `bf16`, and refuses keys that it has given
+up (`amp`, `sparse_gradients`). A wrong value elsewhere is a TypeError at some later point, or is taken for another:
+`"false"` is true.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from numbers import Integral, Real
 from typing import Any
 
 _ABSENT = object()
 
 
 def _is_whole(value: Any) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool)
+    return isinstance(value, Integral) and not isinstance(value, bool)
 
 
 def _is_number(value: Any) -> bool:
-    return _is_whole(value) or (isinstance(value, float) and math.isfinite(value))
+    return isinstance(value, Real) and not isinstance(value, bool) and math.isfinite(value)
 
 
 def _is_flag(value: Any) -> bool:
@@ -77,6 +79,8 @@ _EXPECTED: dict[str, Expectation] = {
     "pipeline": _OBJECT,
 }
 
+_PARAMS = ("optimizer.params.", "scheduler.params.")
+
 
 def refuse_wrong_types(ds_config: Mapping[str, Any]) -> None:
     """Refuse values that DeepSpeed would take for something else, or fail on without naming the key.
@@ -93,12 +97,43 @@ def refuse_wrong_types(ds_config: Mapping[str, Any]) -> None:
         if value is not _ABSENT and not is_right(value):
             hint = '; nobody fills in "auto" here' if value == "auto" else ""
             lines.append(f"{path}: got {value!r}, expected {expected}{hint}")
+    lines += [
+        f"{path}: got {value!r}, {why}" for path, value in _leaves(ds_config, "") if (why := _mistaken(path, value))
+    ]
     strange = [key for key in ds_config if not isinstance(key, str)]
     lines += [f"{key!r}: a key of the config must be text" for key in strange]
     if len(lines) == 1:
         raise ValueError(f"DeepSpeed config: {lines[0]}")
     if lines:
         raise ValueError(f"DeepSpeed config: {len(lines)} problems:\n" + "\n".join(f"  {line}" for line in lines))
+
+
+def _leaves(tree: Any, path: str) -> Iterator[tuple[str, Any]]:
+    if isinstance(tree, Mapping):
+        for key, value in tree.items():
+            yield from _leaves(value, f"{path}.{key}" if path else str(key))
+    elif isinstance(tree, Sequence) and not isinstance(tree, str):
+        for index, value in enumerate(tree):
+            yield from _leaves(value, f"{path}[{index}]")
+    else:
+        yield path, tree
+
+
+def _mistaken(path: str, value: Any) -> str:
+    """What is wrong with a value anywhere in the config; empty if nothing is."""
+    if not isinstance(value, str | int | float | None):
+        return f"{type(value).__name__} is no JSON, in which DeepSpeed logs its config: give a plain number or text"
+    if path.startswith(_PARAMS) and isinstance(value, str) and _reads_as_number_or_flag(value):
+        return "text is taken as it is, also where a number or a flag is meant: write it without quotes"
+    return ""
+
+
+def _reads_as_number_or_flag(text: str) -> bool:
+    try:
+        float(text)
+    except ValueError:
+        return text.lower() in ("true", "false")
+    return True
 
 
 def _at(tree: Any, path: str) -> Any:

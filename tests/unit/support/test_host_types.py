@@ -4,7 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import pytest
+import torch
+from deepspeed.runtime.config import DeepSpeedConfig, DeepSpeedConfigError
 
 from sdp_deepspeed.support.host_types import refuse_wrong_types
 
@@ -27,6 +30,15 @@ from sdp_deepspeed.support.host_types import refuse_wrong_types
         ({"optimizer": {"type": 3}}, r"optimizer\.type: got 3, expected a name"),
         ({"zero_optimization": []}, r"zero_optimization: got \[\], expected an object"),
         ({3: 4}, r"3: a key of the config must be text"),
+        (
+            {"gradient_accumulation_steps": np.int64(2)},
+            r"^DeepSpeed config: gradient_accumulation_steps: got .*2.*, int64 is no JSON",
+        ),
+        ({"monitor": {"at": [1, torch.float32]}}, r"monitor\.at\[1\]: got torch\.float32, dtype is no JSON"),
+        ({"optimizer": {"params": {"amsgrad": "false"}}}, r"optimizer\.params\.amsgrad: got 'false', text is taken as"),
+        ({"optimizer": {"params": {"lr": "1e-3"}}}, r"optimizer\.params\.lr: got '1e-3'"),
+        ({"optimizer": {"params": {"betas": ["0.9", 0.99]}}}, r"optimizer\.params\.betas\[0\]: got '0\.9'"),
+        ({"scheduler": {"params": {"cycle_momentum": "False"}}}, r"scheduler\.params\.cycle_momentum: got 'False'"),
         ({"fp16": None, "compile": 1}, r"2 problems:\n  fp16: got None.*\n  compile: got 1"),
     ],
 )
@@ -46,7 +58,20 @@ def test_what_deepspeed_takes_passes() -> None:
             "zero_optimization": True,
             "bf16": None,
             "optimizer": {"type": "AdamW", "params": None},
-            "scheduler": {"type": "WarmupLR", "params": {}},
-            "of somebody else": [1],
+            "scheduler": {"type": "WarmupLR", "params": {"warmup_type": "linear", "total_num_steps": np.float64(3)}},
+            "of somebody else": [1, None, ("true", "3")],
         }
     )
+
+
+def test_deepspeed_cannot_log_what_is_no_json() -> None:
+    """Rank 0 alone would end at that, after all ranks have built their engines."""
+    config = DeepSpeedConfig({"train_micro_batch_size_per_gpu": np.int64(2)})
+    with pytest.raises(TypeError, match="int64 is not JSON"):
+        config.print("config")
+
+
+@pytest.mark.parametrize(("key", "words"), [("amp", "AMP"), ("sparse_gradients", "sparse_gradients")])
+def test_deepspeed_itself_refuses_what_it_has_given_up(key: str, words: str) -> None:
+    with pytest.raises(DeepSpeedConfigError, match=words):
+        DeepSpeedConfig({"train_micro_batch_size_per_gpu": 2, key: "false"})
