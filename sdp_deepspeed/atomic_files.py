@@ -17,7 +17,8 @@ from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from sdp_deepspeed.folder_lock import flock, machine
+from sdp_deepspeed.folder_lock import flock
+from sdp_deepspeed.lock_owner import machine
 
 _DAY = 24 * 3600.0
 

@@ -12,32 +12,24 @@ import fcntl
 import json
 import logging
 import os
-import shlex
-import socket
-import sys
+import pwd
+import stat
 import threading
 import time
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from functools import cache
 from pathlib import Path
 
+from sdp_deepspeed.lock_owner import Owner, machine
+
 LOCK = ".lock"
 BEAT_SECONDS = 15.0
 DEAD_SECONDS = 60.0  # without a beat; several would have been missed
-# Clocks of machines differ; by less than that.
-LONG_DEAD_SECONDS = 600.0
+LONG_DEAD_SECONDS = 600.0  # clocks of machines differ by less
 _TRIES, _SECONDS_BETWEEN_TRIES = 3, 0.1
 
 log = logging.getLogger(__name__)
-
-
-@cache
-def machine() -> str:
-    """This machine since it was started: processes of another one are not to be seen from here."""
-    try:
-        return Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
-    except OSError:
-        return socket.gethostname()
 
 
 def flock(handle: int) -> bool:
@@ -56,39 +48,6 @@ def flock(handle: int) -> bool:
     except OSError:
         return False
     return True
-
-
-@dataclass(frozen=True)
-class Owner:
-    """Who has a folder.
-
-    Args:
-        machine: see `machine`.
-        since: local time.
-        job: its command.
-    """
-
-    host: str
-    pid: int
-    machine: str
-    since: str
-    job: str
-
-    @classmethod
-    def here(cls) -> Owner:
-        since = time.strftime("%Y-%m-%d %H:%M:%S")
-        return cls(socket.gethostname(), os.getpid(), machine(), since, shlex.join(sys.orig_argv)[:500])
-
-    @classmethod
-    def read(cls, text: str) -> Owner | None:
-        """None where nobody has written, or not to the end."""
-        try:
-            return cls(**json.loads(text))
-        except (TypeError, ValueError, RecursionError):
-            return None
-
-    def __str__(self) -> str:
-        return f"process {self.pid} on {self.host} since {self.since} ({self.job})"
 
 
 class FolderInUseError(ValueError):
@@ -125,6 +84,7 @@ def hold(folder: Path) -> threading.Lock:
 
     Raises:
         FolderInUseError: another job has it.
+        ValueError: its lock is no file, or another user's that cannot be removed.
         OSError: it cannot be written to.
     """
     with _changing:
@@ -141,12 +101,18 @@ def hold(folder: Path) -> threading.Lock:
 
 
 def is_held_by_others(folder: Path) -> bool:
-    """Whether another job seems to have the folder. For readers: takes nothing, and waits for nothing."""
+    """Whether another job seems to have the folder. For readers: takes nothing, and waits for nothing.
+
+    Raises:
+        ValueError: its lock is no file.
+    """
     held = _held.get(folder.resolve())
     if held is not None and held.is_there():
         return False
     try:
-        handle = os.open(folder / LOCK, os.O_RDONLY)
+        handle = _open(folder / LOCK, os.O_RDONLY)
+    except PermissionError:  # another user's, of whom nothing can be seen
+        return True
     except OSError:
         return False
     try:
@@ -162,20 +128,61 @@ def is_held_by_others(folder: Path) -> bool:
 def _take(path: Path) -> int:
     """The lock's file, open and ours."""
     while True:
-        handle = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
+        handle, is_ours = _open_to_take(path)
         try:
             decides = _flock_patiently(path, handle)
             if _is_at(handle, path):
                 owner = _owner(handle)
                 if owner is not None and not (decides and owner.machine == machine()):
                     _wait_for_a_beat(path, handle, owner)
-                os.ftruncate(handle, 0)
-                os.pwrite(handle, json.dumps(asdict(Owner.here())).encode(), 0)
-                return handle
+                if is_ours:
+                    os.ftruncate(handle, 0)
+                    os.pwrite(handle, json.dumps(asdict(Owner.here())).encode(), 0)
+                    return handle
+                with _naming_user_of(path, "removed"):
+                    path.unlink()
         except BaseException:
             os.close(handle)
             raise
-        os.close(handle)  # its owner has left and removed it
+        os.close(handle)  # it was removed, by its owner or here
+
+
+def _open(path: Path, flags: int) -> int:
+    """Opening a pipe might never end, and of a link somebody's file would be overwritten."""
+    with contextlib.suppress(FileNotFoundError):
+        if not stat.S_ISREG(os.lstat(path).st_mode):
+            raise ValueError(f"{path} is no file, as the lock of this folder must be: remove it")
+    return os.open(path, flags, 0o644)
+
+
+def _open_to_take(path: Path) -> tuple[int, bool]:
+    """The lock's file, and whether it may be written: one that another user left may be read only, and removed."""
+    try:
+        return _open(path, os.O_RDWR | os.O_CREAT), True
+    except PermissionError:
+        if not path.exists():
+            raise
+    with _naming_user_of(path, "read"):
+        return _open(path, os.O_RDONLY), False
+
+
+@contextlib.contextmanager
+def _naming_user_of(path: Path, what: str) -> Iterator[None]:
+    try:
+        yield
+    except PermissionError:
+        raise ValueError(
+            f"{path} is a lock of the user {_user_of(path)}, and cannot be {what} here: have them remove it if no job "
+            "of theirs writes to the folder, or take another folder"
+        ) from None
+
+
+def _user_of(path: Path) -> str:
+    user = path.stat().st_uid
+    try:
+        return pwd.getpwuid(user).pw_name
+    except KeyError:  # a machine, or container, that does not know them
+        return str(user)
 
 
 def _flock_patiently(path: Path, handle: int) -> bool:

@@ -9,7 +9,8 @@ from contextlib import contextmanager
 from dataclasses import asdict, replace
 from pathlib import Path
 
-from sdp_deepspeed.folder_lock import LOCK, Owner, flock
+from sdp_deepspeed.folder_lock import LOCK, flock
+from sdp_deepspeed.lock_owner import Owner
 
 
 def left_by(folder: Path, **changes: object) -> Path:

@@ -35,6 +35,7 @@ FLOORS = (
     "command_parser",
     "atomic_files",
     "folder_lock",
+    "lock_owner",
     "sizes",
     "messages",
     "version",

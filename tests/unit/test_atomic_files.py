@@ -17,7 +17,7 @@ from sdp_deepspeed.atomic_files import (
     staging_path,
     write_text,
 )
-from sdp_deepspeed.folder_lock import machine
+from sdp_deepspeed.lock_owner import machine
 
 
 def names_in(folder: Path) -> list[str]:

@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
+import errno
 import os
+import pwd
 import signal
 import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 
 from sdp_deepspeed import folder_lock
-from sdp_deepspeed.folder_lock import LOCK, FolderInUseError, Owner, hold, is_held_by_others
+from sdp_deepspeed.folder_lock import LOCK, FolderInUseError, hold, is_held_by_others
+from sdp_deepspeed.lock_owner import Owner
 from tests.helpers.other_jobs import left_by, other_job
 from tests.helpers.repository import ROOT
 
@@ -68,6 +71,83 @@ def test_a_lock_that_was_cut_off_is_nobodys(tmp_path: Path, content: str) -> Non
     assert not is_held_by_others(tmp_path)
     hold(tmp_path)
     assert owner_of(tmp_path) == Owner.here()
+
+
+def _a_pipe(path: Path) -> None:
+    os.mkfifo(path)
+
+
+def _a_link_to_somebodys_file(path: Path) -> None:
+    path.symlink_to(path.with_name("thesis"))
+    path.with_name("thesis").write_text("years")
+
+
+@pytest.mark.parametrize("make", [_a_pipe, Path.mkdir, _a_link_to_somebodys_file])
+def test_a_lock_that_is_no_file_is_named(tmp_path: Path, make: Callable[[Path], None]) -> None:
+    make(tmp_path / LOCK)
+    for call in (hold, is_held_by_others):
+        with pytest.raises(ValueError, match=r"/\.lock is no file, as the lock of this folder must be: remove it"):
+            call(tmp_path)
+    assert [path.read_text() for path in tmp_path.glob("thesis")] in ([], ["years"])
+
+
+def another_users(path: Path, monkeypatch: pytest.MonkeyPatch, mode: int = 0o444) -> None:
+    """Also where the test runs as the superuser, whom no mode keeps out."""
+    path.chmod(mode)
+    real = os.open
+
+    def opened(name: Path, flags: int, *rest: int) -> int:
+        needed = 0o200 if flags & os.O_RDWR else 0o400
+        if Path(name) == path and path.exists() and not path.stat().st_mode & needed:
+            raise PermissionError(errno.EACCES, "Permission denied", str(name))
+        return real(name, flags, *rest)
+
+    monkeypatch.setattr(os, "open", opened)
+
+
+def test_what_another_user_left_is_made_anew(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    another_users(left_by(tmp_path), monkeypatch)
+    assert not is_held_by_others(tmp_path)
+    hold(tmp_path)
+    assert owner_of(tmp_path) == Owner.here()
+    assert os.access(tmp_path / LOCK, os.W_OK)
+
+
+def test_what_another_user_holds_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with other_job(tmp_path):
+        another_users(tmp_path / LOCK, monkeypatch)
+        with pytest.raises(FolderInUseError, match="process 1234"):
+            hold(tmp_path)
+        assert is_held_by_others(tmp_path)
+
+
+@pytest.mark.parametrize(("mode", "what"), [(0o444, "removed"), (0, "read")])
+def test_the_user_who_has_to_remove_it_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, mode: int, what: str
+) -> None:
+    """In a folder like /tmp, or a lock that is for its owner's eyes only: nobody but that user can tell."""
+    another_users(left_by(tmp_path), monkeypatch, mode)
+
+    def unlink(path: Path) -> None:
+        raise PermissionError(errno.EPERM, "Operation not permitted", str(path))
+
+    monkeypatch.setattr(Path, "unlink", unlink)
+    user = pwd.getpwuid(os.getuid()).pw_name
+    with pytest.raises(ValueError, match=rf"/\.lock is a lock of the user {user}, and cannot be {what} here"):
+        hold(tmp_path)
+    monkeypatch.setattr(pwd, "getpwuid", {}.__getitem__)
+    with pytest.raises(ValueError, match=rf"of the user {os.getuid()}, and"):
+        hold(tmp_path)
+    assert is_held_by_others(tmp_path) is (what == "read")
+
+
+def test_a_folder_that_cannot_be_written_to(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def opened(name: Path, flags: int, *rest: int) -> int:
+        raise PermissionError(errno.EACCES, "Permission denied", str(name))
+
+    monkeypatch.setattr(os, "open", opened)
+    with pytest.raises(PermissionError):
+        hold(tmp_path)
 
 
 @contextmanager

@@ -15,7 +15,7 @@ from sdp_deepspeed.data import DataConfig
 from sdp_deepspeed.data import tokenizer as tokenizers
 from sdp_deepspeed.data.packing import is_held_out
 from sdp_deepspeed.data.prepare import prepare
-from sdp_deepspeed.folder_lock import machine
+from sdp_deepspeed.lock_owner import machine
 from tests.helpers.documents import NUM_DOCUMENTS, numbers, text
 
 

@@ -27,6 +27,7 @@ PURE = (
     "exchange",
     "folder_lock",
     "layout",
+    "lock_owner",
     "masking",
     "messages",
     "plan",

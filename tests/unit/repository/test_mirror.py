@@ -47,6 +47,7 @@ TESTED_WITH = {
     "exchange/routes": "unit/exchange/test_exchange.py",
     "exchange/step_averaging": "unit/exchange/test_overlap.py",
     "layout/fragments": "unit/exchange/test_exchange.py",
+    "lock_owner": "unit/test_folder_lock.py",
     "masking/block": "unit/masking/test_mask.py",
     "masking/compiled": "ranks/engine/test_compile.py",
     "masking/part": "unit/masking/test_mask.py",
