@@ -51,7 +51,7 @@ def check_own_forward(name: str, layer: nn.Module, described: type, code: Mappin
         )
     for method, function in own_code.items():
         own = vars(layer).get(method)
-        if own is not None and _unwrapped(own) is not _unwrapped(function):
+        if own is not None and unwrapped(own) is not unwrapped(function):
             raise ValueError(
                 f"{name!r}: this {layer_class.__name__} has a method {method!r} of its own, so the description of its "
                 "class may not be true of it. If it calls the one of the class, make it with functools.wraps, or set "
@@ -82,7 +82,7 @@ def _origin(function: Any) -> str:
 
 
 def _bare(code: Mapping[str, Any]) -> dict[str, Any]:
-    return {name: _unwrapped(function) for name, function in code.items()}
+    return {name: unwrapped(function) for name, function in code.items()}
 
 
 def _is_method(value: Any) -> bool:
@@ -92,12 +92,12 @@ def _is_method(value: Any) -> bool:
 def _is_in_its_source(layer_class: type) -> bool:
     """Whether the forward of a class is the one in its source, by the names that Python gave both."""
     definer = next(base for base in layer_class.__mro__ if "forward" in vars(base))
-    function = _unwrapped(vars(definer)["forward"])
+    function = unwrapped(vars(definer)["forward"])
     names = getattr(function, "__module__", None), getattr(function, "__qualname__", None)
     return names == (definer.__module__, f"{definer.__qualname__}.forward")
 
 
-def _unwrapped(function: Any) -> Any:
+def unwrapped(function: Any) -> Any:
     """What `functools.wraps`, `torch.compile` and binding to a module have wrapped."""
     inner = function
     while inner is not None:

@@ -2,7 +2,7 @@
 
 The layer around it is untouched, with its own forward, checkpointing wrapper and hooks. Only the branch's
 own modules change class: the norm passes its input on, the body returns `Nothing`, which any tensor can
-be added to at no cost.
+be added to at no cost, or at that of a copy where the model writes to the sum (in_place.py).
 """
 
 from __future__ import annotations
@@ -66,6 +66,7 @@ class BlockPart(MaskedPart):
         index: of the unit in the plan.
         branches: the branches that the unit is made of, in the order in which they run.
         scale: of its output projections in the dense model.
+        copies: whether the module may write to what its input is added to.
     """
 
     def __init__(
@@ -76,6 +77,7 @@ class BlockPart(MaskedPart):
         branches: Sequence[LocatedBranch],
         *,
         scale: float = 1.0,
+        copies: bool = False,
     ) -> None:
         unit, tensors = model.plan.units[index], model.views.tensors
         names = [name for branch in branches for name in branch.modules]
@@ -85,6 +87,7 @@ class BlockPart(MaskedPart):
         self._tensors = {piece: tensors[piece.parameter] for piece in unit.pieces}
         self._shapes = model.views.shapes
         self._scale = scale
+        self._nothing = Nothing(unit.name, copies=copies)
         self._scaled = (
             [tensors[name] for branch in branches for name in output_names(branch, tensors)] if scale != 1.0 else []
         )
@@ -93,7 +96,7 @@ class BlockPart(MaskedPart):
     def apply(self) -> None:
         if not self.whole:
             for module, num_outputs in zip(self.modules, self._num_outputs, strict=True):
-                make_lacking(module, self, Nothing(self.name), num_outputs)
+                make_lacking(module, self, self._nothing, num_outputs)
             self._drop()
 
     def fill(self, fetch: Fetch) -> None:

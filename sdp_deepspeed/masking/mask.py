@@ -12,6 +12,7 @@ from sdp_deepspeed.architectures import LocatedBranch, branches_of_units, constr
 from sdp_deepspeed.layout.rank_model import RankModel
 from sdp_deepspeed.masking.block import BlockPart, output_names
 from sdp_deepspeed.masking.compiled import check_forward, replaced_modules
+from sdp_deepspeed.masking.in_place import changes_in_place
 from sdp_deepspeed.masking.mixins import CUT
 from sdp_deepspeed.masking.neuron import NeuronPart
 from sdp_deepspeed.masking.part import MaskedPart
@@ -96,13 +97,14 @@ class Mask:
     ) -> Iterator[MaskedPart]:
         """In the order in which the model runs them; each is applied before the next is made."""
         first = {members[0].name: index for index, members in blocks.items()}
+        copies = self.model.plan.regime == "forward" and bool(blocks) and changes_in_place(self._module, self._branches)
         for branch in self._branches:
             if branch.name in neurons:
                 yield NeuronPart(self._module, self.model, branch, neurons[branch.name], scale=self._scale)
             elif (index := first.get(branch.name)) is None:
                 continue
             elif self.model.plan.regime == "forward":
-                yield BlockPart(self._module, self.model, index, blocks[index], scale=self._scale)
+                yield BlockPart(self._module, self.model, index, blocks[index], scale=self._scale, copies=copies)
             elif not self.model.holds(index):
                 self._freeze(self.model.plan.units[index])
 

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from typing import Any, NoReturn
 
+import torch
 from torch.utils._pytree import tree_leaves
 
-_ADDITIONS = frozenset({"add", "add_", "__add__", "__iadd__", "__radd__"})
+_IN_PLACE = frozenset({"add_", "__iadd__"})
+_ADDITIONS = _IN_PLACE | {"add", "__add__", "__radd__"}
 _REFUSED = (
     *("sub", "rsub", "mul", "rmul", "truediv", "rtruediv", "matmul", "rmatmul", "pow", "mod", "neg", "pos"),
     *("abs", "floordiv", "rfloordiv", "rmod", "rpow", "and", "or", "round", "eq", "ne", "lt", "le", "gt", "ge"),
@@ -15,20 +17,22 @@ _REFUSED = (
 
 
 class Nothing:
-    """What any tensor can be added to at no cost: `x + nothing` is `x` itself. All else is an error that says what to
-    write instead, since this rank has no tensor that could be multiplied or dropped.
+    """What any tensor can be added to: `x + nothing` is `x` itself, at no cost, or its copy. All else is an error that
+    says what to write instead, since this rank has no tensor that could be multiplied or dropped.
 
     Args:
         branch: that lacks, for messages.
+        copies: make `x + nothing` a copy of `x`, for a model that may change it in place.
     """
 
-    __slots__ = ("_branch",)
+    __slots__ = ("_branch", "_copies")
 
-    def __init__(self, branch: str) -> None:
+    def __init__(self, branch: str, *, copies: bool = False) -> None:
         self._branch = branch
+        self._copies = copies
 
     def __add__(self, other: Any) -> Any:
-        return other
+        return other.clone() if self._copies and isinstance(other, torch.Tensor) else other
 
     __radd__ = __add__
 
@@ -45,10 +49,13 @@ class Nothing:
         name = getattr(function, "__name__", str(function))
         named = kwargs or {}
         values = (*args, *named.values())
-        if name in _ADDITIONS and named.get("out") is None and named.get("alpha", 1) == 1:
-            return next((value for value in values[:2] if not isinstance(value, cls)), values[0])
         nothing = next((leaf for leaf in tree_leaves(values) if isinstance(leaf, cls)), None)
-        raise TypeError(name if nothing is None else nothing._refusal(name))
+        if nothing is None:
+            raise TypeError(name)
+        if name in _ADDITIONS and named.get("out") is None and named.get("alpha", 1) == 1:
+            other = next((value for value in values[:2] if not isinstance(value, cls)), nothing)
+            return other if name in _IN_PLACE else nothing + other
+        raise TypeError(nothing._refusal(name))
 
     def _refusal(self, what: str) -> str:
         return (

@@ -33,6 +33,24 @@ def test_nothing_is_neutral() -> None:
     assert torch.equal(total, tensor)
 
 
+def test_copies_of_what_is_written_to() -> None:
+    """But not of what the addition itself writes to."""
+    nothing: Any = Nothing("layers.0.mlp", copies=True)
+    tensor = torch.randn(3)
+    for total in (tensor + nothing, nothing + tensor, torch.add(tensor, nothing), torch.add(nothing, other=tensor)):
+        assert total is not tensor
+        assert torch.equal(total, tensor)
+    total = nothing
+    total += tensor
+    assert total is not tensor
+    total = tensor
+    total += nothing
+    assert total is tensor
+    assert tensor.add_(nothing) is tensor
+    assert nothing + nothing is nothing
+    assert torch.add(nothing, nothing) is nothing
+
+
 @pytest.mark.parametrize(
     "use",
     [

@@ -1,0 +1,146 @@
+"""Where a model writes to the sum of a layer's input and a branch, it does not write to the input on a rank that lacks
+the branch; elsewhere the sum is the input itself."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from sdp_deepspeed import architectures
+from sdp_deepspeed.architectures import Branch, locate_branches, registry, units_of_branches
+from sdp_deepspeed.masking.in_place import changes_in_place
+from sdp_deepspeed.plan.plan import Plan
+from tests.helpers.masked_modules import infos
+from tests.helpers.models import SPECIMENS
+from tests.helpers.rank_models import mask_of
+
+
+class Layer(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.norm2, self.norm3 = (nn.BatchNorm1d(4, track_running_stats=False) for _ in range(3))
+        self.body, self.body2, self.body3 = (
+            nn.Sequential(nn.Linear(4, 6), nn.ReLU(inplace=True), nn.Linear(6, 4)) for _ in range(3)
+        )
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = x + self.body(self.norm(x))
+        x = x + self.body2(self.norm2(x))
+        return x + self.body3(self.norm3(x))
+
+
+class Assigns(Layer):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        h = self.body(self.norm(x))
+        h += x
+        h2 = h + self.body2(self.norm2(h))
+        h2 += self.body3(self.norm3(x))
+        return h2 + h
+
+
+class CallsAMethod(Layer):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.rectified(x + self.body(self.norm(x)))
+        x = self.rectified(x + self.body2(self.norm2(x)))
+        return self.rectified(x + self.body3(self.norm3(x)))
+
+    def rectified(self, x: torch.Tensor) -> torch.Tensor:
+        return next(torch.relu_(y) for y in (x,))
+
+
+class HasAModule(Layer):
+    def __init__(self) -> None:
+        super().__init__()
+        self.relu = nn.ReLU(inplace=True)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.relu(x + self.body(self.norm(x)))
+        x = self.relu(x + self.body2(self.norm2(x)))
+        return self.relu(x + self.body3(self.norm3(x)))
+
+
+class Model(nn.Module):
+    def __init__(self, layer: nn.Module) -> None:
+        super().__init__()
+        self.layer, self.head = layer, nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.layer(x) + x
+
+
+class ModelThatAssigns(Model):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        h = self.layer(x)
+        h *= 2
+        return h + x
+
+
+BRANCHES = tuple(Branch(f"part{n}", norm=f"norm{n}", body=f"body{n}") for n in ("", "2", "3"))
+
+
+@pytest.fixture(autouse=True)
+def described(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(registry, "_DESCRIPTIONS", dict(registry._DESCRIPTIONS))
+    for layer in (Layer, Assigns, CallsAMethod, HasAModule):
+        architectures.register(layer, *BRANCHES)
+
+
+def build(model: type[Model] = Model, layer: type[Layer] = Layer) -> Any:
+    torch.manual_seed(3)
+    return model(layer())
+
+
+def masked(model: Any, held: int) -> Any:
+    """With one of the three branches."""
+    units = units_of_branches(locate_branches(model), granularity="sublayer", shared=())
+    plan = Plan("forward", "block", 2, 1, 0, tuple(units), tuple((int(n == held),) for n in range(3)), (0, 1))
+    mask_of(model, locate_branches(model), infos(model), plan, 1)
+    return model
+
+
+@pytest.mark.parametrize("held", range(3))
+@pytest.mark.parametrize(
+    ("model", "layer"), [(Model, Assigns), (Model, CallsAMethod), (Model, HasAModule), (ModelThatAssigns, Layer)]
+)
+def test_as_the_dense_model_with_branches_of_zeros(model: type[Model], layer: type[Layer], held: int) -> None:
+    subnetwork, dense = masked(build(model, layer), held), build(model, layer)
+    names = [branch.body for branch in BRANCHES]
+    for name in {*names} - {names[held]}:
+        for parameter in dense.layer.get_submodule(name)[2].parameters():
+            nn.init.zeros_(parameter)
+    results = []
+    for each in (subnetwork, dense):
+        x = torch.linspace(-1, 1, 12).view(3, 4).requires_grad_()
+        given = x.sin()
+        before = given.detach().clone()
+        each(given).square().sum().backward()
+        assert torch.equal(given, before)
+        results.append([x.grad, *[p.grad for p in each.layer.get_submodule(names[held]).parameters()]])
+    for here, there in zip(*results, strict=True):
+        torch.testing.assert_close(here, there)
+
+
+def test_nothing_is_copied_where_nothing_is_written_to() -> None:
+    model, x, seen = masked(build(), 2), torch.randn(3, 4), []
+    model.layer.norm3.register_forward_pre_hook(lambda norm, args: seen.append(args[0]))
+    model(x)
+    assert seen[0] is x
+
+
+@pytest.mark.parametrize("name", SPECIMENS)
+def test_known_families_write_to_no_sum(name: str) -> None:
+    model = SPECIMENS[name].build()
+    assert not changes_in_place(model, locate_branches(model))
+
+
+def test_what_runs_inside_a_branch_is_of_no_concern() -> None:
+    model = build()
+    branches = locate_branches(model)
+    assert not changes_in_place(model, branches)
+    model.layer.body[1], model.head = Assigns(), nn.BatchNorm1d(4)
+    assert not changes_in_place(model, branches)
+    model.head = Assigns()
+    assert changes_in_place(model, branches)
