@@ -56,32 +56,53 @@ def refuse_modules(model: Any) -> None:
 
 
 def refuse_shared_memory(model: Any) -> None:
-    """Refuse Parameters that lie in the same memory without being one object: each would be averaged and stepped by
-    owners of its own, and ranks would drift apart.
+    """Refuse Parameters that have elements in common without being one object: each would be averaged and stepped by
+    owners of its own, and ranks would drift apart. What nobody trains may share.
 
     Raises:
         ValueError: by both names.
     """
-    places = sorted((_memory(p), index, name) for index, (name, p) in enumerate(model.named_parameters()) if p.numel())
-    end, before = 0, ""
-    last: tuple[object, ...] = ()
-    for (*space, start, stop), _, name in places:
-        if tuple(space) == last and start < end:
-            raise ValueError(
-                f"{KEY}: the Parameters {before!r} and {name!r} lie in the same memory, but are two objects: tie them "
-                "by assigning the Parameter itself (`b.weight = a.weight`, not `.data`), or give one of them its own "
-                "values (`b.weight = nn.Parameter(a.weight.detach().clone())`)"
-            )
-        if tuple(space) != last or stop > end:
-            end, before, last = stop, name, tuple(space)
+    parameters = {name: parameter for name, parameter in model.named_parameters() if parameter.numel()}
+    places = sorted((*_extent(p), index, name) for index, (name, p) in enumerate(parameters.items()))
+    before: list[Any] = []  # that reach to where the next one begins, or beyond
+    for *space, start, stop, _, name in places:
+        before = [other for other in before if other[0] == space and other[1] > start]
+        for *_, other_name in before:
+            pair = parameters[other_name], parameters[name]
+            if any(parameter.requires_grad for parameter in pair) and _overlap(*pair):
+                raise ValueError(
+                    f"{KEY}: the Parameters {other_name!r} and {name!r} lie in the same memory, but are two objects: "
+                    "tie them by assigning the Parameter itself (`b.weight = a.weight`, not `.data`), or give one of "
+                    "them its own values (`b.weight = nn.Parameter(a.weight.detach().clone())`)"
+                )
+        before.append((space, stop, name))
 
 
-def _memory(tensor: Any) -> tuple[str, int, int, int]:
-    """Where it lies: device, storage if that has no address, first byte, and the byte after its last."""
+def _extent(tensor: Any) -> tuple[str, int, int, int]:
+    """Device, storage if that has no address, first byte, and the byte after the last."""
     storage = 0 if not tensor.is_meta else tensor.untyped_storage()._cdata
     start = tensor.storage_offset() * tensor.element_size() if tensor.is_meta else tensor.data_ptr()
     elements = 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
     return str(tensor.device), storage, start, start + elements * tensor.element_size()
+
+
+def _overlap(one: Any, other: Any) -> bool:
+    """Whether tensors whose extents overlap have bytes in common; views may lie between each other's elements."""
+    if one.is_contiguous() and other.is_contiguous():
+        return True
+    import torch  # here: the table is read without it
+
+    extents = _extent(one), _extent(other)
+    first = min(extent[2] for extent in extents)
+    bytes_ = torch.zeros(max(extent[3] for extent in extents) - first, dtype=torch.bool)
+    for tensor, extent in zip((one, other), extents, strict=True):
+        size = tensor.element_size()
+        strides = (*(stride * size for stride in tensor.stride()), 1)
+        view = bytes_.as_strided((*tensor.shape, size), strides, extent[2] - first)
+        if view.any():
+            return True
+        view.fill_(True)
+    return False
 
 
 def refuse_optimizer(name: str, config: SubnetworkConfig) -> None:

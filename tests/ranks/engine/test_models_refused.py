@@ -8,13 +8,14 @@ from functools import partial
 from typing import Any
 
 import pytest
+import torch
 from torch import nn
 
 import sdp_deepspeed
 from sdp_deepspeed.config import MODES
 from tests.helpers.models import config, llama
 from tests.helpers.ranks import Check, Rank
-from tests.helpers.training import engine_of, refusal, train
+from tests.helpers.training import assert_identical, dense_state, engine_of, refusal, train
 
 
 def a_model_that_was_cut_before(rank: Rank) -> None:
@@ -63,8 +64,40 @@ def ties_by_memory(rank: Rank) -> None:
             refusal(ValueError, partial(engine_of, settings, model), *words)
 
 
+def memory_that_nobody_trains_twice(rank: Rank) -> None:
+    """Frozen Parameters in the same memory, and trained ones between each other's elements: as if each had its own."""
+
+    def build(shares: bool) -> Any:
+        model: Any = llama()
+        first, second = (model.model.layers[index].mlp for index in range(2))
+        rows = torch.cat([first.gate_proj.weight.data, first.up_proj.weight.data], dim=1)
+        pairs = rows.chunk(2, dim=1)
+        for layer, view in zip((first.gate_proj, first.up_proj), pairs, strict=True):
+            layer.weight.data = view if shares else view.clone()
+        same = second.up_proj.weight.data
+        for layer in (second.up_proj, second.gate_proj):
+            layer.weight.data = same if shares else same.clone()
+            layer.requires_grad_(False)
+        return model
+
+    for stage, half, strategy in ((0, False, "block"), (1, False, "neuron"), (1, True, "block"), (2, False, "block")):
+        settings = config(holders=1, strategy=strategy, check_agreement=True)
+        settings |= {"zero_optimization": {"stage": stage}, "bf16": {"enabled": half}}
+        states = []
+        for shares in (True, False):
+            engine = engine_of(settings, build(shares))
+            train(engine, num_steps=3)
+            states.append(dense_state(engine))
+        assert_identical(*states)
+
+
 def _checks(size: int, options: pytest.Config) -> list[tuple[str, Check]]:
-    checks = (a_model_that_was_cut_before, plain_engines_of_what_only_ours_can_train, ties_by_memory)
+    checks = (
+        a_model_that_was_cut_before,
+        plain_engines_of_what_only_ours_can_train,
+        ties_by_memory,
+        memory_that_nobody_trains_twice,
+    )
     return [(check.__name__, check) for check in checks]
 
 

@@ -159,8 +159,24 @@ def _overlapping(model: Any) -> None:
     model[2].weight.data = model[0].weight.data.view(-1)[6:9].view(1, 3)
 
 
+def _a_column(model: Any) -> None:
+    model[2].weight.data = model[0].weight.data[:, 1:2]
+
+
+def _one_is_frozen(model: Any) -> None:
+    _tied_by_data(model)
+    model[0].weight.requires_grad_(False)
+
+
+def _behind_a_small_one(model: Any) -> None:
+    """That lies between columns of the first, and ends before the third begins."""
+    flat = torch.zeros(5, 3, device=model[0].weight.device)
+    model[0].weight.data, model[0].bias.data = flat[:, :2], flat[0, 2:]
+    model[2].weight.data = flat[3:]
+
+
 @pytest.mark.parametrize("device", ["cpu", "meta"])
-@pytest.mark.parametrize("tie", [_tied_by_data, _overlapping])
+@pytest.mark.parametrize("tie", [_tied_by_data, _overlapping, _a_column, _one_is_frozen, _behind_a_small_one])
 def test_parameters_in_the_same_memory_are_refused(tie: Any, device: str) -> None:
     with torch.device(device):
         model = torch.nn.Sequential(torch.nn.Linear(3, 3), torch.nn.ReLU(), torch.nn.Linear(3, 3))
@@ -169,11 +185,17 @@ def test_parameters_in_the_same_memory_are_refused(tie: Any, device: str) -> Non
         refuse_shared_memory(model)
 
 
-def test_tied_parameters_and_views_of_one_storage_are_not_refused() -> None:
-    """One object, parts of one buffer beside each other, and empty ones."""
-    model: Any = torch.nn.Sequential(*[torch.nn.Linear(3, 3) for _ in range(4)])
-    model[1].weight = model[0].weight
-    flat = torch.zeros(18)
-    model[2].weight.data, model[3].weight.data = flat[:9].view(3, 3), flat[9:].view(3, 3)
-    model[0].bias.data = model[1].bias.data = torch.empty(0)
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+def test_memory_that_nobody_trains_twice_is_not_refused(device: str) -> None:
+    """One object, parts of one buffer beside or between each other, empty ones, and frozen ones."""
+    with torch.device(device):
+        model: Any = torch.nn.Sequential(*[torch.nn.Linear(3, 3) for _ in range(7)])
+        model[1].weight = model[0].weight
+        flat, rows = torch.zeros(18), torch.zeros(3, 6)
+        model[2].weight.data, model[3].weight.data = flat[:9].view(3, 3), flat[9:].view(3, 3)
+        model[4].weight.data, model[5].weight.data = rows[:, ::2], rows[:, 1::2]
+        model[0].bias.data = model[1].bias.data = torch.empty(0)
+        model[6].bias.data = model[5].bias.data
+        model[6].bias.requires_grad_(False)
+        model[5].bias.requires_grad_(False)
     refuse_shared_memory(model)
