@@ -23,7 +23,7 @@ class KnownParameters:
         self._module = module
         self._ids = {id(parameter): name for name, parameter in _parameters(module)}
         self._names = {name for name, _ in _parameters(module)}
-        self._kept = [parameter for _, parameter in _parameters(module)]  # so that their ids stay theirs
+        self._slots = list(_slots(module))  # keeps Parameters, so that their ids stay theirs
         self._remember()
 
     def _remember(self) -> None:
@@ -40,7 +40,7 @@ class KnownParameters:
         """Cheap enough for each step.
 
         Raises:
-            RuntimeError: by name, Parameters that came after.
+            RuntimeError: by name, Parameters that came after, or that are gone from modules that are still there.
         """
         get: Any = dict.get
         if all(map(operator.is_, map(get, self._registries, self._keys), self._values)):
@@ -50,11 +50,16 @@ class KnownParameters:
             for name, parameter in _parameters(self._module)
             if id(parameter) not in self._ids and (name in self._names or parameter.requires_grad)
         ]
-        if unknown:
+        lost = [
+            name
+            for name, module, key, parameter in self._slots
+            if module._parameters.get(key) is None and not _has(module, parameter)
+        ]
+        if unknown or lost:
             raise RuntimeError(
-                f"the model has other Parameters than deepspeed.initialize got, which nobody would train: "
-                f"{quoted(unknown)}. Copy values into the first ones, inside engine.dense(resident=True) on all ranks, "
-                "or change the model before deepspeed.initialize"
+                f"the model does not have the Parameters that deepspeed.initialize got: nobody would train what is at "
+                f"{quoted([*unknown, *lost])}. Copy values into the first ones, inside engine.dense(resident=True) on "
+                "all ranks, or change the model before deepspeed.initialize"
             )
         self._remember()  # modules were wrapped, or taken out
 
@@ -103,3 +108,16 @@ class ReplaceableTensors:
 
 def _parameters(module: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
     return module.named_parameters(remove_duplicate=False)
+
+
+def _slots(module: nn.Module) -> Iterator[tuple[str, nn.Module, str, nn.Parameter]]:
+    """Each Parameter's path, its module and its name there."""
+    for path, inner in module.named_modules():
+        for key, parameter in inner._parameters.items():
+            if parameter is not None:
+                yield f"{path}.{key}" if path else key, inner, key, parameter
+
+
+def _has(module: nn.Module, parameter: nn.Parameter) -> bool:
+    """Under another name too, as PyTorch's parametrizations do it."""
+    return any(other is parameter for other in module.parameters())

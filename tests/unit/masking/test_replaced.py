@@ -37,9 +37,26 @@ def _assigned(model: Any) -> None:
     model[1].load_state_dict(nn.BatchNorm1d(3).state_dict(), assign=True)
 
 
+def _by_a_tensor(model: Any) -> None:
+    weight = model[0].weight
+    del model[0].weight
+    model[0].weight = weight.detach().clone()
+
+
+def _deleted(model: Any) -> None:
+    del model[0].weight
+
+
+def _by_none(model: Any) -> None:
+    model[2].bias = None  # its other place stays
+
+
 @pytest.mark.parametrize(
     ("change", "names"),
     [
+        (_by_a_tensor, "'0.weight'"),
+        (_deleted, "'0.weight'"),
+        (_by_none, "'2.bias'"),
         (_tied_at_one_place, "'2.bias'"),
         (_frozen, "'0.weight'"),
         (_module, "'2.weight', '2.bias'"),
@@ -67,6 +84,8 @@ def test_the_same_parameters_elsewhere_are_no_others() -> None:
     model[3] = nn.Identity()
     known.check()
     model[0] = nn.Sequential(model[0])
+    known.check()
+    nn.utils.parametrize.register_parametrization(model[1], "weight", nn.ReLU())
     known.check()
     del model[2]
     known.check()
