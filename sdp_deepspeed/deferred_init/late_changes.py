@@ -53,8 +53,6 @@ def _record(func: Callable[..., Any], args: Any, kwargs: Mapping[str, Any]) -> A
         found for leaf in tree_leaves((args, kwargs)) if (found := getattr(leaf, _RECORDING, None)) is not None
     )
     with torch._C.DisableTorchFunctionSubclass():
-        if func is torch.Tensor.__repr__:  # would want values
-            return func(*args, **kwargs)
         with recording.again():
             result = func(*args, **kwargs)
         watch((leaf for leaf in tree_leaves(result) if isinstance(leaf, torch.Tensor)), recording)

@@ -120,6 +120,17 @@ def test_replaced_by_real_ones() -> None:
     assert [name for name, value in model.state_dict().items() if not torch.equal(value, real[name])] == []
 
 
+def test_what_has_other_values_than_it_will_have_can_be_shown() -> None:
+    """A constant that is changed at random, as it is now: PyTorch writes its text with all modes switched off."""
+    with sdp_deepspeed.Init() as program:
+        model: Any = nn.Linear(2, 2)
+        model.register_buffer("table", torch.tensor([1.5, 2.5]).uniform_())
+    count = len(program.operations)
+    assert "[1.5000, 2.5000]" in repr(model.table)
+    assert "meta" in f"{model.weight}"
+    assert len(program.operations) == count
+
+
 def test_values_cannot_be_read() -> None:
     model, _ = build_deferred()
     for read in (lambda: model[0].weight.sum().item(), lambda: nn.init.trunc_normal_(model[0].weight)):

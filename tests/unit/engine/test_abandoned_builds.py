@@ -72,6 +72,16 @@ def test_where_all_processes_are_seen_a_local_disk_decides(lock: Path, monkeypat
     assert not lock.exists()
 
 
+def test_another_users_build_may_not_be_seen(lock: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Which files its processes have open is theirs to know, so that only time tells."""
+    monkeypatch.setattr(os, "getuid", lambda: lock.stat().st_uid + 1)
+    assert "if no other machine, container or user is building" in remove_abandoned_builds()[0]
+    assert lock.exists()
+    os.utime(lock, (time.time() - 3600,) * 2)
+    remove_abandoned_builds()
+    assert not lock.exists()
+
+
 def test_without_the_variable_it_is_pytorchs_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, lock: Path) -> None:
     monkeypatch.delenv("TORCH_EXTENSIONS_DIR")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
