@@ -32,9 +32,11 @@ class DeferredModel:
     Args:
         program: what makes them.
         values: by dense name, tensors with storage of their own left out.
+        note: for the user, where the program was not written while the model was built; else empty.
     """
 
-    def __init__(self, program: Program, values: Mapping[str, Value]) -> None:
+    def __init__(self, program: Program, values: Mapping[str, Value], *, note: str = "") -> None:
+        self.note = note
         self._program = program
         self._values = dict(values)
         refs = {name: value for name, value in values.items() if isinstance(value, Ref)}
@@ -72,7 +74,7 @@ class DeferredModel:
             _refuse_changed(versions, once)
             with Init() as program:
                 _reset(model)
-            return cls(program, _values(program, tensors))
+            return cls(program, _values(program, tensors), note=_note("reset_parameters() of its modules"))
         with torch.device("meta"):
             _refuse_changed(_versions(tensors), _versions(named_tensors(type(model)(deepcopy(model.config)))))
         floats = (tensor.dtype for tensor in model.parameters() if tensor.is_floating_point())
@@ -82,7 +84,8 @@ class DeferredModel:
         unknown = [n for n, t in tensors.items() if n not in twin or _layout(twin[n]) != _layout(t)]
         _refuse(unknown, f"a fresh {type(model).__name__} of the model's config has no such tensor")
         values = {name: twin[name] for name, tensor in tensors.items() if tensor.is_meta}
-        return cls(program, values | _values(program, {name: twin[name] for name in values}))
+        made = values | _values(program, {name: twin[name] for name in values})
+        return cls(program, made, note=_note(f"a fresh {type(model).__name__} of its config"))
 
     @torch.no_grad()
     def materialize(self, mask: Mask, device: torch.device, world: Communicator) -> None:
@@ -204,6 +207,13 @@ def _values(program: Program, tensors: Mapping[str, torch.Tensor]) -> dict[str, 
 def _refuse(names: Sequence[str], why: str) -> None:
     if names:
         raise ValueError(f"{KEY}: {quoted(names, limit=1)} is on the meta device, and {why}: {_BUILD_UNDER_INIT}")
+
+
+def _note(source: str) -> str:
+    return (
+        f"the model is on the meta device, so its weights come from {source}, whatever was done to them through .data: "
+        f"if you did, {_BUILD_UNDER_INIT}"
+    )
 
 
 def _reset(model: nn.Module) -> None:

@@ -113,6 +113,8 @@ def apply_plan(start: ModelAtStart, block: SubnetworkConfig, groups: RankGroups)
     if start.deferred is not None:
         start.deferred.materialize(mask, start.device, groups.world)
         check_initialized_alike(lambda: check_holders_agree(mask.model, groups.dp_group))
+        if start.deferred.note:
+            log_dist(f"{KEY}: {start.deferred.note}", ranks=[0])
     # Dense view: what makes the module the dense model again, for evaluation, export and state dicts.
     dense_view = DenseView(module, mask, groups.dp_group, make_monitored_barrier(torch.distributed))
     dense_view.install()

@@ -16,6 +16,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 import sdp_deepspeed
 from sdp_deepspeed.config import MODES
+from sdp_deepspeed.engine import apply_plan
 from sdp_deepspeed.measure.step import watched_host_memory
 from tests.helpers.live_tensors import stored_bytes
 from tests.helpers.models import FAMILIES, VOCABULARY, config, family, llama, two_groups
@@ -225,6 +226,20 @@ def changed_before_the_start(rank: Rank) -> None:
     refusal(ValueError, partial(engine_of, config(coverage=0.5), model), *words)
 
 
+def where_weights_of_a_meta_model_come_from_is_said(rank: Rank) -> None:
+    """A change through `.data` leaves no trace that could be refused."""
+    told: dict[str, list[str]] = {way: [] for way in WAYS}
+    log_dist = apply_plan.log_dist
+    for way, lines in told.items():
+        vars(apply_plan)["log_dist"] = lambda text, lines=lines, **_: lines.append(text)
+        try:
+            engine_of(config(coverage=0.5), unbuilt(llama, way))
+        finally:
+            vars(apply_plan)["log_dist"] = log_dist
+    found = {way: ["a fresh LlamaForCausalLM of its config" in line for line in lines] for way, lines in told.items()}
+    assert [sum(found["Init"]), sum(found["meta"])] == [0, 1], told
+
+
 def _cases(size: int, options: pytest.Config) -> Iterator[tuple[str, Check]]:
     for number, name in enumerate((*FAMILIES, "tied")):
         yield f"{is_the_dense_start.__name__}/{name}", partial(is_the_dense_start, number=number)
@@ -239,6 +254,7 @@ def _cases(size: int, options: pytest.Config) -> Iterator[tuple[str, Check]]:
         errors_of_one_rank,
         without_initialization,
         changed_before_the_start,
+        where_weights_of_a_meta_model_come_from_is_said,
         tensor_parallelism,
     ):
         yield check.__name__, check

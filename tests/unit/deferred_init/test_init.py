@@ -245,6 +245,8 @@ def test_models_on_the_meta_device_get_a_program(name: str) -> None:
     torch.manual_seed(3)
     deferred = DeferredModel.of(model)
     assert deferred is not None
+    source = f"a fresh {type(model).__name__} of its config" if hasattr(model, "config") else "reset_parameters"
+    assert source in deferred.note
     torch.set_rng_state(deferred._program.rng_state)
     storages = dict(deferred._program.run({v.storage for v in deferred._values.values() if isinstance(v, Ref)}))
     found = {n: v.view(storages[v.storage]) if isinstance(v, Ref) else v for n, v in deferred._values.items()}
