@@ -202,7 +202,7 @@ from pathlib import Path
 from sdp_deepspeed.folder_lock import hold
 hold(Path(sys.argv[1]))
 if len(sys.argv) == 2:
-    if os.fork():  # a worker of a data loader outlives it for a while
+    if not os.fork():  # a worker of a data loader, which outlives it for a while
         print(flush=True)
     time.sleep(60)
 """
