@@ -1,4 +1,4 @@
-"""Checkpoints that were damaged anywhere: the one before is loaded, or none; never other numbers than were saved."""
+"""Checkpoints that were damaged anywhere: the one before is loaded; never other numbers than were saved."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import os
 import shutil
 import tempfile
 from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
 
@@ -42,8 +43,8 @@ def _tidy() -> Iterator[None]:
     saved.cache_clear()
 
 
-def damage(draw: st.DataObject, folder: Path) -> None:
-    """One thing done to one file of the newer checkpoint."""
+def damage(draw: st.DataObject, folder: Path) -> bool:
+    """One thing done to one file of the newer checkpoint. Returns whether it is another than before."""
     files = sorted(path for path in (folder / "newer").rglob("*") if path.is_file())
     file = draw.draw(st.sampled_from(files), label="file")
     content, kind = file.read_bytes(), draw.draw(st.sampled_from(KINDS), label="kind")
@@ -73,43 +74,41 @@ def damage(draw: st.DataObject, folder: Path) -> None:
     elif kind == "pipe":
         file.unlink()
         os.mkfifo(file)
+    return not file.is_file() or file.read_bytes() != content
 
 
 KINDS = ["cut", "flip", "more", "zeros", "gone", "older", "folder", "device", "loop", "pipe"]
 
 
+@contextmanager
+def damaged(draw: st.DataObject) -> Iterator[tuple[Path, bool]]:
+    """A copy of the folder, and whether its newer checkpoint is another than was saved."""
+    with tempfile.TemporaryDirectory() as temporary:
+        folder = Path(temporary) / "run"
+        shutil.copytree(saved()[0], folder)
+        yield folder, damage(draw, folder)
+
+
 @fuzzed()
 @given(st.data())
 def test_damaged_anywhere(draw: st.DataObject) -> None:
-    source, tensors = saved()
-    with tempfile.TemporaryDirectory() as temporary:
-        folder = Path(temporary) / "run"
-        shutil.copytree(source, folder)
-        damage(draw, folder)
-        state = one_rank()
-        before = state.tensors()
-        try:
-            path, client_state = checkpointer_of(state).load(folder, None, LoadOptions())
-        except ValueError:  # what is newest cannot be known
-            path = None
-        if path is None:
-            assert_identical(state.tensors(), before)
-            return
-        assert client_state == {"tag": Path(path).name}
-        assert_identical(state.tensors(), tensors[Path(path).name])
+    state = one_rank()
+    with damaged(draw) as (folder, is_changed):
+        path, client_state = checkpointer_of(state).load(folder, None, LoadOptions())
+        tag = "older" if is_changed else "newer"
+        assert path == str(folder / tag)
+        assert client_state == {"tag": tag}
+        assert_identical(state.tensors(), saved()[1][tag])
 
 
 @fuzzed()
 @given(st.data())
 def test_asked_for_by_name(draw: st.DataObject) -> None:
     """Then there is no other one to fall back on: all of it, or nothing changes."""
-    source, tensors = saved()
-    with tempfile.TemporaryDirectory() as temporary:
-        folder = Path(temporary) / "run"
-        shutil.copytree(source, folder)
-        damage(draw, folder)
-        state = one_rank()
-        before = state.tensors()
+    state = one_rank()
+    before = state.tensors()
+    with damaged(draw) as (folder, is_changed):
         refusal = refusal_of(lambda: checkpointer_of(state).load(folder, "newer", LoadOptions()))
+        assert (refusal is not None) == is_changed
         assert refusal is None or "newer" in refusal
-        assert_identical(state.tensors(), tensors["newer"] if refusal is None else before)
+        assert_identical(state.tensors(), before if is_changed else saved()[1]["newer"])

@@ -7,7 +7,8 @@ from hypothesis import HealthCheck, settings
 
 THOROUGH = "thorough"  # the profile of the whole run: `--hypothesis-profile=thorough`
 FUZZ = "fuzz"  # the profile of the fuzzers on demand
-FUZZ_EXAMPLES = {FUZZ: 3000}  # of each property; a few seconds of all of them otherwise
+FUZZ_EXAMPLES = 3000  # of each property with that profile
+FUZZ_EXAMPLES_OTHERWISE = 30  # a few seconds for all of them
 SHARE = 4  # what the inner loop takes of it
 
 settings.register_profile(THOROUGH, deadline=None)  # a machine under load is no failure
@@ -27,10 +28,15 @@ def examples(count: int) -> settings:
 
 def fuzzed() -> settings:
     """Of a fuzzer; what it draws may be large, and much of it is refused."""
-    count = FUZZ_EXAMPLES.get(settings.get_current_profile_name(), 30)
+    count = FUZZ_EXAMPLES if settings.get_current_profile_name() == FUZZ else FUZZ_EXAMPLES_OTHERWISE
     return settings(max_examples=count, suppress_health_check=list(HealthCheck))
 
 
+def thorough_only() -> pytest.MarkDecorator:
+    """A mark of what takes seconds. The profile is known when tests are collected, not yet when this file is read."""
+    return pytest.mark.skipif(not is_thorough(), reason=f"takes seconds: needs the profile {THOROUGH}")
+
+
 def large(*values: object) -> object:
-    """A parameter set that takes seconds: skipped unless the profile is "thorough"."""
-    return pytest.param(*values, marks=pytest.mark.skipif(not is_thorough(), reason=f"needs the profile {THOROUGH}"))
+    """A parameter set of a problem that takes seconds."""
+    return pytest.param(*values, marks=thorough_only())

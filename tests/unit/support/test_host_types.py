@@ -47,21 +47,25 @@ def test_wrong_types_are_named(config: dict[Any, Any], words: str) -> None:
         refuse_wrong_types(config)
 
 
-def test_what_deepspeed_takes_passes() -> None:
-    refuse_wrong_types({})
-    refuse_wrong_types(
-        {
-            "train_batch_size": None,
-            "gradient_accumulation_steps": 2,
-            "gradient_clipping": 0,
-            "communication_data_type": "BF16",
-            "zero_optimization": True,
-            "bf16": None,
-            "optimizer": {"type": "AdamW", "params": None},
-            "scheduler": {"type": "WarmupLR", "params": {"warmup_type": "linear", "total_num_steps": np.float64(3)}},
-            "of somebody else": [1, None, ("true", "3")],
-        }
-    )
+@pytest.mark.parametrize(
+    "config",
+    [
+        {},
+        {"train_batch_size": None},
+        {"gradient_accumulation_steps": 2},
+        {"gradient_clipping": 0},
+        {"communication_data_type": "BF16"},
+        {"zero_optimization": True},
+        {"bf16": None},
+        {"optimizer": {"type": "AdamW", "params": None}},
+        {"scheduler": {"type": "WarmupLR", "params": {"warmup_type": "linear", "total_num_steps": np.float64(3)}}},
+        {"of somebody else": [1, None, ("true", "3")]},
+    ],
+    ids=lambda config: ", ".join(config),
+)
+def test_what_deepspeed_takes_passes(config: dict[str, Any]) -> None:
+    refuse_wrong_types(config)
+    DeepSpeedConfig({"train_micro_batch_size_per_gpu": 1} | config)
 
 
 def test_deepspeed_cannot_log_what_is_no_json() -> None:

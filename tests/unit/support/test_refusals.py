@@ -199,3 +199,6 @@ def test_memory_that_nobody_trains_twice_is_not_refused(device: str) -> None:
         model[6].bias.requires_grad_(False)
         model[5].bias.requires_grad_(False)
     refuse_shared_memory(model)
+    model[3].weight.data = flat[8:17].view(3, 3)  # one element of it is the other's, too
+    with pytest.raises(ValueError, match=r"'2\.weight' and '3\.weight' lie in the same memory"):
+        refuse_shared_memory(model)

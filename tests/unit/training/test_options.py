@@ -88,5 +88,6 @@ def test_a_scheduler_of_another_shape(files: dict[str, Path], scheduler: object)
 
 
 def test_sizes_that_follow_from_others_may_be_null(files: dict[str, Path]) -> None:
-    files["model"].write_text(json.dumps({"model_type": "llama", "head_dim": None, "num_key_value_heads": None}))
-    parse(files)
+    derived = {"head_dim": None, "num_key_value_heads": None}
+    files["model"].write_text(json.dumps({"model_type": "llama"} | derived))
+    assert parse(files).model == {"model_type": "llama"} | derived
