@@ -48,7 +48,8 @@ def build(
 
     Raises:
         ValueError: a mistake in the config or the data; the same on every rank.
-        RuntimeError, OSError: preparing failed on rank 0, or a rank does not see the cache. Raised on every rank.
+        RuntimeError, OSError: preparing failed on rank 0, or a rank does not see the cache, or it is damaged
+            (PreparedDataError). Raised on every rank.
     """
     if communicator is None:
         communicator = OneRank() if world_size == 1 else _default_group(world_size)

@@ -2,7 +2,7 @@
 
 The stream does not depend on the sequence length, so that changing it costs nothing. A prepared folder:
 `tokenizer/`, `train.bin`, `validation.bin` (little-endian token ids, end-of-document after each document),
-`meta.json`, written last.
+`meta.json`, written last, with the sizes of the streams and the hashes of the tokenizer's files.
 """
 
 from __future__ import annotations
@@ -86,6 +86,10 @@ def _batches(documents: Iterable[str]) -> Iterator[list[str]]:
         yield batch
 
 
+class PreparedDataError(RuntimeError):
+    """A prepared folder is damaged, or not there; the message names it and says what to do."""
+
+
 @dataclass(frozen=True)
 class PreparedData:
     """A prepared folder: where its tokens are and how many.
@@ -108,31 +112,36 @@ class PreparedData:
             "identity": self.identity,
             "vocab_size": self.vocab_size,
             "counts": {split: asdict(count) for split, count in self.counts.items()},
+            "tokenizer": self._tokenizer_hashes(),
         }
         (self.folder / "meta.json").write_text(json.dumps(content, indent=2), encoding="utf-8")
 
     @classmethod
     def load(cls, folder: Path, *, wait_seconds: float = 10.0) -> PreparedData:
-        """Open a prepared folder and check its files' sizes.
+        """Open a prepared folder and check the sizes of its streams and the hashes of its tokenizer's files.
 
         Args:
             wait_seconds: network file systems may show a new folder to other nodes a little later.
 
         Raises:
-            RuntimeError: it is not there (not a shared file system?) or damaged.
+            PreparedDataError: it is not there (not a shared file system?) or damaged.
         """
         give_up = time.monotonic() + wait_seconds
         while not (folder / "meta.json").is_file():
             if time.monotonic() > give_up:
-                raise RuntimeError(
+                raise PreparedDataError(
                     f"the prepared data {folder} is not visible here: cache_dir must be on a file system that all "
                     "ranks see, or be prepared on each node with `sdp data <data.json>`"
                 )
             time.sleep(0.1)
-        content = json.loads(regular(folder / "meta.json").read_text(encoding="utf-8"))
-        counts: dict[str, SplitCount] = {split: SplitCount(**content["counts"][split]) for split in _SPLITS}
-        prepared = cls(folder, content["identity"], content["vocab_size"], counts)
-        prepared._check_sizes()
+        try:
+            content = json.loads(regular(folder / "meta.json").read_text(encoding="utf-8"))
+            counts: dict[str, SplitCount] = {split: SplitCount(**content["counts"][split]) for split in _SPLITS}
+            prepared = cls(folder, content["identity"], content["vocab_size"], counts)
+            prepared._check_sizes()
+            prepared._check_tokenizer(content.get("tokenizer"))
+        except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as problem:
+            raise PreparedDataError(f"{folder / 'meta.json'} cannot be read ({problem!r}): delete {folder}") from None
         return prepared
 
     def _check_sizes(self) -> None:
@@ -141,7 +150,20 @@ class PreparedData:
             path, expected = self.folder / f"{split}.bin", self.counts[split].tokens * itemsize
             size = path.stat().st_size if path.is_file() else None
             if size != expected:
-                raise RuntimeError(f"{path} is damaged ({size} bytes, expected {expected}): delete {self.folder}")
+                raise PreparedDataError(f"{path} is damaged ({size} bytes, expected {expected}): delete {self.folder}")
+
+    def _tokenizer_hashes(self) -> dict[str, str]:
+        """SHA-256 of each of its files by name."""
+        files = sorted(path for path in (self.folder / "tokenizer").glob("*") if path.is_file())
+        return {path.name: hashlib.sha256(regular(path).read_bytes()).hexdigest() for path in files}
+
+    def _check_tokenizer(self, hashes: dict[str, str] | None) -> None:
+        """None: it was written before there were hashes."""
+        found = self._tokenizer_hashes()
+        for name, digest in (hashes or {}).items():
+            if found.get(name) != digest:
+                path = self.folder / "tokenizer" / name
+                raise PreparedDataError(f"{path} is missing, or not as it was written: delete {self.folder}")
 
     def blocks(self, split: SplitName, sequence_length: int) -> npt.NDArray[np.unsignedinteger[Any]]:
         """[N, T] token ids as a read-only memory map; the last incomplete block is left out (fewer than T tokens)."""

@@ -17,7 +17,7 @@ from sdp_deepspeed.atomic_files import complete_or_absent, remove_abandoned
 from sdp_deepspeed.data import tokenizer as tokenizers
 from sdp_deepspeed.data.config import DEFAULT_VOCAB_SIZE, DataConfig
 from sdp_deepspeed.data.corpus import Corpus, open_corpus
-from sdp_deepspeed.data.packing import PreparedData, SplitCount, is_held_out, pack
+from sdp_deepspeed.data.packing import PreparedData, PreparedDataError, SplitCount, is_held_out, pack
 
 log = logging.getLogger(__name__)
 
@@ -35,7 +35,7 @@ def prepare(config: DataConfig) -> Path:
         ValueError: a mistake in the config or the data, or no permission to write to `cache_dir`.
         ConnectionError: the hub cannot be reached.
         OSError: the cache's disk is full or fails; names it.
-        RuntimeError: the folder in the cache is damaged.
+        PreparedDataError: the folder in the cache is damaged.
     """
     corpus = open_corpus(config)
     given = None if config.tokenizer is None else tokenizers.load_tokenizer(config.tokenizer)
@@ -51,7 +51,7 @@ def prepare(config: DataConfig) -> Path:
         prepared = _write(config, corpus, given, identity=identity, folder=staging)
         log.info("prepared in %.1f s: %s", time.monotonic() - started, prepared)
     if not (folder / "meta.json").is_file():
-        raise RuntimeError(f"{folder} was there already without its meta.json, so it is damaged: delete it")
+        raise PreparedDataError(f"{folder} was there already without its meta.json, so it is damaged: delete it")
     return folder
 
 

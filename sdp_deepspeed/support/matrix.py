@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from sdp_deepspeed.atomic_files import regular
+from sdp_deepspeed.atomic_files import regular, write_text
 from sdp_deepspeed.support.combinations import AXES, count_combinations
 from sdp_deepspeed.support.table import TABLE
 
@@ -47,7 +47,7 @@ def write_matrix(path: Path) -> None:
     if len(parts) != 2:
         raise ValueError(f"{path} needs a line {BEGIN} and a line {END} once, to write the matrix between them")
     before, after = parts
-    path.write_text(f"{before}{markdown()}\n{after}", encoding="utf-8")
+    write_text(path, f"{before}{markdown()}\n{after}")
 
 
 def _word(value: Any) -> str:

@@ -15,7 +15,7 @@ from deepspeed.runtime.config import DeepSpeedConfigError
 from transformers.utils.logging import disable_progress_bar
 
 import sdp_deepspeed  # noqa: F401  its import is what makes deepspeed.initialize() read our block
-from sdp_deepspeed.data import DataBundle, DataConfig, build
+from sdp_deepspeed.data import DataBundle, DataConfig, PreparedDataError, build
 from sdp_deepspeed.distributed.agreement import run_on_rank_0
 from sdp_deepspeed.distributed.communicator import Communicator
 from sdp_deepspeed.training import engines
@@ -37,7 +37,9 @@ def run_session(options: Options, folder: RunFolder, config: dict[str, Any]) -> 
     _silence_hosts()
     try:
         # DeepSpeed tells some mistakes in its JSON by assertion.
-        with exit_on_user_error(DeepSpeedConfigError, AssertionError, NotImplementedError, RunFolderError):
+        with exit_on_user_error(
+            DeepSpeedConfigError, AssertionError, NotImplementedError, PreparedDataError, RunFolderError
+        ):
             run = _set_up(options, folder)
             run_on_rank_0(run.world, lambda: _record_settings(run, config))
         with (

@@ -21,6 +21,7 @@ from transformers import AutoModelForCausalLM
 
 from sdp_deepspeed.config import KEY
 from sdp_deepspeed.data import DataConfig, build
+from sdp_deepspeed.data.prepare import prepare
 from tests.helpers.repository import ROOT
 
 NUM_RANKS = 2
@@ -159,7 +160,7 @@ def run_and_interrupt(folder: Path, run: str, how: str, *extra: str) -> int:
         assert not alive, running.explain()
         assert "the same command resumes" in running.log.read_text(), running.explain()
     last = max(train_records(folder, run))
-    tag = (folder / run / "checkpoints" / "latest").read_text()
+    tag = (folder / run / "checkpoints" / "latest").read_text().strip()
     assert tag == f"step_{last:08d}", "the last step is the one that was saved"
     assert not (folder / run / "report.json").exists()
     return last
@@ -255,6 +256,21 @@ def test_a_mistake_in_the_block_is_told_once_without_a_traceback(folder: Path) -
     assert f"{KEY}.coverag" in errors[0]
     assert "Traceback" not in output
     assert not (folder / "wrong" / "config.json").exists()
+
+
+def test_damaged_data_are_told_once_without_a_traceback(folder: Path) -> None:
+    data = json.loads((folder / "data.json").read_text()) | {"cache_dir": str(folder / "damaged_cache")}
+    (folder / "damaged.json").write_text(json.dumps(data))
+    prepared = prepare(DataConfig.from_dict(data))
+    (prepared / "meta.json").write_text('{"identity": ')
+    with launched(folder, "damaged", "--steps", "3", "--data", str(folder / "damaged.json")) as running:
+        assert running.wait() == 2, running.explain()
+        output = running.log.read_text()
+    errors = [line for line in output.splitlines() if line.startswith("error")]
+    assert len(errors) == 1, running.explain()
+    assert f"{prepared / 'meta.json'} cannot be read" in errors[0]
+    assert f"delete {prepared}" in errors[0]
+    assert "Traceback" not in output
 
 
 def test_a_folder_that_cannot_be_made_is_one_error_on_all_ranks(folder: Path) -> None:

@@ -115,7 +115,7 @@ def publish(folder: Path, tag: str, manifest: Mapping[str, Any], *, latest: bool
     shutil.rmtree(replaced, ignore_errors=True)
     if latest:
         with translated_write_errors(folder / LATEST):
-            write_text(folder / LATEST, tag)
+            write_text(folder / LATEST, f"{tag}\n")
 
 
 def find_checkpoint(path: Path, tag: str | None = None) -> Path:
@@ -147,16 +147,27 @@ def broken_latest(path: Path, tag: str | None) -> str | None:
 
 def candidates(folder: Path) -> tuple[list[str], str | None]:
     """Tags to try in turn when none is asked for, the one that `latest` names first, then from the newest; and a remark
-    if `latest` names none that is there."""
+    if `latest` names none that is there.
+
+    Raises:
+        ValueError: `latest` may be cut short, so that it names another one.
+    """
     newest = complete_tags(folder)[::-1]
     pointer = folder / LATEST
     try:
-        named = _named_by_latest(folder)
+        text = _text_of_latest(folder)
     except FileNotFoundError:
         return newest, f"{pointer} is missing" if newest or _is_begun(folder) else None
     except (OSError, ValueError) as problem:
         return newest, f"{pointer} cannot be read: {problem}"
+    named = text.strip()
     if named in newest:
+        longer = [tag for tag in newest if tag.startswith(text) and tag != text]
+        if longer:
+            raise ValueError(
+                f"checkpoint: {pointer} says {text!r} without an end of the line, and there is {longer[0]!r}: it may "
+                "be cut short. Give the tag, or write its name and an end of the line into that file"
+            )
         return [named, *(tag for tag in newest if tag != named)], None
     try:
         read_manifest(folder / named)
@@ -166,8 +177,8 @@ def candidates(folder: Path) -> tuple[list[str], str | None]:
     return newest, f"{pointer} names {named!r}: {reason}"
 
 
-def _named_by_latest(folder: Path) -> str:
-    return regular(folder / LATEST).read_text(encoding="utf-8").strip()
+def _text_of_latest(folder: Path) -> str:
+    return regular(folder / LATEST).read_text(encoding="utf-8")
 
 
 def _is_begun(folder: Path) -> bool:
@@ -197,7 +208,7 @@ def prune(folder: Path, tags: Sequence[str], *, keep: int) -> None:
     """
     named = None
     with suppress(OSError, ValueError):
-        named = _named_by_latest(folder)
+        named = _text_of_latest(folder).strip()
     _remove_hidden(folder, _REMOVED)
     for tag in tags[:-keep]:
         if tag != named:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from pathlib import Path
 
@@ -9,7 +10,7 @@ import pytest
 
 from sdp_deepspeed.data import DataConfig, build
 from sdp_deepspeed.data import tokenizer as tokenizers
-from sdp_deepspeed.data.packing import PreparedData, is_held_out, token_dtype
+from sdp_deepspeed.data.packing import PreparedData, PreparedDataError, is_held_out, token_dtype
 from sdp_deepspeed.data.prepare import prepare
 from tests.helpers.documents import NUM_DOCUMENTS, text
 
@@ -30,10 +31,42 @@ def test_streams_are_the_documents_with_ends_between(config: Callable[..., DataC
 def test_damaged_and_invisible_caches_are_told(config: Callable[..., DataConfig], tmp_path: Path) -> None:
     folder = prepare(config())
     (folder / "train.bin").write_bytes(b"short")
-    with pytest.raises(RuntimeError, match=r"train.bin is damaged \(5 bytes, expected \d+\): delete"):
+    with pytest.raises(PreparedDataError, match=r"train.bin is damaged \(5 bytes, expected \d+\): delete"):
         build(config(), micro_batch=1)
-    with pytest.raises(RuntimeError, match="must be on a file system that all ranks see"):
+    with pytest.raises(PreparedDataError, match="must be on a file system that all ranks see"):
         PreparedData.load(tmp_path / "elsewhere", wait_seconds=0)
+
+
+@pytest.mark.parametrize(
+    "content", [b"", b'{"identity": "x', b"[]", b"{}", b'{"counts": {"train": 1}}', b"[" * 100_000]
+)
+def test_a_manifest_that_is_none_is_told_with_what_to_do(config: Callable[..., DataConfig], content: bytes) -> None:
+    folder = prepare(config())
+    (folder / "meta.json").write_bytes(content)
+    with pytest.raises(PreparedDataError, match=rf"{folder}/meta.json cannot be read \(.*\): delete {folder}"):
+        PreparedData.load(folder)
+
+
+@pytest.mark.parametrize("content", [b"{}", None])
+def test_another_tokenizer_than_was_written_is_refused(
+    config: Callable[..., DataConfig], content: bytes | None
+) -> None:
+    folder = prepare(config())
+    file = folder / "tokenizer" / "tokenizer_config.json"
+    file.unlink()
+    if content is not None:
+        file.write_bytes(content)
+    with pytest.raises(PreparedDataError, match=rf"{file} is missing, or not as it was written: delete {folder}"):
+        PreparedData.load(folder)
+
+
+def test_a_cache_of_before_there_were_hashes_is_used(config: Callable[..., DataConfig]) -> None:
+    folder = prepare(config())
+    file = folder / "meta.json"
+    file.write_text(
+        json.dumps({key: value for key, value in json.loads(file.read_text()).items() if key != "tokenizer"})
+    )
+    assert PreparedData.load(folder).tokenizer().eos_token_id is not None
 
 
 def test_ids_fit_what_is_stored() -> None:

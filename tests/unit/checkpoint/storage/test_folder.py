@@ -92,6 +92,21 @@ def test_what_latest_names_is_not_pruned(tmp_path: Path) -> None:
     assert sorted(path.name for path in tmp_path.iterdir()) == ["first", "latest", "third"]
 
 
+def test_latest_that_may_be_cut_short_is_refused(tmp_path: Path) -> None:
+    """Where its text begins another name; a line that ends is taken at its word, as is one that begins no other."""
+    for saved_at, tag in enumerate(("step_1", "step_10")):
+        files.open_staging(tmp_path, tag)
+        files.publish(tmp_path, tag, {"format": FORMAT, "global_steps": 0, "saved_at": saved_at}, latest=True)
+    pointer = tmp_path / "latest"
+    assert pointer.read_text() == "step_10\n"
+    for text, newest in (("step_10", "step_10"), ("step_1\n", "step_1"), ("step_10\n", "step_10"), ("step", "step_10")):
+        pointer.write_text(text)
+        assert files.candidates(tmp_path)[0][0] == newest
+    pointer.write_text("step_1")
+    with pytest.raises(ValueError, match=rf"{pointer} says 'step_1' without an end .* 'step_10': it may be cut short"):
+        files.candidates(tmp_path)
+
+
 def test_half_removed_ones_go_with_the_next(tmp_path: Path) -> None:
     """Folders of stock engines too, which have no manifest; what another thread has removed is no error."""
     for name in ("step_1", "step_2", ".step_0.removed"):
