@@ -25,7 +25,9 @@ from sdp_deepspeed.messages import listed
 BEAT_SECONDS = 2.0  # between two looks of the thread
 NOTICE_SECONDS = 60.0  # of waiting, before it is told for whom; between two looks whether to tell it
 _LAST_BEAT_SECONDS = 1.0  # that the thread's end may take
-SLICE = timedelta(seconds=20)  # of waiting, before this rank looks whether anybody is left to wait for
+# Of waiting, before this rank looks whether anybody is left to wait for: one that has failed does not close its
+# connections while a save in its background waits for others.
+SLICE = timedelta(seconds=5)
 # Of waiting, before a rank counts as one that will not go on by itself: a bucket on a slow network takes its time.
 SETTLED_SECONDS = 240.0
 _ADVICE = "All ranks must call backward and step equally often; where one failed, its own error says why"
