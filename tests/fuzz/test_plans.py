@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import json
 from functools import cache
-from pathlib import Path
 from typing import Any
 
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -44,15 +41,3 @@ def test_content(content: Any) -> None:
     plan = Plan.from_json(content)
     assert Plan.from_json(plan.to_json()) == plan
     assert plan.table()
-
-
-@pytest.mark.parametrize("strategy", ["block", "neuron"])
-def test_cut_anywhere(strategy: str, tmp_path: Path) -> None:
-    """A file that ends too early is never a plan."""
-    file, text = tmp_path / "plan.json", json.dumps(plan_of(strategy).to_json())
-    for length in range(0, len(text), 7):
-        file.write_text(text[:length])
-        with pytest.raises(ValueError, match=str(file)):
-            Plan.load(file)
-    file.write_text(text)
-    assert Plan.load(file) == plan_of(strategy)
