@@ -18,21 +18,14 @@ from tests.helpers.written_files import WRITTEN_FILES, WrittenFile
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")  # which is what these tests want
 REFUSED = object()
+ALL_WRITTEN = tempfile.TemporaryDirectory(prefix="sdp-fuzz-")  # removed at exit
 
 
 @cache
 def written(write: Callable[[Path], object]) -> Path:
-    folder = Path(tempfile.mkdtemp(prefix="sdp-fuzz-"))
+    folder = Path(tempfile.mkdtemp(dir=ALL_WRITTEN.name))
     write(folder)
     return folder
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _tidy() -> Iterator[None]:
-    yield
-    for write in {file.write for file in WRITTEN_FILES}:
-        shutil.rmtree(written(write))
-    written.cache_clear()
 
 
 @contextmanager
