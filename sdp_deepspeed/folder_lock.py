@@ -172,17 +172,20 @@ def _naming_user_of(path: Path, what: str) -> Iterator[None]:
         yield
     except PermissionError:
         raise ValueError(
-            f"{path} is a lock of the user {_user_of(path)}, and cannot be {what} here: have them remove it if no job "
+            f"{path} is a lock of {_user_of(path)}, and cannot be {what} here: have them remove it if no job "
             "of theirs writes to the folder, or take another folder"
         ) from None
 
 
 def _user_of(path: Path) -> str:
-    user = path.stat().st_uid
     try:
-        return pwd.getpwuid(user).pw_name
+        user = path.stat().st_uid
+    except OSError:  # gone meanwhile
+        return "somebody else"
+    try:
+        return f"the user {pwd.getpwuid(user).pw_name}"
     except KeyError:  # a machine, or container, that does not know them
-        return str(user)
+        return f"the user {user}"
 
 
 def _flock_patiently(path: Path, handle: int) -> bool:

@@ -7,6 +7,7 @@ whose forward was replaced, may compute something else: it would train another f
 from __future__ import annotations
 
 import inspect
+import sys
 from collections.abc import Mapping
 from typing import Any
 
@@ -51,7 +52,7 @@ def check_own_forward(name: str, layer: nn.Module, described: type, code: Mappin
         )
     for method, function in own_code.items():
         own = vars(layer).get(method)
-        if own is not None and unwrapped(own) is not unwrapped(function):
+        if own is not None and _unwrapped(own) is not _unwrapped(function):
             raise ValueError(
                 f"{name!r}: this {layer_class.__name__} has a method {method!r} of its own, so the description of its "
                 "class may not be true of it. If it calls the one of the class, make it with functools.wraps, or set "
@@ -81,8 +82,14 @@ def _origin(function: Any) -> str:
     return str(getattr(function, "__globals__", {}).get("__name__", "")).partition(".")[0]
 
 
+def is_of_hosts(module_class: type) -> bool:
+    """Whether a class, its bases and its forward are code of the hosts alone."""
+    packages = {base.__module__.partition(".")[0] for base in module_class.__mro__}
+    return packages | {_origin(_method(module_class, "forward"))} <= _HOSTS | sys.stdlib_module_names
+
+
 def _bare(code: Mapping[str, Any]) -> dict[str, Any]:
-    return {name: unwrapped(function) for name, function in code.items()}
+    return {name: _unwrapped(function) for name, function in code.items()}
 
 
 def _is_method(value: Any) -> bool:
@@ -92,12 +99,12 @@ def _is_method(value: Any) -> bool:
 def _is_in_its_source(layer_class: type) -> bool:
     """Whether the forward of a class is the one in its source, by the names that Python gave both."""
     definer = next(base for base in layer_class.__mro__ if "forward" in vars(base))
-    function = unwrapped(vars(definer)["forward"])
+    function = _unwrapped(vars(definer)["forward"])
     names = getattr(function, "__module__", None), getattr(function, "__qualname__", None)
     return names == (definer.__module__, f"{definer.__qualname__}.forward")
 
 
-def unwrapped(function: Any) -> Any:
+def _unwrapped(function: Any) -> Any:
     """What `functools.wraps`, `torch.compile` and binding to a module have wrapped."""
     inner = function
     while inner is not None:

@@ -140,7 +140,9 @@ class PreparedData:
             prepared = cls(folder, content["identity"], content["vocab_size"], counts)
             prepared._check_sizes()
             prepared._check_tokenizer(content.get("tokenizer"))
-        except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as problem:
+        except OSError as problem:
+            raise PreparedDataError(f"the prepared data {folder} cannot be read: {problem}") from None
+        except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as problem:
             raise PreparedDataError(f"{folder / 'meta.json'} cannot be read ({problem!r}): delete {folder}") from None
         return prepared
 
@@ -159,9 +161,11 @@ class PreparedData:
 
     def _check_tokenizer(self, hashes: dict[str, str] | None) -> None:
         """None: it was written before there were hashes."""
+        if hashes is None:
+            return
         found = self._tokenizer_hashes()
-        for name, digest in (hashes or {}).items():
-            if found.get(name) != digest:
+        for name in sorted(found.keys() | hashes.keys()):
+            if found.get(name) != hashes.get(name):
                 path = self.folder / "tokenizer" / name
                 raise PreparedDataError(f"{path} is missing, or not as it was written: delete {self.folder}")
 

@@ -7,6 +7,7 @@ others published. No time of one rank is compared with another's: their clocks m
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import threading
@@ -30,7 +31,10 @@ _LAST_BEAT_SECONDS = 1.0  # that the thread's end may take
 SLICE = timedelta(seconds=5)
 # Of waiting, before a rank counts as one that will not go on by itself: a bucket on a slow network takes its time.
 SETTLED_SECONDS = 240.0
-_ADVICE = "All ranks must call backward and step equally often; where one failed, its own error says why"
+_ADVICE = (
+    "All ranks must call backward and step equally often; where one failed, its own error says why. What a killed rank "
+    f"did in its last {BEAT_SECONDS:.0f} seconds is not known"
+)
 
 
 @dataclass(frozen=True)
@@ -223,7 +227,11 @@ class LastActs:
         return alive and len(waited) == len(self._ranks) and len({act.collective for act in waited}) > 1
 
     def _explanation(self, own: Act, others: Acts) -> str:
-        elsewhere = {rank: act for rank, act in others.items() if act is None or not act.waits or act.call != own.call}
+        elsewhere = {
+            rank: act
+            for rank, act in others.items()
+            if act is None or not act.waits or act.collective != own.collective
+        }
         positions = (f"rank {rank}, {_words(act)}" for rank, act in (elsewhere or others).items())
         return f"rank {self._rank} waited ({own.what}) for {listed(positions, separator='; ')}. {_ADVICE}"
 
@@ -283,3 +291,7 @@ def _beat(reference: weakref.ref[LastActs], stop: threading.Event) -> None:
         except Exception:  # the store is gone, so there is nobody left to tell
             return
         del acts
+    acts = reference()
+    if acts is not None:  # the process ends: what it did last is what others may ask for
+        with contextlib.suppress(Exception):
+            acts.publish()

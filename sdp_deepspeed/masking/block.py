@@ -39,7 +39,7 @@ class _LackingModule(Mixin):
         if self._sdp_part.dense:
             return super().forward(*args, **kwargs)
         if not self._sdp_num_outputs:
-            return next(iter((*args, *kwargs.values())))
+            return self._sdp_nothing.handed_on(next(iter((*args, *kwargs.values()))))
         nothing = 0 if torch.compiler.is_compiling() else self._sdp_nothing  # a compiler only knows how to add numbers
         return nothing if self._sdp_num_outputs == 1 else (nothing, *[None] * (self._sdp_num_outputs - 1))
 

@@ -12,7 +12,7 @@ from sdp_deepspeed.architectures import LocatedBranch, branches_of_units, constr
 from sdp_deepspeed.layout.rank_model import RankModel
 from sdp_deepspeed.masking.block import BlockPart, output_names
 from sdp_deepspeed.masking.compiled import check_forward, replaced_modules
-from sdp_deepspeed.masking.in_place import changes_in_place
+from sdp_deepspeed.masking.in_place import may_write_in_place
 from sdp_deepspeed.masking.mixins import CUT
 from sdp_deepspeed.masking.neuron import NeuronPart
 from sdp_deepspeed.masking.part import MaskedPart
@@ -97,7 +97,8 @@ class Mask:
     ) -> Iterator[MaskedPart]:
         """In the order in which the model runs them; each is applied before the next is made."""
         first = {members[0].name: index for index, members in blocks.items()}
-        copies = self.model.plan.regime == "forward" and bool(blocks) and changes_in_place(self._module, self._branches)
+        skips = self.model.plan.regime == "forward" and bool(blocks)
+        copies = skips and may_write_in_place(self._module, self._branches)
         for branch in self._branches:
             if branch.name in neurons:
                 yield NeuronPart(self._module, self.model, branch, neurons[branch.name], scale=self._scale)

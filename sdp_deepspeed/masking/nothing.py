@@ -31,10 +31,11 @@ class Nothing:
         self._branch = branch
         self._copies = copies
 
-    def __add__(self, other: Any) -> Any:
-        return other.clone() if self._copies and isinstance(other, torch.Tensor) else other
+    def handed_on(self, value: Any) -> Any:
+        """What a lacking branch gives back of its input."""
+        return value.clone() if self._copies and isinstance(value, torch.Tensor) else value
 
-    __radd__ = __add__
+    __add__ = __radd__ = handed_on
 
     def __repr__(self) -> str:
         return f"<nothing: this rank lacks {self._branch}>"

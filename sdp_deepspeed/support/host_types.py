@@ -97,9 +97,11 @@ def refuse_wrong_types(ds_config: Mapping[str, Any]) -> None:
         if value is not _ABSENT and not is_right(value):
             hint = '; nobody fills in "auto" here' if value == "auto" else ""
             lines.append(f"{path}: got {value!r}, expected {expected}{hint}")
-    lines += [
-        f"{path}: got {value!r}, {why}" for path, value in _leaves(ds_config, "") if (why := _mistaken(path, value))
-    ]
+    try:
+        leaves = list(_leaves(ds_config, ""))
+    except RecursionError:
+        raise ValueError("DeepSpeed config: nested too deeply, or a value contains itself") from None
+    lines += [f"{path}: got {value!r}, {why}" for path, value in leaves if (why := _mistaken(path, value))]
     strange = [key for key in ds_config if not isinstance(key, str)]
     lines += [f"{key!r}: a key of the config must be text" for key in strange]
     if len(lines) == 1:

@@ -6,6 +6,7 @@ follows. Knows files only: neither torch nor ranks; one rank calls what writes.
 
 from __future__ import annotations
 
+import glob
 import os
 import shutil
 from collections.abc import Iterator, Mapping, Sequence
@@ -162,7 +163,9 @@ def candidates(folder: Path) -> tuple[list[str], str | None]:
         return newest, f"{pointer} cannot be read: {problem}"
     named = text.strip()
     if named in newest:
-        longer = [tag for tag in newest if tag.startswith(text) and tag != text]
+        longer = sorted(
+            path.name for path in folder.glob(f"{glob.escape(text)}?*") if path.is_dir()
+        )  # damaged ones too
         if longer:
             raise ValueError(
                 f"checkpoint: {pointer} says {text!r} without an end of the line, and there is {longer[0]!r}: it may "

@@ -60,6 +60,15 @@ def test_another_tokenizer_than_was_written_is_refused(
         PreparedData.load(folder)
 
 
+def test_a_file_that_came_to_the_tokenizer_is_refused(config: Callable[..., DataConfig]) -> None:
+    """Tokens that it adds would change the vocabulary."""
+    folder = prepare(config())
+    file = folder / "tokenizer" / "added_tokens.json"
+    file.write_text("{}")
+    with pytest.raises(PreparedDataError, match=rf"{file} is missing, or not as it was written"):
+        PreparedData.load(folder)
+
+
 def test_a_cache_of_before_there_were_hashes_is_used(config: Callable[..., DataConfig]) -> None:
     folder = prepare(config())
     file = folder / "meta.json"

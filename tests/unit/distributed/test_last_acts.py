@@ -16,6 +16,7 @@ import torch.distributed as dist
 
 from sdp_deepspeed.distributed import last_acts
 from sdp_deepspeed.distributed.last_acts import LastActs, make_last_acts
+from tests.helpers.ranks_acts import of_ranks, threads, waiting
 
 BROKEN = "Connection closed by peer"
 
@@ -53,22 +54,6 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(last_acts, "SETTLED_SECONDS", 0.0)
 
 
-def of_ranks(size: int, said: list[str] | None = None) -> list[LastActs]:
-    store: Any = dist.HashStore()
-    warn = ([] if said is None else said).append
-    return [LastActs(store, rank=rank, ranks=range(size), warn=warn) for rank in range(size)]
-
-
-def waiting(acts: LastActs, call: int, *, since: float | None = None) -> Any:
-    """As if this rank had waited for a collective for a second, and it were time for a warning."""
-    since = time.monotonic() - 1 if since is None else since
-    return mock.patch.object(acts, "_waiting", last_acts._Waiting(call, since, next_look=since))
-
-
-def threads() -> set[threading.Thread]:
-    return {thread for thread in threading.enumerate() if thread.name == "last-acts"}
-
-
 def test_the_thread_has_ended_when_its_owner_is_gone(monkeypatch: pytest.MonkeyPatch) -> None:
     """At a process's exit too: it must not be in the store then."""
     monkeypatch.setattr(last_acts, "BEAT_SECONDS", 60.0)  # it looks at nothing meanwhile
@@ -88,6 +73,7 @@ def test_a_collective_that_breaks_says_what_the_others_did(in_slices: bool) -> N
     zero.note("began its step")
     with pytest.raises(ArithmeticError), one.doing("its step"):
         raise ArithmeticError("on purpose")
+    two.note("began its step")
     with waiting(two, 7):  # as zero
         two.publish()
     words = r"Connection closed by peer\nrank 0 waited \(began its step\) for rank 1, which began its step: "

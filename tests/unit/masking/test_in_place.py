@@ -11,7 +11,7 @@ from torch import nn
 
 from sdp_deepspeed import architectures
 from sdp_deepspeed.architectures import Branch, locate_branches, registry, units_of_branches
-from sdp_deepspeed.masking.in_place import changes_in_place
+from sdp_deepspeed.masking.in_place import may_write_in_place
 from sdp_deepspeed.plan.plan import Plan
 from tests.helpers.masked_modules import infos
 from tests.helpers.models import SPECIMENS
@@ -51,6 +51,38 @@ class CallsAMethod(Layer):
         return next(torch.relu_(y) for y in (x,))
 
 
+class CallsAFunction(Layer):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = nn.functional.relu(x + self.body(self.norm(x)), inplace=True)
+        x = nn.functional.relu(x + self.body2(self.norm2(x)), inplace=True)
+        return nn.functional.relu(x + self.body3(self.norm3(x)), inplace=True)
+
+
+class SetsItems(Layer):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = x + self.body(self.norm(x))
+        x[:, 0] = 0
+        x = x + self.body2(self.norm2(x))
+        x[1:2] = 0
+        x = x + self.body3(self.norm3(x))
+        x[:, 1] = 1
+        return x
+
+
+class CallsSuper(Assigns):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x) + x
+
+
+class WritesToANorm(Layer):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for norm, body in ((self.norm, self.body), (self.norm2, self.body2), (self.norm3, self.body3)):
+            h = norm(x)
+            h *= 2
+            x = x + body(h)
+        return x
+
+
 class HasAModule(Layer):
     def __init__(self) -> None:
         super().__init__()
@@ -78,13 +110,19 @@ class ModelThatAssigns(Model):
         return h + x
 
 
+class ModelThatCallsAMethod(ModelThatAssigns):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x)
+
+
+LAYERS = (Layer, Assigns, CallsAMethod, CallsAFunction, SetsItems, CallsSuper, WritesToANorm, HasAModule)
 BRANCHES = tuple(Branch(f"part{n}", norm=f"norm{n}", body=f"body{n}") for n in ("", "2", "3"))
 
 
 @pytest.fixture(autouse=True)
 def described(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(registry, "_DESCRIPTIONS", dict(registry._DESCRIPTIONS))
-    for layer in (Layer, Assigns, CallsAMethod, HasAModule):
+    for layer in LAYERS:
         architectures.register(layer, *BRANCHES)
 
 
@@ -103,7 +141,8 @@ def masked(model: Any, held: int) -> Any:
 
 @pytest.mark.parametrize("held", range(3))
 @pytest.mark.parametrize(
-    ("model", "layer"), [(Model, Assigns), (Model, CallsAMethod), (Model, HasAModule), (ModelThatAssigns, Layer)]
+    ("model", "layer"),
+    [*((Model, layer) for layer in LAYERS[1:]), (ModelThatAssigns, Layer), (ModelThatCallsAMethod, Layer)],
 )
 def test_as_the_dense_model_with_branches_of_zeros(model: type[Model], layer: type[Layer], held: int) -> None:
     subnetwork, dense = masked(build(model, layer), held), build(model, layer)
@@ -123,24 +162,44 @@ def test_as_the_dense_model_with_branches_of_zeros(model: type[Model], layer: ty
         torch.testing.assert_close(here, there)
 
 
-def test_nothing_is_copied_where_nothing_is_written_to() -> None:
-    model, x, seen = masked(build(), 2), torch.randn(3, 4), []
-    model.layer.norm3.register_forward_pre_hook(lambda norm, args: seen.append(args[0]))
-    model(x)
-    assert seen[0] is x
+def test_hosts_code_copies_nothing() -> None:
+    """The sum of a Llama's hidden state and a lacking branch is that state."""
+    model: Any = SPECIMENS["llama"].build()
+    seen: list[torch.Tensor] = []
+    units = units_of_branches(locate_branches(model), granularity="sublayer", shared=())
+    holders = tuple((int(not unit.name.startswith("model.layers.0")),) for unit in units)
+    plan = Plan("forward", "block", 2, 1, 0, tuple(units), holders, (0, 1))
+    mask_of(model, locate_branches(model), infos(model), plan, 1)
+    for layer in model.model.layers[:2]:
+        layer.register_forward_pre_hook(lambda layer, args: seen.append(args[0]))
+    model(torch.tensor([[1, 2]]))
+    assert seen[0] is seen[1]
 
 
 @pytest.mark.parametrize("name", SPECIMENS)
-def test_known_families_write_to_no_sum(name: str) -> None:
+def test_known_families_are_hosts_code(name: str) -> None:
     model = SPECIMENS[name].build()
-    assert not changes_in_place(model, locate_branches(model))
+    assert not may_write_in_place(model, locate_branches(model))
 
 
-def test_what_runs_inside_a_branch_is_of_no_concern() -> None:
-    model = build()
+def test_what_counts_as_hosts_code() -> None:
+    model: Any = SPECIMENS["llama"].build()
     branches = locate_branches(model)
-    assert not changes_in_place(model, branches)
-    model.layer.body[1], model.head = Assigns(), nn.BatchNorm1d(4)
-    assert not changes_in_place(model, branches)
-    model.head = Assigns()
-    assert changes_in_place(model, branches)
+    inside: Any = model.get_submodule(branches[0].body)
+    inside.act_fn, inside.other = nn.ReLU(inplace=True), Layer()
+    assert not may_write_in_place(model, branches)
+    model.model.embed_tokens.__class__ = type("Own", (nn.Embedding,), {})
+    assert may_write_in_place(model, branches)
+    model.model.embed_tokens.__class__ = nn.Embedding
+    model.model.relu = nn.ReLU(inplace=True)
+    assert may_write_in_place(model, branches)
+    model.model.relu.inplace = False
+    assert not may_write_in_place(model, branches)
+    model.lm_head.forward = lambda x: x
+    assert may_write_in_place(model, branches)
+
+
+def test_a_replaced_forward_is_no_hosts_code(monkeypatch: pytest.MonkeyPatch) -> None:
+    model: Any = SPECIMENS["llama"].build()
+    monkeypatch.setattr(type(model.model.norm), "forward", lambda self, x: x)
+    assert may_write_in_place(model, locate_branches(model))

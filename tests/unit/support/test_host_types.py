@@ -79,3 +79,14 @@ def test_deepspeed_cannot_log_what_is_no_json() -> None:
 def test_deepspeed_itself_refuses_what_it_has_given_up(key: str, words: str) -> None:
     with pytest.raises(DeepSpeedConfigError, match=words):
         DeepSpeedConfig({"train_micro_batch_size_per_gpu": 2, key: "false"})
+
+
+def test_what_cannot_be_walked_through_is_one_line() -> None:
+    deep: dict[str, Any] = {}
+    for _ in range(100_000):
+        deep = {"deeper": deep}
+    endless: dict[str, Any] = {}
+    endless["itself"] = endless
+    for config in (deep, endless):
+        with pytest.raises(ValueError, match="DeepSpeed config: nested too deeply, or a value contains itself"):
+            refuse_wrong_types(config)
