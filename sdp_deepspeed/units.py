@@ -6,9 +6,10 @@ dense view and export never ask which strategy made a unit.
 
 from __future__ import annotations
 
+from bisect import bisect
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 Kind = Literal["parameter", "buffer"]
 
@@ -75,6 +76,15 @@ class UnitCost:
     flops: int
 
 
+class _Claim(NamedTuple):
+    """What a unit has of a tensor."""
+
+    start: int
+    stop: int
+    dim: int | None
+    unit: str
+
+
 def check_pieces(units: Iterable[Unit], shape_of: Callable[[Piece], tuple[int, ...] | None]) -> None:
     """Refuse units that do not fit the model or that overlap.
 
@@ -85,7 +95,7 @@ def check_pieces(units: Iterable[Unit], shape_of: Callable[[Piece], tuple[int, .
     Raises:
         ValueError: unknown tensor, slice out of range, or an element claimed by two units.
     """
-    claimed: dict[tuple[str, str], list[tuple[int | None, int, int, str]]] = {}
+    claimed: dict[tuple[str, str], list[_Claim]] = {}
     for unit in units:
         for piece in unit.pieces:
             shape = shape_of(piece)
@@ -105,13 +115,16 @@ def _check_range(unit_name: str, piece: Piece, shape: tuple[int, ...]) -> None:
         )
 
 
-def _check_overlap(unit_name: str, piece: Piece, claims: list[tuple[int | None, int, int, str]]) -> None:
-    for dim, start, stop, other in claims:
-        if piece.dim is None or dim is None or dim != piece.dim:
-            raise ValueError(
-                f"{piece.parameter!r} is claimed by {other!r} and {unit_name!r}: pieces of one tensor "
-                "must all cut the same dim, or one unit must hold it whole"
-            )
-        if piece.start < stop and start < piece.start + piece.length:
-            raise ValueError(f"{piece.parameter!r}: {other!r} and {unit_name!r} overlap along dim {dim}")
-    claims.append((piece.dim, piece.start, piece.start + piece.length, unit_name))
+def _check_overlap(unit_name: str, piece: Piece, claims: list[_Claim]) -> None:
+    """Refuse a piece that meets another of its tensor; `claims` are in order and do not meet, so neighbors decide."""
+    if claims and (piece.dim is None or claims[0].dim != piece.dim):
+        raise ValueError(
+            f"{piece.parameter!r} is claimed by {claims[0].unit!r} and {unit_name!r}: pieces of one tensor "
+            "must all cut the same dim, or one unit must hold it whole"
+        )
+    claim = _Claim(piece.start, piece.start + piece.length, piece.dim, unit_name)
+    place = bisect(claims, claim.start, key=lambda other: other.start)
+    for other in claims[max(0, place - 1) : place + 1]:
+        if claim.start < other.stop and other.start < claim.stop:
+            raise ValueError(f"{piece.parameter!r}: {other.unit!r} and {unit_name!r} overlap along dim {piece.dim}")
+    claims.insert(place, claim)

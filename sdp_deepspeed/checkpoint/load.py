@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
+
+from deepspeed.utils import log_dist
 
 from sdp_deepspeed.checkpoint.state import random_state
 from sdp_deepspeed.checkpoint.state.chunks import translated_dcp_errors
@@ -16,11 +19,12 @@ from sdp_deepspeed.checkpoint.storage import folder as files
 from sdp_deepspeed.checkpoint.storage import manifest as manifests
 from sdp_deepspeed.checkpoint.storage.chunk_files import SafetensorsReader
 from sdp_deepspeed.checkpoint.storage.errors import translating_os_errors
-from sdp_deepspeed.checkpoint.storage.names import COMMON, rank_file
+from sdp_deepspeed.checkpoint.storage.names import COMMON, PLAN, rank_file
 from sdp_deepspeed.checkpoint.storage.plain_pickles import read_plain
 from sdp_deepspeed.distributed.agreement import run_on_all_ranks, run_on_rank_0
 from sdp_deepspeed.distributed.communicator import Communicator
 from sdp_deepspeed.messages import MAX_LISTED, listed
+from sdp_deepspeed.plan.plan import Plan
 
 
 @dataclass(frozen=True)
@@ -122,7 +126,21 @@ def restore_progress(
 
 def _restore_own(trained: TrainedState, path: Path, common: Mapping[str, Any]) -> None:
     if common["same"] != layout_metadata(trained):
+        if trained.world.rank == 0 and (remark := _remark_on_plan(trained.plan, path)):
+            log_dist(remark, ranks=[0], level=logging.WARNING)
         return
     own = read_plain(path / rank_file(trained.world.rank))
     random_state.restore(own["random"])
     trained.rank_chunks().restore_buffers(own["buffers"])
+
+
+def _remark_on_plan(plan: Plan, path: Path) -> str | None:
+    """A warning if a config that may be the same makes another plan now, as after an update of this package."""
+    saved = Plan.load(path / PLAN)
+    if saved.hash == plan.hash or replace(saved, holders=plan.holders).hash != plan.hash:
+        return None
+    return (
+        f"checkpoint: {path} was written under another plan of the same units (hash {saved.hash[:12]}, now "
+        f"{plan.hash[:12]}). The dense model and its optimizer state go on, random numbers begin anew. To train on "
+        f'under its plan, copy {path / PLAN} and give the copy as "assignment"'
+    )

@@ -120,5 +120,6 @@ def apply_plan(start: ModelAtStart, block: SubnetworkConfig, groups: RankGroups)
     dense_view.install()
     for warning in warnings:
         log_dist(f"{KEY}: {warning}", ranks=[0], level=logging.WARNING)
-    log_dist(f"{KEY}\n{plan.table(costs)}", ranks=[0])
+    if groups.world.rank == 0:  # the others would make a table that nobody prints
+        log_dist(f"{KEY}\n{plan.table(costs)}", ranks=[0])
     return AppliedPlan(plan, mask.model, parallel, mask, dense_view)

@@ -12,6 +12,7 @@ import json
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -62,7 +63,7 @@ class Plan:
         """C = p / k."""
         return self.num_holders / self.num_subnetworks
 
-    @property
+    @cached_property
     def hash(self) -> str:
         """SHA-256 (hex) of what decides the training: units, holders, k, p, regime and strategy."""
         content = {key: value for key, value in _metadata(self).items() if key in _HASHED}
@@ -246,6 +247,9 @@ def _table(plan: Plan, costs: Sequence[UnitCost] | None) -> str:
 
 
 def _imbalance(plan: Plan, amounts: Sequence[int]) -> str:
-    loads = [sum(amounts[u] for u in plan.units_of(subnetwork)) for subnetwork in range(plan.num_subnetworks)]
+    loads = [0] * plan.num_subnetworks
+    for amount, holders in zip(amounts, plan.holders, strict=True):
+        for subnetwork in holders:
+            loads[subnetwork] += amount
     total = sum(loads)
     return f"{max(loads) * len(loads) / total:.4f}" if total else "1 (all zero)"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 
 from hypothesis import strategies as st
@@ -67,3 +68,9 @@ def widths(holders: Holders, branches: Branches, k: int) -> dict[str, list[int]]
         for subnetwork in subnetworks if name is not None else ():
             found[str(name)][subnetwork] += 1
     return found
+
+
+def check_even(holders: Holders, branches: Branches, k: int, p: int) -> None:
+    sizes = Counter(branches)
+    for name, found in widths(holders, branches, k).items():
+        assert set(found) <= {sizes[name] * p // k, -(-sizes[name] * p // k)}, name

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 import numpy as np
 from numpy.typing import NDArray
@@ -24,12 +25,23 @@ def incidence(holders: Sequence[Sequence[int]], num_subnetworks: int) -> Ints:
 
 def to_holders(table: Ints) -> Holders:
     """Inverse of `incidence`."""
-    return tuple(tuple(int(subnetwork) for subnetwork in np.flatnonzero(row)) for row in table)
+    subnetworks, ends = np.nonzero(table)[1].tolist(), np.cumsum(table.sum(axis=1)).tolist()
+    return tuple(tuple(subnetworks[start:end]) for start, end in pairwise([0, *ends]))
 
 
 def is_connected(table: Ints) -> bool:
-    """Whether the bipartite graph of subnetworks and units is one piece; a table without subnetworks is."""
-    return num_components(table) <= 1
+    """Whether the bipartite graph of subnetworks and units is one piece; a table without subnetworks is.
+
+    Every unit has a subnetwork, so it is enough to look at these: from one on, all that share a unit with one reached.
+    """
+    held = table.astype(np.float32)  # sums of zeros and ones stay above zero
+    shared = held.T @ held > 0
+    reached = np.arange(table.shape[1]) == 0
+    while True:
+        wider = reached | shared[reached].any(axis=0)
+        if (wider == reached).all():
+            return bool(reached.all())
+        reached = wider
 
 
 @dataclass(frozen=True)

@@ -11,13 +11,16 @@ from __future__ import annotations
 import random
 from collections import Counter
 from collections.abc import Sequence
+from math import comb
 
 import numpy as np
 from numpy.typing import NDArray
 
 from sdp_deepspeed.messages import quoted
+from sdp_deepspeed.plan.assignment.deal import deal
 from sdp_deepspeed.plan.assignment.graph import Holders, connect, incidence, to_holders
-from sdp_deepspeed.plan.assignment.problem import Branches, branch_codes
+from sdp_deepspeed.plan.assignment.problem import Branches, Problem, branch_codes
+from sdp_deepspeed.plan.assignment.rounds import SETS_PER_SUBNETWORK
 from sdp_deepspeed.plan.assignment.search import search
 from sdp_deepspeed.units import UnitCost
 
@@ -49,7 +52,8 @@ def balanced(
             units; None if all are block units.
 
     Returns:
-        For each unit its p subnetworks, ascending. The graph is connected whenever U (p-1) >= k-1.
+        For each unit its p subnetworks, ascending: at most 4k different sets. The graph is connected whenever
+        U (p-1) >= k-1.
 
     Raises:
         ValueError: U p < k, or m p < k for a branch: some subnetworks would have no unit, or none of that branch.
@@ -58,7 +62,10 @@ def balanced(
     _check_counts(len(costs), k, p, branches)
     if p == k:
         return (tuple(range(k)),) * len(costs)
-    table = search(costs, k, p, branches)
+    if min(len(costs), comb(k, p)) <= SETS_PER_SUBNETWORK * k:  # no table has more sets
+        table = search(costs, k, p, branches)
+    else:
+        table = deal(Problem.of(costs, k, p, branches))
     return to_holders(_renamed(table, costs, branch_codes(branches, len(costs)), seed))
 
 

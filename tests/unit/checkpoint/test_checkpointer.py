@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import threading
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,8 @@ from sdp_deepspeed.checkpoint.load import LoadOptions
 from sdp_deepspeed.checkpoint.storage import folder as files
 from sdp_deepspeed.checkpoint.storage.names import INDEX
 from sdp_deepspeed.folder_lock import LOCK
+from sdp_deepspeed.plan.plan import Plan
+from sdp_deepspeed.units import Piece, Unit
 from tests.helpers.dense_checkpoints import forge
 from tests.helpers.other_jobs import other_job
 from tests.helpers.trained_states import Trained, checkpointer_of, names_in, one_rank
@@ -54,6 +57,23 @@ def test_another_layout_and_precision(tmp_path: Path) -> None:
     checkpointer_of(other).load(tmp_path, "tag", ALL)
     for name, value in saved.module.state_dict().items():
         assert torch.equal(other.module.state_dict()[name], value.to(other.module.state_dict()[name].dtype)), name
+
+
+def test_another_plan_of_the_same_units_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As after an update that assigns otherwise; a config that was changed needs no such words."""
+    units = (Unit("a", (Piece("a"),)), Unit("b", (Piece("b"),)))
+    first = Plan("forward", "block", 2, 1, 0, units, ((0,), (1,)), (0, 1))
+    others = [first, replace(first, holders=((1,), (0,))), replace(first, regime="backward")]
+    told: list[str] = []
+    monkeypatch.setattr("sdp_deepspeed.checkpoint.load.log_dist", lambda text, **_: told.append(text))
+    monkeypatch.setattr(Trained, "plan", first)
+    checkpointer_of(trained()).save(tmp_path, "tag", {})
+    for plan in others:
+        monkeypatch.setattr(Trained, "plan", plan)
+        checkpointer_of(trained(1)).load(tmp_path, "tag", ALL)
+    (text,) = told
+    assert f"under another plan of the same units (hash {first.hash[:12]}, now {others[1].hash[:12]})" in text
+    assert f'copy {tmp_path / "tag" / "plan.json"} and give the copy as "assignment"' in text
 
 
 def test_what_is_left_out(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""plan.json that is damaged: every message names the place."""
+"""plan.json that is damaged: every message names the place. And one of an earlier version."""
 
 from __future__ import annotations
 
@@ -9,8 +9,13 @@ from typing import Any
 
 import pytest
 
+from sdp_deepspeed.plan.assignment.graph import to_holders
+from sdp_deepspeed.plan.assignment.search import search
+from sdp_deepspeed.plan.counts import resolve
 from sdp_deepspeed.plan.plan import Plan
+from sdp_deepspeed.plan.planner import make_plan
 from sdp_deepspeed.units import Piece, Unit
+from tests.unit.plan.test_plan import COST, block, units
 
 
 def example_json() -> dict[str, Any]:
@@ -113,3 +118,14 @@ def test_json_that_python_does_not_read(tmp_path: Path, text: str) -> None:
     path.write_text(text)
     with pytest.raises(ValueError, match=r"plan\.json' is not JSON"):
         Plan.load(path)
+
+
+def test_plans_with_more_holder_sets_still_load(tmp_path: Path) -> None:
+    """As "balanced" made them before it was held to 4k sets; the hash is of that version."""
+    holders = to_holders(search([COST] * 64, 8, 4))
+    assert len(set(holders)) > 32
+    plan = Plan("forward", "block", 8, 4, 0, units(64), holders, tuple(range(8)))
+    assert plan.hash == "5195159a28167974fd8e00cce0e6c766181c42fb25df11c5ac64738fdebfc03e"
+    plan.save(tmp_path / "plan.json")
+    config = block(assignment=str(tmp_path / "plan.json"))
+    assert make_plan(units(64), [COST] * 64, resolve(config, 8), config, 8) == plan

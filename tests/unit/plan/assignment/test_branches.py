@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import itertools
 import time
-from collections import Counter
 
 import pytest
 from hypothesis import given
@@ -18,6 +17,7 @@ from tests.helpers.assignment_tables import (
     MLP,
     MOST_SUBNETWORKS,
     Branches,
+    check_even,
     check_table,
     equal_units,
     gap,
@@ -42,12 +42,6 @@ def branched(draw: st.DrawFn, *, equal: bool = False) -> tuple[list[UnitCost], B
     kinds = draw(st.lists(st.tuples(*[st.integers(0, 1000)] * 3), min_size=1, max_size=4))
     drawn = draw(st.lists(st.sampled_from(kinds), min_size=len(branches), max_size=len(branches)))
     return [UnitCost(*kind) for kind in drawn], branches, k, p
-
-
-def check_even(holders: assignment.Holders, branches: Branches, k: int, p: int) -> None:
-    sizes = Counter(branches)
-    for name, found in widths(holders, branches, k).items():
-        assert set(found) <= {sizes[name] * p // k, -(-sizes[name] * p // k)}, name
 
 
 @examples(30)
