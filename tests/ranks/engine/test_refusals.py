@@ -18,6 +18,7 @@ from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 from sdp_deepspeed import architectures
 from sdp_deepspeed.architectures import registry
 from sdp_deepspeed.engine.consistency import check_holders_agree
+from sdp_deepspeed.plan.plan import Plan
 from tests.helpers.models import config, family, llama
 from tests.helpers.ranks import Rank
 from tests.helpers.training import assert_identical, dense_state, engine_of, gathered, refusal, train
@@ -145,6 +146,13 @@ def leave_one_without_heads(content: dict[str, Any]) -> None:
             unit["holders"] = [0]
 
 
+def only_one_rank_makes_the_table(rank: Rank) -> None:
+    """It takes as long as the plan where there are many units."""
+    with mock.patch.object(Plan, "table", return_value="") as table:
+        engine_of(config(holders=1))
+    assert table.call_count == (rank.rank == 0)
+
+
 def a_plan_that_one_rank_lacks(rank: Rank) -> None:
     path = written_plan(rank, "mine")
     own = path if rank.rank == 0 else str(rank.folder / "lost.json")
@@ -269,6 +277,7 @@ def _cases(size: int, options: pytest.Config) -> Iterator[tuple[str, Any]]:
         too_few_units,
         a_plan_is_given_back,
         plans_that_do_not_fit,
+        only_one_rank_makes_the_table,
         a_plan_that_one_rank_lacks,
         another_plan_on_one_rank,
         another_layout_on_one_rank,
