@@ -64,6 +64,7 @@ def test_another_plan_of_the_same_units_is_told(tmp_path: Path, monkeypatch: pyt
     units = (Unit("a", (Piece("a"),)), Unit("b", (Piece("b"),)))
     first = Plan("forward", "block", 2, 1, 0, units, ((0,), (1,)), (0, 1))
     others = [first, replace(first, holders=((1,), (0,))), replace(first, regime="backward")]
+    others += [replace(first, subnetwork_of_rank=(1, 0))]
     told: list[str] = []
     monkeypatch.setattr("sdp_deepspeed.checkpoint.load.log_dist", lambda text, **_: told.append(text))
     monkeypatch.setattr(Trained, "plan", first)
