@@ -21,6 +21,7 @@ from sdp_deepspeed.distributed.agreement import run_on_all_ranks
 from sdp_deepspeed.distributed.communicator import RankGroups
 from sdp_deepspeed.distributed.monitored_barrier import make_monitored_barrier
 from sdp_deepspeed.engine.consistency import check_holders_agree, check_same_plan
+from sdp_deepspeed.layout.nodes import Nodes
 from sdp_deepspeed.layout.places import PieceViews
 from sdp_deepspeed.layout.rank_model import RankModel
 from sdp_deepspeed.masking.dense_view import DenseView
@@ -100,6 +101,7 @@ def apply_plan(start: ModelAtStart, block: SubnetworkConfig, groups: RankGroups)
             views=PieceViews(named_tensors(module)),
             rank=groups.dp_group.rank,
             shards=parallel.shards,
+            on_nodes=Nodes.of(network.nodes),
         )
         costs = unit_costs(module, model.plan.units)  # while all units are there
         # Mask: drop, narrow or freeze what this rank lacks.

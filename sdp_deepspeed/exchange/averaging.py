@@ -4,20 +4,16 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TypeVar
 
 import torch
 
-from sdp_deepspeed.exchange.exchange import Exchange
+from sdp_deepspeed.exchange.exchange import Exchange, Steps
 from sdp_deepspeed.exchange.gradient_norm import sum_of_squares
 from sdp_deepspeed.exchange.gradients import Gradients
 from sdp_deepspeed.layout.segments import Bucket
 from sdp_deepspeed.tensor_parallel.group import TensorParallelGroup
-
-Item = TypeVar("Item")
-Running = TypeVar("Running")
 
 
 @dataclass(frozen=True)
@@ -41,7 +37,7 @@ class AveragingOptions:
 
     Args:
         group_sizes: elements that this rank owns in each optimizer param group.
-        max_in_flight: buckets whose exchange may run while something else is done; 0 waits for each.
+        max_in_flight: buckets of which a collective may run while something else is done; 0 waits for each.
         tp_group: the tensor-parallel group, None without one.
     """
 
@@ -50,21 +46,40 @@ class AveragingOptions:
     tp_group: TensorParallelGroup | None = None
 
 
-def run_pipelined(
-    items: Iterable[Item],
-    start: Callable[[Item], Running],
-    finish: Callable[[Running], None],
-    *,
-    max_in_flight: int,
-) -> None:
-    """Finish what was started in the same order, while at most `max_in_flight` others run."""
-    running: deque[Running] = deque()
-    for item in items:
-        running.append(start(item))
-        while len(running) > max_in_flight:
-            finish(running.popleft())
-    while running:
-        finish(running.popleft())
+_DONE = object()
+
+
+class Pipeline:
+    """Exchanges that run at the same time: of each of their collectives so many, while others are packed or unpacked.
+
+    All move on in the order in which they began, the same on all ranks.
+
+    Args:
+        max_in_flight: how many; with 0 each is done when `add` returns.
+    """
+
+    def __init__(self, max_in_flight: int) -> None:
+        self._max_in_flight = max_in_flight
+        self._running: list[deque[Steps]] = []  # by the collective that they are in
+
+    def add(self, steps: Steps) -> None:
+        """Begin another, and go on with what has waited longest."""
+        self._go_on(steps, 0)
+
+    def finish(self) -> None:
+        """All that run."""
+        for number, running in enumerate(self._running):
+            while running:
+                self._go_on(running.popleft(), number + 1)
+
+    def _go_on(self, steps: Steps, number: int) -> None:
+        if next(steps, _DONE) is _DONE:
+            return
+        if number == len(self._running):
+            self._running.append(deque())
+        self._running[number].append(steps)
+        if len(self._running[number]) > self._max_in_flight:
+            self._go_on(self._running[number].popleft(), number + 1)
 
 
 class Averaging(ABC):
@@ -79,7 +94,6 @@ class Averaging(ABC):
         self._exchange = exchange
         self._gradients = gradients
         self._group_sizes = list(options.group_sizes)
-        self._max_in_flight = options.max_in_flight
         self._tp_group = options.tp_group
         self._device = exchange.device
         self._last_use = exchange.last_uses()

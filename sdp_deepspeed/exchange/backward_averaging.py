@@ -7,14 +7,14 @@ comes too late for its bucket stays in `param.grad` for the next round, since av
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Mapping, Sequence
+from functools import partial
 
 import torch
 
 from sdp_deepspeed.distributed.communicator import Communicator
-from sdp_deepspeed.exchange.averaging import Averages, Averaging, AveragingOptions
-from sdp_deepspeed.exchange.exchange import Exchange, Reduction
+from sdp_deepspeed.exchange.averaging import Averages, Averaging, AveragingOptions, Pipeline
+from sdp_deepspeed.exchange.exchange import Exchange, Steps
 from sdp_deepspeed.exchange.gradients import Gradients
 from sdp_deepspeed.layout.fragments import num_elements, write
 from sdp_deepspeed.layout.segments import Bucket
@@ -52,7 +52,7 @@ class BackwardAveraging(Averaging):
                 self._buckets_of.setdefault(name, []).append(index)
         self._flats: list[torch.Tensor] | None = None
         self._sums: list[list[torch.Tensor]] = []  # per bucket, stretches of the flats
-        self._in_flight: deque[Reduction] = deque()
+        self._pipeline = Pipeline(options.max_in_flight)
         self._next = 0  # first bucket that has not left in this round
         self._failed = False  # the pass of this round ended with an error
         self._num_rounds = 0  # since averages were last taken or dropped
@@ -75,10 +75,15 @@ class BackwardAveraging(Averaging):
     @torch.no_grad()
     def _send(self, bucket: Bucket) -> None:
         self._next += 1
-        self._in_flight.append(self._exchange.start_reduce(bucket, self._gradients.view))
-        self._free_packed(bucket)
-        while len(self._in_flight) > self._max_in_flight:
-            self._receive(self._in_flight.popleft())
+        self._pipeline.add(self._average(bucket))
+
+    def _average(self, bucket: Bucket) -> Steps:
+        owned = self._exchange.owned(bucket)
+        averages = [torch.empty(num_elements(fragments), device=self._device) for _, fragments in owned]
+        yield from self._exchange.reduce(bucket, self._gradients.view, averages, partial(self._free_packed, bucket))
+        self._make_sums()
+        if averages:
+            torch._foreach_add_(self._sums[bucket.index], averages)
 
     def _free_packed(self, bucket: Bucket) -> None:
         """As `Averaging`, but what came late stays; of what cannot be freed, the part that has left becomes zero, so
@@ -94,12 +99,6 @@ class BackwardAveraging(Averaging):
         """Whether there is a gradient that several buckets hold."""
         return len(self._buckets_of.get(name, ())) > 1 and self._gradients.exists(name)
 
-    def _receive(self, reduction: Reduction) -> None:
-        self._exchange.finish_reduce(reduction)
-        self._make_sums()
-        if reduction.averages:
-            torch._foreach_add_(self._sums[reduction.bucket.index], reduction.averages)
-
     def begin_backward(self) -> None:
         """A pass that failed was a round too: others may wait for what it had not sent."""
         if self._failed:
@@ -113,8 +112,7 @@ class BackwardAveraging(Averaging):
         """Send what has not left."""
         while self._next < len(self._exchange.buckets):
             self._send(self._exchange.buckets[self._next])
-        while self._in_flight:
-            self._receive(self._in_flight.popleft())
+        self._pipeline.finish()
         self._next = 0
         self._failed = False
         self._num_rounds += 1

@@ -1,48 +1,25 @@
-"""The two collectives per bucket: gradients to the owners, results back (see README.md beside this file).
+"""The collectives of a bucket: gradients to the owners, results back (see README.md beside this file).
 
-Reducing sends each held shard to its owner, who adds the holders' contributions in fp32 and divides by
-their number. Distributing sends what the owner has back: updated weights (stage 1) or averaged
-gradients (stage 0). One reads what the other writes, so one route serves both directions.
+Reducing adds up the contributions of each node in fp32 on its carriers, then those of all nodes on the owners, who
+divide by the number of holders. Distributing sends what the owners have back: updated weights (stage 1) or averaged
+gradients (stage 0). One is the other in reverse, so the same routes serve both. A collective in which no rank has
+anything to send is left out, on all ranks.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Generator, Iterator, Sequence
 
 import torch
 
-from sdp_deepspeed.distributed.communicator import Communicator, Done, Work
-from sdp_deepspeed.exchange.routes import Receivers, Route, return_route
+from sdp_deepspeed.distributed.communicator import Communicator
+from sdp_deepspeed.exchange.routes import Half, Route, Stretch, carried, owned, routes_back
 from sdp_deepspeed.layout.fragments import Fragment, Views, read, write
+from sdp_deepspeed.layout.nodes import Nodes, Receivers
 from sdp_deepspeed.layout.segments import Bucket, Segment
 
-
-@dataclass
-class Reduction:
-    """A bucket on its way to the owners.
-
-    Args:
-        averages: fp32, one flat tensor per entry of `Exchange.owned(bucket)`; this rank's own contribution until then.
-        buffers: what is sent and what is received; empty once the reduction is finished.
-        work: keeps the buffers too.
-    """
-
-    bucket: Bucket
-    averages: list[torch.Tensor]
-    buffers: list[torch.Tensor]
-    work: Work
-
-
-@dataclass(frozen=True)
-class Distribution:
-    """A bucket on its way back; the buffers live until it is finished."""
-
-    route: Route
-    tensors: Views
-    sent: torch.Tensor
-    received: torch.Tensor
-    work: Work
+Steps = Generator[None, None, None]
+"""Where it yields a collective runs, and something else may be done."""
 
 
 class Exchange:
@@ -51,18 +28,26 @@ class Exchange:
     Args:
         buckets: of all ranks' segments, the same on every rank.
         dp_group: the data-parallel group.
+        nodes: of its ranks.
         device: where buffers live.
         dtype: of gradients on the wire (DeepSpeed's `communication_data_type`).
     """
 
     def __init__(
-        self, buckets: Sequence[Bucket], dp_group: Communicator, *, device: torch.device, dtype: torch.dtype
+        self,
+        buckets: Sequence[Bucket],
+        dp_group: Communicator,
+        nodes: Nodes,
+        *,
+        device: torch.device,
+        dtype: torch.dtype,
     ) -> None:
         self.buckets = tuple(buckets)
         self._dp_group = dp_group
+        self._nodes = nodes
         self.device = device
         self._dtype = dtype
-        self._routes: dict[tuple[int, Receivers], Route] = {}
+        self._routes: dict[tuple[int, Receivers], tuple[Route, Route]] = {}
         self._owned = {bucket.index: self._owned_shards(bucket) for bucket in buckets}
 
     def held(self, bucket: Bucket) -> list[Fragment]:
@@ -87,82 +72,118 @@ class Exchange:
         return self._owned[bucket.index]
 
     def _owned_shards(self, bucket: Bucket) -> list[tuple[Segment, list[Fragment]]]:
-        rank = self._dp_group.rank
-        shards = [(segment, list(segment.cut(*segment.owned_range(rank)))) for segment in bucket.segments]
-        return [(segment, fragments) for segment, fragments in shards if fragments]
+        stretches = owned(bucket, self._dp_group.rank)
+        return [(bucket.segments[s.segment], list(s.fragments(bucket.segments))) for s in stretches]
 
-    def start_reduce(
-        self, bucket: Bucket, gradients: Views, averages: Sequence[torch.Tensor] | None = None
-    ) -> Reduction:
-        """Send this rank's contributions to a bucket.
+    def reduce(
+        self,
+        bucket: Bucket,
+        gradients: Views,
+        averages: Sequence[torch.Tensor],
+        packed: Callable[[], None] = lambda: None,
+    ) -> Steps:
+        """Average a bucket's gradients over their holders.
 
         Args:
-            gradients: local gradients; None counts as zeros. They may change as soon as this returns.
-            averages: fp32 outputs, one flat tensor per entry of `owned(bucket)`; None makes new ones.
+            gradients: local gradients; None counts as zeros.
+            averages: fp32 outputs, one flat tensor per entry of `owned(bucket)`.
+            packed: called as soon as gradients may change.
         """
-        route = self._route(bucket, "holders")  # walked backwards: what comes back later is what leaves now
-        sent = torch.empty(sum(route.received_splits), dtype=self._dtype, device=self.device)
-        if route.received:
-            torch._foreach_copy_(
-                list(sent.split(route.received_sizes)), read(gradients, route.received, device=self.device)
-            )
-        received = torch.empty(sum(route.sent_splits), dtype=self._dtype, device=self.device)
-        work = self._dp_group.all_to_all(received, sent, route.sent_splits, route.received_splits)
-        contributions = []
-        for index, (_, fragments) in enumerate(self.owned(bucket)):
-            sizes = [fragment.num_elements for fragment in fragments]
-            contributions.append(torch.empty(sum(sizes), device=self.device) if averages is None else averages[index])
-            torch._foreach_copy_(list(contributions[-1].split(sizes)), read(gradients, fragments, device=self.device))
-        return Reduction(bucket, contributions, [sent, received], work)
+        between, inside = self._routes_of(bucket, "holders")  # walked backwards: what comes back later leaves now
+        shards = _Sums(owned(bucket, self._dp_group.rank), averages)
+        sums = shards  # where no other node has a part, they are all that this rank carries
+        if between.is_needed:
+            slices = carried(bucket, self._dp_group.rank, self._nodes)
+            sums = _Sums(slices, [torch.empty(s.num_elements, device=self.device) for s in slices])
+        for stretch, total in sums:
+            self._gather(list(stretch.fragments(bucket.segments)), gradients, total)
+        if inside.is_needed:
+            steps = self._travel(self._packed(inside.received, gradients, self._dtype), inside.received, inside.sent)
+            packed()
+            sums.add(inside.sent, (yield from steps))
+        else:
+            packed()
+        if between.is_needed:
+            for stretch, average in shards:
+                average.copy_(sums.part(stretch))
+            leaving = sums.packed(between.received, self._dtype, self.device)
+            steps = self._travel(leaving, between.received, between.sent)
+            del sums, leaving
+            shards.add(between.sent, (yield from steps))
+        if averages:
+            torch._foreach_div_(list(averages), [float(len(segment.holders)) for segment, _ in self.owned(bucket)])
 
-    def finish_reduce(self, reduction: Reduction) -> None:
-        """Wait for the others' contributions and average them with this rank's, in `reduction.averages`."""
-        reduction.work.wait()
-        reduction.work = Done()
-        _, received = reduction.buffers
-        reduction.buffers.clear()
-        bucket, averages = reduction.bucket, reduction.averages
-        owned = self.owned(bucket)
-        position = 0
-        for peer in range(self._dp_group.size):
-            if peer == self._dp_group.rank:
-                continue
-            sums = [average for (segment, _), average in zip(owned, averages, strict=True) if segment.held_by(peer)]
-            if sums:
-                lengths = [average.numel() for average in sums]
-                stretch = received.narrow(0, position, sum(lengths))
-                torch._foreach_add_(sums, list(stretch.split(lengths)))
-                position += sum(lengths)
-        if owned:
-            torch._foreach_div_(averages, [float(len(segment.holders)) for segment, _ in owned])
-
-    def distribute(self, bucket: Bucket, tensors: Views, *, receivers: Receivers = "holders") -> None:
+    def distribute(self, bucket: Bucket, tensors: Views, *, receivers: Receivers = "holders") -> Steps:
         """Send the owners' shards of `tensors` to the receivers, who write them into theirs.
 
         Args:
-            tensors: this rank's own shards are read, what it receives is overwritten.
+            tensors: this rank's own shards are read at once, what it receives is overwritten.
         """
-        self.finish_distribute(self.start_distribute(bucket, tensors, receivers=receivers))
+        for route in self._routes_of(bucket, receivers):
+            if route.is_needed:
+                sent = self._packed(route.sent, tensors, bucket.segments[0].dtype)
+                received = yield from self._travel(sent, route.sent, route.received)
+                if route.received.fragments:
+                    write(tensors, route.received.fragments, received.split(route.received.sizes))
 
-    def start_distribute(self, bucket: Bucket, tensors: Views, *, receivers: Receivers = "holders") -> Distribution:
-        """The first part of `distribute`: own shards are read before it returns."""
-        route = self._route(bucket, receivers)
-        dtype = bucket.segments[0].dtype
-        sent = torch.empty(sum(route.sent_splits), dtype=dtype, device=self.device)
-        if route.sent:
-            torch._foreach_copy_(list(sent.split(route.sent_sizes)), read(tensors, route.sent))
-        received = torch.empty(sum(route.received_splits), dtype=dtype, device=self.device)
-        work = self._dp_group.all_to_all(received, sent, route.received_splits, route.sent_splits)
-        return Distribution(route, tensors, sent, received, work)
+    def _travel(self, buffer: torch.Tensor, sent: Half, received: Half) -> Generator[None, None, torch.Tensor]:
+        """What arrives. Both buffers live as long as the collective runs."""
+        arriving = torch.empty(sum(received.splits), dtype=buffer.dtype, device=self.device)
+        work = self._dp_group.all_to_all(arriving, buffer, received.splits, sent.splits)
+        yield
+        work.wait()
+        return arriving
 
-    def finish_distribute(self, running: Distribution) -> None:
-        """Wait for what the owners sent and write it."""
-        running.work.wait()
-        if running.route.received:
-            write(running.tensors, running.route.received, running.received.split(running.route.received_sizes))
+    def _packed(self, half: Half, tensors: Views, dtype: torch.dtype) -> torch.Tensor:
+        """What is sent, read from `tensors`; what goes to several ranks is read once."""
+        flat = torch.empty(sum(half.sizes), dtype=dtype, device=self.device)
+        self._gather(half.fragments, tensors, flat)
+        if len(half.distinct) == len(half.stretches):
+            return flat
+        parts = dict(zip(half.distinct, flat.split([s.num_elements for s in half.distinct]), strict=True))
+        return torch.cat([parts[stretch] for stretch in half.stretches])
 
-    def _route(self, bucket: Bucket, receivers: Receivers) -> Route:
+    def _gather(self, fragments: Sequence[Fragment], tensors: Views, buffer: torch.Tensor) -> None:
+        if fragments:
+            parts = buffer.split([fragment.num_elements for fragment in fragments])
+            torch._foreach_copy_(list(parts), read(tensors, fragments, device=self.device))
+
+    def _routes_of(self, bucket: Bucket, receivers: Receivers) -> tuple[Route, Route]:
         key = (bucket.index, receivers)
         if key not in self._routes:
-            self._routes[key] = return_route(bucket, self._dp_group.rank, self._dp_group.size, receivers)
+            self._routes[key] = routes_back(bucket, self._dp_group.rank, self._nodes, receivers)
         return self._routes[key]
+
+
+class _Sums:
+    """fp32 sums of stretches, at most one of each segment.
+
+    Args:
+        totals: flat, one per stretch.
+    """
+
+    def __init__(self, stretches: Sequence[Stretch], totals: Sequence[torch.Tensor]) -> None:
+        self._by_segment = {s.segment: (s, total) for s, total in zip(stretches, totals, strict=True)}
+
+    def __iter__(self) -> Iterator[tuple[Stretch, torch.Tensor]]:
+        return iter(self._by_segment.values())
+
+    def part(self, stretch: Stretch) -> torch.Tensor:
+        whole, total = self._by_segment[stretch.segment]
+        return total.narrow(0, stretch.start - whole.start, stretch.num_elements)
+
+    def packed(self, half: Half, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        """Parts of the sums, in the order of a buffer."""
+        buffer = torch.empty(sum(half.splits), dtype=dtype, device=device)
+        if half.stretches:
+            parts = buffer.split([stretch.num_elements for stretch in half.stretches])
+            torch._foreach_copy_(list(parts), [self.part(stretch) for stretch in half.stretches])
+        return buffer
+
+    def add(self, half: Half, received: torch.Tensor) -> None:
+        """Contributions of all peers, one after the other; in fp32 before they are added, since mixed dtypes are a
+        launch per tensor."""
+        for stretches, contribution in zip(half.by_peer, received.split(half.splits), strict=True):
+            if stretches:
+                parts = contribution.float().split([stretch.num_elements for stretch in stretches])
+                torch._foreach_add_([self.part(stretch) for stretch in stretches], list(parts))

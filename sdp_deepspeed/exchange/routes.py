@@ -1,38 +1,90 @@
-"""Who sends what to whom in one collective of a bucket."""
+"""Who sends what to whom in the two collectives of a bucket: inside nodes, and between them.
+
+Each node's carriers share a segment among them, in one slice each. Gradients go to the carriers of a rank's own node,
+who add them up, and from there to the owners; what the owners send back goes to the carriers of the other nodes, and
+from there to their neighbors. So one table of routes serves both directions.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Literal
 
 from sdp_deepspeed.layout.fragments import Fragment
+from sdp_deepspeed.layout.nodes import Nodes, Receivers
 from sdp_deepspeed.layout.segments import Bucket, Segment
 
-Receivers = Literal["holders", "others", "all"]
+
+@dataclass(frozen=True)
+class Stretch:
+    """Elements [start, stop) of one segment of a bucket."""
+
+    segment: int
+    start: int
+    stop: int
+
+    @property
+    def num_elements(self) -> int:
+        return self.stop - self.start
+
+    def fragments(self, segments: Sequence[Segment]) -> Iterator[Fragment]:
+        """It consists of these.
+
+        Args:
+            segments: of the bucket.
+        """
+        return segments[self.segment].cut(self.start, self.stop)
+
+
+@dataclass(frozen=True)
+class Half:
+    """What a rank sends in one collective, or what it receives.
+
+    Args:
+        by_peer: for each rank of the group its stretches, in the order in which they lie in the buffer.
+        segments: of the bucket.
+    """
+
+    by_peer: tuple[tuple[Stretch, ...], ...]
+    segments: tuple[Segment, ...]
+
+    @cached_property
+    def splits(self) -> list[int]:
+        """Elements per peer."""
+        return [sum(stretch.num_elements for stretch in stretches) for stretches in self.by_peer]
+
+    @cached_property
+    def stretches(self) -> list[Stretch]:
+        return [stretch for stretches in self.by_peer for stretch in stretches]
+
+    @cached_property
+    def distinct(self) -> list[Stretch]:
+        """Each once, though several ranks may get it."""
+        return list(dict.fromkeys(self.stretches))
+
+    @cached_property
+    def fragments(self) -> list[Fragment]:
+        """Of the distinct stretches."""
+        return [fragment for stretch in self.distinct for fragment in stretch.fragments(self.segments)]
+
+    @cached_property
+    def sizes(self) -> list[int]:
+        """Of the fragments."""
+        return [fragment.num_elements for fragment in self.fragments]
 
 
 @dataclass(frozen=True)
 class Route:
-    """What one rank sends and receives in one collective, in buffer order (peer by peer).
+    """What one rank sends and receives in one collective of the way back.
 
     Args:
-        sent, received: fragments in the order of the buffer.
-        sent_splits, received_splits: elements per peer.
+        is_needed: whether any rank sends anything; the same on all ranks.
     """
 
-    sent: tuple[Fragment, ...]
-    sent_splits: tuple[int, ...]
-    received: tuple[Fragment, ...]
-    received_splits: tuple[int, ...]
-
-    @cached_property
-    def sent_sizes(self) -> list[int]:
-        return [fragment.num_elements for fragment in self.sent]
-
-    @cached_property
-    def received_sizes(self) -> list[int]:
-        return [fragment.num_elements for fragment in self.received]
+    sent: Half
+    received: Half
+    is_needed: bool
 
 
 def receives(segment: Segment, rank: int, receivers: Receivers) -> bool:
@@ -42,21 +94,96 @@ def receives(segment: Segment, rank: int, receivers: Receivers) -> bool:
     return segment.held_by(rank) == (receivers == "holders")
 
 
-def return_route(bucket: Bucket, rank: int, size: int, receivers: Receivers) -> Route:
-    """The returning half for `rank`: its own shards to the receivers, theirs to it. Nobody sends to itself."""
-    sent: list[Fragment] = []
-    received: list[Fragment] = []
-    sent_splits, received_splits = [0] * size, [0] * size
-    for peer in range(size):
-        if peer == rank:
-            continue
-        for segment in bucket.segments:
-            if segment.held_by(rank) and receives(segment, peer, receivers):
-                start, stop = segment.owned_range(rank)
-                sent.extend(segment.cut(start, stop))
-                sent_splits[peer] += stop - start
-            if segment.held_by(peer) and receives(segment, rank, receivers):
-                start, stop = segment.owned_range(peer)
-                received.extend(segment.cut(start, stop))
-                received_splits[peer] += stop - start
-    return Route(tuple(sent), tuple(sent_splits), tuple(received), tuple(received_splits))
+def carriers(segment: Segment, nodes: Nodes, receivers: Receivers) -> list[list[tuple[int, int, int]]]:
+    """For each node the ranks that carry the segment for it, each with start and stop of its slice.
+
+    Its holders, or all ranks of a node without holders that needs it nonetheless.
+    """
+    return [
+        segment.slices(own or (() if receivers == "holders" else ranks))
+        for ranks, own in zip(nodes.ranks, nodes.per_node(segment.owners), strict=True)
+    ]
+
+
+def owned(bucket: Bucket, rank: int) -> list[Stretch]:
+    """The shards of `rank` that are not empty."""
+    ranges = [Stretch(index, *segment.owned_range(rank)) for index, segment in enumerate(bucket.segments)]
+    return [stretch for stretch in ranges if stretch.num_elements]
+
+
+def carried(bucket: Bucket, rank: int, nodes: Nodes) -> list[Stretch]:
+    """The slices of what it holds that `rank` carries for its node and that are not empty."""
+    return [
+        Stretch(index, start, stop)
+        for index, segment in enumerate(bucket.segments)
+        for carrier, start, stop in carriers(segment, nodes, "holders")[nodes.of_rank[rank]]
+        if carrier == rank and start < stop
+    ]
+
+
+class _Builder:
+    """Collects the stretches of one collective."""
+
+    def __init__(self, bucket: Bucket, size: int) -> None:
+        self._segments = bucket.segments
+        self.sent: list[list[Stretch]] = [[] for _ in range(size)]
+        self.received: list[list[Stretch]] = [[] for _ in range(size)]
+        self.is_needed = False
+
+    def close(self) -> Route:
+        sent, received = (Half(tuple(map(tuple, peers)), self._segments) for peers in (self.sent, self.received))
+        return Route(sent, received, self.is_needed)
+
+
+def routes_back(bucket: Bucket, rank: int, nodes: Nodes, receivers: Receivers) -> tuple[Route, Route]:
+    """The ways back for `rank`: between nodes, from owners to carriers; inside its node, from carriers to receivers.
+
+    Nobody sends to itself, and nothing crosses that is on the other node already.
+    """
+    between, inside = (_Builder(bucket, len(nodes.of_rank)) for _ in range(2))
+    for index, segment in enumerate(bucket.segments):
+        slices = carriers(segment, nodes, receivers)
+        here = nodes.of_rank[rank]
+        has_it = [receivers == "others" and any(segment.held_by(peer) for peer, _, _ in part) for part in slices]
+        inside.is_needed |= any(
+            receives(segment, peer, receivers) and part and (len(part) > 1 or part[0][0] != peer)
+            for peers, part in zip(nodes.ranks, slices, strict=True)
+            for peer in peers
+        )
+        between.is_needed |= sum(bool(part) and not has for part, has in zip(slices, has_it, strict=True)) > (
+            receivers != "others"
+        )
+        for carrier, start, stop in slices[here]:
+            if carrier == rank:
+                _add(inside.sent, index, start, stop, _others(nodes, segment, rank, receivers))
+                if not has_it[here]:
+                    _add_owners(between.received, index, segment, nodes, (here, start, stop))
+            elif receives(segment, rank, receivers):
+                _add(inside.received, index, start, stop, [carrier])
+        own_start, own_stop = segment.owned_range(rank)
+        for node, part in enumerate(slices):
+            if node != here and not has_it[node]:
+                for carrier, start, stop in part:
+                    _add(between.sent, index, max(start, own_start), min(stop, own_stop), [carrier])
+    return between.close(), inside.close()
+
+
+def _others(nodes: Nodes, segment: Segment, rank: int, receivers: Receivers) -> list[int]:
+    return [peer for peer in nodes.neighbors(rank) if peer != rank and receives(segment, peer, receivers)]
+
+
+def _add(peers: list[list[Stretch]], index: int, start: int, stop: int, to: Sequence[int]) -> None:
+    if start < stop:
+        for peer in to:
+            peers[peer].append(Stretch(index, start, stop))
+
+
+def _add_owners(
+    peers: list[list[Stretch]], index: int, segment: Segment, nodes: Nodes, part: tuple[int, int, int]
+) -> None:
+    """What the owners on other nodes have of a slice."""
+    here, start, stop = part
+    for owner in segment.owners:
+        if nodes.of_rank[owner] != here:
+            low, high = segment.owned_range(owner)
+            _add(peers, index, max(start, low), min(stop, high), [owner])

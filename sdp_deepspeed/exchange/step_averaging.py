@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 
 import torch
 
-from sdp_deepspeed.exchange.averaging import Averages, Averaging, AveragingOptions, run_pipelined
-from sdp_deepspeed.exchange.exchange import Exchange, Reduction
+from sdp_deepspeed.exchange.averaging import Averages, Averaging, AveragingOptions, Pipeline
+from sdp_deepspeed.exchange.exchange import Exchange, Steps
 from sdp_deepspeed.exchange.gradients import Gradients
 from sdp_deepspeed.layout.fragments import num_elements, write
 from sdp_deepspeed.layout.segments import Bucket
@@ -32,6 +33,7 @@ class StepAveraging(Averaging):
         needs_one_flat: Sequence[bool] = (),
     ) -> None:
         super().__init__(exchange, gradients, options)
+        self._max_in_flight = options.max_in_flight
         self._keeps_flats = keeps_flats
         self._needs_one_flat = list(needs_one_flat) or [True] * len(options.group_sizes)
 
@@ -39,8 +41,8 @@ class StepAveraging(Averaging):
     def collect(self) -> Averages:
         squares = torch.zeros((), dtype=torch.float64, device=self._device)
         flats = [
-            [torch.empty(size, device=self._device)] if whole else []
-            for size, whole in zip(self._group_sizes, self._needs_one_flat if self._keeps_flats else (), strict=False)
+            [torch.empty(size, device=self._device)] if self._keeps_flats and whole else []
+            for size, whole in zip(self._group_sizes, self._needs_one_flat, strict=True)
         ]
         position = [0] * len(flats)
 
@@ -48,35 +50,36 @@ class StepAveraging(Averaging):
             found = []
             for segment, fragments in self._exchange.owned(bucket):
                 group, length = segment.group, num_elements(fragments)
-                if self._needs_one_flat[group]:
+                if self._keeps_flats and self._needs_one_flat[group]:
                     found.append(flats[group][0].narrow(0, position[group], length))
                     position[group] += length
                 else:
-                    flats[group].append(torch.empty(length, device=self._device))
-                    found.append(flats[group][-1])
+                    found.append(torch.empty(length, device=self._device))
+                    if self._keeps_flats:
+                        flats[group].append(found[-1])
             return found
 
-        def start(bucket: Bucket) -> Reduction:
+        def average(bucket: Bucket) -> Steps:
+            averages = slots(bucket)
+            yield from self._exchange.reduce(bucket, self._gradients.view, averages, partial(self._packed, bucket))
+            squares.add_(self._squares(bucket, averages))
             if not self._keeps_flats:
-                return self._exchange.start_reduce(bucket, self._gradients.view)
-            reduction = self._exchange.start_reduce(bucket, self._gradients.view, slots(bucket))
-            self._free_packed(bucket)
-            return reduction
+                yield from self._send_back(bucket, averages)
 
-        def finish(reduction: Reduction) -> None:
-            self._exchange.finish_reduce(reduction)
-            squares.add_(self._squares(reduction.bucket, reduction.averages))
-            if not self._keeps_flats:
-                self._send_back(reduction)
-
-        run_pipelined(self._exchange.buckets, start, finish, max_in_flight=self._max_in_flight)
+        pipeline = Pipeline(self._max_in_flight)
+        for bucket in self._exchange.buckets:
+            pipeline.add(average(bucket))
+        pipeline.finish()
         return Averages(flats if self._keeps_flats else None, squares)
 
-    def _send_back(self, reduction: Reduction) -> None:
-        bucket = reduction.bucket
+    def _packed(self, bucket: Bucket) -> None:
+        if self._keeps_flats:  # else averages come back into them
+            self._free_packed(bucket)
+
+    def _send_back(self, bucket: Bucket, averages: Sequence[torch.Tensor]) -> Steps:
         for name in self._exchange.held_names(bucket):
             self._gradients.make(name)
-        for (_, fragments), average in zip(self._exchange.owned(bucket), reduction.averages, strict=True):
+        for (_, fragments), average in zip(self._exchange.owned(bucket), averages, strict=True):
             sizes = [fragment.num_elements for fragment in fragments]
             write(self._gradients.view, fragments, average.split(sizes))
-        self._exchange.distribute(bucket, self._gradients.view)
+        yield from self._exchange.distribute(bucket, self._gradients.view)

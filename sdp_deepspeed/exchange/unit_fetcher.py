@@ -6,6 +6,8 @@ It knows pieces only, so that whole tensors and slices travel alike.
 from __future__ import annotations
 
 import itertools
+import math
+from collections import deque
 from collections.abc import Mapping, Sequence
 
 import torch
@@ -41,13 +43,13 @@ class UnitFetcher:
     ) -> None:
         self._plan = model.plan
         self._views = model.views
-        self._size = dp_group.size
+        self._nodes = model.nodes
         self._buckets: list[list[Bucket]] = []
         for units in sets:
             first = sum(map(len, self._buckets))
             self._buckets.append([Bucket(first + i, parts) for i, parts in enumerate(self._parts(units))])
         all_buckets = [bucket for buckets in self._buckets for bucket in buckets]
-        self._exchange = Exchange(all_buckets, dp_group, device=device, dtype=torch.float32)
+        self._exchange = Exchange(all_buckets, dp_group, self._nodes, device=device, dtype=torch.float32)
 
     def fetch(self, index: int, held: Views, targets: Mapping[Piece, torch.Tensor]) -> None:
         """Fill `targets` with what this rank lacks of the units of set `index`.
@@ -57,17 +59,17 @@ class UnitFetcher:
             targets: per lacking piece where its values go, shaped as in the dense model.
         """
         for bucket in self._buckets[index]:
-            self._exchange.distribute(
+            steps = self._exchange.distribute(
                 bucket, lambda piece: targets[piece] if piece in targets else held(piece), receivers="others"
             )
+            deque(steps, maxlen=0)
 
     def _parts(self, units: Sequence[int]) -> list[tuple[Segment, ...]]:
         """Segments of one round each, of one dtype, so that a holder never packs more than half of what it holds."""
         by_dtype: dict[torch.dtype, list[list[Segment]]] = {}
         for unit in units:
             for whole in self._segments_of(unit):
-                others = self._size - len(whole.holders)
-                rounds = max(_MIN_ROUNDS, _MIN_ROUNDS * -(-others // len(whole.holders)))
+                rounds = _MIN_ROUNDS * math.ceil(self._nodes.copies(whole.holders, "others"))
                 by_dtype.setdefault(whole.dtype, []).append(list(whole.split(-(-whole.num_elements // rounds))))
         return [
             tuple(part for part in parts if part is not None)
@@ -82,4 +84,5 @@ class UnitFetcher:
             fragment = Fragment(piece, 0, piece.num_elements(self._views.shapes[piece.parameter]))
             by_dtype.setdefault(self._views.tensors[piece.parameter].dtype, []).append(fragment)
         holders = self._plan.ranks_of(unit)
-        return [Segment(NOT_OPTIMIZED, dtype, holders, tuple(parts)) for dtype, parts in by_dtype.items()]
+        owners = self._nodes.shard_order(holders)
+        return [Segment(NOT_OPTIMIZED, dtype, holders, tuple(parts), owners) for dtype, parts in by_dtype.items()]

@@ -8,6 +8,7 @@ from functools import cached_property
 
 import torch
 
+from sdp_deepspeed.layout.nodes import Nodes
 from sdp_deepspeed.layout.places import PieceViews
 from sdp_deepspeed.plan.plan import Plan
 from sdp_deepspeed.plan.shards import UNDIVIDED, Shards
@@ -26,6 +27,7 @@ class RankModel:
         views: where pieces lie in this rank's tensors.
         rank: of this process in the data-parallel group.
         shards: what this rank of a tensor-parallel group stores.
+        on_nodes: where the data-parallel ranks are; None if they are on one node.
     """
 
     plan: Plan
@@ -33,6 +35,12 @@ class RankModel:
     views: PieceViews
     rank: int = 0
     shards: Shards = UNDIVIDED
+    on_nodes: Nodes | None = None
+
+    @property
+    def nodes(self) -> Nodes:
+        """Of the data-parallel ranks."""
+        return self.on_nodes or Nodes.one(len(self.plan.subnetwork_of_rank))
 
     @property
     def stores_all(self) -> bool:

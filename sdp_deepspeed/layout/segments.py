@@ -7,12 +7,14 @@ from the plan and the dense shapes alone, so all ranks build the same segments i
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import itertools
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cache, cached_property
 from typing import Any
 
 from sdp_deepspeed.layout.fragments import Fragment
+from sdp_deepspeed.layout.nodes import Nodes
 from sdp_deepspeed.plan.plan import Plan
 from sdp_deepspeed.plan.tensors import TensorInfo, pieces_by_tensor
 
@@ -22,21 +24,24 @@ class Segment:
     """Fragments that travel together: one param group, one dtype, one holder set.
 
     Args:
-        holders: ranks of the data-parallel group, ascending; shard i belongs to holders[i].
+        holders: ranks of the data-parallel group, ascending.
+        owners: the same in the order of their shards; ascending too if it is not given.
     """
 
     group: int
     dtype: Any
     holders: tuple[int, ...]
     fragments: tuple[Fragment, ...]
+    owners: tuple[int, ...] = ()
     num_elements: int = field(init=False)
 
     def __post_init__(self) -> None:
+        object.__setattr__(self, "owners", self.owners or self.holders)
         object.__setattr__(self, "num_elements", sum(fragment.num_elements for fragment in self.fragments))
 
     @cached_property
     def _position(self) -> dict[int, int]:
-        return {rank: index for index, rank in enumerate(self.holders)}
+        return {rank: index for index, rank in enumerate(self.owners)}
 
     def held_by(self, rank: int) -> bool:
         return rank in self._position
@@ -49,11 +54,28 @@ class Segment:
         length = -(-self.num_elements // len(self.holders))
         return min(index * length, self.num_elements), min((index + 1) * length, self.num_elements)
 
+    def slices(self, ranks: Sequence[int]) -> list[tuple[int, int, int]]:
+        """The whole segment in one slice for each of `ranks`, nearly even, in which a holder's own shard lies.
+
+        Args:
+            ranks: in the order of their shards, if they hold it.
+
+        Returns:
+            Rank, start and stop (elements), one after the other.
+        """
+        starts = [0]
+        for index, (before, after) in enumerate(itertools.pairwise(ranks), start=1):
+            cut = -(-self.num_elements * index // len(ranks))
+            if self.held_by(before):
+                cut = min(max(cut, self.owned_range(before)[1]), self.owned_range(after)[0])
+            starts.append(cut)
+        return list(zip(ranks, starts, [*starts[1:], self.num_elements], strict=False))
+
     def split(self, length: int) -> Iterator[Segment]:
         """This segment as segments of at most `length` elements."""
         for start in range(0, self.num_elements, max(1, length)):
             fragments = tuple(self.cut(start, min(start + max(1, length), self.num_elements)))
-            yield Segment(self.group, self.dtype, self.holders, fragments)
+            yield Segment(self.group, self.dtype, self.holders, fragments, self.owners)
 
     def cut(self, start: int, stop: int) -> Iterator[Fragment]:
         """The fragments of elements [start, stop) of this segment."""
@@ -79,36 +101,70 @@ class _Window:
     """A stretch of the model, of one dtype, that fits into one bucket: no rank packs more than the limit for it.
 
     Args:
-        size: number of data-parallel ranks.
-        max_elements: the limit.
-        all_receive_weights: whether an owner packs its shard for every other rank (backward regime).
+        limits: what a rank may pack.
     """
 
-    def __init__(self, size: int, max_elements: int, all_receive_weights: bool) -> None:
-        self._size, self._max_elements, self._all_receive_weights = size, max_elements, all_receive_weights
+    def __init__(self, limits: _Limits) -> None:
+        self._limits = limits
         self._fragments: dict[tuple[int, tuple[int, ...]], list[Fragment]] = {}
-        self._load = [0.0] * size
+        self._load = [0.0] * limits.size
 
     def add(self, group: int, holders: tuple[int, ...], fragment: Fragment) -> Fragment | None:
         """Take as much of `fragment` as fits; what is left of it, None if nothing is."""
-        copies = _copies(len(holders), self._size) if self._all_receive_weights else 1.0
-        room = int((self._max_elements - max(self._load[rank] for rank in holders)) / copies)
+        copies = self._limits.copies(holders)
+        room = min(int((self._limits.max_elements - self._load[rank]) / n) for rank, n in copies.items())
         if room < 1 and self._fragments:
             return fragment
         stop = min(fragment.stop, fragment.start + max(1, room))
         self._fragments.setdefault((group, holders), []).append(Fragment(fragment.piece, fragment.start, stop))
-        for rank in holders:
-            self._load[rank] += (stop - fragment.start) * copies
+        for rank, n in copies.items():
+            self._load[rank] += (stop - fragment.start) * n
         return Fragment(fragment.piece, stop, fragment.stop) if stop < fragment.stop else None
 
     def close(self, dtype: Any) -> list[Segment]:
         """Its segments; the window is empty again."""
-        segments = [Segment(group, dtype, holders, tuple(parts)) for (group, holders), parts in self._fragments.items()]
-        self._fragments, self._load = {}, [0.0] * self._size
+        segments = [
+            Segment(group, dtype, holders, tuple(parts), self._limits.nodes.shard_order(holders))
+            for (group, holders), parts in self._fragments.items()
+        ]
+        self._fragments, self._load = {}, [0.0] * self._limits.size
         return segments
 
 
-def build_segments(tensors: Sequence[TensorInfo], plan: Plan, *, max_elements: int) -> list[Segment]:
+@dataclass(frozen=True)
+class _Limits:
+    """What a rank may pack for one exchange.
+
+    Args:
+        nodes: of the data-parallel ranks.
+        max_elements: the limit.
+        all_receive_weights: whether all ranks get what the owners send back (backward regime).
+    """
+
+    nodes: Nodes
+    max_elements: int
+    all_receive_weights: bool
+
+    @property
+    def size(self) -> int:
+        return len(self.nodes.of_rank)
+
+    def copies(self, holders: tuple[int, ...]) -> Mapping[int, float]:
+        """By rank what it packs or unpacks at most in one collective, per element of a segment."""
+        return _copies(self.nodes, holders, self.all_receive_weights)
+
+
+@cache
+def _copies(nodes: Nodes, holders: tuple[int, ...], all_receive_weights: bool) -> dict[int, float]:
+    if not all_receive_weights:
+        return dict.fromkeys(holders, 1.0)
+    own = dict.fromkeys(holders, nodes.copies(holders, "all"))
+    return dict.fromkeys(range(len(nodes.of_rank)), 1.0) | own
+
+
+def build_segments(
+    tensors: Sequence[TensorInfo], plan: Plan, *, max_elements: int, nodes: Nodes | None = None
+) -> list[Segment]:
     """All segments, in one order on all ranks: that in which backward finishes gradients.
 
     The model is cut into windows from its end to its beginning, each with one segment per param group and holder set,
@@ -117,15 +173,16 @@ def build_segments(tensors: Sequence[TensorInfo], plan: Plan, *, max_elements: i
     Args:
         tensors: dense tensors in model order.
         max_elements: no rank packs more for one window. In the backward regime an owner packs its shard for every other
-            rank.
+            rank of its node, and for every other node.
+        nodes: of the data-parallel ranks; None if they are on one.
     """
+    limits = _Limits(nodes or Nodes.one(len(plan.subnetwork_of_rank)), max_elements, plan.regime == "backward")
     windows: dict[str, _Window] = {}
     dtypes = {str(info.dtype): info.dtype for info in tensors}
     by_name = pieces_by_tensor(tensors, plan)
     segments: list[Segment] = []
     for info in reversed(tensors):
-        new = _Window(len(plan.subnetwork_of_rank), max_elements, plan.regime == "backward")
-        window = windows.setdefault(str(info.dtype), new)
+        window = windows.setdefault(str(info.dtype), _Window(limits))
         for piece, holders in by_name[info.kind, info.name]:
             rest: Fragment | None = Fragment(piece, 0, piece.num_elements(info.shape))
             while rest is not None and rest.start < rest.stop:
@@ -137,31 +194,26 @@ def build_segments(tensors: Sequence[TensorInfo], plan: Plan, *, max_elements: i
     return segments
 
 
-def _copies(num_holders: int, size: int) -> float:
-    """The most that a rank packs or unpacks when all ranks get a segment, in elements per element."""
-    return max(1.0, (size - 1) / num_holders)
-
-
 def build_buckets(
-    segments: Sequence[Segment], *, size: int, max_elements: int, all_receive_weights: bool = False
+    segments: Sequence[Segment], nodes: Nodes, *, max_elements: int, all_receive_weights: bool = False
 ) -> list[Bucket]:
-    """Consecutive segments of one dtype, so that no rank packs more than `max_elements` for one exchange.
+    """Consecutive segments of one dtype, so that no rank packs more than `max_elements` for one collective.
 
     Args:
-        size: number of data-parallel ranks.
-        all_receive_weights: whether all ranks get what the owners send back (backward regime). No rank receives more
-            than the owners pack, so that their loads bound what all ranks unpack.
+        nodes: of the data-parallel ranks.
+        all_receive_weights: whether all ranks get what the owners send back (backward regime).
     """
+    limits = _Limits(nodes, max_elements, all_receive_weights)
     groups: list[list[Segment]] = []
-    load: list[float] = [0] * size
+    load = [0.0] * limits.size
     for segment in segments:
-        amount = segment.num_elements * (_copies(len(segment.holders), size) if all_receive_weights else 1.0)
+        amounts = {rank: segment.num_elements * copies for rank, copies in limits.copies(segment.holders).items()}
         fits = groups and groups[-1][0].dtype == segment.dtype
-        fits = fits and all(load[rank] + amount <= max_elements for rank in segment.holders)
+        fits = fits and all(load[rank] + amount <= max_elements for rank, amount in amounts.items())
         if not fits:
             groups.append([])
-            load = [0] * size
+            load = [0.0] * limits.size
         groups[-1].append(segment)
-        for rank in segment.holders:
+        for rank, amount in amounts.items():
             load[rank] += amount
     return [Bucket(index, tuple(group)) for index, group in enumerate(groups)]

@@ -18,12 +18,13 @@ def build_exchanges(model: RankModel, dp_group: Communicator, settings: Optimize
     """
     limits = [settings.bucket_elements, settings.return_bucket_elements or settings.bucket_elements]
     optimized = [info for info in model.tensors if info.group != NOT_OPTIMIZED]
-    segments = build_segments(optimized, model.plan, max_elements=min(limits))
+    segments = build_segments(optimized, model.plan, max_elements=min(limits), nodes=model.nodes)
     device = next(iter(model.parameters().values())).device
     gradients, weights = (
         Exchange(
-            build_buckets(segments, size=dp_group.size, max_elements=limit, all_receive_weights=model.stores_all),
+            build_buckets(segments, model.nodes, max_elements=limit, all_receive_weights=model.stores_all),
             dp_group,
+            model.nodes,
             device=device,
             dtype=settings.wire_dtype,
         )

@@ -16,13 +16,13 @@ from deepspeed.runtime.base_optimizer import ZeROOptimizer
 from deepspeed.runtime.fp16.loss_scaler import LossScaler, LossScalerBase
 
 from sdp_deepspeed.distributed.communicator import Communicator
-from sdp_deepspeed.exchange.averaging import Averages, Averaging, AveragingOptions, run_pipelined, unscale
+from sdp_deepspeed.exchange.averaging import Averages, Averaging, AveragingOptions, Pipeline, unscale
 from sdp_deepspeed.exchange.backward_averaging import BackwardAveraging
 from sdp_deepspeed.exchange.gradient_norm import global_norm
 from sdp_deepspeed.exchange.gradients import Gradients
-from sdp_deepspeed.exchange.routes import Receivers
 from sdp_deepspeed.exchange.step_averaging import StepAveraging
 from sdp_deepspeed.layout.fragments import Fragment
+from sdp_deepspeed.layout.nodes import Receivers
 from sdp_deepspeed.layout.rank_model import RankModel
 from sdp_deepspeed.layout.segments import Bucket, Segment
 from sdp_deepspeed.messages import quoted
@@ -258,14 +258,10 @@ class SubnetworkOptimizer(ZeROOptimizer):
             receivers = "others"
         else:
             return
-        run_pipelined(
-            self.weight_exchange.buckets,
-            lambda bucket: self.weight_exchange.start_distribute(
-                bucket, self.model.views.weight_view, receivers=receivers
-            ),
-            self.weight_exchange.finish_distribute,
-            max_in_flight=self.settings.max_in_flight,
-        )
+        pipeline = Pipeline(self.settings.max_in_flight)
+        for bucket in self.weight_exchange.buckets:
+            pipeline.add(self.weight_exchange.distribute(bucket, self.model.views.weight_view, receivers=receivers))
+        pipeline.finish()
 
     def gradient_tensors(self) -> list[torch.Tensor]:
         """Gradients that exist now, for measurements."""

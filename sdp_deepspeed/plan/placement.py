@@ -9,7 +9,6 @@ import os
 import socket
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
-from fractions import Fraction
 from typing import TYPE_CHECKING, Literal
 
 import numpy as np
@@ -179,23 +178,19 @@ def _inverse(order: Sequence[int], subnetwork_at: Callable[[int], int]) -> tuple
 def bytes_between_nodes(load: Load, network: Network, subnetwork_of_rank: Sequence[int]) -> int:
     """Bytes that cross between nodes in one optimizer step, all ranks together (exchange/README.md has the bound).
 
-    Of a unit of n elements with h holders, each holder sends n/h elements to each other holder; the owners send n/h
-    back to each other holder, or to each other rank. Rounding of shards is left out.
+    A unit of n elements with holders on m of M nodes crosses m - 1 times on its way there, and m - 1 or M - 1 times on
+    its way back, however many holders a node has: they add up first.
     """
-    table = _ranks_per_node(network.nodes, subnetwork_of_rank, load.num_subnetworks)
-    sizes = table.sum(axis=0)
-    num_ranks = int(sizes.sum())
+    is_on = _ranks_per_node(network.nodes, subnetwork_of_rank, load.num_subnetworks) > 0
+    num_nodes = is_on.shape[1]
 
-    def sent(holders: Sequence[int], elements: int) -> Fraction:
-        counts = table[list(holders)].sum(axis=0)
-        h = int(counts.sum())
-        there = h * h - int(counts @ counts)  # pairs of holders on different nodes
-        back = h * num_ranks - int(counts @ sizes) if load.all_receive_weights else there
-        return Fraction(elements * (there * network.gradient_bytes + back * network.weight_bytes), h)
+    def sent(holders: Sequence[int], elements: int) -> int:
+        there = int(is_on[list(holders)].any(axis=0).sum()) - 1
+        back = num_nodes - 1 if load.all_receive_weights else there
+        return elements * (there * network.gradient_bytes + back * network.weight_bytes)
 
     units = sum(sent(holders, elements) for holders, elements in zip(load.holders, load.elements, strict=True))
-    # Rounded apart: tensor-parallel ranks may differ in what is shared, and must not differ in what they choose.
-    return round(units) + round(sent(range(load.num_subnetworks), load.num_shared))
+    return units + sent(range(load.num_subnetworks), load.num_shared)
 
 
 def _ranks_per_node(nodes: Sequence[Hashable], subnetwork_of_rank: Sequence[int], num_subnetworks: int) -> Counts:

@@ -2,20 +2,29 @@
 
 from __future__ import annotations
 
+import math
 import random
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
 from functools import cache, cached_property
-from math import prod
 
 import torch
 
 from sdp_deepspeed.layout.fragments import Fragment, Views
+from sdp_deepspeed.layout.nodes import Nodes
 from sdp_deepspeed.layout.segments import Bucket, Segment, build_buckets, build_segments
 from sdp_deepspeed.plan.plan import Plan
 from sdp_deepspeed.plan.tensors import TensorInfo
 from sdp_deepspeed.units import Piece, Unit
 
+# How ranks may be on nodes, by the number of ranks.
+NODES: dict[str, Callable[[int], Nodes]] = {
+    "one": Nodes.one,
+    "halves": lambda size: Nodes.of([2 * rank // size for rank in range(size)]),
+    "in turn": lambda size: Nodes.of([rank % 3 for rank in range(size)]),
+    "1 + 2 + 3": lambda size: Nodes.of([math.isqrt(2 * rank) for rank in range(size)]),
+    "alone": lambda size: Nodes.of(range(size)),
+}
 SIZES = (1, 2, 3, 5, 7, 11)
 MOST_BUCKETS = 50  # of a random limit: each is a collective of all ranks, and hundreds tell no more than these
 
@@ -28,16 +37,21 @@ class Layout:
     tensors: tuple[TensorInfo, ...]
     plan: Plan
     max_elements: int
+    on_nodes: Nodes | None = None
+
+    @property
+    def nodes(self) -> Nodes:
+        return self.on_nodes or Nodes.one(self.size)
 
     @cached_property
     def segments(self) -> list[Segment]:
-        return build_segments(self.tensors, self.plan, max_elements=self.max_elements)
+        return build_segments(self.tensors, self.plan, max_elements=self.max_elements, nodes=self.nodes)
 
     @cached_property
     def buckets(self) -> list[Bucket]:
         all_receive_weights = self.plan.regime == "backward"
         return build_buckets(
-            self.segments, size=self.size, max_elements=self.max_elements, all_receive_weights=all_receive_weights
+            self.segments, self.nodes, max_elements=self.max_elements, all_receive_weights=all_receive_weights
         )
 
     def shape(self, name: str) -> tuple[int, ...]:
@@ -65,8 +79,13 @@ def random_layout(seed: int, size: int, regime: str = "forward") -> Layout:
         holders.append(tuple(sorted((rank + i) % size for i in range(p))))
     tensors.append(TensorInfo("rows", (size, 3), torch.float32, 0))
     plan = Plan(regime, "block", size, p, 0, tuple(units), tuple(holders), tuple(range(size)))
-    num_elements = sum(prod(info.shape) for info in tensors)
+    num_elements = sum(math.prod(info.shape) for info in tensors)
     return Layout(size, tuple(tensors), plan, max(chance.choice((1, 7, 40, 10_000)), num_elements // MOST_BUCKETS))
+
+
+def placed(layout: Layout, nodes: str) -> Layout:
+    """The same on these nodes."""
+    return replace(layout, on_nodes=NODES[nodes](layout.size))
 
 
 def _units_of(info: TensorInfo, chance: random.Random) -> list[Unit]:
@@ -75,7 +94,7 @@ def _units_of(info: TensorInfo, chance: random.Random) -> list[Unit]:
     if cut is None:
         return []
     if cut == "whole":
-        return [Unit(info.name, (Piece(info.name, None, 0, prod(info.shape)),))]
+        return [Unit(info.name, (Piece(info.name, None, 0, math.prod(info.shape)),))]
     assert isinstance(cut, int)
     units, start = [], 0
     while start < info.shape[cut]:
@@ -105,7 +124,7 @@ def views_of(tensors: Mapping[str, torch.Tensor | None]) -> Views:
 def indices(fragment: Fragment, shape: tuple[int, ...]) -> torch.Tensor:
     """Where the fragment's elements lie in the flat dense tensor, in the order in which they travel: index by index of
     the cut dim, each row-major."""
-    piece, numbers = fragment.piece, torch.arange(prod(shape)).view(shape)
+    piece, numbers = fragment.piece, torch.arange(math.prod(shape)).view(shape)
     if piece.dim is not None:
         numbers = torch.stack(numbers.unbind(piece.dim)[piece.start : piece.start + piece.length])
     return numbers.reshape(-1)[fragment.start : fragment.stop]

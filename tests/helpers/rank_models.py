@@ -10,6 +10,7 @@ from torch import nn
 
 from sdp_deepspeed.architectures import LocatedBranch
 from sdp_deepspeed.distributed.communicator import Communicator
+from sdp_deepspeed.layout.nodes import Nodes
 from sdp_deepspeed.layout.places import PieceViews
 from sdp_deepspeed.layout.rank_model import RankModel
 from sdp_deepspeed.masking.mask import Mask
@@ -45,10 +46,11 @@ def optimizer_of(
     plan: Plan,
     dp_group: Communicator,
     settings: OptimizerSettings,
+    nodes: Nodes | None = None,
     loss_scaler: LossScalerBase | None = None,
 ) -> SubnetworkOptimizer:
     """The wrapper of an optimizer whose parameters lie as in the dense model."""
-    model = RankModel(plan, tuple(tensors), PieceViews(parameters), dp_group.rank)
+    model = RankModel(plan, tuple(tensors), PieceViews(parameters), dp_group.rank, on_nodes=nodes)
     return wrapped(optimizer, model, dp_group, settings=settings, loss_scaler=loss_scaler)
 
 

@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from sdp_deepspeed.distributed.communicator import Communicator
+from sdp_deepspeed.exchange.exchange import Steps
 from sdp_deepspeed.layout.segments import Bucket
 from sdp_deepspeed.optimizer.optimizer import SubnetworkOptimizer
 from sdp_deepspeed.optimizer.settings import OptimizerSettings
@@ -95,7 +96,8 @@ class Trained:
 
     Args:
         order: in which its buckets of gradients left, each with the names that had arrived by then in this micro-step.
-        amounts: of each exchange, by what travels: "gradients", "averages" or "weights" (elements sent and received).
+        amounts: of each collective, by what travels ("gradients", "averages" or "weights"): bucket, elements sent and
+            received.
         buckets: of gradients, and of weights.
         held: by bucket of gradients, names of what this rank trains in it.
         most_kept: send buffers that existed at once.
@@ -106,7 +108,7 @@ class Trained:
     held: list[set[str]]
     norms: list[float] = field(default_factory=list)
     order: list[tuple[int, tuple[str, ...]]] = field(default_factory=list)
-    amounts: dict[str, list[tuple[int, int]]] = field(default_factory=dict)
+    amounts: dict[str, list[tuple[Bucket, int, int]]] = field(default_factory=dict)
     most_kept: int = 0
 
 
@@ -139,6 +141,7 @@ def _train(
         plan=toy.layout.plan,
         dp_group=group,
         settings=toy.settings,
+        nodes=toy.layout.nodes,
     )
     if observe is not None:
         observe(optimizer)
@@ -173,18 +176,19 @@ def _watch(optimizer: Any, result: Trained, box: Mailbox, arrived: list[str]) ->
     def watch(exchange: Any, method: str, what: str) -> None:
         start = getattr(exchange, method)
 
-        def watched(bucket: Bucket, *arguments: Any, **options: Any) -> Any:
-            if what == "gradients":
+        def watched(bucket: Bucket, *arguments: Any, **options: Any) -> Steps:
+            if method == "reduce":
                 result.order.append((bucket.index, tuple(arrived)))
-            running = start(bucket, *arguments, **options)
-            result.amounts.setdefault(what, []).extend(box.amounts[-1:])
-            return running
+            steps = start(bucket, *arguments, **options)
+            while next(steps, steps) is None:
+                result.amounts.setdefault(what, []).append((bucket, *box.amounts[-1]))
+                yield
 
         setattr(exchange, method, watched)
 
-    watch(optimizer.exchange, "start_reduce", "gradients")
-    watch(optimizer.exchange, "start_distribute", "averages")
-    watch(optimizer.weight_exchange, "start_distribute", "weights")
+    watch(optimizer.exchange, "reduce", "gradients")
+    watch(optimizer.exchange, "distribute", "averages")
+    watch(optimizer.weight_exchange, "distribute", "weights")
 
 
 @dataclass(frozen=True)

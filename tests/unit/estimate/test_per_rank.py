@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 from sdp_deepspeed.estimate.formulas import bytes_per_parameter, sent_per_parameter
 from sdp_deepspeed.estimate.per_rank import RankEstimate, Setup, estimate, plain
 from sdp_deepspeed.estimate.precision import Precision
-from sdp_deepspeed.exchange.routes import return_route
+from sdp_deepspeed.exchange.routes import routes_back
+from sdp_deepspeed.layout.nodes import Nodes
 from sdp_deepspeed.layout.segments import build_buckets, build_segments
 from sdp_deepspeed.plan.assignment import methods as assignment
 from sdp_deepspeed.plan.plan import Plan
@@ -129,13 +130,13 @@ def check_traffic(ranks: tuple[RankEstimate, ...], plan: Plan, tensors: list[Ten
     size = len(ranks)
     segments = build_segments(tensors, plan, max_elements=bucket)
     all_receive_weights = plan.regime == "backward"
-    buckets = build_buckets(segments, size=size, max_elements=bucket, all_receive_weights=all_receive_weights)
+    buckets = build_buckets(segments, Nodes.one(size), max_elements=bucket, all_receive_weights=all_receive_weights)
     receivers: Any = "all" if all_receive_weights else "holders"
     for rank, result in enumerate(ranks):
-        towards = [return_route(b, rank, size, "holders") for b in buckets]
-        back = [return_route(b, rank, size, receivers) for b in buckets]
-        assert result.sent_gradients == sum(sum(route.received_splits) for route in towards)
-        assert result.sent_back == sum(sum(route.sent_splits) for route in back)
+        towards = [route for b in buckets for route in routes_back(b, rank, Nodes.one(size), "holders")]
+        back = [route for b in buckets for route in routes_back(b, rank, Nodes.one(size), receivers)]
+        assert result.sent_gradients == sum(sum(route.received.splits) for route in towards)
+        assert result.sent_back == sum(sum(route.sent.splits) for route in back)
         assert result.sent_bytes == 2 * (result.sent_gradients + result.sent_back)
 
 

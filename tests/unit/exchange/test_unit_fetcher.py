@@ -15,7 +15,7 @@ from sdp_deepspeed.layout.rank_model import RankModel
 from sdp_deepspeed.plan.plan import Plan
 from sdp_deepspeed.plan.tensors import TensorInfo
 from sdp_deepspeed.units import Piece, Unit
-from tests.helpers.random_layouts import Layout, random_layout, random_tensors
+from tests.helpers.random_layouts import NODES, Layout, placed, random_layout, random_tensors
 from tests.helpers.threads import Ranks
 
 Fetched = dict[Piece, torch.Tensor]
@@ -33,7 +33,7 @@ def eight() -> Ranks:
 
 def fetcher_of(layout: Layout, sets: Sequence[Sequence[int]], communicator: Communicator) -> UnitFetcher:
     views = PieceViews(random_tensors(layout, 0))
-    model = RankModel(layout.plan, tuple(layout.tensors), views, communicator.rank)
+    model = RankModel(layout.plan, tuple(layout.tensors), views, communicator.rank, on_nodes=layout.nodes)
     return UnitFetcher(model, sets, communicator, device=torch.device("cpu"))
 
 
@@ -62,10 +62,10 @@ def fetched(layout: Layout, sets: Sequence[Sequence[int]], communicator: Communi
     return result
 
 
-@pytest.mark.parametrize("seed", range(5))
-def test_everything_lacking_arrives_at_its_place(ranks: Ranks, seed: int) -> None:
+@pytest.mark.parametrize(("seed", "nodes"), [*enumerate(NODES)])
+def test_everything_lacking_arrives_at_its_place(ranks: Ranks, seed: int, nodes: str) -> None:
     """Rows, columns, whole tensors and both dtypes; sets of one unit, of several, and with the same unit again."""
-    layout = random_layout(seed, len(ranks.groups))
+    layout = placed(random_layout(seed, len(ranks.groups)), nodes)
     every = range(len(layout.plan.units))
     sets = [*[[unit] for unit in every[::3]], list(every), list(every[1:3]), []]
     dense = random_tensors(layout, 0)
@@ -98,14 +98,15 @@ def test_eleven_over_three_holders(eight: Ranks, shape: tuple[int, ...], piece: 
             assert torch.equal(value, random_tensors(layout, 0)["w"])
 
 
+@pytest.mark.parametrize("nodes", ["one", "halves", "in turn"])
 @pytest.mark.parametrize("num_holders", [1, 2, 4, 7])
-def test_a_holder_packs_at_most_half_of_what_it_holds(eight: Ranks, num_holders: int) -> None:
+def test_a_holder_packs_at_most_half_of_what_it_holds(eight: Ranks, num_holders: int, nodes: str) -> None:
     """So that fetching needs little beside what is fetched, also where one holder serves seven others."""
     shape = (56, 10)
-    layout = one_unit_layout(shape, tuple(range(num_holders)), Piece("w", None, 0, prod(shape)))
+    layout = placed(one_unit_layout(shape, tuple(range(num_holders)), Piece("w", None, 0, prod(shape))), nodes)
     eight.run(lambda communicator: fetched(layout, [[0]], communicator))
     packed = [max(group.sent) for group in eight.groups]
     assert sum(sum(group.sent) for group in eight.groups) == prod(shape) * (8 - num_holders)
     # A holder's shard of a round is rounded up to whole elements, for each of the others.
-    assert all(0 < most <= prod(shape) / 2 + 8 for most in packed[:num_holders])
-    assert packed[num_holders:] == [0] * (8 - num_holders)
+    assert all(most <= prod(shape) / 2 + 8 for most in packed[:num_holders])
+    assert nodes != "one" or (all(packed[:num_holders]) and not any(packed[num_holders:]))

@@ -11,16 +11,21 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sdp_deepspeed.exchange.routes import return_route
+from sdp_deepspeed.exchange.routes import routes_back
 from sdp_deepspeed.layout.fragments import Fragment
+from sdp_deepspeed.layout.nodes import Nodes
 from sdp_deepspeed.layout.segments import Bucket, Segment, build_buckets, build_segments
 from sdp_deepspeed.plan.plan import Plan
 from sdp_deepspeed.plan.tensors import TensorInfo
 from sdp_deepspeed.units import Piece, Unit
-from tests.helpers.random_layouts import Layout, indices, random_layout
+from tests.helpers.random_layouts import NODES, Layout, indices, placed, random_layout
 
 layouts = st.builds(random_layout, st.integers(0, 100_000), st.integers(1, 6), st.sampled_from(["forward", "backward"]))
-backward_layouts = st.builds(random_layout, st.integers(0, 100_000), st.integers(1, 8), st.just("backward"))
+backward_layouts = st.builds(
+    placed,
+    st.builds(random_layout, st.integers(0, 100_000), st.integers(1, 8), st.just("backward")),
+    st.sampled_from(sorted(NODES)),
+)
 # A segment of two pieces whose fragments do not start at 0, as after a cut.
 TWO = Segment(
     0,
@@ -119,9 +124,7 @@ def test_a_bucket_is_one_stretch_of_the_model(layout: Layout) -> None:
 def test_buckets_of_several_windows_complete_in_order(layout: Layout, times: int) -> None:
     """Where one half of the exchange has smaller buckets, a window may lie in two buckets of the other, in no more."""
     all_receive_weights, limit = layout.plan.regime == "backward", times * layout.max_elements
-    buckets = build_buckets(
-        layout.segments, size=layout.size, max_elements=limit, all_receive_weights=all_receive_weights
-    )
+    buckets = build_buckets(layout.segments, layout.nodes, max_elements=limit, all_receive_weights=all_receive_weights)
     for dtype in (torch.float32, torch.bfloat16):
         found = stretches(layout, buckets, dtype)
         assert sorted(position for stretch in found for position in stretch) == list(range(sum(map(len, found))))
@@ -158,14 +161,14 @@ def test_backward_order_and_one_segment_per_holder_set() -> None:
     names = [[fragment.piece.parameter for fragment in segment.fragments] for segment in segments]
     assert names == [["out", "in"], ["c", "a"], ["b"]]
     assert [segment.holders for segment in segments] == [(0, 1, 2), (0, 1), (1, 2)]
-    assert len(build_buckets(segments, size=3, max_elements=100)) == 1
+    assert len(build_buckets(segments, Nodes.one(3), max_elements=100)) == 1
 
 
 def test_buckets_count_the_fullest_rank_not_the_sum() -> None:
     """Segments of disjoint holders fit one bucket, since no rank packs both."""
     piece = Piece("a", None, 0, 8)
     apart = [Segment(0, torch.float32, holders, (Fragment(piece, 0, 8),)) for holders in ((0, 1), (2, 3), (1, 2))]
-    assert [len(bucket.segments) for bucket in build_buckets(apart, size=4, max_elements=8)] == [2, 1]
+    assert [len(bucket.segments) for bucket in build_buckets(apart, Nodes.one(4), max_elements=8)] == [2, 1]
 
 
 def test_a_sliced_tensor_that_everybody_holds_is_one_fragment() -> None:
@@ -181,10 +184,10 @@ def packed(layout: Layout) -> list[tuple[int, int]]:
     amounts = []
     for bucket in layout.buckets:
         for rank in range(layout.size):
-            back = return_route(bucket, rank, layout.size, "all")
-            towards = return_route(bucket, rank, layout.size, "holders")  # walked backwards: sent is what is received
-            splits = (back.sent_splits, back.received_splits, towards.sent_splits, towards.received_splits)
-            amounts.append((max(map(sum, splits)), len(bucket.segments)))
+            routes = [r for receivers in ("holders", "all") for r in routes_back(bucket, rank, layout.nodes, receivers)]
+            amounts.append(
+                (max(sum(half.splits) for r in routes for half in (r.sent, r.received)), len(bucket.segments))
+            )
     return amounts
 
 

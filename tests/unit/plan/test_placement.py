@@ -1,12 +1,10 @@
-"""Where replicas go: every subnetwork gets its ranks, and the bytes between nodes are those of all pairs of ranks."""
+"""Where replicas go: every subnetwork gets its ranks, and the bytes between nodes are what the exchange sends."""
 
 from __future__ import annotations
 
 import dataclasses
 from collections import Counter
-from collections.abc import Hashable, Iterator, Sequence
-from fractions import Fraction
-from itertools import product
+from collections.abc import Hashable, Sequence
 from typing import Any, cast
 
 import pytest
@@ -16,7 +14,9 @@ from hypothesis import strategies as st
 
 from sdp_deepspeed.config import KEY, parse
 from sdp_deepspeed.distributed.communicator import Communicator
-from sdp_deepspeed.layout.segments import Segment, build_segments
+from sdp_deepspeed.exchange.routes import routes_back
+from sdp_deepspeed.layout.nodes import Nodes, Receivers
+from sdp_deepspeed.layout.segments import Bucket, build_segments
 from sdp_deepspeed.plan.placement import (
     Load,
     Network,
@@ -98,38 +98,36 @@ def test_packed_is_the_same_on_one_node(num_nodes: int, size: int, k: int) -> No
     )
 
 
-def by_pairs(load: Load, network: Network, ranks: Sequence[int]) -> int:
-    """Every rank to every other rank, unit by unit; the shared rest is one that everybody holds."""
+def by_nodes(load: Load, network: Network, ranks: Sequence[int]) -> int:
+    """Unit by unit, from the sets of nodes that its holders are on; the shared rest is one that everybody holds."""
 
-    def sent(subnetworks: Sequence[int], elements: int) -> Fraction:
-        holders = [rank for rank, subnetwork in enumerate(ranks) if subnetwork in subnetworks]
-        total = Fraction(0)
-        for one, other in product(holders, range(len(ranks))):
-            if network.nodes[one] != network.nodes[other]:
-                there = network.gradient_bytes if other in holders else 0
-                back = network.weight_bytes if other in holders or load.all_receive_weights else 0
-                total += Fraction(elements, len(holders)) * (there + back)
-        return total
+    def sent(subnetworks: Sequence[int], elements: int) -> int:
+        holding = {network.nodes[rank] for rank, subnetwork in enumerate(ranks) if subnetwork in subnetworks}
+        getting = set(network.nodes) if load.all_receive_weights else holding
+        there, back = len(holding) - 1, len(getting) - 1  # each other node's sum, and each other node's copy
+        return elements * (there * network.gradient_bytes + back * network.weight_bytes)
 
     units = sum(sent(*unit) for unit in zip(load.holders, load.elements, strict=True))
-    return round(units) + round(sent(range(load.num_subnetworks), load.num_shared))
+    return units + sent(range(load.num_subnetworks), load.num_shared)
 
 
 @given(clusters().flatmap(lambda c: st.tuples(st.just(c[0]), loads(c[1]))), st.sampled_from([2, 4, 12]), st.randoms())
-def test_bytes_are_those_of_all_pairs(case: tuple[tuple[str, ...], Load], gradient_bytes: int, chance: Any) -> None:
+def test_bytes_are_those_of_the_nodes_of_each_unit(
+    case: tuple[tuple[str, ...], Load], gradient_bytes: int, chance: Any
+) -> None:
     nodes, load = case
     network = Network(nodes, gradient_bytes, 2)
     anyhow = [rank % load.num_subnetworks for rank in range(len(nodes))]
     chance.shuffle(anyhow)
     for ranks in (packed(nodes, load.num_subnetworks), spread(nodes, load.num_subnetworks), anyhow):
-        assert bytes_between_nodes(load, network, ranks) == by_pairs(load, network, ranks)
+        assert bytes_between_nodes(load, network, ranks) == by_nodes(load, network, ranks)
 
 
 @given(clusters().flatmap(lambda c: st.tuples(st.just(c[0]), loads(c[1]))))
 def test_auto_takes_what_sends_fewer_bytes(case: tuple[tuple[str, ...], Load]) -> None:
     nodes, load = case
     network = Network(nodes, 2, 4)
-    sent = {name: by_pairs(load, network, way(nodes, load.num_subnetworks)) for name, way in WAYS.items()}
+    sent = {name: by_nodes(load, network, way(nodes, load.num_subnetworks)) for name, way in WAYS.items()}
     placement, ranks = choose_placement(load, network)
     assert (placement.packed_bytes, placement.spread_bytes) == (sent["packed"], sent["spread"])
     assert sent[placement.name] == min(sent.values())
@@ -159,15 +157,14 @@ def test_names_of_nodes_do_not_matter(case: tuple[tuple[str, ...], Load]) -> Non
 def test_bytes_by_hand() -> None:
     """2 nodes of 2 ranks, a unit of 8 elements for each of 2 subnetworks, 4 shared elements; 2 bytes there, 4 back.
 
-    Of the shared, each rank sends 1 element to each of 2 ranks elsewhere: 8 elements. Of a unit with its 2 holders
-    apart, each sends the other 4 elements. In the backward regime owners send shards of a packed unit (4 elements) to 2
-    ranks elsewhere, 16 elements a unit; those of a spread one to 2 as well.
+    The shared cross once there and once back. So does a spread unit, and a packed one does not; in the backward regime
+    it crosses on its way back.
     """
     network = Network(("a", "a", "b", "b"), 2, 4)
     forward = Load(2, [(0,), (1,)], [8, 8], 4)
-    assert choose_placement(forward, network)[0] == Placement("packed", 2, 8 * 6, 8 * 6 + 2 * 8 * 6)
+    assert choose_placement(forward, network)[0] == Placement("packed", 2, 4 * 6, 4 * 6 + 2 * 8 * 6)
     backward = dataclasses.replace(forward, all_receive_weights=True)
-    assert choose_placement(backward, network)[0] == Placement("packed", 2, 8 * 6 + 32 * 4, 8 * 6 + 16 * 2 + 32 * 4)
+    assert choose_placement(backward, network)[0] == Placement("packed", 2, 4 * 6 + 2 * 8 * 4, 4 * 6 + 2 * 8 * 6)
 
 
 def test_spread_wins_on_uneven_nodes() -> None:
@@ -180,29 +177,25 @@ def test_spread_wins_on_uneven_nodes() -> None:
     assert (placement.name, ranks) == ("packed", (1, 0, 0, 1))
 
 
-def crossing(segments: Sequence[Segment], network: Network, all_receive_weights: bool) -> Iterator[int]:
-    """Bytes between nodes as the exchange's own shards have them, per segment."""
-    for segment, one, other in product(segments, range(len(network.nodes)), range(len(network.nodes))):
-        if network.nodes[one] == network.nodes[other]:
-            continue
-        start, stop = segment.owned_range(other)  # one contributes to what the other owns
-        yield (stop - start) * segment.held_by(one) * network.gradient_bytes
-        start, stop = segment.owned_range(one)  # one owns what the other gets
-        yield (stop - start) * (all_receive_weights or segment.held_by(other)) * network.weight_bytes
+def crossing(bucket: Bucket, nodes: Nodes, network: Network, receivers: Receivers) -> int:
+    """Bytes between nodes by the exchange's own routes."""
+    there = [routes_back(bucket, rank, nodes, "holders")[0].received for rank in range(len(network.nodes))]
+    back = [routes_back(bucket, rank, nodes, receivers)[0].sent for rank in range(len(network.nodes))]
+    numbers = [sum(sum(half.splits) for half in halves) for halves in (there, back)]
+    return numbers[0] * network.gradient_bytes + numbers[1] * network.weight_bytes
 
 
 @pytest.mark.parametrize("regime", ["forward", "backward"])
-@pytest.mark.parametrize("nodes", ["aaabbb", "ababab", "abbbbb", "aabbcc"])
+@pytest.mark.parametrize("labels", ["aaabbb", "ababab", "abbbbb", "aabbcc"])
 @pytest.mark.parametrize("way", WAYS)
-def test_the_exchange_sends_as_much(regime: str, nodes: str, way: str) -> None:
-    """60 elements divide by all numbers of holders, so shards are exact."""
-    units = tuple(Unit(f"u{i}", (Piece(f"w{i}", None, 0, 60),)) for i in range(3))
-    plan = Plan(regime, "block", 3, 2, 0, units, ((0, 1), (1, 2), (0, 2)), WAYS[way](tuple(nodes), 3))
-    network = Network(tuple(nodes), 2, 4)
-    tensors = [TensorInfo(name, (60,), torch.float32, 0) for name in ("w0", "w1", "w2", "shared")]
-    load = Load(3, plan.holders, [60] * 3, 60, regime == "backward")
-    segments = build_segments(tensors, plan, max_elements=10**6)
-    sent = sum(crossing(segments, network, regime == "backward"))
+def test_the_exchange_sends_as_much(regime: str, labels: str, way: str) -> None:
+    units = tuple(Unit(f"u{i}", (Piece(f"w{i}", None, 0, 61),)) for i in range(3))
+    plan = Plan(regime, "block", 3, 2, 0, units, ((0, 1), (1, 2), (0, 2)), WAYS[way](tuple(labels), 3))
+    network, nodes = Network(tuple(labels), 2, 4), Nodes.of(labels)
+    tensors = [TensorInfo(name, (61,), torch.float32, 0) for name in ("w0", "w1", "w2", "shared")]
+    load = Load(3, plan.holders, [61] * 3, 61, regime == "backward")
+    segments = build_segments(tensors, plan, max_elements=10**6, nodes=nodes)
+    sent = crossing(Bucket(0, tuple(segments)), nodes, network, "all" if regime == "backward" else "holders")
     assert bytes_between_nodes(load, network, plan.subnetwork_of_rank) == sent > 0
 
 
@@ -268,8 +261,7 @@ def test_plan_of_a_model() -> None:
     shapes = {name: value.numel() for name, value in family("llama").named_parameters()}
     units = sum(size for name, size in shapes.items() if ".layers." in name)
     shared = sum(shapes.values()) - units
-    # 4 holders of the shared rest: 8 pairs apart, a quarter each. 2 of a unit, when spread: 2 pairs, half each.
-    assert plan.placement == Placement("packed", 2, 2 * shared * 6, 2 * shared * 6 + units * 6)
+    assert plan.placement == Placement("packed", 2, shared * 6, shared * 6 + units * 6)
     spread_plan = planned(network, placement="spread")
     assert (spread_plan.subnetwork_of_rank, spread_plan.hash) == ((0, 1, 0, 1), plan.hash)
     assert planned(None).placement == Placement("packed", 1, 0, 0)
