@@ -1,10 +1,10 @@
 #!/usr/bin/env bash
-# Two "nodes" on one machine: two network namespaces joined by a link of a given rate, one rank in each.
+# Two "nodes" on one machine: two network namespaces joined by a link of a given rate, one or more ranks in each.
 #
 #     sudo env PATH="$PATH" benchmarks/namespaces.sh benchmarks/step_time.py --stage 2 --overlap --bucket 5e5 \
 #         --output benchmarks/results/overlap_1_gbit.json
 #
-# All arguments go to the benchmark. Environment: RATE (of tc, default 1gbit), PYTHON (default python, with its ninja on
+# All arguments go to the benchmark. Environment: RANKS (in each node, default 1), RATE (of tc, default 1gbit), PYTHON (default python, with its ninja on
 # the PATH), PORT. Needs iproute2. Nothing but the two namespaces is touched, and they go away with this script, however
 # it ends.
 set -euo pipefail
@@ -21,6 +21,7 @@ for tool in ip tc; do
     command -v "$tool" >/dev/null || { echo "namespaces.sh: $tool is missing: install iproute2" >&2; exit 2; }
 done
 
+per_node=${RANKS:-1}
 rate=${RATE:-1gbit}
 python=${PYTHON:-python}
 port=${PORT:-29511}
@@ -51,10 +52,12 @@ for i in 0 1; do
 done
 
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1} GLOO_SOCKET_IFNAME=wire SDP_LINK_RATE=$rate
-export MASTER_ADDR=10.203.0.1 MASTER_PORT=$port WORLD_SIZE=2 LOCAL_RANK=0 LOCAL_SIZE=1
+export MASTER_ADDR=10.203.0.1 MASTER_PORT=$port WORLD_SIZE=$((2 * per_node)) LOCAL_SIZE=$per_node
 for i in 0 1; do
-    RANK=$i ip netns exec "${names[$i]}" "$python" "$@" &
-    ranks+=($!)
+    for ((j = 0; j < per_node; j++)); do
+        CROSS_RANK=$i RANK=$((i * per_node + j)) LOCAL_RANK=$j ip netns exec "${names[$i]}" "$python" "$@" &
+        ranks+=($!)
+    done
 done
 status=0
 for _ in "${ranks[@]}"; do

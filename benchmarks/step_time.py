@@ -4,13 +4,15 @@
     OMP_NUM_THREADS=1 deepspeed --num_gpus 2 benchmarks/step_time.py --all-modes --model wide --bucket 2e6 --output ...
     OMP_NUM_THREADS=1 deepspeed --num_gpus 2 benchmarks/step_time.py --all-modes --stage 1 2 --output ...
     OMP_NUM_THREADS=1 deepspeed --num_gpus 2 benchmarks/step_time.py --stage 2 --overlap --bucket 5e5 --output ...
+    RANKS=4 benchmarks/namespaces.sh benchmarks/step_time.py --stage 2 1 --subnetworks 4 --bucket 2e6 --output ...
 
 With several stages each has its plain DeepSpeed; the last one's is the baseline of all. `--overlap` lets everybody run
 twice, without and with `overlap_comm`; benchmarks/namespaces.sh runs that over a slow link.
 
 Each repeat times one step of every contestant, in an order that rotates, so that drift of the machine falls on all
 alike. A repeat's time is the slowest rank's. Ratios are taken per repeat against the baseline of the same repeat. One
-more step of each, not timed, is counted: FLOPs and bytes sent, on every rank.
+more step of each, not timed, is counted: FLOPs and bytes sent, on every rank; between namespaces one more, of which the
+link's own counter says what crossed it.
 """
 
 from __future__ import annotations
@@ -53,7 +55,7 @@ def named_runs(arguments: argparse.Namespace) -> dict[str, tuple[Contestant, boo
     """By name who runs, and whether with `overlap_comm`; for each stage plain DeepSpeed first."""
     found = {}
     for stage, overlap in itertools.product(arguments.stage, (False, True) if arguments.overlap else (False,)):
-        for contestant in contestants(stage, MODES if arguments.all_modes else MODES[:1]):
+        for contestant in contestants(stage, MODES if arguments.all_modes else MODES[:1], arguments.subnetworks):
             found[name_of(contestant, several_stages=len(arguments.stage) > 1) + OVERLAP * overlap] = (
                 contestant,
                 overlap,
@@ -61,18 +63,22 @@ def named_runs(arguments: argparse.Namespace) -> dict[str, tuple[Contestant, boo
     return found
 
 
-def contestants(stage: int, modes: tuple[Mode, ...]) -> Iterator[Contestant]:
+def contestants(stage: int, modes: tuple[Mode, ...], subnetworks: int | None) -> Iterator[Contestant]:
     yield Contestant(stage)
     size = dist.get_world_size()
     for mode, holders in itertools.product(modes, sorted({size, max(1, size // 2)}, reverse=True)):
         yield Contestant(stage, mode, holders / size)
+    if subnetworks is not None:
+        for mode in modes:
+            yield Contestant(stage, mode, max(1, subnetworks // 2) / subnetworks, subnetworks)
 
 
 def name_of(contestant: Contestant, *, several_stages: bool) -> str:
     if contestant.mode is None:
         return f"zero{contestant.stage}"
     stage = f" + ZeRO-{contestant.stage}" if several_stages else ""
-    return f"{contestant.mode}{stage} C={contestant.coverage:g}"
+    replicas = f", {contestant.subnetworks} subnetworks" if contestant.subnetworks else ""
+    return f"{contestant.mode}{stage} C={contestant.coverage:g}{replicas}"
 
 
 def target(contestant: Contestant, baseline_stage: int) -> float | None:
@@ -113,6 +119,17 @@ def time_steps(engines: dict[str, Any], batch: torch.Tensor, *, warmup: int, rep
     return times
 
 
+def link_bytes(engine: Any, batch: torch.Tensor) -> int:
+    """What one step sends over the link that this rank's node has, headers and all; the same for all of its ranks."""
+    counter = Path("/sys/class/net", os.environ["GLOO_SOCKET_IFNAME"], "statistics/tx_bytes")
+    dist.barrier()
+    before = int(counter.read_text())
+    dist.barrier()
+    train(engine, batch)
+    dist.barrier()
+    return int(counter.read_text()) - before
+
+
 def measure(arguments: argparse.Namespace) -> dict[str, Any]:
     """Times, and per rank what one step does."""
     model, stage = MODELS[arguments.model], arguments.stage[-1]
@@ -128,11 +145,15 @@ def measure(arguments: argparse.Namespace) -> dict[str, Any]:
         "model": model | {"num_parameters": num_parameters(model)},
         "sequence_length": SEQUENCE_LENGTH,
         "link": os.environ.get("SDP_LINK_RATE"),
+        "ranks_per_node": int(os.environ["LOCAL_SIZE"]) if "SDP_LINK_RATE" in os.environ else None,
         "arguments": vars(arguments),
         "configs": configs,
         "targets": {name: target(contestant, stage) for name, (contestant, _) in runs.items()},
         "seconds": time_steps(engines, batch, warmup=arguments.warmup, repeats=arguments.repeats),
         "work": {name: gather(count_work(partial(train, engine, batch))) for name, engine in engines.items()},
+        "link_bytes": {name: gather(link_bytes(engine, batch)) for name, engine in engines.items()}
+        if "SDP_LINK_RATE" in os.environ
+        else None,
     }
 
 
@@ -146,6 +167,7 @@ def main() -> None:
     parser.add_argument("--accumulation", type=int, default=1)
     parser.add_argument("--bucket", type=float, default=5e8, help="reduce_bucket_size of all contestants (elements)")
     parser.add_argument("--stage", type=int, nargs="+", default=[1], choices=(0, 1, 2))
+    parser.add_argument("--subnetworks", type=int, help="one more of each mode, with fewer subnetworks than ranks")
     parser.add_argument("--overlap", action="store_true", help="everybody without and with overlap_comm")
     run(parser, measure)
 

@@ -38,11 +38,13 @@ class Contestant:
     Args:
         stage: of ZeRO.
         coverage: C, of the contestants that have a mode.
+        subnetworks: k, if there are fewer than ranks.
     """
 
     stage: int
     mode: Mode | None = None
     coverage: float = 1.0
+    subnetworks: int | None = None
 
     @property
     def name(self) -> str:
@@ -72,6 +74,7 @@ class Contestant:
         }
         if self.mode is not None:
             config[KEY] = {"coverage": self.coverage, **self.mode._asdict()}
+            config[KEY] |= {"subnetworks": self.subnetworks} if self.subnetworks else {}
         return config
 
 

@@ -95,6 +95,7 @@ class Placement:
         num_nodes: nodes that the ranks are on.
         packed_bytes, spread_bytes: bytes between nodes per step.
         by_config: whether the config asked for it.
+        has_replicas: whether there was anything to choose (`k` below `D`).
     """
 
     name: Name
@@ -102,17 +103,19 @@ class Placement:
     packed_bytes: int
     spread_bytes: int
     by_config: bool = False
+    has_replicas: bool = True
 
     def line(self) -> str:
         """Which and why, for people."""
+        if not self.has_replicas:
+            return f"traffic: {_megabytes(self.packed_bytes)} between {self.num_nodes} nodes per step"
         words = f"placement: {self.name}{', as configured' if self.by_config else ''}"
         if self.num_nodes == 1:
             return f"{words}; all ranks are on one node"
         other: Name = "spread" if self.name == "packed" else "packed"
         sent = {"packed": self.packed_bytes, "spread": self.spread_bytes}
         would = "as much" if sent["packed"] == sent["spread"] else f"would send {_megabytes(sent[other])}"
-        own = f"{_megabytes(sent[self.name])} between {self.num_nodes} nodes per step"
-        return f"{words}; {own}, {other} {would}"
+        return f"{words}; {_megabytes(sent[self.name])} between {self.num_nodes} nodes per step, {other} {would}"
 
 
 def _megabytes(num_bytes: int) -> str:
@@ -132,7 +135,8 @@ def choose_placement(load: Load, network: Network, asked: Asked = "auto") -> tup
     fewest: Name = "spread" if sent["spread"] < sent["packed"] else "packed"
     name = fewest if asked == "auto" else asked
     num_nodes = len(set(network.nodes))
-    return Placement(name, num_nodes, sent["packed"], sent["spread"], asked != "auto"), ways[name]
+    has_replicas = k < len(network.nodes)
+    return Placement(name, num_nodes, sent["packed"], sent["spread"], asked != "auto", has_replicas), ways[name]
 
 
 def packed(nodes: Sequence[Hashable], num_subnetworks: int) -> tuple[int, ...]:

@@ -69,8 +69,8 @@ def plan_model(
     shapes |= {name: division.shape for name, division in shards.divisions.items()}
     check_pieces(plan.units, lambda piece: shapes.get(piece.parameter))
     local = shards.local_plan(plan)
-    if counts.num_replicas > 1:
-        network = network or Network((0,) * data_parallel_size)
+    network = network or Network((0,) * data_parallel_size)
+    if counts.num_replicas > 1 or len(set(network.nodes)) > 1:
         plan = plan.place(*_trainable_elements(model, local), network, block.placement)
     return plan, [str(warning.message) for warning in caught]
 

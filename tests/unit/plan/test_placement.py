@@ -200,6 +200,8 @@ def test_the_exchange_sends_as_much(regime: str, labels: str, way: str) -> None:
 
 
 def test_lines() -> None:
+    alone = Placement("packed", 2, 12_300_000, 12_300_000, has_replicas=False)
+    assert alone.line() == "traffic: 12.3 MB between 2 nodes per step"
     assert Placement("packed", 1, 0, 0).line() == "placement: packed; all ranks are on one node"
     assert (
         Placement("packed", 2, 0, 12_300_000).line()
@@ -265,6 +267,15 @@ def test_plan_of_a_model() -> None:
     spread_plan = planned(network, placement="spread")
     assert (spread_plan.subnetwork_of_rank, spread_plan.hash) == ((0, 1, 0, 1), plan.hash)
     assert planned(None).placement == Placement("packed", 1, 0, 0)
+
+
+def test_traffic_between_nodes_is_told_without_replicas_too() -> None:
+    plan = planned(Network(("a", "a", "b", "b"), 2, 4), subnetworks="auto", holders=2)
+    assert plan.subnetwork_of_rank == (0, 1, 2, 3)
+    assert plan.placement is not None
+    assert not plan.placement.has_replicas
+    assert plan.placement.line() in plan.table()
+    assert planned(Network(("a",) * 4), subnetworks="auto", holders=2).placement is None
 
 
 def test_frozen_parameters_are_not_sent() -> None:

@@ -1,0 +1,93 @@
+"""Ranks on three nodes of 3, 2 and 1: they train what the reference says, and little crosses between nodes."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+import torch
+
+from sdp_deepspeed.config import MODES
+from tests.helpers.oracle import check_case
+from tests.helpers.oracle_grid import Case
+from tests.helpers.ranks import Rank
+from tests.helpers.training import engine_of, gathered, sgd, train
+
+NODES = (0, 1, 0, 2, 1, 0)
+SIZE = len(NODES)
+
+
+@contextmanager
+def on_nodes(rank: Rank) -> Iterator[None]:
+    """The launcher's number of a node decides, since all ranks of this test are on one host."""
+    os.environ["GROUP_RANK"] = str(NODES[rank.rank])
+    try:
+        yield
+    finally:
+        del os.environ["GROUP_RANK"]
+
+
+@dataclass(frozen=True)
+class OverNodes:
+    """A case on these nodes, as a check."""
+
+    case: Case
+    block: dict[str, Any] = field(default_factory=dict)
+
+    def __call__(self, rank: Rank) -> None:
+        with on_nodes(rank):
+            check_case(self.case, rank, **self.block)
+
+
+CASES = {
+    "forward-block": OverNodes(Case(SIZE, 3, buckets="many", overlap=True)),
+    "forward-neuron": OverNodes(Case(SIZE, 2, "forward", "neuron", stage=2, accumulation=3, overlap=True)),
+    "forward-block-0": OverNodes(Case(SIZE, 2, stage=0, buckets="many")),
+    "backward-block-0": OverNodes(Case(SIZE, 2, "backward", stage=0, overlap=True)),
+    "backward-block": OverNodes(Case(SIZE, 2, "backward", precision="bf16+fp32", optimizer="SGD")),
+    "backward-neuron": OverNodes(Case(SIZE, 4, "backward", "neuron", stage=2, buckets="many")),
+    "replicas": OverNodes(Case(SIZE, 1, "forward", "neuron", stage=1), {"subnetworks": 3}),
+}
+
+
+def bytes_between_nodes_are_the_least(rank: Rank) -> None:
+    """What is counted in a step is what the plan's table says, to the byte."""
+    for stage, regime in ((0, "forward"), (1, "forward"), (2, "backward")):
+        with on_nodes(rank):
+            engine = engine_of(sgd(stage=stage, regime=regime, holders=2) | {"bf16": {"enabled": True}})
+        train(engine, num_steps=1)
+        crossed = list[int]()
+        engine.dp_group.all_to_all = _noting_crossed(engine.dp_group.all_to_all, rank, crossed)
+        train(engine, num_steps=1)
+        placement = engine.plan.placement
+        assert placement.num_nodes == 3
+        assert sum(gathered(sum(crossed))) == placement.packed_bytes > 0, (stage, regime)
+
+
+def _noting_crossed(all_to_all: Callable[..., Any], rank: Rank, crossed: list[int]) -> Callable[..., Any]:
+    def noting(received: torch.Tensor, sent: torch.Tensor, received_splits: Any, sent_splits: Any) -> Any:
+        elsewhere = [n for peer, n in enumerate(sent_splits) if NODES[peer] != NODES[rank.rank]]
+        crossed.append(sum(elsewhere) * sent.element_size())
+        return all_to_all(received, sent, received_splits, sent_splits)
+
+    return noting
+
+
+def _checks(size: int, options: pytest.Config) -> Iterator[tuple[str, Any]]:
+    yield from CASES.items()
+    yield "bytes", bytes_between_nodes_are_the_least
+
+
+@pytest.mark.checks(SIZE, _checks)
+def test_over_nodes(outcome: str | None) -> None:
+    assert outcome is None, outcome
+
+
+def test_cases_have_everything() -> None:
+    cases = [over.case for over in CASES.values()]
+    assert {(case.regime, case.strategy) for case in cases} >= {mode for mode in MODES if "mixed" not in mode}
+    assert {(case.regime, case.stage) for case in cases} >= {(r, s) for r in ("forward", "backward") for s in (0, 1, 2)}
