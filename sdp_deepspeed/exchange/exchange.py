@@ -124,7 +124,7 @@ class Exchange:
                 sent = self._packed(route.sent, tensors, bucket.segments[0].dtype)
                 received = yield from self._travel(sent, route.sent, route.received)
                 if route.received.fragments:
-                    write(tensors, route.received.fragments, received.split(route.received.sizes))
+                    write(tensors, route.received.fragments, route.received.pieces(received))
 
     def _travel(self, buffer: torch.Tensor, sent: Half, received: Half) -> Generator[None, None, torch.Tensor]:
         """What arrives. Both buffers live as long as the collective runs."""
@@ -136,12 +136,13 @@ class Exchange:
 
     def _packed(self, half: Half, tensors: Views, dtype: torch.dtype) -> torch.Tensor:
         """What is sent, read from `tensors`; what goes to several ranks is read once."""
-        flat = torch.empty(sum(half.sizes), dtype=dtype, device=self.device)
-        self._gather(half.fragments, tensors, flat)
-        if len(half.distinct) == len(half.stretches):
-            return flat
-        parts = dict(zip(half.distinct, flat.split([s.num_elements for s in half.distinct]), strict=True))
-        return torch.cat([parts[stretch] for stretch in half.stretches])
+        buffer = torch.empty(sum(half.splits), dtype=dtype, device=self.device)
+        if half.stretches:
+            torch._foreach_copy_(half.pieces(buffer), read(tensors, half.fragments, device=self.device))
+        if half.repeats:
+            parts = half.parts(buffer)
+            torch._foreach_copy_([parts[i] for i, _ in half.repeats], [parts[i] for _, i in half.repeats])
+        return buffer
 
     def _gather(self, fragments: Sequence[Fragment], tensors: Views, buffer: torch.Tensor) -> None:
         if fragments:
@@ -176,8 +177,7 @@ class _Sums:
         """Parts of the sums, in the order of a buffer."""
         buffer = torch.empty(sum(half.splits), dtype=dtype, device=device)
         if half.stretches:
-            parts = buffer.split([stretch.num_elements for stretch in half.stretches])
-            torch._foreach_copy_(list(parts), [self.part(stretch) for stretch in half.stretches])
+            torch._foreach_copy_(half.parts(buffer), [self.part(stretch) for stretch in half.stretches])
         return buffer
 
     def add(self, half: Half, received: torch.Tensor) -> None:
@@ -185,5 +185,6 @@ class _Sums:
         launch per tensor."""
         for stretches, contribution in zip(half.by_peer, received.split(half.splits), strict=True):
             if stretches:
-                parts = contribution.float().split([stretch.num_elements for stretch in stretches])
+                sizes = [stretch.num_elements for stretch in stretches]
+                parts = contribution[: sum(sizes)].float().split(sizes)
                 torch._foreach_add_([self.part(stretch) for stretch in stretches], list(parts))

@@ -11,9 +11,11 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
+import torch
+
 from sdp_deepspeed.layout.fragments import Fragment
 from sdp_deepspeed.layout.nodes import Nodes, Receivers
-from sdp_deepspeed.layout.segments import Bucket, Segment
+from sdp_deepspeed.layout.segments import Bucket, Segment, aligned
 
 
 @dataclass(frozen=True)
@@ -51,27 +53,59 @@ class Half:
 
     @cached_property
     def splits(self) -> list[int]:
-        """Elements per peer."""
-        return [sum(stretch.num_elements for stretch in stretches) for stretches in self.by_peer]
+        """Elements of the buffer per peer: its stretches, and padding so that the next peer's are aligned."""
+        return [aligned(sum(stretch.num_elements for stretch in stretches)) for stretches in self.by_peer]
 
     @cached_property
     def stretches(self) -> list[Stretch]:
         return [stretch for stretches in self.by_peer for stretch in stretches]
 
     @cached_property
-    def distinct(self) -> list[Stretch]:
-        """Each once, though several ranks may get it."""
-        return list(dict.fromkeys(self.stretches))
+    def _first(self) -> dict[Stretch, int]:
+        """Of each distinct stretch, for several ranks may get it, which of `stretches` it is first."""
+        return {stretch: index for index, stretch in reversed(list(enumerate(self.stretches)))}
+
+    @cached_property
+    def repeats(self) -> list[tuple[int, int]]:
+        """Which of `stretches` are the same as an earlier one, and as which."""
+        pairs = [(index, self._first[stretch]) for index, stretch in enumerate(self.stretches)]
+        return [(index, first) for index, first in pairs if index != first]
+
+    @cached_property
+    def _fragments(self) -> list[tuple[int, list[Fragment]]]:
+        first = sorted(self._first.items(), key=lambda item: item[1])
+        return [(index, list(stretch.fragments(self.segments))) for stretch, index in first]
 
     @cached_property
     def fragments(self) -> list[Fragment]:
         """Of the distinct stretches."""
-        return [fragment for stretch in self.distinct for fragment in stretch.fragments(self.segments)]
+        return [fragment for _, fragments in self._fragments for fragment in fragments]
+
+    def pieces(self, buffer: torch.Tensor) -> list[torch.Tensor]:
+        """The views of `fragments` in the buffer."""
+        parts = self.parts(buffer)
+        return [
+            piece
+            for index, fragments in self._fragments
+            for piece in parts[index].split([fragment.num_elements for fragment in fragments])
+        ]
 
     @cached_property
-    def sizes(self) -> list[int]:
-        """Of the fragments."""
-        return [fragment.num_elements for fragment in self.fragments]
+    def _cuts(self) -> tuple[list[int], list[int]]:
+        """Sizes of the buffer's stretches and paddings, and which of them are stretches."""
+        sizes: list[int] = []
+        found: list[int] = []
+        for stretches, split in zip(self.by_peer, self.splits, strict=True):
+            found += range(len(sizes), len(sizes) + len(stretches))
+            sizes += [stretch.num_elements for stretch in stretches]
+            sizes.append(split - sum(stretch.num_elements for stretch in stretches))
+        return sizes, found
+
+    def parts(self, buffer: torch.Tensor) -> list[torch.Tensor]:
+        """The stretches' views of the buffer."""
+        sizes, found = self._cuts
+        cut = buffer.split(sizes)
+        return [cut[index] for index in found]
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,7 @@ from sdp_deepspeed.distributed.communicator import Communicator
 from sdp_deepspeed.exchange.exchange import Exchange
 from sdp_deepspeed.layout.fragments import Fragment, Views
 from sdp_deepspeed.layout.rank_model import RankModel
-from sdp_deepspeed.layout.segments import Bucket, Segment
+from sdp_deepspeed.layout.segments import Bucket, Segment, aligned
 from sdp_deepspeed.plan.tensors import NOT_OPTIMIZED
 from sdp_deepspeed.units import Piece
 
@@ -70,7 +70,9 @@ class UnitFetcher:
         for unit in units:
             for whole in self._segments_of(unit):
                 rounds = _MIN_ROUNDS * math.ceil(self._nodes.copies(whole.holders, "others"))
-                by_dtype.setdefault(whole.dtype, []).append(list(whole.split(-(-whole.num_elements // rounds))))
+                by_dtype.setdefault(whole.dtype, []).append(
+                    list(whole.split(aligned(-(-whole.num_elements // rounds))))
+                )
         return [
             tuple(part for part in parts if part is not None)
             for split in by_dtype.values()

@@ -18,6 +18,14 @@ from sdp_deepspeed.layout.nodes import Nodes
 from sdp_deepspeed.plan.plan import Plan
 from sdp_deepspeed.plan.tensors import TensorInfo, pieces_by_tensor
 
+# GPUs send what is not aligned byte by byte (NCCL, to 16 bytes), and many small stretches gain nothing from it.
+_ALIGNMENT, _LARGE = 64, 1024  # elements
+
+
+def aligned(num_elements: int) -> int:
+    """The length of a stretch that others follow, so that they begin at a multiple of 16 bytes in any dtype."""
+    return num_elements if num_elements < _LARGE else -(-num_elements // _ALIGNMENT) * _ALIGNMENT
+
 
 @dataclass(frozen=True)
 class Segment:
@@ -51,7 +59,7 @@ class Segment:
         index = self._position.get(rank)
         if index is None:
             return 0, 0
-        length = -(-self.num_elements // len(self.holders))
+        length = aligned(-(-self.num_elements // len(self.holders)))
         return min(index * length, self.num_elements), min((index + 1) * length, self.num_elements)
 
     def slices(self, ranks: Sequence[int]) -> list[tuple[int, int, int]]:
@@ -64,8 +72,9 @@ class Segment:
             Rank, start and stop (elements), one after the other.
         """
         starts = [0]
+        length = aligned(-(-self.num_elements // max(1, len(ranks))))
         for index, (before, after) in enumerate(itertools.pairwise(ranks), start=1):
-            cut = -(-self.num_elements * index // len(ranks))
+            cut = min(index * length, self.num_elements)
             if self.held_by(before):
                 cut = min(max(cut, self.owned_range(before)[1]), self.owned_range(after)[0])
             starts.append(cut)

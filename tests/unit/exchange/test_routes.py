@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
 from sdp_deepspeed.exchange.routes import Route, carried, carriers, owned, receives, routes_back
-from sdp_deepspeed.layout.nodes import Receivers
-from sdp_deepspeed.layout.segments import Bucket
+from sdp_deepspeed.layout.fragments import Fragment
+from sdp_deepspeed.layout.nodes import Nodes, Receivers
+from sdp_deepspeed.layout.segments import Bucket, Segment
+from sdp_deepspeed.units import Piece
 from tests.helpers.random_layouts import NODES, Layout, placed, random_layout
 
 layouts = st.builds(
@@ -89,8 +92,27 @@ def test_what_goes_to_several_ranks_is_read_once(nodes: str) -> None:
     for bucket in layout.buckets:
         for rank in range(layout.size):
             for route in routes_back(bucket, rank, layout.nodes, "all"):
-                assert sum(route.sent.sizes) == sum(stretch.num_elements for stretch in route.sent.distinct)
-                assert sum(route.sent.sizes) <= sum(segment.num_elements for segment in bucket.segments)
+                read = sum(fragment.num_elements for fragment in route.sent.fragments)
+                assert read == sum(stretch.num_elements for stretch in set(route.sent.stretches))
+                assert read <= sum(segment.num_elements for segment in bucket.segments)
+                for index, first in route.sent.repeats:
+                    assert first < index
+                    assert route.sent.stretches[first] == route.sent.stretches[index]
+
+
+def test_large_parts_of_a_buffer_are_aligned() -> None:
+    """Of 5,000 elements three holders own 1,728, 1,728 and 1,544; what each gets begins at a multiple of 64."""
+    piece = Piece("w", None, 0, 5000)
+    segment = Segment(0, torch.bfloat16, (0, 1, 2), (Fragment(piece, 0, 5000),))
+    route = routes_back(Bucket(0, (segment, segment)), 2, Nodes.one(3), "holders")[1]
+    assert [segment.owned_range(rank) for rank in range(3)] == [(0, 1728), (1728, 3456), (3456, 5000)]
+    assert route.sent.splits == [3136, 3136, 0]  # twice 1,544 is 3,088
+    assert route.received.splits == [3456, 3456, 0]
+    buffer = torch.arange(6272.0)
+    starts = [int(part[0]) for part in route.sent.parts(buffer)]
+    assert starts == [0, 1544, 3136, 4680]
+    assert [int(part[0]) for part in route.sent.pieces(buffer)] == starts[:2]
+    assert [len(part) for part in route.sent.pieces(buffer)] == [1544, 1544]
 
 
 def test_receivers() -> None:

@@ -44,7 +44,6 @@ TESTED_WITH = {
     "exchange/averaging": "unit/exchange/test_overlap.py",
     "exchange/gradient_norm": "unit/optimizer/test_accumulation.py",
     "exchange/gradients": "unit/optimizer/test_accumulation.py",
-    "exchange/routes": "unit/exchange/test_exchange.py",
     "exchange/step_averaging": "unit/exchange/test_overlap.py",
     "layout/fragments": "unit/exchange/test_exchange.py",
     "lock_owner": "unit/test_folder_lock.py",
