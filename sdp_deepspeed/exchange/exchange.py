@@ -8,16 +8,18 @@ anything to send is left out, on all ranks.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Sequence
 
 import torch
 
 from sdp_deepspeed.distributed.communicator import Communicator
-from sdp_deepspeed.exchange.routes import Half, Route, Stretch, carried, owned, routes_back
+from sdp_deepspeed.exchange.routes import Half, Route, Stretch, carried, cut, owned, routes_back
 from sdp_deepspeed.layout.fragments import Fragment, Views, read, write
 from sdp_deepspeed.layout.nodes import Nodes, Receivers
 from sdp_deepspeed.layout.segments import Bucket, Segment
 
+_Shares = list[tuple[Stretch, list[Fragment], list[int]]]
+"""Stretches with their fragments and the sizes of these."""
 Steps = Generator[None, None, None]
 """Where it yields a collective runs, and something else may be done."""
 
@@ -48,7 +50,8 @@ class Exchange:
         self.device = device
         self._dtype = dtype
         self._routes: dict[tuple[int, Receivers], tuple[Route, Route]] = {}
-        self._owned = {bucket.index: self._owned_shards(bucket) for bucket in buckets}
+        self._owned = {bucket.index: self._shares(bucket, owned(bucket, dp_group.rank)) for bucket in buckets}
+        self._carried: dict[int, _Shares] = {}
 
     def held(self, bucket: Bucket) -> list[Fragment]:
         """What this rank holds of the bucket."""
@@ -69,11 +72,14 @@ class Exchange:
 
     def owned(self, bucket: Bucket) -> list[tuple[Segment, list[Fragment]]]:
         """Segments of which this rank owns a shard that is not empty, with the shard's fragments."""
-        return self._owned[bucket.index]
+        return [(bucket.segments[stretch.segment], share) for stretch, share, _ in self._owned[bucket.index]]
 
-    def _owned_shards(self, bucket: Bucket) -> list[tuple[Segment, list[Fragment]]]:
-        stretches = owned(bucket, self._dp_group.rank)
-        return [(bucket.segments[s.segment], list(s.fragments(bucket.segments))) for s in stretches]
+    def _shares(self, bucket: Bucket, stretches: Sequence[Stretch]) -> _Shares:
+        found = []
+        for stretch in stretches:
+            fragments = list(stretch.fragments(bucket.segments))
+            found.append((stretch, fragments, [fragment.num_elements for fragment in fragments]))
+        return found
 
     def reduce(
         self,
@@ -90,28 +96,29 @@ class Exchange:
             packed: called as soon as gradients may change.
         """
         between, inside = self._routes_of(bucket, "holders")  # walked backwards: what comes back later leaves now
-        shards = _Sums(owned(bucket, self._dp_group.rank), averages)
-        sums = shards  # where no other node has a part, they are all that this rank carries
-        if between.is_needed:
-            slices = carried(bucket, self._dp_group.rank, self._nodes)
-            sums = _Sums(slices, [torch.empty(s.num_elements, device=self.device) for s in slices])
-        for stretch, total in sums:
-            self._gather(list(stretch.fragments(bucket.segments)), gradients, total)
+        shares = self._owned[bucket.index]
+        shards = sums = _Sums(shares, averages)
+        if between.is_needed:  # else what a rank carries for its node is what it owns
+            shares = self._carried_of(bucket)
+            sums = _Sums(shares, [torch.empty(s.num_elements, device=self.device) for s, _, _ in shares])
+        sums.take(gradients, self.device)
         if inside.is_needed:
-            steps = self._travel(self._packed(inside.received, gradients, self._dtype), inside.received, inside.sent)
+            leaving = self._packed(inside.received, gradients, self._dtype)
             packed()
+            steps = self._travel(leaving, inside.received, inside.sent)
+            del leaving
             sums.add(inside.sent, (yield from steps))
         else:
             packed()
         if between.is_needed:
-            for stretch, average in shards:
-                average.copy_(sums.part(stretch))
             leaving = sums.packed(between.received, self._dtype, self.device)
             steps = self._travel(leaving, between.received, between.sent)
+            shards.copy_from(sums)
             del sums, leaving
             shards.add(between.sent, (yield from steps))
         if averages:
-            torch._foreach_div_(list(averages), [float(len(segment.holders)) for segment, _ in self.owned(bucket)])
+            counts = [float(len(bucket.segments[stretch.segment].holders)) for stretch, *_ in self._owned[bucket.index]]
+            torch._foreach_div_(list(averages), counts)
 
     def distribute(self, bucket: Bucket, tensors: Views, *, receivers: Receivers = "holders") -> Steps:
         """Send the owners' shards of `tensors` to the receivers, who write them into theirs.
@@ -123,12 +130,12 @@ class Exchange:
             if route.is_needed:
                 sent = self._packed(route.sent, tensors, bucket.segments[0].dtype)
                 received = yield from self._travel(sent, route.sent, route.received)
-                if route.received.fragments:
+                if route.received.stretches:
                     write(tensors, route.received.fragments, route.received.pieces(received))
 
     def _travel(self, buffer: torch.Tensor, sent: Half, received: Half) -> Generator[None, None, torch.Tensor]:
         """What arrives. Both buffers live as long as the collective runs."""
-        arriving = torch.empty(sum(received.splits), dtype=buffer.dtype, device=self.device)
+        arriving = torch.empty(received.num_elements, dtype=buffer.dtype, device=self.device)
         work = self._dp_group.all_to_all(arriving, buffer, received.splits, sent.splits)
         yield
         work.wait()
@@ -136,7 +143,7 @@ class Exchange:
 
     def _packed(self, half: Half, tensors: Views, dtype: torch.dtype) -> torch.Tensor:
         """What is sent, read from `tensors`; what goes to several ranks is read once."""
-        buffer = torch.empty(sum(half.splits), dtype=dtype, device=self.device)
+        buffer = torch.empty(half.num_elements, dtype=dtype, device=self.device)
         if half.stretches:
             torch._foreach_copy_(half.pieces(buffer), read(tensors, half.fragments, device=self.device))
         if half.repeats:
@@ -144,10 +151,10 @@ class Exchange:
             torch._foreach_copy_([parts[i] for i, _ in half.repeats], [parts[i] for _, i in half.repeats])
         return buffer
 
-    def _gather(self, fragments: Sequence[Fragment], tensors: Views, buffer: torch.Tensor) -> None:
-        if fragments:
-            parts = buffer.split([fragment.num_elements for fragment in fragments])
-            torch._foreach_copy_(list(parts), read(tensors, fragments, device=self.device))
+    def _carried_of(self, bucket: Bucket) -> _Shares:
+        if bucket.index not in self._carried:
+            self._carried[bucket.index] = self._shares(bucket, carried(bucket, self._dp_group.rank, self._nodes))
+        return self._carried[bucket.index]
 
     def _routes_of(self, bucket: Bucket, receivers: Receivers) -> tuple[Route, Route]:
         key = (bucket.index, receivers)
@@ -160,31 +167,47 @@ class _Sums:
     """fp32 sums of stretches, at most one of each segment.
 
     Args:
+        shares: the stretches.
         totals: flat, one per stretch.
     """
 
-    def __init__(self, stretches: Sequence[Stretch], totals: Sequence[torch.Tensor]) -> None:
-        self._by_segment = {s.segment: (s, total) for s, total in zip(stretches, totals, strict=True)}
+    def __init__(self, shares: _Shares, totals: Sequence[torch.Tensor]) -> None:
+        self._shares = shares
+        self._totals = totals
+        self._by_segment = {
+            stretch.segment: (stretch.start, total) for (stretch, _, _), total in zip(shares, totals, strict=True)
+        }
 
-    def __iter__(self) -> Iterator[tuple[Stretch, torch.Tensor]]:
-        return iter(self._by_segment.values())
-
-    def part(self, stretch: Stretch) -> torch.Tensor:
-        whole, total = self._by_segment[stretch.segment]
-        return total.narrow(0, stretch.start - whole.start, stretch.num_elements)
-
-    def packed(self, half: Half, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-        """Parts of the sums, in the order of a buffer."""
-        buffer = torch.empty(sum(half.splits), dtype=dtype, device=device)
-        if half.stretches:
-            torch._foreach_copy_(half.parts(buffer), [self.part(stretch) for stretch in half.stretches])
-        return buffer
+    def take(self, gradients: Views, device: torch.device) -> None:
+        """This rank's own contribution, with which they begin."""
+        fragments = [fragment for _, share, _ in self._shares for fragment in share]
+        if fragments:
+            pieces = [
+                piece
+                for (*_, sizes), total in zip(self._shares, self._totals, strict=True)
+                for piece in cut(total, sizes)
+            ]
+            torch._foreach_copy_(pieces, read(gradients, fragments, device=device))
 
     def add(self, half: Half, received: torch.Tensor) -> None:
         """Contributions of all peers, one after the other; in fp32 before they are added, since mixed dtypes are a
         launch per tensor."""
-        for stretches, contribution in zip(half.by_peer, received.split(half.splits), strict=True):
-            if stretches:
-                sizes = [stretch.num_elements for stretch in stretches]
-                parts = contribution[: sum(sizes)].float().split(sizes)
-                torch._foreach_add_([self.part(stretch) for stretch in stretches], list(parts))
+        for start, stretches, sizes in half.from_peers:
+            contribution = received.narrow(0, start, sum(sizes)).float()
+            torch._foreach_add_([self._part(stretch) for stretch in stretches], cut(contribution, sizes))
+
+    def packed(self, half: Half, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        """Parts of them, in the order of a buffer."""
+        buffer = torch.empty(half.num_elements, dtype=dtype, device=device)
+        if half.stretches:
+            torch._foreach_copy_(half.parts(buffer), [self._part(stretch) for stretch in half.stretches])
+        return buffer
+
+    def copy_from(self, others: _Sums) -> None:
+        """Values of sums that have all of these in them."""
+        if self._totals:
+            torch._foreach_copy_(list(self._totals), [others._part(stretch) for stretch, *_ in self._shares])
+
+    def _part(self, stretch: Stretch) -> torch.Tensor:
+        start, total = self._by_segment[stretch.segment]
+        return total.narrow(0, stretch.start - start, stretch.num_elements)

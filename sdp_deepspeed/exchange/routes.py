@@ -7,6 +7,7 @@ from there to their neighbors. So one table of routes serves both directions.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -57,8 +58,23 @@ class Half:
         return [aligned(sum(stretch.num_elements for stretch in stretches)) for stretches in self.by_peer]
 
     @cached_property
+    def num_elements(self) -> int:
+        """Of the buffer."""
+        return sum(self.splits)
+
+    @cached_property
     def stretches(self) -> list[Stretch]:
         return [stretch for stretches in self.by_peer for stretch in stretches]
+
+    @cached_property
+    def from_peers(self) -> list[tuple[int, tuple[Stretch, ...], list[int]]]:
+        """Where the stretches of each peer that has some begin in the buffer, and their sizes."""
+        starts = itertools.accumulate(self.splits, initial=0)
+        return [
+            (start, stretches, [stretch.num_elements for stretch in stretches])
+            for start, stretches in zip(starts, self.by_peer, strict=False)
+            if stretches
+        ]
 
     @cached_property
     def _first(self) -> dict[Stretch, int]:
@@ -72,40 +88,46 @@ class Half:
         return [(index, first) for index, first in pairs if index != first]
 
     @cached_property
-    def _fragments(self) -> list[tuple[int, list[Fragment]]]:
-        first = sorted(self._first.items(), key=lambda item: item[1])
-        return [(index, list(stretch.fragments(self.segments))) for stretch, index in first]
+    def _fragments(self) -> list[tuple[int, list[Fragment], list[int]]]:
+        """Of each distinct stretch, with their sizes."""
+        found = []
+        for stretch, index in sorted(self._first.items(), key=lambda item: item[1]):
+            fragments = list(stretch.fragments(self.segments))
+            found.append((index, fragments, [fragment.num_elements for fragment in fragments]))
+        return found
 
     @cached_property
     def fragments(self) -> list[Fragment]:
         """Of the distinct stretches."""
-        return [fragment for _, fragments in self._fragments for fragment in fragments]
+        return [fragment for _, fragments, _ in self._fragments for fragment in fragments]
 
     def pieces(self, buffer: torch.Tensor) -> list[torch.Tensor]:
         """The views of `fragments` in the buffer."""
         parts = self.parts(buffer)
-        return [
-            piece
-            for index, fragments in self._fragments
-            for piece in parts[index].split([fragment.num_elements for fragment in fragments])
-        ]
+        return [piece for index, _, sizes in self._fragments for piece in cut(parts[index], sizes)]
 
     @cached_property
-    def _cuts(self) -> tuple[list[int], list[int]]:
-        """Sizes of the buffer's stretches and paddings, and which of them are stretches."""
+    def _sizes(self) -> tuple[list[int], list[int]]:
+        """Of the buffer's stretches and paddings, and which of them are stretches."""
         sizes: list[int] = []
         found: list[int] = []
         for stretches, split in zip(self.by_peer, self.splits, strict=True):
             found += range(len(sizes), len(sizes) + len(stretches))
             sizes += [stretch.num_elements for stretch in stretches]
-            sizes.append(split - sum(stretch.num_elements for stretch in stretches))
+            padding = split - sum(stretch.num_elements for stretch in stretches)
+            sizes += [padding] * (padding > 0)
         return sizes, found
 
     def parts(self, buffer: torch.Tensor) -> list[torch.Tensor]:
         """The stretches' views of the buffer."""
-        sizes, found = self._cuts
-        cut = buffer.split(sizes)
-        return [cut[index] for index in found]
+        sizes, found = self._sizes
+        all_parts = cut(buffer, sizes)
+        return all_parts if len(found) == len(sizes) else [all_parts[index] for index in found]
+
+
+def cut(flat: torch.Tensor, sizes: Sequence[int]) -> list[torch.Tensor]:
+    """Its stretches of `sizes`; the tensor itself where that is all, for views cost host time."""
+    return list(flat.split(sizes)) if len(sizes) != 1 else [flat]
 
 
 @dataclass(frozen=True)
