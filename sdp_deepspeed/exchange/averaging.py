@@ -9,8 +9,9 @@ from dataclasses import dataclass
 
 import torch
 
+from sdp_deepspeed.distributed.communicator import Communicator
 from sdp_deepspeed.exchange.exchange import Exchange, Steps
-from sdp_deepspeed.exchange.gradient_norm import sum_of_squares
+from sdp_deepspeed.exchange.gradient_norm import sum_of_squares, summed
 from sdp_deepspeed.exchange.gradients import Gradients
 from sdp_deepspeed.layout.segments import Bucket
 from sdp_deepspeed.tensor_parallel.group import TensorParallelGroup
@@ -24,11 +25,11 @@ class Averages:
         flats: owned averages, for each optimizer param group fp32 stretches in the order of its fragments: one flat
             gradient, or several of whole fragments; None if they lie in the local gradients of all holders instead
             (stage 0).
-        squares: sum of squares of what this rank counts of the dense gradient (float64, []).
+        squares: sum of squares of the dense gradient; None where nobody needs its norm.
     """
 
     flats: list[list[torch.Tensor]] | None
-    squares: torch.Tensor
+    squares: float | None
 
 
 @dataclass(frozen=True)
@@ -36,12 +37,16 @@ class AveragingOptions:
     """What does not depend on the stage.
 
     Args:
+        dp_group: the data-parallel group.
         group_sizes: elements that this rank owns in each optimizer param group.
+        needs_norm: whether anybody asks for the norm.
         max_in_flight: buckets of which a collective may run while something else is done; 0 waits for each.
         tp_group: the tensor-parallel group, None without one.
     """
 
+    dp_group: Communicator
     group_sizes: Sequence[int]
+    needs_norm: bool = True
     max_in_flight: int = 0
     tp_group: TensorParallelGroup | None = None
 
@@ -93,8 +98,10 @@ class Averaging(ABC):
     def __init__(self, exchange: Exchange, gradients: Gradients, options: AveragingOptions) -> None:
         self._exchange = exchange
         self._gradients = gradients
-        self._group_sizes = list(options.group_sizes)
+        self._dp_group = options.dp_group
         self._tp_group = options.tp_group
+        self._group_sizes = list(options.group_sizes)
+        self._needs_norm = options.needs_norm
         self._device = exchange.device
         self._last_use = exchange.last_uses()
 
@@ -130,6 +137,12 @@ class Averaging(ABC):
         """Of a bucket's owned averages, what this rank counts in the norm."""
         fragments = [fragments for _, fragments in self._exchange.owned(bucket)]
         return sum_of_squares(averages, fragments, tp_group=self._tp_group, device=self._device)
+
+    def _no_squares(self) -> torch.Tensor:
+        return torch.zeros((), dtype=torch.float64, device=self._device)
+
+    def _summed(self, squares: torch.Tensor, *facts: float) -> list[float]:
+        return summed(squares, *facts, dp_group=self._dp_group, tp_group=self._tp_group)
 
 
 def unscale(gradients: list[torch.Tensor], divisor: float) -> None:

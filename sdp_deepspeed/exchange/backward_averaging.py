@@ -12,7 +12,6 @@ from functools import partial
 
 import torch
 
-from sdp_deepspeed.distributed.communicator import Communicator
 from sdp_deepspeed.exchange.averaging import Averages, Averaging, AveragingOptions, Pipeline
 from sdp_deepspeed.exchange.exchange import Exchange, Steps
 from sdp_deepspeed.exchange.gradients import Gradients
@@ -25,7 +24,6 @@ class BackwardAveraging(Averaging):
     """Every data-parallel rank runs the same number of rounds.
 
     Args:
-        dp_group: the data-parallel group.
         parameters: the module's parameters by dense name.
         dtype: in which owned averages are summed over the micro-steps.
     """
@@ -36,12 +34,10 @@ class BackwardAveraging(Averaging):
         gradients: Gradients,
         options: AveragingOptions,
         *,
-        dp_group: Communicator,
         parameters: Mapping[str, torch.nn.Parameter],
         dtype: torch.dtype,
     ) -> None:
         super().__init__(exchange, gradients, options)
-        self._dp_group = dp_group
         self._parameters = parameters
         self._dtype = dtype
         trained = {name for name, parameter in parameters.items() if parameter.requires_grad}
@@ -122,15 +118,15 @@ class BackwardAveraging(Averaging):
     @torch.no_grad()
     def collect(self) -> Averages:
         self.begin_backward()
-        while self._anything_left():
+        squares, is_left = self._look()
+        while is_left:
             self.end_backward()
+            squares, is_left = self._look()
         flats = self._make_sums()
-        squares = torch.zeros((), dtype=torch.float64, device=self._device)
-        for bucket in self._exchange.buckets:
-            squares += self._squares(bucket, self._sums[bucket.index])
         self.drop()
         flats.reverse()
-        return Averages([[flats.pop().float()] for _ in range(len(flats))], squares)  # no two copies of all of them
+        averages = [[flats.pop().float()] for _ in range(len(flats))]  # no two copies of all of them
+        return Averages(averages, squares if self._needs_norm else None)
 
     def _make_sums(self) -> list[torch.Tensor]:
         """All flats; zeros where there are none yet."""
@@ -151,18 +147,22 @@ class BackwardAveraging(Averaging):
                 position[segment.group] += length
         return slots
 
-    def _anything_left(self) -> bool:
-        """Whether any rank has gradients of a pass that nobody ended, or that came too late for their bucket.
+    def _look(self) -> tuple[float, bool]:
+        """The sum of squares, and whether any rank has gradients of a pass that nobody ended, or that came too late for
+        their bucket; together, since each costs the host a wait.
 
         Raises:
             RuntimeError: on all ranks, naming those that ended another number of passes.
         """
+        squares = self._no_squares()
+        self._make_sums()
+        for bucket in self._exchange.buckets if self._needs_norm else ():
+            squares += self._squares(bucket, self._sums[bucket.index])
         left = self._next > 0 or any(map(self._gradients.exists, self._buckets_of))
-        own = torch.tensor([left, self._num_rounds, self._num_rounds**2], dtype=torch.float64, device=self._device)
-        any_left, rounds, squares = self._dp_group.sum(own).tolist()
-        if rounds * rounds != self._dp_group.size * squares:  # equal only if all numbers are
+        total, any_left, rounds, rounds_2 = self._summed(squares, left, self._num_rounds, self._num_rounds**2)
+        if rounds * rounds != self._dp_group.size * rounds_2:  # equal only if all numbers are
             raise RuntimeError(self._explain_rounds())
-        return bool(any_left)
+        return total, bool(any_left)
 
     def _explain_rounds(self) -> str:
         counts = self._dp_group.gather_objects(self._num_rounds)

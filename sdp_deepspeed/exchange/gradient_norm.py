@@ -43,9 +43,17 @@ def sum_of_squares(
     return torch.stack(norms).double().square().sum()
 
 
-def global_norm(squares: torch.Tensor, dp_group: Communicator, tp_group: TensorParallelGroup | None) -> float:
-    """Of the dense gradient, from what each rank counts; a collective of both groups."""
-    dp_group.sum(squares)
+def summed(
+    squares: torch.Tensor, *facts: float, dp_group: Communicator, tp_group: TensorParallelGroup | None
+) -> list[float]:
+    """The squares of all ranks, and facts of the data-parallel ranks, in one reduction: the host waits for it once.
+
+    Args:
+        squares: what this rank counts (float64, []).
+    """
+    own = torch.stack([squares, *(torch.full_like(squares, fact) for fact in facts)])
+    dp_group.sum(own)
     if tp_group is not None:
-        tp_group.communicator.sum(squares)
-    return float(squares.sqrt())
+        tp_group.communicator.sum(own[:1])
+    values: list[float] = own.tolist()
+    return values

@@ -39,7 +39,7 @@ class StepAveraging(Averaging):
 
     @torch.no_grad()
     def collect(self) -> Averages:
-        squares = torch.zeros((), dtype=torch.float64, device=self._device)
+        squares = self._no_squares()
         flats = [
             [torch.empty(size, device=self._device)] if self._keeps_flats and whole else []
             for size, whole in zip(self._group_sizes, self._needs_one_flat, strict=True)
@@ -62,7 +62,8 @@ class StepAveraging(Averaging):
         def average(bucket: Bucket) -> Steps:
             averages = slots(bucket)
             yield from self._exchange.reduce(bucket, self._gradients.view, averages, partial(self._packed, bucket))
-            squares.add_(self._squares(bucket, averages))
+            if self._needs_norm:
+                squares.add_(self._squares(bucket, averages))
             if not self._keeps_flats:
                 yield from self._send_back(bucket, averages)
 
@@ -70,7 +71,8 @@ class StepAveraging(Averaging):
         for bucket in self._exchange.buckets:
             pipeline.add(average(bucket))
         pipeline.finish()
-        return Averages(flats if self._keeps_flats else None, squares)
+        (total,) = self._summed(squares) if self._needs_norm else (None,)
+        return Averages(flats if self._keeps_flats else None, total)
 
     def _packed(self, bucket: Bucket) -> None:
         if self._keeps_flats:  # else averages come back into them

@@ -18,7 +18,6 @@ from deepspeed.runtime.fp16.loss_scaler import LossScaler, LossScalerBase
 from sdp_deepspeed.distributed.communicator import Communicator
 from sdp_deepspeed.exchange.averaging import Averages, Averaging, AveragingOptions, Pipeline, unscale
 from sdp_deepspeed.exchange.backward_averaging import BackwardAveraging
-from sdp_deepspeed.exchange.gradient_norm import global_norm
 from sdp_deepspeed.exchange.gradients import Gradients
 from sdp_deepspeed.exchange.step_averaging import StepAveraging
 from sdp_deepspeed.layout.fragments import Fragment
@@ -81,8 +80,15 @@ class SubnetworkOptimizer(ZeROOptimizer):
         )
         self.exchange, self.weight_exchange = build_exchanges(model, dp_group, settings)
         self.groups = [self._stepped_group(index) for index in range(len(optimizer.param_groups))]
-        options = AveragingOptions([group.num_elements for group in self.groups], settings.max_in_flight, tp_group)
-        self._averaging = self._averaging_of_stage(options)
+        self._averaging = self._averaging_of_stage(
+            AveragingOptions(
+                dp_group,
+                [group.num_elements for group in self.groups],
+                settings.needs_norm or settings.clip > 0 or settings.skip_overflow,
+                settings.max_in_flight,
+                tp_group,
+            )
+        )
 
     def install(self) -> None:
         """Hook gradients and take over the wrapped optimizer's param groups; called once, by every rank."""
@@ -114,7 +120,6 @@ class SubnetworkOptimizer(ZeROOptimizer):
             self.exchange,
             self._gradients,
             options,
-            dp_group=self._dp_group,
             parameters=self._parameters,
             dtype=torch.float32 if dtype == torch.float64 else dtype,  # averages are fp32 at most, as at stage 1
         )
@@ -195,7 +200,7 @@ class SubnetworkOptimizer(ZeROOptimizer):
         self._refuse_thawed()
         frozen = self._frozen_since_start()
         averages = self._averaging.collect()
-        scaled_norm, scale = self._norm(averages), self.loss_scale
+        scaled_norm, scale = None if averages.squares is None else math.sqrt(averages.squares), self.loss_scale
         self.overflow = self.settings.skip_overflow and not math.isfinite(scaled_norm or 0.0)
         self.loss_scaler.update_scale(self.overflow)
         norm = None if scaled_norm is None else math.inf if self.overflow else scaled_norm / scale
@@ -222,12 +227,6 @@ class SubnetworkOptimizer(ZeROOptimizer):
             for name, parameter in self._parameters.items()
             if not parameter.requires_grad and not self._gradients.exists(name)
         )
-
-    def _norm(self, averages: Averages) -> float | None:
-        """Of the averaged dense gradient, times the loss scale; None where nobody needs it."""
-        if self.settings.needs_norm or self.settings.clip > 0 or self.settings.skip_overflow:
-            return global_norm(averages.squares, self._dp_group, self._tp_group)
-        return None
 
     def _divisor(self, norm: float | None, scale: float) -> float:
         """Of the averages: the loss scale, and where they are clipped DeepSpeed's max(1, (norm + 1e-6) / clip)."""
