@@ -154,12 +154,14 @@ class BackwardAveraging(Averaging):
         Raises:
             RuntimeError: on all ranks, naming those that ended another number of passes.
         """
-        squares = self._no_squares()
         self._make_sums()
-        for bucket in self._exchange.buckets if self._needs_norm else ():
-            squares += self._squares(bucket, self._sums[bucket.index])
+        squares = [self._no_squares()]
+        if self._needs_norm:
+            squares += [self._squares(bucket, self._sums[bucket.index]) for bucket in self._exchange.buckets]
         left = self._next > 0 or any(map(self._gradients.exists, self._buckets_of))
-        total, any_left, rounds, rounds_2 = self._summed(squares, left, self._num_rounds, self._num_rounds**2)
+        total, any_left, rounds, rounds_2 = self._summed(
+            torch.stack(squares).sum(), left, self._num_rounds, self._num_rounds**2
+        )
         if rounds * rounds != self._dp_group.size * rounds_2:  # equal only if all numbers are
             raise RuntimeError(self._explain_rounds())
         return total, bool(any_left)

@@ -39,7 +39,7 @@ class StepAveraging(Averaging):
 
     @torch.no_grad()
     def collect(self) -> Averages:
-        squares = self._no_squares()
+        squares = [self._no_squares()] * len(self._exchange.buckets)  # each in its place, whichever comes first
         flats = [
             [torch.empty(size, device=self._device)] if self._keeps_flats and whole else []
             for size, whole in zip(self._group_sizes, self._needs_one_flat, strict=True)
@@ -63,7 +63,7 @@ class StepAveraging(Averaging):
             averages = slots(bucket)
             yield from self._exchange.reduce(bucket, self._gradients.view, averages, partial(self._packed, bucket))
             if self._needs_norm:
-                squares.add_(self._squares(bucket, averages))
+                squares[bucket.index] = self._squares(bucket, averages)
             if not self._keeps_flats:
                 yield from self._send_back(bucket, averages)
 
@@ -71,7 +71,7 @@ class StepAveraging(Averaging):
         for bucket in self._exchange.buckets:
             pipeline.add(average(bucket))
         pipeline.finish()
-        (total,) = self._summed(squares) if self._needs_norm else (None,)
+        (total,) = self._summed(torch.stack(squares).sum()) if self._needs_norm else (None,)
         return Averages(flats if self._keeps_flats else None, total)
 
     def _packed(self, bucket: Bucket) -> None:

@@ -55,7 +55,8 @@ CASES = {
 
 
 def bytes_between_nodes_are_the_least(rank: Rank) -> None:
-    """What is counted in a step is what the plan's table says, to the byte."""
+    """What is counted in a step is what the plan's table says, but for messages whose length is rounded up: of 1,024
+    elements or more, to multiples of 64."""
     for stage, regime in ((0, "forward"), (1, "forward"), (2, "backward")):
         with on_nodes(rank):
             engine = engine_of(sgd(stage=stage, regime=regime, holders=2) | {"bf16": {"enabled": True}})
@@ -65,7 +66,8 @@ def bytes_between_nodes_are_the_least(rank: Rank) -> None:
         train(engine, num_steps=1)
         placement = engine.plan.placement
         assert placement.num_nodes == 3
-        assert sum(gathered(sum(crossed))) == placement.packed_bytes > 0, (stage, regime)
+        least, counted = placement.packed_bytes, sum(gathered(sum(crossed)))
+        assert 0 < least <= counted <= least * (1 + 63 / 1024), (stage, regime)
 
 
 def _noting_crossed(all_to_all: Callable[..., Any], rank: Rank, crossed: list[int]) -> Callable[..., Any]:
