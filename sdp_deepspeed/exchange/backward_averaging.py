@@ -155,9 +155,9 @@ class BackwardAveraging(Averaging):
             RuntimeError: on all ranks, naming those that ended another number of passes.
         """
         self._make_sums()
-        squares = [self._no_squares()]
-        if self._needs_norm:
-            squares += [self._squares(bucket, self._sums[bucket.index]) for bucket in self._exchange.buckets]
+        squares = [self._no_squares()] * len(self._exchange.buckets)
+        for bucket in self._exchange.buckets if self._needs_norm else ():
+            squares[bucket.index] = self._squares(bucket, self._sums[bucket.index])
         left = self._next > 0 or any(map(self._gradients.exists, self._buckets_of))
         total, any_left, rounds, rounds_2 = self._summed(
             torch.stack(squares).sum(), left, self._num_rounds, self._num_rounds**2
