@@ -36,6 +36,7 @@ def optimizer_settings(engine: HostEngine) -> OptimizerSettings:
     """Read when the engine builds its optimizer."""
     model_dtype, accumulation_dtype = engine.get_data_types()
     stage = int(engine.zero_optimization_stage())
+    given = engine._config.zero_config.model_fields_set  # DeepSpeed's own defaults are one bucket for most models
     if engine.bfloat16_enabled():
         skip_overflow = bool(engine._config.bfloat16_config.check_grad_overflow)
     else:
@@ -44,8 +45,8 @@ def optimizer_settings(engine: HostEngine) -> OptimizerSettings:
     return OptimizerSettings(
         stage=stage,
         clip=float(engine.gradient_clipping()),
-        bucket_elements=int(engine.zero_reduce_bucket_size()),
-        return_bucket_elements=int(engine.zero_allgather_bucket_size()),
+        bucket_elements=int(engine.zero_reduce_bucket_size()) if "reduce_bucket_size" in given else None,
+        return_bucket_elements=int(engine.zero_allgather_bucket_size()) if "allgather_bucket_size" in given else None,
         wire_dtype=engine.communication_data_type,
         max_in_flight=int(bool(engine.zero_overlap_comm())),
         accumulate_in_fp32=accumulation_dtype == torch.float32 and model_dtype != torch.float32,

@@ -12,7 +12,7 @@ from math import prod
 from typing import Literal
 
 from sdp_deepspeed.estimate.precision import FP32_BYTES, Precision
-from sdp_deepspeed.layout.segments import Segment, build_segments
+from sdp_deepspeed.layout.segments import Segment, build_segments, default_bucket_elements
 from sdp_deepspeed.plan.plan import Plan
 from sdp_deepspeed.plan.tensors import NOT_OPTIMIZED, TensorInfo
 
@@ -26,14 +26,14 @@ class Setup:
         precision: bytes per element.
         accumulation: micro-steps in an optimizer step; at stage 2 gradients are sent in each.
         offload: whether the optimizer's state is in host memory.
-        bucket_elements: DeepSpeed's `reduce_bucket_size`, which cuts segments.
+        bucket_elements: DeepSpeed's `reduce_bucket_size`, which cuts segments; None if the config has none.
     """
 
     stage: Literal[0, 1, 2]
     precision: Precision
     accumulation: int = 1
     offload: bool = False
-    bucket_elements: int = 500_000_000
+    bucket_elements: int | None = None
 
 
 @dataclass(frozen=True)
@@ -74,9 +74,10 @@ def estimate(plan: Plan, tensors: Sequence[TensorInfo], setup: Setup) -> tuple[R
         tensors: the dense model's tensors in model order; buffers are passed over.
     """
     parameters = [info for info in tensors if info.kind == "parameter"]
+    limit = setup.bucket_elements or default_bucket_elements(parameters, plan)
     run = _Run(
         setup=setup,
-        segments=build_segments(parameters, plan, max_elements=setup.bucket_elements),
+        segments=build_segments(parameters, plan, max_elements=limit),
         trained=frozenset(info.name for info in parameters if info.trainable),
         num_ranks=len(plan.subnetwork_of_rank),
         all_receive_weights=plan.regime == "backward",

@@ -20,6 +20,7 @@ from sdp_deepspeed.plan.tensors import TensorInfo, pieces_by_tensor
 
 # GPUs send what is not aligned byte by byte (NCCL, to 16 bytes), and many small stretches gain nothing from it.
 _ALIGNMENT, _LARGE = 64, 1024  # elements
+_MESSAGE, _MOST_BUCKETS = 500_000, 32  # elements, buckets
 
 
 def aligned(num_elements: int) -> int:
@@ -169,6 +170,22 @@ def _copies(nodes: Nodes, holders: tuple[int, ...], all_receive_weights: bool) -
         return dict.fromkeys(holders, 1.0)
     own = dict.fromkeys(holders, nodes.copies(holders, "all"))
     return dict.fromkeys(range(len(nodes.of_rank)), 1.0) | own
+
+
+def default_bucket_elements(tensors: Sequence[TensorInfo], plan: Plan) -> int:
+    """The limit where the config has none: messages of a megabyte or so to each holder, but 32 buckets at most.
+
+    Smaller messages would be all latency, larger ones memory: what is packed exists twice, and overlap waits for it.
+    """
+    held = [0] * len(plan.subnetwork_of_rank)
+    most_holders = 1
+    shapes = {(info.kind, info.name): info.shape for info in tensors}
+    for tensor, pieces in pieces_by_tensor(tensors, plan).items():
+        for piece, holders in pieces:
+            most_holders = max(most_holders, len(holders) * (len(holders) < len(held)))
+            for rank in holders:
+                held[rank] += piece.num_elements(shapes[tensor])
+    return max(most_holders * _MESSAGE, -(-max(held) // _MOST_BUCKETS))
 
 
 def build_segments(

@@ -5,7 +5,7 @@ from __future__ import annotations
 from sdp_deepspeed.distributed.communicator import Communicator
 from sdp_deepspeed.exchange.exchange import Exchange
 from sdp_deepspeed.layout.rank_model import RankModel
-from sdp_deepspeed.layout.segments import build_buckets, build_segments
+from sdp_deepspeed.layout.segments import build_buckets, build_segments, default_bucket_elements
 from sdp_deepspeed.optimizer.settings import OptimizerSettings
 from sdp_deepspeed.plan.tensors import NOT_OPTIMIZED
 
@@ -16,8 +16,9 @@ def build_exchanges(model: RankModel, dp_group: Communicator, settings: Optimize
     Args:
         model: its tensors have their param groups.
     """
-    limits = [settings.bucket_elements, settings.return_bucket_elements or settings.bucket_elements]
     optimized = [info for info in model.tensors if info.group != NOT_OPTIMIZED]
+    default = default_bucket_elements(optimized, model.plan)
+    limits = [settings.bucket_elements or default, settings.return_bucket_elements or default]
     segments = build_segments(optimized, model.plan, max_elements=min(limits), nodes=model.nodes)
     device = next(iter(model.parameters().values())).device
     gradients, weights = (

@@ -25,8 +25,9 @@ class OptimizerSettings:
     Args:
         stage: ZeRO stage, 0, 1 or 2.
         clip: largest norm of the averaged dense gradient; 0 switches clipping off.
-        bucket_elements: most elements that a rank packs for gradients in one exchange (`reduce_bucket_size`).
-        return_bucket_elements: the same for weights that return (`allgather_bucket_size`); None as `bucket_elements`.
+        bucket_elements: most elements that a rank packs for gradients in one exchange (`reduce_bucket_size`); None is
+            what suits the model and the number of holders.
+        return_bucket_elements: the same for weights that return (`allgather_bucket_size`).
         wire_dtype: of gradients on the wire (`communication_data_type`).
         accumulate_in_fp32: keep gradients in fp32 between micro-steps (`data_types.grad_accum_dtype`).
         max_in_flight: buckets whose exchange may run while backward, packing or unpacking goes on (`overlap_comm`).
@@ -37,8 +38,8 @@ class OptimizerSettings:
 
     stage: int
     clip: float
-    bucket_elements: int
     wire_dtype: torch.dtype
+    bucket_elements: int | None = None
     return_bucket_elements: int | None = None
     accumulate_in_fp32: bool = False
     max_in_flight: int = 0

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from sdp_deepspeed.exchange.routes import routes_back
 from sdp_deepspeed.layout.fragments import Fragment
 from sdp_deepspeed.layout.nodes import Nodes
-from sdp_deepspeed.layout.segments import Bucket, Segment, build_buckets, build_segments
+from sdp_deepspeed.layout.segments import Bucket, Segment, build_buckets, build_segments, default_bucket_elements
 from sdp_deepspeed.plan.plan import Plan
 from sdp_deepspeed.plan.tensors import TensorInfo
 from sdp_deepspeed.units import Piece, Unit
@@ -217,3 +217,13 @@ def test_the_bound_is_exact_where_shards_divide(num_holders: int, limit: int) ->
     amounts = [amount for amount, _ in packed(layout)]
     assert 0 < max(amounts) <= limit
     assert max(amounts) >= min(limit, 120) // (2 * copies), "buckets far below the limit would only cost collectives"
+
+
+def test_buckets_of_no_given_size() -> None:
+    """Half a million elements to each holder; 32 buckets at most, by the rank that holds most."""
+    units = tuple(Unit(name, (Piece(name, None, 0, 10**7),)) for name in "abc")
+    plan = Plan("forward", "block", 4, 2, 0, units, ((0, 1), (1, 2), (2, 3)), (0, 1, 2, 3))
+    for width, expected in ((4, 10**6), (10**8, (10**8 + 2 * 10**7) // 32)):
+        tensors = [TensorInfo(unit.name, (10**7,), torch.float32, 0) for unit in units]
+        tensors.append(TensorInfo("shared", (width,), torch.float32, 0))
+        assert default_bucket_elements(tensors, plan) == expected

@@ -19,7 +19,7 @@ from tests.helpers.rank_models import optimizer_of
 def alone(weight: nn.Parameter, stage: int, scale: float) -> SubnetworkOptimizer:
     """SGD with rate 1 on one rank."""
     unit = Unit("unit", (Piece("w", None, 0, weight.numel()),))
-    settings = OptimizerSettings(stage, 0.0, 10**6, wire_dtype=torch.float16, skip_overflow=True)
+    settings = OptimizerSettings(stage, 0.0, bucket_elements=10**6, wire_dtype=torch.float16, skip_overflow=True)
     return run_mail(
         1,
         lambda communicator, _: optimizer_of(
