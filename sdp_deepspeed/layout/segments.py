@@ -20,7 +20,7 @@ from sdp_deepspeed.plan.tensors import TensorInfo, pieces_by_tensor
 
 # GPUs send what is not aligned byte by byte (NCCL, to 16 bytes), and many small stretches gain nothing from it.
 _ALIGNMENT, _LARGE = 64, 1024  # elements
-_MESSAGE, _MOST_BUCKETS = 500_000, 32  # elements, buckets
+_MESSAGE, _NUM_BUCKETS = 500_000, 16  # elements, buckets
 
 
 def aligned(num_elements: int) -> int:
@@ -173,7 +173,7 @@ def _copies(nodes: Nodes, holders: tuple[int, ...], all_receive_weights: bool) -
 
 
 def default_bucket_elements(tensors: Sequence[TensorInfo], plan: Plan) -> int:
-    """The limit where the config has none: messages of a megabyte or so to each holder, but 32 buckets at most.
+    """The limit where the config has none: messages of a megabyte or so to each holder, but few buckets.
 
     Smaller messages would be all latency, larger ones memory: what is packed exists twice, and overlap waits for it.
     """
@@ -185,7 +185,7 @@ def default_bucket_elements(tensors: Sequence[TensorInfo], plan: Plan) -> int:
             most_holders = max(most_holders, len(holders) * (len(holders) < len(held)))
             for rank in holders:
                 held[rank] += piece.num_elements(shapes[tensor])
-    return max(most_holders * _MESSAGE, -(-max(held) // _MOST_BUCKETS))
+    return max(most_holders * _MESSAGE, -(-max(held) // _NUM_BUCKETS))
 
 
 def build_segments(

@@ -220,10 +220,10 @@ def test_the_bound_is_exact_where_shards_divide(num_holders: int, limit: int) ->
 
 
 def test_buckets_of_no_given_size() -> None:
-    """Half a million elements to each holder; 32 buckets at most, by the rank that holds most."""
-    units = tuple(Unit(name, (Piece(name, None, 0, 10**7),)) for name in "abc")
+    """Half a million elements to each holder, or a 16th of what the rank holds that holds most."""
+    units = tuple(Unit(name, (Piece(name, None, 0, 10**6),)) for name in "abc")
     plan = Plan("forward", "block", 4, 2, 0, units, ((0, 1), (1, 2), (2, 3)), (0, 1, 2, 3))
-    for width, expected in ((4, 10**6), (10**8, (10**8 + 2 * 10**7) // 32)):
-        tensors = [TensorInfo(unit.name, (10**7,), torch.float32, 0) for unit in units]
+    for width, expected in ((4, 10**6), (10**8, (10**8 + 2 * 10**6) // 16)):
+        tensors = [TensorInfo(unit.name, (10**6,), torch.float32, 0) for unit in units]
         tensors.append(TensorInfo("shared", (width,), torch.float32, 0))
         assert default_bucket_elements(tensors, plan) == expected
