@@ -115,3 +115,30 @@ def _against(seconds: list[float], baseline: list[float] | None) -> str:
         return with_spread(seconds)
     _, ratio, _ = quartiles(per_repeat(seconds, baseline))
     return f"{with_spread(seconds)}, {ratio:.2f}x"
+
+
+def host_time(result: Result) -> str:
+    """Milliseconds of the host per step, and what they follow."""
+    rows = []
+    for row in result["results"]:
+        name = f"{row['model']}, {row['strategy']}, {row['num_ranks']} ranks, k = {row['num_subnetworks']}"
+        milliseconds = [1e3 * second for second in row["seconds"]]
+        counts = [row["num_holder_sets"], row["num_buckets"], row["num_fragments"], row["num_collectives"]]
+        cells = [with_spread(milliseconds), f"{row['target']:g}", f"{1e3 * row['first_seconds']:.0f}"]
+        rows.append([name, *cells, *map(str, counts), str(sum(row["num_kernels"].values()))])
+    heads = ("", "ms", "target", "first step", "holder sets", "buckets", "fragments", "collectives", "launches")
+    return table(heads, rows)
+
+
+def between_nodes(result: Result) -> str:
+    """Bytes that crossed the link in a step, by its own counter, and step times; shares of plain ZeRO's at the
+    same stage."""
+    rows, baseline = [], ""
+    for name, seconds in result["seconds"].items():
+        baseline = name if name.startswith("zero") else baseline
+        crossed, base = (result["link_bytes"][which][0] for which in (name, baseline))
+        cells = [f"{crossed / 1e6:.1f}", f"{crossed / base:.3f}"]
+        cells.append("1" if name == baseline else with_spread(per_repeat(seconds, result["seconds"][baseline])))
+        rows.append([for_readers(name), *cells])
+    facts = [f"2 nodes of {result['ranks_per_node']} ranks, {result['link']} between them", *_facts(result)[2:]]
+    return f"{', '.join(facts)}:\n\n" + table(["", "MB each way", "share", "step time, share"], rows)
