@@ -138,6 +138,10 @@ class Averaging(ABC):
         fragments = [fragments for _, fragments in self._exchange.owned(bucket)]
         return sum_of_squares(averages, fragments, tp_group=self._tp_group, device=self._device)
 
+    def _flat(self, num_elements: int) -> torch.Tensor:
+        """For averages; whatever the user's default dtype."""
+        return torch.empty(num_elements, dtype=torch.float32, device=self._device)
+
     def _no_squares(self) -> torch.Tensor:
         return torch.zeros((), dtype=torch.float64, device=self._device)
 

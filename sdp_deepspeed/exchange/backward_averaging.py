@@ -75,7 +75,7 @@ class BackwardAveraging(Averaging):
 
     def _average(self, bucket: Bucket) -> Steps:
         owned = self._exchange.owned(bucket)
-        averages = [torch.empty(num_elements(fragments), device=self._device) for _, fragments in owned]
+        averages = [self._flat(num_elements(fragments)) for _, fragments in owned]
         yield from self._exchange.reduce(bucket, self._gradients.view, averages, partial(self._free_packed, bucket))
         self._make_sums()
         if averages:
@@ -88,7 +88,7 @@ class BackwardAveraging(Averaging):
             if name not in self._late:
                 self._gradients.free(name)
         left = [fragment for fragment in self._exchange.held(bucket) if self._is_split(fragment.piece.parameter)]
-        zero = torch.zeros(1, device=self._device)
+        zero = torch.zeros(1, dtype=torch.float32, device=self._device)
         write(self._gradients.view, left, [zero.expand(fragment.num_elements) for fragment in left])
 
     def _is_split(self, name: str) -> bool:

@@ -100,7 +100,8 @@ class Exchange:
         shards = sums = _Sums(shares, averages)
         if between.is_needed:  # else what a rank carries for its node is what it owns
             shares = self._carried_of(bucket)
-            sums = _Sums(shares, [torch.empty(s.num_elements, device=self.device) for s, _, _ in shares])
+            sizes = [stretch.num_elements for stretch, *_ in shares]
+            sums = _Sums(shares, cut(torch.empty(sum(sizes), dtype=torch.float32, device=self.device), sizes))
         sums.take(gradients, self.device)
         if inside.is_needed:
             leaving = self._packed(inside.received, gradients, self._dtype)

@@ -41,7 +41,7 @@ class StepAveraging(Averaging):
     def collect(self) -> Averages:
         squares = [self._no_squares()] * len(self._exchange.buckets)  # each in its place, whichever comes first
         flats = [
-            [torch.empty(size, device=self._device)] if self._keeps_flats and whole else []
+            [self._flat(size)] if self._keeps_flats and whole else []
             for size, whole in zip(self._group_sizes, self._needs_one_flat, strict=True)
         ]
         position = [0] * len(flats)
@@ -54,7 +54,7 @@ class StepAveraging(Averaging):
                     found.append(flats[group][0].narrow(0, position[group], length))
                     position[group] += length
                 else:
-                    found.append(torch.empty(length, device=self._device))
+                    found.append(self._flat(length))
                     if self._keeps_flats:
                         flats[group].append(found[-1])
             return found

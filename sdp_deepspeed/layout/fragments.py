@@ -35,7 +35,7 @@ def num_elements(fragments: Iterable[Fragment]) -> int:
 def read(views: Views, fragments: Sequence[Fragment], *, device: torch.device | None = None) -> list[torch.Tensor]:
     """Flat views (copies where a piece is not contiguous) of `fragments`; a missing piece reads as zeros."""
     flats: dict[Piece, torch.Tensor | None] = {}
-    zero = torch.zeros(1, device=device)
+    zero: torch.Tensor | None = None
     values = []
     for fragment in fragments:
         piece = fragment.piece
@@ -44,7 +44,11 @@ def read(views: Views, fragments: Sequence[Fragment], *, device: torch.device | 
             flats[piece] = None if view is None else in_order(piece, view).reshape(-1)
         flat = flats[piece]
         length = fragment.stop - fragment.start
-        values.append(zero.expand(length) if flat is None else flat.narrow(0, fragment.start, length))
+        if flat is not None:
+            values.append(flat.narrow(0, fragment.start, length))
+            continue
+        zero = torch.zeros(1, dtype=torch.float32, device=device) if zero is None else zero
+        values.append(zero.expand(length))
     return values
 
 

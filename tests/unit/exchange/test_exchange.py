@@ -215,3 +215,22 @@ def test_a_half_written_piece_keeps_its_other_half() -> None:
 def test_what_does_not_exist_cannot_be_written() -> None:
     with pytest.raises(AssertionError, match="no tensor to write w to"):
         write(lambda piece: None, [Fragment(Piece("w", None, 0, 2), 0, 2)], [torch.zeros(2)])
+
+
+def test_sums_are_fp32_whatever_the_default_dtype(eight: Ranks) -> None:
+    """Without it: 256 + 1 is 256 in bf16; on two nodes, so that sums of neighbors are tried too."""
+    layout = placed(shared_layout(16), "halves")
+
+    def average(communicator: Communicator) -> torch.Tensor:
+        exchange = exchange_of(layout, communicator)
+        gradient = torch.full((16,), 256.0 if communicator.rank == 3 else 1.0, dtype=torch.float32)
+        result = torch.empty(2, dtype=torch.float32)
+        complete(exchange.reduce(layout.buckets[0], views_of({"w": gradient}), [result]))
+        return result
+
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        found = torch.cat(eight.run(average))
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert found.tolist() == [(256 + 7) / SIZE] * 16
