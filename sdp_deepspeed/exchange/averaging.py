@@ -145,8 +145,8 @@ class Averaging(ABC):
     def _no_squares(self) -> torch.Tensor:
         return torch.zeros((), dtype=torch.float64, device=self._device)
 
-    def _summed(self, squares: torch.Tensor, *facts: float) -> list[float]:
-        return summed(squares, *facts, dp_group=self._dp_group, tp_group=self._tp_group)
+    def _summed(self, squares: torch.Tensor, is_left: bool = False, *facts: float) -> tuple[float, bool, list[float]]:
+        return summed(squares, is_left, *facts, dp_group=self._dp_group, tp_group=self._tp_group)
 
 
 def unscale(gradients: list[torch.Tensor], divisor: float) -> None:

@@ -158,13 +158,12 @@ class BackwardAveraging(Averaging):
         squares = [self._no_squares()] * len(self._exchange.buckets)
         for bucket in self._exchange.buckets if self._needs_norm else ():
             squares[bucket.index] = self._squares(bucket, self._sums[bucket.index])
-        left = self._next > 0 or any(map(self._gradients.exists, self._buckets_of))
-        total, any_left, rounds, rounds_2 = self._summed(
-            torch.stack(squares).sum(), left, self._num_rounds, self._num_rounds**2
-        )
+        is_left = self._next > 0 or any(map(self._gradients.exists, self._buckets_of))
+        facts = self._num_rounds, self._num_rounds**2
+        total, any_left, (rounds, rounds_2) = self._summed(torch.stack(squares).sum(), is_left, *facts)
         if rounds * rounds != self._dp_group.size * rounds_2:  # equal only if all numbers are
             raise RuntimeError(self._explain_rounds())
-        return total, bool(any_left)
+        return total, any_left
 
     def _explain_rounds(self) -> str:
         counts = self._dp_group.gather_objects(self._num_rounds)

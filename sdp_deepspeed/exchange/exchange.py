@@ -50,7 +50,7 @@ class Exchange:
         self.device = device
         self._dtype = dtype
         self._routes: dict[tuple[int, Receivers], tuple[Route, Route]] = {}
-        self._owned = {bucket.index: self._shares(bucket, owned(bucket, dp_group.rank)) for bucket in buckets}
+        self._owned = {bucket.index: _shares(bucket, owned(bucket, dp_group.rank)) for bucket in buckets}
         self._carried: dict[int, _Shares] = {}
 
     def held(self, bucket: Bucket) -> list[Fragment]:
@@ -73,13 +73,6 @@ class Exchange:
     def owned(self, bucket: Bucket) -> list[tuple[Segment, list[Fragment]]]:
         """Segments of which this rank owns a shard that is not empty, with the shard's fragments."""
         return [(bucket.segments[stretch.segment], share) for stretch, share, _ in self._owned[bucket.index]]
-
-    def _shares(self, bucket: Bucket, stretches: Sequence[Stretch]) -> _Shares:
-        found = []
-        for stretch in stretches:
-            fragments = list(stretch.fragments(bucket.segments))
-            found.append((stretch, fragments, [fragment.num_elements for fragment in fragments]))
-        return found
 
     def reduce(
         self,
@@ -111,15 +104,14 @@ class Exchange:
             sums.add(inside.sent, (yield from steps))
         else:
             packed()
+        counts = [float(len(bucket.segments[stretch.segment].holders)) for stretch, *_ in shares]
+        sums.divide(counts)  # before they are rounded: half precision may not hold the sum of a node
         if between.is_needed:
             leaving = sums.packed(between.received, self._dtype, self.device)
             steps = self._travel(leaving, between.received, between.sent)
             shards.copy_from(sums)
             del sums, leaving
             shards.add(between.sent, (yield from steps))
-        if averages:
-            counts = [float(len(bucket.segments[stretch.segment].holders)) for stretch, *_ in self._owned[bucket.index]]
-            torch._foreach_div_(list(averages), counts)
 
     def distribute(self, bucket: Bucket, tensors: Views, *, receivers: Receivers = "holders") -> Steps:
         """Send the owners' shards of `tensors` to the receivers, who write them into theirs.
@@ -154,7 +146,7 @@ class Exchange:
 
     def _carried_of(self, bucket: Bucket) -> _Shares:
         if bucket.index not in self._carried:
-            self._carried[bucket.index] = self._shares(bucket, carried(bucket, self._dp_group.rank, self._nodes))
+            self._carried[bucket.index] = _shares(bucket, carried(bucket, self._dp_group.rank, self._nodes))
         return self._carried[bucket.index]
 
     def _routes_of(self, bucket: Bucket, receivers: Receivers) -> tuple[Route, Route]:
@@ -164,8 +156,16 @@ class Exchange:
         return self._routes[key]
 
 
+def _shares(bucket: Bucket, stretches: Sequence[Stretch]) -> _Shares:
+    shares = []
+    for stretch in stretches:
+        fragments = list(stretch.fragments(bucket.segments))
+        shares.append((stretch, fragments, [fragment.num_elements for fragment in fragments]))
+    return shares
+
+
 class _Sums:
-    """fp32 sums of stretches, at most one of each segment.
+    """fp32 sums of stretches, at most one of each segment; averages in the end.
 
     Args:
         shares: the stretches.
@@ -176,7 +176,7 @@ class _Sums:
         self._shares = shares
         self._totals = totals
         self._by_segment = {
-            stretch.segment: (stretch.start, total) for (stretch, _, _), total in zip(shares, totals, strict=True)
+            stretch.segment: (stretch, total) for (stretch, _, _), total in zip(shares, totals, strict=True)
         }
 
     def take(self, gradients: Views, device: torch.device) -> None:
@@ -197,6 +197,10 @@ class _Sums:
             contribution = received.narrow(0, start, sum(sizes)).float()
             torch._foreach_add_([self._part(stretch) for stretch in stretches], cut(contribution, sizes))
 
+    def divide(self, counts: Sequence[float]) -> None:
+        if counts:
+            torch._foreach_div_(list(self._totals), list(counts))
+
     def packed(self, half: Half, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         """Parts of them, in the order of a buffer."""
         buffer = torch.empty(half.num_elements, dtype=dtype, device=device)
@@ -210,5 +214,7 @@ class _Sums:
             torch._foreach_copy_(list(self._totals), [others._part(stretch) for stretch, *_ in self._shares])
 
     def _part(self, stretch: Stretch) -> torch.Tensor:
-        start, total = self._by_segment[stretch.segment]
-        return total.narrow(0, stretch.start - start, stretch.num_elements)
+        whole, total = self._by_segment[stretch.segment]
+        if stretch == whole:
+            return total
+        return total.narrow(0, stretch.start - whole.start, stretch.num_elements)

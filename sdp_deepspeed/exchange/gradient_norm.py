@@ -44,16 +44,17 @@ def sum_of_squares(
 
 
 def summed(
-    squares: torch.Tensor, *facts: float, dp_group: Communicator, tp_group: TensorParallelGroup | None
-) -> list[float]:
-    """The squares of all ranks, and facts of the data-parallel ranks, in one reduction: the host waits for it once.
+    squares: torch.Tensor, is_left: bool, *facts: float, dp_group: Communicator, tp_group: TensorParallelGroup | None
+) -> tuple[float, bool, list[float]]:
+    """In one reduction, so that the host waits once: the squares of all ranks, whether anything is left on any of them,
+    and facts of the data-parallel ranks.
 
     Args:
         squares: what this rank counts (float64, []).
     """
-    own = torch.stack([squares, *(torch.full_like(squares, fact) for fact in facts)])
+    own = torch.stack([squares, *(torch.full_like(squares, fact) for fact in (is_left, *facts))])
     dp_group.sum(own)
     if tp_group is not None:
-        tp_group.communicator.sum(own[:1])
-    values: list[float] = own.tolist()
-    return values
+        tp_group.communicator.sum(own[:2])
+    total, num_left, *sums = own.tolist()
+    return total, bool(num_left), sums

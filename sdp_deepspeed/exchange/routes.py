@@ -16,7 +16,7 @@ import torch
 
 from sdp_deepspeed.layout.fragments import Fragment
 from sdp_deepspeed.layout.nodes import Nodes, Receivers
-from sdp_deepspeed.layout.segments import Bucket, Segment, aligned
+from sdp_deepspeed.layout.segments import Bucket, Segment, carriers, padded, receives
 
 
 @dataclass(frozen=True)
@@ -46,16 +46,17 @@ class Half:
 
     Args:
         by_peer: for each rank of the group its stretches, in the order in which they lie in the buffer.
-        segments: of the bucket.
+        bucket: in which they are.
     """
 
     by_peer: tuple[tuple[Stretch, ...], ...]
-    segments: tuple[Segment, ...]
+    bucket: Bucket
 
     @cached_property
     def splits(self) -> list[int]:
         """Elements of the buffer per peer: its stretches, and padding so that the next peer's are aligned."""
-        return [aligned(sum(stretch.num_elements for stretch in stretches)) for stretches in self.by_peer]
+        lengths = [sum(stretch.num_elements for stretch in stretches) for stretches in self.by_peer]
+        return [padded(length) for length in lengths] if self.bucket.has_large_shards else lengths
 
     @cached_property
     def num_elements(self) -> int:
@@ -92,7 +93,7 @@ class Half:
         """Of each distinct stretch, with their sizes."""
         found = []
         for stretch, index in sorted(self._first.items(), key=lambda item: item[1]):
-            fragments = list(stretch.fragments(self.segments))
+            fragments = list(stretch.fragments(self.bucket.segments))
             found.append((index, fragments, [fragment.num_elements for fragment in fragments]))
         return found
 
@@ -143,24 +144,6 @@ class Route:
     is_needed: bool
 
 
-def receives(segment: Segment, rank: int, receivers: Receivers) -> bool:
-    """Whether `rank` is among the receivers of what the owners of `segment` send back."""
-    if receivers == "all":
-        return True
-    return segment.held_by(rank) == (receivers == "holders")
-
-
-def carriers(segment: Segment, nodes: Nodes, receivers: Receivers) -> list[list[tuple[int, int, int]]]:
-    """For each node the ranks that carry the segment for it, each with start and stop of its slice.
-
-    Its holders, or all ranks of a node without holders that needs it nonetheless.
-    """
-    return [
-        segment.slices(own or (() if receivers == "holders" else ranks))
-        for ranks, own in zip(nodes.ranks, nodes.per_node(segment.owners), strict=True)
-    ]
-
-
 def owned(bucket: Bucket, rank: int) -> list[Stretch]:
     """The shards of `rank` that are not empty."""
     ranges = [Stretch(index, *segment.owned_range(rank)) for index, segment in enumerate(bucket.segments)]
@@ -181,13 +164,13 @@ class _Builder:
     """Collects the stretches of one collective."""
 
     def __init__(self, bucket: Bucket, size: int) -> None:
-        self._segments = bucket.segments
+        self._bucket = bucket
         self.sent: list[list[Stretch]] = [[] for _ in range(size)]
         self.received: list[list[Stretch]] = [[] for _ in range(size)]
         self.is_needed = False
 
     def close(self) -> Route:
-        sent, received = (Half(tuple(map(tuple, peers)), self._segments) for peers in (self.sent, self.received))
+        sent, received = (Half(tuple(map(tuple, peers)), self._bucket) for peers in (self.sent, self.received))
         return Route(sent, received, self.is_needed)
 
 

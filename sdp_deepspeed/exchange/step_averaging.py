@@ -71,7 +71,7 @@ class StepAveraging(Averaging):
         for bucket in self._exchange.buckets:
             pipeline.add(average(bucket))
         pipeline.finish()
-        (total,) = self._summed(torch.stack(squares).sum()) if self._needs_norm else (None,)
+        total = self._summed(torch.stack(squares).sum())[0] if self._needs_norm else None
         return Averages(flats if self._keeps_flats else None, total)
 
     def _packed(self, bucket: Bucket) -> None:

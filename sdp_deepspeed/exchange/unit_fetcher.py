@@ -16,7 +16,7 @@ from sdp_deepspeed.distributed.communicator import Communicator
 from sdp_deepspeed.exchange.exchange import Exchange
 from sdp_deepspeed.layout.fragments import Fragment, Views
 from sdp_deepspeed.layout.rank_model import RankModel
-from sdp_deepspeed.layout.segments import Bucket, Segment, aligned
+from sdp_deepspeed.layout.segments import Bucket, Segment, aligned, copies
 from sdp_deepspeed.plan.tensors import NOT_OPTIMIZED
 from sdp_deepspeed.units import Piece
 
@@ -69,7 +69,7 @@ class UnitFetcher:
         by_dtype: dict[torch.dtype, list[list[Segment]]] = {}
         for unit in units:
             for whole in self._segments_of(unit):
-                rounds = _MIN_ROUNDS * math.ceil(self._nodes.copies(whole.holders, "others"))
+                rounds = _MIN_ROUNDS * math.ceil(max(copies(self._nodes, whole.holders, "others").values()))
                 by_dtype.setdefault(whole.dtype, []).append(
                     list(whole.split(aligned(-(-whole.num_elements // rounds))))
                 )

@@ -8,7 +8,8 @@ from __future__ import annotations
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
-from functools import cached_property
+from functools import cache, cached_property
+from heapq import heappop, heappush
 from typing import Literal
 
 Receivers = Literal["holders", "others", "all"]
@@ -56,23 +57,27 @@ class Nodes:
         return found
 
     def shard_order(self, holders: Sequence[int]) -> tuple[int, ...]:
-        """Holders in the order of their shards: those that are as far among the holders of their own node own
-        neighboring shards, so that what one rank adds up for its node is one stretch. Ascending on one node."""
-        place = {
-            rank: Fraction(2 * index + 1, len(ranks))
-            for ranks in self.per_node(holders)
-            for index, rank in enumerate(ranks)
-        }
-        return tuple(sorted(holders, key=lambda rank: (place[rank], self.of_rank[rank])))
+        """Holders in the order of their shards, ascending on one node.
 
-    def copies(self, holders: Sequence[int], receivers: Receivers) -> float:
-        """The most that a rank packs or unpacks for a segment in one collective, in elements per element of it."""
-        found = [1.0]
-        asking = 0  # nodes that get the segment from others
-        for ranks, own in zip(self.ranks, self.per_node(holders), strict=True):
-            carriers = len(own) or len(ranks)
-            others = {"holders": len(own), "others": len(ranks) - len(own), "all": len(ranks)}[receivers]
-            if own or receivers != "holders":
-                found.append((others - (receivers != "others" or not own)) / carriers)
-                asking += not (own and receivers == "others")
-        return max(*found, (asking - (receivers != "others")) / len(holders))
+        Of the h holders that a node has, the i-th owns a shard in the i-th of h equal parts, as far as there is room:
+        what it adds up for its node is one stretch around it, and all such stretches of a node are of one length.
+        """
+        return _shard_order(self, tuple(holders))
+
+
+@cache
+def _shard_order(nodes: Nodes, holders: tuple[int, ...]) -> tuple[int, ...]:
+    """Place by place the holder whose part has begun and ends first, of those that are left."""
+    size = len(holders)
+    coming = sorted(
+        (Fraction(index * size, len(ranks)), Fraction((index + 1) * size, len(ranks)), node, rank)
+        for node, ranks in enumerate(nodes.per_node(holders))
+        for index, rank in enumerate(ranks)
+    )
+    waiting: list[tuple[Fraction, int, int]] = []
+    order: list[int] = []
+    while len(order) < size:
+        while coming and (coming[0][0] <= len(order) or not waiting):
+            heappush(waiting, coming.pop(0)[1:])
+        order.append(heappop(waiting)[-1])
+    return tuple(order)

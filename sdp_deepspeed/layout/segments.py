@@ -14,18 +14,24 @@ from functools import cache, cached_property
 from typing import Any
 
 from sdp_deepspeed.layout.fragments import Fragment
-from sdp_deepspeed.layout.nodes import Nodes
+from sdp_deepspeed.layout.nodes import Nodes, Receivers
 from sdp_deepspeed.plan.plan import Plan
-from sdp_deepspeed.plan.tensors import TensorInfo, pieces_by_tensor
+from sdp_deepspeed.plan.tensors import NOT_OPTIMIZED, TensorInfo, pieces_by_tensor
+from sdp_deepspeed.units import Piece
 
-# GPUs send what is not aligned byte by byte (NCCL, to 16 bytes), and many small stretches gain nothing from it.
+# GPUs send what is not aligned to 16 bytes byte by byte (NCCL), and small stretches gain nothing from it.
 _ALIGNMENT, _LARGE = 64, 1024  # elements
 _MESSAGE, _NUM_BUCKETS = 500_000, 16  # elements, buckets
 
 
 def aligned(num_elements: int) -> int:
-    """The length of a stretch that others follow, so that they begin at a multiple of 16 bytes in any dtype."""
-    return num_elements if num_elements < _LARGE else -(-num_elements // _ALIGNMENT) * _ALIGNMENT
+    """The length of a large stretch that others follow, so that they begin at a multiple of 16 bytes in any dtype."""
+    return padded(num_elements) if num_elements >= _LARGE else num_elements
+
+
+def padded(num_elements: int) -> int:
+    """The next length after which others begin at a multiple of 16 bytes."""
+    return -(-num_elements // _ALIGNMENT) * _ALIGNMENT
 
 
 @dataclass(frozen=True)
@@ -106,6 +112,11 @@ class Bucket:
     index: int
     segments: tuple[Segment, ...]
 
+    @cached_property
+    def has_large_shards(self) -> bool:
+        """Whether messages begin at multiples of 16 bytes; the same on all ranks."""
+        return any(segment.num_elements >= _LARGE * len(segment.holders) for segment in self.segments)
+
 
 class _Window:
     """A stretch of the model, of one dtype, that fits into one bucket: no rank packs more than the limit for it.
@@ -165,11 +176,49 @@ class _Limits:
 
 
 @cache
+def copies(nodes: Nodes, holders: tuple[int, ...], receivers: Receivers) -> dict[int, float]:
+    """By rank the most that it packs or unpacks for a segment in one collective, in elements per element of it; all
+    ranks that have a part in it."""
+    length = 1000 * _ALIGNMENT * len(holders)  # so that shards are even
+    whole = Fragment(Piece("", None, 0, length), 0, length)
+    segment = Segment(NOT_OPTIMIZED, None, holders, (whole,), nodes.shard_order(holders))
+    slices = carriers(segment, nodes, receivers)
+    asking = [bool(part) and not (receivers == "others" and segment.held_by(part[0][0])) for part in slices]
+    most = dict.fromkeys(holders, length)
+    for node, (ranks, part) in enumerate(zip(nodes.ranks, slices, strict=True)):
+        getting = [rank for rank in ranks if receives(segment, rank, receivers)]
+        own = {carrier: stop - start for carrier, start, stop in part}
+        for rank in dict.fromkeys([*own, *getting]):
+            start, stop = segment.owned_range(rank)
+            inside = own.get(rank, 0) * (len(getting) - (rank in getting))
+            between = (stop - start) * (sum(asking) - asking[node])
+            most[rank] = max(length, inside, between)  # no collective brings a rank more than all of it
+    return {rank: amount / length for rank, amount in most.items()}
+
+
+def receives(segment: Segment, rank: int, receivers: Receivers) -> bool:
+    """Whether `rank` is among the receivers of what the owners of `segment` send back."""
+    if receivers == "all":
+        return True
+    return segment.held_by(rank) == (receivers == "holders")
+
+
+def carriers(segment: Segment, nodes: Nodes, receivers: Receivers) -> list[list[tuple[int, int, int]]]:
+    """For each node the ranks that carry the segment for it, each with start and stop of its slice.
+
+    Its holders, or all ranks of a node without holders that needs it nonetheless.
+    """
+    return [
+        segment.slices(own or (() if receivers == "holders" else ranks))
+        for ranks, own in zip(nodes.ranks, nodes.per_node(segment.owners), strict=True)
+    ]
+
+
+@cache
 def _copies(nodes: Nodes, holders: tuple[int, ...], all_receive_weights: bool) -> dict[int, float]:
-    if not all_receive_weights:
-        return dict.fromkeys(holders, 1.0)
-    own = dict.fromkeys(holders, nodes.copies(holders, "all"))
-    return dict.fromkeys(range(len(nodes.of_rank)), 1.0) | own
+    there = copies(nodes, holders, "holders")
+    back = copies(nodes, holders, "all") if all_receive_weights else {}
+    return {rank: max(there.get(rank, 1.0), back.get(rank, 1.0)) for rank in sorted(there.keys() | back.keys())}
 
 
 def default_bucket_elements(tensors: Sequence[TensorInfo], plan: Plan) -> int:

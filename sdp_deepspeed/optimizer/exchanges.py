@@ -17,8 +17,9 @@ def build_exchanges(model: RankModel, dp_group: Communicator, settings: Optimize
         model: its tensors have their param groups.
     """
     optimized = [info for info in model.tensors if info.group != NOT_OPTIMIZED]
-    default = default_bucket_elements(optimized, model.plan)
-    limits = [settings.bucket_elements or default, settings.return_bucket_elements or default]
+    given = settings.bucket_elements, settings.return_bucket_elements
+    default = default_bucket_elements(optimized, model.plan) if None in given else 0
+    limits = [limit or default for limit in given]
     segments = build_segments(optimized, model.plan, max_elements=min(limits), nodes=model.nodes)
     device = next(iter(model.parameters().values())).device
     gradients, weights = (

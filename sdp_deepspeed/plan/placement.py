@@ -136,6 +136,10 @@ def choose_placement(load: Load, network: Network, asked: Asked = "auto") -> tup
     name = fewest if asked == "auto" else asked
     num_nodes = len(set(network.nodes))
     has_replicas = k < len(network.nodes)
+    if not has_replicas:  # every rank trains its own: nothing to choose
+        own = tuple(range(k))
+        crossing = bytes_between_nodes(load, network, own)
+        return Placement(name, num_nodes, crossing, crossing, asked != "auto", has_replicas), own
     return Placement(name, num_nodes, sent["packed"], sent["spread"], asked != "auto", has_replicas), ways[name]
 
 

@@ -83,18 +83,31 @@ def test_reduce_averages_over_holders(ranks: Ranks, seed: int, nodes: str) -> No
         torch.testing.assert_close(parts.nansum(0), expected, rtol=8 * 2**-23, atol=8 * 2**-23)
 
 
-def test_half_precision_on_the_wire_is_added_in_fp32(eight: Ranks) -> None:
-    """256 + 1 is 256 in bf16, which has 8 significant bits; a sum in bf16 would lose all seven ones."""
-    layout = shared_layout(16)
+def average_of(layout: Layout, communicator: Communicator, dtype: torch.dtype, gradient: float) -> torch.Tensor:
+    """This rank's two averages of sixteen elements."""
+    exchange = exchange_of(layout, communicator, dtype)
+    result = torch.empty(2, dtype=torch.float32)
+    gradients = views_of({"w": torch.full((16,), gradient, dtype=torch.float32)})
+    complete(exchange.reduce(layout.buckets[0], gradients, [result]))
+    return result
 
-    def average(communicator: Communicator) -> torch.Tensor:
-        exchange = exchange_of(layout, communicator, torch.bfloat16)
-        gradient = torch.full((16,), 256.0 if communicator.rank == 3 else 1.0)
-        result = torch.empty(2)
-        complete(exchange.reduce(layout.buckets[0], views_of({"w": gradient}), [result]))
-        return result
 
-    assert torch.cat(eight.run(average)).tolist() == [(256 + 7) / SIZE] * 16
+@pytest.mark.parametrize("nodes", ["one", "halves"])
+def test_half_precision_on_the_wire_is_added_in_fp32(eight: Ranks, nodes: str) -> None:
+    """256 + 1 is 256 in bf16, which has 8 significant bits; a sum in bf16 would lose all ones. Over nodes the part of
+    each is rounded once: 259 / 8 = 32.375 to 32.25 or 32.5, and 4 / 8 not."""
+    layout = placed(shared_layout(16), nodes)
+    found = eight.run(
+        lambda communicator: average_of(layout, communicator, torch.bfloat16, 256.0 if communicator.rank == 3 else 1.0)
+    )
+    expected = {(256 + 7) / SIZE} if nodes == "one" else {(256 + 7) / SIZE, 32.25 + 0.5, 32.5 + 0.5}
+    assert set(torch.cat(found).tolist()) <= expected
+
+
+def test_the_sum_of_a_node_need_not_fit_into_half_precision(eight: Ranks) -> None:
+    layout = placed(shared_layout(16), "halves")
+    found = eight.run(lambda communicator: average_of(layout, communicator, torch.float16, 40_000.0))
+    assert torch.cat(found).tolist() == [40_000.0] * 16
 
 
 def shared_layout(num_elements: int) -> Layout:
@@ -221,16 +234,15 @@ def test_sums_are_fp32_whatever_the_default_dtype(eight: Ranks) -> None:
     """Without it: 256 + 1 is 256 in bf16; on two nodes, so that sums of neighbors are tried too."""
     layout = placed(shared_layout(16), "halves")
 
-    def average(communicator: Communicator) -> torch.Tensor:
-        exchange = exchange_of(layout, communicator)
-        gradient = torch.full((16,), 256.0 if communicator.rank == 3 else 1.0, dtype=torch.float32)
-        result = torch.empty(2, dtype=torch.float32)
-        complete(exchange.reduce(layout.buckets[0], views_of({"w": gradient}), [result]))
-        return result
-
     torch.set_default_dtype(torch.bfloat16)
     try:
-        found = torch.cat(eight.run(average))
+        found = torch.cat(
+            eight.run(
+                lambda communicator: average_of(
+                    layout, communicator, torch.float32, 256.0 if communicator.rank == 3 else 1.0
+                )
+            )
+        )
     finally:
         torch.set_default_dtype(torch.float32)
     assert found.tolist() == [(256 + 7) / SIZE] * 16

@@ -101,9 +101,14 @@ def test_what_goes_to_several_ranks_is_read_once(nodes: str) -> None:
 
 
 def test_large_parts_of_a_buffer_are_aligned() -> None:
-    """Of 5,000 elements three holders own 1,728, 1,728 and 1,544; what each gets begins at a multiple of 64."""
+    """Of 5,000 elements three holders own 1,728, 1,728 and 1,544; messages begin at multiples of 64, with small
+    parts of the same bucket too."""
     piece = Piece("w", None, 0, 5000)
     segment = Segment(0, torch.bfloat16, (0, 1, 2), (Fragment(piece, 0, 5000),))
+    small = Segment(0, torch.bfloat16, (0, 2), (Fragment(piece, 0, 6),))
+    mixed = routes_back(Bucket(0, (small, segment)), 2, Nodes.one(3), "holders")[1]
+    assert (mixed.sent.splits, mixed.received.splits) == ([1600, 1600, 0], [1792, 1728, 0])
+    assert routes_back(Bucket(0, (small,)), 2, Nodes.one(3), "holders")[1].sent.splits == [3, 0, 0]
     route = routes_back(Bucket(0, (segment, segment)), 2, Nodes.one(3), "holders")[1]
     assert [segment.owned_range(rank) for rank in range(3)] == [(0, 1728), (1728, 3456), (3456, 5000)]
     assert route.sent.splits == [3136, 3136, 0]  # twice 1,544 is 3,088

@@ -13,8 +13,15 @@ from hypothesis import strategies as st
 
 from sdp_deepspeed.exchange.routes import routes_back
 from sdp_deepspeed.layout.fragments import Fragment
-from sdp_deepspeed.layout.nodes import Nodes
-from sdp_deepspeed.layout.segments import Bucket, Segment, build_buckets, build_segments, default_bucket_elements
+from sdp_deepspeed.layout.nodes import Nodes, Receivers
+from sdp_deepspeed.layout.segments import (
+    Bucket,
+    Segment,
+    build_buckets,
+    build_segments,
+    copies,
+    default_bucket_elements,
+)
 from sdp_deepspeed.plan.plan import Plan
 from sdp_deepspeed.plan.tensors import TensorInfo
 from sdp_deepspeed.units import Piece, Unit
@@ -227,3 +234,33 @@ def test_buckets_of_no_given_size() -> None:
         tensors = [TensorInfo(unit.name, (10**6,), torch.float32, 0) for unit in units]
         tensors.append(TensorInfo("shared", (width,), torch.float32, 0))
         assert default_bucket_elements(tensors, plan) == expected
+
+
+@pytest.mark.parametrize(
+    ("labels", "holders", "expected"),
+    [
+        ("aaaa", (0, 1), {"holders": 1, "others": 1, "all": 1.5}),
+        ("aaaa", (3,), {"holders": 1, "others": 3, "all": 3}),
+        ("aabb", (0,), {"holders": 1, "others": 1, "all": 1}),
+        ("abcd", (0,), {"holders": 1, "others": 3, "all": 3}),
+        ("abcdd", (0, 4), {"holders": 1, "others": 1, "all": 1.5}),
+        ("aaaabbbb", (0, 1, 4), {"holders": 1, "others": 3, "all": 3}),  # rank 4 passes on all to three neighbors
+    ],
+)
+def test_copies_by_hand(labels: str, holders: tuple[int, ...], expected: dict[str, float]) -> None:
+    receivers: tuple[Receivers, ...] = ("holders", "others", "all")
+    assert {which: max(copies(Nodes.of(labels), holders, which).values()) for which in receivers} == expected
+
+
+@given(st.integers(0, 100_000), st.sampled_from(sorted(NODES)), st.sampled_from(["holders", "others", "all"]))
+def test_nobody_packs_more_than_it_is_counted_with(seed: int, nodes: str, receivers: Receivers) -> None:
+    """By the routes themselves, but for shards that are rounded up to whole elements."""
+    layout = placed(random_layout(seed, 8), nodes)
+    for bucket in layout.buckets:
+        for rank in range(8):
+            limit = sum(
+                segment.num_elements * copies(layout.nodes, segment.holders, receivers).get(rank, 0)
+                for segment in bucket.segments
+            )
+            for route in routes_back(bucket, rank, layout.nodes, receivers):
+                assert max(sum(route.sent.splits), sum(route.received.splits)) <= limit + 8 * len(bucket.segments)

@@ -144,7 +144,12 @@ def test_auto_takes_what_sends_fewer_bytes(case: tuple[tuple[str, ...], Load]) -
 @given(st.integers(1, 4).flatmap(loads), st.integers(1, 3))
 def test_nothing_leaves_a_single_node(load: Load, replicas: int) -> None:
     placement, _ = choose_placement(load, Network(("here",) * (load.num_subnetworks * replicas)))
-    assert placement == Placement("packed", 1, 0, 0)
+    assert placement == Placement("packed", 1, 0, 0, has_replicas=replicas > 1)
+
+
+def test_without_replicas_each_rank_has_the_subnetwork_of_its_number() -> None:
+    placement, ranks = choose_placement(Load(4, [(0, 1), (2, 3)], [5, 5]), Network(("a", "b", "a", "b"), 1, 1))
+    assert (placement.line(), ranks) == ("traffic: 2e-05 MB between 2 nodes per step", (0, 1, 2, 3))
 
 
 @given(clusters().flatmap(lambda c: st.tuples(st.just(c[0]), loads(c[1]))))
