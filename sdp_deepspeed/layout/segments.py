@@ -8,6 +8,7 @@ from the plan and the dense shapes alone, so all ranks build the same segments i
 from __future__ import annotations
 
 import itertools
+from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache, cached_property
@@ -105,6 +106,9 @@ class Segment:
             position += length
 
 
+_Buffer = tuple[int, str]  # a rank, and what it is for
+
+
 @dataclass(frozen=True)
 class Bucket:
     """Segments of one dtype that share one pair of collectives."""
@@ -128,18 +132,18 @@ class _Window:
     def __init__(self, limits: _Limits) -> None:
         self._limits = limits
         self._fragments: dict[tuple[int, tuple[int, ...]], list[Fragment]] = {}
-        self._load = [0.0] * limits.size
+        self._load: defaultdict[_Buffer, float] = defaultdict(float)
 
     def add(self, group: int, holders: tuple[int, ...], fragment: Fragment) -> Fragment | None:
         """Take as much of `fragment` as fits; what is left of it, None if nothing is."""
         copies = self._limits.copies(holders)
-        room = min(int((self._limits.max_elements - self._load[rank]) / n) for rank, n in copies.items())
+        room = min(int((self._limits.max_elements - self._load[buffer]) / n) for buffer, n in copies.items())
         if room < 1 and self._fragments:
             return fragment
         stop = min(fragment.stop, fragment.start + max(1, room))
         self._fragments.setdefault((group, holders), []).append(Fragment(fragment.piece, fragment.start, stop))
-        for rank, n in copies.items():
-            self._load[rank] += (stop - fragment.start) * n
+        for buffer, n in copies.items():
+            self._load[buffer] += (stop - fragment.start) * n
         return Fragment(fragment.piece, stop, fragment.stop) if stop < fragment.stop else None
 
     def close(self, dtype: Any) -> list[Segment]:
@@ -148,7 +152,7 @@ class _Window:
             Segment(group, dtype, holders, tuple(parts), self._limits.nodes.shard_order(holders))
             for (group, holders), parts in self._fragments.items()
         ]
-        self._fragments, self._load = {}, [0.0] * self._limits.size
+        self._fragments, self._load = {}, defaultdict(float)
         return segments
 
 
@@ -166,34 +170,31 @@ class _Limits:
     max_elements: int
     all_receive_weights: bool
 
-    @property
-    def size(self) -> int:
-        return len(self.nodes.of_rank)
-
-    def copies(self, holders: tuple[int, ...]) -> Mapping[int, float]:
-        """By rank what it packs or unpacks at most in one collective, per element of a segment."""
+    def copies(self, holders: tuple[int, ...]) -> Mapping[_Buffer, float]:
+        """What the buffers of all ranks hold of a segment, in elements per element of it."""
         return _copies(self.nodes, holders, self.all_receive_weights)
 
 
 @cache
-def copies(nodes: Nodes, holders: tuple[int, ...], receivers: Receivers) -> dict[int, float]:
-    """By rank the most that it packs or unpacks for a segment in one collective, in elements per element of it; all
-    ranks that have a part in it."""
+def copies(nodes: Nodes, holders: tuple[int, ...], receivers: Receivers) -> dict[_Buffer, float]:
+    """What the buffers of all ranks that have a part in a segment hold of it, in elements per element of it; those of
+    holders at least all of it, as if they packed what they own."""
     length = 1000 * _ALIGNMENT * len(holders)  # so that shards are even
     whole = Fragment(Piece("", None, 0, length), 0, length)
     segment = Segment(NOT_OPTIMIZED, None, holders, (whole,), nodes.shard_order(holders))
     slices = carriers(segment, nodes, receivers)
     asking = [bool(part) and not (receivers == "others" and segment.held_by(part[0][0])) for part in slices]
-    most = dict.fromkeys(holders, length)
+    found: dict[_Buffer, int] = {(rank, "held"): length for rank in holders}
     for node, (ranks, part) in enumerate(zip(nodes.ranks, slices, strict=True)):
         getting = [rank for rank in ranks if receives(segment, rank, receivers)]
         own = {carrier: stop - start for carrier, start, stop in part}
         for rank in dict.fromkeys([*own, *getting]):
             start, stop = segment.owned_range(rank)
-            inside = own.get(rank, 0) * (len(getting) - (rank in getting))
-            between = (stop - start) * (sum(asking) - asking[node])
-            most[rank] = max(length, inside, between)  # no collective brings a rank more than all of it
-    return {rank: amount / length for rank, amount in most.items()}
+            found[rank, "sent inside"] = own.get(rank, 0) * (len(getting) - (rank in getting))
+            found[rank, "sent between"] = (stop - start) * (sum(asking) - asking[node])
+            found[rank, "received inside"] = (length - own.get(rank, 0)) * (rank in getting)
+            found[rank, "received between"] = own.get(rank, 0) * asking[node]
+    return {buffer: amount / length for buffer, amount in found.items() if amount}
 
 
 def receives(segment: Segment, rank: int, receivers: Receivers) -> bool:
@@ -215,10 +216,10 @@ def carriers(segment: Segment, nodes: Nodes, receivers: Receivers) -> list[list[
 
 
 @cache
-def _copies(nodes: Nodes, holders: tuple[int, ...], all_receive_weights: bool) -> dict[int, float]:
+def _copies(nodes: Nodes, holders: tuple[int, ...], all_receive_weights: bool) -> dict[_Buffer, float]:
     there = copies(nodes, holders, "holders")
     back = copies(nodes, holders, "all") if all_receive_weights else {}
-    return {rank: max(there.get(rank, 1.0), back.get(rank, 1.0)) for rank in sorted(there.keys() | back.keys())}
+    return {buffer: max(there.get(buffer, 0.0), back.get(buffer, 0.0)) for buffer in {**there, **back}}
 
 
 def default_bucket_elements(tensors: Sequence[TensorInfo], plan: Plan) -> int:
@@ -280,15 +281,15 @@ def build_buckets(
     """
     limits = _Limits(nodes, max_elements, all_receive_weights)
     groups: list[list[Segment]] = []
-    load = [0.0] * limits.size
+    load: defaultdict[_Buffer, float] = defaultdict(float)
     for segment in segments:
-        amounts = {rank: segment.num_elements * copies for rank, copies in limits.copies(segment.holders).items()}
+        amounts = {buffer: segment.num_elements * n for buffer, n in limits.copies(segment.holders).items()}
         fits = groups and groups[-1][0].dtype == segment.dtype
-        fits = fits and all(load[rank] + amount <= max_elements for rank, amount in amounts.items())
+        fits = fits and all(load[buffer] + amount <= max_elements for buffer, amount in amounts.items())
         if not fits:
             groups.append([])
-            load = [0.0] * limits.size
+            load = defaultdict(float)
         groups[-1].append(segment)
-        for rank, amount in amounts.items():
-            load[rank] += amount
+        for buffer, amount in amounts.items():
+            load[buffer] += amount
     return [Bucket(index, tuple(group)) for index, group in enumerate(groups)]
