@@ -7,7 +7,6 @@ whose forward was replaced, may compute something else: it would train another f
 from __future__ import annotations
 
 import inspect
-import sys
 from collections.abc import Mapping
 from typing import Any
 
@@ -16,6 +15,7 @@ from torch import nn
 # What is not run by a forward pass, though a class may define it.
 _NOT_RUN = frozenset(dir(nn.Module)) - {"forward", "__call__"} | {"__init__", "reset_parameters"}
 _WRAPPED = ("__func__", "__wrapped__")
+_PYTHON = frozenset({"abc", "builtins", "typing"})
 _HOSTS = frozenset({"transformers", "torch", "accelerate", "deepspeed"})  # wrap forwards without changing results
 
 
@@ -85,7 +85,7 @@ def _origin(function: Any) -> str:
 def is_of_hosts(module_class: type) -> bool:
     """Whether a class, its bases and its forward are code of the hosts alone."""
     packages = {base.__module__.partition(".")[0] for base in module_class.__mro__}
-    return packages | {_origin(_method(module_class, "forward"))} <= _HOSTS | sys.stdlib_module_names
+    return packages | {_origin(_method(module_class, "forward"))} <= _HOSTS | _PYTHON
 
 
 def _bare(code: Mapping[str, Any]) -> dict[str, Any]:

@@ -2,7 +2,7 @@
 
 The layer around it is untouched, with its own forward, checkpointing wrapper and hooks. Only the branch's
 own modules change class: the norm passes its input on, the body returns `Nothing`, which any tensor can
-be added to at no cost, or at that of a copy where the model writes to the sum (in_place.py).
+be added to at no cost, or at that of a copy where the model may write to the sum (in_place.py).
 """
 
 from __future__ import annotations

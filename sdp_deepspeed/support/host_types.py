@@ -91,16 +91,16 @@ def refuse_wrong_types(ds_config: Mapping[str, Any]) -> None:
     Raises:
         ValueError: all of them, each with its JSON path.
     """
+    try:
+        leaves = list(_leaves(ds_config, ""))
+    except RecursionError:
+        raise ValueError("DeepSpeed config: nested too deeply, or a value contains itself") from None
     lines = []
     for path, (is_right, expected) in _EXPECTED.items():
         value = _at(ds_config, path)
         if value is not _ABSENT and not is_right(value):
             hint = '; nobody fills in "auto" here' if value == "auto" else ""
             lines.append(f"{path}: got {value!r}, expected {expected}{hint}")
-    try:
-        leaves = list(_leaves(ds_config, ""))
-    except RecursionError:
-        raise ValueError("DeepSpeed config: nested too deeply, or a value contains itself") from None
     lines += [f"{path}: got {value!r}, {why}" for path, value in leaves if (why := _mistaken(path, value))]
     strange = [key for key in ds_config if not isinstance(key, str)]
     lines += [f"{key!r}: a key of the config must be text" for key in strange]

@@ -240,3 +240,8 @@ def test_an_owner_beats(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.setattr(folder_lock.time, "sleep", once)
     with pytest.raises(InterruptedError):
         folder_lock._beat()
+
+
+def test_the_user_of_a_lock_that_is_gone(tmp_path: Path) -> None:
+    assert folder_lock._user_of(tmp_path / ".lock") == "somebody else"
+    assert folder_lock._user_of(tmp_path).startswith("the user ")

@@ -69,6 +69,19 @@ def test_a_file_that_came_to_the_tokenizer_is_refused(config: Callable[..., Data
         PreparedData.load(folder)
 
 
+def test_a_disk_that_cannot_be_read_is_no_reason_to_delete(
+    config: Callable[..., DataConfig], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = prepare(config())
+
+    def refuse(path: Path) -> Path:
+        raise PermissionError(13, "Permission denied", str(path))
+
+    monkeypatch.setattr("sdp_deepspeed.data.packing.regular", refuse)
+    with pytest.raises(PreparedDataError, match=rf"the prepared data {folder} cannot be read: .*Permission denied"):
+        PreparedData.load(folder)
+
+
 def test_a_cache_of_before_there_were_hashes_is_used(config: Callable[..., DataConfig]) -> None:
     folder = prepare(config())
     file = folder / "meta.json"

@@ -87,6 +87,6 @@ def test_what_cannot_be_walked_through_is_one_line() -> None:
         deep = {"deeper": deep}
     endless: dict[str, Any] = {}
     endless["itself"] = endless
-    for config in (deep, endless):
+    for config in (deep, endless, {"train_batch_size": deep}, {"optimizer": [endless]}, {"optimizer": {"type": deep}}):
         with pytest.raises(ValueError, match="DeepSpeed config: nested too deeply, or a value contains itself"):
             refuse_wrong_types(config)
