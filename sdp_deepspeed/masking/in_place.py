@@ -17,7 +17,7 @@ from sdp_deepspeed.architectures.own_forward import is_of_hosts
 
 
 def may_write_in_place(model: nn.Module, branches: Sequence[LocatedBranch]) -> bool:
-    """Whether a layer is not of DECODERS, or any other module outside of the branches is not a host's class as it is, or
+    """Whether a layer is not of DECODERS, or another module outside of the branches is not a host's class as it is, or
     has `inplace`. One is enough for all."""
     inside = {
         module for branch in branches for name in branch.modules for module in model.get_submodule(name).modules()

@@ -186,22 +186,10 @@ def test_layers_that_others_described_are_not_trusted() -> None:
     """A family of Transformers scales the sum in place."""
     from transformers.models.gemma.modeling_gemma import GemmaConfig, GemmaForCausalLM
 
-    register = architectures.register
-    register("transformers.models.gemma.modeling_gemma.GemmaDecoderLayer", *registry.branches_of(_llama_layer()))
-    sizes = {
-        "hidden_size": 8,
-        "intermediate_size": 8,
-        "num_attention_heads": 2,
-        "num_key_value_heads": 2,
-        "head_dim": 4,
-    }
-    model = GemmaForCausalLM(GemmaConfig(vocab_size=16, num_hidden_layers=1, **sizes))
+    attention = Branch("attention", norm="input_layernorm", body="self_attn", num_outputs=2)
+    architectures.register("transformers.models.gemma.modeling_gemma.GemmaDecoderLayer", attention)
+    model = GemmaForCausalLM(GemmaConfig(vocab_size=16, num_hidden_layers=1, hidden_size=8, intermediate_size=8))
     assert may_write_in_place(model, locate_branches(model))
-
-
-def _llama_layer() -> Any:
-    model: Any = SPECIMENS["llama"].build()
-    return type(model.model.layers[0])
 
 
 def test_what_counts_as_hosts_code() -> None:
