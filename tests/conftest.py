@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 import tests.helpers.properties  # noqa: F401  (Hypothesis' profiles)
+from tests.helpers.gpus import ON_THE_CPU
 from tests.helpers.repository import TESTS
 
 TIERS = {
@@ -27,11 +28,14 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--full-grid", action="store_true", help="run every case of the oracle grid, not a pairwise sample"
     )
+    parser.addoption("--gpu", action="store_true", help="run the tests that need a GPU; all others stay on the CPU")
     parser.addoption("--fuzz-seed", type=int, default=0, help="first seed of tests/fuzz/test_calls.py")
     parser.addoption("--fuzz-sequences", type=int, default=6, help="how many sequences of calls, a seed each")
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    # Before anybody asks torch for GPUs, and for the programs that tests start.
+    os.environ |= {"DS_ACCELERATOR": "cpu"} if config.getoption("--gpu") else ON_THE_CPU
     for name, what in TIERS.items():
         config.addinivalue_line("markers", f"{name}: {what} (set by folder)")
     config.addinivalue_line("markers", "checks(sizes, maker): a test for each check that maker(size, config) lists")

@@ -16,7 +16,7 @@ from sdp_deepspeed.sizes import mib_text
 
 def memory_bytes() -> int:
     """Memory of this process: the accelerator's peak, or on a CPU the resident set now."""
-    if torch.cuda.is_available() and torch.cuda.is_initialized():
+    if torch.cuda.is_initialized():
         return torch.cuda.max_memory_allocated()
     return psutil.Process().memory_info().rss
 

@@ -8,7 +8,6 @@ import warnings
 from typing import Any
 
 import deepspeed
-import torch
 import torch.distributed as dist
 from deepspeed.accelerator import get_accelerator
 from deepspeed.runtime.config import DeepSpeedConfigError
@@ -52,7 +51,7 @@ def run_session(options: Options, folder: RunFolder, config: dict[str, Any]) -> 
                 write_report(run)
             engines.wait_for_checkpoint(run.engine)
     finally:
-        _close()
+        close_process_group()
     return 0
 
 
@@ -115,9 +114,8 @@ def _introduction(run: Run) -> str:
     )
 
 
-def _close() -> None:
+def close_process_group() -> None:
     """Leave the process group, so that no rank is seen to vanish."""
     if dist.is_initialized():
-        if torch.cuda.is_available():
-            torch.cuda.synchronize()
+        get_accelerator().synchronize()
         dist.destroy_process_group()

@@ -26,6 +26,8 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
+from tests.helpers.gpus import ON_THE_CPU
+
 COLLECTIVE_TIMEOUT = timedelta(seconds=60)
 TIMEOUT = 120.0  # seconds, of one check
 ALLOWANCE = 20.0  # seconds for each of many checks: all of them, if the tree is broken, and not `TIMEOUT` for each
@@ -33,9 +35,8 @@ PATIENCE = 20.0  # seconds that ranks have to notice that one of them died
 
 # What checks import, as the server can import it: this folder is not on its path. What it lacks, a rank imports itself.
 IMPORTED = ["torch", "deepspeed", "accelerate", "transformers", "sdp_deepspeed.engine.engine", "hypothesis", "pytest"]
-# A setting of OpenMP counts when torch is imported, not later. Asking for a GPU must not start CUDA in the server: no
-# process that is forked afterward could use it.
-SERVER_ENVIRONMENT = {"OMP_NUM_THREADS": "1", "PYTORCH_NVML_BASED_CUDA_CHECK": "1"}
+# Ranks are on the CPU, whatever the machine has. A setting of OpenMP counts when torch is imported, not later.
+SERVER_ENVIRONMENT = {"OMP_NUM_THREADS": "1", **ON_THE_CPU}
 
 
 @dataclass(frozen=True)

@@ -15,8 +15,10 @@ import numpy
 import pytest
 import torch
 import torch.distributed as dist
+from deepspeed.accelerator import get_accelerator
 
 from tests.helpers import ranks
+from tests.helpers.gpus import ON_THE_CPU
 from tests.helpers.ranks import IMPORTED, Rank, run_ranks
 from tests.helpers.training import gathered
 
@@ -24,11 +26,14 @@ LIMIT = 10.0  # seconds of one check here; it includes the start of its ranks
 
 
 def is_fresh(rank: Rank) -> None:
-    """All is imported and nothing is done: no threads that a fork would lose, no GPU, no random numbers shared."""
+    """All is imported and nothing is done: no threads that a fork would lose, no random numbers shared. GPUs are
+    hidden, and a program that sees them again (DeepSpeed's launcher sets the variable anew) stays on the CPU."""
     assert set(IMPORTED) <= set(sys.modules)
     assert len(list(Path(f"/proc/{os.getppid()}/task").iterdir())) == 1, "the server has threads"
     assert torch.get_num_threads() == 1
-    assert not torch.cuda.is_initialized()
+    assert {name: os.environ.get(name) for name in ON_THE_CPU} == ON_THE_CPU
+    assert not torch.cuda.is_available()
+    assert get_accelerator().device_name() == "cpu"
     seeds = gathered((torch.initial_seed(), numpy.random.random(), random.random()))
     assert all(len(set(values)) == rank.size for values in zip(*seeds, strict=True))
     assert dist.get_rank() == rank.rank == int(os.environ["RANK"])

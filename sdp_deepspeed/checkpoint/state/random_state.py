@@ -17,7 +17,7 @@ def capture() -> dict[str, Any]:
     version, words, gauss = random.getstate()
     return {
         "torch": torch.get_rng_state(),
-        "cuda": torch.cuda.get_rng_state() if torch.cuda.is_available() else None,
+        "cuda": torch.cuda.get_rng_state() if torch.cuda.is_initialized() else None,  # a run on CPUs must not start it
         "numpy": [str(kind), torch.from_numpy(keys.astype(np.int64)), int(position), int(has_gauss), float(cached)],
         "python": [version, list(words), gauss],
     }
@@ -26,7 +26,7 @@ def capture() -> dict[str, Any]:
 def restore(state: Mapping[str, Any]) -> None:
     """Inverse of `capture`."""
     torch.set_rng_state(state["torch"])
-    if state["cuda"] is not None and torch.cuda.is_available():
+    if state["cuda"] is not None and torch.cuda.is_initialized():
         torch.cuda.set_rng_state(state["cuda"])
     kind, keys, position, has_gauss, cached = state["numpy"]
     np.random.set_state((kind, keys.numpy().astype(np.uint32), position, has_gauss, cached))

@@ -10,13 +10,18 @@ from unittest import mock
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from sdp_deepspeed import architectures
 from sdp_deepspeed.checkpoint.storage.names import COMMON
+from sdp_deepspeed.measure.step import measured_step
+from sdp_deepspeed.training.progress import memory_bytes
+from sdp_deepspeed.training.session import close_process_group
 from tests.helpers import fp16_runs
 from tests.helpers.checkpointed_runs import settings_of, stepped
 from tests.helpers.dense_checkpoints import dense_tensors
+from tests.helpers.gpus import untouched_gpus
 from tests.helpers.models import batches, llama
 from tests.helpers.ranks import Rank
 from tests.helpers.training import assert_identical, dense_state, engine_of, gathered, micro_step, refusal, train
@@ -161,13 +166,25 @@ def tensors_that_a_gpu_wrote(rank: Rank) -> None:
     state = {"seen": torch.arange(3)}
     with mock.patch("torch.serialization.location_tag", return_value="cuda:0"):
         engine.save_checkpoint(str(rank.folder), client_state=state)
-    if not torch.cuda.is_available():
-        with pytest.raises(RuntimeError, match="CUDA device"):
-            torch.load(rank.folder / "global_step1" / COMMON, weights_only=True)
+    with pytest.raises(RuntimeError, match="CUDA device"):
+        torch.load(rank.folder / "global_step1" / COMMON, weights_only=True)
     resumed = engine_of(settings_of())
     _, found = resumed.load_checkpoint(str(rank.folder))
     assert_identical(stepped(resumed), stepped(engine))
     assert_identical({"seen": found["seen"]}, state)  # on the host as well
+
+
+def a_run_on_cpus_starts_no_gpu(rank: Rank) -> None:
+    """Where the machine has some, a context on one of them would take memory from whoever uses it."""
+    with untouched_gpus(), mock.patch.object(dist, "destroy_process_group"):
+        engine = engine_of(settings_of())
+        with measured_step(engine):
+            train(engine, num_steps=1)
+        dense_state(engine)
+        engine.save_checkpoint(str(rank.folder))
+        engine.load_checkpoint(str(rank.folder))
+        memory_bytes()
+        close_process_group()
 
 
 def a_run_in_bf16_goes_on_in_fp16(rank: Rank) -> None:
@@ -195,6 +212,7 @@ def _cases(size: int, options: pytest.Config) -> Iterator[tuple[str, Any]]:
         empty_tensors,
         each_rank_s_own_buffers,
         tensors_that_a_gpu_wrote,
+        a_run_on_cpus_starts_no_gpu,
         a_run_in_bf16_goes_on_in_fp16,
     ):
         yield check.__name__, check

@@ -9,6 +9,7 @@ import numpy as np
 import torch
 
 from sdp_deepspeed.checkpoint.state import random_state
+from tests.helpers.gpus import untouched_gpus
 
 
 def draw() -> list[float]:
@@ -21,3 +22,10 @@ def test_numbers_go_on(tmp_path: Path) -> None:
     numbers = draw()
     random_state.restore(torch.load(tmp_path / "state.pt", weights_only=True))
     assert draw() == numbers
+
+
+def test_a_run_on_cpus_starts_no_gpu(tmp_path: Path) -> None:
+    with untouched_gpus():
+        state = random_state.capture()
+        assert state["cuda"] is None
+        random_state.restore(state | {"cuda": torch.zeros(16, dtype=torch.uint8)})  # of a run on GPUs

@@ -1,0 +1,30 @@
+"""Tests on machines with GPUs: how to stay on the CPU there, and a pretended machine of that kind."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from unittest import mock
+
+import pytest
+
+# DeepSpeed takes GPUs where it sees them, but for the first; the second hides them from everybody else. DeepSpeed's
+# launcher sets the second anew for its ranks, so a program on CPUs sees the machine's GPUs all the same.
+ON_THE_CPU = {"DS_ACCELERATOR": "cpu", "CUDA_VISIBLE_DEVICES": ""}
+
+
+@contextmanager
+def untouched_gpus(count: int = 2) -> Iterator[None]:
+    """A machine on which torch sees GPUs. Whoever starts CUDA, which takes memory on one of them, fails the test."""
+    import torch
+
+    def start() -> None:
+        pytest.fail("CUDA was started")
+
+    with (
+        mock.patch.object(torch.cuda, "is_available", return_value=True),
+        mock.patch.object(torch.cuda, "device_count", return_value=count),
+        mock.patch.object(torch.cuda, "_lazy_init", start),
+        mock.patch.object(torch.cuda.random, "_lazy_init", start),
+    ):
+        yield
