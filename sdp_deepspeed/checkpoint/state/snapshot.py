@@ -96,16 +96,19 @@ def layout_metadata(trained: TrainedState) -> dict[str, Any]:
 
 
 def _plain_bytes(state: Mapping[str, Any]) -> bytes:
+    """As `torch.save` writes what a reader gets: plain, and on the host, so that no file names a device."""
     buffer = io.BytesIO()
     try:
         torch.save(dict(state), buffer)
         buffer.seek(0)
-        torch.load(buffer, map_location="cpu", weights_only=True)
+        plain = torch.load(buffer, map_location="cpu", weights_only=True)
     except Exception as problem:
         raise ValueError(
             "checkpoint: client_state and the LR scheduler's state may hold tensors, numbers, strings, lists and dicts "
             f"only, so that loading never runs foreign code: {refusal_reason(problem)}"
         ) from None
+    buffer = io.BytesIO()
+    torch.save(plain, buffer)
     return buffer.getvalue()
 
 

@@ -7,13 +7,14 @@ import threading
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 
 from sdp_deepspeed.checkpoint.load import LoadOptions
 from sdp_deepspeed.checkpoint.storage import folder as files
-from sdp_deepspeed.checkpoint.storage.names import INDEX
+from sdp_deepspeed.checkpoint.storage.names import COMMON, INDEX, rank_file
 from sdp_deepspeed.folder_lock import LOCK
 from sdp_deepspeed.plan.plan import Plan
 from sdp_deepspeed.units import Piece, Unit
@@ -75,6 +76,21 @@ def test_another_plan_of_the_same_units_is_told(tmp_path: Path, monkeypatch: pyt
     (text,) = told
     assert f"under another plan of the same units (hash {first.hash[:12]}, now {others[1].hash[:12]})" in text
     assert f'copy {tmp_path / "tag" / "plan.json"} and give the copy as "assignment"' in text
+
+
+def test_files_name_no_device(tmp_path: Path) -> None:
+    """Whatever the tensors of the client, of buffers and random numbers are on, everybody can read them."""
+    state = trained()
+    mean = torch.ones(3)
+    on_a_gpu = {mean.data_ptr(), *(buffer.data_ptr() for buffer in state.module.buffers())}
+
+    def tag(storage: Any) -> str:
+        return "cuda:1" if storage.data_ptr() in on_a_gpu else "cpu"
+
+    with mock.patch("torch.serialization.location_tag", tag):
+        checkpointer_of(state).save(tmp_path, "tag", {"average": {"of": [mean]}})
+    assert torch.equal(torch.load(tmp_path / "tag" / COMMON)["client_state"]["average"]["of"][0], mean)
+    assert set(torch.load(tmp_path / "tag" / rank_file(0))) == {"random", "buffers"}
 
 
 def test_what_is_left_out(tmp_path: Path) -> None:
