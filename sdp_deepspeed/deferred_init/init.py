@@ -203,7 +203,7 @@ class _Recording(TorchDispatchMode):
         """A real tensor is about to be changed by the program: from now on its data are only where that begins."""
         if self.is_deferred(tensor):
             return
-        everything = torch.empty(0, dtype=torch.uint8).set_(tensor.untyped_storage())
+        everything = torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(tensor.untyped_storage())
         ref = self.program.ref(everything)
         self._changed.add(ref.storage)
         start = everything.clone()

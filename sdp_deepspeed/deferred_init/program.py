@@ -64,7 +64,7 @@ class Ref:
         """A tensor of the same layout for values that nobody needs."""
         pairs = zip(self.size, self.stride, strict=True)
         count = 1 + sum((size - 1) * stride for size, stride in pairs) if 0 not in self.size else 0
-        return torch.empty(count, dtype=self.dtype).as_strided(self.size, self.stride)
+        return torch.empty(count, dtype=self.dtype, device="cpu").as_strided(self.size, self.stride)
 
 
 @dataclass(frozen=True)
@@ -110,7 +110,7 @@ class Program:
 
     rng_state: torch.Tensor
     draws: bool = True
-    state_at_end: torch.Tensor = field(default_factory=lambda: torch.empty(0))
+    state_at_end: torch.Tensor = field(default_factory=torch.get_rng_state)
     operations: list[Operation] = field(default_factory=list)
     storages: dict[int, torch.UntypedStorage] = field(default_factory=dict)
     generators: dict[int, tuple[torch.Generator, torch.Tensor]] = field(default_factory=dict)

@@ -81,7 +81,7 @@ class MonitoredBarrier:
     def _gather(self, phase: Phase) -> list[Phase]:
         if self._report is not None:
             self._report(self._meetings)
-        own = torch.tensor([int(phase)])
+        own = torch.tensor([int(phase)], dtype=torch.int64, device="cpu")
         gathered = [torch.empty_like(own) for _ in range(self._size)]
         try:
             self._dist.all_gather(gathered, own, group=self._group)

@@ -33,7 +33,7 @@ def zero_lacking(model: nn.Module, plan: Plan, subnetwork: int) -> None:
 def divisors(model: nn.Module, plan: Plan) -> dict[str, torch.Tensor]:
     """Number of holding ranks of each element, shaped like each parameter."""
     num_ranks = len(plan.subnetwork_of_rank)
-    counts = {name: torch.full(p.shape, float(num_ranks)) for name, p in model.named_parameters()}
+    counts = {name: torch.full_like(p, float(num_ranks), dtype=torch.float32) for name, p in model.named_parameters()}
     for index, unit in enumerate(plan.units):
         for piece in unit.pieces:
             if piece.kind == "parameter":
@@ -43,7 +43,7 @@ def divisors(model: nn.Module, plan: Plan) -> dict[str, torch.Tensor]:
 
 def held_mask(model: nn.Module, plan: Plan, subnetwork: int) -> dict[str, torch.Tensor]:
     """Ones where `subnetwork` holds the element or it is shared, zeros elsewhere, shaped like each parameter."""
-    masks = {name: torch.ones(p.shape) for name, p in model.named_parameters()}
+    masks = {name: torch.ones_like(p, dtype=torch.float32) for name, p in model.named_parameters()}
 
     def clear(unit: Unit) -> None:
         for piece in unit.pieces:
@@ -71,7 +71,7 @@ def local_gradients(
         (loss / len(micro_batches)).backward()
     masks = held_mask(model, plan, subnetwork)
     gradients = {
-        name: torch.zeros(p.shape) if p.grad is None else p.grad.float() * masks[name]
+        name: torch.zeros_like(p, dtype=torch.float32) if p.grad is None else p.grad.float() * masks[name]
         for name, p in worker.named_parameters()
     }
     return losses, gradients

@@ -144,7 +144,7 @@ def _micro_steps(run: Run) -> torch.Tensor:
     """Forward, backward and step of all micro-steps; the mean of this rank's losses."""
     engine = run.engine
     accumulation = engine.gradient_accumulation_steps()
-    total = torch.zeros((), device=engine.device)
+    total = torch.zeros((), dtype=torch.float32, device=engine.device)
     for _ in range(accumulation):
         batch = to_device(next(run.data.train), engine.device)
         loss = engine(**batch, use_cache=False).loss

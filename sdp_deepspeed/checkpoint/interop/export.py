@@ -134,7 +134,7 @@ def _write_weights(path: Path, out: Path, shards: Sequence[Sequence[ExportTensor
 
 
 def _read(path: Path, shard: Sequence[ExportTensor]) -> dict[str, torch.Tensor]:
-    values = {tensor.name: torch.empty(tensor.shape, dtype=tensor.dtype) for tensor in shard}
+    values = {tensor.name: torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu") for tensor in shard}
     targets = {}
     for tensor in shard:
         targets[tensor.key] = Chunks(tensor.shape, tensor.dtype)

@@ -114,7 +114,8 @@ def read_chunks(targets: StateDict, reader: StorageReader) -> None:
         CheckpointException: DCP's, see `translated_dcp_errors`.
     """
     if targets:
-        with warnings.catch_warnings():  # DCP remarks that it is told not to communicate
+        # Safetensors gives tensors on the default device. DCP remarks that it is told not to communicate.
+        with torch.device("cpu"), warnings.catch_warnings():
             warnings.filterwarnings("ignore", category=UserWarning, module=r"torch\.distributed\.checkpoint")
             dcp.load(dict(targets), storage_reader=reader, planner=LoadPlanner(), no_dist=True)
 

@@ -157,7 +157,7 @@ class OptimizerState:
     def _as_optimizer_counts(self, counts: Mapping[str, float] | None) -> dict[str, Any]:
         """PyTorch's optimizers count in tensors, DeepSpeed's in integers."""
         is_deepspeeds = type(self._optimizer.optimizer).__module__.startswith("deepspeed")
-        return {key: int(value) if is_deepspeeds else torch.tensor(value) for key, value in (counts or {}).items()}
+        return {key: int(value) if is_deepspeeds else _count(value) for key, value in (counts or {}).items()}
 
     def _options(self, metadata: Mapping[str, Any]) -> list[dict[str, Any]]:
         """Of the param groups: those of the checkpoint, as far as this optimizer has them, if both group alike."""
@@ -194,6 +194,11 @@ def _moments(states: Sequence[Mapping[str, Any]], group: SteppedGroup) -> list[s
         for key, value in (states[0] if states else {}).items()
         if torch.is_tensor(value) and value.shape == group.tensors[0].shape
     ]
+
+
+def _count(value: float) -> torch.Tensor:
+    """As PyTorch's optimizers count: exact also where the user's default is a dtype of 16 bits."""
+    return torch.tensor(value, dtype=torch.float32, device="cpu")
 
 
 def _counts(states: Sequence[Mapping[str, Any]], group: SteppedGroup) -> dict[str, float]:

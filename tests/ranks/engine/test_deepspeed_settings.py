@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import logging
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 from unittest import mock
 
@@ -12,9 +13,10 @@ import pytest
 import torch
 
 from sdp_deepspeed.optimizer.settings import Offload
-from tests.helpers.models import config
+from tests.helpers.checkpointed_runs import stepped
+from tests.helpers.models import config, llama
 from tests.helpers.ranks import Rank
-from tests.helpers.training import assert_identical, dense_state, engine_of, train
+from tests.helpers.training import assert_identical, dense_state, engine_of, micro_step, own_batches, train
 
 BF16: dict[str, Any] = {"bf16": {"enabled": True}}
 CPU = {"device": "cpu", "pin_memory": True}
@@ -112,6 +114,43 @@ def checkpoints_of_other_buckets_go_on(rank: Rank) -> None:
             assert_identical(dense_state(other), dense_state(first))
 
 
+@contextmanager
+def defaults(dtype: torch.dtype) -> Iterator[None]:
+    """A user's: a GPU, for which "meta" stands here since a tensor there has no values either, and a dtype."""
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        with torch.device("meta"):
+            yield
+    finally:
+        torch.set_default_dtype(before)
+
+
+def defaults_of_torch_do_no_harm(rank: Rank) -> None:
+    """A tensor of ours that took the default device would have no values, one that took the dtype wrong ones."""
+    for stage in (0, 1, 2):
+        settings = config(holders=1) | {"zero_optimization": {"stage": stage}}
+        folder = str(rank.folder / f"defaults_{stage}")
+        model = llama()
+        engine = engine_of(settings, llama())
+        with defaults(torch.bfloat16):
+            other = engine_of(settings, model)
+        train(engine, num_steps=1)
+        for state in engine.optimizer.optimizer.state.values():
+            state["step"].fill_(257.0)  # which bf16 has not
+        (batch,) = own_batches(rank, 1)
+        with defaults(torch.bfloat16):
+            engine.save_checkpoint(folder, client_state={"seen": 3})
+            assert other.load_checkpoint(folder)[1] == {"seen": 3}
+            dense = dense_state(other)
+        assert_identical(dense, dense_state(engine))
+        assert_identical(stepped(other), stepped(engine))
+        micro_step(engine, batch)
+        with defaults(torch.float32):
+            micro_step(other, batch)
+        assert_identical(dense_state(other), dense_state(engine))
+
+
 def _cases(size: int, options: pytest.Config) -> Iterator[tuple[str, Any]]:
     for check in (
         what_the_config_says,
@@ -119,6 +158,7 @@ def _cases(size: int, options: pytest.Config) -> Iterator[tuple[str, Any]]:
         weights_return_one_behind_the_other,
         hints_are_told_at_start,
         checkpoints_of_other_buckets_go_on,
+        defaults_of_torch_do_no_harm,
     ):
         yield check.__name__, check
 

@@ -1,0 +1,45 @@
+"""Tensors say their dtype and device: torch's defaults are the user's, who may have set others."""
+
+from __future__ import annotations
+
+import ast
+
+import pytest
+
+from tests.helpers.repository import PACKAGE
+
+FACTORIES = ("empty", "zeros", "ones", "full", "tensor", "arange", "eye", "linspace", "rand", "randn", "empty_strided")
+# How many there are left.
+EXEMPT = {
+    "exchange/backward_averaging.py": 1,
+    "exchange/exchange.py": 1,
+    "exchange/step_averaging.py": 2,
+    "layout/fragments.py": 1,
+}
+
+
+def careless_tensors(source: str) -> list[str]:
+    calls = (node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Call))
+    return [
+        ast.unparse(node)
+        for node in calls
+        if isinstance(node.func, ast.Attribute)
+        and ast.unparse(node.func.value) == "torch"
+        and node.func.attr in FACTORIES
+        and not {"dtype", "device"} <= {keyword.arg for keyword in node.keywords}
+    ]
+
+
+@pytest.mark.parametrize("module", sorted(str(path.relative_to(PACKAGE)) for path in PACKAGE.rglob("*.py")))
+def test_tensors_say_their_dtype_and_device(module: str) -> None:
+    found = careless_tensors((PACKAGE / module).read_text(encoding="utf-8"))
+    assert len(found) <= EXEMPT.get(module, 0), found
+
+
+@pytest.mark.parametrize("source", ["torch.empty(3)", "torch.zeros(2, device=d)", "torch.tensor([1.0], dtype=t)"])
+def test_a_careless_tensor_is_found(source: str) -> None:
+    assert careless_tensors(source) == [source]
+
+
+def test_a_careful_one_is_not() -> None:
+    assert not careless_tensors("torch.empty(3, dtype=t, device=d); torch.empty_like(x); x.new_zeros(3)")
