@@ -10,8 +10,10 @@ import importlib.metadata
 import os
 import platform
 import re
+import runpy
 import sys
 import tomllib
+import warnings
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -106,17 +108,32 @@ def describe() -> str:
         raise SystemExit(f"error: {where} cannot be imported: {type(error).__name__}: {error}") from error
     builds = (("CUDA", torch.version.cuda), ("ROCm", torch.version.hip), ("XPU", getattr(torch.version, "xpu", None)))
     built_for = [f"{name} {version}" for name, version in builds if version] or ["CPUs"]
-    num_gpus = torch.cuda.device_count()
-    return (
+    num_gpus = usable_gpus()
+    words = (
         f"Python {platform.python_version()}; torch {torch.__version__} in {Path(torch.__file__).parents[1]}, "
         f"built for {built_for[0]}; {num_gpus or 'no'} GPU{'s' if num_gpus > 1 else ''}"
     )
+    # By its path: there may be no package yet, or one without what it depends on.
+    reason = runpy.run_path(str(ROOT / "sdp_deepspeed" / "gpus.py"))["unusable_gpus"]()
+    return words if reason is None else f"{words}. {reason}"
+
+
+def usable_gpus() -> int:
+    """How many torch can use. Its own count has those, too, whose driver is too old for it."""
+    import torch
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of that driver, which `describe` names
+        return torch.cuda.device_count() if torch.cuda.is_available() else 0
 
 
 def main(command: str) -> int:
     if command == "fits":
         return explain_fit()
-    print(describe() if command == "describe" else "\n".join(constraints()))
+    if command == "gpus":
+        print(usable_gpus())
+    else:
+        print(describe() if command == "describe" else "\n".join(constraints()))
     return 0
 
 

@@ -19,13 +19,24 @@ pretrain() {
     --steps "$steps" --eval-interval 25 "$@"
 }
 
-gpus=$(python -c 'import torch; print(torch.cuda.device_count())')
-if [ "$gpus" -lt "$workers" ]; then
-  say "$workers workers, $gpus GPUs: each worker would need its own, so all of them run on the CPU"
+# DeepSpeed's launcher takes as many workers as it is told, and two on one GPU would not get far.
+gpus=$(python launch/_torch.py gpus)
+if [ "${DS_ACCELERATOR:-}" = cpu ]; then
+  on_the_cpu="DS_ACCELERATOR=cpu"
+elif [ "$gpus" -eq 0 ]; then
+  on_the_cpu="no GPU that torch can use"
+elif [ "$gpus" -lt "$workers" ]; then
+  on_the_cpu="$gpus GPU$([ "$gpus" -eq 1 ] || echo s), and each worker would need its own"
+else
+  on_the_cpu=""
+fi
+if [ -n "$on_the_cpu" ]; then
+  say "$workers workers; $on_the_cpu: all of them run on the CPU"
   cores=$(python -c 'import os; print(len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count())')
   export DS_ACCELERATOR=cpu
   export OMP_NUM_THREADS=$((cores > workers ? cores / workers : 1))
   if [ "$gpus" -gt 0 ]; then # else it was built when the package was installed
+    say "the GPUs stay untouched; for a run on them see launch/pretrain.py --help"
     build_cpu_operator ShareMemCommBuilder "communication operator"
   fi
 else

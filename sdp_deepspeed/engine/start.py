@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from deepspeed.accelerator import get_accelerator
 from deepspeed.utils import log_dist, logger
 from torch import nn
 
@@ -22,6 +23,7 @@ from sdp_deepspeed.distributed.agreement import Gatherer, OneRank, raise_on_all_
 from sdp_deepspeed.distributed.store_gatherer import StoreGatherer
 from sdp_deepspeed.engine.deepspeed_settings import resolved_config
 from sdp_deepspeed.engine.private_api import check_hosts
+from sdp_deepspeed.gpus import unusable_gpus
 from sdp_deepspeed.masking.mixins import is_cut
 from sdp_deepspeed.messages import listed
 from sdp_deepspeed.support.host_types import refuse_wrong_types
@@ -102,7 +104,8 @@ def _refuse(block: SubnetworkConfig, model: nn.Module, options: Mapping[str, Any
     if is_cut(model):  # before DeepSpeed broadcasts tensors of which some ranks have none
         raise ValueError(f"{KEY}: an earlier engine cut this model down to subnetworks; build or load it anew")
     refuse_modules(model)
-    for warning in check_hosts() + without_effect(block, config):
+    unusable = [reason] if (reason := unusable_gpus()) and get_accelerator().device_name() == "cpu" else []
+    for warning in unusable + check_hosts() + without_effect(block, config):
         log_dist(warning, ranks=[0], level=logging.WARNING)
     if options.get("mesh_device") is not None:
         raise ValueError(f"{KEY}: sequence parallelism is not possible, so deepspeed.initialize takes no mesh_param")

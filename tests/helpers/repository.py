@@ -37,6 +37,7 @@ FLOORS = (
     "folder_lock",
     "lock_owner",
     "sizes",
+    "gpus",
     "messages",
     "version",
 )

@@ -15,7 +15,8 @@ import pytest
 from tests.helpers.repository import ROOT
 
 VENDOR = "2.13.0a0+3c54a27f55.nv26.05"
-FILES = ["pyproject.toml", "setup.cfg", "constraints.txt", "README.md", "sdp_deepspeed/version.py"]
+OF_THE_PACKAGE = ["sdp_deepspeed/version.py", "sdp_deepspeed/gpus.py"]
+FILES = ["pyproject.toml", "setup.cfg", "constraints.txt", "README.md", *OF_THE_PACKAGE]
 
 # A machine's own Python, whose packages lie in $SITE. An environment that it makes gets PIP below.
 SYSTEM_PYTHON = """#!/bin/bash
@@ -196,3 +197,43 @@ def test_a_torch_that_cannot_be_imported_is_named(checkout: Path) -> None:
     assert result.returncode == 1
     assert "error: torch 2.13.0 in " in result.stderr
     assert "cannot be imported: OSError: libcudart.so.13" in result.stderr
+
+
+@pytest.mark.parametrize(
+    ("gpus", "asked", "says", "device"),
+    [
+        (0, "", "4 workers; no GPU that torch can use: all of them run on the CPU", "cpu"),
+        (1, "", "4 workers; 1 GPU, and each worker would need its own: all of them run on the CPU", "cpu"),
+        (3, "", "4 workers; 3 GPUs, and each worker would need its own: all of them run on the CPU", "cpu"),
+        (4, "", "4 workers, 4 GPUs: each worker runs on its own", ""),
+        (8, "cpu", "4 workers; DS_ACCELERATOR=cpu: all of them run on the CPU", "cpu"),
+    ],
+)
+def test_the_quickstart_does_what_it_says(tmp_path: Path, gpus: int, asked: str, says: str, device: str) -> None:
+    """On any number of GPUs; the environment, Python and the launcher are stubs."""
+    (tmp_path / "launch").mkdir()
+    shutil.copy(ROOT / "launch/quickstart.sh", tmp_path / "launch")
+    stub = 'say() { echo "==> $*"; }\nbuild_cpu_operator() { echo "builds $1"; }\n'
+    (tmp_path / "launch/_environment.sh").write_text(stub)
+    (tmp_path / "python").write_text('#!/bin/bash\nif [ "$2" = gpus ]; then echo "$GPUS"; else echo 1; fi\n')
+    (tmp_path / "deepspeed").write_text('#!/bin/bash\necho "trains on ${DS_ACCELERATOR:-GPUs}"\n')
+    for name in ("python", "deepspeed"):
+        (tmp_path / name).chmod(0o755)
+    environment = {"PATH": f"{tmp_path}:/usr/bin:/bin", "GPUS": str(gpus)} | (
+        {"DS_ACCELERATOR": asked} if asked else {}
+    )
+    command = ["bash", str(tmp_path / "launch/quickstart.sh")]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+    lines = done.stdout.splitlines()
+    assert f"==> {says}" in lines
+    assert lines.count(f"trains on {device or 'GPUs'}") == 2
+    assert ("builds ShareMemCommBuilder" in lines) == (gpus > 0 and device == "cpu")
+
+
+def test_a_driver_that_is_too_old_counts_no_gpus(checkout: Path) -> None:
+    """Torch's own count takes them from the driver, and each worker would have failed on one."""
+    python = make_venv(checkout / ".venv")
+    make_torch(Path(sysconfig.get_path("purelib", vars={"base": str(checkout / ".venv")})), VENDOR, has_gpu=False)
+    assert ask(python, checkout, "gpus").stdout == "0\n"
+    assert "built for CUDA 13.1; no GPU" in ask(python, checkout, "describe").stdout
