@@ -8,7 +8,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import torch.distributed as dist
 from deepspeed.utils import log_dist
 
 from sdp_deepspeed.checkpoint.interop.load_universal import load_universal, universal_tag
@@ -23,6 +22,7 @@ from sdp_deepspeed.checkpoint.storage.folder import check_tag
 from sdp_deepspeed.config import CheckpointOptions
 from sdp_deepspeed.distributed.agreement import run_on_all_ranks
 from sdp_deepspeed.distributed.communicator import Communicator
+from sdp_deepspeed.distributed.host_group import HostGroup
 from sdp_deepspeed.messages import quoted
 
 
@@ -45,11 +45,14 @@ class Checkpointer:
         self._accepts_universal = accepts_universal
 
     @classmethod
-    def build(cls, trained: TrainedState, *, options: CheckpointOptions, accepts_universal: bool) -> Checkpointer:
-        """With a process group of its own, on the host, which may work while others communicate. All ranks call it at
-        start: a rank that is lost while a group is made leaves the others waiting for it."""
-        group = dist.new_group(backend="gloo")
-        saver = Saver(Communicator(dist, group), group)
+    def build(
+        cls, trained: TrainedState, host: HostGroup, *, options: CheckpointOptions, accepts_universal: bool
+    ) -> Checkpointer:
+        """
+        Args:
+            host: its collectives are the checkpointer's, which may work while others communicate.
+        """
+        saver = Saver(Communicator(host.dist, host.group), host.group)
         return cls(trained, saver=saver, options=options, accepts_universal=accepts_universal)
 
     def save(

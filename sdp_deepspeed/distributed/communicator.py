@@ -12,6 +12,8 @@ from typing import Any, Protocol
 
 import torch
 
+from sdp_deepspeed.distributed.agreement import Gatherer
+from sdp_deepspeed.distributed.host_group import HostGroup
 from sdp_deepspeed.distributed.last_acts import LastActs
 
 
@@ -47,13 +49,16 @@ class Communicator:
     Args:
         dist: `torch.distributed`, `deepspeed.comm`, or anything with their functions.
         group: process group; None is the default group.
-        objects: who gathers objects, if not `dist`: those of `deepspeed.comm` end the process under its comms logger.
+        objects: who gathers objects of these ranks, if not `dist`. An engine's go by way of the hosts (`host_group`):
+            NCCL has a time limit, and those of `deepspeed.comm` end the process under its comms logger.
         last_acts: of its ranks, for errors of collectives that fail; None leaves them as they are.
     """
 
-    def __init__(self, dist: Any, group: Any = None, *, objects: Any = None, last_acts: LastActs | None = None) -> None:
+    def __init__(
+        self, dist: Any, group: Any = None, *, objects: Gatherer | None = None, last_acts: LastActs | None = None
+    ) -> None:
         self._dist = dist
-        self._objects = objects or dist
+        self._objects = objects
         self._group = group
         self._last_acts = last_acts
         self._num_calls = 0
@@ -91,8 +96,10 @@ class Communicator:
 
     def gather_objects(self, value: object) -> list[Any]:
         """One small picklable object of every rank, in rank order; for start-up and errors only."""
+        if self._objects is not None:
+            return self._objects.gather_objects(value)
         values: list[Any] = [None] * self.size
-        self._objects.all_gather_object(values, value, group=self._group)
+        self._dist.all_gather_object(values, value, group=self._group)
         return values
 
 
@@ -103,9 +110,11 @@ class RankGroups:
     Args:
         dp_group: the data-parallel group.
         world: all ranks; more than the data-parallel group under tensor parallelism.
+        host: all ranks, over gloo.
         tp_group: the tensor-parallel group, None if this rank is alone in it.
     """
 
     dp_group: Communicator
     world: Communicator
+    host: HostGroup
     tp_group: Communicator | None = None

@@ -5,10 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from datetime import timedelta
 from enum import IntEnum
-from typing import Any
 
-import torch
-
+from sdp_deepspeed.distributed.agreement import Gatherer
+from sdp_deepspeed.distributed.host_group import Channel, HostGroup
 from sdp_deepspeed.messages import listed
 
 TIMEOUT = timedelta(minutes=5)
@@ -39,27 +38,19 @@ class MonitoredBarrier:
     """Meeting point of all ranks before each collective of the dense view, and before they save or load.
 
     Args:
-        dist: `torch.distributed`.
-        group: a gloo group of all ranks, used for nothing else, with a finite timeout.
-        rank, size: in that group.
+        channel: of all ranks, used for nothing else, with a limit of waiting.
         report: publishes this rank's number of meetings where others can read it; None if there is no such place.
         reports: reads the numbers of all ranks.
     """
 
     def __init__(
         self,
-        dist: Any,
-        group: Any,
+        channel: Gatherer,
         *,
-        rank: int,
-        size: int,
         report: Callable[[int], None] | None = None,
         reports: Callable[[], list[int]] | None = None,
     ) -> None:
-        self._dist = dist
-        self._group = group
-        self._rank = rank
-        self._size = size
+        self._channel = channel
         self._report = report
         self._reports = reports
         self._meetings = 0
@@ -72,7 +63,7 @@ class MonitoredBarrier:
             RuntimeError: on all ranks when phases differ, naming ranks; on waiting ranks when one does not come.
         """
         self._meetings += 1
-        if self._size > 1:
+        if self._channel.size > 1:
             phases = self._gather(phase)
             if len(set(phases)) > 1:
                 raise RuntimeError(self._explain(phases))
@@ -81,16 +72,13 @@ class MonitoredBarrier:
     def _gather(self, phase: Phase) -> list[Phase]:
         if self._report is not None:
             self._report(self._meetings)
-        own = torch.tensor([int(phase)], dtype=torch.int64, device="cpu")
-        gathered = [torch.empty_like(own) for _ in range(self._size)]
         try:
-            self._dist.all_gather(gathered, own, group=self._group)
+            return [Phase(value) for value in self._channel.gather_objects(int(phase))]
         except RuntimeError as error:
             raise RuntimeError(
-                f"rank {self._rank} {_WORDS[phase]} and waited for {self._missing()}, which did not come: "
+                f"rank {self._channel.rank} {_WORDS[phase]} and waited for {self._missing()}, which did not come: "
                 f"{_CALLS if phase >= Phase.RESIDENT else _BATCHES}"
             ) from error
-        return [Phase(int(value)) for value in gathered]
 
     def _missing(self) -> str:
         if self._reports is None:
@@ -112,16 +100,11 @@ class MonitoredBarrier:
         )
 
 
-def make_monitored_barrier(dist: Any) -> MonitoredBarrier:
-    """A barrier for all ranks of the run, in a gloo group of its own, so that it cannot pair with a collective of
-    the user's; every rank calls it.
-
-    Args:
-        dist: `torch.distributed`.
-    """
-    group = dist.new_group(backend="gloo", timeout=TIMEOUT)
+def make_monitored_barrier(host: HostGroup) -> MonitoredBarrier:
+    """A barrier for all ranks of the run, in a channel of its own, so that it pairs with nothing else; all call it."""
+    dist = host.dist
     # Of this engine alone: others count their own meetings.
-    prefix = f"sdp_deepspeed/monitored_barrier/{group.group_name}"
+    prefix = f"sdp_deepspeed/monitored_barrier/{host.group.group_name}"
     store = dist.PrefixStore(prefix, dist.distributed_c10d._get_default_store())
     rank, size = dist.get_rank(), dist.get_world_size()
 
@@ -131,4 +114,4 @@ def make_monitored_barrier(dist: Any) -> MonitoredBarrier:
     def reports() -> list[int]:
         return [int(store.get(str(other))) if store.check([str(other)]) else 0 for other in range(size)]
 
-    return MonitoredBarrier(dist, group, rank=rank, size=size, report=report, reports=reports)
+    return MonitoredBarrier(host.channel(Channel.BARRIER, limit=TIMEOUT), report=report, reports=reports)

@@ -10,7 +10,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
-import torch.distributed
 from deepspeed.utils import log_dist
 from torch import nn
 
@@ -118,7 +117,7 @@ def apply_plan(start: ModelAtStart, block: SubnetworkConfig, groups: RankGroups)
         if start.deferred.note:
             log_dist(f"{KEY}: {start.deferred.note}", ranks=[0])
     # Dense view: what makes the module the dense model again, for evaluation, export and state dicts.
-    dense_view = DenseView(module, mask, groups.dp_group, make_monitored_barrier(torch.distributed))
+    dense_view = DenseView(module, mask, groups.dp_group, make_monitored_barrier(groups.host))
     dense_view.install()
     for warning in warnings:
         log_dist(f"{KEY}: {warning}", ranks=[0], level=logging.WARNING)

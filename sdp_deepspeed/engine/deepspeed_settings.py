@@ -6,12 +6,17 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
+import torch.distributed as dist
+from deepspeed import comm as deepspeed_comm
 from deepspeed.runtime.fp16.loss_scaler import CreateLossScaler, LossScalerBase
 
-from sdp_deepspeed.distributed.communicator import RankGroups
+from sdp_deepspeed.distributed.communicator import Communicator, RankGroups
+from sdp_deepspeed.distributed.host_group import Channel, HostGroup
+from sdp_deepspeed.distributed.last_acts import LastActs
 from sdp_deepspeed.engine.host_engine import HostConfig, HostEngine
 from sdp_deepspeed.optimizer.settings import Offload, OptimizerSettings
 from sdp_deepspeed.plan.placement import Network
+from sdp_deepspeed.tensor_parallel.model import tp_group_of
 
 
 def resolved_config(config: Mapping[str, Any], read: HostConfig) -> dict[str, Any]:
@@ -64,6 +69,14 @@ def loss_scaler(engine: HostEngine) -> LossScalerBase:
         dynamic_scaling=engine.dynamic_loss_scale(),
         dynamic_loss_args=engine.dynamic_loss_scale_args(),
     )
+
+
+def rank_groups(engine: HostEngine, world: Communicator, host: HostGroup, last_acts: LastActs) -> RankGroups:
+    """This rank's; DeepSpeed has made those that are its own. Every rank calls it."""
+    group = engine.seq_data_parallel_group
+    objects = host.channel(Channel.DATA_PARALLEL, dist.get_process_group_ranks(group))
+    dp_group = Communicator(deepspeed_comm, group, objects=objects, last_acts=last_acts)
+    return RankGroups(dp_group, world, host, tp_group_of(engine.mpu, host))
 
 
 def network_of(engine: HostEngine, groups: RankGroups) -> Network:

@@ -24,14 +24,15 @@ from sdp_deepspeed.checkpoint.checkpointer import Checkpointer
 from sdp_deepspeed.checkpoint.state.rank_chunks import RankChunks, persistent_buffers
 from sdp_deepspeed.config import KEY, SubnetworkConfig
 from sdp_deepspeed.deferred_init.materialize import DeferredModel, check_deferred_alike, refuse_tensor_parallel
-from sdp_deepspeed.distributed.agreement import run_on_all_ranks
-from sdp_deepspeed.distributed.communicator import Communicator, RankGroups
+from sdp_deepspeed.distributed.agreement import Gatherer, run_on_all_ranks
+from sdp_deepspeed.distributed.communicator import Communicator
+from sdp_deepspeed.distributed.host_group import Channel, HostGroup, make_host_group
 from sdp_deepspeed.distributed.last_acts import LastActs, make_last_acts
 from sdp_deepspeed.distributed.monitored_barrier import Phase
 from sdp_deepspeed.engine.apply_plan import AppliedPlan, ModelAtStart, apply_plan
 from sdp_deepspeed.engine.checkpoint_calls import CheckpointCalls
 from sdp_deepspeed.engine.consistency import check_holders_agree
-from sdp_deepspeed.engine.deepspeed_settings import loss_scaler, network_of, optimizer_settings
+from sdp_deepspeed.engine.deepspeed_settings import loss_scaler, network_of, optimizer_settings, rank_groups
 from sdp_deepspeed.engine.dense_export import DenseExport
 from sdp_deepspeed.engine.start import Start
 from sdp_deepspeed.masking.compiled import compile_in_place
@@ -43,7 +44,7 @@ from sdp_deepspeed.plan.plan import Plan
 from sdp_deepspeed.plan.shards import Shards
 from sdp_deepspeed.support.refusals import refuse_optimizer, refuse_shared_memory
 from sdp_deepspeed.tensor_parallel.checks import check_size, translated_autotp_errors
-from sdp_deepspeed.tensor_parallel.model import ModelBeforeAutoTP, tp_group_of
+from sdp_deepspeed.tensor_parallel.model import ModelBeforeAutoTP
 
 _NO_OPTIMIZER = f"{KEY} needs an optimizer: name one in the config, or give deepspeed.initialize one"
 
@@ -62,6 +63,8 @@ class SubnetworkEngine(CheckpointCalls):
     dp_group: Communicator
     world: Communicator
     optimizer: SubnetworkOptimizer
+    _ranks: Gatherer
+    _host: HostGroup
     _last_acts: LastActs
     _applied: AppliedPlan
     _known_parameters: KnownParameters
@@ -73,6 +76,7 @@ class SubnetworkEngine(CheckpointCalls):
         start: Start = vars(self).pop("start")
         assert start.block is not None, "the import hook builds this engine for configs with the block only"
         object.__setattr__(self, "block", start.block)
+        object.__setattr__(self, "_ranks", start.ranks)
         start.check(model, options)
 
         def prepare() -> nn.Module:
@@ -88,7 +92,7 @@ class SubnetworkEngine(CheckpointCalls):
         self._known_parameters = KnownParameters(self.module)
         self._other_weights = OtherWeights(self.module, self._applied.mask)
         self.checkpointer = Checkpointer.build(
-            self, options=start.block.checkpoint, accepts_universal=self.load_universal_checkpoint()
+            self, self._host, options=start.block.checkpoint, accepts_universal=self.load_universal_checkpoint()
         )
 
     @property
@@ -113,15 +117,14 @@ class SubnetworkEngine(CheckpointCalls):
             super()._broadcast_model()
 
     def _configure_distributed_model(self, model: nn.Module) -> None:
-        self.world = Communicator(deepspeed_comm, objects=torch.distributed)
+        self._host = make_host_group(torch.distributed, self._ranks, logger.warning)
+        self.world = Communicator(deepspeed_comm, objects=self._host.channel(Channel.WORLD))
         check_deferred_alike(self._deferred, self.world)
         self.dont_change_device |= self._deferred is not None
         super()._configure_distributed_model(model)
         self._last_acts = make_last_acts(torch.distributed, self.seq_data_parallel_group, logger.warning)
-        self.dp_group = Communicator(
-            deepspeed_comm, self.seq_data_parallel_group, objects=torch.distributed, last_acts=self._last_acts
-        )
-        groups = RankGroups(self.dp_group, self.world, tp_group_of(self.mpu))
+        groups = rank_groups(self, self.world, self._host, self._last_acts)
+        self.dp_group = groups.dp_group
         start = ModelAtStart(
             model,
             self.device,

@@ -22,6 +22,7 @@ from torch import nn
 
 from sdp_deepspeed.architectures import LocatedBranch, locate_branches
 from sdp_deepspeed.distributed.communicator import Communicator
+from sdp_deepspeed.distributed.host_group import Channel, HostGroup
 from sdp_deepspeed.distributed.replicas import differing_replicas
 from sdp_deepspeed.messages import listed
 from sdp_deepspeed.plan.shards import UNDIVIDED, Division, Shards
@@ -217,11 +218,13 @@ def _partial_gradients(model: nn.Module, branches: Sequence[LocatedBranch], shar
     return [name for name in names if not getattr(parameters[name], "_ds_grad_allreduce_registered", False)]
 
 
-def tp_group_of(mpu: Any) -> Communicator | None:
+def tp_group_of(mpu: Any, host: HostGroup) -> Communicator | None:
     """This rank's tensor-parallel group, from DeepSpeed's `engine.mpu`; None if it is alone."""
     if mpu is None or bwc_tensor_model_parallel_world_size(mpu) < 2:
         return None
-    return Communicator(deepspeed_comm, bwc_tensor_model_parallel_group(mpu), objects=torch.distributed)
+    group = bwc_tensor_model_parallel_group(mpu)
+    objects = host.channel(Channel.TENSOR_PARALLEL, torch.distributed.get_process_group_ranks(group))
+    return Communicator(deepspeed_comm, group, objects=objects)
 
 
 def build_tensor_parallel(

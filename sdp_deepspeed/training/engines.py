@@ -12,11 +12,13 @@ from typing import Any
 
 import torch.distributed as dist
 from deepspeed.runtime.config import DeepSpeedConfig
+from deepspeed.utils import logger
 
 from sdp_deepspeed.checkpoint.interop.hugging_face_names import new_model
 from sdp_deepspeed.config import MODES
-from sdp_deepspeed.distributed.agreement import run_on_rank_0
+from sdp_deepspeed.distributed.agreement import Gatherer, run_on_rank_0
 from sdp_deepspeed.distributed.communicator import Communicator
+from sdp_deepspeed.distributed.host_group import Channel, make_host_group
 from sdp_deepspeed.plan.plan import Plan
 from sdp_deepspeed.training.user_errors import RunFolderError
 
@@ -59,7 +61,14 @@ def trains_subnetwork(engine: Any) -> bool:
     return plan is not None and plan.regime == "forward" and plan.num_holders < plan.num_subnetworks
 
 
-def save_pretrained(engine: Any, folder: Path, tokenizer: Any) -> None:
+def world_of(engine: Any) -> Gatherer:
+    """All ranks, for waits that may be long; every rank calls it once."""
+    if plan_of(engine) is not None:
+        return engine.world
+    return make_host_group(dist, Communicator(dist), logger.warning).channel(Channel.WORLD)
+
+
+def save_pretrained(engine: Any, folder: Path, tokenizer: Any, world: Gatherer) -> None:
     """Write the dense model and its tokenizer in Hugging Face's format; every rank calls it.
 
     Raises:
@@ -69,7 +78,7 @@ def save_pretrained(engine: Any, folder: Path, tokenizer: Any) -> None:
         if plan_of(engine) is not None:
             engine.save_pretrained(str(folder), tokenizer=tokenizer)
         else:
-            run_on_rank_0(Communicator(dist), partial(_save_stock, engine, folder, tokenizer))
+            run_on_rank_0(world, partial(_save_stock, engine, folder, tokenizer))
 
 
 def _save_stock(engine: Any, folder: Path, tokenizer: Any) -> None:

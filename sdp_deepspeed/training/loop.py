@@ -8,7 +8,6 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
 from sdp_deepspeed.data import DataBundle
 from sdp_deepspeed.distributed.agreement import Gatherer, run_on_rank_0
@@ -67,7 +66,7 @@ def save(run: Run) -> None:
     """Write a checkpoint of this step; every rank calls it."""
     state = {"step": run.step, "data": run.data.train.state_dict()}
     engines.save_checkpoint(run.engine, run.folder.checkpoints, tag=f"step_{run.step:08d}", client_state=state)
-    dist.barrier()
+    run.world.gather_objects(None)  # nothing is removed before all have written
     run_on_rank_0(run.world, lambda: run.folder.prune_checkpoints(run.options.keep_checkpoints))
     run_on_rank_0(run.world, run.folder.metrics.raise_problem)
 

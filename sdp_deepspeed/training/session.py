@@ -15,7 +15,7 @@ from transformers.utils.logging import disable_progress_bar
 
 import sdp_deepspeed  # noqa: F401  its import is what makes deepspeed.initialize() read our block
 from sdp_deepspeed.data import DataBundle, DataConfig, PreparedDataError, build
-from sdp_deepspeed.distributed.agreement import run_on_rank_0
+from sdp_deepspeed.distributed.agreement import Gatherer, run_on_rank_0
 from sdp_deepspeed.distributed.communicator import Communicator
 from sdp_deepspeed.training import engines
 from sdp_deepspeed.training.loop import Run, resume, train
@@ -47,7 +47,7 @@ def run_session(options: Options, folder: RunFolder, config: dict[str, Any]) -> 
         ):
             progress.say(_introduction(run))
             if train(run, progress):
-                engines.save_pretrained(run.engine, folder.hf, run.data.tokenizer)
+                engines.save_pretrained(run.engine, folder.hf, run.data.tokenizer, run.world)
                 write_report(run)
             engines.wait_for_checkpoint(run.engine)
     finally:
@@ -73,8 +73,7 @@ def _record_settings(run: Run, config: dict[str, Any]) -> None:
 
 def _set_up(options: Options, folder: RunFolder) -> Run:
     """Model, engine and data, at the last checkpoint if there is one."""
-    world = Communicator(dist)
-    run_on_rank_0(world, folder.create)
+    run_on_rank_0(Communicator(dist), folder.create)
     data_config = DataConfig.from_dict(options.data)
     engines.check_deepspeed_reads(options.deepspeed_config)
     model = build_model(
@@ -86,6 +85,7 @@ def _set_up(options: Options, folder: RunFolder) -> Run:
     engine, *_ = deepspeed.initialize(
         model=model, model_parameters=list(model.parameters()), config=options.deepspeed_config
     )
+    world = engines.world_of(engine)
     data = _open_data(data_config, engine, world)
     check_fits(engine.module.config, data)
     run = Run(options=options, engine=engine, data=data, folder=folder, world=world)
@@ -93,7 +93,7 @@ def _set_up(options: Options, folder: RunFolder) -> Run:
     return run
 
 
-def _open_data(config: DataConfig, engine: Any, world: Communicator) -> DataBundle:
+def _open_data(config: DataConfig, engine: Any, world: Gatherer) -> DataBundle:
     """This rank's share; tensor-parallel ranks have the same one."""
     group = engine.seq_data_parallel_group
     return build(

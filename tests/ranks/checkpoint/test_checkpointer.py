@@ -17,6 +17,9 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from sdp_deepspeed.distributed.agreement import run_on_rank_0
+from sdp_deepspeed.distributed.descriptors import needed_descriptors, num_open
+from sdp_deepspeed.distributed.host_group import LIMIT
 from tests.helpers.checkpointed_runs import settings_of, stepped
 from tests.helpers.models import llama
 from tests.helpers.ranks import Rank
@@ -214,6 +217,33 @@ def a_rank_alone_is_told(rank: Rank) -> None:
     assert not names_in(rank.folder)
 
 
+def nobody_waits_under_the_time_limit_of_the_backend(rank: Rank) -> None:
+    """NCCL ends a process that waits ten minutes: who waits for files of another rank does so over one gloo group, of
+    which each connection takes a file descriptor."""
+    opened = num_open()
+    dist.new_group(backend="gloo")
+    assert num_open() - opened == needed_descriptors(rank.size)
+    gather, groups = dist.all_gather_object, mock.Mock(wraps=dist.new_group)
+
+    def of_the_hosts(values: list[Any], value: Any, group: Any = None) -> None:
+        assert group is engine._host.group
+        gather(values, value, group=group)
+
+    with (
+        mock.patch.object(dist, "all_gather_object", of_the_hosts),
+        mock.patch.object(dist, "new_group", groups),
+    ):
+        engine = engine_of(settings_of(2))
+        assert [call.kwargs for call in groups.call_args_list if "backend" in call.kwargs] == [
+            {"backend": "gloo", "timeout": LIMIT}
+        ]
+        train(engine, num_steps=1)
+        engine.save_checkpoint(str(rank.folder))
+        engine.load_checkpoint(str(rank.folder))
+        engine.save_pretrained(rank.folder / "hf")
+        run_on_rank_0(engine.world, lambda: time.sleep(0.1))
+
+
 def _cases(size: int, options: pytest.Config) -> Iterator[tuple[str, Any]]:
     for check in (
         an_interrupted_run_goes_on,
@@ -224,6 +254,7 @@ def _cases(size: int, options: pytest.Config) -> Iterator[tuple[str, Any]]:
         frozen_parameters_may_be_left_out,
         tags_must_agree,
         saving_behind_the_training,
+        nobody_waits_under_the_time_limit_of_the_backend,
         a_rank_alone_is_told,
     ):
         yield check.__name__, check

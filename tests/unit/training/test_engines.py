@@ -91,15 +91,12 @@ class Full:
         raise OSError(28, "No space left on device")
 
 
-def test_an_export_that_does_not_fit_leaves_nothing_and_is_no_bug_of_ours(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(engines, "Communicator", lambda dist: OneRank())
+def test_an_export_that_does_not_fit_leaves_nothing_and_is_no_bug_of_ours(tmp_path: Path) -> None:
     stock: Any = SimpleNamespace(module=Full())
     ours: Any = SimpleNamespace(plan=plan(), save_pretrained=mock.Mock(side_effect=RuntimeError(f"{BEGINS} hf: full")))
     for engine, reason in ((stock, "No space left"), (ours, "full")):
         with pytest.raises(RunFolderError, match=f"{BEGINS} .*hf: .*{reason}.*; start the same command again"):
-            engines.save_pretrained(engine, tmp_path / "hf", Full())
+            engines.save_pretrained(engine, tmp_path / "hf", Full(), OneRank())
     assert not list(tmp_path.iterdir())
 
 

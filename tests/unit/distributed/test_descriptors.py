@@ -1,0 +1,49 @@
+"""The soft limit of open files is raised as far as ranks need; a hard limit below that is told."""
+
+from __future__ import annotations
+
+import resource
+
+import pytest
+
+from sdp_deepspeed.distributed import descriptors
+from sdp_deepspeed.distributed.descriptors import RESERVE, allow_connections, needed_descriptors
+
+
+@pytest.fixture
+def limits(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
+    """Of this process, as if: the last is in force."""
+    found = [(1024, 4096)]
+    monkeypatch.setattr(descriptors, "num_open", lambda: 40)
+    monkeypatch.setattr(resource, "getrlimit", lambda what: found[-1])
+    monkeypatch.setattr(resource, "setrlimit", lambda what, values: found.append(values))
+    return found
+
+
+def test_what_512_ranks_need() -> None:
+    assert needed_descriptors(512) == 515
+
+
+def test_few_ranks_change_nothing(limits: list[tuple[int, int]]) -> None:
+    allow_connections(8, pytest.fail)
+    assert limits == [(1024, 4096)]
+
+
+def test_the_soft_limit_is_raised_as_far_as_needed(limits: list[tuple[int, int]]) -> None:
+    allow_connections(512, pytest.fail)
+    assert limits[1:] == [(40 + 515 + RESERVE, 4096)]
+
+
+def test_a_hard_limit_that_is_too_low_is_told(limits: list[tuple[int, int]]) -> None:
+    said: list[str] = []
+    allow_connections(4096, said.append)
+    assert limits[1:] == [(4096, 4096)]
+    assert len(said) == 1
+    assert "4096 ranks may need 4651 open files" in said[0]
+    assert "the hard limit is 4096: raise it" in said[0]
+
+
+def test_no_limit_stays_none(limits: list[tuple[int, int]]) -> None:
+    limits[:] = [(resource.RLIM_INFINITY, resource.RLIM_INFINITY)]
+    allow_connections(4096, pytest.fail)
+    assert len(limits) == 1
