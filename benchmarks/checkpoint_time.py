@@ -14,7 +14,6 @@ import json
 import os
 import shutil
 import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -24,6 +23,7 @@ import torch.distributed as dist
 
 sys.path.insert(0, str(Path(__file__).parents[1]))  # the repository's root
 from benchmarks.common.contestants import PRECISIONS, Contestant, engine_of, train
+from benchmarks.common.device import seconds as now
 from benchmarks.common.models import Shape
 from benchmarks.common.ranks import option_parser, run
 from sdp_deepspeed.config import Mode
@@ -87,10 +87,10 @@ def blocked(engine: Any, folder: Path) -> float:
 def timed(work: Callable[[], Any]) -> float:
     """Seconds until all ranks have done it."""
     dist.barrier()
-    start = time.perf_counter()
+    start = now()
     work()
     dist.barrier()
-    return time.perf_counter() - start
+    return now() - start
 
 
 def main() -> None:

@@ -52,6 +52,7 @@ for i in 0 1; do
 done
 
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1} GLOO_SOCKET_IFNAME=wire SDP_LINK_RATE=$rate
+export DS_ACCELERATOR=cpu # the ranks of both namespaces would share one GPU, which NCCL refuses
 export MASTER_ADDR=10.203.0.1 MASTER_PORT=$port WORLD_SIZE=$((2 * per_node)) LOCAL_SIZE=$per_node
 for i in 0 1; do
     for ((j = 0; j < per_node; j++)); do

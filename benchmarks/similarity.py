@@ -23,6 +23,7 @@ import torch
 from torch import nn
 
 sys.path.insert(0, str(Path(__file__).parents[1]))  # the repository's root
+from benchmarks.common.device import device, device_name
 from benchmarks.common.provenance import write_result
 from benchmarks.tables.plot import plot_similarity
 from benchmarks.tables.similarity import MODE_KEY, similarity
@@ -85,7 +86,7 @@ def measure(arguments: argparse.Namespace) -> dict[str, object]:
     if "model_type" not in shape:
         raise ValueError('--model: the JSON has no "model_type": expected a Transformers config, e.g. "llama"')
     data = data_config(arguments, shape)
-    model = build_model(shape, seed=arguments.seed)
+    model = build_model(shape, seed=arguments.seed).to(device())
     plans = {str(mode): plan_of(model, mode, arguments.coverage, arguments.ranks) for mode in MODES}
     bundle = build(data, micro_batch=arguments.batch)
     check_fits(model.config, bundle)
@@ -95,8 +96,14 @@ def measure(arguments: argparse.Namespace) -> dict[str, object]:
         "data": dataclasses.asdict(data),
         "arguments": {key: str(value) if isinstance(value, Path) else value for key, value in vars(arguments).items()},
         "plans": {name: facts_of(model, plan) for name, plan in plans.items()},
-        "records": list(records(model, plans, bundle.train, arguments)),
+        "records": list(records(model, plans, _on_device(bundle.train), arguments)),
+        "device": device_name(),
     }
+
+
+def _on_device(batches: Iterator[Batch]) -> Iterator[Batch]:
+    for batch in batches:
+        yield {name: tensor.to(device()) for name, tensor in batch.items()}
 
 
 def records(

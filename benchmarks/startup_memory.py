@@ -77,7 +77,8 @@ def figures_of_rank(start: Start) -> dict[str, Any]:
 
 def rank_main(rank: int, folder: str, start: Start, queue: Any) -> None:
     os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(start.num_ranks)}
-    os.environ |= {"MASTER_ADDR": "localhost", "MASTER_PORT": "0"}
+    # The question is how high host memory rises, so this one stays on the CPU.
+    os.environ |= {"MASTER_ADDR": "localhost", "MASTER_PORT": "0", "DS_ACCELERATOR": "cpu"}
     import torch.distributed as dist
 
     dist.init_process_group("gloo", init_method=f"file://{folder}/ranks", rank=rank, world_size=start.num_ranks)

@@ -21,7 +21,6 @@ import argparse
 import itertools
 import os
 import sys
-import time
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
@@ -32,6 +31,7 @@ import torch.distributed as dist
 
 sys.path.insert(0, str(Path(__file__).parents[1]))  # the repository's root
 from benchmarks.common.contestants import Contestant, build_engine, train
+from benchmarks.common.device import device, seconds
 from benchmarks.common.flops import count_work
 from benchmarks.common.models import SEQUENCE_LENGTH, SMALL, WIDE, num_parameters
 from benchmarks.common.ranks import gather, option_parser, run
@@ -100,9 +100,9 @@ def config_of(contestant: Contestant, overlap: bool, arguments: argparse.Namespa
 def slowest(engine: Any, batch: torch.Tensor) -> float:
     """Seconds of one step from a barrier to the step's end on the slowest rank."""
     dist.barrier()
-    start = time.perf_counter()
+    start = seconds()
     train(engine, batch)
-    value = torch.tensor([time.perf_counter() - start], dtype=torch.float64)
+    value = torch.tensor([seconds() - start], dtype=torch.float64, device=engine.device)
     dist.all_reduce(value, op=dist.ReduceOp.MAX)
     return float(value)
 
@@ -113,9 +113,9 @@ def time_steps(engines: dict[str, Any], batch: torch.Tensor, *, warmup: int, rep
     for repeat in range(warmup + repeats):
         first = repeat % len(names)
         for name in names[first:] + names[:first]:
-            seconds = slowest(engines[name], batch)
+            taken = slowest(engines[name], batch)
             if repeat >= warmup:
-                times[name].append(seconds)
+                times[name].append(taken)
     return times
 
 
@@ -137,7 +137,9 @@ def measure(arguments: argparse.Namespace) -> dict[str, Any]:
     configs = {name: config_of(*contestant, arguments) for name, contestant in runs.items()}
     engines = {name: build_engine(model, config) for name, config in configs.items()}
     generator = torch.Generator().manual_seed(dist.get_rank())
-    batch = torch.randint(0, model["vocab_size"], (arguments.micro_batch, SEQUENCE_LENGTH), generator=generator)
+    batch = torch.randint(0, model["vocab_size"], (arguments.micro_batch, SEQUENCE_LENGTH), generator=generator).to(
+        device()
+    )
     return {
         "what": "step_time",
         "ranks": dist.get_world_size(),

@@ -106,6 +106,7 @@ def engine_of(shape: Shape, config: dict[str, Any]) -> Iterator[Any]:
 
 def train(engine: Any, batch: torch.Tensor) -> None:
     """One optimizer step with all its micro-steps on the same tokens [sequences, length]."""
+    batch = batch.to(engine.device)
     for _ in range(engine.gradient_accumulation_steps()):
         engine.backward(engine(input_ids=batch, labels=batch).loss)
         engine.step()

@@ -1,4 +1,5 @@
-"""What the scripts that the deepspeed launcher starts have in common: options, gloo, and one rank that writes."""
+"""What the scripts that the deepspeed launcher starts have in common: options, the device and its backend, and
+one rank that writes."""
 
 from __future__ import annotations
 
@@ -11,6 +12,7 @@ import deepspeed
 import torch
 import torch.distributed as dist
 
+from benchmarks.common.device import backend, device_name, take_device
 from benchmarks.common.provenance import write_result
 
 Value = TypeVar("Value")
@@ -28,8 +30,9 @@ def run(parser: argparse.ArgumentParser, measure: Callable[[argparse.Namespace],
     """Measure on all ranks; rank 0 writes what it got."""
     arguments = parser.parse_args()
     torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
-    deepspeed.init_distributed("gloo")
-    result = measure(arguments)
+    take_device()
+    deepspeed.init_distributed(backend())
+    result = measure(arguments) | {"device": device_name()}
     if dist.get_rank() == 0:
         write_result(arguments.output, result)
     dist.barrier()
