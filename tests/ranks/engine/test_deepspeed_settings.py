@@ -89,10 +89,16 @@ def _noted(call: Callable[..., Any], name: str, calls: list[str]) -> Callable[..
 
 
 def hints_are_told_at_start(rank: Rank) -> None:
-    with mock.patch("sdp_deepspeed.engine.start.log_dist") as log:
+    """GPUs that torch cannot use, too: this run is on the CPU, perhaps not by its user's will."""
+    too_old = "the driver is too old"
+    with (
+        mock.patch("sdp_deepspeed.engine.start.log_dist") as log,
+        mock.patch("sdp_deepspeed.engine.start.unusable_gpus", return_value=too_old),
+    ):
         engine_of(config(holders=1) | {"zero_optimization": {"stage": 1, "elastic_checkpoint": True}})
     told = [call.args[0] for call in log.call_args_list if call.kwargs.get("level") == logging.WARNING]
     assert any("elastic_checkpoint" in text and "any layout" in text for text in told), told
+    assert too_old in told
 
 
 def checkpoints_of_other_buckets_go_on(rank: Rank) -> None:
