@@ -13,6 +13,7 @@ tests/ranks/checkpoint/test_faults.py is the same with a few kills.
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 import tempfile
 import time
@@ -23,6 +24,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))  # the repository's root
 from benchmarks.common.provenance import write_result
 from tests.helpers.fault_files import FileFaults, FileOutcome
 from tests.helpers.fault_runs import Faults, Kill, Outcome, summary
+from tests.helpers.gpus import ON_THE_CPU
 
 
 def main() -> None:
@@ -33,6 +35,7 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--limit", type=float, default=90.0, help="seconds that one start may take")
     arguments = parser.parse_args()
+    os.environ |= ON_THE_CPU  # for all processes that are started; they ask for it when they import DeepSpeed
     begun = time.monotonic()
     outcomes: list[Outcome] = []
     with tempfile.TemporaryDirectory() as folder:

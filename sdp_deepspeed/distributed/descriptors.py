@@ -21,14 +21,15 @@ def needed_descriptors(num_ranks: int) -> int:
     return num_ranks - 1 + OF_A_GROUP
 
 
-def allow_connections(num_ranks: int, warn: Callable[[str], None]) -> None:
+def allow_connections(num_ranks: int, warn: Callable[[str], None], *, num_groups: int = 1) -> None:
     """Raise this process's soft limit of open files as far as an engine needs; a shell's default is often 1,024.
 
     Args:
+        num_groups: that are to come; the store counts as one.
         warn: told where the hard limit is lower than that.
     """
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    wanted = num_open() + needed_descriptors(num_ranks) + RESERVE
+    wanted = num_open() + num_groups * needed_descriptors(num_ranks) + RESERVE
     if soft == resource.RLIM_INFINITY or soft >= wanted:
         return
     if hard != resource.RLIM_INFINITY and hard < wanted:

@@ -94,7 +94,7 @@ def _overlap(one: Any, other: Any) -> bool:
 
     extents = _extent(one), _extent(other)
     first = min(extent[2] for extent in extents)
-    bytes_ = torch.zeros(max(extent[3] for extent in extents) - first, dtype=torch.bool)
+    bytes_ = torch.zeros(max(extent[3] for extent in extents) - first, dtype=torch.bool, device="cpu")
     for tensor, extent in zip((one, other), extents, strict=True):
         size = tensor.element_size()
         strides = (*(stride * size for stride in tensor.stride()), 1)

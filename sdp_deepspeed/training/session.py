@@ -11,12 +11,14 @@ import deepspeed
 import torch.distributed as dist
 from deepspeed.accelerator import get_accelerator
 from deepspeed.runtime.config import DeepSpeedConfigError
+from deepspeed.utils import logger
 from transformers.utils.logging import disable_progress_bar
 
 import sdp_deepspeed  # noqa: F401  its import is what makes deepspeed.initialize() read our block
 from sdp_deepspeed.data import DataBundle, DataConfig, PreparedDataError, build
 from sdp_deepspeed.distributed.agreement import Gatherer, run_on_rank_0
 from sdp_deepspeed.distributed.communicator import Communicator
+from sdp_deepspeed.distributed.descriptors import allow_connections
 from sdp_deepspeed.training import engines
 from sdp_deepspeed.training.loop import Run, resume, train
 from sdp_deepspeed.training.model import build_model, check_fits, may_defer
@@ -29,6 +31,8 @@ from sdp_deepspeed.training.user_errors import RunFolderError, exit_on, exit_on_
 
 def run_session(options: Options, folder: RunFolder, config: dict[str, Any]) -> int:
     """Train, export, report; every rank calls it. Returns the exit code."""
+    # The store, the run's own group if that is over gloo, and the engine's.
+    allow_connections(int(os.environ["WORLD_SIZE"]), logger.warning, num_groups=3)
     deepspeed.init_distributed()
     engines.unlink_shared_memory()
     # Before the first collective of ours, which with NCCL needs each rank on its own device.

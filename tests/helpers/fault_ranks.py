@@ -26,7 +26,6 @@ import torch.distributed as dist
 from sdp_deepspeed.checkpoint.state import random_state
 from sdp_deepspeed.checkpoint.storage.manifest import HashedFile
 from sdp_deepspeed.checkpoint.storage.names import LATEST, MANIFEST
-from tests.helpers.gpus import ON_THE_CPU
 from tests.helpers.models import LENGTH, VOCABULARY, config
 from tests.helpers.trained_states import names_in
 from tests.helpers.training import engine_of, micro_step
@@ -257,6 +256,6 @@ def _redirect(start: Start, rank: int, size: int) -> None:
     os.dup2(errors, 1)
     os.dup2(errors, 2)
     faulthandler.dump_traceback_later(start.limit * 0.9, file=sys.stderr)
-    os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(size), "LOCAL_RANK": str(rank), **ON_THE_CPU}
+    os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(size), "LOCAL_RANK": str(rank)}
     os.environ |= {"MASTER_ADDR": "localhost", "MASTER_PORT": "0"}  # asked for; the rendezvous is a file
     os.environ["PATH"] = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"

@@ -24,6 +24,7 @@ def untouched_gpus(count: int = 2) -> Iterator[None]:
     with (
         mock.patch.object(torch.cuda, "is_available", return_value=True),
         mock.patch.object(torch.cuda, "device_count", return_value=count),
+        mock.patch.object(torch.cuda, "is_initialized", return_value=False),  # whatever other tests have done
         mock.patch.object(torch.cuda, "_lazy_init", start),
         mock.patch.object(torch.cuda.random, "_lazy_init", start),
     ):

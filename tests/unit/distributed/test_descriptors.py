@@ -32,6 +32,8 @@ def test_few_ranks_change_nothing(limits: list[tuple[int, int]]) -> None:
 def test_the_soft_limit_is_raised_as_far_as_needed(limits: list[tuple[int, int]]) -> None:
     allow_connections(512, pytest.fail)
     assert limits[1:] == [(40 + 515 + RESERVE, 4096)]
+    allow_connections(512, pytest.fail, num_groups=3)
+    assert limits[2:] == [(40 + 3 * 515 + RESERVE, 4096)]
 
 
 def test_a_hard_limit_that_is_too_low_is_told(limits: list[tuple[int, int]]) -> None:
