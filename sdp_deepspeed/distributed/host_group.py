@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import pickle
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from datetime import timedelta
 from enum import IntEnum
@@ -18,10 +17,11 @@ from typing import Any
 
 import torch
 
-from sdp_deepspeed.distributed.agreement import Gatherer, run_on_all_ranks
+from sdp_deepspeed.distributed.agreement import Gatherer
 from sdp_deepspeed.distributed.descriptors import allow_connections
 from sdp_deepspeed.distributed.interfaces import gloo_uses, interface_for_gloo
 
+_CONNECTING = timedelta(minutes=5)  # of waiting for a rank that cannot be reached
 LIMIT = timedelta(hours=2)  # of waiting for a rank that lives; one whose process ends is noticed at once
 
 
@@ -128,15 +128,12 @@ def make_host_group(dist: Any, ranks: Gatherer, warn: Callable[[str], None]) -> 
         warn: told what stands in the way of so many connections.
 
     Raises:
-        RuntimeError: on all ranks: hosts cannot tell how to reach one another, and what to set.
+        RuntimeError: hosts cannot tell how to reach one another (on all ranks), or cannot, and what to set.
     """
     allow_connections(dist.get_world_size(), warn)
-    backend = dist.get_backend()
-    name = interface_for_gloo(ranks) if backend != "gloo" else None  # else the run's own group has found its way
-    through: AbstractContextManager[None] = gloo_uses(name)
-
-    def make() -> Any:
-        with through:
-            return dist.new_group(backend="gloo", timeout=LIMIT)
-
-    return HostGroup(dist, run_on_all_ranks(ranks, make))
+    # The run's own group over gloo has found its way.
+    name = None if dist.get_backend() == "gloo" else interface_for_gloo(ranks)
+    with gloo_uses(name):  # not agreed on: where one rank cannot connect, others still try
+        group = dist.new_group(backend="gloo", timeout=_CONNECTING)
+    dist.distributed_c10d._set_pg_timeout(LIMIT, group)
+    return HostGroup(dist, group)

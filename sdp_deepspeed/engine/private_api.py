@@ -66,6 +66,7 @@ PRIVATE_NAMES: tuple[tuple[str, str], ...] = (
     ("torch._C", "DisableTorchFunctionSubclass"),
     ("torch._C", "_swap_tensor_impl"),
     ("torch.distributed.distributed_c10d", "_get_default_store"),
+    ("torch.distributed.distributed_c10d", "_set_pg_timeout"),
     ("torch.nn", "Module()._buffers"),
     ("torch.nn", "Module()._call_impl"),
     ("torch.nn", "Module()._compiled_call_impl"),

@@ -97,15 +97,17 @@ def test_who_does_not_come_is_an_error_within_the_limit() -> None:
 def test_ranks_may_wait_for_longer_than_nccl_lets_them() -> None:
     """Ten minutes; the limit of the group is that of collectives, which a save has."""
     assert timedelta(hours=1) <= LIMIT
-    made: dict[str, Any] = {}
+    limits: list[timedelta] = []
     alone = SimpleNamespace(
         get_rank=lambda: 0,
         get_world_size=lambda: 1,
         get_backend=lambda: "nccl",
-        new_group=lambda **options: made.update(options),
+        new_group=lambda backend, timeout: limits.append(timeout),
+        distributed_c10d=SimpleNamespace(_set_pg_timeout=lambda timeout, group: limits.append(timeout)),
     )
     host = make_host_group(alone, OneRank(), pytest.fail)
-    assert made == {"backend": "gloo", "timeout": LIMIT}
+    assert limits[0] < timedelta(minutes=10), "ranks that cannot be reached are told soon"
+    assert limits[1:] == [LIMIT]
     assert run_on_rank_0(host.channel(Channel.WORLD), lambda: 7) == 7
 
 
