@@ -12,6 +12,7 @@ from unittest import mock
 import pytest
 import torch
 
+from sdp_deepspeed.exchange.exchange import Steps
 from sdp_deepspeed.optimizer.settings import Offload
 from tests.helpers.checkpointed_runs import stepped
 from tests.helpers.models import config, llama
@@ -73,17 +74,17 @@ def weights_return_one_behind_the_other(rank: Rank) -> None:
         zero = {"stage": 1, "allgather_bucket_size": 500, "overlap_comm": overlap}
         engine = engine_of(config(holders=1) | {"zero_optimization": zero})
         returning, calls = engine.optimizer.weight_exchange, list[str]()
-        for name in ("start_distribute", "finish_distribute"):
-            setattr(returning, name, _noted(getattr(returning, name), name, calls))
+        returning.distribute = _noted(returning.distribute, calls)
         train(engine, num_steps=1)
         assert len(calls) > 6
-        assert ("start" in calls[0] and "start" in calls[1]) is overlap, calls[:4]
+        assert (calls[:2] == ["begins", "begins"]) is overlap, calls[:4]
 
 
-def _noted(call: Callable[..., Any], name: str, calls: list[str]) -> Callable[..., Any]:
-    def noted(*arguments: Any, **options: Any) -> Any:
-        calls.append(name)
-        return call(*arguments, **options)
+def _noted(distribute: Callable[..., Steps], calls: list[str]) -> Callable[..., Steps]:
+    def noted(*arguments: Any, **options: Any) -> Steps:
+        calls.append("begins")
+        yield from distribute(*arguments, **options)
+        calls.append("ends")
 
     return noted
 
@@ -152,7 +153,7 @@ def defaults_of_torch_do_no_harm(rank: Rank) -> None:
         assert_identical(dense, dense_state(engine))
         assert_identical(stepped(other), stepped(engine))
         micro_step(engine, batch)
-        with defaults(torch.float32):
+        with defaults(torch.bfloat16):
             micro_step(other, batch)
         assert_identical(dense_state(other), dense_state(engine))
 

@@ -82,7 +82,7 @@ def a_rank_that_refuses_a_step(rank: Rank) -> None:
     engine.backward(loss_of(engine, batch))
     if rank.rank == 1:
         engine.module.lm_head.weight = nn.Parameter(engine.module.lm_head.weight.detach().clone())
-        with pytest.raises(RuntimeError, match="other Parameters"):
+        with pytest.raises(RuntimeError, match="does not have the Parameters"):
             engine.step()
         os._exit(3)
     engine.step()
@@ -102,7 +102,7 @@ def test_a_rank_that_dies_is_named() -> None:
 def test_a_rank_that_refuses_a_step_is_named() -> None:
     (why,) = run_ranks(2, [("refuses", a_rank_that_refuses_a_step)]).values()
     place = "began its step (step 2, micro-step 2)"
-    words = f"rank 0 waited ({place}) for rank 1, which {place}: RuntimeError: the model has other Parameters than"
+    words = f"rank 0 waited ({place}) for rank 1, which {place}: RuntimeError: the model does not have the Parameters"
     assert words in str(why)
 
 
