@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -137,7 +137,8 @@ def _restore_own(trained: TrainedState, path: Path, common: Mapping[str, Any]) -
 def _remark_on_plan(plan: Plan, path: Path) -> str | None:
     """A warning if a config that may be the same makes another plan now, as after an update of this package."""
     saved = Plan.load(path / PLAN)
-    if saved.hash == plan.hash or replace(saved, holders=plan.holders).hash != plan.hash:
+    facts = [(p.units, p.num_subnetworks, p.num_holders, p.regime, p.strategy) for p in (saved, plan)]
+    if saved.hash == plan.hash or facts[0] != facts[1]:
         return None
     return (
         f"checkpoint: {path} was written under another plan of the same units (hash {saved.hash[:12]}, now "

@@ -131,7 +131,8 @@ def comms_logger(rank: Rank) -> None:
             sizes = logger.comms_dict["all_to_all_single"]
             assert sum(count for count, *_ in sizes.values()) == 2 * 3
             sent = sum(gathered(sum(size * count for size, (count, *_) in sizes.items())))
-            assert sent == 3 * 2 * 4 * averaged, (holders, strategy, sent, averaged)
+            padding = sent - 3 * 2 * 4 * averaged  # of large messages, two a rank and step
+            assert 0 <= padding <= 3 * 2 * 4 * 2 * 63, (holders, strategy, sent, averaged)
             assert "all_to_all_single" in str(summary)
     finally:
         logger.enabled, logger.comms_dict = False, {}

@@ -192,7 +192,7 @@ def two_collectives_per_bucket(rank: Rank) -> None:
     """And one scalar per step, whatever the number of units; none in a micro-step. Stage 2 has a test of its own."""
     seen = set()
     for stage, layers, size in itertools.product((0, 1), (2, 6), (int(5e8), 2000)):
-        settings = sgd(2, stage=stage)
+        settings = sgd(2, stage=stage, holders=2)  # so that each bucket has something to send
         settings["zero_optimization"] |= {"reduce_bucket_size": size, "allgather_bucket_size": size}
         engine = engine_of(settings, llama(layers))
         recording = Recording()

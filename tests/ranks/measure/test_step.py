@@ -101,7 +101,8 @@ def subnetwork_as_estimated(
     assert figures.gradients == expected.gradients
     assert figures.optimizer - _counters(engine) == expected.optimizer
     exchanged = (figures.sent_by_operator or {}).get("alltoall_base_", 0)
-    assert exchanged == expected.sent_bytes
+    padding = 63 * 4 * 3 * len(engine.optimizer.exchange.buckets) * (rank.size - 1)  # of large messages, at most
+    assert expected.sent_bytes <= exchanged <= expected.sent_bytes + padding
     assert figures.sent - exchanged < 100, "beside the exchange only scalars travel"
     assert figures.peak >= figures.weights + figures.gradients + figures.optimizer
 

@@ -236,9 +236,8 @@ def test_placed_plan(tmp_path: Path) -> None:
     assert "placement" not in plan.table()
     placed = plan.place([60] * 3, 0, Network(("a", "a", "a", "b", "b", "b"), 2, 2), "spread")
     assert placed.subnetwork_of_rank == (0, 1, 2, 0, 1, 2)
-    # Spread: 4 holders of each of 3 units, 2 on each node, so 8 ordered pairs are apart, 15 elements each way for each.
-    # Packed as (0 0 2 | 1 1 2): 8, 6 and 6 pairs.
-    words = "placement: spread, as configured; 0.00144 MB between 2 nodes per step, packed would send 0.0012 MB"
+    # Three units of 60 elements cross once each way, 2 bytes each. Packed as (0 0 2 | 1 1 2) all cross too.
+    words = "placement: spread, as configured; 0.00072 MB between 2 nodes per step, packed as much"
     assert words in placed.table()
     assert placed.hash == plan.hash
     placed.save(tmp_path / "plan.json")
