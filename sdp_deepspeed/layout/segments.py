@@ -228,14 +228,13 @@ def default_bucket_elements(tensors: Sequence[TensorInfo], plan: Plan) -> int:
     Smaller messages would be all latency, larger ones memory: what is packed exists twice, and overlap waits for it.
     """
     held = [0] * len(plan.subnetwork_of_rank)
-    most_holders = 1
     shapes = {(info.kind, info.name): info.shape for info in tensors}
     for tensor, pieces in pieces_by_tensor(tensors, plan).items():
         for piece, holders in pieces:
-            most_holders = max(most_holders, len(holders) * (len(holders) < len(held)))
             for rank in holders:
                 held[rank] += piece.num_elements(shapes[tensor])
-    return max(most_holders * _MESSAGE, -(-max(held) // _NUM_BUCKETS))
+    num_holders = plan.num_holders * len(held) // plan.num_subnetworks  # of a unit, replicas included
+    return max(num_holders * _MESSAGE, -(-max(held) // _NUM_BUCKETS))
 
 
 def build_segments(

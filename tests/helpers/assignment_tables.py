@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from hypothesis import strategies as st
 
@@ -33,6 +33,14 @@ def counts(draw: st.DrawFn) -> tuple[int, int, int]:
     k = draw(st.integers(1, MOST_SUBNETWORKS))
     p = draw(st.integers(1, k))
     return draw(st.integers(-(-k // p), 20)), k, p
+
+
+@st.composite
+def costs_of(draw: st.DrawFn, count: int, num_kinds: int) -> list[UnitCost]:
+    """Of units of a few kinds."""
+    kinds = draw(st.lists(st.tuples(*[st.integers(0, 1000)] * 3), min_size=1, max_size=num_kinds))
+    drawn = draw(st.lists(st.sampled_from(kinds), min_size=count, max_size=count))
+    return [UnitCost(*kind) for kind in drawn]
 
 
 def loads(holders: Holders, amounts: Sequence[int], k: int) -> list[int]:
@@ -68,6 +76,15 @@ def widths(holders: Holders, branches: Branches, k: int) -> dict[str, list[int]]
         for subnetwork in subnetworks if name is not None else ():
             found[str(name)][subnetwork] += 1
     return found
+
+
+def checked(balanced: Callable[[], Holders], branches: Branches, k: int, p: int) -> Holders:
+    """A table with a unit of each branch for every subnetwork, the same when it is made again."""
+    holders = balanced()
+    check_table(holders, len(branches), k, p)
+    assert all(min(found) >= 1 for found in widths(holders, branches, k).values())
+    assert holders == balanced()
+    return holders
 
 
 def check_even(holders: Holders, branches: Branches, k: int, p: int) -> None:

@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 from sdp_deepspeed.distributed import last_acts
 from sdp_deepspeed.distributed.last_acts import LastActs, make_last_acts
-from tests.helpers.ranks_acts import of_ranks, threads, waiting
+from tests.helpers.last_acts import of_ranks, threads, waiting
 
 BROKEN = "Connection closed by peer"
 

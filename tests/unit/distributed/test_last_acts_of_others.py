@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from sdp_deepspeed.distributed import last_acts
-from tests.helpers.ranks_acts import of_ranks, threads, waiting
+from tests.helpers.last_acts import of_ranks, threads, waiting
 
 
 def test_nobody_warns_in_the_first_minute() -> None:

@@ -230,11 +230,19 @@ def test_the_bound_is_exact_where_shards_divide(num_holders: int, limit: int) ->
 def test_buckets_of_no_given_size() -> None:
     """Half a million elements to each holder, or a 16th of what the rank holds that holds most."""
     units = tuple(Unit(name, (Piece(name, None, 0, 10**6),)) for name in "abc")
-    plan = Plan("forward", "block", 4, 2, 0, units, ((0, 1), (1, 2), (2, 3)), (0, 1, 2, 3))
-    for width, expected in ((4, 10**6), (10**8, (10**8 + 2 * 10**6) // 16)):
+    pairs, everybody = ((0, 1), (1, 2), (2, 3)), ((0, 1, 2, 3),) * 3
+    plan = Plan("forward", "block", 4, 2, 0, units, pairs, (0, 1, 2, 3))
+    replicated = replace(plan, subnetwork_of_rank=(0, 0, 1, 1, 2, 2, 3, 3))
+    whole = replace(plan, num_holders=4, holders=everybody)
+    for width, used, expected in (
+        (4, plan, 10**6),
+        (4, replicated, 2 * 10**6),
+        (4, whole, 2 * 10**6),
+        (10**8, plan, (10**8 + 2 * 10**6) // 16),
+    ):
         tensors = [TensorInfo(unit.name, (10**6,), torch.float32, 0) for unit in units]
         tensors.append(TensorInfo("shared", (width,), torch.float32, 0))
-        assert default_bucket_elements(tensors, plan) == expected
+        assert default_bucket_elements(tensors, used) == expected
 
 
 @pytest.mark.parametrize(

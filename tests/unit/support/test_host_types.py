@@ -65,7 +65,8 @@ def test_wrong_types_are_named(config: dict[Any, Any], words: str) -> None:
 )
 def test_what_deepspeed_takes_passes(config: dict[str, Any]) -> None:
     refuse_wrong_types(config)
-    DeepSpeedConfig({"train_micro_batch_size_per_gpu": 1} | config)
+    read = DeepSpeedConfig({"train_micro_batch_size_per_gpu": 3} | config)
+    assert read.train_batch_size == 3 * config.get("gradient_accumulation_steps", 1)
 
 
 def test_deepspeed_cannot_log_what_is_no_json() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import itertools
 import time
+from functools import partial
 
 import pytest
 from hypothesis import given
@@ -19,6 +20,8 @@ from tests.helpers.assignment_tables import (
     Branches,
     check_even,
     check_table,
+    checked,
+    costs_of,
     equal_units,
     gap,
     loads,
@@ -39,19 +42,19 @@ def branched(draw: st.DrawFn, *, equal: bool = False) -> tuple[list[UnitCost], B
     branches = draw(st.permutations(branches + [None] * draw(st.integers(0, 4))))
     if equal:
         return equal_units(len(branches)), branches, k, p
-    kinds = draw(st.lists(st.tuples(*[st.integers(0, 1000)] * 3), min_size=1, max_size=4))
-    drawn = draw(st.lists(st.sampled_from(kinds), min_size=len(branches), max_size=len(branches)))
-    return [UnitCost(*kind) for kind in drawn], branches, k, p
+    return draw(costs_of(len(branches), 4)), branches, k, p
 
 
 @examples(30)
 @given(branched(), st.integers(0, 3))
 def test_balanced_keeps_a_unit_of_each_branch(problem: tuple[list[UnitCost], Branches, int, int], seed: int) -> None:
     costs, branches, k, p = problem
-    holders = assignment.balanced(costs, num_subnetworks=k, num_holders=p, seed=seed, branches=branches)
-    check_table(holders, len(costs), k, p)
-    assert all(min(found) >= 1 for found in widths(holders, branches, k).values())
-    assert holders == assignment.balanced(costs, num_subnetworks=k, num_holders=p, seed=seed, branches=branches)
+    checked(
+        partial(assignment.balanced, costs, num_subnetworks=k, num_holders=p, seed=seed, branches=branches),
+        branches,
+        k,
+        p,
+    )
 
 
 @examples(40)
