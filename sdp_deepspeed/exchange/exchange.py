@@ -117,7 +117,8 @@ class Exchange:
         """Send the owners' shards of `tensors` to the receivers, who write them into theirs.
 
         Args:
-            tensors: this rank's own shards are read at once, what it receives is overwritten.
+            tensors: this rank's own shards are read when it begins, what it passes on to neighbors when that has come;
+                what it receives is overwritten.
         """
         for route in self._routes_of(bucket, receivers):
             if route.is_needed:

@@ -163,9 +163,8 @@ def candidates(folder: Path) -> tuple[list[str], str | None]:
         return newest, f"{pointer} cannot be read: {problem}"
     named = text.strip()
     if named in newest:
-        longer = sorted(
-            path.name for path in folder.glob(f"{glob.escape(text)}?*") if path.is_dir()
-        )  # damaged ones too
+        # Damaged ones too.
+        longer = sorted(path.name for path in folder.glob(f"{glob.escape(text)}?*") if path.is_dir())
         if longer:
             raise ValueError(
                 f"checkpoint: {pointer} says {text!r} without an end of the line, and there is {longer[0]!r}: it may "
