@@ -128,8 +128,12 @@ def _refuse_ours(model: Any) -> None:
 
 
 def _patch_accelerate() -> None:
-    """`Accelerator.get_state_dict`, which the Trainer saves from, gives the dense model (all ranks call it)."""
+    """`Accelerator.get_state_dict`, which the Trainer saves from, gives the dense model (all ranks call it), and
+    Accelerate, which fills in "auto", leaves those of our block to us."""
     from accelerate.accelerator import Accelerator
+    from accelerate.utils.dataclasses import DeepSpeedPlugin
+
+    from sdp_deepspeed.config import KEY
 
     original = Accelerator.get_state_dict
     if hasattr(original, "__wrapped__"):  # patched before
@@ -142,4 +146,12 @@ def _patch_accelerate() -> None:
         with model.dense(resident=True):
             return original(self, model, *args, **kwargs)
 
+    fill = DeepSpeedPlugin.fill_match
+
+    @wraps(fill)
+    def fill_match(self: Any, ds_key_long: str, *args: Any, **kwargs: Any) -> None:
+        if not ds_key_long.startswith(f"{KEY}."):
+            fill(self, ds_key_long, *args, **kwargs)
+
     Accelerator.get_state_dict = get_state_dict
+    DeepSpeedPlugin.fill_match = fill_match

@@ -87,7 +87,11 @@ def _checks(size: int, config: pytest.Config) -> list[tuple[str, Any]]:
     blocks: dict[str, dict[str, Any]] = {
         "trainer": {},
         "neuron": {"strategy": "neuron"},
-        "backward": {"regime": "backward", "strategy": {"attention": "neuron", "mlp": "block"}},
+        "backward": {
+            "regime": "backward",
+            "strategy": {"attention": "neuron", "mlp": "block"},
+            "assignment": "auto",
+        },
     }
     return [(name, partial(_check_trainer, block)) for name, block in blocks.items()]
 
