@@ -186,6 +186,14 @@ def test_widths_give_way_to_flops() -> None:
     assert all(min(found) >= 1 for found in widths(holders, branches, 8).values())
 
 
+def test_widths_that_give_way_leave_a_unit_of_each_branch() -> None:
+    """Half of the subnetworks have two of the three blocks; both units of 12 for the others would even that out."""
+    costs = [UnitCost(24, 24, 24)] * 3 + [UnitCost(12, 12, 12)] * 2 + [UnitCost(1, 1, 1)] * 48
+    branches: Branches = [None, None, None, *["layers.0.mlp"] * 2, *["layers.1.mlp"] * 48]
+    holders = assignment.balanced(costs, num_subnetworks=8, num_holders=4, branches=branches)
+    assert all(min(found) >= 1 for found in widths(holders, branches, 8).values())
+
+
 def test_bytes_are_balanced_after_flops() -> None:
     costs = [UnitCost(1, 10 + 7 * i % 31, 100) for i in range(64)]
     holders = assignment.balanced(costs, num_subnetworks=8, num_holders=4)
