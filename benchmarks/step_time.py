@@ -4,7 +4,7 @@
     OMP_NUM_THREADS=1 deepspeed --num_gpus 2 benchmarks/step_time.py --all-modes --model wide --bucket 2e6 --output ...
     OMP_NUM_THREADS=1 deepspeed --num_gpus 2 benchmarks/step_time.py --all-modes --stage 1 2 --output ...
     OMP_NUM_THREADS=1 deepspeed --num_gpus 2 benchmarks/step_time.py --stage 2 --overlap --bucket 5e5 --output ...
-    RANKS=4 benchmarks/namespaces.sh benchmarks/step_time.py --stage 2 1 --subnetworks 4 --bucket 2e6 --output ...
+    RANKS=4 benchmarks/namespaces.sh benchmarks/step_time.py --stage 2 1 --subnetworks 4 --knows-nodes --bucket 2e6 ...
 
 With several stages each has its plain DeepSpeed; the last one's is the baseline of all. `--overlap` lets everybody run
 twice, without and with `overlap_comm`; benchmarks/namespaces.sh runs that over a slow link.
@@ -30,7 +30,7 @@ import torch
 import torch.distributed as dist
 
 sys.path.insert(0, str(Path(__file__).parents[1]))  # the repository's root
-from benchmarks.common.contestants import Contestant, build_engine, train
+from benchmarks.common.contestants import Contestant, build_engine, spectral_gap, train
 from benchmarks.common.device import device, seconds
 from benchmarks.common.flops import count_work
 from benchmarks.common.models import SEQUENCE_LENGTH, SMALL, WIDE, num_parameters
@@ -55,7 +55,7 @@ def named_runs(arguments: argparse.Namespace) -> dict[str, tuple[Contestant, boo
     """By name who runs, and whether with `overlap_comm`; for each stage plain DeepSpeed first."""
     found = {}
     for stage, overlap in itertools.product(arguments.stage, (False, True) if arguments.overlap else (False,)):
-        for contestant in contestants(stage, MODES if arguments.all_modes else MODES[:1], arguments.subnetworks):
+        for contestant in contestants(stage, MODES if arguments.all_modes else MODES[:1], arguments):
             found[name_of(contestant, several_stages=len(arguments.stage) > 1) + OVERLAP * overlap] = (
                 contestant,
                 overlap,
@@ -63,14 +63,17 @@ def named_runs(arguments: argparse.Namespace) -> dict[str, tuple[Contestant, boo
     return found
 
 
-def contestants(stage: int, modes: tuple[Mode, ...], subnetworks: int | None) -> Iterator[Contestant]:
+def contestants(stage: int, modes: tuple[Mode, ...], arguments: argparse.Namespace) -> Iterator[Contestant]:
     yield Contestant(stage)
-    size = dist.get_world_size()
+    size, subnetworks = dist.get_world_size(), arguments.subnetworks
     for mode, holders in itertools.product(modes, sorted({size, max(1, size // 2)}, reverse=True)):
         yield Contestant(stage, mode, holders / size)
     if subnetworks is not None:
         for mode in modes:
             yield Contestant(stage, mode, max(1, subnetworks // 2) / subnetworks, subnetworks)
+    if arguments.knows_nodes:
+        for mode in modes:
+            yield Contestant(stage, mode, max(1, size // 2) / size, assignment="auto")
 
 
 def name_of(contestant: Contestant, *, several_stages: bool) -> str:
@@ -78,7 +81,8 @@ def name_of(contestant: Contestant, *, several_stages: bool) -> str:
         return f"zero{contestant.stage}"
     stage = f" + ZeRO-{contestant.stage}" if several_stages else ""
     replicas = f", {contestant.subnetworks} subnetworks" if contestant.subnetworks else ""
-    return f"{contestant.mode}{stage} C={contestant.coverage:g}{replicas}"
+    plan = ", plan that knows the nodes" if contestant.assignment == "auto" else ""
+    return f"{contestant.mode}{stage} C={contestant.coverage:g}{replicas}{plan}"
 
 
 def target(contestant: Contestant, baseline_stage: int) -> float | None:
@@ -150,6 +154,7 @@ def measure(arguments: argparse.Namespace) -> dict[str, Any]:
         "ranks_per_node": int(os.environ["LOCAL_SIZE"]) if "SDP_LINK_RATE" in os.environ else None,
         "arguments": vars(arguments),
         "configs": configs,
+        "spectral_gaps": {name: spectral_gap(model, engine) for name, engine in engines.items()},
         "targets": {name: target(contestant, stage) for name, (contestant, _) in runs.items()},
         "seconds": time_steps(engines, batch, warmup=arguments.warmup, repeats=arguments.repeats),
         "work": {name: gather(count_work(partial(train, engine, batch))) for name, engine in engines.items()},
@@ -170,6 +175,7 @@ def main() -> None:
     parser.add_argument("--bucket", type=float, default=5e8, help="reduce_bucket_size of all contestants (elements)")
     parser.add_argument("--stage", type=int, nargs="+", default=[1], choices=(0, 1, 2))
     parser.add_argument("--subnetworks", type=int, help="one more of each mode, with fewer subnetworks than ranks")
+    parser.add_argument("--knows-nodes", action="store_true", help='one more of each mode, with assignment "auto"')
     parser.add_argument("--overlap", action="store_true", help="everybody without and with overlap_comm")
     run(parser, measure)
 

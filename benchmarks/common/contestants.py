@@ -15,6 +15,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 import sdp_deepspeed  # noqa: F401  (so that DeepSpeed knows the config's block)
 from benchmarks.common.models import Shape
+from sdp_deepspeed.architectures import unit_costs
 from sdp_deepspeed.config import KEY, MODES, Mode
 from sdp_deepspeed.estimate.per_rank import Precision
 
@@ -39,12 +40,14 @@ class Contestant:
         stage: of ZeRO.
         coverage: C, of the contestants that have a mode.
         subnetworks: k, if there are fewer than ranks.
+        assignment: the block's, if it is not "balanced".
     """
 
     stage: int
     mode: Mode | None = None
     coverage: float = 1.0
     subnetworks: int | None = None
+    assignment: str | None = None
 
     @property
     def name(self) -> str:
@@ -75,6 +78,7 @@ class Contestant:
         if self.mode is not None:
             config[KEY] = {"coverage": self.coverage, **self.mode._asdict()}
             config[KEY] |= {"subnetworks": self.subnetworks} if self.subnetworks else {}
+            config[KEY] |= {"assignment": self.assignment} if self.assignment else {}
         return config
 
 
@@ -90,6 +94,16 @@ def build_engine(shape: Shape, config: dict[str, Any]) -> Any:
     model = LlamaForCausalLM(LlamaConfig(**shape))
     engine, *_ = deepspeed.initialize(model=model, model_parameters=model.parameters(), config=config)
     return engine
+
+
+def spectral_gap(shape: Shape, engine: Any) -> float | None:
+    """Of the engine's plan, units weighted by their parameters; None for plain DeepSpeed."""
+    if not hasattr(engine, "plan"):
+        return None
+    with torch.device("meta"):
+        model = LlamaForCausalLM(LlamaConfig(**shape))
+    weights = [cost.num_parameters for cost in unit_costs(model, engine.plan.units)]
+    return float(engine.plan.spectral_gap(weights))
 
 
 @contextmanager

@@ -131,14 +131,15 @@ def host_time(result: Result) -> str:
 
 
 def between_nodes(result: Result) -> str:
-    """Bytes that crossed the link in a step, by its own counter, and step times; shares of plain ZeRO's at the
-    same stage."""
+    """Spectral gaps, bytes that crossed the link in a step, by its own counter, and step times; shares of plain ZeRO's
+    at the same stage."""
     rows, baseline = [], ""
     for name, seconds in result["seconds"].items():
         baseline = name if name.startswith("zero") else baseline
         crossed, base = (result["link_bytes"][which][0] for which in (name, baseline))
-        cells = [f"{crossed / 1e6:.1f}", f"{crossed / base:.3f}"]
+        gap = result["spectral_gaps"][name]
+        cells = ["" if gap is None else f"{gap:.3f}", f"{crossed / 1e6:.1f}", f"{crossed / base:.3f}"]
         cells.append("1" if name == baseline else with_spread(per_repeat(seconds, result["seconds"][baseline])))
         rows.append([for_readers(name), *cells])
     facts = [f"2 nodes of {result['ranks_per_node']} ranks, {result['link']} between them", *_facts(result)[2:]]
-    return f"{', '.join(facts)}:\n\n" + table(["", "MB each way", "share", "step time, share"], rows)
+    return f"{', '.join(facts)}:\n\n" + table(["", "spectral gap", "MB each way", "share", "step time, share"], rows)
