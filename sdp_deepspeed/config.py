@@ -66,7 +66,7 @@ class SubnetworkConfig(BaseModel):
     )
     granularity: Literal["sublayer", "layer"] = Field(default="sublayer", description='"sublayer" or "layer"')
     assignment: str = Field(
-        default="balanced", description='"balanced", "cyclic", or the path of a plan ending in .json'
+        default="balanced", description='"balanced", "auto", "cyclic", or the path of a plan ending in .json'
     )
     shared: tuple[str, ...] = Field(
         default=(), strict=False, description="a list of regular expressions of parameter names (Python's re)"
@@ -100,7 +100,7 @@ class SubnetworkConfig(BaseModel):
     @field_validator("assignment")
     @classmethod
     def _known_assignment(cls, value: str) -> str:
-        if value not in ("balanced", "cyclic") and not value.endswith(".json"):
+        if value not in ("balanced", "auto", "cyclic") and not value.endswith(".json"):
             raise ValueError
         return value
 
@@ -246,7 +246,7 @@ def _explain_one(keys: tuple[str, ...], kind: str, message: str, block: Mapping[
         return f"{path}: keys must be text"
     value = reduce(getitem, keys, block)
     if value == "auto":
-        where = "is only possible for subnetworks and placement"
+        where = "is only possible for subnetworks, assignment and placement"
         return f'{path}: "auto" {where}; expected {fields[name].description}'
     detail = f" ({message})" if kind == "value_error" and name == "shared" else ""
     return f"{path}: got {value!r}, expected {fields[name].description}{detail}"

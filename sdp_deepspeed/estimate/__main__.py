@@ -6,7 +6,13 @@ import argparse
 import sys
 
 from sdp_deepspeed.command_parser import Parser, positive, run_old_form
-from sdp_deepspeed.estimate.formulas import bytes_per_parameter, sent_per_parameter, table
+from sdp_deepspeed.estimate.formulas import (
+    between_nodes,
+    between_nodes_table,
+    bytes_per_parameter,
+    sent_per_parameter,
+    table,
+)
 from sdp_deepspeed.estimate.precision import Precision
 
 
@@ -19,6 +25,7 @@ def configure(parser: Parser) -> None:
     )
     add = parser.add_argument
     add("--ranks", type=positive, default=8, help="data-parallel ranks, replicas of subnetworks included (8)")
+    add("--ranks-per-node", type=positive, help="add what crosses between nodes (all ranks on one node)")
     add("--coverage", type=float, default=0.5, help="share of subnetworks that hold a unit (0.5)")
     add("--regime", choices=["forward", "backward"], default="forward", help="what a worker computes (forward)")
     add("--dtype", choices=["fp32", "bf16", "fp16"], default="bf16", help="of the weights (bf16)")
@@ -41,6 +48,9 @@ def _run(options: argparse.Namespace) -> int:
     sent = sent_per_parameter(ranks, coverage, precision, regime=options.regime, accumulation=accumulation)
     print(f"{ranks} ranks, C = {coverage:g}, {options.regime} regime, {options.dtype}, {accumulation} micro-steps\n")
     print(table(rows, sent, offload=options.offload))
+    if options.ranks_per_node is not None:
+        crossing = between_nodes(ranks, coverage, options.ranks_per_node, precision, regime=options.regime)
+        print(f"\n{between_nodes_table(crossing, -(-ranks // options.ranks_per_node))}")
     return 0
 
 

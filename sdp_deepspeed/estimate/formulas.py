@@ -6,6 +6,7 @@ Shared parameters, padding and what a plan rounds are left out; per_rank.py coun
 from __future__ import annotations
 
 from collections.abc import Mapping
+from math import comb
 
 from sdp_deepspeed.estimate.precision import Precision
 
@@ -67,6 +68,50 @@ def sent_per_parameter(
         sent[plain] = to_all * (wire * rounds + weights)
         sent[ours] = to_holders * wire * rounds + returned * weights
     return sent
+
+
+def between_nodes(
+    num_ranks: int, coverage: float, ranks_per_node: int, precision: Precision, *, regime: str = "forward"
+) -> dict[str, tuple[float, float, float]]:
+    """Nodes of a unit's holders, the fewest bytes that all ranks together send between nodes in one optimizer step per
+    parameter that belongs to a unit (stage 2: with one micro-step), and the largest spectral gap.
+
+    A unit whose holders are on m of M nodes crosses m - 1 times on its way there, and m - 1 or ("backward" regime)
+    M - 1 times on its way back. The gap of M nodes that meet equally often is M (m-1) / (m (M-1)).
+
+    Args:
+        num_ranks, coverage, precision, regime: as in `bytes_per_parameter`; each rank has its own subnetwork.
+        ranks_per_node: the last node may have fewer.
+
+    Returns:
+        For data parallelism, for spread holders, and for the fewest nodes that have room for them.
+    """
+    num_nodes, num_holders = -(-num_ranks // ranks_per_node), max(1, round(coverage * num_ranks))
+
+    def sent(nodes: float) -> float:
+        return (nodes - 1) * precision.wire + ((num_nodes if regime == "backward" else nodes) - 1) * precision.weights
+
+    def bound(count: int, of: int) -> float:
+        return 1.0 if of == 1 else of * (count - 1) / (count * (of - 1))
+
+    sizes = [min(ranks_per_node, num_ranks - first) for first in range(0, num_ranks, ranks_per_node)]
+    without = sum(comb(num_ranks - size, num_holders) for size in sizes) / comb(num_ranks, num_holders)
+    spread, fewest = num_nodes - without, -(-num_holders // ranks_per_node)
+    gap = bound(num_holders, num_ranks)
+    return {
+        "data parallelism": (num_nodes, sent(num_nodes), 1.0),
+        "holders anywhere": (spread, sent(spread), gap),
+        "holders on the fewest nodes": (fewest, sent(fewest), min(gap, bound(fewest, num_nodes))),
+    }
+
+
+def between_nodes_table(rows: Mapping[str, tuple[float, float, float]], num_nodes: int) -> str:
+    """As markdown."""
+    lines = [f"| between {num_nodes} nodes | nodes of a unit | bytes per parameter and step, in all | spectral gap |"]
+    lines.append("|---|---|---|---|")
+    for name, (nodes, sent, gap) in rows.items():
+        lines.append(f"| {name} | {nodes:.3g} | {sent:.4g} | at most {gap:.3f} |")
+    return "\n".join(lines)
 
 
 def table(rows: Mapping[str, tuple[float, float, float]], sent: Mapping[str, float], *, offload: bool = False) -> str:

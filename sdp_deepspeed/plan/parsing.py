@@ -27,13 +27,14 @@ def fields(data: Any) -> dict[str, Any]:
         raise ValueError(f"plan: expected a JSON object, got {type(data).__name__}")
     if data.get("version") != VERSION:
         raise ValueError(f"plan.version: got {data.get('version')!r}, this release reads version {VERSION}")
-    _check_types(data, _PLAN, "plan", optional={"version", "hash"})
+    _check_types(data, _PLAN, "plan", optional={"version", "hash", "node_of_subnetwork"})
     units = [_unit(item, f"plan.units[{index}]") for index, item in enumerate(data["units"])]
     return {
         **{key: data[key] for key in ("regime", "strategy", "num_subnetworks", "num_holders", "seed")},
         "units": tuple(unit for unit, _ in units),
         "holders": tuple(holders for _, holders in units),
         "subnetwork_of_rank": _indices(data["subnetwork_of_rank"], "plan.subnetwork_of_rank"),
+        "node_of_subnetwork": _nodes(data.get("node_of_subnetwork")),
     }
 
 
@@ -50,6 +51,12 @@ def _unit(item: Any, path: str) -> tuple[Unit, tuple[int, ...]]:
         except ValueError as error:
             raise ValueError(f"{where}: {error}") from None
     return Unit(item["name"], tuple(pieces)), _indices(item["holders"], f"{path}.holders")
+
+
+def _nodes(values: Any) -> tuple[int, ...] | None:
+    if not isinstance(values, list | None):
+        raise ValueError(f"plan.node_of_subnetwork: got {values!r}, expected list")
+    return None if values is None else _indices(values, "plan.node_of_subnetwork")
 
 
 def _indices(values: list[Any], path: str) -> tuple[int, ...]:

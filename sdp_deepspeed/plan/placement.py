@@ -105,21 +105,46 @@ class Placement:
     by_config: bool = False
     has_replicas: bool = True
 
+    @property
+    def sent_bytes(self) -> int:
+        """Bytes between nodes per step as it is."""
+        return self.packed_bytes if self.name == "packed" else self.spread_bytes
+
     def line(self) -> str:
         """Which and why, for people."""
         if not self.has_replicas:
-            return f"traffic: {_megabytes(self.packed_bytes)} between {self.num_nodes} nodes per step"
+            return f"traffic: {readable(self.packed_bytes)} between {self.num_nodes} nodes per step"
         words = f"placement: {self.name}{', as configured' if self.by_config else ''}"
         if self.num_nodes == 1:
             return f"{words}; all ranks are on one node"
-        other: Name = "spread" if self.name == "packed" else "packed"
-        sent = {"packed": self.packed_bytes, "spread": self.spread_bytes}
-        would = "as much" if sent["packed"] == sent["spread"] else f"would send {_megabytes(sent[other])}"
-        return f"{words}; {_megabytes(sent[self.name])} between {self.num_nodes} nodes per step, {other} {would}"
+        other, sent = ("spread", self.spread_bytes) if self.name == "packed" else ("packed", self.packed_bytes)
+        would = "as much" if sent == self.sent_bytes else f"would send {readable(sent)}"
+        return f"{words}; {readable(self.sent_bytes)} between {self.num_nodes} nodes per step, {other} {would}"
 
 
-def _megabytes(num_bytes: int) -> str:
-    return f"{num_bytes / 1e6:.4g} MB"
+@dataclass(frozen=True)
+class Weighed:
+    """What `assignment: "auto"` did not take on several nodes.
+
+    Args:
+        balanced_gap: spectral gap of "balanced"; None if that was taken.
+        balanced_bytes: bytes between nodes per step of it.
+    """
+
+    balanced_gap: float | None = None
+    balanced_bytes: int = 0
+
+    def line(self) -> str:
+        """For people, beside the plan's own spectral gap and bytes."""
+        if self.balanced_gap is None:
+            return "assignment: balanced; no other keeps 3/4 of its spectral gap and sends less between nodes"
+        balanced = f"spectral gap {self.balanced_gap:.4f}, {readable(self.balanced_bytes)} between nodes per step"
+        return f"assignment: holders on few nodes; balanced has: {balanced}"
+
+
+def readable(num_bytes: int) -> str:
+    """In GB from 1 GB on, else in MB."""
+    return f"{num_bytes / 1e9:.4g} GB" if num_bytes >= 10**9 else f"{num_bytes / 1e6:.4g} MB"
 
 
 def choose_placement(load: Load, network: Network, asked: Asked = "auto") -> tuple[Placement, tuple[int, ...]]:
@@ -141,6 +166,21 @@ def choose_placement(load: Load, network: Network, asked: Asked = "auto") -> tup
         crossing = bytes_between_nodes(load, network, own)
         return Placement(name, num_nodes, crossing, crossing, asked != "auto", has_replicas), own
     return Placement(name, num_nodes, sent["packed"], sent["spread"], asked != "auto", has_replicas), ways[name]
+
+
+def nodes_of_subnetworks(network: Network, num_subnetworks: int, asked: Asked) -> tuple[int, ...]:
+    """A number for each subnetwork, the same for those on the same node or nodes, where replicas are packed unless
+    the config asks for "spread"."""
+    nodes, k = network.nodes, num_subnetworks
+    if k == len(nodes):
+        ranks: tuple[int, ...] = tuple(range(k))
+    else:
+        ranks = spread(nodes, k) if asked == "spread" else packed(nodes, k)
+    homes: list[set[Hashable]] = [set() for _ in range(k)]
+    for node, subnetwork in zip(nodes, ranks, strict=True):
+        homes[subnetwork].add(node)
+    numbers = {home: number for number, home in enumerate(dict.fromkeys(map(frozenset, homes)))}
+    return tuple(numbers[frozenset(home)] for home in homes)
 
 
 def packed(nodes: Sequence[Hashable], num_subnetworks: int) -> tuple[int, ...]:

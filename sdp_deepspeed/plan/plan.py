@@ -19,7 +19,7 @@ from typing import Any
 from sdp_deepspeed.atomic_files import regular, write_text
 from sdp_deepspeed.messages import listed
 from sdp_deepspeed.plan import parsing
-from sdp_deepspeed.plan.placement import Asked, Load, Network, Placement, choose_placement
+from sdp_deepspeed.plan.placement import Asked, Load, Network, Placement, Weighed, choose_placement
 from sdp_deepspeed.plan.spectral_gap import spectral_gap
 from sdp_deepspeed.units import Piece, Unit, UnitCost
 
@@ -43,6 +43,9 @@ class Plan:
         subnetwork_of_rank: the subnetwork of each data-parallel rank.
         placement: where replicas are and why; None without replicas, and in a plan that was read from a file, whose
             ranks may have been on other nodes.
+        node_of_subnetwork: for each subnetwork the number of the node, or nodes, that its holders were chosen for; None
+            if nodes had no part in that.
+        weighed: what `assignment: "auto"` compared on several nodes, else None.
     """
 
     regime: str
@@ -54,6 +57,8 @@ class Plan:
     holders: tuple[tuple[int, ...], ...]
     subnetwork_of_rank: tuple[int, ...]
     placement: Placement | None = field(default=None, compare=False)
+    node_of_subnetwork: tuple[int, ...] | None = None
+    weighed: Weighed | None = field(default=None, compare=False)
 
     def __post_init__(self) -> None:
         _check_table(self)
@@ -155,6 +160,7 @@ def _metadata(plan: Plan) -> dict[str, Any]:
         "num_holders": plan.num_holders,
         "seed": plan.seed,
         "subnetwork_of_rank": list(plan.subnetwork_of_rank),
+        **({} if plan.node_of_subnetwork is None else {"node_of_subnetwork": list(plan.node_of_subnetwork)}),
         "units": [
             {"name": unit.name, "pieces": [_piece_metadata(piece) for piece in unit.pieces], "holders": list(holders)}
             for unit, holders in zip(plan.units, plan.holders, strict=True)
@@ -192,6 +198,8 @@ def _check_table(plan: Plan) -> None:
     if idle:
         raise ValueError(f"plan: subnetworks [{listed(idle)}] hold no unit; every subnetwork needs one or more")
     _check_ranks(plan.subnetwork_of_rank, k)
+    if plan.node_of_subnetwork is not None and len(plan.node_of_subnetwork) != k:
+        raise ValueError(f"plan.node_of_subnetwork: got {len(plan.node_of_subnetwork)} nodes for {k} subnetworks")
 
 
 def _check_words(plan: Plan) -> None:
@@ -242,6 +250,8 @@ def _table(plan: Plan, costs: Sequence[UnitCost] | None) -> str:
     lines.append(f"  spectral gap {plan.spectral_gap(weights):.4f}")
     if plan.placement is not None:
         lines.append(f"  {plan.placement.line()}")
+    if plan.weighed is not None:
+        lines.append(f"  {plan.weighed.line()}")
     lines.append(f"  hash {plan.hash[:16]}")
     return "\n".join(lines)
 

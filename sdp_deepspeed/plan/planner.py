@@ -20,10 +20,16 @@ from sdp_deepspeed.config import SubnetworkConfig
 from sdp_deepspeed.plan.assignment import methods as assignment
 from sdp_deepspeed.plan.assignment.graph import incidence, is_connected
 from sdp_deepspeed.plan.counts import PlanCounts, resolve
-from sdp_deepspeed.plan.placement import Network
+from sdp_deepspeed.plan.placement import Network, nodes_of_subnetworks
 from sdp_deepspeed.plan.plan import Plan
 from sdp_deepspeed.plan.shards import UNDIVIDED, Shards
+from sdp_deepspeed.plan.weighing import weigh
 from sdp_deepspeed.units import Unit, UnitCost, check_pieces
+
+_OTHER_NODES = (
+    "the plan {path!r} was made for ranks on other nodes: it trains the same here, but may send more between nodes "
+    'than a new plan by assignment "auto"'
+)
 
 
 def plan_model(
@@ -41,7 +47,7 @@ def plan_model(
         model: whole, or what a tensor-parallel rank has of it; on the meta device too.
         block: a parsed config block.
         data_parallel_size: D.
-        network: nodes of the ranks, for the placement of replicas; None puts all ranks on one node.
+        network: nodes of the ranks, for the placement of replicas and assignment "auto"; None puts all ranks on one.
         branches: the model's residual branches; None finds them.
         shards: what a tensor-parallel rank has; None if the model is whole.
 
@@ -61,18 +67,28 @@ def plan_model(
     )
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        names = constrained_branches(units, branches)
+        names, costs = constrained_branches(units, branches), unit_costs(model, units)
         dense_units = [shards.dense_unit(unit) for unit in units]
-        plan = make_plan(dense_units, unit_costs(model, units), counts, block, data_parallel_size, names)
+        plan = make_plan(dense_units, costs, counts, block, data_parallel_size, names)
     tensors = dict(model.named_parameters()) | dict(model.named_buffers())
     shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
     shapes |= {name: division.shape for name, division in shards.divisions.items()}
     check_pieces(plan.units, lambda piece: shapes.get(piece.parameter))
-    local = shards.local_plan(plan)
+    messages = [str(warning.message) for warning in caught]
     network = network or Network((0,) * data_parallel_size)
     if counts.num_replicas > 1 or len(set(network.nodes)) > 1:
-        plan = plan.place(*_trainable_elements(model, local), network, block.placement)
-    return plan, [str(warning.message) for warning in caught]
+        elements, num_shared = _trainable_elements(model, shards.local_plan(plan))
+        nodes = nodes_of_subnetworks(network, plan.num_subnetworks, block.placement)
+
+        def place(plan: Plan) -> Plan:
+            return plan.place(elements, num_shared, network, block.placement)
+
+        plan = place(plan)
+        if block.assignment == "auto":
+            plan = weigh(plan, costs, names, nodes, place)
+        elif plan.node_of_subnetwork not in (None, nodes):
+            messages.append(_OTHER_NODES.format(path=block.plan_path))
+    return plan, messages
 
 
 def _trainable_elements(model: nn.Module, plan: Plan) -> tuple[list[int], int]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import numpy as np
+from numpy.typing import NDArray
 
 from sdp_deepspeed.plan.assignment.graph import incidence, is_connected
 
@@ -27,8 +28,14 @@ def spectral_gap(holders: Sequence[Sequence[int]], weights: Sequence[int], k: in
     if not is_connected(table):
         return 0.0
     kept = np.array([w for w in weights if w > 0], dtype=np.float64)
-    overlaps = (table.T * kept) @ table / p
+    return gap_of_overlaps((table.T * kept) @ table / p)
+
+
+def gap_of_overlaps(overlaps: NDArray[np.float64]) -> float:
+    """rho of the weights that pairs of subnetworks share, [k, k] with k > 1; a factor of all of them cancels."""
     row_sums = overlaps.sum(axis=1)
+    if not row_sums.all():  # a subnetwork that holds nothing
+        return 0.0
     # W is not symmetric when loads differ, but is similar to this symmetric matrix: same eigenvalues, all real.
     eigenvalues = np.linalg.eigvalsh(overlaps / np.sqrt(np.outer(row_sums, row_sums)))
     return float(min(1.0, max(0.0, 1.0 - eigenvalues[-2])))

@@ -20,13 +20,20 @@ _MAX_PASSES = 8
 _MAX_WORK = 2**12  # hands that are looked at
 
 
-def deal(problem: Problem) -> Ints:
-    """A table [U, k] with at most 4k different rows; needs 1 < p < k - 1, k / p units, of each branch too."""
+def deal(problem: Problem, beside: tuple[Ints, Ints] | None = None) -> Ints:
+    """A table [U, k] with at most 4k different rows; needs 1 < p < k - 1, k / p units, of each branch too.
+
+    Args:
+        problem: costs of the units.
+        beside: sets [V, k] and weights [V] of other units: with them together pairs of subnetworks share evenly.
+    """
     k, p = problem.num_subnetworks, problem.num_holders
     e = k // gcd(k, p)
-    classes = _classes(problem)
+    classes = equal_units(problem)
     left = {len(units) % e for units in classes if problem.codes[units[0]] > 0} - {0, 1, e - 1}
     table = _Table(problem, find_rounds(k, p, tuple(sorted(left | {e - size for size in left}))))
+    if beside is not None:
+        table.count(*beside)
     hands = _hands(problem, classes, e)
     for hand in hands:
         table.place(hand, table.first_choice(hand))
@@ -54,7 +61,7 @@ class _Hand:
     is_neutral: bool
 
 
-def _classes(problem: Problem) -> list[Ints]:
+def equal_units(problem: Problem) -> list[Ints]:
     """Units of one branch, or blocks of equal cost; the heaviest first."""
     found: dict[tuple[int, ...], list[int]] = {}
     for unit in np.lexsort((-problem.amounts[:, 1], -problem.amounts[:, 0])).tolist():
@@ -95,6 +102,10 @@ class _Table:
         self._loads = np.zeros((k, 2), dtype=np.int64)
         self._limits = problem.limits()
         self._chosen = np.full(len(problem.amounts), -1, dtype=np.int64)
+
+    def count(self, sets: Ints, weights: Ints) -> None:
+        """Count what units outside the problem share."""
+        self._slope += ((self._sets @ sets.T) ** 2) @ weights
 
     def excess(self) -> Ints:
         """FLOPs and bytes that subnetworks have above the limits, [2]."""

@@ -66,7 +66,7 @@ def balanced(
         table = search(costs, k, p, branches)
     else:
         table = deal(Problem.of(costs, k, p, branches))
-    return to_holders(_renamed(table, costs, branch_codes(branches, len(costs)), seed))
+    return to_holders(renamed(table, costs, branch_codes(branches, len(costs)), seed))
 
 
 def cyclic(num_units: int, *, num_subnetworks: int, num_holders: int, branches: Branches | None = None) -> Holders:
@@ -139,20 +139,36 @@ def _check_branches(branches: Branches, num_units: int, k: int, p: int) -> None:
         )
 
 
-def _renamed(table: Table, costs: Sequence[UnitCost], codes: Table, seed: int) -> Table:
-    """Permute subnetworks, and units among those of equal cost and branch; seed 0 changes nothing."""
+def renamed(
+    table: Table, costs: Sequence[UnitCost], codes: Table, seed: int, groups: Sequence[Sequence[int]] | None = None
+) -> Table:
+    """Permute subnetworks, and units among those of equal cost and branch; seed 0 changes nothing.
+
+    Args:
+        table: [U, k].
+        costs: of the units.
+        codes: branches of the units, [U].
+        seed: of the permutation.
+        groups: subnetworks that trade names; None if all may.
+    """
     if seed == 0:
         return table
     shuffler = random.Random(seed)
     columns = list(range(table.shape[1]))
-    shuffler.shuffle(columns)
+    for group in groups or [columns]:
+        _shuffle(columns, group, shuffler)
     rows = list(range(len(costs)))
     alike: dict[tuple[UnitCost, int], list[int]] = {}
     for unit, cost in enumerate(costs):
         alike.setdefault((cost, int(codes[unit])), []).append(unit)
     for same in alike.values():
-        shuffled = list(same)
-        shuffler.shuffle(shuffled)
-        for unit, source in zip(same, shuffled, strict=True):
-            rows[unit] = source
+        _shuffle(rows, same, shuffler)
     return table[rows][:, columns]
+
+
+def _shuffle(items: list[int], places: Sequence[int], shuffler: random.Random) -> None:
+    """Let each of `places` hold one of them, in place."""
+    shuffled = list(places)
+    shuffler.shuffle(shuffled)
+    for place, source in zip(list(places), shuffled, strict=True):
+        items[place] = source

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -52,6 +52,10 @@ class Problem:
         weights = _scaled([cost.num_parameters for cost in costs])
         codes = branch_codes(branches, len(costs))
         return cls(amounts, weights, codes, int(codes.max()), k, p)
+
+    def part(self, units: Ints) -> Problem:
+        """The problem for some of the units."""
+        return replace(self, amounts=self.amounts[units], weights=self.weights[units], codes=self.codes[units])
 
     @property
     def max_trials(self) -> int:

@@ -52,6 +52,8 @@ CASES = {
     "backward-block-0": OverNodes(Case(SIZE, 2, "backward", stage=0, overlap=True)),
     "backward-block": OverNodes(Case(SIZE, 2, "backward", precision="bf16+fp32", optimizer="SGD")),
     "backward-neuron": OverNodes(Case(SIZE, 4, "backward", "neuron", stage=2, buckets="many")),
+    "few-nodes": OverNodes(Case(SIZE, 3, "forward", "neuron"), {"assignment": "auto"}),
+    "few-nodes-backward": OverNodes(Case(SIZE, 3, "backward", "neuron", stage=2), {"assignment": "auto"}),
     "replicas": OverNodes(Case(SIZE, 1, "forward", "neuron", stage=1), {"subnetworks": 3}),
 }
 
@@ -59,9 +61,12 @@ CASES = {
 def bytes_between_nodes_are_the_least(rank: Rank) -> None:
     """What is counted in a step is what the plan's table says, but for messages whose length is rounded up: of 1,024
     elements or more, to multiples of 64."""
-    for stage, regime in ((0, "forward"), (1, "forward"), (2, "backward")):
+    for stage, regime, assignment in ((0, "forward", "balanced"), (1, "forward", "auto"), (2, "backward", "balanced")):
         with on_nodes(rank):
-            engine = engine_of(sgd(stage=stage, regime=regime, holders=2) | {"bf16": {"enabled": True}})
+            holders = 3 if assignment == "auto" else 2
+            settings = sgd(stage=stage, regime=regime, holders=holders, assignment=assignment)
+            engine = engine_of(settings | {"bf16": {"enabled": True}})
+        assert (engine.plan.node_of_subnetwork == NODES) == (assignment == "auto")
         train(engine, num_steps=1)
         crossed = list[int]()
         engine.dp_group.all_to_all = _noting_crossed(engine.dp_group.all_to_all, rank, crossed)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from sdp_deepspeed.estimate.formulas import bytes_per_parameter, sent_per_parameter, table
+from sdp_deepspeed.estimate.formulas import between_nodes, bytes_per_parameter, sent_per_parameter, table
 from sdp_deepspeed.estimate.precision import Precision
 
 BF16 = Precision.of("bf16")
@@ -52,6 +52,22 @@ def test_what_is_sent() -> None:
     assert several["SDP + ZeRO-1"] == forward["SDP + ZeRO-1"]
     assert several["SDP + ZeRO-2"] == 3 * 0.25 * 2 + 0.25 * 2
     assert several["ZeRO-2"] == 3 * 0.75 * 2 + 0.75 * 2
+
+
+def test_between_nodes() -> None:
+    """32 of 64 ranks on eight nodes of eight: four whole nodes at best; 2 bytes each way."""
+    plain, anywhere, fewest = between_nodes(64, 0.5, 8, BF16).values()
+    assert plain == (8, 7 * 4, 1.0)
+    assert anywhere[0] == pytest.approx(8, abs=0.03)  # a node has a holder unless all 32 are among 56 others
+    assert anywhere[2] == pytest.approx(64 * 31 / (32 * 63))
+    assert fewest == (4, 3 * 4, pytest.approx(8 * 3 / (4 * 7)))
+    assert between_nodes(64, 0.5, 8, BF16, regime="backward")["holders on the fewest nodes"][1] == 3 * 2 + 7 * 2
+    assert between_nodes(4, 0.5, 8, BF16)["holders anywhere"] == (1, 0, pytest.approx(2 / 3))
+
+
+def test_nodes_that_holders_anywhere_are_on() -> None:
+    """All ways to choose 2 of 6 ranks on nodes of 4 and 2: 7 of 15 are on one node."""
+    assert between_nodes(6, 1 / 3, 4, BF16)["holders anywhere"][0] == pytest.approx((7 + 8 * 2) / 15)
 
 
 def test_table_adds_up_what_is_on_the_device() -> None:

@@ -16,6 +16,14 @@ def test_printed_table(capsys: pytest.CaptureFixture[str]) -> None:
     printed = capsys.readouterr().out
     assert table(bytes_per_parameter(8, 0.5, BF16), sent_per_parameter(8, 0.5, BF16)) in printed
     assert "| SDP + ZeRO-2 | 1 | 0.25 | 1.5 | 2.75 | 1.5 |" in printed
+    assert "nodes" not in printed
+
+
+def test_table_between_nodes(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["estimate", "--ranks", "64", "--coverage", "0.5", "--ranks-per-node", "8"]) == 0
+    printed = capsys.readouterr().out
+    assert "| between 8 nodes | nodes of a unit |" in printed
+    assert "| holders on the fewest nodes | 4 | 12 | at most 0.857 |" in printed
 
 
 @pytest.mark.parametrize(
@@ -41,6 +49,7 @@ def test_flags_of_the_printed_table(flags: str, row: str, capsys: pytest.Capture
     ("arguments", "words"),
     [
         ("--ranks 0", "--ranks: expected a whole number above 0, got '0'"),
+        ("--ranks-per-node 0", "--ranks-per-node: expected a whole number above 0, got '0'"),
         ("--accumulation 0", "--accumulation: expected a whole number above 0, got '0'"),
         ("--coverage 0", "--coverage: got 0, expected a number above 0 and at most 1"),
         ("--coverage 2", "--coverage: got 2, expected a number above 0 and at most 1"),
