@@ -18,6 +18,8 @@ KEY = "subnetwork_data_parallel"
 
 Regime = Literal["forward", "backward"]
 StrategyName = Literal["block", "neuron"]
+Evaluation = Literal["auto", "resident", "prefetch", "stream"]
+"""How the dense model's parts come to be on a rank while it evaluates (forward regime)."""
 
 
 class Mode(NamedTuple):
@@ -73,6 +75,10 @@ class SubnetworkConfig(BaseModel):
     )
     neuron_groups: int | None = Field(default=None, ge=1, description="a whole number of groups, at least 1")
     dense_branch_scale: Literal["none", "coverage"] = Field(default="none", description='"none" or "coverage"')
+    evaluation: Evaluation = Field(
+        default="auto",
+        description='"auto" (resident where memory allows, else prefetch), "resident", "prefetch" or "stream"',
+    )
     placement: Literal["auto", "packed", "spread"] = Field(
         default="auto", description='"auto" (fewer bytes between nodes), "packed" or "spread"'
     )
@@ -246,7 +252,7 @@ def _explain_one(keys: tuple[str, ...], kind: str, message: str, block: Mapping[
         return f"{path}: keys must be text"
     value = reduce(getitem, keys, block)
     if value == "auto":
-        where = "is only possible for subnetworks, assignment and placement"
+        where = "is only possible for subnetworks, assignment, placement and evaluation"
         return f'{path}: "auto" {where}; expected {fields[name].description}'
     detail = f" ({message})" if kind == "value_error" and name == "shared" else ""
     return f"{path}: got {value!r}, expected {fields[name].description}{detail}"

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from datetime import timedelta
 from enum import IntEnum
+from typing import Any
 
 from sdp_deepspeed.distributed.agreement import Gatherer
 from sdp_deepspeed.distributed.host_group import Channel, HostGroup
@@ -21,6 +22,7 @@ class Phase(IntEnum):
     RESIDENT = 2
     SAVE = 3
     LOAD = 4
+    PART = 5
 
 
 _WORDS = {
@@ -29,9 +31,12 @@ _WORDS = {
     Phase.RESIDENT: "asked for the whole dense model",
     Phase.SAVE: "began to save a checkpoint",
     Phase.LOAD: "began to load weights",
+    Phase.PART: "ran a part of the model again, or before another",
 }
 _BATCHES = "the dense model is a collective of all ranks, so give each the same number of batches"
+_PARTS = "a forward pass of the dense model runs the same parts on all ranks, in the same order"
 _CALLS = "all ranks do this together: call it on every rank, not below `if rank == 0`"
+_WHY = {Phase.LEAVE: _BATCHES, Phase.FORWARD: _BATCHES, Phase.PART: _PARTS}
 
 
 class MonitoredBarrier:
@@ -56,28 +61,37 @@ class MonitoredBarrier:
         self._meetings = 0
         self.num_forwards = 0
 
-    def wait(self, phase: Phase) -> None:
+    def wait(self, phase: Phase, note: Any = None) -> list[Any]:
         """Every rank calls it in the same phase.
+
+        Args:
+            note: a small picklable object for the other ranks.
+
+        Returns:
+            The notes of all ranks.
 
         Raises:
             RuntimeError: on all ranks when phases differ, naming ranks; on waiting ranks when one does not come.
         """
         self._meetings += 1
+        notes = [note]
         if self._channel.size > 1:
-            phases = self._gather(phase)
+            phases, notes = map(list, zip(*self._gather(phase, note), strict=True))
             if len(set(phases)) > 1:
                 raise RuntimeError(self._explain(phases))
-        self.num_forwards = self.num_forwards + 1 if phase == Phase.FORWARD else 0
+        if phase != Phase.PART:
+            self.num_forwards = self.num_forwards + 1 if phase == Phase.FORWARD else 0
+        return notes
 
-    def _gather(self, phase: Phase) -> list[Phase]:
+    def _gather(self, phase: Phase, note: Any) -> list[tuple[Phase, Any]]:
         if self._report is not None:
             self._report(self._meetings)
         try:
-            return [Phase(value) for value in self._channel.gather_objects(int(phase))]
+            return [(Phase(value), other) for value, other in self._channel.gather_objects((int(phase), note))]
         except RuntimeError as error:
             raise RuntimeError(
                 f"rank {self._channel.rank} {_WORDS[phase]} and waited for {self._missing()}, which did not come: "
-                f"{_CALLS if phase >= Phase.RESIDENT else _BATCHES}"
+                f"{_WHY.get(phase, _CALLS)}"
             ) from error
 
     def _missing(self) -> str:

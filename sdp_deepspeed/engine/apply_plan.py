@@ -25,6 +25,7 @@ from sdp_deepspeed.layout.places import PieceViews
 from sdp_deepspeed.layout.rank_model import RankModel
 from sdp_deepspeed.masking.dense_view import DenseView
 from sdp_deepspeed.masking.mask import Mask
+from sdp_deepspeed.masking.passes import DensePasses
 from sdp_deepspeed.plan.placement import Network
 from sdp_deepspeed.plan.plan import Plan
 from sdp_deepspeed.plan.planner import plan_model
@@ -117,10 +118,16 @@ def apply_plan(start: ModelAtStart, block: SubnetworkConfig, groups: RankGroups)
         if start.deferred.note:
             log_dist(f"{KEY}: {start.deferred.note}", ranks=[0])
     # Dense view: what makes the module the dense model again, for evaluation, export and state dicts.
-    dense_view = DenseView(module, mask, groups.dp_group, make_monitored_barrier(groups.host))
+    barrier = make_monitored_barrier(groups.host)
+    passes = DensePasses(mask, groups.dp_group, barrier, device=start.device, report=_log_on_rank_0)
+    dense_view = DenseView(module, mask, groups.dp_group, barrier, passes, evaluation=block.evaluation)
     dense_view.install()
     for warning in warnings:
         log_dist(f"{KEY}: {warning}", ranks=[0], level=logging.WARNING)
     if groups.world.rank == 0:  # the others would make a table that nobody prints
         log_dist(f"{KEY}\n{plan.table(costs)}", ranks=[0])
     return AppliedPlan(plan, mask.model, parallel, mask, dense_view)
+
+
+def _log_on_rank_0(text: str) -> None:
+    log_dist(f"{KEY}: {text}", ranks=[0])

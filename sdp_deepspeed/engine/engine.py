@@ -199,15 +199,16 @@ class SubnetworkEngine(CheckpointCalls):
         return self
 
     @contextmanager
-    def dense(self, *, resident: bool = False, weights: nn.Module | None = None) -> Iterator[None]:
+    def dense(self, *, resident: bool | None = None, weights: nn.Module | None = None) -> Iterator[None]:
         """Context in which the module is the dense model; all ranks enter and leave together.
 
         Args:
-            resident: hold the whole model at once (generation, state dict). By default each lacking unit is fetched
-                just before it runs and freed after, which takes the memory of the subnetwork plus one unit. For
-                gradients of the dense model use `torch.autograd.grad`. The next step starts from the weights
-                as they are left; of a Parameter that was replaced (`load_state_dict(..., assign=True)`) the values
-                are taken, and the first object stays.
+            resident: True holds the whole model at once (generation, state dict). For gradients of the dense model
+                use `torch.autograd.grad`. The next step starts from the weights as they are left; of a Parameter that
+                was replaced (`load_state_dict(..., assign=True)`) the values are taken, and the first object stays.
+                False fetches each lacking part while the one before it runs and frees it after, which takes the memory
+                of the subnetwork plus two parts. By default what was fetched stays for the next forward pass where
+                memory allows (`evaluation` in the block), to the same results.
             weights: those of this copy (`copy.deepcopy(engine.module)`, made outside of `dense`) in place of the
                 module's: an average of weights. Not in the backward regime with neurons.
 
@@ -227,7 +228,7 @@ class SubnetworkEngine(CheckpointCalls):
                 try:
                     yield
                 finally:
-                    resident |= view.is_whole  # a state dict makes it so
+                    resident = resident or view.is_whole  # a state dict makes it so
         finally:
             is_own = not (view.is_whole or self._other_weights.are_shown)  # an outer view may scale them
             if resident and is_own:

@@ -8,12 +8,12 @@ from __future__ import annotations
 import itertools
 import math
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 
 from sdp_deepspeed.distributed.communicator import Communicator
-from sdp_deepspeed.exchange.exchange import Exchange
+from sdp_deepspeed.exchange.exchange import Exchange, Steps
 from sdp_deepspeed.layout.fragments import Fragment, Views
 from sdp_deepspeed.layout.rank_model import RankModel
 from sdp_deepspeed.layout.segments import Bucket, Segment, aligned, copies
@@ -51,18 +51,36 @@ class UnitFetcher:
         all_buckets = [bucket for buckets in self._buckets for bucket in buckets]
         self._exchange = Exchange(all_buckets, dp_group, self._nodes, device=device, dtype=torch.float32)
 
-    def fetch(self, index: int, held: Views, targets: Mapping[Piece, torch.Tensor]) -> None:
-        """Fill `targets` with what this rank lacks of the units of set `index`.
+    def fetch(
+        self, index: int, held: Views, targets: Callable[[], Mapping[Piece, torch.Tensor]], num_rounds: int = 1
+    ) -> Steps:
+        """Fetch what this rank lacks of the units of set `index`. Where it yields, once, the first rounds run.
 
         Args:
             held: views of the pieces that this rank holds; only those are read.
-            targets: per lacking piece where its values go, shaped as in the dense model.
+            targets: makes room, when something has come: per lacking piece where its values go, shaped as in the dense
+                model.
+            num_rounds: that are under way at the same time; each packs at most half of what a rank holds of the set.
         """
-        for bucket in self._buckets[index]:
-            steps = self._exchange.distribute(
-                bucket, lambda piece: targets[piece] if piece in targets else held(piece), receivers="others"
-            )
-            deque(steps, maxlen=0)
+        lacking: Mapping[Piece, torch.Tensor] = {}
+
+        def tensors(piece: Piece) -> torch.Tensor | None:
+            return lacking[piece] if piece in lacking else held(piece)
+
+        running: deque[Steps] = deque()
+        coming = iter(self._buckets[index])
+
+        def start(number: int) -> None:
+            for bucket in itertools.islice(coming, number):
+                running.append(self._exchange.distribute(bucket, tensors, receivers="others"))
+                next(running[-1], None)
+
+        start(num_rounds)
+        yield
+        lacking = targets()
+        while running:
+            deque(running.popleft(), maxlen=0)
+            start(1)
 
     def _parts(self, units: Sequence[int]) -> list[tuple[Segment, ...]]:
         """Segments of one round each, of one dtype, so that a holder never packs more than half of what it holds."""

@@ -18,7 +18,7 @@ from sdp_deepspeed.config import KEY
 from sdp_deepspeed.layout.rank_model import RankModel
 from sdp_deepspeed.masking.mixins import Mixin, mixed_in
 from sdp_deepspeed.masking.nothing import Nothing
-from sdp_deepspeed.masking.part import Fetch, MaskedPart
+from sdp_deepspeed.masking.part import DenseTensors, MaskedPart
 from sdp_deepspeed.units import Piece
 
 
@@ -99,18 +99,30 @@ class BlockPart(MaskedPart):
                 make_lacking(module, self, self._nothing, num_outputs)
             self._drop()
 
-    def fill(self, fetch: Fetch) -> None:
+    @property
+    def num_bytes(self) -> int:
+        scaled = sum(tensor.nbytes for tensor in self._scaled) if self.whole else 0
+        lacking = () if self.whole else self._tensors.items()
+        return scaled + sum(self._shapes[piece.parameter].numel() * tensor.element_size() for piece, tensor in lacking)
+
+    def allocate(self) -> DenseTensors:
         targets: dict[Piece, torch.Tensor] = {}
         if not self.whole:
             for piece, tensor in self._tensors.items():
                 shape = self._shapes[piece.parameter]
                 targets[piece] = torch.empty(shape, dtype=tensor.dtype, device=tensor.device)
-        fetch(targets)
-        for piece, value in targets.items():
-            self._tensors[piece].data = value
-        self._unscaled = [tensor.data for tensor in self._scaled]
+        return DenseTensors(targets)
+
+    def complete(self, dense: DenseTensors) -> None:
+        values = {self._tensors[piece]: value for piece, value in dense.targets.items()}
         for tensor in self._scaled:
-            tensor.data = tensor.data * self._scale
+            values[tensor] = values[tensor].mul_(self._scale) if tensor in values else tensor.data * self._scale
+        dense.values = values
+
+    def show(self, dense: DenseTensors) -> None:
+        self._unscaled = [tensor.data for tensor in self._scaled]
+        for tensor, value in dense.values.items():
+            tensor.data = value
         self.filled = True
 
     def take_over(self) -> None:

@@ -1,28 +1,28 @@
 """The dense model when it is needed: streamed part by part, or resident (masking/README.md).
 
-Streaming makes each part dense just before it runs and lets go of it after. In the forward regime every rank takes
-part, in the order in which the model runs its parts; in the backward regime each rank has all that it needs.
+Streaming makes each part dense just before it runs, and only then. In the forward regime every rank takes part
+(passes.py); in the backward regime each rank has all that it needs.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from typing import Any, Literal
 
 import torch
 from torch import nn
 
+from sdp_deepspeed.config import Evaluation
 from sdp_deepspeed.distributed.agreement import raise_on_all_ranks
 from sdp_deepspeed.distributed.communicator import Communicator
 from sdp_deepspeed.distributed.monitored_barrier import MonitoredBarrier, Phase
-from sdp_deepspeed.exchange.unit_fetcher import UnitFetcher
 from sdp_deepspeed.masking.mask import Mask
 from sdp_deepspeed.masking.mixins import CUT, Hook, Mixin, RefusePartial, mixed_in
 from sdp_deepspeed.masking.part import MaskedPart
+from sdp_deepspeed.masking.passes import DensePasses
 from sdp_deepspeed.masking.replaced import ReplaceableTensors
-from sdp_deepspeed.units import Piece
 
 Mode = Literal["subnetwork", "streaming", "resident"]
 _WAY = (
@@ -56,8 +56,7 @@ class _Model(_Viewed):
 
 
 class _PartModule(_Viewed):
-    """Mixed in before the class of a part's first and last module. No hook: each has a number, which a compiler would
-    notice, and compile every layer again."""
+    """Mixed in before the class of a part's first and last module. A hook has a number: compilers would notice."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if not self._sdp_view.is_streaming():
@@ -74,26 +73,33 @@ class DenseView:
 
     Args:
         module: masked by `mask`, which was applied.
-        dp_group: the data-parallel group, over which units travel.
+        dp_group: the data-parallel group, over which errors travel.
         barrier: where all ranks agree before each collective.
+        passes: of the module, in the forward regime.
+        evaluation: how parts come to be here.
     """
 
-    def __init__(self, module: nn.Module, mask: Mask, dp_group: Communicator, barrier: MonitoredBarrier) -> None:
+    def __init__(
+        self,
+        module: nn.Module,
+        mask: Mask,
+        dp_group: Communicator,
+        barrier: MonitoredBarrier,
+        passes: DensePasses,
+        *,
+        evaluation: Evaluation = "auto",
+    ) -> None:
         self._module = module
         self._mask = mask
         self._dp_group = dp_group
         self._barrier = barrier
+        self._passes = passes
+        self._evaluation: Evaluation = evaluation
         self._mode: Mode = "subnetwork"
         self._replaceable: ReplaceableTensors | None = None
         self._in_forward = False  # of the whole model
         self._automatic = False  # streaming was entered by a forward pass in evaluation mode
         self._is_collective = bool(mask.parts) and not mask.model.stores_all
-        self._fetcher = UnitFetcher(
-            mask.model,
-            [part.units for part in mask.parts],
-            dp_group,
-            device=next(module.parameters()).device,
-        )
         self._first = {part.modules[0]: index for index, part in enumerate(mask.parts)}
         self._last = {part.modules[-1]: index for index, part in enumerate(mask.parts)}
 
@@ -130,17 +136,19 @@ class DenseView:
         object.__setattr__(module, "_sdp_view", self)
 
     @contextmanager
-    def __call__(self, *, resident: bool = False) -> Iterator[None]:
+    def __call__(self, *, resident: bool | None = None) -> Iterator[None]:
         """All ranks enter and leave together. Inside, the module is the dense model.
 
         Args:
-            resident: hold the whole model (generation, state dict) instead of one part at a time.
+            resident: hold the whole model until the end (generation, state dict), or two parts; None: `evaluation`.
         """
         if self._mode == "resident" or (self._mode == "streaming" and not resident):
             yield
             return
         self.end_evaluation()
         previous, self._mode = self._mode, "streaming"
+        evaluation = self._evaluation
+        self._evaluation = "prefetch" if resident is False and evaluation != "stream" else evaluation
         try:
             if resident or not self._mask.parts:
                 self._make_resident()
@@ -152,7 +160,8 @@ class DenseView:
                 self._replaceable.put_back()
                 self._replaceable = None
             self._release_all()
-            self._mode = previous
+            self._passes.drop()
+            self._mode, self._evaluation = previous, evaluation
 
     def _put_back(self) -> None:
         """Take over the values of tensors that were replaced while the dense model was resident."""
@@ -168,6 +177,7 @@ class DenseView:
     def end_evaluation(self) -> None:
         """Agree that evaluation is over, if forward passes in evaluation mode have used the dense model."""
         if self._barrier.num_forwards and self._mode == "subnetwork":
+            self._passes.drop()
             self._barrier.wait(Phase.LEAVE)
 
     def wait_to_write(self) -> None:
@@ -181,6 +191,7 @@ class DenseView:
         Raises:
             RuntimeError: on all ranks when they do not, naming ranks; on waiting ranks when one does not come.
         """
+        self._passes.drop()
         self._barrier.wait(phase)
 
     def _wait(self, phase: Phase) -> None:
@@ -189,8 +200,9 @@ class DenseView:
 
     def _make_resident(self) -> None:
         self._wait(Phase.RESIDENT)
-        for index in range(len(self._mask.parts)):
-            self._fill(index)
+        with self._passes.all_at_once() if self._is_collective else nullcontext():
+            for index in range(len(self._mask.parts)):
+                self._fill(index)
         self._mode = "resident"
         self._replaceable = ReplaceableTensors(self._module)
 
@@ -224,7 +236,8 @@ class DenseView:
         self._in_forward = True
         if self._mode == "resident":
             return
-        self._wait(Phase.FORWARD)
+        if self._is_collective:
+            self._passes.begin(self._evaluation)
         self._automatic = self._mode == "subnetwork"
         self._mode = "streaming"
 
@@ -234,6 +247,8 @@ class DenseView:
             self._automatic = False
             self._mode = "subnetwork"
             self._release_all()
+        if self._passes.are_running:
+            self._passes.end()
 
     def before(self, module: nn.Module) -> None:
         """`module` is about to run while parts become dense one by one."""
@@ -271,13 +286,12 @@ class DenseView:
 
     @torch.no_grad()
     def _fill(self, index: int) -> None:
+        part = self._mask.parts[index]
         with torch.inference_mode(False):
-            self._mask.parts[index].fill(lambda targets: self._fetch(index, targets))
-
-    def _fetch(self, index: int, targets: Mapping[Piece, torch.Tensor]) -> None:
-        """From its holders to all ranks that lack it."""
-        if self._is_collective:
-            self._fetcher.fetch(index, self._mask.model.views.weight_view, targets)
+            if self._is_collective:
+                part.show(self._passes.take(index))
+            else:
+                part.fill(lambda _: None)
 
     @torch.no_grad()
     def _release(self, part: MaskedPart) -> None:

@@ -19,7 +19,7 @@ from sdp_deepspeed.architectures import LocatedBranch
 from sdp_deepspeed.layout.places import side_by_side
 from sdp_deepspeed.layout.rank_model import RankModel
 from sdp_deepspeed.masking.mixins import Mixin, mixed_in
-from sdp_deepspeed.masking.part import Fetch, MaskedPart
+from sdp_deepspeed.masking.part import DenseTensors, MaskedPart
 from sdp_deepspeed.units import Piece
 
 
@@ -127,18 +127,28 @@ class NeuronPart(MaskedPart):
     def _stored(self, cut: CutParameter) -> tuple[Piece, ...]:
         return (*cut.held, *cut.lacking) if self.twins else cut.held
 
-    def fill(self, fetch: Fetch) -> None:
-        targets: dict[Piece, torch.Tensor] = {}
-        wholes = []
+    @property
+    def num_bytes(self) -> int:
+        return sum(cut.shape.numel() * cut.parameter.element_size() for cut in self.cuts)
+
+    def allocate(self) -> DenseTensors:
+        dense = DenseTensors({})
         for cut in self.cuts:
-            wholes.append(torch.empty(cut.shape, dtype=cut.parameter.dtype, device=cut.parameter.device))
-            targets |= {piece: piece.narrow(wholes[-1]) for piece in (*cut.held, *cut.lacking)}
+            whole = torch.empty(cut.shape, dtype=cut.parameter.dtype, device=cut.parameter.device)
+            dense.values[cut.parameter] = whole
+            dense.targets |= {piece: piece.narrow(whole) for piece in (*cut.held, *cut.lacking)}
             for piece in self._stored(cut):
-                targets.pop(piece).copy_(self._views.weight_view(piece))
-        fetch(targets)
-        for cut, whole in zip(self.cuts, wholes, strict=True):
+                dense.targets.pop(piece).copy_(self._views.weight_view(piece))
+        return dense
+
+    def complete(self, dense: DenseTensors) -> None:
+        for cut in self.cuts:
             for piece in self._scales.keys() & {*cut.held, *cut.lacking}:
-                piece.narrow(whole).mul_(self._scales[piece])
+                piece.narrow(dense.values[cut.parameter]).mul_(self._scales[piece])
+
+    def show(self, dense: DenseTensors) -> None:
+        for cut in self.cuts:
+            whole = dense.values[cut.parameter]
             cut.module._parameters[cut.name] = nn.Parameter(whole, requires_grad=cut.parameter.requires_grad)
         self._set_counts(self._body)
         self.filled = True

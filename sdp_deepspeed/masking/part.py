@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 
 import torch
 from torch import nn
@@ -14,6 +15,19 @@ Fetch = Callable[[Mapping[Piece, torch.Tensor]], None]
 """Fills tensors, one per lacking piece and shaped as in the dense model; a collective in the forward regime."""
 
 
+@dataclass
+class DenseTensors:
+    """What makes a part dense on one rank.
+
+    Args:
+        targets: per lacking piece where its values go, shaped as in the dense model.
+        values: per tensor of the module what is in its place; complete once `targets` are filled.
+    """
+
+    targets: dict[Piece, torch.Tensor]
+    values: dict[torch.Tensor, torch.Tensor] = field(default_factory=dict)
+
+
 class MaskedPart(ABC):
     """Modules of which ranks lack pieces; every rank has the same parts in the same order.
 
@@ -22,7 +36,7 @@ class MaskedPart(ABC):
         units: indices in the plan of all units that it takes.
         modules: the modules in the order in which they run.
         whole: whether this rank's subnetwork has all of it, as in the dense model.
-        filled: whether it was made dense, between `fill` and `release`.
+        filled: whether it was made dense, between `show` and `release`.
     """
 
     def __init__(self, name: str, units: Sequence[int], modules: Sequence[nn.Module], *, whole: bool) -> None:
@@ -41,9 +55,29 @@ class MaskedPart(ABC):
         """Whether all of it is here now."""
         return self.whole or self.filled
 
+    @property
     @abstractmethod
+    def num_bytes(self) -> int:
+        """What its `DenseTensors` take."""
+
+    @abstractmethod
+    def allocate(self) -> DenseTensors:
+        """Room for what is lacking, beside what this rank stores."""
+
+    @abstractmethod
+    def complete(self, dense: DenseTensors) -> None:
+        """Its targets were filled; called once for each."""
+
+    @abstractmethod
+    def show(self, dense: DenseTensors) -> None:
+        """Make the part dense; `dense` stays as it is, and may be shown again."""
+
     def fill(self, fetch: Fetch) -> None:
         """Make the part dense; calls `fetch` once."""
+        dense = self.allocate()
+        fetch(dense.targets)
+        self.complete(dense)
+        self.show(dense)
 
     @abstractmethod
     def release(self) -> None:

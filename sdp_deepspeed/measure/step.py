@@ -170,7 +170,7 @@ class LiveBytes:
 def watched_host_memory() -> Iterator[LiveBytes]:
     """What tensors take inside the block, however they are made; filled in at its end. Tensors without data do not
     count, nor does what lived before."""
-    figures, tracker = LiveBytes(), MemTracker()
+    figures, tracker = LiveBytes(), _LiveTensors()
     with tracker:
         yield figures
         peak, current = tracker.get_tracker_snapshot("peak"), tracker.get_tracker_snapshot("current")

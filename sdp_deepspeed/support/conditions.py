@@ -67,6 +67,10 @@ def scales_backward_branches(value: Any, tree: Tree) -> bool:
     return value == "coverage" and lookup(tree, f"{KEY}.regime") == "backward"
 
 
+def fetches_in_backward_regime(value: Any, tree: Tree) -> bool:
+    return value not in (None, "auto") and lookup(tree, f"{KEY}.regime") == "backward"
+
+
 def sums_in_fp32(value: Any, tree: Tree) -> bool:
     """Gradients of a model in another dtype."""
     return _dtype(value) == "fp32" and _model_dtype(tree) != "fp32"

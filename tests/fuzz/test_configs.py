@@ -28,6 +28,7 @@ EVERYTHING: dict[str, Any] = {
     "shared": [r"\.0\."],
     "neuron_groups": 4,
     "dense_branch_scale": "none",
+    "evaluation": "auto",
     "placement": "auto",
     "seed": 3,
     "allow_optimizer": False,

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import itertools
 import json
+from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
@@ -146,7 +147,8 @@ class SliceCase:
         fetcher = UnitFetcher(RankModel(plan, (), views, rank), sets, communicator, device=torch.device("cpu"))
         for index, each in enumerate(plan.units):
             lacking = () if plan.holds_rank(index, rank) else each.pieces
-            fetcher.fetch(index, views.weight_view, {piece: views.weight_view(piece) for piece in lacking})
+            targets = {piece: views.weight_view(piece) for piece in lacking}
+            deque(fetcher.fetch(index, views.weight_view, partial(dict, targets)), maxlen=0)
         for name, expected in named(dense).items():
             tolerance = self.tolerance(expected)
             assert torch.allclose(tensors[name].float(), expected.detach().float(), rtol=0, atol=tolerance), name

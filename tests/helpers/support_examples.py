@@ -19,6 +19,7 @@ BESIDE: dict[str, dict[str, Any]] = {
     "tensor parallelism (AutoTP)": {KEY: {"coverage": 1.0}},
     "groups of neurons": {KEY: {"strategy": "neuron"}},
     "scaled dense branches, backward regime": {KEY: {"regime": "backward"}},
+    "ways of the dense model, backward regime": {KEY: {"regime": "backward"}},
     "fp16, dynamic loss scale": {"bf16": {}},
     "fp16, static loss scale": {"bf16": {}, "fp16": {"enabled": True}},
     "fp16 master weights": {"bf16": {}, "fp16": {"enabled": True}},

@@ -57,7 +57,7 @@ def test_defaults() -> None:
         (),
     )
     assert (config.neuron_groups, config.dense_branch_scale, config.seed) == (None, "none", 0)
-    assert config.placement == "auto"
+    assert (config.placement, config.evaluation) == ("auto", "auto")
     assert not config.allow_optimizer
     assert not config.check_agreement
 
@@ -70,6 +70,7 @@ def test_every_key_is_read() -> None:
         "coverage": 1,
         "subnetworks": 4,
         "granularity": "layer",
+        "evaluation": "prefetch",
         "placement": "spread",
         "assignment": "cyclic",
         "shared": [r"layers\.0\."],
@@ -158,7 +159,7 @@ def test_unknown_key_like_no_other_lists_all() -> None:
         ("holders", "auto", '"auto" is only possible for'),
         ("enabled", "yes", "true or false"),
         ("regime", "backwards", '"forward" or "backward"'),
-        ("regime", "auto", '"auto" is only possible for subnetworks, assignment and placement'),
+        ("regime", "auto", '"auto" is only possible for subnetworks, assignment, placement and evaluation'),
         ("strategy", "blocks", '"block", "neuron"'),
         ("strategy", {"mlp": "blocks"}, '"block", "neuron"'),
         ("strategy", {}, '"block", "neuron"'),
@@ -173,6 +174,8 @@ def test_unknown_key_like_no_other_lists_all() -> None:
         ("seed", -1, "at least 0"),
         ("seed", "auto", '"auto" is only possible for'),
         ("placement", "near", '"packed" or "spread"'),
+        ("evaluation", "residant", '"resident", "prefetch" or "stream"'),
+        ("evaluation", True, '"auto" (resident where memory allows'),
         ("allow_optimizer", 1, "true or false"),
         ("check_agreement", "true", "true or false"),
     ],

@@ -45,13 +45,15 @@ class Memory:
     client: bool = False
     regime: str = "forward"
     strategy: Any = "block"
+    evaluation: str = "prefetch"
 
     @property
     def dtype(self) -> torch.dtype:
         return torch.float32 if self.precision == "fp32" else torch.bfloat16
 
     def settings(self) -> dict[str, Any]:
-        result = config(coverage=0.5, regime=self.regime, strategy=self.strategy)
+        forward = {"evaluation": self.evaluation} if self.regime == "forward" else {}
+        result = config(coverage=0.5, regime=self.regime, strategy=self.strategy, **forward)
         result["zero_optimization"] = {"stage": self.stage, "reduce_bucket_size": BUCKET}
         if self.precision != "fp32":
             result["bf16"] = {"enabled": True}
@@ -117,6 +119,7 @@ class Allowance:
         self._stepped = stepped_elements(dense, engine.plan, engine.dp_group.rank, stage=case.stage)
         self._master = 0 if case.precision == "fp32" else 4
         self._engine = engine
+        self._num_parts = 2 if case.regime == "forward" and case.evaluation == "prefetch" else 1
         self.slack = 2 * BUCKET * 4
         assert self.slack < min(self.units) // 2
 
@@ -132,8 +135,9 @@ class Allowance:
         )
 
     def streamed(self, activations: int) -> int:
-        """In evaluation: one block that is lacking, or a second copy of one branch that is put together."""
-        extra = max(self.branches.values(), default=0)
+        """In evaluation: one block that is lacking, or a second copy of one branch that is put together, and the next
+        one under way."""
+        extra = self._num_parts * max(self.branches.values(), default=0)
         return self._stored + self._stepped * (8 + self._master) + extra + self.slack + activations
 
 
@@ -182,6 +186,8 @@ def evaluate(engine: Any, check: Allowance) -> None:
 
 CASES = {
     "stage1-fp32": Memory(),
+    "streamed": Memory(evaluation="stream"),
+    "neuron-streamed": Memory(strategy="neuron", evaluation="stream"),
     "stage0-fp32": Memory(stage=0),
     "stage1-fp32-client": Memory(client=True),
     "stage1-bf16": Memory(precision="bf16"),

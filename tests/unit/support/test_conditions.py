@@ -47,6 +47,12 @@ def test_questions_about_a_value(condition: Condition, yes: list[Any], no: list[
     [
         (conditions.at_stages(conditions.is_on, 0, 1), True, {}, {"zero_optimization": {"stage": 2}}),
         (conditions.scales_backward_branches, "coverage", {KEY: {"regime": "backward"}}, {KEY: {"regime": "forward"}}),
+        (
+            conditions.fetches_in_backward_regime,
+            "prefetch",
+            {KEY: {"regime": "backward"}},
+            {KEY: {"regime": "forward"}},
+        ),
         (conditions.sums_in_fp32, "float32", BF16, {}),
         (conditions.sums_in_third_dtype, "fp16", BF16, {"fp16": {"enabled": True}}),
         (conditions.overlaps_unmanaged, False, OVERLAP, {}),

@@ -29,6 +29,7 @@ PROMISED = {
         "strategy by part",
         "groups of neurons",
     ),
+    *("dense model in evaluation: resident, prefetched, streamed",),
     *("scaled dense branches, forward regime", "replicas of subnetworks", "elementwise optimizers"),
     *("ZeRO stage 0", "ZeRO stage 1", "ZeRO stage 2", "overlap of communication"),
     *("size of gradient buckets", "size of weight buckets", "dtype of gradients on the wire"),
