@@ -4,7 +4,7 @@
         --output benchmarks/results/evaluation_2_ranks.json
 
 Ways take turns on one engine, so that each repeat pairs them; an evaluation begins and ends as in training. What is
-resident is fetched in each evaluation's first batch. Memory is measured in evaluations of their own, which are not
+resident is fetched in each evaluation's first batch. Memory is measured in evaluations of one batch, which are not
 timed: the largest sum of all tensors that came to life in them. Losses must be the same bits. `--bandwidth` makes
 collectives as slow as a network of so many bytes per second and rank would, beside whatever else goes on.
 """
@@ -110,7 +110,7 @@ def measure_mode(mode: Mode, arguments: argparse.Namespace) -> dict[str, Any]:
     shape = (arguments.num_batches, arguments.batch, arguments.length)
     batches = list(torch.randint(0, LARGE["vocab_size"], shape, generator=generator))
     result: dict[str, Any] = {"mode": str(mode), "seconds": {way: [] for way in WAYS}, "peak": {}}
-    with engine_of(LARGE, contestant.config("bf16", bucket=2_000_000)) as engine:
+    with engine_of(LARGE, contestant.config("fp32", bucket=2_000_000)) as engine:
         batches = [batch.to(engine.device) for batch in batches]
         train(engine, batches[0])
         if arguments.bandwidth:
@@ -127,7 +127,7 @@ def measure_mode(mode: Mode, arguments: argparse.Namespace) -> dict[str, Any]:
                     result["seconds"][way].append(seconds)
         for way in WAYS:
             with way_of(engine, way):
-                result["peak"][way] = gather(peak_of(engine, batches))
+                result["peak"][way] = gather(peak_of(engine, batches[:1]))
         result["needs"] = gather(sum(part.num_bytes for part in engine._applied.mask.parts))
     show(f"{mode}: {result['seconds']}, {result['peak']}")
     return result

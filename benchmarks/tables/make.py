@@ -18,12 +18,13 @@ from benchmarks.tables.markdown import Result
 from benchmarks.tables.readme import RESULTS, ROOT, filled, read
 from benchmarks.tables.similarity import similarity
 from benchmarks.tables.startup import startup
-from benchmarks.tables.times import checkpoint_time, host_time, step_time
+from benchmarks.tables.times import checkpoint_time, evaluation, host_time, step_time
 
 IN_FULL: dict[str, Callable[[Result], str]] = {
     "checkpoints": checkpoint_time,
     "step_time": step_time,
     "host_time": host_time,
+    "evaluation": evaluation,
     "model_state": model_state,
     "peak_memory": peak_memory,
     "collectives": collectives,

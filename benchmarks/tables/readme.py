@@ -12,7 +12,7 @@ from benchmarks.tables.markdown import Result
 from benchmarks.tables.similarity import similarity
 from benchmarks.tables.startup import startup_side_by_side
 from benchmarks.tables.summary import summary
-from benchmarks.tables.times import between_nodes, checkpoint_time, host_time, overlap, step_ratios
+from benchmarks.tables.times import between_nodes, checkpoint_time, evaluation, host_time, overlap, step_ratios
 
 ROOT = Path(__file__).parents[2]
 RESULTS = ROOT / "benchmarks" / "results"
@@ -43,6 +43,7 @@ BLOCKS = {
     ),
     "overlap": Block(overlap, ("overlap_2_ranks", "overlap_4_ranks", "overlap_1_gbit")),
     "between-nodes": Block(between_nodes, ("between_nodes",)),
+    "evaluation": Block(evaluation, ("evaluation_2_ranks", "evaluation_2_ranks_slow")),
     "host-time": Block(host_time, ("host_time",)),
     "collectives": Block(collectives, ("collectives_2_ranks",)),
     "checkpoints": Block(checkpoint_time, ("checkpoints_4_ranks",)),

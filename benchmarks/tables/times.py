@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import itertools
 
-from benchmarks.tables.markdown import Result, for_readers, per_repeat, quartiles, span, table, with_spread
+from benchmarks.common.models import num_parameters
+from benchmarks.tables.markdown import MIB, Result, for_readers, per_repeat, quartiles, span, table, with_spread
 
 OVERLAP = ", overlap"  # as in step_time.py
 
@@ -143,3 +144,30 @@ def between_nodes(result: Result) -> str:
         rows.append([for_readers(name), *cells])
     facts = [f"2 nodes of {result['ranks_per_node']} ranks, {result['link']} between them", *_facts(result)[2:]]
     return f"{', '.join(facts)}:\n\n" + table(["", "spectral gap", "MB each way", "share", "step time, share"], rows)
+
+
+def evaluation(*results: Result) -> str:
+    """Seconds of an evaluation in each way, a column for each network; the largest memory beside the subnetwork's."""
+    first = results[0]
+    arguments = first["arguments"]
+    rows = []
+    for number, row in enumerate(first["results"]):
+        for way in row["seconds"]:
+            cells = [_way_cell(result["results"][number]["seconds"], way, result["baseline"]) for result in results]
+            rows.append([row["mode"], way, *cells, f"{max(row['peak'][way]) / MIB:.0f}"])
+    facts = [f"{first['ranks']} ranks", f"{num_parameters(first['model']) / 1e6:.0f}M parameters in fp32"]
+    facts += [f"C = {arguments['coverage']:g}", f"{arguments['num_batches']} batches of {arguments['batch']} x "]
+    caption = ", ".join(facts) + f"{arguments['length']} per rank; seconds, share of stream's:"
+    heads = ("", "way", *map(_network, results), "peak, MiB")
+    return f"{caption}\n\n" + table(heads, rows)
+
+
+def _network(result: Result) -> str:
+    bandwidth = result["arguments"]["bandwidth"]
+    return f"as if {8 * bandwidth / 1e9:g} Gb/s per rank" if bandwidth else "this machine"
+
+
+def _way_cell(seconds: dict[str, list[float]], way: str, baseline: str) -> str:
+    if way == baseline:
+        return with_spread(seconds[way])
+    return f"{with_spread(seconds[way])}, {with_spread(per_repeat(seconds[way], seconds[baseline]))}x"

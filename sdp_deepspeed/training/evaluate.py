@@ -15,8 +15,9 @@ from sdp_deepspeed.data import ValidationBatches
 def dense_validation_loss(engine: Any, batches: ValidationBatches) -> dict[str, float]:
     """Mean loss per predicted token over all held-out blocks; a collective of all ranks.
 
-    In evaluation mode our engine's forward is the dense model, as a stock engine's always is. Every rank has the
-    same number of batches, and a batch of padding alone weighs nothing.
+    In evaluation mode our engine's forward is the dense model, as a stock engine's always is. What that fetches stays
+    until `train` where memory allows. Every rank has the same number of batches, and a batch of padding alone weighs
+    nothing.
 
     Returns:
         `dense_validation_loss` (nats per token), `num_tokens`, `seconds`.

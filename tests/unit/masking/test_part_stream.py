@@ -105,6 +105,35 @@ def test_after_an_error_nothing_of_the_pass_is_left(fails: str) -> None:
     assert fetches.run(range(4)) == "0 0. 1 runs 1. 2 runs 2. 3 runs 3. runs"
 
 
+def test_a_gpu_fetches_on_a_stream_beside() -> None:
+    """Room is made in the memory of the stream that computes; each of the two waits for the other."""
+    fetches = Fetches()
+    stream = PartStream(fetches.parts, fetches.fetch, agree=mock.Mock(), device=torch.device("cuda", 0))
+
+    def told(name: str) -> mock.Mock:
+        return mock.Mock(wait_stream=lambda _: fetches.note(f"{name} waits"))
+
+    for part in fetches.parts:
+        part.allocate = mock.Mock(side_effect=lambda: (fetches.note("room"), DenseTensors({}))[1])
+        part.complete = lambda _: fetches.note("complete")
+    with (
+        mock.patch("torch.cuda.Stream", return_value=told("beside")) as made,
+        mock.patch("torch.cuda.current_stream", return_value=told("main")),
+        mock.patch("torch.cuda.stream") as entered,
+    ):
+        entered.return_value.__enter__.side_effect = lambda: fetches.note("(")
+        entered.return_value.__exit__.side_effect = lambda *_: fetches.note(")")
+        stream.begin(keeps=False, ahead=True)
+        stream.take(0)
+        fetches.note("runs")
+        stream.take(1)
+    start = "room beside waits ( {0} {0}. )"
+    finish = "main waits complete"
+    expected = [start.format(0), finish, start.format(1), "runs", finish, start.format(2)]
+    assert " ".join(fetches.events) == " ".join(expected)
+    assert made.call_count == 1
+
+
 def test_an_interrupted_pass_ends_with_the_next() -> None:
     fetches = Fetches()
     fetches.stream.begin(keeps=False, ahead=True)
