@@ -26,7 +26,7 @@ import torch.distributed as dist
 sys.path.insert(0, str(Path(__file__).parents[1]))  # the repository's root
 from benchmarks.common.contestants import Contestant, engine_of, train
 from benchmarks.common.device import seconds as now
-from benchmarks.common.models import LARGE
+from benchmarks.common.models import WIDE
 from benchmarks.common.ranks import gather, option_parser, run, show
 from sdp_deepspeed.config import MODES, Mode
 from sdp_deepspeed.measure.step import watched_host_memory
@@ -108,9 +108,9 @@ def measure_mode(mode: Mode, arguments: argparse.Namespace) -> dict[str, Any]:
     contestant = Contestant(1, mode, arguments.coverage)
     generator = torch.Generator().manual_seed(dist.get_rank())
     shape = (arguments.num_batches, arguments.batch, arguments.length)
-    batches = list(torch.randint(0, LARGE["vocab_size"], shape, generator=generator))
+    batches = list(torch.randint(0, WIDE["vocab_size"], shape, generator=generator))
     result: dict[str, Any] = {"mode": str(mode), "seconds": {way: [] for way in WAYS}, "peak": {}}
-    with engine_of(LARGE, contestant.config("fp32", bucket=2_000_000)) as engine:
+    with engine_of(WIDE, contestant.config("fp32", bucket=2_000_000)) as engine:
         batches = [batch.to(engine.device) for batch in batches]
         train(engine, batches[0])
         if arguments.bandwidth:
@@ -135,7 +135,7 @@ def measure_mode(mode: Mode, arguments: argparse.Namespace) -> dict[str, Any]:
 
 def measure(arguments: argparse.Namespace) -> dict[str, Any]:
     modes = [mode for mode in MODES if mode.regime == "forward"]
-    facts = {"ranks": dist.get_world_size(), "model": LARGE, "arguments": vars(arguments), "baseline": BASELINE}
+    facts = {"ranks": dist.get_world_size(), "model": WIDE, "arguments": vars(arguments), "baseline": BASELINE}
     return {"what": "evaluation", **facts, "results": [measure_mode(mode, arguments) for mode in modes]}
 
 
@@ -144,8 +144,8 @@ def main() -> None:
     parser.add_argument("--coverage", type=float, default=0.5)
     parser.add_argument("--num-batches", type=int, default=8, help="of an evaluation")
     parser.add_argument("--batch", type=int, default=1)
-    parser.add_argument("--length", type=int, default=128)
-    parser.add_argument("--repeats", type=int, default=7)
+    parser.add_argument("--length", type=int, default=64)
+    parser.add_argument("--repeats", type=int, default=15)
     parser.add_argument("--bandwidth", type=float, default=0.0, help="bytes per second and rank; 0: as fast as it is")
     run(parser, measure)
 

@@ -113,8 +113,12 @@ def test_a_gpu_fetches_on_a_stream_beside() -> None:
     def told(name: str) -> mock.Mock:
         return mock.Mock(wait_stream=lambda _: fetches.note(f"{name} waits"))
 
+    def allocate() -> DenseTensors:
+        fetches.note("room")
+        return DenseTensors({})
+
     for part in fetches.parts:
-        part.allocate = mock.Mock(side_effect=lambda: (fetches.note("room"), DenseTensors({}))[1])
+        part.allocate = allocate
         part.complete = lambda _: fetches.note("complete")
     with (
         mock.patch("torch.cuda.Stream", return_value=told("beside")) as made,
