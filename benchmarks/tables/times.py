@@ -156,15 +156,15 @@ def evaluation(*results: Result) -> str:
             cells = [_way_cell(result["results"][number]["seconds"], way, result["baseline"]) for result in results]
             rows.append([row["mode"], way, *cells, f"{max(row['peak'][way]) / MIB:.0f}"])
     facts = [f"{first['ranks']} ranks", f"{num_parameters(first['model']) / 1e6:.0f}M parameters in fp32"]
-    facts += [f"C = {arguments['coverage']:g}", f"{arguments['num_batches']} batches of {arguments['batch']} x "]
-    caption = ", ".join(facts) + f"{arguments['length']} per rank; seconds, share of stream's:"
+    facts += [f"C = {arguments['coverage']:g}", f"batches of {arguments['batch']} x {arguments['length']}"]
+    caption = f"{', '.join(facts)} per rank; seconds, share of stream's:"
     heads = ("", "way", *map(_network, results), "peak, MiB")
     return f"{caption}\n\n" + table(heads, rows)
 
 
 def _network(result: Result) -> str:
-    bandwidth = result["arguments"]["bandwidth"]
-    return f"as if {8 * bandwidth / 1e9:g} Gb/s per rank" if bandwidth else "this machine"
+    bandwidth, number = result["arguments"]["bandwidth"], result["arguments"]["num_batches"]
+    return f"{f'as if {8 * bandwidth / 1e9:g} Gb/s per rank' if bandwidth else 'one machine'}, {number} batches"
 
 
 def _way_cell(seconds: dict[str, list[float]], way: str, baseline: str) -> str:
