@@ -198,12 +198,15 @@ def memory_decides_for_all(rank: Rank) -> None:
         forward = partial(logits, engine, batch)
         with memory_of(found if rank.rank == 1 else PLENTY):
             assert all(num_collectives(engine, forward) for _ in range(2))
-    counts = []
+    counts: list[int] = []
+    said: list[str] = []
+    engine._applied.dense_view._passes._report = said.append
     for memory in (PLENTY, PLENTY, LITTLE, PLENTY):
         with memory_of(memory if rank.rank == 1 else PLENTY):
             counts.append(num_collectives(engine, forward))
             assert torch.equal(forward(), expected)
     assert [count > 0 for count in counts] == [True, False, True, True], counts
+    assert [" stays on every rank" in text for text in said] == [True, False], said
     engine.train()
     engine.eval()
     with memory_of(PLENTY):
