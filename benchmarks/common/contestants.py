@@ -68,7 +68,7 @@ class Contestant:
             fused: torch's AdamW that needs no scratch memory, instead of the one that does.
         """
         zero = {"stage": self.stage, "reduce_bucket_size": bucket, "allgather_bucket_size": bucket}
-        adam = {"lr": 1e-4, "torch_adam": True} | ({"fused": True} if fused else {})
+        adam = {"lr": 1e-4, "torch_adam": True, "fused": fused}  # said, or ours alone would choose the fused one
         config = {
             "train_micro_batch_size_per_gpu": 1,
             "optimizer": {"type": "AdamW", "params": adam},

@@ -26,6 +26,7 @@ from sdp_deepspeed.layout.rank_model import RankModel
 from sdp_deepspeed.layout.segments import Bucket, Segment
 from sdp_deepspeed.messages import quoted
 from sdp_deepspeed.optimizer.exchanges import build_exchanges
+from sdp_deepspeed.optimizer.fused import prefer_fused
 from sdp_deepspeed.optimizer.settings import OptimizerSettings
 from sdp_deepspeed.optimizer.stepped_group import SteppedGroup, repoint
 from sdp_deepspeed.tensor_parallel.group import TensorParallelGroup
@@ -103,6 +104,8 @@ class SubnetworkOptimizer(ZeROOptimizer):
             if not info.trainable and id(parameter := self._parameters[info.name]) in given
         }
         repoint(self.optimizer, self.groups)
+        if self.settings.stage:  # at stage 0 holders step the same elements, each at other places
+            prefer_fused(self.optimizer)
 
     def _averaging_of_stage(self, options: AveragingOptions) -> Averaging:
         if self.settings.stage < 2:

@@ -11,6 +11,7 @@ from sdp_deepspeed.checkpoint.state.chunks import StateDict
 from sdp_deepspeed.checkpoint.state.rank_chunks import RankChunks, locate
 from sdp_deepspeed.checkpoint.storage.names import MASTER, WEIGHT
 from sdp_deepspeed.layout.fragments import Fragment
+from sdp_deepspeed.optimizer.fused import HOW
 from sdp_deepspeed.optimizer.optimizer import SubnetworkOptimizer
 from sdp_deepspeed.optimizer.stepped_group import SteppedGroup
 from sdp_deepspeed.plan.tensors import NOT_OPTIMIZED
@@ -57,8 +58,12 @@ class OptimizerState:
                 continue
             if not group.in_place:
                 self._add(result, MASTER, fragments, find, group.tensors)
-            for key in _moments(self._states(group), group):
-                self._add(result, key, fragments, find, [state[key] for state in self._states(group)])
+            states = self._states(group)
+            for key in _moments(states, group):
+                # Zeros for what was frozen before its first step (stage 0).
+                values = zip(group.tensors, (state.get(key) for state in states), strict=True)
+                moments = [torch.zeros_like(tensor.detach()) if value is None else value for tensor, value in values]
+                self._add(result, key, fragments, find, moments)
         return result
 
     def _states(self, group: SteppedGroup) -> list[Mapping[str, Any]]:
@@ -161,7 +166,8 @@ class OptimizerState:
 
     def _options(self, metadata: Mapping[str, Any]) -> list[dict[str, Any]]:
         """Of the param groups: those of the checkpoint, as far as this optimizer has them, if both group alike."""
-        stored, here = metadata["options"], self._optimizer.param_groups
+        here = self._optimizer.param_groups
+        stored = [{key: value for key, value in options.items() if key not in HOW} for options in metadata["options"]]
         groups, stored_groups = self._group_of_name(), metadata["groups"]
         alike = all(groups[name] == stored_groups[name] for name in groups.keys() & stored_groups.keys())
         same = (alike or metadata.get("unknown_members", False)) and len(stored) == len(here)
@@ -189,11 +195,14 @@ def merged(counts: Sequence[Sequence[Counts | None]]) -> list[Counts | None]:
 
 def _moments(states: Sequence[Mapping[str, Any]], group: SteppedGroup) -> list[str]:
     """Keys of state that has one value for each element."""
-    return [
-        key
-        for key, value in (states[0] if states else {}).items()
-        if torch.is_tensor(value) and value.shape == group.tensors[0].shape
-    ]
+    return list(
+        dict.fromkeys(
+            key
+            for state, tensor in zip(states, group.tensors, strict=True)
+            for key, value in state.items()
+            if torch.is_tensor(value) and value.shape == tensor.shape
+        )
+    )
 
 
 def _count(value: float) -> torch.Tensor:
@@ -202,9 +211,13 @@ def _count(value: float) -> torch.Tensor:
 
 
 def _counts(states: Sequence[Mapping[str, Any]], group: SteppedGroup) -> dict[str, float]:
-    """State that is one number for a tensor; the same for all tensors of a group, as they are stepped together."""
-    moments = _moments(states, group)
-    return {key: float(value) for key, value in states[0].items() if key not in moments and value is not None}
+    """State that is one number for a tensor: the highest in a group, whose tensors are stepped together. DeepSpeed's
+    FusedAdam counts in the last of them only, and what was frozen for a while (stage 0) is behind."""
+    moments, counts = _moments(states, group), dict[str, float]()
+    for key, value in (item for state in states for item in state.items()):
+        if key not in moments and value is not None:
+            counts[key] = max(float(value), counts.get(key, 0.0))
+    return counts
 
 
 def _moments_of(name: str, stored: Mapping[str, Any]) -> list[str]:

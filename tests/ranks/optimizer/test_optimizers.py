@@ -109,6 +109,24 @@ def client_callable(rank: Rank) -> None:
     against_reference(rank, engine, dense, lambda named: Lion(named.values(), lr=1e-3))
 
 
+def deepspeeds_fused_adam(rank: Rank) -> None:
+    """What "AdamW" without `torch_adam` is. In bf16 it steps one flat master; in fp32 it counts the steps of many tensors
+    in their last one, and a resumed run goes on from that. Its powers of betas are running products, so to rounding."""
+    settings = config(holders=1) | {"optimizer": {"type": "AdamW", "params": {"lr": 1e-2}}}
+    for name, more in {"fp32": {}, "bf16": {"bf16": {"enabled": True}}}.items():
+        engine, resumed = (engine_of(settings | more) for _ in range(2))
+        assert type(engine.optimizer.optimizer).__name__ == "FusedAdam"
+        assert all(len(group.tensors) == 1 for group in engine.optimizer.groups) == (name == "bf16")
+        train(engine, num_steps=2)
+        engine.save_checkpoint(str(rank.folder / name))
+        resumed.load_checkpoint(str(rank.folder / name))
+        for one in (engine, resumed):
+            train(one, num_steps=1, first=2)
+        found, wanted = dense_state(resumed), dense_state(engine)
+        spacing = 2**-8 if name == "bf16" else 1e-6
+        assert all(torch.allclose(found[key], wanted[key], rtol=spacing, atol=1e-6) for key in wanted)
+
+
 def others_are_refused(rank: Rank) -> None:
     model = llama()
     settings = without_optimizer()
@@ -252,6 +270,7 @@ def _cases(size: int, options: pytest.Config) -> Iterator[tuple[str, Any]]:
     for check in (
         client_param_groups,
         client_callable,
+        deepspeeds_fused_adam,
         frozen_on_one_rank,
         others_may_replace_param_data,
         lacking_parameters_are_empty,

@@ -106,6 +106,54 @@ def test_what_is_left_out(tmp_path: Path) -> None:
         assert loaded.global_steps == (1 if options.module_only else 2)
 
 
+class CountsInTheLast(torch.optim.Adam):
+    """As DeepSpeed's FusedAdam, which counts steps in the last tensor of a group."""
+
+    def step(self, closure: None = None) -> None:  # type: ignore[override]
+        super().step()
+        for group in self.param_groups:
+            for tensor in group["params"][:-1]:
+                self.state[tensor]["step"].zero_()
+
+
+def test_steps_that_one_tensor_of_a_group_counts(tmp_path: Path) -> None:
+    checkpointer_of(trained(3, kind=CountsInTheLast)).save(tmp_path, "tag", {})
+    loaded = trained(1, kind=CountsInTheLast)
+    checkpointer_of(loaded).load(tmp_path, "tag", ALL)
+    counts = [int(state["step"]) for state in loaded.optimizer.state.values()]
+    assert counts == [3] * len(counts)
+    assert len(counts) > 1
+
+
+@pytest.mark.parametrize("name", ["cut", "shared"])
+def test_what_was_frozen_before_its_first_step(tmp_path: Path, name: str) -> None:
+    """At stage 0 it has no state; the others' is saved, whether they come before it or after."""
+    saved, loaded = one_rank(stage=0), one_rank(stage=0)
+    for state in (saved, loaded):
+        state.module.get_parameter(name).requires_grad_(False)
+    for _ in range(2):
+        saved.step()
+    checkpointer_of(saved).save(tmp_path, "tag", {})
+    checkpointer_of(loaded).load(tmp_path, "tag", ALL)
+    for state in (saved, loaded):
+        state.step()
+    assert_identical(*(dict(state.module.state_dict()) for state in (saved, loaded)))
+
+
+def test_how_to_step_is_no_checkpoints_business(tmp_path: Path) -> None:
+    """One that was written where steps were fused leaves a choice here as it is, and the other way round."""
+    chosen, open_to_all = trained(dtype=torch.bfloat16), trained(dtype=torch.bfloat16)
+    for state, fused in ((chosen, False), (open_to_all, True)):
+        assert state.optimizer.param_groups[0]["fused"] is True
+        state.optimizer.param_groups[0]["fused"] = fused
+        checkpointer_of(state).save(tmp_path, str(fused), {})
+    for state, fused in ((chosen, False), (open_to_all, True)):
+        state.optimizer.param_groups[0]["lr"] = 0.5
+        checkpointer_of(state).load(tmp_path, str(not fused), ALL)
+        assert (state.optimizer.param_groups[0]["fused"], state.optimizer.param_groups[0]["lr"]) == (fused, 0.1)
+        state.step()
+
+
 def test_another_optimizer_is_refused_before_anything_changes(tmp_path: Path) -> None:
     checkpointer_of(trained()).save(tmp_path, "tag", {})
     loaded = trained(1, kind=torch.optim.Adagrad)

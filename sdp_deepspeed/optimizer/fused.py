@@ -1,0 +1,26 @@
+"""Which of torch's kernels step: the fused one of Adam and AdamW, where nobody has chosen another."""
+
+from __future__ import annotations
+
+import torch
+
+# Options that say how a step is computed and not what it is. No checkpoint decides them.
+HOW = ("fused", "foreach", "capturable", "differentiable")
+_KINDS = (torch.optim.Adam, torch.optim.AdamW)
+_DEVICES = ("cpu", "cuda")
+
+
+def prefer_fused(optimizer: torch.optim.Optimizer) -> None:
+    """Let torch's Adam and AdamW step in one pass over weights, gradients and moments, without scratch memory as large
+    as the weights. Param groups for which the user said how to step stay as they are; so do other optimizers, among
+    them subclasses and DeepSpeed's, which have kernels of their own. Not for elements that several ranks step: where an
+    element lies in its tensor may decide how its last bit is rounded.
+
+    Args:
+        optimizer: with the fp32 tensors in its groups that this rank steps.
+    """
+    for options in optimizer.param_groups if type(optimizer) in _KINDS else ():
+        is_open = options["fused"] is None and options["foreach"] is None
+        needs_others = options["capturable"] or options["differentiable"]
+        if is_open and not needs_others and all(tensor.device.type in _DEVICES for tensor in options["params"]):
+            options["fused"] = True
