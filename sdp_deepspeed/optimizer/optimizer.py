@@ -27,6 +27,7 @@ from sdp_deepspeed.layout.segments import Bucket, Segment
 from sdp_deepspeed.messages import quoted
 from sdp_deepspeed.optimizer.exchanges import build_exchanges
 from sdp_deepspeed.optimizer.fused import prefer_fused
+from sdp_deepspeed.optimizer.host_step import HostStep
 from sdp_deepspeed.optimizer.settings import OptimizerSettings
 from sdp_deepspeed.optimizer.stepped_group import SteppedGroup, repoint
 from sdp_deepspeed.tensor_parallel.group import TensorParallelGroup
@@ -80,6 +81,7 @@ class SubnetworkOptimizer(ZeROOptimizer):
             accumulate_in_fp32=settings.accumulate_in_fp32 and settings.stage < 2,
         )
         self.exchange, self.weight_exchange = build_exchanges(model, dp_group, settings)
+        self._host = HostStep.build(self.exchange.device, settings.offload)
         self.groups = [self._stepped_group(index) for index in range(len(optimizer.param_groups))]
         self._averaging = self._averaging_of_stage(
             AveragingOptions(
@@ -135,7 +137,7 @@ class SubnetworkOptimizer(ZeROOptimizer):
             if segment.group == index
             for fragment in shard
         ]
-        return SteppedGroup(fragments, self.model.views.weight_view, self.settings.offload)
+        return SteppedGroup(fragments, self.model.views.weight_view, self._host)
 
     def _stepped(self, bucket: Bucket) -> list[tuple[Segment, list[Fragment]]]:
         if self.settings.stage:
@@ -248,6 +250,8 @@ class SubnetworkOptimizer(ZeROOptimizer):
                 unscale(averages.flats[index], divisor)
                 group.set_flat_gradient(*averages.flats[index])
                 averages.flats[index].clear()  # on a GPU what was copied to the host may go
+        if self._host is not None:
+            self._host.wait()
         self.optimizer.step()
         for group in self.groups:
             group.write_back()

@@ -13,7 +13,7 @@ import torch
 
 from sdp_deepspeed.layout.fragments import Fragment, Views, read, write
 from sdp_deepspeed.layout.places import in_order
-from sdp_deepspeed.optimizer.settings import Offload
+from sdp_deepspeed.optimizer.host_step import HostStep
 from sdp_deepspeed.units import Piece
 
 Weights = Callable[[Piece], torch.Tensor]
@@ -33,18 +33,18 @@ class SteppedGroup:
     Args:
         fragments: what this rank steps, in the order of its flat gradient.
         weights: from a piece to its view in the module's weights.
-        offload: None to step on the device of the weights.
+        host: the optimizer's, if it steps in host memory; None to step on the device of the weights.
     """
 
-    def __init__(self, fragments: Sequence[Fragment], weights: Weights, offload: Offload | None = None) -> None:
+    def __init__(self, fragments: Sequence[Fragment], weights: Weights, host: HostStep | None = None) -> None:
         self.fragments = list(fragments)
         self.sizes = [fragment.num_elements for fragment in self.fragments]
         self.num_elements = sum(self.sizes)
         self._weights = weights
-        self._offload = offload
-        self._staged: torch.Tensor | None = None  # page-locked gradient, kept since making one is slow
-        self.in_place = offload is None and all(can_view(fragment, weights) for fragment in self.fragments)
+        self._host = host
+        self.in_place = host is None and all(can_view(fragment, weights) for fragment in self.fragments)
         self.tensors = self._make_tensors()
+        self._chunks = [] if host is None else host.chunks(self.fragments, lambda piece: weights(piece).dtype)
 
     def _make_tensors(self) -> list[torch.nn.Parameter]:
         if not self.fragments:
@@ -54,15 +54,11 @@ class SteppedGroup:
         return [torch.nn.Parameter(self._new_master(self._flat_weights()))]
 
     def _new_master(self, values: Sequence[torch.Tensor]) -> torch.Tensor:
-        """Fragments in a flat fp32 tensor, gathered on their own device and moved at once."""
-        master = torch.empty(self.num_elements, dtype=torch.float32, device=values[0].device)
+        """Fragments in a flat fp32 tensor."""
+        device = values[0].device if self._host is None else torch.device("cpu")
+        master = torch.empty(self.num_elements, dtype=torch.float32, device=device)
         torch._foreach_copy_(list(master.split(self.sizes)), list(values))
-        return master if self._offload is None else self._to_host(master)
-
-    def _to_host(self, flat: torch.Tensor) -> torch.Tensor:
-        assert self._offload is not None
-        pins = self._offload.pin_memory and flat.device.type != "cpu"  # there is nothing to copy to from a host's own
-        return torch.empty(flat.shape, dtype=flat.dtype, device="cpu", pin_memory=pins).copy_(flat)
+        return master
 
     def _views(self) -> list[torch.Tensor]:
         """Flat views; an error if the weights' storage was replaced by one of another order."""
@@ -79,7 +75,8 @@ class SteppedGroup:
         return read(self._weights, self.fragments)
 
     def set_flat_gradient(self, *stretches: torch.Tensor) -> None:
-        """Give the optimizer its gradient, without a copy on its own device.
+        """Give the optimizer its gradient, without a copy on its own device; after `HostStep.wait` where that is the
+        host.
 
         Args:
             stretches: fp32, together [num_elements]; one, or in place any number of whole fragments.
@@ -87,11 +84,9 @@ class SteppedGroup:
         if not self.fragments:  # of this param group other ranks own everything
             return
         parts: list[torch.Tensor] = self._parts(stretches) if self.in_place else list(stretches)
-        if self._offload is not None and stretches[0].device.type != "cpu":
+        if self._host is not None:
             (flat,) = stretches
-            flat = self._staged.copy_(flat) if self._staged is not None else self._to_host(flat)
-            self._staged = flat if self._offload.pin_memory else None
-            parts = [flat]
+            parts = [self._host.receive(flat, id(self))]
         for tensor, part in zip(self.tensors, parts, strict=True):
             tensor.grad = part
 
@@ -137,11 +132,14 @@ class SteppedGroup:
         """Round the stepped master into the weights and drop the gradients."""
         for tensor in self.tensors:
             tensor.grad = None
-        if self.fragments and not self.in_place:
-            master, weight = self.tensors[0].detach(), self._weights(self.fragments[0].piece)
-            if master.device != weight.device:
-                master = master.to(weight.dtype).to(weight.device)
+        if not self.fragments or self.in_place:
+            return
+        master = self.tensors[0].detach()
+        if self._host is None or not self._host.is_elsewhere:
             write(self._weights, self.fragments, master.split(self.sizes))
+            return
+        for chunk, values in self._host.send(master, self._chunks):
+            write(self._weights, chunk.fragments, values.split(chunk.sizes))
 
     def reload_master(self) -> None:
         """Take the master from the weights where they are no more the rounded master: they came from outside."""

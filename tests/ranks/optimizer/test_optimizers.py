@@ -110,8 +110,9 @@ def client_callable(rank: Rank) -> None:
 
 
 def deepspeeds_fused_adam(rank: Rank) -> None:
-    """What "AdamW" without `torch_adam` is. In bf16 it steps one flat master; in fp32 it counts the steps of many tensors
-    in their last one, and a resumed run goes on from that. Its powers of betas are running products, so to rounding."""
+    """What "AdamW" without `torch_adam` is. In bf16 it steps one flat master; in fp32 it counts the steps of many
+    tensors in their last one, and a resumed run goes on from that; to rounding, as its powers of betas are running
+    products."""
     settings = config(holders=1) | {"optimizer": {"type": "AdamW", "params": {"lr": 1e-2}}}
     for name, more in {"fp32": {}, "bf16": {"bf16": {"enabled": True}}}.items():
         engine, resumed = (engine_of(settings | more) for _ in range(2))

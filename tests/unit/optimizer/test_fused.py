@@ -46,8 +46,8 @@ def test_it_is_taken_where_nobody_chose(kind: type[torch.optim.Optimizer]) -> No
 @pytest.mark.parametrize(
     "options", [{"fused": False}, {"foreach": True}, {"foreach": False}, {"capturable": True}, {"differentiable": True}]
 )
-def test_who_chose_gets_it(kind: type[torch.optim.Optimizer], options: dict[str, bool]) -> None:
-    optimizer = kind([torch.nn.Parameter(torch.ones(3))], **options)  # type: ignore[call-arg]
+def test_who_chose_gets_it(kind: type[torch.optim.Optimizer], options: dict[str, Any]) -> None:
+    optimizer = kind([torch.nn.Parameter(torch.ones(3))], **options)
     before = {key: value for key, value in optimizer.param_groups[0].items() if key != "params"}
     prefer_fused(optimizer)
     assert {key: optimizer.param_groups[0][key] for key in before} == before
@@ -58,8 +58,8 @@ def test_of_other_optimizers_nothing_is_known() -> None:
 
 
 def test_each_group_decides_for_itself() -> None:
-    tensors = [torch.nn.Parameter(torch.ones(3)) for _ in range(2)]
-    optimizer = torch.optim.Adam([{"params": tensors[:1], "foreach": True}, {"params": tensors[1:]}])
+    groups: list[dict[str, Any]] = [{"params": [torch.nn.Parameter(torch.ones(3))]} for _ in range(2)]
+    optimizer = torch.optim.Adam([groups[0] | {"foreach": True}, groups[1]])
     prefer_fused(optimizer)
     assert [options["fused"] for options in optimizer.param_groups] == [None, True]
 
