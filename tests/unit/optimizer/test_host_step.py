@@ -59,7 +59,7 @@ def test_an_optimizer_waits_once_for_all_its_gradients(dtype: torch.dtype, stage
         for _ in range(3):
             state.step()
     assert_identical(dict(offloaded.module.state_dict()), dict(plain.module.state_dict()))
-    assert copies.num_waits == 3 + 1, "for gradients in each step, and for the third use of two buffers"
+    assert copies.num_waits == 3 + 2, "for gradients in each step, and for the second and third use of a buffer"
 
 
 def test_a_gradient_is_not_there_before_the_wait() -> None:
