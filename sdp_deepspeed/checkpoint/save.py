@@ -6,7 +6,7 @@ import threading
 import time
 from collections.abc import Mapping
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -16,6 +16,7 @@ from deepspeed.utils import logger
 from torch.distributed.checkpoint.api import CheckpointException
 
 from sdp_deepspeed.checkpoint.state.chunks import SavePlanner
+from sdp_deepspeed.checkpoint.state.host_copy import HostCopy, HostMemory
 from sdp_deepspeed.checkpoint.state.snapshot import Snapshot
 from sdp_deepspeed.checkpoint.storage import folder as files
 from sdp_deepspeed.checkpoint.storage.chunk_files import SafetensorsWriter
@@ -51,6 +52,7 @@ class Saver:
 
     def __init__(self, world: Communicator, group: Any) -> None:
         self._world, self._group = world, group
+        self._memory = HostMemory()
         self._thread: threading.Thread | None = None
         self._error: Exception | None = None
 
@@ -64,11 +66,14 @@ class Saver:
         self._write(snapshot, target)
 
     def save_behind(self, snapshot: Snapshot, target: Target) -> None:
-        """As `save`, but returns when `snapshot` is copied; errors are raised by the next call, or by `wait`."""
+        """As `save`, but returns when `snapshot` is copied, of which a part is written by then; errors are raised by the
+        next call, or by `wait`."""
         self.wait()
-        copy = run_on_all_ranks(self._world, translating_os_errors(snapshot.to_host))
-        self._thread = threading.Thread(target=self._run, args=(copy, target), name="checkpoint")
+        copy = run_on_all_ranks(self._world, partial(HostCopy, snapshot.chunks, self._memory))
+        arriving = replace(snapshot, chunks=copy.chunks)
+        self._thread = threading.Thread(target=self._run, args=(arriving, target), name="checkpoint")
         self._thread.start()
+        copy.run()
 
     def wait(self) -> None:
         """Until what runs in the background is complete; raises its error."""

@@ -40,6 +40,10 @@ class Chunks:
         """Values of the box that begins there."""
         return self._parts[tuple(offsets)][1]
 
+    def items(self) -> Iterator[tuple[Box, torch.Tensor]]:
+        """Boxes with their values, in the order in which they are written."""
+        yield from self._parts.values()
+
     def boxes(self) -> list[Box]:
         """Of the chunks."""
         return [box for box, _ in self._parts.values()]
@@ -49,13 +53,6 @@ class Chunks:
         part = Chunks(self.shape, self.dtype)
         part._parts = dict(list(self._parts.items())[rank::size])
         return part
-
-    def to_host(self) -> Chunks:
-        """A copy that later steps do not change."""
-        copy = Chunks(self.shape, self.dtype)
-        for box, values in self._parts.values():
-            copy.add(box, values.detach().to("cpu", copy=True))
-        return copy
 
     def size(self) -> torch.Size:
         """Of the dense tensor: DCP compares it with the stored one."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import io
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -38,10 +38,6 @@ class Snapshot:
     common: bytes
     documents: Mapping[str, str]
     global_steps: int
-
-    def to_host(self) -> Snapshot:
-        """A copy that later steps do not change."""
-        return replace(self, chunks={key: chunks.to_host() for key, chunks in self.chunks.items()})
 
 
 def step_counts(trained: TrainedState) -> list[Counts | None]:

@@ -9,6 +9,7 @@ import hashlib
 import io
 import json
 import os
+import threading
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -19,6 +20,7 @@ from sdp_deepspeed.checkpoint.storage.errors import translated_write_errors
 from sdp_deepspeed.checkpoint.storage.names import COMMON, INDEX, MANIFEST, rank_file, tensors_file
 
 FORMAT = 3
+_WORTH_A_THREAD = 2**20  # bytes
 
 
 class HashedFile:
@@ -31,7 +33,17 @@ class HashedFile:
         self.num_bytes = 0
 
     def write(self, data: bytes | memoryview) -> None:
-        self._digest.update(data)
+        """Hashed while it is written."""
+        hashing = threading.Thread(target=self._digest.update, args=(data,), name="checkpoint-hash")
+        if len(data) < _WORTH_A_THREAD or not _is_started(hashing):
+            self._digest.update(data)
+        try:
+            self._write(data)
+        finally:
+            if hashing.ident is not None:
+                hashing.join()
+
+    def _write(self, data: bytes | memoryview) -> None:
         rest = memoryview(data)
         while rest:
             rest = rest[self._raw.write(rest) :]
@@ -40,6 +52,15 @@ class HashedFile:
     def record(self) -> dict[str, Any]:
         """What the manifest says of it."""
         return {"bytes": self.num_bytes, "sha256": self._digest.hexdigest()}
+
+
+def _is_started(thread: threading.Thread) -> bool:
+    """A process that ends begins no thread, but waits for those that run: a save may be among them."""
+    try:
+        thread.start()
+    except RuntimeError:
+        return False
+    return True
 
 
 @contextmanager

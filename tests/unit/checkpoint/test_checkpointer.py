@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-import threading
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -13,7 +12,6 @@ import pytest
 import torch
 
 from sdp_deepspeed.checkpoint.load import LoadOptions
-from sdp_deepspeed.checkpoint.storage import folder as files
 from sdp_deepspeed.checkpoint.storage.names import COMMON, INDEX, rank_file
 from sdp_deepspeed.folder_lock import LOCK
 from sdp_deepspeed.plan.plan import Plan
@@ -207,24 +205,6 @@ def test_only_the_last_ones_are_kept(tmp_path: Path) -> None:
     assert names_in(tmp_path) == ["global_step3", "global_step4", "latest"]
 
 
-def test_saving_behind_the_training(tmp_path: Path) -> None:
-    """What was there at the call is saved; an error is raised by the next call, and then it is told."""
-    state = trained()
-    checkpointer, before = checkpointer_of(state, asynchronous=True), state.tensors()
-    checkpointer.save(tmp_path, None, {})
-    state.step()
-    checkpointer.wait()
-    checkpointer.load(tmp_path, None, ALL)
-    assert_identical(state.tensors(), before)
-    (tmp_path / "file").touch()
-    checkpointer.save(tmp_path / "file", None, {})
-    with pytest.raises(RuntimeError, match=r"checkpoint: (Not a directory|File exists)"):
-        checkpointer.save(tmp_path, "next", {})
-    checkpointer.save(tmp_path, "next", {})
-    checkpointer.wait()
-    assert names_in(tmp_path) == ["file", "global_step2", "latest", "next"]
-
-
 def test_a_folder_that_another_job_has(tmp_path: Path) -> None:
     """Nothing of the other's is touched, neither what it writes nor what it replaces; reading needs no lock."""
     state = trained()
@@ -243,33 +223,6 @@ def test_a_folder_that_another_job_has(tmp_path: Path) -> None:
     assert names_in(tmp_path) == [".theirs.writing", "good", "latest", "other"]
     checkpointer.save(tmp_path, "mine", {})
     assert names_in(tmp_path) == ["good", "latest", "mine", "other"]
-
-
-def test_two_engines_of_one_process_take_turns(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Else the second would remove what the first is writing behind the training."""
-    publishing, opened, overtaken = threading.Event(), threading.Event(), list[bool]()
-    publish, open_staging = files.publish, files.open_staging
-
-    def slowly(folder: Path, tag: str, *arguments: Any, **options: Any) -> None:
-        if tag == "behind":
-            publishing.set()
-            overtaken.append(opened.wait(0.1))
-        publish(folder, tag, *arguments, **options)
-
-    def seen(folder: Path, tag: str) -> Path:
-        if tag == "other":
-            opened.set()
-        return open_staging(folder, tag)
-
-    monkeypatch.setattr(files, "publish", slowly)
-    monkeypatch.setattr(files, "open_staging", seen)
-    behind = checkpointer_of(trained(), asynchronous=True)
-    behind.save(tmp_path, "behind", {})
-    assert publishing.wait(60)
-    checkpointer_of(trained()).save(tmp_path, "other", {})
-    behind.wait()
-    assert overtaken == [False]
-    assert names_in(tmp_path) == ["behind", "latest", "other"]
 
 
 def test_tags_and_client_state_that_are_refused(tmp_path: Path) -> None:

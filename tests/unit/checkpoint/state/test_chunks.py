@@ -29,13 +29,6 @@ def test_ranks_share_chunks() -> None:
     assert shares[1].at((3, 0)).tolist() == [[3.0, 3.0]]
 
 
-def test_a_copy_stays_as_it_was() -> None:
-    chunks = rows(1)
-    copy = chunks.to_host()
-    chunks.at((0, 0)).fill_(9)
-    assert copy.at((0, 0)).tolist() == [[0.0, 0.0]]
-
-
 def test_values_must_have_the_box_s_shape() -> None:
     with pytest.raises(AssertionError, match=r"\(2,\) is not \(1, 2\)"):
         Chunks((3, 2), torch.float32).add(Box((0, 0), (1, 2)), torch.zeros(2))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +25,29 @@ def test_a_full_disk_is_named() -> None:
     message = "cannot write /dev/full: No space left on device"
     with pytest.raises(RuntimeError, match=message), hashed_file(Path("/dev/full"), {}) as file:
         file.write(b"0" * 1000)
+
+
+@pytest.mark.parametrize("ends", [False, True])
+def test_large_files_are_hashed_while_they_are_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ends: bool
+) -> None:
+    """In this thread where no other can begin: the process ends, and a save behind the training is not done."""
+    data, threads, records = bytes(range(256)) * 2**13, list[threading.Thread](), dict[str, Any]()
+    start = threading.Thread.start
+
+    def begin(thread: threading.Thread) -> None:
+        if ends:
+            raise RuntimeError("can't create new thread at interpreter shutdown")
+        threads.append(thread)
+        start(thread)
+
+    monkeypatch.setattr(threading.Thread, "start", begin)
+    with hashed_file(tmp_path / "file", records) as file:
+        file.write(b"abc")
+        file.write(memoryview(data))
+    assert len(threads) == (not ends)
+    assert records["file"]["sha256"] == hashlib.sha256(b"abc" + data).hexdigest()
+    assert (tmp_path / "file").read_bytes() == b"abc" + data
 
 
 def test_a_manifest_vouches_for_what_was_written(tmp_path: Path) -> None:
