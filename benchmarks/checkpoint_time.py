@@ -1,4 +1,5 @@
-"""How long does it take to save and to load a checkpoint, beside plain ZeRO-1's on the same disk?
+"""How long does it take to save and to load a checkpoint, beside plain ZeRO-1's on the same disk; and how long does
+training wait for one that is saved behind it?
 
     deepspeed --num_gpus 4 benchmarks/checkpoint_time.py --output benchmarks/results/checkpoints_4_ranks.json
 
@@ -63,7 +64,7 @@ def measure_one(
         seconds["save and sync"] = seconds["save"] + timed(os.sync)
         seconds["load"] = timed(lambda: engine.load_checkpoint(str(folder), tag="one"))
         if contestant.mode is not None:
-            seconds["blocked by an asynchronous save"] = blocked(engine, folder)
+            seconds |= behind(engine, folder)
     size = sum(path.stat().st_size for path in (folder / "one").rglob("*"))
     dist.barrier()
     if dist.get_rank() == 0:
@@ -72,16 +73,23 @@ def measure_one(
     return seconds, size
 
 
-def blocked(engine: Any, folder: Path) -> float:
-    """Seconds until a save in the background returns."""
+def behind(engine: Any, folder: Path) -> dict[str, float]:
+    """Seconds that two saves in the background block, of which the first gets memory for its copy; and until the
+    second is complete."""
     options = engine.block.checkpoint
     object.__setattr__(options, "asynchronous", True)
     try:
-        seconds = timed(lambda: engine.save_checkpoint(str(folder), tag="two"))
+        first = timed(lambda: engine.save_checkpoint(str(folder), tag="two"))
         engine.wait_for_checkpoint()
+        blocked = timed(lambda: engine.save_checkpoint(str(folder), tag="two"))
+        rest = timed(engine.wait_for_checkpoint)
     finally:
         object.__setattr__(options, "asynchronous", False)
-    return seconds
+    return {
+        "blocked by a first asynchronous save": first,
+        "blocked by an asynchronous save": blocked,
+        "asynchronous save": blocked + rest,
+    }
 
 
 def timed(work: Callable[[], Any]) -> float:

@@ -66,8 +66,8 @@ class Saver:
         self._write(snapshot, target)
 
     def save_behind(self, snapshot: Snapshot, target: Target) -> None:
-        """As `save`, but returns when `snapshot` is copied, of which a part is written by then; errors are raised by the
-        next call, or by `wait`."""
+        """As `save`, but returns when `snapshot` is copied, of which a part is written by then; errors are raised by
+        the next call, or by `wait`."""
         self.wait()
         copy = run_on_all_ranks(self._world, partial(HostCopy, snapshot.chunks, self._memory))
         arriving = replace(snapshot, chunks=copy.chunks)

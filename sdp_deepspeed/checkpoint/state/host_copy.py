@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from math import prod
 
@@ -79,7 +79,7 @@ class ArrivingChunks(Chunks):
         self.add(box, values)
         self._ends[box.offsets] = end
 
-    def at(self, offsets: tuple[int, ...] | torch.Size) -> torch.Tensor:
+    def at(self, offsets: Sequence[int]) -> torch.Tensor:
         self._arrivals.wait(self._ends[tuple(offsets)])
         return super().at(offsets)
 
