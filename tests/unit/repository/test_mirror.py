@@ -27,7 +27,6 @@ TESTED_WITH = {
     "checkpoint/interop/transformers_names": "ranks/checkpoint/interop/test_export.py",
     "checkpoint/interop/whole_tensors": "ranks/checkpoint/interop/test_pretrained.py",
     "checkpoint/load": "unit/checkpoint/test_checkpointer.py",
-    "checkpoint/save": "unit/checkpoint/test_checkpointer.py",
     "checkpoint/state/fill": "ranks/checkpoint/test_reshard.py",
     "checkpoint/state/optimizer_state": "ranks/checkpoint/test_reshard.py",
     "checkpoint/state/rank_chunks": "ranks/checkpoint/test_reshard.py",
