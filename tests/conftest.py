@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 import tests.helpers.properties  # noqa: F401  (Hypothesis' profiles)
-from tests.helpers.gpus import ON_THE_CPU
+from tests.helpers.gpus import ON_THE_CPU, why_no_gpu
 from tests.helpers.repository import TESTS
 
 TIERS = {
@@ -28,7 +28,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--full-grid", action="store_true", help="run every case of the oracle grid, not a pairwise sample"
     )
-    parser.addoption("--gpu", action="store_true", help="run the tests that need a GPU; all others stay on the CPU")
+    parser.addoption("--gpu", action="store_true", help="tests marked gpu run on a GPU; all others stay on the CPU")
     parser.addoption("--fuzz-seed", type=int, default=0, help="first seed of tests/fuzz/test_calls.py")
     parser.addoption("--fuzz-sequences", type=int, default=6, help="how many sequences of calls, a seed each")
 
@@ -36,6 +36,9 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def pytest_configure(config: pytest.Config) -> None:
     # Before anybody asks torch for GPUs, and for the programs that tests start.
     os.environ |= {"DS_ACCELERATOR": "cpu"} if config.getoption("--gpu") else ON_THE_CPU
+    config.addinivalue_line(
+        "markers", "gpu: on a GPU with --gpu; else its ranks are on the CPU, or it is skipped if it has none"
+    )
     for name, what in TIERS.items():
         config.addinivalue_line("markers", f"{name}: {what} (set by folder)")
     config.addinivalue_line("markers", "checks(sizes, maker): a test for each check that maker(size, config) lists")
@@ -45,6 +48,17 @@ def pytest_itemcollected(item: pytest.Item) -> None:
     tier = item.path.relative_to(TESTS).parts[0]
     if tier in TIERS:
         item.add_marker(tier)
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if config.getoption("--gpu"):
+        if (reason := why_no_gpu()) is not None:
+            raise pytest.UsageError(f"--gpu: {reason}")
+        return
+    for item in items:
+        if item.get_closest_marker("gpu") and "place" not in getattr(item, "fixturenames", ()):
+            item.add_marker(pytest.mark.skip(reason="needs a GPU: --gpu"))
 
 
 def pytest_collection_finish() -> None:
@@ -88,7 +102,15 @@ _RUNS: dict[tuple[int, Maker], _Run] = {}
 
 
 @pytest.fixture
-def outcome(request: pytest.FixtureRequest) -> str | None:
+def place(request: pytest.FixtureRequest) -> Any:
+    """Where this test's ranks are."""
+    from tests.helpers.ranks import CPU, GPU
+
+    return GPU if request.config.getoption("--gpu") and request.node.get_closest_marker("gpu") else CPU
+
+
+@pytest.fixture
+def outcome(request: pytest.FixtureRequest, place: Any) -> str | None:
     """Why a check failed, or None. Checks run when the first of them is asked for; what was not selected does not."""
     from tests.helpers.ranks import each_outcome
 
@@ -97,7 +119,7 @@ def outcome(request: pytest.FixtureRequest) -> str | None:
         asked = [getattr(item, "callspec", None) for item in request.session.items]
         selected = [call.params["outcome"] for call in asked if call is not None and "outcome" in call.params]
         checks = [check for check in maker(size, request.config) if (size, maker, check[0]) in selected]
-        _RUNS[size, maker] = _Run(each_outcome(size, checks))
+        _RUNS[size, maker] = _Run(each_outcome(size, checks, place=place))
     return _RUNS[size, maker].outcome(name)
 
 

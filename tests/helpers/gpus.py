@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from unittest import mock
@@ -11,6 +13,14 @@ import pytest
 # DeepSpeed takes GPUs where it sees them, but for the first; the second hides them from everybody else. DeepSpeed's
 # launcher sets the second anew for its ranks, so a program on CPUs sees the machine's GPUs all the same.
 ON_THE_CPU = {"DS_ACCELERATOR": "cpu", "CUDA_VISIBLE_DEVICES": ""}
+ON_A_GPU = {"DS_ACCELERATOR": "cuda"}
+
+
+def why_no_gpu() -> str | None:
+    """None if torch can use one, which is asked elsewhere: this process must not start CUDA, and stays on the CPU."""
+    question = "import torch; torch.cuda.init(); torch.cuda.get_device_name()"
+    answer = subprocess.run([sys.executable, "-c", question], capture_output=True, text=True, check=False)
+    return None if answer.returncode == 0 else (answer.stderr.strip().splitlines() or ["torch gives no reason"])[-1]
 
 
 @contextmanager

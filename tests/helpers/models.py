@@ -141,6 +141,8 @@ def family(name: str, num_layers: int = 2, seed: int = 0) -> nn.Module:
 
 
 def loss_of(model: Any, batch: torch.Tensor) -> torch.Tensor:
+    """On the model's device."""
+    batch = batch.to(getattr(model, "device", batch.device))
     return model(input_ids=batch, labels=batch).loss
 
 

@@ -67,6 +67,7 @@ def check_case(case: Case, rank: Rank, **block: Any) -> None:
     model = case.specimen.build()
     dense = deepcopy(model).to(DTYPES.get(case.precision, torch.float32))
     engine = start(case, model, check_agreement=True, **block)
+    dense.to(engine.device)
     worker = engine.dp_group.rank  # tensor-parallel ranks are one: the same batches, one copy of a subnetwork
     reference = Reference(
         dense, engine.plan, lambda named: make_optimizer(case.optimizer, two_groups(named)), loss_of, case.clip

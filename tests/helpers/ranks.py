@@ -5,7 +5,8 @@ step after it; its traceback is shown whole, and the checks after it run in rank
 lean on what an earlier one left in its process.
 
 Ranks are forked from a server that has imported torch, DeepSpeed and Transformers and has done nothing else: each is a
-process of its own, as fresh as a new interpreter, without the seconds that these imports take.
+process of its own, as fresh as a new interpreter, without the seconds that these imports take. Ranks on a GPU are new
+interpreters, as CUDA may not be forked.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ import tempfile
 import time
 import traceback
 from collections import Counter, deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from multiprocessing import connection, forkserver
@@ -26,7 +27,7 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
-from tests.helpers.gpus import ON_THE_CPU
+from tests.helpers.gpus import ON_A_GPU, ON_THE_CPU
 
 COLLECTIVE_TIMEOUT = timedelta(seconds=60)
 TIMEOUT = 120.0  # seconds, of one check
@@ -48,16 +49,36 @@ class Rank:
     folder: Path
 
 
+@dataclass(frozen=True)
+class Place:
+    """Where ranks are.
+
+    Args:
+        backend: of their default group.
+        environment: of ranks that are new interpreters; None forks them.
+    """
+
+    backend: str = "gloo"
+    environment: Mapping[str, str] | None = None
+
+
+CPU = Place()
+GPU = Place("staged", ON_A_GPU)  # all on the machine's first
+
 Check = Callable[[Rank], None]
 Named = tuple[str, Check]
 
 
-def run_ranks(size: int, checks: Sequence[Named], *, timeout: float = TIMEOUT) -> dict[str, str | None]:
+def run_ranks(
+    size: int, checks: Sequence[Named], *, timeout: float = TIMEOUT, place: Place = CPU
+) -> dict[str, str | None]:
     """Run checks on `size` ranks, one after the other; per check None, or why it failed."""
-    return dict(each_outcome(size, checks, timeout=timeout))
+    return dict(each_outcome(size, checks, timeout=timeout, place=place))
 
 
-def each_outcome(size: int, checks: Sequence[Named], *, timeout: float = TIMEOUT) -> Iterator[tuple[str, str | None]]:
+def each_outcome(
+    size: int, checks: Sequence[Named], *, timeout: float = TIMEOUT, place: Place = CPU
+) -> Iterator[tuple[str, str | None]]:
     """As `run_ranks`, each outcome as soon as it is there.
 
     Args:
@@ -67,21 +88,24 @@ def each_outcome(size: int, checks: Sequence[Named], *, timeout: float = TIMEOUT
     left = deque(checks)
     end = time.monotonic() + timeout + ALLOWANCE * len(checks)
     while left and time.monotonic() < end:
-        for outcome in _until_one_fails(size, tuple(left), timeout):
+        for outcome in _until_one_fails(size, tuple(left), timeout, place):
             left.popleft()
             yield outcome
     yield from ((name, "did not run: the checks before it took the time of all") for name, _ in left)
 
 
-def _until_one_fails(size: int, checks: Sequence[Named], timeout: float) -> Iterator[tuple[str, str | None]]:
+def _until_one_fails(
+    size: int, checks: Sequence[Named], timeout: float, place: Place
+) -> Iterator[tuple[str, str | None]]:
     """Outcomes of checks in one set of ranks, which ends with the first check that fails."""
-    context = _server()
+    context: Any = _server() if place.environment is None else multiprocessing.get_context("spawn")
     with tempfile.TemporaryDirectory() as folder:
         processes, reports = [], _Reports()
         for rank in range(size):
             reader, writer = context.Pipe(duplex=False)
-            process = context.Process(target=_rank_main, args=(rank, size, folder, checks, writer))
-            process.start()
+            process = context.Process(target=_rank_main, args=(rank, size, folder, checks, writer, place.backend))
+            with mock.patch.dict(os.environ, place.environment or {}):
+                process.start()
             writer.close()  # the rank's own copy is the only one: it closes with the rank
             processes.append(process)
             reports.add(reader, process)
@@ -162,9 +186,11 @@ def _server() -> Any:
     return context
 
 
-def _rank_main(rank: int, size: int, folder: str, checks: Sequence[Named], reports: Any) -> None:
+def _rank_main(rank: int, size: int, folder: str, checks: Sequence[Named], reports: Any, backend: str) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(size), "LOCAL_RANK": str(rank), "OMP_NUM_THREADS": "1"}
+    on_a_gpu = os.environ["DS_ACCELERATOR"] != "cpu"
+    local_rank = 0 if on_a_gpu else rank  # which is the number of its GPU
+    os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(size), "LOCAL_RANK": str(local_rank), "OMP_NUM_THREADS": "1"}
     # The environment's own ninja: another one found first would compile DeepSpeed's operator again, by turns.
     os.environ["PATH"] = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
     os.environ |= {"MASTER_ADDR": "localhost", "MASTER_PORT": "0"}  # Accelerate asks for them; the file decides
@@ -172,13 +198,16 @@ def _rank_main(rank: int, size: int, folder: str, checks: Sequence[Named], repor
     import torch
     import torch.distributed as dist
 
+    from tests.helpers import staged_gloo
+
+    staged_gloo.register()
     torch.set_num_threads(1)
     torch.seed()  # else ranks would agree on what nobody seeded, and a test would not see that nobody did
     numpy.random.seed()
     name = checks[0][0]
     try:
         dist.init_process_group(
-            "gloo", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=size, timeout=COLLECTIVE_TIMEOUT
+            backend, init_method=f"file://{folder}/rendezvous", rank=rank, world_size=size, timeout=COLLECTIVE_TIMEOUT
         )
         for name, check in checks:
             own = Path(folder) / name.replace("/", "_")

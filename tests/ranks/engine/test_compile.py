@@ -71,6 +71,14 @@ def engine_compile(rank: Rank) -> None:
         assert 1 <= graphs <= 2, (mode, graphs)
 
 
+def inductor(rank: Rank) -> None:
+    """What users take on a GPU; it fuses, which a compiler on the CPU would take minutes for."""
+    for number, mode in enumerate(MODES):
+        engines = [start(SPECIMENS["llama"].build(), (2, 1, 0, 2)[number], mode) for _ in range(2)]
+        engines[0].compile()
+        compare(*engines)
+
+
 def wrapped_before(rank: Rank) -> None:
     """`torch.compile(model)` given to `deepspeed.initialize`: names stay those of the model."""
     model = SPECIMENS["llama"].build()
@@ -134,8 +142,11 @@ def a_forward_of_its_own_is_refused(rank: Rank) -> None:
 def _cases(size: int, options: pytest.Config) -> Iterator[tuple[str, Any]]:
     for check in (engine_compile, wrapped_before, compiled_layers, compiled_parts, a_forward_of_its_own_is_refused):
         yield check.__name__, check
+    if options.getoption("--gpu"):
+        yield "inductor", inductor
 
 
+@pytest.mark.gpu
 @pytest.mark.checks(2, _cases)
 def test_two_ranks(outcome: str | None) -> None:
     assert outcome is None, outcome

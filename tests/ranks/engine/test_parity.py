@@ -157,6 +157,7 @@ def _cases(size: int, options: pytest.Config) -> Iterator[tuple[str, Any]]:
         yield "-".join(words), case
 
 
+@pytest.mark.gpu
 @pytest.mark.checks((2, 3), _cases)
 def test_full_coverage_is_plain_deepspeed(outcome: str | None) -> None:
     assert outcome is None, outcome

@@ -14,6 +14,7 @@ def _cases(size: int, config: pytest.Config) -> list[tuple[str, Any]]:
     return list(oracle.cases(size, full=config.getoption("--full-grid")))
 
 
+@pytest.mark.gpu
 @pytest.mark.checks(SIZES, _cases)
 def test_engine_agrees_with_the_reference(outcome: str | None) -> None:
     assert outcome is None, outcome

@@ -47,6 +47,7 @@ def _extras(size: int, options: pytest.Config) -> Iterator[tuple[str, Any]]:
     yield from EXTRAS.items()
 
 
+@pytest.mark.gpu
 @pytest.mark.checks(3, _extras)
 def test_settings_outside_the_grid(outcome: str | None) -> None:
     assert outcome is None, outcome
