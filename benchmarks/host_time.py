@@ -12,7 +12,7 @@ from __future__ import annotations
 import sys
 import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -38,9 +38,12 @@ from sdp_deepspeed.plan.planner import plan_model
 from sdp_deepspeed.plan.tensors import dense_tensors, named_tensors
 
 RANKS_PER_NODE, RANK = 8, 3
+SHARED_SIZES = {"num_attention_heads": 32, "vocab_size": 32000}
 MODELS = {
-    "1B": {"hidden_size": 2048, "intermediate_size": 5632, "num_hidden_layers": 22, "num_key_value_heads": 4},
-    "7B": {"hidden_size": 4096, "intermediate_size": 11008, "num_hidden_layers": 32, "num_key_value_heads": 32},
+    "1B": SHARED_SIZES
+    | {"hidden_size": 2048, "intermediate_size": 5632, "num_hidden_layers": 22, "num_key_value_heads": 4},
+    "7B": SHARED_SIZES
+    | {"hidden_size": 4096, "intermediate_size": 11008, "num_hidden_layers": 32, "num_key_value_heads": 32},
 }
 KERNELS = ("_foreach_copy_", "_foreach_add_", "_foreach_div_")
 
@@ -80,6 +83,23 @@ class Nobody:
         self.num_calls += 1
         return Done()
 
+    all_reduce = all_to_all_single
+
+
+@dataclass(frozen=True)
+class Worker:
+    """One rank of a case: its subnetwork, what steps it, and what it calls instead of its peers."""
+
+    model: torch.nn.Module
+    rank_model: RankModel
+    optimizer: SubnetworkOptimizer
+    nobody: Nobody
+    planning_seconds: float
+
+    @property
+    def parameters(self) -> list[torch.nn.Parameter]:
+        return [parameter for parameter in self.model.parameters() if parameter.requires_grad]
+
 
 @contextmanager
 def counted_kernels() -> Iterator[Counter[str]]:
@@ -92,9 +112,16 @@ def counted_kernels() -> Iterator[Counter[str]]:
         yield found
 
 
-def measure(case: Case, repeats: int) -> dict[str, Any]:
-    shape = MODELS[case.model] | {"num_attention_heads": 32, "vocab_size": 32000}
-    with torch.device("meta"):
+def build_worker(
+    case: Case, shape: dict[str, Any], device: str, make_optimizer: Callable[..., Any], *, needs_norm: bool
+) -> Worker:
+    """Without the ranks that an engine would need.
+
+    Args:
+        shape: of a Llama.
+        make_optimizer: from parameters to the one that steps.
+    """
+    with torch.device(device):
         model = LlamaForCausalLM(LlamaConfig(**shape)).to(torch.bfloat16)
     block = parse({KEY: {"coverage": 0.5, "strategy": case.strategy, "subnetworks": case.num_subnetworks}})
     assert block is not None
@@ -106,15 +133,26 @@ def measure(case: Case, repeats: int) -> dict[str, Any]:
     rank_model = RankModel(plan, tensors, PieceViews(named_tensors(model)), RANK, on_nodes=nodes)
     Mask(model, rank_model, locate_branches(model), scales=False).apply()
     nobody = Nobody(RANK, case.num_ranks)
-    settings = OptimizerSettings(1, 0.0, torch.bfloat16, max_in_flight=1, needs_norm=False)
-    parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    inner = mock.create_autospec(torch.optim.SGD(parameters), instance=True)  # its own time is left out
-    inner.param_groups, inner.state = [{"params": parameters}], {}
+    settings = OptimizerSettings(1, 0.0, torch.bfloat16, max_in_flight=1, needs_norm=needs_norm)
+    inner = make_optimizer([parameter for parameter in model.parameters() if parameter.requires_grad])
     optimizer = SubnetworkOptimizer(inner, rank_model, Communicator(nobody), settings=settings)
     optimizer.install()
+    return Worker(model, rank_model, optimizer, nobody, planning)
+
+
+def nothing_steps(parameters: list[torch.nn.Parameter]) -> Any:
+    """An optimizer that does nothing: its own time is left out."""
+    inner = mock.create_autospec(torch.optim.SGD(parameters), instance=True)
+    inner.param_groups, inner.state = [{"params": parameters}], {}
+    return inner
+
+
+def measure(case: Case, repeats: int) -> dict[str, Any]:
+    worker = build_worker(case, MODELS[case.model], "meta", nothing_steps, needs_norm=False)
+    optimizer, nobody, plan = worker.optimizer, worker.nobody, worker.rank_model.plan
     seconds = []
     for _ in range(1 + repeats):
-        for parameter in parameters:
+        for parameter in worker.parameters:
             parameter.grad = torch.empty_like(parameter)
         nobody.num_calls = 0
         with counted_kernels() as kernels:
@@ -124,7 +162,7 @@ def measure(case: Case, repeats: int) -> dict[str, Any]:
     buckets = optimizer.exchange.buckets
     return vars(case) | {
         "num_holder_sets": len(set(plan.holders)),
-        "planning_seconds": planning,
+        "planning_seconds": worker.planning_seconds,
         "num_buckets": len(buckets),
         "most_segments": max(len(bucket.segments) for bucket in buckets),
         "num_fragments": sum(len(optimizer.exchange.held(bucket)) for bucket in buckets),

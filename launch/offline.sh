@@ -40,10 +40,17 @@ install() {
     >"$("$environment/bin/python" -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/offline.pth"
   python3 -m pip --python "$environment/bin/python" install --quiet --no-index --no-deps --no-compile --ignore-installed \
     "$wheels"/*.whl
-  (cd "$here" && "$environment/bin/python" launch/_torch.py describe)
-  "$environment/bin/python" -c '
+  export PATH="$environment/bin:$PATH" # for ninja
+  # Of ranks on the CPU, which would compile it against their time limit.
+  DS_ACCELERATOR=cpu python -c '
+from deepspeed.accelerator import get_accelerator
+get_accelerator().create_op_builder("ShareMemCommBuilder").load(verbose=False)' >/dev/null 2>&1 ||
+    echo "DeepSpeed's communication operator cannot be built: no ranks on the CPU (a C++ compiler? Python's headers?)"
+  cd "$here"
+  python launch/_torch.py describe
+  DS_ACCELERATOR=cpu python -c '
 from sdp_deepspeed.engine.private_api import check_hosts
-print(*check_hosts(), sep="\n")' 2>/dev/null
+print(*check_hosts(), sep="\n")'
 }
 
 [ $# -eq 3 ] || usage

@@ -11,10 +11,12 @@ from pathlib import Path
 
 
 def provenance() -> dict[str, object]:
-    """Facts to keep beside raw figures. "dirty" says whether the tree had uncommitted changes."""
+    """Facts to keep beside raw figures. "dirty" says whether the tree had uncommitted changes; None like the commit
+    where the code was copied without its repository."""
+    commit, changes = _git("rev-parse", "HEAD"), _git("status", "--porcelain", "--untracked-files=no")
     return {
-        "commit": _git("rev-parse", "HEAD"),
-        "dirty": bool(_git("status", "--porcelain", "--untracked-files=no")),
+        "commit": commit,
+        "dirty": None if changes is None else bool(changes),
         "versions": {name: version(name) for name in ("torch", "deepspeed", "transformers")},
         "python": platform.python_version(),
         "processor": _processor(),
@@ -36,10 +38,14 @@ def write_result(path: str, result: dict[str, object]) -> None:
     target.write_text(json.dumps(result | {"provenance": provenance()}, indent=1) + "\n", encoding="utf-8")
 
 
-def _git(*arguments: str) -> str:
+def _git(*arguments: str) -> str | None:
+    """What git says; None without git or a repository."""
     here = Path(__file__).parent
-    run = subprocess.run(["git", *arguments], cwd=here, capture_output=True, text=True, check=False)
-    return run.stdout.strip()
+    try:
+        run = subprocess.run(["git", *arguments], cwd=here, capture_output=True, text=True, check=False)
+    except FileNotFoundError:
+        return None
+    return run.stdout.strip() if run.returncode == 0 else None
 
 
 def _processor() -> str:

@@ -57,14 +57,14 @@ class StagedGloo(dist.ProcessGroup):
     """A group over gloo whose tensors may be anywhere."""
 
     def __init__(self, store: dist.Store, rank: int, size: int, timeout: timedelta) -> None:
-        super().__init__(rank, size)
-        self._gloo = dist.ProcessGroupGloo(store, rank, size, timeout)
+        super().__init__(rank, size)  # type: ignore[call-arg]
+        self._gloo: Any = dist.ProcessGroupGloo(store, rank, size, timeout)
 
     def getBackendName(self) -> str:
         return BACKEND
 
     @property
-    def group_name(self) -> str:
+    def group_name(self) -> Any:
         """The base class looks for it in a backend of its own."""
         return str(dist.distributed_c10d._get_process_group_name(self))
 

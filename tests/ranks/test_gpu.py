@@ -40,7 +40,8 @@ class WithFlashAttention:
     case: Case
 
     def __call__(self, rank: Rank) -> None:
-        assert self.case.specimen.build().config._attn_implementation == "sdpa"
+        model: Any = self.case.specimen.build()
+        assert model.config._attn_implementation == "sdpa"
         with sdpa_kernel(SDPBackend.FLASH_ATTENTION):
             CaseCheck(self.case)(rank)
 

@@ -11,17 +11,17 @@ import torch.distributed as dist
 
 from tests.helpers.oracle import CaseCheck
 from tests.helpers.oracle_grid import Case
-from tests.helpers.ranks import Place, Rank, run_ranks
+from tests.helpers.ranks import Check, Place, Rank, run_ranks
 
 
 def collectives(group: Any, rank: Rank) -> Iterator[torch.Tensor]:
     """What each gives on this rank."""
     own = torch.arange(6.0) * (rank.rank + 1)
-    yield own.clone().bfloat16()
-    for collective in (dist.all_reduce, dist.broadcast, dist.reduce):
-        tensor = own.clone().bfloat16()
-        collective(tensor, *([] if collective is dist.all_reduce else [1]), group=group)
-        yield tensor
+    summed, sent = own.clone().bfloat16(), own.clone()
+    dist.all_reduce(summed, group=group)
+    yield summed
+    dist.broadcast(sent, 1, group=group)
+    yield sent
     parts = [torch.zeros(6) for _ in range(rank.size)]
     dist.all_gather(parts, own, group=group)
     yield torch.stack(parts)
@@ -71,7 +71,7 @@ def objects_and_messages(rank: Rank) -> None:
     dist.barrier()
 
 
-CHECKS = {
+CHECKS: dict[str, Check] = {
     "is_gloo": is_gloo,
     "fills_in_when_it_is_waited_for": fills_in_when_it_is_waited_for,
     "objects_and_messages": objects_and_messages,

@@ -1,0 +1,96 @@
+"""What a machine with a GPU is asked, a section a call, each within ten minutes; one GPU is enough.
+
+    python benchmarks/on_gpu.py values --output benchmarks/results/gpu_values.json        # against the reference
+    python benchmarks/on_gpu.py streams --output benchmarks/results/gpu_streams.json      # lifetimes on real streams
+    python benchmarks/on_gpu.py steps --output benchmarks/results/gpu_steps.json          # kernels, idle time, memory
+    python benchmarks/on_gpu.py bandwidth --output benchmarks/results/gpu_bandwidth.json  # NCCL by alignment
+
+`values` and `streams` are tests marked gpu. Under DS_ACCELERATOR=cpu each section does a little of it on the CPU. For a
+machine without a network see `launch/offline.sh`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import subprocess
+import sys
+import tempfile
+from collections import Counter
+from pathlib import Path
+from typing import Any
+from xml.etree import ElementTree
+
+sys.path.insert(0, str(Path(__file__).parents[1]))  # the repository's root
+from benchmarks.common.device import device, device_name
+from benchmarks.common.provenance import write_result
+
+ROOT = Path(__file__).parents[1]
+WHERE = {"values": "tests/ranks", "streams": "tests/unit"}  # tests marked gpu
+_FEW = {"values": "tests/ranks/test_gpu.py"}  # of them on the CPU
+OUTCOMES = ("failure", "error", "skipped")  # as pytest's XML calls them; a test without one passed
+
+
+def run_tests(section: str, arguments: argparse.Namespace) -> dict[str, Any]:
+    on_gpu = device().type == "cuda"
+    with tempfile.TemporaryDirectory() as folder:
+        report = Path(folder) / "report.xml"
+        command = [sys.executable, "-m", "pytest", "-q", "-m", "gpu", f"--junitxml={report}", "-k", arguments.select]
+        # A file's ranks stay together; several files share the GPU.
+        command += ["--gpu", "-n", str(arguments.processes), "--dist", "loadfile"] if on_gpu else []
+        command.append(WHERE[section] if on_gpu else _FEW.get(section, WHERE[section]))
+        subprocess.run(command, cwd=ROOT, check=False, env=os.environ | {"OMP_NUM_THREADS": "1"})
+        tests = read_report(report)
+    return {"tests": tests, "outcomes": Counter(test["outcome"] for test in tests)}
+
+
+def read_report(path: Path) -> list[dict[str, Any]]:
+    """Name, seconds and outcome of each test, and why it failed or was skipped; none if pytest did not come so far."""
+    if not path.is_file():
+        return []
+    tests = []
+    for case in ElementTree.parse(path).iter("testcase"):
+        found = [(child.tag, child.text or child.get("message")) for child in case if child.tag in OUTCOMES]
+        outcome, why = found[0] if found else ("passed", None)
+        name = f"{case.get('classname')}::{case.get('name')}"
+        tests.append({"name": name, "seconds": float(case.get("time", 0)), "outcome": outcome, "why": why})
+    return tests
+
+
+def run_steps(arguments: argparse.Namespace) -> dict[str, Any]:
+    from benchmarks.worker_step import measure
+
+    return {"results": measure(sequence=arguments.sequence, repeats=arguments.repeats)}
+
+
+def run_bandwidth(arguments: argparse.Namespace) -> dict[str, Any]:
+    from benchmarks.self_send import measure, why_not
+
+    reason = why_not()
+    return measure(repeats=arguments.repeats) if reason is None else {"results": [], "not_measured": reason}
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("section", choices=[*WHERE, "steps", "bandwidth"])
+    parser.add_argument("--output", required=True, help="where the raw figures go, as JSON")
+    parser.add_argument("--processes", type=int, default=4, help="of pytest")
+    parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--sequence", type=int, default=2048, help="tokens of a step")
+    parser.add_argument("--select", default="", help="which tests, as pytest's -k")
+    arguments = parser.parse_args()
+    sections = {"steps": run_steps, "bandwidth": run_bandwidth}
+    if arguments.section in WHERE:
+        result = run_tests(arguments.section, arguments)
+    else:
+        result = sections[arguments.section](arguments)
+    facts = {"what": f"gpu_{arguments.section}", "device": device_name(), "arguments": vars(arguments)}
+    write_result(arguments.output, facts | result)
+    outcomes = result.get("outcomes", {"passed": 1})
+    if "not_measured" in result:
+        print(result["not_measured"])
+    return int(not outcomes.get("passed") or any(outcomes.get(name) for name in ("failure", "error")))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

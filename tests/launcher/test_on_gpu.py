@@ -1,0 +1,62 @@
+"""benchmarks/on_gpu.py on the CPU: a little of each section; what needs a GPU says so."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+from tests.helpers.gpus import ON_THE_CPU
+from tests.helpers.repository import ROOT
+
+
+def run(folder: Path, *arguments: str, code: int = 0) -> tuple[dict[str, Any], str]:
+    """The raw figures and what was printed."""
+    output = folder / "new" / "raw.json"
+    command = [sys.executable, str(ROOT / "benchmarks/on_gpu.py"), arguments[0], "--output", str(output)]
+    done = subprocess.run(
+        [*command, *arguments[1:]],
+        env=os.environ | ON_THE_CPU,
+        cwd=folder,
+        capture_output=True,
+        text=True,
+        timeout=240,
+    )
+    assert done.returncode == code, (done.returncode, done.stdout, done.stderr)
+    result = json.loads(output.read_text(encoding="utf-8"))
+    assert result["device"] == "CPU"
+    assert result["what"] == f"gpu_{arguments[0]}"
+    return result, done.stdout
+
+
+def test_values_are_compared_with_the_reference(tmp_path: Path) -> None:
+    result, _ = run(tmp_path, "values", "--select", "flash-2of4-forward-block")
+    assert result["outcomes"] == {"passed": 1}
+    assert "flash-2of4-forward-block" in result["tests"][0]["name"]
+
+
+def test_that_no_test_ran_is_a_failure(tmp_path: Path) -> None:
+    result, _ = run(tmp_path, "streams", "--select", "no_such_test", code=1)
+    assert result["tests"] == []
+
+
+def test_a_step_without_peers(tmp_path: Path) -> None:
+    """Estimated bytes and operators are there; what only a GPU has is None."""
+    (case,) = run(tmp_path, "steps")[0]["results"]
+    assert case["estimate"]["state"] > case["estimate"]["weights"] > 0
+    for phase, operator in (("forward_backward", "aten::mm"), ("step", "aten::_fused_adamw_")):
+        figures = case["phases"][phase]
+        assert figures["num_kernels"] > 100
+        assert operator in figures["kernels"]
+        assert (figures["busy_seconds"], figures["idle_seconds"], figures["peak"]) == (None, None, None)
+        assert all(time["host_seconds"] > 0 for time in figures["times"])
+
+
+def test_bandwidth_needs_nccl(tmp_path: Path) -> None:
+    result, printed = run(tmp_path, "bandwidth")
+    assert result["results"] == []
+    assert "needs NCCL" in printed
+    assert "needs NCCL" in result["not_measured"]
