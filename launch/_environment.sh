@@ -48,6 +48,10 @@ make_environment() {
   fi
   say "making a virtual environment in .venv with $("$python" --version)${with_system:+ and its packages, torch among them}"
   "$python" -m venv $with_system .venv
+  if [ -n "$with_system" ]; then # that Python may be an environment of its own, of whose packages a new one sees none
+    "$python" launch/_torch.py folder \
+      >"$(.venv/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/with_torch.pth"
+  fi
 }
 
 activate_environment() {

@@ -132,6 +132,9 @@ def main(command: str) -> int:
         return explain_fit()
     if command == "gpus":
         print(usable_gpus())
+    elif command == "folder":
+        found = find_torch()
+        print(found.folder if found else "")
     else:
         print(describe() if command == "describe" else "\n".join(constraints()))
     return 0

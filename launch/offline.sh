@@ -36,7 +36,7 @@ install() {
   local wheels=$1 environment=$2
   python3 -m venv --system-site-packages --without-pip "$environment"
   # That Python may be an environment of its own, of whose packages a new one would see none; and this checkout.
-  python3 -c 'import site, sys; print(*site.getsitepackages(), *sys.argv[1:], sep="\n")' "$here" \
+  { python3 "$here/launch/_torch.py" folder && echo "$here"; } \
     >"$("$environment/bin/python" -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/offline.pth"
   python3 -m pip --python "$environment/bin/python" install --quiet --no-index --no-deps --no-compile --ignore-installed \
     "$wheels"/*.whl

@@ -14,7 +14,7 @@ readonly workers=4 steps=100 folder=runs/quickstart
 free_port() { python -c 'import socket; s = socket.socket(); s.bind(("127.0.0.1", 0)); print(s.getsockname()[1])'; }
 
 pretrain() {
-  deepspeed --num_gpus "$workers" --master_port "$(free_port)" --log_level warning launch/pretrain.py \
+  deepspeed "${where[@]}" --master_port "$(free_port)" --log_level warning launch/pretrain.py \
     --model configs/models/tiny.json --deepspeed_config configs/quickstart.json --data configs/data/quickstart.json \
     --steps "$steps" --eval-interval 25 "$@"
 }
@@ -41,6 +41,16 @@ if [ -n "$on_the_cpu" ]; then
   fi
 else
   say "$workers workers, $gpus GPUs: each worker runs on its own"
+fi
+
+where=(--num_gpus "$workers")
+# With that the launcher takes the machine's first GPUs, whichever the user has chosen.
+if [ -z "$on_the_cpu" ] && [ -n "${CUDA_VISIBLE_DEVICES:-}" ]; then
+  if [[ ! $CUDA_VISIBLE_DEVICES =~ ^[0-9,]+$ ]]; then
+    echo "error: CUDA_VISIBLE_DEVICES is $CUDA_VISIBLE_DEVICES; DeepSpeed's launcher takes numbers" >&2
+    exit 2
+  fi
+  where=(--include "localhost:$(cut -d, -f "1-$workers" <<<"$CUDA_VISIBLE_DEVICES")")
 fi
 
 say "1/4 subnetwork data parallelism: $workers workers, each with half of the blocks -> $folder"

@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import os
+import re
 import warnings
 from pathlib import Path
 
 _DEV = Path("/dev")
+_VISIBLE = ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES")
+# What comes after the first name that is none does not count. Slurm hides GPUs from jobs without any by "NoDevFiles".
+_NAMES_A_GPU = re.compile(r"\s*(\d|GPU-|MIG-)")
 _FILES = ("nvidia[0-9]*", "kfd")  # one for each of NVIDIA's GPUs; AMD's
 
 
 def unusable_gpus() -> str | None:
     """Why torch cannot use GPUs that are there, such as a driver that is too old for it, and what to do. None if it can
     use them, if there are none, or if the environment hides them or asks for the CPU. Starts no GPU that works."""
-    is_hidden = any(os.environ.get(name) in ("", "-1") for name in ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES"))
+    is_hidden = any(name in os.environ and not _NAMES_A_GPU.match(os.environ[name]) for name in _VISIBLE)
     files = sorted(str(file) for name in _FILES for file in _DEV.glob(name))
     if not files or is_hidden or os.environ.get("DS_ACCELERATOR") == "cpu":
         return None

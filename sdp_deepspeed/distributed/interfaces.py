@@ -22,7 +22,7 @@ _VARIABLE = "GLOO_SOCKET_IFNAME"
 
 
 @dataclass(frozen=True)
-class Route:
+class WayToFirstNode:
     """From one rank to the first node.
 
     Args:
@@ -40,11 +40,11 @@ def interface_for_gloo(ranks: Gatherer) -> str | None:
     Raises:
         RuntimeError: on all ranks: no interface of one of the hosts has an address by which others know it.
     """
-    routes = ranks.gather_objects(None if os.environ.get(_VARIABLE) else _route())
-    return run_on_all_ranks(ranks, lambda: _interface(routes, ranks.rank))
+    ways = ranks.gather_objects(None if os.environ.get(_VARIABLE) else _way())
+    return run_on_all_ranks(ranks, lambda: _interface(ways, ranks.rank))
 
 
-def _route() -> Route | None:
+def _way() -> WayToFirstNode | None:
     """None without a first node, as where ranks meet in a file."""
     host, port = os.environ.get("MASTER_ADDR"), os.environ.get("MASTER_PORT", "29500")
     if not host:
@@ -53,24 +53,22 @@ def _route() -> Route | None:
         family, kind, _, _, address = socket.getaddrinfo(host, int(port) or 29500, type=socket.SOCK_DGRAM)[0]
         with socket.socket(family, kind) as probe:
             probe.connect(address)  # of a datagram socket: nothing is sent
-            return Route(str(address[0]), str(probe.getsockname()[0]))
+            return WayToFirstNode(str(address[0]), str(probe.getsockname()[0]))
     except (OSError, ValueError):
         return None
 
 
-def _interface(routes: Sequence[Route | None], rank: int) -> str | None:
-    """Of this rank, by the routes of all."""
-    own = routes[rank]
-    known = sorted({route.first for route in routes if route is not None and not _is_loopback(route.first)})
+def _interface(ways: Sequence[WayToFirstNode | None], rank: int) -> str | None:
+    """Of this rank, by the ways of all."""
+    own = ways[rank]
+    known = sorted({way.first for way in ways if way is not None and not _is_loopback(way.first)})
     if own is None or not known:
         return None
     # The first node may know itself by an address of its own alone: then by those under which others know it.
     wanted = known if _is_loopback(own.own) else [own.own]
-    addresses = {
-        name: [address.address.partition("%")[0] for address in there] for name, there in psutil.net_if_addrs().items()
-    }
+    addresses = {name: [_bare(address.address) for address in there] for name, there in psutil.net_if_addrs().items()}
     for name, there in addresses.items():
-        if not set(wanted).isdisjoint(there):
+        if not {_bare(address) for address in wanted}.isdisjoint(there):
             return name
     names = (f"{name} ({', '.join(there)})" for name, there in addresses.items())
     master, host = os.environ.get("MASTER_ADDR"), socket.gethostname()
@@ -82,9 +80,14 @@ def _interface(routes: Sequence[Route | None], rank: int) -> str | None:
     )
 
 
+def _bare(address: str) -> str:
+    """Without the interface that an IPv6 address of one link may name."""
+    return address.partition("%")[0]
+
+
 def _is_loopback(address: str) -> bool:
     try:
-        return ipaddress.ip_address(address.partition("%")[0]).is_loopback
+        return ipaddress.ip_address(_bare(address)).is_loopback
     except ValueError:
         return False
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
+import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
@@ -104,8 +105,10 @@ def _refuse(block: SubnetworkConfig, model: nn.Module, options: Mapping[str, Any
     if is_cut(model):  # before DeepSpeed broadcasts tensors of which some ranks have none
         raise ValueError(f"{KEY}: an earlier engine cut this model down to subnetworks; build or load it anew")
     refuse_modules(model)
-    unusable = [reason] if (reason := unusable_gpus()) and get_accelerator().device_name() == "cpu" else []
-    for warning in unusable + check_hosts() + without_effect(block, config):
+    unusable = unusable_gpus() if get_accelerator().device_name() == "cpu" else None
+    if unusable is not None and int(os.environ.get("LOCAL_RANK", "0")) == 0:  # may be so on one node only
+        logger.warning(unusable)
+    for warning in check_hosts() + without_effect(block, config):
         log_dist(warning, ranks=[0], level=logging.WARNING)
     if options.get("mesh_device") is not None:
         raise ValueError(f"{KEY}: sequence parallelism is not possible, so deepspeed.initialize takes no mesh_param")
@@ -130,6 +133,7 @@ def comparable(block: SubnetworkConfig, config: Mapping[str, Any], given: Mappin
         "checkpoint.load_universal": checkpoint.get("load_universal", False),
         **given,
         "version of sdp_deepspeed": __version__,
+        "accelerator": get_accelerator().device_name(),
     }
     return {path: json.dumps(value, default=_words, skipkeys=True) for path, value in _leaves(tree)}
 

@@ -26,7 +26,7 @@ echo "$*" >>"$LOG"
 packages=$(.venv/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')
 mkdir "$packages/pip"
 cp "$PIP" "$packages/pip/__main__.py"
-if [ "$3" = --system-site-packages ]; then echo "$SITE" >"$packages/system.pth"; fi
+if [ "$3" = --system-site-packages ] && [ -z "${NESTED:-}" ]; then echo "$SITE" >"$packages/system.pth"; fi
 """
 
 # Records what it is asked for, and copies the torch of $INDEX.
@@ -100,10 +100,11 @@ def source_script(checkout: Path, **environment: str) -> tuple[subprocess.Comple
     return result, log.read_text().splitlines() if log.exists() else []
 
 
-def test_torch_of_the_system_is_used_as_it_is(checkout: Path) -> None:
+@pytest.mark.parametrize("nested", ["", "a machine's Python is an environment itself"])
+def test_torch_of_the_system_is_used_as_it_is(checkout: Path, nested: str) -> None:
     site = checkout.parent / "site"
     make_torch(site, VENDOR)
-    result, asked = source_script(checkout)
+    result, asked = source_script(checkout, NESTED=nested)
     assert result.returncode == 0, result.stderr
     constraints = checkout / ".venv/.sdp_deepspeed-constraints.txt"
     assert asked == ["-m venv --system-site-packages .venv", f"--constraint {constraints} --editable ."]
@@ -199,6 +200,25 @@ def test_a_torch_that_cannot_be_imported_is_named(checkout: Path) -> None:
     assert "cannot be imported: OSError: libcudart.so.13" in result.stderr
 
 
+def stubbed_quickstart(folder: Path, **environment: str) -> subprocess.CompletedProcess[str]:
+    """The environment, Python and the launcher are stubs."""
+    (folder / "launch").mkdir()
+    shutil.copy(ROOT / "launch/quickstart.sh", folder / "launch")
+    stub = 'say() { echo "==> $*"; }\nbuild_cpu_operator() { echo "builds $1"; }\n'
+    (folder / "launch/_environment.sh").write_text(stub)
+    (folder / "python").write_text('#!/bin/bash\nif [ "$2" = gpus ]; then echo "$GPUS"; else echo 1; fi\n')
+    (folder / "deepspeed").write_text('#!/bin/bash\necho "trains on ${DS_ACCELERATOR:-GPUs}: $1 $2"\n')
+    for name in ("python", "deepspeed"):
+        (folder / name).chmod(0o755)
+    return subprocess.run(
+        ["bash", str(folder / "launch/quickstart.sh")],
+        env={"PATH": f"{folder}:/usr/bin:/bin", **environment},
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+
+
 @pytest.mark.parametrize(
     ("gpus", "asked", "says", "device"),
     [
@@ -210,25 +230,26 @@ def test_a_torch_that_cannot_be_imported_is_named(checkout: Path) -> None:
     ],
 )
 def test_the_quickstart_does_what_it_says(tmp_path: Path, gpus: int, asked: str, says: str, device: str) -> None:
-    """On any number of GPUs; the environment, Python and the launcher are stubs."""
-    (tmp_path / "launch").mkdir()
-    shutil.copy(ROOT / "launch/quickstart.sh", tmp_path / "launch")
-    stub = 'say() { echo "==> $*"; }\nbuild_cpu_operator() { echo "builds $1"; }\n'
-    (tmp_path / "launch/_environment.sh").write_text(stub)
-    (tmp_path / "python").write_text('#!/bin/bash\nif [ "$2" = gpus ]; then echo "$GPUS"; else echo 1; fi\n')
-    (tmp_path / "deepspeed").write_text('#!/bin/bash\necho "trains on ${DS_ACCELERATOR:-GPUs}"\n')
-    for name in ("python", "deepspeed"):
-        (tmp_path / name).chmod(0o755)
-    environment = {"PATH": f"{tmp_path}:/usr/bin:/bin", "GPUS": str(gpus)} | (
-        {"DS_ACCELERATOR": asked} if asked else {}
-    )
-    command = ["bash", str(tmp_path / "launch/quickstart.sh")]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60)
+    """On any number of GPUs."""
+    done = stubbed_quickstart(tmp_path, GPUS=str(gpus), **({"DS_ACCELERATOR": asked} if asked else {}))
     assert done.returncode == 0, done.stderr
     lines = done.stdout.splitlines()
     assert f"==> {says}" in lines
-    assert lines.count(f"trains on {device or 'GPUs'}") == 2
+    assert lines.count(f"trains on {device or 'GPUs'}: --num_gpus 4") == 2
     assert ("builds ShareMemCommBuilder" in lines) == (gpus > 0 and device == "cpu")
+
+
+def test_the_quickstart_takes_the_gpus_that_are_visible(tmp_path: Path) -> None:
+    """With `--num_gpus` DeepSpeed's launcher would take the machine's first ones, which may be somebody else's."""
+    done = stubbed_quickstart(tmp_path, GPUS="5", CUDA_VISIBLE_DEVICES="3,7,4,5,6")
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines().count("trains on GPUs: --include localhost:3,7,4,5") == 2
+
+
+def test_the_quickstart_names_what_the_launcher_cannot_take(tmp_path: Path) -> None:
+    done = stubbed_quickstart(tmp_path, GPUS="4", CUDA_VISIBLE_DEVICES="GPU-1,GPU-2,GPU-3,GPU-4")
+    assert done.returncode == 2
+    assert "error: CUDA_VISIBLE_DEVICES is GPU-1,GPU-2,GPU-3,GPU-4; DeepSpeed's launcher takes numbers" in done.stderr
 
 
 def test_a_driver_that_is_too_old_counts_no_gpus(checkout: Path) -> None:

@@ -41,11 +41,20 @@ def test_a_torch_for_cpus_is_named(machine: Path, monkeypatch: pytest.MonkeyPatc
     assert "it was built for CPUs" in str(gpus.unusable_gpus())
 
 
-@pytest.mark.parametrize("hidden", ["CUDA_VISIBLE_DEVICES=", "HIP_VISIBLE_DEVICES=-1", "DS_ACCELERATOR=cpu"])
+HIDDEN = ("CUDA_VISIBLE_DEVICES=", "HIP_VISIBLE_DEVICES=-1", "CUDA_VISIBLE_DEVICES=NoDevFiles", "DS_ACCELERATOR=cpu")
+
+
+@pytest.mark.parametrize("hidden", HIDDEN)
 def test_who_asks_for_the_cpu_is_not_told(machine: Path, hidden: str, monkeypatch: pytest.MonkeyPatch) -> None:
     name, _, value = hidden.partition("=")
     monkeypatch.setenv(name, value)
     assert gpus.unusable_gpus() is None
+
+
+@pytest.mark.parametrize("named", ["0", "3,1", "GPU-8932f937-d72c", "MIG-3f2a"])
+def test_who_chooses_among_gpus_is_told(machine: Path, named: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", named)
+    assert gpus.unusable_gpus() is not None
 
 
 def test_gpus_that_work_and_none_at_all_are_not_told(machine: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import logging
+import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -90,16 +91,19 @@ def _noted(distribute: Callable[..., Steps], calls: list[str]) -> Callable[..., 
 
 
 def hints_are_told_at_start(rank: Rank) -> None:
-    """GPUs that torch cannot use, too: this run is on the CPU, perhaps not by its user's will."""
+    """GPUs that torch cannot use, too, on each node that has some: this run is on the CPU, perhaps not by its user's
+    will."""
     too_old = "the driver is too old"
     with (
         mock.patch("sdp_deepspeed.engine.start.log_dist") as log,
+        mock.patch("sdp_deepspeed.engine.start.logger") as node_log,
         mock.patch("sdp_deepspeed.engine.start.unusable_gpus", return_value=too_old),
     ):
         engine_of(config(holders=1) | {"zero_optimization": {"stage": 1, "elastic_checkpoint": True}})
     told = [call.args[0] for call in log.call_args_list if call.kwargs.get("level") == logging.WARNING]
     assert any("elastic_checkpoint" in text and "any layout" in text for text in told), told
-    assert too_old in told
+    said = [call.args[0] for call in node_log.warning.call_args_list]
+    assert said.count(too_old) == (os.environ["LOCAL_RANK"] == "0"), said
 
 
 def checkpoints_of_other_buckets_go_on(rank: Rank) -> None:

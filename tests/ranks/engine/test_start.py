@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator, Mapping
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -43,6 +44,13 @@ def a_scheduler_that_one_rank_has(rank: Rank) -> None:
     own: dict[str, Any] = {"lr_scheduler": scheduler} if rank.rank == 1 else {}
     words = 'lr_scheduler (argument) is "NoneType" on rank 0 and "function" on rank 1'
     refusal(ValueError, lambda: engine_of(config(holders=1), **own), words)
+
+
+def an_accelerator_that_one_rank_has(rank: Rank) -> None:
+    """A node whose driver torch cannot use trains on its CPU, and the first collective of the others waits for it."""
+    there = mock.Mock(**{"device_name.return_value": ("cuda", "cpu")[rank.rank]})
+    with mock.patch.object(start, "get_accelerator", return_value=there):
+        refusal(ValueError, lambda: engine_of(config(holders=1)), 'accelerator is "cuda" on rank 0 and "cpu" on rank 1')
 
 
 def mistakes_of_one_rank(rank: Rank) -> None:
@@ -114,6 +122,7 @@ def _cases(size: int, options: pytest.Config) -> Iterator[tuple[str, Any]]:
     for check in (
         values_that_one_rank_has,
         a_scheduler_that_one_rank_has,
+        an_accelerator_that_one_rank_has,
         mistakes_of_one_rank,
         the_block_on_one_rank,
         a_rank_that_is_late,
