@@ -10,7 +10,7 @@ from benchmarks.worker_step import covered
 
 REPORT = """<testsuites><testsuite>
 <testcase classname="tests.ranks.test_gpu" name="test_a" time="1.5" />
-<testcase classname="tests.ranks.test_gpu" name="test_b" time="0.2"><failure message="m">rank 0: why</failure></testcase>
+<testcase classname="tests.ranks.test_gpu" name="test_b" time="0.2"><failure>rank 0: why</failure></testcase>
 <testcase classname="tests.ranks.test_gpu" name="test_c" time="0"><skipped message="needs a GPU: --gpu" /></testcase>
 <testcase classname="" name="tests.ranks.test_d" time="0"><error message="collection">No module</error></testcase>
 </testsuite></testsuites>"""
