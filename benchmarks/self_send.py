@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch.profiler import ProfilerActivity, profile
 
-from benchmarks.common.device import device, seconds
+from benchmarks.common.device import device, device_events, seconds
 
 OFFSETS = (0, 2, 4, 8, 16, 64, 128)  # bytes from an address that is a multiple of 512
 SIZES = (2**16, 2**20, 2**24, 2**28)  # bytes
@@ -74,4 +74,4 @@ def kernels(size: int) -> list[str]:
     with profile(activities=[ProfilerActivity.CUDA]) as profiler:
         all_to_all(target, source)
         seconds()
-    return sorted({event.name for event in profiler.events() or ()})
+    return sorted({event.name for event in device_events(profiler)})

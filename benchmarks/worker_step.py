@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch.profiler import ProfilerActivity, profile
 
-from benchmarks.common.device import device, seconds
+from benchmarks.common.device import device, device_events, seconds
 from benchmarks.host_time import CASES, MODELS, RANK, Case, Worker, build_worker
 from sdp_deepspeed.estimate.per_rank import Precision, Setup, estimate
 
@@ -89,12 +89,13 @@ def timed(phase: Callable[[], object]) -> dict[str, float]:
 
 
 def profiled(phase: Callable[[], object]) -> dict[str, Any]:
-    """Kernels (on the CPU operators, those inside others included) by name, and seconds in which one ran."""
+    """Kernels, copies and fills by name, and seconds in which one ran; on the CPU operators, also those inside others."""
     on_gpu = device().type == "cuda"
     with profile(activities=[ProfilerActivity.CUDA if on_gpu else ProfilerActivity.CPU]) as profiler:
         phase()
         seconds()
-    kernels = [event for event in profiler.events() or () if on_gpu or event.name.startswith("aten::")]
+    operators = (event for event in profiler.events() or () if event.name.startswith("aten::"))
+    kernels = device_events(profiler) if on_gpu else list(operators)
     spans = ((event.time_range.start, event.time_range.end) for event in kernels)
     return {
         "num_kernels": len(kernels),
