@@ -89,7 +89,7 @@ def timed(phase: Callable[[], object]) -> dict[str, float]:
 
 
 def profiled(phase: Callable[[], object]) -> dict[str, Any]:
-    """Kernels, copies and fills by name, and seconds in which one ran; on the CPU operators, also those inside others."""
+    """Kernels, copies and fills by name, and seconds in which one ran; on the CPU operators, nested ones too."""
     on_gpu = device().type == "cuda"
     with profile(activities=[ProfilerActivity.CUDA if on_gpu else ProfilerActivity.CPU]) as profiler:
         phase()

@@ -39,7 +39,7 @@ def allow_connections(num_ranks: int, warn: Callable[[str], None], *, num_groups
             "/etc/security/limits.conf)"
         )
         wanted = hard
-    resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, wanted), hard))
+    resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
 
 
 def num_open() -> int:

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from types import SimpleNamespace
 from typing import Any
@@ -11,6 +15,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from sdp_deepspeed.distributed import host_group
 from sdp_deepspeed.distributed.agreement import OneRank, run_on_rank_0
 from sdp_deepspeed.distributed.host_group import LIMIT, Channel, HostGroup, make_host_group
 from tests.helpers.threads import Ranks, in_threads
@@ -83,6 +88,25 @@ def test_collectives_of_another_thread_are_not_disturbed() -> None:
     assert in_threads(work, SIZE) == [expected] * SIZE
 
 
+def test_messages_of_two_channels_are_never_taken_for_one_another() -> None:
+    """The first rank receives them in another order than the others sent them."""
+    groups = hosts()
+
+    def work(rank: int) -> list[list[str]]:
+        channels = [groups[rank].channel(tag) for tag in (Channel.WORLD, Channel.BARRIER)]
+        if rank == 0:
+            time.sleep(0.4)  # both messages of each of the others are on their way
+            return [channel.gather_objects(f"{number}") for number, channel in reversed(list(enumerate(channels)))][::-1]
+        with ThreadPoolExecutor() as pool:
+            found = []
+            for number, channel in enumerate(channels):
+                found.append(pool.submit(channel.gather_objects, f"{number}"))
+                time.sleep(0.1)
+            return [future.result() for future in found]
+
+    assert in_threads(work, SIZE) == [[["0"] * SIZE, ["1"] * SIZE]] * SIZE
+
+
 def test_who_does_not_come_is_an_error_within_the_limit() -> None:
     groups = hosts()
 
@@ -94,17 +118,40 @@ def test_who_does_not_come_is_an_error_within_the_limit() -> None:
     in_threads(work, SIZE)
 
 
+def lonely(backend: str, new_group: Callable[..., Any]) -> Any:
+    """What `make_host_group` calls of `torch.distributed`, on one rank."""
+    return SimpleNamespace(
+        get_rank=lambda: 0,
+        get_world_size=lambda: 1,
+        get_backend=lambda: backend,
+        new_group=new_group,
+        distributed_c10d=SimpleNamespace(_set_pg_timeout=lambda timeout, group: None),
+    )
+
+
+@pytest.mark.parametrize(("backend", "expected"), [("nccl", "eth1"), ("gloo", None)])
+def test_the_group_is_made_on_the_way_to_the_first_node(
+    backend: str, expected: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A run over gloo has found its own; and connections are allowed before they are made."""
+    done: list[Any] = []
+    monkeypatch.delenv("GLOO_SOCKET_IFNAME", raising=False)
+    monkeypatch.setattr(host_group, "interface_for_gloo", lambda ranks: "eth1")
+    monkeypatch.setattr(host_group, "allow_connections", lambda size, warn: done.append(size))
+    make_host_group(
+        lonely(backend, lambda backend, timeout: done.append((backend, os.environ.get("GLOO_SOCKET_IFNAME")))),
+        OneRank(),
+        pytest.fail,
+    )
+    assert done == [1, ("gloo", expected)]
+
+
 def test_ranks_may_wait_for_longer_than_nccl_lets_them() -> None:
     """Ten minutes; the limit of the group is that of collectives, which a save has."""
     assert timedelta(hours=1) <= LIMIT
     limits: list[timedelta] = []
-    alone = SimpleNamespace(
-        get_rank=lambda: 0,
-        get_world_size=lambda: 1,
-        get_backend=lambda: "nccl",
-        new_group=lambda backend, timeout: limits.append(timeout),
-        distributed_c10d=SimpleNamespace(_set_pg_timeout=lambda timeout, group: limits.append(timeout)),
-    )
+    alone = lonely("nccl", lambda backend, timeout: limits.append(timeout))
+    alone.distributed_c10d._set_pg_timeout = lambda timeout, group: limits.append(timeout)
     host = make_host_group(alone, OneRank(), pytest.fail)
     assert limits[0] < timedelta(minutes=10), "ranks that cannot be reached are told soon"
     assert limits[1:] == [LIMIT]
