@@ -26,8 +26,9 @@ from benchmarks.common.device import device, device_name
 from benchmarks.common.provenance import write_result
 
 ROOT = Path(__file__).parents[1]
-WHERE = {"values": "tests/ranks", "streams": "tests/unit"}  # tests marked gpu
-_FEW = {"values": "tests/ranks/test_gpu.py"}  # of them on the CPU
+_STREAMS = "tests/ranks/test_late_streams.py"
+WHERE = {"values": ("tests/ranks", f"--ignore={_STREAMS}"), "streams": (_STREAMS, "tests/unit")}  # tests marked gpu
+_FEW = {"values": ("tests/ranks/test_gpu.py",)}  # of them on the CPU
 OUTCOMES = ("failure", "error", "skipped")  # as pytest's XML calls them; a test without one passed
 
 
@@ -38,7 +39,7 @@ def run_tests(section: str, arguments: argparse.Namespace) -> dict[str, Any]:
         command = [sys.executable, "-m", "pytest", "-q", "-m", "gpu", f"--junitxml={report}", "-k", arguments.select]
         # A file's ranks stay together; several files share the GPU.
         command += ["--gpu", "-n", str(arguments.processes), "--dist", "loadfile"] if on_gpu else []
-        command.append(WHERE[section] if on_gpu else _FEW.get(section, WHERE[section]))
+        command += WHERE[section] if on_gpu else _FEW.get(section, WHERE[section])
         subprocess.run(command, cwd=ROOT, check=False, env=os.environ | {"OMP_NUM_THREADS": "1"})
         tests = read_report(report)
     return {"tests": tests, "outcomes": Counter(test["outcome"] for test in tests)}

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import cuda
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 BACKEND = "staged"
@@ -53,8 +54,53 @@ class Staged(dist.Work):
         return bool(self._work.is_completed())
 
 
+class Late(dist.Work):
+    """A collective as NCCL runs it: on a stream of its own that is behind, both when it reads and when it writes. All
+    ranks must wait for collectives in the same order, as gloo begins when it is waited for.
+
+    Args:
+        start: gloo's method.
+        results: what it fills in, beside its other arguments.
+        is_waited_for: whether `wait` makes the current stream wait, as it must.
+    """
+
+    CYCLES = 4_000_000  # some two milliseconds, far longer than what a small model starts meanwhile
+
+    def __init__(self, start: Callable[..., Any], results: Any, arguments: Any, *, is_waited_for: bool) -> None:
+        super().__init__()
+        self._start, self._is_waited_for = start, is_waited_for
+        self._results, self._kept = results, arguments  # as torch keeps both until they are waited for
+        self._stream = cuda.Stream()
+        self._stream.wait_stream(cuda.current_stream())
+        with cuda.stream(self._stream):
+            cuda._sleep(self.CYCLES)
+            self._copies, self._others = tree_map_only(torch.Tensor, _on_host_later, (results, arguments))
+
+    def wait(self, timeout: timedelta = timedelta()) -> bool:
+        if self._results is None:
+            return True
+        self._stream.synchronize()
+        self._start(self._copies, *self._others).wait(timeout)
+        with cuda.stream(self._stream), torch.no_grad():
+            cuda._sleep(self.CYCLES)
+            for tensor, copy in zip(tree_leaves(self._results), tree_leaves(self._copies), strict=True):
+                tensor.copy_(copy, non_blocking=True)
+        if self._is_waited_for:
+            cuda.current_stream().wait_stream(self._stream)
+        self._results = self._kept = None
+        return True
+
+
 class StagedGloo(dist.ProcessGroup):
-    """A group over gloo whose tensors may be anywhere."""
+    """A group over gloo whose tensors may be anywhere.
+
+    Attributes:
+        is_late: whether all-to-alls are `Late`, on all groups of the process.
+        is_waited_for: `Late`'s.
+    """
+
+    is_late = False
+    is_waited_for = True
 
     def __init__(self, store: dist.Store, rank: int, size: int, timeout: timedelta) -> None:
         super().__init__(rank, size)  # type: ignore[call-arg]
@@ -75,8 +121,10 @@ class StagedGloo(dist.ProcessGroup):
         return self._gloo.send([_on_host(tensor) for tensor in tensors], *arguments)
 
 
-def _staged(name: str) -> Callable[..., Staged]:
-    def call(self: StagedGloo, results: Any, *arguments: Any, **options: Any) -> Staged:
+def _staged(name: str) -> Callable[..., Any]:
+    def call(self: StagedGloo, results: Any, *arguments: Any, **options: Any) -> Staged | Late:
+        if self.is_late and name == "alltoall_base":
+            return Late(getattr(self._gloo, name), results, arguments, is_waited_for=self.is_waited_for)
         copies, others = tree_map_only(torch.Tensor, _on_host, (results, arguments))
         work = getattr(self._gloo, name)(copies, *others, **options)
         return Staged(work, list(zip(tree_leaves(results), tree_leaves(copies), strict=True)))
@@ -91,6 +139,12 @@ for _name in COLLECTIVES:
 
 def _on_host(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.detach().to("cpu", copy=True)
+
+
+def _on_host_later(tensor: torch.Tensor) -> torch.Tensor:
+    """In page-locked memory, so that nobody waits for it here."""
+    copy = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu", pin_memory=tensor.is_cuda)
+    return copy.copy_(tensor.detach(), non_blocking=True)
 
 
 def register() -> None:

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
 
+from tests.helpers import staged_gloo
 from tests.helpers.oracle import CaseCheck
 from tests.helpers.oracle_grid import Case
 from tests.helpers.ranks import Check, Place, Rank, run_ranks
@@ -71,10 +73,26 @@ def objects_and_messages(rank: Rank) -> None:
     dist.barrier()
 
 
+def late_ones_do_the_same(rank: Rank) -> None:
+    """With streams that do nothing: what they do on a GPU is for test_late_streams.py."""
+    case = Case(2, 1, "forward", "neuron", stage=2, overlap=True, accumulation=3, buckets="many")
+    with (
+        mock.patch.object(staged_gloo, "cuda", mock.MagicMock()) as cuda,
+        mock.patch.object(staged_gloo.StagedGloo, "is_late", True),
+    ):
+        CaseCheck(case)(rank)
+        num_streams, waits = cuda.Stream.call_count, cuda.current_stream().wait_stream.call_count
+        assert 0 < num_streams == waits
+        with mock.patch.object(staged_gloo.StagedGloo, "is_waited_for", False):
+            dist.all_to_all_single(torch.empty(2), torch.ones(2))
+        assert (cuda.Stream.call_count, cuda.current_stream().wait_stream.call_count) == (num_streams + 1, waits)
+
+
 CHECKS: dict[str, Check] = {
     "is_gloo": is_gloo,
     "fills_in_when_it_is_waited_for": fills_in_when_it_is_waited_for,
     "objects_and_messages": objects_and_messages,
+    "late_ones_do_the_same": late_ones_do_the_same,
     "forward": CaseCheck(Case(2, 1, "forward", "neuron", stage=2, overlap=True, accumulation=3)),
     "backward": CaseCheck(Case(2, 1, "backward", "block", "gpt2", stage=0, precision="bf16", optimizer="SGD")),
 }

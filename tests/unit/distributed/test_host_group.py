@@ -96,7 +96,9 @@ def test_messages_of_two_channels_are_never_taken_for_one_another() -> None:
         channels = [groups[rank].channel(tag) for tag in (Channel.WORLD, Channel.BARRIER)]
         if rank == 0:
             time.sleep(0.4)  # both messages of each of the others are on their way
-            return [channel.gather_objects(f"{number}") for number, channel in reversed(list(enumerate(channels)))][::-1]
+            return [channel.gather_objects(f"{number}") for number, channel in reversed(list(enumerate(channels)))][
+                ::-1
+            ]
         with ThreadPoolExecutor() as pool:
             found = []
             for number, channel in enumerate(channels):

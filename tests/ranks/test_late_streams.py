@@ -1,0 +1,62 @@
+"""Collectives that read and write late, on streams of their own, change no value; on a GPU only.
+
+What has no order is seen by its values: what is sent is overwritten before it was read, what is received is read before
+it was written.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+from unittest import mock
+
+import pytest
+
+from sdp_deepspeed.config import MODES
+from tests.helpers.oracle import CaseCheck
+from tests.helpers.oracle_grid import Case
+from tests.helpers.ranks import Place, Rank, run_ranks
+from tests.helpers.staged_gloo import StagedGloo
+
+
+@dataclass(frozen=True)
+class WithLateStreams:
+    """A case.
+
+    Args:
+        is_waited_for: whether a collective's `wait` does what it must; without it, values must be wrong.
+    """
+
+    case: Case
+    is_waited_for: bool = True
+
+    def __call__(self, rank: Rank) -> None:
+        with (
+            mock.patch.object(StagedGloo, "is_late", True),
+            mock.patch.object(StagedGloo, "is_waited_for", self.is_waited_for),
+        ):
+            CaseCheck(self.case)(rank)
+
+
+def _cases(size: int, options: pytest.Config) -> Iterator[tuple[str, Any]]:
+    if not options.getoption("--gpu"):
+        return
+    for mode in MODES:
+        for stage, accumulation in ((0, 1), (1, 1), (2, 3)):
+            case = Case(size, size // 2, *mode, stage=stage, overlap=True, accumulation=accumulation, buckets="many")
+            yield str(case), WithLateStreams(case)
+
+
+@pytest.mark.gpu
+@pytest.mark.checks(4, _cases)
+def test_on_real_streams(outcome: str | None) -> None:
+    assert outcome is None, outcome
+
+
+@pytest.mark.gpu
+def test_values_are_wrong_where_nothing_is_waited_for(place: Place, request: pytest.FixtureRequest) -> None:
+    if not request.config.getoption("--gpu"):
+        pytest.skip("needs a GPU: --gpu")
+    check = WithLateStreams(Case(4, 2, stage=1, buckets="many"), is_waited_for=False)
+    assert "AssertionError" in str(run_ranks(4, [("without", check)], place=place)["without"])
