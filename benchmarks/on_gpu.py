@@ -1,18 +1,19 @@
-"""What a machine with a GPU is asked, a section a call, each within ten minutes; one GPU is enough.
+"""What a machine with a GPU is asked, a section a call; one GPU is enough.
 
     python benchmarks/on_gpu.py values --output benchmarks/results/gpu_values.json        # against the reference
     python benchmarks/on_gpu.py streams --output benchmarks/results/gpu_streams.json      # lifetimes on real streams
     python benchmarks/on_gpu.py steps --output benchmarks/results/gpu_steps.json          # kernels, idle time, memory
     python benchmarks/on_gpu.py bandwidth --output benchmarks/results/gpu_bandwidth.json  # NCCL by alignment
 
-`values` and `streams` are tests marked gpu. Under DS_ACCELERATOR=cpu each section does a little of it on the CPU. For a
-machine without a network see `launch/offline.sh`.
+`values` and `streams` are tests marked gpu; --select and --minutes fit them into what time there is. Under
+DS_ACCELERATOR=cpu each section does a little of it on the CPU. For a machine without a network see `launch/offline.sh`.
 """
 
 from __future__ import annotations
 
 import argparse
 import os
+import signal
 import subprocess
 import sys
 import tempfile
@@ -40,9 +41,14 @@ def run_tests(section: str, arguments: argparse.Namespace) -> dict[str, Any]:
         # A file's ranks stay together; several files share the GPU.
         command += ["--gpu", "-n", str(arguments.processes), "--dist", "loadfile"] if on_gpu else []
         command += WHERE[section] if on_gpu else _FEW.get(section, WHERE[section])
-        subprocess.run(command, cwd=ROOT, check=False, env=os.environ | {"OMP_NUM_THREADS": "1"})
+        process = subprocess.Popen(command, cwd=ROOT, env=os.environ | {"OMP_NUM_THREADS": "1"})
+        try:
+            process.wait(60 * arguments.minutes)
+        except subprocess.TimeoutExpired:  # as by Ctrl-C: what has run is reported
+            process.send_signal(signal.SIGINT)
+        is_complete = process.wait() in (0, 1)
         tests = read_report(report)
-    return {"tests": tests, "outcomes": Counter(test["outcome"] for test in tests)}
+    return {"is_complete": is_complete, "tests": tests, "outcomes": Counter(test["outcome"] for test in tests)}
 
 
 def read_report(path: Path) -> list[dict[str, Any]]:
@@ -76,6 +82,7 @@ def main() -> int:
     parser.add_argument("section", choices=[*WHERE, "steps", "bandwidth"])
     parser.add_argument("--output", required=True, help="where the raw figures go, as JSON")
     parser.add_argument("--processes", type=int, default=4, help="of pytest")
+    parser.add_argument("--minutes", type=float, default=9.0, help="after which tests are stopped, and told so far")
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--sequence", type=int, default=2048, help="tokens of a step")
     parser.add_argument("--select", default="", help="which tests, as pytest's -k")
@@ -90,6 +97,9 @@ def main() -> int:
     outcomes = result.get("outcomes", {"passed": 1})
     if "not_measured" in result:
         print(result["not_measured"])
+    if not result.get("is_complete", True):
+        print("not all tests have run")
+        return 1
     return int(not outcomes.get("passed") or any(outcomes.get(name) for name in ("failure", "error")))
 
 

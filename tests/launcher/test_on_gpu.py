@@ -35,12 +35,18 @@ def run(folder: Path, *arguments: str, code: int = 0) -> tuple[dict[str, Any], s
 def test_values_are_compared_with_the_reference(tmp_path: Path) -> None:
     result, _ = run(tmp_path, "values", "--select", "flash-2of4-forward-block")
     assert result["outcomes"] == {"passed": 1}
+    assert result["is_complete"]
     assert "flash-2of4-forward-block" in result["tests"][0]["name"]
 
 
 def test_that_no_test_ran_is_a_failure(tmp_path: Path) -> None:
-    result, _ = run(tmp_path, "streams", "--select", "no_such_test", code=1)
-    assert result["tests"] == []
+    result, printed = run(tmp_path, "streams", "--select", "no_such_test", code=1)
+    assert (result["tests"], result["is_complete"]) == ([], False)
+    assert "not all tests have run" in printed
+
+
+def test_what_takes_too_long_is_stopped(tmp_path: Path) -> None:
+    assert not run(tmp_path, "values", "--minutes", "0.02", code=1)[0]["is_complete"]
 
 
 def test_a_step_without_peers(tmp_path: Path) -> None:
