@@ -22,7 +22,8 @@ from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatc
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from sdp_deepspeed.deferred_init.late_changes import watch
-from sdp_deepspeed.deferred_init.program import Operation, Program, Ref, address
+from sdp_deepspeed.deferred_init.operation import Operation, Ref, address
+from sdp_deepspeed.deferred_init.program import Program
 
 PROGRAM = "_sdp_program"  # attribute of a parameter or buffer whose value a program makes
 _BLANK = {"aten::empty", "aten::empty_strided", "aten::new_empty", "aten::new_empty_strided", "aten::empty_like"}

@@ -7,7 +7,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from copy import deepcopy
-from typing import Any
 
 import torch
 from torch import nn
@@ -15,7 +14,10 @@ from torch import nn
 from sdp_deepspeed.config import KEY
 from sdp_deepspeed.deferred_init.init import PROGRAM, Init
 from sdp_deepspeed.deferred_init.late_changes import unwatch
-from sdp_deepspeed.deferred_init.program import Program, Ref, address, allocate
+from sdp_deepspeed.deferred_init.materializer import Materializer, layout
+from sdp_deepspeed.deferred_init.operation import Ref, address
+from sdp_deepspeed.deferred_init.program import Program
+from sdp_deepspeed.deferred_init.threads import num_threads, own_cores
 from sdp_deepspeed.distributed.agreement import run_on_all_ranks
 from sdp_deepspeed.distributed.communicator import Communicator
 from sdp_deepspeed.masking.mask import Mask
@@ -81,7 +83,7 @@ class DeferredModel:
         with _default_dtype(next(floats, torch.get_default_dtype())), Init() as program:
             twin = named_tensors(type(model)(deepcopy(model.config)))
         unwatch(twin.values())
-        unknown = [n for n, t in tensors.items() if n not in twin or _layout(twin[n]) != _layout(t)]
+        unknown = [n for n, t in tensors.items() if n not in twin or layout(twin[n]) != layout(t)]
         _refuse(unknown, f"a fresh {type(model).__name__} of the model's config has no such tensor")
         values = {name: twin[name] for name, tensor in tensors.items() if tensor.is_meta}
         made = values | _values(program, {name: twin[name] for name in values})
@@ -93,108 +95,37 @@ class DeferredModel:
 
         All ranks call it, and all take rank 0's random numbers. Parameters stay the objects that they are.
         """
-        states = world.gather_objects(bytes(self._program.rng_state.numpy()))
-        run_on_all_ranks(world, lambda: self._draw(_Materializer(mask, device), states[0], states[world.rank]))
+        own = bytes(self._program.rng_state.numpy())
+        states, cores = zip(*world.gather_objects((own, own_cores())), strict=True)
+        neighbors = mask.model.nodes.neighbors(world.rank)
+        threads = num_threads([cores[rank] for rank in neighbors], neighbors.index(world.rank))
+        run_on_all_ranks(world, lambda: self._draw(Materializer(mask, device), states[0], own, threads))
 
-    def _draw(self, materializer: _Materializer, first: bytes, here: bytes) -> None:
+    def _draw(self, materializer: Materializer, first: bytes, here: bytes, threads: int) -> None:
         """Fill from the random state `first`; the state of this process ends as the dense model's building leaves it,
         unless somebody has used it since, or it is another one (`here`) on purpose."""
         before = torch.get_rng_state()
         torch.set_rng_state(torch.frombuffer(bytearray(first), dtype=torch.uint8))
-        self._fill(materializer)
+        self._fill(materializer, threads)
         if not torch.equal(before, self._program.state_at_end) or here != first:
             torch.set_rng_state(before)
 
-    def _fill(self, materializer: _Materializer) -> None:
-        names: dict[int, list[str]] = {}
+    def _fill(self, materializer: Materializer, threads: int) -> None:
+        names: dict[int, dict[str, Ref]] = {}
         for name, value in self._values.items():
             if materializer.is_dropped(name):
                 continue
             if isinstance(value, Ref):
-                names.setdefault(value.storage, []).append(name)
+                names.setdefault(value.storage, {})[name] = value
             else:
                 materializer.store(name, value)
-        for storage, data in self._program.run(names):
-            for name in names[storage]:
-                ref = self._values[name]
-                assert isinstance(ref, Ref)
+        only = [refs.popitem() for refs in map(dict, names.values()) if len(refs) == 1]
+        parts = {ref: stretches for name, ref in only if (stretches := materializer.stretches(name))}
+        for storage, data in self._program.run(names, parts=parts, num_threads=threads):
+            for name, ref in names[storage].items():
                 materializer.store(name, ref.view(data))
             del data
         materializer.finish()
-
-
-class _Materializer:
-    """Gives the tensors of a masked model on the meta device their storage.
-
-    Args:
-        mask: applied.
-        device: where the storage shall be.
-    """
-
-    def __init__(self, mask: Mask, device: torch.device) -> None:
-        self._views = mask.model.views
-        self._device = device
-        twins = [twin for part in mask.parts for twin in getattr(part, "twins", ())]
-        inside = [tensor for twin in twins for tensor in named_tensors(twin).values()]
-        every = [*mask.model.views.tensors.values(), *mask.model.views.lacking.values(), *inside]
-        self._tensors = list({id(tensor): tensor for tensor in every}.values())
-        self._waiting: dict[int, list[torch.Tensor]] = {}  # by the address of their storage
-        for tensor in self._tensors:
-            if tensor.is_meta:
-                self._waiting.setdefault(address(tensor), []).append(tensor)
-
-    def is_dropped(self, name: str) -> bool:
-        """Whether this rank stores nothing of the tensor."""
-        return self._views.tensors[name].shape != self._views.shapes[name] and not self._views.cut_pieces(name)
-
-    def store(self, name: str, dense: torch.Tensor) -> None:
-        """Store what this rank has of a tensor, whose dense value is complete and is kept by nobody else."""
-        tensor_here = self._views.tensors[name]
-        pieces = self._views.cut_pieces(name)
-        if not pieces:
-            if tensor_here.is_meta:
-                self._give(tensor_here, self._storage_of(tensor_here, dense))
-            else:
-                tensor_here.detach().copy_(dense)
-            return
-        for tensor in (tensor_here, self._views.lacking.get(name)):
-            if tensor is not None and tensor.is_meta:
-                self._give(tensor, allocate(tensor.untyped_storage().nbytes(), zeros=False, device=self._device))
-        for piece in pieces:
-            self._views.weight_view(piece).copy_(piece.narrow(dense))
-
-    def _storage_of(self, own: torch.Tensor, dense: torch.Tensor) -> torch.UntypedStorage:
-        """With the dense value, as the tensor wants it; the value's own if it is that already."""
-        size, storage = own.untyped_storage().nbytes(), dense.untyped_storage()
-        if _layout(own) == _layout(dense) and storage.nbytes() == size and dense.device == self._device:
-            return storage
-        result = allocate(size, zeros=False, device=self._device)
-        Ref.of(own).view(result).copy_(dense)
-        return result
-
-    def _give(self, tensor: torch.Tensor, storage: torch.UntypedStorage) -> None:
-        """To all tensors that share the tensor's storage."""
-        for sharing in self._waiting.pop(address(tensor)):
-            _replace_impl(sharing, Ref.of(sharing).view(storage))
-
-    def finish(self) -> None:
-        """What is left are dropped tensors, which are empty, and the lacking halves' biases, which add nothing."""
-        for tensors in list(self._waiting.values()):
-            size = tensors[0].untyped_storage().nbytes()
-            self._give(tensors[0], allocate(size, zeros=True, device=self._device))
-        for tensor in self._tensors:
-            tensor.__dict__.pop(PROGRAM, None)
-            if tensor.device != self._device:
-                tensor.data = tensor.data.to(self._device)
-
-
-def _replace_impl(tensor: torch.Tensor, value: torch.Tensor) -> None:
-    """The same object with the same attributes, for optimizers and whoever else has it, on another device.
-
-    Assigning to `.data` does not move a tensor between devices; `torch.utils.swap_tensors` refuses tensors with weak
-    references, which DeepSpeed has to all parameters, though they stay true where the object stays.
-    """
-    torch._C._swap_tensor_impl(tensor, value.requires_grad_(tensor.requires_grad))
 
 
 def _values(program: Program, tensors: Mapping[str, torch.Tensor]) -> dict[str, Value]:
@@ -231,10 +162,6 @@ def _refuse_changed(versions: Mapping[str, int], built: Mapping[str, int]) -> No
     """Refuse what was changed more often than building it changes it: nobody knows how."""
     changed = [name for name, version in versions.items() if version > built.get(name, version)]
     _refuse(changed, "it was changed after it was built, which nothing wrote down")
-
-
-def _layout(tensor: torch.Tensor) -> tuple[Any, ...]:
-    return tensor.shape, tensor.stride(), tensor.storage_offset(), tensor.dtype
 
 
 def _is_transformers(model: nn.Module) -> bool:

@@ -7,91 +7,16 @@ that touches it: then it is handed over, and gone.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections import deque
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-
-def address(tensor: torch.Tensor) -> int:
-    """Of the tensor's storage, with or without data; no other storage has it as long as this one lives."""
-    return tensor.untyped_storage()._cdata
-
-
-@dataclass(frozen=True)
-class Ref:
-    """A tensor as a view into a storage, without data.
-
-    Args:
-        storage: its address.
-        offset, size, stride: in elements.
-    """
-
-    storage: int
-    offset: int
-    size: tuple[int, ...]
-    stride: tuple[int, ...]
-    dtype: torch.dtype
-
-    @classmethod
-    def of(cls, tensor: torch.Tensor) -> Ref:
-        offset = int(tensor.storage_offset())
-        return cls(address(tensor), offset, tuple(tensor.shape), tuple(tensor.stride()), tensor.dtype)
-
-    @property
-    def is_dense(self) -> bool:
-        """Whether its elements lie without gaps or overlaps."""
-        expected = 1
-        for stride, size in sorted(zip(self.stride, self.size, strict=True)):
-            if size != 1 and stride != expected:
-                return False
-            expected *= size
-        return True
-
-    def covers(self, num_bytes: int) -> bool:
-        """Whether it is all of a storage of that size."""
-        count = torch.Size(self.size).numel()
-        return self.offset == 0 and self.is_dense and count * self.dtype.itemsize == num_bytes
-
-    def view(self, storage: torch.UntypedStorage) -> torch.Tensor:
-        """The tensor, in a storage with data."""
-        empty = torch.empty(0, dtype=self.dtype, device=storage.device)
-        return empty.set_(storage, self.offset, self.size, self.stride)
-
-    def scratch(self) -> torch.Tensor:
-        """A tensor of the same layout for values that nobody needs."""
-        pairs = zip(self.size, self.stride, strict=True)
-        count = 1 + sum((size - 1) * stride for size, stride in pairs) if 0 not in self.size else 0
-        return torch.empty(count, dtype=self.dtype, device="cpu").as_strided(self.size, self.stride)
-
-
-@dataclass(frozen=True)
-class Operation:
-    """One call of the constructor, to be made again.
-
-    Args:
-        call: with `args` and `kwargs`, in which tensors without data are `Ref`s.
-        births: outputs that got a storage of their own, by their position among all outputs.
-        targets: what is written in place.
-        reads: storages whose values it needs.
-        replaces: storages of which it leaves nothing as it was.
-        is_random: whether it draws from the random stream.
-    """
-
-    call: Callable[..., Any]
-    args: tuple[Any, ...]
-    kwargs: Mapping[str, Any]
-    births: tuple[tuple[int, Ref], ...] = ()
-    targets: tuple[Ref, ...] = ()
-    reads: frozenset[int] = frozenset()
-    replaces: frozenset[int] = frozenset()
-    is_random: bool = False
-
-    @property
-    def writes(self) -> frozenset[int]:
-        return frozenset(ref.storage for ref in (*(ref for _, ref in self.births), *self.targets))
+from sdp_deepspeed.deferred_init.fills import Fills, Stretch, pass_over
+from sdp_deepspeed.deferred_init.operation import Operation, Ref, address
 
 
 @dataclass
@@ -124,10 +49,20 @@ class Program:
         """Those of which no operation says what is in them."""
         return set(storages).difference(*[operation.writes for operation in self.operations])
 
-    def run(self, wanted: Iterable[int]) -> Iterator[tuple[int, torch.UntypedStorage]]:
+    def run(
+        self,
+        wanted: Iterable[int],
+        *,
+        parts: Mapping[Ref, Sequence[Stretch]] | None = None,
+        num_threads: int = 1,
+    ) -> Iterator[tuple[int, torch.UntypedStorage]]:
         """Each of the storages `wanted` with its final data, as soon as that is final; draws from the random stream.
 
         Whoever takes them decides how long they live: nothing here keeps them.
+
+        Args:
+            parts: of tensors that are wanted in part the elements that are, ascending; the others may be anything.
+            num_threads: that fill tensors with random numbers; the values do not depend on it.
         """
         left = set(wanted)
         operations = self._needed_operations(left)
@@ -136,20 +71,31 @@ class Program:
             for number, (operation, _) in enumerate(operations)
             for storage in operation.writes | operation.reads
         }
+        read = {storage for operation, _ in operations for storage in operation.reads}  # as a whole, maybe
+        parts = {ref: stretches for ref, stretches in (parts or {}).items() if ref.storage not in read}
         memory: dict[int, torch.UntypedStorage] = {}
+        final: deque[tuple[int, torch.UntypedStorage]] = deque()
         for generator, state in self.generators.values():
             generator.set_state(state)
-        for number, (operation, matters) in enumerate(operations):
-            if not matters:
-                operation.call(*_scratch(operation.args), **_scratch(operation.kwargs))
-                continue
-            self._run(operation, memory)
-            for storage in [storage for storage in memory if last[storage] == number]:
-                final = memory.pop(storage)
-                if storage in left:
-                    left.remove(storage)
-                    yield storage, final
-                del final
+        with Fills.open(num_threads) as fills:
+            for number, (operation, matters) in enumerate(operations):
+                if not matters:
+                    if not pass_over(operation):
+                        operation.call(*_scratch(operation.args), **_scratch(operation.kwargs))
+                    continue
+                self._run(operation, memory, fills, parts)
+                for storage in [storage for storage in memory if last[storage] == number]:
+                    data = memory.pop(storage)
+                    if storage in left:
+                        left.remove(storage)
+                        final.append((storage, data))
+                    del data
+                while final and fills.are_done(final[0][0]):
+                    fills.wait(final[0][0])  # for its error
+                    yield final.popleft()
+            while final:
+                fills.wait(final[0][0])
+                yield final.popleft()
         for storage in left:
             yield storage, allocate(self.storages[storage].nbytes(), zeros=True)
 
@@ -170,13 +116,21 @@ class Program:
                 result.append((operation, matters))
         return result[::-1]
 
-    def _run(self, operation: Operation, memory: dict[int, torch.UntypedStorage]) -> None:
+    def _run(
+        self,
+        operation: Operation,
+        memory: dict[int, torch.UntypedStorage],
+        fills: Fills,
+        parts: Mapping[Ref, Sequence[Stretch]],
+    ) -> None:
+        for storage in operation.writes | operation.reads:
+            fills.wait(storage)
         skips = operation.is_random and not self.draws
         for storage in operation.writes if skips else operation.reads | {ref.storage for ref in operation.targets}:
             if storage not in memory:
                 zeros = skips or storage not in operation.replaces
                 memory[storage] = allocate(self.storages[storage].nbytes(), zeros=zeros)
-        if skips:
+        if skips or fills.begin(operation, memory, parts):
             return
         args, kwargs = tree_map_only(Ref, lambda ref: ref.view(memory[ref.storage]), (operation.args, operation.kwargs))
         outputs = tree_leaves(operation.call(*args, **kwargs))

@@ -2,18 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from copy import deepcopy
+from unittest import mock
 
 import torch
 from torch import nn
 from torch.nn import init
 
+from sdp_deepspeed.deferred_init import fills
 from sdp_deepspeed.deferred_init.init import Init
-from sdp_deepspeed.deferred_init.program import Program, Ref, address
+from sdp_deepspeed.deferred_init.operation import Ref, address
+from sdp_deepspeed.deferred_init.program import Program
 from sdp_deepspeed.plan.tensors import named_tensors
 
 Tensors = dict[str, torch.Tensor]
+
+
+@contextmanager
+def small_fills() -> Iterator[None]:
+    """Inside, fills are divided and passed over as if tensors of some dozen elements were large."""
+    with mock.patch.object(fills, "MIN_JUMP", 16), mock.patch.object(fills, "MAX_STRETCH", 48):
+        yield
 
 
 class Holder(nn.Module):
@@ -147,11 +158,11 @@ def unbuilt(build: Callable[[], nn.Module], seed: int) -> tuple[nn.Module, Progr
     return model, program
 
 
-def values_of(model: nn.Module, program: Program) -> Tensors:
+def values_of(model: nn.Module, program: Program, *, num_threads: int = 1) -> Tensors:
     """What the program makes of the model's tensors, and those that are real as they are; draws."""
     tensors = named_tensors(model)
     refs = {name: Ref.of(tensor) for name, tensor in tensors.items() if address(tensor) in program.storages}
     torch.set_rng_state(program.rng_state)
-    storages = dict(program.run({ref.storage for ref in refs.values()}))
+    storages = dict(program.run({ref.storage for ref in refs.values()}, num_threads=num_threads))
     made = {name: ref.view(storages[ref.storage]) for name, ref in refs.items()}
     return {name: tensor.detach() for name, tensor in (tensors | made).items()}

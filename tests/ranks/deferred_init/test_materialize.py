@@ -16,8 +16,10 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 import sdp_deepspeed
 from sdp_deepspeed.config import MODES
+from sdp_deepspeed.deferred_init import materialize
 from sdp_deepspeed.engine import apply_plan
 from sdp_deepspeed.measure.step import watched_host_memory
+from tests.helpers.deferred_models import small_fills
 from tests.helpers.live_tensors import stored_bytes
 from tests.helpers.models import FAMILIES, VOCABULARY, config, family, llama, two_groups
 from tests.helpers.ranks import Check, Rank
@@ -58,7 +60,8 @@ def assert_same(one: Any, other: Any) -> None:
 def compare(build: Callable[[], nn.Module], way: str, settings: dict[str, Any], *, steps: int = 1) -> None:
     model = unbuilt(build, way)
     parameters = dict(model.named_parameters())
-    engine = engine_of(settings, model)
+    with small_fills(), mock.patch.object(materialize, "num_threads", return_value=3):
+        engine = engine_of(settings, model)
     found = dict(engine.module.named_parameters())
     assert all(found[name] is parameter for name, parameter in parameters.items())
     assert found.keys() == parameters.keys()
@@ -173,7 +176,7 @@ def other_models_on_other_ranks(rank: Rank) -> None:
 def errors_of_one_rank(rank: Rank) -> None:
     """A rank whose values cannot be made says so on all."""
     model = unbuilt(partial(_without_own_seed, llama), "Init")
-    finish = "sdp_deepspeed.deferred_init.materialize._Materializer.finish"
+    finish = "sdp_deepspeed.deferred_init.materializer.Materializer.finish"
     fails = mock.patch(finish, side_effect=MemoryError("no room"))
     with fails if rank.rank == 1 else nullcontext():
         refusal(RuntimeError, partial(engine_of, config(coverage=0.5), model), "no room", "[on rank 1]")

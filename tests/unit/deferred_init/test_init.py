@@ -14,7 +14,7 @@ from transformers import LlamaConfig
 
 import sdp_deepspeed
 from sdp_deepspeed.deferred_init.materialize import DeferredModel
-from sdp_deepspeed.deferred_init.program import Ref
+from sdp_deepspeed.deferred_init.operation import Ref
 from sdp_deepspeed.measure.step import watched_host_memory
 from sdp_deepspeed.plan.tensors import named_tensors
 from sdp_deepspeed.training.model import build_model, may_defer

@@ -31,6 +31,8 @@ TESTED_WITH = {
     "checkpoint/state/optimizer_state": "ranks/checkpoint/test_reshard.py",
     "checkpoint/state/rank_chunks": "ranks/checkpoint/test_reshard.py",
     "checkpoint/state/snapshot": "unit/checkpoint/test_checkpointer.py",
+    "deferred_init/materializer": "ranks/deferred_init/test_materialize.py",
+    "deferred_init/operation": "unit/deferred_init/test_init.py",
     "deferred_init/program": "unit/deferred_init/test_init.py",
     "distributed/communicator": "unit/exchange/test_exchange.py",
     "distributed/monitored_barrier": "ranks/masking/test_dense_view.py",
