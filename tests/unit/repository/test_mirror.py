@@ -36,7 +36,6 @@ TESTED_WITH = {
     "deferred_init/program": "unit/deferred_init/test_init.py",
     "distributed/communicator": "unit/exchange/test_exchange.py",
     "distributed/monitored_barrier": "ranks/masking/test_dense_view.py",
-    "distributed/replicas": "ranks/tensor_parallel/test_model.py",
     "engine/apply_plan": "ranks/reference/test_oracle.py",
     "engine/checkpoint_calls": "ranks/checkpoint/test_checkpointer.py",
     "engine/consistency": "ranks/engine/test_refusals.py",
