@@ -66,7 +66,7 @@ def _words(data: torch.Tensor) -> torch.Tensor:
     """Bytes as int64, the last one filled up with zeros; without a copy where they begin and end at a word."""
     if len(data) % 8:
         data = torch.nn.functional.pad(data, (0, -len(data) % 8))
-    elif data.storage_offset() % 8 or data.data_ptr() % 8:
+    elif data.storage_offset() % 8:
         data = data.clone()
     return data.view(torch.int64)
 

@@ -24,6 +24,7 @@ from sdp_deepspeed.layout.nodes import Nodes
 from sdp_deepspeed.layout.places import PieceViews
 from sdp_deepspeed.layout.rank_model import RankModel
 from sdp_deepspeed.masking.dense_view import DenseView
+from sdp_deepspeed.masking.freed_memory import give_back
 from sdp_deepspeed.masking.mask import Mask
 from sdp_deepspeed.masking.passes import DensePasses
 from sdp_deepspeed.plan.placement import Network
@@ -117,6 +118,7 @@ def apply_plan(start: ModelAtStart, block: SubnetworkConfig, groups: RankGroups)
         check_initialized_alike(lambda: check_holders_agree(mask.model, groups.dp_group))
         if start.deferred.note:
             log_dist(f"{KEY}: {start.deferred.note}", ranks=[0])
+    give_back(start.device)  # before the optimizer allocates
     # Dense view: what makes the module the dense model again, for evaluation, export and state dicts.
     barrier = make_monitored_barrier(groups.host)
     passes = DensePasses(mask, groups.dp_group, barrier, device=start.device, report=_log_on_rank_0)

@@ -8,6 +8,7 @@ from __future__ import annotations
 import gc
 from dataclasses import dataclass
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -15,6 +16,7 @@ from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from sdp_deepspeed.config import MODES
+from sdp_deepspeed.engine import apply_plan
 from sdp_deepspeed.measure.step import measured_step
 from sdp_deepspeed.plan.plan import Plan
 from sdp_deepspeed.units import Unit
@@ -184,6 +186,18 @@ def evaluate(engine: Any, check: Allowance) -> None:
     assert seen == {unit.name for unit in lacking if branch_of(unit) in check.branches}
 
 
+def given_back_before_the_optimizer(rank: Rank) -> None:
+    """When free memory is given back, all that this rank lacks is free, and nothing of the optimizer is there."""
+    for case in (Memory(precision="bf16"), Memory(strategy="neuron"), Memory(regime="backward")):
+        stored = stored_bytes(model_of_units(case.dtype), start(case).plan, rank.rank)
+        allowed, seen = stored + 2 * BUCKET, list[int]()
+        with Watch() as watch, mock.patch.object(apply_plan, "give_back") as give_back:
+            give_back.side_effect = lambda _, watch=watch: seen.append(watch.settled_bytes(allowed))  # noqa: B023
+            engine = start(case)
+        give_back.assert_called_once_with(engine.device)
+        assert stored <= seen[0] <= allowed, (case, stored, seen)
+
+
 CASES = {
     "stage1-fp32": Memory(),
     "streamed": Memory(evaluation="stream"),
@@ -275,7 +289,8 @@ SAMPLED = (  # all pairs of stage, regime and strategy
 def _checks(size: int, config: pytest.Config) -> list[tuple[str, Check]]:
     """Peaks take long, as a tracker sees every tensor; all of them if the whole grid is asked for."""
     full = config.getoption("full_grid")
-    return [*CASES.items(), *((name, peak) for name, peak in PEAKS.items() if full or name[5:] in SAMPLED)]
+    given_back = (given_back_before_the_optimizer.__name__, given_back_before_the_optimizer)
+    return [given_back, *CASES.items(), *((name, peak) for name, peak in PEAKS.items() if full or name[5:] in SAMPLED)]
 
 
 @pytest.mark.checks(2, _checks)
