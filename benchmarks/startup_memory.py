@@ -2,9 +2,13 @@
 
     OMP_NUM_THREADS=1 python benchmarks/startup_memory.py --ranks 4 --output benchmarks/results/startup_4_ranks.json
 
+    OMP_NUM_THREADS=1 python benchmarks/startup_memory.py --ranks 2 --models "134M's layers, 2048 tokens" \
+        --output benchmarks/results/given_back_2_ranks.json
+
 Every contestant starts in fresh processes, so that their largest resident set is its own too (context: it holds the
-interpreter and all libraries). Gradients and activations are not there yet; stock ZeRO-1 has its moments already, ours
-come with the first step. Collectives' copies inside gloo are no tensors and do not count.
+interpreter and all libraries). The resident set around masking shows what goes back to the system. Gradients and
+activations are not there yet; stock ZeRO-1 has its moments already, ours come with the first step. Collectives' copies
+inside gloo are no tensors and do not count.
 """
 
 from __future__ import annotations
@@ -17,10 +21,12 @@ import os
 import sys
 import tempfile
 import time
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 sys.path.insert(0, str(Path(__file__).parents[1]))  # the repository's root
 from benchmarks.common.models import Shape
@@ -66,13 +72,35 @@ def figures_of_rank(start: Start) -> dict[str, Any]:
     deferred = start.contestant.endswith("Init")
     context: AbstractContextManager[Any] = sdp_deepspeed.Init() if deferred else nullcontext()
     before, began = resident_bytes(), time.perf_counter()
-    with watched_host_memory() as figures:
+    masked: dict[str, int] = {}
+    with watched_host_memory() as figures, watched_give_back(masked):
         torch.manual_seed(0)
         with context:
             model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**start.shape), dtype=torch.float32)
         deepspeed.initialize(model=model, model_parameters=list(model.parameters()), config=config)
     seconds = time.perf_counter() - began
-    return asdict(figures) | {"seconds": seconds, "process_before": before, "process_peak": resident_bytes()}
+    return asdict(figures) | {"seconds": seconds, "process_before": before, "process_peak": resident_bytes()} | masked
+
+
+@contextmanager
+def watched_give_back(figures: dict[str, int]) -> Iterator[None]:
+    """The process's resident set before and after free memory is given back, in `figures`; of ours only."""
+    from sdp_deepspeed.engine import apply_plan
+
+    give_back = apply_plan.give_back
+
+    def watched(device: Any) -> None:
+        figures["masked"] = resident_now()
+        give_back(device)
+        figures["given_back"] = figures["masked"] - resident_now()
+
+    with mock.patch.object(apply_plan, "give_back", watched):
+        yield
+
+
+def resident_now() -> int:
+    """Bytes."""
+    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
 
 def rank_main(rank: int, folder: str, start: Start, queue: Any) -> None:

@@ -1,6 +1,6 @@
-"""How long does one of eight ranks take to make its share of a 1B model's weights under `Init`, and to digest it?
+"""How long does one of eight ranks take to make its share of a model's weights under `Init`, and to digest it?
 
-    OMP_NUM_THREADS=1 python benchmarks/startup_time.py --output benchmarks/results/startup_time.json
+    OMP_NUM_THREADS=1 python benchmarks/startup_time.py --layers 4 --output benchmarks/results/startup_time.json
 
 Before and after alternate: all random numbers drawn one after the other, as PyTorch builds the dense model, against
 what `deferred_init` does; SHA-256 of all bytes against `distributed/replicas.py`. Values are dropped as soon as they
@@ -43,10 +43,9 @@ RANKS, RANK = 8, 3
 MODEL: dict[str, Any] = {
     "hidden_size": 2048,
     "intermediate_size": 5504,
-    "num_hidden_layers": 16,
     "num_attention_heads": 16,
     "num_key_value_heads": 16,
-    "vocab_size": 32000,
+    "vocab_size": 8192,
 }
 MODES = {
     "forward x block": {"regime": "forward", "strategy": "block"},
@@ -80,10 +79,10 @@ def seconds_of(work: Callable[[], object]) -> dict[str, float]:
 class Start:
     """One rank's masked model without storage, in one mode."""
 
-    def __init__(self, mode: str) -> None:
+    def __init__(self, mode: str, num_layers: int) -> None:
         torch.manual_seed(0)
         with Init():
-            model = LlamaForCausalLM(LlamaConfig(**MODEL))
+            model = LlamaForCausalLM(LlamaConfig(**MODEL, num_hidden_layers=num_layers))
         deferred = DeferredModel.of(model)
         assert deferred is not None
         self.deferred = deferred
@@ -100,7 +99,7 @@ class Start:
 
     def make(self, num_threads: int, *, draws_all: bool = False) -> dict[str, float]:
         """Fill what the rank has; its values go nowhere."""
-        nowhere = mock.patch.multiple(Materializer, store=mock.Mock(), finish=mock.Mock())
+        nowhere = mock.patch.multiple(Materializer, store=_drop, finish=_drop)
         before = mock.patch.object(fills, "MIN_JUMP", NEVER) if draws_all else nullcontext()
         world: Any = AllAlike(num_threads)
         with nowhere, before:
@@ -111,6 +110,10 @@ class Start:
         return seconds_of(lambda: take(values[:count] for count in self.num_elements))
 
 
+def _drop(*_: object) -> None:
+    """No mock, which would keep what it was given."""
+
+
 def sha256(tensors: Iterable[torch.Tensor]) -> list[str]:
     return [hashlib.sha256(tensor.view(torch.uint8).numpy().data).hexdigest() for tensor in tensors]
 
@@ -119,8 +122,9 @@ def main() -> None:
     parser = option_parser(__doc__)
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--threads", type=int, nargs="+", default=[1])
+    parser.add_argument("--layers", type=int, default=16)
     arguments = parser.parse_args()
-    starts = {mode: Start(mode) for mode in MODES}
+    starts = {mode: Start(mode, arguments.layers) for mode in MODES}
     largest = max(count for start in starts.values() for count in start.num_elements)
     values = torch.randn(largest).to(torch.bfloat16)
     results: list[dict[str, Any]] = [

@@ -17,7 +17,7 @@ from benchmarks.tables.counts import collectives, faults, model_state, peak_memo
 from benchmarks.tables.markdown import Result
 from benchmarks.tables.readme import RESULTS, ROOT, filled, read
 from benchmarks.tables.similarity import similarity
-from benchmarks.tables.startup import startup
+from benchmarks.tables.startup import startup, startup_time
 from benchmarks.tables.times import checkpoint_time, evaluation, host_time, step_time
 
 IN_FULL: dict[str, Callable[[Result], str]] = {
@@ -30,6 +30,7 @@ IN_FULL: dict[str, Callable[[Result], str]] = {
     "collectives": collectives,
     "similarity": similarity,
     "startup": startup,
+    "startup_time": startup_time,
     "faults": faults,
 }
 

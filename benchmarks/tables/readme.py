@@ -10,7 +10,7 @@ from pathlib import Path
 from benchmarks.tables.counts import collectives, faults, model_state, peak_shares
 from benchmarks.tables.markdown import Result
 from benchmarks.tables.similarity import similarity
-from benchmarks.tables.startup import startup_side_by_side
+from benchmarks.tables.startup import given_back, startup_side_by_side, startup_time
 from benchmarks.tables.summary import summary
 from benchmarks.tables.times import between_nodes, checkpoint_time, evaluation, host_time, overlap, step_ratios
 
@@ -35,6 +35,8 @@ BLOCKS = {
     "model-state": Block(model_state, ("model_state_4_ranks",)),
     "peaks": Block(peak_shares, ("peak_2_ranks", "peak_4_ranks")),
     "start-up": Block(startup_side_by_side, ("startup_4_ranks", "startup_2_ranks")),
+    "given-back": Block(given_back, ("given_back_2_ranks",)),
+    "start-time": Block(startup_time, ("startup_time",)),
     "step-time-zero-1": Block(step_ratios, SIX_MILLION + WIDE),
     "step-time-batch-4": Block(step_ratios, ("corners_2_ranks_batch_4", "corners_4_ranks_batch_4")),
     "step-time-zero-2": Block(

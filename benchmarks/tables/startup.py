@@ -1,10 +1,13 @@
-"""Markdown tables of memory while a worker starts."""
+"""Markdown tables of memory and time while a worker starts."""
 
 from __future__ import annotations
 
+import statistics
 from typing import Any
 
-from benchmarks.tables.markdown import MIB, Result, coverage, table
+from benchmarks.tables.markdown import MIB, Result, coverage, table, with_spread
+
+LARGE = 6.74e9  # parameters of the Llama that figures are extrapolated to
 
 
 def _most(row: dict[str, Any], kind: str) -> float:
@@ -60,3 +63,46 @@ def startup_side_by_side(*results: Result) -> str:
         f"Peak of live tensors in MiB, of the rank with the most; {coverage(results[0]['arguments']['coverage'])}:"
     )
     return f"{caption}\n\n" + table(heads, rows)
+
+
+def given_back(result: Result) -> str:
+    """A row for each model and contestant that masks: what the process had then, and what it gave back."""
+    rows = []
+    for row in result["results"]:
+        if row["name"] == result["baseline"]:
+            continue
+        cells = [f"{_most(row, kind):.0f}" for kind in ("process_before", "masked", "given_back")]
+        rows.append([row["precision"], row["name"], f"{_weights(row):.0f}", *cells])
+    heads = ["precision", "", "dense model in fp32", "process before", "masked", "given back"]
+    caption = (
+        f"{result['num_ranks']} ranks, {coverage(result['arguments']['coverage'])}, "
+        f"{result['arguments']['models'][0]}; MiB, resident:"
+    )
+    return f"{caption}\n\n" + table(heads, rows)
+
+
+def startup_time(result: Result) -> str:
+    """CPU seconds of one rank by mode, before and after; what they come to for a 7B model, by parameters."""
+    factor = LARGE / result["num_parameters"]
+    before = _cpu(result["before"])
+    rows = []
+    for row in result["results"]:
+        made = {count: _cpu(runs) for count, runs in row["make"].items()}
+        cells = [f"{row['num_elements'] / 1e6:.0f}M", with_spread(before), *map(with_spread, made.values())]
+        large = [factor * statistics.median(values) for values in (before, *made.values())]
+        cells += [" to ".join(f"{seconds:.0f}" for seconds in large)]
+        hashed = [_cpu(row[name]) for name in ("sha256", "digest")]
+        large = [factor * statistics.median(values) for values in hashed]
+        cells += [*map(with_spread, hashed), " to ".join(f"{seconds:.1f}" for seconds in large)]
+        rows.append([row["mode"], *cells])
+    threads = [f"after, {count} thread{'s' * (count != '1')}" for count in result["results"][0]["make"]]
+    heads = ["", "elements stored", "before", *threads, "7B", "SHA-256", "sums", "7B"]
+    caption = (
+        f"CPU seconds of one of {result['num_ranks']} ranks, C = 1/2, {result['num_parameters'] / 1e9:.2f}B parameters "
+        f"({LARGE / 1e9:g}B extrapolated); median and quartiles:"
+    )
+    return f"{caption}\n\n" + table(heads, rows)
+
+
+def _cpu(runs: list[dict[str, float]]) -> list[float]:
+    return [run["cpu"] for run in runs]

@@ -64,7 +64,9 @@ def _is_as_expected(fill: Callable[..., Any], args: tuple[Any, ...], dtype: torc
     """Whether a fill in two parts, and states that are computed, are those of the fill as a whole."""
     count = 1 << 16
     generator = torch.Generator().manual_seed(0)
-    torch.empty(3, device="cpu").normal_(generator=generator)  # leaves half of a pair of normal numbers
+    torch.empty(3, dtype=torch.float32, device="cpu").normal_(
+        generator=generator
+    )  # leaves half of a pair of normal numbers
     before = generator.get_state()
     whole, parts = torch.empty(2, count, dtype=dtype, device="cpu")
     fill(whole, *args, generator=generator)
@@ -102,7 +104,7 @@ class Fills:
 
     @classmethod
     @contextmanager
-    def open(cls, num_threads: int) -> Iterator[Fills]:
+    def in_threads(cls, num_threads: int) -> Iterator[Fills]:
         """Inside, fills run in so many threads; after an error none is left."""
         if num_threads == 1:
             yield cls(None, 1)

@@ -77,7 +77,7 @@ class Program:
         final: deque[tuple[int, torch.UntypedStorage]] = deque()
         for generator, state in self.generators.values():
             generator.set_state(state)
-        with Fills.open(num_threads) as fills:
+        with Fills.in_threads(num_threads) as fills:
             for number, (operation, matters) in enumerate(operations):
                 if not matters:
                     if not pass_over(operation):
