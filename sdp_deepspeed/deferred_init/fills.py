@@ -63,7 +63,7 @@ def _pass_over(count: int) -> None:
 def _is_as_expected(fill: Callable[..., Any], args: tuple[Any, ...], dtype: torch.dtype) -> bool:
     """Whether a fill in two parts, and states that are computed, are those of the fill as a whole."""
     count = 1 << 16
-    generator = torch.Generator().manual_seed(0)
+    generator = torch.Generator(device="cpu").manual_seed(0)
     torch.empty(3, dtype=torch.float32, device="cpu").normal_(
         generator=generator
     )  # leaves half of a pair of normal numbers
@@ -146,7 +146,7 @@ class Fills:
         for part in values.split(MAX_STRETCH):
             if len(self._running) >= self._most_running:
                 self._running.popleft().result()
-            generator = torch.Generator().set_state(torch.get_rng_state())
+            generator = torch.Generator(device="cpu").set_state(torch.get_rng_state())
             futures.append(self._pool.submit(operation.call, part, *args, generator=generator))
             self._running.append(futures[-1])
             _pass_over(len(part) * per_element)

@@ -79,7 +79,7 @@ def _weighted_sums(rows: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
 @lru_cache(maxsize=2)
 def _weights(device: torch.device) -> torch.Tensor:
     """[2, words of a row], the same on every rank."""
-    generator = torch.Generator().manual_seed(0)
+    generator = torch.Generator(device="cpu").manual_seed(0)
     low, high = torch.randint(1 << 32, (2, 2, _ROW), dtype=torch.int64, device="cpu", generator=generator)
     weights = low | high << 32
     weights[0] |= 1

@@ -136,6 +136,22 @@ def test_a_pytorch_that_draws_otherwise(filled: mock.Mock) -> None:
     assert torch.equal(found["0"], expected["0"])
 
 
+def test_default_device_and_dtype_of_the_user() -> None:
+    """Set after the model was built, and other ones."""
+    build = partial(one_weight, (40, 24), nn.init.uniform_, nn.init.normal_, dtype=torch.float32)
+    expected, state = for_real(build)
+    model, program = unbuilt(build, seed=3)
+    fills._is_as_expected.cache_clear()
+    torch.set_default_dtype(torch.float64)
+    try:
+        with small_fills(), torch.device("meta"):
+            found = values_of(model, program, num_threads=2)
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert torch.equal(torch.get_rng_state(), state)
+    assert torch.equal(found["0"], expected["0"])
+
+
 def test_an_error_in_a_thread_is_raised() -> None:
     def fail(values: torch.Tensor, generator: torch.Generator) -> None:
         raise MemoryError("no room")
