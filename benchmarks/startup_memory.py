@@ -3,7 +3,7 @@
     OMP_NUM_THREADS=1 python benchmarks/startup_memory.py --ranks 4 --output benchmarks/results/startup_4_ranks.json
 
     OMP_NUM_THREADS=1 python benchmarks/startup_memory.py --ranks 2 --models "134M's layers, 2048 tokens" \
-        --output benchmarks/results/given_back_2_ranks.json
+        --precisions bf16 --contestants "SDP + ZeRO-1" --output benchmarks/results/given_back_2_ranks.json
 
 Every contestant starts in fresh processes, so that their largest resident set is its own too (context: it holds the
 interpreter and all libraries). The resident set around masking shows what goes back to the system. Gradients and
@@ -148,10 +148,11 @@ def main() -> None:
     parser.add_argument("--ranks", type=int, default=4)
     parser.add_argument("--coverage", type=float, default=0.5)
     parser.add_argument("--precisions", nargs="+", choices=PRECISIONS, default=list(PRECISIONS))
+    parser.add_argument("--contestants", nargs="+", choices=CONTESTANTS, default=list(CONTESTANTS))
     parser.add_argument("--models", nargs="+", choices=list(models()), default=list(models()))
     arguments = parser.parse_args()
     results = []
-    for model, precision, name in itertools.product(arguments.models, arguments.precisions, CONTESTANTS):
+    for model, precision, name in itertools.product(arguments.models, arguments.precisions, arguments.contestants):
         shape = models()[model]
         ranks = measure(Start(name, precision, shape, arguments.ranks, arguments.coverage))
         results.append({"model": model, "precision": precision, "name": name, "ranks": ranks} | sizes(shape))
