@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterable, Mapping
-from functools import lru_cache
+from functools import cache
 
 import torch
 
@@ -27,7 +27,8 @@ def digests(tensors: Iterable[torch.Tensor]) -> list[bytes]:
 
     Equal for equal bits on any device. Tensors on a GPU are not copied to the host.
     """
-    sums = [_sums(tensor.detach()) for tensor in tensors]
+    weights = cache(_weights)  # for each device once, and gone after this
+    sums = [_sums(tensor.detach(), weights(tensor.device)) for tensor in tensors]
     if not sums:
         return []
     on_host = torch.cat([part for parts in sums for part in parts]).cpu()  # one copy, for which the host waits once
@@ -47,11 +48,10 @@ def differing_replicas(tensors: Mapping[str, torch.Tensor], communicator: Commun
     return listed([name for name in gathered[0] if any(other.get(name) != gathered[0][name] for other in gathered)])
 
 
-def _sums(tensor: torch.Tensor) -> list[torch.Tensor]:
+def _sums(tensor: torch.Tensor, weights: torch.Tensor) -> list[torch.Tensor]:
     """Vectors of int64 on the tensor's device: the number of bytes, the sums of each row."""
     data = tensor.contiguous().view(-1).view(torch.uint8)
     words = _words(data)
-    weights = _weights(words.device)
     whole = words[: len(words) // _ROW * _ROW].view(-1, _ROW)
     rest = words[whole.numel() :].view(1, -1)
     parts = [torch.full((1,), len(data), dtype=torch.int64, device=data.device)]
@@ -76,7 +76,6 @@ def _weighted_sums(rows: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
     return (rows * weights).sum(1)
 
 
-@lru_cache(maxsize=2)
 def _weights(device: torch.device) -> torch.Tensor:
     """[2, words of a row], the same on every rank."""
     generator = torch.Generator(device="cpu").manual_seed(0)

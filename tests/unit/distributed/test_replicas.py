@@ -9,6 +9,7 @@ import torch
 
 from sdp_deepspeed.distributed import replicas
 from sdp_deepspeed.distributed.replicas import differing_replicas, digests
+from sdp_deepspeed.measure.step import watched_host_memory
 from tests.helpers.gatherers import outcomes_of
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.int64, torch.bool, torch.uint8)
@@ -92,6 +93,14 @@ def test_the_way_of_gpus_gives_the_same() -> None:
     rows = random_bytes(3 * ROW_BYTES).view(torch.int64).view(3, -1)
     for weights in replicas._weights(rows.device):
         assert torch.equal(torch.mv(rows, weights), replicas._weighted_sums(rows, weights))
+
+
+def test_what_digests_take_does_not_grow_with_the_tensors_and_is_gone() -> None:
+    data = random_bytes(40 * ROW_BYTES)
+    with watched_host_memory() as memory:
+        digest(data)
+    assert memory.peak < 2 * 2**20 < data.nbytes
+    assert memory.at_end == 0
 
 
 def test_weights_can_be_inverted() -> None:
