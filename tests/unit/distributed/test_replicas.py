@@ -118,7 +118,7 @@ def test_tensors_that_differ_are_named() -> None:
     assert outcomes_of(3, work) == ["other"] * 3
 
 
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU (--gpu)")
+@pytest.mark.gpu
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_the_same_on_a_gpu(dtype: torch.dtype) -> None:
     values = random_bytes(5 * ROW_BYTES + 3).to(dtype)

@@ -28,7 +28,7 @@ def test_only_page_locked_memory_needs_a_wait(pin: bool) -> None:
     assert event.call_args_list == ([mock.call(CUDA)] if pin else [])
 
 
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.gpu
 @pytest.mark.parametrize("pin", [False, True])
 def test_there_and_back_on_a_gpu(pin: bool) -> None:
     copies = HostCopies(CUDA, pin_memory=pin)

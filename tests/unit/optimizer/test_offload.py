@@ -33,7 +33,7 @@ def test_a_group_in_host_memory(dtype: torch.dtype, pin: bool) -> None:
         assert group.tensors[0].grad is None
 
 
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.gpu
 @pytest.mark.parametrize("pin", [False, True])
 def test_a_group_of_gpu_weights_in_host_memory(pin: bool) -> None:
     weight = torch.nn.Parameter(torch.arange(6.0, device="cuda").bfloat16())
