@@ -12,7 +12,8 @@ from math import prod
 from typing import Literal
 
 from sdp_deepspeed.estimate.precision import FP32_BYTES, Precision
-from sdp_deepspeed.layout.segments import Segment, build_segments, default_bucket_elements
+from sdp_deepspeed.layout.buckets import build_segments, default_bucket_elements
+from sdp_deepspeed.layout.segments import Segment
 from sdp_deepspeed.plan.plan import Plan
 from sdp_deepspeed.plan.tensors import NOT_OPTIMIZED, TensorInfo
 

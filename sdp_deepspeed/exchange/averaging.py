@@ -13,7 +13,7 @@ from sdp_deepspeed.distributed.communicator import Communicator
 from sdp_deepspeed.exchange.exchange import Exchange, Steps
 from sdp_deepspeed.exchange.gradient_norm import sum_of_squares, summed
 from sdp_deepspeed.exchange.gradients import Gradients
-from sdp_deepspeed.layout.segments import Bucket
+from sdp_deepspeed.layout.buckets import Bucket
 from sdp_deepspeed.tensor_parallel.group import TensorParallelGroup
 
 

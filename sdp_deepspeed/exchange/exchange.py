@@ -14,9 +14,10 @@ import torch
 
 from sdp_deepspeed.distributed.communicator import Communicator
 from sdp_deepspeed.exchange.routes import Half, Route, Stretch, carried, cut, owned, routes_back
+from sdp_deepspeed.layout.buckets import Bucket
 from sdp_deepspeed.layout.fragments import Fragment, Views, read, write
 from sdp_deepspeed.layout.nodes import Nodes, Receivers
-from sdp_deepspeed.layout.segments import Bucket, Segment
+from sdp_deepspeed.layout.segments import Segment
 
 _Shares = list[tuple[Stretch, list[Fragment], list[int]]]
 """Stretches with their fragments and the sizes of these."""

@@ -14,9 +14,10 @@ from functools import cached_property
 
 import torch
 
+from sdp_deepspeed.layout.buckets import Bucket
 from sdp_deepspeed.layout.fragments import Fragment
 from sdp_deepspeed.layout.nodes import Nodes, Receivers
-from sdp_deepspeed.layout.segments import Bucket, Segment, carriers, padded, receives
+from sdp_deepspeed.layout.segments import Segment, carriers, padded, receives
 
 
 @dataclass(frozen=True)

@@ -10,8 +10,8 @@ import torch
 from sdp_deepspeed.exchange.averaging import Averages, Averaging, AveragingOptions, Pipeline
 from sdp_deepspeed.exchange.exchange import Exchange, Steps
 from sdp_deepspeed.exchange.gradients import Gradients
+from sdp_deepspeed.layout.buckets import Bucket
 from sdp_deepspeed.layout.fragments import num_elements, write
-from sdp_deepspeed.layout.segments import Bucket
 
 
 class StepAveraging(Averaging):

@@ -14,9 +14,10 @@ import torch
 
 from sdp_deepspeed.distributed.communicator import Communicator
 from sdp_deepspeed.exchange.exchange import Exchange, Steps
+from sdp_deepspeed.layout.buckets import Bucket, copies
 from sdp_deepspeed.layout.fragments import Fragment, Views
 from sdp_deepspeed.layout.rank_model import RankModel
-from sdp_deepspeed.layout.segments import Bucket, Segment, aligned, copies
+from sdp_deepspeed.layout.segments import Segment, aligned
 from sdp_deepspeed.plan.tensors import NOT_OPTIMIZED
 from sdp_deepspeed.units import Piece
 

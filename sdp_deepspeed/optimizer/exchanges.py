@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from sdp_deepspeed.distributed.communicator import Communicator
 from sdp_deepspeed.exchange.exchange import Exchange
+from sdp_deepspeed.layout.buckets import build_buckets, build_segments, default_bucket_elements
 from sdp_deepspeed.layout.rank_model import RankModel
-from sdp_deepspeed.layout.segments import build_buckets, build_segments, default_bucket_elements
 from sdp_deepspeed.optimizer.settings import OptimizerSettings
 from sdp_deepspeed.plan.tensors import NOT_OPTIMIZED
 

@@ -20,10 +20,11 @@ from sdp_deepspeed.exchange.averaging import Averages, Averaging, AveragingOptio
 from sdp_deepspeed.exchange.backward_averaging import BackwardAveraging
 from sdp_deepspeed.exchange.gradients import Gradients
 from sdp_deepspeed.exchange.step_averaging import StepAveraging
+from sdp_deepspeed.layout.buckets import Bucket
 from sdp_deepspeed.layout.fragments import Fragment
 from sdp_deepspeed.layout.nodes import Receivers
 from sdp_deepspeed.layout.rank_model import RankModel
-from sdp_deepspeed.layout.segments import Bucket, Segment
+from sdp_deepspeed.layout.segments import Segment
 from sdp_deepspeed.messages import quoted
 from sdp_deepspeed.optimizer.exchanges import build_exchanges
 from sdp_deepspeed.optimizer.fused import prefer_fused

@@ -10,9 +10,10 @@ from functools import cache, cached_property
 
 import torch
 
+from sdp_deepspeed.layout.buckets import Bucket, build_buckets, build_segments
 from sdp_deepspeed.layout.fragments import Fragment, Views
 from sdp_deepspeed.layout.nodes import Nodes
-from sdp_deepspeed.layout.segments import Bucket, Segment, build_buckets, build_segments
+from sdp_deepspeed.layout.segments import Segment
 from sdp_deepspeed.plan.plan import Plan
 from sdp_deepspeed.plan.tensors import TensorInfo
 from sdp_deepspeed.units import Piece, Unit

@@ -13,7 +13,7 @@ from torch import nn
 
 from sdp_deepspeed.distributed.communicator import Communicator
 from sdp_deepspeed.exchange.exchange import Steps
-from sdp_deepspeed.layout.segments import Bucket
+from sdp_deepspeed.layout.buckets import Bucket
 from sdp_deepspeed.optimizer.optimizer import SubnetworkOptimizer
 from sdp_deepspeed.optimizer.settings import OptimizerSettings
 from tests.helpers.mailbox import Mailbox, run_mail

@@ -13,8 +13,8 @@ from sdp_deepspeed.estimate.formulas import bytes_per_parameter, sent_per_parame
 from sdp_deepspeed.estimate.per_rank import RankEstimate, Setup, estimate, plain
 from sdp_deepspeed.estimate.precision import Precision
 from sdp_deepspeed.exchange.routes import routes_back
+from sdp_deepspeed.layout.buckets import build_buckets, build_segments
 from sdp_deepspeed.layout.nodes import Nodes
-from sdp_deepspeed.layout.segments import build_buckets, build_segments
 from sdp_deepspeed.plan.assignment import methods as assignment
 from sdp_deepspeed.plan.plan import Plan
 from sdp_deepspeed.plan.tensors import NOT_OPTIMIZED, TensorInfo

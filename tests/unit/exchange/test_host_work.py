@@ -9,8 +9,8 @@ from torch.overrides import TorchFunctionMode
 
 from sdp_deepspeed.distributed.communicator import Communicator, Done
 from sdp_deepspeed.exchange.exchange import Exchange
+from sdp_deepspeed.layout.buckets import Bucket, build_buckets, build_segments
 from sdp_deepspeed.layout.nodes import Nodes
-from sdp_deepspeed.layout.segments import Bucket, build_buckets, build_segments
 from sdp_deepspeed.plan.plan import Plan
 from sdp_deepspeed.plan.tensors import TensorInfo
 from sdp_deepspeed.units import Piece, Unit

@@ -8,9 +8,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from sdp_deepspeed.exchange.routes import Route, carried, carriers, owned, receives, routes_back
+from sdp_deepspeed.layout.buckets import Bucket
 from sdp_deepspeed.layout.fragments import Fragment
 from sdp_deepspeed.layout.nodes import Nodes, Receivers
-from sdp_deepspeed.layout.segments import Bucket, Segment
+from sdp_deepspeed.layout.segments import Segment
 from sdp_deepspeed.units import Piece
 from tests.helpers.random_layouts import NODES, Layout, placed, random_layout
 

@@ -15,8 +15,8 @@ from hypothesis import strategies as st
 from sdp_deepspeed.config import KEY, parse
 from sdp_deepspeed.distributed.communicator import Communicator
 from sdp_deepspeed.exchange.routes import routes_back
+from sdp_deepspeed.layout.buckets import Bucket, build_segments
 from sdp_deepspeed.layout.nodes import Nodes, Receivers
-from sdp_deepspeed.layout.segments import Bucket, build_segments
 from sdp_deepspeed.plan.placement import (
     Load,
     Network,
