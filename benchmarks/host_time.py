@@ -15,6 +15,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -45,7 +46,7 @@ MODELS = {
     "7B": SHARED_SIZES
     | {"hidden_size": 4096, "intermediate_size": 11008, "num_hidden_layers": 32, "num_key_value_heads": 32},
 }
-KERNELS = ("_foreach_copy_", "_foreach_add_", "_foreach_div_")
+KERNELS = ("_foreach_copy_", "_foreach_add_", "_foreach_div_", "_foreach_zero_")
 
 
 @dataclass(frozen=True)
@@ -107,8 +108,8 @@ def counted_kernels() -> Iterator[Counter[str]]:
     found = Counter[str]()
     with ExitStack() as stack:
         for name in KERNELS:
-            count = mock.Mock(side_effect=lambda *_, name=name: found.update([name]))
-            stack.enter_context(mock.patch.object(torch, name, count))
+            count = partial(found.update, [name])
+            stack.enter_context(mock.patch.object(torch, name, lambda *_, count=count: count()))
         yield found
 
 

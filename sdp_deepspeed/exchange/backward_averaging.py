@@ -16,7 +16,8 @@ from sdp_deepspeed.exchange.averaging import Averages, Averaging, AveragingOptio
 from sdp_deepspeed.exchange.exchange import Exchange, Steps
 from sdp_deepspeed.exchange.gradients import Gradients
 from sdp_deepspeed.layout.buckets import Bucket
-from sdp_deepspeed.layout.fragments import num_elements, write
+from sdp_deepspeed.layout.cuts import one_after_the_other
+from sdp_deepspeed.layout.fragments import Transfer, num_elements
 from sdp_deepspeed.messages import listed
 
 
@@ -76,7 +77,7 @@ class BackwardAveraging(Averaging):
     def _average(self, bucket: Bucket) -> Steps:
         owned = self._exchange.owned(bucket)
         averages = [self._flat(num_elements(fragments)) for _, fragments in owned]
-        yield from self._exchange.reduce(bucket, self._gradients.view, averages, partial(self._free_packed, bucket))
+        yield from self._exchange.reduce(bucket, self._gradients, averages, partial(self._free_packed, bucket))
         self._make_sums()
         if averages:
             torch._foreach_add_(self._sums[bucket.index], averages)
@@ -89,7 +90,8 @@ class BackwardAveraging(Averaging):
                 self._gradients.free(name)
         left = [fragment for fragment in self._exchange.held(bucket) if self._is_split(fragment.piece.parameter)]
         zero = torch.zeros(1, dtype=torch.float32, device=self._device)
-        write(self._gradients.view, left, [zero.expand(fragment.num_elements) for fragment in left])
+        transfer = Transfer(left, one_after_the_other(fragment.num_elements for fragment in left))
+        transfer.scatter([zero.expand(num_elements(left))], self._gradients)
 
     def _is_split(self, name: str) -> bool:
         """Whether there is a gradient that several buckets hold."""

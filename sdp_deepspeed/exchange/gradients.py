@@ -6,7 +6,8 @@ from collections.abc import Callable, Mapping
 
 import torch
 
-from sdp_deepspeed.layout.places import PieceViews
+from sdp_deepspeed.layout.cuts import Location
+from sdp_deepspeed.layout.places import PieceViews, Stored
 from sdp_deepspeed.units import Piece
 
 
@@ -44,10 +45,14 @@ class Gradients:
 
         return add
 
-    def view(self, piece: Piece) -> torch.Tensor | None:
-        """Gradient of a held piece; None if this rank's loss did not reach it."""
-        gradient = self._of(piece.parameter)
-        return None if gradient is None else self._views.view_in(piece, gradient)
+    def locate(self, piece: Piece) -> Location:
+        """A gradient is laid out as its parameter."""
+        return self._views.locate(piece)
+
+    def tensor(self, key: Stored) -> torch.Tensor | None:
+        """A gradient, in the order in which it travels; None if this rank's loss did not reach the parameter."""
+        gradient = self._of(key.parameter)
+        return None if gradient is None else key.in_order(gradient)
 
     def _of(self, name: str) -> torch.Tensor | None:
         return self._sums.get(name, self._parameters[name].grad)

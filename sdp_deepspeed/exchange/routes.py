@@ -8,20 +8,19 @@ from there to their neighbors. So one table of routes serves both directions.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import cached_property
-
-import torch
+from functools import cache, cached_property
+from typing import NamedTuple
 
 from sdp_deepspeed.layout.buckets import Bucket
-from sdp_deepspeed.layout.fragments import Fragment
+from sdp_deepspeed.layout.cuts import Location, Moves, one_after_the_other
+from sdp_deepspeed.layout.fragments import Fragment, Transfer
 from sdp_deepspeed.layout.nodes import Nodes, Receivers
-from sdp_deepspeed.layout.segments import Segment, carriers, padded, receives
+from sdp_deepspeed.layout.segments import Segment, carriers, carrying_ranks, padded
 
 
-@dataclass(frozen=True)
-class Stretch:
+class Stretch(NamedTuple):
     """Elements [start, stop) of one segment of a bucket."""
 
     segment: int
@@ -32,6 +31,10 @@ class Stretch:
     def num_elements(self) -> int:
         return self.stop - self.start
 
+    def overlaps(self, other: Stretch) -> bool:
+        """Whether they have elements in common, if they are of one segment."""
+        return self.start < other.stop and other.start < self.stop
+
     def fragments(self, segments: Sequence[Segment]) -> Iterator[Fragment]:
         """It consists of these.
 
@@ -41,7 +44,7 @@ class Stretch:
         return segments[self.segment].cut(self.start, self.stop)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Half:
     """What a rank sends in one collective, or what it receives.
 
@@ -56,7 +59,7 @@ class Half:
     @cached_property
     def splits(self) -> list[int]:
         """Elements of the buffer per peer: its stretches, and padding so that the next peer's are aligned."""
-        lengths = [sum(stretch.num_elements for stretch in stretches) for stretches in self.by_peer]
+        lengths = [sum(stop - start for _, start, stop in stretches) for stretches in self.by_peer]
         return [padded(length) for length in lengths] if self.bucket.has_large_shards else lengths
 
     @cached_property
@@ -64,72 +67,52 @@ class Half:
         """Of the buffer."""
         return sum(self.splits)
 
-    @cached_property
+    @property
     def stretches(self) -> list[Stretch]:
         return [stretch for stretches in self.by_peer for stretch in stretches]
 
-    @cached_property
-    def from_peers(self) -> list[tuple[int, tuple[Stretch, ...], list[int]]]:
-        """Where the stretches of each peer that has some begin in the buffer, and their sizes."""
+    @property
+    def locations(self) -> list[Location]:
+        """Of `stretches` in the buffer."""
         starts = itertools.accumulate(self.splits, initial=0)
         return [
-            (start, stretches, [stretch.num_elements for stretch in stretches])
+            location
             for start, stretches in zip(starts, self.by_peer, strict=False)
-            if stretches
+            for location in one_after_the_other([stop - start for _, start, stop in stretches], Location(0, start))
         ]
 
-    @cached_property
-    def _first(self) -> dict[Stretch, int]:
-        """Of each distinct stretch, for several ranks may get it, which of `stretches` it is first."""
-        return {stretch: index for index, stretch in reversed(list(enumerate(self.stretches)))}
+    def _first(self) -> dict[Stretch, Location]:
+        """Where each distinct stretch is first, for several ranks may get it; ascending."""
+        first: dict[Stretch, Location] = {}
+        for stretch, location in zip(self.stretches, self.locations, strict=True):
+            first.setdefault(stretch, location)
+        return first
 
     @cached_property
-    def repeats(self) -> list[tuple[int, int]]:
-        """Which of `stretches` are the same as an earlier one, and as which."""
-        pairs = [(index, self._first[stretch]) for index, stretch in enumerate(self.stretches)]
-        return [(index, first) for index, first in pairs if index != first]
+    def repeats(self) -> Moves:
+        """Inside the buffer, from stretches to the same ones further on."""
+        first, pairs = self._first(), zip(self.stretches, self.locations, strict=True)
+        return Moves((first[s], there, s.num_elements) for s, there in pairs if first[s] != there)
 
     @cached_property
-    def _fragments(self) -> list[tuple[int, list[Fragment], list[int]]]:
-        """Of each distinct stretch, with their sizes."""
-        found = []
-        for stretch, index in sorted(self._first.items(), key=lambda item: item[1]):
-            fragments = list(stretch.fragments(self.bucket.segments))
-            found.append((index, fragments, [fragment.num_elements for fragment in fragments]))
-        return found
-
-    @cached_property
-    def fragments(self) -> list[Fragment]:
-        """Of the distinct stretches."""
-        return [fragment for _, fragments, _ in self._fragments for fragment in fragments]
-
-    def pieces(self, buffer: torch.Tensor) -> list[torch.Tensor]:
-        """The views of `fragments` in the buffer."""
-        parts = self.parts(buffer)
-        return [piece for index, _, sizes in self._fragments for piece in cut(parts[index], sizes)]
-
-    @cached_property
-    def _sizes(self) -> tuple[list[int], list[int]]:
-        """Of the buffer's stretches and paddings, and which of them are stretches."""
-        sizes: list[int] = []
-        found: list[int] = []
-        for stretches, split in zip(self.by_peer, self.splits, strict=True):
-            found += range(len(sizes), len(sizes) + len(stretches))
-            sizes += [stretch.num_elements for stretch in stretches]
-            padding = split - sum(stretch.num_elements for stretch in stretches)
-            sizes += [padding] * (padding > 0)
-        return sizes, found
-
-    def parts(self, buffer: torch.Tensor) -> list[torch.Tensor]:
-        """The stretches' views of the buffer."""
-        sizes, found = self._sizes
-        all_parts = cut(buffer, sizes)
-        return all_parts if len(found) == len(sizes) else [all_parts[index] for index in found]
+    def transfer(self) -> Transfer:
+        """Between this rank's tensors and the first of equal stretches."""
+        return transfer(self.bucket, self._first().items())
 
 
-def cut(flat: torch.Tensor, sizes: Sequence[int]) -> list[torch.Tensor]:
-    """Its stretches of `sizes`; the tensor itself where that is all, for views cost host time."""
-    return list(flat.split(sizes)) if len(sizes) != 1 else [flat]
+def transfer(bucket: Bucket, stretches: Iterable[tuple[Stretch, Location]]) -> Transfer:
+    """Between this rank's tensors and stretches of flat ones.
+
+    Args:
+        stretches: with where each begins.
+    """
+    fragments: list[Fragment] = []
+    locations: list[Location] = []
+    for stretch, begin in stretches:
+        parts = list(stretch.fragments(bucket.segments))
+        fragments += parts
+        locations += one_after_the_other([part.stop - part.start for part in parts], begin)
+    return Transfer(fragments, locations)
 
 
 @dataclass(frozen=True)
@@ -175,55 +158,70 @@ class _Builder:
         return Route(sent, received, self.is_needed)
 
 
+class _Ways(NamedTuple):
+    """What segments of one holder set have in common.
+
+    Args:
+        receiving: ranks that get what the owners send back.
+        carriers: of each node.
+        asking: nodes whose carriers get their slices from elsewhere.
+        crosses: whether anything is sent between nodes.
+        spreads: whether anything is sent inside a node.
+    """
+
+    receiving: frozenset[int]
+    carriers: tuple[tuple[int, ...], ...]
+    asking: tuple[int, ...]
+    crosses: bool
+    spreads: bool
+
+
+@cache
+def _ways(owners: tuple[int, ...], nodes: Nodes, receivers: Receivers) -> _Ways:
+    ranks, holding = range(len(nodes.of_rank)), frozenset(owners)
+    receiving = {"holders": holding, "others": holding.symmetric_difference(ranks), "all": frozenset(ranks)}[receivers]
+    carriers = carrying_ranks(owners, nodes, receivers)
+    has_it = [receivers == "others" and not holding.isdisjoint(part) for part in carriers]
+    asking = tuple(node for node, part in enumerate(carriers) if part and not has_it[node])
+    spreads = any(
+        part and part != (peer,)
+        for peers, part in zip(nodes.ranks, carriers, strict=True)
+        for peer in receiving.intersection(peers)
+    )
+    return _Ways(receiving, carriers, asking, len(asking) > (receivers != "others"), spreads)
+
+
 def routes_back(bucket: Bucket, rank: int, nodes: Nodes, receivers: Receivers) -> tuple[Route, Route]:
     """The ways back for `rank`: between nodes, from owners to carriers; inside its node, from carriers to receivers.
 
     Nobody sends to itself, and nothing crosses that is on the other node already.
     """
     between, inside = (_Builder(bucket, len(nodes.of_rank)) for _ in range(2))
+    here = nodes.of_rank[rank]
     for index, segment in enumerate(bucket.segments):
-        slices = carriers(segment, nodes, receivers)
-        here = nodes.of_rank[rank]
-        has_it = [receivers == "others" and any(segment.held_by(peer) for peer, _, _ in part) for part in slices]
-        inside.is_needed |= any(
-            receives(segment, peer, receivers) and part and (len(part) > 1 or part[0][0] != peer)
-            for peers, part in zip(nodes.ranks, slices, strict=True)
-            for peer in peers
-        )
-        between.is_needed |= sum(bool(part) and not has for part, has in zip(slices, has_it, strict=True)) > (
-            receivers != "others"
-        )
-        for carrier, start, stop in slices[here]:
+        ways = _ways(segment.owners, nodes, receivers)
+        inside.is_needed |= ways.spreads
+        between.is_needed |= ways.crosses
+        is_holder = segment.held_by(rank)
+        if not is_holder and receivers == "holders":
+            continue
+        for carrier, start, stop in segment.slices(ways.carriers[here]):
             if carrier == rank:
-                _add(inside.sent, index, start, stop, _others(nodes, segment, rank, receivers))
-                if not has_it[here]:
-                    _add_owners(between.received, index, segment, nodes, (here, start, stop))
-            elif receives(segment, rank, receivers):
+                others = [peer for peer in nodes.ranks[here] if peer != rank and peer in ways.receiving]
+                _add(inside.sent, index, start, stop, others)
+                if here in ways.asking:
+                    for owner, low, high in segment.owners_of(start, stop):
+                        _add(between.received, index, low, high, [owner] * (nodes.of_rank[owner] != here))
+            elif rank in ways.receiving:
                 _add(inside.received, index, start, stop, [carrier])
         own_start, own_stop = segment.owned_range(rank)
-        for node, part in enumerate(slices):
-            if node != here and not has_it[node]:
-                for carrier, start, stop in part:
-                    _add(between.sent, index, max(start, own_start), min(stop, own_stop), [carrier])
+        for node in ways.asking if is_holder else ():
+            for carrier, start, stop in segment.slices(ways.carriers[node]) if node != here else ():
+                _add(between.sent, index, max(start, own_start), min(stop, own_stop), [carrier])
     return between.close(), inside.close()
-
-
-def _others(nodes: Nodes, segment: Segment, rank: int, receivers: Receivers) -> list[int]:
-    return [peer for peer in nodes.neighbors(rank) if peer != rank and receives(segment, peer, receivers)]
 
 
 def _add(peers: list[list[Stretch]], index: int, start: int, stop: int, to: Sequence[int]) -> None:
     if start < stop:
         for peer in to:
             peers[peer].append(Stretch(index, start, stop))
-
-
-def _add_owners(
-    peers: list[list[Stretch]], index: int, segment: Segment, nodes: Nodes, part: tuple[int, int, int]
-) -> None:
-    """What the owners on other nodes have of a slice."""
-    here, start, stop = part
-    for owner in segment.owners:
-        if nodes.of_rank[owner] != here:
-            low, high = segment.owned_range(owner)
-            _add(peers, index, max(start, low), min(stop, high), [owner])

@@ -11,7 +11,7 @@ from sdp_deepspeed.exchange.averaging import Averages, Averaging, AveragingOptio
 from sdp_deepspeed.exchange.exchange import Exchange, Steps
 from sdp_deepspeed.exchange.gradients import Gradients
 from sdp_deepspeed.layout.buckets import Bucket
-from sdp_deepspeed.layout.fragments import num_elements, write
+from sdp_deepspeed.layout.fragments import num_elements
 
 
 class StepAveraging(Averaging):
@@ -61,7 +61,7 @@ class StepAveraging(Averaging):
 
         def average(bucket: Bucket) -> Steps:
             averages = slots(bucket)
-            yield from self._exchange.reduce(bucket, self._gradients.view, averages, partial(self._packed, bucket))
+            yield from self._exchange.reduce(bucket, self._gradients, averages, partial(self._packed, bucket))
             if self._needs_norm:
                 squares[bucket.index] = self._squares(bucket, averages)
             if not self._keeps_flats:
@@ -81,7 +81,5 @@ class StepAveraging(Averaging):
     def _send_back(self, bucket: Bucket, averages: Sequence[torch.Tensor]) -> Steps:
         for name in self._exchange.held_names(bucket):
             self._gradients.make(name)
-        for (_, fragments), average in zip(self._exchange.owned(bucket), averages, strict=True):
-            sizes = [fragment.num_elements for fragment in fragments]
-            write(self._gradients.view, fragments, average.split(sizes))
-        yield from self._exchange.distribute(bucket, self._gradients.view)
+        self._exchange.keep(bucket, averages, self._gradients)
+        yield from self._exchange.distribute(bucket, self._gradients)

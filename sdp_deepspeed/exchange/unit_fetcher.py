@@ -15,7 +15,7 @@ import torch
 from sdp_deepspeed.distributed.communicator import Communicator
 from sdp_deepspeed.exchange.exchange import Exchange, Steps
 from sdp_deepspeed.layout.buckets import Bucket, copies
-from sdp_deepspeed.layout.fragments import Fragment, Views
+from sdp_deepspeed.layout.fragments import Fragment, PieceByPiece
 from sdp_deepspeed.layout.rank_model import RankModel
 from sdp_deepspeed.layout.segments import Segment, aligned
 from sdp_deepspeed.plan.tensors import NOT_OPTIMIZED
@@ -53,7 +53,11 @@ class UnitFetcher:
         self._exchange = Exchange(all_buckets, dp_group, self._nodes, device=device, dtype=torch.float32)
 
     def fetch(
-        self, index: int, held: Views, targets: Callable[[], Mapping[Piece, torch.Tensor]], num_rounds: int = 1
+        self,
+        index: int,
+        held: Callable[[Piece], torch.Tensor],
+        targets: Callable[[], Mapping[Piece, torch.Tensor]],
+        num_rounds: int = 1,
     ) -> Steps:
         """Fetch what this rank lacks of the units of set `index`. Where it yields, once, the first rounds run.
 
@@ -64,16 +68,13 @@ class UnitFetcher:
             num_rounds: that are under way at the same time; each packs at most half of what a rank holds of the set.
         """
         lacking: Mapping[Piece, torch.Tensor] = {}
-
-        def tensors(piece: Piece) -> torch.Tensor | None:
-            return lacking[piece] if piece in lacking else held(piece)
-
+        views = PieceByPiece(lambda piece: lacking[piece] if piece in lacking else held(piece))
         running: deque[Steps] = deque()
         coming = iter(self._buckets[index])
 
         def start(number: int) -> None:
             for bucket in itertools.islice(coming, number):
-                running.append(self._exchange.distribute(bucket, tensors, receivers="others"))
+                running.append(self._exchange.distribute(bucket, views, receivers="others"))
                 next(running[-1], None)
 
         start(num_rounds)

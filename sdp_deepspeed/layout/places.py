@@ -7,11 +7,14 @@ cut dim outermost, so that each piece is one stretch of memory.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 
+from sdp_deepspeed.layout.cuts import Location
 from sdp_deepspeed.units import Piece
 
 
@@ -39,6 +42,23 @@ class Place:
 
     start: int
     lacking: torch.Tensor | None = None
+
+
+class Stored(NamedTuple):
+    """One of this rank's tensors, with a dim outermost.
+
+    Args:
+        dim: None for the tensor as it is.
+        is_lacking: whether it has what the rank lacks of the parameter.
+    """
+
+    parameter: str
+    dim: int | None
+    is_lacking: bool
+
+    def in_order(self, tensor: torch.Tensor) -> torch.Tensor:
+        """The tensor with its elements in the order in which they travel."""
+        return tensor if self.dim is None else tensor.movedim(self.dim, 0)
 
 
 class PieceViews:
@@ -77,6 +97,20 @@ class PieceViews:
         if place is not None and place.lacking is not None:
             return place.lacking.narrow(piece.dim or 0, place.start, piece.length)
         return self.view_in(piece, self.tensors[piece.parameter].detach())
+
+    def locate(self, piece: Piece) -> Location:
+        """In which tensor the piece is stored (a `Stored`), and where it begins there."""
+        if piece.dim is None:
+            return Location(Stored(piece.parameter, None, False), 0)
+        place = self._places.get(piece, Place(piece.start))
+        shape = self.shapes[piece.parameter]
+        start = place.start * (math.prod(shape) // shape[piece.dim])
+        return Location(Stored(piece.parameter, piece.dim, place.lacking is not None), start)
+
+    def tensor(self, key: Stored) -> torch.Tensor:
+        """Weights, in the order in which they travel."""
+        tensor = self.lacking[key.parameter] if key.is_lacking else self.tensors[key.parameter].detach()
+        return key.in_order(tensor)
 
     def view_in(self, piece: Piece, tensor: torch.Tensor) -> torch.Tensor:
         """View of a held piece in `tensor`, which is laid out like the parameter on this rank: its gradient."""

@@ -7,9 +7,9 @@ is cut into one shard per holder; a shard's owner averages it and steps it.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cache, cached_property
 from typing import Any
 
 from sdp_deepspeed.layout.fragments import Fragment
@@ -49,9 +49,13 @@ class Segment:
         object.__setattr__(self, "owners", self.owners or self.holders)
         object.__setattr__(self, "num_elements", sum(fragment.num_elements for fragment in self.fragments))
 
+    @property
+    def _position(self) -> Mapping[int, int]:
+        return _positions(self.owners)
+
     @cached_property
-    def _position(self) -> dict[int, int]:
-        return {rank: index for index, rank in enumerate(self.owners)}
+    def _shard_length(self) -> int:
+        return aligned(-(-self.num_elements // len(self.holders)))
 
     def held_by(self, rank: int) -> bool:
         return rank in self._position
@@ -61,8 +65,14 @@ class Segment:
         index = self._position.get(rank)
         if index is None:
             return 0, 0
-        length = aligned(-(-self.num_elements // len(self.holders)))
+        length = self._shard_length
         return min(index * length, self.num_elements), min((index + 1) * length, self.num_elements)
+
+    def owners_of(self, start: int, stop: int) -> Iterator[tuple[int, int, int]]:
+        """The owners of elements [start, stop), each with start and stop of what it has of them."""
+        length = self._shard_length
+        for index in range(start // length, -(-stop // length)):
+            yield self.owners[index], max(start, index * length), min(stop, (index + 1) * length)
 
     def slices(self, ranks: Sequence[int]) -> list[tuple[int, int, int]]:
         """The whole segment in one slice for each of `ranks`, nearly even, in which a holder's own shard lies.
@@ -75,11 +85,12 @@ class Segment:
         """
         starts = [0]
         length = aligned(-(-self.num_elements // max(1, len(ranks))))
+        shard, position = self._shard_length, self._position
         for index, (before, after) in enumerate(itertools.pairwise(ranks), start=1):
-            cut = min(index * length, self.num_elements)
-            if self.held_by(before):
-                cut = min(max(cut, self.owned_range(before)[1]), self.owned_range(after)[0])
-            starts.append(cut)
+            cut = index * length
+            if before in position:
+                cut = min(max(cut, (position[before] + 1) * shard), position[after] * shard)
+            starts.append(min(cut, self.num_elements))
         return list(zip(ranks, starts, [*starts[1:], self.num_elements], strict=False))
 
     def split(self, length: int) -> Iterator[Segment]:
@@ -100,6 +111,11 @@ class Segment:
             position += length
 
 
+@cache
+def _positions(owners: tuple[int, ...]) -> Mapping[int, int]:
+    return {rank: index for index, rank in enumerate(owners)}
+
+
 def receives(segment: Segment, rank: int, receivers: Receivers) -> bool:
     """Whether `rank` is among the receivers of what the owners of `segment` send back."""
     if receivers == "all":
@@ -112,7 +128,13 @@ def carriers(segment: Segment, nodes: Nodes, receivers: Receivers) -> list[list[
 
     Its holders, or all ranks of a node without holders that needs it nonetheless.
     """
-    return [
-        segment.slices(own or (() if receivers == "holders" else ranks))
-        for ranks, own in zip(nodes.ranks, nodes.per_node(segment.owners), strict=True)
-    ]
+    return [segment.slices(ranks) for ranks in carrying_ranks(segment.owners, nodes, receivers)]
+
+
+@cache
+def carrying_ranks(owners: tuple[int, ...], nodes: Nodes, receivers: Receivers) -> tuple[tuple[int, ...], ...]:
+    """For each node the carriers of what `owners` hold."""
+    return tuple(
+        tuple(own) or (() if receivers == "holders" else ranks)
+        for ranks, own in zip(nodes.ranks, nodes.per_node(owners), strict=True)
+    )

@@ -11,7 +11,7 @@ from sdp_deepspeed.plan.tensors import NOT_OPTIMIZED
 
 
 def build_exchanges(model: RankModel, dp_group: Communicator, settings: OptimizerSettings) -> tuple[Exchange, Exchange]:
-    """For gradients and for weights: the same shards, perhaps in buckets of other sizes.
+    """For gradients and for weights: the same shards, perhaps in buckets of other sizes; else one exchange is both.
 
     Args:
         model: its tensors have their param groups.
@@ -22,14 +22,14 @@ def build_exchanges(model: RankModel, dp_group: Communicator, settings: Optimize
     limits = [limit or default for limit in given]
     segments = build_segments(optimized, model.plan, max_elements=min(limits), nodes=model.nodes)
     device = next(iter(model.parameters().values())).device
-    gradients, weights = (
-        Exchange(
+    exchanges = {
+        limit: Exchange(
             build_buckets(segments, model.nodes, max_elements=limit, all_receive_weights=model.stores_all),
             dp_group,
             model.nodes,
             device=device,
             dtype=settings.wire_dtype,
         )
-        for limit in limits
-    )
-    return gradients, weights
+        for limit in set(limits)
+    }
+    return exchanges[limits[0]], exchanges[limits[1]]

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import cycle
 
 import torch
 
-from sdp_deepspeed.layout.fragments import Fragment
+from sdp_deepspeed.layout.cuts import one_after_the_other
+from sdp_deepspeed.layout.fragments import Fragment, Transfer
 from sdp_deepspeed.optimizer.host_copies import HostCopies, Mark
 from sdp_deepspeed.optimizer.settings import Offload
 from sdp_deepspeed.units import Piece
@@ -31,6 +33,11 @@ class Chunk:
     @property
     def sizes(self) -> list[int]:
         return [fragment.num_elements for fragment in self.fragments]
+
+    @cached_property
+    def transfer(self) -> Transfer:
+        """Between the weights and the part of the master."""
+        return Transfer(self.fragments, one_after_the_other(self.sizes))
 
 
 def chunks_of(

@@ -138,7 +138,7 @@ class SubnetworkOptimizer(ZeROOptimizer):
             if segment.group == index
             for fragment in shard
         ]
-        return SteppedGroup(fragments, self.model.views.weight_view, self._host)
+        return SteppedGroup(fragments, self.model.views, self._host)
 
     def _stepped(self, bucket: Bucket) -> list[tuple[Segment, list[Fragment]]]:
         if self.settings.stage:
@@ -245,7 +245,7 @@ class SubnetworkOptimizer(ZeROOptimizer):
         for index, group in enumerate(self.groups):
             group.link()
             if averages.flats is None:
-                group.set_gradients(self._gradients.view, frozen)
+                group.set_gradients(self._gradients, frozen)
                 unscale([tensor.grad for tensor in group.tensors if tensor.grad is not None], divisor)
             else:
                 unscale(averages.flats[index], divisor)
@@ -267,7 +267,7 @@ class SubnetworkOptimizer(ZeROOptimizer):
             return
         pipeline = Pipeline(self.settings.max_in_flight)
         for bucket in self.weight_exchange.buckets:
-            pipeline.add(self.weight_exchange.distribute(bucket, self.model.views.weight_view, receivers=receivers))
+            pipeline.add(self.weight_exchange.distribute(bucket, self.model.views, receivers=receivers))
         pipeline.finish()
 
     def gradient_tensors(self) -> list[torch.Tensor]:

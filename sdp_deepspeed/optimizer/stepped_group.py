@@ -6,23 +6,21 @@ it owns (stage 1) or holds (stage 0).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Hashable, Mapping, Sequence
 from typing import Any
 
 import torch
 
-from sdp_deepspeed.layout.fragments import Fragment, Views, read, write
-from sdp_deepspeed.layout.places import in_order
+from sdp_deepspeed.layout.cuts import Cuts, one_after_the_other
+from sdp_deepspeed.layout.fragments import Fragment, Transfer, Views, locations, read
 from sdp_deepspeed.optimizer.host_step import HostStep
 from sdp_deepspeed.units import Piece
 
-Weights = Callable[[Piece], torch.Tensor]
 
-
-def can_view(fragment: Fragment, weights: Weights) -> bool:
-    """Whether the fragment is a view of its fp32 parameter, so that no master copy is needed."""
-    weight = weights(fragment.piece)
-    return weight.dtype == torch.float32 and in_order(fragment.piece, weight).is_contiguous()
+def _can_view(cuts: Cuts, weights: Views) -> bool:
+    """Whether stretches are views of fp32 weights, so that no master copy is needed."""
+    tensors = [weights.tensor(key) for key in cuts.tensors]
+    return all(t is not None and t.dtype == torch.float32 and t.is_contiguous() for t in tensors)
 
 
 class SteppedGroup:
@@ -32,19 +30,21 @@ class SteppedGroup:
 
     Args:
         fragments: what this rank steps, in the order of its flat gradient.
-        weights: from a piece to its view in the module's weights.
+        weights: the module's.
         host: the optimizer's, if it steps in host memory; None to step on the device of the weights.
     """
 
-    def __init__(self, fragments: Sequence[Fragment], weights: Weights, host: HostStep | None = None) -> None:
+    def __init__(self, fragments: Sequence[Fragment], weights: Views, host: HostStep | None = None) -> None:
         self.fragments = list(fragments)
         self.sizes = [fragment.num_elements for fragment in self.fragments]
         self.num_elements = sum(self.sizes)
         self._weights = weights
         self._host = host
-        self.in_place = host is None and all(can_view(fragment, weights) for fragment in self.fragments)
+        self._cuts = Cuts(list(zip(locations(weights, self.fragments), self.sizes, strict=True)))
+        self._transfer = Transfer(self.fragments, one_after_the_other(self.sizes))
+        self.in_place = host is None and _can_view(self._cuts, weights)
         self.tensors = self._make_tensors()
-        self._chunks = [] if host is None else host.chunks(self.fragments, lambda piece: weights(piece).dtype)
+        self._chunks = [] if host is None else host.chunks(self.fragments, self._dtype_of)
 
     def _make_tensors(self) -> list[torch.nn.Parameter]:
         if not self.fragments:
@@ -63,16 +63,29 @@ class SteppedGroup:
     def _views(self) -> list[torch.Tensor]:
         """Flat views; an error if the weights' storage was replaced by one of another order."""
         try:
-            flats = [in_order(f.piece, self._weights(f.piece)).view(-1) for f in self.fragments]
+            flats = {key: self._weight(key).view(-1) for key in self._cuts.tensors}
         except RuntimeError as problem:
             raise RuntimeError(
                 "a parameter got storage of another memory order (its data was made contiguous, perhaps); "
                 "copy new values into it instead, or replace it by a clone"
             ) from problem
-        return [flat.narrow(0, f.start, size) for flat, f, size in zip(flats, self.fragments, self.sizes, strict=True)]
+        return self._cuts.of(flats)
+
+    def _weight(self, key: Hashable) -> torch.Tensor:
+        weight = self._weights.tensor(key)
+        assert weight is not None, f"no tensor {key}"
+        return weight
+
+    def _dtype_of(self, piece: Piece) -> torch.dtype:
+        return self._weight(self._weights.locate(piece).tensor).dtype
 
     def _flat_weights(self) -> list[torch.Tensor]:
-        return read(self._weights, self.fragments)
+        return read(self._weights, self._cuts, device=self._device)
+
+    @property
+    def _device(self) -> torch.device:
+        """Of the weights."""
+        return self._weight(self._cuts.tensors[0]).device
 
     def set_flat_gradient(self, *stretches: torch.Tensor) -> None:
         """Give the optimizer its gradient, without a copy on its own device; after `HostStep.wait` where that is the
@@ -110,11 +123,11 @@ class SteppedGroup:
         """
         if not self.fragments:
             return
-        stretches = read(gradients, self.fragments)
-        if not self.in_place:
-            flat = torch.empty_like(self.tensors[0])
-            torch._foreach_copy_(list(flat.split(self.sizes)), stretches)
-            stretches = [flat]
+        if self.in_place:
+            stretches = read(gradients, self._cuts, device=self._device)
+        else:
+            stretches = [torch.empty_like(self.tensors[0])]
+            self._transfer.gather(gradients, stretches)
         for tensor, stretch in zip(self.tensors, stretches, strict=True):
             tensor.grad = stretch
         if frozen and self.in_place:
@@ -136,10 +149,10 @@ class SteppedGroup:
             return
         master = self.tensors[0].detach()
         if self._host is None or not self._host.is_elsewhere:
-            write(self._weights, self.fragments, master.split(self.sizes))
+            self._transfer.scatter([master], self._weights)
             return
         for chunk, values in self._host.send(master, self._chunks):
-            write(self._weights, chunk.fragments, values.split(chunk.sizes))
+            chunk.transfer.scatter([values], self._weights)
 
     def reload_master(self) -> None:
         """Take the master from the weights where they are no more the rounded master: they came from outside."""

@@ -11,7 +11,7 @@ from functools import cache, cached_property
 import torch
 
 from sdp_deepspeed.layout.buckets import Bucket, build_buckets, build_segments
-from sdp_deepspeed.layout.fragments import Fragment, Views
+from sdp_deepspeed.layout.fragments import Fragment, PieceByPiece, Views
 from sdp_deepspeed.layout.nodes import Nodes
 from sdp_deepspeed.layout.segments import Segment
 from sdp_deepspeed.plan.plan import Plan
@@ -119,7 +119,7 @@ def views_of(tensors: Mapping[str, torch.Tensor | None]) -> Views:
         tensor = tensors[piece.parameter]
         return None if tensor is None else piece.narrow(tensor)
 
-    return view
+    return PieceByPiece(view)
 
 
 def indices(fragment: Fragment, shape: tuple[int, ...]) -> torch.Tensor:

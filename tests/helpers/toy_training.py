@@ -173,22 +173,24 @@ def parameters_of(parameters: dict[str, nn.Parameter]) -> Tensors:
 def _watch(optimizer: Any, result: Trained, box: Mailbox, arrived: list[str]) -> None:
     """Write down what leaves."""
 
-    def watch(exchange: Any, method: str, what: str) -> None:
+    def watch(exchange: Any, method: str) -> None:
         start = getattr(exchange, method)
 
-        def watched(bucket: Bucket, *arguments: Any, **options: Any) -> Steps:
+        def watched(bucket: Bucket, tensors: Any, *arguments: Any, **options: Any) -> Steps:
+            what = "weights" if tensors is optimizer.model.views else "averages"
             if method == "reduce":
+                what = "gradients"
                 result.order.append((bucket.index, tuple(arrived)))
-            steps = start(bucket, *arguments, **options)
+            steps = start(bucket, tensors, *arguments, **options)
             while next(steps, steps) is None:
                 result.amounts.setdefault(what, []).append((bucket, *box.amounts[-1]))
                 yield
 
         setattr(exchange, method, watched)
 
-    watch(optimizer.exchange, "reduce", "gradients")
-    watch(optimizer.exchange, "distribute", "averages")
-    watch(optimizer.weight_exchange, "distribute", "weights")
+    watch(optimizer.exchange, "reduce")
+    for exchange in {optimizer.exchange, optimizer.weight_exchange}:
+        watch(exchange, "distribute")
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ import torch
 
 from sdp_deepspeed.distributed.communicator import Communicator
 from sdp_deepspeed.exchange.exchange import Exchange, Steps
-from sdp_deepspeed.layout.fragments import Fragment, num_elements, read, write
+from sdp_deepspeed.layout.fragments import num_elements
 from sdp_deepspeed.layout.nodes import Receivers
 from sdp_deepspeed.plan.plan import Plan
 from sdp_deepspeed.plan.tensors import TensorInfo
@@ -51,8 +51,7 @@ def reduced(layout: Layout, communicator: Communicator, dtype: torch.dtype, miss
         owned = exchange.owned(bucket)
         averages = [torch.full((num_elements(shard),), torch.nan) for _, shard in owned]
         complete(exchange.reduce(bucket, views_of(gradients), averages))
-        for (_, shard), average in zip(owned, averages, strict=True):
-            write(views_of(result), shard, average.split([fragment.num_elements for fragment in shard]))
+        exchange.keep(bucket, averages, views_of(result))
     return result
 
 
@@ -197,37 +196,6 @@ def test_a_bucket_without_two_holders_is_not_sent(eight: Ranks) -> None:
         own = random_tensors(layout, rank)
         assert all(torch.equal(averages[f"u{i}"], own[f"u{i}"]) == (i == rank) for i in range(SIZE))
     assert not any(group.sent for group in eight.groups)
-
-
-def test_read_and_write_column_slices() -> None:
-    """Column by column, whatever the memory's order."""
-    piece = Piece("w", 1, 1, 2)
-    fragments = [Fragment(piece, 1, 4), Fragment(piece, 4, 6)]
-    for tensor in (torch.arange(12.0).view(3, 4), torch.arange(12.0).view(3, 4).t().contiguous().t()):
-        views = views_of({"w": tensor})
-        assert [value.tolist() for value in read(views, fragments)] == [[5, 9, 2], [6, 10]]
-        write(views, fragments, [torch.tensor([-1.0, -2.0, -3.0]), torch.tensor([-4.0, -5.0])])
-        assert tensor.tolist() == [[0, 1, -3, 3], [4, -1, -4, 7], [8, -2, -5, 11]]
-    assert [value.tolist() for value in read(lambda piece: None, fragments)] == [[0, 0, 0], [0, 0]]
-
-
-def test_pieces_that_are_contiguous_in_order_are_not_copied() -> None:
-    """Rows, whole tensors, and columns that are stored with the cut dim outermost."""
-    rows, columns = torch.zeros(4, 3), torch.zeros(3, 4).t()
-    for tensor, piece in ((rows, Piece("w", 0, 1, 2)), (rows, Piece("w", None, 0, 12)), (columns, Piece("w", 1, 1, 2))):
-        (value,) = read(views_of({"w": tensor}), [Fragment(piece, 1, 5)])
-        assert value.untyped_storage().data_ptr() == tensor.untyped_storage().data_ptr()
-
-
-def test_a_half_written_piece_keeps_its_other_half() -> None:
-    tensor = torch.arange(6.0).view(2, 3)
-    write(views_of({"w": tensor}), [Fragment(Piece("w", 1, 0, 2), 1, 3)], [torch.tensor([-1.0, -2.0])])
-    assert tensor.tolist() == [[0, -2, 2], [-1, 4, 5]]
-
-
-def test_what_does_not_exist_cannot_be_written() -> None:
-    with pytest.raises(AssertionError, match="no tensor to write w to"):
-        write(lambda piece: None, [Fragment(Piece("w", None, 0, 2), 0, 2)], [torch.zeros(2)])
 
 
 def test_sums_are_fp32_whatever_the_default_dtype(eight: Ranks) -> None:

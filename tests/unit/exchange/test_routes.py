@@ -7,11 +7,12 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sdp_deepspeed.exchange.routes import Route, carried, carriers, owned, receives, routes_back
+from sdp_deepspeed.exchange.routes import Half, Route, Stretch, carried, owned, routes_back
 from sdp_deepspeed.layout.buckets import Bucket
+from sdp_deepspeed.layout.cuts import Location
 from sdp_deepspeed.layout.fragments import Fragment
 from sdp_deepspeed.layout.nodes import Nodes, Receivers
-from sdp_deepspeed.layout.segments import Segment
+from sdp_deepspeed.layout.segments import Segment, carriers, receives
 from sdp_deepspeed.units import Piece
 from tests.helpers.random_layouts import NODES, Layout, placed, random_layout
 
@@ -87,18 +88,27 @@ def test_slices_are_one_stretch_with_the_own_shard_in_it(layout: Layout) -> None
                 assert not part or ends[-1] == segment.num_elements
 
 
+def located(half: Half) -> list[tuple[Stretch, Location]]:
+    return list(zip(half.stretches, half.locations, strict=True))
+
+
 @pytest.mark.parametrize("nodes", ["halves", "1 + 2 + 3"])
 def test_what_goes_to_several_ranks_is_read_once(nodes: str) -> None:
     layout = placed(random_layout(3, 6, "backward"), nodes)
     for bucket in layout.buckets:
         for rank in range(layout.size):
             for route in routes_back(bucket, rank, layout.nodes, "all"):
-                read = sum(fragment.num_elements for fragment in route.sent.fragments)
+                read = sum(fragment.num_elements for fragment in route.sent.transfer.fragments)
                 assert read == sum(stretch.num_elements for stretch in set(route.sent.stretches))
                 assert read <= sum(segment.num_elements for segment in bucket.segments)
-                for index, first in route.sent.repeats:
-                    assert first < index
-                    assert route.sent.stretches[first] == route.sent.stretches[index]
+                buffer = torch.full((route.sent.num_elements,), -1)
+                numbers = {stretch: number for number, stretch in enumerate(set(route.sent.stretches))}
+                firsts = {stretch: start for stretch, (_, start) in reversed(located(route.sent))}
+                for stretch, start in firsts.items():
+                    buffer[start : start + stretch.num_elements] = numbers[stretch]
+                route.sent.repeats.copy([buffer], [buffer])
+                for stretch, (_, start) in located(route.sent):
+                    assert bool((buffer[start : start + stretch.num_elements] == numbers[stretch]).all())
 
 
 def test_large_parts_of_a_buffer_are_aligned() -> None:
@@ -114,11 +124,7 @@ def test_large_parts_of_a_buffer_are_aligned() -> None:
     assert [segment.owned_range(rank) for rank in range(3)] == [(0, 1728), (1728, 3456), (3456, 5000)]
     assert route.sent.splits == [3136, 3136, 0]  # twice 1,544 is 3,088
     assert route.received.splits == [3456, 3456, 0]
-    buffer = torch.arange(6272.0)
-    starts = [int(part[0]) for part in route.sent.parts(buffer)]
-    assert starts == [0, 1544, 3136, 4680]
-    assert [int(part[0]) for part in route.sent.pieces(buffer)] == starts[:2]
-    assert [len(part) for part in route.sent.pieces(buffer)] == [1544, 1544]
+    assert [location.start for location in route.sent.locations] == [0, 1544, 3136, 4680]
 
 
 def test_receivers() -> None:

@@ -34,8 +34,8 @@ def test_the_same_numbers_as_on_the_device(dtype: torch.dtype, num_chunks: int) 
     copies = LateCopies()
     bytes_of_weights = sum(fragment.num_elements for fragment in FRAGMENTS) * dtype.itemsize
     host = HostStep(copies, chunk_bytes=-(-bytes_of_weights // num_chunks))
-    expected = SteppedGroup(FRAGMENTS, PieceViews(plain).weight_view)
-    group = SteppedGroup(FRAGMENTS, PieceViews(late).weight_view, host)
+    expected = SteppedGroup(FRAGMENTS, PieceViews(plain))
+    group = SteppedGroup(FRAGMENTS, PieceViews(late), host)
     optimizers = [torch.optim.SGD(one.tensors, lr=0.25) for one in (expected, group)]
     for step in range(3):
         gradient = torch.arange(16.0) + step

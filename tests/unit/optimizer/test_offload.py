@@ -19,7 +19,7 @@ def test_a_group_in_host_memory(dtype: torch.dtype, pin: bool) -> None:
     """fp32 weights have a master of their own too; only `write_back` changes weights."""
     weight = torch.nn.Parameter(torch.arange(6.0).to(dtype))
     host = HostStep.build(weight.device, Offload(pin))
-    group = SteppedGroup([Fragment(Piece("w", None, 0, 6), 1, 4)], PieceViews({"w": weight}).weight_view, host)
+    group = SteppedGroup([Fragment(Piece("w", None, 0, 6), 1, 4)], PieceViews({"w": weight}), host)
     assert not group.in_place
     taken = 0.0
     for gradient in (0.5, 0.25, 1.0):
@@ -39,7 +39,7 @@ def test_a_group_of_gpu_weights_in_host_memory(pin: bool) -> None:
     weight = torch.nn.Parameter(torch.arange(6.0, device="cuda").bfloat16())
     host = HostStep.build(weight.device, Offload(pin))
     assert host is not None
-    group = SteppedGroup([Fragment(Piece("w", None, 0, 6), 1, 4)], PieceViews({"w": weight}).weight_view, host)
+    group = SteppedGroup([Fragment(Piece("w", None, 0, 6), 1, 4)], PieceViews({"w": weight}), host)
     for gradient in (0.5, 0.25, 0.75):
         group.set_flat_gradient(torch.full((3,), gradient, device="cuda"))
         host.wait()

@@ -10,9 +10,8 @@ from torch import nn
 
 from sdp_deepspeed.layout.fragments import Fragment
 from sdp_deepspeed.layout.places import PieceViews, side_by_side
-from sdp_deepspeed.optimizer.stepped_group import SteppedGroup, Weights, can_view, check_fresh, repoint
+from sdp_deepspeed.optimizer.stepped_group import SteppedGroup, check_fresh, repoint
 from sdp_deepspeed.units import Piece
-from tests.helpers.random_layouts import views_of
 
 ROWS = Piece("w", 0, 1, 2)
 COLUMNS = Piece("w", 1, 1, 2)
@@ -24,9 +23,9 @@ def parameters_of(dtype: torch.dtype = torch.float32) -> dict[str, nn.Parameter]
     return {"w": nn.Parameter(torch.arange(12.0).view(4, 3).to(dtype)), "b": nn.Parameter(torch.ones(2).to(dtype))}
 
 
-def weights(dtype: torch.dtype = torch.float32) -> Weights:
+def weights(dtype: torch.dtype = torch.float32) -> PieceViews:
     """Of the dense model."""
-    return PieceViews(parameters_of(dtype)).weight_view
+    return PieceViews(parameters_of(dtype))
 
 
 def stored_columns() -> tuple[nn.Parameter, PieceViews]:
@@ -48,8 +47,8 @@ def stored_columns() -> tuple[nn.Parameter, PieceViews]:
         (Fragment(ROWS, 1, 5), torch.bfloat16, False),
     ],
 )
-def test_can_view(fragment: Fragment, dtype: torch.dtype, expected: bool) -> None:
-    assert can_view(fragment, weights(dtype)) is expected
+def test_what_can_be_viewed_is_stepped_in_place(fragment: Fragment, dtype: torch.dtype, expected: bool) -> None:
+    assert SteppedGroup([fragment], weights(dtype)).in_place is expected
 
 
 @pytest.mark.parametrize(("start", "stop"), [(0, 8), (1, 7), (3, 4)])
@@ -57,8 +56,9 @@ def test_stored_columns_can_be_viewed(start: int, stop: int) -> None:
     """Any stretch of them, over the border between columns too."""
     parameter, views = stored_columns()
     fragment = Fragment(COLUMNS, start, stop)
-    assert can_view(fragment, views.weight_view)
-    (view,) = SteppedGroup([fragment], views.weight_view).tensors
+    group = SteppedGroup([fragment], views)
+    assert group.in_place
+    (view,) = group.tensors
     assert view.tolist() == [1.0, 4.0, 7.0, 10.0, 2.0, 5.0, 8.0, 11.0][start:stop]
     view.data.fill_(-1)
     assert int((parameter == -1).sum()) == stop - start
@@ -70,7 +70,7 @@ def test_stored_columns_can_be_viewed(start: int, stop: int) -> None:
 )
 def test_views_share_storage(fragment: Fragment, expected: list[Any]) -> None:
     parameters = parameters_of()
-    (view,) = SteppedGroup([fragment], PieceViews(parameters).weight_view).tensors
+    (view,) = SteppedGroup([fragment], PieceViews(parameters)).tensors
     assert view.tolist() == expected
     view.data.fill_(-1)
     assert int((parameters["w"] == -1).sum()) == view.numel()
@@ -78,7 +78,7 @@ def test_views_share_storage(fragment: Fragment, expected: list[Any]) -> None:
 
 def test_fp32_weights_are_stepped_in_place() -> None:
     parameter, views = stored_columns()
-    group = SteppedGroup([Fragment(COLUMNS, 1, 8), Fragment(BIAS, 1, 2)], views.weight_view)
+    group = SteppedGroup([Fragment(COLUMNS, 1, 8), Fragment(BIAS, 1, 2)], views)
     assert group.in_place
     assert group.num_elements == 8
     group.set_flat_gradient(torch.arange(1.0, 9.0))
@@ -91,7 +91,7 @@ def test_fp32_weights_are_stepped_in_place() -> None:
 
 def test_columns_of_a_tensor_stored_by_rows_keep_a_master() -> None:
     parameters = parameters_of()
-    group = SteppedGroup([Fragment(COLUMNS, 0, 3), Fragment(BIAS, 0, 1)], PieceViews(parameters).weight_view)
+    group = SteppedGroup([Fragment(COLUMNS, 0, 3), Fragment(BIAS, 0, 1)], PieceViews(parameters))
     assert not group.in_place
     assert [tensor.numel() for tensor in group.tensors] == [4]
     group.set_flat_gradient(torch.ones(4))
@@ -104,7 +104,7 @@ def test_columns_of_a_tensor_stored_by_rows_keep_a_master() -> None:
 def test_master_keeps_what_bf16_loses() -> None:
     """Near 1 bf16 has a spacing of 2**-8 below: four steps of 2**-10 show only together."""
     parameters = parameters_of(torch.bfloat16)
-    group = SteppedGroup([Fragment(BIAS, 0, 2)], PieceViews(parameters).weight_view)
+    group = SteppedGroup([Fragment(BIAS, 0, 2)], PieceViews(parameters))
     optimizer = torch.optim.SGD(group.tensors, lr=2.0**-10)
     for _ in range(4):
         group.set_flat_gradient(torch.ones(2))
@@ -115,7 +115,7 @@ def test_master_keeps_what_bf16_loses() -> None:
 
 def test_reload_master_takes_the_weights() -> None:
     parameters = parameters_of(torch.bfloat16)
-    group = SteppedGroup([Fragment(WHOLE, 2, 5)], PieceViews(parameters).weight_view)
+    group = SteppedGroup([Fragment(WHOLE, 2, 5)], PieceViews(parameters))
     parameters["w"].data.fill_(7)
     group.reload_master()
     assert group.tensors[0].tolist() == [7, 7, 7]
@@ -127,13 +127,15 @@ def test_whole_gradients_of_stage_0() -> None:
     fragments = [Fragment(COLUMNS, 0, 8), Fragment(BIAS, 0, 2)]
     for dtype in (torch.float32, torch.bfloat16):
         group = SteppedGroup(fragments, weights(dtype))
-        group.set_gradients(views_of(gradients))
+        group.set_gradients(PieceViews(gradients))
         assert flat_gradient(group) == [1, 4, 7, 10, 2, 5, 8, 11, 20, 30]
     _, views = stored_columns()
-    group = SteppedGroup(fragments, views.weight_view)
+    group = SteppedGroup(fragments, views)
     assert group.in_place
     own = {"w": side_by_side([COLUMNS], gradients["w"]), "b": gradients["b"]}
-    group.set_gradients(lambda piece: views.view_in(piece, own[piece.parameter]))
+    stored = PieceViews(own)
+    stored.put([COLUMNS])
+    group.set_gradients(stored)
     assert flat_gradient(group) == [1, 4, 7, 10, 2, 5, 8, 11, 20, 30]
     assert [t.grad.data_ptr() for t in group.tensors if t.grad is not None] == [t.data_ptr() for t in own.values()]
 
@@ -143,12 +145,12 @@ def test_what_all_holders_froze_is_not_stepped() -> None:
     gradients = {"w": torch.zeros(4, 3), "b": torch.tensor([0.0, 30.0])}
     fragments = [Fragment(WHOLE, 0, 12), Fragment(BIAS, 0, 2)]
     group = SteppedGroup(fragments, weights())
-    group.set_gradients(views_of(gradients), {"w", "b"})
+    group.set_gradients(PieceViews(gradients), {"w", "b"})
     assert [tensor.grad is None for tensor in group.tensors] == [True, False]
-    group.set_gradients(views_of(gradients), {"b"})
+    group.set_gradients(PieceViews(gradients), {"b"})
     assert flat_gradient(group) == [0.0] * 13 + [30.0]
     group = SteppedGroup(fragments, weights(torch.bfloat16))
-    group.set_gradients(views_of(gradients), {"w", "b"})
+    group.set_gradients(PieceViews(gradients), {"w", "b"})
     assert flat_gradient(group) == [0.0] * 13 + [30.0]
 
 
@@ -160,12 +162,12 @@ def flat_gradient(group: SteppedGroup) -> list[float]:
 def test_link_follows_replaced_storage() -> None:
     """Others replace `param.data` behind us; a step after `link` must reach the new storage."""
     parameters = parameters_of()
-    group = SteppedGroup([Fragment(WHOLE, 0, 12)], PieceViews(parameters).weight_view)
+    group = SteppedGroup([Fragment(WHOLE, 0, 12)], PieceViews(parameters))
     parameters["w"].data = torch.zeros(4, 3)
     step_once(group, 12)
     assert bool((parameters["w"] == -1).all())
     parameter, views = stored_columns()
-    group = SteppedGroup([Fragment(COLUMNS, 0, 8)], views.weight_view)
+    group = SteppedGroup([Fragment(COLUMNS, 0, 8)], views)
     parameter.data = torch.zeros_like(parameter)  # keeps the order in memory, as clone() does
     step_once(group, 8)
     assert bool((parameter == -1).all())
@@ -180,7 +182,7 @@ def step_once(group: SteppedGroup, num_elements: int) -> None:
 def test_storage_of_another_order_is_an_error() -> None:
     """A flat copy would be stepped, and the weights would stay as they are."""
     parameter, views = stored_columns()
-    group = SteppedGroup([Fragment(COLUMNS, 0, 8)], views.weight_view)
+    group = SteppedGroup([Fragment(COLUMNS, 0, 8)], views)
     parameter.data = parameter.data.contiguous()
     with pytest.raises(RuntimeError, match="another memory order"):
         group.link()
@@ -191,15 +193,15 @@ def test_a_group_of_which_this_rank_steps_nothing() -> None:
     assert group.tensors == []
     group.link()
     group.set_flat_gradient(torch.empty(0))
-    group.set_gradients(lambda piece: None)
+    group.set_gradients(PieceViews({}))
     group.write_back()
     group.reload_master()
 
 
 def groups_of(parameters: dict[str, nn.Parameter]) -> list[SteppedGroup]:
     return [
-        SteppedGroup([Fragment(WHOLE, 4, 9)], PieceViews(parameters).weight_view),
-        SteppedGroup([Fragment(BIAS, 0, 1)], PieceViews(parameters).weight_view),
+        SteppedGroup([Fragment(WHOLE, 4, 9)], PieceViews(parameters)),
+        SteppedGroup([Fragment(BIAS, 0, 1)], PieceViews(parameters)),
     ]
 
 

@@ -45,7 +45,6 @@ TESTED_WITH = {
     "exchange/gradient_norm": "unit/optimizer/test_accumulation.py",
     "exchange/gradients": "unit/optimizer/test_accumulation.py",
     "exchange/step_averaging": "unit/exchange/test_overlap.py",
-    "layout/fragments": "unit/exchange/test_exchange.py",
     "lock_owner": "unit/test_folder_lock.py",
     "masking/block": "unit/masking/test_mask.py",
     "masking/compiled": "ranks/engine/test_compile.py",
