@@ -71,7 +71,7 @@ class Communicator:
         """Start an uneven all-to-all of flat tensors, splits in elements; every rank of the group calls it.
 
         Returns at once: the tensors must live and stay as they are until `wait` of the result has returned. On a GPU
-        `wait` makes the current stream wait, so that no other stream ever touches the tensors' users.
+        `wait` returns at once too, and makes the current stream wait: for it, and for no other, the collective is over.
         """
         if self.size == 1:
             return Done()

@@ -21,7 +21,8 @@ def configure(parser: Parser) -> None:
     parser.description = (
         "Bytes of model state (weights, gradients, optimizer), and the least to send in a step, per parameter that\n"
         "belongs to a unit (is not shared): subnetworks beside plain data parallelism, at each ZeRO stage.\n"
-        "Stock ZeRO sends more: it all-reduces gradients where a reduce-scatter would do. The table is Markdown."
+        "Stock ZeRO sends more: it all-reduces gradients where a reduce-scatter would do. The table is Markdown.\n"
+        "Buffers come on top: two buckets, four with overlap_comm, and as many again between nodes."
     )
     add = parser.add_argument
     add("--ranks", type=positive, default=8, help="data-parallel ranks, replicas of subnetworks included (8)")

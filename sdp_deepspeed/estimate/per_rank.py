@@ -12,8 +12,9 @@ from math import prod
 from typing import Literal
 
 from sdp_deepspeed.estimate.precision import FP32_BYTES, Precision
-from sdp_deepspeed.layout.buckets import build_segments, default_bucket_elements
-from sdp_deepspeed.layout.segments import Segment
+from sdp_deepspeed.layout.buckets import Bucket, build_buckets, build_segments, default_bucket_elements
+from sdp_deepspeed.layout.nodes import Nodes
+from sdp_deepspeed.layout.segments import Segment, padded
 from sdp_deepspeed.plan.plan import Plan
 from sdp_deepspeed.plan.tensors import NOT_OPTIMIZED, TensorInfo
 
@@ -28,6 +29,7 @@ class Setup:
         accumulation: micro-steps in an optimizer step; at stage 2 gradients are sent in each.
         offload: whether the optimizer's state is in host memory.
         bucket_elements: DeepSpeed's `reduce_bucket_size`, which cuts segments; None if the config has none.
+        overlap: DeepSpeed's `overlap_comm`, with which two or more buckets are on their way.
     """
 
     stage: Literal[0, 1, 2]
@@ -35,6 +37,7 @@ class Setup:
     accumulation: int = 1
     offload: bool = False
     bucket_elements: int | None = None
+    overlap: bool = False
 
 
 @dataclass(frozen=True)
@@ -50,6 +53,7 @@ class RankEstimate:
         sent_gradients: elements sent to owners.
         sent_back: elements sent back by owners: weights, at stage 0 averaged gradients.
         sent_bytes: both together.
+        buffers: kept for what travels, at most, if ranks are on one node; of plain DeepSpeed's nothing is known (0).
     """
 
     weights: int
@@ -60,6 +64,7 @@ class RankEstimate:
     sent_gradients: int
     sent_back: int
     sent_bytes: int
+    buffers: int = 0
 
     @property
     def state(self) -> int:
@@ -76,12 +81,17 @@ def estimate(plan: Plan, tensors: Sequence[TensorInfo], setup: Setup) -> tuple[R
     """
     parameters = [info for info in tensors if info.kind == "parameter"]
     limit = setup.bucket_elements or default_bucket_elements(parameters, plan)
+    segments = build_segments(parameters, plan, max_elements=limit)
+    all_receive_weights = plan.regime == "backward"
+    nodes = Nodes.one(len(plan.subnetwork_of_rank))
+    sent = [segment for segment in segments if segment.group != NOT_OPTIMIZED]
     run = _Run(
         setup=setup,
-        segments=build_segments(parameters, plan, max_elements=limit),
+        segments=segments,
+        buckets=build_buckets(sent, nodes, max_elements=limit, all_receive_weights=all_receive_weights),
         trained=frozenset(info.name for info in parameters if info.trainable),
         num_ranks=len(plan.subnetwork_of_rank),
-        all_receive_weights=plan.regime == "backward",
+        all_receive_weights=all_receive_weights,
     )
     return tuple(_of_rank(run, rank) for rank in range(run.num_ranks))
 
@@ -90,6 +100,7 @@ def estimate(plan: Plan, tensors: Sequence[TensorInfo], setup: Setup) -> tuple[R
 class _Run:
     setup: Setup
     segments: Sequence[Segment]
+    buckets: Sequence[Bucket]
     trained: frozenset[str]
     num_ranks: int
     all_receive_weights: bool
@@ -124,7 +135,33 @@ def _of_rank(run: _Run, rank: int) -> RankEstimate:
         sent_gradients=sent_gradients,
         sent_back=sent_back,
         sent_bytes=sent_gradients * precision.wire + sent_back * precision.weights,
+        buffers=_buffers(run, rank),
     )
+
+
+def _buffers(run: _Run, rank: int) -> int:
+    """Bytes of what leaves, what arrives, and averages where they do not stay; of one bucket or, where others overlap
+    with each of its collectives, of several."""
+    sizes = [_buffer_sizes(run, bucket, rank) for bucket in run.buckets]
+    travels, averages = (max(column) for column in zip(*sizes, strict=True)) if sizes else (0, 0)
+    num_buckets = 1 + run.setup.overlap * (1 if run.setup.stage else 2)
+    return (2 * travels + averages * (run.setup.stage != 1)) * num_buckets
+
+
+def _buffer_sizes(run: _Run, bucket: Bucket, rank: int) -> tuple[int, int]:
+    """Bytes of the larger of what leaves and what arrives, there and back; of averages."""
+    owned = held = contributions = sent_back = come_back = 0
+    for segment in bucket.segments:
+        start, stop = segment.owned_range(rank)
+        owned += stop - start
+        held += segment.num_elements * segment.held_by(rank)
+        contributions += (stop - start) * (len(segment.holders) - 1)
+        sent_back += (stop - start) * run.num_receivers(segment)
+        come_back += segment.num_elements * (segment.held_by(rank) or run.all_receive_weights)
+    padding = run.num_ranks * (padded(1) - 1) * bucket.has_large_shards
+    there = (max(held - owned, contributions) + padding) * run.setup.precision.wire
+    back = (max(sent_back, come_back - owned) + padding) * run.setup.precision.weights
+    return max(there, back), owned * FP32_BYTES
 
 
 def _gradients(run: _Run, held: Sequence[Segment], stepped: int) -> int:

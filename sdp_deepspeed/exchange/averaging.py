@@ -13,7 +13,9 @@ from sdp_deepspeed.distributed.communicator import Communicator
 from sdp_deepspeed.exchange.exchange import Exchange, Steps
 from sdp_deepspeed.exchange.gradient_norm import sum_of_squares, summed
 from sdp_deepspeed.exchange.gradients import Gradients
+from sdp_deepspeed.exchange.streams import NoStreams
 from sdp_deepspeed.layout.buckets import Bucket
+from sdp_deepspeed.layout.fragments import num_elements
 from sdp_deepspeed.tensor_parallel.group import TensorParallelGroup
 
 
@@ -57,29 +59,47 @@ _DONE = object()
 class Pipeline:
     """Exchanges that run at the same time: of each of their collectives so many, while others are packed or unpacked.
 
-    All move on in the order in which they began, the same on all ranks.
+    All move on in the order in which they began, the same on all ranks. Each is packed on the caller's stream and goes
+    on beside it; a caller's stream that is too far ahead waits where buffers are taken again.
 
     Args:
         max_in_flight: how many; with 0 each is done when `add` returns.
+        streams: one is the caller's.
     """
 
-    def __init__(self, max_in_flight: int) -> None:
+    def __init__(self, max_in_flight: int, streams: NoStreams) -> None:
         self._max_in_flight = max_in_flight
+        self._streams = streams
         self._running: list[deque[Steps]] = []  # by the collective that they are in
 
     def add(self, steps: Steps) -> None:
         """Begin another, and go on with what has waited longest."""
-        self._go_on(steps, 0)
+        with self._streams.after_noted():
+            is_done = next(steps, _DONE) is _DONE
+        if not is_done:
+            with self._streams.beside():
+                self._put(steps, 0)
 
     def finish(self) -> None:
-        """All that run."""
-        for number, running in enumerate(self._running):
-            while running:
-                self._go_on(running.popleft(), number + 1)
+        """Go on with all that run, to their end. On a GPU they may still run; `join` waits for that."""
+        if any(self._running):
+            with self._streams.beside():
+                for number, running in enumerate(self._running):
+                    while running:
+                        self._go_on(running.popleft(), number + 1)
+        self._streams.forget()
+
+    def join(self) -> None:
+        """Finish; what the caller does next finds the results."""
+        self.finish()
+        self._streams.join()
 
     def _go_on(self, steps: Steps, number: int) -> None:
-        if next(steps, _DONE) is _DONE:
-            return
+        if next(steps, _DONE) is not _DONE:
+            self._put(steps, number)
+
+    def _put(self, steps: Steps, number: int) -> None:
+        """Its collective of this number runs."""
         if number == len(self._running):
             self._running.append(deque())
         self._running[number].append(steps)
@@ -138,9 +158,11 @@ class Averaging(ABC):
         fragments = [fragments for _, fragments in self._exchange.owned(bucket)]
         return sum_of_squares(averages, fragments, tp_group=self._tp_group, device=self._device)
 
-    def _flat(self, num_elements: int) -> torch.Tensor:
-        """For averages; whatever the user's default dtype."""
-        return torch.empty(num_elements, dtype=torch.float32, device=self._device)
+    def _borrowed(self, bucket: Bucket) -> tuple[torch.Tensor, list[torch.Tensor]]:
+        """A buffer for averages that do not outlive the bucket's exchange, and its parts."""
+        sizes = [num_elements(fragments) for _, fragments in self._exchange.owned(bucket)]
+        flat = self._exchange.buffers.take(sum(sizes), torch.float32)
+        return flat, list(flat.split(sizes))
 
     def _no_squares(self) -> torch.Tensor:
         return torch.zeros((), dtype=torch.float64, device=self._device)

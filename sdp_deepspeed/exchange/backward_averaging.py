@@ -49,7 +49,7 @@ class BackwardAveraging(Averaging):
                 self._buckets_of.setdefault(name, []).append(index)
         self._flats: list[torch.Tensor] | None = None
         self._sums: list[list[torch.Tensor]] = []  # per bucket, stretches of the flats
-        self._pipeline = Pipeline(options.max_in_flight)
+        self._pipeline = Pipeline(options.max_in_flight, exchange.buffers.streams)
         self._next = 0  # first bucket that has not left in this round
         self._failed = False  # the pass of this round ended with an error
         self._num_rounds = 0  # since averages were last taken or dropped
@@ -62,6 +62,7 @@ class BackwardAveraging(Averaging):
 
     def _arrived(self, name: str) -> None:
         """A parameter's gradient is complete, or so it seems: another checkpointed segment may use it too."""
+        self._exchange.buffers.streams.note()
         buckets = self._buckets_of[name]
         if name in self._ready and buckets[0] < self._next <= buckets[-1]:
             self._late.add(name)  # a part of it has left
@@ -75,12 +76,12 @@ class BackwardAveraging(Averaging):
         self._pipeline.add(self._average(bucket))
 
     def _average(self, bucket: Bucket) -> Steps:
-        owned = self._exchange.owned(bucket)
-        averages = [self._flat(num_elements(fragments)) for _, fragments in owned]
+        lent, averages = self._borrowed(bucket)
         yield from self._exchange.reduce(bucket, self._gradients, averages, partial(self._free_packed, bucket))
         self._make_sums()
         if averages:
             torch._foreach_add_(self._sums[bucket.index], averages)
+        self._exchange.buffers.give(lent)
 
     def _free_packed(self, bucket: Bucket) -> None:
         """As `Averaging`, but what came late stays; of what cannot be freed, the part that has left becomes zero, so
@@ -107,7 +108,7 @@ class BackwardAveraging(Averaging):
 
     @torch.no_grad()
     def end_backward(self) -> None:
-        """Send what has not left."""
+        """Send what has not left; the caller's stream need not wait for it."""
         while self._next < len(self._exchange.buckets):
             self._send(self._exchange.buckets[self._next])
         self._pipeline.finish()
@@ -156,6 +157,7 @@ class BackwardAveraging(Averaging):
         Raises:
             RuntimeError: on all ranks, naming those that ended another number of passes.
         """
+        self._pipeline.join()
         self._make_sums()
         squares = [self._no_squares()] * len(self._exchange.buckets)
         for bucket in self._exchange.buckets if self._needs_norm else ():
@@ -183,5 +185,6 @@ class BackwardAveraging(Averaging):
         """All data-parallel ranks call it after the same pass; it ends one that failed."""
         if self._failed or self._next:
             self.end_backward()
+        self._pipeline.join()
         self._flats, self._sums = None, []
         self._num_rounds = 0

@@ -13,6 +13,7 @@ from collections.abc import Callable, Generator, Sequence
 import torch
 
 from sdp_deepspeed.distributed.communicator import Communicator
+from sdp_deepspeed.exchange.buffers import Buffers
 from sdp_deepspeed.exchange.routes import Half, Route, Stretch, owned, routes_back
 from sdp_deepspeed.exchange.sums import BucketSums
 from sdp_deepspeed.layout.buckets import Bucket
@@ -21,7 +22,7 @@ from sdp_deepspeed.layout.nodes import Nodes, Receivers
 from sdp_deepspeed.layout.segments import Segment
 
 Steps = Generator[None, None, None]
-"""Where it yields a collective runs, and something else may be done."""
+"""Where it yields a collective runs, and something else may be done; what comes after may be on another stream."""
 
 
 class Exchange:
@@ -31,8 +32,9 @@ class Exchange:
         buckets: of all ranks' segments, the same on every rank.
         dp_group: the data-parallel group.
         nodes: of its ranks.
-        device: where buffers live.
+        device: of the tensors.
         dtype: of gradients on the wire (DeepSpeed's `communication_data_type`).
+        buffers: what travels lies there; None if nothing is kept between two collectives.
     """
 
     def __init__(
@@ -43,8 +45,10 @@ class Exchange:
         *,
         device: torch.device,
         dtype: torch.dtype,
+        buffers: Buffers | None = None,
     ) -> None:
         self.buckets = tuple(buckets)
+        self.buffers = buffers or Buffers(device, is_kept=False)
         self._dp_group = dp_group
         self._nodes = nodes
         self.device = device
@@ -91,24 +95,26 @@ class Exchange:
         between, inside = self._routes_of(bucket, "holders")  # walked backwards: what comes back later leaves now
         sums, flats = self._sums_of(bucket), averages
         if between.is_needed:  # else what a rank carries for its node is what it owns
-            flats = [torch.empty(sums.carried.num_elements, dtype=torch.float32, device=self.device)]
+            for_node = self.buffers.take(sums.carried.num_elements, torch.float32)
+            flats = [for_node]
         sums.carried.take(gradients, flats)
         if inside.is_needed:
             leaving = self._packed(inside.received, gradients, self._dtype)
             packed()
-            steps = self._travel(leaving, inside.received, inside.sent)
-            del leaving
-            sums.carried.add((yield from steps), flats)
+            arrived = yield from self._travel(leaving, inside.received, inside.sent)
+            sums.carried.add(arrived, flats)
+            self.buffers.give(arrived)
         else:
             packed()
         sums.carried.divide(flats)  # before they are rounded: half precision may not hold the sum of a node
         if between.is_needed:
-            leaving = torch.empty(between.received.num_elements, dtype=self._dtype, device=self.device)
+            leaving = self.buffers.take(between.received.num_elements, self._dtype)
             sums.leaving.copy(flats, [leaving])
-            steps = self._travel(leaving, between.received, between.sent)
             sums.kept.copy(flats, averages)
-            del flats, leaving
-            sums.shards.add((yield from steps), averages)
+            self.buffers.give(for_node)
+            arrived = yield from self._travel(leaving, between.received, between.sent)
+            sums.shards.add(arrived, averages)
+            self.buffers.give(arrived)
 
     def keep(self, bucket: Bucket, averages: Sequence[torch.Tensor], tensors: Views) -> None:
         """Write averages of what this rank owns into its own tensors."""
@@ -123,21 +129,23 @@ class Exchange:
         """
         for route in self._routes_of(bucket, receivers):
             if route.is_needed:
-                sent = self._packed(route.sent, tensors, bucket.segments[0].dtype)
-                received = yield from self._travel(sent, route.sent, route.received)
-                route.received.transfer.scatter([received], tensors)
+                leaving = self._packed(route.sent, tensors, bucket.segments[0].dtype)
+                arrived = yield from self._travel(leaving, route.sent, route.received)
+                route.received.transfer.scatter([arrived], tensors)
+                self.buffers.give(arrived)
 
-    def _travel(self, buffer: torch.Tensor, sent: Half, received: Half) -> Generator[None, None, torch.Tensor]:
-        """What arrives. Both buffers live as long as the collective runs."""
-        arriving = torch.empty(received.num_elements, dtype=buffer.dtype, device=self.device)
-        work = self._dp_group.all_to_all(arriving, buffer, received.splits, sent.splits)
+    def _travel(self, leaving: torch.Tensor, sent: Half, received: Half) -> Generator[None, None, torch.Tensor]:
+        """What arrives; `leaving` is given back once the collective is over."""
+        arriving = self.buffers.take(received.num_elements, leaving.dtype)
+        work = self._dp_group.all_to_all(arriving, leaving, received.splits, sent.splits)
         yield
         work.wait()
+        self.buffers.give(leaving)
         return arriving
 
     def _packed(self, half: Half, tensors: Views, dtype: torch.dtype) -> torch.Tensor:
         """What is sent, read from `tensors`; what goes to several ranks is read once."""
-        buffer = torch.empty(half.num_elements, dtype=dtype, device=self.device)
+        buffer = self.buffers.take(half.num_elements, dtype)
         half.transfer.gather(tensors, [buffer])
         half.repeats.copy([buffer], [buffer])
         return buffer

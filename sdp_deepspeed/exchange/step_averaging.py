@@ -50,29 +50,33 @@ class StepAveraging(Averaging):
             found = []
             for segment, fragments in self._exchange.owned(bucket):
                 group, length = segment.group, num_elements(fragments)
-                if self._keeps_flats and self._needs_one_flat[group]:
+                if self._needs_one_flat[group]:
                     found.append(flats[group][0].narrow(0, position[group], length))
                     position[group] += length
                 else:
                     found.append(self._flat(length))
-                    if self._keeps_flats:
-                        flats[group].append(found[-1])
+                    flats[group].append(found[-1])
             return found
 
         def average(bucket: Bucket) -> Steps:
-            averages = slots(bucket)
+            lent, averages = (None, slots(bucket)) if self._keeps_flats else self._borrowed(bucket)
             yield from self._exchange.reduce(bucket, self._gradients, averages, partial(self._packed, bucket))
             if self._needs_norm:
                 squares[bucket.index] = self._squares(bucket, averages)
-            if not self._keeps_flats:
+            if lent is not None:
                 yield from self._send_back(bucket, averages)
+                self._exchange.buffers.give(lent)
 
-        pipeline = Pipeline(self._max_in_flight)
+        pipeline = Pipeline(self._max_in_flight, self._exchange.buffers.streams)
         for bucket in self._exchange.buckets:
             pipeline.add(average(bucket))
-        pipeline.finish()
+        pipeline.join()
         total = self._summed(torch.stack(squares).sum())[0] if self._needs_norm else None
         return Averages(flats if self._keeps_flats else None, total)
+
+    def _flat(self, num_elements: int) -> torch.Tensor:
+        """For averages; whatever the user's default dtype."""
+        return torch.empty(num_elements, dtype=torch.float32, device=self._device)
 
     def _packed(self, bucket: Bucket) -> None:
         if self._keeps_flats:  # else averages come back into them

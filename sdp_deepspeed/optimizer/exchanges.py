@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from sdp_deepspeed.distributed.communicator import Communicator
+from sdp_deepspeed.exchange.buffers import Buffers
 from sdp_deepspeed.exchange.exchange import Exchange
+from sdp_deepspeed.exchange.streams import streams_of
 from sdp_deepspeed.layout.buckets import build_buckets, build_segments, default_bucket_elements
 from sdp_deepspeed.layout.rank_model import RankModel
 from sdp_deepspeed.optimizer.settings import OptimizerSettings
@@ -12,6 +14,7 @@ from sdp_deepspeed.plan.tensors import NOT_OPTIMIZED
 
 def build_exchanges(model: RankModel, dp_group: Communicator, settings: OptimizerSettings) -> tuple[Exchange, Exchange]:
     """For gradients and for weights: the same shards, perhaps in buckets of other sizes; else one exchange is both.
+    What travels has the same memory, by turns.
 
     Args:
         model: its tensors have their param groups.
@@ -22,6 +25,7 @@ def build_exchanges(model: RankModel, dp_group: Communicator, settings: Optimize
     limits = [limit or default for limit in given]
     segments = build_segments(optimized, model.plan, max_elements=min(limits), nodes=model.nodes)
     device = next(iter(model.parameters().values())).device
+    buffers = Buffers(device, streams_of(device, overlaps=settings.max_in_flight > 0))
     exchanges = {
         limit: Exchange(
             build_buckets(segments, model.nodes, max_elements=limit, all_receive_weights=model.stores_all),
@@ -29,6 +33,7 @@ def build_exchanges(model: RankModel, dp_group: Communicator, settings: Optimize
             model.nodes,
             device=device,
             dtype=settings.wire_dtype,
+            buffers=buffers,
         )
         for limit in set(limits)
     }

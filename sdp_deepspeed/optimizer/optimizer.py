@@ -265,10 +265,10 @@ class SubnetworkOptimizer(ZeROOptimizer):
             receivers = "others"
         else:
             return
-        pipeline = Pipeline(self.settings.max_in_flight)
+        pipeline = Pipeline(self.settings.max_in_flight, self.weight_exchange.buffers.streams)
         for bucket in self.weight_exchange.buckets:
             pipeline.add(self.weight_exchange.distribute(bucket, self.model.views, receivers=receivers))
-        pipeline.finish()
+        pipeline.join()
 
     def gradient_tensors(self) -> list[torch.Tensor]:
         """Gradients that exist now, for measurements."""

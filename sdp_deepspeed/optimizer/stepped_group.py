@@ -131,9 +131,11 @@ class SteppedGroup:
         for tensor, stretch in zip(self.tensors, stretches, strict=True):
             tensor.grad = stretch
         if frozen and self.in_place:
-            for tensor, fragment, stretch in zip(self.tensors, self.fragments, stretches, strict=True):
-                if fragment.piece.parameter in frozen and not stretch.any():
-                    tensor.grad = None
+            here = [i for i, fragment in enumerate(self.fragments) if fragment.piece.parameter in frozen]
+            has_some = torch.stack([stretches[i].any() for i in here]).tolist() if here else []  # the host waits once
+            for i, is_stepped in zip(here, has_some, strict=True):
+                if not is_stepped:
+                    self.tensors[i].grad = None
 
     def link(self) -> None:
         """Point views at the weights' present storage: others replace `param.data` behind us."""

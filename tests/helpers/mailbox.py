@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import random
 import threading
-import weakref
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
@@ -18,6 +17,7 @@ from typing import Any
 import torch
 
 from sdp_deepspeed.distributed.communicator import Communicator
+from tests.helpers.stream_order import order_here, stream_order
 from tests.helpers.threads import in_threads
 
 TIMEOUT = 20.0  # seconds
@@ -45,7 +45,7 @@ class Office:
         self.size = size
         self._condition = threading.Condition()
         self._letters: dict[int, dict[int, Letter]] = {}
-        self._failed = False
+        self._failure: BaseException | None = None
 
     def enter(self) -> None:
         """One rank works at a time, until it waits for others: threads that fight for the interpreter take longer."""
@@ -64,18 +64,22 @@ class Office:
 
         def is_complete() -> bool:
             letters = self._letters.get(number, {})
-            return self._failed or (len(letters) == self.size and all(what(letter) for letter in letters.values()))
+            return self._failure is not None or (
+                len(letters) == self.size and all(what(letter) for letter in letters.values())
+            )
 
         with self._condition:
             assert self._condition.wait_for(is_complete, TIMEOUT), f"collective {number}: a rank does not come"
-            assert not self._failed, "another rank failed"
+            if self._failure is not None:
+                raise self._failure
             letters = [self._letters[number][rank] for rank in range(self.size)]
         assert len({letter.kind for letter in letters}) == 1, [letter.kind for letter in letters]
         return letters
 
-    def fail(self) -> None:
+    def fail(self, error: BaseException) -> None:
+        """All ranks raise the first one's."""
         with self._condition:
-            self._failed = True
+            self._failure = self._failure or error
             self._condition.notify_all()
 
     def stir(self) -> None:
@@ -90,7 +94,7 @@ class Mailbox:
     Attributes:
         amounts: elements sent and received in each all-to-all.
         live: all-to-alls that were started and not waited for.
-        most_kept: buffers that existed at once.
+        most_live: at one time.
     """
 
     office: Office
@@ -98,12 +102,12 @@ class Mailbox:
     device: torch.device
     amounts: list[tuple[int, int]] = field(default_factory=list)
     live: int = 0
-    most_kept: int = 0
+    most_live: int = 0
     number: int = 0
 
     def __post_init__(self) -> None:
         self.chance = random.Random(self.rank)
-        self.kept: weakref.WeakSet[torch.Tensor] = weakref.WeakSet()
+        self.order = order_here()
         self.side = torch.cuda.Stream(self.device) if self.device.type == "cuda" else None
 
     def get_rank(self, group: None) -> int:
@@ -132,15 +136,21 @@ class Mailbox:
         async_op: bool,
     ) -> Delivery:
         assert async_op
+        end = None if self.order is None else self.order.collective(received, sent)
+        with nullcontext() if self.order is None else self.order.off():
+            return self._start(received, sent, out_splits, in_splits, end)
+
+    def _start(
+        self, received: torch.Tensor, sent: torch.Tensor, out_splits: list[int], in_splits: list[int], end: Any
+    ) -> Delivery:
         assert received.is_contiguous()
         assert sent.is_contiguous()
         assert (sum(out_splits), sum(in_splits)) == (received.numel(), sent.numel())
         received.fill_(torch.nan)
         self.amounts.append((sent.numel(), received.numel()))
         self.live += 1
-        self.kept.add(sent)
-        self.most_kept = max(self.most_kept, len(self.kept))
-        return Delivery(self, self.post("all-to-all", (sent, in_splits)), received, sent, out_splits)
+        self.most_live = max(self.most_live, self.live)
+        return Delivery(self, self.post("all-to-all", (sent, in_splits)), (received, out_splits), sent, end)
 
     def all_reduce(self, tensor: torch.Tensor, *, group: None) -> None:
         letters = self.office.collect(self.post("sum", tensor.detach().to("cpu", copy=True)))
@@ -154,13 +164,21 @@ class Delivery:
     """An all-to-all that runs: nothing has arrived, and nothing was taken."""
 
     def __init__(
-        self, box: Mailbox, number: int, received: torch.Tensor, sent: torch.Tensor, splits: Sequence[int]
+        self, box: Mailbox, number: int, received: tuple[torch.Tensor, Sequence[int]], sent: torch.Tensor, end: Any
     ) -> None:
-        self._box, self._number, self._received, self._sent, self._splits = box, number, received, sent, splits
+        self._box, self._number, self._sent, self._end = box, number, sent, end
+        self._received, self._splits = received
         self._before = sent.clone() if box.side is None else None
         self._waited = False
 
     def wait(self) -> None:
+        order = self._box.order
+        with nullcontext() if order is None else order.off():
+            self._wait()
+        if order is not None:
+            order.current.wait_event(self._end)
+
+    def _wait(self) -> None:
         box = self._box
         assert not self._waited, "waited for twice"
         self._waited = True
@@ -196,26 +214,33 @@ class Delivery:
 
 
 def run_mail(
-    size: int, work: Callable[[Communicator, Mailbox], Any], *, device: torch.device | None = None
+    size: int,
+    work: Callable[[Communicator, Mailbox], Any],
+    *,
+    device: torch.device | None = None,
+    checks_order: bool = False,
 ) -> list[Any]:
     """Results of `work` by rank; the first rank's own error is raised.
 
     Args:
         device: of the tensors that travel; None is the CPU. On a GPU each rank has a stream of its own.
+        checks_order: inside `pretended_streams`: as on a GPU, and each rank's `stream_order` is checked.
     """
     office, place = Office(size), device or torch.device("cpu")
 
     def call(rank: int) -> Any:
-        box = Mailbox(office, rank, place)
-        stream = torch.cuda.Stream(place) if place.type == "cuda" else None
         try:
             office.enter()
-            # Else all ranks' backward passes would share the one thread that autograd has for a GPU, and wait in turn.
-            with torch.autograd.set_multithreading_enabled(False), torch.cuda.stream(stream):
-                result = work(Communicator(box), box)
+            with stream_order() if checks_order else nullcontext():
+                box = Mailbox(office, rank, place)
+                stream = torch.cuda.Stream(place) if checks_order or place.type == "cuda" else None
+                # Else all ranks' backward passes would share the one thread that autograd has for a GPU, in turn.
+                alone = torch.autograd.set_multithreading_enabled(False)
+                with alone, torch.cuda.stream(stream) if stream is not None else nullcontext():
+                    result = work(Communicator(box), box)
             assert box.live == 0, f"rank {rank} did not wait for {box.live} collectives"
-        except BaseException:
-            office.fail()
+        except BaseException as error:
+            office.fail(error)
             raise
         finally:
             office.leave()

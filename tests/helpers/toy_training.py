@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from contextlib import nullcontext
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
+import pytest
 import torch
 from torch import nn
 
@@ -17,10 +19,15 @@ from sdp_deepspeed.layout.buckets import Bucket
 from sdp_deepspeed.optimizer.optimizer import SubnetworkOptimizer
 from sdp_deepspeed.optimizer.settings import OptimizerSettings
 from tests.helpers.mailbox import Mailbox, run_mail
-from tests.helpers.random_layouts import Layout
+from tests.helpers.random_layouts import Layout, placed, random_layout
 from tests.helpers.rank_models import optimizer_of
+from tests.helpers.stream_order import MoreStreams, pretended_gpu
 
 Tensors = dict[str, torch.Tensor]
+
+# bf16 has 8 significant bits. Weights are rounded to them once, at stage 0 the averages of each step before it too:
+# two micro-batches of at most two gradients of at most 8 are at most 32.
+BF16_WEIGHT, BF16_AVERAGE = 2**-8, 32 * 2**-8
 
 
 @dataclass(frozen=True)
@@ -33,6 +40,9 @@ class Toy:
         overlap: buckets that may be on their way while others are packed.
         missing: chance of a parameter to get no gradient from one rank's micro-batch.
         twice: chance of a gradient to come in two parts, as in two checkpointed segments that use one parameter.
+        failing: chance of a rank's backward pass to end with an error, after some of its gradients.
+        num_streams: of a GPU, on which gradients are computed; 0 is that of the caller alone.
+        checks_order: streams are pretended, and checked (`stream_order.py`).
         seed: of gradients, of which are missing, and of the order in which they arrive.
     """
 
@@ -45,10 +55,21 @@ class Toy:
     clip: float = 0.0
     missing: float = 0.2
     twice: float = 0.0
+    failing: float = 0.0
+    num_streams: int = 0
+    checks_order: bool = False
     seed: int = 0
 
     def gradients(self, rank: int, step: int, micro: int) -> list[tuple[str, torch.Tensor]]:
         """Whole numbers, of which sums of some are exact in bf16, in the order in which they arrive."""
+        arrivals = self._arrivals(rank, step, micro)
+        return arrivals[: len(arrivals) // 2] if self.fails(rank, step, micro) else arrivals
+
+    def fails(self, rank: int, step: int, micro: int) -> bool:
+        """Whether this backward pass ends with an error."""
+        return random.Random(f"{self.seed} {rank} {step} {micro} fails").random() < self.failing
+
+    def _arrivals(self, rank: int, step: int, micro: int) -> list[tuple[str, torch.Tensor]]:
         chance = random.Random(f"{self.seed} {rank} {step} {micro}")
         generator = torch.Generator().manual_seed(chance.randrange(2**31))
         arrivals = []
@@ -90,6 +111,13 @@ class Toy:
         )
 
 
+def toy_of(
+    seed: int, size: int, regime: str = "forward", limit: int = 40, nodes: str = "one", **options: object
+) -> Toy:
+    layout = placed(replace(random_layout(seed, size, regime), max_elements=limit), nodes)
+    return Toy(layout, seed=seed, **options)  # type: ignore[arg-type]
+
+
 @dataclass
 class Trained:
     """What one rank has in the end.
@@ -100,7 +128,7 @@ class Trained:
             received.
         buckets: of gradients, and of weights.
         held: by bucket of gradients, names of what this rank trains in it.
-        most_kept: send buffers that existed at once.
+        most_live: collectives that ran at once.
     """
 
     weights: Tensors
@@ -109,7 +137,7 @@ class Trained:
     norms: list[float] = field(default_factory=list)
     order: list[tuple[int, tuple[str, ...]]] = field(default_factory=list)
     amounts: dict[str, list[tuple[Bucket, int, int]]] = field(default_factory=dict)
-    most_kept: int = 0
+    most_live: int = 0
 
 
 def run_toy(
@@ -120,7 +148,13 @@ def run_toy(
     Args:
         observe: gets each rank's optimizer before the first step.
     """
-    return run_mail(toy.layout.size, lambda group, box: _train(toy, group, box, observe), device=device)
+    with pretended_gpu() if toy.checks_order else nullcontext():
+        return run_mail(
+            toy.layout.size,
+            lambda group, box: _train(toy, group, box, observe),
+            device=device,
+            checks_order=toy.checks_order,
+        )
 
 
 def _train(
@@ -151,18 +185,25 @@ def _train(
     result = Trained(parameters_of(parameters), (exchange.buckets, returning.buckets), held)
     arrived: list[str] = []
     _watch(optimizer, result, box, arrived)
+    streams = MoreStreams(toy.num_streams, box.device)
     for step in range(toy.num_steps):
         for micro in range(toy.num_micro):
             arrived.clear()
+            optimizer.begin_backward()
             for name, gradient in toy.gradients(group.rank, step, micro):
                 arrived.append(name)
                 if parameters[name].requires_grad:
-                    (parameters[name] * gradient.to(box.device)).sum().backward()
-            optimizer.end_backward()
+                    with streams.of(name):
+                        (parameters[name] * gradient.to(box.device)).sum().backward()
+            streams.join()
+            if toy.fails(group.rank, step, micro):
+                optimizer._averaging.fail_backward()
+            else:
+                optimizer.end_backward()
         optimizer.step()
         assert optimizer._global_grad_norm is not None
         result.norms.append(optimizer._global_grad_norm)
-    result.weights, result.most_kept = parameters_of(parameters), box.most_kept
+    result.weights, result.most_live = parameters_of(parameters), box.most_live
     return result
 
 
@@ -225,3 +266,19 @@ def _averages(toy: Toy, step: int) -> Tensors:
             for name, gradient in toy.gradients(rank, step, micro):
                 sums[rank][name] += gradient * toy.holds(rank)[name]
     return {name: torch.stack([own[name] for own in sums]).sum(0) / counts[name] for name in counts}
+
+
+def compare(toy: Toy, found: list[Trained], expected: Expected) -> None:
+    """Norms, and weights: in the forward regime those that a rank holds, and all others as they were."""
+    before, everything = toy.weights(), toy.layout.plan.regime == "backward"
+    for rank, trained in enumerate(found):
+        assert trained.norms == pytest.approx(expected.norms, rel=1e-5)
+        for name, mask in toy.holds(rank).items():
+            value, wanted = trained.weights[name].cpu(), expected.weights[name]
+            is_new = torch.ones_like(mask) if everything else mask
+            assert torch.equal(value[~is_new], before[name][~is_new]), (rank, name)
+            difference = (value.double() - wanted.double()).abs()
+            allowed = torch.full_like(difference, 1e-5)  # sums of a few whole numbers, divided by 3 here and there
+            if value.dtype == torch.bfloat16:
+                allowed += 2 * BF16_WEIGHT * wanted.double().abs() + toy.num_steps * BF16_AVERAGE * (toy.stage == 0)
+            assert bool((difference <= allowed)[is_new].all()), (rank, name, difference.max())

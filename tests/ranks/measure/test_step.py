@@ -19,7 +19,7 @@ from sdp_deepspeed.measure.traffic import TrafficCounter
 from sdp_deepspeed.plan.tensors import TensorInfo
 from tests.helpers.models import batches, config, llama, loss_of
 from tests.helpers.ranks import Rank
-from tests.helpers.training import engine_of, micro_step
+from tests.helpers.training import engine_of, micro_step, own_batches
 
 ELEMENTS = 12  # of the vectors that the traffic checks send
 BYTES = 4 * ELEMENTS
@@ -105,6 +105,23 @@ def subnetwork_as_estimated(
     assert expected.sent_bytes <= exchanged <= expected.sent_bytes + padding
     assert figures.sent - exchanged < 100, "beside the exchange only scalars travel"
     assert figures.peak >= figures.weights + figures.gradients + figures.optimizer
+    assert 0.4 * expected.buffers <= engine.optimizer.exchange.buffers.num_bytes <= expected.buffers
+
+
+def buffers_as_estimated(rank: Rank) -> None:
+    """Many small buckets; they are kept, and count once."""
+    for stage, regime, overlap in itertools.product((0, 1, 2), ("forward", "backward"), (False, True)):
+        settings = _settings(stage, {}, holders=1, regime=regime)
+        settings["zero_optimization"] |= {"reduce_bucket_size": 900, "allgather_bucket_size": 900}
+        settings["zero_optimization"] |= {"overlap_comm": overlap}
+        engine = engine_of(settings)
+        for _ in range(3):
+            micro_step(engine, own_batches(rank, 1)[0])
+        setup = Setup(stage, Precision.of("fp32"), bucket_elements=900, overlap=overlap)  # type: ignore[arg-type]
+        expected = estimate(engine.plan, _infos(), setup)[rank.rank]
+        found = engine.optimizer.exchange.buffers.num_bytes
+        assert 0.4 * expected.buffers <= found <= expected.buffers, (stage, regime, overlap)
+        assert engine.optimizer.weight_exchange.buffers is engine.optimizer.exchange.buffers
 
 
 def plain_as_estimated(stage: int, extra: dict[str, Any], precision: Precision, rank: Rank) -> None:
@@ -245,6 +262,7 @@ def _cases(_size: int, _options: pytest.Config) -> Iterator[tuple[str, Any]]:
         accumulation_is_one_step,
         collectives_do_not_follow_units,
         measuring_changes_nothing,
+        buffers_as_estimated,
     ):
         yield other.__name__, other
 
