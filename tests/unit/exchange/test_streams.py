@@ -24,7 +24,7 @@ from tests.helpers.mailbox import Delivery
 from tests.helpers.stream_order import Stream, order_here
 from tests.helpers.toy_training import Toy, by_hand, compare, run_toy, toy_of
 
-CUDA = pytest.param("cuda", marks=pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU"))
+CUDA = pytest.param("cuda", marks=pytest.mark.gpu)
 HARD: dict[str, Any] = {"num_micro": 2, "num_steps": 2, "clip": 20.0, "twice": 0.2, "failing": 0.2}
 
 
@@ -162,7 +162,7 @@ def test_real_streams(stage: int, nodes: str, num_streams: int, device: str) -> 
         compare(toy, run_toy(toy, torch.device(device)), expected)
 
 
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.gpu
 @pytest.mark.parametrize("method", ["join", "mark"])
 @pytest.mark.parametrize("stage", [1, 2])
 def test_mistakes_with_real_streams_are_noticed(stage: int, method: str) -> None:
