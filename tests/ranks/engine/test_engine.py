@@ -178,6 +178,7 @@ def small_buckets_change_nothing(rank: Rank) -> None:
     states, counts = [], []
     for size in (int(5e8), 500):
         settings = config(holders=1) | {"gradient_clipping": 0.0}
+        settings["optimizer"]["params"]["fused"] = False  # a CPU's fused kernel rounds a tensor's end otherwise
         settings["zero_optimization"] = {"stage": 1, "reduce_bucket_size": size}
         engine = engine_of(settings)
         counts.append(len(engine.optimizer.exchange.buckets))
