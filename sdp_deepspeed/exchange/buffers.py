@@ -87,6 +87,7 @@ class Buffers:
             if block.num_bytes >= num_bytes:
                 return block
             self.streams.record(block.memory)  # it goes back to the stream that it came from, which may be another
+            block.memory.untyped_storage().resize_(0)  # now, though somebody keeps views of it
             del block
         self._num_made += 1
         return _Block(torch.empty(num_bytes, dtype=torch.uint8, device=self._device), self._num_made)
