@@ -17,7 +17,7 @@ from sdp_deepspeed.exchange.exchange import Exchange, Steps
 from sdp_deepspeed.exchange.gradients import Gradients
 from sdp_deepspeed.layout.buckets import Bucket
 from sdp_deepspeed.layout.cuts import one_after_the_other
-from sdp_deepspeed.layout.fragments import Transfer, num_elements
+from sdp_deepspeed.layout.fragments import Fragment, Transfer, num_elements
 from sdp_deepspeed.messages import listed
 
 
@@ -47,6 +47,7 @@ class BackwardAveraging(Averaging):
         for index, names in enumerate(self._expected):
             for name in names:
                 self._buckets_of.setdefault(name, []).append(index)
+        self._split = [self._split_in(bucket) for bucket in exchange.buckets]
         self._flats: list[torch.Tensor] | None = None
         self._sums: list[list[torch.Tensor]] = []  # per bucket, stretches of the flats
         self._pipeline = Pipeline(options.max_in_flight, exchange.buffers.streams)
@@ -89,14 +90,16 @@ class BackwardAveraging(Averaging):
         for name in self._last_use[bucket.index]:
             if name not in self._late:
                 self._gradients.free(name)
-        left = [fragment for fragment in self._exchange.held(bucket) if self._is_split(fragment.piece.parameter)]
+        left = [f for f in self._split[bucket.index] if self._gradients.exists(f.piece.parameter)]
+        if not left:
+            return
         zero = torch.zeros(1, dtype=torch.float32, device=self._device)
         transfer = Transfer(left, one_after_the_other(fragment.num_elements for fragment in left))
         transfer.scatter([zero.expand(num_elements(left))], self._gradients)
 
-    def _is_split(self, name: str) -> bool:
-        """Whether there is a gradient that several buckets hold."""
-        return len(self._buckets_of.get(name, ())) > 1 and self._gradients.exists(name)
+    def _split_in(self, bucket: Bucket) -> list[Fragment]:
+        """What this rank holds of the bucket, of parameters that several buckets have parts of."""
+        return [f for f in self._exchange.held(bucket) if len(self._buckets_of.get(f.piece.parameter, ())) > 1]
 
     def begin_backward(self) -> None:
         """A pass that failed was a round too: others may wait for what it had not sent."""

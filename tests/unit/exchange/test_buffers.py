@@ -51,7 +51,19 @@ def test_tensors_are_the_same_objects() -> None:
     assert other.data_ptr() == first.data_ptr()
     assert other.dtype == torch.bfloat16
     buffers.give(other)
+    half = buffers.take(8, torch.bfloat16)
+    assert (half.dtype, half.data_ptr()) == (torch.bfloat16, first.data_ptr())
+    buffers.give(half)
     assert buffers.take(8, torch.float32) is first
+
+
+def test_what_is_large_enough_is_found_in_any_order() -> None:
+    """None grows because another one of the same step came first."""
+    buffers = Buffers(CPU)
+    for sizes in ((10, 100), (100, 10), (10, 100), (100, 10)):
+        for tensor in [buffers.take(size, torch.float32) for size in sizes]:
+            buffers.give(tensor)
+        assert buffers.num_bytes == 4 * 110
 
 
 def test_a_block_that_grows_is_not_there_twice() -> None:

@@ -117,3 +117,6 @@ def test_views_of_what_is_used_again_are_kept() -> None:
     del other, others
     assert [life() for life in lives] == [None, None], "what was used once is still there"
     assert cuts.of({0: None}) == [None, None]
+    another = buffer + 2
+    for _ in range(3):
+        assert [view.tolist() for view in cuts.of([another])] == [[2, 3], [5, 6, 7, 8]]
