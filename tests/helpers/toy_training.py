@@ -203,6 +203,7 @@ def _train(
         optimizer.step()
         assert optimizer._global_grad_norm is not None
         result.norms.append(optimizer._global_grad_norm)
+    assert not exchange.buffers._lent, "buffers that nobody gave back"
     result.weights, result.most_live = parameters_of(parameters), box.most_live
     return result
 
