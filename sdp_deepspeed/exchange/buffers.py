@@ -45,7 +45,8 @@ class Buffers:
     Args:
         device: where they live.
         streams: whose points say when a block is free.
-        is_kept: blocks stay; else they live as long as they are lent.
+        is_kept: blocks stay; else there are none, and what is taken lives as long as somebody has it, also after an
+            error.
     """
 
     def __init__(self, device: torch.device, streams: NoStreams | None = None, *, is_kept: bool = True) -> None:
@@ -63,8 +64,8 @@ class Buffers:
 
     def take(self, num_elements: int, dtype: torch.dtype) -> torch.Tensor:
         """A flat tensor for the current stream, with anything in it."""
-        if not num_elements:
-            return torch.empty(0, dtype=dtype, device=self._device)
+        if not num_elements or not self._is_kept:
+            return torch.empty(num_elements, dtype=dtype, device=self._device)
         block = self._block(num_elements * dtype.itemsize)
         tensor = block.tensor(num_elements, dtype)
         self._lent[id(tensor)] = block
@@ -73,7 +74,7 @@ class Buffers:
     def give(self, tensor: torch.Tensor) -> None:
         """What was taken is used no more once the current stream gets here."""
         block = self._lent.pop(id(tensor), None)
-        if block is not None and self._is_kept:
+        if block is not None:
             block.last_use = self.streams.mark()
             self._free.append(block)
 

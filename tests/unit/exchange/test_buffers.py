@@ -88,9 +88,14 @@ def test_nothing_takes_no_memory() -> None:
 
 
 def test_what_is_not_kept_is_gone() -> None:
+    """Also what an error kept from being given back."""
     buffers = Buffers(CPU, is_kept=False)
     lend_by_turns(buffers)
-    assert buffers.num_bytes == 0
+    with watched_host_memory() as found:
+        lost = buffers.take(100_000, torch.float32)
+        del lost
+    assert found.peak == 4 * 100_000
+    assert found.at_end == buffers.num_bytes == 0
 
 
 def lent_on_two_streams(size: int) -> None:
