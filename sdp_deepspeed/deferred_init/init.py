@@ -133,7 +133,8 @@ class _Recording(TorchDispatchMode):
         return self._record(func, args, kwargs, is_random=is_random)
 
     def is_deferred(self, tensor: torch.Tensor) -> bool:
-        return tensor.device.type == "meta" or address(tensor) in self._changed
+        storage = tensor.untyped_storage()  # says where it is; under _OnCpu the tensor does not
+        return storage.device.type == "meta" or address(tensor) in self._changed
 
     def record_in_place(self, call: Callable[..., Any], tensor: torch.Tensor, *args: Any, **kwargs: Any) -> None:
         """A function that replaces all of `tensor` by random numbers."""
@@ -169,7 +170,8 @@ class _Recording(TorchDispatchMode):
             if isinstance(leaf, torch.Tensor) and address(leaf) not in known
         )
         if func._schema.name not in _BLANK:
-            kwargs |= {"device": "cpu"} if has_device else {}
+            if has_device:  # makes one tensor; by default, too, of what is the default now
+                kwargs |= {"device": "cpu", "dtype": outputs.dtype}
             self._append(func, args, kwargs, births, tuple(map(self.program.ref, written)), is_random=is_random)
         return outputs
 

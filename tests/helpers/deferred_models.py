@@ -74,6 +74,29 @@ def _real_becomes_random(holder: Holder) -> None:
     holder.vector.add_(holder.constant.sum())
 
 
+def _truncated_in_part(holder: Holder) -> None:
+    init.trunc_normal_(holder.weight[:13], std=0.02)
+    init.trunc_normal_(holder.weight[13:])
+
+
+@contextmanager
+def default_dtype(dtype: torch.dtype) -> Iterator[None]:
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(before)
+
+
+def _of_the_default_dtype(holder: Holder) -> None:
+    """Which is another one when the model gets its weights; in double precision more numbers are drawn."""
+    with default_dtype(torch.float64):
+        holder.weight.copy_(torch.randn(30, 40))
+    with default_dtype(torch.bfloat16):
+        holder.vector.copy_(torch.rand(7) + torch.rand_like(holder.vector) + torch.full((7,), 0.3))
+
+
 def _own_generator(holder: Holder) -> None:
     holder.weight.normal_(generator=torch.Generator().manual_seed(5))
 
@@ -128,6 +151,8 @@ BUILDERS: dict[str, Callable[[], nn.Module]] = {
     "nothing but draws": _made(lambda holder: None),
     "truncated normal": _made(lambda holder: init.trunc_normal_(holder.weight, std=0.02)),
     "truncated normal, tails": _made(lambda holder: init.trunc_normal_(holder.weight, a=1.0, b=1.1)),
+    "truncated normal, in part": _made(_truncated_in_part),
+    "default dtype": _made(_of_the_default_dtype),
     "orthogonal": _made(lambda holder: init.orthogonal_(holder.weight)),
     "sparse": _made(lambda holder: init.sparse_(holder.weight, 0.3)),
     "xavier": _made(lambda holder: init.xavier_normal_(holder.weight)),
