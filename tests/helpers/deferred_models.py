@@ -68,6 +68,14 @@ def _of_itself(holder: Holder) -> None:
     holder.weight.mul_(holder.weight.abs())
 
 
+def _other_layouts(holder: Holder) -> None:
+    """Random numbers go where the indices say, not in the order of memory."""
+    holder.weight = nn.Parameter(torch.empty(40, 32).t())
+    init.normal_(holder.weight)
+    holder.kernel = nn.Parameter(torch.empty(4, 3, 4, 4).to(memory_format=torch.channels_last))
+    init.uniform_(holder.kernel)
+
+
 def _real_becomes_random(holder: Holder) -> None:
     holder.constant.mul_(torch.rand(2)).add_(1)
     init.normal_(holder.vector)
@@ -159,6 +167,7 @@ BUILDERS: dict[str, Callable[[], nn.Module]] = {
     "halves": _made(_by_halves),
     "rows": _made(_rows),
     "of itself": _made(_of_itself),
+    "other layouts": _made(_other_layouts),
     "real becomes random": _made(_real_becomes_random),
     "own generator": _made(_own_generator),
     "seeds": _made(_seeds),
