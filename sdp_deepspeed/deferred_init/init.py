@@ -159,7 +159,8 @@ class _Recording(TorchDispatchMode):
             originals[id(empty)] = tensor
             return empty
 
-        has_device = any(argument.name == "device" for argument in func._schema.arguments)
+        names = {argument.name for argument in func._schema.arguments}
+        has_device = "device" in names
         meta_args, meta_kwargs = tree_map_only(torch.Tensor, without_data, (args, kwargs))
         outputs = func(*meta_args, **(meta_kwargs | ({"device": "meta"} if has_device else {})))
         outputs = tree_map_only(torch.Tensor, lambda tensor: originals.get(id(tensor), tensor), outputs)
@@ -170,8 +171,9 @@ class _Recording(TorchDispatchMode):
             if isinstance(leaf, torch.Tensor) and address(leaf) not in known
         )
         if func._schema.name not in _BLANK:
-            if has_device:  # makes one tensor; by default, too, of what is the default now
-                kwargs |= {"device": "cpu", "dtype": outputs.dtype}
+            kwargs |= {"device": "cpu"} if has_device else {}
+            if names >= {"device", "dtype"}:  # makes one tensor, which may be of what is the default dtype now
+                kwargs |= {"dtype": outputs.dtype}
             self._append(func, args, kwargs, births, tuple(map(self.program.ref, written)), is_random=is_random)
         return outputs
 
