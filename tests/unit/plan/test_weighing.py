@@ -5,11 +5,13 @@ from __future__ import annotations
 import json
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 
 from sdp_deepspeed.architectures import unit_costs
 from sdp_deepspeed.config import KEY, parse
+from sdp_deepspeed.plan import weighing
 from sdp_deepspeed.plan.placement import Network, Weighed, nodes_of_subnetworks
 from sdp_deepspeed.plan.plan import Plan
 from sdp_deepspeed.plan.planner import plan_model
@@ -88,6 +90,15 @@ def test_balanced_where_nothing_is_to_gain(nodes: tuple[str, ...] | None, settin
     assert Weighed().line() == (
         "assignment: balanced; no other keeps 3/4 of its spectral gap and sends less between nodes"
     )
+
+
+def test_what_sends_as_much_is_not_taken() -> None:
+    """Where subnetworks are on two nodes each, fewer of such pairs may still be as many nodes."""
+    balanced, _ = planned(HALVES, assignment="balanced", **NEURONS)
+    with mock.patch.object(weighing, "on_few_nodes", side_effect=lambda costs, holders, *_, **__: holders):
+        auto, _ = planned(HALVES, **NEURONS)
+    assert auto == balanced
+    assert auto.weighed == Weighed()
 
 
 def test_replicas_and_nodes() -> None:
