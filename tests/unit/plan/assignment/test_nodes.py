@@ -137,7 +137,7 @@ def test_units_that_differ_stay_balanced() -> None:
 @pytest.mark.parametrize(("sizes", "p"), [((4, 5), 3), ((6, 5), 3)])
 def test_branches_stay_as_even(sizes: tuple[int, int], p: int) -> None:
     """With more of them on few nodes some subnetworks would have narrower branches than others, at equal FLOPs."""
-    branches = [f"branch {number}" for number, size in enumerate(sizes) for _ in range(size)]
+    branches: Branches = [f"branch {number}" for number, size in enumerate(sizes) for _ in range(size)]
     before, found = both(equal_units(len(branches)), [0, 0, 0, 1, 1, 1], p, branches)
     tables = (before, found or before)
     spreads = [sum(max(width) - min(width) for width in widths(table, branches, 6).values()) for table in tables]
