@@ -16,7 +16,6 @@ from sdp_deepspeed.measure.free_memory import FreeMemory
 from sdp_deepspeed.sizes import bytes_text
 
 BEGINS_ABOVE, STAYS_ABOVE = 1 / 4, 1 / 8  # of the memory
-_INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _WIDTH = 1021  # prime: rows that changed places are seen, as they begin at other columns
 
 
@@ -82,7 +81,8 @@ def _may_keep(votes: Sequence[Vote], share: float) -> tuple[bool, str]:
 
 
 def fingerprint(tensors: Iterable[torch.Tensor], device: torch.device) -> torch.Tensor:
-    """Sums of the bits of all tensors, which any change of weights changes, whoever made it and how.
+    """Sums of the bits of all tensors, in words of eight bytes: changes of weights change it, whoever makes them and
+    how. In words as long as an element the carries of many equal changes (signs, powers of two) would get lost.
 
     Args:
         tensors: flat views of weights on `device`; some may be empty.
@@ -92,8 +92,11 @@ def fingerprint(tensors: Iterable[torch.Tensor], device: torch.device) -> torch.
     """
     sums = [torch.empty(0, dtype=torch.int64, device=device)]
     for tensor in tensors:
-        bits = tensor.view(_INTEGERS[tensor.element_size()])
-        num_rows = bits.numel() // _WIDTH
-        columns = bits[: num_rows * _WIDTH].view(num_rows, _WIDTH).sum(0, dtype=bits.dtype)  # wraps
-        sums += [columns.long(), bits[num_rows * _WIDTH :].long()]
+        flat = tensor.view(torch.uint8)
+        flat = flat.clone() if flat.storage_offset() % 8 else flat  # words begin at multiples of their size
+        num_bytes = flat.numel() // 8 * 8
+        words = flat[:num_bytes].view(torch.int64)
+        num_rows = words.numel() // _WIDTH
+        columns = words[: num_rows * _WIDTH].view(num_rows, _WIDTH).sum(0)  # wraps
+        sums += [columns, words[num_rows * _WIDTH :], flat[num_bytes:].long()]
     return torch.cat(sums)

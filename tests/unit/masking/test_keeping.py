@@ -82,3 +82,14 @@ def test_changes_that_keep_sums_are_seen() -> None:
         swapped = weight.clone()
         swapped[[first, second]] = weight[[second, first]]
         assert not torch.equal(fingerprint([swapped.view(-1)], CPU), before)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("offset", [0, 1])
+@pytest.mark.parametrize("factor", [2, -1])
+def test_many_equal_changes_do_not_cancel(dtype: torch.dtype, offset: int, factor: int) -> None:
+    """A factor on part of a tensor changes one bit of each element by the same; wherever the tensor begins."""
+    weight = torch.randn(1021 * 513 + offset).to(dtype)[offset:]
+    before = fingerprint([weight], CPU)
+    weight[: 1021 * 512] *= factor
+    assert not torch.equal(fingerprint([weight], CPU), before)
