@@ -80,7 +80,11 @@ class DensePasses:
         """A pass in which each part is taken once, in order, for the whole model at once; all ranks are there."""
         self.drop()
         self._stream.begin(keeps=False, ahead=True)
-        yield
+        try:
+            yield
+        except Exception:  # of this rank alone, perhaps: others wait for its share of what is left
+            self.end()
+            raise
         self.end()
 
     def take(self, index: int) -> DenseTensors:

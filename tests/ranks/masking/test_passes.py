@@ -177,6 +177,26 @@ def a_rank_that_fails_alone_holds_nobody_up(rank: Rank) -> None:
         train(engine, num_steps=1)
 
 
+def a_rank_without_room_for_all_holds_nobody_up(rank: Rank) -> None:
+    """The others have the whole model, and learn when they leave it that one of them has not."""
+    engine, batch = engine_with(llama(3)), batch_of(rank)
+    part = engine._applied.mask.parts[1]
+
+    def whole() -> None:
+        with engine.dense(resident=True):
+            pass
+
+    def without_room() -> None:
+        with mock.patch.object(part, "show", side_effect=MemoryError("mine")), pytest.raises(MemoryError, match="mine"):
+            whole()
+        logits(engine.eval() or engine, batch)
+
+    refusal(RuntimeError, without_room if rank.rank == 1 else whole, "rank 1 began a forward")
+    whole()
+    engine.eval()
+    assert torch.equal(logits(engine, batch), logits(llama(3).eval(), batch))
+
+
 def uneven_batches_end_with_an_error(rank: Rank) -> None:
     batch = batch_of(rank)
     for way in WAYS[1:]:
@@ -256,6 +276,7 @@ CHECKS: list[Check] = [
     ranks_may_leave_parts_out,
     ranks_may_not_repeat_parts_alone,
     a_rank_that_fails_alone_holds_nobody_up,
+    a_rank_without_room_for_all_holds_nobody_up,
     uneven_batches_end_with_an_error,
     memory_decides_for_all,
     one_rank_may_ask_for_less,
