@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import torch
+from deepspeed.utils import logger
 
 # Options that say how a step is computed and not what it is. No checkpoint decides them.
 HOW = ("fused", "foreach", "capturable", "differentiable")
@@ -24,3 +25,21 @@ def prefer_fused(optimizer: torch.optim.Optimizer) -> None:
         needs_others = options["capturable"] or options["differentiable"]
         if is_open and not needs_others and all(tensor.device.type in _DEVICES for tensor in options["params"]):
             options["fused"] = True
+
+
+def avoid_fused(optimizer: torch.optim.Optimizer) -> None:
+    """Where several ranks step the same elements (stage 0), in flat masters of their own: on a CPU torch's fused
+    kernels round the last elements of a tensor otherwise, so that holders would drift apart.
+
+    Args:
+        optimizer: with the fp32 tensors in its groups that this rank steps.
+    """
+    chosen = [options for options in optimizer.param_groups if options.get("fused")]
+    chosen = [options for options in chosen if any(tensor.device.type == "cpu" for tensor in options["params"])]
+    for options in chosen:
+        options["fused"] = False
+    if chosen:
+        logger.warning(
+            "optimizer: fused is off, as at ZeRO stage 0 several ranks step the same elements, which a CPU's fused "
+            "kernel rounds by their place; use stage 1 or 2"
+        )

@@ -27,7 +27,7 @@ from sdp_deepspeed.layout.rank_model import RankModel
 from sdp_deepspeed.layout.segments import Segment
 from sdp_deepspeed.messages import quoted
 from sdp_deepspeed.optimizer.exchanges import build_exchanges
-from sdp_deepspeed.optimizer.fused import prefer_fused
+from sdp_deepspeed.optimizer.fused import avoid_fused, prefer_fused
 from sdp_deepspeed.optimizer.host_step import HostStep
 from sdp_deepspeed.optimizer.settings import OptimizerSettings
 from sdp_deepspeed.optimizer.stepped_group import SteppedGroup, repoint
@@ -107,8 +107,8 @@ class SubnetworkOptimizer(ZeROOptimizer):
             if not info.trainable and id(parameter := self._parameters[info.name]) in given
         }
         repoint(self.optimizer, self.groups)
-        if self.settings.stage:  # at stage 0 holders step the same elements, each at other places
-            prefer_fused(self.optimizer)
+        # At stage 0 holders step the same elements, each at other places.
+        (prefer_fused if self.settings.stage else avoid_fused)(self.optimizer)
 
     def _averaging_of_stage(self, options: AveragingOptions) -> Averaging:
         if self.settings.stage < 2:

@@ -45,6 +45,24 @@ def test_saving_behind_the_training(tmp_path: Path) -> None:
     assert names_in(tmp_path) == ["file", "global_step2", "latest", "next"]
 
 
+def test_a_load_waits_for_what_is_being_saved(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    state, loaded, publish = trained(), threading.Event(), files.publish
+
+    def slowly(*arguments: Any, **options: Any) -> None:
+        loaded.wait(0.3)
+        publish(*arguments, **options)
+
+    monkeypatch.setattr(files, "publish", slowly)
+    checkpointer, before = checkpointer_of(state, asynchronous=True), state.tensors()
+    checkpointer.save(tmp_path, "tag", {})
+    state.step()
+    path, _ = checkpointer.load(tmp_path, None, ALL)
+    loaded.set()
+    checkpointer.wait()
+    assert path == str(tmp_path / "tag")
+    assert_identical(state.tensors(), before)
+
+
 def test_writing_begins_while_the_rest_is_copied(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     state, begun, seen = trained(), threading.Event(), list[bool]()
     write, reach = HashedFile.write, Arrivals.reach

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from sdp_deepspeed.optimizer.fused import prefer_fused
+from sdp_deepspeed.optimizer.fused import avoid_fused, prefer_fused
 from tests.helpers.trained_states import Trained, one_rank
 
 KINDS = [torch.optim.Adam, torch.optim.AdamW]
@@ -102,3 +103,15 @@ def test_a_step_is_one_kernel_for_each_group(kind: type[torch.optim.Optimizer], 
 def test_not_where_several_ranks_step_the_same() -> None:
     """Holders of a unit have it at different places of their tensors, where the kernel may round otherwise."""
     assert not [name for name in stepped(one_rank(stage=0)) if "_fused_adam" in name]
+
+
+@pytest.mark.parametrize("kind", [*KINDS, torch.optim.SGD])
+def test_not_there_on_a_cpu_by_choice(kind: Any) -> None:
+    """As the Trainer's own optimizer would have it; on a GPU the place of an element does not matter."""
+    state = one_rank(stage=0, dtype=torch.bfloat16, kind=partial(kind, fused=True))
+    assert not [name for name in stepped(state) if "_fused_" in name]
+    assert [options["fused"] for options in state.optimizer.param_groups] == [False]
+    on_gpu = kind([torch.nn.Parameter(torch.empty(3, device="meta"))])
+    on_gpu.param_groups[0]["fused"] = True
+    avoid_fused(on_gpu)
+    assert on_gpu.param_groups[0]["fused"] is True
