@@ -108,7 +108,8 @@ def test_not_where_several_ranks_step_the_same() -> None:
 @pytest.mark.parametrize("kind", [*KINDS, torch.optim.SGD])
 def test_not_there_on_a_cpu_by_choice(kind: Any) -> None:
     """As the Trainer's own optimizer would have it; on a GPU the place of an element does not matter."""
-    state = one_rank(stage=0, dtype=torch.bfloat16, kind=partial(kind, fused=True))
+    fused: Any = partial(kind, fused=True)
+    state = one_rank(stage=0, dtype=torch.bfloat16, kind=fused)
     assert not [name for name in stepped(state) if "_fused_" in name]
     assert [options["fused"] for options in state.optimizer.param_groups] == [False]
     on_gpu = kind([torch.nn.Parameter(torch.empty(3, device="meta"))])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import threading
+import time
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +32,7 @@ def test_a_full_disk_is_named() -> None:
 def test_large_files_are_hashed_while_they_are_written(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ends: bool
 ) -> None:
-    """In this thread where no other can begin: the process ends, and a save behind the training is not done."""
+    """However slowly, and in this thread where no other can begin: the process ends, and a save is not done."""
     data, threads, records = bytes(range(256)) * 2**13, list[threading.Thread](), dict[str, Any]()
     start = threading.Thread.start
 
@@ -39,15 +40,18 @@ def test_large_files_are_hashed_while_they_are_written(
         if ends:
             raise RuntimeError("can't create new thread at interpreter shutdown")
         threads.append(thread)
+        run = thread.run
+        thread.run = lambda: time.sleep(0.05) or run()  # type: ignore[method-assign, func-returns-value]
         start(thread)
 
     monkeypatch.setattr(threading.Thread, "start", begin)
     with hashed_file(tmp_path / "file", records) as file:
         file.write(b"abc")
         file.write(memoryview(data))
+        file.write(b"end")
     assert len(threads) == (not ends)
-    assert records["file"]["sha256"] == hashlib.sha256(b"abc" + data).hexdigest()
-    assert (tmp_path / "file").read_bytes() == b"abc" + data
+    assert records["file"]["sha256"] == hashlib.sha256(b"abc" + data + b"end").hexdigest()
+    assert (tmp_path / "file").read_bytes() == b"abc" + data + b"end"
 
 
 def test_a_manifest_vouches_for_what_was_written(tmp_path: Path) -> None:
