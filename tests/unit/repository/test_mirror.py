@@ -28,7 +28,6 @@ TESTED_WITH = {
     "checkpoint/interop/whole_tensors": "ranks/checkpoint/interop/test_pretrained.py",
     "checkpoint/load": "unit/checkpoint/test_checkpointer.py",
     "checkpoint/state/fill": "ranks/checkpoint/test_reshard.py",
-    "checkpoint/state/optimizer_state": "ranks/checkpoint/test_reshard.py",
     "checkpoint/state/rank_chunks": "ranks/checkpoint/test_reshard.py",
     "checkpoint/state/snapshot": "unit/checkpoint/test_checkpointer.py",
     "deferred_init/materializer": "ranks/deferred_init/test_materialize.py",
