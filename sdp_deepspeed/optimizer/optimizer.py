@@ -107,8 +107,10 @@ class SubnetworkOptimizer(ZeROOptimizer):
             if not info.trainable and id(parameter := self._parameters[info.name]) in given
         }
         repoint(self.optimizer, self.groups)
-        # At stage 0 holders step the same elements, each at other places.
-        (prefer_fused if self.settings.stage else avoid_fused)(self.optimizer)
+        if self.settings.stage:  # at stage 0 holders step the same elements, each at other places of its flat master
+            prefer_fused(self.optimizer)
+        elif not all(group.in_place for group in self.groups):
+            avoid_fused(self.optimizer)
 
     def _averaging_of_stage(self, options: AveragingOptions) -> Averaging:
         if self.settings.stage < 2:
