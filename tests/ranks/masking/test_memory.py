@@ -56,7 +56,11 @@ class Memory:
     def settings(self) -> dict[str, Any]:
         forward = {"evaluation": self.evaluation} if self.regime == "forward" else {}
         result = config(coverage=0.5, regime=self.regime, strategy=self.strategy, **forward)
-        result["zero_optimization"] = {"stage": self.stage, "reduce_bucket_size": BUCKET}
+        result["zero_optimization"] = {
+            "stage": self.stage,
+            "reduce_bucket_size": BUCKET,
+            "allgather_bucket_size": BUCKET,
+        }
         if self.precision != "fp32":
             result["bf16"] = {"enabled": True}
         if self.precision == "bf16+fp32":
@@ -110,7 +114,7 @@ def train(engine: Any) -> None:
 
 
 class Allowance:
-    """What the plan lets this rank hold and own."""
+    """What the plan lets this rank hold and own, and what the exchange keeps for what travels."""
 
     def __init__(self, case: Memory, engine: Any, watch: Watch) -> None:
         dense = model_of_units(case.dtype)
@@ -127,20 +131,23 @@ class Allowance:
 
     def __call__(self, when: str, *, moments: int = 8) -> None:
         assert not present_lacking(self._engine), f"after {when}: {present_lacking(self._engine)} are there"
-        allowed = self._stored + self._stepped * (moments + self._master)
+        allowed = self._state(moments)
         live = self.watch.settled_bytes(allowed + self.slack)
         assert live <= allowed + self.slack, f"after {when}: {live} bytes live, {allowed} + {self.slack} allowed"
         assert live >= allowed - self.slack, f"after {when}: {live} bytes live, {allowed} expected: the walk is blind"
-        kept = [torch.empty(min(self.units), dtype=torch.uint8)]
-        assert self.watch.num_bytes() > allowed + self.slack, (
-            f"after {when}: a kept unit would not be seen ({len(kept)})"
-        )
+        kept = torch.empty(min(self.units), dtype=torch.uint8)
+        assert self.watch.num_bytes() > allowed + self.slack, f"after {when}: {len(kept)} bytes would not be seen"
 
     def streamed(self, activations: int) -> int:
         """In evaluation: one block that is lacking, or a second copy of one branch that is put together, and the next
         one under way."""
         extra = self._num_parts * max(self.branches.values(), default=0)
-        return self._stored + self._stepped * (8 + self._master) + extra + self.slack + activations
+        return self._state(moments=8) + extra + self.slack + activations
+
+    def _state(self, moments: int) -> int:
+        buffers = self._engine.optimizer.exchange.buffers.num_bytes
+        assert buffers <= 4 * BUCKET * 4  # for what leaves, for what arrives, for averages
+        return self._stored + self._stepped * (moments + self._master) + buffers
 
 
 def branch_bytes(dense: nn.Module, plan: Plan) -> dict[str, int]:
