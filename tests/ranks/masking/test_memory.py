@@ -56,11 +56,8 @@ class Memory:
     def settings(self) -> dict[str, Any]:
         forward = {"evaluation": self.evaluation} if self.regime == "forward" else {}
         result = config(coverage=0.5, regime=self.regime, strategy=self.strategy, **forward)
-        result["zero_optimization"] = {
-            "stage": self.stage,
-            "reduce_bucket_size": BUCKET,
-            "allgather_bucket_size": BUCKET,
-        }
+        limits = dict.fromkeys(("reduce_bucket_size", "allgather_bucket_size"), BUCKET)
+        result["zero_optimization"] = {"stage": self.stage, **limits}
         if self.precision != "fp32":
             result["bf16"] = {"enabled": True}
         if self.precision == "bf16+fp32":
@@ -281,15 +278,9 @@ PEAKS["peak-stage2-accumulation"] = Peak(Memory(stage=2, regime="backward"), acc
 
 
 SAMPLED = (  # all pairs of stage, regime and strategy
-    "stage0-forward-block",
-    "stage0-backward-neuron",
-    "stage1-forward-block",
-    "stage1-backward-neuron",
-    "stage1-overlap",
-    "stage2-forward-neuron",
-    "stage2-backward-block",
-    "stage2-overlap",
-    "stage2-accumulation",
+    *("stage0-forward-block", "stage0-backward-neuron"),
+    *("stage1-forward-block", "stage1-backward-neuron", "stage1-overlap"),
+    *("stage2-forward-neuron", "stage2-backward-block", "stage2-overlap", "stage2-accumulation"),
 )
 
 
