@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# For a machine without a network whose Python has a torch, such as one that is lent for its GPU:
+# For a machine without a network whose Python has a torch:
 #
 #   bash launch/offline.sh prepare wheels 3.12   # here, in an environment with torch: wheels for its Python
 #   bash launch/offline.sh install wheels .venv  # there, in a copy of this folder

@@ -81,8 +81,8 @@ def _may_keep(votes: Sequence[Vote], share: float) -> tuple[bool, str]:
 
 
 def fingerprint(tensors: Iterable[torch.Tensor], device: torch.device) -> torch.Tensor:
-    """Sums of the bits of all tensors, in words of eight bytes: changes of weights change it, whoever makes them and
-    how. In words as long as an element the carries of many equal changes (signs, powers of two) would get lost.
+    """Sums of the bits of all tensors, in words of eight bytes: nearly all changes of weights change it, whoever makes
+    them and how. In words as long as an element the carries of many equal changes (signs, powers of two) get lost.
 
     Args:
         tensors: flat views of weights on `device`; some may be empty.

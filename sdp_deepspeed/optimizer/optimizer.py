@@ -109,7 +109,7 @@ class SubnetworkOptimizer(ZeROOptimizer):
         repoint(self.optimizer, self.groups)
         if self.settings.stage:  # at stage 0 holders step the same elements, each at other places of its flat master
             prefer_fused(self.optimizer)
-        elif not all(group.in_place for group in self.groups):
+        elif any(info.dtype != torch.float32 for info in self.model.tensors if info.trainable):  # on all ranks alike
             avoid_fused(self.optimizer)
 
     def _averaging_of_stage(self, options: AveragingOptions) -> Averaging:

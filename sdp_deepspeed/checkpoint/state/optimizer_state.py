@@ -223,7 +223,7 @@ def _counts(states: Sequence[Mapping[str, Any]], group: SteppedGroup) -> dict[st
 def _highest(values: Sequence[Any]) -> float:
     """The host waits once for all: with a fused kernel each tensor has its count on the GPU."""
     if all(map(torch.is_tensor, values)):
-        return float(torch.stack([value.to(values[0].device) for value in values]).max())
+        return float(torch.stack([value.to(values[0].device).reshape(()) for value in values]).max())
     return float(max(values))
 
 

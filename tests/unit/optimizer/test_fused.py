@@ -101,8 +101,14 @@ def test_a_step_is_one_kernel_for_each_group(kind: type[torch.optim.Optimizer], 
 
 
 def test_not_where_several_ranks_step_the_same() -> None:
-    """Holders of a unit have it at different places of their tensors, where the kernel may round otherwise."""
+    """Holders of a unit may have it at different places of flat masters, where the kernel may round otherwise."""
     assert not [name for name in stepped(one_rank(stage=0)) if "_fused_adam" in name]
+
+
+def test_there_by_choice_where_weights_are_stepped_in_place() -> None:
+    """Each tensor is one of its own, alike on all holders."""
+    kind: Any = partial(torch.optim.AdamW, fused=True)
+    assert [name for name in stepped(one_rank(stage=0, kind=kind)) if "_fused_adam" in name]
 
 
 @pytest.mark.parametrize("kind", [*KINDS, torch.optim.SGD])
