@@ -71,8 +71,9 @@ class Saver:
         self.wait()
         copy = run_on_all_ranks(self._world, partial(HostCopy, snapshot.chunks, self._memory))
         arriving = replace(snapshot, chunks=copy.chunks)
-        self._thread = threading.Thread(target=self._run, args=(arriving, target), name="checkpoint")
-        self._thread.start()
+        thread = threading.Thread(target=self._run, args=(arriving, target), name="checkpoint")
+        thread.start()
+        self._thread = thread
         copy.run()
 
     def wait(self) -> None:

@@ -80,7 +80,7 @@ class DeferredModel:
         with torch.device("meta"):
             _refuse_changed(_versions(tensors), _versions(named_tensors(type(model)(deepcopy(model.config)))))
         floats = (tensor.dtype for tensor in model.parameters() if tensor.is_floating_point())
-        with _default_dtype(next(floats, torch.get_default_dtype())), Init() as program:
+        with default_dtype(next(floats, torch.get_default_dtype())), Init() as program:
             twin = named_tensors(type(model)(deepcopy(model.config)))
         unwatch(twin.values())
         unknown = [n for n, t in tensors.items() if n not in twin or layout(twin[n]) != layout(t)]
@@ -170,7 +170,8 @@ def _is_transformers(model: nn.Module) -> bool:
 
 
 @contextmanager
-def _default_dtype(dtype: torch.dtype) -> Iterator[None]:
+def default_dtype(dtype: torch.dtype) -> Iterator[None]:
+    """Inside, new tensors are of this dtype unless they say another."""
     before = torch.get_default_dtype()
     torch.set_default_dtype(dtype)
     try:

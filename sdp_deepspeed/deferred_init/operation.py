@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -37,22 +37,12 @@ class Ref:
     @property
     def is_dense(self) -> bool:
         """Whether its elements lie without gaps or overlaps."""
-        expected = 1
-        for stride, size in sorted(zip(self.stride, self.size, strict=True)):
-            if size != 1 and stride != expected:
-                return False
-            expected *= size
-        return True
+        return _follow(sorted(zip(self.stride, self.size, strict=True)))
 
     @property
     def is_contiguous(self) -> bool:
         """Whether its elements lie in the order of their indices."""
-        expected = 1
-        for size, stride in zip(reversed(self.size), reversed(self.stride), strict=True):
-            if size != 1 and stride != expected:
-                return False
-            expected *= size
-        return True
+        return _follow(reversed(list(zip(self.stride, self.size, strict=True))))
 
     @property
     def num_elements(self) -> int:
@@ -72,6 +62,16 @@ class Ref:
         pairs = zip(self.size, self.stride, strict=True)
         count = 1 + sum((size - 1) * stride for size, stride in pairs) if 0 not in self.size else 0
         return torch.empty(count, dtype=self.dtype, device="cpu").as_strided(self.size, self.stride)
+
+
+def _follow(dims: Iterable[tuple[int, int]]) -> bool:
+    """Whether each dim (stride, size) steps over just those before it."""
+    expected = 1
+    for stride, size in dims:
+        if size != 1 and stride != expected:
+            return False
+        expected *= size
+    return True
 
 
 @dataclass(frozen=True)

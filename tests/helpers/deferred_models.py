@@ -13,6 +13,7 @@ from torch.nn import init
 
 from sdp_deepspeed.deferred_init import fills
 from sdp_deepspeed.deferred_init.init import Init
+from sdp_deepspeed.deferred_init.materialize import default_dtype
 from sdp_deepspeed.deferred_init.operation import Ref, address
 from sdp_deepspeed.deferred_init.program import Program
 from sdp_deepspeed.plan.tensors import named_tensors
@@ -85,16 +86,6 @@ def _real_becomes_random(holder: Holder) -> None:
 def _truncated_in_part(holder: Holder) -> None:
     init.trunc_normal_(holder.weight[:13], std=0.02)
     init.trunc_normal_(holder.weight[13:])
-
-
-@contextmanager
-def default_dtype(dtype: torch.dtype) -> Iterator[None]:
-    before = torch.get_default_dtype()
-    torch.set_default_dtype(dtype)
-    try:
-        yield
-    finally:
-        torch.set_default_dtype(before)
 
 
 def _of_the_default_dtype(holder: Holder) -> None:

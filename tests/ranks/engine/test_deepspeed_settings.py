@@ -13,6 +13,7 @@ from unittest import mock
 import pytest
 import torch
 
+from sdp_deepspeed.deferred_init.materialize import default_dtype
 from sdp_deepspeed.exchange.exchange import Steps
 from sdp_deepspeed.optimizer.settings import Offload
 from tests.helpers.checkpointed_runs import stepped
@@ -128,13 +129,8 @@ def checkpoints_of_other_buckets_go_on(rank: Rank) -> None:
 @contextmanager
 def defaults(dtype: torch.dtype) -> Iterator[None]:
     """A user's: a GPU, for which "meta" stands here since a tensor there has no values either, and a dtype."""
-    before = torch.get_default_dtype()
-    torch.set_default_dtype(dtype)
-    try:
-        with torch.device("meta"):
-            yield
-    finally:
-        torch.set_default_dtype(before)
+    with default_dtype(dtype), torch.device("meta"):
+        yield
 
 
 def defaults_of_torch_do_no_harm(rank: Rank) -> None:

@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from sdp_deepspeed.reference.virtual_workers import Reference
+from tests.helpers.fused_adam import not_compiled
 from tests.helpers.models import batches, config, llama, loss_of, two_groups
 from tests.helpers.ranks import Rank
 from tests.helpers.training import assert_identical, dense_state, engine_of, micro_step, refusal, sgd, train
@@ -115,7 +116,8 @@ def deepspeeds_fused_adam(rank: Rank) -> None:
     products."""
     settings = config(holders=1) | {"optimizer": {"type": "AdamW", "params": {"lr": 1e-2}}}
     for name, more in {"fp32": {}, "bf16": {"bf16": {"enabled": True}}}.items():
-        engine, resumed = (engine_of(settings | more) for _ in range(2))
+        with not_compiled():
+            engine, resumed = (engine_of(settings | more) for _ in range(2))
         assert type(engine.optimizer.optimizer).__name__ == "FusedAdam"
         assert all(len(group.tensors) == 1 for group in engine.optimizer.groups) == (name == "bf16")
         train(engine, num_steps=2)
@@ -271,6 +273,7 @@ def _cases(size: int, options: pytest.Config) -> Iterator[tuple[str, Any]]:
     for check in (
         client_param_groups,
         client_callable,
+        deepspeeds_fused_adam,
         frozen_on_one_rank,
         others_may_replace_param_data,
         lacking_parameters_are_empty,
@@ -285,8 +288,6 @@ def _cases(size: int, options: pytest.Config) -> Iterator[tuple[str, Any]]:
         unused_parameters,
     ):
         yield check.__name__, check
-    if options.getoption("full_grid"):  # it compiles an operator, for minutes; step counts have a unit test too
-        yield deepspeeds_fused_adam.__name__, deepspeeds_fused_adam
 
 
 @pytest.mark.checks(2, _cases)

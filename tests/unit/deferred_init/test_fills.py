@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from sdp_deepspeed.deferred_init import fills
+from sdp_deepspeed.deferred_init.materialize import default_dtype
 from sdp_deepspeed.deferred_init.operation import Ref
 from sdp_deepspeed.measure.step import watched_host_memory
 from sdp_deepspeed.plan.tensors import named_tensors
@@ -142,12 +143,8 @@ def test_default_device_and_dtype_of_the_user() -> None:
     expected, state = for_real(build)
     model, program = unbuilt(build, seed=3)
     fills._is_as_expected.cache_clear()
-    torch.set_default_dtype(torch.float64)
-    try:
-        with small_fills(), torch.device("meta"):
-            found = values_of(model, program, num_threads=2)
-    finally:
-        torch.set_default_dtype(torch.float32)
+    with default_dtype(torch.float64), small_fills(), torch.device("meta"):
+        found = values_of(model, program, num_threads=2)
     assert torch.equal(torch.get_rng_state(), state)
     assert torch.equal(found["0"], expected["0"])
 

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 
+from sdp_deepspeed.deferred_init.materialize import default_dtype
 from sdp_deepspeed.distributed.communicator import Communicator
 from sdp_deepspeed.exchange.exchange import Exchange, Steps
 from sdp_deepspeed.layout.fragments import num_elements
@@ -202,15 +203,9 @@ def test_sums_are_fp32_whatever_the_default_dtype(eight: Ranks) -> None:
     """Without it: 256 + 1 is 256 in bf16; on two nodes, so that sums of neighbors are tried too."""
     layout = placed(shared_layout(16), "halves")
 
-    torch.set_default_dtype(torch.bfloat16)
-    try:
-        found = torch.cat(
-            eight.run(
-                lambda communicator: average_of(
-                    layout, communicator, torch.float32, 256.0 if communicator.rank == 3 else 1.0
-                )
-            )
-        )
-    finally:
-        torch.set_default_dtype(torch.float32)
+    def average(communicator: Communicator) -> torch.Tensor:
+        return average_of(layout, communicator, torch.float32, 256.0 if communicator.rank == 3 else 1.0)
+
+    with default_dtype(torch.bfloat16):
+        found = torch.cat(eight.run(average))
     assert found.tolist() == [(256 + 7) / SIZE] * 16

@@ -5,13 +5,12 @@ from __future__ import annotations
 import random
 from collections import Counter
 from dataclasses import dataclass
-from typing import Any
 from unittest import mock
 
 import pytest
 import torch
 
-from sdp_deepspeed.distributed.communicator import Communicator, Done
+from sdp_deepspeed.distributed.communicator import Communicator
 from sdp_deepspeed.exchange import exchange as exchange_module
 from sdp_deepspeed.exchange.exchange import Exchange
 from sdp_deepspeed.layout.buckets import Bucket, build_buckets, build_segments
@@ -22,26 +21,11 @@ from sdp_deepspeed.layout.places import PieceViews, side_by_side
 from sdp_deepspeed.plan.plan import Plan
 from sdp_deepspeed.plan.tensors import TensorInfo
 from sdp_deepspeed.units import Piece, Unit
+from tests.helpers.nobody import Nobody
 from tests.helpers.torch_calls import Calls
 
 META = torch.device("meta")
 PER_NODE, NUM_SETS, WIDTH = 4, 12, 8
-
-
-class Nobody:
-    """The functions of `torch.distributed` that an exchange calls, of a group in which nobody else is."""
-
-    def __init__(self, size: int) -> None:
-        self.size = size
-
-    def get_rank(self, group: Any) -> int:
-        return 0
-
-    def get_world_size(self, group: Any) -> int:
-        return self.size
-
-    def all_to_all_single(self, *arguments: Any, **options: Any) -> Done:
-        return Done()
 
 
 @dataclass(frozen=True)

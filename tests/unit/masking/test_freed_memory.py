@@ -44,5 +44,7 @@ def test_a_device_gets_its_cache_back() -> None:
 
 
 def test_other_c_libraries_are_left_alone() -> None:
-    with mock.patch.object(ctypes, "CDLL", return_value=SimpleNamespace()):
+    with mock.patch.object(ctypes, "CDLL", return_value=SimpleNamespace(malloc=mock.Mock())) as load:
         give_back(torch.device("cpu"))
+    load.assert_called_once_with(None)
+    load.return_value.malloc.assert_not_called()

@@ -13,6 +13,7 @@ from torch.overrides import TorchFunctionMode
 from sdp_deepspeed.distributed.communicator import Communicator, Done
 from sdp_deepspeed.optimizer.optimizer import SubnetworkOptimizer
 from sdp_deepspeed.optimizer.settings import OptimizerSettings
+from tests.helpers.nobody import Nobody
 from tests.helpers.rank_models import optimizer_of
 from tests.helpers.toy_training import Toy, toy_of
 
@@ -38,17 +39,8 @@ class HostWaits(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
 
-class Equals:
-    """The functions of `torch.distributed` that a step calls, of a group whose ranks all have what this one has."""
-
-    def __init__(self, size: int) -> None:
-        self.size = size
-
-    def get_rank(self, group: Any) -> int:
-        return 0
-
-    def get_world_size(self, group: Any) -> int:
-        return self.size
+class Equals(Nobody):
+    """A group whose ranks all have what this one has."""
 
     def all_to_all_single(self, received: torch.Tensor, *arguments: Any, **options: Any) -> Done:
         received.zero_()
