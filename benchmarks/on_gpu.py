@@ -41,14 +41,25 @@ def run_tests(section: str, arguments: argparse.Namespace) -> dict[str, Any]:
         # A file's ranks stay together; several files share the GPU.
         command += ["--gpu", "-n", str(arguments.processes), "--dist", "loadfile"] if on_gpu else []
         command += WHERE[section] if on_gpu else _FEW.get(section, WHERE[section])
+        signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background commands ignore it, and theirs
         process = subprocess.Popen(command, cwd=ROOT, env=os.environ | {"OMP_NUM_THREADS": "1"})
         try:
-            process.wait(60 * arguments.minutes)
-        except subprocess.TimeoutExpired:  # as by Ctrl-C: what has run is reported
-            process.send_signal(signal.SIGINT)
-        is_complete = process.wait() in (0, 1)
+            is_complete = process.wait(60 * arguments.minutes) in (0, 1)
+        except subprocess.TimeoutExpired:
+            is_complete = False
+            _stop(process)
         tests = read_report(report)
     return {"is_complete": is_complete, "tests": tests, "outcomes": Counter(test["outcome"] for test in tests)}
+
+
+def _stop(process: subprocess.Popen[bytes]) -> None:
+    """As by Ctrl-C, so that what has run is reported; what hangs even then is killed."""
+    process.send_signal(signal.SIGINT)
+    try:
+        process.wait(60)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        process.wait()
 
 
 def read_report(path: Path) -> list[dict[str, Any]]:

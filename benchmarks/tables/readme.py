@@ -44,7 +44,7 @@ BLOCKS = {
         ("zero2_2_ranks", "zero2_4_ranks", "zero2_2_ranks_accumulation_4", "zero2_4_ranks_accumulation_4"),
     ),
     "overlap": Block(overlap, ("overlap_2_ranks", "overlap_4_ranks", "overlap_1_gbit")),
-    "between-nodes": Block(between_nodes, ("between_nodes",)),
+    "between-nodes": Block(between_nodes, ("between_nodes", "between_nodes_250_mbit")),
     "evaluation": Block(evaluation, ("evaluation_2_ranks", "evaluation_2_ranks_slow")),
     "host-time": Block(host_time, ("host_time",)),
     "collectives": Block(collectives, ("collectives_2_ranks",)),

@@ -131,19 +131,25 @@ def host_time(result: Result) -> str:
     return table(heads, rows)
 
 
-def between_nodes(result: Result) -> str:
-    """Spectral gaps, bytes that crossed the link in a step, by its own counter, and step times; shares of plain ZeRO's
-    at the same stage."""
+def between_nodes(*results: Result) -> str:
+    """Spectral gaps, bytes that crossed the link in a step, by its own counter, and step times over each link; shares
+    of plain ZeRO's at the same stage."""
+    first = results[0]
     rows, baseline = [], ""
-    for name, seconds in result["seconds"].items():
+    for name in first["seconds"]:
         baseline = name if name.startswith("zero") else baseline
-        crossed, base = (result["link_bytes"][which][0] for which in (name, baseline))
-        gap = result["spectral_gaps"][name]
+        crossed, base = (first["link_bytes"][which][0] for which in (name, baseline))
+        gap = first["spectral_gaps"][name]
         cells = ["" if gap is None else f"{gap:.3f}", f"{crossed / 1e6:.1f}", f"{crossed / base:.3f}"]
-        cells.append("1" if name == baseline else with_spread(per_repeat(seconds, result["seconds"][baseline])))
+        cells += [_share_of_step(result["seconds"], name, baseline) for result in results]
         rows.append([for_readers(name), *cells])
-    facts = [f"2 nodes of {result['ranks_per_node']} ranks, {result['link']} between them", *_facts(result)[2:]]
-    return f"{', '.join(facts)}:\n\n" + table(["", "spectral gap", "MB each way", "share", "step time, share"], rows)
+    facts = [f"2 nodes of {first['ranks_per_node']} ranks", *_facts(first)[2:]]
+    heads = ("", "spectral gap", "MB each way", "share", *(f"step time, {result['link']}" for result in results))
+    return f"{', '.join(facts)}; shares of ZeRO's:\n\n" + table(heads, rows)
+
+
+def _share_of_step(seconds: dict[str, list[float]], name: str, baseline: str) -> str:
+    return "1" if name == baseline else with_spread(per_repeat(seconds[name], seconds[baseline]))
 
 
 def evaluation(*results: Result) -> str:

@@ -13,10 +13,10 @@ from tests.helpers.gpus import ON_THE_CPU
 from tests.helpers.repository import ROOT
 
 
-def run(folder: Path, *arguments: str, code: int = 0) -> tuple[dict[str, Any], str]:
-    """The raw figures and what was printed."""
+def run(folder: Path, *arguments: str, code: int = 0, within: tuple[str, ...] = ()) -> tuple[dict[str, Any], str]:
+    """The raw figures and what was printed; `within` is a command that runs this one."""
     output = folder / "new" / "raw.json"
-    command = [sys.executable, str(ROOT / "benchmarks/on_gpu.py"), arguments[0], "--output", str(output)]
+    command = [*within, sys.executable, str(ROOT / "benchmarks/on_gpu.py"), arguments[0], "--output", str(output)]
     done = subprocess.run(
         [*command, *arguments[1:]],
         env=os.environ | ON_THE_CPU,
@@ -46,7 +46,9 @@ def test_that_no_test_ran_is_a_failure(tmp_path: Path) -> None:
 
 
 def test_what_takes_too_long_is_stopped(tmp_path: Path) -> None:
-    assert not run(tmp_path, "values", "--minutes", "0.02", code=1)[0]["is_complete"]
+    """Also where interrupts are ignored, as in a shell's background."""
+    in_background = ("env", "--ignore-signal=INT")
+    assert not run(tmp_path, "values", "--minutes", "0.02", code=1, within=in_background)[0]["is_complete"]
 
 
 def test_a_step_without_peers(tmp_path: Path) -> None:
