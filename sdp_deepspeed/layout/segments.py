@@ -1,14 +1,14 @@
 """Segments of the flat layout: who owns which shard, and who carries which slice for its node.
 
 A segment is a flat stretch of pieces that share an optimizer param group, a dtype and a holder set. It
-is cut into one shard per holder; a shard's owner averages it and steps it.
+is cut into one shard per holder, or one holder owns all of it; a shard's owner averages it and steps it.
 """
 
 from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cache, cached_property
 from typing import Any
 
@@ -36,6 +36,7 @@ class Segment:
     Args:
         holders: ranks of the data-parallel group, ascending.
         owners: the same in the order of their shards; ascending too if it is not given.
+        sole_owner: the holder that owns all of it, where whole tensors are stepped; None if each owns a shard.
     """
 
     group: int
@@ -43,6 +44,7 @@ class Segment:
     holders: tuple[int, ...]
     fragments: tuple[Fragment, ...]
     owners: tuple[int, ...] = ()
+    sole_owner: int | None = None
     num_elements: int = field(init=False)
 
     def __post_init__(self) -> None:
@@ -57,11 +59,17 @@ class Segment:
     def _shard_length(self) -> int:
         return aligned(-(-self.num_elements // len(self.holders)))
 
+    @property
+    def num_shards(self) -> int:
+        return len(self.holders) if self.sole_owner is None else 1
+
     def held_by(self, rank: int) -> bool:
         return rank in self._position
 
     def owned_range(self, rank: int) -> tuple[int, int]:
         """Start and stop (elements) of the shard that `rank` owns; empty when it holds nothing here."""
+        if self.sole_owner is not None:
+            return 0, self.num_elements * (rank == self.sole_owner)
         index = self._position.get(rank)
         if index is None:
             return 0, 0
@@ -70,6 +78,9 @@ class Segment:
 
     def owners_of(self, start: int, stop: int) -> Iterator[tuple[int, int, int]]:
         """The owners of elements [start, stop), each with start and stop of what it has of them."""
+        if self.sole_owner is not None:
+            yield self.sole_owner, start, stop
+            return
         length = self._shard_length
         for index in range(start // length, -(-stop // length)):
             yield self.owners[index], max(start, index * length), min(stop, (index + 1) * length)
@@ -83,9 +94,13 @@ class Segment:
         Returns:
             Rank, start and stop (elements), one after the other.
         """
+        if self.sole_owner in ranks:
+            place = ranks.index(self.sole_owner)
+            edges = [0] * (place + 1) + [self.num_elements] * (len(ranks) - place)
+            return list(zip(ranks, edges, edges[1:], strict=False))
         starts = [0]
         length = aligned(-(-self.num_elements // max(1, len(ranks))))
-        shard, position = self._shard_length, self._position
+        shard, position = self._shard_length, self._position if self.sole_owner is None else {}
         for index, (before, after) in enumerate(itertools.pairwise(ranks), start=1):
             cut = index * length
             if before in position:
@@ -97,7 +112,7 @@ class Segment:
         """This segment as segments of at most `length` elements."""
         for start in range(0, self.num_elements, max(1, length)):
             fragments = tuple(self.cut(start, min(start + max(1, length), self.num_elements)))
-            yield Segment(self.group, self.dtype, self.holders, fragments, self.owners)
+            yield replace(self, fragments=fragments)
 
     def cut(self, start: int, stop: int) -> Iterator[Fragment]:
         """The fragments of elements [start, stop) of this segment."""

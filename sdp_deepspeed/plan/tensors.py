@@ -28,6 +28,7 @@ class TensorInfo:
         group: index of the optimizer param group, NOT_OPTIMIZED for a tensor that no optimizer has.
         kind: "parameter" or "buffer".
         trainable: whether it required gradients before units were dropped.
+        is_whole: whether one rank steps all of it, since its optimizer does not step each element by itself.
     """
 
     name: str
@@ -36,6 +37,7 @@ class TensorInfo:
     group: int = NOT_OPTIMIZED
     kind: str = "parameter"
     trainable: bool = True
+    is_whole: bool = False
 
 
 def pieces_by_tensor(

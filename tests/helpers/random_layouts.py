@@ -1,4 +1,5 @@
-"""Random plans over random tensors: whole tensors, row slices, column slices, shared rests, odd sizes."""
+"""Random plans over random tensors: whole tensors, row slices, column slices, shared rests, odd sizes; of what no unit
+cuts, half is stepped as a whole."""
 
 from __future__ import annotations
 
@@ -79,6 +80,8 @@ def random_layout(seed: int, size: int, regime: str = "forward") -> Layout:
         units.append(Unit(f"rows[{rank}]", (Piece("rows", 0, rank, 1),)))
         holders.append(tuple(sorted((rank + i) % size for i in range(p))))
     tensors.append(TensorInfo("rows", (size, 3), torch.float32, 0))
+    cut, draw = {p.parameter for unit in units for p in unit.pieces if p.dim is not None}, random.Random(seed)
+    tensors = [replace(info, is_whole=draw.random() < 0.5 and info.name not in cut) for info in tensors]
     plan = Plan(regime, "block", size, p, 0, tuple(units), tuple(holders), tuple(range(size)))
     num_elements = sum(math.prod(info.shape) for info in tensors)
     return Layout(size, tuple(tensors), plan, max(chance.choice((1, 7, 40, 10_000)), num_elements // MOST_BUCKETS))
@@ -87,6 +90,11 @@ def random_layout(seed: int, size: int, regime: str = "forward") -> Layout:
 def placed(layout: Layout, nodes: str) -> Layout:
     """The same on these nodes."""
     return replace(layout, on_nodes=NODES[nodes](layout.size))
+
+
+def without_whole(layout: Layout) -> Layout:
+    """The same, all of it stepped element by element."""
+    return replace(layout, tensors=tuple(replace(info, is_whole=False) for info in layout.tensors))
 
 
 def _units_of(info: TensorInfo, chance: random.Random) -> list[Unit]:

@@ -14,7 +14,7 @@ from sdp_deepspeed.layout.fragments import Fragment
 from sdp_deepspeed.layout.nodes import Nodes, Receivers
 from sdp_deepspeed.layout.segments import Segment, carriers, receives
 from sdp_deepspeed.units import Piece
-from tests.helpers.random_layouts import NODES, Layout, placed, random_layout
+from tests.helpers.random_layouts import NODES, Layout, placed, random_layout, without_whole
 
 layouts = st.builds(
     placed,
@@ -94,7 +94,8 @@ def located(half: Half) -> list[tuple[Stretch, Location]]:
 
 @pytest.mark.parametrize("nodes", ["halves", "1 + 2 + 3"])
 def test_what_goes_to_several_ranks_is_read_once(nodes: str) -> None:
-    layout = placed(random_layout(3, 6, "backward"), nodes)
+    """Not of whole tensors: nodes with other numbers of carriers cut them otherwise."""
+    layout = without_whole(placed(random_layout(3, 6, "backward"), nodes))
     for bucket in layout.buckets:
         for rank in range(layout.size):
             for route in routes_back(bucket, rank, layout.nodes, "all"):

@@ -20,7 +20,7 @@ from sdp_deepspeed.layout.segments import Segment
 from sdp_deepspeed.plan.plan import Plan
 from sdp_deepspeed.plan.tensors import TensorInfo
 from sdp_deepspeed.units import Piece, Unit
-from tests.helpers.random_layouts import NODES, Layout, indices, placed, random_layout
+from tests.helpers.random_layouts import NODES, Layout, indices, placed, random_layout, without_whole
 
 layouts = st.builds(random_layout, st.integers(0, 100_000), st.integers(1, 6), st.sampled_from(["forward", "backward"]))
 backward_layouts = st.builds(
@@ -96,7 +96,7 @@ def stretches(layout: Layout, buckets: list[Bucket], dtype: torch.dtype) -> list
     return found
 
 
-@given(layouts)
+@given(layouts.map(without_whole))
 def test_a_bucket_is_one_stretch_of_the_model(layout: Layout) -> None:
     """So that it is complete as soon as backward has passed that stretch, and buckets complete one after the other."""
     for dtype in (torch.float32, torch.bfloat16):
@@ -104,7 +104,7 @@ def test_a_bucket_is_one_stretch_of_the_model(layout: Layout) -> None:
         assert [position for stretch in found for position in stretch] == list(range(sum(map(len, found))))
 
 
-@given(layouts, st.sampled_from((1, 3, 10)))
+@given(layouts.map(without_whole), st.sampled_from((1, 3, 10)))
 def test_buckets_of_several_windows_complete_in_order(layout: Layout, times: int) -> None:
     """Where one half of the exchange has smaller buckets, a window may lie in two buckets of the other, in no more."""
     all_receive_weights, limit = layout.plan.regime == "backward", times * layout.max_elements
@@ -140,6 +140,44 @@ def test_a_sliced_tensor_that_everybody_holds_is_one_fragment() -> None:
     plan = Plan("forward", "block", 2, 2, 0, units, (everyone, everyone), everyone)
     segments = build_segments([TensorInfo("w", (2, 9), torch.float32, 0)], plan, max_elements=100)
     assert [segment.fragments for segment in segments] == [(Fragment(Piece("w", None, 0, 18), 0, 18),)]
+
+
+@given(layouts)
+def test_a_whole_tensor_has_one_owner_who_gets_its_parts_one_after_the_other(layout: Layout) -> None:
+    """Side by side in the owner's flat gradient, whatever bucket each part travels in."""
+    whole = {info.name for info in layout.tensors if info.is_whole}
+    owners: defaultdict[str, set[int | None]] = defaultdict(set)
+    owned: defaultdict[tuple[int, int], list[Fragment]] = defaultdict(list)
+    for segment in layout.segments:
+        names = {fragment.piece.parameter for fragment in segment.fragments}
+        assert (segment.sole_owner is not None) == bool(names & whole) == (names <= whole)
+        for name in names & whole:
+            owners[name].add(segment.sole_owner)
+        if segment.sole_owner is not None:
+            owned[segment.sole_owner, segment.group] += segment.fragments
+    assert all(len(ranks) == 1 for ranks in owners.values())
+    for fragments in owned.values():
+        stretches = [list(parts) for _, parts in itertools.groupby(fragments, key=lambda fragment: fragment.piece)]
+        assert len(stretches) == len({fragment.piece for fragment in fragments})
+        for parts in stretches:
+            assert [part.start for part in parts] == [0, *(part.stop for part in parts[:-1])]
+
+
+def test_owners_send_at_the_same_time() -> None:
+    """A bucket that is far too small for a matrix has a part of each owner's: none sends alone while others wait."""
+    tensors = [TensorInfo(f"w{index}", (30, 30), torch.float32, 0, is_whole=True) for index in range(8)]
+    plan = Plan("forward", "block", 4, 4, 0, (Unit("u", ()),), ((0, 1, 2, 3),), (0, 1, 2, 3))
+    segments = build_segments(tensors, plan, max_elements=400)
+    buckets = build_buckets(segments, Nodes.one(4), max_elements=400)
+    assert len(buckets) > len(tensors)
+    assert all({segment.sole_owner for segment in bucket.segments} == {0, 1, 2, 3} for bucket in buckets)
+    assert max(bucket_load(bucket, 4) for bucket in buckets) <= 400
+
+
+def bucket_load(bucket: Bucket, size: int) -> int:
+    """What the rank that packs most packs of it."""
+    routes = [routes_back(bucket, rank, Nodes.one(size), "holders")[1] for rank in range(size)]
+    return max(sum(half.splits) for route in routes for half in (route.sent, route.received))
 
 
 def packed(layout: Layout) -> list[tuple[int, int]]:
@@ -225,7 +263,9 @@ def test_nobody_packs_more_than_it_is_counted_with(seed: int, nodes: str, receiv
         for rank in range(8):
             load: defaultdict[str, float] = defaultdict(float)
             for segment in bucket.segments:
-                for (peer, which), amount in copies(layout.nodes, segment.holders, receivers).items():
+                for (peer, which), amount in copies(
+                    layout.nodes, segment.holders, receivers, segment.sole_owner
+                ).items():
                     load[which] += segment.num_elements * amount * (peer == rank)
             between, inside = routes_back(bucket, rank, layout.nodes, receivers)
             rounding = 8 * len(bucket.segments)
