@@ -83,7 +83,9 @@ class SubnetworkConfig(BaseModel):
         default="auto", description='"auto" (fewer bytes between nodes), "packed" or "spread"'
     )
     seed: int = Field(default=0, ge=0, description="a whole number of at least 0")
-    allow_optimizer: bool = Field(default=False, description="true or false")
+    allow_optimizer: bool | Literal["whole_tensors"] = Field(
+        default=False, description='true or false, or "whole_tensors" for one that updates each tensor by itself'
+    )
     check_agreement: bool = Field(default=False, description="true or false")
     checkpoint: CheckpointOptions = Field(
         default=CheckpointOptions(), description='a mapping such as {"asynchronous": true, "keep_last": 3}'

@@ -37,8 +37,12 @@ def resolved_config(config: Mapping[str, Any], read: HostConfig) -> dict[str, An
     return {**config, **values, "gradient_accumulation_steps": read.gradient_accumulation_steps}
 
 
-def optimizer_settings(engine: HostEngine) -> OptimizerSettings:
-    """Read when the engine builds its optimizer."""
+def optimizer_settings(engine: HostEngine, *, whole_tensors: bool) -> OptimizerSettings:
+    """Read when the engine builds its optimizer.
+
+    Args:
+        whole_tensors: whether the block says that any optimizer gets these.
+    """
     model_dtype, accumulation_dtype = engine.get_data_types()
     stage = int(engine.zero_optimization_stage())
     given = engine._config.zero_config.model_fields_set  # DeepSpeed's own defaults are one bucket for most models
@@ -58,6 +62,7 @@ def optimizer_settings(engine: HostEngine) -> OptimizerSettings:
         skip_overflow=skip_overflow,
         offload=Offload(bool(engine.zero_offload_optimizer().pin_memory)) if engine.zero_use_cpu_optimizer() else None,
         needs_norm=bool(engine.zero_compute_grad_norm()),
+        whole_tensors=whole_tensors,
     )
 
 

@@ -39,7 +39,7 @@ from sdp_deepspeed.masking.compiled import compile_in_place
 from sdp_deepspeed.masking.other_weights import OtherWeights
 from sdp_deepspeed.masking.replaced import KnownParameters
 from sdp_deepspeed.optimizer.optimizer import SubnetworkOptimizer
-from sdp_deepspeed.optimizer.param_groups import agree_on_groups
+from sdp_deepspeed.optimizer.param_groups import agree_on_groups, as_given
 from sdp_deepspeed.plan.plan import Plan
 from sdp_deepspeed.plan.shards import Shards
 from sdp_deepspeed.support.refusals import refuse_optimizer, refuse_shared_memory
@@ -137,19 +137,23 @@ class SubnetworkEngine(CheckpointCalls):
         self._deferred = None
 
     def _configure_optimizer(self, client_optimizer: Any, model_parameters: Any) -> None:
-        name = self.optimizer_name() if client_optimizer is None else type(client_optimizer).__name__
+        kind = self.optimizer_name() if client_optimizer is None else type(client_optimizer)
         if client_optimizer is None or isinstance(client_optimizer, torch.optim.Optimizer):
-            run_on_all_ranks(self.world, partial(refuse_optimizer, name, self.block))
+            run_on_all_ranks(self.world, partial(refuse_optimizer, kind, self.block))
         super()._configure_optimizer(client_optimizer, model_parameters)
 
+    def _configure_basic_optimizer(self, model_parameters: Any) -> Any:
+        with as_given(self._applied.model):
+            return super()._configure_basic_optimizer(model_parameters)
+
     def _do_optimizer_sanity_check(self, basic_optimizer: Any) -> str:
-        run_on_all_ranks(self.world, partial(refuse_optimizer, type(basic_optimizer).__name__, self.block))
+        run_on_all_ranks(self.world, partial(refuse_optimizer, type(basic_optimizer), self.block))
         return ZERO_OPTIMIZATION  # every stage and precision takes our optimizer
 
     def _configure_zero_optimizer(self, optimizer: Any) -> SubnetworkOptimizer:
         if optimizer is None:
             raise ValueError(_NO_OPTIMIZER)
-        settings = optimizer_settings(self)
+        settings = optimizer_settings(self, whole_tensors=self.block.allow_optimizer == "whole_tensors")
         wrapped = SubnetworkOptimizer(
             optimizer,
             agree_on_groups(optimizer, self._applied.model, self.dp_group, settings=settings),

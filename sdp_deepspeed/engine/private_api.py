@@ -24,6 +24,7 @@ PRIVATE_NAMES: tuple[tuple[str, str], ...] = (
     ("deepspeed.runtime.base_optimizer", "ZeROOptimizer.register_grad_acc_post_hook"),
     ("deepspeed.runtime.engine", "DeepSpeedEngine.__init__"),
     ("deepspeed.runtime.engine", "DeepSpeedEngine._broadcast_model"),
+    ("deepspeed.runtime.engine", "DeepSpeedEngine._configure_basic_optimizer"),
     ("deepspeed.runtime.engine", "DeepSpeedEngine._configure_checkpointing"),
     ("deepspeed.runtime.engine", "DeepSpeedEngine._configure_distributed_model"),
     ("deepspeed.runtime.engine", "DeepSpeedEngine._configure_optimizer"),

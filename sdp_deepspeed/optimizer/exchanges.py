@@ -1,10 +1,18 @@
-"""The two exchanges of an optimizer: gradients to their owners, and weights on their way back."""
+"""The two exchanges of an optimizer, gradients to their owners and weights on their way back; how stages average."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
+
+import torch
+
 from sdp_deepspeed.distributed.communicator import Communicator
+from sdp_deepspeed.exchange.averaging import Averaging, AveragingOptions
+from sdp_deepspeed.exchange.backward_averaging import BackwardAveraging
 from sdp_deepspeed.exchange.buffers import Buffers
 from sdp_deepspeed.exchange.exchange import Exchange
+from sdp_deepspeed.exchange.gradients import Gradients
+from sdp_deepspeed.exchange.step_averaging import StepAveraging
 from sdp_deepspeed.exchange.streams import streams_of
 from sdp_deepspeed.layout.buckets import build_buckets, build_segments, default_bucket_elements
 from sdp_deepspeed.layout.rank_model import RankModel
@@ -38,3 +46,29 @@ def build_exchanges(model: RankModel, dp_group: Communicator, settings: Optimize
         for limit in set(limits)
     }
     return exchanges[limits[0]], exchanges[limits[1]]
+
+
+def build_averaging(
+    exchange: Exchange,
+    gradients: Gradients,
+    options: AveragingOptions,
+    *,
+    settings: OptimizerSettings,
+    parameters: Mapping[str, torch.nn.Parameter],
+    needs_one_flat: Sequence[bool],
+) -> Averaging:
+    """As the stage says.
+
+    Args:
+        exchange: that of gradients.
+        parameters: the module's, by dense name.
+        needs_one_flat: of each param group, for `StepAveraging`.
+    """
+    if settings.stage < 2:
+        keeps_flats = settings.stage == 1
+        return StepAveraging(exchange, gradients, options, keeps_flats=keeps_flats, needs_one_flat=needs_one_flat)
+    dtypes = {parameter.dtype for parameter in parameters.values()}
+    has_one = len(dtypes) == 1 and not settings.accumulate_in_fp32
+    dtype = dtypes.pop() if has_one else torch.float32
+    dtype = torch.float32 if dtype == torch.float64 else dtype  # averages are fp32 at most, as at stage 1
+    return BackwardAveraging(exchange, gradients, options, parameters=parameters, dtype=dtype)

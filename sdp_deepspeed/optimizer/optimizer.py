@@ -7,35 +7,33 @@ happens during backward. Stage 0: the owner sends the average back and every hol
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any, NoReturn
 
 import torch
-from deepspeed.runtime.base_optimizer import ZeROOptimizer
 from deepspeed.runtime.fp16.loss_scaler import LossScaler, LossScalerBase
 
 from sdp_deepspeed.distributed.communicator import Communicator
-from sdp_deepspeed.exchange.averaging import Averages, Averaging, AveragingOptions, Pipeline, unscale
-from sdp_deepspeed.exchange.backward_averaging import BackwardAveraging
+from sdp_deepspeed.exchange.averaging import Averages, AveragingOptions, Pipeline, unscale
 from sdp_deepspeed.exchange.gradients import Gradients
-from sdp_deepspeed.exchange.step_averaging import StepAveraging
 from sdp_deepspeed.layout.buckets import Bucket
 from sdp_deepspeed.layout.fragments import Fragment
 from sdp_deepspeed.layout.nodes import Receivers
 from sdp_deepspeed.layout.rank_model import RankModel
 from sdp_deepspeed.layout.segments import Segment
 from sdp_deepspeed.messages import quoted
-from sdp_deepspeed.optimizer.exchanges import build_exchanges
+from sdp_deepspeed.optimizer.exchanges import build_averaging, build_exchanges
 from sdp_deepspeed.optimizer.fused import avoid_fused, prefer_fused
 from sdp_deepspeed.optimizer.host_step import HostStep
+from sdp_deepspeed.optimizer.host_surface import HostSurface
 from sdp_deepspeed.optimizer.settings import OptimizerSettings
 from sdp_deepspeed.optimizer.stepped_group import SteppedGroup, repoint
+from sdp_deepspeed.optimizer.whole_tensors import check_state, log_owners
 from sdp_deepspeed.tensor_parallel.group import TensorParallelGroup
 
 
-class SubnetworkOptimizer(ZeROOptimizer):
-    """Wraps an elementwise optimizer: averages over holders, steps, keeps holders identical.
+class SubnetworkOptimizer(HostSurface):
+    """Wraps an optimizer: averages over holders, steps, keeps holders identical.
 
     Every data-parallel rank must call `step`. At stages 0 and 1 gradients are local between `backward` and `step`; the
     exchange happens in `step`, so that any number of backward passes may come before it. At stage 2 every rank must
@@ -50,9 +48,6 @@ class SubnetworkOptimizer(ZeROOptimizer):
         loss_scaler: DeepSpeed's, for fp16; None scales by 1.
     """
 
-    custom_loss_scaler = False
-    torch_autocast_gradscaler = None
-
     def __init__(
         self,
         optimizer: torch.optim.Optimizer,
@@ -63,13 +58,11 @@ class SubnetworkOptimizer(ZeROOptimizer):
         tp_group: TensorParallelGroup | None = None,
         loss_scaler: LossScalerBase | None = None,
     ) -> None:
-        super().__init__()
-        self.optimizer = optimizer
+        super().__init__(optimizer, loss_scaler or LossScaler(scale=1.0))
         self.model = model
         self.settings = settings
         self.overflow = False
-        self.loss_scaler = loss_scaler or LossScaler(scale=1.0)
-        self.external_loss_scale: float | None = None
+        self._is_state_known = False
         self._global_grad_norm: float | None = None
         self._frozen_at_start: dict[str, torch.nn.Parameter] = {}  # though they are in a param group
         self._dp_group = dp_group
@@ -84,18 +77,24 @@ class SubnetworkOptimizer(ZeROOptimizer):
         self.exchange, self.weight_exchange = build_exchanges(model, dp_group, settings)
         self._host = HostStep.build(self.exchange.device, settings.offload)
         self.groups = [self._stepped_group(index) for index in range(len(optimizer.param_groups))]
-        self._averaging = self._averaging_of_stage(
+        self._averaging = build_averaging(
+            self.exchange,
+            self._gradients,
             AveragingOptions(
                 dp_group,
                 [group.num_elements for group in self.groups],
                 settings.needs_norm or settings.clip > 0 or settings.skip_overflow,
                 settings.max_in_flight,
                 tp_group,
-            )
+            ),
+            settings=settings,
+            parameters=self._parameters,
+            needs_one_flat=[not group.in_place for group in self.groups],
         )
 
     def install(self) -> None:
         """Hook gradients and take over the wrapped optimizer's param groups; called once, by every rank."""
+        log_owners(self.model)
         if self._tp_group is not None:
             self._tp_group.sum_partial_gradients(self._parameters)
         self._gradients.install()
@@ -112,26 +111,6 @@ class SubnetworkOptimizer(ZeROOptimizer):
         elif any(info.dtype != torch.float32 for info in self.model.tensors if info.trainable):  # on all ranks alike
             avoid_fused(self.optimizer)
 
-    def _averaging_of_stage(self, options: AveragingOptions) -> Averaging:
-        if self.settings.stage < 2:
-            return StepAveraging(
-                self.exchange,
-                self._gradients,
-                options,
-                keeps_flats=self.settings.stage == 1,
-                needs_one_flat=[not group.in_place for group in self.groups],
-            )
-        dtypes = {parameter.dtype for parameter in self._parameters.values()}
-        has_one = len(dtypes) == 1 and not self.settings.accumulate_in_fp32
-        dtype = dtypes.pop() if has_one else torch.float32
-        return BackwardAveraging(
-            self.exchange,
-            self._gradients,
-            options,
-            parameters=self._parameters,
-            dtype=torch.float32 if dtype == torch.float64 else dtype,  # averages are fp32 at most, as at stage 1
-        )
-
     def _stepped_group(self, index: int) -> SteppedGroup:
         fragments = [
             fragment
@@ -140,40 +119,14 @@ class SubnetworkOptimizer(ZeROOptimizer):
             if segment.group == index
             for fragment in shard
         ]
-        return SteppedGroup(fragments, self.model.views, self._host)
+        whole = {info.name: info.shape for info in self.model.tensors if info.group == index and info.is_whole}
+        return SteppedGroup(fragments, self.model.views, self._host, shapes=whole or None)
 
     def _stepped(self, bucket: Bucket) -> list[tuple[Segment, list[Fragment]]]:
         if self.settings.stage:
             return self.exchange.owned(bucket)
         rank = self._dp_group.rank
         return [(segment, list(segment.fragments)) for segment in bucket.segments if segment.held_by(rank)]
-
-    @property
-    def param_groups(self) -> list[dict[str, Any]]:
-        return self.optimizer.param_groups
-
-    @property
-    def state(self) -> Any:
-        return self.optimizer.state
-
-    @property
-    def loss_scale(self) -> float:
-        """What losses are multiplied by before backward."""
-        return self.loss_scaler.loss_scale if self.external_loss_scale is None else self.external_loss_scale
-
-    @property
-    def cur_scale(self) -> float:
-        """The name under which DeepSpeed's monitor asks for `loss_scale`."""
-        return self.loss_scale
-
-    def override_loss_scale(self, loss_scale: float) -> None:
-        """As DeepSpeed's: losses are scaled by this from now on."""
-        self.custom_loss_scaler = True
-        self.external_loss_scale = loss_scale
-
-    def needs_scaler(self) -> bool:
-        """Whether a loss must be scaled before backward: by `engine.backward`, or by `engine.scale`."""
-        return bool(self.loss_scaler.dynamic or self.loss_scale != 1.0)
 
     def begin_backward(self) -> None:
         """Every data-parallel rank calls it before each backward pass."""
@@ -192,9 +145,6 @@ class SubnetworkOptimizer(ZeROOptimizer):
     def end_backward(self) -> None:
         """Every data-parallel rank calls it after each backward pass."""
         self._averaging.end_backward()
-
-    def finalize_gradient_accumulation_boundary(self) -> None:
-        """Nothing: `step` takes whatever was accumulated (`managed_gradient_accumulation: false`)."""
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:
@@ -256,6 +206,9 @@ class SubnetworkOptimizer(ZeROOptimizer):
         if self._host is not None:
             self._host.wait()
         self.optimizer.step()
+        if not self._is_state_known:
+            self._is_state_known = True
+            check_state(self.optimizer, self.groups, self._dp_group)
         for group in self.groups:
             group.write_back()
         self._send_weights()
@@ -287,14 +240,3 @@ class SubnetworkOptimizer(ZeROOptimizer):
         """Take fp32 masters from the weights where those are no more the rounded masters: they came from outside."""
         for group in self.groups:
             group.reload_master()
-
-    def state_dict(self) -> NoReturn:
-        """Refused: this rank's share alone would be of use on the very same layout only."""
-        raise RuntimeError(
-            "SubnetworkOptimizer has no state dict of its own: a rank owns only a share of the state. Save with "
-            "engine.save_checkpoint and load with engine.load_checkpoint, on any layout"
-        )
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> NoReturn:
-        """Refused, as `state_dict`."""
-        self.state_dict()

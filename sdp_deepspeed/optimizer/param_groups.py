@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 
 import torch
@@ -13,6 +14,7 @@ from sdp_deepspeed.distributed.communicator import Communicator
 from sdp_deepspeed.layout.rank_model import RankModel
 from sdp_deepspeed.optimizer.settings import OptimizerSettings
 from sdp_deepspeed.optimizer.stepped_group import check_fresh
+from sdp_deepspeed.optimizer.whole_tensors import mark_whole
 from sdp_deepspeed.plan.tensors import NOT_OPTIMIZED, TensorInfo
 
 
@@ -32,7 +34,8 @@ def agree_on_groups(
 
     def lay_out() -> list[TensorInfo]:
         check_fresh(optimizer)
-        return _with_groups(model.tensors, model.parameters(), optimizer)
+        grouped = _with_groups(model.tensors, model.parameters(), optimizer)
+        return mark_whole(grouped, model, optimizer, every_group=settings.whole_tensors)
 
     tensors = run_on_all_ranks(dp_group, lay_out)
     options = [{key: value for key, value in group.items() if key != "params"} for group in optimizer.param_groups]
@@ -41,6 +44,21 @@ def agree_on_groups(
     if len(set(digests)) > 1:
         raise RuntimeError(_difference(dp_group.gather_objects(texts)))
     return replace(model, tensors=tuple(tensors))
+
+
+@contextmanager
+def as_given(model: RankModel) -> Iterator[None]:
+    """Parameters that this rank lacks require gradients if they did before units were dropped: who sorts them into
+    param groups (DeepSpeed's Muon) must do it alike on all ranks."""
+    parameters = model.parameters()
+    lacking = [p for info in model.tensors if info.trainable and not (p := parameters[info.name]).requires_grad]
+    for parameter in lacking:
+        parameter.requires_grad_(True)
+    try:
+        yield
+    finally:
+        for parameter in lacking:
+            parameter.requires_grad_(False)
 
 
 def _with_groups(

@@ -34,6 +34,7 @@ class OptimizerSettings:
         skip_overflow: leave a step out on all ranks when any rank's gradient is not finite.
         offload: where masters and moments live, None on the device of the weights.
         needs_norm: without it, clipping and `skip_overflow` no norm is computed (`compute_grad_norm`).
+        whole_tensors: give any optimizer whole tensors, not only those that are known to need them (`allow_optimizer`).
     """
 
     stage: int
@@ -46,6 +47,7 @@ class OptimizerSettings:
     skip_overflow: bool = False
     offload: Offload | None = None
     needs_norm: bool = True
+    whole_tensors: bool = False
 
     def __post_init__(self) -> None:
         assert self.stage in (0, 1, 2), f"ZeRO stage {self.stage!r} is refused at start"

@@ -1,18 +1,20 @@
 """What the wrapped optimizer steps on this rank: views of fp32 weights, or a flat fp32 master.
 
 An elementwise optimizer does not care how elements are cut, so a rank hands it only the fragments that
-it owns (stage 1) or holds (stage 0).
+it owns (stage 1) or holds (stage 0). One that needs whole tensors gets those that this rank owns, or holds.
 """
 
 from __future__ import annotations
 
+import itertools
+import math
 from collections.abc import Collection, Hashable, Mapping, Sequence
 from typing import Any
 
 import torch
 
 from sdp_deepspeed.layout.cuts import Cuts, one_after_the_other
-from sdp_deepspeed.layout.fragments import Fragment, Transfer, Views, locations, read
+from sdp_deepspeed.layout.fragments import Fragment, Transfer, Views, locations, num_elements, read
 from sdp_deepspeed.optimizer.host_step import HostStep
 from sdp_deepspeed.units import Piece
 
@@ -26,32 +28,65 @@ def _can_view(cuts: Cuts, weights: Views) -> bool:
 class SteppedGroup:
     """One optimizer param group on this rank.
 
-    fp32 weights are stepped in place: no second copy exists. Lower precision and offload keep one flat fp32 master.
+    fp32 weights are stepped in place: no second copy exists. Lower precision and offload keep one flat fp32 master. An
+    optimizer of whole tensors gets views of either, shaped as in the dense model.
 
     Args:
         fragments: what this rank steps, in the order of its flat gradient.
         weights: the module's.
         host: the optimizer's, if it steps in host memory; None to step on the device of the weights.
+        shapes: of dense tensors by name, if the optimizer gets whole ones, of which `fragments` are all; None if it
+            steps each element by itself.
     """
 
-    def __init__(self, fragments: Sequence[Fragment], weights: Views, host: HostStep | None = None) -> None:
-        self.fragments = list(fragments)
+    def __init__(
+        self,
+        fragments: Sequence[Fragment],
+        weights: Views,
+        host: HostStep | None = None,
+        *,
+        shapes: Mapping[str, Sequence[int]] | None = None,
+    ) -> None:
+        self.fragments = list(fragments) if shapes is None else joined(fragments)
         self.sizes = [fragment.num_elements for fragment in self.fragments]
         self.num_elements = sum(self.sizes)
+        self.is_whole = shapes is not None
         self._weights = weights
         self._host = host
         self._cuts = Cuts(list(zip(locations(weights, self.fragments), self.sizes, strict=True)))
         self._transfer = Transfer(self.fragments, one_after_the_other(self.sizes))
         self.in_place = host is None and _can_view(self._cuts, weights)
+        self._shapes = self._shapes_of_tensors(shapes)
+        self._master: torch.Tensor | None = None
         self.tensors = self._make_tensors()
         self._chunks = [] if host is None else host.chunks(self.fragments, self._dtype_of)
+
+    def _shapes_of_tensors(self, shapes: Mapping[str, Sequence[int]] | None) -> list[tuple[int, ...]]:
+        """A number has the shape [1]: else its moment would look like a step count."""
+        if shapes is not None:
+            return [tuple(shapes[fragment.piece.parameter]) or (1,) for fragment in self.fragments]
+        if self.in_place:
+            return [(size,) for size in self.sizes]
+        return [(self.num_elements,)] if self.fragments else []
 
     def _make_tensors(self) -> list[torch.nn.Parameter]:
         if not self.fragments:
             return []
         if self.in_place:
-            return [torch.nn.Parameter(view) for view in self._views()]
-        return [torch.nn.Parameter(self._new_master(self._flat_weights()))]
+            return [torch.nn.Parameter(view) for view in self._shaped(self._views())]
+        self._master = self._new_master(self._flat_weights())
+        return [torch.nn.Parameter(view) for view in self._shaped(self._parts([self._master]))]
+
+    def _shaped(self, flats: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
+        if not self.is_whole:
+            return flats
+        return [flat.view(shape) for flat, shape in zip(flats, self._shapes, strict=True)]
+
+    def places(self) -> list[tuple[int, int]]:
+        """Of each fragment: in which of `tensors` it is, and at which element it begins there."""
+        if self.in_place or self.is_whole:
+            return [(index, 0) for index in range(len(self.fragments))]
+        return [(0, start) for start in itertools.accumulate(self.sizes[:-1], initial=0)] if self.fragments else []
 
     def _new_master(self, values: Sequence[torch.Tensor]) -> torch.Tensor:
         """Fragments in a flat fp32 tensor."""
@@ -88,30 +123,33 @@ class SteppedGroup:
         return self._weight(self._cuts.tensors[0]).device
 
     def set_flat_gradient(self, *stretches: torch.Tensor) -> None:
-        """Give the optimizer its gradient, without a copy on its own device; after `HostStep.wait` where that is the
-        host.
+        """Give the optimizer its gradient, without a copy on its own device, but for a whole tensor that several
+        stretches have parts of; after `HostStep.wait` where that is the host.
 
         Args:
             stretches: fp32, together [num_elements]; one, or in place any number of whole fragments.
         """
         if not self.fragments:  # of this param group other ranks own everything
             return
-        parts: list[torch.Tensor] = self._parts(stretches) if self.in_place else list(stretches)
         if self._host is not None:
             (flat,) = stretches
-            parts = [self._host.receive(flat, id(self))]
-        for tensor, part in zip(self.tensors, parts, strict=True):
+            stretches = (self._host.receive(flat, id(self)),)
+        for tensor, part in zip(self.tensors, self._shaped(self._parts(stretches)), strict=True):
             tensor.grad = part
 
     def _parts(self, stretches: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """Each fragment's part of the gradient."""
-        sizes, parts = iter(self.sizes), list[torch.Tensor]()
-        for stretch in stretches:
-            start = 0
-            while start < stretch.numel():
-                size = next(sizes)
-                parts.append(stretch.narrow(0, start, size))
-                start += size
+        """Each tensor's part of flat stretches that have them one after the other."""
+        coming, parts = iter(stretches), list[torch.Tensor]()
+        head, start = next(coming), 0
+        for shape in self._shapes:
+            size, found = math.prod(shape), list[torch.Tensor]()
+            while size:
+                if start == head.numel():
+                    head, start = next(coming), 0
+                taken = min(size, head.numel() - start)
+                found.append(head.narrow(0, start, taken))
+                size, start = size - taken, start + taken
+            parts.append(found[0] if len(found) == 1 else torch.cat(found))
         return parts
 
     def set_gradients(self, gradients: Views, frozen: Collection[str] = ()) -> None:
@@ -126,9 +164,10 @@ class SteppedGroup:
         if self.in_place:
             stretches = read(gradients, self._cuts, device=self._device)
         else:
-            stretches = [torch.empty_like(self.tensors[0])]
-            self._transfer.gather(gradients, stretches)
-        for tensor, stretch in zip(self.tensors, stretches, strict=True):
+            flat = torch.empty_like(self._flat_master)
+            self._transfer.gather(gradients, [flat])
+            stretches = self._parts([flat])
+        for tensor, stretch in zip(self.tensors, self._shaped(stretches), strict=True):
             tensor.grad = stretch
         if frozen and self.in_place:
             here = [i for i, fragment in enumerate(self.fragments) if fragment.piece.parameter in frozen]
@@ -140,8 +179,13 @@ class SteppedGroup:
     def link(self) -> None:
         """Point views at the weights' present storage: others replace `param.data` behind us."""
         if self.in_place:
-            for tensor, view in zip(self.tensors, self._views(), strict=True):
+            for tensor, view in zip(self.tensors, self._shaped(self._views()), strict=True):
                 tensor.data = view
+
+    @property
+    def _flat_master(self) -> torch.Tensor:
+        assert self._master is not None, "stepped in place, or nothing is stepped"
+        return self._master
 
     def write_back(self) -> None:
         """Round the stepped master into the weights and drop the gradients."""
@@ -149,20 +193,31 @@ class SteppedGroup:
             tensor.grad = None
         if not self.fragments or self.in_place:
             return
-        master = self.tensors[0].detach()
         if self._host is None or not self._host.is_elsewhere:
-            self._transfer.scatter([master], self._weights)
+            self._transfer.scatter([self._flat_master], self._weights)
             return
-        for chunk, values in self._host.send(master, self._chunks):
+        for chunk, values in self._host.send(self._flat_master, self._chunks):
             chunk.transfer.scatter([values], self._weights)
 
     def reload_master(self) -> None:
         """Take the master from the weights where they are no more the rounded master: they came from outside."""
         if self.fragments and not self.in_place:
-            masters = self.tensors[0].detach().split(self.sizes)
+            masters = self._flat_master.split(self.sizes)
             for master, weight in zip(masters, self._flat_weights(), strict=True):
                 rounded = weight.to(master.device)
                 master.copy_(torch.where(master.to(rounded.dtype) == rounded, master, rounded.float()))
+
+
+def joined(fragments: Sequence[Fragment]) -> list[Fragment]:
+    """The whole pieces that fragments are parts of, in the order of their first parts."""
+    pieces: dict[Piece, list[Fragment]] = {}
+    for fragment in fragments:
+        pieces.setdefault(fragment.piece, []).append(fragment)
+    wholes = [Fragment(piece, 0, num_elements(parts)) for piece, parts in pieces.items()]
+    for whole in wholes:
+        starts = itertools.accumulate((part.num_elements for part in pieces[whole.piece]), initial=0)
+        assert all(part.start == start for part, start in zip(pieces[whole.piece], starts, strict=False)), whole
+    return wholes
 
 
 def repoint(optimizer: torch.optim.Optimizer, groups: Sequence[SteppedGroup]) -> None:

@@ -9,21 +9,10 @@ from collections.abc import Mapping
 from typing import Any
 
 from sdp_deepspeed.config import KEY
+from sdp_deepspeed.support.optimizers import is_known
 from sdp_deepspeed.support.rows import Condition, Tree, lookup
 
 DEFAULT_CLIPPING = 1.0  # DeepSpeed's, for a config without `gradient_clipping`
-ELEMENTWISE_OPTIMIZERS = (
-    "Adam",
-    "AdamW",
-    "FusedAdam",
-    "DeepSpeedCPUAdam",
-    "SGD",
-    "Adagrad",
-    "DeepSpeedCPUAdagrad",
-    "Lion",
-    "FusedLion",
-    "DeepSpeedCPULion",
-)
 
 
 def equals(*values: Any) -> Condition:
@@ -96,15 +85,9 @@ def autocasts_below_bf16(value: Any, tree: Tree) -> bool:
     return is_enabled(value, tree) and (not isinstance(value, Mapping) or _dtype(value.get("dtype")) != "bf16")
 
 
-def is_not_elementwise(value: Any, tree: Tree) -> bool:
-    """An optimizer outside the list, without permission."""
-    allowed = bool(lookup(tree, f"{KEY}.allow_optimizer"))
-    return value is not None and not allowed and not is_elementwise(str(value))
-
-
-def is_elementwise(name: str) -> bool:
-    """Whether an optimizer's name (DeepSpeed's `optimizer.type`, or a class name) is in the list."""
-    return name.lower() in {known.lower() for known in ELEMENTWISE_OPTIMIZERS}
+def is_unknown_optimizer(value: Any, tree: Tree) -> bool:
+    """An optimizer outside the lists, without permission."""
+    return value is not None and not lookup(tree, f"{KEY}.allow_optimizer") and not is_known(str(value))
 
 
 def _model_dtype(tree: Tree) -> str:

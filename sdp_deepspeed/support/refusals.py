@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from sdp_deepspeed.config import KEY, SubnetworkConfig
-from sdp_deepspeed.support.conditions import ELEMENTWISE_OPTIMIZERS, is_elementwise
+from sdp_deepspeed.support.optimizers import ELEMENTWISE_OPTIMIZERS, is_known
 from sdp_deepspeed.support.rows import Row
 from sdp_deepspeed.support.table import matching_rows
 
@@ -105,20 +105,24 @@ def _overlap(one: Any, other: Any) -> bool:
     return False
 
 
-def refuse_optimizer(name: str, config: SubnetworkConfig) -> None:
-    """Refuse an optimizer that is not known to be elementwise.
+def refuse_optimizer(kind: str | type[Any], config: SubnetworkConfig) -> None:
+    """Refuse an optimizer of which nobody knows what it must see of a tensor.
 
     Args:
-        name: DeepSpeed's `optimizer.type`, or the class name of a client optimizer.
+        kind: DeepSpeed's `optimizer.type`, or the class of a client optimizer.
         config: the block.
 
     Raises:
-        ValueError: it is outside the list, and `allow_optimizer` is not set.
+        ValueError: it is outside the lists, and `allow_optimizer` is not set.
     """
-    if not config.allow_optimizer and not is_elementwise(name):
+    if not config.allow_optimizer and not is_known(kind):
+        name = kind if isinstance(kind, str) else kind.__name__
+        home = "" if isinstance(kind, str) else f" of {kind.__module__}"
         raise ValueError(
-            f"optimizer {name!r} is not known to update each element by itself, and each owner steps a flat part of a "
-            f"unit; use one of {', '.join(ELEMENTWISE_OPTIMIZERS)}, or set {KEY}.allow_optimizer to true if yours does"
+            f"optimizer {name!r}{home} is not known to update each element, or each tensor, by itself, and ranks own "
+            f"parts of a unit; use one of {', '.join(ELEMENTWISE_OPTIMIZERS)}, PyTorch's or DeepSpeed's Muon, "
+            f"Adafactor, Lamb, or set {KEY}.allow_optimizer to true if yours updates each element by itself, to "
+            '"whole_tensors" if it updates each tensor by itself'
         )
 
 

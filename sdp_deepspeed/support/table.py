@@ -7,7 +7,6 @@ from typing import Any
 
 from sdp_deepspeed.config import KEY, SubnetworkConfig
 from sdp_deepspeed.support.conditions import (
-    ELEMENTWISE_OPTIMIZERS,
     at_stages,
     autocasts_below_bf16,
     clips_without_norm,
@@ -17,14 +16,15 @@ from sdp_deepspeed.support.conditions import (
     has_device,
     is_above_one,
     is_enabled,
-    is_not_elementwise,
     is_on,
     is_present,
+    is_unknown_optimizer,
     overlaps_unmanaged,
     scales_backward_branches,
     sums_in_fp32,
     sums_in_third_dtype,
 )
+from sdp_deepspeed.support.optimizers import ELEMENTWISE_OPTIMIZERS, WHOLE_TENSOR_OPTIMIZERS
 from sdp_deepspeed.support.rows import Condition, Row, lookup, normalized
 
 
@@ -211,14 +211,28 @@ _REST = (
     _refused("DeepCompile", "compile.deepcompile", True, is_on),
     _refused("data efficiency (curriculum, random-LTD)", "data_efficiency", {"enabled": True}, is_enabled),
     _refused("autotuning", "autotuning", {"enabled": True}, is_enabled, "it tries stages and sizes of its own"),
-    _works("elementwise optimizers", "optimizer.type", "AdamW"),
+    _works("optimizers of single elements", "optimizer.type", "AdamW"),
+    _works("optimizers of whole tensors: Muon, Adafactor, Lamb", "optimizer.type", "Adafactor"),
+    Row(
+        "optimizers of whole tensors, of what neuron units or tensor-parallel ranks cut",
+        "",
+        "refused",
+        note='no rank has all of a tensor; use the block strategy, or `"use_muon": False` for those param groups',
+    ),
+    _refused(
+        "Muon of single attention heads",
+        "optimizer.params.per_head_muon",
+        True,
+        is_on,
+        "the optimizer's own step takes whole matrices; remove the key",
+    ),
     _refused(
         "other optimizers",
         "optimizer.type",
-        "Lamb",
-        is_not_elementwise,
-        f"each owner steps a flat part of a unit; use one of {', '.join(ELEMENTWISE_OPTIMIZERS)}, or set {_ALLOW} if "
-        "yours updates each element by itself",
+        "OneBitAdam",
+        is_unknown_optimizer,
+        f"use one of {', '.join(ELEMENTWISE_OPTIMIZERS + WHOLE_TENSOR_OPTIMIZERS)}, or set {_ALLOW}: true if yours "
+        'updates each element by itself, "whole_tensors" if each tensor',
     ),
     _hint("permission for untested optimizers", "zero_allow_untested_optimizer", True, None, f"{_ALLOW} decides"),
     _hint("legacy fusion in the optimizer", "optimizer.legacy_fusion", True, is_on, _MASTERS),

@@ -177,6 +177,7 @@ def test_unknown_key_like_no_other_lists_all() -> None:
         ("evaluation", "residant", '"resident", "prefetch" or "stream"'),
         ("evaluation", True, '"auto" (resident where memory allows'),
         ("allow_optimizer", 1, "true or false"),
+        ("allow_optimizer", "whole", 'or "whole_tensors"'),
         ("check_agreement", "true", "true or false"),
     ],
 )

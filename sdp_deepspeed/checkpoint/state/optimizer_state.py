@@ -9,6 +9,7 @@ import torch
 
 from sdp_deepspeed.checkpoint.state.chunks import StateDict
 from sdp_deepspeed.checkpoint.state.rank_chunks import RankChunks, locate
+from sdp_deepspeed.checkpoint.state.whole_state import is_tensor_state, moments_of, new_whole_state, whole_state
 from sdp_deepspeed.checkpoint.storage.names import MASTER, WEIGHT
 from sdp_deepspeed.layout.fragments import Fragment
 from sdp_deepspeed.optimizer.fused import HOW
@@ -58,6 +59,10 @@ class OptimizerState:
                 continue
             if not group.in_place:
                 self._add(result, MASTER, fragments, find, group.tensors)
+            if group.is_whole:
+                owned = {fragment.piece for fragment in fragments}
+                result |= whole_state(group, self._optimizer.state, owned, self._rank_chunks)
+                continue
             states = self._states(group)
             for key in _moments(states, group):
                 # Zeros for what was frozen before its first step (stage 0).
@@ -149,20 +154,28 @@ class OptimizerState:
         first = 0
         for group, find in zip(self._groups, self._finders, strict=True):
             names = list(dict.fromkeys(fragment.piece.parameter for fragment in group.fragments))
-            moments = _same({tuple(_moments_of(name, stored)) for name in names}, names, "optimizer state")
             counts = _same_counts([_counts_of(name, metadata) for name in names], names)
-            values = [{key: torch.empty_like(tensor.detach()) for key in moments or ()} for tensor in group.tensors]
-            for key in moments or ():
-                self._add(targets, key, group.fragments, find, [state[key] for state in values])
+            if group.is_whole:
+                own_targets, values = new_whole_state(group, stored, self._rank_chunks)
+                targets |= own_targets
+            else:
+                moments = _same({tuple(moments_of(name, stored)) for name in names}, names, "optimizer state")
+                values = [{key: torch.empty_like(tensor.detach()) for key in moments or ()} for tensor in group.tensors]
+                for key in moments or ():
+                    self._add(targets, key, group.fragments, find, [state[key] for state in values])
             for index, state in enumerate(values):
                 states[first + index] = state | self._as_optimizer_counts(counts)
             first += len(group.tensors)
         return targets, {"state": states, "param_groups": self._options(metadata)}
 
     def _as_optimizer_counts(self, counts: Mapping[str, float] | None) -> dict[str, Any]:
-        """PyTorch's optimizers count in tensors, DeepSpeed's in integers."""
-        is_deepspeeds = type(self._optimizer.optimizer).__module__.startswith("deepspeed")
-        return {key: int(value) if is_deepspeeds else _count(value) for key, value in (counts or {}).items()}
+        """PyTorch's optimizers count in tensors, DeepSpeed's in integers, others as they did when they were saved."""
+        optimizer: Any = self._optimizer.optimizer
+        home = type(getattr(optimizer, "aux_optimizer", None) or optimizer).__module__  # Muon counts in its Adam only
+        if home.startswith("deepspeed"):
+            return {key: int(value) for key, value in (counts or {}).items()}
+        keeps = not home.startswith("torch.")
+        return {k: v if keeps and isinstance(v, int) else _count(v) for k, v in (counts or {}).items()}
 
     def _options(self, metadata: Mapping[str, Any]) -> list[dict[str, Any]]:
         """Of the param groups: those of the checkpoint, as far as this optimizer has them, if both group alike."""
@@ -182,7 +195,12 @@ class OptimizerState:
 
     def restore(self, state: Mapping[str, Any], metadata: Mapping[str, Any]) -> None:
         """Give the wrapped optimizer what `new_moments` made, and the scaler its state."""
-        self._optimizer.optimizer.load_state_dict(dict(state))
+        optimizer = self._optimizer.optimizer
+        optimizer.load_state_dict(dict(state))
+        tensors = [tensor for group in self._groups for tensor in group.tensors]
+        for index, own in state["state"].items():  # PyTorch makes floats of what is none, such as moments of 8 bits
+            exact = {k: v for k, v in own.items() if torch.is_tensor(v) and not v.is_floating_point()}
+            optimizer.state[tensors[index]].update(exact)
         scaler = metadata["loss_scaler"]
         if self._optimizer.loss_scaler.dynamic and scaler.get("dynamic", True):  # not the 1 of a run in bf16 or fp32
             vars(self._optimizer.loss_scaler).update(scaler)
@@ -213,24 +231,19 @@ def _count(value: float) -> torch.Tensor:
 def _counts(states: Sequence[Mapping[str, Any]], group: SteppedGroup) -> dict[str, float]:
     """State that is one number for a tensor: the highest in a group, whose tensors are stepped together. DeepSpeed's
     FusedAdam counts in the last of them only, and what was frozen for a while (stage 0) is behind."""
-    moments, found = _moments(states, group), dict[str, list[Any]]()
+    moments, found = [] if group.is_whole else _moments(states, group), dict[str, list[Any]]()
     for key, value in (item for state in states for item in state.items()):
-        if key not in moments and value is not None:
+        if key not in moments and value is not None and not (group.is_whole and is_tensor_state(value)):
             found.setdefault(key, []).append(value)
     return {key: _highest(values) for key, values in found.items()}
 
 
 def _highest(values: Sequence[Any]) -> float:
-    """The host waits once for all: with a fused kernel each tensor has its count on the GPU."""
+    """The host waits once for all: with a fused kernel each tensor has its count on the GPU. An integer stays one."""
     if all(map(torch.is_tensor, values)):
         return float(torch.stack([value.to(values[0].device).reshape(()) for value in values]).max())
-    return float(max(values))
-
-
-def _moments_of(name: str, stored: Mapping[str, Any]) -> list[str]:
-    end = f"/{name}"
-    keys = (key.removesuffix(end) for key in stored if key.endswith(end))
-    return sorted(key for key in keys if key not in (WEIGHT, MASTER) and "/" not in key)
+    highest = max(values)
+    return highest if isinstance(highest, int) else float(highest)
 
 
 def _counts_of(name: str, metadata: Mapping[str, Any]) -> Mapping[str, float]:

@@ -137,17 +137,14 @@ class RankChunks:
 def locate(group: SteppedGroup) -> Callable[[Fragment, Sequence[torch.Tensor]], torch.Tensor]:
     """From a fragment of what `group` steps, and tensors laid out like `group.tensors`, to the fragment's values."""
     positions: dict[Piece, list[tuple[Fragment, int, int]]] = {}
-    offset = 0
-    for index, fragment in enumerate(group.fragments):
-        where = (index, 0) if group.in_place else (0, offset)
+    for fragment, where in zip(group.fragments, group.places(), strict=True):
         positions.setdefault(fragment.piece, []).append((fragment, *where))
-        offset += fragment.stop - fragment.start
 
     def find(fragment: Fragment, tensors: Sequence[torch.Tensor]) -> torch.Tensor:
         for stepped, index, begin in positions[fragment.piece]:
             if stepped.start <= fragment.start and fragment.stop <= stepped.stop:
                 start = begin + fragment.start - stepped.start
-                return tensors[index].detach().narrow(0, start, fragment.stop - fragment.start)
+                return tensors[index].detach().view(-1).narrow(0, start, fragment.stop - fragment.start)
         raise AssertionError(f"{fragment} is not stepped here")
 
     return find

@@ -136,8 +136,8 @@ def others_are_refused(rank: Rank) -> None:
     given = torch.optim.RMSprop(model.parameters(), lr=1e-3)
     refusal(ValueError, lambda: engine_of(settings, model, optimizer=given), "RMSprop", "allow_optimizer")
     refusal(ValueError, lambda: engine_of(settings, llama(), optimizer=torch.optim.RMSprop), "RMSprop")
-    named = config(holders=1) | {"optimizer": {"type": "Lamb", "params": {}}}
-    refusal(ValueError, lambda: engine_of(named), "Lamb", "allow_optimizer")
+    named = config(holders=1) | {"optimizer": {"type": "MuAdam", "params": {}}}
+    refusal(ValueError, lambda: engine_of(named), "MuAdam", "allow_optimizer")
     refusal(ValueError, lambda: engine_of(settings, llama()), "needs an optimizer")
 
 

@@ -154,6 +154,47 @@ def test_what_all_holders_froze_is_not_stepped() -> None:
     assert flat_gradient(group) == [0.0] * 13 + [30.0]
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_whole_tensors_have_their_shapes(dtype: torch.dtype) -> None:
+    """Also where their parts are in several segments, whose averages are apart (in place) or side by side."""
+    views, shapes = weights(dtype), {"w": (4, 3), "b": (2,)}
+    before = {name: tensor.detach().float().clone() for name, tensor in views.tensors.items()}
+    group = SteppedGroup([Fragment(WHOLE, 0, 7), Fragment(WHOLE, 7, 12), Fragment(BIAS, 0, 2)], views, shapes=shapes)
+    assert group.fragments == [Fragment(WHOLE, 0, 12), Fragment(BIAS, 0, 2)]
+    assert [tuple(tensor.shape) for tensor in group.tensors] == [(4, 3), (2,)]
+    flat = torch.arange(1.0, 15.0)
+    group.set_flat_gradient(*(flat.split([7, 5, 2]) if group.in_place else [flat]))
+    assert [None if t.grad is None else t.grad.tolist() for t in group.tensors] == [
+        [[1, 2, 3], [4, 5, 6], [7, 8, 9], [10, 11, 12]],
+        [13, 14],
+    ]
+    torch.optim.SGD(group.tensors, lr=1.0).step()
+    group.write_back()
+    assert torch.equal(views.tensors["w"].float(), before["w"] - flat[:12].view(4, 3))
+    assert torch.equal(views.tensors["b"].float(), before["b"] - flat[12:])
+    views.tensors["w"].data = views.tensors["w"].data.clone() + 1
+    group.link()
+    group.reload_master()
+    assert torch.equal(group.tensors[0], views.tensors["w"].float())
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_whole_tensors_of_stage_0(dtype: torch.dtype) -> None:
+    """What this rank steps may be in any order of parts; a number is stepped as a list of one."""
+    parameters = parameters_of(dtype) | {"s": nn.Parameter(torch.tensor(3.0, dtype=dtype))}
+    gradients = {"w": torch.arange(12.0).view(4, 3), "b": torch.tensor([20.0, 30.0]), "s": torch.tensor(40.0)}
+    number = Fragment(Piece("s", None, 0, 1), 0, 1)
+    fragments = [Fragment(WHOLE, 0, 5), Fragment(BIAS, 0, 2), number, Fragment(WHOLE, 5, 12)]
+    shapes = {name: tuple(tensor.shape) for name, tensor in parameters.items()}
+    group = SteppedGroup(fragments, PieceViews(parameters), shapes=shapes)
+    group.set_gradients(PieceViews(gradients))
+    assert [None if t.grad is None else t.grad.tolist() for t in group.tensors] == [
+        gradients["w"].tolist(),
+        [20, 30],
+        [40],
+    ]
+
+
 def flat_gradient(group: SteppedGroup) -> list[float]:
     found: list[float] = torch.cat([tensor.grad for tensor in group.tensors if tensor.grad is not None]).tolist()
     return found

@@ -24,7 +24,7 @@ OVERLAP = {"zero_optimization": {"stage": 1, "overlap_comm": True}}
         (conditions.is_present, [{}, False, 0], [None]),
         (conditions.is_above_one, [2], [1, 0, None, "2"]),
         (conditions.has_device("cpu"), [{"device": "cpu"}], [{"device": "nvme"}, {"device": "none"}, {}, None, "cpu"]),
-        (conditions.is_not_elementwise, ["Lamb", "AdamX"], ["adamw", "AdamW", None]),
+        (conditions.is_unknown_optimizer, ["MuAdam", "AdamX"], ["adamw", "AdamW", "muon", None]),
         (
             conditions.autocasts_below_bf16,
             [{"enabled": True}, {"enabled": True, "dtype": "torch.float16"}, True],
@@ -56,7 +56,7 @@ def test_questions_about_a_value(condition: Condition, yes: list[Any], no: list[
         (conditions.sums_in_fp32, "float32", BF16, {}),
         (conditions.sums_in_third_dtype, "fp16", BF16, {"fp16": {"enabled": True}}),
         (conditions.overlaps_unmanaged, False, OVERLAP, {}),
-        (conditions.is_not_elementwise, "Lamb", {}, {KEY: {"allow_optimizer": True}}),
+        (conditions.is_unknown_optimizer, "MuAdam", {}, {KEY: {"allow_optimizer": True}}),
         (conditions.clips_without_norm, False, {"gradient_clipping": 0.5}, {"gradient_clipping": 0}),
     ],
 )
