@@ -263,6 +263,7 @@ HALF = (
     Case(2, 1, stage=1, optimizer="Muon", precision="bf16", buckets="many"),
     Case(2, 1, stage=2, optimizer="Muon", precision="bf16+fp32", accumulation=3, regime="backward"),
     Case(2, 2, stage=1, optimizer="Muon", precision="bf16", offload="cpu", overlap=True),
+    Case(2, 1, stage=2, optimizer="Muon", precision="fp16"),
 )
 
 
