@@ -13,8 +13,8 @@ layers that its neurons or heads run through:
     inner=architectures.InnerLayers((architectures.Cut("up", dim=0), architectures.Cut("down", dim=1, is_output=True)))
 """
 
-from sdp_deepspeed.architectures.branch import Branch, Cut, InnerLayers
-from sdp_deepspeed.architectures.decoders import DECODERS
+from sdp_deepspeed.architectures.branch import Branch, Cut, Form, InnerLayers
+from sdp_deepspeed.architectures.families import FAMILIES
 from sdp_deepspeed.architectures.located_branch import LocatedBranch, locate_branches
 from sdp_deepspeed.architectures.registry import branches_of, register
 from sdp_deepspeed.architectures.strategies import (
@@ -30,12 +30,13 @@ Site = LocatedBranch
 find_sites = locate_branches
 units_of_sites = units_of_branches
 
-for _layer_class, _branches in DECODERS.items():
-    register(_layer_class, *_branches)
+for _layer_class, _description in FAMILIES.items():
+    register(_layer_class, *_description)
 
 __all__ = [
     "Branch",
     "Cut",
+    "Form",
     "Inner",
     "InnerLayers",
     "LocatedBranch",

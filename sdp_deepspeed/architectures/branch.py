@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import reduce
+from typing import Any
+
+from torch import nn
 
 
 @dataclass(frozen=True)
@@ -12,30 +17,39 @@ class Cut:
     Args:
         module: submodule of the body, with a `weight` and perhaps a `bias`.
         dim: stored dimension of the weight that runs over the neurons or heads.
-        blocks: equal blocks stacked along `dim`, each of which runs over all heads (3 for GPT-2's `c_attn`: queries,
-            keys, values). A projection that interleaves them per head (GPT-NeoX) is one block.
+        blocks: blocks stacked along `dim`, each of which runs over all heads: the number of equal ones (3 for GPT-2's
+            `c_attn`: queries, keys, values), or, if they differ, for each the attribute path of the body with a number
+            that its width is in proportion to (Phi-3's `qkv_proj`). A projection that interleaves them per head
+            (GPT-NeoX) is one block.
         is_output: whether this is the branch's output projection, whose bias all workers share.
+        optional: whether a body may lack the module.
     """
 
     module: str
     dim: int
-    blocks: int = 1
+    blocks: int | tuple[str, ...] = 1
     is_output: bool = False
+    optional: bool = False
 
 
 @dataclass(frozen=True)
 class InnerLayers:
     """What the neuron strategy may cut inside a branch: a row of equal cells, each a hidden neuron or a head.
 
+    All names are of the body, or of the layer if the body is several modules of it.
+
     Args:
         cuts: all layers that the cells run through, at least the output projection.
         heads: attribute path of the body with the number of cells, for attention that of key/value heads, because
             the queries that use one go with it; None if each index of a cut is a cell (an MLP's neurons).
-        scaled: attributes of the body that count in proportion to the cells it has, such as GPT-2's `split_size`.
+        scaled: attributes of the body that count in proportion to the cells it has, such as GPT-2's `split_size`; of
+            its config, which other layers share, "config.NAME".
         caches: keyword arguments of the body that hold a key/value cache, which training has no use for.
         tail: submodules of the body that run on its output, such as dropout; each takes and returns one tensor.
+        tail_dropout: attribute of the body with the rate at which it drops elements of its output without a submodule.
         per_head: submodules of the body that run on each head alike, such as Qwen3's norms of queries and keys; their
             parameters are shared by all heads. A body may lack them.
+        by_head: keyword arguments of the body that are None or tensors with the model's heads along dim 1.
     """
 
     cuts: tuple[Cut, ...]
@@ -43,7 +57,9 @@ class InnerLayers:
     scaled: tuple[str, ...] = ()
     caches: tuple[str, ...] = ()
     tail: tuple[str, ...] = ()
+    tail_dropout: str | None = None
     per_head: tuple[str, ...] = ()
+    by_head: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -52,21 +68,80 @@ class Branch:
 
     Args:
         name: of the part, "attention" or "mlp" (a user's model may use other words).
-        norm: submodule of the layer that the branch starts with; it takes and returns one tensor.
-        body: submodule that does the work.
+        norm: submodule of the layer that the branch starts with; it takes and returns one tensor. None if there is
+            none, or if it is not the branch's own: two branches read the same norm, or the norm is on the stream.
+        body: submodule that does the work; or several that run one after the other, each on the output of the one
+            before it, the first if that is a tuple.
         after: submodules between the body and the addition, such as dropout; each takes and returns one tensor.
-        num_outputs: 1 if `body` returns a tensor, n if it returns a tuple of n whose first is the branch's output.
+        num_outputs: 1 if `body` returns a tensor, n if it returns a tuple of n whose first is the branch's output; of
+            several modules this is about the first.
         inner: its neurons or heads; None if only the block strategy is possible, without scaled dense branches.
+        handed_on: what the further outputs of the body are where it is not whole: the keyword argument of the same
+            meaning, which it got from the layer before (T5's position bias), else None.
+        uncut_reason: why there is no `inner`, for the message that refuses the neuron strategy.
     """
 
     name: str
-    norm: str
-    body: str
+    norm: str | None = None
+    body: str | tuple[str, ...] = ()
     after: tuple[str, ...] = ()
     num_outputs: int = 1
     inner: InnerLayers | None = None
+    handed_on: tuple[str, ...] = ()
+    uncut_reason: str = ""
+
+    def __post_init__(self) -> None:
+        if not self.body:
+            raise ValueError(f"branch {self.name!r}: body: name the submodule that does the work")
+        again = [name for index, name in enumerate(self.modules) if _is_inside(name, self.modules[:index])]
+        if again:
+            raise ValueError(
+                f"branch {self.name!r}: {again[0]!r} is named twice, or inside of another module that is named; norm, "
+                "body and after are modules that run one after the other"
+            )
+
+    @property
+    def bodies(self) -> tuple[str, ...]:
+        """Submodules of the layer that do the work, in the order in which they run."""
+        return (self.body,) if isinstance(self.body, str) else self.body
+
+    @property
+    def root(self) -> str:
+        """Submodule of the layer that the names of `inner` start at; empty for the layer itself."""
+        return self.body if isinstance(self.body, str) else ""
 
     @property
     def modules(self) -> tuple[str, ...]:
         """Submodules of the layer that belong to the branch, in the order in which they run."""
-        return (self.norm, self.body, *self.after)
+        return (*([self.norm] if self.norm else []), *self.bodies, *self.after)
+
+    @property
+    def num_outputs_of_modules(self) -> tuple[int, ...]:
+        """Of each of `modules`; 0 for one that passes its input on where the branch is lacking."""
+        return tuple(self.num_outputs if name == self.bodies[0] else 0 for name in self.modules)
+
+
+@dataclass(frozen=True)
+class Form:
+    """The branches of a layer class whose config decides what it computes, for one of its forms.
+
+    Args:
+        branches: in the order in which they run.
+        when: attribute paths of the layer with the values that they have in this form.
+    """
+
+    branches: tuple[Branch, ...]
+    when: Mapping[str, Any] = field(default_factory=dict)
+
+    def is_of(self, layer: nn.Module) -> bool:
+        """Whether a layer has this form."""
+        return all(attribute(layer, path) == value for path, value in self.when.items())
+
+
+def attribute(module: nn.Module, path: str) -> Any:
+    """What is at an attribute path of a module, such as "config.num_key_value_heads"; AttributeError if nothing is."""
+    return reduce(getattr, path.split("."), module)
+
+
+def _is_inside(name: str, others: tuple[str, ...]) -> bool:
+    return any(f"{name}.".startswith(f"{other}.") or f"{other}.".startswith(f"{name}.") for other in others)

@@ -2,28 +2,139 @@
 
 from __future__ import annotations
 
-from sdp_deepspeed.architectures.branch import Branch, Cut, InnerLayers
+from dataclasses import replace
 
-_LLAMA = (
-    Branch(
-        "attention",
-        norm="input_layernorm",
-        body="self_attn",
-        num_outputs=2,
-        inner=InnerLayers(
-            (Cut("q_proj", 0), Cut("k_proj", 0), Cut("v_proj", 0), Cut("o_proj", 1, is_output=True)),
-            heads="config.num_key_value_heads",
-            caches=("past_key_values",),
-            per_head=("q_norm", "k_norm"),
-        ),
+from sdp_deepspeed.architectures.branch import Branch, Cut, Form, InnerLayers
+
+_QKVO = InnerLayers(
+    (Cut("q_proj", 0), Cut("k_proj", 0), Cut("v_proj", 0), Cut("o_proj", 1, is_output=True)),
+    heads="config.num_key_value_heads",
+    caches=("past_key_values",),
+    per_head=("q_norm", "k_norm"),
+)
+_GATED = InnerLayers((Cut("gate_proj", 0), Cut("up_proj", 0), Cut("down_proj", 1, is_output=True)))
+_FUSED_GATE = InnerLayers((Cut("gate_up_proj", 0, blocks=2), Cut("down_proj", 1, is_output=True)))
+
+_ATTENTION = Branch("attention", norm="input_layernorm", body="self_attn", num_outputs=2, inner=_QKVO)
+_MLP = Branch("mlp", norm="post_attention_layernorm", body="mlp", inner=_GATED)
+_LLAMA = (_ATTENTION, _MLP)
+_GLM = (_ATTENTION, replace(_MLP, inner=_FUSED_GATE))
+
+# A norm before and after each branch: both are the branch's own.
+_GEMMA2 = (
+    replace(_ATTENTION, after=("post_attention_layernorm",)),
+    replace(_MLP, norm="pre_feedforward_layernorm", after=("post_feedforward_layernorm",)),
+)
+_GLM4 = (
+    replace(_ATTENTION, after=("post_self_attn_layernorm",)),
+    replace(_MLP, after=("post_mlp_layernorm",), inner=_FUSED_GATE),
+)
+# A norm after each branch only. That of queries and keys is one over all heads.
+_OLMO2 = (
+    replace(
+        _ATTENTION,
+        norm=None,
+        after=("post_attention_layernorm",),
+        inner=None,
+        uncut_reason="OLMo 2 and 3 normalize queries and keys over all heads together, so heads need each other",
     ),
-    Branch(
-        "mlp",
-        norm="post_attention_layernorm",
-        body="mlp",
-        inner=InnerLayers((Cut("gate_proj", 0), Cut("up_proj", 0), Cut("down_proj", 1, is_output=True))),
+    replace(_MLP, norm=None, after=("post_feedforward_layernorm",)),
+)
+_STARCODER2 = (
+    replace(_ATTENTION, inner=replace(_QKVO, tail_dropout="residual_dropout")),
+    replace(
+        _MLP, inner=InnerLayers((Cut("c_fc", 0), Cut("c_proj", 1, is_output=True)), tail_dropout="residual_dropout")
     ),
 )
+# One norm for both branches, which is neither's own: shared.
+_COHERE = (
+    replace(
+        _ATTENTION,
+        norm=None,
+        inner=replace(
+            _QKVO,
+            # Weights of their own for each head.
+            cuts=(*_QKVO.cuts, Cut("q_norm", 0, optional=True), Cut("k_norm", 0, optional=True)),
+            per_head=(),
+        ),
+    ),
+    replace(_MLP, norm=None),
+)
+_PHI = (
+    replace(
+        _ATTENTION,
+        norm=None,
+        inner=replace(
+            _QKVO,
+            cuts=(*_QKVO.cuts[:3], Cut("dense", 1, is_output=True)),
+            per_head=("q_layernorm", "k_layernorm"),
+        ),
+    ),
+    replace(_MLP, norm=None, inner=InnerLayers((Cut("fc1", 0), Cut("fc2", 1, is_output=True)))),
+)
+_PHI3 = (
+    replace(
+        _ATTENTION,
+        after=("resid_attn_dropout",),
+        inner=InnerLayers(
+            (
+                Cut("qkv_proj", 0, ("config.num_attention_heads", "num_key_value_heads", "num_key_value_heads")),
+                Cut("o_proj", 1, is_output=True),
+            ),
+            heads="num_key_value_heads",
+            scaled=("num_key_value_heads", "config.num_attention_heads"),
+            caches=("past_key_values",),
+        ),
+    ),
+    replace(_MLP, after=("resid_mlp_dropout",), inner=_FUSED_GATE),
+)
+
+_STABLELM_ATTENTION = replace(
+    _ATTENTION, inner=replace(_QKVO, scaled=("num_heads", "num_key_value_heads"), per_head=())
+)
+_STABLELM_NORMED = replace(
+    _ATTENTION,
+    inner=None,
+    uncut_reason="StableLM with qk_layernorm has a norm module for each head",
+)
+_STABLELM_MLP = replace(_MLP, after=("dropout",))
+_STABLELM = tuple(
+    form
+    for is_normed, attention in ((False, _STABLELM_ATTENTION), (True, _STABLELM_NORMED))
+    for form in (
+        Form((attention, _STABLELM_MLP), {"use_parallel_residual": False, "self_attn.qk_layernorm": is_normed}),
+        Form(
+            (replace(attention, norm=None), replace(_STABLELM_MLP, norm=None)),
+            {"use_parallel_residual": True, "self_attn.qk_layernorm": is_normed},
+        ),
+    )
+)
+
+# The MLP's layers are the decoder layer's own.
+_OPT_ATTENTION = Branch(
+    "attention",
+    norm="self_attn_layer_norm",
+    body="self_attn",
+    num_outputs=2,
+    inner=InnerLayers(
+        (Cut("q_proj", 0), Cut("k_proj", 0), Cut("v_proj", 0), Cut("out_proj", 1, is_output=True)),
+        heads="num_heads",
+        scaled=("num_heads",),
+        caches=("past_key_values",),
+    ),
+)
+_OPT_MLP = Branch(
+    "mlp",
+    norm="final_layer_norm",
+    body=("fc1", "activation_fn", "fc2"),
+    inner=InnerLayers((Cut("fc1", 0), Cut("fc2", 1, is_output=True))),
+)
+_OPT = (
+    Form((_OPT_ATTENTION, _OPT_MLP), {"do_layer_norm_before": True}),
+    # The norms are on the stream, after the addition: shared.
+    Form((replace(_OPT_ATTENTION, norm=None), replace(_OPT_MLP, norm=None)), {"do_layer_norm_before": False}),
+)
+
 # GPT-2's Conv1D stores [in, out].
 _GPT2 = (
     Branch(
@@ -69,11 +180,29 @@ _GPT_NEOX = (
     ),
 )
 
-DECODERS: dict[str, tuple[Branch, ...]] = {
-    "transformers.models.llama.modeling_llama.LlamaDecoderLayer": _LLAMA,
-    "transformers.models.mistral.modeling_mistral.MistralDecoderLayer": _LLAMA,
-    "transformers.models.qwen2.modeling_qwen2.Qwen2DecoderLayer": _LLAMA,
-    "transformers.models.qwen3.modeling_qwen3.Qwen3DecoderLayer": _LLAMA,
+
+DECODERS: dict[str, tuple[Branch, ...] | tuple[Form, ...]] = {
+    "transformers.models.cohere.modeling_cohere.CohereDecoderLayer": _COHERE,
+    "transformers.models.cohere2.modeling_cohere2.Cohere2DecoderLayer": _COHERE,
+    "transformers.models.gemma.modeling_gemma.GemmaDecoderLayer": _LLAMA,
+    "transformers.models.gemma2.modeling_gemma2.Gemma2DecoderLayer": _GEMMA2,
+    "transformers.models.gemma3.modeling_gemma3.Gemma3DecoderLayer": _GEMMA2,
+    "transformers.models.glm.modeling_glm.GlmDecoderLayer": _GLM,
+    "transformers.models.glm4.modeling_glm4.Glm4DecoderLayer": _GLM4,
     "transformers.models.gpt2.modeling_gpt2.GPT2Block": _GPT2,
     "transformers.models.gpt_neox.modeling_gpt_neox.GPTNeoXLayer": _GPT_NEOX,
+    "transformers.models.granite.modeling_granite.GraniteDecoderLayer": _LLAMA,
+    "transformers.models.llama.modeling_llama.LlamaDecoderLayer": _LLAMA,
+    "transformers.models.mistral.modeling_mistral.MistralDecoderLayer": _LLAMA,
+    "transformers.models.olmo.modeling_olmo.OlmoDecoderLayer": _LLAMA,
+    "transformers.models.olmo2.modeling_olmo2.Olmo2DecoderLayer": _OLMO2,
+    "transformers.models.olmo3.modeling_olmo3.Olmo3DecoderLayer": _OLMO2,
+    "transformers.models.opt.modeling_opt.OPTDecoderLayer": _OPT,
+    "transformers.models.phi.modeling_phi.PhiDecoderLayer": _PHI,
+    "transformers.models.phi3.modeling_phi3.Phi3DecoderLayer": _PHI3,
+    "transformers.models.qwen2.modeling_qwen2.Qwen2DecoderLayer": _LLAMA,
+    "transformers.models.qwen3.modeling_qwen3.Qwen3DecoderLayer": _LLAMA,
+    "transformers.models.smollm3.modeling_smollm3.SmolLM3DecoderLayer": _LLAMA,
+    "transformers.models.stablelm.modeling_stablelm.StableLmDecoderLayer": _STABLELM,
+    "transformers.models.starcoder2.modeling_starcoder2.Starcoder2DecoderLayer": _STARCODER2,
 }

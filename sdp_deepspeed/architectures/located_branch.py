@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import reduce
-from typing import Any, cast
 
 import torch
 from torch import nn
 
-from sdp_deepspeed.architectures.branch import Branch, Cut, InnerLayers
-from sdp_deepspeed.architectures.registry import branches_in, described
+from sdp_deepspeed.architectures.branch import Branch, Cut, InnerLayers, attribute
+from sdp_deepspeed.architectures.registry import branches_in
+from sdp_deepspeed.architectures.unknown import refusal_of
 from sdp_deepspeed.units import Piece
 
 _BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
@@ -27,19 +26,30 @@ class CutTensor:
         parameter: dense name.
         dim: stored dimension that runs over the cells.
         size: number of indices along `dim`.
+        shares: of each of its blocks, what its width is in proportion to.
     """
 
     cut: Cut
     parameter: str
     dim: int
     size: int
+    shares: tuple[int, ...] = (1,)
+
+    def has_blocks_of(self, num_cells: int) -> bool:
+        """Whether each block divides into so many cells of one width."""
+        return num_cells > 0 and all(
+            self.size * share % (sum(self.shares) * num_cells) == 0 and share for share in self.shares
+        )
 
     def pieces(self, cells: range, num_cells: int) -> list[Piece]:
         """The pieces of a stretch of cells, one per block."""
-        block = self.size // self.cut.blocks
-        width = block // num_cells
-        starts = range(cells.start * width, self.size, block)
-        return [Piece(self.parameter, self.dim, start, len(cells) * width) for start in starts]
+        result, start = [], 0
+        for share in self.shares:
+            block = self.size * share // sum(self.shares)
+            width = block // num_cells
+            result.append(Piece(self.parameter, self.dim, start + cells.start * width, len(cells) * width))
+            start += block
+        return result
 
 
 @dataclass(frozen=True)
@@ -67,9 +77,14 @@ class LocatedBranch:
         return f"{self.layer}.{self.description.name}"
 
     @property
-    def body(self) -> str:
-        """Dense name of the module that does the work."""
-        return f"{self.layer}.{self.description.body}"
+    def bodies(self) -> tuple[str, ...]:
+        """Dense names of the modules that do the work, in the order in which they run."""
+        return tuple(f"{self.layer}.{name}" for name in self.description.bodies)
+
+    @property
+    def root(self) -> str:
+        """Dense name of the module that the names of the description's `inner` start at."""
+        return f"{self.layer}.{self.description.root}".rstrip(".")
 
     def pieces_of_cells(self, cells: range) -> tuple[Piece, ...]:
         """The pieces of a stretch of cells, in model order of their tensors."""
@@ -93,16 +108,13 @@ def locate_branches(model: nn.Module) -> list[LocatedBranch]:
         for branch in branches_in(name, module):
             pieces = _pieces(name, module, branch)
             try:
-                cells = _cells(name, module.get_submodule(branch.body), branch)
+                cells = _cells(name, module, branch)
             except (AttributeError, ValueError) as problem:  # of no concern to the block strategy
                 branches.append(LocatedBranch(name, branch, pieces, uncuttable_reason=f"{problem}"))
             else:
                 branches.append(LocatedBranch(name, branch, pieces, *cells))
     if not branches:
-        raise ValueError(
-            f"{type(model).__name__} has no layer whose residual branches are known; known are "
-            f"{', '.join(described())}. Describe yours with sdp_deepspeed.architectures.register (see its docstring)"
-        )
+        raise ValueError(refusal_of(model))
     _refuse_tied(model, branches)
     _refuse_common_modules(model, branches)
     return branches
@@ -137,46 +149,72 @@ def _pieces(layer_name: str, layer: nn.Module, branch: Branch) -> tuple[Piece, .
     return tuple(pieces)
 
 
-def _cells(layer_name: str, body: nn.Module, branch: Branch) -> tuple[int, tuple[CutTensor, ...]]:
+def _cells(layer_name: str, layer: nn.Module, branch: Branch) -> tuple[int, tuple[CutTensor, ...]]:
     """Number of cells of a branch, and its tensors that run over them; an error if they are not as described."""
     if branch.inner is None:
-        raise ValueError("its description names no neurons or heads; register it with architectures.InnerLayers")
-    tensors = [tensor for cut in branch.inner.cuts for tensor in _cut_tensors(f"{layer_name}.{branch.body}", body, cut)]
-    path, start = branch.inner.heads, cast(Any, body)
-    num_cells = tensors[0].size if path is None else int(reduce(getattr, path.split("."), start))
+        raise ValueError(
+            branch.uncut_reason
+            or "its description names no neurons or heads; register it with architectures.InnerLayers"
+        )
+    root_name, root = f"{layer_name}.{branch.root}".rstrip("."), layer.get_submodule(branch.root)
+    tensors = [tensor for cut in branch.inner.cuts for tensor in _cut_tensors(root_name, root, cut)]
+    heads = branch.inner.heads
+    num_cells = tensors[0].size if heads is None else int(attribute(root, heads))
     for tensor in tensors:
-        if num_cells < 1 or tensor.size % (num_cells * tensor.cut.blocks):
+        if not tensor.has_blocks_of(num_cells):
             raise ValueError(
                 f"{tensor.parameter} has {tensor.size} indices along dim {tensor.dim}, which do not divide into "
-                f"{tensor.cut.blocks} x {num_cells} cells of the branch {branch.name!r}: correct its description"
+                f"{_blocks_in_words(tensor)} x {num_cells} cells of the branch {branch.name!r}: correct its description"
             )
-    _refuse_other_tensors(f"{layer_name}.{branch.body}", body, branch.inner, tensors[0].size)
+    bodies = {name: layer.get_submodule(name) for name in branch.bodies}
+    inside = {
+        f"{layer_name}.{name}.{path}".rstrip("."): module
+        for name, body in bodies.items()
+        for path, module in body.named_modules()
+    }
+    _refuse_other_tensors(root_name, inside, root, branch.inner, tensors[0].size)
     return num_cells, tuple(tensors)
 
 
-def _refuse_other_tensors(body_name: str, body: nn.Module, inner: InnerLayers, size: int) -> None:
+def _blocks_in_words(tensor: CutTensor) -> str:
+    return f"{len(tensor.shares)}" if len({*tensor.shares}) == 1 else f"blocks in proportion {tensor.shares}"
+
+
+def _refuse_other_tensors(
+    root_name: str, inside: Mapping[str, nn.Module], root: nn.Module, inner: InnerLayers, size: int
+) -> None:
     """A norm over the neurons, such as a BatchNorm, has an element for each of them, and would meet fewer."""
-    known = {*(cut.module for cut in inner.cuts), *inner.per_head, *inner.tail}
-    outputs = {n for cut in inner.cuts if cut.is_output for n in body.get_parameter(f"{cut.module}.weight").shape}
-    for name, module in body.named_modules():
+    known = {f"{root_name}.{name}" for name in (*(cut.module for cut in inner.cuts), *inner.per_head, *inner.tail)}
+    outputs = {n for cut in inner.cuts if cut.is_output for n in root.get_parameter(f"{cut.module}.weight").shape}
+    for name, module in inside.items():
         # Of heads, or where the output is as wide, a vector of this size may be one over the output.
         is_certain = isinstance(module, _BATCH_NORMS) or (inner.heads is None and outputs != {size})
         for tensor in (*module.parameters(recurse=False), *module.buffers(recurse=False)):
             if is_certain and name not in known and tensor.shape == (size,):
                 raise ValueError(
-                    f"{body_name}.{name} ({type(module).__name__}) has an element for each of the {size} neurons and "
+                    f"{name} ({type(module).__name__}) has an element for each of the {size} neurons and "
                     "is not cut with them: use the block strategy for this part"
                 )
 
 
-def _cut_tensors(body_name: str, body: nn.Module, cut: Cut) -> list[CutTensor]:
-    parameters = dict(body.get_submodule(cut.module).named_parameters(recurse=False))
-    name = f"{body_name}.{cut.module}"
+def _cut_tensors(root_name: str, root: nn.Module, cut: Cut) -> list[CutTensor]:
+    name = f"{root_name}.{cut.module}"
+    try:
+        module = root.get_submodule(cut.module)
+    except AttributeError:
+        if cut.optional:
+            return []
+        raise
+    parameters = dict(module.named_parameters(recurse=False))
     if "weight" not in parameters:
-        raise ValueError(f"{name} has no weight of its own (a {type(body.get_submodule(cut.module)).__name__})")
-    result = [CutTensor(cut, f"{name}.weight", cut.dim, parameters["weight"].shape[cut.dim])]
+        raise ValueError(f"{name} has no weight of its own (a {type(module).__name__})")
+    if isinstance(cut.blocks, int):
+        shares = (1,) * cut.blocks
+    else:
+        shares = tuple(int(attribute(root, path)) for path in cut.blocks)
+    result = [CutTensor(cut, f"{name}.weight", cut.dim, parameters["weight"].shape[cut.dim], shares)]
     if "bias" in parameters and not cut.is_output:
-        result.append(CutTensor(cut, f"{name}.bias", 0, parameters["bias"].shape[0]))
+        result.append(CutTensor(cut, f"{name}.bias", 0, parameters["bias"].shape[0], shares))
     return result
 
 

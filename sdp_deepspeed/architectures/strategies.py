@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Iterable, Mapping, Sequence
 
@@ -94,12 +95,14 @@ def _strategy_of_parts(branches: Sequence[LocatedBranch], strategy: str | Mappin
 
 
 def _check_groups(branches: Sequence[LocatedBranch], neuron_groups: int | None) -> None:
-    for branch in branches:
-        if branch.uncuttable_reason:
-            raise ValueError(
-                f"{KEY}.strategy: the neurons or heads of {branch.name!r} cannot be cut: "
-                f'{branch.uncuttable_reason}. Use "block" for the part {branch.description.name!r}'
-            )
+    uncut = [branch for branch in branches if branch.uncuttable_reason]
+    if uncut:
+        blocks = {branch.description.name: "block" for branch in uncut}
+        strategy = {branch.description.name: "neuron" for branch in branches} | blocks
+        raise ValueError(
+            f"{KEY}.strategy: the neurons or heads of {uncut[0].name!r} cannot be cut: {uncut[0].uncuttable_reason}. "
+            f'Use "block" for the part {uncut[0].description.name!r}: "strategy": {json.dumps(strategy)}'
+        )
     if neuron_groups is None:
         return
     divided = [

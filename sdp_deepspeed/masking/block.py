@@ -1,8 +1,8 @@
 """Forward masking, block strategy: a lacking branch has no storage, runs nothing and adds nothing.
 
 The layer around it is untouched, with its own forward, checkpointing wrapper and hooks. Only the branch's
-own modules change class: the norm passes its input on, the body returns `Nothing`, which any tensor can
-be added to at no cost, or at that of a copy where the model may write to the sum (in_place.py).
+own modules change class: the body (of several modules the first) returns `Nothing`, which any tensor can be added to at
+no cost, or at that of a copy where the model may write to the sum (in_place.py); the others pass their input on.
 """
 
 from __future__ import annotations
@@ -16,44 +16,41 @@ from torch import nn
 from sdp_deepspeed.architectures import LocatedBranch
 from sdp_deepspeed.config import KEY
 from sdp_deepspeed.layout.rank_model import RankModel
-from sdp_deepspeed.masking.mixins import Mixin, mixed_in
+from sdp_deepspeed.masking.mixins import Copied, Mixin, mixed_in
 from sdp_deepspeed.masking.nothing import Nothing
+from sdp_deepspeed.masking.outputs import Outputs
 from sdp_deepspeed.masking.part import DenseTensors, MaskedPart
 from sdp_deepspeed.units import Piece
-
-
-class _Copied:
-    """In a copy, the part of a branch that lacks."""
-
-    dense = False
 
 
 class _LackingModule(Mixin):
     """Mixed in before a module's own class; itself again while its part is dense."""
 
-    _sdp_part: BlockPart | _Copied
-    _sdp_num_outputs: int
+    _sdp_part: BlockPart | Copied
+    _sdp_outputs: Outputs
     _sdp_nothing: Nothing
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         if self._sdp_part.dense:
             return super().forward(*args, **kwargs)
-        if not self._sdp_num_outputs:
-            return self._sdp_nothing.handed_on(next(iter((*args, *kwargs.values()))))
-        nothing = 0 if torch.compiler.is_compiling() else self._sdp_nothing  # a compiler only knows how to add numbers
-        return nothing if self._sdp_num_outputs == 1 else (nothing, *[None] * (self._sdp_num_outputs - 1))
+        first = next(iter((*args, *kwargs.values())))
+        if not self._sdp_outputs.count:
+            return self._sdp_nothing.handed_on(first)
+        # A compiler knows tensors only: a zero without dimensions, which it adds as it adds a number.
+        nothing = first.new_zeros(()) if torch.compiler.is_compiling() else self._sdp_nothing
+        return self._sdp_outputs.around(nothing, kwargs)
 
     def _sdp_finish(self, copied: nn.Module) -> None:
         super()._sdp_finish(copied)
         if not self._sdp_part.dense:
-            make_lacking(copied, _Copied(), self._sdp_nothing, self._sdp_num_outputs)
+            make_lacking(copied, Copied(), self._sdp_nothing, self._sdp_outputs)
 
 
-def make_lacking(module: nn.Module, part: BlockPart | _Copied, nothing: Nothing, num_outputs: int) -> None:
+def make_lacking(module: nn.Module, part: BlockPart | Copied, nothing: Nothing, outputs: Outputs) -> None:
     """Without outputs of its own, as a norm, it passes its first argument on."""
     module.__class__ = mixed_in(_LackingModule, type(module))
     object.__setattr__(module, "_sdp_part", part)
-    object.__setattr__(module, "_sdp_num_outputs", num_outputs)
+    object.__setattr__(module, "_sdp_outputs", outputs)
     object.__setattr__(module, "_sdp_nothing", nothing)
 
 
@@ -82,8 +79,11 @@ class BlockPart(MaskedPart):
         unit, tensors = model.plan.units[index], model.views.tensors
         names = [name for branch in branches for name in branch.modules]
         super().__init__(unit.name, [index], [module.get_submodule(name) for name in names], whole=model.holds(index))
-        counts = {branch.body: branch.description.num_outputs for branch in branches}
-        self._num_outputs = [counts.get(name, 0) for name in names]
+        self._outputs = [
+            Outputs(count, branch.description.handed_on)
+            for branch in branches
+            for count in branch.description.num_outputs_of_modules
+        ]
         self._tensors = {piece: tensors[piece.parameter] for piece in unit.pieces}
         self._shapes = model.views.shapes
         self._scale = scale
@@ -95,8 +95,8 @@ class BlockPart(MaskedPart):
 
     def apply(self) -> None:
         if not self.whole:
-            for module, num_outputs in zip(self.modules, self._num_outputs, strict=True):
-                make_lacking(module, self, self._nothing, num_outputs)
+            for module, outputs in zip(self.modules, self._outputs, strict=True):
+                make_lacking(module, self, self._nothing, outputs)
             self._drop()
 
     @property
@@ -160,7 +160,7 @@ def output_names(branch: LocatedBranch, tensors: Mapping[str, torch.Tensor]) -> 
             f"{KEY}.dense_branch_scale: the description of the branch {branch.description.name!r} names no "
             "output projection that could be scaled; register it with architectures.InnerLayers"
         )
-    names = [f"{branch.body}.{layer}.{kind}" for layer in layers for kind in ("weight", "bias")]
+    names = [f"{branch.root}.{layer}.{kind}" for layer in layers for kind in ("weight", "bias")]
     present = [name for name in names if name in tensors]
     if sum(name.endswith(".weight") for name in present) < max(1, len(layers)):
         raise ValueError(

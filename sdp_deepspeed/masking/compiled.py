@@ -56,8 +56,10 @@ def replaced_modules(model: nn.Module, branch: LocatedBranch, *, twice: bool) ->
     """Names of modules whose forward pass changes when a branch is cut.
 
     Args:
-        twice: whether its body runs in two parts.
+        twice: whether its bodies run in two parts.
     """
     if not twice:
         return list(branch.modules)
-    return [f"{branch.body}.{name}".rstrip(".") for name, _ in model.get_submodule(branch.body).named_modules()]
+    return [
+        f"{body}.{name}".rstrip(".") for body in branch.bodies for name, _ in model.get_submodule(body).named_modules()
+    ]

@@ -12,17 +12,17 @@ from collections.abc import Sequence
 from torch import nn
 
 from sdp_deepspeed.architectures import LocatedBranch
-from sdp_deepspeed.architectures.decoders import DECODERS
+from sdp_deepspeed.architectures.families import FAMILIES
 from sdp_deepspeed.architectures.own_forward import is_of_hosts
 
 
 def may_write_in_place(model: nn.Module, branches: Sequence[LocatedBranch]) -> bool:
-    """Whether a layer is not of DECODERS, or another module outside of the branches is not a host's class as it is, or
+    """Whether a layer is not of FAMILIES, or another module outside of the branches is not a host's class as it is, or
     has `inplace`. One is enough for all."""
     inside = {
         module for branch in branches for name in branch.modules for module in model.get_submodule(name).modules()
     }
-    if not {_qualified(type(model.get_submodule(branch.layer))) for branch in branches} <= DECODERS.keys():
+    if not {_qualified(type(model.get_submodule(branch.layer))) for branch in branches} <= FAMILIES.keys():
         return True
     outside = [module for module in model.modules() if module not in inside]
     return not all(map(is_of_hosts, {*map(type, outside)})) or any(

@@ -14,7 +14,7 @@ from torch import nn
 
 CUT = "_sdp_cut"  # attribute of a model of which ranks hold parts only, and of its modules of which they do
 _LEADS_BACK = ("_sdp_view", "_sdp_part")  # attributes of a module that know the model
-_OWN = (*_LEADS_BACK, "_sdp_num_outputs", "_sdp_nothing")
+_OWN = (*_LEADS_BACK, "_sdp_outputs", "_sdp_nothing")
 _MIXED: dict[tuple[type[nn.Module], type[nn.Module]], type[nn.Module]] = {}
 
 
@@ -54,6 +54,12 @@ class Mixin(nn.Module):
 
     def _sdp_finish(self, copied: nn.Module) -> None:
         """Make a plain copy what it must be."""
+
+
+class Copied:
+    """The part of a branch's modules in a copy of a subnetwork, which never is the dense model."""
+
+    dense = False
 
 
 _ORIGINAL = object()  # stands in a copy for what belongs to the original

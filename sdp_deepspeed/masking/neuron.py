@@ -1,16 +1,15 @@
 """Neuron strategy: a branch's linear layers keep the rows and columns of this rank's neurons or heads.
 
 The modules stay stock modules, with narrower weights. In the forward regime nothing else exists. In the backward
-regime the body runs twice and the outputs are added: as one shallow copy of its modules with the held weights, and as
-one with the lacking weights, frozen, so that autograd computes no weight gradients for those and keeps none of the
-activations that only they would need.
+regime the body runs twice and the outputs are added (halves.py): as one shallow copy of its modules with the held
+weights, and as one with the lacking weights, frozen, so that autograd computes no weight gradients for those and keeps
+none of the activations that only they would need.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import nn
@@ -18,8 +17,12 @@ from torch import nn
 from sdp_deepspeed.architectures import LocatedBranch
 from sdp_deepspeed.layout.places import side_by_side
 from sdp_deepspeed.layout.rank_model import RankModel
-from sdp_deepspeed.masking.mixins import Mixin, mixed_in
+from sdp_deepspeed.masking.counts import Counts, place
+from sdp_deepspeed.masking.halves import FirstModule, Halves, LastModule, SplitModule, make_narrow
+from sdp_deepspeed.masking.mixins import mixed_in
+from sdp_deepspeed.masking.outputs import Outputs
 from sdp_deepspeed.masking.part import DenseTensors, MaskedPart
+from sdp_deepspeed.masking.twins import twin_of
 from sdp_deepspeed.units import Piece
 
 
@@ -63,26 +66,37 @@ class NeuronPart(MaskedPart):
         *,
         scale: float = 1.0,
     ) -> None:
-        self._body = module.get_submodule(branch.body)
-        super().__init__(branch.name, units, [self._body], whole=False)
+        super().__init__(branch.name, units, [module.get_submodule(name) for name in branch.bodies], whole=False)
         self._views = model.views
         self._keeps_lacking = model.stores_all
         self._scales = _scales(model, branch, units, scale)
         assert branch.description.inner is not None, "units of neurons come from a description of them"
         self.inner = branch.description.inner
-        self.num_outputs = branch.description.num_outputs
-        self._first = branch.cut_tensors[0]
-        self._counts = {name: getattr(self._body, name) for name in self.inner.scaled}
+        self._counts = Counts(branch, self.modules)
+        self._places = {cut.module: place(branch, cut.module) for cut in self.inner.cuts}
         self.cuts = [_cut(module, model, tensor.parameter) for tensor in branch.cut_tensors]
-        self.twins: tuple[nn.Module, ...] = ()
+        self._halves = Halves(self.name, self, self.inner, Outputs.of(branch.description), _heads(branch, self.cuts))
+
+    @property
+    def twins(self) -> tuple[nn.Module, ...]:
+        """Bodies once more, in the backward regime."""
+        return self._halves.twins
 
     def apply(self) -> None:
         lacking = self._split()
-        self._set_counts(self._body)
-        self.twins = self._make_twins(lacking)
-        if self.twins:
-            self._body.__class__ = mixed_in(_SplitModule, type(self._body))
-            object.__setattr__(self._body, "_sdp_part", self)
+        self._counts.set(self.modules)
+        self._halves.twins = self._make_twins(lacking)
+        if not self.twins:
+            make_narrow(self.modules[0], self._halves)
+        elif len(self.modules) == 1:
+            self._mix_in(SplitModule, self.modules[0])
+        else:
+            self._mix_in(FirstModule, self.modules[0])
+            self._mix_in(LastModule, self.modules[-1])
+
+    def _mix_in(self, mixin: type[nn.Module], body: nn.Module) -> None:
+        body.__class__ = mixed_in(mixin, type(body))
+        object.__setattr__(body, "_sdp_part", self._halves)
 
     def _split(self) -> dict[int, nn.Parameter]:
         """Narrow the parameters to what is held; per parameter (its id) what is lacking, if that is kept."""
@@ -100,7 +114,8 @@ class NeuronPart(MaskedPart):
         return result
 
     def _make_twins(self, lacking: Mapping[int, nn.Parameter]) -> tuple[nn.Module, ...]:
-        """The body twice, without its tail: with the held weights, and with the lacking ones.
+        """The body twice, without its tail: with the held weights, and with the lacking ones. Of several bodies those
+        with the lacking weights, since the layer itself runs the held ones.
 
         Layers that are not cut are the same objects in both. Output biases are added once.
         """
@@ -108,21 +123,23 @@ class NeuronPart(MaskedPart):
             return ()
         replaced = dict(lacking)
         for cut in self.inner.cuts:
-            bias = self._body.get_submodule(cut.module)._parameters.get("bias")
-            if cut.is_output and bias is not None:
+            bias = self._layer(cut.module)._parameters.get("bias") if cut.is_output else None
+            if bias is not None:
                 zero = torch.zeros(1, dtype=bias.dtype, device=bias.device).expand(bias.shape)
                 replaced[id(bias)] = nn.Parameter(zero, requires_grad=False)
-        twins = _twin(self._body, {}, self.inner.tail), _twin(self._body, replaced, self.inner.tail)
-        self._set_counts(twins[1])
+        others = [twin_of(body, replaced, self.inner.tail) for body in self.modules]
+        self._counts.set(others)
+        if len(others) > 1:
+            return tuple(others)
+        twins = twin_of(self.modules[0], {}, self.inner.tail), others[0]
+        if self.inner.tail_dropout:
+            for twin in twins:
+                setattr(twin, self.inner.tail_dropout, 0.0)
         return twins
 
-    def _set_counts(self, body: nn.Module) -> None:
-        """Make what the modules of `body` say of their sizes true."""
-        layers = [body.get_submodule(cut.module) for cut in self.inner.cuts]
-        _set_sizes(layers)
-        width = layers[0].get_parameter("weight").shape[self._first.dim]
-        for name, count in self._counts.items():
-            setattr(body, name, count * width // self._first.size)
+    def _layer(self, path: str) -> nn.Module:
+        body, inside = self._places[path]
+        return self.modules[body].get_submodule(inside)
 
     def _stored(self, cut: CutParameter) -> tuple[Piece, ...]:
         return (*cut.held, *cut.lacking) if self.twins else cut.held
@@ -150,13 +167,13 @@ class NeuronPart(MaskedPart):
         for cut in self.cuts:
             whole = dense.values[cut.parameter]
             cut.module._parameters[cut.name] = nn.Parameter(whole, requires_grad=cut.parameter.requires_grad)
-        self._set_counts(self._body)
+        self._counts.set(self.modules)
         self.filled = True
 
     def release(self) -> None:
         for cut in self.cuts:
             cut.module._parameters[cut.name] = cut.parameter
-        self._set_counts(self._body)
+        self._counts.set(self.modules)
         self.filled = False
 
     def take_over(self) -> None:
@@ -168,68 +185,6 @@ class NeuronPart(MaskedPart):
                 scale = self._scales.get(piece, 1.0)
                 if not torch.equal(value, stored * scale):
                     stored.copy_(value / scale)
-
-
-class _SplitModule(Mixin):
-    """Mixed in before a body's own class in the backward regime: first the held neurons or heads, then the lacking.
-    A copy has the held ones."""
-
-    _sdp_part: NeuronPart
-
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        part = self._sdp_part
-        if part.dense:
-            return super().forward(*args, **kwargs)
-        for name in part.inner.caches:
-            if kwargs.get(name) is not None:
-                _leave_out(kwargs[name], part.name, getattr(self, "layer_idx", None))
-                kwargs[name] = None
-        outputs = []
-        for twin in part.twins:
-            if twin.training != self.training:
-                twin.train(self.training)
-            outputs.append(type(twin).forward(twin, *args, **kwargs))
-        held, lacking = outputs
-        result = held + lacking if part.num_outputs == 1 else held[0] + lacking[0]
-        for name in part.inner.tail:
-            result = self.get_submodule(name)(result)
-        # What else attention returns, its weights, would be those of the held heads only.
-        return result if part.num_outputs == 1 else (result, *[None] * (part.num_outputs - 1))
-
-
-class _LayerCopy(nn.Module):
-    """Mixed in before the class of a layer's copy, which has the lacking weights.
-
-    Hooks of the layer run for the copy too; what they note on the module (a profiler its counts) is the layer's.
-    """
-
-    _sdp_layer: nn.Module
-
-    def __getattr__(self, name: str) -> Any:
-        try:
-            return super().__getattr__(name)
-        except AttributeError:
-            if "_sdp_layer" not in self.__dict__:  # not there yet: it is being copied or unpickled
-                raise
-            return getattr(self._sdp_layer, name)
-
-    def __setattr__(self, name: str, value: Any) -> None:
-        if name in self.__dict__:
-            super().__setattr__(name, value)
-        else:
-            setattr(self._sdp_layer, name, value)
-
-
-def _leave_out(cache: Any, name: str, layer: int | None) -> None:
-    """Run without a cache that is empty. One that holds tokens is refused, and so is one that should hold some."""
-    missing = cache.__dict__.setdefault("_sdp_missing", set()) if hasattr(cache, "__dict__") else set()
-    has_tokens = layer is not None and hasattr(cache, "get_seq_length") and cache.get_seq_length(layer) > 0
-    if name in missing or has_tokens:
-        raise RuntimeError(
-            f"{name} runs in two parts, which have no cache of keys and values: generate without gradients, or inside "
-            "engine.dense(resident=True)"
-        )
-    missing.add(name)
 
 
 def _cut(module: nn.Module, model: RankModel, name: str) -> CutParameter:
@@ -250,32 +205,12 @@ def _scales(model: RankModel, branch: LocatedBranch, units: Sequence[int], scale
     return {piece: scale for piece in pieces if piece.parameter in outputs}
 
 
-def _twin(module: nn.Module, replaced: Mapping[int, nn.Parameter], left_out: Sequence[str]) -> nn.Module:
-    """`module` and its modules once more, with other parameters and without the modules of the paths `left_out`."""
-    twin = module.__class__.__new__(module.__class__)
-    twin.__dict__ = dict(module.__dict__)
-    twin.__dict__.pop("_compiled_call_impl", None)  # of the module itself, with its own weights
-    twin._parameters = {name: None if p is None else replaced.get(id(p), p) for name, p in module._parameters.items()}
-    twin._modules = {}
-    for name, child in module._modules.items():
-        below = [path.removeprefix(f"{name}.") for path in left_out if path.startswith(f"{name}.")]
-        if name in left_out:
-            twin._modules[name] = nn.Identity()
-        elif child is None or not (below or any(id(p) in replaced for p in child.parameters())):
-            twin._modules[name] = child  # who changes it later, or hooks it, does so for all
-        else:
-            twin._modules[name] = _twin(child, replaced, below)
-            twin._modules[name].__class__ = mixed_in(_LayerCopy, type(child))
-            object.__setattr__(twin._modules[name], "_sdp_layer", child)
-    return twin
-
-
-def _set_sizes(layers: Sequence[nn.Module]) -> None:
-    """Linear and Conv1D say how wide they are; Conv1D computes with it."""
-    layer: Any
-    for layer in layers:
-        weight = layer.weight
-        if hasattr(layer, "nf"):
-            layer.nx, layer.nf = weight.shape
-        elif hasattr(layer, "out_features"):
-            layer.out_features, layer.in_features = weight.shape
+def _heads(branch: LocatedBranch, cuts: Sequence[CutParameter]) -> tuple[Sequence[int], Sequence[int], int]:
+    """Cells that are held, cells that are lacking, and the number of both."""
+    output = next(index for index, tensor in enumerate(branch.cut_tensors) if tensor.cut.is_output)
+    width = branch.cut_tensors[output].size // branch.num_cells
+    held, lacking = (
+        [cell for piece in pieces for cell in range(piece.start // width, (piece.start + piece.length) // width)]
+        for pieces in (cuts[output].held, cuts[output].lacking)
+    )
+    return held, lacking, branch.num_cells

@@ -7,18 +7,25 @@ from typing import Any, NoReturn
 import torch
 from torch.utils._pytree import tree_leaves
 
-_IN_PLACE = frozenset({"add_", "__iadd__"})
-_ADDITIONS = _IN_PLACE | {"add", "__add__", "__radd__"}
+_IN_PLACE = frozenset({"add_", "__iadd__", "sub_", "__isub__"})
+_ADDITIONS = frozenset({"add", "__add__", "__radd__", "add_", "__iadd__"})
+_SUBTRACTIONS = frozenset({"sub", "subtract", "__sub__", "sub_", "__isub__"})
+# Linear in nothing, which stays nothing, as zero stays zero in the dense model.
+_FACTORS = frozenset({"mul", "multiply", "__mul__", "__rmul__"})
+_QUOTIENTS = frozenset({"div", "divide", "true_divide", "__truediv__", "neg", "negative", "__neg__"})
+_DROPOUTS = frozenset({"dropout", "dropout1d", "dropout2d", "dropout3d"})
 _REFUSED = (
-    *("sub", "rsub", "mul", "rmul", "truediv", "rtruediv", "matmul", "rmatmul", "pow", "mod", "neg", "pos"),
+    *("rsub", "rtruediv", "matmul", "rmatmul", "pow", "mod", "pos"),
     *("abs", "floordiv", "rfloordiv", "rmod", "rpow", "and", "or", "round", "eq", "ne", "lt", "le", "gt", "ge"),
     *("getitem", "setitem", "iter", "len", "bool", "float", "int"),
 )
 
 
 class Nothing:
-    """What any tensor can be added to: `x + nothing` is `x` itself, at no cost, or its copy. All else is an error that
-    says what to write instead, since this rank has no tensor that could be multiplied or dropped.
+    """What any tensor can be added to: `x + nothing` is `x` itself, at no cost, or its copy.
+
+    What keeps a zero a zero keeps nothing as it is: a factor, a divisor, a sign, dropout, another dtype, which layers
+    apply to a branch on its way to the addition. All else is an error that says what to write instead.
 
     Args:
         branch: that lacks, for messages.
@@ -35,7 +42,14 @@ class Nothing:
         """What a lacking branch gives back of its input."""
         return value.clone() if self._copies and isinstance(value, torch.Tensor) else value
 
-    __add__ = __radd__ = handed_on
+    __add__ = __radd__ = __rsub__ = handed_on
+
+    def unchanged(self, *_: Any, **__: Any) -> Nothing:
+        """What a factor, a divisor or another dtype makes of it."""
+        return self
+
+    __mul__ = __rmul__ = __truediv__ = __neg__ = unchanged
+    to = type = float = double = half = bfloat16 = contiguous = unchanged
 
     def __repr__(self) -> str:
         return f"<nothing: this rank lacks {self._branch}>"
@@ -53,17 +67,20 @@ class Nothing:
         nothing = next((leaf for leaf in tree_leaves(values) if isinstance(leaf, cls)), None)
         if nothing is None:
             raise TypeError(name)
-        if name in _ADDITIONS and named.get("out") is None and named.get("alpha", 1) == 1:
+        first, is_new = isinstance(values[0], cls), named.get("out") is None
+        if (name in _ADDITIONS or (name in _SUBTRACTIONS and not first)) and is_new and named.get("alpha", 1) == 1:
             other = next((value for value in values[:2] if not isinstance(value, cls)), nothing)
             return other if name in _IN_PLACE else nothing + other
+        if is_new and (name in _FACTORS or (first and name in _QUOTIENTS | _DROPOUTS)):
+            return nothing
         raise TypeError(nothing._refusal(name))
 
     def _refusal(self, what: str) -> str:
         return (
-            f"{self._branch}: this rank lacks the branch, so its output can only be added, and {what!r} was asked of "
-            "it. What lies between the branch's body and the addition (dropout, a factor, a sign) must be a submodule "
-            "of the layer, named in the branch's `after` (sdp_deepspeed/architectures/README.md); hooks must let pass "
-            "what is no tensor"
+            f"{self._branch}: this rank lacks the branch, so its output can only be added, scaled, dropped or cast, "
+            f"and {what!r} was asked of it. Whatever else lies between the branch's body and the addition must be a "
+            "submodule of the layer, named in the branch's `after` (sdp_deepspeed/architectures/README.md); hooks must "
+            "let pass what is no tensor"
         )
 
 

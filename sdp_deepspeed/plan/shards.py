@@ -155,7 +155,7 @@ class Shards:
 
     def _uncuttable_reason(self, tensor: CutTensor) -> str:
         division = self.divisions.get(tensor.parameter)
-        if division is not None and division.dim == tensor.dim and tensor.cut.blocks == 1:
+        if division is not None and division.dim == tensor.dim and len(tensor.shares) == 1:
             return ""
         return f"tensor parallelism does not divide {tensor.parameter} along its neurons or heads (dim {tensor.dim})"
 

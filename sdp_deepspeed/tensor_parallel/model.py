@@ -213,7 +213,7 @@ def _partial_gradients(model: nn.Module, branches: Sequence[LocatedBranch], shar
             any(tensor.parameter in shards.divisions for tensor in branch.cut_tensors)
             and branch.description.inner is not None
         ):
-            inside = tuple(f"{branch.body}.{norm}." for norm in branch.description.inner.per_head)
+            inside = tuple(f"{branch.root}.{norm}." for norm in branch.description.inner.per_head)
             names += [piece.parameter for piece in branch.pieces if piece.parameter.startswith(inside)]
     return [name for name in names if not getattr(parameters[name], "_ds_grad_allreduce_registered", False)]
 

@@ -66,7 +66,7 @@ class Specimen:
     def build(self) -> nn.Module:
         """The same weights each time; vectors are moved away from zeros and ones, which would hide a wrong cut."""
         torch.manual_seed(0)
-        settings = {**_SIZES[self.config], **self.options}
+        settings = {**_SIZES.get(self.config, {}), **self.options}
         settings["initializer_range"] = 0.1  # at 0.02 and this width, attention is nearly uniform and tells little
         model: nn.Module = self.model(self.config(**settings))
         with torch.no_grad():

@@ -1,0 +1,67 @@
+"""The encoder families of Transformers (read in 5.23.0), by the qualified name of their layer class.
+
+BERT normalizes the stream after each addition: that norm is in no branch. A rank that lacks a branch adds nothing
+before the norm.
+"""
+
+from __future__ import annotations
+
+from sdp_deepspeed.architectures.branch import Branch, Cut, Form, InnerLayers
+
+_BERT = (
+    Form(
+        (
+            Branch(
+                "attention",
+                body=("attention.self", "attention.output.dense"),
+                after=("attention.output.dropout",),
+                num_outputs=2,
+                inner=InnerLayers(
+                    (
+                        *(Cut(f"attention.self.{name}", 0) for name in ("query", "key", "value")),
+                        Cut("attention.output.dense", 1, is_output=True),
+                    ),
+                    heads="attention.self.num_attention_heads",
+                    scaled=("attention.self.num_attention_heads", "attention.self.all_head_size"),
+                    caches=("past_key_values",),
+                ),
+            ),
+            Branch(
+                "mlp",
+                body=("intermediate", "output.dense"),
+                after=("output.dropout",),
+                inner=InnerLayers((Cut("intermediate.dense", 0), Cut("output.dense", 1, is_output=True))),
+            ),
+        ),
+        {"add_cross_attention": False},
+    ),
+)
+# The first layer has no norm before its attention.
+_MODERNBERT = (
+    Branch(
+        "attention",
+        norm="attn_norm",
+        body="attn",
+        num_outputs=2,
+        inner=InnerLayers(
+            (Cut("Wqkv", 0, blocks=3), Cut("Wo", 1, is_output=True)),
+            heads="config.num_attention_heads",
+            tail=("out_drop",),
+        ),
+    ),
+    Branch(
+        "mlp",
+        norm="mlp_norm",
+        body="mlp",
+        inner=InnerLayers((Cut("Wi", 0, blocks=2), Cut("Wo", 1, is_output=True))),
+    ),
+)
+
+ENCODERS: dict[str, tuple[Branch, ...] | tuple[Form, ...]] = {
+    "transformers.models.bert.modeling_bert.BertLayer": _BERT,
+    "transformers.models.camembert.modeling_camembert.CamembertLayer": _BERT,
+    "transformers.models.electra.modeling_electra.ElectraLayer": _BERT,
+    "transformers.models.modernbert.modeling_modernbert.ModernBertEncoderLayer": _MODERNBERT,
+    "transformers.models.roberta.modeling_roberta.RobertaLayer": _BERT,
+    "transformers.models.xlm_roberta.modeling_xlm_roberta.XLMRobertaLayer": _BERT,
+}

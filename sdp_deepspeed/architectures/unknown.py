@@ -1,0 +1,37 @@
+"""What a user reads whose model has no layer that is described."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+from torch import nn
+
+from sdp_deepspeed.architectures.registry import described, how_to_describe
+
+
+def refusal_of(model: nn.Module) -> str:
+    """The message for a model without a described layer: what is known, and the lines that describe its layer.
+
+    Its layers are taken to be the modules that the model repeats, with most of its parameters.
+    """
+    families = list(dict.fromkeys(name.rpartition(".")[2] for name in described()))
+    known = f"{type(model).__name__} has no layer whose residual branches are known; known are {', '.join(families)}"
+    layer = repeated_layer(model)
+    if layer is None:
+        return (
+            f"{known}. Describe yours with sdp_deepspeed.architectures.register (sdp_deepspeed/architectures/README.md)"
+        )
+    return f"{known}. Its layer seems to be {type(layer).__name__}. {how_to_describe(layer)}"
+
+
+def repeated_layer(model: nn.Module) -> nn.Module | None:
+    """The first module of the class that a list of the model repeats, with most parameters; None without such."""
+    sizes: Counter[type] = Counter()
+    first: dict[type, nn.Module] = {}
+    for container in model.modules():
+        if isinstance(container, nn.ModuleList | nn.Sequential):
+            for child in container:
+                if any(True for _ in child.children()):
+                    first.setdefault(type(child), child)
+                    sizes[type(child)] += sum(parameter.numel() for parameter in child.parameters())
+    return first[max(sizes, key=lambda kind: sizes[kind])] if sizes else None

@@ -1,0 +1,160 @@
+"""What is mixed into the bodies of a branch of which a rank holds some neurons or heads.
+
+In the backward regime they run twice, first with the held weights and then with the lacking ones, and the outputs are
+added. Where a branch's work is done by several modules of the layer, the first keeps its input for the last, which runs
+the lacking ones.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn import functional
+
+from sdp_deepspeed.architectures.branch import InnerLayers
+from sdp_deepspeed.masking.mixins import Copied, Mixin, mixed_in
+from sdp_deepspeed.masking.outputs import Outputs
+from sdp_deepspeed.masking.part import MaskedPart
+
+
+@dataclass
+class Halves:
+    """How the bodies of a branch run.
+
+    Args:
+        name: of the branch, for messages.
+        part: of which they are.
+        inner: its neurons or heads.
+        outputs: of its body.
+        heads: cells of the held and of the lacking half, and the number of both.
+        twins: one body twice, without its tail, or several with the lacking weights; none if the lacking half does not
+            run.
+        inputs: of the first of several bodies, until the last one runs.
+    """
+
+    name: str
+    part: MaskedPart | Copied
+    inner: InnerLayers
+    outputs: Outputs
+    heads: tuple[Sequence[int], Sequence[int], int] = ((), (), 0)
+    twins: tuple[nn.Module, ...] = ()
+    inputs: list[tuple[tuple[Any, ...], dict[str, Any]]] = field(default_factory=list)
+
+    def narrowed(self, kwargs: Mapping[str, Any], *, lacking: bool = False) -> dict[str, Any]:
+        """Keyword arguments with what they have for the heads of one half."""
+        result = dict(kwargs)
+        for name in self.inner.by_head:
+            value = result.get(name)
+            if isinstance(value, torch.Tensor):
+                heads = value.unflatten(1, (self.heads[2], -1))
+                result[name] = torch.cat([heads[:, cell] for cell in self.heads[lacking]], dim=1)
+        return result
+
+    def leave_out_caches(self, body: nn.Module, kwargs: dict[str, Any]) -> None:
+        for name in self.inner.caches:
+            if kwargs.get(name) is not None:
+                _leave_out(kwargs[name], self.name, getattr(body, "layer_idx", None))
+                kwargs[name] = None
+
+
+class _OfHalves(Mixin):
+    """A copy has the held neurons or heads."""
+
+    _sdp_part: Halves
+
+    def _sdp_finish(self, copied: nn.Module) -> None:
+        super()._sdp_finish(copied)
+        if not self._sdp_part.part.dense:
+            make_narrow(copied, replace(self._sdp_part, part=Copied(), twins=(), inputs=[]))
+
+
+class NarrowModule(_OfHalves):
+    """Mixed in before a body's own class where it takes or returns more than its own heads know."""
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        halves = self._sdp_part
+        if halves.part.dense:
+            return super().forward(*args, **kwargs)
+        output = super().forward(*args, **halves.narrowed(kwargs))
+        return halves.outputs.around(output[0] if halves.outputs.count > 1 else output, kwargs)
+
+
+class SplitModule(_OfHalves):
+    """Mixed in before a body's own class in the backward regime: first the held neurons or heads, then the lacking."""
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        halves = self._sdp_part
+        if halves.part.dense:
+            return super().forward(*args, **kwargs)
+        halves.leave_out_caches(self, kwargs)
+        outputs = []
+        for index, twin in enumerate(halves.twins):
+            _train_like(twin, self)
+            outputs.append(type(twin).forward(twin, *args, **halves.narrowed(kwargs, lacking=index == 1)))
+        held, lacking = outputs
+        result = held + lacking if halves.outputs.count == 1 else held[0] + lacking[0]
+        for name in halves.inner.tail:
+            result = self.get_submodule(name)(result)
+        if halves.inner.tail_dropout:
+            rate = getattr(self, halves.inner.tail_dropout)
+            result = functional.dropout(result, p=rate, training=self.training)
+        return halves.outputs.around(result, kwargs)
+
+
+class FirstModule(NarrowModule):
+    """Mixed in before the class of the first of several bodies: keeps its input until the last one runs."""
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        halves = self._sdp_part
+        if not halves.part.dense:
+            halves.leave_out_caches(self, kwargs)
+            halves.inputs[:] = [(args, kwargs)]  # a pass that failed may have left its own
+        return super().forward(*args, **kwargs)
+
+
+class LastModule(Mixin):
+    """Mixed in before the class of the last of several bodies: runs the lacking ones, and adds their output."""
+
+    _sdp_part: Halves
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        halves = self._sdp_part
+        held = super().forward(*args, **kwargs)
+        if halves.part.dense:
+            return held
+        inputs, kwargs = halves.inputs.pop()
+        named = halves.narrowed(kwargs, lacking=True)
+        output: Any = None
+        for twin in halves.twins:
+            _train_like(twin, self)
+            output = type(twin).forward(twin, *inputs, **named)
+            inputs, named = ((output[0] if isinstance(output, tuple) else output),), {}
+        return held + output
+
+
+def make_narrow(body: nn.Module, halves: Halves) -> None:
+    """A body that has the held neurons or heads, and needs to know nothing if nothing but its weights is of heads."""
+    if halves.inner.by_head or halves.outputs.handed_on:
+        body.__class__ = mixed_in(NarrowModule, type(body))
+        object.__setattr__(body, "_sdp_part", halves)
+
+
+def _train_like(twin: nn.Module, module: nn.Module) -> None:
+    if twin.training != module.training:
+        twin.train(module.training)
+
+
+def _leave_out(cache: Any, name: str, layer: int | None) -> None:
+    """Run without a cache that is empty. One that holds tokens is refused, and so is one that should hold some."""
+    missing = cache.__dict__.setdefault("_sdp_missing", set()) if hasattr(cache, "__dict__") else set()
+    has_tokens = layer is not None and hasattr(cache, "get_seq_length") and cache.get_seq_length(layer) > 0
+    if name in missing or has_tokens:
+        raise RuntimeError(
+            f"{name} runs in two parts, which have no cache of keys and values: generate without gradients, or inside "
+            "engine.dense(resident=True)"
+        )
+    missing.add(name)

@@ -1,0 +1,98 @@
+"""A small model of each family beside those of `models.SPECIMENS`: each runs in every mode in the unit tests, and in a
+few combinations of the oracle's grid."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import transformers as hf
+
+from tests.helpers.models import VOCABULARY, Specimen
+
+# Odd sizes on purpose: 27 neurons divide into no number of groups but their own factors, 3 key/value heads neither.
+_SIZES: dict[str, Any] = {
+    "vocab_size": VOCABULARY,
+    "hidden_size": 24,
+    "intermediate_size": 27,
+    "num_attention_heads": 6,
+    "num_hidden_layers": 2,
+    "max_position_embeddings": 48,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+_GROUPED = _SIZES | {"num_key_value_heads": 3, "head_dim": 4}
+_PARTIAL = {"rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.5}}
+_WINDOW = {"sliding_window": 3, "query_pre_attn_scalar": 4}
+_BERT = _SIZES | dict.fromkeys(("hidden_dropout_prob", "attention_probs_dropout_prob"), 0.0)
+_OPT: dict[str, Any] = _SIZES | {"ffn_dim": 27, "dropout": 0.0}
+_FALCON = _SIZES | {"ffn_hidden_size": 27, "bias": True}
+_T5: dict[str, Any] = {
+    "vocab_size": VOCABULARY,
+    "d_model": 24,
+    "d_kv": 4,
+    "d_ff": 27,
+    "num_heads": 3,
+    "num_layers": 2,
+    "num_decoder_layers": 2,
+    "relative_attention_num_buckets": 8,
+    "dropout_rate": 0.0,
+    "decoder_start_token_id": 0,
+    "initializer_factor": 2.0,  # attention far from uniform
+}
+
+
+def _grouped(model: Any, config: Any, **options: Any) -> Specimen:
+    return Specimen(model, config, num_heads=3, options=_GROUPED | options)
+
+
+def _whole_heads(model: Any, config: Any, sizes: dict[str, Any], *, num_heads: int = 6, **options: Any) -> Specimen:
+    return Specimen(model, config, num_heads=num_heads, options=sizes | options)
+
+
+SPECIMENS: dict[str, Specimen] = {
+    "bert": _whole_heads(hf.BertForMaskedLM, hf.BertConfig, _BERT),
+    "camembert": _whole_heads(hf.CamembertForMaskedLM, hf.CamembertConfig, _BERT),
+    "cohere": _grouped(hf.CohereForCausalLM, hf.CohereConfig, use_qk_norm=True, logit_scale=1.0),
+    "cohere2": _grouped(hf.Cohere2ForCausalLM, hf.Cohere2Config, sliding_window=3, logit_scale=1.0),
+    "electra": _whole_heads(hf.ElectraForMaskedLM, hf.ElectraConfig, _BERT, embedding_size=20),
+    "falcon": _whole_heads(hf.FalconForCausalLM, hf.FalconConfig, _FALCON, multi_query=False, parallel_attn=False),
+    "falcon_alibi": _whole_heads(
+        hf.FalconForCausalLM, hf.FalconConfig, _FALCON, alibi=True, multi_query=False, parallel_attn=False
+    ),
+    "falcon_grouped": _whole_heads(
+        hf.FalconForCausalLM, hf.FalconConfig, _FALCON, num_heads=3, new_decoder_architecture=True, num_kv_heads=3
+    ),
+    "falcon_multi_query": _whole_heads(hf.FalconForCausalLM, hf.FalconConfig, _FALCON, multi_query=True),
+    "gemma": _grouped(hf.GemmaForCausalLM, hf.GemmaConfig),
+    "gemma2": _grouped(hf.Gemma2ForCausalLM, hf.Gemma2Config, **_WINDOW),
+    "gemma3": _grouped(
+        hf.Gemma3ForCausalLM, hf.Gemma3TextConfig, **_WINDOW, layer_types=["sliding_attention", "full_attention"]
+    ),
+    "glm": _grouped(hf.GlmForCausalLM, hf.GlmConfig, attention_bias=True, **_PARTIAL),
+    "glm4": _grouped(hf.Glm4ForCausalLM, hf.Glm4Config, attention_bias=True, **_PARTIAL),
+    "granite": _grouped(
+        hf.GraniteForCausalLM, hf.GraniteConfig, residual_multiplier=0.7, embedding_multiplier=2.0, logits_scaling=2.0
+    ),
+    "modernbert": _whole_heads(hf.ModernBertForMaskedLM, hf.ModernBertConfig, _SIZES, local_attention=4),
+    "mt5": _whole_heads(hf.MT5ForConditionalGeneration, hf.MT5Config, _T5, num_heads=3),
+    "olmo": _grouped(hf.OlmoForCausalLM, hf.OlmoConfig, clip_qkv=1.0),
+    "olmo2": _grouped(hf.Olmo2ForCausalLM, hf.Olmo2Config),
+    "olmo3": _grouped(hf.Olmo3ForCausalLM, hf.Olmo3Config, sliding_window=3),
+    "opt": _whole_heads(hf.OPTForCausalLM, hf.OPTConfig, _OPT),
+    "opt_post_norm": _whole_heads(hf.OPTForCausalLM, hf.OPTConfig, _OPT, do_layer_norm_before=False),
+    "phi": _grouped(hf.PhiForCausalLM, hf.PhiConfig, qk_layernorm=True),
+    "phi3": _grouped(hf.Phi3ForCausalLM, hf.Phi3Config),
+    "roberta": _whole_heads(hf.RobertaForMaskedLM, hf.RobertaConfig, _BERT),
+    "smollm3": _grouped(hf.SmolLM3ForCausalLM, hf.SmolLM3Config, no_rope_layer_interval=2),
+    "stablelm": _grouped(hf.StableLmForCausalLM, hf.StableLmConfig, use_qkv_bias=True),
+    "stablelm_head_norms": _grouped(hf.StableLmForCausalLM, hf.StableLmConfig, qk_layernorm=True),
+    "stablelm_parallel": _grouped(hf.StableLmForCausalLM, hf.StableLmConfig, use_parallel_residual=True),
+    "starcoder2": _grouped(
+        hf.Starcoder2ForCausalLM, hf.Starcoder2Config, residual_dropout=0.0, embedding_dropout=0.0, sliding_window=3
+    ),
+    "t5": _whole_heads(hf.T5ForConditionalGeneration, hf.T5Config, _T5, num_heads=3),
+    "xlm_roberta": _whole_heads(hf.XLMRobertaForMaskedLM, hf.XLMRobertaConfig, _BERT),
+}
+# Attention whose heads cannot be cut.
+UNCUT = ("falcon_alibi", "falcon_multi_query", "olmo2", "olmo3", "stablelm_head_norms")
