@@ -13,7 +13,7 @@ layers that its neurons or heads run through:
     inner=architectures.InnerLayers((architectures.Cut("up", dim=0), architectures.Cut("down", dim=1, is_output=True)))
 """
 
-from sdp_deepspeed.architectures.branch import Branch, Cut, Form, InnerLayers
+from sdp_deepspeed.architectures.branch import Branch, Cut, InnerLayers
 from sdp_deepspeed.architectures.families import FAMILIES
 from sdp_deepspeed.architectures.located_branch import LocatedBranch, locate_branches
 from sdp_deepspeed.architectures.registry import branches_of, register
@@ -36,7 +36,6 @@ for _layer_class, _description in FAMILIES.items():
 __all__ = [
     "Branch",
     "Cut",
-    "Form",
     "Inner",
     "InnerLayers",
     "LocatedBranch",

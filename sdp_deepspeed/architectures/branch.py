@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import reduce
 from typing import Any
 
@@ -79,6 +78,8 @@ class Branch:
         handed_on: what the further outputs of the body are where it is not whole: the keyword argument of the same
             meaning, which it got from the layer before (T5's position bias), else None.
         uncut_reason: why there is no `inner`, for the message that refuses the neuron strategy.
+        when: attribute paths of the layer with the values that they have where it has this branch, for a class whose
+            config decides what it computes; others of the class may have the same name.
     """
 
     name: str
@@ -89,6 +90,7 @@ class Branch:
     inner: InnerLayers | None = None
     handed_on: tuple[str, ...] = ()
     uncut_reason: str = ""
+    when: tuple[tuple[str, Any], ...] = ()
 
     def __post_init__(self) -> None:
         if not self.body:
@@ -99,6 +101,10 @@ class Branch:
                 f"branch {self.name!r}: {again[0]!r} is named twice, or inside of another module that is named; norm, "
                 "body and after are modules that run one after the other"
             )
+
+    def is_in(self, layer: nn.Module) -> bool:
+        """Whether a layer of the described class has this branch."""
+        return all(attribute(layer, path) == value for path, value in self.when)
 
     @property
     def bodies(self) -> tuple[str, ...]:
@@ -119,23 +125,6 @@ class Branch:
     def num_outputs_of_modules(self) -> tuple[int, ...]:
         """Of each of `modules`; 0 for one that passes its input on where the branch is lacking."""
         return tuple(self.num_outputs if name == self.bodies[0] else 0 for name in self.modules)
-
-
-@dataclass(frozen=True)
-class Form:
-    """The branches of a layer class whose config decides what it computes, for one of its forms.
-
-    Args:
-        branches: in the order in which they run.
-        when: attribute paths of the layer with the values that they have in this form.
-    """
-
-    branches: tuple[Branch, ...]
-    when: Mapping[str, Any] = field(default_factory=dict)
-
-    def is_of(self, layer: nn.Module) -> bool:
-        """Whether a layer has this form."""
-        return all(attribute(layer, path) == value for path, value in self.when.items())
 
 
 def attribute(module: nn.Module, path: str) -> Any:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from sdp_deepspeed.architectures.branch import Branch, Cut, Form, InnerLayers
+from sdp_deepspeed.architectures.branch import Branch, Cut, InnerLayers
 
 _QKVO = InnerLayers(
     (Cut("q_proj", 0), Cut("k_proj", 0), Cut("v_proj", 0), Cut("o_proj", 1, is_output=True)),
@@ -89,25 +89,16 @@ _PHI3 = (
     replace(_MLP, after=("resid_mlp_dropout",), inner=_FUSED_GATE),
 )
 
-_STABLELM_ATTENTION = replace(
-    _ATTENTION, inner=replace(_QKVO, scaled=("num_heads", "num_key_value_heads"), per_head=())
-)
-_STABLELM_NORMED = replace(
-    _ATTENTION,
-    inner=None,
-    uncut_reason="StableLM with qk_layernorm has a norm module for each head",
-)
-_STABLELM_MLP = replace(_MLP, after=("dropout",))
-_STABLELM = tuple(
-    form
-    for is_normed, attention in ((False, _STABLELM_ATTENTION), (True, _STABLELM_NORMED))
-    for form in (
-        Form((attention, _STABLELM_MLP), {"use_parallel_residual": False, "self_attn.qk_layernorm": is_normed}),
-        Form(
-            (replace(attention, norm=None), replace(_STABLELM_MLP, norm=None)),
-            {"use_parallel_residual": True, "self_attn.qk_layernorm": is_normed},
-        ),
-    )
+_STABLELM_HEADS = replace(_ATTENTION, inner=replace(_QKVO, scaled=("num_heads", "num_key_value_heads"), per_head=()))
+_STABLELM_NORMED = replace(_ATTENTION, inner=None, uncut_reason="StableLM with qk_layernorm has a norm for each head")
+_ONE_NORM, _TWO_NORMS = ("use_parallel_residual", True), ("use_parallel_residual", False)
+_STABLELM = (
+    replace(_STABLELM_HEADS, when=(_TWO_NORMS, ("self_attn.qk_layernorm", False))),
+    replace(_STABLELM_NORMED, when=(_TWO_NORMS, ("self_attn.qk_layernorm", True))),
+    replace(_STABLELM_HEADS, norm=None, when=(_ONE_NORM, ("self_attn.qk_layernorm", False))),
+    replace(_STABLELM_NORMED, norm=None, when=(_ONE_NORM, ("self_attn.qk_layernorm", True))),
+    replace(_MLP, after=("dropout",), when=(_TWO_NORMS,)),
+    replace(_MLP, norm=None, after=("dropout",), when=(_ONE_NORM,)),
 )
 
 # The MLP's layers are the decoder layer's own.
@@ -129,10 +120,13 @@ _OPT_MLP = Branch(
     body=("fc1", "activation_fn", "fc2"),
     inner=InnerLayers((Cut("fc1", 0), Cut("fc2", 1, is_output=True))),
 )
+_NORM_BEFORE, _NORM_AFTER = (("do_layer_norm_before", True),), (("do_layer_norm_before", False),)
 _OPT = (
-    Form((_OPT_ATTENTION, _OPT_MLP), {"do_layer_norm_before": True}),
+    replace(_OPT_ATTENTION, when=_NORM_BEFORE),
+    replace(_OPT_MLP, when=_NORM_BEFORE),
     # The norms are on the stream, after the addition: shared.
-    Form((replace(_OPT_ATTENTION, norm=None), replace(_OPT_MLP, norm=None)), {"do_layer_norm_before": False}),
+    replace(_OPT_ATTENTION, norm=None, when=_NORM_AFTER),
+    replace(_OPT_MLP, norm=None, when=_NORM_AFTER),
 )
 
 # GPT-2's Conv1D stores [in, out].
@@ -181,7 +175,7 @@ _GPT_NEOX = (
 )
 
 
-DECODERS: dict[str, tuple[Branch, ...] | tuple[Form, ...]] = {
+DECODERS: dict[str, tuple[Branch, ...]] = {
     "transformers.models.cohere.modeling_cohere.CohereDecoderLayer": _COHERE,
     "transformers.models.cohere2.modeling_cohere2.Cohere2DecoderLayer": _COHERE,
     "transformers.models.gemma.modeling_gemma.GemmaDecoderLayer": _LLAMA,

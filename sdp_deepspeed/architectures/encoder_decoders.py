@@ -6,10 +6,10 @@ its own hands on the one that it got, and uses what that has for its heads.
 
 from __future__ import annotations
 
-from sdp_deepspeed.architectures.branch import Branch, Cut, Form, InnerLayers
+from sdp_deepspeed.architectures.branch import Branch, Cut, InnerLayers
 
 
-def _attention(name: str, layer: str, body: str) -> Branch:
+def _attention(name: str, layer: str, body: str, *, when: tuple[str, bool]) -> Branch:
     return Branch(
         name,
         norm=f"{layer}.layer_norm",
@@ -24,10 +24,11 @@ def _attention(name: str, layer: str, body: str) -> Branch:
             by_head=("position_bias",),
         ),
         handed_on=("position_bias",),
+        when=(when,),
     )
 
 
-def _mlp(layer: str) -> Branch:
+def _mlp(layer: str, *, when: tuple[str, bool]) -> Branch:
     return Branch(
         "mlp",
         norm=f"{layer}.layer_norm",
@@ -39,22 +40,20 @@ def _mlp(layer: str) -> Branch:
                 Cut("wo", 1, is_output=True),
             )
         ),
+        when=(when,),
     )
 
 
-_SELF_ATTENTION = _attention("attention", "layer.0", "SelfAttention")
-_OF_DECODER = (_attention("cross_attention", "layer.1", "EncDecAttention"), _mlp("layer.2"))
-_OF_ENCODER = (_mlp("layer.1"),)
-_T5 = tuple(
-    Form(
-        others if makes_bias else (_SELF_ATTENTION, *others),
-        {"is_decoder": is_decoder, "layer.0.SelfAttention.has_relative_attention_bias": makes_bias},
-    )
-    for is_decoder, others in ((False, _OF_ENCODER), (True, _OF_DECODER))
-    for makes_bias in (False, True)
+_T5 = (
+    _attention(
+        "attention", "layer.0", "SelfAttention", when=("layer.0.SelfAttention.has_relative_attention_bias", False)
+    ),
+    _attention("cross_attention", "layer.1", "EncDecAttention", when=("is_decoder", True)),
+    _mlp("layer.1", when=("is_decoder", False)),
+    _mlp("layer.2", when=("is_decoder", True)),
 )
 
-ENCODER_DECODERS: dict[str, tuple[Branch, ...] | tuple[Form, ...]] = {
+ENCODER_DECODERS: dict[str, tuple[Branch, ...]] = {
     "transformers.models.mt5.modeling_mt5.MT5Block": _T5,
     "transformers.models.t5.modeling_t5.T5Block": _T5,
 }

@@ -6,34 +6,33 @@ before the norm.
 
 from __future__ import annotations
 
-from sdp_deepspeed.architectures.branch import Branch, Cut, Form, InnerLayers
+from sdp_deepspeed.architectures.branch import Branch, Cut, InnerLayers
 
+# One that attends to an encoder too has a branch more.
+_ENCODER = (("add_cross_attention", False),)
 _BERT = (
-    Form(
-        (
-            Branch(
-                "attention",
-                body=("attention.self", "attention.output.dense"),
-                after=("attention.output.dropout",),
-                num_outputs=2,
-                inner=InnerLayers(
-                    (
-                        *(Cut(f"attention.self.{name}", 0) for name in ("query", "key", "value")),
-                        Cut("attention.output.dense", 1, is_output=True),
-                    ),
-                    heads="attention.self.num_attention_heads",
-                    scaled=("attention.self.num_attention_heads", "attention.self.all_head_size"),
-                    caches=("past_key_values",),
-                ),
+    Branch(
+        "attention",
+        body=("attention.self", "attention.output.dense"),
+        after=("attention.output.dropout",),
+        num_outputs=2,
+        inner=InnerLayers(
+            (
+                *(Cut(f"attention.self.{name}", 0) for name in ("query", "key", "value")),
+                Cut("attention.output.dense", 1, is_output=True),
             ),
-            Branch(
-                "mlp",
-                body=("intermediate", "output.dense"),
-                after=("output.dropout",),
-                inner=InnerLayers((Cut("intermediate.dense", 0), Cut("output.dense", 1, is_output=True))),
-            ),
+            heads="attention.self.num_attention_heads",
+            scaled=("attention.self.num_attention_heads", "attention.self.all_head_size"),
+            caches=("past_key_values",),
         ),
-        {"add_cross_attention": False},
+        when=_ENCODER,
+    ),
+    Branch(
+        "mlp",
+        body=("intermediate", "output.dense"),
+        after=("output.dropout",),
+        inner=InnerLayers((Cut("intermediate.dense", 0), Cut("output.dense", 1, is_output=True))),
+        when=_ENCODER,
     ),
 )
 # The first layer has no norm before its attention.
@@ -57,7 +56,7 @@ _MODERNBERT = (
     ),
 )
 
-ENCODERS: dict[str, tuple[Branch, ...] | tuple[Form, ...]] = {
+ENCODERS: dict[str, tuple[Branch, ...]] = {
     "transformers.models.bert.modeling_bert.BertLayer": _BERT,
     "transformers.models.camembert.modeling_camembert.CamembertLayer": _BERT,
     "transformers.models.electra.modeling_electra.ElectraLayer": _BERT,

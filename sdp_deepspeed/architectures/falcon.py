@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from sdp_deepspeed.architectures.branch import Branch, Cut, Form, InnerLayers
+from sdp_deepspeed.architectures.branch import Branch, Cut, InnerLayers
 
 _HEADS = InnerLayers(
     (Cut("query_key_value", 0), Cut("dense", 1, is_output=True)),
@@ -35,17 +35,25 @@ def _uncut(reason: str) -> Branch:
 
 _HEAD_LAYOUTS: tuple[tuple[Branch, dict[str, Any]], ...] = (
     (_uncut("the mask brings slopes of alibi for all heads"), {"alibi": True}),
-    (_ATTENTION, {"new_decoder_architecture": True}),
-    (_uncut("all its heads use one key/value head"), {"new_decoder_architecture": False, "multi_query": True}),
-    (_ATTENTION, {"new_decoder_architecture": False}),
+    (_ATTENTION, {"alibi": False, "new_decoder_architecture": True}),
+    (
+        _uncut("all its heads use one key/value head"),
+        {"alibi": False, "new_decoder_architecture": False, "multi_query": True},
+    ),
+    (_ATTENTION, {"alibi": False, "new_decoder_architecture": False, "multi_query": False}),
 )
 
-FALCON = tuple(
-    Form(
-        (replace(attention, norm=before_attention), replace(_MLP, norm=before_mlp)),
-        {f"config.{name}": value for name, value in {**norms, **layout}.items()},
-    )
-    for before_attention, before_mlp, norms in _NORMS
-    for attention, layout in _HEAD_LAYOUTS
-    if all(norms.get(name, value) == value for name, value in layout.items())
+
+def _when(conditions: dict[str, Any]) -> tuple[tuple[str, Any], ...]:
+    return tuple((f"config.{name}", value) for name, value in conditions.items())
+
+
+FALCON: tuple[Branch, ...] = (
+    *(
+        replace(attention, norm=norm, when=_when({**norms, **layout}))
+        for norm, _, norms in _NORMS
+        for attention, layout in _HEAD_LAYOUTS
+        if all(norms.get(name, value) == value for name, value in layout.items())
+    ),
+    *(replace(_MLP, norm=norm, when=_when(norms)) for _, norm, norms in _NORMS),
 )

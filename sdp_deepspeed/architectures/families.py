@@ -3,13 +3,13 @@ kind of model."""
 
 from __future__ import annotations
 
-from sdp_deepspeed.architectures.branch import Branch, Form
+from sdp_deepspeed.architectures.branch import Branch
 from sdp_deepspeed.architectures.decoders import DECODERS
 from sdp_deepspeed.architectures.encoder_decoders import ENCODER_DECODERS
 from sdp_deepspeed.architectures.encoders import ENCODERS
 from sdp_deepspeed.architectures.falcon import FALCON
 
-FAMILIES: dict[str, tuple[Branch, ...] | tuple[Form, ...]] = {
+FAMILIES: dict[str, tuple[Branch, ...]] = {
     **DECODERS,
     **ENCODERS,
     **ENCODER_DECODERS,

@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import nn
 
-from sdp_deepspeed.architectures.branch import Branch, Form
+from sdp_deepspeed.architectures.branch import Branch
 from sdp_deepspeed.architectures.own_forward import check_own_forward, code_of
 from sdp_deepspeed.messages import listed
 
@@ -18,47 +18,35 @@ class _Description:
     """What a class was described as.
 
     Args:
-        forms: its branches, by the forms that its config gives it; a class without such has one.
+        branches: in the order in which they run.
         code: what the class ran then; None if it was described by name.
     """
 
-    forms: tuple[Form, ...]
+    branches: tuple[Branch, ...]
     code: Mapping[str, Any] | None = None
 
 
 _DESCRIPTIONS: dict[str, _Description] = {}
 
 
-def register(layer_class: type | str, *description: Branch | Form) -> None:
+def register(layer_class: type | str, *branches: Branch) -> None:
     """Describe a layer class; a second description of the same class replaces the first. It holds for the code that
     the class has now, and for subclasses that run the same.
 
     Args:
         layer_class: the class, or its qualified name "package.module.Class".
-        description: its residual branches in the order in which they run; or its forms, if its config decides which
-            branches it has: the first that a layer has is taken.
+        branches: its residual branches in the order in which they run.
     """
     name = layer_class if isinstance(layer_class, str) else _qualified(layer_class)
-    forms = [form for form in description if isinstance(form, Form)]
-    branches = tuple(branch for branch in description if isinstance(branch, Branch))
-    if forms and branches:
-        raise ValueError(f"{name}: give branches or forms, not both; a form has its branches inside")
-    for form in forms or [Form(branches)]:
-        names = [branch.name for branch in form.branches]
-        if not names or len({*names}) < len(names):
-            raise ValueError(f"{name}: give one or more branches with different names, got {names}")
-    code = None if isinstance(layer_class, str) else code_of(layer_class)
-    _DESCRIPTIONS[name] = _Description(tuple(forms) or (Form(branches),), code)
+    if not branches or len({(branch.name, branch.when) for branch in branches}) < len(branches):
+        raise ValueError(f"{name}: give one or more branches with different names, got {[b.name for b in branches]}")
+    _DESCRIPTIONS[name] = _Description(branches, None if isinstance(layer_class, str) else code_of(layer_class))
 
 
-def branches_of(layer_class: type) -> tuple[Branch, ...] | tuple[Form, ...] | None:
-    """The description of a class or of the nearest described base class, as `register` takes it; None if there is
-    none."""
+def branches_of(layer_class: type) -> tuple[Branch, ...] | None:
+    """The description of a class or of the nearest described base class, None if there is none."""
     base = _described_base(layer_class)
-    if base is None:
-        return None
-    forms = _DESCRIPTIONS[_qualified(base)].forms
-    return forms[0].branches if len(forms) == 1 and not forms[0].when else forms
+    return None if base is None else _DESCRIPTIONS[_qualified(base)].branches
 
 
 def branches_in(name: str, layer: nn.Module) -> tuple[Branch, ...]:
@@ -75,14 +63,17 @@ def branches_in(name: str, layer: nn.Module) -> tuple[Branch, ...]:
         return ()
     description = _DESCRIPTIONS[_qualified(base)]
     check_own_forward(name, layer, base, description.code)
-    form = next((form for form in description.forms if form.is_of(layer)), None)
-    if form is None:
-        forms = [", ".join(f"{path} = {value!r}" for path, value in known.when.items()) for known in description.forms]
+    branches = tuple(branch for branch in description.branches if branch.is_in(layer))
+    names = [branch.name for branch in branches]
+    if not branches:
+        known = dict.fromkeys(", ".join(f"{p} = {v!r}" for p, v in branch.when) for branch in description.branches)
         raise ValueError(
             f"{name!r}: this form of {type(layer).__name__} is not described; known are "
-            f"{listed(forms, separator='; ')}. {how_to_describe(layer)}"
+            f"{listed(known, separator='; ')}. {how_to_describe(layer)}"
         )
-    return form.branches
+    if len({*names}) < len(names):
+        raise ValueError(f"{name!r}: of the branches {names} of {type(layer).__name__} only one of each name may fit")
+    return branches
 
 
 def how_to_describe(layer: nn.Module) -> str:
@@ -90,10 +81,10 @@ def how_to_describe(layer: nn.Module) -> str:
     children = ", ".join(name for name, child in layer.named_children() if any(True for _ in child.parameters()))
     return (
         "If each of its branches is x + after(body(norm(x))), describe it before deepspeed.initialize, with names of "
-        f"its submodules ({children}) for the dots:\n"
+        f"its submodules ({children}) for NORM and BODY:\n"
         "from sdp_deepspeed.architectures import Branch, register\n"
         f'register("{_qualified(type(layer))}",\n'
-        '         Branch("attention", norm="...", body="..."), Branch("mlp", norm="...", body="..."))\n'
+        '         Branch("attention", norm="NORM", body="BODY"), Branch("mlp", norm="NORM", body="BODY"))\n'
         "(more: sdp_deepspeed/architectures/README.md)"
     )
 

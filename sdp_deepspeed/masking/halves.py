@@ -30,7 +30,7 @@ class Halves:
         part: of which they are.
         inner: its neurons or heads.
         outputs: of its body.
-        heads: cells of the held and of the lacking half, and the number of both.
+        cells: of the held and of the lacking half.
         twins: one body twice, without its tail, or several with the lacking weights; none if the lacking half does not
             run.
         inputs: of the first of several bodies, until the last one runs.
@@ -40,7 +40,7 @@ class Halves:
     part: MaskedPart | Copied
     inner: InnerLayers
     outputs: Outputs
-    heads: tuple[Sequence[int], Sequence[int], int] = ((), (), 0)
+    cells: tuple[Sequence[int], Sequence[int]] = ((), ())
     twins: tuple[nn.Module, ...] = ()
     inputs: list[tuple[tuple[Any, ...], dict[str, Any]]] = field(default_factory=list)
 
@@ -50,8 +50,8 @@ class Halves:
         for name in self.inner.by_head:
             value = result.get(name)
             if isinstance(value, torch.Tensor):
-                heads = value.unflatten(1, (self.heads[2], -1))
-                result[name] = torch.cat([heads[:, cell] for cell in self.heads[lacking]], dim=1)
+                heads = value.unflatten(1, (sum(map(len, self.cells)), -1))
+                result[name] = torch.cat([heads[:, cell] for cell in self.cells[lacking]], dim=1)
         return result
 
     def leave_out_caches(self, body: nn.Module, kwargs: dict[str, Any]) -> None:

@@ -75,7 +75,7 @@ class NeuronPart(MaskedPart):
         self._counts = Counts(branch, self.modules)
         self._places = {cut.module: place(branch, cut.module) for cut in self.inner.cuts}
         self.cuts = [_cut(module, model, tensor.parameter) for tensor in branch.cut_tensors]
-        self._halves = Halves(self.name, self, self.inner, Outputs.of(branch.description), _heads(branch, self.cuts))
+        self._halves = Halves(self.name, self, self.inner, Outputs.of(branch.description), _cells(branch, self.cuts))
 
     @property
     def twins(self) -> tuple[nn.Module, ...]:
@@ -205,12 +205,12 @@ def _scales(model: RankModel, branch: LocatedBranch, units: Sequence[int], scale
     return {piece: scale for piece in pieces if piece.parameter in outputs}
 
 
-def _heads(branch: LocatedBranch, cuts: Sequence[CutParameter]) -> tuple[Sequence[int], Sequence[int], int]:
-    """Cells that are held, cells that are lacking, and the number of both."""
+def _cells(branch: LocatedBranch, cuts: Sequence[CutParameter]) -> tuple[Sequence[int], Sequence[int]]:
+    """Those that are held, and those that are lacking."""
     output = next(index for index, tensor in enumerate(branch.cut_tensors) if tensor.cut.is_output)
     width = branch.cut_tensors[output].size // branch.num_cells
     held, lacking = (
         [cell for piece in pieces for cell in range(piece.start // width, (piece.start + piece.length) // width)]
         for pieces in (cuts[output].held, cuts[output].lacking)
     )
-    return held, lacking, branch.num_cells
+    return held, lacking

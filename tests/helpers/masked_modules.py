@@ -138,7 +138,7 @@ def assert_same_as_zeroed(model: nn.Module, plan: Plan, rank: int, **inputs: Any
 def layer_of(branch: LocatedBranch, index: int) -> str:
     """Name of the first (0) or last (-1) linear layer of a branch."""
     assert branch.description.inner is not None
-    return f"{branch.body}.{branch.description.inner.cuts[index].module}"
+    return f"{branch.root}.{branch.description.inner.cuts[index].module}"
 
 
 def linear_weights(model: nn.Module, pieces: dict[str, list[Piece]] | None = None) -> int:

@@ -7,6 +7,7 @@ from typing import Any
 
 import transformers as hf
 
+from tests.helpers import models
 from tests.helpers.models import VOCABULARY, Specimen
 
 # Odd sizes on purpose: 27 neurons divide into no number of groups but their own factors, 3 key/value heads neither.
@@ -94,5 +95,6 @@ SPECIMENS: dict[str, Specimen] = {
     "t5": _whole_heads(hf.T5ForConditionalGeneration, hf.T5Config, _T5, num_heads=3),
     "xlm_roberta": _whole_heads(hf.XLMRobertaForMaskedLM, hf.XLMRobertaConfig, _BERT),
 }
+ALL_SPECIMENS: dict[str, Specimen] = {**models.SPECIMENS, **SPECIMENS}
 # Attention whose heads cannot be cut.
 UNCUT = ("falcon_alibi", "falcon_multi_query", "olmo2", "olmo3", "stablelm_head_norms")

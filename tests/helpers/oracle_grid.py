@@ -16,12 +16,15 @@ from functools import cache
 from typing import Any
 
 from sdp_deepspeed.support.combinations import Combination, all_combinations, refusals_of
+from tests.helpers import more_models
 from tests.helpers.models import SPECIMENS, Specimen
+from tests.helpers.more_models import ALL_SPECIMENS
 
 SIZES = (2, 3, 4)
 BUCKETS = {"one": 10**6, "many": 700}  # elements; a model of SPECIMENS has some 4,000 to 10,000
 # Of models that two tensor-parallel ranks divide; AutoTP does not list GPT-2, and llama_odd has three heads.
 EVEN = {"vocab_size": 62, "intermediate_size": 28}
+EVEN_HEADS = {"num_attention_heads": 4, "num_key_value_heads": 2, "hidden_size": 16}
 INDIVISIBLE = ("gpt2", "llama_odd")
 FIELDS = ("regime", "strategy", "stage", "precision", "tensor_parallel", "offload", "replicas", "overlap")
 
@@ -32,7 +35,7 @@ class Case:
 
     Args:
         holders: p, of `num_subnetworks`.
-        model: of SPECIMENS.
+        model: of ALL_SPECIMENS.
         accumulation: micro-batches of a step.
         by_caller: who ends a step of several micro-batches.
         buckets: "one" has room for all, "many" are small.
@@ -84,8 +87,11 @@ class Case:
 
     @property
     def specimen(self) -> Specimen:
-        specimen = SPECIMENS[self.model]
-        return specimen if self.tensor_parallel == 1 else replace(specimen, options={**specimen.options, **EVEN})
+        specimen = ALL_SPECIMENS[self.model]
+        if self.tensor_parallel == 1:
+            return specimen
+        even = EVEN | (EVEN_HEADS if self.model in more_models.SPECIMENS else {})
+        return replace(specimen, options={**specimen.options, **even})
 
     @property
     def block(self) -> dict[str, Any]:
@@ -112,6 +118,22 @@ def full_grid(size: int) -> tuple[Case, ...]:
         plain = Case(size, *mode, model, granularity)
         grid += [plain, replace(plain, stage=0, accumulation=3, optimizer="SGD", clip=0.0)]
     return tuple(case for case in dict.fromkeys(grid) if possible(case))
+
+
+@cache
+def other_families(*, full: bool = False) -> tuple[Case, ...]:
+    """The families of `more_models`, each in both regimes, blocks in one and neurons in the other where its heads can
+    be cut; some with tensor parallelism. In full every mode of each."""
+    found = []
+    for number, name in enumerate(more_models.SPECIMENS):
+        strategies = ("block",) if name in more_models.UNCUT else ("block", "neuron")
+        for index, regime in enumerate(("forward", "backward")):
+            for strategy in strategies if full else [strategies[(number + index) % len(strategies)]]:
+                case = Case(2, 1, regime, strategy, name, stage=(number + index) % 3)
+                found.append(replace(case, ranks=3, holders=2) if number % 4 == 0 else case)
+    by_tensor_parallel = [("granite", "forward", "neuron"), ("gemma2", "backward", "block")]
+    found += [Case(4, 1, regime, strategy, name, tensor_parallel=2) for name, regime, strategy in by_tensor_parallel]
+    return tuple(found)
 
 
 @cache
@@ -160,7 +182,7 @@ def possible(case: Case) -> bool:
 
 def num_scarce_units(case: Case) -> int:
     """Units that must go round: each worker needs one of them. Neurons have `ranks` groups, so they always do."""
-    specimen = SPECIMENS[case.model]
+    specimen = ALL_SPECIMENS[case.model]
     if case.strategy == "block":
         return specimen.num_layers * (2 if case.granularity == "sublayer" else 1)
     return specimen.num_heads // case.tensor_parallel

@@ -176,10 +176,10 @@ def _end(processes: Sequence[Any]) -> None:
 
 def _server() -> Any:
     """The context whose processes are forked from a server of this process; started when it is first asked for."""
-    from tests.helpers.models import SPECIMENS
+    from tests.helpers.more_models import ALL_SPECIMENS
 
     context = multiprocessing.get_context("forkserver")
-    models = {specimen.model.__module__ for specimen in SPECIMENS.values()}
+    models = {specimen.model.__module__ for specimen in ALL_SPECIMENS.values()}
     context.set_forkserver_preload([*IMPORTED, *sorted(models)])
     with mock.patch.dict(os.environ, SERVER_ENVIRONMENT):
         forkserver.ensure_running()

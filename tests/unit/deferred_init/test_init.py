@@ -19,12 +19,13 @@ from sdp_deepspeed.measure.step import watched_host_memory
 from sdp_deepspeed.plan.tensors import named_tensors
 from sdp_deepspeed.training.model import build_model, may_defer
 from tests.helpers.deferred_models import BUILDERS, Holder, unbuilt, values_of
-from tests.helpers.models import FAMILIES, SPECIMENS, family, llama
+from tests.helpers.models import FAMILIES, family, llama
+from tests.helpers.more_models import ALL_SPECIMENS
 
 MODELS: dict[str, Callable[[], nn.Module]] = {
     **BUILDERS,
     **{f"family {name}": partial(family, name, seed=5) for name in FAMILIES},
-    **{f"specimen {name}": specimen.build for name, specimen in SPECIMENS.items()},
+    **{f"specimen {name}": specimen.build for name, specimen in ALL_SPECIMENS.items()},
 }
 
 

@@ -15,6 +15,7 @@ from sdp_deepspeed.masking.in_place import may_write_in_place
 from sdp_deepspeed.plan.plan import Plan
 from tests.helpers.masked_modules import infos
 from tests.helpers.models import SPECIMENS
+from tests.helpers.more_models import ALL_SPECIMENS
 from tests.helpers.rank_models import mask_of
 
 
@@ -176,26 +177,27 @@ def test_hosts_code_copies_nothing() -> None:
     assert seen[0] is seen[1]
 
 
-@pytest.mark.parametrize("name", SPECIMENS)
+@pytest.mark.parametrize("name", ALL_SPECIMENS)
 def test_known_families_are_hosts_code(name: str) -> None:
-    model = SPECIMENS[name].build()
+    model = ALL_SPECIMENS[name].build()
     assert not may_write_in_place(model, locate_branches(model))
 
 
 def test_layers_that_others_described_are_not_trusted() -> None:
-    """A family of Transformers scales the sum in place."""
-    from transformers.models.gemma.modeling_gemma import GemmaConfig, GemmaForCausalLM
+    """Nobody has looked whether those write to the sum in place."""
+    from transformers.models.helium.modeling_helium import HeliumConfig, HeliumForCausalLM
 
     attention = Branch("attention", norm="input_layernorm", body="self_attn", num_outputs=2)
-    architectures.register("transformers.models.gemma.modeling_gemma.GemmaDecoderLayer", attention)
-    model = GemmaForCausalLM(GemmaConfig(vocab_size=16, num_hidden_layers=1, hidden_size=8, intermediate_size=8))
+    architectures.register("transformers.models.helium.modeling_helium.HeliumDecoderLayer", attention)
+    sizes = {"vocab_size": 16, "num_hidden_layers": 1, "hidden_size": 8, "intermediate_size": 8, "pad_token_id": 0}
+    model = HeliumForCausalLM(HeliumConfig(**sizes, num_attention_heads=2, num_key_value_heads=2, head_dim=4))
     assert may_write_in_place(model, locate_branches(model))
 
 
 def test_what_counts_as_hosts_code() -> None:
     model: Any = SPECIMENS["llama"].build()
     branches = locate_branches(model)
-    inside: Any = model.get_submodule(branches[0].body)
+    inside: Any = model.get_submodule(branches[0].root)
     inside.act_fn, inside.other = nn.ReLU(inplace=True), Layer()
     assert not may_write_in_place(model, branches)
     model.model.embed_tokens.__class__ = type("Own", (nn.Embedding,), {})

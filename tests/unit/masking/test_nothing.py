@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable
 from typing import Any
 
@@ -33,6 +34,33 @@ def test_nothing_is_neutral() -> None:
     assert torch.equal(total, tensor)
 
 
+@pytest.mark.parametrize(
+    "use",
+    [
+        lambda x: x + 0.5 * NOTHING,
+        lambda x: x + NOTHING * torch.tensor(0.5),
+        lambda x: x + NOTHING * x,  # the weights of a layer scale
+        lambda x: x + x * NOTHING,
+        lambda x: x + torch.mul(NOTHING, x),
+        lambda x: x + NOTHING / 2,
+        lambda x: x + torch.div(NOTHING, 2),
+        lambda x: x - NOTHING,
+        lambda x: torch.sub(x, NOTHING),
+        lambda x: -NOTHING + x,
+        lambda x: x + torch.neg(NOTHING),
+        lambda x: x + F.dropout(NOTHING, p=0.5, training=True),
+        lambda x: x + nn.Dropout(0.5)(NOTHING),
+        lambda x: F.dropout(NOTHING, 0.5, training=True, inplace=True) + x,
+        lambda x: x + NOTHING.to(torch.bfloat16),
+        lambda x: x + NOTHING.to(x.dtype, non_blocking=True).float().contiguous(),
+    ],
+)
+def test_what_leaves_a_zero_a_zero_is_harmless(use: Callable[[torch.Tensor], Any]) -> None:
+    """Of a tensor of zeros the same makes zeros, which is why it may be left out."""
+    x = torch.randn(2)
+    assert use(x) is x
+
+
 def test_copies_of_what_is_written_to() -> None:
     """But not of what the addition itself writes to."""
     nothing: Any = Nothing("layers.0.mlp", copies=True)
@@ -54,14 +82,17 @@ def test_copies_of_what_is_written_to() -> None:
 @pytest.mark.parametrize(
     "use",
     [
-        lambda x: x + 0.5 * NOTHING,
-        lambda x: x - NOTHING,
-        lambda x: NOTHING * x,
-        lambda x: x * NOTHING,
-        lambda x: x + F.dropout(NOTHING),
-        lambda x: x + nn.Dropout()(NOTHING),
+        lambda x: NOTHING - x,
+        lambda x: 1 / NOTHING,
+        lambda x: x / NOTHING,
+        lambda x: x.mul_(NOTHING),
+        lambda x: operator.imul(x, NOTHING),
+        lambda x: x @ NOTHING,
         lambda x: x + torch.tanh(NOTHING),
-        lambda x: -NOTHING + x,
+        lambda x: x + F.relu(NOTHING),
+        lambda x: x + F.alpha_dropout(NOTHING),
+        lambda x: x + nn.LayerNorm(2)(NOTHING),
+        lambda x: torch.mul(x, NOTHING, out=torch.empty(2)),
         lambda x: x + NOTHING[0],
         lambda x: x + NOTHING.detach(),
         lambda x: NOTHING.shape,
@@ -112,12 +143,14 @@ def described(monkeypatch: pytest.MonkeyPatch, *after: str) -> None:
 
 
 def test_a_dropout_that_no_description_names(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Any module may do so that is linear, and nothing else."""
     described(monkeypatch)
-    model = nn.Sequential(Layer(nn.ReLU(), nn.Dropout(0.5)))
+    model = nn.Sequential(Layer(nn.ReLU(), nn.Dropout(0.5)), Layer(nn.ReLU(), nn.Tanh()))
     units = units_of_branches(locate_branches(model), granularity="sublayer", shared=())
-    plan = Plan("forward", "block", 2, 1, 0, tuple(units), ((0,), (1,)), (0, 1))
+    plan = Plan("forward", "block", 2, 1, 0, tuple(units), ((0,), (1,), (0,), (1,)), (0, 1))
     mask_of(model, locate_branches(model), infos(model), plan, 1)
-    with pytest.raises(TypeError, match=r"^0\.mlp: this rank lacks the branch.*'dropout'"):
+    assert model[0](torch.ones(1, 4)).shape == (1, 4)
+    with pytest.raises(TypeError, match=r"^1\.mlp: this rank lacks the branch.*'tanh'"):
         model(torch.ones(1, 4))
 
 

@@ -13,7 +13,7 @@ from sdp_deepspeed.config import KEY, parse
 from sdp_deepspeed.plan.assignment import search
 from sdp_deepspeed.plan.planner import plan_model
 from sdp_deepspeed.support.combinations import AXES
-from tests.helpers import oracle
+from tests.helpers import more_models, oracle
 from tests.helpers.models import SPECIMENS
 from tests.helpers.oracle_grid import (
     SIZES,
@@ -21,6 +21,7 @@ from tests.helpers.oracle_grid import (
     allowed_combinations,
     full_grid,
     num_scarce_units,
+    other_families,
     pairs_of,
     possible,
     sample,
@@ -30,6 +31,19 @@ from tests.helpers.oracle_grid import (
 def test_every_model_is_trained_in_every_mode() -> None:
     found = {(case.model, case.regime, case.strategy) for case in sample() if case.holders < case.num_subnetworks}
     assert found == set(itertools.product(SPECIMENS, ("forward", "backward"), ("block", "neuron", "mixed")))
+
+
+def test_every_other_family_is_trained_in_both_regimes() -> None:
+    lacking = [case for case in other_families() if case.holders < case.num_subnetworks]
+    assert {(case.model, case.regime) for case in lacking} == set(
+        itertools.product(more_models.SPECIMENS, ("forward", "backward"))
+    )
+    assert {case.strategy for case in lacking} == {"block", "neuron"}
+    assert {case.model for case in other_families() if case.strategy == "neuron"} == (
+        more_models.SPECIMENS.keys() - set(more_models.UNCUT)
+    )
+    assert all(map(possible, other_families(full=True)))
+    assert set(other_families()) <= set(other_families(full=True))
 
 
 def test_the_grid_is_every_allowed_combination() -> None:

@@ -1,0 +1,200 @@
+"""Each family of `more_models` in all modes: a rank computes what the dense model with zeroed pieces computes (forward
+regime), or what the dense model computes (backward regime); and the dense model comes back whole."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from copy import deepcopy
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from sdp_deepspeed.architectures import locate_branches
+from sdp_deepspeed.masking.mask import Mask
+from sdp_deepspeed.plan.plan import Plan
+from sdp_deepspeed.reference.virtual_workers import zero_lacking
+from sdp_deepspeed.units import Piece
+from tests.helpers import models
+from tests.helpers.masked_modules import assert_close, held_pieces, loss_and_gradients, masked, plan_of, tokens
+from tests.helpers.more_models import SPECIMENS, UNCUT
+
+RANKS = (0, 1)
+LAYER = {"granularity": "layer"}
+
+
+def build(name: str) -> Any:
+    return deepcopy(_built(name))
+
+
+@cache
+def _built(name: str) -> nn.Module:
+    """No bias is zero and no norm is one, so that a forgotten one is seen."""
+    model = SPECIMENS[name].build()
+    generator = torch.Generator().manual_seed(7)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(torch.randn(parameter.shape, generator=generator) * 0.15)
+    return model
+
+
+def neuron_strategy(name: str) -> Any:
+    return {"attention": "block", "mlp": "neuron"} if name in UNCUT else "neuron"
+
+
+def assert_gradients(
+    mask: Mask,
+    pieces: Mapping[str, list[Piece]],
+    found: Mapping[str, torch.Tensor],
+    expected: Mapping[str, torch.Tensor],
+) -> None:
+    """Of all that is held or shared; what nothing read (a norm whose branches are all lacking) has zero or none."""
+    assert found.keys() <= {name for name, held in pieces.items() if held}
+    for name, held in pieces.items():
+        if name not in found:
+            assert all(not piece.narrow(expected[name]).any() for piece in held if name in expected), name
+            continue
+        for piece in held:
+            largest = float(expected[name].abs().max())
+            assert_close(mask.model.views.view_in(piece, found[name]), piece.narrow(expected[name]), largest=largest)
+
+
+def assert_same_as_zeroed(dense: nn.Module, plan: Plan, rank: int) -> None:
+    zeroed = deepcopy(dense)
+    zero_lacking(zeroed, plan, rank)
+    expected_loss, expected = loss_and_gradients(zeroed, tokens())
+    model, mask = masked(dense, plan, rank)
+    loss, gradients = loss_and_gradients(model, tokens())
+    assert_close(loss, expected_loss)
+    assert_gradients(mask, held_pieces(dense, plan, rank), gradients, expected)
+
+
+@pytest.mark.parametrize("name", SPECIMENS)
+def test_forward_block_is_zeroed(name: str) -> None:
+    dense = build(name)
+    plan = plan_of(dense, strategy="block")
+    parts = [branch.description.name for branch in locate_branches(dense)]
+    assert len(plan.units) == len(parts) == {True: 8, False: 4}["cross_attention" in parts]
+    for rank in RANKS:
+        assert_same_as_zeroed(dense, plan, rank)
+    assert_same_as_zeroed(dense, plan_of(dense, strategy="block", **LAYER), 0)
+
+
+@pytest.mark.parametrize("name", SPECIMENS)
+def test_forward_neuron_is_zeroed(name: str) -> None:
+    dense = build(name)
+    for rank in RANKS:
+        assert_same_as_zeroed(dense, plan_of(dense, strategy=neuron_strategy(name)), rank)
+
+
+@pytest.mark.parametrize("name", SPECIMENS)
+def test_backward_is_dense(name: str) -> None:
+    dense = build(name)
+    expected_loss, expected = loss_and_gradients(deepcopy(dense).train(), tokens())
+    for rank, strategy in ((0, "block"), (0, neuron_strategy(name)), (1, neuron_strategy(name))):
+        plan = plan_of(dense, "backward", strategy)
+        model, mask = masked(dense, plan, rank)
+        loss, gradients = loss_and_gradients(model.train(), tokens())
+        assert_close(loss, expected_loss)
+        assert_gradients(mask, held_pieces(dense, plan, rank), gradients, expected)
+        assert (
+            gradients.keys() == {key for key, held in held_pieces(dense, plan, rank).items() if held} & expected.keys()
+        )
+
+
+@pytest.mark.parametrize("name", SPECIMENS)
+def test_what_is_lacking_has_no_storage_and_what_is_in_no_unit_is_a_norm(name: str) -> None:
+    dense = build(name)
+    plan = plan_of(dense, strategy="block")
+    inside = {piece.parameter for branch in locate_branches(dense) for piece in branch.pieces}
+    shared = {key for key, _ in dense.named_parameters() if any(part.isdigit() for part in key.split("."))} - inside
+    makes_bias = "block.0.layer.0."  # T5's first self-attention, which all layers need
+    assert all("norm" in key.lower() or makes_bias in key for key in shared), shared
+    for rank in RANKS:
+        lacking = {
+            piece.parameter
+            for index, unit in enumerate(plan.units)
+            if not plan.holds_rank(index, rank)
+            for piece in unit.pieces
+        }
+        for key, parameter in masked(dense, plan, rank)[0].named_parameters():
+            assert (parameter.untyped_storage().nbytes() == 0) == (key in lacking), key
+            assert parameter.requires_grad == (key not in lacking), key
+
+
+@pytest.mark.parametrize("name", SPECIMENS)
+def test_gradient_checkpointing_changes_nothing(name: str) -> None:
+    dense = build(name)
+    for regime, strategy in (
+        ("forward", "block"),
+        ("forward", neuron_strategy(name)),
+        ("backward", neuron_strategy(name)),
+    ):
+        plan = plan_of(dense, regime, strategy)
+        expected_loss, expected = loss_and_gradients(masked(dense, plan, 0)[0].train(), tokens())
+        model, _ = masked(dense, plan, 0)
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+        loss, gradients = loss_and_gradients(model.train(), tokens())
+        assert torch.equal(loss, expected_loss)
+        assert gradients.keys() == expected.keys()
+        assert all(torch.equal(gradients[key], expected[key]) for key in expected)
+
+
+@pytest.mark.parametrize("name", SPECIMENS)
+def test_the_dense_model_comes_back_whole_and_loads_without_us(name: str, tmp_path: Path) -> None:
+    """And what was lent is given back; a copy of a subnetwork is that subnetwork."""
+    dense = build(name).eval()
+
+    def fetch(targets: Mapping[Piece, torch.Tensor]) -> None:
+        for piece, target in targets.items():
+            target.copy_(piece.narrow(dense.get_parameter(piece.parameter).detach()))
+
+    with torch.no_grad():
+        expected = models.loss_of(dense, tokens())
+        for strategy in ("block", neuron_strategy(name)):
+            model, mask = masked(dense, plan_of(dense, strategy=strategy), 0)
+            own = models.loss_of(model.eval(), tokens())
+            assert not torch.equal(own, expected)
+            assert torch.equal(models.loss_of(deepcopy(model), tokens()), own)
+            for part in mask.parts:
+                part.fill(fetch)
+            assert torch.equal(models.loss_of(model, tokens()), expected)
+            if strategy == "block":
+                model.save_pretrained(tmp_path, state_dict=model.state_dict())
+                loaded = type(dense).from_pretrained(tmp_path)
+                assert torch.equal(models.loss_of(loaded.eval(), tokens()), expected)
+            for part in mask.parts:
+                part.release()
+            assert torch.equal(models.loss_of(model, tokens()), own)
+
+
+@pytest.mark.parametrize("name", SPECIMENS)
+def test_dropout_between_a_lacking_branch_and_its_addition(name: str) -> None:
+    specimen = SPECIMENS[name]
+    sizes = dict(specimen.options)
+    config = specimen.config(**sizes)
+    rates = {key for key in vars(config) if ("dropout" in key or "pdrop" in key) and "classifier" not in key}
+    model = specimen.model(specimen.config(**sizes | dict.fromkeys(rates, 0.3)))
+    for regime, strategy in (
+        ("forward", "block"),
+        ("forward", neuron_strategy(name)),
+        ("backward", neuron_strategy(name)),
+    ):
+        subnetwork = masked(model, plan_of(model, regime, strategy), 1)[0].train()
+        (one, gradients), (other, _) = (
+            loss_and_gradients(subnetwork, tokens()),
+            loss_and_gradients(subnetwork, tokens()),
+        )
+        assert (one != other) == bool(rates)
+        assert all(gradient.isfinite().all() for gradient in gradients.values())
+
+
+@pytest.mark.parametrize("name", UNCUT)
+def test_heads_that_cannot_be_cut_are_refused_with_the_line_that_works(name: str) -> None:
+    with pytest.raises(
+        ValueError, match=r'attention.* cannot be cut: .*"strategy": \{"attention": "block", "mlp": "neuron"\}'
+    ):
+        plan_of(build(name))
