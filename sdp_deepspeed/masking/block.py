@@ -148,6 +148,21 @@ class BlockPart(MaskedPart):
             tensor.requires_grad_(False)
 
 
+def check_scalable(module: nn.Module, branch: LocatedBranch) -> None:
+    """Whether a factor on a branch's output projection is one on what the branch adds.
+
+    Raises:
+        ValueError: a norm between the two would undo it.
+    """
+    for name in branch.description.after:
+        kind = type(module.get_submodule(f"{branch.layer}.{name}")).__name__
+        if "norm" in kind.lower():
+            raise ValueError(
+                f"{KEY}.dense_branch_scale: {branch.layer}.{name} ({kind}) normalizes what {branch.name!r} computes "
+                'before it is added, so a factor on its output projection would have no effect; use "none"'
+            )
+
+
 def output_names(branch: LocatedBranch, tensors: Mapping[str, torch.Tensor]) -> list[str]:
     """Weights and biases of a branch's output projections.
 

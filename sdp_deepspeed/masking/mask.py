@@ -10,7 +10,7 @@ from torch import nn
 
 from sdp_deepspeed.architectures import LocatedBranch, branches_of_units, constrained_branches
 from sdp_deepspeed.layout.rank_model import RankModel
-from sdp_deepspeed.masking.block import BlockPart, output_names
+from sdp_deepspeed.masking.block import BlockPart, check_scalable, output_names
 from sdp_deepspeed.masking.compiled import check_forward, replaced_modules
 from sdp_deepspeed.masking.in_place import may_write_in_place
 from sdp_deepspeed.masking.mixins import CUT
@@ -62,6 +62,8 @@ class Mask:
         if self._scale != 1.0:
             for branch in members:
                 output_names(branch, self.model.views.tensors)
+            for branch in branches:
+                check_scalable(self._module, branch)
         if plan.coverage == 1:
             return
         self._check_forwards(members, neurons)

@@ -15,7 +15,7 @@ _FACTORS = frozenset({"mul", "multiply", "__mul__", "__rmul__"})
 _QUOTIENTS = frozenset({"div", "divide", "true_divide", "__truediv__", "neg", "negative", "__neg__"})
 _DROPOUTS = frozenset({"dropout", "dropout1d", "dropout2d", "dropout3d"})
 _REFUSED = (
-    *("rsub", "rtruediv", "matmul", "rmatmul", "pow", "mod", "pos"),
+    *("sub", "rtruediv", "matmul", "rmatmul", "pow", "mod", "pos"),
     *("abs", "floordiv", "rfloordiv", "rmod", "rpow", "and", "or", "round", "eq", "ne", "lt", "le", "gt", "ge"),
     *("getitem", "setitem", "iter", "len", "bool", "float", "int"),
 )

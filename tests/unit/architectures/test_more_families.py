@@ -19,8 +19,9 @@ from sdp_deepspeed.plan.plan import Plan
 from sdp_deepspeed.reference.virtual_workers import zero_lacking
 from sdp_deepspeed.units import Piece
 from tests.helpers import models
-from tests.helpers.masked_modules import assert_close, held_pieces, loss_and_gradients, masked, plan_of, tokens
+from tests.helpers.masked_modules import assert_close, held_pieces, infos, loss_and_gradients, masked, plan_of, tokens
 from tests.helpers.more_models import SPECIMENS, UNCUT
+from tests.helpers.rank_models import mask_of
 
 RANKS = (0, 1)
 LAYER = {"granularity": "layer"}
@@ -188,8 +189,17 @@ def test_dropout_between_a_lacking_branch_and_its_addition(name: str) -> None:
             loss_and_gradients(subnetwork, tokens()),
             loss_and_gradients(subnetwork, tokens()),
         )
-        assert (one != other) == bool(rates)
+        assert regime == "forward" or (one != other) == bool(rates)  # forward, a rank may lack all that drops
         assert all(gradient.isfinite().all() for gradient in gradients.values())
+
+
+@pytest.mark.parametrize("strategy", ["block", "neuron"])
+@pytest.mark.parametrize("name", ["gemma2", "glm4"])
+def test_a_scale_that_a_norm_would_undo_is_refused(name: str, strategy: str) -> None:
+    model = build(name)
+    plan = plan_of(model, strategy=strategy)
+    with pytest.raises(ValueError, match=r"dense_branch_scale: .*norm \(.*Norm\) normalizes.*layers\.0\.attention"):
+        mask_of(model, locate_branches(model), infos(model), plan, 0, scales=True)
 
 
 @pytest.mark.parametrize("name", UNCUT)

@@ -21,6 +21,10 @@ NOTHING_TO_TEST = {
 # Modules that are tested through what they are a part of: the folder or file that does it.
 TESTED_WITH = {
     "architectures/decoders": "unit/architectures/test_families.py",
+    "architectures/encoder_decoders": "unit/architectures/test_more_families.py",
+    "architectures/encoders": "unit/architectures/test_more_families.py",
+    "architectures/falcon": "unit/architectures/test_more_families.py",
+    "architectures/families": "unit/architectures/test_more_families.py",
     "architectures/located_branch": "unit/architectures/test_strategies.py",
     "architectures/registry": "unit/architectures/test_strategies.py",
     "checkpoint/interop/load_universal": "ranks/checkpoint/interop/test_from_zero.py",
@@ -48,7 +52,11 @@ TESTED_WITH = {
     "lock_owner": "unit/test_folder_lock.py",
     "masking/block": "unit/masking/test_mask.py",
     "masking/compiled": "ranks/engine/test_compile.py",
+    "masking/counts": "unit/masking/test_neuron.py",
+    "masking/halves": "unit/masking/test_backward_neuron.py",
+    "masking/outputs": "unit/architectures/test_more_families.py",
     "masking/part": "unit/masking/test_mask.py",
+    "masking/twins": "unit/masking/test_backward_neuron.py",
     "optimizer/exchanges": "unit/exchange/test_overlap.py",
     "optimizer/host_surface": "unit/optimizer/test_optimizer.py",
     "optimizer/param_groups": "ranks/optimizer/test_optimizers.py",
