@@ -43,7 +43,8 @@ class InnerLayers:
             the queries that use one go with it; None if each index of a cut is a cell (an MLP's neurons).
         scaled: attributes of the body that count in proportion to the cells it has, such as GPT-2's `split_size`; of
             its config, which other layers share, "config.NAME".
-        caches: keyword arguments of the body that hold a key/value cache, which training has no use for.
+        caches: keyword arguments of the body that hold a key/value cache, which training has no use for; of one that
+            holds several "NAME.ATTRIBUTE", the body's own.
         tail: submodules of the body that run on its output, such as dropout; each takes and returns one tensor.
         tail_dropout: attribute of the body with the rate at which it drops elements of its output without a submodule.
         per_head: submodules of the body that run on each head alike, such as Qwen3's norms of queries and keys; their

@@ -9,7 +9,7 @@ from __future__ import annotations
 from sdp_deepspeed.architectures.branch import Branch, Cut, InnerLayers
 
 
-def _attention(name: str, layer: str, body: str, *, when: tuple[str, bool]) -> Branch:
+def _attention(name: str, layer: str, body: str, cache: str, *, when: tuple[str, bool]) -> Branch:
     return Branch(
         name,
         norm=f"{layer}.layer_norm",
@@ -20,7 +20,7 @@ def _attention(name: str, layer: str, body: str, *, when: tuple[str, bool]) -> B
             (Cut("q", 0), Cut("k", 0), Cut("v", 0), Cut("o", 1, is_output=True)),
             heads="n_heads",
             scaled=("n_heads", "inner_dim"),
-            caches=("past_key_values",),
+            caches=(f"past_key_values.{cache}",),
             by_head=("position_bias",),
         ),
         handed_on=("position_bias",),
@@ -44,11 +44,10 @@ def _mlp(layer: str, *, when: tuple[str, bool]) -> Branch:
     )
 
 
+_MAKES_NO_BIAS = ("layer.0.SelfAttention.has_relative_attention_bias", False)
 _T5 = (
-    _attention(
-        "attention", "layer.0", "SelfAttention", when=("layer.0.SelfAttention.has_relative_attention_bias", False)
-    ),
-    _attention("cross_attention", "layer.1", "EncDecAttention", when=("is_decoder", True)),
+    _attention("attention", "layer.0", "SelfAttention", "self_attention_cache", when=_MAKES_NO_BIAS),
+    _attention("cross_attention", "layer.1", "EncDecAttention", "cross_attention_cache", when=("is_decoder", True)),
     _mlp("layer.1", when=("is_decoder", False)),
     _mlp("layer.2", when=("is_decoder", True)),
 )

@@ -159,7 +159,8 @@ def _cells(layer_name: str, layer: nn.Module, branch: Branch) -> tuple[int, tupl
     root_name, root = f"{layer_name}.{branch.root}".rstrip("."), layer.get_submodule(branch.root)
     tensors = [tensor for cut in branch.inner.cuts for tensor in _cut_tensors(root_name, root, cut)]
     heads = branch.inner.heads
-    num_cells = tensors[0].size if heads is None else int(attribute(root, heads))
+    first = tensors[0]
+    num_cells = first.size * min(first.shares) // sum(first.shares) if heads is None else int(attribute(root, heads))
     for tensor in tensors:
         if not tensor.has_blocks_of(num_cells):
             raise ValueError(
@@ -172,7 +173,7 @@ def _cells(layer_name: str, layer: nn.Module, branch: Branch) -> tuple[int, tupl
         for name, body in bodies.items()
         for path, module in body.named_modules()
     }
-    _refuse_other_tensors(root_name, inside, root, branch.inner, tensors[0].size)
+    _refuse_other_tensors(root_name, inside, root, branch.inner, num_cells if heads is None else first.size)
     return num_cells, tuple(tensors)
 
 

@@ -55,9 +55,10 @@ class Halves:
         return result
 
     def leave_out_caches(self, body: nn.Module, kwargs: dict[str, Any]) -> None:
-        for name in self.inner.caches:
-            if kwargs.get(name) is not None:
-                _leave_out(kwargs[name], self.name, getattr(body, "layer_idx", None))
+        for path in self.inner.caches:
+            name, _, inside = path.partition(".")
+            if (cache := kwargs.get(name)) is not None:
+                _leave_out(getattr(cache, inside, cache), self.name, getattr(body, "layer_idx", None))
                 kwargs[name] = None
 
 

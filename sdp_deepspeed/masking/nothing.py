@@ -73,7 +73,8 @@ class Nothing:
             return other if name in _IN_PLACE else nothing + other
         if is_new and (name in _FACTORS or (first and name in _QUOTIENTS | _DROPOUTS)):
             return nothing
-        raise TypeError(nothing._refusal(name))
+        # PyTorch takes a TypeError of `x *= nothing` for leave to compute `x = x * nothing`.
+        raise (RuntimeError if name.endswith("_") else TypeError)(nothing._refusal(name))
 
     def _refusal(self, what: str) -> str:
         return (

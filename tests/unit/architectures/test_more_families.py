@@ -52,14 +52,16 @@ def assert_gradients(
     found: Mapping[str, torch.Tensor],
     expected: Mapping[str, torch.Tensor],
 ) -> None:
-    """Of all that is held or shared; what nothing read (a norm whose branches are all lacking) has zero or none."""
+    """Of all that is held or shared; what nothing read (a norm whose branches are all lacking) has zero or none. To
+    rounding of what is added up, which may cancel (biases of keys): a 64th of the largest gradient, if that is more."""
+    floor = max(float(gradient.abs().max()) for gradient in expected.values()) / 64
     assert found.keys() <= {name for name, held in pieces.items() if held}
     for name, held in pieces.items():
         if name not in found:
             assert all(not piece.narrow(expected[name]).any() for piece in held if name in expected), name
             continue
         for piece in held:
-            largest = float(expected[name].abs().max())
+            largest = max(floor, float(expected[name].abs().max()))
             assert_close(mask.model.views.view_in(piece, found[name]), piece.narrow(expected[name]), largest=largest)
 
 
@@ -126,22 +128,23 @@ def test_what_is_lacking_has_no_storage_and_what_is_in_no_unit_is_a_norm(name: s
             assert parameter.requires_grad == (key not in lacking), key
 
 
-@pytest.mark.parametrize("name", SPECIMENS)
-def test_gradient_checkpointing_changes_nothing(name: str) -> None:
+# What else a module keeps or hands on in a pass: several bodies, arguments by head, dropout at the end, narrow configs.
+@pytest.mark.parametrize("name", ["bert", "falcon_grouped", "gemma2", "opt", "phi", "phi3", "starcoder2", "t5"])
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_gradient_checkpointing_changes_nothing(name: str, reentrant: bool) -> None:
     dense = build(name)
-    for regime, strategy in (
-        ("forward", "block"),
-        ("forward", neuron_strategy(name)),
-        ("backward", neuron_strategy(name)),
-    ):
+    for regime, strategy in (("forward", "block"), ("forward", "neuron"), ("backward", "neuron")):
         plan = plan_of(dense, regime, strategy)
         expected_loss, expected = loss_and_gradients(masked(dense, plan, 0)[0].train(), tokens())
         model, _ = masked(dense, plan, 0)
-        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": reentrant})
         loss, gradients = loss_and_gradients(model.train(), tokens())
-        assert torch.equal(loss, expected_loss)
+        assert_close(loss, expected_loss)
         assert gradients.keys() == expected.keys()
-        assert all(torch.equal(gradients[key], expected[key]) for key in expected)
+        for (
+            key
+        ) in expected:  # not their bits: layers may add to a common tensor's (T5's position bias) in another order
+            assert_close(gradients[key], expected[key])
 
 
 @pytest.mark.parametrize("name", SPECIMENS)

@@ -87,6 +87,7 @@ def test_copies_of_what_is_written_to() -> None:
         lambda x: x / NOTHING,
         lambda x: x.mul_(NOTHING),
         lambda x: operator.imul(x, NOTHING),
+        lambda x: operator.isub(NOTHING, x),
         lambda x: x @ NOTHING,
         lambda x: x + torch.tanh(NOTHING),
         lambda x: x + F.relu(NOTHING),
@@ -110,7 +111,7 @@ def test_copies_of_what_is_written_to() -> None:
     ],
 )
 def test_what_is_no_addition_names_the_branch(use: Callable[[torch.Tensor], Any]) -> None:
-    with pytest.raises((TypeError, AttributeError), match=ADVICE):
+    with pytest.raises((TypeError, AttributeError, RuntimeError), match=ADVICE):
         use(torch.ones(2))
 
 
