@@ -24,7 +24,7 @@ SIZES = (2, 3, 4)
 BUCKETS = {"one": 10**6, "many": 700}  # elements; a model of SPECIMENS has some 4,000 to 10,000
 # Of models that two tensor-parallel ranks divide; AutoTP does not list GPT-2, and llama_odd has three heads.
 EVEN = {"vocab_size": 62, "intermediate_size": 28}
-EVEN_HEADS = {"num_attention_heads": 4, "num_key_value_heads": 2, "hidden_size": 16}
+EVEN_HEADS = {"num_attention_heads": 8, "num_key_value_heads": 4, "hidden_size": 32}
 INDIVISIBLE = ("gpt2", "llama_odd")
 FIELDS = ("regime", "strategy", "stage", "precision", "tensor_parallel", "offload", "replicas", "overlap")
 
@@ -90,8 +90,9 @@ class Case:
         specimen = ALL_SPECIMENS[self.model]
         if self.tensor_parallel == 1:
             return specimen
-        even = EVEN | (EVEN_HEADS if self.model in more_models.SPECIMENS else {})
-        return replace(specimen, options={**specimen.options, **even})
+        if self.model in more_models.SPECIMENS:
+            return replace(specimen, num_heads=4, options={**specimen.options, **EVEN, **EVEN_HEADS})
+        return replace(specimen, options={**specimen.options, **EVEN})
 
     @property
     def block(self) -> dict[str, Any]:
@@ -182,7 +183,7 @@ def possible(case: Case) -> bool:
 
 def num_scarce_units(case: Case) -> int:
     """Units that must go round: each worker needs one of them. Neurons have `ranks` groups, so they always do."""
-    specimen = ALL_SPECIMENS[case.model]
+    specimen = case.specimen
     if case.strategy == "block":
         return specimen.num_layers * (2 if case.granularity == "sublayer" else 1)
     return specimen.num_heads // case.tensor_parallel
