@@ -96,5 +96,12 @@ SPECIMENS: dict[str, Specimen] = {
     "xlm_roberta": _whole_heads(hf.XLMRobertaForMaskedLM, hf.XLMRobertaConfig, _BERT),
 }
 ALL_SPECIMENS: dict[str, Specimen] = {**models.SPECIMENS, **SPECIMENS}
+# Whose code and description are those of another.
+TWINS = ("camembert", "mt5", "xlm_roberta")
+# Biases of keys that are not rotated, or in part: the softmax does not see them, so their gradients are rounding.
+KEY_BIASES = (
+    *("bert", "camembert", "electra", "opt", "opt_post_norm", "roberta", "xlm_roberta"),
+    *("glm", "glm4", "phi", "stablelm"),
+)
 # Attention whose heads cannot be cut.
 UNCUT = ("falcon_alibi", "falcon_multi_query", "olmo2", "olmo3", "stablelm_head_norms")
