@@ -36,8 +36,8 @@ class _LackingModule(Mixin):
         first = next(iter((*args, *kwargs.values())))
         if not self._sdp_outputs.count:
             return self._sdp_nothing.handed_on(first)
-        # A compiler knows tensors only: a zero without dimensions, which it adds as it adds a number.
-        nothing = first.new_zeros(()) if torch.compiler.is_compiling() else self._sdp_nothing
+        # A compiler knows tensors only, and leaves out that zeros are added.
+        nothing = torch.zeros_like(first) if torch.compiler.is_compiling() else self._sdp_nothing
         return self._sdp_outputs.around(nothing, kwargs)
 
     def _sdp_finish(self, copied: nn.Module) -> None:

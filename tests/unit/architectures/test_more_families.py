@@ -196,6 +196,23 @@ def test_dropout_between_a_lacking_branch_and_its_addition(name: str) -> None:
         assert all(gradient.isfinite().all() for gradient in gradients.values())
 
 
+@pytest.mark.parametrize(
+    ("name", "regime", "strategy"),
+    [("falcon_grouped", "forward", "block"), ("opt", "forward", "block"), ("opt", "backward", "neuron")],
+)
+def test_compilers_follow(name: str, regime: str, strategy: str) -> None:
+    """What is added in place, dropped by a function, or kept from one body for another."""
+    dense = build(name)
+    plan = plan_of(dense, regime, strategy)
+    expected_loss, expected = loss_and_gradients(masked(dense, plan, 0)[0].train(), tokens(), use_cache=False)
+    compiled = torch.compile(masked(dense, plan, 0)[0].train(), backend="eager", fullgraph=True)
+    loss, gradients = loss_and_gradients(compiled, tokens(), use_cache=False)
+    assert torch.equal(loss, expected_loss)
+    assert {key.removeprefix("_orig_mod.") for key in gradients} == expected.keys()
+    for key, gradient in gradients.items():
+        assert_close(gradient, expected[key.removeprefix("_orig_mod.")])
+
+
 @pytest.mark.parametrize("strategy", ["block", "neuron"])
 @pytest.mark.parametrize("name", ["gemma2", "glm4"])
 def test_a_scale_that_a_norm_would_undo_is_refused(name: str, strategy: str) -> None:
