@@ -80,7 +80,7 @@ def test_forward_block_is_zeroed(name: str) -> None:
     dense = build(name)
     plan = plan_of(dense, strategy="block")
     parts = [branch.description.name for branch in locate_branches(dense)]
-    assert len(plan.units) == len(parts) == {True: 8, False: 4}["cross_attention" in parts]
+    assert len(plan.units) == len(parts) == {True: 13, False: 4}["cross_attention" in parts]
     for rank in RANKS:
         assert_same_as_zeroed(dense, plan, rank)
     assert_same_as_zeroed(dense, plan_of(dense, strategy="block", **LAYER), 0)
@@ -194,6 +194,18 @@ def test_dropout_between_a_lacking_branch_and_its_addition(name: str) -> None:
         )
         assert regime == "forward" or (one != other) == bool(rates)  # forward, a rank may lack all that drops
         assert all(gradient.isfinite().all() for gradient in gradients.values())
+
+
+def test_dropout_at_the_end_of_a_body_runs_once_on_the_sum_of_its_halves() -> None:
+    """So that the same seed drops the same as in the dense model."""
+    specimen = SPECIMENS["starcoder2"]
+    dense = specimen.model(specimen.config(**{**specimen.options, "residual_dropout": 0.5})).train()
+    torch.manual_seed(3)
+    expected = models.loss_of(dense, tokens())
+    assert not torch.isclose(expected, models.loss_of(dense, tokens()))
+    model, _ = masked(dense, plan_of(dense, "backward"), 0)
+    torch.manual_seed(3)
+    assert_close(models.loss_of(model.train(), tokens()), expected)
 
 
 @pytest.mark.parametrize(
