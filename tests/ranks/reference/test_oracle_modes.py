@@ -39,6 +39,10 @@ EXTRAS = {
     "opposite-forward": Extra(Case(3, 2, "forward", "mixed", "gpt_neox_parallel"), {"strategy": OPPOSITE}),
     "opposite-backward": Extra(Case(3, 2, "backward", "mixed", "llama_odd", stage=0), {"strategy": OPPOSITE}),
     "shared-head": Extra(Case(3, 2, "forward", "neuron", "qwen3"), {"shared": [r"layers\.0\.attention\.head_1$"]}),
+    # The dense model in parts, where two parts run at a time, and where a part's modules are not one after the other.
+    "interleaved-parts": Extra(Case(3, 1, "forward", "block", "falcon_grouped"), {"evaluation": "prefetch"}),
+    "several-bodies": Extra(Case(3, 1, "forward", "neuron", "bert", optimizer="SGD"), {"evaluation": "stream"}),
+    "handed-on": Extra(Case(3, 2, "forward", "mixed", "t5"), {"evaluation": "stream"}),
     "shared-groups": Extra(Case(3, 2, "backward", "neuron", "llama_tied"), {"shared": [r"group_0$", r"head_3$"]}),
 }
 
