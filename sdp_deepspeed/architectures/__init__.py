@@ -13,8 +13,8 @@ layers that its neurons or heads run through:
     inner=architectures.InnerLayers((architectures.Cut("up", dim=0), architectures.Cut("down", dim=1, is_output=True)))
 """
 
-from sdp_deepspeed.architectures.branch import Branch, Cut, InnerLayers
-from sdp_deepspeed.architectures.families import FAMILIES
+from sdp_deepspeed.architectures.branch import Branch, Cut, Experts, InnerLayers
+from sdp_deepspeed.architectures.families import FAMILIES, is_of_package
 from sdp_deepspeed.architectures.located_branch import LocatedBranch, locate_branches
 from sdp_deepspeed.architectures.registry import branches_of, register
 from sdp_deepspeed.architectures.strategies import (
@@ -36,6 +36,7 @@ for _layer_class, _description in FAMILIES.items():
 __all__ = [
     "Branch",
     "Cut",
+    "Experts",
     "Inner",
     "InnerLayers",
     "LocatedBranch",
@@ -44,6 +45,7 @@ __all__ = [
     "branches_of_units",
     "constrained_branches",
     "find_sites",
+    "is_of_package",
     "locate_branches",
     "register",
     "unit_costs",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Container
 from dataclasses import dataclass
 from functools import reduce
 from typing import Any
@@ -14,14 +15,18 @@ class Cut:
     """A linear layer in a branch's body, of which a worker keeps only the rows or columns of its neurons or heads.
 
     Args:
-        module: submodule of the body, with a `weight` and perhaps a `bias`.
-        dim: stored dimension of the weight that runs over the neurons or heads.
+        module: submodule of the body, with a `weight` and perhaps a `bias`; or a parameter (the weights of all experts
+            in one tensor), whose bias is the parameter of that name with `_bias`.
+        dim: stored dimension of the weight that runs over the neurons or heads. A bias runs over them with its last.
         blocks: blocks stacked along `dim`, each of which runs over all heads: the number of equal ones (3 for GPT-2's
             `c_attn`: queries, keys, values), or, if they differ, for each the attribute path of the body with a number
             that its width is in proportion to (Phi-3's `qkv_proj`). A projection that interleaves them per head
             (GPT-NeoX) is one block.
-        is_output: whether this is the branch's output projection, whose bias all workers share.
+        is_output: whether this is the branch's output projection, whose bias all workers share. Experts and a shared
+            expert beside them have one each.
         optional: whether a body may lack the module.
+        interleaved: indices of one neuron that lie next to each other in a block (2 for GPT-OSS, where gates and ups
+            alternate); those of heads are counted.
     """
 
     module: str
@@ -29,6 +34,18 @@ class Cut:
     blocks: int | tuple[str, ...] = 1
     is_output: bool = False
     optional: bool = False
+    interleaved: int = 1
+
+    def names(self, known: Container[str]) -> tuple[str, str]:
+        """Names of its weight and of its bias, if it has one.
+
+        Args:
+            known: names of all parameters of the body.
+        """
+        if self.module in known:
+            return self.module, f"{self.module}_bias"
+        prefix = f"{self.module}." if self.module else ""
+        return f"{prefix}weight", f"{prefix}bias"
 
 
 @dataclass(frozen=True)
@@ -63,6 +80,23 @@ class InnerLayers:
 
 
 @dataclass(frozen=True)
+class Experts:
+    """Experts in a branch's body, of which each token uses some: what they cost is less than what they weigh.
+
+    Args:
+        module: submodule of the body whose parameters have an expert for each index of their first dimension.
+        router: submodule of the body that chooses.
+        num_active: attribute path of the body with the number of experts that a token uses.
+        noise: attribute path of the body with the strength of noise that it draws for its input in training.
+    """
+
+    module: str
+    router: str
+    num_active: str
+    noise: str | None = None
+
+
+@dataclass(frozen=True)
 class Branch:
     """A branch that a skip connection bypasses: `x + after(body(norm(x)))`.
 
@@ -79,6 +113,7 @@ class Branch:
         handed_on: what the further outputs of the body are where it is not whole: the keyword argument of the same
             meaning, which it got from the layer before (T5's position bias), else None.
         uncut_reason: why there is no `inner`, for the message that refuses the neuron strategy.
+        experts: in the body, if it is a mixture; the bodies of some layers may lack them.
         when: attribute paths of the layer with the values that they have where it has this branch, for a class whose
             config decides what it computes; others of the class may have the same name.
     """
@@ -91,6 +126,7 @@ class Branch:
     inner: InnerLayers | None = None
     handed_on: tuple[str, ...] = ()
     uncut_reason: str = ""
+    experts: Experts | None = None
     when: tuple[tuple[str, Any], ...] = ()
 
     def __post_init__(self) -> None:

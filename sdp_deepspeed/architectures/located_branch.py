@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from math import gcd
 
 import torch
 from torch import nn
 
-from sdp_deepspeed.architectures.branch import Branch, Cut, InnerLayers, attribute
+from sdp_deepspeed.architectures.branch import Branch, Cut, attribute
 from sdp_deepspeed.architectures.registry import branches_in
 from sdp_deepspeed.architectures.unknown import refusal_of
 from sdp_deepspeed.units import Piece
@@ -159,10 +160,14 @@ def _cells(layer_name: str, layer: nn.Module, branch: Branch) -> tuple[int, tupl
     root_name, root = f"{layer_name}.{branch.root}".rstrip("."), layer.get_submodule(branch.root)
     tensors = [tensor for cut in branch.inner.cuts for tensor in _cut_tensors(root_name, root, cut)]
     heads = branch.inner.heads
-    first = tensors[0]
-    num_cells = first.size * min(first.shares) // sum(first.shares) if heads is None else int(attribute(root, heads))
+    # Experts and a shared expert beside them have different numbers of neurons: a cell is some of each.
+    widths = {tensor.size for tensor in tensors if tensor.cut.is_output} or {tensors[0].size}
+    num_cells = gcd(*widths) if heads is None else int(attribute(root, heads))
     for tensor in tensors:
-        if not tensor.has_blocks_of(num_cells):
+        is_of_neurons = heads is not None or tensor.size // len(tensor.shares) in {
+            width * tensor.cut.interleaved for width in widths
+        }
+        if not is_of_neurons or not tensor.has_blocks_of(num_cells):
             raise ValueError(
                 f"{tensor.parameter} has {tensor.size} indices along dim {tensor.dim}, which do not divide into "
                 f"{_blocks_in_words(tensor)} x {num_cells} cells of the branch {branch.name!r}: correct its description"
@@ -173,7 +178,7 @@ def _cells(layer_name: str, layer: nn.Module, branch: Branch) -> tuple[int, tupl
         for name, body in bodies.items()
         for path, module in body.named_modules()
     }
-    _refuse_other_tensors(root_name, inside, root, branch.inner, num_cells if heads is None else first.size)
+    _refuse_other_tensors(root_name, inside, root, branch, {tensors[0].size} if heads else widths)
     return num_cells, tuple(tensors)
 
 
@@ -182,40 +187,49 @@ def _blocks_in_words(tensor: CutTensor) -> str:
 
 
 def _refuse_other_tensors(
-    root_name: str, inside: Mapping[str, nn.Module], root: nn.Module, inner: InnerLayers, size: int
+    root_name: str, inside: Mapping[str, nn.Module], root: nn.Module, branch: Branch, sizes: Collection[int]
 ) -> None:
     """A norm over the neurons, such as a BatchNorm, has an element for each of them, and would meet fewer."""
-    known = {f"{root_name}.{name}" for name in (*(cut.module for cut in inner.cuts), *inner.per_head, *inner.tail)}
-    outputs = {n for cut in inner.cuts if cut.is_output for n in root.get_parameter(f"{cut.module}.weight").shape}
+    inner = branch.inner
+    assert inner is not None
+    paths = {*(cut.module for cut in inner.cuts), *inner.per_head, *inner.tail}
+    paths |= {branch.experts.router} if branch.experts else set()
+    known = {f"{root_name}.{path}" for path in paths}
+    tensors = dict(root.named_parameters())
+    weights = [tensors.get(cut.names(tensors)[0]) for cut in inner.cuts if cut.is_output]
+    outputs = {n for weight in weights if weight is not None for n in weight.shape}
     for name, module in inside.items():
-        # Of heads, or where the output is as wide, a vector of this size may be one over the output.
-        is_certain = isinstance(module, _BATCH_NORMS) or (inner.heads is None and outputs != {size})
-        for tensor in (*module.parameters(recurse=False), *module.buffers(recurse=False)):
-            if is_certain and name not in known and tensor.shape == (size,):
+        own = dict(module.named_parameters(name, recurse=False)) | dict(module.named_buffers(name, recurse=False))
+        for tensor_name, tensor in own.items():
+            if {name, tensor_name} & known or tensor.dim() != 1 or len(tensor) not in sizes:
+                continue
+            # Of heads, or where the output is as wide, a vector of this size may be one over the output.
+            if isinstance(module, _BATCH_NORMS) or (inner.heads is None and outputs != {len(tensor)}):
                 raise ValueError(
-                    f"{name} ({type(module).__name__}) has an element for each of the {size} neurons and "
+                    f"{name} ({type(module).__name__}) has an element for each of the {len(tensor)} neurons and "
                     "is not cut with them: use the block strategy for this part"
                 )
 
 
 def _cut_tensors(root_name: str, root: nn.Module, cut: Cut) -> list[CutTensor]:
-    name = f"{root_name}.{cut.module}"
-    try:
-        module = root.get_submodule(cut.module)
-    except AttributeError:
-        if cut.optional:
-            return []
-        raise
-    parameters = dict(module.named_parameters(recurse=False))
-    if "weight" not in parameters:
-        raise ValueError(f"{name} has no weight of its own (a {type(module).__name__})")
+    parameters = dict(root.named_parameters())
+    weight, bias = cut.names(parameters)
+    if weight not in parameters:
+        try:
+            module = root.get_submodule(cut.module)
+        except AttributeError:
+            if cut.optional:
+                return []
+            raise
+        raise ValueError(f"{root_name}.{cut.module} has no weight of its own (a {type(module).__name__})")
     if isinstance(cut.blocks, int):
         shares = (1,) * cut.blocks
     else:
         shares = tuple(int(attribute(root, path)) for path in cut.blocks)
-    result = [CutTensor(cut, f"{name}.weight", cut.dim, parameters["weight"].shape[cut.dim], shares)]
-    if "bias" in parameters and not cut.is_output:
-        result.append(CutTensor(cut, f"{name}.bias", 0, parameters["bias"].shape[0], shares))
+    result = [CutTensor(cut, f"{root_name}.{weight}", cut.dim, parameters[weight].shape[cut.dim], shares)]
+    if bias in parameters and not cut.is_output:
+        last = parameters[bias].dim() - 1
+        result.append(CutTensor(cut, f"{root_name}.{bias}", last, parameters[bias].shape[last], shares))
     return result
 
 

@@ -5,10 +5,12 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterable, Mapping, Sequence
+from fractions import Fraction
 
 import torch
 from torch import nn
 
+from sdp_deepspeed.architectures.active_experts import active_shares
 from sdp_deepspeed.architectures.located_branch import LocatedBranch
 from sdp_deepspeed.config import KEY
 from sdp_deepspeed.units import Piece, Unit, UnitCost
@@ -122,15 +124,16 @@ def _cells_of_units(branch: LocatedBranch, num_groups: int) -> dict[str, range]:
     if branch.description.inner.heads is not None:
         return {f"{branch.name}.head_{head}": range(head, head + 1) for head in range(branch.num_cells)}
     count = min(num_groups, branch.num_cells)
-    edges = _edges(branch.num_cells, count)
+    edges = _edges(branch.num_cells, count, slack=1 if branch.description.experts else 20)
     return {f"{branch.name}.group_{index}": range(edges[index], edges[index + 1]) for index in range(count)}
 
 
-def _edges(num_cells: int, count: int) -> list[int]:
+def _edges(num_cells: int, count: int, *, slack: int = 20) -> list[int]:
     """Where groups begin and end: at multiples of 8, which 16-bit matrix units of GPUs ask for, or of the largest power
-    of two that keeps groups alike within 5%."""
+    of two that is at most the `slack`th part of a group: 20 keeps groups alike within 5%. Grouped products of experts
+    do not run without, so there groups are less alike."""
     step = 1
-    while step < 8 and 2 * step * 20 * count <= num_cells:
+    while step < 8 and 2 * step * slack * count <= num_cells:
         step *= 2
     edges = [(2 * index * num_cells + count * step) // (2 * count * step) * step for index in range(count)]
     return [*edges, num_cells]
@@ -160,14 +163,16 @@ def _check_pattern(pattern: str, compiled: re.Pattern[str], units: Sequence[Unit
 def unit_costs(model: nn.Module, units: Sequence[Unit]) -> list[UnitCost]:
     """Cost of each unit: weights of matrices count 2 FLOPs per token, attention scores are left out.
 
-    Scores grow with the sequence length, which a model does not know; they shift all attention units alike.
+    Scores grow with the sequence length, which a model does not know; they shift all attention units alike. Of experts
+    those count that a token uses, as if all were used alike.
     """
     tensors: dict[str, torch.Tensor] = dict(model.named_parameters(remove_duplicate=False))
     tensors |= dict(model.named_buffers(remove_duplicate=False))
-    return [_cost(unit, tensors) for unit in units]
+    shares = active_shares(model)
+    return [_cost(unit, tensors, shares) for unit in units]
 
 
-def _cost(unit: Unit, tensors: dict[str, torch.Tensor]) -> UnitCost:
+def _cost(unit: Unit, tensors: dict[str, torch.Tensor], shares: Mapping[str, Fraction]) -> UnitCost:
     num_parameters = num_bytes = flops = 0
     for piece in unit.pieces:
         tensor = tensors[piece.parameter]
@@ -175,5 +180,5 @@ def _cost(unit: Unit, tensors: dict[str, torch.Tensor]) -> UnitCost:
         num_bytes += elements * tensor.element_size()
         if piece.kind == "parameter":
             num_parameters += elements
-            flops += 2 * elements if tensor.dim() > 1 else 0
+            flops += int(2 * elements * shares.get(piece.parameter, tensor.dim() > 1))
     return UnitCost(num_parameters, num_bytes, flops)

@@ -79,6 +79,7 @@ PRIVATE_NAMES: tuple[tuple[str, str], ...] = (
     ("torch.utils._python_dispatch", "TorchDispatchMode"),
     ("torch.utils._python_dispatch", "_get_current_dispatch_mode_stack"),
     ("torch.utils._pytree", "tree_leaves"),
+    ("torch.utils._pytree", "tree_map"),
     ("torch.utils._pytree", "tree_map_only"),
 )
 # What measurements and the training program need besides.
@@ -103,6 +104,7 @@ PRIVATE_ATTRIBUTES: tuple[tuple[str, str], ...] = (
     ("torch._dynamo.eval_frame", "dynamo_ctx"),
     ("torch.distributed._tools.mem_tracker", "_peak_mem"),
     ("torch.distributed._tools.mem_tracker", "_peak_mem_snap"),
+    ("transformers.configuration_utils", "_experts_implementation"),
 )
 _MISSING = object()  # what is there may be None
 

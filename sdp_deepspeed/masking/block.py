@@ -8,6 +8,7 @@ no cost, or at that of a copy where the model may write to the sum (in_place.py)
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -169,15 +170,15 @@ def output_names(branch: LocatedBranch, tensors: Mapping[str, torch.Tensor]) -> 
     Raises:
         ValueError: the branch's description does not say which layer that is.
     """
-    layers = [cut.module for cut in branch.description.inner.cuts if cut.is_output] if branch.description.inner else []
-    if not layers:
+    cuts = [cut for cut in branch.description.inner.cuts if cut.is_output] if branch.description.inner else []
+    if not cuts:
         raise ValueError(
             f"{KEY}.dense_branch_scale: the description of the branch {branch.description.name!r} names no "
             "output projection that could be scaled; register it with architectures.InnerLayers"
         )
-    names = [f"{branch.root}.{layer}.{kind}" for layer in layers for kind in ("weight", "bias")]
-    present = [name for name in names if name in tensors]
-    if sum(name.endswith(".weight") for name in present) < max(1, len(layers)):
+    names = [(cut, *replace(cut, module=f"{branch.root}.{cut.module}").names(tensors)) for cut in cuts]
+    present = [name for _, *pair in names for name in pair if name in tensors]
+    if not present or not all(weight in tensors or cut.optional for cut, weight, _ in names):
         raise ValueError(
             f"{KEY}.dense_branch_scale: the description of {branch.name!r} names no output projection of it that could "
             f"be scaled; register it with architectures.InnerLayers. {branch.uncuttable_reason}".rstrip()

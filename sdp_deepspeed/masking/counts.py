@@ -39,17 +39,19 @@ class Counts:
         inner = branch.description.inner
         assert inner is not None, "units of neurons come from a description of them"
         self._first = branch.cut_tensors[0]
-        self._layers = list(dict.fromkeys(place(branch, tensor.cut.module) for tensor in branch.cut_tensors))
+        self._parameter = place(branch, self._first.parameter.removeprefix(branch.root).removeprefix("."))
+        paths = (tensor.cut.module for tensor in branch.cut_tensors if tensor.parameter.endswith(".weight"))
+        self._layers = list(dict.fromkeys(place(branch, path) for path in paths))
         places = [place(branch, path) for path in inner.scaled]
         self._dense = {(body, path): attribute(bodies[body], path) for body, path in places}
         self._configs = {body: attribute(bodies[body], "config") for body, path in places if path.startswith("config.")}
 
     def set(self, bodies: Sequence[nn.Module]) -> None:
         """Make what `bodies`, or copies of them, say of their sizes true."""
-        layers: list[Any] = [bodies[body].get_submodule(path) for body, path in self._layers]
-        for layer in layers:
-            _set_sizes(layer)
-        width = layers[0].weight.shape[self._first.dim]
+        for body, path in self._layers:
+            _set_sizes(bodies[body].get_submodule(path))
+        body, path = self._parameter
+        width = bodies[body].get_parameter(path).shape[self._first.dim]
         counts = {key: count * width // self._first.size for key, count in self._dense.items()}
         for (body, path), count in counts.items():
             if not path.startswith("config."):

@@ -12,6 +12,12 @@ from sdp_deepspeed.architectures import LocatedBranch, branches_of_units, constr
 from sdp_deepspeed.layout.rank_model import RankModel
 from sdp_deepspeed.masking.block import BlockPart, check_scalable, output_names
 from sdp_deepspeed.masking.compiled import check_forward, replaced_modules
+from sdp_deepspeed.masking.experts import (
+    RefuseRouterLoss,
+    check_grouped_products,
+    check_noise,
+    check_router_losses,
+)
 from sdp_deepspeed.masking.in_place import may_write_in_place
 from sdp_deepspeed.masking.mixins import CUT
 from sdp_deepspeed.masking.neuron import NeuronPart
@@ -67,11 +73,17 @@ class Mask:
         if plan.coverage == 1:
             return
         self._check_forwards(members, neurons)
+        if plan.regime == "backward":
+            check_noise(self._module, branches, neurons)
+        check_grouped_products(self._module, plan, branches, neurons)
+        refusal = check_router_losses(self._module, plan, blocks, branches)
         self._mark()
         self._module.zero_grad()  # gradients from before this engine are of the dense model
         for part in self._make_parts(blocks, neurons):
             part.apply()
             self.parts.append(part)
+        if refusal:
+            self._module.register_forward_pre_hook(RefuseRouterLoss(refusal, self.parts), with_kwargs=True)
 
     def _mark(self) -> None:
         """Say on all ranks which modules are not whole on all of them."""

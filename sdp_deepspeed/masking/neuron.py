@@ -9,12 +9,12 @@ none of the activations that only they would need.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import nn
 
-from sdp_deepspeed.architectures import LocatedBranch
+from sdp_deepspeed.architectures import Cut, LocatedBranch
 from sdp_deepspeed.layout.places import side_by_side
 from sdp_deepspeed.layout.rank_model import RankModel
 from sdp_deepspeed.masking.counts import Counts, place
@@ -32,7 +32,7 @@ class CutParameter:
 
     Args:
         module: that has it.
-        name: in the module, "weight" or "bias".
+        name: in the module, such as "weight" or "bias".
         parameter: the module's own, narrower; it makes room for another while the part is dense.
         shape: dense.
         held, lacking: its pieces in dense order.
@@ -123,7 +123,7 @@ class NeuronPart(MaskedPart):
             return ()
         replaced = dict(lacking)
         for cut in self.inner.cuts:
-            bias = self._layer(cut.module)._parameters.get("bias") if cut.is_output else None
+            bias = self._bias(cut) if cut.is_output else None
             if bias is not None:
                 zero = torch.zeros(1, dtype=bias.dtype, device=bias.device).expand(bias.shape)
                 replaced[id(bias)] = nn.Parameter(zero, requires_grad=False)
@@ -137,9 +137,10 @@ class NeuronPart(MaskedPart):
                 setattr(twin, self.inner.tail_dropout, 0.0)
         return twins
 
-    def _layer(self, path: str) -> nn.Module:
-        body, inside = self._places[path]
-        return self.modules[body].get_submodule(inside)
+    def _bias(self, cut: Cut) -> nn.Parameter | None:
+        body, inside = self._places[cut.module]
+        parameters = dict(self.modules[body].named_parameters())
+        return parameters.get(replace(cut, module=inside).names(parameters)[1])
 
     def _stored(self, cut: CutParameter) -> tuple[Piece, ...]:
         return (*cut.held, *cut.lacking) if self.twins else cut.held

@@ -1,0 +1,41 @@
+"""What of a mixture of experts a token uses: all of its matrices weigh, but only those of some experts cost FLOPs."""
+
+from __future__ import annotations
+
+from fractions import Fraction
+
+from torch import nn
+
+from sdp_deepspeed.architectures.branch import Branch, attribute
+from sdp_deepspeed.architectures.registry import branches_of
+
+
+def active_shares(model: nn.Module) -> dict[str, Fraction]:
+    """By dense name of each tensor of experts the share of its elements that a token is multiplied with."""
+    shares = {}
+    for name, layer in model.named_modules():
+        for branch in _mixtures(layer):
+            assert branch.experts is not None
+            body = layer.get_submodule(branch.root)
+            num_active = int(attribute(body, branch.experts.num_active))
+            prefix = ".".join(filter(None, (name, branch.root, branch.experts.module)))
+            for tensor_name, tensor in body.get_submodule(branch.experts.module).named_parameters(prefix):
+                is_matrix = tensor.dim() > 2
+                shares[tensor_name] = Fraction(num_active * is_matrix, tensor.shape[0])
+    return shares
+
+
+def _mixtures(layer: nn.Module) -> list[Branch]:
+    """The branches of a layer that are mixtures."""
+    return [branch for branch in branches_of(type(layer)) or () if branch.is_in(layer) and has_experts(layer, branch)]
+
+
+def has_experts(layer: nn.Module, branch: Branch) -> bool:
+    """Whether a branch of a layer is a mixture: some layers of a class are, and others are not."""
+    if branch.experts is None:
+        return False
+    try:
+        layer.get_submodule(branch.root).get_submodule(branch.experts.module)
+    except AttributeError:
+        return False
+    return True

@@ -1,0 +1,134 @@
+"""Small mixtures of experts: a model of each family, without dropout."""
+
+from __future__ import annotations
+
+from copy import deepcopy
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import (
+    DeepseekV2Config,
+    DeepseekV2ForCausalLM,
+    DeepseekV3Config,
+    DeepseekV3ForCausalLM,
+    GptOssConfig,
+    GptOssForCausalLM,
+    MixtralConfig,
+    MixtralForCausalLM,
+    OlmoeConfig,
+    OlmoeForCausalLM,
+    Qwen2MoeConfig,
+    Qwen2MoeForCausalLM,
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
+)
+
+from tests.helpers.models import VOCABULARY, Specimen
+from tests.helpers.oracle_grid import Case
+
+_SHAPE: dict[str, Any] = {
+    "vocab_size": VOCABULARY,
+    "hidden_size": 16,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 4,
+    "max_position_embeddings": 32,
+    "num_experts_per_tok": 2,
+    "initializer_range": 0.1,
+    "pad_token_id": None,
+    "bos_token_id": None,
+    "eos_token_id": None,
+}
+# Heads of three sizes; the first layer has an MLP, two shared experts have as many neurons each as a routed one.
+_DEEPSEEK = {key: value for key, value in _SHAPE.items() if key not in ("num_key_value_heads", "head_dim")} | {
+    "kv_lora_rank": 6,
+    "qk_rope_head_dim": 4,
+    "qk_nope_head_dim": 6,
+    "v_head_dim": 5,
+    "intermediate_size": 20,
+    "moe_intermediate_size": 12,
+    "n_routed_experts": 4,
+    "n_shared_experts": 2,
+    "first_k_dense_replace": 1,
+    "attention_bias": True,
+}
+MIXTURES: dict[str, tuple[Any, Any, dict[str, Any]]] = {
+    "mixtral": (MixtralForCausalLM, MixtralConfig, {**_SHAPE, "intermediate_size": 12, "num_local_experts": 4}),
+    # Neurons of a shared expert are no multiple of a routed one's; the first layer has an MLP.
+    "qwen2_moe": (
+        Qwen2MoeForCausalLM,
+        Qwen2MoeConfig,
+        {
+            **_SHAPE,
+            "intermediate_size": 20,
+            "moe_intermediate_size": 12,
+            "shared_expert_intermediate_size": 18,
+            "num_experts": 4,
+            "mlp_only_layers": [0],
+        },
+    ),
+    "qwen3_moe": (
+        Qwen3MoeForCausalLM,
+        Qwen3MoeConfig,
+        {**_SHAPE, "intermediate_size": 20, "moe_intermediate_size": 12, "num_experts": 4, "norm_topk_prob": True},
+    ),
+    "deepseek_v2": (DeepseekV2ForCausalLM, DeepseekV2Config, {**_DEEPSEEK, "q_lora_rank": None}),
+    "deepseek_v3": (
+        DeepseekV3ForCausalLM,
+        DeepseekV3Config,
+        {**_DEEPSEEK, "q_lora_rank": 8, "n_group": 2, "topk_group": 1, "num_mtp_layers": 0},
+    ),
+    "gpt_oss": (
+        GptOssForCausalLM,
+        GptOssConfig,
+        {**_SHAPE, "intermediate_size": 12, "num_local_experts": 4, "sliding_window": 4},
+    ),
+    "olmoe": (OlmoeForCausalLM, OlmoeConfig, {**_SHAPE, "intermediate_size": 12, "num_experts": 4}),
+}
+WITH_AUXILIARY_LOSS = ("mixtral", "qwen2_moe", "qwen3_moe", "gpt_oss", "olmoe")
+CUT_EVERYWHERE = tuple(name for name in MIXTURES if name != "olmoe")  # whose norms run over all heads
+
+
+def neurons_of(name: str) -> Any:
+    """The strategy that cuts all that can be cut."""
+    return "neuron" if name in CUT_EVERYWHERE else {"attention": "block", "mlp": "neuron"}
+
+
+def mixture(name: str, **options: Any) -> Any:
+    """No bias is zero and no norm is one; routers are far from even."""
+    return deepcopy(_built(name, tuple(sorted(options.items()))))
+
+
+@cache
+def _built(name: str, options: tuple[tuple[str, Any], ...]) -> nn.Module:
+    model, config, settings = MIXTURES[name]
+    torch.manual_seed(0)
+    built: nn.Module = model(config(**{**settings, **dict(options)}))
+    generator = torch.Generator().manual_seed(7)
+    with torch.no_grad():
+        for parameter in built.parameters():
+            parameter.add_(torch.randn(parameter.shape, generator=generator) * 0.15)
+    return built
+
+
+@dataclass(frozen=True)
+class _Mixture(Specimen):
+    name: str = ""
+
+    def build(self) -> nn.Module:
+        model: nn.Module = mixture(self.name)
+        return model
+
+
+@dataclass(frozen=True)
+class MixtureCase(Case):
+    """A case of the oracle whose model is one of MIXTURES."""
+
+    @property
+    def specimen(self) -> Specimen:
+        model, config, _ = MIXTURES[self.model]
+        return _Mixture(model, config, name=self.model)
