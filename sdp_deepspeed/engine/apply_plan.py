@@ -24,6 +24,7 @@ from sdp_deepspeed.layout.nodes import Nodes
 from sdp_deepspeed.layout.places import PieceViews
 from sdp_deepspeed.layout.rank_model import RankModel
 from sdp_deepspeed.masking.dense_view import DenseView
+from sdp_deepspeed.masking.description_check import check_descriptions
 from sdp_deepspeed.masking.freed_memory import give_back
 from sdp_deepspeed.masking.mask import Mask
 from sdp_deepspeed.masking.passes import DensePasses
@@ -105,6 +106,8 @@ def apply_plan(start: ModelAtStart, block: SubnetworkConfig, groups: RankGroups)
             on_nodes=Nodes.of(network.nodes),
         )
         costs = unit_costs(module, model.plan.units)  # while all units are there
+        if start.deferred is None and groups.tp_group is None:
+            warnings += check_descriptions(module, parallel.branches, plan)
         # Mask: drop, narrow or freeze what this rank lacks.
         mask = Mask(module, model, parallel.branches, scales=block.dense_branch_scale == "coverage")
         mask.apply()

@@ -3,8 +3,10 @@ the dense model's gradients."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from copy import deepcopy
 from fractions import Fraction
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,19 +18,21 @@ from sdp_deepspeed.architectures import locate_branches, unit_costs, units_of_br
 from sdp_deepspeed.architectures.active_experts import active_shares
 from sdp_deepspeed.config import KEY, parse
 from sdp_deepspeed.plan.planner import plan_model
-from sdp_deepspeed.units import check_pieces
+from sdp_deepspeed.units import Piece, check_pieces
 from tests.helpers.masked_modules import (
     RANKS,
     assert_close,
     assert_held_gradients,
     assert_same_as_zeroed,
     held_pieces,
+    infos,
     loss_and_gradients,
     masked,
     plan_of,
     tokens,
 )
 from tests.helpers.mixtures import CUT_EVERYWHERE, MIXTURES, mixture, neurons_of
+from tests.helpers.rank_models import mask_of
 
 
 @pytest.mark.parametrize(("granularity", "rank"), [("sublayer", 0), ("sublayer", 1), ("layer", 1)])
@@ -207,3 +211,24 @@ def test_dropped_experts_have_no_storage() -> None:
     experts: list[nn.Parameter] = [p for key, p in narrow.named_parameters() if ".experts." in key]
     whole = sum(p.numel() for key, p in model.named_parameters() if ".experts." in key)
     assert sum(p.untyped_storage().nbytes() for p in experts) == 4 * sum(p.numel() for p in experts) < 4 * whole
+
+
+def fetch_from(model: nn.Module, targets: Mapping[Piece, torch.Tensor]) -> None:
+    tensors = dict(model.named_parameters())
+    for piece, target in targets.items():
+        target.copy_(piece.narrow(tensors[piece.parameter].detach()))
+
+
+@pytest.mark.parametrize(("name", "strategy"), [("gpt_oss", "block"), ("gpt_oss", "neuron"), ("qwen2_moe", "neuron")])
+def test_scaled_branches_scale_what_experts_put_out(name: str, strategy: str) -> None:
+    """Of blocks the output projections of all experts, with biases; of neurons their columns, not the shared bias."""
+    model = mixture(name)
+    dense = dict(model.named_parameters())
+    module = deepcopy(model)
+    plan = plan_of(model, strategy=strategy)
+    for part in mask_of(module, locate_branches(module), infos(module), plan, 0, scales=True).parts:
+        part.fill(partial(fetch_from, model))
+    outputs = (".o_proj.weight", ".down_proj", ".down_proj.weight")
+    outputs += (".o_proj.bias", ".down_proj_bias") if strategy == "block" else ()
+    for key, parameter in module.named_parameters():
+        assert torch.equal(parameter, dense[key] * (0.5 if key.endswith(outputs) else 1.0)), key

@@ -261,5 +261,5 @@ def test_descriptions_that_do_not_fit() -> None:
     uneven = InnerLayers((Cut("up", dim=0, blocks=3), Cut("down", dim=1, is_output=True)))
     architectures.register(OwnLayer, Branch("mlp", norm="norm", body="ff", inner=uneven))
     assert len(units_of_branches(locate_branches(own_model()))) == 2, "no concern of blocks"
-    with pytest.raises(ValueError, match=r"0\.ff\.up\.weight has 7 indices along dim 0.* not divide into 3 x 2.*block"):
+    with pytest.raises(ValueError, match=r"0\.ff\.up\.weight has 7 indices along dim 0.* not divide into 3 x 7.*block"):
         units_of_branches(locate_branches(own_model()), strategy="neuron")

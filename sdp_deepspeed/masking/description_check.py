@@ -1,0 +1,189 @@
+"""Is what a user said of a layer true? A layer of each class is tried out before the model is cut.
+
+Nothing of the model is called but, where a layer takes more than one tensor, its forward up to that layer. What is
+compared is the masking itself on a copy of the layer, with random weights and inputs:
+
+- blocks: the layer without a branch is the layer in which all modules of the branch give zeros;
+- neurons: a body that runs once with some cells and once with the others is the body with all of them.
+
+The package's own descriptions are pinned to the code that they are of, and compared with zeroed pieces by its tests.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+
+from sdp_deepspeed.architectures import (
+    LocatedBranch,
+    branches_of_units,
+    is_of_package,
+    locate_branches,
+    units_of_branches,
+)
+from sdp_deepspeed.layout.places import PieceViews
+from sdp_deepspeed.layout.rank_model import RankModel
+from sdp_deepspeed.masking.mask import Mask, members_of
+from sdp_deepspeed.masking.trial import Alone, Trial, forked_random_numbers, trial_of
+from sdp_deepspeed.masking.watched import read_numbers
+from sdp_deepspeed.plan.plan import Plan
+from sdp_deepspeed.plan.tensors import dense_tensors, named_tensors
+from sdp_deepspeed.units import Unit
+
+# Wrong descriptions differ by a tenth and more. In fp32 what remains of two sums instead of one is below 1e-5, with
+# TF32 below 1e-3; a layer that takes its own half precision only has 8 bits, rounded some dozen times.
+_TOLERANCES = {torch.float32: 2.0**-7}
+_HALF = 2.0**-4
+
+
+def check_descriptions(model: nn.Module, branches: Sequence[LocatedBranch], plan: Plan) -> list[str]:
+    """Try out the descriptions that are not the package's, once for each class of layers. No collective: all ranks
+    draw the same numbers.
+
+    Args:
+        model: whole, with weights.
+        branches: its residual branches.
+        plan: whose units are blocks or neurons of them.
+
+    Returns:
+        What could not be tried out, for a warning.
+
+    Raises:
+        ValueError: a description is not true of its layer, by class and branch, with what differs.
+    """
+    if plan.coverage == 1:
+        return []
+    notes = []
+    for layer, own in _first_layers(model, branches).items():
+        units = [unit for unit in plan.units if _is_in(unit, own)]
+        label = f"{layer!r} ({type(model.get_submodule(layer)).__name__})"
+        with forked_random_numbers(next(model.get_submodule(layer).parameters()).device):
+            try:
+                trial = trial_of(model, layer, own[0])
+                again = trial.difference(trial.run(), trial.run())
+            except Exception as problem:  # of the user's code, which takes other inputs than a few tokens
+                notes.append(_NOTE.format(layer=label, why=f"{type(problem).__name__}: {problem}"))
+                continue
+            if not again <= _tolerance(trial):
+                notes.append(_NOTE.format(layer=label, why="it computes something else each time"))
+                continue
+            for unit, name in zip(units, branches_of_units(units, own), strict=True):
+                if name is None:
+                    _check_block(label, trial, [branch.description.name for branch in members_of(unit, own)])
+            for name in dict.fromkeys(filter(None, branches_of_units(units, own))):
+                _check_cells(label, trial, next(b.description.name for b in own if b.name == name))
+    return notes
+
+
+_NOTE = (
+    "the description of {layer} could not be tried out ({why}): test it, as sdp_deepspeed/architectures/README.md says"
+)
+
+
+def _first_layers(model: nn.Module, branches: Iterable[LocatedBranch]) -> dict[str, list[LocatedBranch]]:
+    """The branches of the first layer of each class."""
+    result: dict[str, list[LocatedBranch]] = {}
+    classes: dict[type, str] = {}
+    for branch in branches:
+        kind = type(model.get_submodule(branch.layer))
+        if not is_of_package(kind) and classes.setdefault(kind, branch.layer) == branch.layer:
+            result.setdefault(branch.layer, []).append(branch)
+    return result
+
+
+def _is_in(unit: Unit, branches: Iterable[LocatedBranch]) -> bool:
+    inside = {piece.parameter for branch in branches for piece in branch.pieces}
+    return bool(unit.pieces) and all(piece.parameter in inside for piece in unit.pieces)
+
+
+def _tolerance(trial: Trial) -> float:
+    return _TOLERANCES.get(trial.stream.dtype, _HALF)
+
+
+def _check_block(label: str, trial: Trial, parts: Sequence[str]) -> None:
+    """The layer without some branches, against the layer in which they end in zeros."""
+    words = f"{label}: described without {' and '.join(map(repr, parts))}, the layer"
+    expected = trial.run(partial(_silence, parts))
+    try:
+        found = trial.run(partial(_mask, parts, "forward", "block"))
+        difference = trial.difference(found, expected)
+    except Exception as problem:
+        raise ValueError(f"{words} does not run: {problem}") from problem
+    if not difference <= _tolerance(trial):
+        raise ValueError(
+            f"{words} is not what it is when they add zeros (a difference of {difference:.0%}): a module that the "
+            "description names for them also acts elsewhere in the layer. Is a `norm`, or a module of `after`, the "
+            "one of another branch?"
+        )
+
+
+def _silence(parts: Sequence[str], alone: Alone) -> None:
+    """Have all modules of branches give zeros."""
+    for branch in locate_branches(alone):
+        if branch.description.name in parts:
+            for name in branch.modules:
+                alone.get_submodule(name).register_forward_hook(_zeros)
+
+
+def _zeros(_: Any, args: Any, output: Any) -> Any:
+    return (torch.zeros_like(output[0]), *output[1:]) if isinstance(output, tuple) else torch.zeros_like(output)
+
+
+def _check_cells(label: str, trial: Trial, part: str) -> None:
+    """A body in two halves, against the whole body."""
+    branch = next(branch for branch in locate_branches(trial.alone) if branch.description.name == part)
+    if branch.num_cells < 2:
+        return
+    words = f"{label}: with the neuron strategy its branch {part!r}"
+    expected = trial.run()
+    try:
+        found = trial.run(partial(_mask, [part], "backward", "neuron"))
+        difference = trial.difference(found, expected)
+    except Exception as problem:
+        raise ValueError(
+            f"{words} does not run with a part of its cells: {_advice(trial, branch, problem)}"
+        ) from problem
+    if not difference <= _tolerance(trial):
+        raise ValueError(
+            f"{words} computes something else (a difference of {difference:.0%} between all {branch.num_cells} "
+            "neurons or heads, and some of them and the others added up): its `inner` is not as the body is. Is a "
+            "fused projection described without `blocks`, a layer missing in `cuts`, or a `dim` the other one? "
+            f'Correct it, or use "block" for the part {part!r}'
+        )
+
+
+class _PlanOfTrial(Plan):
+    """Its first subnetwork may lack all units that there are."""
+
+    def __post_init__(self) -> None: ...
+
+
+def _mask(parts: Sequence[str], regime: str, strategy: str, alone: Alone) -> None:
+    """As a rank whose subnetwork lacks some branches, or every other cell of one."""
+    branches = [branch for branch in locate_branches(alone) if branch.description.name in parts]
+    units = units_of_branches(
+        branches, strategy=strategy, granularity="sublayer" if strategy == "neuron" else "layer", num_subnetworks=3
+    )
+    holders = tuple((1 - index % 2 if strategy == "neuron" else 1,) for index in range(len(units)))
+    plan = _PlanOfTrial(regime, strategy, 2, 1, 0, tuple(units), holders, (0, 1))
+    model = RankModel(plan, tuple(dense_tensors(alone)), PieceViews(named_tensors(alone)), rank=0)
+    Mask(alone, model, branches).apply()
+
+
+def _advice(trial: Trial, branch: LocatedBranch, problem: Exception) -> str:
+    """What a body whose sizes are its own must use."""
+    assert branch.description.inner is not None
+    numbers = read_numbers(trial, branch)
+    unscaled = {name: value for name, value in numbers.items() if name not in branch.description.inner.scaled}
+    said = ", ".join(f"{name} = {value}" for name, value in unscaled.items()) or "none"
+    return (
+        f"{problem}. Numbers that its forward reads from attributes, and that the description does not scale: {said}. "
+        "Those that count heads or neurons, or the width of all of them, must be named in `scaled` of its InnerLayers; "
+        "then they count those that a worker has. No size may come from the residual stream's width: keep the width of "
+        "a head in an attribute of its own (`self.head_dim`), and write `view(B, T, -1, self.head_dim)`, at the end "
+        f'`view(B, T, -1)`. Or use "block" for the part {branch.description.name!r}'
+    )

@@ -1,0 +1,129 @@
+"""Mixtures of experts in the engine: against the reference in all modes, export, checkpoints, models without storage,
+auxiliary losses; and descriptions that are not true, refused on all ranks."""
+
+from __future__ import annotations
+
+import itertools
+from contextlib import nullcontext
+from functools import partial
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+
+import sdp_deepspeed
+from sdp_deepspeed import architectures
+from sdp_deepspeed.architectures import registry
+from sdp_deepspeed.config import MODES
+from tests.helpers.mixtures import MIXTURES, MixtureCase, mixture
+from tests.helpers.models import batches, config, loss_of
+from tests.helpers.oracle import CaseCheck
+from tests.helpers.own_layers import GPT, Block, NanoBlock, attention_of, mlp_of
+from tests.helpers.ranks import Check, Rank
+from tests.helpers.training import assert_identical, dense_state, engine_of, refusal, train
+
+LAYERS = {"granularity": "layer"}
+
+
+def the_dense_model_is_exported(rank: Rank) -> None:
+    """Transformers stores experts one by one; what it reads has the evaluated loss, and may be trained on."""
+    from transformers import AutoModelForCausalLM
+
+    for number, (name, mode) in enumerate(zip(("mixtral", "qwen2_moe", "deepseek_v3", "gpt_oss"), MODES, strict=True)):
+        engine = engine_of(config(holders=1, regime=mode[0], strategy=mode[1]), mixture(name))
+        train(engine, num_steps=2)
+        folder, batch = rank.folder / f"export{number}", next(batches(1, 1))[0][0]
+        engine.save_pretrained(folder)
+        loaded: Any = AutoModelForCausalLM.from_pretrained(folder)
+        with torch.no_grad():
+            engine.eval()
+            assert torch.equal(loss_of(engine, batch), loss_of(loaded.eval(), batch))
+        state = dense_state(engine)
+        assert_identical({key: loaded.state_dict()[key] for key in state}, state)
+
+
+def checkpoints_resume(rank: Rank) -> None:
+    """In the mode in which they were written bit for bit, in another one with the dense model."""
+    settings = config(holders=1, strategy="neuron")
+    engine = engine_of(settings, mixture("qwen2_moe"))
+    train(engine, num_steps=2)
+    engine.save_checkpoint(rank.folder / "checkpoint")
+    state = dense_state(engine)
+    expected = train(engine, num_steps=1, first=2)
+    for other, is_same in ((settings, True), (config(holders=1, regime="backward"), False)):
+        resumed = engine_of(other, mixture("qwen2_moe"))
+        resumed.load_checkpoint(rank.folder / "checkpoint")
+        assert_identical(dense_state(resumed), state)
+        assert (train(resumed, num_steps=1, first=2) == expected) == is_same
+
+
+def models_without_storage(rank: Rank) -> None:
+    for name, strategy in (("mixtral", "neuron"), ("deepseek_v3", "block")):
+        engines = []
+        for context in (sdp_deepspeed.Init(), nullcontext()):
+            torch.manual_seed(5)
+            with context:
+                model = _unseeded(name)
+            engines.append(engine_of(config(holders=1, strategy=strategy), model))
+            train(engines[-1], num_steps=1)
+        assert_identical(*map(dense_state, engines))
+
+
+def _unseeded(name: str) -> Any:
+    model, settings, options = MIXTURES[name]
+    return model(settings(**options))
+
+
+def auxiliary_losses(rank: Rank) -> None:
+    """They train in every mode; a plan with a subnetwork without routers is refused on all ranks."""
+    options = {"output_router_logits": True, "router_aux_loss_coef": 0.1}
+    for regime, strategy in MODES:
+        block = LAYERS if strategy == "block" else {}
+        settings = config(holders=1, regime=regime, strategy=strategy, check_agreement=True, **block)
+        engine = engine_of(settings, mixture("mixtral", num_hidden_layers=4, **options))
+        assert all(loss == loss for loss in train(engine, num_steps=2))
+    settings = config(holders=1, assignment="cyclic")
+    work = partial(engine_of, settings, mixture("mixtral", **options))
+    refusal(ValueError, work, "output_router_logits", "(first 0) have none of 'model.layers.0.mlp'", "raise holders")
+
+
+def descriptions_that_are_not_true(rank: Rank) -> None:
+    """Before anything is trained, and with no trace in a model whose description is corrected."""
+    with mock.patch.dict(registry._DESCRIPTIONS):
+        architectures.register(Block, attention_of(norm="ln_2"), mlp_of(norm="ln_1"))
+        work = partial(engine_of, config(holders=1), GPT(Block))
+        refusal(ValueError, work, "'h.0' (Block)", "without 'attention'", "Is a `norm`")
+        architectures.register(Block, attention_of(blocks=1), mlp_of())
+        neurons = config(holders=1, strategy="neuron")
+        refusal(ValueError, partial(engine_of, neurons, GPT(Block)), "'attention' computes something else", "`blocks`")
+        architectures.register(NanoBlock, attention_of(), mlp_of())
+        refusal(ValueError, partial(engine_of, neurons, GPT(NanoBlock)), "n_head = 4", "`scaled`", "view(B, T, -1")
+        architectures.register(Block, attention_of(), mlp_of())
+        model = GPT(Block)
+        engine = engine_of(neurons, model)
+        batch = next(batches(1, 1))[0][0]
+        for _ in range(2):
+            engine.backward(engine(batch, labels=batch))
+            engine.step()
+        assert model.seen == 2 * batch.numel()
+
+
+def _checks(size: int, options: pytest.Config) -> list[tuple[str, Check]]:
+    checks: list[Check] = [
+        the_dense_model_is_exported,
+        checkpoints_resume,
+        models_without_storage,
+        auxiliary_losses,
+        descriptions_that_are_not_true,
+    ]
+    found = [(check.__name__, check) for check in checks]
+    for name, mode in itertools.product(("mixtral", "qwen2_moe"), MODES):
+        case = MixtureCase(size, 1, *mode, model=name, stage=2 if name == "mixtral" else 1, accumulation=3)
+        found.append((str(case), CaseCheck(case)))
+    return found
+
+
+@pytest.mark.checks(2, _checks)
+def test_two_ranks(outcome: str | None) -> None:
+    assert outcome is None, outcome
