@@ -58,6 +58,13 @@ class HuggingFaceReader(WholeTensorsReader):
         files = dict(_stored(folder))
         stored = {name: files[file_name] for name, file_name in file_names.to_module(files).items()}
         match = names.match(stored.keys())
+        if match.missing and (converted := file_names.converted(files)):
+            raise ValueError(
+                f"load_pretrained: {folder} stores {quoted(converted)}, which Transformers puts together when it loads "
+                "a model (experts one by one, which are one tensor in the model): save it with "
+                "save_pretrained(..., save_original_format=False), or load it with from_pretrained before "
+                "deepspeed.initialize"
+            )
         refuse_others(match, f"load_pretrained: {folder}")
         return cls(stored, match)
 

@@ -36,6 +36,10 @@ class FileNames:
         its name."""
         return {_renamed(name, self._transforms): name for name in sorted(stored)}
 
+    def converted(self, stored: Iterable[str]) -> list[str]:
+        """Names in files whose values only a conversion makes a module's (experts that are stored one by one)."""
+        return [name for name in sorted(stored) if _is_converted(name, self._transforms)]
+
     def to_file(self, names: Iterable[str]) -> Mapping[str, str]:
         """Names in files by names in the module.
 
@@ -46,9 +50,13 @@ class FileNames:
         result = {}
         for name in names:
             result[name] = _renamed(name, backwards)
-            if any(hasattr(one, "operations") and one.rename_source_key(name)[1] is not None for one in backwards):
+            if _is_converted(name, backwards):
                 raise ValueError(f"Transformers stores {name!r} converted; export with engine.save_pretrained")
         return result
+
+
+def _is_converted(name: str, transforms: Iterable[Any]) -> bool:
+    return any(hasattr(one, "operations") and one.rename_source_key(name)[1] is not None for one in transforms)
 
 
 def _renamed(name: str, transforms: Iterable[Any]) -> str:

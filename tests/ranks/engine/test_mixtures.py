@@ -41,6 +41,22 @@ def the_dense_model_is_exported(rank: Rank) -> None:
             assert torch.equal(loss_of(engine, batch), loss_of(loaded.eval(), batch))
         state = dense_state(engine)
         assert_identical({key: loaded.state_dict()[key] for key in state}, state)
+        if name == "mixtral":
+            loads_again(rank, engine, state)
+
+
+def loads_again(rank: Rank, engine: Any, state: dict[str, torch.Tensor]) -> None:
+    """`load_pretrained` reads what it needs from files; it converts no values, and says how to save without."""
+    from transformers import AutoModelForCausalLM
+
+    other = engine_of(config(holders=1), mixture("mixtral"))
+    words = ("experts.0.w1", "save_original_format=False", "from_pretrained before deepspeed.initialize")
+    refusal(ValueError, lambda: other.load_pretrained(rank.folder / "export0"), *words)
+    engine.save_pretrained(rank.folder / "as_in_the_module", save_original_format=False)
+    other.load_pretrained(rank.folder / "as_in_the_module")
+    assert_identical(dense_state(other), state)
+    loaded: Any = AutoModelForCausalLM.from_pretrained(rank.folder / "as_in_the_module")
+    assert_identical({key: loaded.state_dict()[key] for key in state}, state)
 
 
 def checkpoints_resume(rank: Rank) -> None:

@@ -16,6 +16,7 @@ from torch import nn
 
 from sdp_deepspeed.architectures import locate_branches, unit_costs, units_of_branches
 from sdp_deepspeed.architectures.active_experts import active_shares
+from sdp_deepspeed.checkpoint.interop.transformers_names import FileNames
 from sdp_deepspeed.config import KEY, parse
 from sdp_deepspeed.plan.planner import plan_model
 from sdp_deepspeed.units import Piece, check_pieces
@@ -228,7 +229,18 @@ def test_scaled_branches_scale_what_experts_put_out(name: str, strategy: str) ->
     plan = plan_of(model, strategy=strategy)
     for part in mask_of(module, locate_branches(module), infos(module), plan, 0, scales=True).parts:
         part.fill(partial(fetch_from, model))
-    outputs = (".o_proj.weight", ".down_proj", ".down_proj.weight")
-    outputs += (".o_proj.bias", ".down_proj_bias") if strategy == "block" else ()
+    biases = (".o_proj.bias", ".down_proj_bias") if strategy == "block" else ()
+    outputs = (".o_proj.weight", ".down_proj", ".down_proj.weight", *biases)
     for key, parameter in module.named_parameters():
         assert torch.equal(parameter, dense[key] * (0.5 if key.endswith(outputs) else 1.0)), key
+
+
+def test_export_without_a_model_names_what_it_cannot_convert() -> None:
+    """`sdp checkpoint export` writes tensors as they are."""
+    names = FileNames.of_model("MixtralForCausalLM", "mixtral")
+    with pytest.raises(
+        ValueError, match=r"stores 'model\.layers\.0\.mlp\.experts\.gate_up_proj' converted; export with"
+    ):
+        names.to_file(["model.layers.0.mlp.experts.gate_up_proj"])
+    stored = ["model.layers.0.block_sparse_moe.experts.0.w1.weight", "model.norm.weight"]
+    assert names.converted(stored) == stored[:1]
