@@ -11,9 +11,9 @@ The package's own descriptions are pinned to the code that they are of, and comp
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -32,7 +32,6 @@ from sdp_deepspeed.masking.trial import Alone, Trial, forked_random_numbers, tri
 from sdp_deepspeed.masking.watched import read_numbers
 from sdp_deepspeed.plan.plan import Plan
 from sdp_deepspeed.plan.tensors import dense_tensors, named_tensors
-from sdp_deepspeed.units import Unit
 
 # Wrong descriptions differ by a tenth and more. In fp32 what remains of two sums instead of one is below 1e-5, with
 # TF32 below 1e-3; a layer that takes its own half precision only has 8 bits, rounded some dozen times.
@@ -58,12 +57,11 @@ def check_descriptions(model: nn.Module, branches: Sequence[LocatedBranch], plan
     if plan.coverage == 1:
         return []
     notes = []
-    for layer, own in _first_layers(model, branches).items():
-        units = [unit for unit in plan.units if _is_in(unit, own)]
+    for layer, attempts in _attempts(model, branches, plan).items():
         label = f"{layer!r} ({type(model.get_submodule(layer)).__name__})"
         with forked_random_numbers(next(model.get_submodule(layer).parameters()).device):
             try:
-                trial = trial_of(model, layer, own[0])
+                trial = trial_of(model, layer, next(branch for branch in branches if branch.layer == layer))
                 again = trial.difference(trial.run(), trial.run())
             except Exception as problem:  # of the user's code, which takes other inputs than a few tokens
                 notes.append(_NOTE.format(layer=label, why=f"{type(problem).__name__}: {problem}"))
@@ -71,11 +69,11 @@ def check_descriptions(model: nn.Module, branches: Sequence[LocatedBranch], plan
             if not again <= _tolerance(trial):
                 notes.append(_NOTE.format(layer=label, why="it computes something else each time"))
                 continue
-            for unit, name in zip(units, branches_of_units(units, own), strict=True):
-                if name is None:
-                    _check_block(label, trial, [branch.description.name for branch in members_of(unit, own)])
-            for name in dict.fromkeys(filter(None, branches_of_units(units, own))):
-                _check_cells(label, trial, next(b.description.name for b in own if b.name == name))
+            for attempt in attempts:
+                if attempt.strategy == "block":
+                    _check_block(label, trial, attempt.parts)
+                else:
+                    _check_cells(label, trial, attempt.parts[0])
     return notes
 
 
@@ -84,20 +82,27 @@ _NOTE = (
 )
 
 
-def _first_layers(model: nn.Module, branches: Iterable[LocatedBranch]) -> dict[str, list[LocatedBranch]]:
-    """The branches of the first layer of each class."""
-    result: dict[str, list[LocatedBranch]] = {}
-    classes: dict[type, str] = {}
-    for branch in branches:
-        kind = type(model.get_submodule(branch.layer))
-        if not is_of_package(kind) and classes.setdefault(kind, branch.layer) == branch.layer:
-            result.setdefault(branch.layer, []).append(branch)
+class _Attempt(NamedTuple):
+    """What a plan does with layers of a class: lacks some parts together, or some cells of one."""
+
+    strategy: str
+    parts: tuple[str, ...]
+
+
+def _attempts(model: nn.Module, branches: Sequence[LocatedBranch], plan: Plan) -> dict[str, list[_Attempt]]:
+    """What to try out on which layer: each on the first of its class that the plan does it with."""
+    result: dict[str, list[_Attempt]] = {}
+    first: dict[tuple[type, _Attempt], str] = {}
+    by_name = {branch.name: branch for branch in branches}
+    for unit, name in zip(plan.units, branches_of_units(plan.units, branches), strict=True):
+        members = members_of(unit, branches) if name is None else [by_name[name]]
+        attempt = _Attempt("neuron" if name else "block", tuple(branch.description.name for branch in members))
+        layer = members[0].layer
+        kind = type(model.get_submodule(layer))
+        if not is_of_package(kind) and (kind, attempt) not in first:
+            first[kind, attempt] = layer
+            result.setdefault(layer, []).append(attempt)
     return result
-
-
-def _is_in(unit: Unit, branches: Iterable[LocatedBranch]) -> bool:
-    inside = {piece.parameter for branch in branches for piece in branch.pieces}
-    return bool(unit.pieces) and all(piece.parameter in inside for piece in unit.pieces)
 
 
 def _tolerance(trial: Trial) -> float:

@@ -155,6 +155,13 @@ def test_neurons_of_all_experts_are_cut_alike() -> None:
     assert pieces("gpt_oss", 0, "attention.head_1")["sinks"] == [(0, 2, 2)]
 
 
+def test_a_router_with_as_many_experts_as_each_has_neurons() -> None:
+    """Its vector of corrections is not one over the neurons."""
+    model = mixture("deepseek_v3", n_routed_experts=12)
+    assert model.model.layers[1].mlp.gate.e_score_correction_bias.shape == (12,)
+    assert_same_as_zeroed(model, plan_of(model), 1)
+
+
 def test_a_norm_over_all_heads_leaves_attention_to_blocks() -> None:
     model = mixture("olmoe")
     with pytest.raises(ValueError, match=r"layers\.0\.attention' cannot be cut.*\"block\" for the part 'attention'"):

@@ -142,6 +142,33 @@ def test_sizes_of_its_own_name_what_they_are_read_from() -> None:
     assert check(GPT(ScaledBlock), "neuron") == []
 
 
+def test_each_class_and_the_layers_that_are_cut() -> None:
+    """Also where the first layer of the class is shared, and another class is described rightly."""
+    architectures.register(Block, attention_of(), mlp_of())
+    architectures.register(RotaryBlock, attention_of(norm="ln_2"), mlp_of(norm="ln_1"))
+    assert check(GPT(Block), shared=[r"^h\.0\."]) == []
+    with pytest.raises(ValueError, match=r"'h\.1' \(RotaryBlock\): described without 'attention'"):
+        check(GPT(RotaryBlock, num_layers=3), shared=[r"^h\.0\."])
+
+
+def test_a_layer_that_takes_half_precision_only() -> None:
+    class Half(Block):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            if x.dtype != torch.bfloat16:
+                raise TypeError("my kernel is for bf16")
+            return super().forward(x)
+
+    architectures.register(Half, attention_of(), mlp_of())
+    for strategy in ("block", "neuron"):
+        assert check(GPT(Half).bfloat16(), strategy) == []
+    architectures.register(Half, attention_of(blocks=1), mlp_of())
+    with pytest.raises(ValueError, match="'attention' computes something else"):
+        check(GPT(Half).bfloat16(), "neuron")
+    architectures.register(Half, attention_of(norm="ln_2"), mlp_of(norm="ln_1"))
+    with pytest.raises(ValueError, match="without 'attention'"):
+        check(GPT(Half).bfloat16())
+
+
 class OwnLlamaLayer(LlamaDecoderLayer):
     """Called with position embeddings, masks and a cache."""
 

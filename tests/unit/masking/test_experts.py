@@ -129,3 +129,19 @@ def test_neurons_whose_products_do_not_run_are_refused() -> None:
         masked(model, plan, 1)[0](tokens())
     with pytest.raises(ValueError, match="multiples of 8"):
         masked(mixture("mixtral").bfloat16(), plan_of(mixture("mixtral")), 0)
+
+
+def test_checkpointed_activations_leave_the_auxiliary_loss_as_it_is() -> None:
+    """What runs again for the backward pass is not counted again. (With reentrant checkpointing plain Transformers
+    records logits that have no gradient.)"""
+    for regime, strategy in (("forward", "block"), ("backward", "neuron")):
+        model = mixture("mixtral", **LOUD)
+        choice = {"granularity": "layer"} if strategy == "block" else {}
+        plan = plan_of(model, regime, strategy, **choice)
+        expected_loss, expected = loss_and_gradients(masked(model, plan, 0)[0], tokens())
+        module = masked(model, plan, 0)[0]
+        module.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+        loss, gradients = loss_and_gradients(module.train(), tokens())
+        assert torch.equal(loss, expected_loss)
+        assert gradients.keys() == expected.keys()
+        assert all(torch.equal(gradients[key], expected[key]) for key in expected)
