@@ -105,7 +105,7 @@ def test_without_divisions_a_plan_is_itself() -> None:
 
 def branch(*, blocks: int = 1, dim: int = 0, num_cells: int = 12) -> LocatedBranch:
     inner = InnerLayers((Cut("up", dim, blocks), Cut("down", 1, is_output=True)))
-    tensors = (CutTensor(inner.cuts[0], "up", dim, 12), CutTensor(inner.cuts[1], "down", 1, 12))
+    tensors = (CutTensor(inner.cuts[0], "up", dim, 12, (1,) * blocks), CutTensor(inner.cuts[1], "down", 1, 12))
     pieces = (Piece("norm", None, 0, 4), Piece("up", None, 0, 48), Piece("down", None, 0, 48))
     return LocatedBranch("layer", Branch("mlp", norm="norm", body="ff", inner=inner), pieces, num_cells, tensors)
 
