@@ -29,8 +29,8 @@ from sdp_deepspeed.checkpoint.storage.names import (
     PLAN,
 )
 from sdp_deepspeed.data.config import DataConfig
-from sdp_deepspeed.data.packing import PreparedData, PreparedDataError
 from sdp_deepspeed.data.prepare import prepare
+from sdp_deepspeed.data.prepared import PreparedData, PreparedDataError
 from sdp_deepspeed.data.tokenizer import identity, train_tokenizer
 from sdp_deepspeed.folder_lock import LOCK, FolderInUseError
 from sdp_deepspeed.plan.plan import Plan
@@ -249,7 +249,7 @@ WRITTEN_FILES: tuple[WrittenFile, ...] = (
     WrittenFile("hf/config.json", _TO_EXPORT, _write_export, (_hidden_size,), OSError),
     WrittenFile("hf/model.safetensors.index.json", _TO_EXPORT, _write_export, (_load_export,)),
     WrittenFile(
-        "prepared/meta.json", ("data/packing.py: PreparedData.save",), _write_prepared, (_prepared,), PreparedDataError
+        "prepared/meta.json", ("data/prepared.py: PreparedData.save",), _write_prepared, (_prepared,), PreparedDataError
     ),
     *(_of_tokenizer(name) for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja")),
     WrittenFile(LOCK, ("folder_lock.py: _take",), _write_lock, (_is_refused_while_held,), error=()),

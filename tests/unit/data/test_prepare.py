@@ -13,8 +13,8 @@ import pytest
 from sdp_deepspeed.atomic_files import complete_or_absent
 from sdp_deepspeed.data import DataConfig
 from sdp_deepspeed.data import tokenizer as tokenizers
-from sdp_deepspeed.data.packing import is_held_out
 from sdp_deepspeed.data.prepare import prepare
+from sdp_deepspeed.data.tokenize_part import is_held_out
 from sdp_deepspeed.lock_owner import machine
 from tests.helpers.documents import NUM_DOCUMENTS, numbers, text
 

@@ -25,7 +25,7 @@ EXEMPT = {
     "checkpoint/interop/from_zero.py: _add_rest",
     "checkpoint/state/snapshot.py: _plain_bytes",
     "checkpoint/storage/chunk_files.py: SafetensorsWriter.write_data",
-    "data/packing.py: pack",
+    "data/prepared.py: pack",
     # Copies for Transformers, which nobody here reads.
     "checkpoint/interop/export.py: export",
     "checkpoint/interop/export.py: _write_configs",

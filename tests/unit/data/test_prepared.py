@@ -10,8 +10,9 @@ import pytest
 
 from sdp_deepspeed.data import DataConfig, build
 from sdp_deepspeed.data import tokenizer as tokenizers
-from sdp_deepspeed.data.packing import PreparedData, PreparedDataError, is_held_out, token_dtype
 from sdp_deepspeed.data.prepare import prepare
+from sdp_deepspeed.data.prepared import PreparedData, PreparedDataError
+from sdp_deepspeed.data.tokenize_part import is_held_out, token_dtype
 from tests.helpers.documents import NUM_DOCUMENTS, text
 
 
@@ -77,7 +78,7 @@ def test_a_disk_that_cannot_be_read_is_no_reason_to_delete(
     def refuse(path: Path) -> Path:
         raise PermissionError(13, "Permission denied", str(path))
 
-    monkeypatch.setattr("sdp_deepspeed.data.packing.regular", refuse)
+    monkeypatch.setattr("sdp_deepspeed.data.prepared.regular", refuse)
     with pytest.raises(PreparedDataError, match=rf"the prepared data {folder} cannot be read: .*Permission denied"):
         PreparedData.load(folder)
 

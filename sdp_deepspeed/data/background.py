@@ -1,0 +1,150 @@
+"""Tokenizing beside training: one process for each source and machine, which stays as far ahead as its ranks ask.
+
+Ranks tell it what they want through its stdin; what it has written they see in the journal. It ends with the rank that
+started it. Where machines share the cache's folder, one of their processes writes and the others wait to take over.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import sys
+import threading
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from sdp_deepspeed.atomic_files import regular, write_text
+from sdp_deepspeed.data import lifeline
+from sdp_deepspeed.data.cache import Cache, open_caches
+from sdp_deepspeed.data.config import DataConfig
+from sdp_deepspeed.data.journal import Place
+from sdp_deepspeed.data.prepare import naming_the_disk, write_cache
+from sdp_deepspeed.data.prepared import PreparedDataError
+from sdp_deepspeed.data.progress import LogProgress
+from sdp_deepspeed.data.stream_writer import Wanted
+
+_KINDS: dict[str, type[Exception]] = {"ValueError": ValueError, "OSError": OSError}
+
+
+def problem_path(folder: Path) -> Path:
+    """Where a writer that failed says why, beside the folder of its cache."""
+    return folder.with_name(f".{folder.name}.problem")
+
+
+class BackgroundWriter:
+    """The process, from the side of the rank that starts it.
+
+    Args:
+        config: of the whole data.
+        source: number of the one to write.
+        folder: of its cache, when it will be complete.
+    """
+
+    def __init__(self, config: DataConfig, source: int, folder: Path) -> None:
+        self._config, self._source, self._folder = config, source, folder
+        self._process: Any = None
+
+    def start(self) -> None:
+        """Nobody waits for what it writes yet: what an earlier one said is forgotten."""
+        import atexit
+
+        problem_path(self._folder).unlink(missing_ok=True)
+        self._process = lifeline.start("sdp_deepspeed.data.background")
+        atexit.register(self.stop)
+        self._say({"config": vars(self._config), "source": self._source, "problem": str(problem_path(self._folder))})
+
+    def tell(self, wanted: Wanted) -> None:
+        """What ranks wait for, or will soon."""
+        self._say(to_json(wanted))
+
+    def look(self) -> None:
+        """Leave word for all ranks if it was killed."""
+        code = self._process.poll()
+        if code not in (None, 0) and not problem_path(self._folder).exists():
+            said = f"the process that tokenizes beside training ended (exit code {code}): start the run again"
+            write_problem(problem_path(self._folder), RuntimeError(said))
+
+    def stop(self) -> None:
+        """End it now."""
+        lifeline.stop(self._process)
+
+    def _say(self, message: dict[str, Any]) -> None:
+        with suppress(OSError):  # it has ended, which `look` tells
+            self._process.stdin.write((json.dumps(message) + "\n").encode())
+            self._process.stdin.flush()
+
+
+def raise_problem(folder: Path) -> None:
+    """The error of the writer of this cache, if it has failed.
+
+    Raises:
+        ValueError, OSError: as it was there.
+        PreparedDataError: everything else.
+    """
+    try:
+        content = json.loads(regular(problem_path(folder)).read_text(encoding="utf-8"))
+        kind, said = _KINDS.get(content["kind"], PreparedDataError), str(content["said"])
+    except FileNotFoundError:
+        return
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise PreparedDataError(f"tokenizing failed, and {problem_path(folder)} cannot be read: {error!r}") from None
+    raise kind(said)
+
+
+def write_problem(path: Path, error: Exception) -> None:
+    """Say to all ranks why there will be no more tokens."""
+    kind = next((name for name, known in _KINDS.items() if isinstance(error, known)), "RuntimeError")
+    said = str(error) if kind != "RuntimeError" or isinstance(error, RuntimeError) else repr(error)
+    write_text(path, json.dumps({"kind": kind, "said": " ".join(said.split())}), concurrent=True)
+
+
+def to_json(wanted: Wanted) -> dict[str, Any]:
+    """JSON has no infinity."""
+    return asdict(wanted) | {"stop": None if math.isinf(wanted.stop) else wanted.stop}
+
+
+def from_json(message: dict[str, Any]) -> Wanted:
+    """What `to_json` was given."""
+    reopen = message["reopen"]
+    stop = math.inf if message["stop"] is None else message["stop"]
+    return Wanted(message["validation"], message["first"], stop, None if reopen is None else Place(**reopen))
+
+
+class _Demand:
+    """The last thing that was asked for; nothing at first."""
+
+    def __init__(self) -> None:
+        self.wanted = Wanted(stop=1)  # one part, so that a mistake in the text is found at start
+        threading.Thread(target=self._listen, name="demand", daemon=True).start()
+
+    def __call__(self) -> Wanted:
+        return self.wanted
+
+    def _listen(self) -> None:
+        for line in sys.stdin.buffer:
+            self.wanted = from_json(json.loads(line))
+
+
+def main() -> int:
+    """Write until all is there, or the rank has ended."""
+    lifeline.end_with_parent()
+    first = json.loads(sys.stdin.buffer.readline())
+    try:
+        _run(DataConfig.from_dict(first["config"]), first["source"], _Demand())
+    except Exception as error:
+        write_problem(Path(first["problem"]), error)
+        return 2
+    return 0
+
+
+def _run(config: DataConfig, source: int, demand: Callable[[], Wanted]) -> None:
+    with naming_the_disk(Path(config.cache_dir).expanduser()):
+        cache: Cache = open_caches(config)[source]
+        write_cache(cache, wanted=demand, progress=LogProgress())
+
+
+if __name__ == "__main__":
+    sys.exit(main())
