@@ -87,7 +87,7 @@ def _only_reader(path: str, paths: list[Path]) -> str:
 
 @dataclass(frozen=True)
 class TextRows:
-    """Some of the files, one after the other, so that an error names the file and a million files open one at a time."""
+    """Some of the files, one after the other, so that an error names the file and few are open at a time."""
 
     reader: str
     paths: tuple[Path, ...]

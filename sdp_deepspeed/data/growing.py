@@ -121,7 +121,7 @@ class GrowingTokens:
 
     def blocks(self, split: SplitName, items: npt.NDArray[np.int64], sequence_length: int) -> npt.NDArray[Any]:
         """[B, T] ids of blocks that are there."""
-        stop = (int(items.max()) + 1) * sequence_length
+        stop = (int(items.max(initial=-1)) + 1) * sequence_length
         known = self._maps.get(split)
         if known is None or len(known) < stop:
             self._maps[split] = known = self._map(split)

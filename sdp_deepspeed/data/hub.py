@@ -96,9 +96,9 @@ def reaching(name: str) -> Iterator[None]:
 
         said = " ".join(str(error).split()) or type(error).__name__
         raise ConnectionError(
-            f"the data set {name} cannot be read from {constants.ENDPOINT}: {said}. Without a network give a local mirror "
-            'of its files ("source": "files", "path": "<folder>"), or run `sdp data <data.json>` with the same settings '
-            "where there is one and copy its cache_dir here"
+            f"the data set {name} cannot be read from {constants.ENDPOINT}: {said}. Without a network give a local "
+            'mirror of its files ("source": "files", "path": "<folder>"), or run `sdp data <data.json>` with these '
+            "settings where there is one and copy its cache_dir here"
         ) from error
 
 

@@ -1,7 +1,8 @@
 """What a growing cache holds: for each part of the stream that was tokenized, where its tokens are.
 
-`parts.jsonl` gets a line when a part's tokens are on the disk. So whoever reads it may use them at once, a killed writer
-goes on where it was, and one that has lost its disk begins at the part where a run stands (`Place`), not at the first.
+`parts.jsonl` gets a line when a part's tokens are on the disk. So whoever reads it may use them at once, a killed
+writer goes on where it was, and one that has lost its disk begins at the part where a run stands (`Place`), not at the
+first.
 """
 
 from __future__ import annotations

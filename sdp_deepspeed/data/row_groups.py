@@ -1,4 +1,4 @@
-"""Parquet files by row group: text that can be read from any place on, also over the network, without what is before."""
+"""Parquet files by row group: text that can be read from any place on, also over a network."""
 
 from __future__ import annotations
 

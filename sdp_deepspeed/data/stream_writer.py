@@ -1,4 +1,4 @@
-"""The writer of a cache: parts to workers, their tokens to the streams, each at its place, as far ahead as is wanted."""
+"""The writer of a cache: parts go to workers, their tokens to the streams, as far ahead as is wanted."""
 
 from __future__ import annotations
 

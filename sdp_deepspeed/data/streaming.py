@@ -110,8 +110,7 @@ def _open(config: DataConfig, place: CachePlace, writer: Writer, num_held_out: i
     if num_held_out:
         log.info("waiting for %d held-out blocks of %s", num_held_out, place.folder.name)
         num_blocks = tokens.wait_for_validation(num_held_out * length) // length
-        items = np.arange(num_blocks)
-        held_out = tokens.blocks("validation", items, length) if num_blocks else np.empty((0, length), dtype=np.int64)
+        held_out = tokens.blocks("validation", np.arange(num_blocks), length)
     tokens.wait("train", 0, 1)
     order = StreamedBlocks(
         tokens,

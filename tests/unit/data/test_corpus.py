@@ -9,10 +9,11 @@ import pytest
 
 from sdp_deepspeed.data import DataConfig
 from sdp_deepspeed.data.corpus import StandardLibrary, open_corpus
+from sdp_deepspeed.data.parts import documents_of
 
 
 def _documents(**settings: Any) -> list[str]:
-    return list(open_corpus(DataConfig(**settings)).documents())
+    return list(documents_of(open_corpus(DataConfig(**settings)).parts()))
 
 
 def test_standard_library_is_sorted_without_tests_and_repeatable(tmp_path: Path) -> None:
@@ -31,7 +32,7 @@ def test_standard_library_is_sorted_without_tests_and_repeatable(tmp_path: Path)
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_bytes(content)
     corpus = StandardLibrary(tmp_path)
-    assert list(corpus.documents()) == ["z = 1\n", "b = 1\n"]
+    assert list(documents_of(corpus.parts())) == ["z = 1\n", "b = 1\n"]
     before = corpus.fingerprint()
     assert StandardLibrary(tmp_path).fingerprint() == before
     (tmp_path / "b.py").write_bytes(b"b = 2\n")

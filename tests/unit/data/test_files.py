@@ -17,10 +17,11 @@ import pytest
 
 from sdp_deepspeed.data import DataConfig
 from sdp_deepspeed.data.corpus import open_corpus
+from sdp_deepspeed.data.parts import documents_of
 
 
 def _documents(**settings: Any) -> list[str]:
-    return list(open_corpus(DataConfig(**settings)).documents())
+    return list(documents_of(open_corpus(DataConfig(**settings)).parts()))
 
 
 def _json_lines(path: Path, rows: Iterable[Any]) -> None:
