@@ -35,10 +35,10 @@ def _check_shard(*, micro_batch: int, rank: int, world_size: int) -> None:
 class PackedBatches:
     """Endless training batches of one data-parallel rank; an iterator that never ends.
 
-    One global order of samples runs through all epochs. Micro-step `s` takes its next `world_size * micro_batch`
-    samples, rank `r` the `r`-th run of `micro_batch`. So shards are disjoint, every rank has the same number of batches,
-    nothing is dropped (a batch may begin in one epoch and end in the next), and a position counted in global samples
-    means the same for every number of ranks.
+    One global order of samples runs through all epochs. Micro-step `s` takes the next `world_size * micro_batch`
+    samples, rank `r` the `r`-th run of `micro_batch`. So shards are disjoint, every rank has the same number of
+    batches, nothing is dropped (a batch may begin in one epoch and end in the next), and a position counted in global
+    samples means the same for every number of ranks.
 
     Args:
         order: of the blocks.

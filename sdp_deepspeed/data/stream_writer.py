@@ -84,6 +84,9 @@ class StreamWriter:
                 if self._uncommitted and (not self._issued or time.monotonic() - committed > _COMMIT_SECONDS):
                     self._commit(files)
                     committed = time.monotonic()
+            for split, file in files.items():  # what was torn
+                assert self.journal.last is not None
+                file.truncate(getattr(self.journal.last.end, split) * self._itemsize)
         shutil.rmtree(staging)
 
     def _issue(self, wanted: Wanted, staging: Path) -> None:
