@@ -6,21 +6,18 @@ started it. Where machines share the cache's folder, one of their processes writ
 
 from __future__ import annotations
 
+import atexit
 import json
-import math
+import pickle
 import sys
 import threading
-from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from sdp_deepspeed.atomic_files import regular, write_text
 from sdp_deepspeed.data import lifeline
-from sdp_deepspeed.data.cache import Cache, open_caches
-from sdp_deepspeed.data.config import DataConfig
-from sdp_deepspeed.data.journal import Place
+from sdp_deepspeed.data.cache import Cache
 from sdp_deepspeed.data.prepare import naming_the_disk, write_cache
 from sdp_deepspeed.data.prepared import PreparedDataError
 from sdp_deepspeed.data.progress import LogProgress
@@ -38,42 +35,39 @@ class BackgroundWriter:
     """The process, from the side of the rank that starts it.
 
     Args:
-        config: of the whole data.
-        source: number of the one to write.
-        folder: of its cache, when it will be complete.
+        cache: to write.
     """
 
-    def __init__(self, config: DataConfig, source: int, folder: Path) -> None:
-        self._config, self._source, self._folder = config, source, folder
+    def __init__(self, cache: Cache) -> None:
+        self._cache = cache
+        self._problem = problem_path(cache.folder)
         self._process: Any = None
 
     def start(self) -> None:
         """Nobody waits for what it writes yet: what an earlier one said is forgotten."""
-        import atexit
-
-        problem_path(self._folder).unlink(missing_ok=True)
+        self._problem.unlink(missing_ok=True)
         self._process = lifeline.start("sdp_deepspeed.data.background")
         atexit.register(self.stop)
-        self._say({"config": vars(self._config), "source": self._source, "problem": str(problem_path(self._folder))})
+        self._say(self._cache)
 
     def tell(self, wanted: Wanted) -> None:
         """What ranks wait for, or will soon."""
-        self._say(to_json(wanted))
+        self._say(wanted)
 
     def look(self) -> None:
         """Leave word for all ranks if it was killed."""
         code = self._process.poll()
-        if code not in (None, 0) and not problem_path(self._folder).exists():
+        if code not in (None, 0) and not self._problem.exists():
             said = f"the process that tokenizes beside training ended (exit code {code}): start the run again"
-            write_problem(problem_path(self._folder), RuntimeError(said))
+            write_problem(self._problem, RuntimeError(said))
 
     def stop(self) -> None:
         """End it now."""
         lifeline.stop(self._process)
 
-    def _say(self, message: dict[str, Any]) -> None:
+    def _say(self, message: Cache | Wanted) -> None:
         with suppress(OSError):  # it has ended, which `look` tells
-            self._process.stdin.write((json.dumps(message) + "\n").encode())
+            pickle.dump(message, self._process.stdin)
             self._process.stdin.flush()
 
 
@@ -101,18 +95,6 @@ def write_problem(path: Path, error: Exception) -> None:
     write_text(path, json.dumps({"kind": kind, "said": " ".join(said.split())}), concurrent=True)
 
 
-def to_json(wanted: Wanted) -> dict[str, Any]:
-    """JSON has no infinity."""
-    return asdict(wanted) | {"stop": None if math.isinf(wanted.stop) else wanted.stop}
-
-
-def from_json(message: dict[str, Any]) -> Wanted:
-    """What `to_json` was given."""
-    reopen = message["reopen"]
-    stop = math.inf if message["stop"] is None else message["stop"]
-    return Wanted(message["validation"], message["first"], stop, None if reopen is None else Place(**reopen))
-
-
 class _Demand:
     """The last thing that was asked for; nothing at first."""
 
@@ -124,26 +106,22 @@ class _Demand:
         return self.wanted
 
     def _listen(self) -> None:
-        for line in sys.stdin.buffer:
-            self.wanted = from_json(json.loads(line))
+        with suppress(EOFError):  # the rank has ended, or will
+            while True:
+                self.wanted = pickle.load(sys.stdin.buffer)
 
 
 def main() -> int:
     """Write until all is there, or the rank has ended."""
     lifeline.end_with_parent()
-    first = json.loads(sys.stdin.buffer.readline())
+    cache: Cache = pickle.load(sys.stdin.buffer)
     try:
-        _run(DataConfig.from_dict(first["config"]), first["source"], _Demand())
+        with naming_the_disk(cache.folder.parent):
+            write_cache(cache, wanted=_Demand(), progress=LogProgress())
     except Exception as error:
-        write_problem(Path(first["problem"]), error)
+        write_problem(problem_path(cache.folder), error)
         return 2
     return 0
-
-
-def _run(config: DataConfig, source: int, demand: Callable[[], Wanted]) -> None:
-    with naming_the_disk(Path(config.cache_dir).expanduser()):
-        cache: Cache = open_caches(config)[source]
-        write_cache(cache, wanted=demand, progress=LogProgress())
 
 
 if __name__ == "__main__":

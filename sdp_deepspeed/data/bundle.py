@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 
 from sdp_deepspeed.data.block_order import BlockOrder, Blocks, ShuffledBlocks
+from sdp_deepspeed.data.cache import Cache, open_caches
 from sdp_deepspeed.data.config import DataConfig
 from sdp_deepspeed.data.growing import Writer
 from sdp_deepspeed.data.loader import PackedBatches, ValidationBatches
@@ -18,7 +19,7 @@ from sdp_deepspeed.data.prepare import prepare_all
 from sdp_deepspeed.data.prepared import PreparedData
 from sdp_deepspeed.data.shuffle import shuffled
 from sdp_deepspeed.data.source_mix import shares
-from sdp_deepspeed.data.streaming import CachePlace, cache_places, open_streams, start_writers, validation_counts
+from sdp_deepspeed.data.streaming import open_streams, start_writers, validation_counts
 from sdp_deepspeed.distributed.agreement import Gatherer, OneRank, run_on_all_ranks, run_on_rank_0
 from sdp_deepspeed.distributed.communicator import Communicator
 
@@ -66,7 +67,7 @@ def build(
     poll = POLL_SECONDS if communicator.size > 1 else None
     shard = _Shard(micro_batch, rank, world_size)
     if config.during:
-        caches = run_on_rank_0(communicator, lambda: cache_places(config), poll_seconds=poll)
+        caches = run_on_rank_0(communicator, lambda: open_caches(config), poll_seconds=poll)
         writers = start_writers(config, caches, communicator)
         return run_on_all_ranks(communicator, lambda: _open_streams(config, caches, writers, shard))
     folders = run_on_rank_0(communicator, lambda: prepare_all(config), poll_seconds=poll)
@@ -116,10 +117,8 @@ class _Shard:
         )
 
 
-def _open_streams(
-    config: DataConfig, places: Sequence[CachePlace], writers: Sequence[Writer], shard: _Shard
-) -> DataBundle:
-    streams = open_streams(config, places, writers)
+def _open_streams(config: DataConfig, caches: Sequence[Cache], writers: Sequence[Writer], shard: _Shard) -> DataBundle:
+    streams = open_streams(config, caches, writers)
     held_out = [stream.held_out for stream in streams if stream.held_out is not None]
     train = shard.train(config, [stream.order for stream in streams])
     return DataBundle(streams[0].tokenizer, train, shard.validation(held_out), streams[0].prepared)

@@ -18,6 +18,7 @@ from sdp_deepspeed.data.corpus import Corpus, open_corpus
 from sdp_deepspeed.data.parts import Part, capped, documents_of, in_stream_order
 from sdp_deepspeed.data.source_mix import PERIOD, shares
 from sdp_deepspeed.data.tokenize_part import is_held_out
+from sdp_deepspeed.data.tokenizer import SavedTokenizer
 
 log = logging.getLogger(__name__)
 
@@ -34,14 +35,14 @@ class Cache:
         corpus: its text.
         folder: where they are once all are there.
         identity: hash of corpus, split and tokenizer.
-        tokenizer: of Transformers.
+        tokenizer: that all sources share.
     """
 
     config: DataConfig
     corpus: Corpus
     folder: Path
     identity: str
-    tokenizer: Any
+    tokenizer: SavedTokenizer
 
     @property
     def is_complete(self) -> bool:
@@ -68,18 +69,17 @@ class Cache:
 def open_caches(config: DataConfig) -> list[Cache]:
     """The caches of all sources, with the one tokenizer that they share; trains it unless it is cached.
 
+    They are small and travel to other processes.
+
     Raises:
         ValueError: a mistake in the config or the data, or no permission to write to `cache_dir`.
         ConnectionError: the hub cannot be reached.
     """
     folder = cache_folder(config)
     sources = [(source, open_corpus(source)) for source in config.each_source()]
-    if config.tokenizer is None:
-        tokenizer = _trained(config, sources, folder)
-    else:
-        tokenizer = tokenizers.load_tokenizer(config.tokenizer)
+    tokenizer, saved = _trained(config, sources, folder) if config.tokenizer is None else _given(config, folder)
     identity = tokenizers.identity(tokenizer)
-    return [_cache(source, corpus, folder, tokenizer, identity) for source, corpus in sources]
+    return [_cache(source, corpus, folder, SavedTokenizer.of(tokenizer, saved), identity) for source, corpus in sources]
 
 
 def cache_folder(config: DataConfig) -> Path:
@@ -94,8 +94,8 @@ def cache_folder(config: DataConfig) -> Path:
     return cache
 
 
-def _cache(config: DataConfig, corpus: Corpus, folder: Path, tokenizer: Any, tokenizer_identity: str) -> Cache:
-    identity = _hash(corpus.fingerprint(), config.max_bytes, tokenizer_identity, config.validation_fraction)
+def _cache(config: DataConfig, corpus: Corpus, folder: Path, tokenizer: SavedTokenizer, rules: str) -> Cache:
+    identity = _hash(corpus.fingerprint(), config.max_bytes, rules, config.validation_fraction)
     return Cache(config, corpus, folder / f"data-{identity[:20]}", identity, tokenizer)
 
 
@@ -103,8 +103,27 @@ def _hash(*what: Any) -> str:
     return hashlib.sha256(json.dumps([_FORMAT, *what]).encode()).hexdigest()
 
 
-def _trained(config: DataConfig, sources: Sequence[tuple[DataConfig, Corpus]], folder: Path) -> Any:
-    """The tokenizer of these texts."""
+def _given(config: DataConfig, folder: Path) -> tuple[Any, Path]:
+    """The tokenizer that the config names, and where it is saved."""
+    tokenizer = tokenizers.load_tokenizer(config.tokenizer or "")
+    saved = folder / f"tokenizer-{_hash(tokenizers.identity(tokenizer), _templates(tokenizer))[:20]}"
+    _save(tokenizer, saved)
+    return tokenizer, saved
+
+
+def _templates(tokenizer: Any) -> str:
+    """What a tokenizer has beside its rules, and an exported model's shall have too."""
+    return repr(getattr(tokenizer, "chat_template", None))
+
+
+def _save(tokenizer: Any, folder: Path) -> None:
+    if not folder.is_dir():
+        with complete_or_absent(folder, concurrent=True) as staging:
+            tokenizer.save_pretrained(staging)
+
+
+def _trained(config: DataConfig, sources: Sequence[tuple[DataConfig, Corpus]], folder: Path) -> tuple[Any, Path]:
+    """The tokenizer of these texts, and where it is saved."""
     from transformers import AutoTokenizer
 
     vocab_size = config.vocab_size or DEFAULT_VOCAB_SIZE
@@ -112,10 +131,8 @@ def _trained(config: DataConfig, sources: Sequence[tuple[DataConfig, Corpus]], f
     parameters = (vocab_size, tokenizers.TRAINING_BYTES, tokenizers.LONGEST_RUN, config.validation_fraction)
     saved = folder / f"tokenizer-{_hash(texts, config.sources and shares(config.sources)[0], parameters)[:20]}"
     if not saved.is_dir():
-        trained = tokenizers.train_tokenizer(_training_documents(config, sources), vocab_size)
-        with complete_or_absent(saved, concurrent=True) as staging:
-            trained.save_pretrained(staging)
-    return AutoTokenizer.from_pretrained(saved)
+        _save(tokenizers.train_tokenizer(_training_documents(config, sources), vocab_size), saved)
+    return AutoTokenizer.from_pretrained(saved), saved
 
 
 def _training_documents(config: DataConfig, sources: Sequence[tuple[DataConfig, Corpus]]) -> Iterator[str]:

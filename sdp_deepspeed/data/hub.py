@@ -34,10 +34,11 @@ class HubDataset:
                 rows = len(self.load())
                 return [HubRows(self, start, min(start + _PART_ROWS, rows)) for start in range(0, rows, _PART_ROWS)]
             import datasets
+            from datasets.packaged_modules.parquet.parquet import Parquet
 
             builder = datasets.load_dataset_builder(self.name, self.subset, revision=self.revision)
             files = builder.config.data_files
-            if type(builder).__name__ != "Parquet" or not files:
+            if not isinstance(builder, Parquet) or not files:
                 return [HubRows(self, 0, None)]
             if self.split not in files:
                 raise ValueError(f"{self.name}: no split {self.split!r}, it has {quoted(files)}: set split")

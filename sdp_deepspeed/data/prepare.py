@@ -9,6 +9,7 @@ import shutil
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 
 from sdp_deepspeed.atomic_files import complete_or_absent, remove_abandoned, sync
@@ -112,12 +113,13 @@ def _write(cache: Cache, wanted: Callable[[], Wanted], progress: PartProgress) -
 
 
 def _saved(cache: Cache) -> SavedTokenizer:
-    """The tokenizer beside its tokens, written if it is not there."""
+    """The tokenizer beside its tokens, copied if it is not there."""
     folder = cache.growing / "tokenizer"
     if not folder.is_dir():
         with complete_or_absent(folder) as staging:
-            cache.tokenizer.save_pretrained(staging)
-    return SavedTokenizer.of(cache.tokenizer, folder)
+            for path in cache.tokenizer.folder.iterdir():
+                shutil.copyfile(path, staging / path.name)
+    return replace(cache.tokenizer, folder=folder)
 
 
 @contextmanager

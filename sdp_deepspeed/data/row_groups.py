@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -67,11 +68,12 @@ def _groups(file: str, column: str) -> Iterator[RowGroups]:
         _check_column(opened.schema_arrow, column, file)
         metadata = opened.metadata
         place = [metadata.schema.column(i).path for i in range(metadata.num_columns)].index(column)
-        sizes = [metadata.row_group(i).column(place).total_uncompressed_size for i in range(metadata.num_row_groups)]
+        groups = [metadata.row_group(i) for i in range(metadata.num_row_groups)]
+        sizes = [group.column(place).total_uncompressed_size if group.num_rows else 0 for group in groups]
     first = size = 0
     for group, group_size in enumerate(sizes):
         size += group_size
-        if size >= PART_BYTES or group == len(sizes) - 1:
+        if size >= PART_BYTES or (size and group == len(sizes) - 1):
             yield RowGroups(file, first, group + 1, size, column)
             first, size = group + 1, 0
 
@@ -86,8 +88,15 @@ def _check_column(schema: Any, column: str, file: str) -> None:
         raise ValueError(f"{file}: column {column!r} holds {kind}, expected text (a string)")
 
 
-@lru_cache(maxsize=_OPEN_FILES)
 def _open(file: str) -> Any:
+    """Kept open, unless it is another one by now."""
+    stat = None if "://" in file else os.stat(file)
+    return _opened(file, None if stat is None else (stat.st_ino, stat.st_size, stat.st_mtime_ns))
+
+
+@lru_cache(maxsize=_OPEN_FILES)
+def _opened(file: str, version: tuple[int, int, int] | None) -> Any:
+    del version
     import pyarrow.parquet as pq  # type: ignore[import-untyped]
 
     if "://" not in file:

@@ -80,10 +80,13 @@ class StreamWriter:
             files = {split: stack.enter_context(_open(self._folder / f"{split}.bin")) for split in SPLITS}
             while not (self.journal.is_complete and not self._uncommitted):
                 self._issue(wanted(), staging)
-                self._merge_next(staging, files, on_part)
                 if self._uncommitted and (not self._issued or time.monotonic() - committed > _COMMIT_SECONDS):
                     self._commit(files)
                     committed = time.monotonic()
+                elif self._issued:
+                    self._merge_next(staging, files, on_part)
+                else:
+                    time.sleep(_POLL_SECONDS)
             for split, file in files.items():  # what was torn
                 assert self.journal.last is not None
                 file.truncate(getattr(self.journal.last.end, split) * self._itemsize)
@@ -118,9 +121,6 @@ class StreamWriter:
     def _merge_next(
         self, staging: Path, files: dict[SplitName, BinaryIO], on_part: Callable[[Part, TokenizedPart], None]
     ) -> None:
-        if not self._issued:
-            time.sleep(_POLL_SECONDS)
-            return
         try:
             result = self._workers.next_result(_POLL_SECONDS)
         except TimeoutError:

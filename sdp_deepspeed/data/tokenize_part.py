@@ -99,22 +99,19 @@ class PartTokenizer:
 
     def run(self, task: Task) -> TokenizedPart:
         """Write the ids of all documents of a part, each with the end-of-document token after it."""
-        result = TokenizedPart(task.place)
+        result, dtype = TokenizedPart(task.place), token_dtype(self.vocab_size)
         files = {split: path_of(task.staging, task.place, split).open("wb") for split in SPLITS}
         try:
             for batch in _batches(_limited(task, result)):
                 for text, ids in zip(batch, encode(self.tokenizer, batch), strict=True):
                     split: SplitName = "validation" if is_held_out(text, self.validation_fraction) else "train"
-                    files[split].write(self._stored(ids))
-                    result.counts[split] += SplitCount(1, len(text.encode("utf-8")), len(ids) + 1)
+                    ids.append(self.end_of_document)
+                    files[split].write(np.array(ids, dtype=dtype).tobytes())
+                    result.counts[split] += SplitCount(1, len(text.encode("utf-8")), len(ids))
         finally:
             for file in files.values():
                 file.close()
         return result
-
-    def _stored(self, ids: list[int]) -> bytes:
-        ids.append(self.end_of_document)
-        return np.array(ids, dtype=token_dtype(self.vocab_size)).tobytes()
 
 
 def _limited(task: Task, result: TokenizedPart) -> Iterator[str]:

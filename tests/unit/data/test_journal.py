@@ -24,6 +24,7 @@ def _entries(tokens: list[int]) -> list[Entry]:
 
 def _journal(folder: Path, entries: list[Entry]) -> Journal:
     writer = Journal(folder)
+    writer.refresh()
     for entry in entries:
         writer.add(entry)
     writer.append(entries)

@@ -49,7 +49,8 @@ def test_many_at_once_make_one_cache(config: Callable[..., DataConfig], tmp_path
     with ThreadPoolExecutor(4) as pool:
         folders = set(pool.map(lambda _: prepare(config()), range(4)))
     assert len(folders) == 1
-    assert [path.name for path in (tmp_path / "cache").iterdir()] == [folders.pop().name]
+    (tokenizer,) = (tmp_path / "cache").glob("tokenizer-*")
+    assert {path.name for path in (tmp_path / "cache").iterdir()} == {tokenizer.name, folders.pop().name}
 
 
 def test_failure_leaves_nothing_behind(config: Callable[..., DataConfig], tmp_path: Path) -> None:
@@ -76,10 +77,12 @@ def test_what_killed_preparations_left_is_removed(config: Callable[..., DataConf
 def test_a_full_cache_disk_is_named(
     config: Callable[..., DataConfig], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: Exception
 ) -> None:
-    monkeypatch.setattr("sdp_deepspeed.data.prepare.pack", mock.Mock(side_effect=error))
-    with pytest.raises(OSError, match=f"No space left on device.*: '{tmp_path / 'cache'}'"):
-        prepare(config())
-    assert list((tmp_path / "cache").iterdir()) == []
+    with monkeypatch.context() as patch:
+        patch.setattr("sdp_deepspeed.data.stream_writer.StreamWriter.write", mock.Mock(side_effect=error))
+        with pytest.raises(OSError, match=f"No space left on device.*: '{tmp_path / 'cache'}'"):
+            prepare(config())
+    assert list((tmp_path / "cache").glob("data-*")) == []
+    prepare(config())
 
 
 def test_a_single_document_cannot_be_split(config: Callable[..., DataConfig], tmp_path: Path) -> None:

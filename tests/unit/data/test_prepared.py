@@ -12,14 +12,15 @@ from sdp_deepspeed.data import DataConfig, build
 from sdp_deepspeed.data import tokenizer as tokenizers
 from sdp_deepspeed.data.prepare import prepare
 from sdp_deepspeed.data.prepared import PreparedData, PreparedDataError
-from sdp_deepspeed.data.tokenize_part import is_held_out, token_dtype
+from sdp_deepspeed.data.tokenize_part import SPLITS, is_held_out, token_dtype
 from tests.helpers.documents import NUM_DOCUMENTS, text
 
 
 def test_streams_are_the_documents_with_ends_between(config: Callable[..., DataConfig]) -> None:
     prepared = PreparedData.load(prepare(config()))
     tokenizer = prepared.tokenizer()
-    for split, held in (("train", False), ("validation", True)):
+    for split in SPLITS:
+        held = split == "validation"
         tokens = prepared.blocks(split, 1)[:, 0]  # type: ignore[arg-type]
         expected = [text(i) for i in range(NUM_DOCUMENTS) if is_held_out(text(i), 0.1) is held]
         documents = tokenizer.decode(tokens.tolist()).split(tokenizers.END_OF_DOCUMENT)

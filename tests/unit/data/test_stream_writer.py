@@ -77,8 +77,7 @@ def test_goes_on_where_it_was_stopped(
                     file.write(torn.replace(b"\n", b""))
         done = demand.counted
         assert not done or done[0] == before, "what the journal has is not done again"
-    demand = Demand(Wanted())
-    stream.writer(target).write(demand, on_part=demand.on_part)
+    stream.writer(target).write(Wanted, on_part=Demand().on_part)
     assert stream.written(target) == stream.expected()
     assert _journal(target).is_complete
 
@@ -87,15 +86,6 @@ def _journal(target: Path) -> Journal:
     journal = Journal(target)
     journal.refresh()
     return journal
-
-
-def _write_for(stream: SmallStream, target: Path, wanted: Wanted, parts: int) -> list[int]:
-    """Until so many more parts were tokenized. Returns which."""
-    demand = StoppedAfter(parts)
-    demand.wanted = wanted
-    with pytest.raises(Stopped):
-        stream.writer(target).write(demand, on_part=demand.on_part)
-    return demand.counted
 
 
 class Impatient(Demand):
@@ -142,10 +132,10 @@ def test_a_lost_cache_is_written_from_where_the_run_was(stream: SmallStream, tmp
     assert entry is not None
     start, stop = entry.place.train, entry.end.train
     assert stream.written(target)["train"][start:stop] == stream.expected()["train"][start:stop]
-    demand = Demand(Wanted())
-    stream.writer(target).write(demand, on_part=demand.on_part)
+    rest = Demand(Wanted())
+    stream.writer(target).write(rest, on_part=rest.on_part)
     assert stream.written(target) == stream.expected()
-    assert sorted(demand.counted) == [part for part in range(12) if part != place.part]
+    assert sorted(rest.counted) == [part for part in range(12) if part != place.part]
 
 
 def test_text_that_changed_since_is_told(stream: SmallStream, tmp_path: Path) -> None:
@@ -155,7 +145,9 @@ def test_text_that_changed_since_is_told(stream: SmallStream, tmp_path: Path) ->
     assert place is not None
     moved = type(place)(place.part, place.train + 1, place.validation, place.bytes)
     target = tmp_path / "growing"
-    _write_for(stream, target, Wanted(first=moved.train, stop=moved.train + 1, reopen=moved), 1)
+    demand = Impatient(Wanted(first=moved.train, stop=moved.train + 1, reopen=moved))
+    with pytest.raises(Stopped):
+        stream.writer(target).write(demand, on_part=demand.on_part)
     with pytest.raises(PreparedDataError, match=f"the text has changed since it was tokenized. Delete {target}"):
         stream.writer(target).write(Wanted, on_part=Demand().on_part)
 

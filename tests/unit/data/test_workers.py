@@ -64,6 +64,17 @@ def test_a_killed_process_is_told_and_not_waited_for(stream: SmallStream, tmp_pa
             workers.next_result(SECONDS)
 
 
+def _wait_until_it_ignores(process: psutil.Process, number: signal.Signals) -> None:
+    deadline = time.monotonic() + SECONDS
+    while time.monotonic() < deadline:
+        status = Path(f"/proc/{process.pid}/status").read_text()
+        mask = int(next(line.split()[1] for line in status.splitlines() if line.startswith("SigIgn")), 16)
+        if mask >> (number - 1) & 1:
+            return
+        time.sleep(0.05)
+    pytest.fail("it does not ignore the signal")
+
+
 HOLDER = """
 import sys, time
 from pathlib import Path
@@ -89,6 +100,7 @@ def test_none_stays_when_the_one_that_started_them_is_killed(tmp_path: Path, num
     processes = psutil.Process(holder.pid).children()
     assert len(processes) == 2
     for process in processes:  # what a scheduler sends to all of a job; the rank may want to save first
+        _wait_until_it_ignores(process, signal.SIGTERM)
         process.send_signal(signal.SIGTERM)
         process.send_signal(signal.SIGINT)
     time.sleep(0.5)
