@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import atexit
 import json
+import os
 import pickle
 import sys
 import threading
@@ -22,6 +23,7 @@ from sdp_deepspeed.data.prepare import naming_the_disk, write_cache
 from sdp_deepspeed.data.prepared import PreparedDataError
 from sdp_deepspeed.data.progress import LogProgress
 from sdp_deepspeed.data.stream_writer import Wanted
+from sdp_deepspeed.folder_lock import release_all
 
 _KINDS: dict[str, type[Exception]] = {"ValueError": ValueError, "OSError": OSError}
 
@@ -66,7 +68,7 @@ class BackgroundWriter:
         lifeline.stop(self._process)
 
     def _say(self, message: Cache | Wanted) -> None:
-        with suppress(OSError):  # it has ended, which `look` tells
+        with suppress(OSError, ValueError):  # it has ended, which `look` tells
             pickle.dump(message, self._process.stdin)
             self._process.stdin.flush()
 
@@ -112,7 +114,7 @@ class _Demand:
 
 
 def main() -> int:
-    """Write until all is there, or the rank has ended."""
+    """Write until all is there, or the rank has ended; returns the exit code."""
     lifeline.end_with_parent()
     cache: Cache = pickle.load(sys.stdin.buffer)
     try:
@@ -125,4 +127,6 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    exit_code = main()
+    release_all()
+    os._exit(exit_code)  # the thread that listens would keep an ordinary end from closing stdin

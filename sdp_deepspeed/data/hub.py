@@ -41,7 +41,7 @@ class HubDataset:
             if not isinstance(builder, Parquet) or not files:
                 return [HubRows(self, 0, None)]
             if self.split not in files:
-                raise ValueError(f"{self.name}: no split {self.split!r}, it has {quoted(files)}: set split")
+                raise ValueError(f"{self.name}: no split {self.split!r}, it has {quoted(map(str, files))}: set split")
             return row_groups_of([str(file) for file in files[self.split]], self.text_column)
 
     def load(self) -> Any:

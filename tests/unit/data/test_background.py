@@ -51,6 +51,20 @@ def nothing_stays() -> Iterator[None]:
         process.kill()
 
 
+@pytest.fixture
+def started(monkeypatch: pytest.MonkeyPatch) -> list[BackgroundWriter]:
+    """Those that are started."""
+    found: list[BackgroundWriter] = []
+    start = BackgroundWriter.start
+
+    def noted(writer: BackgroundWriter) -> None:
+        found.append(writer)
+        start(writer)
+
+    monkeypatch.setattr(BackgroundWriter, "start", noted)
+    return found
+
+
 def _writers() -> list[psutil.Process]:
     alive = [child for child in psutil.Process().children() if child.status() != psutil.STATUS_ZOMBIE]
     return [child for child in alive if "sdp_deepspeed.data.background" in child.cmdline()]
@@ -69,10 +83,12 @@ def _seen(bundle: DataBundle, count: int) -> set[int]:
     return numbers("|".join(text for b in batches for text in bundle.tokenizer.batch_decode(b["input_ids"])))
 
 
-def test_trains_on_what_a_prepared_cache_would_have(config: Callable[..., DataConfig]) -> None:
+def test_trains_on_what_a_prepared_cache_would_have(
+    config: Callable[..., DataConfig], started: list[BackgroundWriter]
+) -> None:
     """One process for the ranks of a machine; held-out text is the same, and never trained on."""
     bundles = _bundles(config(), 3)
-    assert len(_writers()) == 1
+    assert len(started) == 1
     held_out = {number for number in range(NUM_DOCUMENTS) if text(number) in split([text(number)], 0.1)["validation"]}
     evaluated: set[int] = set()
     for bundle in bundles:
@@ -88,8 +104,7 @@ def test_trains_on_what_a_prepared_cache_would_have(config: Callable[..., DataCo
             trained |= _seen(bundle, 1)
     assert not trained & held_out
     assert len(trained) > NUM_DOCUMENTS - len(held_out) - 3
-    (writer,) = _writers()
-    writer.wait(20)  # it has written all
+    assert started[0]._process.wait(20) == 0, "it has written all"
     folder = bundles[0].prepared.folder.parent
     prepared = PreparedData.load(next(folder.glob("data-*")))
     before = prepare(config(tokenize=None, shuffle_window=None))
@@ -170,7 +185,9 @@ def test_a_new_process_forgets_what_an_earlier_one_said(config: Callable[..., Da
         raise_problem(cache.folder)
 
 
-def test_several_sources_are_written_at_once(config: Callable[..., DataConfig], tmp_path: Path) -> None:
+def test_several_sources_are_written_at_once(
+    config: Callable[..., DataConfig], tmp_path: Path, started: list[BackgroundWriter]
+) -> None:
     other = "".join(json.dumps({"text": f"[{number}] other text\n" * 3}) + "\n" for number in range(200))
     (tmp_path / "other.jsonl").write_text(other)
     sources = [
@@ -179,7 +196,7 @@ def test_several_sources_are_written_at_once(config: Callable[..., DataConfig], 
     ]
     settings = {"source": "stdlib", "path": None, "sources": sources}
     (bundle,) = _bundles(config(**settings), 1)
-    assert len(_writers()) == 2
+    assert len(started) == 2
     blocks = [text for batch in itertools.islice(bundle.train, 200) for text in _decoded(bundle, batch)]
     share = sum("other text" in text for text in blocks) / len(blocks)
     # 400 samples of a shuffled period: the standard deviation of the share is 0.02.
