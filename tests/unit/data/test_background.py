@@ -21,6 +21,7 @@ from sdp_deepspeed.data.stream_writer import Wanted
 from tests.helpers.documents import NUM_DOCUMENTS, numbers, text
 from tests.helpers.fineweb import split, write_shard
 from tests.helpers.gatherers import ThreadGatherer, outcomes_of
+from tests.helpers.own_processes import own_processes
 
 
 @pytest.fixture
@@ -66,8 +67,7 @@ def started(monkeypatch: pytest.MonkeyPatch) -> list[BackgroundWriter]:
 
 
 def _writers() -> list[psutil.Process]:
-    alive = [child for child in psutil.Process().children() if child.status() != psutil.STATUS_ZOMBIE]
-    return [child for child in alive if "sdp_deepspeed.data.background" in child.cmdline()]
+    return own_processes("sdp_deepspeed.data.background")
 
 
 def _bundles(config: DataConfig, num_ranks: int) -> list[Any]:

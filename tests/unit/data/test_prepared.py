@@ -21,7 +21,7 @@ def test_streams_are_the_documents_with_ends_between(config: Callable[..., DataC
     tokenizer = prepared.tokenizer()
     for split in SPLITS:
         held = split == "validation"
-        tokens = prepared.blocks(split, 1)[:, 0]  # type: ignore[arg-type]
+        tokens = prepared.blocks(split, 1)[:, 0]
         expected = [text(i) for i in range(NUM_DOCUMENTS) if is_held_out(text(i), 0.1) is held]
         documents = tokenizer.decode(tokens.tolist()).split(tokenizers.END_OF_DOCUMENT)
         assert documents == [*expected, ""]

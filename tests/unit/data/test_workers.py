@@ -15,6 +15,7 @@ import pytest
 from sdp_deepspeed.data.tokenize_part import Task, path_of
 from sdp_deepspeed.data.workers import InThisProcess, Workers, num_cores
 from tests.helpers.fineweb import write_shard
+from tests.helpers.own_processes import own_processes
 from tests.helpers.repository import ROOT
 from tests.helpers.streams import SmallStream, small_stream
 
@@ -27,7 +28,7 @@ def stream(tmp_path_factory: pytest.TempPathFactory) -> SmallStream:
 
 
 def _children() -> list[psutil.Process]:
-    return [process for process in psutil.Process().children() if "sdp_deepspeed.data" in " ".join(process.cmdline())]
+    return own_processes("sdp_deepspeed.data.worker")
 
 
 def _gone(processes: list[psutil.Process]) -> bool:
