@@ -5,7 +5,8 @@
 The text is the standard library's source, written as a parquet file of FineWeb's columns; the tokenizer is a byte-level
 BPE of 32,000 entries that is trained on it. Each contestant runs in a process of its own, all of them in every repeat:
 the plain tokenizer on texts in memory (its bare batch call), and the way from the parquet file to ids on disk, with
-worker processes of one thread or with one process whose tokenizer has threads. Time counts when everything has started. CPU seconds of all processes are what compares on a machine that others use too.
+worker processes of one thread or with one process whose tokenizer has threads. Time counts when everything has
+started. CPU seconds of all processes are what compares on a machine that others use too.
 """
 
 from __future__ import annotations
@@ -81,7 +82,7 @@ def _prepare(folder: Path) -> int:
 
 
 def _run(name: str, folder: Path) -> dict[str, float]:
-    threads, workers = CONTESTANTS[name]
+    threads, _ = CONTESTANTS[name]
     environment = os.environ | {"RAYON_NUM_THREADS": str(threads)}
     environment["TOKENIZERS_PARALLELISM"] = "false" if threads == 1 else "true"
     command = [sys.executable, __file__, "--contestant", name, "--folder", str(folder)]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import os
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -132,6 +131,5 @@ class GrowingTokens:
             path = regular(self.current / f"{split}.bin")
         except FileNotFoundError:  # the folder has become complete in this moment
             path = regular(self.current / f"{split}.bin")
-        with path.open("rb") as handle:
-            size = os.fstat(handle.fileno()).st_size // self._dtype.itemsize
-            return np.memmap(handle, dtype=self._dtype, mode="r", shape=(size,))
+        size = path.stat().st_size // self._dtype.itemsize
+        return np.memmap(regular(path), dtype=self._dtype, mode="r", shape=(size,))

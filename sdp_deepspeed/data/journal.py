@@ -92,7 +92,7 @@ class Journal:
             PreparedDataError: a line is none of ours.
         """
         try:
-            with regular(self.path).open("rb") as file:
+            with open(regular(self.path), "rb") as file:
                 file.seek(self._read_bytes)
                 new = file.read()
         except FileNotFoundError:

@@ -13,8 +13,6 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-import sdp_deepspeed
-
 _POLL_SECONDS = 0.3
 _SECONDS_TO_END = 5.0
 
@@ -26,7 +24,7 @@ def start(module: str, arguments: Sequence[str] = (), *, environment: dict[str, 
     spawned one would import the user's script again. It is in a session of its own, so that Ctrl-C in a terminal
     reaches the rank alone, which may want to save first.
     """
-    package = str(Path(sdp_deepspeed.__file__).parent.parent)
+    package = str(Path(__file__).parents[2])
     paths = [package, *filter(None, [os.environ.get("PYTHONPATH")])]
     return subprocess.Popen(
         [sys.executable, "-m", module, str(os.getpid()), *arguments],

@@ -8,8 +8,10 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import lru_cache
+from pathlib import Path
 from typing import Any
 
+from sdp_deepspeed.atomic_files import regular
 from sdp_deepspeed.data.parts import PART_BYTES
 from sdp_deepspeed.data.rows import readable
 
@@ -100,10 +102,11 @@ def _opened(file: str, version: tuple[int, int, int] | None) -> Any:
     import pyarrow.parquet as pq  # type: ignore[import-untyped]
 
     if "://" not in file:
-        return pq.ParquetFile(file, memory_map=True)
-    import fsspec  # type: ignore[import-untyped]
+        return pq.ParquetFile(regular(Path(file)), memory_map=True)
+    from fsspec.core import url_to_fs  # type: ignore[import-untyped]
 
-    return pq.ParquetFile(fsspec.open(file, "rb").open(), pre_buffer=True)
+    files, path = url_to_fs(file)
+    return pq.ParquetFile(path, filesystem=files, pre_buffer=True)
 
 
 @contextmanager

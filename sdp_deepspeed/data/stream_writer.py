@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO
 
+from sdp_deepspeed.atomic_files import regular
 from sdp_deepspeed.data.journal import Entry, Journal, Place
 from sdp_deepspeed.data.parts import Part
 from sdp_deepspeed.data.prepared import PreparedDataError
@@ -162,7 +163,7 @@ class StreamWriter:
             )
         for split, file in files.items():
             file.seek(getattr(place, split) * self._itemsize)
-            with path_of(staging, result.place, split).open("rb") as tokens:
+            with open(regular(path_of(staging, result.place, split)), "rb") as tokens:
                 shutil.copyfileobj(tokens, file, _COPY_BYTES)
         self.journal.add(entry)
         self._uncommitted.append(entry)
