@@ -89,6 +89,7 @@ def test_trains_on_what_a_prepared_cache_would_have(
     """One process for the ranks of a machine; held-out text is the same, and never trained on."""
     bundles = _bundles(config(), 3)
     assert len(started) == 1
+    assert all(bundle.train.state_dict()["window"] == 20 for bundle in bundles)
     held_out = {number for number in range(NUM_DOCUMENTS) if text(number) in split([text(number)], 0.1)["validation"]}
     evaluated: set[int] = set()
     for bundle in bundles:
