@@ -69,8 +69,7 @@ def main() -> None:
                 runs[name].append(_run(name, Path(temporary)))
                 print(f"{name}: {runs[name][-1]}", file=sys.stderr, flush=True)
     result = {"what": "tokenize_speed", "arguments": {"repeats": arguments.repeats}, "text_bytes": size, "runs": runs}
-    load_after = os.getloadavg()
-    write_result(arguments.output, result | {"load": {"before": load[0], "after": load_after[1]}})
+    write_result(arguments.output, result | {"load": {"before": load, "after": os.getloadavg()}})
 
 
 def _prepare(folder: Path) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -76,6 +77,17 @@ class SmallStream:
         dtype = token_dtype(self.vocab_size)
         names: tuple[SplitName, ...] = ("train", "validation")
         return {name: np.fromfile(target / f"{name}.bin", dtype=dtype).tolist() for name in names}
+
+
+@dataclass(frozen=True)
+class EndlessPart:
+    """As slow as text over a bad network."""
+
+    size: int = 1
+
+    def documents(self) -> Iterator[str]:
+        time.sleep(600)
+        yield "text"
 
 
 def small_stream(folder: Path, *, shards: int = 3) -> SmallStream:

@@ -79,10 +79,12 @@ def _wait_until_it_ignores(process: psutil.Process, number: signal.Signals) -> N
 HOLDER = """
 import sys, time
 from pathlib import Path
-from tests.helpers.streams import small_stream
+from tests.helpers.streams import EndlessPart, small_stream
+from sdp_deepspeed.data.tokenize_part import Task
 from sdp_deepspeed.data.workers import Workers
 stream = small_stream(Path(sys.argv[1]))
-with Workers(stream.setup, 2).running():
+with Workers(stream.setup, 2).running() as workers:
+    workers.submit(Task(0, EndlessPart(), Path(sys.argv[1])))
     print("ready", flush=True)
     time.sleep(600)
 """
@@ -104,7 +106,7 @@ def test_none_stays_when_the_one_that_started_them_is_killed(tmp_path: Path, num
         _wait_until_it_ignores(process, signal.SIGTERM)
         process.send_signal(signal.SIGTERM)
         process.send_signal(signal.SIGINT)
-    time.sleep(0.5)
+    time.sleep(0.5)  # one of them is at work, the other waits for some
     assert all(process.is_running() for process in processes)
     holder.send_signal(number)
     holder.wait(SECONDS)
