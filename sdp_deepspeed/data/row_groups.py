@@ -5,13 +5,14 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
 from sdp_deepspeed.atomic_files import regular
+from sdp_deepspeed.data.network import reaching
 from sdp_deepspeed.data.parts import PART_BYTES
 from sdp_deepspeed.data.rows import readable
 
@@ -113,7 +114,10 @@ def _opened(file: str, version: tuple[int, int, int] | None) -> Any:
 def _named(file: str) -> Iterator[None]:
     """Errors of reading, with the file's name."""
     try:
-        yield
+        with reaching(file) if "://" in file else nullcontext():
+            yield
+    except ConnectionError:
+        raise
     except Exception as error:
         if isinstance(error, ValueError) and file in str(error):
             raise

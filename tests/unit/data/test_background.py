@@ -10,6 +10,7 @@ from typing import Any
 
 import psutil
 import pytest
+import torch
 
 from sdp_deepspeed.data import DataConfig, PreparedDataError, build
 from sdp_deepspeed.data.background import BackgroundWriter, problem_path, raise_problem, write_problem
@@ -196,9 +197,15 @@ def test_several_sources_are_written_at_once(
         {"source": "files", "path": str(tmp_path / "other.jsonl"), "weight": 1},
     ]
     settings = {"source": "stdlib", "path": None, "sources": sources}
-    (bundle,) = _bundles(config(**settings), 1)
+    bundle, other_shard = outcomes_of(
+        2, lambda rank, group: build(config(**settings), micro_batch=2, rank=0, world_size=1, communicator=group)
+    )
     assert len(started) == 2
-    blocks = [text for batch in itertools.islice(bundle.train, 200) for text in _decoded(bundle, batch)]
+    batches = [next(bundle.train) for _ in range(200)]
+    assert all(torch.equal(batch["input_ids"], next(other_shard.train)["input_ids"]) for batch in batches), (
+        "ranks of a tensor-parallel group"
+    )
+    blocks = [text for batch in batches for text in _decoded(bundle, batch)]
     share = sum("other text" in text for text in blocks) / len(blocks)
     # 400 samples of a shuffled period: the standard deviation of the share is 0.02.
     assert 0.15 < share < 0.35

@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 
-from sdp_deepspeed.data.hub import HubDataset, HubRows, reaching
+from sdp_deepspeed.data.hub import HubDataset, HubRows
+from sdp_deepspeed.data.network import reaching
 from sdp_deepspeed.data.parts import documents_of
 from sdp_deepspeed.data.row_groups import RowGroups
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import fsspec  # type: ignore[import-untyped]
 import pyarrow as pa  # type: ignore[import-untyped]
 import pyarrow.parquet as pq  # type: ignore[import-untyped]
 import pytest
@@ -58,3 +59,19 @@ def test_nested_columns_beside_the_text(tmp_path: Path) -> None:
     pq.write_table(table, tmp_path / "a.parquet")
     (part,) = row_groups_of([str(tmp_path / "a.parquet")], "text")
     assert list(part.documents()) == ["one"]
+
+
+def test_addresses_are_read_too_and_a_network_that_fails_is_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    files = fsspec.filesystem("memory")
+    files.pipe_file("/mirror/a.parquet", write_shard(tmp_path / "a.parquet", ["one", "two"]).read_bytes())
+    (part,) = row_groups_of(["memory:///mirror/a.parquet"], "text")
+    assert list(part.documents()) == ["one", "two"]
+
+    def unreachable(*_: object) -> None:
+        raise TimeoutError("no answer")
+
+    monkeypatch.setattr("fsspec.core.url_to_fs", unreachable)
+    with pytest.raises(ConnectionError, match=r"memory:///b\.parquet cannot be read from .*no answer.*local mirror"):
+        row_groups_of(["memory:///b.parquet"], "text")
