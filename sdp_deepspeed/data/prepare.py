@@ -23,7 +23,7 @@ from sdp_deepspeed.data.tokenize_part import SplitCount, SplitName
 from sdp_deepspeed.data.tokenizer import SavedTokenizer
 from sdp_deepspeed.data.worker import WorkerSetup
 from sdp_deepspeed.data.workers import InThisProcess, Workers, WorkQueue, num_cores
-from sdp_deepspeed.folder_lock import FolderInUseError, hold
+from sdp_deepspeed.folder_lock import LOCK, FolderInUseError, hold
 
 log = logging.getLogger(__name__)
 
@@ -62,6 +62,7 @@ def prepare_all(config: DataConfig, *, progress: Callable[[], PartProgress] = Lo
 
 def write_cache(cache: Cache, *, wanted: Callable[[], Wanted] = Wanted, progress: PartProgress) -> None:
     """Write until all is there; waits while another process does."""
+    told = False
     while not cache.is_complete:
         if cache.folder.exists():
             raise PreparedDataError(
@@ -70,7 +71,10 @@ def write_cache(cache: Cache, *, wanted: Callable[[], Wanted] = Wanted, progress
         cache.growing.mkdir(exist_ok=True)
         try:
             writing = hold(cache.growing)
-        except (FolderInUseError, FileNotFoundError):  # removed: the other one has it complete
+        except (FolderInUseError, FileNotFoundError) as error:  # it is removed when it is complete
+            if not told:
+                log.info("waiting until another process has prepared %s: %s", cache.folder.name, error)
+            told = True
             time.sleep(_SECONDS_BETWEEN_TRIES)
             continue
         with writing:
@@ -94,6 +98,7 @@ def _write_locked(cache: Cache, wanted: Callable[[], Wanted], progress: PartProg
     for path in (*cache.growing.rglob("*"), cache.growing):
         sync(path)
     os.rename(cache.growing, cache.folder)
+    (cache.folder / LOCK).unlink(missing_ok=True)  # who waits for it looks for the folder first
     sync(cache.folder.parent)
     log.info("prepared in %.1f s: %s", time.monotonic() - started, prepared)
 

@@ -65,7 +65,11 @@ def test_many_at_once_make_one_cache(config: Callable[..., DataConfig], tmp_path
         folders = set(pool.map(lambda _: prepare(config()), range(4)))
     assert len(folders) == 1
     (tokenizer,) = (tmp_path / "cache").glob("tokenizer-*")
-    assert {path.name for path in (tmp_path / "cache").iterdir()} == {tokenizer.name, folders.pop().name}
+    (folder,) = folders
+    assert {path.name for path in (tmp_path / "cache").iterdir()} == {tokenizer.name, folder.name}
+    assert {path.name for path in folder.iterdir()} == {
+        *("train.bin", "validation.bin", "parts.jsonl", "meta.json", "tokenizer")
+    }, "and no lock"
 
 
 def test_failure_leaves_nothing_behind(config: Callable[..., DataConfig], tmp_path: Path) -> None:
