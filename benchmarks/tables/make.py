@@ -19,6 +19,7 @@ from benchmarks.tables.readme import RESULTS, ROOT, filled, read
 from benchmarks.tables.similarity import similarity
 from benchmarks.tables.startup import startup, startup_time
 from benchmarks.tables.times import checkpoint_time, evaluation, host_time, step_time
+from benchmarks.tables.tokens import tokenize_speed
 
 IN_FULL: dict[str, Callable[[Result], str]] = {
     "checkpoints": checkpoint_time,
@@ -32,6 +33,7 @@ IN_FULL: dict[str, Callable[[Result], str]] = {
     "startup": startup,
     "startup_time": startup_time,
     "faults": faults,
+    "tokenize_speed": tokenize_speed,
 }
 
 

@@ -13,6 +13,7 @@ from benchmarks.tables.similarity import similarity
 from benchmarks.tables.startup import given_back, startup_side_by_side, startup_time
 from benchmarks.tables.summary import summary
 from benchmarks.tables.times import between_nodes, checkpoint_time, evaluation, host_time, overlap, step_ratios
+from benchmarks.tables.tokens import tokenize_speed
 
 ROOT = Path(__file__).parents[2]
 RESULTS = ROOT / "benchmarks" / "results"
@@ -50,6 +51,7 @@ BLOCKS = {
     "collectives": Block(collectives, ("collectives_2_ranks",)),
     "checkpoints": Block(checkpoint_time, ("checkpoints_4_ranks",)),
     "kills": Block(faults, ("faults", "faults_4_ranks")),
+    "tokens": Block(tokenize_speed, ("tokenize_speed",)),
     "similarity": Block(similarity, ("similarity",)),
 }
 

@@ -9,15 +9,17 @@ from pathlib import Path
 
 from sdp_deepspeed.command_parser import Parser, read_json, run_old_form
 from sdp_deepspeed.data.config import DataConfig
-from sdp_deepspeed.data.packing import PreparedData
-from sdp_deepspeed.data.prepare import prepare
+from sdp_deepspeed.data.prepare import prepare_all
+from sdp_deepspeed.data.prepared import PreparedData
+from sdp_deepspeed.data.progress import BarProgress
 
 
 def configure(parser: Parser) -> None:
     """Arguments of `sdp data`."""
     parser.description = (
         "Tokenize the corpus of a data config into its cache, where runs find it: for corpora that take longer than\n"
-        "one wants to hold accelerators for, and for clusters without a shared file system (once on each node)."
+        "one wants to hold accelerators for, and for clusters without a shared file system (once on each node).\n"
+        "When it is interrupted or killed, the same command goes on where it was."
     )
     parser.add_argument("config", type=Path, help="JSON: the data's settings, such as configs/data/quickstart.json")
     parser.set_defaults(run=_run)
@@ -25,8 +27,8 @@ def configure(parser: Parser) -> None:
 
 def _run(options: argparse.Namespace) -> int:
     logging.basicConfig(level=logging.INFO, format="%(message)s")
-    folder = prepare(DataConfig.from_dict(read_json(options.config, "config")))
-    print(f"{folder}: {PreparedData.load(folder)}")
+    for folder in prepare_all(DataConfig.from_dict(read_json(options.config, "config")), progress=BarProgress):
+        print(f"{folder}: {PreparedData.load(folder)}")
     return 0
 
 

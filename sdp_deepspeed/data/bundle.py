@@ -1,15 +1,25 @@
-"""From a `DataConfig` to batches on every rank: rank 0 prepares the cache, all ranks open it."""
+"""From a `DataConfig` to batches on every rank: tokens before or during training, opened by all ranks."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
+from sdp_deepspeed.data.block_order import BlockOrder, Blocks, ShuffledBlocks
+from sdp_deepspeed.data.cache import Cache, open_caches
 from sdp_deepspeed.data.config import DataConfig
+from sdp_deepspeed.data.growing import Writer
 from sdp_deepspeed.data.loader import PackedBatches, ValidationBatches
-from sdp_deepspeed.data.packing import PreparedData
-from sdp_deepspeed.data.prepare import prepare
+from sdp_deepspeed.data.mixed_blocks import MixedBlocks
+from sdp_deepspeed.data.prepare import prepare_all
+from sdp_deepspeed.data.prepared import PreparedData
+from sdp_deepspeed.data.shuffle import shuffled
+from sdp_deepspeed.data.source_mix import shares
+from sdp_deepspeed.data.streaming import open_streams, start_writers, validation_counts
 from sdp_deepspeed.distributed.agreement import Gatherer, OneRank, run_on_all_ranks, run_on_rank_0
 from sdp_deepspeed.distributed.communicator import Communicator
 
@@ -26,7 +36,8 @@ class DataBundle:
             at least `prepared.vocab_size`.
         train: endless batches of this rank.
         validation: held-out batches of this rank; None when `validation_fraction` is 0.
-        prepared: counts of documents, bytes and tokens, and the cache folder.
+        prepared: counts of documents, bytes and tokens, and the cache folder; of the first source, and with tokenize
+            "during" as far as it was there at start.
     """
 
     tokenizer: Any
@@ -53,12 +64,14 @@ def build(
     """
     if communicator is None:
         communicator = OneRank() if world_size == 1 else _default_group(world_size)
-    folder = run_on_rank_0(
-        communicator, lambda: prepare(config), poll_seconds=POLL_SECONDS if communicator.size > 1 else None
-    )
-    return run_on_all_ranks(
-        communicator, lambda: _open(config, folder, micro_batch=micro_batch, rank=rank, world_size=world_size)
-    )
+    poll = POLL_SECONDS if communicator.size > 1 else None
+    shard = _Shard(micro_batch, rank, world_size)
+    if config.during:
+        caches = run_on_rank_0(communicator, lambda: open_caches(config), poll_seconds=poll)
+        writers = start_writers(config, caches, communicator)
+        return run_on_all_ranks(communicator, lambda: _open_streams(config, caches, writers, shard))
+    folders = run_on_rank_0(communicator, lambda: prepare_all(config), poll_seconds=poll)
+    return run_on_all_ranks(communicator, lambda: _open(config, folders, shard))
 
 
 def _default_group(num_ranks: int) -> Communicator:
@@ -79,23 +92,55 @@ def _default_group(num_ranks: int) -> Communicator:
     return communicator
 
 
-def _open(config: DataConfig, folder: Path, *, micro_batch: int, rank: int, world_size: int) -> DataBundle:
-    prepared = PreparedData.load(folder)
-    train = PackedBatches(
-        prepared.blocks("train", config.sequence_length),
-        micro_batch=micro_batch,
-        rank=rank,
-        world_size=world_size,
-        seed=config.seed,
-        data=prepared.identity,
-    )
-    validation = None
-    if config.validation_fraction > 0:
-        validation = ValidationBatches(
-            prepared.blocks("validation", config.sequence_length),
-            micro_batch=micro_batch,
-            rank=rank,
-            world_size=world_size,
-            limit=config.validation_blocks,
+@dataclass(frozen=True)
+class _Shard:
+    """Which batches are this rank's."""
+
+    micro_batch: int
+    rank: int
+    world_size: int
+
+    def train(self, config: DataConfig, orders: Sequence[BlockOrder]) -> PackedBatches:
+        """Of one source, or of several in their shares."""
+        order = orders[0]
+        if config.sources is not None:
+            order = MixedBlocks(orders, shares(config.sources)[0], seed=config.seed)
+        return PackedBatches(order, micro_batch=self.micro_batch, rank=self.rank, world_size=self.world_size)
+
+    def validation(self, held_out: Sequence[Blocks], limit: int | None = None) -> ValidationBatches | None:
+        """Of all sources together."""
+        if not held_out:
+            return None
+        blocks = held_out[0] if len(held_out) == 1 else np.concatenate(held_out)
+        return ValidationBatches(
+            blocks, micro_batch=self.micro_batch, rank=self.rank, world_size=self.world_size, limit=limit
         )
-    return DataBundle(prepared.tokenizer(), train, validation, prepared)
+
+
+def _open_streams(config: DataConfig, caches: Sequence[Cache], writers: Sequence[Writer], shard: _Shard) -> DataBundle:
+    streams = open_streams(config, caches, writers)
+    held_out = [stream.held_out for stream in streams if stream.held_out is not None]
+    train = shard.train(config, [stream.order for stream in streams])
+    return DataBundle(streams[0].tokenizer, train, shard.validation(held_out), streams[0].prepared)
+
+
+def _open(config: DataConfig, folders: Sequence[Path], shard: _Shard) -> DataBundle:
+    sources = [PreparedData.load(folder) for folder in folders]
+    orders = [
+        ShuffledBlocks(source.blocks("train", config.sequence_length), seed=config.seed, data=source.identity)
+        for source in sources
+    ]
+    train, limit = shard.train(config, orders), config.validation_blocks
+    held_out: list[Blocks] = []
+    if config.validation_fraction > 0:
+        held_out = [source.blocks("validation", config.sequence_length) for source in sources]
+    if config.sources is not None:
+        held_out = [_sample(blocks, count) for blocks, count in zip(held_out, validation_counts(config), strict=False)]
+        limit = None
+    return DataBundle(sources[0].tokenizer(), train, shard.validation(held_out, limit), sources[0])
+
+
+def _sample(blocks: Blocks, count: int) -> Blocks:
+    """As many of them, always the same."""
+    count = min(count, len(blocks))
+    return blocks[shuffled(np.arange(count), num_items=max(1, len(blocks)), seed=0, epoch=0)]

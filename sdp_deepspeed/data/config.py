@@ -9,6 +9,7 @@ from typing import Any, Literal, get_type_hints
 
 import pydantic
 
+from sdp_deepspeed.data.source_mix import SOURCE_KEYS, shares, wrong_entries
 from sdp_deepspeed.messages import did_you_mean
 
 DEFAULT_VOCAB_SIZE = 2048
@@ -17,6 +18,8 @@ DEFAULT_TEXT_COLUMN = "text"
 SMALLEST_VOCAB_SIZE = 257
 # More than any known vocabulary has, and than the text that is learned from is good for.
 LARGEST_VOCAB_SIZE = 2**20
+# More than any machine has cores.
+MOST_WORKERS = 1024
 
 # Settings that only one kind of source reads. Given for another one they would have no effect, which is an error.
 _ONLY_FOR: dict[str, tuple[str, ...]] = {
@@ -46,12 +49,18 @@ class DataConfig:
         revision: hub: commit or tag. The cache cannot see a data set change behind an unpinned name.
         streaming: hub: read without downloading first; None means true.
         max_bytes: stop before the document that would exceed so many bytes of UTF-8; None means all.
+        sources: several texts that are mixed; each has the keys above and a "weight" (its share of the training blocks,
+            relative to the others'; 1 by default), which are then not given outside.
         tokenizer: any Transformers tokenizer by name or folder; None trains a byte-level BPE on the training documents.
         vocab_size: entries of the trained tokenizer, an upper bound (small corpora give fewer); None means 2048.
         sequence_length: tokens per block, T.
         validation_fraction: share of documents held out, by a hash of their text; 0 holds out none.
         validation_blocks: evaluate on at most so many blocks, a fixed sample of the held-out ones; None means all.
-        seed: order of the training blocks. It changes neither the split nor the tokenizer.
+        tokenize: "before" (None means this: all text before the first step) or "during" (training begins with the first
+            tokens, and processes beside it stay ahead).
+        shuffle_window: tokenize "during" only: blocks of the first epoch are shuffled among so many; None means 8192.
+        workers: processes that tokenize; None means one per core, with "during" a quarter of it. No effect on tokens.
+        seed: order of the training blocks, and of mixed sources. It changes neither the split nor the tokenizer.
         cache_dir: folder for tokenizer and tokens, on a file system that all ranks see.
 
     Raises:
@@ -67,11 +76,15 @@ class DataConfig:
     revision: str | None = None
     streaming: bool | None = None
     max_bytes: int | None = None
+    sources: list[dict[str, Any]] | None = None
     tokenizer: str | None = None
     vocab_size: int | None = None
     sequence_length: int = 128
     validation_fraction: float = 0.02
     validation_blocks: int | None = None
+    tokenize: Literal["before", "during"] | None = None
+    shuffle_window: int | None = None
+    workers: int | None = None
     seed: int = 0
     cache_dir: str = "~/.cache/sdp_deepspeed"
 
@@ -90,6 +103,18 @@ class DataConfig:
             raise ValueError("data: " + "; ".join(unknown))
         return cls(**values)
 
+    @property
+    def during(self) -> bool:
+        """Whether training begins before all is tokenized."""
+        return self.tokenize == "during"
+
+    def each_source(self) -> list[DataConfig]:
+        """One config for each text that is mixed; this one, where it is one."""
+        if self.sources is None:
+            return [self]
+        entries = [{key: value for key, value in entry.items() if key != "weight"} for entry in self.sources]
+        return [dataclasses.replace(self, sources=None, **entry) for entry in entries]
+
 
 def _wrong_types(config: DataConfig) -> list[str]:
     problems = []
@@ -104,6 +129,31 @@ def _wrong_types(config: DataConfig) -> list[str]:
 
 
 def _misplaced(config: DataConfig) -> list[str]:
+    if config.sources is not None:
+        return [*_outside_sources(config), *_wrong_sources(config), *_without_effect(config)]
+    return [*_misplaced_in_source(config), *_without_effect(config)]
+
+
+def _outside_sources(config: DataConfig) -> list[str]:
+    defaults = {field.name: field.default for field in dataclasses.fields(DataConfig)}
+    given = [key for key in SOURCE_KEYS if getattr(config, key) != defaults[key]]
+    return [f"{key} has no effect beside sources: move it into one of them" for key in given]
+
+
+def _wrong_sources(config: DataConfig) -> list[str]:
+    """What is wrong with each source, as if it were the only one."""
+    assert config.sources is not None
+    problems = wrong_entries(config.sources)
+    for number, entry in enumerate([] if problems else config.sources):
+        settings = {key: value for key, value in entry.items() if key != "weight"}
+        try:
+            DataConfig(**settings)
+        except ValueError as error:
+            problems.append(f"sources[{number}]: " + str(error).removeprefix("data: "))
+    return problems or shares(config.sources)[1]
+
+
+def _misplaced_in_source(config: DataConfig) -> list[str]:
     problems = []
     for name, sources in _ONLY_FOR.items():
         if getattr(config, name) is not None and config.source not in sources:
@@ -113,15 +163,32 @@ def _misplaced(config: DataConfig) -> list[str]:
     if config.source != "stdlib" and not config.path:
         what = "a file, folder or glob" if config.source == "files" else "the data set's name"
         problems.append(f"source {config.source!r} needs path: {what}")
+    return problems
+
+
+def _without_effect(config: DataConfig) -> list[str]:
+    problems = []
     if config.tokenizer is not None and config.vocab_size is not None:
         problems.append(f"vocab_size has no effect with tokenizer {config.tokenizer!r}: give one of the two")
     if config.validation_blocks is not None and config.validation_fraction == 0:
         problems.append("validation_blocks has no effect with validation_fraction 0: drop it")
+    if config.shuffle_window is not None and not config.during:
+        problems.append('shuffle_window has no effect unless tokenize is "during": all blocks are shuffled')
+    if config.during and config.validation_fraction and config.validation_blocks is None:
+        problems.append(
+            'tokenize "during" needs validation_blocks (or validation_fraction 0): all of the held-out text is not '
+            "known before the end"
+        )
+    if config.sources is not None and config.validation_fraction and config.validation_blocks is None:
+        problems.append(
+            "sources need validation_blocks (or validation_fraction 0), which they share as they do training"
+        )
     return problems
 
 
 def _out_of_range(config: DataConfig) -> list[str]:
     smallest = {"max_bytes": 1, "vocab_size": SMALLEST_VOCAB_SIZE, "sequence_length": 2, "validation_blocks": 1}
+    smallest |= {"shuffle_window": 1, "workers": 1}
     problems = [
         f"{name} is {value}, expected at least {least}"
         for name, least in smallest.items()
@@ -129,6 +196,8 @@ def _out_of_range(config: DataConfig) -> list[str]:
     ]
     if config.vocab_size is not None and config.vocab_size > LARGEST_VOCAB_SIZE:
         problems.append(f"vocab_size is {config.vocab_size}, expected at most {LARGEST_VOCAB_SIZE}")
+    if config.workers is not None and config.workers > MOST_WORKERS:
+        problems.append(f"workers is {config.workers}, expected at most {MOST_WORKERS}")
     if not 0 <= config.validation_fraction < 1:
         problems.append(f"validation_fraction is {config.validation_fraction}, expected 0 <= fraction < 1")
     if not 0 <= config.seed < 2**63:

@@ -1,7 +1,7 @@
 """Documents of text: the standard library's source, local files, or a data set of the Hugging Face hub.
 
-A corpus can be read again and again, always in the same order, and has a fingerprint that changes with
-its content, so that what is made from it can be cached.
+A corpus consists of parts (data/parts.py), has always the same ones, and a fingerprint that changes with its content,
+so that what is made from it can be cached.
 """
 
 from __future__ import annotations
@@ -9,15 +9,16 @@ from __future__ import annotations
 import hashlib
 import os
 import sysconfig
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Protocol
 
 from sdp_deepspeed.atomic_files import regular
 from sdp_deepspeed.data.config import DEFAULT_TEXT_COLUMN, DataConfig
-from sdp_deepspeed.data.files import LocalFiles, find_files
-from sdp_deepspeed.data.rows import column_of
+from sdp_deepspeed.data.files import LocalFiles, LocalParquet, find_files
+from sdp_deepspeed.data.hub import HubDataset
+from sdp_deepspeed.data.parts import Part, documents_of, grouped
 
 # Tests repeat themselves, codec tables and vendored packages are no prose; generated files are longer than this.
 _SKIPPED_FOLDERS = {"test", "tests", "idle_test", "encodings", "site-packages", "dist-packages", "__pycache__"}
@@ -25,25 +26,26 @@ _LONGEST_SOURCE_FILE = 400_000
 
 
 class Corpus(Protocol):
-    """Documents in a fixed order."""
+    """Parts in a fixed order, that of files by name."""
 
     def fingerprint(self) -> str:
         """Changes when the documents may have changed."""
         ...
 
-    def documents(self) -> Iterator[str]:
-        """All documents, none of them blank."""
+    def parts(self) -> Sequence[Part]:
+        """All of it; reads no text, but may ask files and the hub what they hold."""
         ...
 
 
 @dataclass(frozen=True)
-class StandardLibrary:
-    """The .py files of the running interpreter's standard library, sorted by path; a file is a document."""
+class SourceFiles:
+    """A part of the standard library."""
 
-    root: Path
+    paths: tuple[Path, ...]
+    size: int
 
     def documents(self) -> Iterator[str]:
-        for path in sorted(self._paths()):
+        for path in self.paths:
             source = regular(path).read_bytes()
             if len(source) > _LONGEST_SOURCE_FILE:
                 continue
@@ -54,6 +56,16 @@ class StandardLibrary:
             if text.strip():
                 yield text
 
+
+@dataclass(frozen=True)
+class StandardLibrary:
+    """The .py files of the running interpreter's standard library, sorted by path; a file is a document."""
+
+    root: Path
+
+    def parts(self) -> list[SourceFiles]:
+        return [SourceFiles(paths, size) for paths, size in grouped(sorted(self._paths()))]
+
     def _paths(self) -> Iterator[Path]:
         """Does not go into folders that are skipped: installed packages are many more files."""
         for folder, folders, names in os.walk(self.root):
@@ -62,54 +74,9 @@ class StandardLibrary:
 
     def fingerprint(self) -> str:
         digest = hashlib.sha256()
-        for text in self.documents():
+        for text in documents_of(self.parts()):
             digest.update(hashlib.sha256(text.encode("utf-8")).digest())
         return f"stdlib:{digest.hexdigest()}"
-
-
-@dataclass(frozen=True)
-class HubDataset:
-    """A data set by name; its rows are the documents. Read by `datasets`, which keeps its own download cache."""
-
-    name: str
-    subset: str | None
-    split: str
-    revision: str | None
-    text_column: str
-    streaming: bool
-
-    def documents(self) -> Iterator[str]:
-        yield from column_of(self._load, self.text_column, where=self.name)
-
-    def _load(self) -> Any:
-        import datasets
-
-        return datasets.load_dataset(
-            self.name, self.subset, split=self.split, revision=self.revision, streaming=self.streaming
-        )
-
-    def fingerprint(self) -> str:
-        # By name only: asking the hub would make a start without network impossible although all is cached.
-        return f"hub:{self.name}:{self.subset}:{self.split}:{self.revision}:{self.text_column}"
-
-
-@dataclass(frozen=True)
-class Capped:
-    """The first documents of a corpus, up to so many bytes of UTF-8."""
-
-    corpus: Corpus
-    max_bytes: int
-
-    def documents(self) -> Iterator[str]:
-        total = 0
-        for text in self.corpus.documents():
-            total += len(text.encode("utf-8"))
-            if total > self.max_bytes:
-                return
-            yield text
-
-    def fingerprint(self) -> str:
-        return f"{self.corpus.fingerprint()}:{self.max_bytes}"
 
 
 def open_corpus(config: DataConfig) -> Corpus:
@@ -118,19 +85,17 @@ def open_corpus(config: DataConfig) -> Corpus:
     Raises:
         ValueError: a path without files, or files of several kinds.
     """
-    corpus: Corpus
     if config.source == "stdlib":
-        corpus = StandardLibrary(Path(sysconfig.get_path("stdlib")))
-    elif config.source == "files":
+        return StandardLibrary(Path(sysconfig.get_path("stdlib")))
+    if config.source == "files":
         files = find_files(config.path or "")
-        corpus = LocalFiles(files, config.text_column, config.text_documents)
-    else:
-        corpus = HubDataset(
-            name=config.path or "",
-            subset=config.subset,
-            split=config.split or "train",
-            revision=config.revision,
-            text_column=config.text_column or DEFAULT_TEXT_COLUMN,
-            streaming=config.streaming is not False,
-        )
-    return corpus if config.max_bytes is None else Capped(corpus, config.max_bytes)
+        kind = LocalParquet if files.reader == "parquet" else LocalFiles
+        return kind(files, config.text_column, config.text_documents)
+    return HubDataset(
+        name=config.path or "",
+        subset=config.subset,
+        split=config.split or "train",
+        revision=config.revision,
+        text_column=config.text_column or DEFAULT_TEXT_COLUMN,
+        streaming=config.streaming is not False,
+    )

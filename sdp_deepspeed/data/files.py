@@ -1,16 +1,18 @@
-"""Local .txt, .jsonl and .parquet files as documents, read through `datasets`."""
+"""Local .txt, .jsonl and .parquet files as documents; the first two are read through `datasets`."""
 
 from __future__ import annotations
 
 import glob
 import hashlib
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from sdp_deepspeed.data.config import DEFAULT_TEXT_COLUMN
+from sdp_deepspeed.data.parts import Part, grouped
+from sdp_deepspeed.data.row_groups import row_groups_of
 from sdp_deepspeed.data.rows import column_of
 
 # File suffix -> name of the reader in `datasets`.
@@ -18,8 +20,6 @@ _READERS = {".txt": "text", ".jsonl": "json", ".ndjson": "json", ".json": "json"
 _COMPRESSED = {".gz", ".zst", ".bz2", ".xz"}
 # Our word for what is one document of a text file -> that of `datasets`.
 _TEXT_DOCUMENTS = {"file": "document", "paragraph": "paragraph", "line": "line"}
-
-_PARQUET_ROWS = 1000
 
 
 @dataclass(frozen=True)
@@ -86,6 +86,30 @@ def _only_reader(path: str, paths: list[Path]) -> str:
 
 
 @dataclass(frozen=True)
+class TextRows:
+    """Some of the files, one after the other, so that an error names the file and few are open at a time."""
+
+    reader: str
+    paths: tuple[Path, ...]
+    size: int
+    column: str
+    text_documents: str | None
+
+    def documents(self) -> Iterator[str]:
+        for path in self.paths:
+            yield from column_of(lambda path=path: self._load(path), self.column, where=str(path))  # type: ignore[misc]
+
+    def _load(self, path: Path) -> Any:
+        import datasets
+
+        options = {"sample_by": _TEXT_DOCUMENTS[self.text_documents or "file"]} if self.reader == "text" else {}
+        # Streamed, since `datasets` would else write a second copy of the whole corpus to its cache.
+        return datasets.load_dataset(
+            self.reader, data_files=glob.escape(str(path)), split="train", streaming=True, **options
+        )
+
+
+@dataclass(frozen=True)
 class LocalFiles:
     """Documents of local files; a row is a document, of .txt files what `text_documents` says.
 
@@ -102,27 +126,13 @@ class LocalFiles:
         if getattr(self, unread) is not None:
             raise ValueError(f"{unread} has no effect on {self.files.paths[0].name!r}: drop it")
 
-    def documents(self) -> Iterator[str]:
-        # One file after the other, so that an error names the file and a million files open one at a time.
-        for path in self.files.paths:
-            if path.stat().st_size == 0:  # `datasets` fails on it, an empty shard is no mistake
-                continue
-            column = self.text_column or DEFAULT_TEXT_COLUMN
-            yield from column_of(lambda path=path: self._load(path), column, where=str(path))  # type: ignore[misc]
-
-    def _load(self, path: Path) -> Any:
-        import datasets
-
-        options: dict[str, Any] = {}
-        if self.files.reader == "text":
-            options = {"sample_by": _TEXT_DOCUMENTS[self.text_documents or "file"]}
-        elif self.files.reader == "parquet":
-            # The default is the first row group's size, which fails on a shard without rows.
-            options = {"batch_size": _PARQUET_ROWS}
-        # Streamed, since `datasets` would else write a second copy of the whole corpus to its cache.
-        return datasets.load_dataset(
-            self.files.reader, data_files=glob.escape(str(path)), split="train", streaming=True, **options
-        )
+    def parts(self) -> Sequence[Part]:
+        """Small files together, a large one alone. Empty ones are no mistake, but `datasets` fails on them."""
+        column = self.text_column or DEFAULT_TEXT_COLUMN
+        return [
+            TextRows(self.files.reader, paths, size, column, self.text_documents)
+            for paths, size in grouped(p for p in self.files.paths if p.stat().st_size > 0)
+        ]
 
     def fingerprint(self) -> str:
         # By name, size and time: reading terabytes to look into a cache would defeat it.
@@ -132,3 +142,12 @@ class LocalFiles:
             name = path.relative_to(self.files.root) if path.is_relative_to(self.files.root) else path
             digest.update(f"{name}\0{stat.st_size}\0{stat.st_mtime_ns}\n".encode())
         return f"files:{self.files.reader}:{self.text_column}:{self.text_documents}:{digest.hexdigest()}"
+
+
+@dataclass(frozen=True)
+class LocalParquet(LocalFiles):
+    """Parquet files, such as a mirror of FineWeb's: their row groups can be read one by one."""
+
+    def parts(self) -> Sequence[Part]:
+        column = self.text_column or DEFAULT_TEXT_COLUMN
+        return row_groups_of([str(path) for path in self.files.paths if path.stat().st_size > 0], column)

@@ -1,62 +1,148 @@
-"""The cache: corpus, split and tokenizer to a prepared folder, complete or absent."""
+"""The cache is written: parts of a corpus to token ids on disk, by several processes, resumable, complete or hidden."""
 
 from __future__ import annotations
 
 import errno
-import hashlib
-import json
 import logging
 import os
+import shutil
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
-from sdp_deepspeed.atomic_files import complete_or_absent, remove_abandoned
-from sdp_deepspeed.data import tokenizer as tokenizers
-from sdp_deepspeed.data.config import DEFAULT_VOCAB_SIZE, DataConfig
-from sdp_deepspeed.data.corpus import Corpus, open_corpus
-from sdp_deepspeed.data.packing import PreparedData, PreparedDataError, SplitCount, is_held_out, pack
+from sdp_deepspeed.atomic_files import complete_or_absent, remove_abandoned, sync
+from sdp_deepspeed.data.cache import Cache, cache_folder, no_text, open_caches
+from sdp_deepspeed.data.config import DataConfig
+from sdp_deepspeed.data.parts import Part
+from sdp_deepspeed.data.prepared import PreparedData, PreparedDataError
+from sdp_deepspeed.data.progress import LogProgress, PartProgress
+from sdp_deepspeed.data.stream_writer import StreamWriter, Wanted
+from sdp_deepspeed.data.tokenize_part import SplitCount, SplitName
+from sdp_deepspeed.data.tokenizer import SavedTokenizer
+from sdp_deepspeed.data.worker import WorkerSetup
+from sdp_deepspeed.data.workers import InThisProcess, Workers, WorkQueue, num_cores
+from sdp_deepspeed.folder_lock import LOCK, FolderInUseError, hold
 
 log = logging.getLogger(__name__)
 
-# Part of every key: raise it when the same config would give other tokens or files.
-_FORMAT = 1
-_LOG_SECONDS = 60.0
+# Less is done before another process has started.
+_SMALL_BYTES = 3_000_000
+_SECONDS_BETWEEN_TRIES = 1.0
 
 
-def prepare(config: DataConfig) -> Path:
-    """Make the tokens of `config` unless they are cached; returns their folder. Not a collective.
+def prepare(config: DataConfig, *, progress: Callable[[], PartProgress] = LogProgress) -> Path:
+    """`prepare_all` of a config with one source; returns the folder."""
+    (folder,) = prepare_all(config, progress=progress)
+    return folder
 
-    Processes that start at once may all call this: each writes a folder of its own, and the first one's stays.
+
+def prepare_all(config: DataConfig, *, progress: Callable[[], PartProgress] = LogProgress) -> list[Path]:
+    """Make the tokens of `config` unless they are cached; returns the folder of each source. Not a collective.
+
+    Processes that start at once may all call this: one writes, the others wait for it. What a killed one has done, the
+    next one has not to do again.
 
     Raises:
         ValueError: a mistake in the config or the data, or no permission to write to `cache_dir`.
         ConnectionError: the hub cannot be reached.
         OSError: the cache's disk is full or fails; names it.
+        RuntimeError: a process that tokenizes was killed.
         PreparedDataError: the folder in the cache is damaged.
     """
-    corpus = open_corpus(config)
-    given = None if config.tokenizer is None else tokenizers.load_tokenizer(config.tokenizer)
-    identity = _identity(config, corpus, given)
-    cache = _cache_folder(config)
-    remove_abandoned(cache, "data-*")
-    folder = cache / f"data-{identity[:20]}"
-    if (folder / "meta.json").is_file():
-        return folder
+    cache = cache_folder(config)
+    remove_abandoned(cache, "*")
+    with naming_the_disk(cache):
+        caches = open_caches(config)
+        for one in caches:
+            write_cache(one, progress=progress())
+    return [one.folder for one in caches]
+
+
+def write_cache(cache: Cache, *, wanted: Callable[[], Wanted] = Wanted, progress: PartProgress) -> None:
+    """Write until all is there; waits while another process does."""
+    told = False
+    while not cache.is_complete:
+        if cache.folder.exists():
+            raise PreparedDataError(
+                f"{cache.folder} was there already without its meta.json, so it is damaged: delete it"
+            )
+        cache.growing.mkdir(exist_ok=True)
+        try:
+            writing = hold(cache.growing)
+        except (FolderInUseError, FileNotFoundError) as error:  # it is removed when it is complete
+            if not told:
+                log.info("waiting until another process has prepared %s: %s", cache.folder.name, error)
+            told = True
+            time.sleep(_SECONDS_BETWEEN_TRIES)
+            continue
+        with writing:
+            if cache.is_complete:  # it became so before the folder was made here
+                shutil.rmtree(cache.growing, ignore_errors=True)
+                return
+            _write_locked(cache, wanted, progress)
+
+
+def _write_locked(cache: Cache, wanted: Callable[[], Wanted], progress: PartProgress) -> None:
     started = time.monotonic()
-    log.info("preparing %s text (once, then cached in %s)", config.source, folder)
-    with _naming_the_disk(cache), complete_or_absent(folder, concurrent=True) as staging:
-        prepared = _write(config, corpus, given, identity=identity, folder=staging)
-        log.info("prepared in %.1f s: %s", time.monotonic() - started, prepared)
-    if not (folder / "meta.json").is_file():
-        raise PreparedDataError(f"{folder} was there already without its meta.json, so it is damaged: delete it")
-    return folder
+    log.info("preparing %s text (once, then cached in %s)", cache.config.source, cache.folder)
+    try:
+        counts = _write(cache, wanted, progress)
+        _check(cache, counts)
+    except ValueError:  # with other text it is another cache
+        shutil.rmtree(cache.growing, ignore_errors=True)
+        raise
+    prepared = PreparedData(cache.growing, cache.identity, _saved(cache).vocab_size, counts)
+    prepared.save()
+    for path in (*cache.growing.rglob("*"), cache.growing):
+        sync(path)
+    os.rename(cache.growing, cache.folder)
+    (cache.folder / LOCK).unlink(missing_ok=True)  # who waits for it looks for the folder first
+    sync(cache.folder.parent)
+    log.info("prepared in %.1f s: %s", time.monotonic() - started, prepared)
+
+
+def _write(cache: Cache, wanted: Callable[[], Wanted], progress: PartProgress) -> Mapping[SplitName, SplitCount]:
+    tokenizer, parts = _saved(cache), cache.stream()
+    if not parts:
+        raise ValueError(no_text(cache.config))
+    setup = WorkerSetup(tokenizer, cache.config.validation_fraction)
+    with _working(setup, parts, cache.config) as workers, progress:
+        writer = StreamWriter(
+            cache.growing, parts, workers, vocab_size=tokenizer.vocab_size, max_bytes=cache.config.max_bytes
+        )
+        progress.start(parts, writer.journal)
+        writer.write(wanted, on_part=progress.part)
+    return writer.journal.counts()
+
+
+def _saved(cache: Cache) -> SavedTokenizer:
+    """The tokenizer beside its tokens, copied if it is not there."""
+    folder = cache.growing / "tokenizer"
+    if not folder.is_dir():
+        with complete_or_absent(folder) as staging:
+            for path in cache.tokenizer.folder.iterdir():
+                shutil.copyfile(path, staging / path.name)
+    return replace(cache.tokenizer, folder=folder)
 
 
 @contextmanager
-def _naming_the_disk(cache: Path) -> Iterator[None]:
+def _working(setup: WorkerSetup, parts: Sequence[Part], config: DataConfig) -> Iterator[WorkQueue]:
+    if config.workers is None and sum(part.size for part in parts) < _SMALL_BYTES:
+        yield InThisProcess(setup)
+        return
+    with Workers(setup, num_workers(config)).running() as workers:
+        yield workers
+
+
+def num_workers(config: DataConfig) -> int:
+    """Of one source. While a model trains on the CPUs' other cores, it needs only as many as keep up with it."""
+    return config.workers or max(1, num_cores() // (4 if config.during else 1))
+
+
+@contextmanager
+def naming_the_disk(cache: Path) -> Iterator[None]:
     """OSError with the cache's path where the system's error, or that of a library in Rust, names no file."""
     try:
         yield
@@ -70,71 +156,14 @@ def _naming_the_disk(cache: Path) -> Iterator[None]:
         raise OSError(errno.EIO, str(error), str(cache)) from error
 
 
-def _cache_folder(config: DataConfig) -> Path:
-    cache = Path(config.cache_dir).expanduser().resolve()
-    try:
-        cache.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise ValueError(f"cache_dir {config.cache_dir!r} cannot be made: {error}. Give one that you own") from error
-    if not os.access(cache, os.W_OK):
-        raise ValueError(f"cache_dir {config.cache_dir!r} cannot be written to: give one that you own")
-    return cache
-
-
-def _identity(config: DataConfig, corpus: Corpus, given: Any) -> str:
-    if given is None:
-        parameters = (config.vocab_size or DEFAULT_VOCAB_SIZE, tokenizers.TRAINING_BYTES, tokenizers.LONGEST_RUN)
-        tokenizer = f"bpe:{parameters}"
-    else:
-        tokenizer = tokenizers.identity(given)
-    parts = [_FORMAT, corpus.fingerprint(), tokenizer, config.validation_fraction]
-    return hashlib.sha256(json.dumps(parts).encode()).hexdigest()
-
-
-def _write(config: DataConfig, corpus: Corpus, given: Any, *, identity: str, folder: Path) -> PreparedData:
-    tokenizer = given
-    if tokenizer is None:
-        # On training documents only: merges learned from held-out text would make it look easier.
-        tokenizer = tokenizers.train_tokenizer(_training(corpus, config), config.vocab_size or DEFAULT_VOCAB_SIZE)
-    tokenizer.save_pretrained(folder / "tokenizer")
-    counts = pack(
-        _with_progress(corpus.documents()),
-        tokenizer=tokenizer,
-        folder=folder,
-        validation_fraction=config.validation_fraction,
-    )
-    _check(config, counts)
-    prepared = PreparedData(folder, identity, tokenizers.vocabulary_size(tokenizer), counts)
-    prepared.save()
-    return prepared
-
-
-def _training(corpus: Corpus, config: DataConfig) -> Iterator[str]:
-    return (text for text in corpus.documents() if not is_held_out(text, config.validation_fraction))
-
-
-def _with_progress(documents: Iterator[str]) -> Iterator[str]:
-    """The documents, with a line in the log every minute: large corpora take hours."""
-    started = logged = time.monotonic()
-    characters = 0
-    for number, text in enumerate(documents, start=1):
-        yield text
-        characters += len(text)
-        if time.monotonic() - logged > _LOG_SECONDS:
-            logged = time.monotonic()
-            rate = characters / 1e6 / (logged - started)
-            log.info("%s documents, %.0f million characters, %.1f million/s", f"{number:,}", characters / 1e6, rate)
-
-
-def _check(config: DataConfig, counts: dict[str, SplitCount]) -> None:
+def _check(cache: Cache, counts: Mapping[SplitName, SplitCount]) -> None:
     train, held = counts["train"].documents, counts["validation"].documents
-    where = f"source {config.source!r}" + (f", path {config.path!r}" if config.path else "")
+    fraction = cache.config.validation_fraction
     if train + held == 0:
-        capped = f" within max_bytes {config.max_bytes}" if config.max_bytes else ""
-        raise ValueError(f"{where}: no document with text{capped}: give other text or a larger max_bytes")
-    if train == 0 or (held == 0 and config.validation_fraction > 0):
+        raise ValueError(no_text(cache.config))
+    if train == 0 or (held == 0 and fraction > 0):
         raise ValueError(
-            f"{where}: {train} documents to train on and {held} held out with validation_fraction "
-            f"{config.validation_fraction}: both need text. Change validation_fraction, give more documents, or let "
+            f"{cache.where()}: {train} documents to train on and {held} held out with validation_fraction "
+            f"{fraction}: both need text. Change validation_fraction, give more documents, or let "
             'text files be cut with text_documents "paragraph"'
         )

@@ -28,7 +28,7 @@ def column_of(load: Callable[[], Any], column: str, *, where: str) -> Iterator[s
         except StopIteration:
             return
         except Exception as error:
-            raise _readable(error, where) from error
+            raise readable(error, where) from error
         text = row.get(column)
         # A JSON line may leave a key out, and web data has empty pages.
         if text is None:
@@ -46,7 +46,7 @@ def _rows(load: Callable[[], Any], column: str, where: str) -> Iterable[dict[str
         if names is None:  # a stream whose columns only its first row tells
             names = list(next(iter(dataset), {}))
     except Exception as error:
-        raise _readable(error, where) from error
+        raise readable(error, where) from error
     if names and column not in names:
         raise ValueError(f"{where}: no column {column!r}, it has {names}: set text_column to one of them")
     rows: Iterable[dict[str, Any]] = dataset.select_columns([column]) if names else []
@@ -62,7 +62,7 @@ def _is_of_content(error: BaseException) -> bool:
     return type(error) is OSError and error.errno is None
 
 
-def _readable(error: Exception, where: str) -> Exception:
+def readable(error: Exception, where: str) -> Exception:
     """A mistake in path or content as ValueError in one line; a machine's or network's trouble as it is."""
     chain: list[BaseException] = [error]
     while chain[-1].__cause__ is not None:  # `datasets` wraps what the reader said

@@ -28,6 +28,8 @@ _LAYOUT = (
         )
     ),
 )
+# Another machine may have more cores.
+_FREE = ("data.workers",)
 # Where `fill_automatic` writes --steps for "auto".
 _SCHEDULE_LENGTH = "deepspeed_config.scheduler.params.total_num_steps"
 
@@ -48,6 +50,7 @@ def check_same_run(folder: RunFolder, config: Mapping[str, Any]) -> dict[str, tu
     if old is None:
         return {}
     changed = {p: v for key in _FIXED for p, v in _differences(old.get(key), config.get(key), key).items()}
+    changed = {p: v for p, v in changed.items() if p not in _FREE}
     is_ours = all(_has_block(run.get("deepspeed_config")) for run in (old, config))
     layout = {p: v for p, v in changed.items() if is_ours and p.startswith(_LAYOUT)}
     changed = {p: v for p, v in changed.items() if p not in layout}

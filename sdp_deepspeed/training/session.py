@@ -46,7 +46,7 @@ def run_session(options: Options, folder: RunFolder, config: dict[str, Any]) -> 
             run = _set_up(options, folder)
             run_on_rank_0(run.world, lambda: _record_settings(run, config))
         with (
-            exit_on(RunFolderError),
+            exit_on(RunFolderError, PreparedDataError),
             Progress(first=run.step, total=options.steps, show=folder.writes) as progress,
         ):
             progress.say(_introduction(run))
@@ -114,7 +114,8 @@ def _introduction(run: Run) -> str:
     batches = run.data.train
     return (
         f"{where}: {engines.label(run.engine)} on {run.world.size} ranks, {run.tokens_per_step} tokens per step, "
-        f"{batches.num_blocks} training blocks of {batches.sequence_length} tokens"
+        + ("" if batches.num_blocks is None else f"{batches.num_blocks} training ")
+        + f"blocks of {batches.sequence_length} tokens"
     )
 
 

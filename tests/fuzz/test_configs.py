@@ -101,11 +101,17 @@ def test_whole_configs(config: Any) -> None:
     mutated(
         st.just({"source": "files", "path": "x", "text_column": "text", "sequence_length": 8, "seed": 1})
         | st.just({"source": "stdlib", "max_bytes": 10, "vocab_size": 300, "validation_fraction": 0.1})
+        | st.just({"tokenize": "during", "shuffle_window": 9, "workers": 2, "validation_blocks": 3})
+        | st.just({"sources": [{"max_bytes": 5, "weight": 2}, {"source": "hub", "path": "x"}], "validation_blocks": 3})
     )
 )
 def test_data(values: Any) -> None:
     refusal = refusal_of(lambda: DataConfig.from_dict(values))
-    assert refusal is None or refusal.startswith("data: ")
+    if refusal is not None:
+        assert refusal.startswith("data: ")
+        return
+    config = DataConfig.from_dict(values)
+    assert all(one.sources is None for one in config.each_source())
 
 
 def test_something_is_accepted() -> None:

@@ -28,9 +28,11 @@ from sdp_deepspeed.checkpoint.storage.names import (
     MODEL_CONFIG,
     PLAN,
 )
+from sdp_deepspeed.data.background import problem_path, raise_problem, write_problem
 from sdp_deepspeed.data.config import DataConfig
-from sdp_deepspeed.data.packing import PreparedData, PreparedDataError
+from sdp_deepspeed.data.journal import JOURNAL, Journal
 from sdp_deepspeed.data.prepare import prepare
+from sdp_deepspeed.data.prepared import PreparedData, PreparedDataError
 from sdp_deepspeed.data.tokenizer import identity, train_tokenizer
 from sdp_deepspeed.folder_lock import LOCK, FolderInUseError
 from sdp_deepspeed.plan.plan import Plan
@@ -168,6 +170,24 @@ def _prepared(folder: Path) -> object:
     return prepared.identity, prepared.vocab_size, prepared.counts, identity(tokenizer), tokenizer.chat_template
 
 
+def _parts(folder: Path) -> int:
+    journal = Journal(folder / "prepared")
+    journal.refresh()
+    return len(journal)
+
+
+def _write_problem(folder: Path) -> None:
+    write_problem(problem_path(folder / "data-0"), ValueError("no column"))
+
+
+def _problem(folder: Path) -> str | None:
+    try:
+        raise_problem(folder / "data-0")
+    except ValueError as error:
+        return str(error)
+    return None
+
+
 def _write_lock(folder: Path) -> None:
     left_by(folder)
 
@@ -215,8 +235,8 @@ def _document(name: str) -> WrittenFile:
 
 
 def _of_tokenizer(name: str) -> WrittenFile:
-    path, writer = f"prepared/tokenizer/{name}", "data/prepare.py: _write"
-    return WrittenFile(path, (writer,), _write_prepared, (_prepared,), PreparedDataError)
+    path, writers = f"prepared/tokenizer/{name}", ("data/cache.py: _save", "data/prepare.py: _saved")
+    return WrittenFile(path, writers, _write_prepared, (_prepared,), PreparedDataError)
 
 
 WRITTEN_FILES: tuple[WrittenFile, ...] = (
@@ -249,7 +269,13 @@ WRITTEN_FILES: tuple[WrittenFile, ...] = (
     WrittenFile("hf/config.json", _TO_EXPORT, _write_export, (_hidden_size,), OSError),
     WrittenFile("hf/model.safetensors.index.json", _TO_EXPORT, _write_export, (_load_export,)),
     WrittenFile(
-        "prepared/meta.json", ("data/packing.py: PreparedData.save",), _write_prepared, (_prepared,), PreparedDataError
+        "prepared/meta.json", ("data/prepared.py: PreparedData.save",), _write_prepared, (_prepared,), PreparedDataError
+    ),
+    WrittenFile(
+        f"prepared/{JOURNAL}", ("data/journal.py: Journal.append",), _write_prepared, (_parts,), older=(0,), error=()
+    ),
+    WrittenFile(
+        ".data-0.problem", ("data/background.py: write_problem",), _write_problem, (_problem,), PreparedDataError
     ),
     *(_of_tokenizer(name) for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja")),
     WrittenFile(LOCK, ("folder_lock.py: _take",), _write_lock, (_is_refused_while_held,), error=()),

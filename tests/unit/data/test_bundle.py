@@ -12,7 +12,8 @@ import pytest
 import torch
 
 from sdp_deepspeed.data import DataConfig, build
-from sdp_deepspeed.data.packing import PreparedData, is_held_out
+from sdp_deepspeed.data.prepared import PreparedData
+from sdp_deepspeed.data.tokenize_part import is_held_out
 from tests.helpers.documents import NUM_DOCUMENTS, numbers, text
 from tests.helpers.gatherers import ThreadGatherer, outcomes_of
 

@@ -34,6 +34,15 @@ from sdp_deepspeed.data import DataConfig
         ({"source": "files", "path": "x", "streaming": True}, "streaming has no effect"),
         ({"source": "hub", "path": "x", "text_documents": "line"}, "text_documents has no effect"),
         ({"tokenizer": "gpt2", "vocab_size": 300}, "vocab_size has no effect with tokenizer 'gpt2'"),
+        ({"shuffle_window": 5}, 'shuffle_window has no effect unless tokenize is "during"'),
+        (
+            {"tokenize": "during", "validation_blocks": 1, "shuffle_window": 0},
+            "shuffle_window is 0, expected at least 1",
+        ),
+        ({"tokenize": "during"}, 'tokenize "during" needs validation_blocks'),
+        ({"tokenize": "after"}, "tokenize is 'after', expected 'before' or 'during'"),
+        ({"workers": 0}, "workers is 0, expected at least 1"),
+        ({"workers": 10**6}, "workers is 1000000, expected at most 1024"),
         ({"sequence_lenght": 64}, "unknown key 'sequence_lenght' (did you mean 'sequence_length'?)"),
     ],
 )

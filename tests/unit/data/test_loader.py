@@ -14,12 +14,17 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from sdp_deepspeed.data import PackedBatches, ValidationBatches
+from sdp_deepspeed.data.block_order import ShuffledBlocks
 from tests.helpers.properties import examples
 
 
 def _blocks(num_blocks: int, sequence_length: int = 4) -> npt.NDArray[Any]:
     """Block i holds i in every place, so that a batch tells which blocks it took."""
     return np.repeat(np.arange(num_blocks, dtype="<u2")[:, None], sequence_length, axis=1)
+
+
+def _order(num_blocks: int, *, seed: int = 0, data: str = "") -> ShuffledBlocks:
+    return ShuffledBlocks(_blocks(num_blocks), seed=seed, data=data)
 
 
 def _taken(loader: PackedBatches, num_batches: int) -> list[int]:
@@ -30,7 +35,7 @@ def _taken(loader: PackedBatches, num_batches: int) -> list[int]:
 def _global(num_blocks: int, *, ranks: int, micro_batch: int, num_batches: int, state: Any = None) -> tuple[Any, Any]:
     """All ranks' samples in the order of the global positions, and the state after them."""
     loaders = [
-        PackedBatches(_blocks(num_blocks), micro_batch=micro_batch, rank=rank, world_size=ranks, seed=5)
+        PackedBatches(_order(num_blocks, seed=5), micro_batch=micro_batch, rank=rank, world_size=ranks)
         for rank in range(ranks)
     ]
     for loader in loaders:
@@ -63,7 +68,7 @@ def test_resumes_exactly_also_at_other_ranks_and_micro_batches(ranks: int, micro
 
 
 def test_batch_is_what_a_causal_model_takes() -> None:
-    loader = PackedBatches(_blocks(9, 5), micro_batch=2)
+    loader = PackedBatches(ShuffledBlocks(_blocks(9, 5)), micro_batch=2)
     batch = next(loader)
     assert set(batch) == {"input_ids", "labels"}
     assert batch["input_ids"].shape == (2, 5)
@@ -74,22 +79,23 @@ def test_batch_is_what_a_causal_model_takes() -> None:
 
 
 def test_seed_and_epoch_change_the_order() -> None:
-    loader = PackedBatches(_blocks(50), micro_batch=5)
+    loader = PackedBatches(_order(50), micro_batch=5)
     assert _taken(loader, 10) != _taken(loader, 10)
-    first, second = (PackedBatches(_blocks(50), micro_batch=5, seed=seed) for seed in (0, 1))
+    first, second = (PackedBatches(_order(50, seed=seed), micro_batch=5) for seed in (0, 1))
     assert _taken(first, 10) != _taken(second, 10)
 
 
 def test_too_few_blocks_is_an_error_with_numbers() -> None:
     with pytest.raises(ValueError, match=r"7 blocks of 4 tokens, one step of 4 ranks with micro-batch 2 needs 8"):
-        PackedBatches(_blocks(7), micro_batch=2, rank=0, world_size=4)
+        PackedBatches(_order(7), micro_batch=2, rank=0, world_size=4)
 
 
 @pytest.mark.parametrize("shard", [{"micro_batch": 0}, {"micro_batch": 1, "rank": 2, "world_size": 2}])
 def test_impossible_shards_are_errors(shard: dict[str, Any]) -> None:
-    for batches in (PackedBatches, ValidationBatches):
-        with pytest.raises(ValueError, match="expected"):
-            batches(_blocks(7), **shard)
+    with pytest.raises(ValueError, match="expected"):
+        PackedBatches(_order(7), **shard)
+    with pytest.raises(ValueError, match="expected"):
+        ValidationBatches(_blocks(7), **shard)
 
 
 @pytest.mark.parametrize(
@@ -102,7 +108,7 @@ def test_impossible_shards_are_errors(shard: dict[str, Any]) -> None:
     ],
 )
 def test_state_of_other_data_is_refused(change: dict[str, Any], said: str) -> None:
-    loader = PackedBatches(_blocks(13), micro_batch=1, seed=5, data="a")
+    loader = PackedBatches(_order(13, seed=5, data="a"), micro_batch=1)
     state = loader.state_dict()
     with pytest.raises(ValueError, match=said):
         loader.load_state_dict(state | change)

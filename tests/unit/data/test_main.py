@@ -21,7 +21,10 @@ def test_it_prepares_and_tells_mistakes_in_one_line(tmp_path: Path, capsys: pyte
     }
     (tmp_path / "data.json").write_text(json.dumps(settings))
     assert main(["data", str(tmp_path / "data.json")]) == 0
-    assert "tokens to train on" in capsys.readouterr().out
+    output = capsys.readouterr()
+    assert "tokens to train on" in output.out
+    assert "100%" in output.err, "a bar"
+    assert "tokens/s=" in output.err
     (tmp_path / "data.json").write_text(json.dumps(settings | {"path": str(tmp_path / "absent.txt")}))
     assert main(["data", str(tmp_path / "data.json")]) == 2
     said = capsys.readouterr().err

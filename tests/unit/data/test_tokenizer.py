@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 from tokenizers.pre_tokenizers import ByteLevel
 
 from sdp_deepspeed.data import DataConfig
-from sdp_deepspeed.data.packing import PreparedData
 from sdp_deepspeed.data.prepare import prepare
+from sdp_deepspeed.data.prepared import PreparedData
 from sdp_deepspeed.data.tokenizer import (
     LONGEST_RUN,
     _without_long_runs,

@@ -25,7 +25,12 @@ EXEMPT = {
     "checkpoint/interop/from_zero.py: _add_rest",
     "checkpoint/state/snapshot.py: _plain_bytes",
     "checkpoint/storage/chunk_files.py: SafetensorsWriter.write_data",
-    "data/packing.py: pack",
+    "data/stream_writer.py: _open",
+    "data/tokenize_part.py: PartTokenizer.run",
+    # To another process.
+    "data/background.py: BackgroundWriter._say",
+    "data/worker.py: main",
+    "data/workers.py: Workers._serve",
     # Copies for Transformers, which nobody here reads.
     "checkpoint/interop/export.py: export",
     "checkpoint/interop/export.py: _write_configs",

@@ -1,8 +1,8 @@
-"""Documents to two flat streams of token ids on disk (training and held-out), and blocks out of them.
+"""A prepared folder: two flat streams of token ids on disk (training and held-out), and blocks out of them.
 
-The stream does not depend on the sequence length, so that changing it costs nothing. A prepared folder:
-`tokenizer/`, `train.bin`, `validation.bin` (little-endian token ids, end-of-document after each document),
-`meta.json`, written last, with the sizes of the streams and the hashes of the tokenizer's files.
+The streams do not depend on the sequence length, so that changing it costs nothing. The folder has `tokenizer/`,
+`train.bin`, `validation.bin` (little-endian token ids, end-of-document after each document), `parts.jsonl`
+(data/journal.py) and `meta.json`, written last, with the sizes of the streams and the hashes of the tokenizer's files.
 """
 
 from __future__ import annotations
@@ -10,80 +10,16 @@ from __future__ import annotations
 import hashlib
 import json
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from sdp_deepspeed.atomic_files import regular
-from sdp_deepspeed.data.tokenizer import encode, vocabulary_size
-
-SplitName = Literal["train", "validation"]
-_SPLITS: tuple[SplitName, ...] = ("train", "validation")
-# Enough text at once to keep the tokenizer's threads busy, little enough to hold in memory.
-_BATCH_CHARACTERS = 4_000_000
-
-
-def is_held_out(text: str, fraction: float) -> bool:
-    """Whether a document belongs to the validation split.
-
-    By its content, not its place: copies of a document fall into the same split, and neither order,
-    number of ranks nor seed moves it.
-    """
-    digest = hashlib.blake2b(text.encode("utf-8"), digest_size=8).digest()
-    return int.from_bytes(digest, "big") < fraction * 2**64
-
-
-@dataclass
-class SplitCount:
-    """What one split holds; bytes of UTF-8, tokens with the ends of documents."""
-
-    documents: int = 0
-    bytes: int = 0
-    tokens: int = 0
-
-
-def pack(
-    documents: Iterable[str], *, tokenizer: Any, folder: Path, validation_fraction: float
-) -> dict[str, SplitCount]:
-    """Encode all documents into `folder`'s two streams; returns the counts by split."""
-    counts: dict[str, SplitCount] = {split: SplitCount() for split in _SPLITS}
-    dtype = token_dtype(vocabulary_size(tokenizer))
-    end = np.array([tokenizer.eos_token_id], dtype=dtype)
-    files = {split: (folder / f"{split}.bin").open("wb") for split in _SPLITS}
-    try:
-        for batch in _batches(documents):
-            for text, ids in zip(batch, encode(tokenizer, batch), strict=True):
-                split: SplitName = "validation" if is_held_out(text, validation_fraction) else "train"
-                files[split].write(np.array(ids, dtype=dtype).tobytes() + end.tobytes())
-                counts[split].documents += 1
-                counts[split].bytes += len(text.encode("utf-8"))
-                counts[split].tokens += len(ids) + 1
-    finally:
-        for file in files.values():
-            file.close()
-    return counts
-
-
-def token_dtype(vocab_size: int) -> np.dtype[Any]:
-    """The smallest stored integer that holds every id."""
-    return np.dtype("<u2" if vocab_size <= 2**16 else "<u4")
-
-
-def _batches(documents: Iterable[str]) -> Iterator[list[str]]:
-    batch: list[str] = []
-    size = 0
-    for text in documents:
-        batch.append(text)
-        size += len(text)
-        if size >= _BATCH_CHARACTERS:
-            yield batch
-            batch, size = [], 0
-    if batch:
-        yield batch
+from sdp_deepspeed.data.tokenize_part import SPLITS, SplitCount, SplitName, token_dtype
 
 
 class PreparedDataError(RuntimeError):
@@ -104,7 +40,7 @@ class PreparedData:
     folder: Path
     identity: str
     vocab_size: int
-    counts: dict[str, SplitCount]
+    counts: Mapping[SplitName, SplitCount]
 
     def save(self) -> None:
         """Write meta.json, which makes the folder complete."""
@@ -136,7 +72,7 @@ class PreparedData:
             time.sleep(0.1)
         try:
             content = json.loads(regular(folder / "meta.json").read_text(encoding="utf-8"))
-            counts: dict[str, SplitCount] = {split: SplitCount(**content["counts"][split]) for split in _SPLITS}
+            counts: Mapping[SplitName, SplitCount] = {split: SplitCount(**content["counts"][split]) for split in SPLITS}
             prepared = cls(folder, content["identity"], content["vocab_size"], counts)
             prepared._check_sizes()
             prepared._check_tokenizer(content.get("tokenizer"))
@@ -148,7 +84,7 @@ class PreparedData:
 
     def _check_sizes(self) -> None:
         itemsize = token_dtype(self.vocab_size).itemsize
-        for split in _SPLITS:
+        for split in SPLITS:
             path, expected = self.folder / f"{split}.bin", self.counts[split].tokens * itemsize
             size = path.stat().st_size if path.is_file() else None
             if size != expected:

@@ -10,16 +10,18 @@ import pytest
 
 from sdp_deepspeed.data import DataConfig, build
 from sdp_deepspeed.data import tokenizer as tokenizers
-from sdp_deepspeed.data.packing import PreparedData, PreparedDataError, is_held_out, token_dtype
 from sdp_deepspeed.data.prepare import prepare
+from sdp_deepspeed.data.prepared import PreparedData, PreparedDataError
+from sdp_deepspeed.data.tokenize_part import SPLITS, is_held_out, token_dtype
 from tests.helpers.documents import NUM_DOCUMENTS, text
 
 
 def test_streams_are_the_documents_with_ends_between(config: Callable[..., DataConfig]) -> None:
     prepared = PreparedData.load(prepare(config()))
     tokenizer = prepared.tokenizer()
-    for split, held in (("train", False), ("validation", True)):
-        tokens = prepared.blocks(split, 1)[:, 0]  # type: ignore[arg-type]
+    for split in SPLITS:
+        held = split == "validation"
+        tokens = prepared.blocks(split, 1)[:, 0]
         expected = [text(i) for i in range(NUM_DOCUMENTS) if is_held_out(text(i), 0.1) is held]
         documents = tokenizer.decode(tokens.tolist()).split(tokenizers.END_OF_DOCUMENT)
         assert documents == [*expected, ""]
@@ -77,7 +79,7 @@ def test_a_disk_that_cannot_be_read_is_no_reason_to_delete(
     def refuse(path: Path) -> Path:
         raise PermissionError(13, "Permission denied", str(path))
 
-    monkeypatch.setattr("sdp_deepspeed.data.packing.regular", refuse)
+    monkeypatch.setattr("sdp_deepspeed.data.prepared.regular", refuse)
     with pytest.raises(PreparedDataError, match=rf"the prepared data {folder} cannot be read: .*Permission denied"):
         PreparedData.load(folder)
 
