@@ -213,7 +213,7 @@ _REST = (
     _refused("autotuning", "autotuning", {"enabled": True}, is_enabled, "it tries stages and sizes of its own"),
     _works("elementwise optimizers", "optimizer.type", "AdamW"),
     _refused(
-        "other optimizers",
+        "optimizers that are not elementwise",
         "optimizer.type",
         "Lamb",
         is_not_elementwise,
