@@ -15,6 +15,7 @@ VERBS: dict[str, tuple[str, str]] = {
     "support": ("sdp_deepspeed.support.__main__", "what works together with subnetworks, and what is refused"),
     "data": ("sdp_deepspeed.data.__main__", "tokenize a corpus before a run needs it"),
     "report": ("sdp_deepspeed.training.report_table", "finished runs side by side"),
+    "arm": ("sdp_deepspeed.arming", "honor the block also where a program forgets the import"),
     "checkpoint": ("sdp_deepspeed.checkpoint.__main__", "inspect, export and convert checkpoints"),
 }
 _DESCRIPTION = "Subnetwork data parallelism for DeepSpeed: what there is to do beside a training run."

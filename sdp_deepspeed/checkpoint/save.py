@@ -23,6 +23,7 @@ from sdp_deepspeed.checkpoint.storage.chunk_files import SafetensorsWriter
 from sdp_deepspeed.checkpoint.storage.errors import translating_os_errors
 from sdp_deepspeed.checkpoint.storage.manifest import FORMAT, hashed_file
 from sdp_deepspeed.checkpoint.storage.names import COMMON, rank_file, tensors_file
+from sdp_deepspeed.checkpoint.storage.signposts import signposts
 from sdp_deepspeed.distributed.agreement import run_on_all_ranks, run_on_rank_0
 from sdp_deepspeed.distributed.communicator import Communicator
 
@@ -135,6 +136,7 @@ class Saver:
         contents: dict[str, bytes] = {rank_file(rank): snapshot.own}
         if rank == 0:
             contents |= {COMMON: snapshot.common} | {name: text.encode() for name, text in snapshot.documents.items()}
+            contents |= signposts()
         run_on_all_ranks(self._world, translating_os_errors(partial(_write_all, path, contents, writer.records)))
         return writer.records
 

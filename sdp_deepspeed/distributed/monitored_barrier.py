@@ -33,7 +33,10 @@ _WORDS = {
     Phase.LOAD: "began to load weights",
     Phase.PART: "ran a part of the model again, or before another",
 }
-_BATCHES = "the dense model is a collective of all ranks, so give each the same number of batches"
+_BATCHES = (
+    "the dense model is a collective of all ranks, so give each the same number of batches. To generate, or whatever "
+    "one rank does alone: let all ranks enter engine.dense(resident=True), inside which each has the whole model"
+)
 _PARTS = "a forward pass of the dense model runs the same parts on all ranks, in the same order"
 _CALLS = "all ranks do this together: call it on every rank, not below `if rank == 0`"
 _WHY = {Phase.LEAVE: _BATCHES, Phase.FORWARD: _BATCHES, Phase.PART: _PARTS}

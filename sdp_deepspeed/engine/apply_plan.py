@@ -6,11 +6,12 @@ Read this first to see what happens to a model; each step is in a room of its ow
 from __future__ import annotations
 
 import logging
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
-from deepspeed.utils import log_dist
+from deepspeed.utils import log_dist, logger
 from torch import nn
 
 from sdp_deepspeed.architectures import unit_costs
@@ -130,8 +131,25 @@ def apply_plan(start: ModelAtStart, block: SubnetworkConfig, groups: RankGroups)
     for warning in warnings:
         log_dist(f"{KEY}: {warning}", ranks=[0], level=logging.WARNING)
     if groups.world.rank == 0:  # the others would make a table that nobody prints
-        log_dist(f"{KEY}\n{plan.table(costs)}", ranks=[0])
+        announce(f"{KEY}\n{plan.table(costs)}{_losses(plan)}")
     return AppliedPlan(plan, mask.model, parallel, mask, dense_view)
+
+
+def announce(text: str) -> None:
+    """Print what a user should see once, though DeepSpeed's own level is warnings by default, and the Trainer's too. A
+    level above that, which somebody must have asked for, quiets this as well."""
+    own = logger.getChild("sdp_deepspeed")
+    if not own.handlers:
+        own.propagate = False
+        own.addHandler(logging.StreamHandler(sys.stdout))
+    own.setLevel(logging.INFO if logger.level <= logging.WARNING else logger.level)
+    own.info(text)
+
+
+def _losses(plan: Plan) -> str:
+    if plan.regime == "backward" or plan.coverage == 1:
+        return ""
+    return "\n  a loss in training mode is a subnetwork's; in evaluation mode without gradients it is the dense model's"
 
 
 def _log_on_rank_0(text: str) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass
@@ -13,6 +14,7 @@ from sdp_deepspeed.checkpoint.interop.hugging_face_names import new_model
 from sdp_deepspeed.distributed.agreement import raise_on_all_ranks
 from sdp_deepspeed.distributed.communicator import Communicator
 from sdp_deepspeed.engine.apply_plan import AppliedPlan
+from sdp_deepspeed.masking.mixins import Mixin, mixed_in
 
 
 @dataclass(frozen=True)
@@ -45,6 +47,22 @@ class DenseExport:
                         tokenizer.save_pretrained(str(staging))
 
         self.run(write, f"save_pretrained: cannot write {folder}")
+
+    def save_by_itself(self, save: Callable[..., Any], *args: Any, **options: Any) -> None:
+        """The module's own `save_pretrained`, of the dense model. In the forward regime all ranks call it; which of
+        them writes is for the arguments to say, as in a plain module.
+
+        Args:
+            save: the plain module's.
+        """
+        given = inspect.signature(save).bind(*args, **options).arguments
+        if self.applied.dense_view.is_whole or given.get("state_dict") is not None:  # somebody has made it whole
+            save(*args, **options)
+        elif not self.applied.dense_view.is_collective:
+            with self.resident():
+                save(*args, **options)
+        else:
+            self.run(lambda: save(*args, **options), f"save_pretrained: cannot write {args[0] if args else given}")
 
     def save_as_built(self, save: Callable[[str], object], folder: str, file: str) -> None:
         """Have DeepSpeed write `file`, with parameters that require gradients where they did before units were dropped
@@ -79,3 +97,20 @@ class DenseExport:
             except Exception as problem:  # of any kind: the others wait for this rank
                 error = RuntimeError(f"{failure}: {problem}")
             raise_on_all_ranks(self.world, error)  # here, where no barrier's shorter time limit runs
+
+
+class _SavesDenseModel(Mixin):
+    """Mixed in before the class of a module that has a `save_pretrained`, which hosts call on all ranks."""
+
+    _sdp_export: DenseExport
+
+    def save_pretrained(self, *args: Any, **options: Any) -> None:
+        inherited: Any = super()
+        self._sdp_export.save_by_itself(inherited.save_pretrained, *args, **options)
+
+
+def install_save(export: DenseExport) -> None:
+    """Have the module's own `save_pretrained`, if it has one, mean the dense model; called once."""
+    if export.applied.mask.parts and callable(getattr(export.module, "save_pretrained", None)):
+        export.module.__class__ = mixed_in(_SavesDenseModel, type(export.module))
+        object.__setattr__(export.module, "_sdp_export", export)

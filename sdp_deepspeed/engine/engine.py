@@ -7,10 +7,7 @@ cut down as it is; only then it gets what is left of it.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -28,12 +25,13 @@ from sdp_deepspeed.distributed.agreement import Gatherer, run_on_all_ranks
 from sdp_deepspeed.distributed.communicator import Communicator
 from sdp_deepspeed.distributed.host_group import Channel, HostGroup, make_host_group
 from sdp_deepspeed.distributed.last_acts import LastActs, make_last_acts
-from sdp_deepspeed.distributed.monitored_barrier import Phase
 from sdp_deepspeed.engine.apply_plan import AppliedPlan, ModelAtStart, apply_plan
-from sdp_deepspeed.engine.checkpoint_calls import CheckpointCalls
 from sdp_deepspeed.engine.consistency import check_holders_agree
 from sdp_deepspeed.engine.deepspeed_settings import loss_scaler, network_of, optimizer_settings, rank_groups
-from sdp_deepspeed.engine.dense_export import DenseExport
+from sdp_deepspeed.engine.dense_calls import DenseCalls
+from sdp_deepspeed.engine.dense_export import install_save
+from sdp_deepspeed.engine.full_tensors import FullTensors, install_full_access
+from sdp_deepspeed.engine.given import Given
 from sdp_deepspeed.engine.start import Start
 from sdp_deepspeed.masking.compiled import compile_in_place
 from sdp_deepspeed.masking.other_weights import OtherWeights
@@ -49,7 +47,7 @@ from sdp_deepspeed.tensor_parallel.model import ModelBeforeAutoTP
 _NO_OPTIMIZER = f"{KEY} needs an optimizer: name one in the config, or give deepspeed.initialize one"
 
 
-class SubnetworkEngine(CheckpointCalls):
+class SubnetworkEngine(DenseCalls):
     """What `deepspeed.initialize` returns for a config with the block `subnetwork_data_parallel`.
 
     Attributes:
@@ -69,6 +67,7 @@ class SubnetworkEngine(CheckpointCalls):
     _applied: AppliedPlan
     _known_parameters: KnownParameters
     _other_weights: OtherWeights
+    _given: Given
     _before_autotp: ModelBeforeAutoTP | None = None
     _deferred: DeferredModel | None = None  # until the model has storage
 
@@ -83,14 +82,17 @@ class SubnetworkEngine(CheckpointCalls):
             prepared = compile_in_place(model)
             object.__setattr__(self, "_deferred", DeferredModel.of(prepared))
             refuse_shared_memory(prepared)  # a cast to another dtype would untie them without a word
+            object.__setattr__(self, "_given", Given.of(options))
             return prepared
 
         model = run_on_all_ranks(start.ranks, prepare)
-        super().__init__(args, model, *rest, **options)
+        super().__init__(args, model, *rest, **(options | {"model_parameters": self._given.parameters}))
         if self.optimizer is None:
             raise ValueError(_NO_OPTIMIZER)
         self._known_parameters = KnownParameters(self.module)
         self._other_weights = OtherWeights(self.module, self._applied.mask)
+        install_save(self._export())
+        install_full_access(self, dict(self.module.named_parameters(remove_duplicate=False)))
         self.checkpointer = Checkpointer.build(
             self, self._host, options=start.block.checkpoint, accepts_universal=self.load_universal_checkpoint()
         )
@@ -133,6 +135,7 @@ class SubnetworkEngine(CheckpointCalls):
             before_autotp=self._before_autotp,
             deferred=self._deferred,
         )
+        self._given = run_on_all_ranks(self.world, partial(self._given.built, model))
         self._applied = apply_plan(start, self.block, groups)
         self._deferred = None
 
@@ -140,7 +143,7 @@ class SubnetworkEngine(CheckpointCalls):
         kind = self.optimizer_name() if client_optimizer is None else type(client_optimizer)
         if client_optimizer is None or isinstance(client_optimizer, torch.optim.Optimizer):
             run_on_all_ranks(self.world, partial(refuse_optimizer, kind, self.block))
-        super()._configure_optimizer(client_optimizer, model_parameters)
+        super()._configure_optimizer(self._given.optimizer, model_parameters)
 
     def _configure_basic_optimizer(self, model_parameters: Any) -> Any:
         with as_given(self._applied.model):
@@ -195,55 +198,6 @@ class SubnetworkEngine(CheckpointCalls):
             replicas_agree = partial(self._applied.parallel.check_replicated, self.held_tensors())
             run_on_all_ranks(self.world, holders_agree, replicas_agree)
 
-    def train(self, mode: bool = True) -> SubnetworkEngine:
-        """As DeepSpeed's; going back to training ends an evaluation of the dense model on all ranks."""
-        if mode:
-            self._applied.dense_view.end_evaluation()
-        super().train(mode)
-        return self
-
-    @contextmanager
-    def dense(self, *, resident: bool | None = None, weights: nn.Module | None = None) -> Iterator[None]:
-        """Context in which the module is the dense model; all ranks enter and leave together.
-
-        Args:
-            resident: True holds the whole model at once (generation, state dict). For gradients of the dense model
-                use `torch.autograd.grad`. The next step starts from the weights as they are left; of a Parameter that
-                was replaced (`load_state_dict(..., assign=True)`) the values are taken, and the first object stays.
-                False fetches each lacking part while the one before it runs and frees it after, which takes the memory
-                of the subnetwork plus two parts. By default what was fetched stays for the next forward pass where
-                memory allows (`evaluation` in the block), to the same results.
-            weights: those of this copy (`copy.deepcopy(engine.module)`, made outside of `dense`) in place of the
-                module's: an average of weights. Not in the backward regime with neurons.
-
-        Raises:
-            ValueError: `weights` is no such copy.
-            RuntimeError: on all ranks, naming ranks, when they do not do the same inside; naming tensors, when they
-                were replaced by others of another shape.
-        """
-        view = self._applied.dense_view
-        if weights is not None:
-            self._refuse_resident("engine.dense(weights=...)")
-            with self._other_weights.shown(weights), self.dense(resident=resident):
-                yield
-            return
-        try:
-            with view(resident=resident), self._applied.parallel.whole_state_dicts():
-                try:
-                    yield
-                finally:
-                    resident = resident or view.is_whole  # a state dict makes it so
-        finally:
-            is_own = not (view.is_whole or self._other_weights.are_shown)  # an outer view may scale them
-            if resident and is_own:
-                self.optimizer.refresh_fp32_params()
-
-    def load_module_state_dict(self, *args: Any, **options: Any) -> None:
-        """As DeepSpeed's; the next step starts from these weights."""
-        self._refuse_other_weights("load_module_state_dict")
-        super().load_module_state_dict(*args, **options)
-        self.optimizer.refresh_fp32_params()
-
     def held_tensors(self) -> dict[str, torch.Tensor]:
         """Parameters and buffers that this rank stores for its subnetwork, by dense name; parts of them where neurons
         or heads are cut, and "<name> (lacking)" for what it stores but does not train (backward regime)."""
@@ -253,48 +207,24 @@ class SubnetworkEngine(CheckpointCalls):
         """What this rank stores beside the module's parameters: neurons and heads that it does not train."""
         return list(self._applied.model.views.lacking.values())
 
-    def save_pretrained(self, folder: str | Path, tokenizer: Any = None, **options: Any) -> None:
-        """Write the dense model in Hugging Face format, complete or not at all; all ranks call it, rank 0 writes.
-
-        Args:
-            tokenizer: saved beside the model if given.
-            options: of the model's own `save_pretrained`, such as `max_shard_size`.
-        """
-        self._export().save_pretrained(folder, tokenizer, **options)
-
-    def save_16bit_model(
-        self, save_dir: str, save_filename: str = "pytorch_model.bin", exclude_frozen_parameters: bool = False
-    ) -> bool:
-        """As DeepSpeed's, of the dense model."""
-        save = super().save_16bit_model
-        self._export().save_as_built(
-            lambda folder: save(folder, save_filename, exclude_frozen_parameters), save_dir, save_filename
-        )
-        return True
-
     def _place(self, what: str) -> str:
         return f"its {what} (step {self.global_steps + 1}, micro-step {self.micro_steps + 1})"
-
-    def _export(self) -> DenseExport:
-        return DenseExport(self.module, self._applied, self.world, partial(self.dense, resident=True))
-
-    def _refuse_resident(self, call: str) -> None:
-        if self._applied.dense_view.is_resident:
-            raise RuntimeError(f"{call} inside engine.dense(resident=True): leave it first, on all ranks")
-        self._refuse_other_weights(call)
-
-    def _refuse_other_weights(self, call: str) -> None:
-        if self._other_weights.are_shown:
-            raise RuntimeError(f"{call} inside engine.dense(weights=...): leave it first, on all ranks")
-
-    def before_checkpoint(self, call: str) -> None:
-        """Meet all ranks, and leave evaluation; RuntimeError if one does not come, the dense model is resident, or
-        Parameters are others than at start."""
-        self._refuse_resident(call)
-        self._known_parameters.check()
-        self._applied.dense_view.meet(Phase.SAVE if call == "save_checkpoint" else Phase.LOAD)
 
     def rank_chunks(self) -> RankChunks:
         """Where this rank's parameters and persistent buffers lie in the dense model."""
         model = self.optimizer.model
         return RankChunks(model, persistent_buffers(self.module, model.views.shapes))
+
+    def full_tensors(self) -> FullTensors:
+        """What DeepSpeed's `safe_get_full_fp32_param` and its like read and write.
+
+        Raises:
+            ValueError: under tensor parallelism, where nobody has put it together.
+        """
+        self._refuse_resident("safe_get_full_* or safe_set_full_*")
+        if self._applied.parallel.group is not None:
+            raise ValueError(
+                f"{KEY}: safe_get_full_* and safe_set_full_* of DeepSpeed are not possible under tensor parallelism; "
+                "read what engine.save_checkpoint wrote"
+            )
+        return FullTensors(self.optimizer, self.rank_chunks(), self.dp_group)

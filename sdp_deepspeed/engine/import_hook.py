@@ -6,22 +6,28 @@ which calls it itself. Importing this module is cheap; DeepSpeed is patched when
 
 from __future__ import annotations
 
-import importlib.abc
-import importlib.machinery
 import importlib.util
 import sys
 from collections.abc import Callable, Sequence
 from functools import wraps
 from types import ModuleType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from sdp_deepspeed.engine.abandoned_builds import remove_abandoned_builds
+from sdp_deepspeed.engine.trainer_hook import patch_trainer
+
+if TYPE_CHECKING:
+    from importlib.machinery import ModuleSpec
 
 
 def arm() -> None:
     """Patch each host now if it is imported, else at the moment when it will be."""
     waiting = {}
-    for name, patch in {"deepspeed": _patch_deepspeed, "accelerate.accelerator": _patch_accelerate}.items():
+    patches = {
+        "deepspeed": _patch_deepspeed,
+        "accelerate.accelerator": _patch_accelerate,
+        "transformers.trainer": patch_trainer,
+    }
+    for name, patch in patches.items():
         host = sys.modules.get(name)
         if host is not None and not getattr(getattr(host, "__spec__", None), "_initializing", False):
             patch()
@@ -31,8 +37,11 @@ def arm() -> None:
         sys.meta_path.insert(0, _AfterImport(waiting))
 
 
-class _AfterImport(importlib.abc.MetaPathFinder):
-    """Finds the hosts as everybody does, and patches each once its import is complete."""
+class _AfterImport:
+    """Finds the hosts as everybody does, and patches each once its import is complete.
+
+    Of no base class: `importlib.abc` takes longer to import than all of ours, which `sdp arm` has every Python do.
+    """
 
     def __init__(self, waiting: dict[str, Callable[[], None]]) -> None:
         self._waiting = waiting
@@ -40,7 +49,7 @@ class _AfterImport(importlib.abc.MetaPathFinder):
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
-    ) -> importlib.machinery.ModuleSpec | None:
+    ) -> ModuleSpec | None:
         if self._searching or fullname not in self._waiting:
             return None
         self._searching = True  # the search below asks us too
@@ -50,11 +59,12 @@ class _AfterImport(importlib.abc.MetaPathFinder):
             self._searching = False
         # A spec is also asked for only to see whether a host is installed, so we stay armed until it is executed.
         if spec is not None and spec.loader is not None:
-            spec.loader = _PatchingLoader(spec.loader, self._waiting[fullname])
+            loader: Any = _PatchingLoader(spec.loader, self._waiting[fullname])
+            spec.loader = loader
         return spec
 
 
-class _PatchingLoader(importlib.abc.Loader):
+class _PatchingLoader:
     def __init__(self, loader: Any, patch: Callable[[], None]) -> None:
         self._loader = loader
         self._patch = patch
@@ -62,7 +72,7 @@ class _PatchingLoader(importlib.abc.Loader):
     def __getattr__(self, name: str) -> Any:
         return getattr(self._loader, name)
 
-    def create_module(self, spec: importlib.machinery.ModuleSpec) -> ModuleType | None:
+    def create_module(self, spec: ModuleSpec) -> Any:
         return self._loader.create_module(spec)
 
     def exec_module(self, module: ModuleType) -> None:
@@ -73,6 +83,8 @@ class _PatchingLoader(importlib.abc.Loader):
 def _patch_deepspeed() -> None:
     from deepspeed.runtime.engine import DeepSpeedEngine
     from deepspeed.utils import logger
+
+    from sdp_deepspeed.engine.abandoned_builds import remove_abandoned_builds
 
     for text in remove_abandoned_builds():  # now, because the first operator is built before any engine
         logger.warning(text)
@@ -143,8 +155,10 @@ def _patch_accelerate() -> None:
     def get_state_dict(self: Any, model: Any, *args: Any, **kwargs: Any) -> Any:
         if "SubnetworkEngine" not in {base.__name__ for base in type(model).__mro__}:
             return original(self, model, *args, **kwargs)
-        with model.dense(resident=True):
-            return original(self, model, *args, **kwargs)
+        from deepspeed.checkpoint.utils import clone_tensors_for_torch_save
+
+        with model.dense(resident=True):  # where state dicts are whole, also under tensor parallelism
+            return clone_tensors_for_torch_save(model.module.state_dict())
 
     fill = DeepSpeedPlugin.fill_match
 

@@ -19,6 +19,7 @@ TESTED = {"deepspeed": ("0.19.8",), "torch": ("2.13.0",), "transformers": ("5.23
 PRIVATE_NAMES: tuple[tuple[str, str], ...] = (
     ("deepspeed.checkpoint", "SubparamShape"),
     ("deepspeed.checkpoint.ds_to_universal", "main"),
+    ("deepspeed.checkpoint.utils", "clone_tensors_for_torch_save"),
     ("deepspeed.comm", "all_to_all_single"),
     ("deepspeed.runtime.base_optimizer", "ZeROOptimizer.queue_post_backward_callback"),
     ("deepspeed.runtime.base_optimizer", "ZeROOptimizer.register_grad_acc_post_hook"),
@@ -89,6 +90,7 @@ PRIVATE_NAMES_OF_TOOLS: tuple[tuple[str, str], ...] = (
     ("torch.distributed._tools.mem_tracker", "MemTracker._track_module_params_and_buffers"),
     ("transformers", "PreTrainedModel._keys_to_ignore_on_load_unexpected"),
     ("transformers.conversion_mapping", "get_checkpoint_conversion_mapping"),
+    ("transformers.trainer", "get_model_param_count"),
 )
 # Attributes that only instances have, with the module of the host that sets them.
 PRIVATE_ATTRIBUTES: tuple[tuple[str, str], ...] = (
@@ -100,6 +102,12 @@ PRIVATE_ATTRIBUTES: tuple[tuple[str, str], ...] = (
     ("deepspeed.runtime.engine", "ds_autotp_parsed"),
     ("deepspeed.runtime.zero.stage_1_and_2", "all_grad_tensors"),
     ("deepspeed.runtime.zero.stage_1_and_2", "averaged_gradients"),
+    ("deepspeed.utils.tensor_fragment", "_hp_grad"),
+    ("deepspeed.utils.tensor_fragment", "_hp_mapping"),
+    ("deepspeed.utils.tensor_fragment", "get_full_hp_grad"),
+    ("deepspeed.utils.tensor_fragment", "get_full_hp_param"),
+    ("deepspeed.utils.tensor_fragment", "set_full_hp_grad"),
+    ("deepspeed.utils.tensor_fragment", "set_full_hp_param"),
     ("torch._dynamo.eval_frame", "_orig_mod"),
     ("torch._dynamo.eval_frame", "dynamo_ctx"),
     ("torch.distributed._tools.mem_tracker", "_peak_mem"),

@@ -99,7 +99,7 @@ class DenseView:
         self._replaceable: ReplaceableTensors | None = None
         self._in_forward = False  # of the whole model
         self._automatic = False  # streaming was entered by a forward pass in evaluation mode
-        self._is_collective = bool(mask.parts) and not mask.model.stores_all
+        self.is_collective = bool(mask.parts) and not mask.model.stores_all  # forward regime: units travel
         self._first = {part.modules[0]: index for index, part in enumerate(mask.parts)}
         self._last = {part.modules[-1]: index for index, part in enumerate(mask.parts)}
 
@@ -128,7 +128,7 @@ class DenseView:
             if not part.whole:
                 refuse = RefusePartial(part.name, partial(getattr, part, "dense"), _WAY)
                 for module in (inner for outer in part.modules for inner in outer.modules()):
-                    module.register_state_dict_pre_hook(refuse)
+                    module.register_state_dict_post_hook(refuse)
         self._module.register_state_dict_pre_hook(Hook(lambda *_: self.become_resident()))
 
     def _mix_in(self, mixin: type[nn.Module], module: nn.Module) -> None:
@@ -169,7 +169,7 @@ class DenseView:
             return
         error = self._replaceable.put_back()
         self._replaceable = None
-        if self._is_collective:
+        if self.is_collective:
             raise_on_all_ranks(self._dp_group, error)
         elif error is not None:
             raise error
@@ -182,7 +182,7 @@ class DenseView:
 
     def wait_to_write(self) -> None:
         """What the ranks are about to write is a collective also where the dense model is none (backward regime)."""
-        if not self._is_collective:
+        if not self.is_collective:
             self._barrier.wait(Phase.RESIDENT)
 
     def meet(self, phase: Phase) -> None:
@@ -195,12 +195,12 @@ class DenseView:
         self._barrier.wait(phase)
 
     def _wait(self, phase: Phase) -> None:
-        if self._is_collective:
+        if self.is_collective:
             self._barrier.wait(phase)
 
     def _make_resident(self) -> None:
         self._wait(Phase.RESIDENT)
-        with self._passes.all_at_once() if self._is_collective else nullcontext():
+        with self._passes.all_at_once() if self.is_collective else nullcontext():
             for index in range(len(self._mask.parts)):
                 self._fill(index)
         self._mode = "resident"
@@ -215,7 +215,7 @@ class DenseView:
 
     def _wants_dense(self) -> bool:
         """In the backward regime also without gradients in training mode: generation there needs its cache."""
-        return not torch.is_grad_enabled() and not (self._module.training and self._is_collective)
+        return not torch.is_grad_enabled() and not (self._module.training and self.is_collective)
 
     def is_streaming(self) -> bool:
         """Whether a forward pass now makes parts dense one by one."""
@@ -236,7 +236,7 @@ class DenseView:
         self._in_forward = True
         if self._mode == "resident":
             return
-        if self._is_collective:
+        if self.is_collective:
             self._passes.begin(self._evaluation)
         self._automatic = self._mode == "subnetwork"
         self._mode = "streaming"
@@ -257,7 +257,7 @@ class DenseView:
             return
         part = self._mask.parts[index]
         alone = self._wants_dense() and not self._in_forward  # an inner module was called
-        if self._mode == "streaming" or (alone and not part.dense and not self._is_collective):
+        if self._mode == "streaming" or (alone and not part.dense and not self.is_collective):
             self._fill(index)
         elif alone and not part.dense:
             raise RuntimeError(
@@ -288,7 +288,7 @@ class DenseView:
     def _fill(self, index: int) -> None:
         part = self._mask.parts[index]
         with torch.inference_mode(False):
-            if self._is_collective:
+            if self.is_collective:
                 part.show(self._passes.take(index))
             else:
                 part.fill(lambda _: None)

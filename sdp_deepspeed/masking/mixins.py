@@ -8,12 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from copy import deepcopy
-from typing import Any
+from typing import Any, NoReturn
 
+import torch
 from torch import nn
+from torch.utils._pytree import tree_leaves
 
 CUT = "_sdp_cut"  # attribute of a model of which ranks hold parts only, and of its modules of which they do
-_LEADS_BACK = ("_sdp_view", "_sdp_part")  # attributes of a module that know the model
+_LEADS_BACK = ("_sdp_view", "_sdp_part", "_sdp_export")  # attributes of a module that know the model
 _OWN = (*_LEADS_BACK, "_sdp_outputs", "_sdp_nothing")
 _MIXED: dict[tuple[type[nn.Module], type[nn.Module]], type[nn.Module]] = {}
 
@@ -93,7 +95,9 @@ def no_hook(*args: Any) -> None:
 
 
 class RefusePartial:
-    """A hook before state dicts of a module that is not whole here.
+    """A hook after state dicts of a module that is not whole here: what they have of it is refused when it is used.
+
+    Not before, since hosts take state dicts that they throw away (Lightning's callbacks, say).
 
     Args:
         name: of its part, for the message.
@@ -106,14 +110,43 @@ class RefusePartial:
         self._is_dense = is_dense
         self._way = way
 
-    def __call__(self, *args: Any) -> None:
-        if not self._is_dense():
-            raise RuntimeError(
-                f"this rank does not hold all of {self._name}, so its state dict would be partial. {self._way}"
-            )
+    def __call__(self, module: nn.Module, state: dict[str, Any], prefix: str, metadata: Any) -> None:
+        if self._is_dense():
+            return
+        text = f"this rank does not hold all of {self._name}, so its state dict would be partial. {self._way}"
+        for name in (*module._parameters, *module._buffers):
+            if f"{prefix}{name}" in state:
+                state[f"{prefix}{name}"] = PartialTensor.of(text)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Callable[..., None]:
         return no_hook if self._is_dense() else RefusePartial(self._name, never, _WAY_OF_A_COPY)
+
+
+class PartialTensor(torch.Tensor):
+    """Stands in a state dict for a tensor that this rank has a part of, or nothing: whatever is done with it raises."""
+
+    _refusal: str
+
+    @classmethod
+    def of(cls, refusal: str) -> PartialTensor:
+        """One that raises RuntimeError with this text."""
+        made: PartialTensor = torch.empty(0, dtype=torch.float32, device="meta").as_subclass(cls)
+        made._refusal = refusal
+        return made
+
+    @classmethod
+    def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> NoReturn:
+        leaves = tree_leaves((args, kwargs))
+        raise RuntimeError(next(leaf for leaf in leaves if isinstance(leaf, cls))._refusal)
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
+        return f"<{self._refusal}>"
+
+    def __reduce_ex__(self, protocol: Any) -> NoReturn:
+        raise RuntimeError(self._refusal)
+
+    def __deepcopy__(self, memo: Any) -> NoReturn:
+        raise RuntimeError(self._refusal)
 
 
 _WAY_OF_A_COPY = (

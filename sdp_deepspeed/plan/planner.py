@@ -158,6 +158,13 @@ def _warn_if_disconnected(plan: Plan) -> None:
     k, p, num_units = plan.num_subnetworks, plan.num_holders, len(plan.units)
     if is_connected(incidence(plan.holders, k)):
         return
+    if k == 2:
+        warnings.warn(
+            "2 subnetworks share no unit below coverage 1 (spectral gap 0): they exchange shared parameters only. That "
+            f"suits a trial; to train at coverage {p / k:.4g} take 4 ranks or more, whose subnetworks share units",
+            stacklevel=3,
+        )
+        return
     finer = ', or use finer units: granularity "sublayer", or for MLPs cut by neurons more neuron_groups' * (p > 1)
     warnings.warn(
         f"{num_units} units with {p} holders each do not connect {k} subnetworks (spectral gap 0): "

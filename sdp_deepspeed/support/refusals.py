@@ -128,4 +128,4 @@ def refuse_optimizer(kind: str | type[Any], config: SubnetworkConfig) -> None:
 
 def _refusal(row: Row, value: Any) -> str:
     note = f"; {row.note}" if row.note else ""
-    return f"{row.path}: got {value!r}: {row.what} is not possible with {KEY}{note}"
+    return f"{row.path}: got {value!r} ({row.what}), which is not possible with {KEY}{note}"

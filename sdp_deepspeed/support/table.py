@@ -227,7 +227,7 @@ _REST = (
         "the optimizer's own step takes whole matrices; remove the key",
     ),
     _refused(
-        "other optimizers",
+        "optimizers that are not elementwise",
         "optimizer.type",
         "OneBitAdam",
         is_unknown_optimizer,

@@ -22,7 +22,7 @@ from deepspeed.checkpoint import ds_to_universal
 from sdp_deepspeed.atomic_files import complete_or_absent, regular, write_text
 from sdp_deepspeed.checkpoint.interop.safe_pickles import known_classes_only, read_known
 from sdp_deepspeed.checkpoint.interop.universal import FP32, LATEST_UNIVERSAL, PARAM, ZERO, is_universal
-from sdp_deepspeed.checkpoint.storage.names import LATEST
+from sdp_deepspeed.checkpoint.storage.names import LATEST, MANIFEST
 from sdp_deepspeed.checkpoint.storage.plain_pickles import refusal_reason
 from sdp_deepspeed.messages import quoted
 
@@ -96,7 +96,7 @@ def _tag_folder(source: Path, tag: str | None) -> Path:
     if not source.is_dir():
         raise ValueError(f"there is no folder {source}")
     if tag is None and any(source.glob(_OPTIMIZERS)):
-        return source
+        return _foreign(source)
     if tag is None:
         pointer = source / LATEST
         if not pointer.is_file():
@@ -104,10 +104,16 @@ def _tag_folder(source: Path, tag: str | None) -> Path:
                 f"{source} has no files {_OPTIMIZERS} and no {LATEST}; give the folder of a ZeRO checkpoint"
             )
         tag = regular(pointer).read_text(encoding="utf-8").strip()
-    folder = source / tag
+    folder = _foreign(source / tag)
     if not any(folder.glob(_OPTIMIZERS)):
         hint = "it is universal already" if is_universal(folder) else "it is no ZeRO checkpoint of DeepSpeed"
         raise ValueError(f"{folder} has no files {_OPTIMIZERS}: {hint}")
+    return folder
+
+
+def _foreign(folder: Path) -> Path:
+    if (folder / MANIFEST).is_file():
+        raise ValueError(f"{folder} is a checkpoint of sdp_deepspeed already; give it to engine.load_checkpoint")
     return folder
 
 

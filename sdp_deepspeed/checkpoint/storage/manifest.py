@@ -109,6 +109,12 @@ def read_manifest(path: Path) -> dict[str, Any]:
         text = regular(file).read_text(encoding="utf-8")
         manifest = json.loads(text.rstrip("\n").rpartition("\n")[0])
     except FileNotFoundError:
+        if any(path.glob("*_model_states.pt")) and not (path / COMMON).exists():
+            raise ValueError(
+                f"checkpoint: {path} is a checkpoint of DeepSpeed's own; convert it with `sdp checkpoint from-zero "
+                f"{path.parent} <new folder> --tag {path.name}`, set checkpoint.load_universal in the config to true, "
+                "and load the new folder"
+            ) from None
         raise ValueError(
             f"checkpoint: {path} is not complete: it has no {MANIFEST} (or it is not a checkpoint of sdp_deepspeed)"
         ) from None

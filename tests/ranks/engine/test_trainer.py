@@ -1,101 +1,251 @@
-"""Under the Trainer of Transformers: train, evaluate and save the dense model, resume."""
+"""Under the Trainer of Transformers: train, evaluate and save the dense model, resume; what it says about the run."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import logging
+from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 
-from tests.helpers.models import LENGTH, VOCABULARY, llama
+from sdp_deepspeed.reference.virtual_workers import Reference
+from tests.helpers.hosts import Row, batch_of, deepspeed_config, loaded, mean_loss, rows
+from tests.helpers.models import llama
 from tests.helpers.ranks import Rank
+from tests.helpers.training import assert_identical, dense_state, gathered, refusal
+
+ADAMW = {"optimizer": {"type": "AdamW", "params": {"lr": "auto", "torch_adam": True}}}
+MIXED = {"attention": "neuron", "mlp": "block"}
 
 
-def _data(num: int) -> list[dict[str, torch.Tensor]]:
-    generator = torch.Generator().manual_seed(3)
-    rows = [torch.randint(0, VOCABULARY, (LENGTH,), generator=generator) for _ in range(num)]
-    return [{"input_ids": row, "labels": row} for row in rows]
-
-
-def _trainer(folder: Path, num_steps: int, block: Mapping[str, Any]) -> Any:
+def trainer_of(folder: Path, block: Mapping[str, Any], *, config: Mapping[str, Any] = ADAMW, **options: Any) -> Any:
     from transformers import Trainer, TrainingArguments
 
-    config = {
-        "train_micro_batch_size_per_gpu": "auto",
-        "gradient_accumulation_steps": "auto",
-        "gradient_clipping": "auto",
-        "optimizer": {"type": "AdamW", "params": {"lr": "auto", "torch_adam": True}},
-        "zero_optimization": {"stage": 1},
-        "subnetwork_data_parallel": {"coverage": 0.5, **block},
+    given = {name: options.pop(name) for name in ("callbacks", "data_collator") if name in options}
+    arguments: dict[str, Any] = {
+        "per_device_train_batch_size": 2,
+        "per_device_eval_batch_size": 1,  # a larger last batch would be filled up with rows that count twice
+        "max_steps": 4,
+        "lr_scheduler_type": "constant",
+        "eval_strategy": "steps",
+        "eval_steps": 2,
+        "save_strategy": "steps",
+        "save_steps": 2,
+        "report_to": [],
+        "use_cpu": True,
+        "disable_tqdm": True,
+        "logging_steps": 1,
+        "deepspeed": deepspeed_config(block, **config),
     }
-    arguments = TrainingArguments(
-        str(folder),
-        per_device_train_batch_size=2,
-        per_device_eval_batch_size=1,  # a larger last batch would be filled up with rows that count twice
-        max_steps=num_steps,
-        lr_scheduler_type="constant",
-        eval_strategy="steps",
-        eval_steps=2,
-        save_strategy="steps",
-        save_steps=2,
-        deepspeed=config,
-        report_to=[],
-        use_cpu=True,
-        disable_tqdm=True,
-        logging_steps=1,
-    )
-    return Trainer(llama(), arguments, train_dataset=_data(32), eval_dataset=_data(7))
+    data, evaluated = options.pop("data", rows(32)), options.pop("evaluated", rows(7))
+    made = TrainingArguments(str(folder), **{**arguments, **options})
+    return Trainer(llama(), made, train_dataset=data, eval_dataset=evaluated, **given)
 
 
-def _check_trainer(block: Mapping[str, Any], rank: Rank) -> None:
-    from safetensors.torch import load_file
-
+def trains_and_resumes(block: Mapping[str, Any], rank: Rank) -> None:
     from sdp_deepspeed.engine.engine import SubnetworkEngine
 
-    whole = _trainer(rank.folder / "whole", 4, block)
+    whole = trainer_of(rank.folder / "whole", block)
     whole.train()
     engine = whole.model_wrapped
     assert isinstance(engine, SubnetworkEngine)
     assert engine.plan.coverage == 0.5
     whole.save_model(str(rank.folder / "final"))
-    with engine.dense(resident=True):
-        dense = {name: value.clone() for name, value in engine.module.state_dict().items()}
-        with torch.no_grad():
-            expected = [float(engine.module(**_batch(row)).loss) for row in _data(7)]
-    assert abs(whole.evaluate()["eval_loss"] - sum(expected) / len(expected)) < 1e-5
-    saved = load_file(rank.folder / "final" / "model.safetensors")
-    assert saved.keys() == dense.keys()
-    assert all(torch.equal(saved[name], value) for name, value in dense.items())
-    _check_resumed(rank, whole, block)
-
-
-def _check_resumed(rank: Rank, whole: Any, block: Mapping[str, Any]) -> None:
-    again = _trainer(rank.folder / "again", 4, block)
+    gathered(None)  # rank 0 wrote it
+    final = loaded(rank.folder / "final")
+    assert_identical(final.state_dict(), dense_state(engine))
+    evaluated = whole.evaluate()["eval_loss"]
+    assert evaluated == pytest.approx(mean_loss(final, rows(7)), abs=1e-5)
+    assert evaluated < mean_loss(llama(), rows(7))
+    again = trainer_of(rank.folder / "again", block)
     again.train(resume_from_checkpoint=str(rank.folder / "whole" / "checkpoint-2"))
-    for name, value in again.model_wrapped.held_tensors().items():
-        assert torch.equal(value, whole.model_wrapped.held_tensors()[name]), name
+    assert_identical(again.model_wrapped.held_tensors(), engine.held_tensors())
 
 
-def _batch(row: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    return {name: value[None] for name, value in row.items()}
+def with_everything_at_once(rank: Rank) -> None:
+    """The Trainer's own optimizer, accumulation, activation checkpointing, bf16, callbacks, the best model back."""
+    from transformers import TrainerCallback
 
+    class Recorder(TrainerCallback):
+        def __init__(self) -> None:
+            self.logs: list[dict[str, float]] = []
 
-def _checks(size: int, config: pytest.Config) -> list[tuple[str, Any]]:
-    blocks: dict[str, dict[str, Any]] = {
-        "trainer": {},
-        "neuron": {"strategy": "neuron"},
-        "backward": {
-            "regime": "backward",
-            "strategy": {"attention": "neuron", "mlp": "block"},
-            "assignment": "auto",
-        },
+        def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
+            self.logs.append(dict(logs))
+
+    recorder = Recorder()
+    options: dict[str, Any] = {
+        "gradient_accumulation_steps": 2,
+        "gradient_checkpointing": True,
+        "bf16": True,
+        "learning_rate": 5e-3,
+        "load_best_model_at_end": True,
+        "metric_for_best_model": "eval_loss",
+        "greater_is_better": True,  # so that the best is not the last
+        "callbacks": [recorder],
     }
-    return [(name, partial(_check_trainer, block)) for name, block in blocks.items()]
+    trainer = trainer_of(rank.folder, {"strategy": "neuron"}, config={}, **options)
+    trainer.train()
+    evaluations = [logs["eval_loss"] for logs in recorder.logs if "eval_loss" in logs]
+    assert evaluations == sorted(evaluations, reverse=True)
+    assert len(set(evaluations)) == 2
+    assert trainer.state.best_model_checkpoint == str(rank.folder / "checkpoint-2")
+    assert trainer.evaluate()["eval_loss"] == pytest.approx(evaluations[0], abs=1e-6)  # that one is back
+    trainer.save_model(str(rank.folder / "final"))
+    gathered(None)
+    final = loaded(rank.folder / "final").eval()
+    predicted = trainer.predict(rows(4))
+    with torch.no_grad():
+        expected = torch.cat([final(**batch_of(row)).logits for row in rows(4)])
+    # Of the dense model, in bf16: 8 bits, after a few sums.
+    torch.testing.assert_close(torch.tensor(predicted.predictions[0:4]), expected.float(), rtol=0.05, atol=0.05)
+    steps = [logs for logs in recorder.logs if "loss" in logs]
+    assert len(steps) == 4
+    assert all(logs["subnetwork_loss"] == logs["loss"] for logs in steps)
+    assert recorder.logs[-2 if "eval_loss" in recorder.logs[-1] else -1].keys()
+    assert any("train_subnetwork_loss" in logs for logs in recorder.logs)
 
 
-@pytest.mark.checks(2, _checks)
+RATE = 0.5
+
+
+def token_weighted_losses(block: Mapping[str, Any], rank: Rank) -> None:
+    """Rows with few labels and rows with many: what comes out is the masked average of the gradients of the losses that
+    the Trainer passes to backward, D / N times the sum over a rank's tokens, N tokens on D ranks.
+
+    So each token of a unit's holders has the same weight, 1 / N times D / |holders|, whoever has it; for what all hold
+    the average is that over all tokens. The sum here is written without the Trainer's and the model's own loss.
+    """
+    from transformers import default_data_collator
+
+    seen: list[Row] = []
+
+    def collate(features: Any) -> Any:
+        seen.append(default_data_collator(features))
+        return seen[-1]
+
+    sgd = {"optimizer": {"type": "SGD", "params": {"lr": RATE}}}
+    options: dict[str, Any] = {"max_steps": 1, "gradient_accumulation_steps": 2, "learning_rate": RATE}
+    options |= {"eval_strategy": "no", "save_strategy": "no", "max_grad_norm": 0.0}
+    options |= {"data": rows(16, ragged=True), "data_collator": collate}
+    trainer = trainer_of(rank.folder, block, config=sgd, **options)
+    trainer.train()
+    engine = trainer.model_wrapped
+    micro: Sequence[Sequence[Row]] = gathered(seen[:2])  # later ones were fetched ahead
+    tokens = [sum(int(batch["labels"][:, 1:].ne(-100).sum()) for batch in own) for own in micro]
+    assert len(set(tokens)) == rank.size  # else this would show nothing
+
+    def loss_of(worker: Any, batch: Row) -> torch.Tensor:
+        logits = worker(input_ids=batch["input_ids"]).logits[:, :-1].flatten(0, 1)
+        total = F.cross_entropy(logits, batch["labels"][:, 1:].flatten(), ignore_index=-100, reduction="sum")
+        return total * rank.size / sum(tokens) * len(micro[0])  # the reference takes the mean over micro-batches
+
+    dense = llama()
+    reference = Reference(dense, engine.plan, lambda named: torch.optim.SGD(named.values(), lr=RATE), loss_of)
+    reference.step(micro)
+    found = dense_state(engine)
+    for name, value in dense.state_dict().items():
+        assert not torch.equal(value, llama().state_dict()[name]), name
+        torch.testing.assert_close(found[name], value, msg=name)  # torch's tolerance for fp32
+
+
+def says_what_it_trains(rank: Rank) -> None:
+    """The plan's table at the Trainer's default level, and the dense model's number of parameters."""
+    import transformers.trainer as host
+
+    records: list[logging.LogRecord] = []
+
+    class Keep(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            records.append(record)
+
+    from deepspeed.utils import logger
+
+    keep, own = Keep(), logger.getChild("sdp_deepspeed")
+    own.addHandler(keep)
+    level = logger.level
+    options: dict[str, Any] = {"max_steps": 1, "eval_strategy": "no", "save_strategy": "no"}
+    try:
+        trainer = trainer_of(rank.folder / "a", {}, **options)
+        trainer.train()
+        assert logger.level == logging.WARNING
+        tables = [record.getMessage() for record in records if "1 holders each" in record.getMessage()]
+        assert len(tables) == (1 if rank.rank == 0 else 0)
+        assert all("a loss in training mode is a subnetwork's" in text for text in tables)
+        trainer_of(rank.folder / "b", {}, log_level="error", **options).train()
+        assert len([record for record in records if "1 holders each" in record.getMessage()]) == len(tables)
+    finally:
+        own.removeHandler(keep)
+        logger.setLevel(level)
+    engine, plain = trainer.model_wrapped, llama()
+    counted = sum(parameter.numel() for parameter in plain.parameters())
+    for trainable_only in (False, True):
+        assert host.get_model_param_count(engine, trainable_only) == counted
+        assert host.get_model_param_count(plain, trainable_only) == counted
+    logs = {"loss": 1.0}
+    plain_trainer = trainer_of(rank.folder / "c", {"enabled": False}, **options)
+    plain_trainer.log(logs)
+    assert "subnetwork_loss" not in logs
+
+
+def checkpoints_of_plain_runs_and_for_plain_runs(rank: Rank) -> None:
+    """A plain Trainer's checkpoint names the command that converts it; plain DeepSpeed names us for ours."""
+    options: dict[str, Any] = {"max_steps": 2, "eval_strategy": "no"}
+    trainer_of(rank.folder / "plain", {"enabled": False}, **options).train()
+    trainer_of(rank.folder / "ours", {}, **options).train()
+    resumed = trainer_of(rank.folder / "a", {}, **options)
+    refusal(
+        ValueError,
+        lambda: resumed.train(resume_from_checkpoint=str(rank.folder / "plain" / "checkpoint-2")),
+        "sdp checkpoint from-zero",
+        "--tag global_step2",
+    )
+    other = trainer_of(rank.folder / "b", {"enabled": False}, **options)
+    refusal(
+        AssertionError,
+        lambda: other.train(resume_from_checkpoint=str(rank.folder / "ours" / "checkpoint-2")),
+        "checkpoint of sdp_deepspeed",
+        "import sdp_deepspeed",
+    )
+
+
+def tensor_parallel(rank: Rank) -> None:
+    """TP x DP: what is saved is whole in both directions. Last: DeepSpeed never forgets the groups of AutoTP."""
+    config = {**ADAMW, "tensor_parallel": {"autotp_size": 2}}
+    options: dict[str, Any] = {"max_steps": 2, "save_strategy": "no", "evaluated": rows(8)}
+    trainer = trainer_of(rank.folder / "run", {}, config=config, **options)
+    trainer.train()
+    trainer.save_model(str(rank.folder / "final"))
+    gathered(None)
+    found = loaded(rank.folder / "final")
+    assert_identical(found.state_dict(), dense_state(trainer.model_wrapped))
+    assert trainer.evaluate()["eval_loss"] == pytest.approx(mean_loss(found, rows(8)), abs=1e-5)
+
+
+def _cases(size: int, options: pytest.Config) -> Iterator[tuple[str, Any]]:
+    blocks: dict[str, dict[str, Any]] = {
+        "block": {},
+        "neuron": {"strategy": "neuron"},
+        "backward": {"regime": "backward", "strategy": MIXED, "assignment": "auto"},
+    }
+    for name, block in blocks.items():
+        yield name, partial(trains_and_resumes, block)
+    yield "everything", with_everything_at_once
+    yield "tokens", partial(token_weighted_losses, {})
+    yield "tokens backward", partial(token_weighted_losses, {"regime": "backward", "strategy": MIXED})
+    yield "says", says_what_it_trains
+    yield "foreign checkpoints", checkpoints_of_plain_runs_and_for_plain_runs
+
+
+@pytest.mark.checks(2, _cases)
 def test_trainer(outcome: str | None) -> None:
+    assert outcome is None, outcome
+
+
+@pytest.mark.checks(4, lambda *_: [("tensor parallel", tensor_parallel)])
+def test_four_ranks(outcome: str | None) -> None:
     assert outcome is None, outcome

@@ -11,7 +11,15 @@ from unittest import mock
 import pytest
 import torch
 
-from tests.helpers.dense_views import CHOICES, batch_of, engine_with, held_copies, logits, whole_copy
+from tests.helpers.dense_views import (
+    CHOICES,
+    assert_refused_in_use,
+    batch_of,
+    engine_with,
+    held_copies,
+    logits,
+    whole_copy,
+)
 from tests.helpers.live_tensors import present_lacking
 from tests.helpers.models import SPECIMENS, family, llama, loss_of
 from tests.helpers.ranks import Check, Rank
@@ -96,8 +104,7 @@ def narrow_modules_are_dense_or_refused(rank: Rank) -> None:
             RuntimeError, lambda: engine.module.model(batch_of(rank)), "layers.0.attention", "incomplete without a word"
         )
     for module in (engine.module, inner, inner.up_proj):
-        with pytest.raises(RuntimeError, match=r"does not hold .*partial.*engine\.dense\(resident=True\)"):
-            module.state_dict()
+        assert_refused_in_use(module.state_dict(), r"does not hold .*partial.*engine\.dense\(resident=True\)")
     engine.module.model.layers[0].input_layernorm.state_dict()  # shared: whole everywhere
     with engine.dense(resident=True):
         assert_identical(inner.state_dict(), dense.get_submodule("model.layers.0.mlp").state_dict())

@@ -3,17 +3,29 @@
 from __future__ import annotations
 
 import pickle
-from copy import deepcopy
+from copy import copy, deepcopy
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
 
 from sdp_deepspeed.architectures import locate_branches
-from sdp_deepspeed.masking.mixins import CUT, Hook, Mixin, RefusePartial, is_cut, mixed_in, no_hook, unmixed
+from sdp_deepspeed.masking.mixins import (
+    CUT,
+    Hook,
+    Mixin,
+    PartialTensor,
+    RefusePartial,
+    is_cut,
+    mixed_in,
+    no_hook,
+    unmixed,
+)
 from sdp_deepspeed.plan.plan import Plan
 from sdp_deepspeed.units import Unit
+from tests.helpers.dense_views import assert_refused_in_use
 from tests.helpers.masked_modules import infos
 from tests.helpers.models import llama, loss_of
 from tests.helpers.rank_models import mask_of
@@ -71,16 +83,35 @@ def test_a_copy_is_plain(kind: type[nn.Linear]) -> None:
 def test_a_partial_copy_stays_partial() -> None:
     dense = False
     refuse = RefusePartial("the part", lambda: dense, "Do it otherwise.")
-    with pytest.raises(RuntimeError, match=r"not hold all of the part, .* partial\. Do it otherwise"):
-        refuse()
+
+    def state_after(hook: Any) -> dict[str, Any]:
+        module = nn.Linear(2, 2)
+        module.register_buffer("seen", torch.zeros(1), persistent=False)
+        state = {**module.state_dict(prefix="a."), "b.weight": torch.ones(1)}
+        hook(module, state, "a.", {})
+        assert torch.equal(state["b.weight"], torch.ones(1))
+        assert state.keys() == {"a.weight", "a.bias", "b.weight"}
+        return state
+
+    assert_refused_in_use(state_after(refuse), r"not hold all of the part, .* partial\. Do it otherwise")
     partial_copy = deepcopy(refuse)
     dense = True
-    refuse()
-    with pytest.raises(RuntimeError, match=r"partial\. It is a copy of a subnetwork"):
-        partial_copy()
-    with pytest.raises(RuntimeError, match=r"partial\. It is a copy of a subnetwork"):
-        deepcopy(partial_copy)()
+    assert not any(isinstance(value, PartialTensor) for value in state_after(refuse).values())
+    for hook in (partial_copy, deepcopy(partial_copy)):
+        assert_refused_in_use(state_after(hook), r"partial\. It is a copy of a subnetwork")
     assert deepcopy(refuse) is no_hook
+
+
+def test_a_partial_tensor_can_be_shown_and_no_more() -> None:
+    """Debuggers and logs print it; whatever reads it gets the reason."""
+    tensor = PartialTensor.of("this is why")
+    assert repr(tensor) == f"{tensor!r}" == "<this is why>"
+    reads: list[Any] = [float, bool, list, len, np.asarray, copy, pickle.dumps, nn.Parameter, torch.Tensor.numel]
+    reads += [lambda value: value + 1, lambda value: torch.ones(1) + value, lambda value: value.dtype]
+    reads += [lambda value: nn.Linear(2, 2, bias=False).load_state_dict({"weight": value})]
+    for read in reads:
+        with pytest.raises(RuntimeError, match="this is why"):
+            read(tensor)
 
 
 def plan_of(model: nn.Module, regime: str, strategy: str) -> Plan:

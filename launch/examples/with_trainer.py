@@ -1,0 +1,56 @@
+"""Transformers' Trainer with subnetworks: `deepspeed --num_gpus 4 launch/examples/with_trainer.py runs/trainer`.
+
+`torchrun` and `accelerate launch` start it too. Yours is the same script but for the import and the block.
+"""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments
+
+import sdp_deepspeed  # noqa: F401  (the import)
+
+CONFIG = {
+    "train_micro_batch_size_per_gpu": "auto",
+    "gradient_accumulation_steps": "auto",
+    "gradient_clipping": "auto",
+    "optimizer": {"type": "AdamW", "params": {"lr": "auto", "weight_decay": "auto", "torch_adam": True}},
+    "zero_optimization": {"stage": 1},
+    "subnetwork_data_parallel": {"coverage": 0.5},  # the block
+}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("output", help="folder for checkpoints and the model")
+    parser.add_argument("--steps", type=int, default=100)
+    parser.add_argument("--local_rank", type=int, help="the deepspeed launcher's")
+    options = parser.parse_args()
+    tokens = torch.tensor(list(Path(argparse.__file__).read_bytes())).split(64)[:-1]  # some text, byte by byte
+    rows = [{"input_ids": row, "labels": row} for row in tokens]
+    arguments = TrainingArguments(
+        options.output,
+        deepspeed=CONFIG,
+        max_steps=options.steps,
+        per_device_train_batch_size=8,
+        learning_rate=3e-3,
+        logging_steps=max(1, options.steps // 5),
+        save_steps=options.steps,
+        report_to=[],
+        use_cpu=not torch.cuda.is_available(),
+    )
+    torch.manual_seed(0)
+    model = LlamaForCausalLM(
+        LlamaConfig(vocab_size=256, hidden_size=64, intermediate_size=128, num_hidden_layers=4, num_attention_heads=4)
+    )
+    trainer = Trainer(model, arguments, train_dataset=rows[:-64], eval_dataset=rows[-64:])
+    trainer.train()
+    print(f"loss of the dense model: {trainer.evaluate()['eval_loss']:.4f}")  # not of a subnetwork
+    trainer.save_model(f"{options.output}/hf")  # loads with LlamaForCausalLM.from_pretrained
+
+
+if __name__ == "__main__":
+    main()

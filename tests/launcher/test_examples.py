@@ -1,0 +1,51 @@
+"""The examples for Transformers' Trainer and for Accelerate as they stand, each by another launcher of two ranks."""
+
+from __future__ import annotations
+
+import os
+import re
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from tests.helpers.repository import ROOT
+
+LAUNCHERS = {
+    "torchrun": ["torch.distributed.run", "--nproc-per-node", "2", "--master-port"],
+    "accelerate": [
+        *("accelerate.commands.launch", "--use_deepspeed", "--num_processes", "2", "--num_machines", "1"),
+        *("--mixed_precision", "no", "--dynamo_backend", "no", "--main_process_port"),
+    ],
+}
+
+
+def free_port() -> str:
+    with socket.socket() as found:
+        found.bind(("localhost", 0))
+        return str(found.getsockname()[1])
+
+
+@pytest.mark.parametrize(
+    ("script", "launcher", "hf"), [("with_trainer", "torchrun", "hf"), ("with_accelerate", "accelerate", "")]
+)
+def test_an_example_trains_and_saves_the_dense_model(script: str, launcher: str, hf: str, tmp_path: Path) -> None:
+    helpers = [] if script == "with_trainer" else [str(ROOT / "tests/helpers/on_the_cpu.py")]
+    program = [*helpers, str(ROOT / f"launch/examples/{script}.py")]
+    command = [sys.executable, "-m", *LAUNCHERS[launcher], free_port(), *program, str(tmp_path), "--steps", "8"]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu"}
+    done = subprocess.run(command, capture_output=True, text=True, timeout=180, env=environment, cwd=tmp_path)
+    assert done.returncode == 0, f"{' '.join(command)}\n{done.stdout[-4000:]}\n{done.stderr[-4000:]}"
+    assert "2 subnetworks, 1 holders each (coverage 0.5)" in done.stdout  # the plan's table, under either
+    found = re.search(r"loss of the dense model: ([\d.]+)", done.stdout)
+    assert found is not None, done.stdout
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / hf)
+    held_out = torch.tensor(list(Path(re.__file__).read_bytes()))[:2048].view(-1, 64)
+    with torch.no_grad():
+        loss = float(model(input_ids=held_out, labels=held_out).loss)
+    assert float(found[1]) < 5.5  # of 5.545 = ln 256 before the first step
+    assert loss < 5.5

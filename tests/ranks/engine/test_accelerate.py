@@ -1,0 +1,174 @@
+"""Under Accelerate: a loop of one's own, and every way in which such loops save."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from datetime import timedelta
+from functools import partial
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+
+from sdp_deepspeed.masking.mixins import PartialTensor
+from tests.helpers.hosts import deepspeed_config, loaded, mean_loss, rows
+from tests.helpers.live_tensors import present_lacking
+from tests.helpers.models import llama
+from tests.helpers.ranks import Rank
+from tests.helpers.training import assert_identical, dense_state, gathered, refusal
+
+
+def prepared(block: Mapping[str, Any], *, accumulation: int = 2, seed: int = 0) -> tuple[Any, ...]:
+    """accelerator, engine, optimizer, loader and scheduler, as a script makes them."""
+    from accelerate import Accelerator, DeepSpeedPlugin, PartialState
+    from accelerate.state import AcceleratorState
+    from torch.utils.data import DataLoader
+
+    AcceleratorState._reset_state(True)  # one script in a process is what it knows
+    PartialState(cpu=True)  # first: with DeepSpeed it asks for GPUs, or else sees one process
+    plugin = DeepSpeedPlugin(hf_ds_config=deepspeed_config(block))
+    accelerator = Accelerator(deepspeed_plugin=plugin, gradient_accumulation_steps=accumulation)
+    model = llama(seed=seed)
+    decayed = [parameter for parameter in model.parameters() if parameter.requires_grad and parameter.dim() >= 2]
+    other = [parameter for parameter in model.parameters() if parameter.requires_grad and parameter.dim() < 2]
+    groups: list[dict[str, Any]] = [{"params": decayed}, {"params": other, "weight_decay": 0.0}]
+    optimizer = torch.optim.AdamW(groups, lr=1e-2)
+    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0 / (1 + step))
+    loader: Any = DataLoader(rows(16), batch_size=2)  # type: ignore[arg-type]
+    return accelerator, *accelerator.prepare(model, optimizer, loader, scheduler)
+
+
+def train(accelerator: Any, engine: Any, optimizer: Any, loader: Any, scheduler: Any) -> None:
+    engine.train()
+    for batch in loader:
+        with accelerator.accumulate(engine):
+            accelerator.backward(engine(**batch).loss)
+            optimizer.step()
+            scheduler.step()
+            optimizer.zero_grad()
+
+
+def evaluated(accelerator: Any, engine: Any) -> float:
+    """Over all ranks' rows, each once."""
+    engine.eval()
+    losses = []
+    for row in rows(8)[accelerator.process_index :: accelerator.num_processes]:
+        with torch.no_grad():
+            losses.append(engine(**{name: value[None] for name, value in row.items()}).loss.reshape(1))
+    return float(accelerator.gather_for_metrics(torch.cat(losses)).mean())
+
+
+def saves_the_dense_model(block: Mapping[str, Any], rank: Rank) -> None:
+    """With the state dict that Accelerate gathers, and by the module's own call on all ranks."""
+    accelerator, engine, *rest = prepared(block)
+    train(accelerator, engine, *rest)
+    loss, whole = evaluated(accelerator, engine), dense_state(engine)
+    module = accelerator.unwrap_model(engine)
+    writes = {"is_main_process": accelerator.is_main_process, "save_function": accelerator.save}
+    module.save_pretrained(rank.folder / "given", state_dict=accelerator.get_state_dict(engine), **writes)
+    accelerator.wait_for_everyone()
+    module.save_pretrained(rank.folder / "own", **writes)
+    assert not present_lacking(engine)
+    with engine.dense(resident=True):  # somebody has made it whole already
+        module.save_pretrained(rank.folder / "inside", **writes)
+    with engine.dense():  # or streams it
+        module.save_pretrained(rank.folder / "streamed", **writes)
+    accelerator.wait_for_everyone()
+    for name in ("given", "own", "inside", "streamed"):
+        found = loaded(rank.folder / name)
+        assert_identical(found.state_dict(), whole)
+        assert mean_loss(found, rows(8)) == pytest.approx(loss, abs=1e-5)
+    train(accelerator, engine, *rest)  # goes on as if nobody had saved
+
+
+def resumes(block: Mapping[str, Any], rank: Rank) -> None:
+    """From `save_state`, with another model's weights before it."""
+    first = prepared(block)
+    train(*first)
+    first[0].save_state(str(rank.folder / "state"))
+    train(*first)
+    again = prepared(block, seed=1)
+    train(*again)
+    again[0].load_state(str(rank.folder / "state"))
+    train(*again)
+    assert_identical(dense_state(again[1]), dense_state(first[1]))
+
+
+def state_dicts_that_nobody_reads(rank: Rank) -> None:
+    """As Lightning does before each checkpoint: it takes a state dict on all ranks, drops it, and has the engine save.
+    Of rank 0 alone too, at once: no rank waits."""
+    accelerator, engine, *rest = prepared({})
+    train(accelerator, engine, *rest)
+    checkpoint = {"epoch": 1, "state_dict": engine.module.state_dict()}
+    if rank.rank == 0:
+        engine.module.state_dict()
+    assert any(isinstance(value, PartialTensor) for value in checkpoint["state_dict"].values())
+    client = {name: value for name, value in checkpoint.items() if name != "state_dict"}
+    engine.save_checkpoint(str(rank.folder / "one.ckpt"), client_state=client, tag="checkpoint")
+    _, state = engine.load_checkpoint(str(rank.folder / "one.ckpt"), load_lr_scheduler_states=False)
+    assert state == {"epoch": 1}
+    refusal(RuntimeError, lambda: torch.save(engine.module.state_dict(), rank.folder / "x.pt"), "partial", "on every")
+
+
+def a_failing_save_is_everybodys(rank: Rank) -> None:
+    accelerator, engine, *rest = prepared({})
+    (rank.folder / "file").touch()
+    options = {"is_main_process": accelerator.is_main_process}
+
+    def save() -> None:
+        with mock.patch("transformers.modeling_utils.safe_save_file", side_effect=OSError(28, "No space left")):
+            engine.module.save_pretrained(rank.folder / "full", **options)
+
+    refusal(RuntimeError, save, "save_pretrained: cannot write", "full", "No space left", "[on rank 0]")
+    train(accelerator, engine, *rest)
+
+
+def backward_regime_saves_alone(rank: Rank) -> None:
+    """Every rank has the whole model there, so one may save by itself."""
+    accelerator, engine, *rest = prepared({"regime": "backward", "strategy": "neuron"})
+    train(accelerator, engine, *rest)
+    whole = dense_state(engine)
+    if rank.rank == 0:
+        engine.module.save_pretrained(rank.folder / "alone")
+        assert_identical(loaded(rank.folder / "alone").state_dict(), whole)
+    gathered(None)
+
+
+def rank_0_alone_names_who_is_missing(rank: Rank) -> None:
+    """Last, because the barrier's group is broken afterward."""
+    with mock.patch("sdp_deepspeed.distributed.monitored_barrier.TIMEOUT", timedelta(seconds=2)):
+        _, engine, *_ = prepared({})
+    said = ""
+    if rank.rank == 0:
+        with pytest.raises(RuntimeError) as caught:
+            engine.module.save_pretrained(rank.folder / "alone")
+        said = str(caught.value)
+        assert not list(Path(rank.folder).glob("alone/*.safetensors"))
+    said = gathered(said)[0]
+    for words in ("rank 0 asked for the whole dense model", "waited for rank 1, which did not come", "on every rank"):
+        assert words in said
+
+
+def _cases(size: int, options: pytest.Config) -> Iterator[tuple[str, Any]]:
+    blocks: dict[str, dict[str, Any]] = {
+        "block": {},
+        "neuron": {"strategy": "neuron"},
+        "backward": {"regime": "backward", "strategy": "neuron"},
+    }
+    for name, block in blocks.items():
+        yield f"saves {name}", partial(saves_the_dense_model, block)
+    yield "resumes", partial(resumes, {"strategy": {"attention": "neuron", "mlp": "block"}})
+    for check in (
+        state_dicts_that_nobody_reads,
+        a_failing_save_is_everybodys,
+        backward_regime_saves_alone,
+        rank_0_alone_names_who_is_missing,
+    ):
+        yield check.__name__, check
+
+
+@pytest.mark.checks(2, _cases)
+def test_two_ranks(outcome: str | None) -> None:
+    assert outcome is None, outcome

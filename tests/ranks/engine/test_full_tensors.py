@@ -1,0 +1,140 @@
+"""DeepSpeed's safe_get_full_* and safe_set_full_*: the dense model's values, judged by the reference's optimizer."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from functools import partial
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from deepspeed.utils import (
+    safe_get_full_fp32_param,
+    safe_get_full_grad,
+    safe_get_full_optimizer_state,
+    safe_set_full_fp32_param,
+    safe_set_full_grad,
+    safe_set_full_optimizer_state,
+)
+
+from sdp_deepspeed.reference.virtual_workers import Reference
+from tests.helpers.models import batches, config, llama, loss_of
+from tests.helpers.ranks import Rank
+from tests.helpers.training import dense_state, engine_of, own_batches, refusal, train
+
+NUM_STEPS = 2
+# With so large an eps a step is about proportional to the gradient; else rounding could turn steps around where
+# gradients are small.
+ADAM: dict[str, Any] = {"lr": 1e-2, "betas": (0.9, 0.99), "eps": 1e-2, "weight_decay": 0.0}
+CASES: tuple[tuple[int, Mapping[str, Any], Mapping[str, Any]], ...] = (
+    (1, {}, {}),
+    (0, {"strategy": "neuron"}, {}),
+    (2, {"strategy": "neuron"}, {}),
+    (1, {"regime": "backward", "strategy": {"attention": "neuron", "mlp": "block"}}, {}),
+    (1, {}, {"bf16": {"enabled": True}}),
+    (2, {"regime": "backward"}, {"bf16": {"enabled": True}}),
+)
+
+
+def started(stage: int, block: Mapping[str, Any], more: Mapping[str, Any]) -> Any:
+    settings = config(holders=1, **block) | {"zero_optimization": {"stage": stage}, "gradient_clipping": 0.0, **more}
+    settings["optimizer"] = {"type": "Adam", "params": {**ADAM, "torch_adam": True}}
+    model = llama()
+    model.get_parameter("model.norm.weight").requires_grad_(False)
+    return engine_of(settings, model)
+
+
+def parameters(engine: Any) -> dict[str, torch.nn.Parameter]:
+    return dict(engine.module.named_parameters())
+
+
+def are_the_references(stage: int, block: Mapping[str, Any], more: Mapping[str, Any], rank: Rank) -> None:
+    engine, dense = started(stage, block, more), llama()
+    dense.get_parameter("model.norm.weight").requires_grad_(False)
+    dense.to(torch.bfloat16 if more else torch.float32)
+    reference = Reference(dense, engine.plan, lambda named: torch.optim.Adam(named.values(), **ADAM), loss_of)
+    for step in itertools.islice(batches(rank.size, 1), NUM_STEPS):
+        reference.step(step)
+    train(engine, num_steps=NUM_STEPS)
+    weights = dense_state(engine)
+    # fp32: torch's own tolerance, for sums of two ranks in another order. bf16: gradients have 8 bits, and a step
+    # moves a weight by the learning rate at most.
+    close: dict[str, Any] = {"rtol": 2**-7, "atol": NUM_STEPS * ADAM["lr"] / 10} if more else {}
+    for name, parameter in parameters(engine).items():
+        found = safe_get_full_fp32_param(parameter)
+        if name == "model.norm.weight":  # nobody steps it: nothing, as from plain DeepSpeed
+            assert found is None
+            continue
+        assert found.dtype == torch.float32
+        assert torch.equal(found.to(weights[name].dtype), weights[name]), name
+        torch.testing.assert_close(found, reference.masters[name].detach(), **close)
+        for key in ("exp_avg", "exp_avg_sq"):
+            state = safe_get_full_optimizer_state(parameter, key)
+            expected = reference.optimizer.state[reference.masters[name]][key]
+            assert state.shape == expected.shape
+            rough: dict[str, Any] = {"rtol": 0.1, "atol": 1e-3} if more else {}
+            torch.testing.assert_close(state, expected, **rough)
+    if more:  # masters, not weights that were rounded
+        finer = safe_get_full_fp32_param(parameters(engine)["model.embed_tokens.weight"])
+        assert not torch.equal(finer, finer.bfloat16().float())
+
+
+def what_is_set_is_trained(stage: int, block: Mapping[str, Any], more: Mapping[str, Any], rank: Rank) -> None:
+    engine = started(stage, block, more)
+    train(engine, num_steps=1)
+    name, generator = "model.layers.1.mlp.down_proj.weight", torch.Generator().manual_seed(0)
+    parameter = parameters(engine)[name]
+    shape = llama().get_parameter(name).shape
+    value, moment = torch.randn(shape, generator=generator), torch.rand(shape, generator=generator)
+    safe_set_full_fp32_param(parameter, value)
+    safe_set_full_optimizer_state(parameter, moment, "exp_avg")
+    assert torch.equal(safe_get_full_fp32_param(parameter), value)
+    assert torch.equal(safe_get_full_optimizer_state(parameter, "exp_avg"), moment)
+    now = dense_state(engine)[name]
+    assert torch.equal(now, value.to(now.dtype))
+    train(engine, num_steps=1, first=1)
+    after = safe_get_full_fp32_param(parameter)
+    assert not torch.equal(after, value)
+    # Adam moves a weight by at most lr * m / sqrt(v); m and v are the engine's own, of this step.
+    m, v = (safe_get_full_optimizer_state(parameter, key) for key in ("exp_avg", "exp_avg_sq"))
+    step = ADAM["lr"] / (1 - 0.9**2) * m / ((v / (1 - 0.99**2)).sqrt() + ADAM["eps"])
+    torch.testing.assert_close(after, value - step)
+
+
+def what_cannot_be_answered_is_refused(rank: Rank) -> None:
+    engine = started(1, {}, {})
+    parameter = parameters(engine)["model.layers.0.mlp.up_proj.weight"]
+    refusal(ValueError, lambda: safe_get_full_optimizer_state(parameter, "exp_avg"), "before the first step")
+    train(engine, num_steps=1)
+    words = ("'momentum'", "'exp_avg', 'exp_avg_sq'")
+    refusal(ValueError, lambda: safe_get_full_optimizer_state(parameter, "momentum"), *words)
+    refusal(ValueError, lambda: safe_set_full_fp32_param(parameter, torch.zeros(3)), "shape (24, 16)", "(3,)")
+    engine.backward(loss_of(engine, own_batches(rank, 1)[0]))
+    for each in parameters(engine).values():
+        if each.requires_grad:
+            with pytest.raises(RuntimeError, match=r"averaged over its holders inside engine\.step\(\)"):
+                safe_get_full_grad(each)
+    lacking = next(each for each in parameters(engine).values() if each.grad is None and hasattr(each, "_hp_mapping"))
+    with pytest.raises(RuntimeError, match="averaged over its holders"):
+        safe_set_full_grad(lacking, torch.zeros(24, 16))
+    engine.step()
+    with engine.dense(resident=True):
+        refusal(RuntimeError, lambda: safe_get_full_fp32_param(parameter), "inside engine.dense(resident=True)")
+    divided = replace(engine._applied, parallel=mock.Mock(group=object()))
+    with mock.patch.object(engine, "_applied", divided):
+        refusal(ValueError, lambda: safe_get_full_fp32_param(parameter), "tensor parallelism", "save_checkpoint")
+
+
+def _cases(size: int, options: pytest.Config) -> Iterator[tuple[str, Any]]:
+    for number, case in enumerate(CASES):
+        yield f"reference {number}", partial(are_the_references, *case)
+        yield f"set {number}", partial(what_is_set_is_trained, *case)
+    yield "refused", what_cannot_be_answered_is_refused
+
+
+@pytest.mark.checks(2, _cases)
+def test_two_ranks(outcome: str | None) -> None:
+    assert outcome is None, outcome
