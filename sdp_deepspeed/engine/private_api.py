@@ -84,6 +84,7 @@ PRIVATE_NAMES: tuple[tuple[str, str], ...] = (
 PRIVATE_NAMES_OF_TOOLS: tuple[tuple[str, str], ...] = (
     ("deepspeed.runtime.config", "DeepSpeedConfig"),
     ("deepspeed.runtime.config", "DeepSpeedConfigError"),
+    ("torch._subclasses.fake_tensor", "FakeTensorMode"),
     ("torch.distributed._tools.mem_tracker", "MemTracker._track_module_params_and_buffers"),
     ("transformers", "PreTrainedModel._keys_to_ignore_on_load_unexpected"),
     ("transformers.conversion_mapping", "get_checkpoint_conversion_mapping"),
