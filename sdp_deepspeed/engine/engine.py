@@ -35,6 +35,7 @@ from sdp_deepspeed.engine.consistency import check_holders_agree
 from sdp_deepspeed.engine.deepspeed_settings import loss_scaler, network_of, optimizer_settings, rank_groups
 from sdp_deepspeed.engine.dense_export import DenseExport
 from sdp_deepspeed.engine.start import Start
+from sdp_deepspeed.engine.step_events import write_step_events
 from sdp_deepspeed.masking.compiled import compile_in_place
 from sdp_deepspeed.masking.other_weights import OtherWeights
 from sdp_deepspeed.masking.replaced import KnownParameters
@@ -94,6 +95,7 @@ class SubnetworkEngine(CheckpointCalls):
         self.checkpointer = Checkpointer.build(
             self, self._host, options=start.block.checkpoint, accepts_universal=self.load_universal_checkpoint()
         )
+        self.step_events = write_step_events(self, self.world, dp_group=self.dp_group)
 
     @property
     def plan(self) -> Plan:
