@@ -63,7 +63,12 @@ def ours(rank: Rank) -> None:
     engine = engine_of(settings)
     meetings: list[int] = []
     gather = engine.world._objects.gather_objects
-    engine.world._objects.gather_objects = lambda value: meetings.append(engine.global_steps) or gather(value)
+
+    def counted(value: object) -> list[Any]:
+        meetings.append(engine.global_steps)
+        return gather(value)
+
+    engine.world._objects.gather_objects = counted
     losses, norms = [], []
     for first in range(5):
         losses.append(train(engine, num_steps=1, accumulation=2, first=first))
