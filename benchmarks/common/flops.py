@@ -7,13 +7,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from sdp_deepspeed.measure.flops import flop_counter
+from sdp_deepspeed.measure.flops import FlopCounter
 from sdp_deepspeed.measure.traffic import TrafficCounter
 
 
 def count_work(step: Callable[[], object]) -> dict[str, int]:
     """FLOPs and bytes sent by this rank while `step` runs, which is slower for it; no collective of its own."""
-    traffic, operations = TrafficCounter(), flop_counter()
+    traffic, operations = TrafficCounter(), FlopCounter()
     with traffic, operations:
         step()
-    return {"flops": operations.get_total_flops(), "sent_bytes": traffic.total}
+    return {"flops": operations.total, "sent_bytes": traffic.total}

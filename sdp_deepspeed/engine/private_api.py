@@ -61,6 +61,7 @@ PRIVATE_NAMES: tuple[tuple[str, str], ...] = (
     ("torch", "_foreach_div_"),
     ("torch", "_foreach_norm"),
     ("torch", "_foreach_zero_"),
+    ("torch", "ops.aten.add.Tensor._overloadpacket"),
     ("torch", "ops.aten.add.Tensor._schema"),
     ("torch", "UntypedStorage()._cdata"),
     ("torch", "Tensor._version"),

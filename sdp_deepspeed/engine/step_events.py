@@ -6,6 +6,7 @@ steps take nothing but a comparison, and without a monitor nothing is installed.
 
 from __future__ import annotations
 
+import math
 import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -43,7 +44,8 @@ class RankFigures:
             is the forward pass and whatever brings batches.
         exchange_seconds: in which it waited for the exchange's collectives; None for an engine of DeepSpeed's own.
         sent: bytes; None if nobody counted.
-        weights, gradients, optimizer, peak: bytes.
+        weights, gradients, optimizer: bytes; of gradients what is there before the engine's `step`.
+        peak: bytes since the process began; of tensors on a GPU, else of the whole process.
     """
 
     loss: float | None
@@ -229,9 +231,10 @@ def write_step_events(engine: Any, ranks: Gatherer, *, dp_group: Communicator | 
     Returns:
         What writes them; None without a monitor.
     """
-    enabled, interval = ranks.gather_objects((bool(engine.monitor.enabled), engine.steps_per_print()))[0]
+    enabled, given = ranks.gather_objects((bool(engine.monitor.enabled), engine.steps_per_print()))[0]
     if not enabled:
         return None
-    events = StepEvents(engine, ranks, interval=int(interval or _DEFAULT_INTERVAL), dp_group=dp_group)
+    interval = int(given) if given and math.isfinite(given) else _DEFAULT_INTERVAL  # Accelerate gives infinity
+    events = StepEvents(engine, ranks, interval=interval, dp_group=dp_group)
     events.install()
     return events

@@ -17,7 +17,7 @@ import torch
 from torch.distributed._tools.mem_tracker import MemTracker
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 
-from sdp_deepspeed.measure.flops import flop_counter
+from sdp_deepspeed.measure.flops import FlopCounter
 from sdp_deepspeed.measure.traffic import TrafficCounter
 
 # Where DeepSpeed 0.19.8's optimizers keep gradients besides `parameter.grad` (private names).
@@ -235,7 +235,7 @@ def measured_step(engine: Any, *, others: Iterable[torch.Tensor] = ()) -> Iterat
         others: tensors that live already and count for the peak, besides those of module and optimizer.
     """
     figures = StepFigures()
-    tracker, watch, traffic, operations = _LiveTensors(), _GradientWatch(engine), TrafficCounter(), flop_counter()
+    tracker, watch, traffic, operations = _LiveTensors(), _GradientWatch(engine), TrafficCounter(), FlopCounter()
     tracker.track_external(
         engine.module, *weight_tensors(engine), *optimizer_tensors(engine), *gradient_tensors(engine), *others
     )
@@ -253,7 +253,7 @@ def measured_step(engine: Any, *, others: Iterable[torch.Tensor] = ()) -> Iterat
     figures.optimizer = storage_bytes(optimizer_tensors(engine), seen)
     figures.gradients = watch.largest
     figures.peak = max(figures.peak_backward, figures.peak_step)
-    figures.flops = operations.get_total_flops()
+    figures.flops = operations.total
     figures.sent = traffic.total
     figures.sent_by_operator = dict(traffic.bytes_by_operator)
     figures.process = resident_bytes()

@@ -77,7 +77,7 @@ def _text(figures: Forecast, num_ranks: int) -> str:
         "weights": mib_text(rank.weights),
         "gradients": mib_text(rank.gradients),
         "optimizer state": mib_text(rank.optimizer),
-        "optimizer state in host memory": mib_text(rank.host_optimizer),
+        **({"optimizer state in host memory": mib_text(rank.host_optimizer)} if rank.host_optimizer else {}),
         "activations of a micro-batch": mib_text(figures.activations),
         "the step's fp32 gradients": mib_text(rank.step_gradients),
         "buffers of what travels, at most": mib_text(rank.buffers),

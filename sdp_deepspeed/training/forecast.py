@@ -23,7 +23,7 @@ from sdp_deepspeed.estimate.precision import Precision
 from sdp_deepspeed.layout.places import PieceViews
 from sdp_deepspeed.layout.rank_model import RankModel
 from sdp_deepspeed.masking.mask import Mask
-from sdp_deepspeed.measure.flops import flop_counter
+from sdp_deepspeed.measure.flops import FlopCounter
 from sdp_deepspeed.plan.plan import Plan
 from sdp_deepspeed.plan.planner import plan_model
 from sdp_deepspeed.plan.tensors import TensorInfo, dense_tensors, named_tensors
@@ -198,9 +198,9 @@ def _one_micro_step(model: nn.Module, size: tuple[int, int]) -> tuple[int, int]:
 
     tokens = torch.zeros(size, dtype=torch.long, device="cpu")
     model.train()
-    with flop_counter() as counter:
+    with FlopCounter() as counter:
         with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
             loss = model(input_ids=tokens, labels=tokens, use_cache=False).loss
         activations = sum(storage.nbytes() for storage in kept.values())
         loss.backward()
-    return activations, counter.get_total_flops()
+    return activations, counter.total

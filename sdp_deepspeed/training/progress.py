@@ -38,7 +38,7 @@ class Progress:
     def __init__(self, *, first: int, total: int, show: bool) -> None:
         self._show = show
         self._step, self._total = first, total
-        self._lines = _Lines(first)
+        self._lines = _Lines()
         self._has_bar = show and sys.stderr.isatty()
         self._bar = tqdm(
             initial=first, total=total, unit="step", disable=not self._has_bar, mininterval=0.5, dynamic_ncols=True
@@ -61,6 +61,7 @@ class Progress:
     def step(self, loss: float, tokens_per_second: float) -> None:
         """One step is done."""
         self._step += 1
+        self._lines.count()
         if not self._show or not (self._has_bar or self._lines.are_due(self._step == self._total)):
             return
         figures = {"loss": f"{loss:.3f}", "tok/s": f"{tokens_per_second:.0f}"}
@@ -74,23 +75,27 @@ class Progress:
 
 
 class _Lines:
-    """In place of a bar.
+    """In place of a bar."""
 
-    Args:
-        first: steps that were done before.
-    """
-
-    def __init__(self, first: int) -> None:
-        self._first = first
+    def __init__(self) -> None:
+        self._num_steps = 0
         self._began = self._last = time.monotonic()
+
+    def count(self) -> None:
+        """One step is done; the first one warms up, and an evaluation may have come before it."""
+        self._num_steps += 1
+        if self._num_steps == 1:
+            self._began = time.monotonic()
 
     def are_due(self, is_last: bool) -> bool:
         """Whether it is time for one."""
         return is_last or time.monotonic() - self._last >= _SECONDS_BETWEEN_LINES
 
     def line(self, step: int, total: int, figures: dict[str, str]) -> str:
-        """The time that is left is that of the steps to come, at the mean of this process's steps."""
+        """The time that is left is that of the steps to come, at the mean of this process's steps but its first."""
         self._last = time.monotonic()
-        left = (total - step) * (self._last - self._began) / (step - self._first)
         texts = ", ".join(f"{name}={text}" for name, text in figures.items())
-        return f"step {step}/{total}: {texts}, {timedelta(seconds=round(left))} left"
+        if self._num_steps > 1:
+            left = (total - step) * (self._last - self._began) / (self._num_steps - 1)
+            texts += f", {timedelta(seconds=round(left))} left"
+        return f"step {step}/{total}: {texts}"

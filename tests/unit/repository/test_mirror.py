@@ -48,7 +48,6 @@ TESTED_WITH = {
     "masking/block": "unit/masking/test_mask.py",
     "masking/compiled": "ranks/engine/test_compile.py",
     "masking/part": "unit/masking/test_mask.py",
-    "measure/flops": "unit/training/test_forecast.py",
     "optimizer/exchanges": "unit/exchange/test_overlap.py",
     "optimizer/param_groups": "ranks/optimizer/test_optimizers.py",
     "plan/assignment/problem": "unit/plan/assignment/test_methods.py",

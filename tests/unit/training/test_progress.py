@@ -37,23 +37,24 @@ def test_one_rank_shows_lines_and_a_bar(
 def test_without_a_terminal_there_are_lines(
     show: bool, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A step takes four seconds here: the third has a line, the sixth, and the last."""
+    """A step takes four seconds here, the first 44: it has a line, the fourth, and the last."""
     now = 100.0
     monkeypatch.setattr(time, "monotonic", lambda: now)
-    with Progress(first=100, total=107, show=show) as progress:
-        for index in range(7):
-            now += 4
+    with Progress(first=100, total=106, show=show) as progress:
+        for index in range(6):
+            now += 4 if index else 44
             progress.step(1.0 + index, 50.0)
     lines = capsys.readouterr().err.splitlines()
     if not show:
         assert lines == []
         return
     assert [line.partition(", tok/s=50, memory=")[0] for line in lines] == [
-        "step 103/107: loss=3.000",
-        "step 106/107: loss=6.000",
-        "step 107/107: loss=7.000",
+        "step 101/106: loss=1.000",
+        "step 104/106: loss=4.000",
+        "step 106/106: loss=6.000",
     ]
-    assert [line.rpartition(", ")[2] for line in lines] == ["0:00:16 left", "0:00:04 left", "0:00:00 left"]
+    assert "left" not in lines[0], "a first step says nothing of the others"
+    assert [line.rpartition(", ")[2] for line in lines[1:]] == ["0:00:08 left", "0:00:00 left"]
 
 
 class ReaderIsGone(io.StringIO):
