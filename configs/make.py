@@ -126,8 +126,9 @@ def _heading(recipe: Recipe, figures: Forecast) -> list[str]:
         f"{tokens / 1e9:.1f}B tokens. On {NUM_WORKERS} GPUs:",
         "",
         "```bash",
+        f"RECIPE={recipe.name}",
         f"deepspeed --num_gpus {NUM_WORKERS} launch/pretrain.py --model configs/models/{size}.json \\",
-        f"    --data {DATA} --deepspeed_config configs/recipes/RECIPE.json --run-folder runs/RECIPE --steps {steps}",
+        f"    --data {DATA} --deepspeed_config configs/recipes/$RECIPE.json --run-folder runs/$RECIPE --steps {steps}",
         "```",
     ]
 

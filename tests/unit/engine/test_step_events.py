@@ -136,11 +136,13 @@ def test_every_nth_step_is_written_and_no_other_meets() -> None:
     run(engine, 1)
     assert not engine.monitor.written
     assert ranks.num_meetings == 1
-    run(engine, 4)
+    run(engine, 2)
+    run(engine, 2, losses=(3.0, 5.0))
     assert ranks.num_meetings == 1 + 2
     assert sorted({step for _, _, step in engine.monitor.written}) == [16, 32]
-    first = {name: value for name, value, step in engine.monitor.written if step == 16}
-    assert first["Train/Samples/subnetwork_loss"] == 1.5, "the mean over the micro-steps of this step alone"
+    first, second = ({n: value for n, value, step in engine.monitor.written if step == at} for at in (16, 32))
+    losses = [written["Train/Samples/subnetwork_loss"] for written in (first, second)]
+    assert losses == [1.5, 4.0], "the mean over the micro-steps of this step alone"
     assert first["Train/Samples/gradient_norm"] == 0.25
     assert first["Train/Samples/memory_weights_bytes"] == 6 * 4
     assert "Train/Samples/sent_bytes" not in first

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 
+from sdp_deepspeed.distributed.communicator import Communicator
 from sdp_deepspeed.measure.step_watch import HostClock, StepWatch, clock_of
 
 
@@ -74,3 +75,26 @@ def test_a_step_that_fails_is_marked_to_its_end() -> None:
 def test_the_clock_of_a_cpu_goes_forward() -> None:
     clock = clock_of(torch.device("cpu"))
     assert clock.seconds(clock.mark(), clock.mark()) >= 0
+
+
+class Dist:
+    """Two ranks' worth of `torch.distributed`, of which this is the second."""
+
+    def get_rank(self, group: Any) -> int:
+        return 1
+
+    def get_world_size(self, group: Any) -> int:
+        return 2
+
+    def all_to_all_single(self, *arguments: Any, **options: Any) -> Work:
+        return Work(Clock(), 0)
+
+
+def test_a_communicator_meters_what_goes_to_others() -> None:
+    watch, group = StepWatch(Clock()), Communicator(Dist())
+    sent, received = torch.zeros(7, dtype=torch.bfloat16), torch.zeros(7, dtype=torch.bfloat16)
+    group.all_to_all(received, sent, [3, 4], [5, 2])
+    assert watch.sent == 0
+    group.meter = watch
+    group.all_to_all(received, sent, [3, 4], [5, 2]).wait()
+    assert watch.sent == 5 * 2, "five elements of two bytes, and not the two that stay"
