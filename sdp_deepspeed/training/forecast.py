@@ -68,6 +68,10 @@ def micro_steps(config: Mapping[str, Any], num_ranks: int) -> tuple[int, int]:
     Raises:
         ValueError: they do not say it, or contradict each other.
     """
+    for key in ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps"):
+        value = config.get(key)
+        if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
+            raise ValueError(f"--deepspeed_config: {key}: got {value!r}, expected a whole number of at least 1")
     whole = config.get("train_batch_size")
     micro, accumulation = config.get("train_micro_batch_size_per_gpu"), config.get("gradient_accumulation_steps")
     if micro is None and whole is not None:
@@ -84,32 +88,40 @@ def micro_steps(config: Mapping[str, Any], num_ranks: int) -> tuple[int, int]:
     return micro, accumulation
 
 
+def _part(config: Mapping[str, Any], key: str) -> Mapping[str, Any]:
+    """What stands below a key; nothing if it is absent."""
+    value = config.get(key)
+    if value is not None and not isinstance(value, Mapping):
+        raise ValueError(f"--deepspeed_config: {key}: got {value!r}, expected an object {{...}}")
+    return value or {}
+
+
 def setup_of(config: Mapping[str, Any], accumulation: int) -> Setup:
     """What decides bytes, from a DeepSpeed config whose settings are of the right types.
 
     Raises:
         ValueError: stage 3, or tensor parallelism, which have no formula here.
     """
-    zero = config.get("zero_optimization") or {}
-    stage = int(zero.get("stage", 0))
-    if stage > 2 or "tensor_parallel" in config:
-        what = "tensor_parallel" if stage <= 2 else f"zero_optimization.stage {stage}"
+    zero = _part(config, "zero_optimization")
+    stage = zero.get("stage", 0)
+    if stage not in (0, 1, 2) or "tensor_parallel" in config:
+        what = "tensor_parallel" if stage in (0, 1, 2) else f"zero_optimization.stage {stage!r}"
         raise ValueError(f"--deepspeed_config: {what} cannot be estimated; possible are ZeRO stages 0, 1 and 2")
     wire = config.get("communication_data_type")
-    optimizer = str((config.get("optimizer") or {}).get("type", "AdamW")).lower()
-    parameters = (config.get("optimizer") or {}).get("params") or {}
+    optimizer = str(_part(config, "optimizer").get("type", "AdamW")).lower()
+    parameters = _part(_part(config, "optimizer"), "params")
     moments = 1 if optimizer == "sgd" and parameters.get("momentum") else _MOMENTS.get(optimizer, 2)
     precision = Precision.of(
         dtype_of(config),
-        accumulate_in_fp32=(config.get("data_types") or {}).get("grad_accum_dtype") == "fp32",
-        wire=None if wire is None else {"fp32": 4}.get(wire, 2),
+        accumulate_in_fp32=_part(config, "data_types").get("grad_accum_dtype") == "fp32",
+        wire=None if wire is None else 4 if wire == "fp32" else 2,
         moments=moments,
     )
     return Setup(
         stage=cast(Literal[0, 1, 2], stage),
         precision=precision,
         accumulation=accumulation,
-        offload=(zero.get("offload_optimizer") or {}).get("device") == "cpu",
+        offload=_part(zero, "offload_optimizer").get("device") == "cpu",
         bucket_elements=zero.get("reduce_bucket_size"),
         overlap=bool(zero.get("overlap_comm", False)),
     )
@@ -117,9 +129,9 @@ def setup_of(config: Mapping[str, Any], accumulation: int) -> Setup:
 
 def dtype_of(config: Mapping[str, Any]) -> Literal["fp32", "bf16", "fp16"]:
     """Of the weights."""
-    if (config.get("bf16") or config.get("bfloat16") or {}).get("enabled"):
+    if (_part(config, "bf16") or _part(config, "bfloat16")).get("enabled"):
         return "bf16"
-    return "fp16" if (config.get("fp16") or {}).get("enabled") else "fp32"
+    return "fp16" if _part(config, "fp16").get("enabled") else "fp32"
 
 
 def forecast(

@@ -112,12 +112,20 @@ def test_batch_sizes(config: dict[str, Any], expected: tuple[int, int]) -> None:
     [
         ({}, "give train_micro_batch_size_per_gpu"),
         ({"train_batch_size": 3}, "or a larger train_batch_size"),
+        ({"train_batch_size": "24"}, "train_batch_size: got '24', expected a whole number"),
+        ({"train_micro_batch_size_per_gpu": True}, "got True, expected a whole number"),
         ({"train_batch_size": 25, "train_micro_batch_size_per_gpu": 2}, "is 25, but 4 ranks .* make 24"),
     ],
 )
 def test_batch_sizes_that_contradict_each_other(config: dict[str, Any], words: str) -> None:
     with pytest.raises(ValueError, match=words):
         micro_steps(config, 4)
+
+
+@pytest.mark.parametrize("key", ["zero_optimization", "bf16", "fp16", "optimizer", "data_types"])
+def test_parts_that_are_no_objects(key: str) -> None:
+    with pytest.raises(ValueError, match=rf"{key}: got 3, expected an object"):
+        setup_of({key: 3}, 1)
 
 
 def test_what_decides_bytes() -> None:
@@ -145,7 +153,14 @@ def test_what_decides_bytes() -> None:
     assert (plain.stage, plain.precision.weights, plain.precision.num_moments) == (0, 4, 1)
 
 
-@pytest.mark.parametrize("config", [{"zero_optimization": {"stage": 3}}, {"tensor_parallel": {"autotp_size": 2}}])
+@pytest.mark.parametrize(
+    "config",
+    [
+        {"zero_optimization": {"stage": 3}},
+        {"zero_optimization": {"stage": "1"}},
+        {"tensor_parallel": {"autotp_size": 2}},
+    ],
+)
 def test_what_has_no_formula_is_refused(config: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match="cannot be estimated; possible are"):
         setup_of(config, 1)
