@@ -11,10 +11,10 @@ from sdp_deepspeed.version import __version__
 
 # Verb: the module that has its `configure`, imported when the verb is asked for; what it is for.
 VERBS: dict[str, tuple[str, str]] = {
-    "estimate": ("sdp_deepspeed.estimate.__main__", "memory and traffic per parameter, before anything runs"),
+    "estimate": ("sdp_deepspeed.training.estimate_command", "memory and traffic, before anything runs"),
     "support": ("sdp_deepspeed.support.__main__", "what works together with subnetworks, and what is refused"),
     "data": ("sdp_deepspeed.data.__main__", "tokenize a corpus before a run needs it"),
-    "report": ("sdp_deepspeed.training.report_table", "finished runs side by side"),
+    "report": ("sdp_deepspeed.training.report_table", "runs side by side: a table, and plots of their losses"),
     "arm": ("sdp_deepspeed.arming", "honor the block also where a program forgets the import"),
     "checkpoint": ("sdp_deepspeed.checkpoint.__main__", "inspect, export and convert checkpoints"),
 }

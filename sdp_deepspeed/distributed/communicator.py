@@ -30,6 +30,13 @@ class Done:
         return
 
 
+class Meter(Protocol):
+    """Counts and times collectives while it is a communicator's `meter`."""
+
+    def metered(self, work: Work, num_bytes: int) -> Work:
+        """The work, watched; this rank sends so many bytes to others in it."""
+
+
 @dataclass(frozen=True)
 class _Watched:
     """A collective whose errors say what the other ranks did last."""
@@ -52,6 +59,9 @@ class Communicator:
         objects: who gathers objects of these ranks, if not `dist`. An engine's go by way of the hosts (`host_group`):
             NCCL has a time limit, and those of `deepspeed.comm` end the process under its comms logger.
         last_acts: of its ranks, for errors of collectives that fail; None leaves them as they are.
+
+    Attributes:
+        meter: of all-to-alls, as long as it is set; this rank's own concern.
     """
 
     def __init__(
@@ -62,6 +72,7 @@ class Communicator:
         self._group = group
         self._last_acts = last_acts
         self._num_calls = 0
+        self.meter: Meter | None = None
         self.rank: int = dist.get_rank(group)
         self.size: int = dist.get_world_size(group)
 
@@ -78,7 +89,10 @@ class Communicator:
         work = self._dist.all_to_all_single(
             received, sent, list(received_splits), list(sent_splits), group=self._group, async_op=True
         )
-        return self._watched(work, received)
+        watched = self._watched(work, received)
+        if self.meter is None:
+            return watched
+        return self.meter.metered(watched, (sum(sent_splits) - sent_splits[self.rank]) * sent.element_size())
 
     def sum(self, tensor: torch.Tensor) -> torch.Tensor:
         """All-reduce in place; every rank of the group calls it."""

@@ -33,6 +33,7 @@ from sdp_deepspeed.engine.dense_export import install_save
 from sdp_deepspeed.engine.full_tensors import FullTensors, install_full_access
 from sdp_deepspeed.engine.given import Given
 from sdp_deepspeed.engine.start import Start
+from sdp_deepspeed.engine.step_events import write_step_events
 from sdp_deepspeed.masking.compiled import compile_in_place
 from sdp_deepspeed.masking.other_weights import OtherWeights
 from sdp_deepspeed.masking.replaced import KnownParameters
@@ -96,6 +97,7 @@ class SubnetworkEngine(DenseCalls):
         self.checkpointer = Checkpointer.build(
             self, self._host, options=start.block.checkpoint, accepts_universal=self.load_universal_checkpoint()
         )
+        self.step_events = write_step_events(self, self.world, dp_group=self.dp_group)
 
     @property
     def plan(self) -> Plan:

@@ -63,6 +63,7 @@ PRIVATE_NAMES: tuple[tuple[str, str], ...] = (
     ("torch", "_foreach_div_"),
     ("torch", "_foreach_norm"),
     ("torch", "_foreach_zero_"),
+    ("torch", "ops.aten.add.Tensor._overloadpacket"),
     ("torch", "ops.aten.add.Tensor._schema"),
     ("torch", "UntypedStorage()._cdata"),
     ("torch", "Tensor._version"),
@@ -87,6 +88,9 @@ PRIVATE_NAMES: tuple[tuple[str, str], ...] = (
 PRIVATE_NAMES_OF_TOOLS: tuple[tuple[str, str], ...] = (
     ("deepspeed.runtime.config", "DeepSpeedConfig"),
     ("deepspeed.runtime.config", "DeepSpeedConfigError"),
+    ("torch", "ops.aten._scaled_dot_product_flash_attention_for_cpu"),
+    ("torch", "ops.aten._scaled_dot_product_flash_attention_for_cpu_backward"),
+    ("torch._subclasses.fake_tensor", "FakeTensorMode"),
     ("torch.distributed._tools.mem_tracker", "MemTracker._track_module_params_and_buffers"),
     ("transformers", "PreTrainedModel._keys_to_ignore_on_load_unexpected"),
     ("transformers.conversion_mapping", "get_checkpoint_conversion_mapping"),

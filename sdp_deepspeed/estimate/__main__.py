@@ -33,10 +33,11 @@ def configure(parser: Parser) -> None:
     add("--accumulate-in-fp32", action="store_true", help="data_types.grad_accum_dtype: fp32")
     add("--accumulation", type=positive, default=1, help="gradient_accumulation_steps (1)")
     add("--offload", action="store_true", help="zero_optimization.offload_optimizer: cpu")
-    parser.set_defaults(run=_run)
+    parser.set_defaults(run=run)
 
 
-def _run(options: argparse.Namespace) -> int:
+def run(options: argparse.Namespace) -> int:
+    """Print the table; returns the exit code."""
     ranks, coverage, accumulation = options.ranks, options.coverage, options.accumulation
     if not 0 < coverage <= 1:
         raise ValueError(f"--coverage: got {coverage:g}, expected a number above 0 and at most 1")

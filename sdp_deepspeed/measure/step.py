@@ -17,6 +17,7 @@ import torch
 from torch.distributed._tools.mem_tracker import MemTracker
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 
+from sdp_deepspeed.measure.flops import FlopCounter
 from sdp_deepspeed.measure.traffic import TrafficCounter
 
 # Where DeepSpeed 0.19.8's optimizers keep gradients besides `parameter.grad` (private names).
@@ -36,6 +37,7 @@ class StepFigures:
         peak_backward: the same in forward and backward passes.
         peak_step: the same in the engine's `step`.
         activations: what the forward pass left for the backward pass, most of all micro-steps.
+        flops: of the step's matrix products and attention (flops.py).
         sent: bytes sent during the step (traffic.py).
         sent_by_operator: the same by c10d operator.
         process: the process's largest resident set since its start; context only.
@@ -48,6 +50,7 @@ class StepFigures:
     peak_backward: int = 0
     peak_step: int = 0
     activations: int = 0
+    flops: int = 0
     sent: int = 0
     sent_by_operator: dict[str, int] | None = None
     process: int = 0
@@ -186,6 +189,7 @@ class _Phases:
         self.before = 0
         self.handles: list[Any] = []
         self.step = engine.step
+        self.is_replaced = "step" in vars(engine)  # by someone else, who gets it back
 
     def install(self) -> None:
         """Before the tracker's own hooks, which are global too, so that these run before them."""
@@ -212,7 +216,10 @@ class _Phases:
         return result
 
     def remove(self) -> None:
-        del self.engine.step  # the class's own again
+        if self.is_replaced:
+            self.engine.step = self.step
+        else:
+            del self.engine.step  # the class's own again
         for handle in self.handles:
             handle.remove()
 
@@ -228,7 +235,7 @@ def measured_step(engine: Any, *, others: Iterable[torch.Tensor] = ()) -> Iterat
         others: tensors that live already and count for the peak, besides those of module and optimizer.
     """
     figures = StepFigures()
-    tracker, watch, traffic = _LiveTensors(), _GradientWatch(engine), TrafficCounter()
+    tracker, watch, traffic, operations = _LiveTensors(), _GradientWatch(engine), TrafficCounter(), FlopCounter()
     tracker.track_external(
         engine.module, *weight_tensors(engine), *optimizer_tensors(engine), *gradient_tensors(engine), *others
     )
@@ -236,7 +243,7 @@ def measured_step(engine: Any, *, others: Iterable[torch.Tensor] = ()) -> Iterat
     watch.install()
     phases.install()
     try:
-        with traffic, tracker:
+        with operations, traffic, tracker:
             yield figures
     finally:
         phases.remove()
@@ -246,6 +253,7 @@ def measured_step(engine: Any, *, others: Iterable[torch.Tensor] = ()) -> Iterat
     figures.optimizer = storage_bytes(optimizer_tensors(engine), seen)
     figures.gradients = watch.largest
     figures.peak = max(figures.peak_backward, figures.peak_step)
+    figures.flops = operations.total
     figures.sent = traffic.total
     figures.sent_by_operator = dict(traffic.bytes_by_operator)
     figures.process = resident_bytes()

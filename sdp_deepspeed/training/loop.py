@@ -11,8 +11,9 @@ import torch
 
 from sdp_deepspeed.data import DataBundle
 from sdp_deepspeed.distributed.agreement import Gatherer, run_on_rank_0
+from sdp_deepspeed.engine.step_events import StepEvents
 from sdp_deepspeed.measure.step import measured_step
-from sdp_deepspeed.training import engines
+from sdp_deepspeed.training import engines, monitors
 from sdp_deepspeed.training.evaluate import dense_validation_loss, to_device
 from sdp_deepspeed.training.options import Options
 from sdp_deepspeed.training.progress import Progress, memory_bytes
@@ -27,6 +28,7 @@ class Run:
     Args:
         engine: DeepSpeed's, ours or its own.
         world: all ranks.
+        events: what writes steps to DeepSpeed's monitors; None without one.
         step: optimizer steps done, those before a resume included.
         evaluated_at: step of the last recorded evaluation, also of an earlier process; None before the first.
     """
@@ -36,6 +38,7 @@ class Run:
     data: DataBundle
     folder: RunFolder
     world: Gatherer
+    events: StepEvents | None = None
     step: int = field(default=0, init=False)
     evaluated_at: int | None = field(default=None, init=False)
 
@@ -128,6 +131,7 @@ def _one_step(run: Run, progress: Progress, stop: StopRequest, *, measure: bool,
             "epoch": run.data.train.epoch,
         }
     )
+    monitors.write_throughput(run.engine, run.events, tokens_per_second)
     if figures is not None:
         _record_figures(run, figures.to_json())
     progress.step(outcome.loss, tokens_per_second)
@@ -136,6 +140,7 @@ def _one_step(run: Run, progress: Progress, stop: StopRequest, *, measure: bool,
 
 def _record_figures(run: Run, figures: dict[str, Any]) -> None:
     """Record every rank's figures at once, so that a later process of the run can report them; a collective."""
+    monitors.count_sent(run.events, figures)
     run.folder.metrics.append({"kind": "figures", "step": run.step, "ranks": run.world.gather_objects(figures)})
 
 
@@ -160,6 +165,7 @@ def evaluate(run: Run, progress: Progress) -> None:
     record = dense_validation_loss(run.engine, run.data.validation)
     run.folder.metrics.append({"kind": "evaluation", "step": run.step, **record})
     run.evaluated_at = run.step
+    monitors.write_evaluation(run.engine, run.events, record["dense_validation_loss"])
     progress.say(f"step {run.step}: dense validation loss {record['dense_validation_loss']:.4f}")
 
 

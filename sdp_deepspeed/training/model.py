@@ -18,9 +18,14 @@ from sdp_deepspeed.messages import nearest
 
 
 def build_model(
-    shape: Mapping[str, Any], *, seed: int, gradient_checkpointing: bool = False, deferred: bool = False
+    shape: Mapping[str, Any],
+    *,
+    seed: int,
+    gradient_checkpointing: bool = False,
+    deferred: bool = False,
+    dtype: torch.dtype = torch.float32,
 ) -> torch.nn.Module:
-    """A causal language model with fresh weights in fp32.
+    """A causal language model with fresh weights.
 
     Args:
         shape: a Transformers config with `model_type`.
@@ -36,7 +41,7 @@ def build_model(
         torch.manual_seed(seed)
         context: AbstractContextManager[Any] = Init() if deferred else nullcontext()
         with context:
-            model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+            model = AutoModelForCausalLM.from_config(config, dtype=dtype)
     except Exception as error:  # of any kind: Transformers checks few of the values that it computes with
         kind = "" if isinstance(error, (ValueError, StrictDataclassError)) else f"{type(error).__name__}: "
         reason = textwrap.shorten(f"{kind}{error}", 300, placeholder=" ...")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import platform
-import statistics
 from importlib import metadata
 
 import torch
@@ -11,7 +10,7 @@ import torch
 from sdp_deepspeed.distributed.agreement import run_on_rank_0
 from sdp_deepspeed.training import engines
 from sdp_deepspeed.training.loop import Run
-from sdp_deepspeed.training.report_table import REPORT_VERSION
+from sdp_deepspeed.training.report_table import REPORT_VERSION, spread
 from sdp_deepspeed.version import __version__
 
 
@@ -40,21 +39,13 @@ def _write(run: Run) -> None:
             "coverage": 1.0 if plan is None else plan.coverage,
             "plan_hash": None if plan is None else plan.hash,
             "dense_validation_loss": evaluations[-1]["dense_validation_loss"] if evaluations else None,
-            "step_seconds": _spread([r["seconds"] for r in records if r["kind"] == "train" and r["timed"]]),
+            "step_seconds": spread([r["seconds"] for r in records if r["kind"] == "train" and r["timed"]]),
             "ranks": figures[-1]["ranks"] if figures else None,  # null: no step was measured
             "hardware": _hardware(run.engine.device),
             "versions": {"sdp_deepspeed": __version__}
             | {name: metadata.version(name) for name in ("deepspeed", "torch", "transformers")},
         },
     )
-
-
-def _spread(values: list[float]) -> dict[str, float] | None:
-    """Median and tenths of `values`; None for fewer than two."""
-    if len(values) < 2:
-        return None
-    tenths = statistics.quantiles(values, n=10, method="inclusive")
-    return {"median": statistics.median(values), "p10": tenths[0], "p90": tenths[-1], "num_steps": len(values)}
 
 
 def _hardware(device: torch.device) -> str:

@@ -1,8 +1,9 @@
-"""`sdp report`: report.json of one or more runs as one table, the last run being what the others are set against."""
+"""`sdp report`: one or more runs as one table, the last run being what the others are set against, and as plots."""
 
 from __future__ import annotations
 
 import argparse
+import statistics
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,7 @@ from typing import Any
 from sdp_deepspeed.command_parser import Parser, read_json
 from sdp_deepspeed.messages import listed
 from sdp_deepspeed.sizes import mib_text
+from sdp_deepspeed.training.curves import curve_of, flops_per_step, of_kind, read_records, tokens_per_step
 
 REPORT_VERSION = 1
 
@@ -17,36 +19,87 @@ REPORT_VERSION = 1
 def configure(parser: Parser) -> None:
     """Arguments of `sdp report`."""
     parser.description = (
-        "Finished runs side by side: what a worker pays in memory, traffic and time, and the dense validation loss.\n"
-        "Figures are those of the rank with the most; quotients are with the last run."
+        "Runs side by side: what a worker pays in memory, traffic and time, and the dense validation loss.\n"
+        "Memory, traffic and time are those of the rank with the most; quotients are with the last run.\n"
+        "A run that goes on, or was interrupted, counts as far as it has come.\n\n"
+        "--plot draws the dense validation loss over tokens (what the data give), over FLOPs of all ranks (what the\n"
+        "computing costs; subnetworks do fewer in a step) and over hours of training (what you wait), evaluations\n"
+        "and checkpoints left out. The loss of a subnetwork, which training shows, is in no plot and no table.\n"
+        "Steps while a run goes on: DeepSpeed's monitors (tensorboard, wandb, csv_monitor in its config)."
     )
-    parser.epilog = "example: sdp report runs/quickstart runs/quickstart/zero1"
+    parser.epilog = (
+        "examples:\n"
+        "  sdp report runs/quickstart runs/quickstart/zero1\n"
+        "  sdp report runs/forward runs/backward runs/zero1 --plot losses.png"
+    )
     parser.add_argument(
         "folders", nargs="+", type=Path, metavar="RUN", help="run folders; the last one is the baseline"
+    )
+    parser.add_argument(
+        "--plot", type=Path, metavar="FILE", help="draw the losses: .png, .pdf or .svg (needs matplotlib)"
     )
     parser.set_defaults(run=_run)
 
 
 def _run(options: argparse.Namespace) -> int:
-    print(table([load_report(folder) for folder in options.folders]))
+    reports = [load_report(folder) for folder in options.folders]
+    for folder, report in zip(options.folders, reports, strict=True):  # a second run of the same method is told apart
+        report["name"] = report["label"]
+        if sum(other["label"] == report["label"] for other in reports) > 1:
+            report["name"] = f"{report['label']} ({folder})"
+    if options.plot is not None:
+        from sdp_deepspeed.training.plots import plot_losses  # here: a table takes no matplotlib
+
+        curves = zip(reports, options.folders, strict=True)
+        plot_losses([curve_of(report["name"], read_records(folder)) for report, folder in curves], options.plot)
+    print(table([report | {"label": report["name"]} for report in reports]))
     return 0
 
 
 def load_report(folder: Path) -> dict[str, Any]:
-    """A run folder's report.
+    """A run folder's report, or what it would say now of a run that has not finished.
 
     Raises:
-        ValueError: there is none (the run has not finished), or it is of another version or shape.
+        ValueError: no step was made, or the report is of another version or shape.
     """
     path = folder / "report.json"
-    if not path.exists():
-        raise ValueError(f"{path} does not exist: the run has not finished, start it again to resume")
-    report = read_json(path, "RUN")
+    report = read_json(path, "RUN") if path.exists() else _so_far(folder)
     if report.get("version") != REPORT_VERSION:
         raise ValueError(f"{path} has version {report.get('version')!r}, expected {REPORT_VERSION}: run again")
     if wrong := [key for key, is_right in _SHAPE.items() if key not in report or not is_right(report[key])]:
         raise ValueError(f"{path}: {listed(wrong)}: missing, or not as a run writes it: run again")
     return report
+
+
+def _so_far(folder: Path) -> dict[str, Any]:
+    """From the records of a run."""
+    records = read_records(folder)
+    steps, evaluations, figures = (of_kind(records, kind) for kind in ("train", "evaluation", "figures"))
+    if not steps:
+        raise ValueError(
+            f"{folder / 'report.json'} does not exist: the run has not finished, start it again to resume; nor has "
+            "metrics.jsonl a step yet"
+        )
+    ranks = figures[-1]["ranks"] if figures else None
+    return {
+        "version": REPORT_VERSION,
+        "label": str(folder),
+        "num_ranks": len(ranks) if ranks else 0,
+        "steps": steps[-1]["step"],
+        "tokens_per_step": tokens_per_step(steps),
+        "dense_validation_loss": evaluations[-1]["dense_validation_loss"] if evaluations else None,
+        "step_seconds": spread([record["seconds"] for record in steps if record["timed"]]),
+        "ranks": ranks,
+        "hardware": "not finished",
+    }
+
+
+def spread(values: Sequence[float]) -> dict[str, float] | None:
+    """Median and tenths of `values`; None for fewer than two."""
+    if len(values) < 2:
+        return None
+    tenths = statistics.quantiles(values, n=10, method="inclusive")
+    return {"median": statistics.median(values), "p10": tenths[0], "p90": tenths[-1], "num_steps": len(values)}
 
 
 def _is_number(value: Any) -> bool:
@@ -63,7 +116,11 @@ def _is_text(value: Any) -> bool:
 
 def _are_figures(value: Any) -> bool:
     """One mapping for each rank."""
-    return value is None or (isinstance(value, list) and all(_has_numbers(rank, *_KINDS) for rank in value))
+    return value is None or (isinstance(value, list) and all(_are_of_a_rank(rank) for rank in value))
+
+
+def _are_of_a_rank(value: Any) -> bool:
+    return _has_numbers(value, *_KINDS) and _is_number(value.get("flops", 0))  # older runs did not count FLOPs
 
 
 _KINDS = ("weights", "gradients", "optimizer", "peak", "sent")
@@ -73,6 +130,7 @@ _SHAPE: dict[str, Callable[[Any], bool]] = {
     "hardware": _is_text,
     "num_ranks": _is_number,
     "steps": _is_number,
+    "tokens_per_step": _is_number,
     "dense_validation_loss": lambda value: value is None or _is_number(value),
     "step_seconds": lambda value: value is None or _has_numbers(value, "median", "p10", "p90"),
     "ranks": _are_figures,
@@ -93,6 +151,20 @@ def _median_seconds(report: Mapping[str, Any]) -> float | None:
     return report["step_seconds"] and report["step_seconds"]["median"]
 
 
+def _num_tokens(report: Mapping[str, Any]) -> float | None:
+    return report["tokens_per_step"] * report["steps"]
+
+
+def _num_flops(report: Mapping[str, Any]) -> float | None:
+    flops = flops_per_step(report["ranks"])
+    return None if flops is None else flops * report["steps"]
+
+
+def _tokens_per_second(report: Mapping[str, Any]) -> float | None:
+    seconds = _median_seconds(report)
+    return report["tokens_per_step"] / seconds if seconds else None
+
+
 # Row title, where the number is, how it is written, whether a quotient with the baseline means something.
 _ROWS: tuple[tuple[str, Callable[[Mapping[str, Any]], float | None], Callable[[float], str], bool], ...] = (
     ("weights", _largest("weights"), mib_text, True),
@@ -102,6 +174,9 @@ _ROWS: tuple[tuple[str, Callable[[Mapping[str, Any]], float | None], Callable[[f
     ("peak of live tensors", _largest("peak"), mib_text, True),
     ("bytes sent per step", _largest("sent"), mib_text, True),
     ("step time, median", _median_seconds, lambda x: f"{x * 1000:.0f} ms", True),
+    ("all ranks: tokens per second", _tokens_per_second, lambda x: f"{x:.0f}", True),
+    ("all ranks: tokens trained", _num_tokens, lambda x: f"{x:.4g}", True),
+    ("all ranks: FLOPs", _num_flops, lambda x: f"{x:.4g}", True),
     ("dense validation loss", lambda report: report["dense_validation_loss"], lambda x: f"{x:.4f}", False),
 )
 

@@ -19,7 +19,7 @@ from sdp_deepspeed.data import DataBundle, DataConfig, PreparedDataError, build
 from sdp_deepspeed.distributed.agreement import Gatherer, run_on_rank_0
 from sdp_deepspeed.distributed.communicator import Communicator
 from sdp_deepspeed.distributed.descriptors import allow_connections
-from sdp_deepspeed.training import engines
+from sdp_deepspeed.training import engines, monitors
 from sdp_deepspeed.training.loop import Run, resume, train
 from sdp_deepspeed.training.model import build_model, check_fits, may_defer
 from sdp_deepspeed.training.options import Options
@@ -92,7 +92,8 @@ def _set_up(options: Options, folder: RunFolder) -> Run:
     world = engines.world_of(engine)
     data = _open_data(data_config, engine, world)
     check_fits(engine.module.config, data)
-    run = Run(options=options, engine=engine, data=data, folder=folder, world=world)
+    events = monitors.step_events_of(engine, world)
+    run = Run(options=options, engine=engine, data=data, folder=folder, world=world, events=events)
     resume(run)
     return run
 

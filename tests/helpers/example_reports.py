@@ -1,7 +1,9 @@
-"""Reports of runs that nobody ran."""
+"""Reports and records of runs that nobody ran."""
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
 from typing import Any
 
 from sdp_deepspeed.training.report_table import REPORT_VERSION
@@ -17,8 +19,27 @@ def report(label: str, *, scale: int, **changes: Any) -> dict[str, Any]:
         "label": label,
         "num_ranks": 2,
         "steps": 10,
+        "tokens_per_step": 200,
         "dense_validation_loss": 1.25,
         "step_seconds": {"median": 0.1 * scale, "p10": 0.05, "p90": 0.5, "num_steps": 8},
         "ranks": [dict.fromkeys(kinds, MIB // 2), dict.fromkeys(kinds, scale * MIB)],
         "hardware": "a CPU",
     } | changes
+
+
+def write_metrics(folder: Path, *, flops: int | None = 50, losses: tuple[float | None, ...] = (6.0, 5.0, 4.0)) -> None:
+    """Six steps of 200 tokens on two ranks: the first two take longer and are not timed, the others one second. The
+    dense model is evaluated every third step, from before the first."""
+    records: list[dict[str, Any]] = [{"kind": "evaluation", "step": 0, "dense_validation_loss": losses[0]}]
+    for step in range(1, 7):
+        seconds, timed = (40.0, False) if step < 3 else (1.0, True)
+        records.append({"kind": "train", "step": step, "seconds": seconds, "timed": timed, "loss": 99.0})
+        records[-1]["tokens_per_second"] = 200 / seconds
+        if step == 2:
+            own = report("", scale=2)["ranks"]
+            ranks = [rank | ({} if flops is None else {"flops": flops}) for rank in own]
+            records.append({"kind": "figures", "step": 2, "ranks": ranks})
+        if step % 3 == 0 and step // 3 < len(losses):
+            records.append({"kind": "evaluation", "step": step, "dense_validation_loss": losses[step // 3]})
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))

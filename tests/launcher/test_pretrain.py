@@ -53,7 +53,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("launch")
     data = {"source": "stdlib", "max_bytes": 300_000, "vocab_size": 300, "sequence_length": 32}
     data |= {"validation_fraction": 0.1, "validation_blocks": 5, "cache_dir": str(folder / "cache")}
-    for name, content in (("model", MODEL), ("deepspeed", DEEPSPEED), ("data", data)):
+    monitor = {"steps_per_print": 2, "csv_monitor": {"enabled": True, "output_path": str(folder), "job_name": "csv"}}
+    for name, content in (("model", MODEL), ("deepspeed", DEEPSPEED | monitor), ("data", data)):
         (folder / f"{name}.json").write_text(json.dumps(content))
     return folder
 
@@ -62,13 +63,8 @@ def command(folder: Path, run: str, *extra: str) -> list[str]:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    launcher = [
-        str(Path(sys.executable).with_name("deepspeed")),
-        "--num_gpus",
-        str(NUM_RANKS),
-        "--master_port",
-        str(port),
-    ]
+    launcher = [str(Path(sys.executable).with_name("deepspeed")), "--num_gpus", str(NUM_RANKS)]
+    launcher += ["--master_port", str(port)]
     files = ["--model", str(folder / "model.json"), "--data", str(folder / "data.json")]
     files += ["--deepspeed_config", str(folder / "deepspeed.json"), "--run-folder", str(folder / run)]
     return [*launcher, "launch/pretrain.py", *files, "--eval-interval", "50", *extra]
@@ -144,10 +140,8 @@ def interrupt(running: Running, how: str) -> None:
         os.killpg(running.process.pid, signal.SIGINT)
         time.sleep(0.2)
         os.killpg(running.process.pid, signal.SIGINT)
-    elif how == "sigterm":  # what a scheduler sends to the command that it started
+    else:  # "sigterm", what a scheduler sends to the command that it started
         running.process.terminate()
-    else:
-        raise AssertionError(how)
 
 
 def run_and_interrupt(folder: Path, run: str, how: str, *extra: str) -> int:
@@ -176,6 +170,7 @@ def test_an_interrupted_run_resumes_as_if_nothing_had_happened(folder: Path) -> 
         assert [r[field] for r in resumed.values()] == [r[field] for r in straight.values()], field
     assert resumed[1]["loss_of"] == "subnetwork"
     check_what_a_run_leaves(folder / "interrupted", int(steps))
+    check_monitor(folder, "straight", int(steps))
     check_evaluation_is_of_the_exported_model(folder, "interrupted", int(steps))
     check_killed_after_the_last_save(folder, "straight", int(steps))
     again = subprocess.run(
@@ -202,6 +197,13 @@ def check_evaluation_is_of_the_exported_model(folder: Path, run: str, steps: int
     loss_sum, num_tokens = map(sum, zip(*terms, strict=True))
     assert recorded["num_tokens"] == num_tokens
     assert recorded["dense_validation_loss"] == pytest.approx(loss_sum / num_tokens, abs=1e-4)
+
+
+def check_monitor(folder: Path, run: str, steps: int) -> None:
+    last = {path.stem: path.read_text().split()[-1] for path in (folder / "csv").glob("*.csv")}  # this run's
+    dense, watched = read_metrics(folder, run, "evaluation")[-1], train_records(folder, run)[steps // 2 * 2]
+    assert last["Validation_Samples_dense_loss"] == f"{steps * 8},{dense['dense_validation_loss']}"
+    assert float(last["Train_Samples_subnetwork_loss"].split(",")[1]) == pytest.approx(watched["loss"], rel=1e-5)
 
 
 def check_killed_after_the_last_save(folder: Path, run: str, steps: int) -> None:

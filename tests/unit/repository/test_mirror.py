@@ -80,6 +80,7 @@ TESTED_WITH = {
     "tensor_parallel/group": "ranks/tensor_parallel/test_model.py",
     "training/evaluate": "launcher/test_pretrain.py",
     "training/loop": "launcher/test_pretrain.py",
+    "training/monitors": "ranks/engine/test_step_events.py",
     "training/session": "launcher/test_pretrain.py",
 }
 

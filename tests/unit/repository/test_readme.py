@@ -12,7 +12,13 @@ from sdp_deepspeed.config import SubnetworkConfig
 from sdp_deepspeed.engine.private_api import TESTED
 from tests.helpers.repository import FLOORS, PACKAGE, ROOT
 
-FOLDERS = ("benchmarks", "launch", "sdp_deepspeed", "tests")  # what is shipped, besides the files of the root
+FOLDERS = (
+    "benchmarks",
+    "configs",
+    "launch",
+    "sdp_deepspeed",
+    "tests",
+)  # what is shipped, besides the root's files
 DOCUMENTS = sorted([*ROOT.glob("*.md"), *(path for name in FOLDERS for path in (ROOT / name).rglob("*.md"))])
 README = ROOT / "README.md"
 MAX_LINES = 199
@@ -96,7 +102,7 @@ def test_a_room_names_its_modules(document: Path) -> None:
 def test_nothing_refers_to_papers_that_are_not_shipped() -> None:
     names = re.compile(r"\b(DESIGN|STYLE|HOUSE|REVIEW)\.md")
     suffixes = {".py", ".sh", ".md", ".toml", ".cfg", ".yaml", ".json", ".svg"}
-    files = [path for name in (*FOLDERS, "configs") for path in (ROOT / name).rglob("*") if path.suffix in suffixes]
+    files = [path for name in FOLDERS for path in (ROOT / name).rglob("*") if path.suffix in suffixes]
     files += [path for path in ROOT.glob("*") if path.suffix in suffixes]
     found = [name_of(path) for path in files if path != Path(__file__) and names.search(read(path))]
     assert not found

@@ -9,7 +9,7 @@ import pytest
 
 from sdp_deepspeed.__main__ import main
 from sdp_deepspeed.training.report_table import load_report, table
-from tests.helpers.example_reports import report
+from tests.helpers.example_reports import report, write_metrics
 
 
 def cells(text: str, title: str) -> list[str]:
@@ -44,6 +44,49 @@ def test_figures_that_were_not_measured_are_dashes() -> None:
     ]
 
 
+def test_what_all_ranks_did(tmp_path: Path) -> None:
+    text = table([report("ours", scale=2), report("theirs", scale=4)])
+    assert cells(text, "all ranks: tokens per second") == ["1000 (2.00x)", "500"]
+    assert cells(text, "all ranks: tokens trained") == ["2000 (1.00x)", "2000"]
+    assert cells(text, "all ranks: FLOPs") == ["-", "-"]
+    counted = report("ours", scale=2)
+    counted["ranks"] = [rank | {"flops": 30 + index} for index, rank in enumerate(counted["ranks"])]
+    assert cells(table([counted]), "all ranks: FLOPs") == ["610"]
+
+
+def test_a_run_that_goes_on_counts_as_far_as_it_has_come(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    write_metrics(tmp_path / "mine")
+    assert main(["report", str(tmp_path / "mine")]) == 0
+    text = capsys.readouterr().out
+    assert cells(text, "weights") == ["2.00 MiB"]
+    assert cells(text, "step time, median") == ["1000 ms"]
+    assert cells(text, "dense validation loss") == ["4.0000"]
+    assert cells(text, "all ranks: tokens trained") == ["1200"]
+    assert cells(text, "all ranks: FLOPs") == ["600"]
+    assert "mine: 2 ranks, 6 steps, step p10 1000 ms, p90 1000 ms; not finished" in text
+
+
+def test_losses_are_drawn_and_equal_methods_told_apart(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for name in ("one", "two"):
+        write_metrics(tmp_path / name)
+        (tmp_path / name / "report.json").write_text(json.dumps(report("ours", scale=1)))
+    folders = [str(tmp_path / name) for name in ("one", "two")]
+    assert main(["report", *folders, "--plot", str(tmp_path / "new" / "losses.svg")]) == 0
+    drawn = (tmp_path / "new" / "losses.svg").read_text()
+    assert "<svg" in drawn
+    printed = capsys.readouterr().out
+    assert all(f"ours ({folder})" in printed for folder in folders)
+
+
+def test_plots_that_cannot_be(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    write_metrics(tmp_path / "mine")
+    assert main(["report", str(tmp_path / "mine"), "--plot", str(tmp_path / "losses.doc")]) == 2
+    assert "'doc' is not supported" in capsys.readouterr().err
+    write_metrics(tmp_path / "none", losses=(None,))
+    assert main(["report", str(tmp_path / "none"), "--plot", str(tmp_path / "losses.png")]) == 2
+    assert "no run has an evaluation yet" in capsys.readouterr().err
+
+
 def test_unfinished_and_foreign_reports_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(ValueError, match="has not finished, start it again to resume"):
         load_report(tmp_path)
@@ -62,6 +105,8 @@ def test_unfinished_and_foreign_reports_are_refused(tmp_path: Path, capsys: pyte
         ("ranks", [{"weights": 1}]),
         ("ranks", {"0": {}}),
         ("dense_validation_loss", "low"),
+        ("tokens_per_step", None),
+        ("ranks", [dict.fromkeys(("weights", "gradients", "optimizer", "peak", "sent"), 1) | {"flops": "many"}]),
     ],
 )
 def test_reports_of_another_shape_are_refused(tmp_path: Path, key: str, value: object) -> None:

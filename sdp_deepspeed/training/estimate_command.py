@@ -1,0 +1,96 @@
+"""`sdp estimate`: by formula per parameter, or for one model and config, on the GPUs that it would run on."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from sdp_deepspeed.command_parser import Parser, positive, read_json
+from sdp_deepspeed.estimate import __main__ as formulas
+from sdp_deepspeed.messages import listed
+from sdp_deepspeed.sizes import mib_text
+
+if TYPE_CHECKING:
+    from sdp_deepspeed.training.forecast import Forecast
+
+# What the two files say, where they are given.
+_OF_FORMULAS = ("coverage", "regime", "dtype", "accumulate_in_fp32", "accumulation", "offload", "ranks_per_node")
+
+
+def configure(parser: Parser) -> None:
+    """Arguments of `sdp estimate`."""
+    formulas.configure(parser)
+    parser.description = (
+        f"{parser.description}\n\n"
+        "With --model and --deepspeed_config: what that run takes on each of so many ranks: memory, bytes, FLOPs.\n"
+        "Nothing is allocated and no GPU is needed: the subnetwork of the worker that computes most runs on tensors\n"
+        "without data. Kernels' temporary memory and the GPU's own come on top."
+    )
+    parser.epilog = (
+        "example: sdp estimate --ranks 8 --sequence-length 1024 --model configs/models/134M.json \\\n"
+        "             --deepspeed_config configs/recipes/134M-forward-block-4of8.json"
+    )
+    add = parser.add_argument_group("for one model and config").add_argument
+    add("--model", type=Path, help="JSON: a Transformers config, such as configs/models/134M.json")
+    add("--deepspeed_config", type=Path, help="JSON: DeepSpeed's config, with our block or without")
+    add("--sequence-length", type=positive, help="tokens of a block")
+    add("--gradient-checkpointing", action="store_true", help="activations are recomputed in the backward pass")
+    parser.set_defaults(run=_run, defaults={name: parser.get_default(name) for name in _OF_FORMULAS})
+
+
+def _run(options: argparse.Namespace) -> int:
+    given = options.model, options.deepspeed_config, options.sequence_length
+    if given == (None, None, None) and not options.gradient_checkpointing:
+        return formulas.run(options)
+    if None in given:
+        raise ValueError("--model, --deepspeed_config and --sequence-length: give all three, or none for the formulas")
+    if idle := [name for name in _OF_FORMULAS if getattr(options, name) != options.defaults[name]]:
+        flags = listed(f"--{name.replace('_', '-')}" for name in idle)
+        raise ValueError(f"{flags}: no effect with --model and --deepspeed_config, whose JSON says it; leave it out")
+    # Heavy imports only now: help and mistakes are answered at once.
+    from sdp_deepspeed.support.host_types import refuse_wrong_types
+    from sdp_deepspeed.training.forecast import forecast
+    from sdp_deepspeed.training.options import fill_automatic, refuse_wrong_sizes
+
+    shape = read_json(options.model, "--model")
+    if not isinstance(shape.get("model_type"), str):
+        raise ValueError('--model: the JSON has no "model_type": expected a Transformers config, e.g. "llama"')
+    refuse_wrong_sizes(shape)
+    config = read_json(options.deepspeed_config, "--deepspeed_config")
+    fill_automatic(config, steps=1)
+    refuse_wrong_types(config)
+    figures = forecast(
+        shape,
+        config,
+        num_ranks=options.ranks,
+        sequence_length=options.sequence_length,
+        gradient_checkpointing=options.gradient_checkpointing,
+    )
+    print(_text(figures, options.ranks))
+    return 0
+
+
+def _text(figures: Forecast, num_ranks: int) -> str:
+    rank = figures.rank
+    rows = {
+        "weights": mib_text(rank.weights),
+        "gradients": mib_text(rank.gradients),
+        "optimizer state": mib_text(rank.optimizer),
+        **({"optimizer state in host memory": mib_text(rank.host_optimizer)} if rank.host_optimizer else {}),
+        "activations of a micro-batch": mib_text(figures.activations),
+        "the step's fp32 gradients": mib_text(rank.step_gradients),
+        "buffers of what travels, at most": mib_text(rank.buffers),
+        "peak, at least": mib_text(figures.peak),
+        "sent per step": mib_text(rank.sent_bytes),
+        "FLOPs per step": f"{figures.flops:.4g}",
+    }
+    width = max(map(len, rows))
+    lines = [
+        f"{figures.num_parameters / 1e6:.1f}M parameters on {num_ranks} ranks, "
+        f"{figures.tokens_per_step} tokens per step",
+        "estimate for the worker that computes most:",
+        *(f"  {name.ljust(width)}  {value}" for name, value in rows.items()),
+        *(f"warning: {warning}" for warning in figures.warnings),
+    ]
+    return "\n".join(lines)

@@ -1,0 +1,162 @@
+"""What reaches DeepSpeed's monitors on two ranks: CSV, a stand-in for W&B, and TensorBoard where it is installed."""
+
+from __future__ import annotations
+
+import csv
+import importlib.util
+import sys
+from collections.abc import Iterator, Mapping
+from contextlib import nullcontext
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+
+from sdp_deepspeed.measure.step import measured_step, storage_bytes, weight_tensors
+from sdp_deepspeed.measure.traffic import TrafficCounter
+from sdp_deepspeed.training.engines import world_of
+from sdp_deepspeed.training.monitors import count_sent, step_events_of, write_evaluation, write_throughput
+from tests.helpers.ranks import Rank
+from tests.helpers.training import engine_of, gathered, sgd, train
+
+EVERY = 2  # steps
+BATCH = 2 * 2 * 2  # samples of a step: ranks, micro-steps, samples of a micro-batch
+
+
+class Wandb(ModuleType):
+    """Keeps what is logged."""
+
+    def __init__(self) -> None:
+        super().__init__("wandb")
+        self.logged: list[tuple[dict[str, float], int]] = []
+        self.options: dict[str, Any] = {}
+
+    def init(self, **options: Any) -> None:
+        self.options = options
+
+    def log(self, data: dict[str, float], step: int, commit: Any = None) -> None:
+        self.logged.append((data, step))
+
+
+def monitors(rank: Rank, name: str) -> dict[str, Any]:
+    where = {"enabled": True, "output_path": str(rank.folder), "job_name": name}
+    settings = {"csv_monitor": where, "wandb": {"enabled": True, "project": "mine"}, "steps_per_print": EVERY}
+    return settings | ({"tensorboard": where} if _has_tensorboard() else {})
+
+
+def _has_tensorboard() -> bool:
+    return importlib.util.find_spec("tensorboard") is not None
+
+
+def written(rank: Rank, name: str) -> dict[str, dict[int, float]]:
+    """By file, values by samples."""
+    files = sorted((rank.folder / name).glob("*.csv"))
+    tables = {path.stem: list(csv.reader(path.read_text().splitlines()))[1:] for path in files}
+    return {name: {int(step): float(value) for step, value in rows} for name, rows in tables.items()}
+
+
+def ours(rank: Rank) -> None:
+    """Rank 1 has no monitor: rank 0 decides for both."""
+    wandb = Wandb()
+    sys.modules["wandb"] = wandb
+    settings = sgd(2) | (monitors(rank, "ours") if rank.rank == 0 else {})
+    engine = engine_of(settings)
+    meetings: list[int] = []
+    gather = engine.world._objects.gather_objects
+
+    def counted(value: object) -> list[Any]:
+        meetings.append(engine.global_steps)
+        return gather(value)
+
+    engine.world._objects.gather_objects = counted
+    losses, norms = [], []
+    for first in range(5):
+        with measured_step(engine) if first == 4 else nullcontext():  # which gives the engine's `step` back
+            losses.append(train(engine, num_steps=1, accumulation=2, first=first))
+        norms.append(engine.get_global_grad_norm())
+    assert meetings == [2, 4], "a meeting in each step that is written, and in no other"
+    with TrafficCounter() as traffic:
+        train(engine, num_steps=1, accumulation=2, first=5)
+    of_all = gathered((losses, traffic.bytes_by_operator["alltoall_base_"], storage_bytes(weight_tensors(engine))))
+    dist.barrier()
+    events = written(rank, "ours")
+    assert events.pop("Train_Samples_lr").keys() == {BATCH * step for step in range(1, 7)}
+    steps = {BATCH * 2: 1, BATCH * 4: 3, BATCH * 6: 5}
+    assert all(values.keys() == steps.keys() for values in events.values()), events
+    for samples, index in list(steps.items())[:2]:
+        mean = sum(loss for own, *_ in of_all for loss in own[index]) / 4
+        assert events["Train_Samples_subnetwork_loss"][samples] == pytest.approx(mean, rel=1e-6)
+        assert events["Train_Samples_gradient_norm"][samples] == pytest.approx(norms[index])
+        assert events["Train_Samples_sent_bytes"][samples] == max(sent for _, sent, _ in of_all) > 0
+        assert events["Train_Samples_memory_weights_bytes"][samples] == max(weights for *_, weights in of_all)
+        assert events["Train_Samples_memory_gradients_bytes"][samples] > 0
+        least, most = (events[f"Train_Samples_exchange_seconds_{which}"][samples] for which in ("least", "most"))
+        assert 0 < least <= most <= events["Train_Samples_step_seconds"][samples]
+        assert events["Train_Samples_slowest_rank"][samples] in (0, 1)
+        assert events["Train_Samples_slowest_over_median"][samples] >= 1
+    if rank.rank == 0:
+        assert wandb.options["project"] == "mine"
+        _check_same(wandb, events)
+        if _has_tensorboard():
+            _check_tensorboard(rank, events)
+
+
+def _check_same(wandb: Wandb, events: Mapping[str, Mapping[int, float]]) -> None:
+    """W&B has what the CSV files have, and never goes back, which it would drop."""
+    logged: dict[str, dict[int, float]] = {}
+    for data, step in wandb.logged:
+        for name, value in data.items():
+            logged.setdefault(name.replace("/", "_"), {})[step] = value
+    logged.pop("Train_Samples_lr")
+    assert {name: pytest.approx(values) for name, values in events.items()} == logged
+    assert [step for _, step in wandb.logged] == sorted(step for _, step in wandb.logged)
+
+
+def _check_tensorboard(rank: Rank, events: Mapping[str, Mapping[int, float]]) -> None:
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    accumulator = EventAccumulator(str(rank.folder / "ours"))
+    accumulator.Reload()
+    tags = {tag.replace("/", "_"): tag for tag in accumulator.Tags()["scalars"]}
+    for name, values in events.items():
+        scalars = {event.step: event.value for event in accumulator.Scalars(tags[name])}
+        assert scalars == pytest.approx(values, rel=1e-6), name
+
+
+def plain_deepspeed(rank: Rank) -> None:
+    """The training program's baseline gets the same, but for what only our exchange knows."""
+    sys.modules["wandb"] = Wandb()
+    settings = {key: value for key, value in sgd(2).items() if key != "subnetwork_data_parallel"}
+    engine = engine_of(settings | monitors(rank, "plain") | {"zero_allow_untested_optimizer": True})
+    events = step_events_of(engine, world_of(engine))
+    assert events is not None
+    count_sent(events, {"sent": 100 + rank.rank})
+    for first in range(2):
+        train(engine, num_steps=1, accumulation=2, first=first)
+        write_throughput(engine, events, 7.0)
+    write_evaluation(engine, events, 3.5)
+    dist.barrier()
+    found = written(rank, "plain")
+    assert "Train_Samples_exchange_seconds_least" not in found
+    assert found["Train_Samples_sent_bytes"] == {2 * BATCH: 101}
+    assert found["Train_Samples_tokens_per_second"] == {2 * BATCH: 7.0}
+    assert found["Validation_Samples_dense_loss"] == {2 * BATCH: 3.5}
+    assert found["Train_Samples_train_loss"].keys() == {2 * BATCH}
+
+
+def without_a_monitor(rank: Rank) -> None:
+    engine = engine_of(sgd())
+    assert engine.step_events is None
+    assert not {"backward", "step", "train"} & vars(engine).keys()
+    assert engine.dp_group.meter is None
+
+
+def _cases(size: int, options: pytest.Config) -> Iterator[tuple[str, Any]]:
+    for check in (ours, plain_deepspeed, without_a_monitor):
+        yield check.__name__, check
+
+
+@pytest.mark.checks(2, _cases)
+def test_two_ranks(outcome: str | None) -> None:
+    assert outcome is None, outcome

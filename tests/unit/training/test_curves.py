@@ -1,0 +1,50 @@
+"""Losses over tokens, FLOPs and time, from records of a run that nobody ran."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from sdp_deepspeed.training.curves import curve_of, read_records
+from tests.helpers.example_reports import write_metrics
+
+
+def test_a_curve_has_the_dense_losses(tmp_path: Path) -> None:
+    """Not those of training; 200 tokens and 2 x 50 FLOPs a step, and one second, also for steps that took 40."""
+    write_metrics(tmp_path)
+    curve = curve_of("mine", read_records(tmp_path))
+    assert (curve.label, curve.losses) == ("mine", (6.0, 5.0, 4.0))
+    assert curve.tokens == (0, 600, 1200)
+    assert curve.flops == (0, 300, 600)
+    assert curve.seconds == (0.0, 3.0, 6.0)
+
+
+def test_what_was_not_measured(tmp_path: Path) -> None:
+    write_metrics(tmp_path, flops=None, losses=(6.0, None, 4.0))
+    curve = curve_of("mine", read_records(tmp_path))
+    assert curve.flops is None
+    assert (curve.losses, curve.tokens) == ((6.0, 4.0), (0, 1200)), "a loss that is not finite is left out"
+    assert curve_of("none", read_records(tmp_path / "nowhere")).losses == ()
+
+
+@pytest.mark.parametrize(
+    ("kind", "key", "value"),
+    [
+        ("train", "seconds", None),
+        ("train", "tokens_per_second", "many"),
+        ("train", "timed", 1),
+        ("train", "seconds", True),
+        ("evaluation", "dense_validation_loss", "low"),
+        ("figures", "ranks", {}),
+    ],
+)
+def test_records_of_another_shape_are_named(tmp_path: Path, kind: str, key: str, value: object) -> None:
+    write_metrics(tmp_path)
+    lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    index = next(index for index, line in enumerate(lines) if line["kind"] == kind)
+    lines[index][key] = value
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    with pytest.raises(ValueError, match=rf"metrics\.jsonl:{index + 1}: {key}: missing, or not as a run writes it"):
+        read_records(tmp_path)

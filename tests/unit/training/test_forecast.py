@@ -1,0 +1,166 @@
+"""What a run will take, against real tensors of the same subnetwork, and against products that a person can count."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from sdp_deepspeed.config import KEY, MODES, parse
+from sdp_deepspeed.estimate.per_rank import estimate
+from sdp_deepspeed.plan.planner import plan_model
+from sdp_deepspeed.plan.tensors import dense_tensors
+from sdp_deepspeed.training.forecast import Forecast, cut_down, forecast, micro_steps, setup_of
+from sdp_deepspeed.training.model import build_model
+from tests.helpers.masked_modules import Saved, linear_weights
+
+SHAPE: dict[str, Any] = {
+    "model_type": "llama",
+    "vocab_size": 61,
+    "hidden_size": 16,
+    "intermediate_size": 24,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 4,
+    "max_position_embeddings": 32,
+}
+MICRO, ACCUMULATION, RANKS, LENGTH = 2, 3, 2, 8
+BATCH = {"train_micro_batch_size_per_gpu": MICRO, "gradient_accumulation_steps": ACCUMULATION}
+
+
+def of(config: dict[str, Any], **options: Any) -> Forecast:
+    return forecast(SHAPE, BATCH | config, num_ranks=RANKS, sequence_length=LENGTH, **options)
+
+
+def attention_flops(num_heads: int, *, products: int) -> int:
+    """Of `products` products of [T, d] by [d, T] for each head, multiply and add counted as two."""
+    return 2 * products * MICRO * num_heads * LENGTH * LENGTH * 4
+
+
+def test_flops_of_the_dense_model_are_those_of_its_matrices() -> None:
+    """Forward once, backward twice; attention has two products forward, and five backward in a flash kernel."""
+    figures = of({"zero_optimization": {"stage": 1}})
+    model = build_model(SHAPE, seed=0)
+    matrices = 3 * 2 * MICRO * LENGTH * linear_weights(model)
+    assert figures.flops == ACCUMULATION * (matrices + 4 * attention_flops(4, products=7))
+    assert figures.num_parameters == sum(parameter.numel() for parameter in model.parameters())
+    assert figures.tokens_per_step == MICRO * ACCUMULATION * RANKS * LENGTH
+
+
+@pytest.mark.parametrize("mode", MODES, ids=str)
+def test_a_subnetwork_keeps_and_holds_what_real_tensors_do(mode: Any) -> None:
+    block = {"regime": mode.regime, "strategy": mode.strategy, "coverage": 0.5}
+    config = BATCH | {KEY: block, "zero_optimization": {"stage": 1}}
+    figures = of(config)
+    model, parsed = build_model(SHAPE, seed=0), parse(config)
+    assert parsed is not None
+    plan, _ = plan_model(model, parsed, RANKS)
+    found = []
+    for rank in range(RANKS):
+        real, tokens = build_model(SHAPE, seed=0), torch.zeros((MICRO, LENGTH), dtype=torch.long)
+        cut_down(real, plan, dense_tensors(real), rank)
+        buffers = [*real.buffers(), *(tensor for tensor in vars(real).values() if isinstance(tensor, torch.Tensor))]
+        with Saved([*real.parameters(), *buffers]) as saved:
+            real(input_ids=tokens, labels=tokens, use_cache=False)
+        found.append(saved.num_bytes)
+    expected = [each.weights for each in estimate(plan, dense_tensors(model), setup_of(config, ACCUMULATION))]
+    outputs = SHAPE["num_hidden_layers"] * MICRO * LENGTH * SHAPE["hidden_size"] * 4  # the kernel's layout has no copy
+    assert min(found) <= figures.activations <= max(found) + outputs
+    assert figures.rank.weights in expected
+    dense = of({"zero_optimization": {"stage": 1}})
+    assert figures.flops < dense.flops
+    assert figures.rank.state < dense.rank.state
+
+
+def test_checkpointing_keeps_less_and_computes_more() -> None:
+    plain, checkpointed = of({}), of({}, gradient_checkpointing=True)
+    assert checkpointed.activations < plain.activations
+    assert checkpointed.flops > plain.flops
+
+
+def test_nothing_is_allocated() -> None:
+    """400 GB of weights."""
+    giant = SHAPE | {"vocab_size": 1_000_000, "hidden_size": 51_200, "num_hidden_layers": 1}
+    figures = forecast(giant, BATCH, num_ranks=RANKS, sequence_length=LENGTH)
+    assert figures.num_parameters > 10**11
+
+
+def test_the_peak_is_in_backward_or_in_the_step() -> None:
+    figures = of({KEY: {"coverage": 0.5}, "bf16": {"enabled": True}, "zero_optimization": {"stage": 1}})
+    assert figures.activations > figures.rank.buffers + figures.rank.step_gradients
+    assert figures.peak == figures.rank.state + figures.activations
+    short = forecast(SHAPE, {"train_micro_batch_size_per_gpu": 1}, num_ranks=1, sequence_length=1)
+    assert short.peak == short.rank.state + max(short.activations, short.rank.step_gradients)
+
+
+@pytest.mark.parametrize(
+    ("config", "expected"),
+    [
+        ({"train_batch_size": 24, "train_micro_batch_size_per_gpu": 2}, (2, 3)),
+        ({"train_batch_size": 24, "gradient_accumulation_steps": 3}, (2, 3)),
+        ({"train_batch_size": 24}, (6, 1)),
+        ({"train_micro_batch_size_per_gpu": 5}, (5, 1)),
+    ],
+)
+def test_batch_sizes(config: dict[str, Any], expected: tuple[int, int]) -> None:
+    assert micro_steps(config, 4) == expected
+
+
+@pytest.mark.parametrize(
+    ("config", "words"),
+    [
+        ({}, "give train_micro_batch_size_per_gpu"),
+        ({"train_batch_size": 3}, "or a larger train_batch_size"),
+        ({"train_batch_size": "24"}, "train_batch_size: got '24', expected a whole number"),
+        ({"train_micro_batch_size_per_gpu": True}, "got True, expected a whole number"),
+        ({"train_batch_size": 25, "train_micro_batch_size_per_gpu": 2}, "is 25, but 4 ranks .* make 24"),
+    ],
+)
+def test_batch_sizes_that_contradict_each_other(config: dict[str, Any], words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        micro_steps(config, 4)
+
+
+@pytest.mark.parametrize("key", ["zero_optimization", "bf16", "fp16", "optimizer", "data_types"])
+def test_parts_that_are_no_objects(key: str) -> None:
+    with pytest.raises(ValueError, match=rf"{key}: got 3, expected an object"):
+        setup_of({key: 3}, 1)
+
+
+def test_what_decides_bytes() -> None:
+    setup = setup_of(
+        {
+            "fp16": {"enabled": True},
+            "communication_data_type": "fp32",
+            "data_types": {"grad_accum_dtype": "fp32"},
+            "optimizer": {"type": "Lion"},
+            "zero_optimization": {"stage": 2, "overlap_comm": True, "reduce_bucket_size": 7}
+            | {"offload_optimizer": {"device": "cpu"}},
+        },
+        3,
+    )
+    assert (setup.stage, setup.accumulation, setup.offload, setup.bucket_elements, setup.overlap) == (
+        2,
+        3,
+        True,
+        7,
+        True,
+    )
+    precision = setup.precision
+    assert (precision.weights, precision.gradients, precision.wire, precision.num_moments) == (2, 4, 4, 1)
+    plain = setup_of({"optimizer": {"type": "SGD", "params": {"momentum": 0.9}}}, 1)
+    assert (plain.stage, plain.precision.weights, plain.precision.num_moments) == (0, 4, 1)
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        {"zero_optimization": {"stage": 3}},
+        {"zero_optimization": {"stage": "1"}},
+        {"tensor_parallel": {"autotp_size": 2}},
+    ],
+)
+def test_what_has_no_formula_is_refused(config: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match="cannot be estimated; possible are"):
+        setup_of(config, 1)
