@@ -227,7 +227,7 @@ _REST = (
         "the optimizer's own step takes whole matrices; remove the key",
     ),
     _refused(
-        "optimizers that are not elementwise",
+        "an unknown optimizer",
         "optimizer.type",
         "OneBitAdam",
         is_unknown_optimizer,
