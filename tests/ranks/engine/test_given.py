@@ -84,18 +84,18 @@ def a_function_that_fails_on_one_rank(rank: Rank) -> None:
     refusal(ValueError, lambda: engine_of(config(holders=1), optimizer=fails), "no such learning rate", "[on rank 1]")
 
 
-def what_is_not_elementwise_is_refused(rank: Rank) -> None:
+def an_unknown_optimizer_is_refused(rank: Rank) -> None:
     def other(parameters: Any) -> torch.optim.Optimizer:
-        return torch.optim.Adafactor(parameters)
+        return torch.optim.NAdam(parameters)
 
-    refusal(ValueError, lambda: engine_of(config(holders=1), optimizer=other), "Adafactor")
+    refusal(ValueError, lambda: engine_of(config(holders=1), optimizer=other), "NAdam")
 
 
 def _cases(size: int, options: pytest.Config) -> Iterator[tuple[str, Any]]:
     for mode in MODES:
         yield " ".join(mode), partial(idioms_train_what_lists_do, mode)
     yield "fails on one rank", a_function_that_fails_on_one_rank
-    yield "not elementwise", what_is_not_elementwise_is_refused
+    yield "unknown", an_unknown_optimizer_is_refused
 
 
 @pytest.mark.checks(2, _cases)
