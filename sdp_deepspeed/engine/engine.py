@@ -28,6 +28,7 @@ from sdp_deepspeed.distributed.agreement import Gatherer, run_on_all_ranks
 from sdp_deepspeed.distributed.communicator import Communicator
 from sdp_deepspeed.distributed.host_group import Channel, HostGroup, make_host_group
 from sdp_deepspeed.distributed.last_acts import LastActs, make_last_acts
+from sdp_deepspeed.distributed.lifeline import watch_ranks
 from sdp_deepspeed.distributed.monitored_barrier import Phase
 from sdp_deepspeed.engine.apply_plan import AppliedPlan, ModelAtStart, apply_plan
 from sdp_deepspeed.engine.checkpoint_calls import CheckpointCalls
@@ -123,6 +124,7 @@ class SubnetworkEngine(CheckpointCalls):
         self.dont_change_device |= self._deferred is not None
         super()._configure_distributed_model(model)
         self._last_acts = make_last_acts(torch.distributed, self.seq_data_parallel_group, logger.warning)
+        watch_ranks(self, torch.distributed, self.block.silence_limit)
         groups = rank_groups(self, self.world, self._host, self._last_acts)
         self.dp_group = groups.dp_group
         start = ModelAtStart(
