@@ -13,6 +13,7 @@ from sdp_deepspeed.version import __version__
 VERBS: dict[str, tuple[str, str]] = {
     "estimate": ("sdp_deepspeed.estimate.__main__", "memory and traffic per parameter, before anything runs"),
     "support": ("sdp_deepspeed.support.__main__", "what works together with subnetworks, and what is refused"),
+    "hosts": ("sdp_deepspeed.hosts.__main__", "check the hosts of a run on many nodes before it starts"),
     "data": ("sdp_deepspeed.data.__main__", "tokenize a corpus before a run needs it"),
     "report": ("sdp_deepspeed.training.report_table", "finished runs side by side"),
     "checkpoint": ("sdp_deepspeed.checkpoint.__main__", "inspect, export and convert checkpoints"),

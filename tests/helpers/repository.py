@@ -12,6 +12,7 @@ TESTS = ROOT / "tests"
 FLOORS = (
     "__main__",
     "report",  # the old name of a command
+    "hosts",
     "training",
     "__init__",
     "engine",
