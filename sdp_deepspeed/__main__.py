@@ -13,6 +13,7 @@ from sdp_deepspeed.version import __version__
 VERBS: dict[str, tuple[str, str]] = {
     "estimate": ("sdp_deepspeed.training.estimate_command", "memory and traffic, before anything runs"),
     "support": ("sdp_deepspeed.support.__main__", "what works together with subnetworks, and what is refused"),
+    "hosts": ("sdp_deepspeed.hosts.__main__", "check the hosts of a run on many nodes before it starts"),
     "data": ("sdp_deepspeed.data.__main__", "tokenize a corpus before a run needs it"),
     "report": ("sdp_deepspeed.training.report_table", "runs side by side: a table, and plots of their losses"),
     "arm": ("sdp_deepspeed.arming", "honor the block also where a program forgets the import"),

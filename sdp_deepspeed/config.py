@@ -15,6 +15,9 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_valida
 from sdp_deepspeed.messages import did_you_mean
 
 KEY = "subnetwork_data_parallel"
+# Seconds without a sign of life of a rank, after which the others end; longer than what usually keeps the threads of a
+# process from running, and short enough for a minute in all.
+SILENCE_LIMIT = 45.0
 
 Regime = Literal["forward", "backward"]
 StrategyName = Literal["block", "neuron"]
@@ -87,6 +90,12 @@ class SubnetworkConfig(BaseModel):
         default=False, description='true or false, or "whole_tensors" for one that updates each tensor by itself'
     )
     check_agreement: bool = Field(default=False, description="true or false")
+    silence_limit: float | None = Field(
+        default=SILENCE_LIMIT,
+        ge=10,
+        allow_inf_nan=False,
+        description="a number of seconds, at least 10, or null for no limit",
+    )
     checkpoint: CheckpointOptions = Field(
         default=CheckpointOptions(), description='a mapping such as {"asynchronous": true, "keep_last": 3}'
     )

@@ -39,6 +39,7 @@ def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line(
         "markers", "gpu: on a GPU with --gpu; else its ranks are on the CPU, or it is skipped if it has none"
     )
+    config.addinivalue_line("markers", "namespaces: on two hosts, network namespaces of this machine; needs root")
     for name, what in TIERS.items():
         config.addinivalue_line("markers", f"{name}: {what} (set by folder)")
     config.addinivalue_line("markers", "checks(sizes, maker): a test for each check that maker(size, config) lists")

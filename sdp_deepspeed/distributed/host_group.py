@@ -19,6 +19,7 @@ import torch
 
 from sdp_deepspeed.distributed.agreement import Gatherer
 from sdp_deepspeed.distributed.descriptors import allow_connections
+from sdp_deepspeed.distributed.gloo_threads import settle_at_exit
 from sdp_deepspeed.distributed.interfaces import gloo_uses, interface_for_gloo
 
 _CONNECTING = timedelta(minutes=5)  # of waiting for a rank that cannot be reached
@@ -131,6 +132,7 @@ def make_host_group(dist: Any, ranks: Gatherer, warn: Callable[[str], None]) -> 
         RuntimeError: hosts cannot tell how to reach one another (on all ranks), or cannot, and what to set.
     """
     allow_connections(dist.get_world_size(), warn)
+    settle_at_exit()
     # The run's own group over gloo has found its way.
     name = None if dist.get_backend() == "gloo" else interface_for_gloo(ranks)
     with gloo_uses(name):  # not agreed on: where one rank cannot connect, others still try

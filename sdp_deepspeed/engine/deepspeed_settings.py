@@ -13,6 +13,7 @@ from deepspeed.runtime.fp16.loss_scaler import CreateLossScaler, LossScalerBase
 from sdp_deepspeed.distributed.communicator import Communicator, RankGroups
 from sdp_deepspeed.distributed.host_group import Channel, HostGroup
 from sdp_deepspeed.distributed.last_acts import LastActs
+from sdp_deepspeed.distributed.step_limit import take_limit_of_the_run
 from sdp_deepspeed.engine.host_engine import HostConfig, HostEngine
 from sdp_deepspeed.optimizer.settings import Offload, OptimizerSettings
 from sdp_deepspeed.plan.placement import Network
@@ -79,6 +80,7 @@ def loss_scaler(engine: HostEngine) -> LossScalerBase:
 def rank_groups(engine: HostEngine, world: Communicator, host: HostGroup, last_acts: LastActs) -> RankGroups:
     """This rank's; DeepSpeed has made those that are its own. Every rank calls it."""
     group = engine.seq_data_parallel_group
+    take_limit_of_the_run(dist, group)
     objects = host.channel(Channel.DATA_PARALLEL, dist.get_process_group_ranks(group))
     dp_group = Communicator(deepspeed_comm, group, objects=objects, last_acts=last_acts)
     return RankGroups(dp_group, world, host, tp_group_of(engine.mpu, host))

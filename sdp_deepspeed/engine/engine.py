@@ -25,6 +25,7 @@ from sdp_deepspeed.distributed.agreement import Gatherer, run_on_all_ranks
 from sdp_deepspeed.distributed.communicator import Communicator
 from sdp_deepspeed.distributed.host_group import Channel, HostGroup, make_host_group
 from sdp_deepspeed.distributed.last_acts import LastActs, make_last_acts
+from sdp_deepspeed.distributed.lifeline import watch_ranks
 from sdp_deepspeed.engine.apply_plan import AppliedPlan, ModelAtStart, apply_plan
 from sdp_deepspeed.engine.consistency import check_holders_agree
 from sdp_deepspeed.engine.deepspeed_settings import loss_scaler, network_of, optimizer_settings, rank_groups
@@ -127,6 +128,7 @@ class SubnetworkEngine(DenseCalls):
         self.dont_change_device |= self._deferred is not None
         super()._configure_distributed_model(model)
         self._last_acts = make_last_acts(torch.distributed, self.seq_data_parallel_group, logger.warning)
+        watch_ranks(self, torch.distributed, self.block.silence_limit)
         groups = rank_groups(self, self.world, self._host, self._last_acts)
         self.dp_group = groups.dp_group
         start = ModelAtStart(

@@ -36,6 +36,7 @@ class Options:
         eval_interval: steps between evaluations of the dense model; one more at the start and at the end.
         save_interval: steps between checkpoints; one more at the end and on a stop.
         keep_checkpoints: how many of the newest checkpoints stay on disk.
+        step_limit: seconds that ranks wait for one another in a step; None for DeepSpeed's own.
         seed: of the model's initial weights.
         gradient_checkpointing: recompute activations in the backward pass.
         baseline: train without our block, all else equal.
@@ -49,6 +50,7 @@ class Options:
     eval_interval: int = 100
     save_interval: int = 500
     keep_checkpoints: int = 2
+    step_limit: int | None = None
     seed: int = 0
     gradient_checkpointing: bool = False
     baseline: bool = False
@@ -68,6 +70,7 @@ def _parser() -> Parser:
     add("--eval-interval", type=positive, default=100, help="steps between evaluations (default 100)")
     add("--save-interval", type=positive, default=500, help="steps between checkpoints (default 500)")
     add("--keep-checkpoints", type=positive, default=2, help="newest checkpoints to keep (default 2)")
+    add("--step-limit", type=positive, help="seconds that ranks wait for one another (default 600, DeepSpeed's)")
     add("--seed", type=int, default=0, help="seed of the initial weights (default 0)")
     add("--gradient-checkpointing", action="store_true", help="recompute activations in the backward pass")
     add("--baseline", action="store_true", help="ignore our block: plain DeepSpeed, for comparison")

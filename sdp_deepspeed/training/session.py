@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import warnings
+from datetime import timedelta
 from typing import Any
 
 import deepspeed
@@ -15,10 +16,12 @@ from deepspeed.utils import logger
 from transformers.utils.logging import disable_progress_bar
 
 import sdp_deepspeed  # noqa: F401  its import is what makes deepspeed.initialize() read our block
+from sdp_deepspeed.config import SILENCE_LIMIT
 from sdp_deepspeed.data import DataBundle, DataConfig, PreparedDataError, build
 from sdp_deepspeed.distributed.agreement import Gatherer, run_on_rank_0
 from sdp_deepspeed.distributed.communicator import Communicator
 from sdp_deepspeed.distributed.descriptors import allow_connections
+from sdp_deepspeed.distributed.lifeline import watch_ranks
 from sdp_deepspeed.training import engines, monitors
 from sdp_deepspeed.training.loop import Run, resume, train
 from sdp_deepspeed.training.model import build_model, check_fits, may_defer
@@ -33,7 +36,8 @@ def run_session(options: Options, folder: RunFolder, config: dict[str, Any]) -> 
     """Train, export, report; every rank calls it. Returns the exit code."""
     # The store, the run's own group if that is over gloo, and the engine's.
     allow_connections(int(os.environ["WORLD_SIZE"]), logger.warning, num_groups=3)
-    deepspeed.init_distributed()
+    given = {} if options.step_limit is None else {"timeout": timedelta(seconds=options.step_limit)}
+    deepspeed.init_distributed(**given)
     engines.unlink_shared_memory()
     # Before the first collective of ours, which with NCCL needs each rank on its own device.
     get_accelerator().set_device(int(os.environ.get("LOCAL_RANK", "0")))
@@ -89,6 +93,8 @@ def _set_up(options: Options, folder: RunFolder) -> Run:
     engine, *_ = deepspeed.initialize(
         model=model, model_parameters=list(model.parameters()), config=options.deepspeed_config
     )
+    if engines.plan_of(engine) is None:  # ours does so itself
+        watch_ranks(engine, dist, SILENCE_LIMIT)
     world = engines.world_of(engine)
     data = _open_data(data_config, engine, world)
     check_fits(engine.module.config, data)

@@ -13,6 +13,7 @@ FLOORS = (
     "__main__",
     "report",  # the old name of a command
     "arming",
+    "hosts",
     "training",
     "__init__",
     "engine",

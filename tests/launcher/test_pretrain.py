@@ -59,15 +59,15 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def command(folder: Path, run: str, *extra: str) -> list[str]:
+def command(folder: Path, run: str, *extra: str, launcher: str = "deepspeed") -> list[str]:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    launcher = [str(Path(sys.executable).with_name("deepspeed")), "--num_gpus", str(NUM_RANKS)]
-    launcher += ["--master_port", str(port)]
+    how_many = {"deepspeed": "--num_gpus", "torchrun": "--nproc_per_node"}[launcher]
+    start = [str(Path(sys.executable).with_name(launcher)), how_many, str(NUM_RANKS), "--master_port", str(port)]
     files = ["--model", str(folder / "model.json"), "--data", str(folder / "data.json")]
     files += ["--deepspeed_config", str(folder / "deepspeed.json"), "--run-folder", str(folder / run)]
-    return [*launcher, "launch/pretrain.py", *files, "--eval-interval", "50", *extra]
+    return [*start, "launch/pretrain.py", *files, "--eval-interval", "50", *extra]
 
 
 class Running:
@@ -105,8 +105,8 @@ class Running:
 
 
 @contextmanager
-def launched(folder: Path, run: str, *extra: str, log: str = "") -> Iterator[Running]:
-    running = Running(command(folder, run, *extra), folder / f"{log or run}.log")
+def launched(folder: Path, run: str, *extra: str, log: str = "", launcher: str = "deepspeed") -> Iterator[Running]:
+    running = Running(command(folder, run, *extra, launcher=launcher), folder / f"{log or run}.log")
     try:
         yield running
     finally:
@@ -115,9 +115,9 @@ def launched(folder: Path, run: str, *extra: str, log: str = "") -> Iterator[Run
                 process.kill()
 
 
-def finish(folder: Path, run: str, *extra: str) -> str:
+def finish(folder: Path, run: str, *extra: str, launcher: str = "deepspeed") -> str:
     """Run to the end; returns the output. No shared memory is left behind."""
-    with launched(folder, run, *extra) as running:
+    with launched(folder, run, *extra, launcher=launcher) as running:
         assert running.wait() == 0, running.explain()
         port = running.arguments[running.arguments.index("--master_port") + 1]
         assert not list(Path("/dev/shm").glob(f"deepspeed_*_{port}_*"))
@@ -164,7 +164,7 @@ def test_an_interrupted_run_resumes_as_if_nothing_had_happened(folder: Path) -> 
     stopped_at = run_and_interrupt(folder, "interrupted", "ctrl-c")
     steps = str(stopped_at + 5)
     assert f"resuming at step {stopped_at}: SDP 1/2 + ZeRO-1" in finish(folder, "interrupted", "--steps", steps)
-    finish(folder, "straight", "--steps", steps)
+    finish(folder, "straight", "--steps", steps, launcher="torchrun")
     resumed, straight = train_records(folder, "interrupted"), train_records(folder, "straight")
     for field in ("loss", "gradient_norm", "learning_rate", "epoch"):
         assert [r[field] for r in resumed.values()] == [r[field] for r in straight.values()], field

@@ -79,6 +79,7 @@ def test_every_key_is_read() -> None:
         "seed": 0,
         "allow_optimizer": True,
         "check_agreement": True,
+        "silence_limit": 60.0,
         "checkpoint": {"asynchronous": True, "keep_last": 2},
     }
     config = parse({KEY: settings})
@@ -157,6 +158,8 @@ def test_unknown_key_like_no_other_lists_all() -> None:
         ("holders", 0, "a whole number of holders"),
         ("holders", 1.5, "a whole number of holders"),
         ("holders", "auto", '"auto" is only possible for'),
+        ("silence_limit", 5, "a number of seconds, at least 10, or null"),
+        ("silence_limit", float("inf"), "a number of seconds, at least 10, or null"),
         ("enabled", "yes", "true or false"),
         ("regime", "backwards", '"forward" or "backward"'),
         ("regime", "auto", '"auto" is only possible for subnetworks, assignment, placement and evaluation'),

@@ -11,7 +11,13 @@ from tests.helpers.repository import PACKAGE
 READERS = ("read_text", "read_bytes")  # of a path
 OPENERS = ("open", "safe_open", "load", "memmap")  # with a path as their first argument
 # In memory, or not of a user: the kernel's own files, and a lock that was opened before.
-EXEMPT = ("torch.load(buffer", "path.open('rb')", "Path('/proc/sys/kernel/random/boot_id').read_text", "(_PROC / ")
+EXEMPT = (
+    "torch.load(buffer",
+    "path.open('rb')",
+    "Path('/proc/sys/kernel/random/boot_id').read_text",
+    "(_PROC / ",
+    "(_TASKS / ",
+)
 
 
 def _name(function: ast.expr) -> str:

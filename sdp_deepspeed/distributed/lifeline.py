@@ -1,0 +1,217 @@
+"""Signs of life of all ranks, so that a run ends soon where a process, a node or its link is gone.
+
+A collective whose packets get lost waits until its group's time limit, half an hour over gloo. Here a thread of each
+rank shows a sign of life in the store every few seconds. Rank 0 looks for those of all, and writes down what it finds;
+the others look for rank 0's. A second thread looks whether the store answers at all: on the far side of a dead link
+nothing else is to be noticed. Who finds a rank silent ends its own process, for nothing can be raised in a collective
+that waits for lost packets.
+
+Silence is counted in looks, not by the clock: a process that was stopped for a while (Ctrl-Z) has not looked.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import sys
+import threading
+import time
+import weakref
+from collections.abc import Callable
+from multiprocessing.util import Finalize
+from typing import Any, NoReturn
+
+from sdp_deepspeed.distributed.store_gatherer import Store
+from sdp_deepspeed.messages import listed
+
+BEAT_SECONDS = 2.0  # between two signs, and two looks
+# For the error that a rank gets by itself where another one has failed: it says more.
+GRACE_SECONDS = 10.0
+EXIT_CODE = 1
+_LEFT = b"left"
+_SILENT, _FAILED = "silent", "failed"  # keys, beside those of the ranks
+
+
+class Lifeline:
+    """One rank's; every rank makes one with the same store, and starts it.
+
+    Args:
+        store: for these keys alone.
+        limit: of silence, seconds.
+        end: ends this process after saying why; others in tests.
+    """
+
+    def __init__(
+        self, store: Store, *, rank: int, size: int, limit: float, end: Callable[[str], None] | None = None
+    ) -> None:
+        self._store = store
+        self._rank, self._size, self._limit = rank, size, limit
+        self._end = self._end_process if end is None else end
+        self._others = frozenset(range(1, size) if rank == 0 else [0])  # that this rank looks for
+        self._left: set[int] = set()
+        self._beat = 0
+        self._seen: dict[int, bytes] = {}
+        self._silence: dict[int, float] = {}  # seconds, as this rank has counted them
+        self._unanswered = 0.0  # seconds of the look that goes on
+        self._error: BaseException | None = None
+        self._closing, self._closed = threading.Event(), threading.Event()
+        self._finalizer: Finalize | None = None
+
+    def start(self) -> None:
+        """Show signs of life from now on, until `close` or the end of the process."""
+        self._show()
+        for target in (self._beats, self._watch):
+            threading.Thread(target=target, name="lifeline", daemon=True).start()
+        # At the end of a process that `multiprocessing` started, too, where nothing of atexit runs.
+        self._finalizer = Finalize(None, self._at_exit, exitpriority=0)
+
+    def close(self) -> None:
+        """Nobody is to miss this rank any more; returns at once."""
+        self._closing.set()
+
+    def look(self, seconds: float) -> str | None:
+        """Show a sign of life, and look for those of others.
+
+        Args:
+            seconds: that count as silence where nothing has changed since the last look.
+
+        Returns:
+            Why this process must end now, if it must.
+        """
+        self._show()
+        if self._rank and self._store.check([_SILENT]):
+            return self._store.get(_SILENT).decode()
+        silent = self._silent_ranks(seconds)
+        if not silent:
+            return None
+        why = (
+            f"nothing was heard of rank {listed(silent)} for {self._limit:.0f} seconds: killed or stopped, or a node "
+            "or link is down"
+        )
+        if self._rank == 0:
+            self._store.set(_SILENT, why.encode())
+        return why
+
+    def failure(self) -> str | None:
+        """What the first rank that failed said, if one did."""
+        return self._store.get(_FAILED).decode() if self._store.check([_FAILED]) else None
+
+    @property
+    def is_alone(self) -> bool:
+        """Whether nobody is left to look for."""
+        return self._left == self._others
+
+    def _show(self) -> None:
+        self._beat += 1
+        self._store.set(str(self._rank), str(self._beat).encode())
+
+    def _silent_ranks(self, seconds: float) -> list[int]:
+        """Two questions to the store, however many ranks; more only while some have shown nothing. One that has not
+        shown its first sign is on its way."""
+        keys = [str(rank) for rank in sorted(self._others - self._left)]
+        there = keys if self._store.check(keys) else [key for key in keys if self._store.check([key])]
+        for key, shown in zip(there, self._store.multi_get(there) if there else [], strict=True):
+            self._note(int(key), shown, seconds)
+        return sorted(rank for rank, silence in self._silence.items() if silence >= self._limit)
+
+    def _note(self, rank: int, shown: bytes, seconds: float) -> None:
+        if shown == _LEFT:
+            self._left.add(rank)
+            self._silence.pop(rank, None)
+            return
+        self._silence[rank] = self._silence[rank] + seconds if self._seen.get(rank) == shown else 0.0
+        self._seen[rank] = shown
+
+    def _beats(self) -> None:
+        """What the first thread does."""
+        try:
+            while not self._closing.wait(BEAT_SECONDS) and not self.is_alone:
+                why, failure = self.look(BEAT_SECONDS), self.failure()
+                self._unanswered = 0.0
+                if why is not None:
+                    self._end(why)
+                elif failure is not None:
+                    self._end_after_grace(failure)
+                if why is not None or failure is not None:
+                    return
+            self._leave()
+        except Exception:  # of the store, which went with its process
+            if 0 not in self._left:
+                self._end_after_grace("rank 0 ended, or the connection to it broke, and no error of its own came here")
+        finally:
+            self._closed.set()
+            if self._finalizer is not None:
+                self._finalizer.cancel()
+
+    def _end_after_grace(self, why: str) -> None:
+        self._closed.set()  # nothing is asked any more
+        if not self._closing.wait(GRACE_SECONDS):
+            self._end(why)
+
+    def _leave(self) -> None:
+        """Say that nobody is to miss this rank. The store goes with rank 0, which waits until others have seen that."""
+        if self._error is not None and not self._store.check([_FAILED]):
+            said = " ".join(f"{type(self._error).__name__}: {self._error}".split())[:1000]
+            self._store.set(_FAILED, f"rank {self._rank} failed: {said}".encode())
+        self._store.set(str(self._rank), _LEFT)
+        until = time.monotonic() + 1.5 * BEAT_SECONDS
+        while self._rank == 0 and not self.is_alone and time.monotonic() < until:
+            self._silent_ranks(0.0)
+            time.sleep(0.05)
+
+    def _watch(self) -> None:
+        """What the second thread does: the first may wait for the store."""
+        while not self._closed.wait(BEAT_SECONDS):
+            self._unanswered += BEAT_SECONDS
+            if self._unanswered > self._limit:
+                self._end(
+                    f"rank 0's store has not answered for {self._limit:.0f} seconds: rank 0 is stopped, or a node or "
+                    "link is down"
+                )
+                return
+
+    def _at_exit(self) -> None:
+        """An error that ends this process is told before others miss the rank. A thread that is in the store when the
+        interpreter goes would abort it."""
+        self._error = getattr(sys, "last_value", None)
+        self._closing.set()
+        self._closed.wait(2 * BEAT_SECONDS)
+
+    def _end_process(self, why: str) -> NoReturn:
+        with contextlib.suppress(
+            OSError, ValueError
+        ):  # whoever read our output may be gone; a bar leaves its line open
+            print(
+                f"\nerror on rank {self._rank}: {why}. This rank ends; start the run again to go on from its last "
+                "checkpoint",
+                file=sys.stderr,
+                flush=True,
+            )
+        if self._rank == 0:  # with its process goes the store, in which others must read this first
+            time.sleep(1.5 * BEAT_SECONDS)
+        os._exit(EXIT_CODE)
+
+
+def watch_ranks(owner: object, dist: Any, limit: float | None) -> None:
+    """Watch all ranks while an object lives; every rank calls it, equally often.
+
+    Args:
+        dist: `torch.distributed`.
+        limit: of silence, seconds; None watches nobody.
+    """
+    rank, size = dist.get_rank(), dist.get_world_size()
+    if limit is None or size == 1:
+        return
+    store = dist.distributed_c10d._get_default_store()
+    number = store.add(f"sdp_deepspeed/lifelines/{rank}", 1)  # ranks build their engines together
+    # By a connection of its own: over one, a question waits for the answer to the one before it.
+    own = dist.PrefixStore(f"sdp_deepspeed/lifeline/{number}", store.clone())
+    lifeline = Lifeline(own, rank=rank, size=size, limit=limit)
+    lifeline.start()
+    # At the end of the process the lifeline closes itself, and is waited for.
+    weakref.finalize(owner, _close, lifeline, store).atexit = False
+
+
+def _close(lifeline: Lifeline, _store: object) -> None:
+    """The store, on rank 0 the one that all others ask, lives as long as who is watched."""
+    lifeline.close()
