@@ -112,7 +112,10 @@ class Lifeline:
         there = keys if self._store.check(keys) else [key for key in keys if self._store.check([key])]
         for key, shown in zip(there, self._store.multi_get(there) if there else [], strict=True):
             self._note(int(key), shown, seconds)
-        return sorted(rank for rank, silence in self._silence.items() if silence >= self._limit)
+        # Ranks of one node fall silent together, and show their signs at different moments.
+        about = self._limit - 1.5 * BEAT_SECONDS
+        is_silent = any(silence >= self._limit for silence in self._silence.values())
+        return sorted(rank for rank, silence in self._silence.items() if is_silent and silence >= about)
 
     def _note(self, rank: int, shown: bytes, seconds: float) -> None:
         if shown == _LEFT:

@@ -158,8 +158,9 @@ class _Reports:
 
     def _dead(self) -> str:
         """Ranks that ended without a word, with their exit codes; one that fails ends with 1."""
-        for rank in set(range(len(self._processes))) - set(self._ranks.values()):
-            self._processes[rank].join(timeout=1)  # closes its pipe a moment before
+        last = time.monotonic() + 1
+        for process in self._processes:  # others may hear of a death before we do
+            process.join(timeout=max(0.0, last - time.monotonic()))
         ended = [(rank, process.exitcode) for rank, process in enumerate(self._processes) if process.exitcode != 1]
         return "\n".join(f"rank {rank} died without a word: {code}" for rank, code in ended if code is not None)
 

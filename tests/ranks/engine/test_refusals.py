@@ -200,7 +200,7 @@ def a_wrong_optimizer_on_one_rank(rank: Rank) -> None:
     kind = torch.optim.ASGD if rank.rank == 1 else torch.optim.AdamW
     others: tuple[Any, ...] = (kind(model.parameters()), kind)  # as it is, and to be called by DeepSpeed
     for other in others:
-        words = ("'ASGD' is not known", "[on rank 1]")
+        words = ("'ASGD' of torch.optim.asgd is not known", "[on rank 1]")
         refusal(ValueError, lambda: engine_of(settings, llama(), optimizer=other), *words)  # noqa: B023 (runs at once)
 
 
