@@ -39,7 +39,11 @@ _BATCHES = (
 )
 _PARTS = "a forward pass of the dense model runs the same parts on all ranks, in the same order"
 _CALLS = "all ranks do this together: call it on every rank, not below `if rank == 0`"
-_WHY = {Phase.LEAVE: _BATCHES, Phase.FORWARD: _BATCHES, Phase.PART: _PARTS}
+_WHOLE = (
+    f"{_CALLS}. To write the model, engine.save_pretrained is called on every rank and rank 0 writes; of a checkpoint "
+    "`sdp checkpoint export` makes one"
+)
+_WHY = {Phase.RESIDENT: _WHOLE, Phase.LEAVE: _BATCHES, Phase.FORWARD: _BATCHES, Phase.PART: _PARTS}
 
 
 class MonitoredBarrier:

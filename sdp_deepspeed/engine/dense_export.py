@@ -56,7 +56,8 @@ class DenseExport:
             save: the plain module's.
         """
         given = inspect.signature(save).bind(*args, **options).arguments
-        if self.applied.dense_view.is_whole or given.get("state_dict") is not None:  # somebody has made it whole
+        state = options.get("state_dict", given.get("state_dict"))  # where `save` only takes **kwargs, too
+        if self.applied.dense_view.is_whole or state is not None:  # somebody has made it whole
             save(*args, **options)
         elif not self.applied.dense_view.is_collective:
             with self.resident():

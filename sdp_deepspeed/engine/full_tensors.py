@@ -122,11 +122,14 @@ class FullTensors:
 
 
 class _Access:
-    """Methods of one Parameter; keeps nothing alive."""
+    """Methods of one Parameter; keeps nothing alive. A pickled Parameter has no engine."""
 
     def __init__(self, engine: Any, name: str) -> None:
-        self._engine = weakref.ref(engine)
+        self._engine = _no_engine if engine is None else weakref.ref(engine)
         self._name = name
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _Access, (None, self._name)
 
     def _tensors(self) -> FullTensors:
         engine = self._engine()
@@ -143,6 +146,10 @@ class _Access:
 
     def no_gradient(self, *_: Any) -> NoReturn:
         raise RuntimeError(_NO_GRADIENT.format(name=self._name))
+
+
+def _no_engine() -> None:
+    """As a reference to an engine that is gone."""
 
 
 def install_full_access(engine: Any, parameters: Mapping[str, torch.nn.Parameter]) -> None:

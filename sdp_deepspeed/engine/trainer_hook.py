@@ -13,9 +13,9 @@ def patch_trainer() -> None:
     """Label training losses as what they are, and count the dense model's parameters; for engines of ours only."""
     import transformers.trainer as host
 
-    if hasattr(host.get_model_param_count, "__wrapped__"):  # patched before
+    log, count = host.Trainer.log, getattr(host, "get_model_param_count", None)
+    if count is None or hasattr(count, "__wrapped__"):  # gone, of which our engine tells; or patched before
         return
-    log, count = host.Trainer.log, host.get_model_param_count
 
     @wraps(log)
     def labelled_log(self: Any, logs: dict[str, float], *args: Any, **kwargs: Any) -> Any:

@@ -24,7 +24,13 @@ PYTHON = """#!/usr/bin/env bash
 echo "$RANK $LOCAL_RANK $WORLD_SIZE $CROSS_RANK $CROSS_SIZE $LOCAL_SIZE $MASTER_ADDR $MASTER_PORT $*" >>"$TOLD/ranks"
 """
 SCONTROL = "#!/usr/bin/env bash\necho node-7\necho node-8\n"
-JOB = {"SLURM_JOB_ID": "123456", "SLURM_NTASKS": "4", "SLURM_NNODES": "2", "SLURM_JOB_NODELIST": "node-[7-8]"}
+JOB = {
+    "SLURM_JOB_ID": "123456",
+    "SLURM_CPUS_PER_TASK": "7",
+    "SLURM_NTASKS": "4",
+    "SLURM_NNODES": "2",
+    "SLURM_JOB_NODELIST": "node-[7-8]",
+}
 # Ranks of a launcher that fails: rank 1 first, and rank 0 because of it.
 DEEPSPEED = """#!/usr/bin/env bash
 printf '%s\\n' "$@" >"$TOLD/deepspeed"
@@ -61,7 +67,7 @@ def test_slurm_starts_a_rank_in_each_task(environment: dict[str, str], tmp_path:
     same = f"node-7 23456 -u {ROOT}/launch/pretrain.py --model a b.json --run-folder run --steps 9"
     assert ranks == [f"{rank} {rank % 2} 4 {rank // 2} 2 2 {same}" for rank in range(4)]
     options = (tmp_path / "srun").read_text().splitlines()
-    assert "--kill-on-bad-exit=1" in options
+    assert {"--kill-on-bad-exit=1", "--cpus-per-task=7"} <= set(options)
     assert options[options.index("--output") + 1] == "run/logs/123456_rank%t.log"
     assert (tmp_path / "run" / "logs").is_dir()
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import pickle
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from functools import partial
@@ -123,6 +124,8 @@ def what_cannot_be_answered_is_refused(rank: Rank) -> None:
     engine.step()
     with engine.dense(resident=True):
         refusal(RuntimeError, lambda: safe_get_full_fp32_param(parameter), "inside engine.dense(resident=True)")
+    with pytest.raises(RuntimeError, match=r"engine that trained 'model.layers.0.mlp.up_proj.weight' is gone"):
+        safe_get_full_fp32_param(pickle.loads(pickle.dumps(parameter)))
     divided = replace(engine._applied, parallel=mock.Mock(group=object()))
     with mock.patch.object(engine, "_applied", divided):
         refusal(ValueError, lambda: safe_get_full_fp32_param(parameter), "tensor parallelism", "save_checkpoint")
