@@ -37,7 +37,7 @@ class RankFigures:
     """Of one rank in one step.
 
     Args:
-        loss: mean of its micro-batches' losses; None if the caller did not hand them to `engine.backward`.
+        loss: of its micro-batches, see `loss_of_step`; None if the caller did not hand them to `engine.backward`.
         gradient_norm: of the averaged dense gradient; None if it was not computed.
         seconds: of the step.
         own_seconds: those in which it waited for no other rank: between `step`, `backward` and the next `step`, which
@@ -101,6 +101,20 @@ def trains_subnetwork(plan: Plan | None) -> bool:
     return plan is not None and plan.regime == "forward" and plan.num_holders < plan.num_subnetworks
 
 
+def loss_of_step(losses: Sequence[torch.Tensor], *, are_shares: bool) -> float | None:
+    """Of what went into `engine.backward`.
+
+    Args:
+        losses: of a step's micro-batches; None comes of none.
+        are_shares: `scale_wrt_gas=False`: the caller has divided, by the number of micro-batches or by that of all
+            their tokens (Transformers' Trainer does), so that the sum is the step's loss. Else it is the mean.
+    """
+    if not losses:
+        return None
+    values = torch.stack(tuple(losses)).float()
+    return float(values.sum() if are_shares else values.mean())
+
+
 class StepEvents:
     """Watches the steps that are written; every rank has one.
 
@@ -121,6 +135,7 @@ class StepEvents:
         self._watch = StepWatch(clock_of(engine.device))
         self._watches = -1  # the step that is watched from its beginning
         self._losses: list[torch.Tensor] = []
+        self._are_shares = False
         self._gradients = 0
         self._backward, self._step, self._train = engine.backward, engine.step, engine.train
 
@@ -134,6 +149,7 @@ class StepEvents:
             return self._backward(loss, *options, **more)
         if isinstance(loss, torch.Tensor):
             self._losses.append(loss.detach())
+            self._are_shares = not _scales(*options, **more)
         with self._watch.together(), self._metered():
             return self._backward(loss, *options, **more)
 
@@ -191,7 +207,7 @@ class StepEvents:
         norm = engine.get_global_grad_norm()
         is_metered = self._dp_group is not None
         return RankFigures(
-            loss=float(torch.stack(self._losses).float().mean()) if self._losses else None,
+            loss=loss_of_step(self._losses, are_shares=self._are_shares),
             gradient_norm=None if norm is None else float(norm),
             seconds=seconds,
             own_seconds=own_seconds,
@@ -218,6 +234,11 @@ class _Metering:
     def __exit__(self, *error: object) -> None:
         if self.group is not None:
             self.group.meter = None
+
+
+def _scales(retain_graph: bool = False, scale_wrt_gas: bool = True, **_: Any) -> bool:
+    """Whether the engine's `backward` divides the loss, from the options after the loss."""
+    return scale_wrt_gas
 
 
 def _peak_bytes(device: torch.device) -> int:

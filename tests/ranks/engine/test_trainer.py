@@ -12,6 +12,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from sdp_deepspeed.engine import step_events
 from sdp_deepspeed.reference.virtual_workers import Reference
 from tests.helpers.hosts import Row, batch_of, deepspeed_config, loaded, mean_loss, rows
 from tests.helpers.models import llama
@@ -67,7 +68,8 @@ def trains_and_resumes(block: Mapping[str, Any], rank: Rank) -> None:
 
 
 def with_everything_at_once(rank: Rank) -> None:
-    """The Trainer's own optimizer, accumulation, activation checkpointing, bf16, callbacks, the best model back."""
+    """The Trainer's own optimizer, accumulation, activation checkpointing, bf16, callbacks, the best model back, and
+    a monitor whose losses are those that the Trainer logs."""
     from transformers import TrainerCallback
 
     class Recorder(TrainerCallback):
@@ -88,8 +90,11 @@ def with_everything_at_once(rank: Rank) -> None:
         "greater_is_better": True,  # so that the best is not the last
         "callbacks": [recorder],
     }
-    trainer = trainer_of(rank.folder, {"strategy": "neuron"}, config={}, **options)
-    trainer.train()
+    monitor = {"csv_monitor": {"enabled": True, "output_path": str(rank.folder), "job_name": "csv"}}
+    trainer = trainer_of(rank.folder, {"strategy": "neuron"}, config=monitor, **options)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(step_events, "_DEFAULT_INTERVAL", 1)  # Accelerate overrides `steps_per_print`
+        trainer.train()
     evaluations = [logs["eval_loss"] for logs in recorder.logs if "eval_loss" in logs]
     assert evaluations == sorted(evaluations, reverse=True)
     assert len(set(evaluations)) == 2
@@ -105,6 +110,10 @@ def with_everything_at_once(rank: Rank) -> None:
     torch.testing.assert_close(torch.tensor(predicted.predictions[0:4]), expected.float(), rtol=0.05, atol=0.05)
     steps = [logs for logs in recorder.logs if "loss" in logs]
     assert len(steps) == 4
+    if rank.rank == 0:
+        lines = (rank.folder / "csv" / "Train_Samples_subnetwork_loss.csv").read_text().splitlines()[1:]
+        seen = [float(line.split(",")[1]) for line in lines]
+        assert seen == pytest.approx([logs["loss"] for logs in steps[1:]], rel=1e-3)  # the first step is not written
     assert all(logs["subnetwork_loss"] == logs["loss"] for logs in steps)
     assert recorder.logs[-2 if "eval_loss" in recorder.logs[-1] else -1].keys()
     assert any("train_subnetwork_loss" in logs for logs in recorder.logs)

@@ -97,7 +97,7 @@ class Engine:
     def zero_optimization_stage(self) -> int:
         return 1
 
-    def backward(self, loss: Any, **more: Any) -> str:
+    def backward(self, loss: Any, *options: Any, **more: Any) -> str:
         self.calls.append(("backward", more))
         return "from backward"
 
@@ -147,6 +147,27 @@ def test_every_nth_step_is_written_and_no_other_meets() -> None:
     assert first["Train/Samples/memory_weights_bytes"] == 6 * 4
     assert "Train/Samples/sent_bytes" not in first
     assert engine.calls[0] == ("backward", {"retain_graph": True})
+
+
+@pytest.mark.parametrize(
+    ("options", "named", "expected"),
+    [
+        ((), {"scale_wrt_gas": False}, 3.0),
+        ((False, False), {}, 3.0),
+        ((True, True), {}, 1.5),
+        ((True,), {"scale_wrt_gas": True}, 1.5),
+    ],
+)
+def test_losses_that_the_caller_has_divided_are_summed(
+    options: tuple[bool, ...], named: dict[str, bool], expected: float
+) -> None:
+    engine = Engine(interval=1)
+    assert write_step_events(engine, Ranks()) is not None
+    for _ in range(2):
+        for loss in (1.0, 2.0):
+            engine.backward(torch.tensor(loss), *options, **named)
+            engine.step()
+    assert ("Train/Samples/subnetwork_loss", expected, 16) in engine.monitor.written
 
 
 def test_without_a_monitor_nothing_is_installed() -> None:
