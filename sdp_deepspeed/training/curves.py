@@ -52,7 +52,7 @@ _NUMBER = (int, float)
 _FIELDS: Mapping[Any, Sequence[tuple[str, tuple[type, ...]]]] = {
     "train": (("seconds", _NUMBER), ("tokens_per_second", _NUMBER), ("timed", (bool,))),
     "evaluation": (("dense_validation_loss", (*_NUMBER, type(None))),),
-    "figures": (("ranks", (list,)),),
+    "figures": (("ranks", (list,)), ("first_step", (int, type(None)))),  # older runs lack the second
 }
 
 
@@ -76,6 +76,27 @@ def flops_per_step(ranks: Sequence[Mapping[str, Any]] | None) -> int | None:
     return sum(rank["flops"] for rank in ranks)
 
 
+def flops_until(figures: Sequence[Record], step: int) -> int | None:
+    """Of all ranks; None if a process of the run did not count.
+
+    Each process measures one step, and another process of the same run may train at another coverage. So figures hold
+    from their process's first step until the next one's; those that come first also for what was trained before.
+    """
+    rates = [flops_per_step(record["ranks"]) for record in figures]
+    if not rates or any(rate is None for rate in rates):
+        return None
+    begins = [0, *(_steps_before(record) for record in figures[1:])]
+    ends = [*begins[1:], step]
+    pieces = zip(rates, begins, ends, strict=True)
+    return sum((rate or 0) * max(0, min(end, step) - begin) for rate, begin, end in pieces)
+
+
+def _steps_before(figures: Record) -> int:
+    """Steps made before the process that measured these figures; it measures its second step where it has one."""
+    first = figures.get("first_step")
+    return (figures["step"] - 1 if first is None else first) - 1
+
+
 def step_seconds(steps: Sequence[Record]) -> dict[int, float]:
     """By step. A process's first step and the one that is measured take longer than training does: the median of the
     others stands for them."""
@@ -89,12 +110,12 @@ def curve_of(label: str, records: Sequence[Record]) -> Curve:
     steps, figures = of_kind(records, "train"), of_kind(records, "figures")
     evaluations = [r for r in of_kind(records, "evaluation") if r["dense_validation_loss"] is not None]
     points = [record["step"] for record in evaluations]
-    tokens, flops = tokens_per_step(steps) or 0, flops_per_step(figures[-1]["ranks"] if figures else None)
-    seconds = step_seconds(steps)
+    tokens, seconds = tokens_per_step(steps) or 0, step_seconds(steps)
+    flops = [count for point in points if (count := flops_until(figures, point)) is not None]
     return Curve(
         label,
         losses=tuple(record["dense_validation_loss"] for record in evaluations),
         tokens=tuple(tokens * point for point in points),
         seconds=tuple(sum(value for step, value in seconds.items() if step <= point) for point in points),
-        flops=None if flops is None else tuple(flops * point for point in points),
+        flops=tuple(flops) if len(flops) == len(points) else None,
     )

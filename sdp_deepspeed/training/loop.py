@@ -30,6 +30,7 @@ class Run:
         world: all ranks.
         events: what writes steps to DeepSpeed's monitors; None without one.
         step: optimizer steps done, those before a resume included.
+        first_step: the first of this process; whatever it measures holds from there.
         evaluated_at: step of the last recorded evaluation, also of an earlier process; None before the first.
     """
 
@@ -40,6 +41,7 @@ class Run:
     world: Gatherer
     events: StepEvents | None = None
     step: int = field(default=0, init=False)
+    first_step: int = field(default=1, init=False)
     evaluated_at: int | None = field(default=None, init=False)
 
     @property
@@ -82,12 +84,12 @@ def train(run: Run, progress: Progress) -> bool:
     """
     options = run.options
     measured = min(run.step + 2, options.steps)  # the second step: the optimizer's moments exist
-    first = run.step + 1
+    run.first_step = run.step + 1
     if run.step == 0 and run.evaluated_at is None:
         evaluate(run, progress)
     with StopRequest() as stop:
         while run.step < options.steps:
-            timed = run.step + 1 not in (first, measured)
+            timed = run.step + 1 not in (run.first_step, measured)
             stopping = _one_step(run, progress, stop, measure=run.step + 1 == measured, timed=timed)
             done = run.step == options.steps
             if stopping and not done:
@@ -141,7 +143,8 @@ def _one_step(run: Run, progress: Progress, stop: StopRequest, *, measure: bool,
 def _record_figures(run: Run, figures: dict[str, Any]) -> None:
     """Record every rank's figures at once, so that a later process of the run can report them; a collective."""
     monitors.count_sent(run.events, figures)
-    run.folder.metrics.append({"kind": "figures", "step": run.step, "ranks": run.world.gather_objects(figures)})
+    ranks = run.world.gather_objects(figures)
+    run.folder.metrics.append({"kind": "figures", "step": run.step, "first_step": run.first_step, "ranks": ranks})
 
 
 def _micro_steps(run: Run) -> torch.Tensor:

@@ -9,6 +9,7 @@ import torch
 
 from sdp_deepspeed.distributed.agreement import run_on_rank_0
 from sdp_deepspeed.training import engines
+from sdp_deepspeed.training.curves import flops_until
 from sdp_deepspeed.training.loop import Run
 from sdp_deepspeed.training.report_table import REPORT_VERSION, spread
 from sdp_deepspeed.version import __version__
@@ -41,6 +42,7 @@ def _write(run: Run) -> None:
             "dense_validation_loss": evaluations[-1]["dense_validation_loss"] if evaluations else None,
             "step_seconds": spread([r["seconds"] for r in records if r["kind"] == "train" and r["timed"]]),
             "ranks": figures[-1]["ranks"] if figures else None,  # null: no step was measured
+            "flops": flops_until(figures, run.step),  # of all ranks, in all steps
             "hardware": _hardware(run.engine.device),
             "versions": {"sdp_deepspeed": __version__}
             | {name: metadata.version(name) for name in ("deepspeed", "torch", "transformers")},

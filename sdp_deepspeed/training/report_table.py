@@ -11,7 +11,7 @@ from typing import Any
 from sdp_deepspeed.command_parser import Parser, read_json
 from sdp_deepspeed.messages import listed
 from sdp_deepspeed.sizes import mib_text
-from sdp_deepspeed.training.curves import curve_of, flops_per_step, of_kind, read_records, tokens_per_step
+from sdp_deepspeed.training.curves import curve_of, flops_until, of_kind, read_records, tokens_per_step
 
 REPORT_VERSION = 1
 
@@ -63,7 +63,7 @@ def load_report(folder: Path) -> dict[str, Any]:
         ValueError: no step was made, or the report is of another version or shape.
     """
     path = folder / "report.json"
-    report = read_json(path, "RUN") if path.exists() else _so_far(folder)
+    report = {"flops": None} | (read_json(path, "RUN") if path.exists() else _so_far(folder))
     if report.get("version") != REPORT_VERSION:
         raise ValueError(f"{path} has version {report.get('version')!r}, expected {REPORT_VERSION}: run again")
     if wrong := [key for key, is_right in _SHAPE.items() if key not in report or not is_right(report[key])]:
@@ -90,6 +90,7 @@ def _so_far(folder: Path) -> dict[str, Any]:
         "dense_validation_loss": evaluations[-1]["dense_validation_loss"] if evaluations else None,
         "step_seconds": spread([record["seconds"] for record in steps if record["timed"]]),
         "ranks": ranks,
+        "flops": flops_until(figures, steps[-1]["step"]),
         "hardware": "not finished",
     }
 
@@ -134,6 +135,7 @@ _SHAPE: dict[str, Callable[[Any], bool]] = {
     "dense_validation_loss": lambda value: value is None or _is_number(value),
     "step_seconds": lambda value: value is None or _has_numbers(value, "median", "p10", "p90"),
     "ranks": _are_figures,
+    "flops": lambda value: value is None or _is_number(value),
 }
 
 
@@ -155,11 +157,6 @@ def _num_tokens(report: Mapping[str, Any]) -> float | None:
     return report["tokens_per_step"] * report["steps"]
 
 
-def _num_flops(report: Mapping[str, Any]) -> float | None:
-    flops = flops_per_step(report["ranks"])
-    return None if flops is None else flops * report["steps"]
-
-
 def _tokens_per_second(report: Mapping[str, Any]) -> float | None:
     seconds = _median_seconds(report)
     return report["tokens_per_step"] / seconds if seconds else None
@@ -176,7 +173,7 @@ _ROWS: tuple[tuple[str, Callable[[Mapping[str, Any]], float | None], Callable[[f
     ("step time, median", _median_seconds, lambda x: f"{x * 1000:.0f} ms", True),
     ("all ranks: tokens per second", _tokens_per_second, lambda x: f"{x:.0f}", True),
     ("all ranks: tokens trained", _num_tokens, lambda x: f"{x:.4g}", True),
-    ("all ranks: FLOPs", _num_flops, lambda x: f"{x:.4g}", True),
+    ("all ranks: FLOPs", lambda report: report["flops"], lambda x: f"{x:.4g}", True),
     ("dense validation loss", lambda report: report["dense_validation_loss"], lambda x: f"{x:.4f}", False),
 )
 

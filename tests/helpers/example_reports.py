@@ -23,8 +23,16 @@ def report(label: str, *, scale: int, **changes: Any) -> dict[str, Any]:
         "dense_validation_loss": 1.25,
         "step_seconds": {"median": 0.1 * scale, "p10": 0.05, "p90": 0.5, "num_steps": 8},
         "ranks": [dict.fromkeys(kinds, MIB // 2), dict.fromkeys(kinds, scale * MIB)],
+        "flops": None,
         "hardware": "a CPU",
     } | changes
+
+
+def figures(step: int, *, first_step: int | None = None, flops: int | None = 50) -> dict[str, Any]:
+    """Of two ranks, with so many FLOPs each; without `first_step` as older runs wrote it."""
+    ranks = [rank | ({} if flops is None else {"flops": flops}) for rank in report("", scale=2)["ranks"]]
+    first = {} if first_step is None else {"first_step": first_step}
+    return {"kind": "figures", "step": step, "ranks": ranks} | first
 
 
 def write_metrics(folder: Path, *, flops: int | None = 50, losses: tuple[float | None, ...] = (6.0, 5.0, 4.0)) -> None:
@@ -36,9 +44,7 @@ def write_metrics(folder: Path, *, flops: int | None = 50, losses: tuple[float |
         records.append({"kind": "train", "step": step, "seconds": seconds, "timed": timed, "loss": 99.0})
         records[-1]["tokens_per_second"] = 200 / seconds
         if step == 2:
-            own = report("", scale=2)["ranks"]
-            ranks = [rank | ({} if flops is None else {"flops": flops}) for rank in own]
-            records.append({"kind": "figures", "step": 2, "ranks": ranks})
+            records.append(figures(2, first_step=1, flops=flops))
         if step % 3 == 0 and step // 3 < len(losses):
             records.append({"kind": "evaluation", "step": step, "dense_validation_loss": losses[step // 3]})
     folder.mkdir(parents=True, exist_ok=True)

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from sdp_deepspeed.training.curves import curve_of, read_records
-from tests.helpers.example_reports import write_metrics
+from sdp_deepspeed.training.curves import curve_of, flops_until, read_records
+from tests.helpers.example_reports import figures, write_metrics
 
 
 def test_a_curve_has_the_dense_losses(tmp_path: Path) -> None:
@@ -19,6 +19,27 @@ def test_a_curve_has_the_dense_losses(tmp_path: Path) -> None:
     assert curve.tokens == (0, 600, 1200)
     assert curve.flops == (0, 300, 600)
     assert curve.seconds == (0.0, 3.0, 6.0)
+
+
+@pytest.mark.parametrize("written", [True, False], ids=["first steps", "older runs"])
+def test_each_process_counts_its_own_flops(written: bool) -> None:
+    """Three processes: from step 1, 6 and 9. Counted here step by step."""
+    firsts, rates = (1, 6, 9), (50, 100, 10)
+    records = [
+        figures(first + 1, first_step=first if written else None, flops=rate)
+        for first, rate in zip(firsts, rates, strict=True)
+    ]
+    of_step = [2 * rates[sum(first <= step for first in firsts) - 1] for step in range(1, 13)]
+    assert [flops_until(records, step) for step in range(13)] == [sum(of_step[:step]) for step in range(13)]
+
+
+def test_a_process_that_measured_its_only_step() -> None:
+    assert flops_until([figures(2, first_step=1), figures(5, first_step=5, flops=7)], 5) == 4 * 100 + 14
+
+
+def test_flops_that_a_process_did_not_count() -> None:
+    assert flops_until([figures(2), figures(6, flops=None)], 8) is None
+    assert flops_until([], 8) is None
 
 
 def test_what_was_not_measured(tmp_path: Path) -> None:
@@ -38,6 +59,7 @@ def test_what_was_not_measured(tmp_path: Path) -> None:
         ("train", "seconds", True),
         ("evaluation", "dense_validation_loss", "low"),
         ("figures", "ranks", {}),
+        ("figures", "first_step", "one"),
     ],
 )
 def test_records_of_another_shape_are_named(tmp_path: Path, kind: str, key: str, value: object) -> None:

@@ -57,13 +57,16 @@ def step(seconds: float, *, timed: bool = True) -> dict[str, Any]:
 
 def test_the_last_evaluation_and_the_steps_that_may_be_timed(tmp_path: Path) -> None:
     evaluations = [{"kind": "evaluation", "dense_validation_loss": loss} for loss in (2.0, 1.5)]
-    figures = {"kind": "figures", "ranks": [{"weights": 1, "gradients": 1, "optimizer": 2, "peak": 5, "sent": 1}]}
+    counted = {"weights": 1, "gradients": 1, "optimizer": 2, "peak": 5, "sent": 1}
+    early = {"kind": "figures", "step": 2, "first_step": 1, "ranks": [counted | {"flops": 100}]}
+    figures = {"kind": "figures", "step": 4, "first_step": 4, "ranks": [counted | {"flops": 10}]}
     steps = [step(100, timed=False), step(1), step(2), step(3)]
-    write_report(run_in(tmp_path, evaluations[0], *steps, figures, evaluations[1]))
+    write_report(run_in(tmp_path, evaluations[0], *steps, early, figures, evaluations[1]))
     report = load_report(tmp_path)
     assert (report["label"], report["num_ranks"], report["steps"], report["tokens_per_step"]) == ("ZeRO-1", 1, 4, 128)
     assert (report["coverage"], report["plan_hash"]) == (1.0, None)
     assert (report["dense_validation_loss"], report["ranks"]) == (1.5, figures["ranks"])
+    assert report["flops"] == 3 * 100 + 10
     assert report["step_seconds"] == pytest.approx({"median": 2, "p10": 1.2, "p90": 2.8, "num_steps": 3})
     assert report["versions"].keys() == {"sdp_deepspeed", "deepspeed", "torch", "transformers"}
 
@@ -71,7 +74,7 @@ def test_the_last_evaluation_and_the_steps_that_may_be_timed(tmp_path: Path) -> 
 def test_what_was_not_measured_is_null(tmp_path: Path) -> None:
     write_report(run_in(tmp_path, step(1)))
     report = load_report(tmp_path)
-    assert [report[name] for name in ("step_seconds", "ranks", "dense_validation_loss")] == [None] * 3
+    assert [report[name] for name in ("step_seconds", "ranks", "flops", "dense_validation_loss")] == [None] * 4
 
 
 def test_no_report_of_a_run_that_lost_records(tmp_path: Path) -> None:

@@ -9,7 +9,7 @@ import pytest
 
 from sdp_deepspeed.__main__ import main
 from sdp_deepspeed.training.report_table import load_report, table
-from tests.helpers.example_reports import report, write_metrics
+from tests.helpers.example_reports import figures, report, write_metrics
 
 
 def cells(text: str, title: str) -> list[str]:
@@ -49,9 +49,7 @@ def test_what_all_ranks_did(tmp_path: Path) -> None:
     assert cells(text, "all ranks: tokens per second") == ["1000 (2.00x)", "500"]
     assert cells(text, "all ranks: tokens trained") == ["2000 (1.00x)", "2000"]
     assert cells(text, "all ranks: FLOPs") == ["-", "-"]
-    counted = report("ours", scale=2)
-    counted["ranks"] = [rank | {"flops": 30 + index} for index, rank in enumerate(counted["ranks"])]
-    assert cells(table([counted]), "all ranks: FLOPs") == ["610"]
+    assert cells(table([report("ours", scale=2, flops=610)]), "all ranks: FLOPs") == ["610"]
 
 
 def test_a_run_that_goes_on_counts_as_far_as_it_has_come(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -64,6 +62,20 @@ def test_a_run_that_goes_on_counts_as_far_as_it_has_come(tmp_path: Path, capsys:
     assert cells(text, "all ranks: tokens trained") == ["1200"]
     assert cells(text, "all ranks: FLOPs") == ["600"]
     assert "mine: 2 ranks, 6 steps, step p10 1000 ms, p90 1000 ms; not finished" in text
+
+
+def test_flops_of_a_run_that_changed_its_coverage(tmp_path: Path) -> None:
+    """100 in each of the first four steps, 10 in the others: the second process begins with the fifth."""
+    write_metrics(tmp_path)
+    with (tmp_path / "metrics.jsonl").open("a") as file:
+        file.write(json.dumps(figures(6, first_step=5, flops=5)) + "\n")
+    assert load_report(tmp_path)["flops"] == 4 * 100 + 2 * 10
+
+
+def test_a_finished_report_without_flops_is_read(tmp_path: Path) -> None:
+    older = {key: value for key, value in report("ours", scale=1).items() if key != "flops"}
+    (tmp_path / "report.json").write_text(json.dumps(older))
+    assert cells(table([load_report(tmp_path)]), "all ranks: FLOPs") == ["-"]
 
 
 def test_losses_are_drawn_and_equal_methods_told_apart(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -106,6 +118,7 @@ def test_unfinished_and_foreign_reports_are_refused(tmp_path: Path, capsys: pyte
         ("ranks", {"0": {}}),
         ("dense_validation_loss", "low"),
         ("tokens_per_step", None),
+        ("flops", "many"),
         ("ranks", [dict.fromkeys(("weights", "gradients", "optimizer", "peak", "sent"), 1) | {"flops": "many"}]),
     ],
 )
