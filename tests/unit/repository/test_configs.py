@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import json
+import re
 from fractions import Fraction
 from functools import cache
 from pathlib import Path
@@ -19,6 +20,14 @@ from sdp_deepspeed.training.forecast import Forecast, micro_steps
 from tests.helpers.repository import ROOT
 
 RECIPES = {recipe.name: recipe for recipe in recipes()}
+SHIPPED = ("benchmarks", "configs", "launch", "sdp_deepspeed", "tests")
+NAMED = re.compile(r"configs/[\w./-]+\.json\b")
+DOCUMENTS = [ROOT / "README.md", *(path for name in SHIPPED for path in (ROOT / name).rglob("README.md"))]
+READERS = sorted(
+    path
+    for path in [*(ROOT / "launch").rglob("*"), *DOCUMENTS]
+    if path.is_file() and path.suffix != ".pyc" and NAMED.search(path.read_text(encoding="utf-8"))
+)
 
 
 def read(name: str) -> Any:
@@ -37,6 +46,12 @@ def test_data_files_are_accepted(path: Path) -> None:
     from sdp_deepspeed.data import DataConfig
 
     assert DataConfig.from_dict(json.loads(path.read_text()))
+
+
+@pytest.mark.parametrize("path", READERS, ids=lambda path: str(path.relative_to(ROOT)))
+def test_configs_that_are_named_exist(path: Path) -> None:
+    names = NAMED.findall(path.read_text(encoding="utf-8"))
+    assert [name for name in names if not (ROOT / name).is_file()] == []
 
 
 def test_recipes_are_what_the_table_says(capsys: pytest.CaptureFixture[str]) -> None:
