@@ -2,8 +2,8 @@
 
 What is the paper's (arXiv 2507.09029, abstract of version 5): pre-training of LLaMA, the largest with 1B parameters, on
 FineWeb; both regimes; both strategies; comparisons at equal FLOPs. The other two sizes, eight workers and the four
-coverages were handed to this project as the paper's and the thesis's. Everything else (shapes, batch, sequence length,
-optimizer, schedule, number of tokens) is what we find sensible, and is published nowhere.
+coverages were given to this project as the paper's and the thesis's; not checked against the full text. Everything else
+(shapes, batch, sequence length, optimizer, schedule, number of tokens) is our own choice, and is published nowhere.
 """
 
 from __future__ import annotations
