@@ -48,7 +48,9 @@ def main() -> None:
     )
     trainer = Trainer(model, arguments, train_dataset=rows[:-64], eval_dataset=rows[-64:])
     trainer.train()
-    print(f"loss of the dense model: {trainer.evaluate()['eval_loss']:.4f}")  # not of a subnetwork
+    loss = trainer.evaluate()["eval_loss"]  # on all ranks; of the dense model, not of a subnetwork
+    if trainer.is_world_process_zero():
+        print(f"loss of the dense model: {loss:.4f}")
     trainer.save_model(f"{options.output}/hf")  # loads with LlamaForCausalLM.from_pretrained
 
 
