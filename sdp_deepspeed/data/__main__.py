@@ -19,7 +19,7 @@ def configure(parser: Parser) -> None:
     parser.description = (
         "Tokenize the corpus of a data config into its cache, where runs find it: for corpora that take longer than\n"
         "one wants to hold accelerators for, and for clusters without a shared file system (once on each node).\n"
-        "When it is interrupted or killed, the same command goes on where it was."
+        "If it is killed or interrupted, run the same command to continue."
     )
     parser.add_argument("config", type=Path, help="JSON: the data's settings, such as configs/data/quickstart.json")
     parser.set_defaults(run=_run)

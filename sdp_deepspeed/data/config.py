@@ -48,14 +48,14 @@ class DataConfig:
         split: hub: the data set's split to read; None means "train".
         revision: hub: commit or tag. The cache cannot see a data set change behind an unpinned name.
         streaming: hub: read without downloading first; None means true.
-        max_bytes: stop before the document that would exceed so many bytes of UTF-8; None means all.
+        max_bytes: stop before the document that would take the total past this size, in bytes of UTF-8; None means all.
         sources: several texts that are mixed; each has the keys above and a "weight" (its share of the training blocks,
             relative to the others'; 1 by default), which are then not given outside.
         tokenizer: any Transformers tokenizer by name or folder; None trains a byte-level BPE on the training documents.
         vocab_size: entries of the trained tokenizer, an upper bound (small corpora give fewer); None means 2048.
         sequence_length: tokens per block, T.
         validation_fraction: share of documents held out, by a hash of their text; 0 holds out none.
-        validation_blocks: evaluate on at most so many blocks, a fixed sample of the held-out ones; None means all.
+        validation_blocks: evaluate on at most this many blocks, a fixed sample of the held-out ones; None means all.
         tokenize: "before" (None means this: all text before the first step) or "during" (training begins with the first
             tokens, and processes beside it stay ahead).
         shuffle_window: tokenize "during" only: blocks of the first epoch are shuffled among so many; None means 8192.
