@@ -169,6 +169,7 @@ def test_an_interrupted_run_resumes_as_if_nothing_had_happened(folder: Path) -> 
     for field in ("loss", "gradient_norm", "learning_rate", "epoch"):
         assert [r[field] for r in resumed.values()] == [r[field] for r in straight.values()], field
     assert resumed[1]["loss_of"] == "subnetwork"
+    assert [r["first_step"] for r in read_metrics(folder, "interrupted", "figures")] == [1, stopped_at + 1]
     check_what_a_run_leaves(folder / "interrupted", int(steps))
     check_monitor(folder, "straight", int(steps))
     check_evaluation_is_of_the_exported_model(folder, "interrupted", int(steps))
@@ -193,9 +194,8 @@ def check_evaluation_is_of_the_exported_model(folder: Path, run: str, steps: int
     with torch.no_grad():
         terms = [(model(**inputs).loss.item() * weight, weight) for inputs, weight in validation]
     recorded = read_metrics(folder, run, "evaluation")[-1]
-    assert recorded["step"] == steps
     loss_sum, num_tokens = map(sum, zip(*terms, strict=True))
-    assert recorded["num_tokens"] == num_tokens
+    assert (recorded["step"], recorded["num_tokens"]) == (steps, num_tokens)
     assert recorded["dense_validation_loss"] == pytest.approx(loss_sum / num_tokens, abs=1e-4)
 
 
