@@ -21,7 +21,7 @@ from sdp_deepspeed.data import lifeline
 from sdp_deepspeed.data.cache import Cache
 from sdp_deepspeed.data.prepare import naming_the_disk, write_cache
 from sdp_deepspeed.data.prepared import PreparedDataError
-from sdp_deepspeed.data.progress import LogProgress
+from sdp_deepspeed.data.progress import LogProgress, show_log
 from sdp_deepspeed.data.stream_writer import Wanted
 from sdp_deepspeed.folder_lock import release_all
 
@@ -116,6 +116,7 @@ class _Demand:
 def main() -> int:
     """Write until all is there, or the rank has ended; returns the exit code."""
     lifeline.end_with_parent()
+    show_log()
     cache: Cache = pickle.load(sys.stdin.buffer)
     try:
         with naming_the_disk(cache.folder.parent):

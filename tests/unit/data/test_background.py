@@ -114,6 +114,11 @@ def test_trains_on_what_a_prepared_cache_would_have(
     assert bundles[0].train.num_blocks == len(prepared.blocks("train", 16))
 
 
+def test_the_process_says_what_it_does(config: Callable[..., DataConfig], capfd: pytest.CaptureFixture[str]) -> None:
+    (bundle,) = _bundles(config(), 1)
+    assert f"data: preparing files text (once, then cached in {bundle.prepared.folder.parent}" in capfd.readouterr().err
+
+
 @pytest.mark.parametrize(
     ("changes", "said"),
     [({"text_column": "token_count"}, "holds int64, expected text"), ({"max_bytes": 3}, "no document with text")],
