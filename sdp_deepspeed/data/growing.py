@@ -15,6 +15,7 @@ import numpy.typing as npt
 from sdp_deepspeed.atomic_files import regular
 from sdp_deepspeed.data.background import raise_problem
 from sdp_deepspeed.data.journal import Journal, Place
+from sdp_deepspeed.data.prepared import PreparedDataError
 from sdp_deepspeed.data.stream_writer import Wanted
 from sdp_deepspeed.data.tokenize_part import SplitName, token_dtype
 
@@ -92,7 +93,13 @@ class GrowingTokens:
         """
         pause, started, told = _SHORTEST_WAIT, time.monotonic(), 0.0
         while (end := self._end(split, first, stop)) is None:
-            raise_problem(self._folder)
+            try:
+                raise_problem(self._folder)
+            except (ValueError, OSError, PreparedDataError):
+                # What came right before it, or one rank would go on that looked later.
+                if (end := self._end(split, first, stop)) is not None:
+                    return end
+                raise
             self._writer.look()
             time.sleep(pause)
             pause = min(2 * pause, _LONGEST_WAIT)

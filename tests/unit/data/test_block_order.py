@@ -124,6 +124,25 @@ def test_too_little_text_is_told(stream: SmallStream, tmp_path: Path) -> None:
             order.wait(0, 1)
 
 
+def test_tokens_that_came_right_before_a_problem_are_taken(
+    stream: SmallStream, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another rank that looked a moment later takes them, and would wait for this one."""
+    target, demand = tmp_path / "growing", Demand(Wanted())
+    tokens = GrowingTokens(tmp_path / "complete", target, vocab_size=stream.vocab_size)
+
+    def all_comes_then_a_problem(*_: Any) -> None:
+        if not demand.counted:
+            stream.writer(target).write(demand, on_part=demand.on_part)
+        raise ValueError("no more")
+
+    monkeypatch.setattr("sdp_deepspeed.data.growing.raise_problem", all_comes_then_a_problem)
+    assert tokens.wait("train", 0, LENGTH) == LENGTH
+    empty = GrowingTokens(tmp_path / "other", tmp_path / "nothing", vocab_size=stream.vocab_size)
+    with pytest.raises(ValueError, match="no more"):
+        empty.wait("train", 0, LENGTH)
+
+
 def test_a_state_of_another_window_is_refused(stream: SmallStream, tmp_path: Path) -> None:
     with writing(stream, tmp_path / "growing") as (tokens, _):
         loader = PackedBatches(_order(tokens), micro_batch=1)
