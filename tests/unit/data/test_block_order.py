@@ -13,8 +13,10 @@ import pytest
 from sdp_deepspeed.data import PackedBatches, row_groups
 from sdp_deepspeed.data.block_order import ShuffledBlocks, StreamedBlocks
 from sdp_deepspeed.data.growing import GrowingTokens
+from sdp_deepspeed.data.mixed_blocks import MixedBlocks
 from sdp_deepspeed.data.prepared import PreparedDataError
 from sdp_deepspeed.data.shuffle import shuffled
+from sdp_deepspeed.data.source_mix import PERIOD
 from sdp_deepspeed.data.stream_writer import Wanted
 from tests.helpers.streams import Demand, SmallStream, blocks_of, small_stream, writing
 
@@ -149,6 +151,20 @@ def test_a_state_of_another_window_is_refused(stream: SmallStream, tmp_path: Pat
         for key, value in {"window": 9, "seed": 4, "sequence_length": 16, "data": "b"}.items():
             with pytest.raises(ValueError, match=f"cannot resume the position in the data: {key} was"):
                 loader.load_state_dict(loader.state_dict() | {key: value})
+
+
+@pytest.mark.parametrize("mixed", [False, True])
+def test_a_state_of_the_other_tokenize_is_refused(stream: SmallStream, tmp_path: Path, mixed: bool) -> None:
+    orders: list[Any] = [ShuffledBlocks(np.zeros((5, LENGTH), np.uint16), seed=3)]
+    with writing(stream, tmp_path / "growing") as (tokens, _):
+        orders.append(_order(tokens, data=""))
+        if mixed:
+            orders = [MixedBlocks([order, order], (PERIOD // 2, PERIOD // 2), seed=3) for order in orders]
+        before, during = (PackedBatches(order, micro_batch=1) for order in orders)
+        with pytest.raises(ValueError, match='started with tokenize "before", now it is "during": set it back'):
+            during.load_state_dict(before.state_dict())
+        with pytest.raises(ValueError, match='started with tokenize "during", now it is "before": set it back'):
+            before.load_state_dict(during.state_dict())
 
 
 def test_other_seeds_give_other_orders(stream: SmallStream, tmp_path: Path) -> None:
