@@ -7,9 +7,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
 from contextlib import nullcontext
-from dataclasses import dataclass
 from pathlib import Path
 
 import psutil
@@ -20,7 +18,7 @@ from sdp_deepspeed.data.workers import InThisProcess, Workers, WorkQueue, num_co
 from tests.helpers.fineweb import write_shard
 from tests.helpers.own_processes import own_processes
 from tests.helpers.repository import ROOT
-from tests.helpers.streams import SmallStream, small_stream
+from tests.helpers.streams import BadNetwork, SmallStream, small_stream
 
 SECONDS = 20.0
 
@@ -66,22 +64,6 @@ def test_a_killed_process_is_told_and_not_waited_for(stream: SmallStream, tmp_pa
         process.kill()
         with pytest.raises(RuntimeError, match=r"a process that tokenizes ended \(exit code -9\), .*fewer workers"):
             workers.next_result(SECONDS)
-
-
-@dataclass(frozen=True)
-class BadNetwork:
-    """A part that cannot be read so many times."""
-
-    fails: int
-    notes: Path
-    size: int = 1
-
-    def documents(self) -> Iterator[str]:
-        with self.notes.open("a") as notes:
-            notes.write("read\n")
-        if len(self.notes.read_text().splitlines()) <= self.fails:
-            raise ConnectionError("no route")
-        yield "text"
 
 
 def test_a_network_is_tried_again_and_not_forever(
