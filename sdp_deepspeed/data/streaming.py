@@ -42,15 +42,39 @@ class OpenStream:
 def start_writers(config: DataConfig, caches: Sequence[Cache], communicator: Gatherer) -> list[Writer]:
     """On the first rank of each machine one process for each source; a collective. Ranks of one machine need one, and
     machines without a shared file system one each."""
-    machines = communicator.gather_objects(machine())
-    starts = machines.index(machine()) == communicator.rank
-    return run_on_all_ranks(communicator, lambda: _start_all(config, caches) if starts else [NO_WRITER for _ in caches])
+    here = machine()
+    seen = communicator.gather_objects((here, _look_at_disk(caches)))
+    starts = [name for name, _ in seen].index(here) == communicator.rank
+    has_own_disk = seen[communicator.rank][1] != seen[0][1]
+
+    def start() -> list[Writer]:
+        if has_own_disk:
+            _check_same_text(config, caches)
+        return [_start(cache) for cache in caches]
+
+    return run_on_all_ranks(communicator, lambda: start() if starts else [NO_WRITER for _ in caches])
 
 
-def _start_all(config: DataConfig, caches: Sequence[Cache]) -> list[Writer]:
-    if not all(cache.tokenizer.folder.is_dir() for cache in caches):
-        open_caches(config)  # on a machine with a disk of its own, for which rank 0 did not do it
-    return [_start(cache) for cache in caches]
+def _look_at_disk(caches: Sequence[Cache]) -> tuple[int, int] | None:
+    """The same on all machines that share the cache's folder, where rank 0 has saved a tokenizer."""
+    try:
+        stat = caches[0].tokenizer.folder.stat()
+    except OSError:
+        return None
+    return stat.st_ino, stat.st_mtime_ns
+
+
+def _check_same_text(config: DataConfig, caches: Sequence[Cache]) -> None:
+    """On a machine with a disk of its own, which has no tokenizer yet: its text must be what rank 0 has."""
+    if all(cache.is_complete for cache in caches):  # copied here, so that no text is read
+        return
+    for theirs, ours in zip(caches, open_caches(config), strict=True):
+        if ours.identity != theirs.identity:
+            raise ValueError(
+                f"{theirs.where()}: its files differ from those on rank 0's machine (in name, size or time), or so "
+                "does the tokenizer: copy them with their times (`cp -p`, `rsync -a`), or let all machines share "
+                "cache_dir"
+            )
 
 
 def _start(cache: Cache) -> Writer:

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import itertools
 import json
+import os
+import shutil
+import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -19,6 +22,7 @@ from sdp_deepspeed.data.cache import open_caches
 from sdp_deepspeed.data.prepare import prepare
 from sdp_deepspeed.data.prepared import PreparedData
 from sdp_deepspeed.data.stream_writer import Wanted
+from sdp_deepspeed.data.streaming import _look_at_disk
 from tests.helpers.documents import NUM_DOCUMENTS, numbers, text
 from tests.helpers.fineweb import split, write_shard
 from tests.helpers.gatherers import ThreadGatherer, outcomes_of
@@ -218,6 +222,40 @@ def test_several_sources_are_written_at_once(
     assert sum(len(batch["labels"]) for batch, _ in bundle.validation) == sum(
         len(batch["labels"]) for batch, _ in before.validation
     )
+
+
+@pytest.mark.parametrize("differ", [False, True])
+def test_machines_with_disks_of_their_own_need_the_same_text(
+    config: Callable[..., DataConfig], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, differ: bool
+) -> None:
+    """One rank on each of two machines, with a given tokenizer: else the second one's text would pass for the first's."""
+    own, ranks = tmp_path / "own", threading.local()
+    shutil.copytree(tmp_path / "mirror", own)
+    if differ:
+        os.utime(own / "002_00000.parquet", (1, 1))
+    tokenizer = str(open_caches(config())[0].tokenizer.folder)
+    monkeypatch.setattr("sdp_deepspeed.data.streaming.machine", lambda: f"machine {ranks.rank}")
+    monkeypatch.setattr("sdp_deepspeed.data.streaming._look_at_disk", lambda caches: (ranks.rank, 0))
+
+    def run(rank: int, group: ThreadGatherer) -> Any:
+        ranks.rank = rank
+        path = str(own if rank else tmp_path / "mirror")
+        mine = config(tokenizer=tokenizer, vocab_size=None, path=path, cache_dir=str(tmp_path / f"cache{rank}"))
+        return build(mine, micro_batch=2, rank=rank, world_size=2, communicator=group)
+
+    outcomes = outcomes_of(2, run)
+    if not differ:
+        assert all(isinstance(outcome, DataBundle) for outcome in outcomes), outcomes
+        return
+    assert all(isinstance(error, ValueError) for error in outcomes), outcomes
+    assert all("files differ from those on rank 0's machine" in str(error) for error in outcomes), outcomes
+
+
+def test_machines_that_share_a_cache_are_told_by_it(config: Callable[..., DataConfig], tmp_path: Path) -> None:
+    caches, others = (open_caches(config(cache_dir=str(tmp_path / name))) for name in "ab")
+    assert _look_at_disk(caches) == _look_at_disk(caches) != _look_at_disk(others)
+    shutil.rmtree(caches[0].tokenizer.folder)
+    assert _look_at_disk(caches) is None
 
 
 def _decoded(bundle: DataBundle, batch: dict[str, Any]) -> list[str]:
