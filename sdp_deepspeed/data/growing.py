@@ -31,10 +31,17 @@ class Writer:
     Args:
         tell: takes what is wanted next; nothing on ranks that did not start it, as all want the same.
         look: called while waiting.
+        problem: where it says why there will be no more; None where there is no such process.
     """
 
     tell: Callable[[Wanted], None]
     look: Callable[[], None]
+    problem: Path | None = None
+
+    def raise_problem(self) -> None:
+        """Its error, if it has failed."""
+        if self.problem is not None:
+            raise_problem(self.problem)
 
 
 NO_WRITER = Writer(tell=lambda wanted: None, look=lambda: None)
@@ -94,7 +101,7 @@ class GrowingTokens:
         pause, started, told = _SHORTEST_WAIT, time.monotonic(), 0.0
         while (end := self._end(split, first, stop)) is None:
             try:
-                raise_problem(self._folder)
+                self._writer.raise_problem()
             except (ValueError, OSError, PreparedDataError):
                 # What came right before it, or one rank would go on that looked later.
                 if (end := self._end(split, first, stop)) is not None:

@@ -15,6 +15,7 @@ from pathlib import Path
 from sdp_deepspeed.atomic_files import complete_or_absent, remove_abandoned, sync
 from sdp_deepspeed.data.cache import Cache, cache_folder, no_text, open_caches
 from sdp_deepspeed.data.config import DataConfig
+from sdp_deepspeed.data.demand import DemandOfOthers, waiting_for
 from sdp_deepspeed.data.journal import Journal
 from sdp_deepspeed.data.parts import Part
 from sdp_deepspeed.data.prepared import PreparedData, PreparedDataError
@@ -62,7 +63,14 @@ def prepare_all(config: DataConfig, *, progress: Callable[[], PartProgress] = Lo
 
 
 def write_cache(cache: Cache, *, wanted: Callable[[], Wanted] = Wanted, progress: PartProgress) -> None:
-    """Write until all is there; waits while another process does."""
+    """Write until all is there; waits while another process does, which is told what is wanted here."""
+    with waiting_for(cache.folder) as say:
+        _write_or_wait(cache, wanted, progress, say)
+
+
+def _write_or_wait(
+    cache: Cache, wanted: Callable[[], Wanted], progress: PartProgress, say: Callable[[Wanted | None], None]
+) -> None:
     told = False
     while not cache.is_complete:
         if cache.folder.exists():
@@ -76,8 +84,10 @@ def write_cache(cache: Cache, *, wanted: Callable[[], Wanted] = Wanted, progress
             if not told:
                 log.info("waiting until another process has prepared %s: %s", cache.folder.name, error)
             told = True
+            say(wanted())
             time.sleep(_SECONDS_BETWEEN_TRIES)
             continue
+        say(None)
         with writing:
             if cache.is_complete:  # it became so before the folder was made here
                 shutil.rmtree(cache.growing, ignore_errors=True)
@@ -129,7 +139,7 @@ def _write(cache: Cache, wanted: Callable[[], Wanted], progress: PartProgress) -
             cache.growing, parts, workers, vocab_size=tokenizer.vocab_size, max_bytes=cache.config.max_bytes
         )
         progress.start(parts, writer.journal)
-        writer.write(wanted, on_part=progress.part)
+        writer.write(wanted, on_part=progress.part, others=DemandOfOthers(cache.folder))
     return writer.journal.counts()
 
 

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import logging
+import os
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 
-from sdp_deepspeed.data.background import BackgroundWriter
+from sdp_deepspeed.data.background import BackgroundWriter, problem_path
 from sdp_deepspeed.data.block_order import DEFAULT_WINDOW, Blocks, StreamedBlocks
 from sdp_deepspeed.data.cache import Cache, open_caches
 from sdp_deepspeed.data.config import DataConfig
@@ -43,16 +44,20 @@ def start_writers(config: DataConfig, caches: Sequence[Cache], communicator: Gat
     """On the first rank of each machine one process for each source; a collective. Ranks of one machine need one, and
     machines without a shared file system one each."""
     here = machine()
-    seen = communicator.gather_objects((here, _look_at_disk(caches)))
-    starts = [name for name, _ in seen].index(here) == communicator.rank
+    seen = communicator.gather_objects((here, _look_at_disk(caches), f"{here}.{os.getpid()}"))
+    starts = [name for name, *_ in seen].index(here) == communicator.rank
+    job = seen[0][2]
     has_own_disk = seen[communicator.rank][1] != seen[0][1]
 
     def start() -> list[Writer]:
         if has_own_disk:
             _check_same_text(config, caches)
-        return [_start(cache) for cache in caches]
+        return [_start(cache, job) for cache in caches]
 
-    return run_on_all_ranks(communicator, lambda: start() if starts else [NO_WRITER for _ in caches])
+    def listen() -> list[Writer]:
+        return [replace(NO_WRITER, problem=problem_path(cache.folder, job)) for cache in caches]
+
+    return run_on_all_ranks(communicator, start if starts else listen)
 
 
 def _look_at_disk(caches: Sequence[Cache]) -> tuple[int, int] | None:
@@ -77,12 +82,12 @@ def _check_same_text(config: DataConfig, caches: Sequence[Cache]) -> None:
             )
 
 
-def _start(cache: Cache) -> Writer:
+def _start(cache: Cache, job: str) -> Writer:
     if cache.is_complete:
         return NO_WRITER
-    writer = BackgroundWriter(cache)
+    writer = BackgroundWriter(cache, job)
     writer.start()
-    return Writer(tell=writer.tell, look=writer.look)
+    return Writer(tell=writer.tell, look=writer.look, problem=problem_path(cache.folder, job))
 
 
 def open_streams(config: DataConfig, caches: Sequence[Cache], writers: Sequence[Writer]) -> list[OpenStream]:

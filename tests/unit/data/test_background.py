@@ -170,30 +170,31 @@ def test_a_killed_process_ends_the_run_on_every_rank(
     ],
 )
 def test_a_problem_keeps_its_kind(tmp_path: Path, error: Exception, kind: type[Exception]) -> None:
-    raise_problem(tmp_path / "data-0")
-    write_problem(problem_path(tmp_path / "data-0"), error)
+    raise_problem(problem_path(tmp_path / "data-0", "job"))
+    write_problem(problem_path(tmp_path / "data-0", "job"), error)
     with pytest.raises(kind, match="a b"):
-        raise_problem(tmp_path / "data-0")
+        raise_problem(problem_path(tmp_path / "data-0", "job"))
 
 
 @pytest.mark.parametrize("content", [b"", b"[]", b"{}", b'{"kind": "ValueError", "sa'])
 def test_a_problem_that_cannot_be_read_is_one(tmp_path: Path, content: bytes) -> None:
-    problem_path(tmp_path / "data-0").write_bytes(content)
+    problem_path(tmp_path / "data-0", "job").write_bytes(content)
     with pytest.raises(PreparedDataError, match=r"tokenizing failed, and .* cannot be read"):
-        raise_problem(tmp_path / "data-0")
+        raise_problem(problem_path(tmp_path / "data-0", "job"))
 
 
 def test_a_new_process_forgets_what_an_earlier_one_said(config: Callable[..., DataConfig]) -> None:
     (cache,) = open_caches(config())
-    write_problem(problem_path(cache.folder), ValueError("earlier"))
-    writer = BackgroundWriter(cache)
+    problem = problem_path(cache.folder, "job")
+    write_problem(problem, ValueError("earlier"))
+    writer = BackgroundWriter(cache, "job")
     writer.start()
-    raise_problem(cache.folder)
+    raise_problem(problem)
     writer.stop()
     writer.tell(Wanted())  # nobody listens, which `look` tells
     writer.look()
     with pytest.raises(PreparedDataError, match="exit code -9"):
-        raise_problem(cache.folder)
+        raise_problem(problem)
 
 
 def test_several_sources_are_written_at_once(
@@ -228,7 +229,7 @@ def test_several_sources_are_written_at_once(
 def test_machines_with_disks_of_their_own_need_the_same_text(
     config: Callable[..., DataConfig], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, differ: bool
 ) -> None:
-    """One rank on each of two machines, with a given tokenizer: else the second one's text would pass for the first's."""
+    """A rank on each of two, with a given tokenizer: else the second one's text would pass for the first's."""
     own, ranks = tmp_path / "own", threading.local()
     shutil.copytree(tmp_path / "mirror", own)
     if differ:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ import pytest
 
 from sdp_deepspeed.data import PackedBatches, row_groups
 from sdp_deepspeed.data.block_order import ShuffledBlocks, StreamedBlocks
-from sdp_deepspeed.data.growing import GrowingTokens
+from sdp_deepspeed.data.growing import NO_WRITER, GrowingTokens
 from sdp_deepspeed.data.mixed_blocks import MixedBlocks
 from sdp_deepspeed.data.prepared import PreparedDataError
 from sdp_deepspeed.data.shuffle import shuffled
@@ -131,7 +132,8 @@ def test_tokens_that_came_right_before_a_problem_are_taken(
 ) -> None:
     """Another rank that looked a moment later takes them, and would wait for this one."""
     target, demand = tmp_path / "growing", Demand(Wanted())
-    tokens = GrowingTokens(tmp_path / "complete", target, vocab_size=stream.vocab_size)
+    writer = replace(NO_WRITER, problem=tmp_path / "problem")
+    tokens = GrowingTokens(tmp_path / "complete", target, vocab_size=stream.vocab_size, writer=writer)
 
     def all_comes_then_a_problem(*_: Any) -> None:
         if not demand.counted:
@@ -140,7 +142,7 @@ def test_tokens_that_came_right_before_a_problem_are_taken(
 
     monkeypatch.setattr("sdp_deepspeed.data.growing.raise_problem", all_comes_then_a_problem)
     assert tokens.wait("train", 0, LENGTH) == LENGTH
-    empty = GrowingTokens(tmp_path / "other", tmp_path / "nothing", vocab_size=stream.vocab_size)
+    empty = GrowingTokens(tmp_path / "other", tmp_path / "nothing", vocab_size=stream.vocab_size, writer=writer)
     with pytest.raises(ValueError, match="no more"):
         empty.wait("train", 0, LENGTH)
 

@@ -53,5 +53,6 @@ logging.getLogger("sdp_deepspeed.data.prepare").info("preparing text")
 @pytest.mark.parametrize(("arguments", "said"), [([], "data: preparing text\n"), (["own"], "")])
 def test_lines_are_shown_once_unless_the_program_has_a_log(arguments: list[str], said: str) -> None:
     command = [sys.executable, "-c", SHOWN, *arguments]
-    run = subprocess.run(command, capture_output=True, text=True, check=True, env=os.environ | {"PYTHONPATH": str(ROOT)})
+    own = os.environ | {"PYTHONPATH": str(ROOT)}
+    run = subprocess.run(command, capture_output=True, text=True, check=True, env=own)
     assert run.stderr == said
