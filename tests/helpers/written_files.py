@@ -177,12 +177,12 @@ def _parts(folder: Path) -> int:
 
 
 def _write_problem(folder: Path) -> None:
-    write_problem(problem_path(folder / "data-0"), ValueError("no column"))
+    write_problem(problem_path(folder / "data-0", "job"), ValueError("no column"))
 
 
 def _problem(folder: Path) -> str | None:
     try:
-        raise_problem(folder / "data-0")
+        raise_problem(problem_path(folder / "data-0", "job"))
     except ValueError as error:
         return str(error)
     return None
@@ -275,7 +275,7 @@ WRITTEN_FILES: tuple[WrittenFile, ...] = (
         f"prepared/{JOURNAL}", ("data/journal.py: Journal.append",), _write_prepared, (_parts,), older=(0,), error=()
     ),
     WrittenFile(
-        ".data-0.problem", ("data/background.py: write_problem",), _write_problem, (_problem,), PreparedDataError
+        ".data-0.job.problem", ("data/background.py: write_problem",), _write_problem, (_problem,), PreparedDataError
     ),
     *(_of_tokenizer(name) for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja")),
     WrittenFile(LOCK, ("folder_lock.py: _take",), _write_lock, (_is_refused_while_held,), error=()),

@@ -76,9 +76,10 @@ def test_the_one_that_writes_serves_another_job(stream: SmallStream, tmp_path: P
         stream.writer(tmp_path / "alone").write(Impatient(Wanted(stop=1)), on_part=own.on_part, others=others)
 
 
-def test_preparing_is_served_by_training(stream: SmallStream, tmp_path: Path) -> None:
+def test_preparing_is_served_by_training(tmp_path: Path) -> None:
     """Two programs: one trains, and needs no more; the other prepares the same text before it trains."""
-    settings: dict[str, Any] = {"source": "files", "path": str(stream.folder / "mirror"), "workers": 1}
+    small_stream(tmp_path, shards=12)  # one worker has three at once
+    settings: dict[str, Any] = {"source": "files", "path": str(tmp_path / "mirror"), "workers": 1}
     settings |= {"vocab_size": 300, "validation_fraction": 0.2, "cache_dir": str(tmp_path / "cache")}
     during = DataConfig(**settings, sequence_length=4, tokenize="during", validation_blocks=1, shuffle_window=1)
     bundle = build(during, micro_batch=1)
