@@ -31,8 +31,10 @@ from sdp_deepspeed.checkpoint.storage.names import (
 from sdp_deepspeed.data.background import problem_path, raise_problem, write_problem
 from sdp_deepspeed.data.config import DataConfig
 from sdp_deepspeed.data.journal import JOURNAL, Journal
+from sdp_deepspeed.data.demand import DemandOfOthers, waiting_for
 from sdp_deepspeed.data.prepare import prepare
 from sdp_deepspeed.data.prepared import PreparedData, PreparedDataError
+from sdp_deepspeed.data.stream_writer import Wanted
 from sdp_deepspeed.data.tokenizer import identity, train_tokenizer
 from sdp_deepspeed.folder_lock import LOCK, FolderInUseError
 from sdp_deepspeed.plan.plan import Plan
@@ -188,6 +190,17 @@ def _problem(folder: Path) -> str | None:
     return None
 
 
+def _write_demand(folder: Path) -> None:
+    with waiting_for(folder / "data-0") as say:
+        say(Wanted(validation=1))
+        (path,) = folder.iterdir()
+        path.rename(folder / ".data-0.wanted.job")
+
+
+def _demand(folder: Path) -> object:
+    return DemandOfOthers(folder / "data-0")()
+
+
 def _write_lock(folder: Path) -> None:
     left_by(folder)
 
@@ -277,6 +290,7 @@ WRITTEN_FILES: tuple[WrittenFile, ...] = (
     WrittenFile(
         ".data-0.job.problem", ("data/background.py: write_problem",), _write_problem, (_problem,), PreparedDataError
     ),
+    WrittenFile(".data-0.wanted.job", ("data/demand.py: waiting_for.say",), _write_demand, (_demand,), error=()),
     *(_of_tokenizer(name) for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja")),
     WrittenFile(LOCK, ("folder_lock.py: _take",), _write_lock, (_is_refused_while_held,), error=()),
 )
