@@ -30,8 +30,8 @@ from sdp_deepspeed.checkpoint.storage.names import (
 )
 from sdp_deepspeed.data.background import problem_path, raise_problem, write_problem
 from sdp_deepspeed.data.config import DataConfig
-from sdp_deepspeed.data.journal import JOURNAL, Journal
 from sdp_deepspeed.data.demand import DemandOfOthers, waiting_for
+from sdp_deepspeed.data.journal import JOURNAL, Journal
 from sdp_deepspeed.data.prepare import prepare
 from sdp_deepspeed.data.prepared import PreparedData, PreparedDataError
 from sdp_deepspeed.data.stream_writer import Wanted

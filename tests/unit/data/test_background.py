@@ -22,7 +22,9 @@ from sdp_deepspeed.data.cache import open_caches
 from sdp_deepspeed.data.prepare import prepare
 from sdp_deepspeed.data.prepared import PreparedData
 from sdp_deepspeed.data.stream_writer import Wanted
-from sdp_deepspeed.data.streaming import _look_at_disk
+from sdp_deepspeed.data.streaming import _look_at_disk, start_writers
+from sdp_deepspeed.distributed.agreement import OneRank
+from sdp_deepspeed.lock_owner import machine
 from tests.helpers.documents import NUM_DOCUMENTS, numbers, text
 from tests.helpers.fineweb import split, write_shard
 from tests.helpers.gatherers import ThreadGatherer, outcomes_of
@@ -195,6 +197,17 @@ def test_a_new_process_forgets_what_an_earlier_one_said(config: Callable[..., Da
     writer.look()
     with pytest.raises(PreparedDataError, match="exit code -9"):
         raise_problem(problem)
+
+
+def test_a_problem_is_that_of_its_own_job(config: Callable[..., DataConfig]) -> None:
+    """Another job with the same cache goes on, and writes itself."""
+    caches = open_caches(config())
+    (writer,) = start_writers(config(), caches, OneRank())
+    write_problem(problem_path(caches[0].folder, f"{machine()}.1"), ValueError("of another job"))
+    writer.raise_problem()
+    write_problem(problem_path(caches[0].folder, f"{machine()}.{os.getpid()}"), ValueError("of this one"))
+    with pytest.raises(ValueError, match="of this one"):
+        writer.raise_problem()
 
 
 def test_several_sources_are_written_at_once(
