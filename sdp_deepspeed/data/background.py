@@ -12,6 +12,7 @@ import os
 import pickle
 import sys
 import threading
+import time
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -21,16 +22,17 @@ from sdp_deepspeed.data import lifeline
 from sdp_deepspeed.data.cache import Cache
 from sdp_deepspeed.data.prepare import naming_the_disk, write_cache
 from sdp_deepspeed.data.prepared import PreparedDataError
-from sdp_deepspeed.data.progress import LogProgress
+from sdp_deepspeed.data.progress import LogProgress, show_log
 from sdp_deepspeed.data.stream_writer import Wanted
 from sdp_deepspeed.folder_lock import release_all
 
+_SECONDS_OF_A_PROBLEM = 86400.0
 _KINDS: dict[str, type[Exception]] = {"ValueError": ValueError, "OSError": OSError}
 
 
-def problem_path(folder: Path) -> Path:
-    """Where a writer that failed says why, beside the folder of its cache."""
-    return folder.with_name(f".{folder.name}.problem")
+def problem_path(folder: Path, job: str) -> Path:
+    """Where a writer that failed says why, beside the folder of its cache: to its own job, as another's may go on."""
+    return folder.with_name(f".{folder.name}.{job}.problem")
 
 
 class BackgroundWriter:
@@ -38,19 +40,24 @@ class BackgroundWriter:
 
     Args:
         cache: to write.
+        job: whose ranks read it.
     """
 
-    def __init__(self, cache: Cache) -> None:
+    def __init__(self, cache: Cache, job: str) -> None:
         self._cache = cache
-        self._problem = problem_path(cache.folder)
+        self._problem = problem_path(cache.folder, job)
         self._process: Any = None
 
     def start(self) -> None:
-        """Nobody waits for what it writes yet: what an earlier one said is forgotten."""
+        """Nobody waits for what it writes yet: what an earlier one said is forgotten, also to jobs long gone."""
         self._problem.unlink(missing_ok=True)
+        for path in self._cache.folder.parent.glob(problem_path(self._cache.folder, "*").name):
+            with suppress(OSError):
+                if time.time() - path.stat().st_mtime > _SECONDS_OF_A_PROBLEM:
+                    path.unlink()
         self._process = lifeline.start("sdp_deepspeed.data.background")
         atexit.register(self.stop)
-        self._say(self._cache)
+        self._say((self._cache, self._problem))
 
     def tell(self, wanted: Wanted) -> None:
         """What ranks wait for, or will soon."""
@@ -67,26 +74,26 @@ class BackgroundWriter:
         """End it now."""
         lifeline.stop(self._process)
 
-    def _say(self, message: Cache | Wanted) -> None:
+    def _say(self, message: tuple[Cache, Path] | Wanted) -> None:
         with suppress(OSError, ValueError):  # it has ended, which `look` tells
             pickle.dump(message, self._process.stdin)
             self._process.stdin.flush()
 
 
-def raise_problem(folder: Path) -> None:
-    """The error of the writer of this cache, if it has failed.
+def raise_problem(problem: Path) -> None:
+    """The error of the writer that says there why, if it has failed.
 
     Raises:
         ValueError, OSError: as it was there.
         PreparedDataError: everything else.
     """
     try:
-        content = json.loads(regular(problem_path(folder)).read_text(encoding="utf-8"))
+        content = json.loads(regular(problem).read_text(encoding="utf-8"))
         kind, said = _KINDS.get(content["kind"], PreparedDataError), str(content["said"])
     except FileNotFoundError:
         return
     except (OSError, ValueError, KeyError, TypeError) as error:
-        raise PreparedDataError(f"tokenizing failed, and {problem_path(folder)} cannot be read: {error!r}") from None
+        raise PreparedDataError(f"tokenizing failed, and {problem} cannot be read: {error!r}") from None
     raise kind(said)
 
 
@@ -116,12 +123,13 @@ class _Demand:
 def main() -> int:
     """Write until all is there, or the rank has ended; returns the exit code."""
     lifeline.end_with_parent()
-    cache: Cache = pickle.load(sys.stdin.buffer)
+    show_log()
+    cache, problem = pickle.load(sys.stdin.buffer)
     try:
         with naming_the_disk(cache.folder.parent):
             write_cache(cache, wanted=_Demand(), progress=LogProgress())
     except Exception as error:
-        write_problem(problem_path(cache.folder), error)
+        write_problem(problem, error)
         return 2
     return 0
 

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from sdp_deepspeed.data.block_order import BlockOrder, Blocks, ShuffledBlocks
-from sdp_deepspeed.data.cache import Cache, open_caches
+from sdp_deepspeed.data.cache import Cache, open_caches, where
 from sdp_deepspeed.data.config import DataConfig
 from sdp_deepspeed.data.growing import Writer
 from sdp_deepspeed.data.loader import PackedBatches, ValidationBatches
@@ -130,6 +130,12 @@ def _open(config: DataConfig, folders: Sequence[Path], shard: _Shard) -> DataBun
         ShuffledBlocks(source.blocks("train", config.sequence_length), seed=config.seed, data=source.identity)
         for source in sources
     ]
+    for source, order in zip(config.each_source(), orders, strict=True):
+        if order.num_blocks == 0:
+            raise ValueError(
+                f"{where(source)}: less than one block of {config.sequence_length} tokens to train on: give more text, "
+                "or a shorter sequence_length"
+            )
     train, limit = shard.train(config, orders), config.validation_blocks
     held_out: list[Blocks] = []
     if config.validation_fraction > 0:

@@ -63,7 +63,7 @@ class Cache:
 
     def where(self) -> str:
         """The source, for messages."""
-        return f"source {self.config.source!r}" + (f", path {self.config.path!r}" if self.config.path else "")
+        return where(self.config)
 
 
 def open_caches(config: DataConfig) -> list[Cache]:
@@ -152,8 +152,12 @@ def _training_documents(config: DataConfig, sources: Sequence[tuple[DataConfig, 
             raise ValueError(no_text(source))
 
 
+def where(config: DataConfig) -> str:
+    """The source, for messages."""
+    return f"source {config.source!r}" + (f", path {config.path!r}" if config.path else "")
+
+
 def no_text(config: DataConfig) -> str:
     """What to say of a source without any."""
-    where = f"source {config.source!r}" + (f", path {config.path!r}" if config.path else "")
     limit = f" within max_bytes {config.max_bytes}" if config.max_bytes else ""
-    return f"{where}: no document with text{limit}: give other text or a larger max_bytes"
+    return f"{where(config)}: no document with text{limit}: give other text or a larger max_bytes"

@@ -15,6 +15,7 @@ import numpy.typing as npt
 from sdp_deepspeed.atomic_files import regular
 from sdp_deepspeed.data.background import raise_problem
 from sdp_deepspeed.data.journal import Journal, Place
+from sdp_deepspeed.data.prepared import PreparedDataError
 from sdp_deepspeed.data.stream_writer import Wanted
 from sdp_deepspeed.data.tokenize_part import SplitName, token_dtype
 
@@ -30,10 +31,17 @@ class Writer:
     Args:
         tell: takes what is wanted next; nothing on ranks that did not start it, as all want the same.
         look: called while waiting.
+        problem: where it says why there will be no more; None where there is no such process.
     """
 
     tell: Callable[[Wanted], None]
     look: Callable[[], None]
+    problem: Path | None = None
+
+    def raise_problem(self) -> None:
+        """Its error, if it has failed."""
+        if self.problem is not None:
+            raise_problem(self.problem)
 
 
 NO_WRITER = Writer(tell=lambda wanted: None, look=lambda: None)
@@ -92,7 +100,13 @@ class GrowingTokens:
         """
         pause, started, told = _SHORTEST_WAIT, time.monotonic(), 0.0
         while (end := self._end(split, first, stop)) is None:
-            raise_problem(self._folder)
+            try:
+                self._writer.raise_problem()
+            except (ValueError, OSError, PreparedDataError):
+                # What came right before it, or one rank would go on that looked later.
+                if (end := self._end(split, first, stop)) is not None:
+                    return end
+                raise
             self._writer.look()
             time.sleep(pause)
             pause = min(2 * pause, _LONGEST_WAIT)

@@ -99,6 +99,7 @@ class PackedBatches:
             ValueError: the state is of other data, another seed or sequence length: its position would mean nothing.
         """
         identity = self._order.identity()
+        _check_tokenize(state, identity)
         missing = [key for key in ("version", *self._order.position(0), *identity) if key not in state]
         if missing:
             raise ValueError(f"not a state of the data: it lacks {missing}, has {sorted(state)}")
@@ -115,6 +116,22 @@ class PackedBatches:
                 "settings, or start a new run folder"
             )
         self._num_samples = self._order.go_to(state)
+
+
+def _check_tokenize(state: dict[str, Any], identity: dict[str, Any]) -> None:
+    """Before and during training blocks have other orders, which a position of the other one does not fit."""
+    was, now = _tokenize_of(state), _tokenize_of(identity)
+    if was is not None and now is not None and was != now:
+        raise ValueError(
+            f'cannot resume the position in the data: the run was started with tokenize "{was}", now it is "{now}": '
+            "set it back, or start a new run folder"
+        )
+
+
+def _tokenize_of(state: dict[str, Any]) -> str | None:
+    sources = state.get("of_sources")
+    first = sources[0] if isinstance(sources, list) and sources else state
+    return "during" if "window" in first else "before" if "num_blocks" in first else None
 
 
 class ValidationBatch(NamedTuple):

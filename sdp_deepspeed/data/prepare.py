@@ -15,6 +15,8 @@ from pathlib import Path
 from sdp_deepspeed.atomic_files import complete_or_absent, remove_abandoned, sync
 from sdp_deepspeed.data.cache import Cache, cache_folder, no_text, open_caches
 from sdp_deepspeed.data.config import DataConfig
+from sdp_deepspeed.data.demand import DemandOfOthers, waiting_for
+from sdp_deepspeed.data.journal import Journal
 from sdp_deepspeed.data.parts import Part
 from sdp_deepspeed.data.prepared import PreparedData, PreparedDataError
 from sdp_deepspeed.data.progress import LogProgress, PartProgress
@@ -61,7 +63,14 @@ def prepare_all(config: DataConfig, *, progress: Callable[[], PartProgress] = Lo
 
 
 def write_cache(cache: Cache, *, wanted: Callable[[], Wanted] = Wanted, progress: PartProgress) -> None:
-    """Write until all is there; waits while another process does."""
+    """Write until all is there; waits while another process does, which is told what is wanted here."""
+    with waiting_for(cache.folder) as say:
+        _write_or_wait(cache, wanted, progress, say)
+
+
+def _write_or_wait(
+    cache: Cache, wanted: Callable[[], Wanted], progress: PartProgress, say: Callable[[Wanted | None], None]
+) -> None:
     told = False
     while not cache.is_complete:
         if cache.folder.exists():
@@ -75,8 +84,10 @@ def write_cache(cache: Cache, *, wanted: Callable[[], Wanted] = Wanted, progress
             if not told:
                 log.info("waiting until another process has prepared %s: %s", cache.folder.name, error)
             told = True
+            say(wanted())
             time.sleep(_SECONDS_BETWEEN_TRIES)
             continue
+        say(None)
         with writing:
             if cache.is_complete:  # it became so before the folder was made here
                 shutil.rmtree(cache.growing, ignore_errors=True)
@@ -87,12 +98,10 @@ def write_cache(cache: Cache, *, wanted: Callable[[], Wanted] = Wanted, progress
 def _write_locked(cache: Cache, wanted: Callable[[], Wanted], progress: PartProgress) -> None:
     started = time.monotonic()
     log.info("preparing %s text (once, then cached in %s)", cache.config.source, cache.folder)
-    try:
+    with _removed_if_useless(cache, lambda: _has_parts(cache)):  # one bad read of a network is no reason
         counts = _write(cache, wanted, progress)
+    with _removed_if_useless(cache, lambda: False):
         _check(cache, counts)
-    except ValueError:  # with other text it is another cache
-        shutil.rmtree(cache.growing, ignore_errors=True)
-        raise
     prepared = PreparedData(cache.growing, cache.identity, _saved(cache).vocab_size, counts)
     prepared.save()
     for path in (*cache.growing.rglob("*"), cache.growing):
@@ -101,6 +110,23 @@ def _write_locked(cache: Cache, wanted: Callable[[], Wanted], progress: PartProg
     (cache.folder / LOCK).unlink(missing_ok=True)  # who waits for it looks for the folder first
     sync(cache.folder.parent)
     log.info("prepared in %.1f s: %s", time.monotonic() - started, prepared)
+
+
+@contextmanager
+def _removed_if_useless(cache: Cache, has_use: Callable[[], bool]) -> Iterator[None]:
+    """After a mistake in the text nothing stays that is of no use: with other text it is another cache."""
+    try:
+        yield
+    except ValueError:
+        if not has_use():
+            shutil.rmtree(cache.growing, ignore_errors=True)
+        raise
+
+
+def _has_parts(cache: Cache) -> bool:
+    journal = Journal(cache.growing)
+    journal.refresh()
+    return len(journal) > 0
 
 
 def _write(cache: Cache, wanted: Callable[[], Wanted], progress: PartProgress) -> Mapping[SplitName, SplitCount]:
@@ -113,7 +139,7 @@ def _write(cache: Cache, wanted: Callable[[], Wanted], progress: PartProgress) -
             cache.growing, parts, workers, vocab_size=tokenizer.vocab_size, max_bytes=cache.config.max_bytes
         )
         progress.start(parts, writer.journal)
-        writer.write(wanted, on_part=progress.part)
+        writer.write(wanted, on_part=progress.part, others=DemandOfOthers(cache.folder))
     return writer.journal.counts()
 
 

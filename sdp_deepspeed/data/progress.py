@@ -17,6 +17,17 @@ _LOG_SECONDS = 60.0
 log = logging.getLogger(__name__)
 
 
+def show_log() -> None:
+    """Lines of this room on stderr, unless the program has a log of its own; Python shows none below a warning."""
+    room = logging.getLogger(__package__)
+    if room.hasHandlers():
+        return
+    handler = logging.StreamHandler()
+    handler.setFormatter(logging.Formatter("data: %(message)s"))
+    room.addHandler(handler)
+    room.setLevel(logging.INFO)
+
+
 class PartProgress(Protocol):
     """Hears of the parts of one source."""
 

@@ -65,8 +65,16 @@ class StreamWriter:
         self._uncommitted: list[Entry] = []
         self._reopened: dict[int, Place] = {0: Place(0, 0, 0, 0)}
 
-    def write(self, wanted: Callable[[], Wanted], *, on_part: Callable[[Part, TokenizedPart], None]) -> None:
+    def write(
+        self,
+        wanted: Callable[[], Wanted],
+        *,
+        on_part: Callable[[Part, TokenizedPart], None],
+        others: Callable[[], Sequence[Wanted]] = tuple,
+    ) -> None:
         """Until all is there, or forever while less is wanted. `on_part` hears of each part that was tokenized.
+
+        What `others` want comes once what is `wanted` is there.
 
         Raises:
             ValueError, OSError, RuntimeError: a part cannot be read or written, or workers were killed.
@@ -80,7 +88,7 @@ class StreamWriter:
         with ExitStack() as stack:
             files = {split: stack.enter_context(_open(self._folder / f"{split}.bin")) for split in SPLITS}
             while not (self.journal.is_complete and not self._uncommitted):
-                self._issue(wanted(), staging)
+                self._issue([wanted(), *others()], staging)
                 if self._uncommitted and (not self._issued or time.monotonic() - committed > _COMMIT_SECONDS):
                     self._commit(files)
                     committed = time.monotonic()
@@ -93,13 +101,18 @@ class StreamWriter:
                 file.truncate(getattr(self.journal.last.end, split) * self._itemsize)
         shutil.rmtree(staging)
 
-    def _issue(self, wanted: Wanted, staging: Path) -> None:
-        if wanted.reopen is not None:
-            self._reopened[wanted.reopen.part] = wanted.reopen
-        while self._workers.has_room and (part := self._next_part(wanted)) is not None:
+    def _issue(self, demands: Sequence[Wanted], staging: Path) -> None:
+        for wanted in demands:
+            if wanted.reopen is not None:
+                self._reopened[wanted.reopen.part] = wanted.reopen
+        while self._workers.has_room and (part := self._next_part_of_all(demands)) is not None:
             self._issued.append(part)
             self._taken.add(part)
             self._workers.submit(Task(part, self._parts[part], staging))
+
+    def _next_part_of_all(self, demands: Sequence[Wanted]) -> int | None:
+        parts = (self._next_part(wanted) for wanted in demands)
+        return next((part for part in parts if part is not None), None)
 
     def _next_part(self, wanted: Wanted) -> int | None:
         """The part to tokenize next: for the held-out text, for what is read now, or what is left."""

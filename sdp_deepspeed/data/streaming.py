@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import logging
+import os
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 
-from sdp_deepspeed.data.background import BackgroundWriter
+from sdp_deepspeed.data.background import BackgroundWriter, problem_path
 from sdp_deepspeed.data.block_order import DEFAULT_WINDOW, Blocks, StreamedBlocks
 from sdp_deepspeed.data.cache import Cache, open_caches
 from sdp_deepspeed.data.config import DataConfig
@@ -42,23 +43,51 @@ class OpenStream:
 def start_writers(config: DataConfig, caches: Sequence[Cache], communicator: Gatherer) -> list[Writer]:
     """On the first rank of each machine one process for each source; a collective. Ranks of one machine need one, and
     machines without a shared file system one each."""
-    machines = communicator.gather_objects(machine())
-    starts = machines.index(machine()) == communicator.rank
-    return run_on_all_ranks(communicator, lambda: _start_all(config, caches) if starts else [NO_WRITER for _ in caches])
+    here = machine()
+    seen = communicator.gather_objects((here, _look_at_disk(caches), f"{here}.{os.getpid()}"))
+    starts = [name for name, *_ in seen].index(here) == communicator.rank
+    job = seen[0][2]
+    has_own_disk = seen[communicator.rank][1] != seen[0][1]
+
+    def start() -> list[Writer]:
+        if has_own_disk:
+            _check_same_text(config, caches)
+        return [_start(cache, job) for cache in caches]
+
+    def listen() -> list[Writer]:
+        return [replace(NO_WRITER, problem=problem_path(cache.folder, job)) for cache in caches]
+
+    return run_on_all_ranks(communicator, start if starts else listen)
 
 
-def _start_all(config: DataConfig, caches: Sequence[Cache]) -> list[Writer]:
-    if not all(cache.tokenizer.folder.is_dir() for cache in caches):
-        open_caches(config)  # on a machine with a disk of its own, for which rank 0 did not do it
-    return [_start(cache) for cache in caches]
+def _look_at_disk(caches: Sequence[Cache]) -> tuple[int, int] | None:
+    """The same on all machines that share the cache's folder, where rank 0 has saved a tokenizer."""
+    try:
+        stat = caches[0].tokenizer.folder.stat()
+    except OSError:
+        return None
+    return stat.st_ino, stat.st_mtime_ns
 
 
-def _start(cache: Cache) -> Writer:
+def _check_same_text(config: DataConfig, caches: Sequence[Cache]) -> None:
+    """On a machine with a disk of its own, which has no tokenizer yet: its text must be what rank 0 has."""
+    if all(cache.is_complete for cache in caches):  # copied here, so that no text is read
+        return
+    for theirs, ours in zip(caches, open_caches(config), strict=True):
+        if ours.identity != theirs.identity:
+            raise ValueError(
+                f"{theirs.where()}: its files differ from those on rank 0's machine (in name, size or time), or so "
+                "does the tokenizer: copy them with their times (`cp -p`, `rsync -a`), or let all machines share "
+                "cache_dir"
+            )
+
+
+def _start(cache: Cache, job: str) -> Writer:
     if cache.is_complete:
         return NO_WRITER
-    writer = BackgroundWriter(cache)
+    writer = BackgroundWriter(cache, job)
     writer.start()
-    return Writer(tell=writer.tell, look=writer.look)
+    return Writer(tell=writer.tell, look=writer.look, problem=problem_path(cache.folder, job))
 
 
 def open_streams(config: DataConfig, caches: Sequence[Cache], writers: Sequence[Writer]) -> list[OpenStream]:

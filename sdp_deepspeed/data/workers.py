@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import pickle
 import subprocess
 import threading
+import time
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from contextlib import contextmanager
 from queue import SimpleQueue
@@ -20,6 +22,9 @@ from sdp_deepspeed.data.worker import WorkerSetup
 # One thread each: the tokenizer's own threads would wait for the one that turns its ids into an array.
 _ENVIRONMENT = {"TOKENIZERS_PARALLELISM": "false", "OMP_NUM_THREADS": "1", "ARROW_IO_THREADS": "1"}
 _SECONDS_TO_SEE_AN_END = 2.0
+# A run lasts days, in which a network fails now and then.
+_SECONDS_BEFORE_TRIES = (2.0, 10.0, 60.0)
+log = logging.getLogger(__name__)
 
 
 def num_cores() -> int:
@@ -56,7 +61,11 @@ class InThisProcess:
     def next_result(self, timeout: float | None = None) -> TokenizedPart:
         del timeout
         self._tokenizing = self._tokenizing or self._setup.tokenizing()
-        return self._tokenizing.run(self._tasks.popleft())
+        tokenizing, task = self._tokenizing, self._tasks.popleft()
+        answer = _patiently(lambda: _answer(tokenizing, task))
+        if isinstance(answer, Exception):
+            raise answer
+        return answer
 
 
 class Workers:
@@ -123,9 +132,7 @@ class Workers:
                 if not told:
                     pickle.dump(self._setup, process.stdin)
                     told = True
-                pickle.dump(task, process.stdin)
-                process.stdin.flush()
-                answer = pickle.load(process.stdout)
+                answer = _patiently(lambda: _ask(process, task))  # noqa: B023  it is called here
             except (EOFError, OSError, ValueError, pickle.UnpicklingError):
                 future.set_exception(RuntimeError(_how_it_ended(process)))
                 return
@@ -133,6 +140,31 @@ class Workers:
                 future.set_exception(answer)
             else:
                 future.set_result(answer)
+
+
+def _ask(process: Any, task: Task) -> Any:
+    """A result, or the error of the task."""
+    pickle.dump(task, process.stdin)
+    process.stdin.flush()
+    return pickle.load(process.stdout)
+
+
+def _answer(tokenizing: PartTokenizer, task: Task) -> TokenizedPart | Exception:
+    try:
+        return tokenizing.run(task)
+    except ConnectionError as error:
+        return error
+
+
+def _patiently(ask: Callable[[], Any]) -> Any:
+    """The answer, asked for again while the network fails."""
+    for seconds in _SECONDS_BEFORE_TRIES:
+        answer = ask()
+        if not isinstance(answer, ConnectionError):
+            return answer
+        log.warning("a part is read again in %.0f s: %s", seconds, answer)
+        time.sleep(seconds)
+    return ask()
 
 
 def _how_it_ended(process: Any) -> str:

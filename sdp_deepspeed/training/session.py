@@ -18,6 +18,7 @@ from transformers.utils.logging import disable_progress_bar
 import sdp_deepspeed  # noqa: F401  its import is what makes deepspeed.initialize() read our block
 from sdp_deepspeed.config import SILENCE_LIMIT
 from sdp_deepspeed.data import DataBundle, DataConfig, PreparedDataError, build
+from sdp_deepspeed.data.progress import show_log
 from sdp_deepspeed.distributed.agreement import Gatherer, run_on_rank_0
 from sdp_deepspeed.distributed.communicator import Communicator
 from sdp_deepspeed.distributed.descriptors import allow_connections
@@ -106,6 +107,8 @@ def _set_up(options: Options, folder: RunFolder) -> Run:
 
 def _open_data(config: DataConfig, engine: Any, world: Gatherer) -> DataBundle:
     """This rank's share; tensor-parallel ranks have the same one."""
+    if world.rank == 0:  # tokenizing may take hours
+        show_log()
     group = engine.seq_data_parallel_group
     return build(
         config,

@@ -90,6 +90,22 @@ class EndlessPart:
         yield "text"
 
 
+@dataclass(frozen=True)
+class BadNetwork:
+    """A part that cannot be read so many times."""
+
+    fails: int
+    notes: Path
+    size: int = 1
+
+    def documents(self) -> Iterator[str]:
+        with self.notes.open("a") as notes:
+            notes.write("read\n")
+        if len(self.notes.read_text().splitlines()) <= self.fails:
+            raise ConnectionError("no route")
+        yield "text"
+
+
 def small_stream(folder: Path, *, shards: int = 3) -> SmallStream:
     """Pages in shards of several row groups, each of which is a part when PART_BYTES is 1."""
     pages = [text(number) for number in range(NUM_PAGES)]

@@ -30,9 +30,11 @@ from sdp_deepspeed.checkpoint.storage.names import (
 )
 from sdp_deepspeed.data.background import problem_path, raise_problem, write_problem
 from sdp_deepspeed.data.config import DataConfig
+from sdp_deepspeed.data.demand import DemandOfOthers, waiting_for
 from sdp_deepspeed.data.journal import JOURNAL, Journal
 from sdp_deepspeed.data.prepare import prepare
 from sdp_deepspeed.data.prepared import PreparedData, PreparedDataError
+from sdp_deepspeed.data.stream_writer import Wanted
 from sdp_deepspeed.data.tokenizer import identity, train_tokenizer
 from sdp_deepspeed.folder_lock import LOCK, FolderInUseError
 from sdp_deepspeed.plan.plan import Plan
@@ -177,15 +179,26 @@ def _parts(folder: Path) -> int:
 
 
 def _write_problem(folder: Path) -> None:
-    write_problem(problem_path(folder / "data-0"), ValueError("no column"))
+    write_problem(problem_path(folder / "data-0", "job"), ValueError("no column"))
 
 
 def _problem(folder: Path) -> str | None:
     try:
-        raise_problem(folder / "data-0")
+        raise_problem(problem_path(folder / "data-0", "job"))
     except ValueError as error:
         return str(error)
     return None
+
+
+def _write_demand(folder: Path) -> None:
+    with waiting_for(folder / "data-0") as say:
+        say(Wanted(validation=1))
+        (path,) = folder.iterdir()
+        path.rename(folder / ".data-0.wanted.job")
+
+
+def _demand(folder: Path) -> object:
+    return DemandOfOthers(folder / "data-0")()
 
 
 def _write_lock(folder: Path) -> None:
@@ -275,8 +288,9 @@ WRITTEN_FILES: tuple[WrittenFile, ...] = (
         f"prepared/{JOURNAL}", ("data/journal.py: Journal.append",), _write_prepared, (_parts,), older=(0,), error=()
     ),
     WrittenFile(
-        ".data-0.problem", ("data/background.py: write_problem",), _write_problem, (_problem,), PreparedDataError
+        ".data-0.job.problem", ("data/background.py: write_problem",), _write_problem, (_problem,), PreparedDataError
     ),
+    WrittenFile(".data-0.wanted.job", ("data/demand.py: waiting_for.say",), _write_demand, (_demand,), error=()),
     *(_of_tokenizer(name) for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja")),
     WrittenFile(LOCK, ("folder_lock.py: _take",), _write_lock, (_is_refused_while_held,), error=()),
 )

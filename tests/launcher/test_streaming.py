@@ -50,7 +50,10 @@ def test_a_run_goes_on_exactly_without_its_cache(folder: Path) -> None:
     (folder / "run" / "report.json").unlink()
     settings = json.loads((folder / "data.json").read_text())
     (folder / "data.json").write_text(json.dumps(settings | {"workers": 2}))  # on another machine
-    assert f"resuming at step {SAVED}" in finish(folder, "run", *steps)
+    output = finish(folder, "run", *steps)
+    assert f"resuming at step {SAVED}" in output
+    assert "data: preparing files text" in output, "of the process that tokenizes"
+    assert output.count("data: waiting for 4 held-out blocks") == 1, "of rank 0"
     resumed = train_records(folder, "run")
     for field in ("loss", "gradient_norm"):
         assert [record[field] for record in resumed.values()] == [record[field] for record in straight.values()]

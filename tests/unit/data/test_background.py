@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import itertools
 import json
+import os
+import shutil
+import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -19,6 +22,9 @@ from sdp_deepspeed.data.cache import open_caches
 from sdp_deepspeed.data.prepare import prepare
 from sdp_deepspeed.data.prepared import PreparedData
 from sdp_deepspeed.data.stream_writer import Wanted
+from sdp_deepspeed.data.streaming import _look_at_disk, start_writers
+from sdp_deepspeed.distributed.agreement import OneRank
+from sdp_deepspeed.lock_owner import machine
 from tests.helpers.documents import NUM_DOCUMENTS, numbers, text
 from tests.helpers.fineweb import split, write_shard
 from tests.helpers.gatherers import ThreadGatherer, outcomes_of
@@ -114,6 +120,11 @@ def test_trains_on_what_a_prepared_cache_would_have(
     assert bundles[0].train.num_blocks == len(prepared.blocks("train", 16))
 
 
+def test_the_process_says_what_it_does(config: Callable[..., DataConfig], capfd: pytest.CaptureFixture[str]) -> None:
+    (bundle,) = _bundles(config(), 1)
+    assert f"data: preparing files text (once, then cached in {bundle.prepared.folder.parent}" in capfd.readouterr().err
+
+
 @pytest.mark.parametrize(
     ("changes", "said"),
     [({"text_column": "token_count"}, "holds int64, expected text"), ({"max_bytes": 3}, "no document with text")],
@@ -161,30 +172,42 @@ def test_a_killed_process_ends_the_run_on_every_rank(
     ],
 )
 def test_a_problem_keeps_its_kind(tmp_path: Path, error: Exception, kind: type[Exception]) -> None:
-    raise_problem(tmp_path / "data-0")
-    write_problem(problem_path(tmp_path / "data-0"), error)
+    raise_problem(problem_path(tmp_path / "data-0", "job"))
+    write_problem(problem_path(tmp_path / "data-0", "job"), error)
     with pytest.raises(kind, match="a b"):
-        raise_problem(tmp_path / "data-0")
+        raise_problem(problem_path(tmp_path / "data-0", "job"))
 
 
 @pytest.mark.parametrize("content", [b"", b"[]", b"{}", b'{"kind": "ValueError", "sa'])
 def test_a_problem_that_cannot_be_read_is_one(tmp_path: Path, content: bytes) -> None:
-    problem_path(tmp_path / "data-0").write_bytes(content)
+    problem_path(tmp_path / "data-0", "job").write_bytes(content)
     with pytest.raises(PreparedDataError, match=r"tokenizing failed, and .* cannot be read"):
-        raise_problem(tmp_path / "data-0")
+        raise_problem(problem_path(tmp_path / "data-0", "job"))
 
 
 def test_a_new_process_forgets_what_an_earlier_one_said(config: Callable[..., DataConfig]) -> None:
     (cache,) = open_caches(config())
-    write_problem(problem_path(cache.folder), ValueError("earlier"))
-    writer = BackgroundWriter(cache)
+    problem = problem_path(cache.folder, "job")
+    write_problem(problem, ValueError("earlier"))
+    writer = BackgroundWriter(cache, "job")
     writer.start()
-    raise_problem(cache.folder)
+    raise_problem(problem)
     writer.stop()
     writer.tell(Wanted())  # nobody listens, which `look` tells
     writer.look()
     with pytest.raises(PreparedDataError, match="exit code -9"):
-        raise_problem(cache.folder)
+        raise_problem(problem)
+
+
+def test_a_problem_is_that_of_its_own_job(config: Callable[..., DataConfig]) -> None:
+    """Another job with the same cache goes on, and writes itself."""
+    caches = open_caches(config())
+    (writer,) = start_writers(config(), caches, OneRank())
+    write_problem(problem_path(caches[0].folder, f"{machine()}.1"), ValueError("of another job"))
+    writer.raise_problem()
+    write_problem(problem_path(caches[0].folder, f"{machine()}.{os.getpid()}"), ValueError("of this one"))
+    with pytest.raises(ValueError, match="of this one"):
+        writer.raise_problem()
 
 
 def test_several_sources_are_written_at_once(
@@ -213,6 +236,40 @@ def test_several_sources_are_written_at_once(
     assert sum(len(batch["labels"]) for batch, _ in bundle.validation) == sum(
         len(batch["labels"]) for batch, _ in before.validation
     )
+
+
+@pytest.mark.parametrize("differ", [False, True])
+def test_machines_with_disks_of_their_own_need_the_same_text(
+    config: Callable[..., DataConfig], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, differ: bool
+) -> None:
+    """A rank on each of two, with a given tokenizer: else the second one's text would pass for the first's."""
+    own, ranks = tmp_path / "own", threading.local()
+    shutil.copytree(tmp_path / "mirror", own)
+    if differ:
+        os.utime(own / "002_00000.parquet", (1, 1))
+    tokenizer = str(open_caches(config())[0].tokenizer.folder)
+    monkeypatch.setattr("sdp_deepspeed.data.streaming.machine", lambda: f"machine {ranks.rank}")
+    monkeypatch.setattr("sdp_deepspeed.data.streaming._look_at_disk", lambda caches: (ranks.rank, 0))
+
+    def run(rank: int, group: ThreadGatherer) -> Any:
+        ranks.rank = rank
+        path = str(own if rank else tmp_path / "mirror")
+        mine = config(tokenizer=tokenizer, vocab_size=None, path=path, cache_dir=str(tmp_path / f"cache{rank}"))
+        return build(mine, micro_batch=2, rank=rank, world_size=2, communicator=group)
+
+    outcomes = outcomes_of(2, run)
+    if not differ:
+        assert all(isinstance(outcome, DataBundle) for outcome in outcomes), outcomes
+        return
+    assert all(isinstance(error, ValueError) for error in outcomes), outcomes
+    assert all("files differ from those on rank 0's machine" in str(error) for error in outcomes), outcomes
+
+
+def test_machines_that_share_a_cache_are_told_by_it(config: Callable[..., DataConfig], tmp_path: Path) -> None:
+    caches, others = (open_caches(config(cache_dir=str(tmp_path / name))) for name in "ab")
+    assert _look_at_disk(caches) == _look_at_disk(caches) != _look_at_disk(others)
+    shutil.rmtree(caches[0].tokenizer.folder)
+    assert _look_at_disk(caches) is None
 
 
 def _decoded(bundle: DataBundle, batch: dict[str, Any]) -> list[str]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,9 +13,11 @@ import pytest
 
 from sdp_deepspeed.data import PackedBatches, row_groups
 from sdp_deepspeed.data.block_order import ShuffledBlocks, StreamedBlocks
-from sdp_deepspeed.data.growing import GrowingTokens
+from sdp_deepspeed.data.growing import NO_WRITER, GrowingTokens
+from sdp_deepspeed.data.mixed_blocks import MixedBlocks
 from sdp_deepspeed.data.prepared import PreparedDataError
 from sdp_deepspeed.data.shuffle import shuffled
+from sdp_deepspeed.data.source_mix import PERIOD
 from sdp_deepspeed.data.stream_writer import Wanted
 from tests.helpers.streams import Demand, SmallStream, blocks_of, small_stream, writing
 
@@ -124,12 +127,46 @@ def test_too_little_text_is_told(stream: SmallStream, tmp_path: Path) -> None:
             order.wait(0, 1)
 
 
+def test_tokens_that_came_right_before_a_problem_are_taken(
+    stream: SmallStream, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another rank that looked a moment later takes them, and would wait for this one."""
+    target, demand = tmp_path / "growing", Demand(Wanted())
+    writer = replace(NO_WRITER, problem=tmp_path / "problem")
+    tokens = GrowingTokens(tmp_path / "complete", target, vocab_size=stream.vocab_size, writer=writer)
+
+    def all_comes_then_a_problem(*_: Any) -> None:
+        if not demand.counted:
+            stream.writer(target).write(demand, on_part=demand.on_part)
+        raise ValueError("no more")
+
+    monkeypatch.setattr("sdp_deepspeed.data.growing.raise_problem", all_comes_then_a_problem)
+    assert tokens.wait("train", 0, LENGTH) == LENGTH
+    empty = GrowingTokens(tmp_path / "other", tmp_path / "nothing", vocab_size=stream.vocab_size, writer=writer)
+    with pytest.raises(ValueError, match="no more"):
+        empty.wait("train", 0, LENGTH)
+
+
 def test_a_state_of_another_window_is_refused(stream: SmallStream, tmp_path: Path) -> None:
     with writing(stream, tmp_path / "growing") as (tokens, _):
         loader = PackedBatches(_order(tokens), micro_batch=1)
         for key, value in {"window": 9, "seed": 4, "sequence_length": 16, "data": "b"}.items():
             with pytest.raises(ValueError, match=f"cannot resume the position in the data: {key} was"):
                 loader.load_state_dict(loader.state_dict() | {key: value})
+
+
+@pytest.mark.parametrize("mixed", [False, True])
+def test_a_state_of_the_other_tokenize_is_refused(stream: SmallStream, tmp_path: Path, mixed: bool) -> None:
+    orders: list[Any] = [ShuffledBlocks(np.zeros((5, LENGTH), np.uint16), seed=3)]
+    with writing(stream, tmp_path / "growing") as (tokens, _):
+        orders.append(_order(tokens, data=""))
+        if mixed:
+            orders = [MixedBlocks([order, order], (PERIOD // 2, PERIOD // 2), seed=3) for order in orders]
+        before, during = (PackedBatches(order, micro_batch=1) for order in orders)
+        with pytest.raises(ValueError, match='started with tokenize "before", now it is "during": set it back'):
+            during.load_state_dict(before.state_dict())
+        with pytest.raises(ValueError, match='started with tokenize "during", now it is "before": set it back'):
+            before.load_state_dict(during.state_dict())
 
 
 def test_other_seeds_give_other_orders(stream: SmallStream, tmp_path: Path) -> None:

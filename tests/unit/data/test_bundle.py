@@ -49,6 +49,15 @@ def test_settings_of_the_loader_have_an_effect(config: Callable[..., DataConfig]
     assert not torch.equal(first, second)
 
 
+def test_a_source_without_one_block_is_named(config: Callable[..., DataConfig], tmp_path: Path) -> None:
+    """Among others the length of a mix does not tell: its order would look for a block without end."""
+    (tmp_path / "short.txt").write_text("few words")
+    paths = [str(tmp_path / name) for name in ("data.jsonl", "short.txt")]
+    sources = [{"source": "files", "path": path, "weight": 1} for path in paths]
+    with pytest.raises(ValueError, match=r"short\.txt': less than one block of 16 tokens"):
+        build(config(source="stdlib", path=None, sources=sources, validation_fraction=0), micro_batch=1)
+
+
 def test_mistake_is_every_ranks_error(config: Callable[..., DataConfig]) -> None:
     def run(rank: int, group: ThreadGatherer) -> Any:
         return build(config(text_column="nope"), micro_batch=1, rank=rank, world_size=3, communicator=group)

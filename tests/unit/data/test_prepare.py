@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import subprocess
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -19,12 +20,14 @@ from tokenizers.pre_tokenizers import Whitespace
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from sdp_deepspeed.atomic_files import complete_or_absent
-from sdp_deepspeed.data import DataConfig
+from sdp_deepspeed.data import DataConfig, stream_writer
 from sdp_deepspeed.data import tokenizer as tokenizers
+from sdp_deepspeed.data.cache import open_caches
 from sdp_deepspeed.data.parts import Part
 from sdp_deepspeed.data.prepare import num_workers, prepare
 from sdp_deepspeed.data.prepared import PreparedData
 from sdp_deepspeed.data.progress import LogProgress
+from sdp_deepspeed.data.row_groups import RowGroups
 from sdp_deepspeed.data.tokenize_part import TokenizedPart, is_held_out
 from sdp_deepspeed.data.worker import WorkerSetup
 from sdp_deepspeed.data.workers import Workers
@@ -159,6 +162,47 @@ def test_ids_above_65536_are_kept(config: Callable[..., DataConfig], tmp_path: P
     assert tokens == [[int(a[1:]), int(b[1:]), 70_000] for a, b in map(str.split, split(texts, 0.1)["train"])]
 
 
+class Noted(LogProgress):
+    """Parts that were tokenized."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.done: list[int] = []
+
+    def part(self, part: Part, result: TokenizedPart) -> None:
+        self.done.append(result.place)
+
+
+@pytest.mark.parametrize(("bad", "left"), [(0, [0, 1, 2]), (1, [1, 2])])
+def test_one_bad_read_keeps_what_was_tokenized(
+    config: Callable[..., DataConfig], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, bad: int, left: list[int]
+) -> None:
+    settings = config(path=str(_three_shards(tmp_path)))
+    open_caches(settings)  # which reads for the tokenizer
+    reads = itertools.count()
+    real = RowGroups.documents
+
+    def documents(part: RowGroups) -> Iterator[str]:
+        if next(reads) == bad:
+            raise ValueError("a range of a file was cut")
+        return real(part)
+
+    monkeypatch.setattr(stream_writer, "_COMMIT_SECONDS", 0)
+    monkeypatch.setattr(RowGroups, "documents", documents)
+    with pytest.raises(ValueError, match="was cut"):
+        prepare(settings)
+    assert len(list((tmp_path / "cache").glob(".data-*.growing"))) == (1 if bad else 0), "nothing useless stays"
+    noted = Noted()
+    prepare(settings, progress=lambda: noted)
+    assert noted.done == left
+
+
+def _three_shards(folder: Path) -> Path:
+    for number in range(3):
+        write_shard(folder / "mirror" / f"{number}.parquet", [text(i) for i in range(number, NUM_DOCUMENTS, 3)])
+    return folder / "mirror"
+
+
 KILLED = """
 import json, os, sys
 from sdp_deepspeed.data import stream_writer
@@ -174,23 +218,16 @@ prepare(DataConfig(**json.loads(sys.argv[1])))
 def test_a_killed_command_goes_on_where_it_was(config: Callable[..., DataConfig], tmp_path: Path) -> None:
     """The whole way, with a tokenizer and a lock that a killed process left."""
     (tmp_path / "killed.py").write_text(KILLED)
-    for number in range(3):
-        write_shard(tmp_path / "mirror" / f"{number}.parquet", [text(i) for i in range(number, NUM_DOCUMENTS, 3)])
-    settings = vars(config(path=str(tmp_path / "mirror")))
+    settings = vars(config(path=str(_three_shards(tmp_path))))
     command = [sys.executable, str(tmp_path / "killed.py"), json.dumps(settings)]
     run = subprocess.run(command, env=os.environ | {"PYTHONPATH": str(ROOT)})
     assert run.returncode == -9
     (growing,) = (tmp_path / "cache").glob(".data-*.growing")
     before = (growing / "train.bin").read_bytes()
     assert before
-    done: list[int] = []
-
-    class Noted(LogProgress):
-        def part(self, part: Part, result: TokenizedPart) -> None:
-            done.append(result.place)
-
-    folder = prepare(DataConfig(**settings), progress=Noted)
-    assert done == [1, 2]
+    noted = Noted()
+    folder = prepare(DataConfig(**settings), progress=lambda: noted)
+    assert noted.done == [1, 2]
     assert (folder / "train.bin").read_bytes().startswith(before)
     fresh = prepare(DataConfig(**settings | {"cache_dir": str(tmp_path / "fresh")}))
     assert fresh.name == folder.name

@@ -60,3 +60,9 @@ def test_order_is_that_of_plain_integer_arithmetic(num_items: int) -> None:
     for seed, epoch in [(0, 0), (7, 3), (2**63 - 1, 2)]:
         fast = shuffled(np.array(positions), num_items=num_items, seed=seed, epoch=epoch)
         assert fast.tolist() == [_slow_item(position, num_items, seed, epoch) for position in positions]
+
+
+def test_of_nothing_is_refused() -> None:
+    """The walk for an item that there is not would never end."""
+    with pytest.raises(AssertionError, match="never end"):
+        shuffled(np.arange(0), num_items=0, seed=0, epoch=0)

@@ -7,17 +7,18 @@ import signal
 import subprocess
 import sys
 import time
+from contextlib import nullcontext
 from pathlib import Path
 
 import psutil
 import pytest
 
 from sdp_deepspeed.data.tokenize_part import Task, path_of
-from sdp_deepspeed.data.workers import InThisProcess, Workers, num_cores
+from sdp_deepspeed.data.workers import InThisProcess, Workers, WorkQueue, num_cores
 from tests.helpers.fineweb import write_shard
 from tests.helpers.own_processes import own_processes
 from tests.helpers.repository import ROOT
-from tests.helpers.streams import SmallStream, small_stream
+from tests.helpers.streams import BadNetwork, SmallStream, small_stream
 
 SECONDS = 20.0
 
@@ -63,6 +64,22 @@ def test_a_killed_process_is_told_and_not_waited_for(stream: SmallStream, tmp_pa
         process.kill()
         with pytest.raises(RuntimeError, match=r"a process that tokenizes ended \(exit code -9\), .*fewer workers"):
             workers.next_result(SECONDS)
+
+
+def test_a_network_is_tried_again_and_not_forever(
+    stream: SmallStream, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("sdp_deepspeed.data.workers._SECONDS_BEFORE_TRIES", (0.0, 0.0, 0.0))
+    with Workers(stream.setup, 1).running() as processes:
+        kinds: list[WorkQueue] = [processes, InThisProcess(stream.setup)]
+        for number, workers in enumerate(kinds):
+            for fails in (3, 4):
+                notes = tmp_path / f"{number}-{fails}"
+                workers.submit(Task(0, BadNetwork(fails, notes), tmp_path))
+                with nullcontext() if fails == 3 else pytest.raises(ConnectionError, match="no route"):
+                    assert sum(count.documents for count in workers.next_result(SECONDS).counts.values()) == 1
+                assert len(notes.read_text().splitlines()) == 4
+                processes._pending.clear()
 
 
 def _wait_until_it_ignores(process: psutil.Process, number: signal.Signals) -> None:
