@@ -43,7 +43,7 @@ def shuffled(positions: npt.NDArray[Any], *, num_items: int, seed: int, epoch: i
     Returns:
         [B] items, the same on every platform.
     """
-    assert num_items > 0, "walking to an item that there is not would never end"
+    assert num_items > 0 or len(positions) == 0, "walking to an item that there is not would never end"
     half = np.uint64(max(1, (max(num_items - 1, 1).bit_length() + 1) // 2))
     mask = (np.uint64(1) << half) - np.uint64(1)
     keys = _round_keys(seed, epoch)

@@ -65,4 +65,5 @@ def test_order_is_that_of_plain_integer_arithmetic(num_items: int) -> None:
 def test_of_nothing_is_refused() -> None:
     """The walk for an item that there is not would never end."""
     with pytest.raises(AssertionError, match="never end"):
-        shuffled(np.arange(0), num_items=0, seed=0, epoch=0)
+        shuffled(np.arange(1), num_items=0, seed=0, epoch=0)
+    assert len(shuffled(np.arange(0), num_items=0, seed=0, epoch=0)) == 0
