@@ -84,6 +84,25 @@ def test_where_all_routers_run_it_is_over_all_layers(name: str, regime: str) -> 
         assert_held_gradients(mask, held_pieces(model, plan, rank), gradients, expected)
 
 
+@pytest.mark.parametrize("name", WITH_AUXILIARY_LOSS)
+def test_layers_that_run_in_halves_have_one_router_each(name: str) -> None:
+    """Beside a layer that is shared, and so runs once: each is recorded once, and hooks on it run once."""
+    model = mixture(name, **LOUD)
+    sparse = [index for index, layer in enumerate(model.model.layers) if hasattr(layer.mlp, "experts")]
+    shared = [rf"^model\.layers\.{sparse[0]}\.mlp"]
+    plan = plan_of(model, "backward", {"attention": "block", "mlp": "neuron"}, shared=shared)
+    expected_loss, expected = loss_of_layers(deepcopy(model), [])
+    module, mask = masked(model, plan, 0)
+    layer, calls = module.model.layers[sparse[-1]].mlp, []
+    router = layer.router if hasattr(layer, "router") else layer.gate
+    router.register_forward_hook(lambda *_: calls.append(1))
+    loss, gradients = loss_and_gradients(module, tokens())
+    assert len(calls) == 1
+    assert_close(loss, expected_loss)
+    assert_held_gradients(mask, held_pieces(model, plan, 0), gradients, expected)
+    assert len(module(tokens()).router_logits) == len(sparse)
+
+
 def test_a_subnetwork_without_routers_is_refused() -> None:
     """Worker 0 holds all attention branches, worker 1 all mixtures: by config at start, by argument in training."""
     words = r"output_router_logits: .*1 of 2 subnetworks \(first 0\) have none of 'model\.layers\.0\.mlp'.*granularity"
