@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import sys
 from copy import deepcopy
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 
+from sdp_deepspeed.architectures import locate_branches
+from sdp_deepspeed.masking.experts import check_grouped_products
 from sdp_deepspeed.plan.plan import Plan
 from sdp_deepspeed.reference.virtual_workers import zero_lacking
 from tests.helpers.masked_modules import (
@@ -164,3 +167,20 @@ def test_checkpointed_activations_leave_the_auxiliary_loss_as_it_is() -> None:
         assert torch.equal(loss, expected_loss)
         assert gradients.keys() == expected.keys()
         assert all(torch.equal(gradients[key], expected[key]) for key in expected)
+
+
+def test_lengths_of_products_are_found_in_one_pass_over_the_pieces() -> None:
+    """Not in one for each layer and subnetwork: large models have many of each."""
+    model = mixture("mixtral")
+    plan, reads = plan_of(model), []
+
+    class Units(tuple[Any, ...]):
+        def __iter__(self) -> Any:
+            reads.append(1)
+            return super().__iter__()
+
+    counted = replace(plan, units=Units(plan.units))
+    reads.clear()
+    branches = locate_branches(model)
+    check_grouped_products(model, counted, branches, [branch.name for branch in branches])
+    assert len(reads) == 1
