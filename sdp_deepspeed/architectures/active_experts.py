@@ -19,10 +19,21 @@ def active_shares(model: nn.Module) -> dict[str, Fraction]:
             body = layer.get_submodule(branch.root)
             num_active = int(attribute(body, branch.experts.num_active))
             prefix = ".".join(filter(None, (name, branch.root, branch.experts.module)))
-            for tensor_name, tensor in body.get_submodule(branch.experts.module).named_parameters(prefix):
-                is_matrix = tensor.dim() > 2
-                shares[tensor_name] = Fraction(num_active * is_matrix, tensor.shape[0])
+            shares |= _shares(prefix, body.get_submodule(branch.experts.module), num_active)
     return shares
+
+
+def _shares(name: str, experts: nn.Module, num_active: int) -> dict[str, Fraction]:
+    """Of experts that are stacked in one tensor, or of modules in a list."""
+    tensors = dict(experts.named_parameters(name))
+    if isinstance(experts, nn.ModuleList):
+        return {key: Fraction(num_active * (tensor.dim() > 1), len(experts)) for key, tensor in tensors.items()}
+    if all(tensor.dim() < 3 for tensor in tensors.values()):
+        raise ValueError(
+            f"{name!r}: Experts: no parameter has an expert for each index of its first of three dimensions, so what a "
+            "token uses is not known; name a ModuleList of experts, or stack them, or leave Experts out"
+        )
+    return {key: Fraction(num_active * (tensor.dim() > 2), tensor.shape[0]) for key, tensor in tensors.items()}
 
 
 def _mixtures(layer: nn.Module) -> list[Branch]:

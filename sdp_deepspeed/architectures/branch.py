@@ -84,7 +84,8 @@ class Experts:
     """Experts in a branch's body, of which each token uses some: what they cost is less than what they weigh.
 
     Args:
-        module: submodule of the body whose parameters have an expert for each index of their first dimension.
+        module: submodule of the body whose parameters have an expert for each index of their first dimension, or a
+            ModuleList of experts.
         router: submodule of the body that chooses.
         num_active: attribute path of the body with the number of experts that a token uses.
         noise: attribute path of the body with the strength of noise that it draws for its input in training.

@@ -3,12 +3,15 @@ kind of model."""
 
 from __future__ import annotations
 
+from torch import nn
+
 from sdp_deepspeed.architectures.branch import Branch
 from sdp_deepspeed.architectures.decoders import DECODERS
 from sdp_deepspeed.architectures.encoder_decoders import ENCODER_DECODERS
 from sdp_deepspeed.architectures.encoders import ENCODERS
 from sdp_deepspeed.architectures.falcon import FALCON
 from sdp_deepspeed.architectures.mixtures import MIXTURES
+from sdp_deepspeed.architectures.own_forward import is_wrapper_of_its_class
 from sdp_deepspeed.architectures.registry import branches_of, described
 
 FAMILIES: dict[str, tuple[Branch, ...]] = {
@@ -20,9 +23,24 @@ FAMILIES: dict[str, tuple[Branch, ...]] = {
 }
 
 
-def is_of_package(layer_class: type) -> bool:
-    """Whether the description that a class takes is one of FAMILIES, and not a user's."""
+# Files whose modules every family may have inside of a layer, besides those of its own.
+_COMMON = ("torch.nn.", "transformers.activations", "transformers.pytorch_utils")
+
+
+def is_of_package(layer: nn.Module) -> bool:
+    """Whether the description that a layer takes is one of FAMILIES, and not a user's, and the layer consists of the
+    modules that it was written for: from the file of the described class, or building blocks of the hosts."""
     known = described()
-    names = [f"{base.__module__}.{base.__qualname__}" for base in layer_class.__mro__]
-    name = next((name for name in names if name in known), None)
-    return name in FAMILIES and branches_of(layer_class) == FAMILIES[name]
+    names = [f"{base.__module__}.{base.__qualname__}" for base in type(layer).__mro__]
+    name = next((name for name in names if name in known), "")
+    if name not in FAMILIES or branches_of(type(layer)) != FAMILIES[name]:
+        return False
+    file = name.rpartition(".")[0]
+    return all(_is_known(module, file) for module in layer.modules() if module is not layer)
+
+
+def _is_known(module: nn.Module, file: str) -> bool:
+    own = vars(module).get("forward")
+    if own is not None and not is_wrapper_of_its_class(own, type(module)):
+        return False
+    return type(module).__module__ == file or f"{type(module).__module__}.".startswith(_COMMON)

@@ -88,6 +88,11 @@ def is_of_hosts(module_class: type) -> bool:
     return packages | {_origin(_method(module_class, "forward"))} <= _HOSTS | _PYTHON
 
 
+def is_wrapper_of_its_class(function: Any, module_class: type) -> bool:
+    """Whether a `forward` that a module has of its own says that it wraps the one of its class."""
+    return _unwrapped(function) is _unwrapped(_method(module_class, "forward"))
+
+
 def _bare(code: Mapping[str, Any]) -> dict[str, Any]:
     return {name: _unwrapped(function) for name, function in code.items()}
 

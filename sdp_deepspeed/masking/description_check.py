@@ -6,7 +6,8 @@ compared is the masking itself on a copy of the layer, with random weights and i
 - blocks: the layer without a branch is the layer in which all modules of the branch give zeros;
 - neurons: a body that runs once with some cells and once with the others is the body with all of them.
 
-The package's own descriptions are pinned to the code that they are of, and compared with zeroed pieces by its tests.
+The package's own descriptions are pinned to the code of the layer, and compared with zeroed pieces by its tests. They
+are tried out where a layer has another module inside than those of its family's file: somebody put it there.
 """
 
 from __future__ import annotations
@@ -27,11 +28,14 @@ from sdp_deepspeed.architectures import (
 )
 from sdp_deepspeed.layout.places import PieceViews
 from sdp_deepspeed.layout.rank_model import RankModel
-from sdp_deepspeed.masking.mask import Mask, members_of
+from sdp_deepspeed.masking.block import BlockPart
+from sdp_deepspeed.masking.mask import members_of
+from sdp_deepspeed.masking.neuron import NeuronPart
 from sdp_deepspeed.masking.trial import Alone, Trial, forked_random_numbers, trial_of
 from sdp_deepspeed.masking.watched import read_numbers
 from sdp_deepspeed.plan.plan import Plan
 from sdp_deepspeed.plan.tensors import dense_tensors, named_tensors
+from sdp_deepspeed.units import Unit
 
 # Wrong descriptions differ by a tenth and more. In fp32 what remains of two sums instead of one is below 1e-5, with
 # TF32 below 1e-3; a layer that takes its own half precision only has 8 bits, rounded some dozen times.
@@ -59,6 +63,9 @@ def check_descriptions(model: nn.Module, branches: Sequence[LocatedBranch], plan
     notes = []
     for layer, attempts in _attempts(model, branches, plan).items():
         label = f"{layer!r} ({type(model.get_submodule(layer)).__name__})"
+        if wrapped := _with_own_forward(model, layer):
+            notes.append(_NOTE.format(layer=label, why=f"a copy of {wrapped} would run the forward of the original"))
+            continue
         with forked_random_numbers(next(model.get_submodule(layer).parameters()).device):
             try:
                 trial = trial_of(model, layer, next(branch for branch in branches if branch.layer == layer))
@@ -69,12 +76,25 @@ def check_descriptions(model: nn.Module, branches: Sequence[LocatedBranch], plan
             if not again <= _tolerance(trial):
                 notes.append(_NOTE.format(layer=label, why="it computes something else each time"))
                 continue
-            for attempt in attempts:
-                if attempt.strategy == "block":
-                    _check_block(label, trial, attempt.parts)
-                else:
-                    _check_cells(label, trial, attempt.parts[0])
+            try:
+                _check(label, trial, attempts)
+            except torch.OutOfMemoryError as problem:
+                notes.append(_NOTE.format(layer=label, why=f"{type(problem).__name__}: {problem}"))
     return notes
+
+
+def _with_own_forward(model: nn.Module, layer: str) -> str:
+    """The first module of a layer that does not run by its class; empty if all do."""
+    modules = model.get_submodule(layer).named_modules(prefix=layer)
+    return next((repr(name) for name, module in modules if "forward" in vars(module)), "")
+
+
+def _check(label: str, trial: Trial, attempts: Sequence[_Attempt]) -> None:
+    for attempt in attempts:
+        if attempt.strategy == "block":
+            _check_block(label, trial, attempt.parts)
+        else:
+            _check_cells(label, trial, attempt.parts[0])
 
 
 _NOTE = (
@@ -90,17 +110,19 @@ class _Attempt(NamedTuple):
 
 
 def _attempts(model: nn.Module, branches: Sequence[LocatedBranch], plan: Plan) -> dict[str, list[_Attempt]]:
-    """What to try out on which layer: each on the first of its class that the plan does it with."""
+    """What to try out on which layer: each on the first of its classes (its own, and those of the
+    modules inside) that the plan does it with."""
     result: dict[str, list[_Attempt]] = {}
-    first: dict[tuple[type, _Attempt], str] = {}
+    seen: set[tuple[tuple[type, ...], _Attempt]] = set()
+    tried = {layer: not is_of_package(model.get_submodule(layer)) for layer in {b.layer for b in branches}}
     by_name = {branch.name: branch for branch in branches}
     for unit, name in zip(plan.units, branches_of_units(plan.units, branches), strict=True):
         members = members_of(unit, branches) if name is None else [by_name[name]]
         attempt = _Attempt("neuron" if name else "block", tuple(branch.description.name for branch in members))
         layer = members[0].layer
-        kind = type(model.get_submodule(layer))
-        if not is_of_package(kind) and (kind, attempt) not in first:
-            first[kind, attempt] = layer
+        kinds = tuple(map(type, model.get_submodule(layer).modules()))
+        if tried[layer] and (kinds, attempt) not in seen:
+            seen.add((kinds, attempt))
             result.setdefault(layer, []).append(attempt)
     return result
 
@@ -112,10 +134,11 @@ def _tolerance(trial: Trial) -> float:
 def _check_block(label: str, trial: Trial, parts: Sequence[str]) -> None:
     """The layer without some branches, against the layer in which they end in zeros."""
     words = f"{label}: described without {' and '.join(map(repr, parts))}, the layer"
-    expected = trial.run(partial(_silence, parts))
     try:
-        found = trial.run(partial(_mask, parts, "forward", "block"))
-        difference = trial.difference(found, expected)
+        expected = trial.run(partial(_silence, parts))
+        difference = trial.difference(trial.run(partial(_lack, parts)), expected)
+    except torch.OutOfMemoryError:
+        raise
     except Exception as problem:
         raise ValueError(f"{words} does not run: {problem}") from problem
     if not difference <= _tolerance(trial):
@@ -144,10 +167,11 @@ def _check_cells(label: str, trial: Trial, part: str) -> None:
     if branch.num_cells < 2:
         return
     words = f"{label}: with the neuron strategy its branch {part!r}"
-    expected = trial.run()
     try:
-        found = trial.run(partial(_mask, [part], "backward", "neuron"))
-        difference = trial.difference(found, expected)
+        expected = trial.run()
+        difference = trial.difference(trial.run(partial(_halve, part)), expected)
+    except torch.OutOfMemoryError:
+        raise
     except Exception as problem:
         raise ValueError(
             f"{words} does not run with a part of its cells: {_advice(trial, branch, problem)}"
@@ -167,16 +191,30 @@ class _PlanOfTrial(Plan):
     def __post_init__(self) -> None: ...
 
 
-def _mask(parts: Sequence[str], regime: str, strategy: str, alone: Alone) -> None:
-    """As a rank whose subnetwork lacks some branches, or every other cell of one."""
+def _lack(parts: Sequence[str], alone: Alone) -> None:
+    """As a rank whose subnetwork lacks some branches."""
     branches = [branch for branch in locate_branches(alone) if branch.description.name in parts]
-    units = units_of_branches(
-        branches, strategy=strategy, granularity="sublayer" if strategy == "neuron" else "layer", num_subnetworks=3
-    )
-    holders = tuple((1 - index % 2 if strategy == "neuron" else 1,) for index in range(len(units)))
+    units = units_of_branches(branches, strategy="block", granularity="layer", num_subnetworks=3)
+    BlockPart(alone, _of_rank(alone, "forward", "block", units), 0, branches, copies=True).apply()
+
+
+def _halve(part: str, alone: Alone) -> None:
+    """As a rank whose subnetwork lacks every other group of cells. What a regime refuses is not asked: a description
+    is right or wrong in both."""
+    branch = next(branch for branch in locate_branches(alone) if branch.description.name == part)
+    units = units_of_branches([branch], strategy="neuron", num_subnetworks=3)
+    for module in alone.modules():
+        config = getattr(module, "config", None)
+        if getattr(config, "_experts_implementation", None) is not None:
+            config._experts_implementation = "eager"  # others ask for rows of certain lengths
+    NeuronPart(alone, _of_rank(alone, "backward", "neuron", units), branch, range(len(units))).apply()
+
+
+def _of_rank(alone: Alone, regime: str, strategy: str, units: Sequence[Unit]) -> RankModel:
+    """One that lacks every other unit, if only the first."""
+    holders = tuple((1 - index % 2,) for index in range(len(units)))
     plan = _PlanOfTrial(regime, strategy, 2, 1, 0, tuple(units), holders, (0, 1))
-    model = RankModel(plan, tuple(dense_tensors(alone)), PieceViews(named_tensors(alone)), rank=0)
-    Mask(alone, model, branches).apply()
+    return RankModel(plan, tuple(dense_tensors(alone)), PieceViews(named_tensors(alone)), rank=0)
 
 
 def _advice(trial: Trial, branch: LocatedBranch, problem: Exception) -> str:

@@ -6,6 +6,7 @@ has, as its other losses are; one without any router has none, and the hosts' co
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
@@ -61,6 +62,7 @@ def check_grouped_products(
         ValueError: what a worker would have does not run.
     """
     tensors = dict(model.named_parameters())
+    lengths = _lacking_lengths(plan) if any(branch.description.experts for branch in branches) else {}
     for branch in branches:
         experts = branch.description.experts
         if branch.name not in cut or experts is None or not _is_grouped(model, branch):
@@ -69,12 +71,7 @@ def check_grouped_products(
         output = next(t for t in branch.cut_tensors if t.cut.is_output and t.parameter.startswith(inside))
         step = _BYTES // tensors[output.parameter].element_size()
         for subnetwork in range(plan.num_subnetworks):
-            lacking = sum(
-                piece.length
-                for unit, holders in zip(plan.units, plan.holders, strict=True)
-                for piece in unit.pieces
-                if piece.parameter == output.parameter and subnetwork not in holders
-            )
+            lacking = lengths.get((output.parameter, subnetwork), 0)
             if any(part % step for part in (output.size - lacking, lacking)):
                 raise ValueError(
                     f"{branch.name!r}: of {output.size} neurons of each expert subnetwork {subnetwork} has "
@@ -82,6 +79,17 @@ def check_grouped_products(
                     f"multiples of {step} only: use fewer {KEY}.neuron_groups, a number of neurons that they divide "
                     f'into multiples of {step}, or model.set_experts_implementation("batched_mm")'
                 )
+
+
+def _lacking_lengths(plan: Plan) -> Mapping[tuple[str, int], int]:
+    """Of each parameter how many indices of a cut dimension each subnetwork lacks; nothing where it lacks none."""
+    lengths: dict[tuple[str, int], int] = defaultdict(int)
+    everybody = set(range(plan.num_subnetworks))
+    for unit, holders in zip(plan.units, plan.holders, strict=True):
+        for subnetwork in everybody.difference(holders):
+            for piece in (piece for piece in unit.pieces if piece.dim is not None):
+                lengths[piece.parameter, subnetwork] += piece.length
+    return lengths
 
 
 def _is_grouped(model: nn.Module, branch: LocatedBranch) -> bool:

@@ -15,6 +15,7 @@ import torch
 from torch import nn
 
 from sdp_deepspeed.architectures import Cut, LocatedBranch
+from sdp_deepspeed.architectures.active_experts import has_experts
 from sdp_deepspeed.layout.places import side_by_side
 from sdp_deepspeed.layout.rank_model import RankModel
 from sdp_deepspeed.masking.counts import Counts, place
@@ -22,7 +23,7 @@ from sdp_deepspeed.masking.halves import FirstModule, Halves, LastModule, SplitM
 from sdp_deepspeed.masking.mixins import mixed_in
 from sdp_deepspeed.masking.outputs import Outputs
 from sdp_deepspeed.masking.part import DenseTensors, MaskedPart
-from sdp_deepspeed.masking.twins import twin_of
+from sdp_deepspeed.masking.twins import OneRouter, twin_of
 from sdp_deepspeed.units import Piece
 
 
@@ -73,6 +74,7 @@ class NeuronPart(MaskedPart):
         assert branch.description.inner is not None, "units of neurons come from a description of them"
         self.inner = branch.description.inner
         self._counts = Counts(branch, self.modules)
+        self._router = _router(module, branch)
         self._places = {cut.module: place(branch, cut.module) for cut in self.inner.cuts}
         self.cuts = [_cut(module, model, tensor.parameter) for tensor in branch.cut_tensors]
         self._halves = Halves(self.name, self, self.inner, Outputs.of(branch.description), _cells(branch, self.cuts))
@@ -127,15 +129,25 @@ class NeuronPart(MaskedPart):
             if bias is not None:
                 zero = torch.zeros(1, dtype=bias.dtype, device=bias.device).expand(bias.shape)
                 replaced[id(bias)] = nn.Parameter(zero, requires_grad=False)
-        others = [twin_of(body, replaced, self.inner.tail) for body in self.modules]
+        first, second = self._instead()
+        others = [twin_of(body, replaced, second) for body in self.modules]
         self._counts.set(others)
         if len(others) > 1:
             return tuple(others)
-        twins = twin_of(self.modules[0], {}, self.inner.tail), others[0]
+        twins = twin_of(self.modules[0], {}, first), others[0]
         if self.inner.tail_dropout:
             for twin in twins:
                 setattr(twin, self.inner.tail_dropout, 0.0)
         return twins
+
+    def _instead(self) -> tuple[dict[str, nn.Module], dict[str, nn.Module]]:
+        """What stands in each twin by its path: nothing for the tail, and one router for both."""
+        first: dict[str, nn.Module] = {name: nn.Identity() for name in self.inner.tail}
+        second = dict(first)
+        if self._router and len(self.modules) == 1:
+            router = OneRouter(self.modules[0].get_submodule(self._router))
+            first[self._router], second[self._router] = router.first, router.second
+        return first, second
 
     def _bias(self, cut: Cut) -> nn.Parameter | None:
         body, inside = self._places[cut.module]
@@ -186,6 +198,18 @@ class NeuronPart(MaskedPart):
                 scale = self._scales.get(piece, 1.0)
                 if not torch.equal(value, stored * scale):
                     stored.copy_(value / scale)
+
+
+def _router(module: nn.Module, branch: LocatedBranch) -> str:
+    """Of a mixture its path in the body; empty for others."""
+    experts = branch.description.experts
+    if experts is None or not has_experts(module.get_submodule(branch.layer), branch.description):
+        return ""
+    try:
+        module.get_submodule(f"{branch.root}.{experts.router}")
+    except AttributeError as problem:
+        raise ValueError(f"{branch.name!r}: Experts(router={experts.router!r}): no such submodule: {problem}") from None
+    return experts.router
 
 
 def _cut(module: nn.Module, model: RankModel, name: str) -> CutParameter:

@@ -6,10 +6,11 @@ projection that begins with zeros). The model's weights, gradients, buffers, mod
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from copy import deepcopy
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -20,6 +21,8 @@ from sdp_deepspeed.architectures import LocatedBranch
 
 SHAPE = (2, 8)  # batch and length of the inputs
 _SEED = 0
+_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+_OF_WEIGHTS = "torch.nn.utils."
 
 
 class Alone(nn.Module):
@@ -39,6 +42,7 @@ class Trial:
         args, kwargs: of its forward; each run takes a copy of them.
         stream: which of their tensors is the residual stream.
         size: of what the layer adds to it.
+        outside: what a copy does not copy, as `deepcopy` takes it: the modules that are not of the layer.
     """
 
     alone: Alone
@@ -46,13 +50,14 @@ class Trial:
     kwargs: Mapping[str, Any]
     stream: torch.Tensor
     size: float = 1.0
+    outside: Mapping[int, Any] = field(default_factory=dict)
 
     @torch.no_grad()
     def run(self, prepare: Callable[[Alone], object] = lambda _: None) -> torch.Tensor:
         """The layer's output, of a copy that `prepare` has changed."""
-        alone = deepcopy(self.alone)
+        alone = deepcopy(self.alone, dict(self.outside))
         prepare(alone)
-        args, kwargs = deepcopy((self.args, dict(self.kwargs)))
+        args, kwargs = deepcopy((self.args, dict(self.kwargs)), dict(self.outside))
         output = next(leaf for leaf in tree_leaves(alone.layer(*args, **kwargs)) if isinstance(leaf, torch.Tensor))
         return output.float()
 
@@ -73,11 +78,13 @@ def trial_of(model: nn.Module, name: str, branch: LocatedBranch) -> Trial:
     """
     layer = model.get_submodule(name)
     problem: Exception | None = None
+    inside = {*layer.modules()}
+    outside = {id(module): module for module in model.modules() if module not in inside}
     for dtype in dict.fromkeys((torch.float32, next(layer.parameters()).dtype)):
-        alone = Alone(randomized(deepcopy(layer), dtype))
+        alone = Alone(randomized(deepcopy(layer, outside | _hooks(layer)), dtype))
         for inputs in (_one_tensor, _of_model):
             try:
-                trial = Trial(alone, *_replaced(*inputs(model, name, branch), dtype))
+                trial = Trial(alone, *_replaced(*inputs(model, name, branch), dtype), outside=outside)
                 output = trial.run()
                 added = output - trial.stream.float() if output.shape == trial.stream.shape else output
                 if added.isfinite().all() and added.any():
@@ -87,10 +94,21 @@ def trial_of(model: nn.Module, name: str, branch: LocatedBranch) -> Trial:
     raise problem or ValueError("it adds nothing, or what is not finite")
 
 
+def _hooks(layer: nn.Module) -> dict[int, Any]:
+    """What a copy has instead of a layer's hooks, as `deepcopy` takes it: those that PyTorch computes weights with."""
+    registries = [getattr(module, name) for module in layer.modules() for name in _HOOKS]
+    return {id(hooks): OrderedDict(filter(_is_of_weights, hooks.items())) for hooks in registries}
+
+
+def _is_of_weights(item: tuple[int, Any]) -> bool:
+    return type(item[1]).__module__.startswith(_OF_WEIGHTS)
+
+
 @contextmanager
 def forked_random_numbers(device: torch.device) -> Iterator[None]:
     """The same random numbers inside on every rank, and outside as if nothing had been drawn."""
-    with torch.random.fork_rng([device] if device.type == "cuda" else []):
+    devices = [] if device.type == "cpu" else [device]  # the CPU's are forked anyway
+    with torch.random.fork_rng(devices, device_type=device.type):
         torch.manual_seed(_SEED)
         yield
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 from torch import nn
@@ -33,17 +33,57 @@ class LayerCopy(nn.Module):
             setattr(self._sdp_layer, name, value)
 
 
-def twin_of(module: nn.Module, replaced: Mapping[int, nn.Parameter], left_out: Sequence[str]) -> nn.Module:
-    """`module` and its modules once more, with other parameters and without the modules of the paths `left_out`."""
+class OneRouter:
+    """What routes tokens for both halves of a mixture: it runs for the first, and the second gets what it returned.
+
+    So noise, hooks and what the hosts record of it are those of one router.
+
+    Args:
+        router: of the layer.
+    """
+
+    def __init__(self, router: nn.Module) -> None:
+        self._returned: list[Any] = []
+        self.first = _Runs(router, self._returned)
+        self.second = _Returns(router, self._returned)
+
+
+class _Stand(nn.Module):
+    """Stands for a router; what is read from it is the router's."""
+
+    def __init__(self, router: nn.Module, returned: list[Any]) -> None:
+        super().__init__()
+        self.__dict__.update(_sdp_router=router, _sdp_returned=returned)  # not a child: its mode is the layer's
+
+    def __getattr__(self, name: str) -> Any:
+        if "_sdp_router" not in self.__dict__:  # not there yet: it is being copied or unpickled
+            raise AttributeError(name)
+        return getattr(self._sdp_router, name)
+
+
+class _Runs(_Stand):
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        output = self._sdp_router(*args, **kwargs)
+        self._sdp_returned[:] = [output]  # a pass that failed may have left its own
+        return output
+
+
+class _Returns(_Stand):
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return self._sdp_returned.pop()
+
+
+def twin_of(module: nn.Module, replaced: Mapping[int, nn.Parameter], others: Mapping[str, nn.Module]) -> nn.Module:
+    """`module` and its modules once more, with other parameters and with `others` at their paths."""
     twin = module.__class__.__new__(module.__class__)
     twin.__dict__ = dict(module.__dict__)
     twin.__dict__.pop("_compiled_call_impl", None)  # of the module itself, with its own weights
     twin._parameters = {name: None if p is None else replaced.get(id(p), p) for name, p in module._parameters.items()}
     twin._modules = {}
     for name, child in module._modules.items():
-        below = [path.removeprefix(f"{name}.") for path in left_out if path.startswith(f"{name}.")]
-        if name in left_out:
-            twin._modules[name] = nn.Identity()
+        below = {path.removeprefix(f"{name}."): o for path, o in others.items() if path.startswith(f"{name}.")}
+        if name in others:
+            twin._modules[name] = others[name]
         elif child is None or not (below or any(id(p) in replaced for p in child.parameters())):
             twin._modules[name] = child  # who changes it later, or hooks it, does so for all
         else:

@@ -13,12 +13,10 @@ from torch import nn
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 
 from sdp_deepspeed import architectures
-from sdp_deepspeed.architectures import locate_branches, registry
+from sdp_deepspeed.architectures import registry
 from sdp_deepspeed.architectures.decoders import DECODERS
-from sdp_deepspeed.config import KEY, parse
-from sdp_deepspeed.masking.description_check import check_descriptions
-from sdp_deepspeed.plan.planner import plan_model
 from tests.helpers import models
+from tests.helpers.descriptions import check
 from tests.helpers.own_layers import (
     GPT,
     Block,
@@ -35,14 +33,6 @@ LLAMA: Any = DECODERS["transformers.models.llama.modeling_llama.LlamaDecoderLaye
 @pytest.fixture(autouse=True)
 def own_registry(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(registry, "_DESCRIPTIONS", dict(registry._DESCRIPTIONS))
-
-
-def check(model: nn.Module, strategy: Any = "block", **block: Any) -> list[str]:
-    """What the engine checks before it cuts."""
-    config = parse({KEY: {"holders": 1, "strategy": strategy} | block})
-    assert config is not None
-    plan, _ = plan_model(model, config, 2)
-    return check_descriptions(model, locate_branches(model), plan)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])

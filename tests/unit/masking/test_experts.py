@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import sys
 from copy import deepcopy
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 
+from sdp_deepspeed.architectures import locate_branches
+from sdp_deepspeed.masking.experts import check_grouped_products
 from sdp_deepspeed.plan.plan import Plan
 from sdp_deepspeed.reference.virtual_workers import zero_lacking
 from tests.helpers.masked_modules import (
@@ -84,6 +87,25 @@ def test_where_all_routers_run_it_is_over_all_layers(name: str, regime: str) -> 
         assert_held_gradients(mask, held_pieces(model, plan, rank), gradients, expected)
 
 
+@pytest.mark.parametrize("name", WITH_AUXILIARY_LOSS)
+def test_layers_that_run_in_halves_have_one_router_each(name: str) -> None:
+    """Beside a layer that is shared, and so runs once: each is recorded once, and hooks on it run once."""
+    model = mixture(name, **LOUD)
+    sparse = [index for index, layer in enumerate(model.model.layers) if hasattr(layer.mlp, "experts")]
+    shared = [rf"^model\.layers\.{sparse[0]}\.mlp"]
+    plan = plan_of(model, "backward", {"attention": "block", "mlp": "neuron"}, shared=shared)
+    expected_loss, expected = loss_of_layers(deepcopy(model), [])
+    module, mask = masked(model, plan, 0)
+    layer, calls = module.model.layers[sparse[-1]].mlp, []
+    router = layer.router if hasattr(layer, "router") else layer.gate
+    router.register_forward_hook(lambda *_: calls.append(1))
+    loss, gradients = loss_and_gradients(module, tokens())
+    assert len(calls) == 1
+    assert_close(loss, expected_loss)
+    assert_held_gradients(mask, held_pieces(model, plan, 0), gradients, expected)
+    assert len(module(tokens()).router_logits) == len(sparse)
+
+
 def test_a_subnetwork_without_routers_is_refused() -> None:
     """Worker 0 holds all attention branches, worker 1 all mixtures: by config at start, by argument in training."""
     words = r"output_router_logits: .*1 of 2 subnetworks \(first 0\) have none of 'model\.layers\.0\.mlp'.*granularity"
@@ -145,3 +167,20 @@ def test_checkpointed_activations_leave_the_auxiliary_loss_as_it_is() -> None:
         assert torch.equal(loss, expected_loss)
         assert gradients.keys() == expected.keys()
         assert all(torch.equal(gradients[key], expected[key]) for key in expected)
+
+
+def test_lengths_of_products_are_found_in_one_pass_over_the_pieces() -> None:
+    """Not in one for each layer and subnetwork: large models have many of each."""
+    model = mixture("mixtral")
+    plan, reads = plan_of(model), []
+
+    class Units(tuple[Any, ...]):
+        def __iter__(self) -> Any:
+            reads.append(1)
+            return super().__iter__()
+
+    counted = replace(plan, units=Units(plan.units))
+    reads.clear()
+    branches = locate_branches(model)
+    check_grouped_products(model, counted, branches, [branch.name for branch in branches])
+    assert len(reads) == 1

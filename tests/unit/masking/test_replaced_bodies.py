@@ -1,0 +1,60 @@
+"""Modules that somebody put into layers of families that the package describes: they are tried out."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from transformers.models.llama.modeling_llama import LlamaAttention, LlamaMLP
+
+from sdp_deepspeed.architectures import is_of_package, locate_branches
+from tests.helpers import models
+from tests.helpers.descriptions import check
+from tests.helpers.mixtures import MIXTURES, mixture
+from tests.helpers.more_models import SPECIMENS
+
+
+class NormedAttention(LlamaAttention):
+    """What its heads add is divided by what all of them have together."""
+
+    def forward(self, hidden_states: torch.Tensor, *args: Any, **options: Any) -> Any:
+        size = self.q_proj(hidden_states).norm(dim=-1, keepdim=True) + 1
+        output, weights = super().forward(hidden_states, *args, **options)
+        return output / size, weights
+
+
+class SameMLP(LlamaMLP):
+    """Runs the code of its class, as a fused kernel would."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        result: torch.Tensor = super().forward(x)
+        return result
+
+
+def llama_with(name: str, kind: type, *layers: int) -> Any:
+    model: Any = models.llama()
+    for index in layers:
+        old = getattr(model.model.layers[index], name)
+        old.__class__ = kind
+    return model
+
+
+@pytest.mark.parametrize("layers", [(0, 1), (1,)], ids=["all", "the second"])
+def test_a_body_that_is_not_what_was_described_is_refused(layers: tuple[int, ...]) -> None:
+    model = llama_with("self_attn", NormedAttention, *layers)
+    words = rf"'model\.layers\.{layers[0]}' \(LlamaDecoderLayer\): .*'attention' computes something else"
+    with pytest.raises(ValueError, match=words):
+        check(model, "neuron")
+    assert check(model) == [], "as a block it is what the description says"
+
+
+def test_a_body_that_computes_the_same_passes() -> None:
+    for strategy in ("block", "neuron"):
+        assert check(llama_with("mlp", SameMLP, 0, 1), strategy) == []
+
+
+@pytest.mark.parametrize("name", [*SPECIMENS, *MIXTURES])
+def test_families_as_they_are_need_no_trial(name: str) -> None:
+    model = mixture(name) if name in MIXTURES else SPECIMENS[name].build()
+    assert all(is_of_package(model.get_submodule(branch.layer)) for branch in locate_branches(model))
