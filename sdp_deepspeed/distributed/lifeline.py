@@ -27,6 +27,9 @@ from sdp_deepspeed.messages import listed
 BEAT_SECONDS = 2.0  # between two signs, and two looks
 # For the error that a rank gets by itself where another one has failed: it says more.
 GRACE_SECONDS = 10.0
+# That rank 0, whose process takes the store along, waits for others to see that it left; one that holds Python's lock
+# for long looks late. Most look within a beat.
+FAREWELL_SECONDS = 30.0
 EXIT_CODE = 1
 _LEFT = b"left"
 _SILENT, _FAILED = "silent", "failed"  # keys, beside those of the ranks
@@ -57,11 +60,15 @@ class Lifeline:
         self._closing, self._closed = threading.Event(), threading.Event()
         self._finalizer: Finalize | None = None
 
-    def start(self) -> None:
-        """Show signs of life from now on, until `close` or the end of the process."""
+    def start(self, server: object = None) -> None:
+        """Show signs of life from now on, until `close` or the end of the process.
+
+        Args:
+            server: lives until this rank has left; on rank 0 the store that all others ask.
+        """
         self._show()
-        for target in (self._beats, self._watch):
-            threading.Thread(target=target, name="lifeline", daemon=True).start()
+        threading.Thread(target=self._beats, args=(server,), name="lifeline", daemon=True).start()
+        threading.Thread(target=self._watch, name="lifeline", daemon=True).start()
         # At the end of a process that `multiprocessing` started, too, where nothing of atexit runs.
         self._finalizer = Finalize(None, self._at_exit, exitpriority=0)
 
@@ -125,8 +132,8 @@ class Lifeline:
         self._silence[rank] = self._silence[rank] + seconds if self._seen.get(rank) == shown else 0.0
         self._seen[rank] = shown
 
-    def _beats(self) -> None:
-        """What the first thread does."""
+    def _beats(self, _server: object = None) -> None:
+        """What the first thread does; its argument lives as long."""
         try:
             while not self._closing.wait(BEAT_SECONDS) and not self.is_alone:
                 why, failure = self.look(BEAT_SECONDS), self.failure()
@@ -157,10 +164,16 @@ class Lifeline:
             said = " ".join(f"{type(self._error).__name__}: {self._error}".split())[:1000]
             self._store.set(_FAILED, f"rank {self._rank} failed: {said}".encode())
         self._store.set(str(self._rank), _LEFT)
-        until = time.monotonic() + 1.5 * BEAT_SECONDS
+        until = time.monotonic() + self._farewell
         while self._rank == 0 and not self.is_alone and time.monotonic() < until:
             self._silent_ranks(0.0)
+            self._unanswered = 0.0
             time.sleep(0.05)
+
+    @property
+    def _farewell(self) -> float:
+        """Seconds; who failed waits for a beat alone, as its launcher waits for it."""
+        return FAREWELL_SECONDS if self._error is None and self._rank == 0 else 1.5 * BEAT_SECONDS
 
     def _watch(self) -> None:
         """What the second thread does: the first may wait for the store."""
@@ -178,7 +191,7 @@ class Lifeline:
         interpreter goes would abort it."""
         self._error = getattr(sys, "last_value", None)
         self._closing.set()
-        self._closed.wait(2 * BEAT_SECONDS)
+        self._closed.wait(self._farewell + BEAT_SECONDS / 2)
 
     def _end_process(self, why: str) -> NoReturn:
         with contextlib.suppress(
@@ -192,7 +205,15 @@ class Lifeline:
             )
         if self._rank == 0:  # with its process goes the store, in which others must read this first
             time.sleep(1.5 * BEAT_SECONDS)
+        _flush()
         os._exit(EXIT_CODE)
+
+
+def _flush() -> None:
+    """What was printed goes out: `os._exit` drops it where output is a file or a pipe."""
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(Exception):
+            stream.flush()
 
 
 def watch_ranks(owner: object, dist: Any, limit: float | None) -> None:
@@ -206,11 +227,13 @@ def watch_ranks(owner: object, dist: Any, limit: float | None) -> None:
     if limit is None or size == 1:
         return
     store = dist.distributed_c10d._get_default_store()
-    number = store.add(f"sdp_deepspeed/lifelines/{rank}", 1)  # ranks build their engines together
+    # A store that outlives a restart by torchrun has the keys of the ranks that ended.
+    run = f"sdp_deepspeed/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}/{size}"
+    number = store.add(f"{run}/lifelines/{rank}", 1)  # ranks build their engines together
     # By a connection of its own: over one, a question waits for the answer to the one before it.
-    own = dist.PrefixStore(f"sdp_deepspeed/lifeline/{number}", store.clone())
+    own = dist.PrefixStore(f"{run}/lifeline/{number}", store.clone())
     lifeline = Lifeline(own, rank=rank, size=size, limit=limit)
-    lifeline.start()
+    lifeline.start(store)
     # At the end of the process the lifeline closes itself, and is waited for.
     weakref.finalize(owner, _close, lifeline, store).atexit = False
 

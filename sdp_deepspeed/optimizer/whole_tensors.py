@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -21,6 +21,8 @@ from sdp_deepspeed.plan.tensors import NOT_OPTIMIZED, TensorInfo
 from sdp_deepspeed.support.optimizers import is_known, steps_whole_tensors
 from sdp_deepspeed.units import Piece
 
+_STEP = "step"
+_RECOMPUTED = ("RMS",)  # of Adafactors, at each step before they use it
 _USE_MUON = "use_muon"  # DeepSpeed's, in the options of a param group: Muon steps it, else Adam
 
 
@@ -135,6 +137,25 @@ def _refuse_state(optimizer: torch.optim.Optimizer, groups: Sequence[SteppedGrou
             f"optimizer {name!r} keeps state that does not belong to single elements ({quoted(sorted(odd))}), and a "
             f'rank has parts of a tensor, so no checkpoint could hold it; set {KEY}.allow_optimizer to "whole_tensors" '
             "if it updates each tensor by itself"
+        )
+    for group in groups:
+        _refuse_numbers(name, [optimizer.state.get(tensor, {}) for tensor in group.tensors] if group.is_whole else [])
+
+
+def _refuse_numbers(name: str, states: Sequence[Mapping[str, Any]]) -> None:
+    """A checkpoint has one number for a param group: a count, which is the same for all of its tensors."""
+    numbers: dict[str, set[float]] = {}
+    fractions = set()
+    for key, value in (item for state in states for item in state.items() if item[0] not in _RECOMPUTED):
+        if _is_number(value) or (torch.is_tensor(value) and value.dim() == 0):
+            numbers.setdefault(key, set()).add(float(value))
+            if key != _STEP and (isinstance(value, float) or (torch.is_tensor(value) and value.is_floating_point())):
+                fractions.add(key)
+    own = fractions | {key for key, values in numbers.items() if len(values) > 1}
+    if own:
+        raise ValueError(
+            f"optimizer {name!r} keeps one number for each tensor ({quoted(sorted(own))}), and a checkpoint holds one "
+            "for a param group, such as a step count; use an optimizer that keeps it in a tensor of one dimension"
         )
 
 

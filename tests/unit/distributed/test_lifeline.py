@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import gc
+import io
 import itertools
 import sys
 import threading
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -162,3 +165,81 @@ def test_the_error_that_ends_a_rank_is_told_to_the_others(monkeypatch: pytest.Mo
     one._at_exit()
     assert told.came.wait(20)
     assert told.why == ["rank 1 failed: ArithmeticError: on purpose"]
+
+
+@pytest.mark.usefixtures("quick")
+def test_rank_0_leaves_when_all_others_have_seen_it() -> None:
+    """One that holds Python's lock for many beats sees it late; the store goes with rank 0."""
+    store: Any = dist.HashStore()
+    told = Told()
+    zero, one = (Lifeline(store, rank=rank, size=2, limit=0.05, end=told) for rank in range(2))
+    one._show()
+    zero.start()
+    zero.close()
+    assert not zero._closed.wait(0.3)
+    assert not told.why
+    one.look(LOOK)
+    assert one.is_alone
+    one._leave()
+    assert zero._closed.wait(20)
+
+
+def as_rank(rank: int, store: Any) -> Any:
+    """What `watch_ranks` asks of torch.distributed, on one of two ranks."""
+    return SimpleNamespace(
+        get_rank=lambda: rank,
+        get_world_size=lambda: 2,
+        distributed_c10d=SimpleNamespace(_get_default_store=lambda: store),
+        PrefixStore=dist.PrefixStore,
+    )
+
+
+class Owner:
+    """Who is watched."""
+
+
+def test_the_store_lives_until_rank_0_has_left(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its engine may be the last that has it, after `destroy_process_group`."""
+    monkeypatch.setattr(lifeline, "BEAT_SECONDS", 0.2)
+    monkeypatch.setattr(lifeline, "GRACE_SECONDS", 0.05)
+    told = Told()
+    monkeypatch.setattr(Lifeline, "_end_process", lambda _, why: told(why))
+    before = set(threading.enumerate())
+    server: Any = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    client: Any = dist.TCPStore("127.0.0.1", server.port, is_master=False, wait_for_workers=False)
+    owners: list[Owner | None] = [Owner(), Owner()]
+    for rank, store in enumerate((server, client)):
+        lifeline.watch_ranks(owners[rank], as_rank(rank, store), LIMIT)
+    del store
+    threads = [thread for thread in set(threading.enumerate()) - before if thread.name == "lifeline"]
+    assert len(threads) == 4
+    server = owners[0] = None
+    gc.collect()
+    for thread in threads:
+        thread.join(20)
+    assert not told.why
+
+
+def test_ranks_that_were_restarted_find_each_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Over a store that still has what those before them counted, not all of them as far."""
+    made: list[Any] = []
+    monkeypatch.setattr(Lifeline, "start", lambda self, *_: made.append(self._store))
+    store: Any = dist.HashStore()
+    owner = Owner()
+    for restart, ranks in (("0", (0, 1, 1)), ("1", (0, 1))):
+        monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", restart)
+        for rank in ranks:
+            lifeline.watch_ranks(owner, as_rank(rank, store), LIMIT)
+    made[3].set("key", b"value")
+    assert [own.check(["key"]) for own in made] == [False, False, False, True, True]
+
+
+def test_what_was_printed_goes_out_before_the_process_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    """To a file or a pipe it waits in a buffer, which `os._exit` drops."""
+    file = io.BytesIO()
+    monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(file))
+    out: list[bytes] = []
+    monkeypatch.setattr("os._exit", lambda code: out.append(file.getvalue()))
+    print("loss 3.0")
+    of_ranks(2)[1]._end_process("why")
+    assert out == [b"loss 3.0\n"]
