@@ -12,7 +12,7 @@ from sdp_deepspeed.architectures.registry import branches_of
 
 def active_shares(model: nn.Module) -> dict[str, Fraction]:
     """By dense name of each tensor of experts the share of its elements that a token is multiplied with."""
-    shares = {}
+    shares: dict[str, Fraction] = {}
     for name, layer in model.named_modules():
         for branch in _mixtures(layer):
             assert branch.experts is not None

@@ -205,7 +205,7 @@ def _halve(part: str, alone: Alone) -> None:
     units = units_of_branches([branch], strategy="neuron", num_subnetworks=3)
     for module in alone.modules():
         config = getattr(module, "config", None)
-        if getattr(config, "_experts_implementation", None) is not None:
+        if config is not None and getattr(config, "_experts_implementation", None) is not None:
             config._experts_implementation = "eager"  # others ask for rows of certain lengths
     NeuronPart(alone, _of_rank(alone, "backward", "neuron", units), branch, range(len(units))).apply()
 

@@ -51,9 +51,13 @@ class OneRouter:
 class _Stand(nn.Module):
     """Stands for a router; what is read from it is the router's."""
 
+    _sdp_router: nn.Module
+    _sdp_returned: list[Any]
+
     def __init__(self, router: nn.Module, returned: list[Any]) -> None:
         super().__init__()
-        self.__dict__.update(_sdp_router=router, _sdp_returned=returned)  # not a child: its mode is the layer's
+        object.__setattr__(self, "_sdp_router", router)  # not a child: its mode is the layer's
+        self._sdp_returned = returned
 
     def __getattr__(self, name: str) -> Any:
         if "_sdp_router" not in self.__dict__:  # not there yet: it is being copied or unpickled

@@ -20,7 +20,6 @@ NOTHING_TO_TEST = {
 }
 # Modules that are tested through what they are a part of: the folder or file that does it.
 TESTED_WITH = {
-    "architectures/active_experts": "unit/architectures/test_mixtures.py",
     "architectures/decoders": "unit/architectures/test_families.py",
     "architectures/encoder_decoders": "unit/architectures/test_more_families.py",
     "architectures/encoders": "unit/architectures/test_more_families.py",
@@ -65,7 +64,6 @@ TESTED_WITH = {
     "masking/halves": "unit/masking/test_backward_neuron.py",
     "masking/outputs": "unit/architectures/test_more_families.py",
     "masking/part": "unit/masking/test_mask.py",
-    "masking/trial": "unit/masking/test_description_check.py",
     "masking/watched": "unit/masking/test_description_check.py",
     "masking/twins": "unit/masking/test_backward_neuron.py",
     "optimizer/exchanges": "unit/exchange/test_overlap.py",
