@@ -29,7 +29,7 @@ BEAT_SECONDS = 2.0  # between two signs, and two looks
 GRACE_SECONDS = 10.0
 # That rank 0, whose process takes the store along, waits for others to see that it left; one that holds Python's lock
 # for long looks late. Most look within a beat.
-FAREWELL_SECONDS = 30.0
+FAREWELL_SECONDS = 8.0
 EXIT_CODE = 1
 _LEFT = b"left"
 _SILENT, _FAILED = "silent", "failed"  # keys, beside those of the ranks

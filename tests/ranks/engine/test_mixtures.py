@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import itertools
 from contextlib import nullcontext
+from dataclasses import replace
 from functools import partial
 from typing import Any
 from unittest import mock
@@ -136,6 +137,8 @@ def _checks(size: int, options: pytest.Config) -> list[tuple[str, Check]]:
     found = [(check.__name__, check) for check in checks]
     for name, mode in itertools.product(("mixtral", "qwen2_moe"), MODES):
         case = MixtureCase(size, 1, *mode, model=name, stage=2 if name == "mixtral" else 1, accumulation=3)
+        if name == "qwen2_moe":  # biases of keys have a gradient of rounding alone, which AdamW blows up
+            case = replace(case, optimizer="SGD", clip=0.0)
         found.append((str(case), CaseCheck(case)))
     return found
 
