@@ -19,7 +19,7 @@ from sdp_deepspeed.data.demand import DemandOfOthers, waiting_for
 from sdp_deepspeed.data.journal import Journal
 from sdp_deepspeed.data.parts import Part
 from sdp_deepspeed.data.prepared import PreparedData, PreparedDataError
-from sdp_deepspeed.data.progress import LogProgress, PartProgress
+from sdp_deepspeed.data.progress import LogProgress
 from sdp_deepspeed.data.stream_writer import StreamWriter, Wanted
 from sdp_deepspeed.data.tokenize_part import SplitCount, SplitName
 from sdp_deepspeed.data.tokenizer import SavedTokenizer
@@ -34,13 +34,13 @@ _SMALL_BYTES = 3_000_000
 _SECONDS_BETWEEN_TRIES = 1.0
 
 
-def prepare(config: DataConfig, *, progress: Callable[[], PartProgress] = LogProgress) -> Path:
+def prepare(config: DataConfig, *, progress: Callable[[], LogProgress] = LogProgress) -> Path:
     """`prepare_all` of a config with one source; returns the folder."""
     (folder,) = prepare_all(config, progress=progress)
     return folder
 
 
-def prepare_all(config: DataConfig, *, progress: Callable[[], PartProgress] = LogProgress) -> list[Path]:
+def prepare_all(config: DataConfig, *, progress: Callable[[], LogProgress] = LogProgress) -> list[Path]:
     """Make the tokens of `config` unless they are cached; returns the folder of each source. Not a collective.
 
     Processes that start at once may all call this: one writes, the others wait for it. What a killed one has done, the
@@ -62,14 +62,14 @@ def prepare_all(config: DataConfig, *, progress: Callable[[], PartProgress] = Lo
     return [one.folder for one in caches]
 
 
-def write_cache(cache: Cache, *, wanted: Callable[[], Wanted] = Wanted, progress: PartProgress) -> None:
+def write_cache(cache: Cache, *, wanted: Callable[[], Wanted] = Wanted, progress: LogProgress) -> None:
     """Write until all is there; waits while another process does, which is told what is wanted here."""
     with waiting_for(cache.folder) as say:
         _write_or_wait(cache, wanted, progress, say)
 
 
 def _write_or_wait(
-    cache: Cache, wanted: Callable[[], Wanted], progress: PartProgress, say: Callable[[Wanted | None], None]
+    cache: Cache, wanted: Callable[[], Wanted], progress: LogProgress, say: Callable[[Wanted | None], None]
 ) -> None:
     told = False
     while not cache.is_complete:
@@ -95,7 +95,7 @@ def _write_or_wait(
             _write_locked(cache, wanted, progress)
 
 
-def _write_locked(cache: Cache, wanted: Callable[[], Wanted], progress: PartProgress) -> None:
+def _write_locked(cache: Cache, wanted: Callable[[], Wanted], progress: LogProgress) -> None:
     started = time.monotonic()
     log.info("preparing %s text (once, then cached in %s)", cache.config.source, cache.folder)
     with _removed_if_useless(cache, lambda: _has_parts(cache)):  # one bad read of a network is no reason
@@ -129,7 +129,7 @@ def _has_parts(cache: Cache) -> bool:
     return len(journal) > 0
 
 
-def _write(cache: Cache, wanted: Callable[[], Wanted], progress: PartProgress) -> Mapping[SplitName, SplitCount]:
+def _write(cache: Cache, wanted: Callable[[], Wanted], progress: LogProgress) -> Mapping[SplitName, SplitCount]:
     tokenizer, parts = _saved(cache), cache.stream()
     if not parts:
         raise ValueError(no_text(cache.config))

@@ -6,8 +6,7 @@ import logging
 import sys
 import time
 from collections.abc import Sequence
-from types import TracebackType
-from typing import Any, Protocol
+from contextlib import ExitStack
 
 from sdp_deepspeed.data.journal import Journal
 from sdp_deepspeed.data.parts import Part
@@ -28,47 +27,28 @@ def show_log() -> None:
     room.setLevel(logging.INFO)
 
 
-class PartProgress(Protocol):
-    """Hears of the parts of one source."""
-
-    def start(self, parts: Sequence[Part], journal: Journal) -> None:
-        """All parts, of which some may be done."""
-        ...
-
-    def part(self, part: Part, result: TokenizedPart) -> None:
-        """One more is done."""
-        ...
-
-    def __enter__(self) -> Any: ...
-
-    def __exit__(self, kind: type[BaseException] | None, error: Any, trace: TracebackType | None) -> None: ...
-
-
-class LogProgress:
-    """A line in the log every minute: large corpora take hours."""
+class LogProgress(ExitStack):
+    """Hears of the parts of one source. A line in the log every minute: large corpora take hours."""
 
     def __init__(self) -> None:
+        super().__init__()
         self._started = self._logged = time.monotonic()
         self._total = self._done = self._tokens = 0
 
     def start(self, parts: Sequence[Part], journal: Journal) -> None:
+        """All parts, of which some may be done."""
         journal.refresh()
         self._total = sum(part.size for part in parts)
         self._done = sum(part.size for number, part in enumerate(parts) if number in journal)
 
     def part(self, part: Part, result: TokenizedPart) -> None:
+        """One more is done."""
         self._done += part.size
         self._tokens += sum(count.tokens for count in result.counts.values())
         if time.monotonic() - self._logged > _LOG_SECONDS:
             self._logged = time.monotonic()
             rate = self._tokens / (self._logged - self._started)
             log.info("%.1f %% of the text tokenized, %.0f tokens/s", 100 * self._done / max(1, self._total), rate)
-
-    def __enter__(self) -> LogProgress:
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: Any, trace: TracebackType | None) -> None:
-        pass
 
 
 class BarProgress(LogProgress):
@@ -79,16 +59,13 @@ class BarProgress(LogProgress):
 
         super().start(parts, journal)
         interval = 0.5 if sys.stderr.isatty() else 10.0
-        self._bar = tqdm(
+        bar = tqdm(
             total=self._total, initial=self._done, unit="B", unit_scale=True, mininterval=interval, dynamic_ncols=True
         )
+        self._bar = self.enter_context(bar)
 
     def part(self, part: Part, result: TokenizedPart) -> None:
         self._tokens += sum(count.tokens for count in result.counts.values())
         rate = self._tokens / max(1e-9, time.monotonic() - self._started)
         self._bar.set_postfix({"tokens": f"{self._tokens:,}", "tokens/s": f"{rate:,.0f}"}, refresh=False)
         self._bar.update(part.size)
-
-    def __exit__(self, kind: type[BaseException] | None, error: Any, trace: TracebackType | None) -> None:
-        if hasattr(self, "_bar"):
-            self._bar.close()

@@ -128,7 +128,9 @@ def test_a_subnetwork_without_routers_is_refused() -> None:
 def test_a_copy_of_a_subnetwork_has_no_refusal_of_its_own() -> None:
     model = mixture("mixtral")
     module, _ = masked(model, plan_of(model, strategy="block"), 1)
-    deepcopy(module).train()(tokens(), output_router_logits=True)
+    with pytest.raises(ValueError, match="output_router_logits"):
+        module.train()(tokens(), output_router_logits=True)
+    assert deepcopy(module).train()(tokens(), output_router_logits=True).aux_loss.isfinite()
 
 
 def test_noise_that_would_be_drawn_twice_is_refused() -> None:
