@@ -5,14 +5,13 @@ from __future__ import annotations
 import difflib
 import itertools
 import re
-from collections.abc import Mapping, Sequence
-from functools import reduce
-from operator import getitem
+from collections.abc import Mapping
 from typing import Any, Literal, NamedTuple, get_args
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
-from sdp_deepspeed.messages import did_you_mean
+from sdp_deepspeed.config_errors import explain, normalized
+from sdp_deepspeed.coverage import Coverage, CoverageRule, Holders, HoldersRule
 
 KEY = "subnetwork_data_parallel"
 # Seconds without a sign of life of a rank, after which the others end; longer than what usually keeps the threads of a
@@ -64,8 +63,13 @@ class SubnetworkConfig(BaseModel):
         default="block",
         description='"block", "neuron", or a mapping by part such as {"attention": "neuron", "mlp": "block"}',
     )
-    coverage: float | None = Field(default=None, gt=0, le=1, description="a number above 0 and at most 1")
-    holders: int | None = Field(default=None, ge=1, description="a whole number of holders per unit, at least 1")
+    coverage: Coverage | None = Field(
+        default=None, description='a number above 0 and at most 1, or rules such as [{"units": "mlp", "coverage": 0.5}]'
+    )
+    holders: Holders | None = Field(
+        default=None,
+        description='a whole number of holders per unit, at least 1, or rules such as [{"units": "mlp", "holders": 2}]',
+    )
     subnetworks: Literal["auto"] | int = Field(
         default="auto", description='"auto" (one for each data-parallel rank) or a whole number of at least 1'
     )
@@ -145,6 +149,14 @@ class SubnetworkConfig(BaseModel):
         return self.assignment if self.assignment.endswith(".json") else None
 
 
+_MODELS: Mapping[str | int, type[BaseModel]] = {
+    "": SubnetworkConfig,
+    "checkpoint": CheckpointOptions,
+    "coverage": CoverageRule,
+    "holders": HoldersRule,
+}
+
+
 def parse(ds_config: Mapping[str, Any]) -> SubnetworkConfig | None:
     """Read the block out of a DeepSpeed config.
 
@@ -167,7 +179,7 @@ def parse(ds_config: Mapping[str, Any]) -> SubnetworkConfig | None:
     try:
         config = SubnetworkConfig.model_validate(dict(block))
     except ValidationError as error:
-        raise ValueError(_explain(error, block)) from None
+        raise ValueError(explain(error, block, KEY, _MODELS)) from None
     return config if config.enabled else None
 
 
@@ -183,22 +195,28 @@ def _contradictions(config: SubnetworkConfig) -> list[str]:
     """Settings that contradict each other or would have no effect."""
     problems = []
     if config.coverage is not None and config.holders is not None:
-        problems.append(
-            f"{KEY}.coverage and {KEY}.holders: got {config.coverage:g} and {config.holders}, expected one of both"
-        )
+        got = f"{_words(config.coverage)} and {_words(config.holders)}"
+        problems.append(f"{KEY}.coverage and {KEY}.holders: got {got}, expected one of both")
+    rules = next((name for name in ("coverage", "holders") if isinstance(getattr(config, name), tuple)), None)
     if config.plan_path is None:
         if config.coverage is None and config.holders is None:
             problems.append(f"{KEY}: neither coverage nor holders is given; add one, such as {KEY}.coverage: 0.5")
         if config.assignment == "cyclic" and config.seed:
             problems.append(f'{KEY}.seed: got {config.seed}, but assignment "cyclic" has no use for it; remove it')
+        if config.assignment == "cyclic" and rules:
+            problems.append(f'{KEY}.{rules}: got rules, but assignment "cyclic" takes one number; use "balanced"')
         if config.subnetworks == "auto" and config.placement != "auto":
             problems.append(nothing_to_place(config, 'subnetworks "auto" (one for each data-parallel rank)'))
         return problems + _without_effect(config)
-    for name in ("granularity", "shared", "neuron_groups", "seed"):
+    for name in ("granularity", "shared", "neuron_groups", "seed", *([rules] if rules else [])):
         if getattr(config, name) != SubnetworkConfig.model_fields[name].default:
             value = getattr(config, name)
             problems.append(f"{KEY}.{name}: got {value!r}, but the plan {config.plan_path!r} decides that; remove it")
     return problems
+
+
+def _words(value: Coverage | Holders) -> str:
+    return "rules" if isinstance(value, tuple) else f"{value:g}"
 
 
 def _without_effect(config: SubnetworkConfig) -> list[str]:
@@ -215,55 +233,15 @@ def _without_effect(config: SubnetworkConfig) -> list[str]:
     return problems
 
 
-def _normalized(name: str) -> str:
-    return re.sub(r"[^a-z0-9]", "", name.lower())
-
-
 def _refuse_near_misses(ds_config: Mapping[str, Any]) -> None:
-    target = _normalized(KEY)
+    target = normalized(KEY)
     for name in ds_config:
         if name == KEY or not isinstance(name, str):
             continue
-        plain = _normalized(name)
+        plain = normalized(name)
         ratio = difflib.SequenceMatcher(None, plain, target, autojunk=False).ratio()
         if plain in _OTHER_NAMES or ratio >= _NEAR_MISS_RATIO:
             raise ValueError(
                 f"unknown top-level key {name!r}: DeepSpeed would ignore it and train without subnetworks. "
                 f"If you mean subnetwork data parallelism, write {KEY!r}; if not, rename or remove the key"
             )
-
-
-def _explain(error: ValidationError, block: Mapping[str, Any]) -> str:
-    """All problems of a block, one line each."""
-    problems: dict[str, str] = {}
-    for item in error.errors(include_url=False, include_context=False):
-        keys = _keys(item["loc"])
-        # A union reports each alternative on its own: the first line per key says it all.
-        problems.setdefault(".".join(keys), _explain_one(keys, item["type"], item["msg"], block))
-    lines = [line for text in problems.values() for line in text.split("\n")]
-    if len(lines) == 1:
-        return lines[0]
-    return f"{KEY}: {len(lines)} problems:\n" + "\n".join(f"  {line}" for line in lines)
-
-
-def _keys(location: Sequence[int | str]) -> tuple[str, ...]:
-    """Keys of the block that lead to a problem: one, or two inside an object that has fields of its own."""
-    return tuple(map(str, location[: 2 if location[:1] == ("checkpoint",) else 1]))
-
-
-def _explain_one(keys: tuple[str, ...], kind: str, message: str, block: Mapping[str, Any]) -> str:
-    message = message.removeprefix("Value error, ")
-    if not keys:
-        return message
-    fields = (SubnetworkConfig if len(keys) == 1 else CheckpointOptions).model_fields
-    path, name = ".".join((KEY, *keys)), keys[-1]
-    if kind == "extra_forbidden":
-        return f"{path}: unknown key; {did_you_mean(_normalized(name), fields, cutoff=0.5)}"
-    if kind == "invalid_key":
-        return f"{path}: keys must be text"
-    value = reduce(getitem, keys, block)
-    if value == "auto":
-        where = "is only possible for subnetworks, assignment, placement and evaluation"
-        return f'{path}: "auto" {where}; expected {fields[name].description}'
-    detail = f" ({message})" if kind == "value_error" and name == "shared" else ""
-    return f"{path}: got {value!r}, expected {fields[name].description}{detail}"

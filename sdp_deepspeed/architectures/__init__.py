@@ -20,6 +20,7 @@ from sdp_deepspeed.architectures.registry import branches_of, register
 from sdp_deepspeed.architectures.strategies import (
     branches_of_units,
     constrained_branches,
+    layers_of_units,
     unit_costs,
     units_of_branches,
 )
@@ -46,6 +47,7 @@ __all__ = [
     "constrained_branches",
     "find_sites",
     "is_of_package",
+    "layers_of_units",
     "locate_branches",
     "register",
     "unit_costs",

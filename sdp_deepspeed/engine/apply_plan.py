@@ -147,7 +147,7 @@ def announce(text: str) -> None:
 
 
 def _losses(plan: Plan) -> str:
-    if plan.regime == "backward" or plan.coverage == 1:
+    if plan.regime == "backward" or plan.is_whole:
         return ""
     return "\n  a loss in training mode is a subnetwork's; in evaluation mode without gradients it is the dense model's"
 

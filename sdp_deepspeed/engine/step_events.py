@@ -98,7 +98,7 @@ _MEMORY = ("weights", "gradients", "optimizer", "peak")
 
 def trains_subnetwork(plan: Plan | None) -> bool:
     """Whether a training loss is that of a subnetwork and not of the dense model."""
-    return plan is not None and plan.regime == "forward" and plan.num_holders < plan.num_subnetworks
+    return plan is not None and plan.regime == "forward" and not plan.is_whole
 
 
 def loss_of_step(losses: Sequence[torch.Tensor], *, are_shares: bool) -> float | None:

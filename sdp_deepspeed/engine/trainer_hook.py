@@ -43,4 +43,4 @@ def _is_ours(model: Any) -> bool:
 
 def _trains_subnetworks(model: Any) -> bool:
     """Whether losses of training are those of parts of the model (forward regime)."""
-    return _is_ours(model) and model.plan.regime == "forward" and model.plan.coverage < 1
+    return _is_ours(model) and model.plan.regime == "forward" and not model.plan.is_whole

@@ -205,7 +205,7 @@ def default_bucket_elements(tensors: Sequence[TensorInfo], plan: Plan) -> int:
         for piece, holders in pieces:
             for rank in holders:
                 held[rank] += piece.num_elements(shapes[tensor])
-    num_holders = plan.num_holders * len(held) // plan.num_subnetworks  # of a unit, replicas included
+    num_holders = max(map(len, plan.holders)) * len(held) // plan.num_subnetworks  # of a unit, replicas included
     return max(num_holders * _MESSAGE, -(-max(held) // _NUM_BUCKETS))
 
 

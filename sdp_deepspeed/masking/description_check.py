@@ -58,7 +58,7 @@ def check_descriptions(model: nn.Module, branches: Sequence[LocatedBranch], plan
     Raises:
         ValueError: a description is not true of its layer, by class and branch, with what differs.
     """
-    if plan.coverage == 1:
+    if plan.is_whole:
         return []
     notes = []
     for layer, attempts in _attempts(model, branches, plan).items():

@@ -47,7 +47,7 @@ class Mask:
         self.parts: list[MaskedPart] = []
         self._module = module
         self._branches = list(branches)
-        self._scale = model.plan.coverage if scales else 1.0
+        self._scales = scales
 
     def apply(self) -> None:
         """Cut the module down to this rank's subnetwork. All that can be refused is refused before the first change.
@@ -57,20 +57,22 @@ class Mask:
         """
         plan, branches = self.model.plan, self._branches
         names = branches_of_units(plan.units, branches)
-        blocks = {index: members_of(plan.units[index], branches) for index, name in enumerate(names) if name is None}
+        cut = [index for index in range(len(names)) if plan.coverage_of(index) < 1]
+        blocks = {index: members_of(plan.units[index], branches) for index in cut if names[index] is None}
+        is_cut = {names[index] for index in cut}
         neurons = {
-            branch.name: units
+            branch.name: [index for index, name in enumerate(names) if name == branch.name]
             for branch in branches
-            if (units := [index for index, name in enumerate(names) if name == branch.name])
+            if branch.name in is_cut
         }
         _check_neurons(plan, branches, neurons)
         members = [branch for members in blocks.values() for branch in members]
-        if self._scale != 1.0:
+        if self._scales:
             for branch in members:
                 output_names(branch, self.model.views.tensors)
             for branch in branches:
                 check_scalable(self._module, branch)
-        if plan.coverage == 1:
+        if plan.is_whole:
             return
         self._check_forwards(members, neurons)
         if plan.regime == "backward":
@@ -115,11 +117,12 @@ class Mask:
         copies = skips and may_write_in_place(self._module, self._branches)
         for branch in self._branches:
             if branch.name in neurons:
-                yield NeuronPart(self._module, self.model, branch, neurons[branch.name], scale=self._scale)
+                yield NeuronPart(self._module, self.model, branch, neurons[branch.name], scales=self._scales)
             elif (index := first.get(branch.name)) is None:
                 continue
             elif self.model.plan.regime == "forward":
-                yield BlockPart(self._module, self.model, index, blocks[index], scale=self._scale, copies=copies)
+                scale = self.model.plan.coverage_of(index) if self._scales else 1.0
+                yield BlockPart(self._module, self.model, index, blocks[index], scale=scale, copies=copies)
             elif not self.model.holds(index):
                 self._freeze(self.model.plan.units[index])
 

@@ -55,7 +55,7 @@ class NeuronPart(MaskedPart):
         model: the plan, and the module's tensors; told where the pieces are from now on.
         branch: the branch.
         units: indices of the branch's units in the plan.
-        scale: of the units' part of the output projection in the dense model.
+        scales: whether the dense model has the units' part of the output projection times their coverage.
     """
 
     def __init__(
@@ -65,12 +65,12 @@ class NeuronPart(MaskedPart):
         branch: LocatedBranch,
         units: Sequence[int],
         *,
-        scale: float = 1.0,
+        scales: bool = False,
     ) -> None:
         super().__init__(branch.name, units, [module.get_submodule(name) for name in branch.bodies], whole=False)
         self._views = model.views
         self._keeps_lacking = model.stores_all
-        self._scales = _scales(model, branch, units, scale)
+        self._scales = _scales(model, branch, units) if scales else {}
         assert branch.description.inner is not None, "units of neurons come from a description of them"
         self.inner = branch.description.inner
         self._counts = Counts(branch, self.modules)
@@ -221,13 +221,16 @@ def _cut(module: nn.Module, model: RankModel, name: str) -> CutParameter:
     return CutParameter(module.get_submodule(owner), attribute, parameter, parameter.shape, held, lacking)
 
 
-def _scales(model: RankModel, branch: LocatedBranch, units: Sequence[int], scale: float) -> dict[Piece, float]:
+def _scales(model: RankModel, branch: LocatedBranch, units: Sequence[int]) -> dict[Piece, float]:
     """Of the units' part of the output projection."""
-    if scale == 1.0:
-        return {}
     outputs = {tensor.parameter for tensor in branch.cut_tensors if tensor.cut.is_output}
-    pieces = (piece for index in units for piece in model.plan.units[index].pieces)
-    return {piece: scale for piece in pieces if piece.parameter in outputs}
+    scaled = {index: model.plan.coverage_of(index) for index in units if model.plan.coverage_of(index) < 1}
+    return {
+        piece: scale
+        for index, scale in scaled.items()
+        for piece in model.plan.units[index].pieces
+        if piece.parameter in outputs
+    }
 
 
 def _cells(branch: LocatedBranch, cuts: Sequence[CutParameter]) -> tuple[Sequence[int], Sequence[int]]:

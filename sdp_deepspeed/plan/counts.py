@@ -5,9 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from sdp_deepspeed.config import KEY, SubnetworkConfig, nothing_to_place
+from sdp_deepspeed.plan.holders import common_number
 from sdp_deepspeed.plan.plan import Plan
-
-_COVERAGE_DIGITS = 4  # 0.3333 means 1/3: the next coverage of 1024 subnetworks is ten times farther away
 
 
 @dataclass(frozen=True)
@@ -16,12 +15,12 @@ class PlanCounts:
 
     Args:
         num_subnetworks: k.
-        num_holders: p, the subnetworks that hold a unit; coverage is p / k.
+        num_holders: p, the subnetworks that hold a unit; coverage is p / k. None if units may have different numbers.
         num_replicas: r, the data-parallel ranks that train one subnetwork.
     """
 
     num_subnetworks: int
-    num_holders: int
+    num_holders: int | None
     num_replicas: int = 1
 
 
@@ -37,18 +36,9 @@ def resolve(config: SubnetworkConfig, data_parallel_size: int) -> PlanCounts:
     """
     plan = Plan.load(config.plan_path) if config.plan_path is not None else None
     k = _num_subnetworks(config, plan, data_parallel_size)
-    if config.holders is not None:
-        p = config.holders
-    elif config.coverage is not None:
-        p = _whole_holders(config.coverage, k)
-    else:
-        assert plan is not None, "parse() asks for coverage or holders when there is no plan"
+    p = common_number(config, k)
+    if p is None and plan is not None:
         p = plan.num_holders
-    if p > k:
-        raise ValueError(
-            f"{KEY}.holders: got {p}, but there are only {k} subnetworks on {data_parallel_size} data-parallel ranks; "
-            f"choose 1 to {k}, or start more ranks"
-        )
     if k == data_parallel_size and config.placement != "auto":
         raise ValueError(nothing_to_place(config, f"{k} subnetworks on {k} data-parallel ranks"))
     return PlanCounts(num_subnetworks=k, num_holders=p, num_replicas=data_parallel_size // k)
@@ -68,15 +58,3 @@ def _num_subnetworks(config: SubnetworkConfig, plan: Plan | None, data_parallel_
             f"possible here: {', '.join(divisors)}"
         )
     return k
-
-
-def _whole_holders(coverage: float, k: int) -> int:
-    p = round(coverage * k)
-    if p >= 1 and abs(coverage - p / k) <= 10**-_COVERAGE_DIGITS:
-        return p
-    nearest = sorted(range(1, k + 1), key=lambda n: abs(n / k - coverage))[:4]
-    listed = ", ".join(f"{round(n / k, _COVERAGE_DIGITS):g} (holders {n})" for n in sorted(nearest))
-    raise ValueError(
-        f"{KEY}.coverage: {coverage:g} of {k} subnetworks is {coverage * k:g} holders per unit, not a whole number; "
-        f"nearest that are: {listed}"
-    )

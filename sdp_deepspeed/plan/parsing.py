@@ -7,14 +7,14 @@ from typing import Any
 
 from sdp_deepspeed.units import Piece, Unit
 
-VERSION = 1
+VERSION = 2  # since units may have different numbers of holders; such a plan has null for the one number
 _PIECE = {"parameter": str, "kind": str, "dim": (int, type(None)), "start": int, "length": int}
 _UNIT = {"name": str, "pieces": list, "holders": list}
 _PLAN = {
     "regime": str,
     "strategy": (str, dict),
     "num_subnetworks": int,
-    "num_holders": int,
+    "num_holders": (int, type(None)),
     "seed": int,
     "units": list,
     "subnetwork_of_rank": list,
@@ -25,8 +25,8 @@ def fields(data: Any) -> dict[str, Any]:
     """Constructor arguments of Plan from the content of plan.json; ValueError names the JSON path."""
     if not isinstance(data, Mapping):
         raise ValueError(f"plan: expected a JSON object, got {type(data).__name__}")
-    if data.get("version") != VERSION:
-        raise ValueError(f"plan.version: got {data.get('version')!r}, this release reads version {VERSION}")
+    if data.get("version") not in range(1, VERSION + 1):
+        raise ValueError(f"plan.version: got {data.get('version')!r}, this release reads versions 1 to {VERSION}")
     _check_types(data, _PLAN, "plan", optional={"version", "hash", "node_of_subnetwork"})
     units = [_unit(item, f"plan.units[{index}]") for index, item in enumerate(data["units"])]
     return {

@@ -36,10 +36,10 @@ class Plan:
         regime: "forward" or "backward".
         strategy: "block", "neuron", or a mapping by part.
         num_subnetworks: k.
-        num_holders: p; every unit is held by exactly p subnetworks.
+        num_holders: p, if every unit is held by as many subnetworks; None if their numbers differ.
         seed: what the assignment was made with.
         units: U units in a fixed order; what is in no unit is shared.
-        holders: for each unit its p subnetworks, ascending.
+        holders: for each unit its subnetworks, ascending.
         subnetwork_of_rank: the subnetwork of each data-parallel rank.
         placement: where replicas are and why; None without replicas, and in a plan that was read from a file, whose
             ranks may have been on other nodes.
@@ -51,7 +51,7 @@ class Plan:
     regime: str
     strategy: Strategy
     num_subnetworks: int
-    num_holders: int
+    num_holders: int | None
     seed: int
     units: tuple[Unit, ...]
     holders: tuple[tuple[int, ...], ...]
@@ -65,8 +65,22 @@ class Plan:
 
     @property
     def coverage(self) -> float:
-        """C = p / k."""
-        return self.num_holders / self.num_subnetworks
+        """C = p / k; where units have different p the mean, each unit counted alike."""
+        return self.mean_coverage([1] * len(self.units))
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether every subnetwork holds everything."""
+        return all(len(holders) == self.num_subnetworks for holders in self.holders)
+
+    def mean_coverage(self, weights: Sequence[int]) -> float:
+        """C of the plan; `weights` are FLOPs (or what else counts) per unit."""
+        held = sum(weight * len(holders) for weight, holders in zip(weights, self.holders, strict=True))
+        return held / (sum(weights) * self.num_subnetworks)
+
+    def coverage_of(self, unit: int) -> float:
+        """C of the unit of this index."""
+        return len(self.holders[unit]) / self.num_subnetworks
 
     @cached_property
     def hash(self) -> str:
@@ -94,7 +108,7 @@ class Plan:
 
     def spectral_gap(self, weights: Sequence[int] | None = None) -> float:
         """Spectral gap of the table; `weights` are trainable elements per unit, None for equal units."""
-        return spectral_gap(self.holders, weights or [1] * len(self.units), self.num_subnetworks, self.num_holders)
+        return spectral_gap(self.holders, weights or [1] * len(self.units), self.num_subnetworks)
 
     def place(self, elements: Sequence[int], num_shared: int, network: Network, asked: Asked) -> Plan:
         """This plan with the replicas of its subnetworks on the ranks that run.
@@ -111,7 +125,7 @@ class Plan:
 
     def to_json(self) -> dict[str, Any]:
         """The plan in the format of plan.json (README.md beside this file)."""
-        return {"version": parsing.VERSION, "hash": self.hash, **_metadata(self)}
+        return {"version": 1 if self.num_holders is not None else parsing.VERSION, "hash": self.hash, **_metadata(self)}
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> Plan:
@@ -150,6 +164,14 @@ class Plan:
         return _table(self, costs)
 
 
+def holders_in_words(holders: Sequence[Sequence[int]]) -> str:
+    """How many, of units with one number or with different ones."""
+    numbers = sorted({*map(len, holders)})
+    if len(numbers) == 1:
+        return f"{numbers[0]} holders each"
+    return f"{numbers[0]} to {numbers[-1]} holders" if numbers else "no holders"
+
+
 def _metadata(plan: Plan) -> dict[str, Any]:
     """All of plan.json but version and hash."""
     strategy = plan.strategy if isinstance(plan.strategy, str) else dict(plan.strategy)
@@ -182,7 +204,7 @@ def _check_table(plan: Plan) -> None:
     """Refuse a plan that breaks a rule of its table; ValueError names the unit or rank."""
     k, p = plan.num_subnetworks, plan.num_holders
     _check_words(plan)
-    if not 1 <= p <= k:
+    if p is not None and not 1 <= p <= k:
         raise ValueError(f"plan: num_holders must be 1 to num_subnetworks, got {p} of {k}")
     if len(plan.units) != len(plan.holders):
         raise ValueError(f"plan: {len(plan.units)} units but holders for {len(plan.holders)}")
@@ -192,8 +214,11 @@ def _check_table(plan: Plan) -> None:
             raise ValueError(f"plan: two units are named {unit.name!r}; names must differ")
         names.add(unit.name)
         _check_holders(unit.name, holders, k, p)
-    if k > len(names) * p:  # nor is a table made for a count that only a file names
-        raise ValueError(f"plan: {len(names)} units with {p} holders each cannot give each of {k} subnetworks a unit")
+    if k > sum(map(len, plan.holders)):  # nor is a table made for a count that only a file names
+        words = holders_in_words(plan.holders)
+        raise ValueError(f"plan: {len(names)} units with {words} cannot give each of {k} subnetworks a unit")
+    if p is None and len({*map(len, plan.holders)}) == 1:
+        raise ValueError(f"plan.num_holders: got null, but every unit has {len(plan.holders[0])} holders; say so")
     idle = sorted(set(range(k)) - {subnetwork for holders in plan.holders for subnetwork in holders})
     if idle:
         raise ValueError(f"plan: subnetworks [{listed(idle)}] hold no unit; every subnetwork needs one or more")
@@ -210,10 +235,12 @@ def _check_words(plan: Plan) -> None:
         raise ValueError(f'plan.strategy: got {plan.strategy!r}, expected "block", "neuron" or a mapping to them')
 
 
-def _check_holders(name: str, holders: tuple[int, ...], k: int, p: int) -> None:
+def _check_holders(name: str, holders: tuple[int, ...], k: int, p: int | None) -> None:
     if list(holders) != sorted(set(holders)):
         raise ValueError(f"plan: holders of unit {name!r} must ascend without repeats, got [{listed(holders)}]")
-    if len(holders) != p:
+    if p is None and not holders:
+        raise ValueError(f"plan: unit {name!r} has no holders, but every unit needs one or more")
+    if p is not None and len(holders) != p:
         raise ValueError(f"plan: unit {name!r} has {len(holders)} holders, but every unit needs num_holders = {p}")
     if holders[0] < 0 or holders[-1] >= k:
         raise ValueError(f"plan: holders of unit {name!r} must be 0 to {k - 1}, got [{listed(holders)}]")
@@ -231,9 +258,10 @@ def _check_ranks(subnetwork_of_rank: tuple[int, ...], k: int) -> None:
 
 def _table(plan: Plan, costs: Sequence[UnitCost] | None) -> str:
     """Text form of a plan: a row per unit, a column per subnetwork, then balance, gap, placement and hash."""
+    coverage = plan.coverage if costs is None else plan.mean_coverage([cost.flops for cost in costs])
     lines = [
-        f"plan: {len(plan.units)} units, {plan.num_subnetworks} subnetworks, {plan.num_holders} holders each "
-        f"(coverage {plan.coverage:.4g}), regime {plan.regime}, strategy {plan.strategy}, "
+        f"plan: {len(plan.units)} units, {plan.num_subnetworks} subnetworks, {holders_in_words(plan.holders)} "
+        f"(coverage {coverage:.4g}), regime {plan.regime}, strategy {plan.strategy}, "
         f"{len(plan.subnetwork_of_rank)} ranks"
     ]
     width = max((len(unit.name) for unit in plan.units), default=0)

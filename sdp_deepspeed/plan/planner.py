@@ -12,6 +12,7 @@ from torch import nn
 from sdp_deepspeed.architectures import (
     LocatedBranch,
     constrained_branches,
+    layers_of_units,
     locate_branches,
     unit_costs,
     units_of_branches,
@@ -20,8 +21,9 @@ from sdp_deepspeed.config import SubnetworkConfig
 from sdp_deepspeed.plan.assignment import methods as assignment
 from sdp_deepspeed.plan.assignment.graph import incidence, is_connected
 from sdp_deepspeed.plan.counts import PlanCounts, resolve
+from sdp_deepspeed.plan.holders import holders_of_units
 from sdp_deepspeed.plan.placement import Network, nodes_of_subnetworks
-from sdp_deepspeed.plan.plan import Plan
+from sdp_deepspeed.plan.plan import Plan, holders_in_words
 from sdp_deepspeed.plan.shards import UNDIVIDED, Shards
 from sdp_deepspeed.plan.weighing import weigh
 from sdp_deepspeed.units import Unit, UnitCost, check_pieces
@@ -69,7 +71,8 @@ def plan_model(
         warnings.simplefilter("always")
         names, costs = constrained_branches(units, branches), unit_costs(model, units)
         dense_units = [shards.dense_unit(unit) for unit in units]
-        plan = make_plan(dense_units, costs, counts, block, data_parallel_size, names)
+        layers = layers_of_units(units, branches)
+        plan = make_plan(dense_units, costs, counts, block, data_parallel_size, names, layers)
     tensors = dict(model.named_parameters()) | dict(model.named_buffers())
     shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
     shapes |= {name: division.shape for name, division in shards.divisions.items()}
@@ -108,6 +111,7 @@ def make_plan(
     config: SubnetworkConfig,
     data_parallel_size: int,
     branches: Sequence[str | None] | None = None,
+    layers: Sequence[int] | None = None,
 ) -> Plan:
     """The plan that the config block asks for, the same on every rank; replicas are neighbors until `Plan.place`.
 
@@ -119,22 +123,25 @@ def make_plan(
         data_parallel_size: D.
         branches: for each unit the branch of which every subnetwork must keep a unit (heads or neuron groups of one
             layer), None for block units; None if all are block units.
+        layers: for each unit the index of its layer; None puts all into one.
 
     Raises:
         ValueError: too few units, or too few of a branch, for all subnetworks, or a plan given by path that contradicts
             the config (that each subnetwork has a unit of each branch there is checked with the model).
     """
-    k, p = counts.num_subnetworks, counts.num_holders
+    k = counts.num_subnetworks
     ranks = tuple(rank * k // data_parallel_size for rank in range(data_parallel_size))
     if config.plan_path is not None:
         plan = dataclasses.replace(Plan.load(config.plan_path), subnetwork_of_rank=ranks)
         _check_agreement(plan, counts, config)
     else:
+        p = holders_of_units(config, k, [unit.name for unit in units], layers or [0] * len(units))
         if config.assignment == "cyclic":
-            holders = assignment.cyclic(len(units), num_subnetworks=k, num_holders=p, branches=branches)
+            holders = assignment.cyclic(len(units), num_subnetworks=k, num_holders=p[0], branches=branches)
         else:
             holders = assignment.balanced(costs, num_subnetworks=k, num_holders=p, seed=config.seed, branches=branches)
-        plan = Plan(config.regime, config.strategy, k, p, config.seed, tuple(units), holders, ranks)
+        number = p[0] if len({*p}) == 1 else None
+        plan = Plan(config.regime, config.strategy, k, number, config.seed, tuple(units), holders, ranks)
     _warn_if_disconnected(plan)
     return plan
 
@@ -155,21 +162,24 @@ def _check_agreement(plan: Plan, counts: PlanCounts, config: SubnetworkConfig) -
 
 
 def _warn_if_disconnected(plan: Plan) -> None:
-    k, p, num_units = plan.num_subnetworks, plan.num_holders, len(plan.units)
+    k, num_units, held = plan.num_subnetworks, len(plan.units), sum(map(len, plan.holders))
     if is_connected(incidence(plan.holders, k)):
         return
     if k == 2:
         warnings.warn(
             "2 subnetworks share no unit below coverage 1 (spectral gap 0): they exchange shared parameters only. That "
-            f"suits a trial; to train at coverage {p / k:.4g} take 4 ranks or more, whose subnetworks share units",
+            f"suits a trial; to train at coverage {plan.coverage:.4g} take 4 ranks or more, whose subnetworks share "
+            "units",
             stacklevel=3,
         )
         return
-    finer = ', or use finer units: granularity "sublayer", or for MLPs cut by neurons more neuron_groups' * (p > 1)
+    finer = ', or use finer units: granularity "sublayer", or for MLPs cut by neurons more neuron_groups' * (
+        held > num_units
+    )
     warnings.warn(
-        f"{num_units} units with {p} holders each do not connect {k} subnetworks (spectral gap 0): "
+        f"{num_units} units with {holders_in_words(plan.holders)} do not connect {k} subnetworks (spectral gap 0): "
         "some of them never exchange anything but shared parameters. "
-        f"Connecting them takes {k - 1} or more of units * (holders - 1), here {num_units * (p - 1)}: "
+        f"Connecting them takes {k - 1} or more holders than units, here {held - num_units}: "
         f"raise holders{finer}",
         stacklevel=3,
     )

@@ -10,25 +10,26 @@ from numpy.typing import NDArray
 from sdp_deepspeed.plan.assignment.graph import incidence, is_connected
 
 
-def spectral_gap(holders: Sequence[Sequence[int]], weights: Sequence[int], k: int, p: int) -> float:
+def spectral_gap(holders: Sequence[Sequence[int]], weights: Sequence[int], k: int) -> float:
     """rho = 1 - lambda_2 of the gossip matrix (defined in plan/README.md).
 
     Args:
         holders: for each unit its subnetworks.
         weights: for each unit its trainable elements.
         k: number of subnetworks.
-        p: holders per unit; the row sums cancel it, so it only has to be positive.
 
     Returns:
         0.0 when the graph of subnetworks and (weighted) units falls apart, 1.0 when all hold everything.
     """
     if k == 1:
         return 1.0
-    table = incidence([h for h, w in zip(holders, weights, strict=True) if w > 0], k)
+    trained = [(h, w / len(h)) for h, w in zip(holders, weights, strict=True) if w > 0]
+    table = incidence([h for h, _ in trained], k)
     if not is_connected(table):
         return 0.0
-    kept = np.array([w for w in weights if w > 0], dtype=np.float64)
-    return gap_of_overlaps((table.T * kept) @ table / p)
+    shares = np.array([share for _, share in trained], dtype=np.float64)
+    overlaps: NDArray[np.float64] = (table.T * shares) @ table
+    return gap_of_overlaps(overlaps)
 
 
 def gap_of_overlaps(overlaps: NDArray[np.float64]) -> float:

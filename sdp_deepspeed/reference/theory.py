@@ -15,6 +15,7 @@ from torch import nn
 
 from sdp_deepspeed.plan.plan import Plan
 from sdp_deepspeed.reference.virtual_workers import LossFunction, local_gradients
+from sdp_deepspeed.units import Unit
 
 Gradients = Mapping[str, torch.Tensor]
 
@@ -97,7 +98,7 @@ def deviation(plan: Plan, gradients: Sequence[Gradients]) -> float:
         mean([gradients[rank] for rank, other in enumerate(plan.subnetwork_of_rank) if other == subnetwork])
         for subnetwork in range(plan.num_subnetworks)
     ]
-    return sum(_squared_distance(plan, gradient, full) for gradient in own) / plan.num_subnetworks
+    return sum(_squared_distance(unit, one, full) for one in own for unit in plan.units) / plan.num_subnetworks
 
 
 def distance(plan: Plan, average: Gradients, gradients: Sequence[Gradients]) -> float:
@@ -108,11 +109,12 @@ def distance(plan: Plan, average: Gradients, gradients: Sequence[Gradients]) -> 
         gradients: as in `deviation`.
     """
     _check_ranks(plan, gradients, "gradients")
-    return plan.coverage * _squared_distance(plan, average, mean(gradients))
+    full = mean(gradients)
+    return sum(plan.coverage_of(u) * _squared_distance(unit, average, full) for u, unit in enumerate(plan.units))
 
 
-def _squared_distance(plan: Plan, a: Gradients, b: Gradients) -> float:
-    pieces = [piece for unit in plan.units for piece in unit.pieces if piece.kind == "parameter"]
+def _squared_distance(unit: Unit, a: Gradients, b: Gradients) -> float:
+    pieces = [piece for piece in unit.pieces if piece.kind == "parameter"]
     return sum(
         float((p.narrow(a[p.parameter]).double() - p.narrow(b[p.parameter]).double()).square().sum()) for p in pieces
     )
@@ -142,7 +144,8 @@ def permitted(plan: Plan, weights: Sequence[int] | None = None) -> Permitted:
         weights: trainable elements of each unit, None for equal units; as in `Plan.spectral_gap`.
 
     Raises:
-        ValueError: the plan is of the forward regime, for which nothing is known.
+        ValueError: the plan is of the forward regime, or its units have different numbers of holders, for which nothing
+            is known.
     """
     if plan.regime != "backward":
         raise ValueError(
@@ -150,6 +153,8 @@ def permitted(plan: Plan, weights: Sequence[int] | None = None) -> Permitted:
             'with regime "backward"'
         )
     rho, k, p = plan.spectral_gap(weights), plan.num_subnetworks, plan.num_holders
+    if p is None:
+        raise ValueError("units have different numbers of holders, for which no bound is known")
     expected = (k - p) / (p * (k - 1)) if k > 1 else 0.0
     loads = [sum(weights[u] if weights else 1 for u in plan.units_of(worker)) for worker in range(k)]
     excess = [load * k / sum(loads) - 1 for load in loads]

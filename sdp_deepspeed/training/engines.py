@@ -126,4 +126,6 @@ def label(engine: Any) -> str:
         return zero
     mode = f"{plan.regime} x {plan.strategy if isinstance(plan.strategy, str) else 'mixed'}"
     words = "" if mode == str(MODES[0]) else f" {mode}"  # the usual one goes without saying
-    return f"SDP {plan.num_holders}/{plan.num_subnetworks}{words} + {zero}"
+    numbers = sorted({*map(len, plan.holders)})
+    holders = "-".join(map(str, dict.fromkeys((numbers[0], numbers[-1]))))
+    return f"SDP {holders}/{plan.num_subnetworks}{words} + {zero}"

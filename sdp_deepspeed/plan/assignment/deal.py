@@ -7,34 +7,33 @@ that brings FLOPs and then bytes closer to balance, or keeps them there and lets
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
-from math import gcd
 
 import numpy as np
 
 from sdp_deepspeed.plan.assignment.graph import connect, is_connected
 from sdp_deepspeed.plan.assignment.problem import Ints, Problem
-from sdp_deepspeed.plan.assignment.rounds import find_rounds
+from sdp_deepspeed.plan.assignment.rounds import SETS_PER_SUBNETWORK, find_rounds, round_size
 
 _MAX_PASSES = 8
 _MAX_WORK = 2**12  # hands that are looked at
 
 
 def deal(problem: Problem, beside: tuple[Ints, Ints] | None = None) -> Ints:
-    """A table [U, k] with at most 4k different rows; needs 1 < p < k - 1, k / p units, of each branch too.
+    """A table [U, k] with at most 4k different rows, or one round for each p if that is more; needs 1 <= p < k, and
+    k / p units of each branch.
 
     Args:
         problem: costs of the units.
         beside: sets [V, k] and weights [V] of other units: with them together pairs of subnetworks share evenly.
     """
-    k, p = problem.num_subnetworks, problem.num_holders
-    e = k // gcd(k, p)
     classes = equal_units(problem)
-    left = {len(units) % e for units in classes if problem.codes[units[0]] > 0} - {0, 1, e - 1}
-    table = _Table(problem, find_rounds(k, p, tuple(sorted(left | {e - size for size in left}))))
+    table = _Table(problem, _rounds_by_holders(problem, classes))
     if beside is not None:
         table.count(*beside)
-    hands = _hands(problem, classes, e)
+    hands = [hand for units in classes for hand in _hands(problem, units, table.size_of_round(units[0]))]
+    hands.sort(key=lambda hand: (not hand.is_neutral, -int(problem.amounts[hand.units, 0].sum())))
     for hand in hands:
         table.place(hand, table.first_choice(hand))
     table.improve_all(hands)
@@ -46,6 +45,19 @@ def deal(problem: Problem, beside: tuple[Ints, Ints] | None = None) -> Ints:
     if not is_connected(rows):
         connect(rows, problem.amounts, problem.codes)
     return rows
+
+
+def _rounds_by_holders(problem: Problem, classes: list[Ints]) -> dict[int, Ints]:
+    """For each p its rounds [n, e, k]: where there are several, each has a share of the 4k sets."""
+    k, found = problem.num_subnetworks, {}
+    numbers = np.unique(problem.num_holders).tolist()
+    for p in numbers:
+        e = round_size(k, p)
+        in_branches = [units for units in classes if problem.codes[units[0]] > 0 and problem.num_holders[units[0]] == p]
+        left = {len(units) % e for units in in_branches} - {0, 1, e - 1}
+        rounds = find_rounds(k, p, tuple(sorted(left | {e - size for size in left})))
+        found[p] = rounds[: max(1, SETS_PER_SUBNETWORK * k // (e * len(numbers)))]
+    return found
 
 
 @dataclass(frozen=True, eq=False)
@@ -62,46 +74,49 @@ class _Hand:
 
 
 def equal_units(problem: Problem) -> list[Ints]:
-    """Units of one branch, or blocks of equal cost; the heaviest first."""
+    """Units of one branch, or blocks of equal cost, with as many holders; the heaviest first."""
     found: dict[tuple[int, ...], list[int]] = {}
     for unit in np.lexsort((-problem.amounts[:, 1], -problem.amounts[:, 0])).tolist():
-        code = int(problem.codes[unit])
+        code, num_holders = int(problem.codes[unit]), int(problem.num_holders[unit])
         cost = () if code else (*problem.amounts[unit].tolist(), int(problem.weights[unit]))
-        found.setdefault((code, *cost), []).append(unit)
+        found.setdefault((code, num_holders, *cost), []).append(unit)
     return [np.array(units, dtype=np.int64) for units in found.values()]
 
 
-def _hands(problem: Problem, classes: list[Ints], e: int) -> list[_Hand]:
-    """Whole rounds of equal units first: they are neutral. Then the others, those of most FLOPs first."""
-    hands = []
-    for units in classes:
-        is_block = bool(problem.codes[units[0]] == 0)
-        stop = len(units) - len(units) % e
-        cuts = [*range(e, stop + 1, e), *(range(stop + 1, len(units)) if is_block else ())]
-        for part in np.split(units, cuts):
-            if part.size:
-                alike = bool((problem.amounts[part] == problem.amounts[part[0]]).all())
-                hands.append(_Hand(part, alike and len(part) == e))
-    return sorted(hands, key=lambda hand: (not hand.is_neutral, -int(problem.amounts[hand.units, 0].sum())))
+def _hands(problem: Problem, units: Ints, e: int) -> Iterator[_Hand]:
+    """Of equal units: whole rounds, which are neutral if they weigh alike, and what is left."""
+    is_block = bool(problem.codes[units[0]] == 0)
+    stop = len(units) - len(units) % e
+    cuts = [*range(e, stop + 1, e), *(range(stop + 1, len(units)) if is_block else ())]
+    for part in np.split(units, cuts):
+        if part.size:
+            alike = bool((problem.amounts[part] == problem.amounts[part[0]]).all())
+            yield _Hand(part, alike and len(part) == e)
 
 
 class _Table:
     """Which set each unit has, the loads of subnetworks, and the weight that each set carries."""
 
-    def __init__(self, problem: Problem, rounds: Ints) -> None:
-        n, e, k = rounds.shape
-        self._amounts, self._codes = problem.amounts, problem.codes
+    def __init__(self, problem: Problem, rounds: dict[int, Ints]) -> None:
+        self._amounts, self._codes, self._num_holders = problem.amounts, problem.codes, problem.num_holders
         self._weights = np.maximum(problem.weights, 1)  # what is not trained connects subnetworks, too
-        self._sets = rounds.reshape(n * e, k)
-        self._rounds = np.arange(n * e).reshape(n, e)
-        times = int(rounds[0].sum(axis=0)[0])
-        self._any_order = times in (1, e - 1)  # any sets of a round hold all equally often, or once more
+        self._sets = np.concatenate([sets.reshape(-1, sets.shape[-1]) for sets in rounds.values()])
+        n, k = self._sets.shape
+        self._rounds: dict[int, Ints] = {}
+        left = np.arange(n)
+        for p, sets in rounds.items():
+            size = sets.shape[0] * sets.shape[1]
+            self._rounds[p], left = left[:size].reshape(sets.shape[:2]), left[size:]
         exact = self._sets.astype(np.float32)  # a product of these counts exactly up to 2^24 subnetworks
         self._common = (exact @ exact.T).astype(np.int32) ** 2  # what two sets add to the sum of squared overlaps
-        self._slope = np.zeros(n * e, dtype=np.int64)  # what a unit of weight 1 would add to it, by set
+        self._slope = np.zeros(n, dtype=np.int64)  # what a unit of weight 1 would add to it, by set
         self._loads = np.zeros((k, 2), dtype=np.int64)
         self._limits = problem.limits()
         self._chosen = np.full(len(problem.amounts), -1, dtype=np.int64)
+
+    def size_of_round(self, unit: int) -> int:
+        """e for a unit's p."""
+        return int(self._rounds[int(self._num_holders[unit])].shape[1])
 
     def count(self, sets: Ints, weights: Ints) -> None:
         """Count what units outside the problem share."""
@@ -159,15 +174,18 @@ class _Table:
 
     def _options(self, hand: _Hand) -> Ints:
         """Sets that a hand may have, [options, units]."""
-        size = len(hand.units)
+        size, rounds = len(hand.units), self._rounds[int(self._num_holders[hand.units[0]])]
         if size == 1:
-            return self._rounds.reshape(-1, 1)
+            return rounds.reshape(-1, 1)
         if hand.is_neutral:
-            return self._rounds
-        if not (self._any_order or size >= self._rounds.shape[1] - 1):
-            return np.vstack([self._rounds[:, :size], self._rounds[:, -size:]])
-        flops, num_bytes = (self._sets @ self._loads)[self._rounds].transpose(2, 0, 1)
-        return np.take_along_axis(self._rounds, np.lexsort((num_bytes, flops)), axis=1)[:, :size]
+            return rounds
+        e = rounds.shape[1]
+        times = int(self._sets[rounds[0], 0].sum())
+        any_order = times in (1, e - 1)  # any sets of a round hold all equally often, or once more
+        if not (any_order or size >= e - 1):
+            return np.vstack([rounds[:, :size], rounds[:, -size:]])
+        flops, num_bytes = (self._sets @ self._loads)[rounds].transpose(2, 0, 1)
+        return np.take_along_axis(rounds, np.lexsort((num_bytes, flops)), axis=1)[:, :size]
 
     def _sharing(self, hand: _Hand, options: Ints) -> Ints:
         """What each option would add to the sum of squared overlaps, [options]."""

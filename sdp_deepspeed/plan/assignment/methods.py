@@ -3,15 +3,16 @@
 Every rank computes the assignment on its own, so nothing here may depend on the platform: no floating
 point decides, no set or dict order, no clock. The search is bounded by counts of trials.
 
-Words: a table is a 0/1 matrix [U, k] of units by subnetworks with p ones in each row.
+Words: a table is a 0/1 matrix [U, k] of units by subnetworks with p ones in the row of a unit with p holders.
 """
 
 from __future__ import annotations
 
 import random
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from math import comb
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -34,39 +35,49 @@ def balanced(
     costs: Sequence[UnitCost],
     *,
     num_subnetworks: int,
-    num_holders: int,
+    num_holders: int | Sequence[int],
     seed: int = 0,
     branches: Branches | None = None,
 ) -> Holders:
     """Balance FLOPs, then bytes, then spread the pairs of subnetworks that share units (plan/README.md).
 
-    With branches, the m units of each are held by as equally many per subnetwork as m p / k allows, unless FLOPs
-    cannot be balanced to 5% like that.
+    With branches, the units of each are held by as equally many per subnetwork as their p allow, unless FLOPs cannot be
+    balanced to 5% like that.
 
     Args:
         costs: cost of each of the U units.
         num_subnetworks: k.
-        num_holders: p, at most k.
+        num_holders: p, at most k, of all units or of each.
         seed: renames subnetworks, and units of equal cost (and branch); balance and spectral gap do not depend on it.
         branches: for each unit the name of the branch of which every subnetwork must keep a unit, None for block
             units; None if all are block units.
 
     Returns:
-        For each unit its p subnetworks, ascending: at most 4k different sets. The graph is connected whenever
-        U (p-1) >= k-1.
+        For each unit its p subnetworks, ascending: at most 4k different sets, or a round for each p if that is more.
+        The graph is connected whenever the p - 1 of all units together are k - 1 or more.
 
     Raises:
-        ValueError: U p < k, or m p < k for a branch: some subnetworks would have no unit, or none of that branch.
+        ValueError: fewer than k holders in all, or of a branch: some subnetworks would have no unit, or none of that
+            branch.
     """
-    k, p = num_subnetworks, num_holders
-    _check_counts(len(costs), k, p, branches)
-    if p == k:
-        return (tuple(range(k)),) * len(costs)
-    if min(len(costs), comb(k, p)) <= SETS_PER_SUBNETWORK * k:  # no table has more sets
-        table = search(costs, k, p, branches)
-    else:
-        table = deal(Problem.of(costs, k, p, branches))
+    k, p = num_subnetworks, _of_each(num_holders, len(costs))
+    _check_counts(p, k, branches)
+    table = np.ones((len(costs), k), dtype=np.int64)
+    cut = [unit for unit, n in enumerate(p) if n < k]  # the others load all subnetworks alike
+    if not cut:
+        return to_holders(table)
+    of_cut = None if branches is None else [branches[unit] for unit in cut]
+    table[cut] = _searched_or_dealt([costs[unit] for unit in cut], k, [p[unit] for unit in cut], of_cut)
     return to_holders(renamed(table, costs, branch_codes(branches, len(costs)), seed))
+
+
+def _searched_or_dealt(costs: Sequence[UnitCost], k: int, p: Sequence[int], branches: Branches | None) -> Table:
+    most = SETS_PER_SUBNETWORK * k
+    if min(len(costs), sum(comb(k, n) for n in set(p))) <= most:  # no table has more sets
+        return search(costs, k, p, branches)
+    if branches is not None:
+        _check_branches_by_holders(branches, p, k, most)
+    return deal(Problem.of(costs, k, p, branches))
 
 
 def cyclic(num_units: int, *, num_subnetworks: int, num_holders: int, branches: Branches | None = None) -> Holders:
@@ -81,7 +92,7 @@ def cyclic(num_units: int, *, num_subnetworks: int, num_holders: int, branches: 
     Args, returns, raises: as `balanced`.
     """
     k, p = num_subnetworks, num_holders
-    _check_counts(num_units, k, p, branches)
+    _check_counts((p,) * num_units, k, branches)
     codes = branch_codes(branches, num_units)
     table = np.zeros((num_units, k), dtype=np.int64)
     held, seen = np.zeros(k, dtype=np.int64), Counter[int]()
@@ -113,36 +124,74 @@ def _best_turn(held: Table, share: Table, first: int) -> int:
     return min(turns, key=lambda turn: int(held @ np.roll(share, turn)))
 
 
-def _check_counts(num_units: int, k: int, p: int, branches: Branches | None) -> None:
-    if not 1 <= p <= k:
-        raise ValueError(f"holders must be 1 to {k} (the number of subnetworks), got {p}")
+def _of_each(num_holders: int | Sequence[int], num_units: int) -> tuple[int, ...]:
+    if isinstance(num_holders, int):
+        return (num_holders,) * num_units
+    if len(num_holders) != num_units:
+        raise ValueError(f"holders must be one number, or one for each of {num_units} units; got {len(num_holders)}")
+    return tuple(num_holders)
+
+
+def _check_counts(p: Sequence[int], k: int, branches: Branches | None) -> None:
+    for number in sorted({*p}):
+        if not 1 <= number <= k:
+            raise ValueError(f"holders must be 1 to {k} (the number of subnetworks), got {number}")
     if branches is not None:
-        _check_branches(branches, num_units, k, p)
-    if num_units * p < k:
+        _check_branches(branches, p, k)
+    if sum(p) < k:
+        fewest = -(-k // max(1, len(p)))
         raise ValueError(
-            f"{num_units} units with {p} holders each cannot give each of {k} subnetworks a unit; "
-            f"use {-(-k // max(1, num_units))} or more holders, fewer subnetworks, a deeper model, or finer units"
+            f"{len(p)} units with {_in_words(p)} cannot give each of {k} subnetworks a unit; "
+            f"use {fewest} or more holders, fewer subnetworks, a deeper model, or finer units"
         )
 
 
-def _check_branches(branches: Branches, num_units: int, k: int, p: int) -> None:
-    if len(branches) != num_units:
-        raise ValueError(f"branches must name one branch, or None, for each of {num_units} units; got {len(branches)}")
-    sizes = Counter(name for name in branches if name is not None)
-    short = [name for name, size in sizes.items() if size * p < k]
+def _in_words(p: Sequence[int]) -> str:
+    return f"{p[0]} holders each" if len({*p}) == 1 else f"{sum(p)} holders in all"
+
+
+def _check_branches(branches: Branches, p: Sequence[int], k: int) -> None:
+    if len(branches) != len(p):
+        raise ValueError(f"branches must name one branch, or None, for each of {len(p)} units; got {len(branches)}")
+    holders = _holders_by_branch(zip(branches, p, strict=True))
+    short = [name for name, held in holders.items() if sum(held) < k]
     if short:
-        fewest = min(sizes[name] for name in short)
+        fewest = min(len(holders[name]) for name in short)
         raise ValueError(
-            f"branch {quoted(short, limit=1)}: {sizes[short[0]]} units with {p} holders each cannot give each of {k} "
-            f"subnetworks a unit of that branch; use {-(-k // fewest)} or more holders, for an MLP more neuron_groups, "
-            'strategy "block" for that part, such as {"attention": "block", "mlp": "neuron"}, or fewer subnetworks'
+            f"branch {quoted(short, limit=1)}: {len(holders[short[0]])} units with {_in_words(holders[short[0]])} "
+            f"cannot give each of {k} subnetworks a unit of that branch; use {-(-k // fewest)} or more holders, for an "
+            'MLP more neuron_groups, strategy "block" for that part, such as {"attention": "block", "mlp": "neuron"}, '
+            "or fewer subnetworks"
         )
+
+
+def _check_branches_by_holders(branches: Branches, p: Sequence[int], k: int, most: int) -> None:
+    """So many units are dealt out, those of one branch with one p at a time."""
+    by_holders = _holders_by_branch(((name and (name, n)), n) for name, n in zip(branches, p, strict=True))
+    for (name, n), held in by_holders.items():
+        if sum(held) < k:
+            raise ValueError(
+                f"branch {name!r}: its units have different numbers of holders, and only {len(held)} have {n}, too few "
+                f"to give each of {k} subnetworks one; with more than {most} units, give all of a branch the same"
+            )
+
+
+def _holders_by_branch(named: Iterable[tuple[Any, int]]) -> dict[Any, list[int]]:
+    found: dict[Any, list[int]] = {}
+    for name, p in named:
+        if name is not None:
+            found.setdefault(name, []).append(p)
+    return found
 
 
 def renamed(
-    table: Table, costs: Sequence[UnitCost], codes: Table, seed: int, groups: Sequence[Sequence[int]] | None = None
+    table: Table,
+    costs: Sequence[UnitCost],
+    codes: Table,
+    seed: int,
+    groups: Sequence[Sequence[int]] | None = None,
 ) -> Table:
-    """Permute subnetworks, and units among those of equal cost and branch; seed 0 changes nothing.
+    """Permute subnetworks, and units among those of equal cost, holders and branch; seed 0 changes nothing.
 
     Args:
         table: [U, k].
@@ -158,9 +207,9 @@ def renamed(
     for group in groups or [columns]:
         _shuffle(columns, group, shuffler)
     rows = list(range(len(costs)))
-    alike: dict[tuple[UnitCost, int], list[int]] = {}
-    for unit, cost in enumerate(costs):
-        alike.setdefault((cost, int(codes[unit])), []).append(unit)
+    alike: dict[tuple[UnitCost, int, int], list[int]] = {}
+    for unit, (cost, num_holders) in enumerate(zip(costs, table.sum(axis=1).tolist(), strict=True)):
+        alike.setdefault((cost, num_holders, int(codes[unit])), []).append(unit)
     for same in alike.values():
         _shuffle(rows, same, shuffler)
     return table[rows][:, columns]

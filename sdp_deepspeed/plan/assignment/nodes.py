@@ -22,7 +22,7 @@ from sdp_deepspeed.plan.assignment.deal import deal, equal_units
 from sdp_deepspeed.plan.assignment.graph import Holders, incidence, to_holders
 from sdp_deepspeed.plan.assignment.methods import renamed
 from sdp_deepspeed.plan.assignment.problem import Branches, Ints, Problem
-from sdp_deepspeed.plan.assignment.rounds import Exact
+from sdp_deepspeed.plan.assignment.rounds import Exact, round_size
 from sdp_deepspeed.plan.spectral_gap import gap_of_overlaps
 from sdp_deepspeed.units import UnitCost
 
@@ -47,17 +47,34 @@ def on_few_nodes(
 
     Args:
         costs: cost of each of the U units; trainable elements are what travels.
-        balanced: for each unit its p subnetworks, by `methods.balanced`.
+        balanced: for each unit its subnetworks, by `methods.balanced`.
         nodes: for each of the k subnetworks the number of its node.
         seed, branches: as for `methods.balanced`; subnetworks of one node change names.
 
     Returns:
-        For each unit its subnetworks, at most 5k different sets; None if no such table has fewer nodes.
+        For each unit its subnetworks, at most 5k different sets; None if no such table has fewer nodes, or units that
+        not all subnetworks hold have different numbers of holders.
     """
+    k = len(nodes)
+    cut = [unit for unit, holders in enumerate(balanced) if len(holders) < k]  # the others have holders on all nodes
+    if len({len(balanced[unit]) for unit in cut}) != 1:
+        return None
+    of_cut = None if branches is None else [branches[unit] for unit in cut]
+    found = _on_few_nodes([costs[unit] for unit in cut], tuple(balanced[unit] for unit in cut), nodes, seed, of_cut)
+    if found is None:
+        return None
+    placed = dict(zip(cut, found, strict=True))
+    return tuple(placed.get(unit, holders) for unit, holders in enumerate(balanced))
+
+
+def _on_few_nodes(
+    costs: Sequence[UnitCost], balanced: Holders, nodes: Sequence[int], seed: int, branches: Branches | None
+) -> Holders | None:
+    """For units of one p."""
     k, p, weights = len(nodes), len(balanced[0]), np.array([cost.num_parameters for cost in costs], dtype=np.int64)
     if not 1 < p < k - 1 or weights.sum() == 0:
         return None
-    problem, table = Problem.of(costs, k, p, branches), incidence(balanced, k)
+    problem, table = Problem.of(costs, k, (p,) * len(costs), branches), incidence(balanced, k)
     on_node = np.array([[node == other for other in sorted(set(nodes))] for node in nodes], dtype=np.int64)
     before = _Measures.of(table, weights, on_node)
     if before.gap <= _SLACK:  # then there is nothing to weigh
@@ -160,7 +177,7 @@ def _ring(members: list[list[int]], chunk: int, order: random.Random) -> list[in
 def _windows(ring: list[int], p: int) -> Ints:
     """The sets of a round, [e, k]."""
     k = len(ring)
-    sets = np.zeros((k // gcd(k, p), k), dtype=np.int64)
+    sets = np.zeros((round_size(k, p), k), dtype=np.int64)
     positions = np.arange(sets.shape[0] * p).reshape(-1, p) % k
     np.put_along_axis(sets, np.array(ring)[positions], 1, axis=1)
     return sets

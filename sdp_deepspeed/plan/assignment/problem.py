@@ -31,11 +31,11 @@ class Problem:
 
     Args:
         amounts: FLOPs and bytes of each unit, [U, 2].
-        weights: scaled trainable elements of each unit, [U].
+        weights: trainable elements of each unit divided by its p, scaled, [U].
         codes: the branch of each unit, [U]: 1 to the number of branches, 0 for none.
         num_branches: number of branches, 0 if all units are blocks.
         num_subnetworks: k.
-        num_holders: p.
+        num_holders: p of each unit, [U].
     """
 
     amounts: Ints
@@ -43,19 +43,26 @@ class Problem:
     codes: Ints
     num_branches: int
     num_subnetworks: int
-    num_holders: int
+    num_holders: Ints
 
     @classmethod
-    def of(cls, costs: Sequence[UnitCost], k: int, p: int, branches: Branches | None = None) -> Problem:
-        """The problem for units of `costs`, and their branches if there are any."""
+    def of(cls, costs: Sequence[UnitCost], k: int, p: Sequence[int], branches: Branches | None = None) -> Problem:
+        """The problem for units of `costs` with p holders each, and their branches if there are any."""
         amounts = np.array([[cost.flops, cost.num_bytes] for cost in costs], dtype=np.int64)
-        weights = _scaled([cost.num_parameters for cost in costs])
+        common = math.lcm(*p)
+        weights = _scaled([cost.num_parameters * common // n for cost, n in zip(costs, p, strict=True)])
         codes = branch_codes(branches, len(costs))
-        return cls(amounts, weights, codes, int(codes.max()), k, p)
+        return cls(amounts, weights, codes, int(codes.max()), k, np.array(p, dtype=np.int64))
 
     def part(self, units: Ints) -> Problem:
         """The problem for some of the units."""
-        return replace(self, amounts=self.amounts[units], weights=self.weights[units], codes=self.codes[units])
+        return replace(
+            self,
+            amounts=self.amounts[units],
+            weights=self.weights[units],
+            codes=self.codes[units],
+            num_holders=self.num_holders[units],
+        )
 
     @property
     def max_trials(self) -> int:
@@ -69,17 +76,17 @@ class Problem:
     def limits(self) -> Ints:
         """Largest loads that count as balanced, [2]."""
         most, of = _TOLERANCE
-        totals = self.amounts.sum(axis=0) * self.num_holders
+        totals = self.num_holders @ self.amounts
         return np.array([int(total) * most // (of * self.num_subnetworks) for total in totals], dtype=np.int64)
 
     def is_perfect(self, sum_of_squares: int) -> bool:
         """Whether every pair of subnetworks shares equally much, which reaches the bound of the spectral gap."""
         k, p = self.num_subnetworks, self.num_holders
-        shared, pairs = int(self.weights.sum()) * p * (p - 1) // 2, k * (k - 1) // 2
+        shared, pairs = int(self.weights @ (p * (p - 1))) // 2, k * (k - 1) // 2
         return sum_of_squares * pairs == shared**2
 
     def raggedness(self, table: Ints) -> int:
-        """By how many units widths within branches miss the most even ones: m p / k, rounded down or up."""
+        """By how many units widths within branches miss the most even ones: the mean, rounded down or up."""
         in_branches = self.codes > 0
         counts = np.zeros((self.num_branches + 1, self.num_subnetworks), dtype=np.int64)
         np.add.at(counts, self.codes[in_branches], table[in_branches])

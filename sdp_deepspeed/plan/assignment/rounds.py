@@ -37,9 +37,14 @@ _MAX_WORK = 2048  # starts where rounds are searched for one by one, times k^2
 _MAX_COMPARED = 32  # subnetworks; above this the first start is good enough, and comparing starts takes long
 
 
+def round_size(k: int, p: int) -> int:
+    """e: sets of p of k subnetworks that together hold every subnetwork equally often."""
+    return k // gcd(k, p)
+
+
 @lru_cache(maxsize=16)
 def find_rounds(k: int, p: int, breaks: tuple[int, ...] = ()) -> Ints:
-    """Rounds [n, e, k] of k subnetworks, 1 < p < k - 1, with n e <= 4k sets.
+    """Rounds [n, e, k] of k subnetworks, 1 <= p < k, with n e <= 4k sets.
 
     Args:
         k: number of subnetworks.
@@ -52,7 +57,11 @@ def find_rounds(k: int, p: int, breaks: tuple[int, ...] = ()) -> Ints:
         complement = 1 - find_rounds(k, k - p, breaks)
         complement.setflags(write=False)
         return complement
-    starts = _turned(k, p) if k // gcd(k, p) <= _MAX_TURNED else _one_by_one(k, p, breaks)
+    if p == 1:
+        alone = np.eye(k, dtype=np.int64)[None]
+        alone.setflags(write=False)
+        return alone
+    starts = _turned(k, p) if round_size(k, p) <= _MAX_TURNED else _one_by_one(k, p, breaks)
     best, least = next(starts), None
     for rounds in starts if not _is_flat(best) else ():
         least = _unevenness(best) if least is None else least
@@ -87,7 +96,7 @@ def _unevenness(rounds: Ints) -> Fraction:
 
 def _deal_one(k: int, p: int, order: random.Random) -> Ints:
     """A round [e, k]: each set takes the p subnetworks that were taken least, ties are drawn."""
-    round_ = np.zeros((k // gcd(k, p), k), dtype=np.int64)
+    round_ = np.zeros((round_size(k, p), k), dtype=np.int64)
     for row in round_:
         ties = np.array(order.sample(range(k), k))
         row[np.lexsort((ties, round_.sum(axis=0)))[:p]] = 1
@@ -150,7 +159,7 @@ def _at_distances(row: Ints) -> Ints:
 
 def _one_by_one(k: int, p: int, breaks: tuple[int, ...]) -> Iterator[Ints]:
     """Rounds that are searched for together: as many as 4k sets allow, or fewer, where pairs may come out more even."""
-    most, e = SETS_PER_SUBNETWORK * gcd(k, p), k // gcd(k, p)
+    most, e = SETS_PER_SUBNETWORK * gcd(k, p), round_size(k, p)
     counts = range(most, max(1, most // 2 - 1), -1)
     edges = [0, *breaks, e] if p // gcd(k, p) > 1 else [0, e]
     pairs = [pair for start, stop in pairwise(edges) for pair in combinations(range(start, stop), 2)]

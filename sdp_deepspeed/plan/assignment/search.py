@@ -28,8 +28,9 @@ _MAX_TIE_BREAK = 64  # subnetworks; above this, equal sums of squares count as e
 _MAX_CANDIDATES = 128  # units of each side that one trial looks at
 
 
-def search(costs: Sequence[UnitCost], k: int, p: int, branches: Branches | None = None) -> Ints:
-    """A table [U, k] for units of `costs`, p ones in each row; needs 1 <= p < k and k / p units, of each branch too."""
+def search(costs: Sequence[UnitCost], k: int, p: Sequence[int], branches: Branches | None = None) -> Ints:
+    """A table [U, k] for units of `costs`, with as many ones in each row as `p` says, below k; of each branch these
+    must be k or more in all."""
     problem = Problem.of(costs, k, p, branches)
     best: tuple[tuple[int, ...], Ints] | None = None
     num_trials = since_best = 0
@@ -51,13 +52,14 @@ def search(costs: Sequence[UnitCost], k: int, p: int, branches: Branches | None 
 
 
 def greedy(problem: Problem, order: random.Random, *, largest_first: bool = True) -> Ints:
-    """Each unit to the p least loaded subnetworks; equal loads are drawn from `order`.
+    """Each unit to its p least loaded subnetworks; equal loads are drawn from `order`.
 
     Largest unit first is the best single start; where it ends out of balance, units in random order give others.
-    A subnetwork without units is always among the least loaded, so that none stays empty when U p >= k. The units
-    of a branch go to those that hold the fewest of that branch, which keeps these counts within one of each other.
+    A subnetwork without units is always among the least loaded, so that none stays empty when all p
+    together are k or more. The units of a branch go to those that hold the fewest of that branch, which keeps these
+    counts within one of each other.
     """
-    k, p = problem.num_subnetworks, problem.num_holders
+    k = problem.num_subnetworks
     table = np.zeros((len(problem.amounts), k), dtype=np.int64)
     loads = np.zeros((k, 3), dtype=np.int64)  # FLOPs, bytes, units
     held = np.zeros((problem.num_branches + 1, k), dtype=np.int64)
@@ -67,7 +69,8 @@ def greedy(problem: Problem, order: random.Random, *, largest_first: bool = True
         units = order.sample(range(len(table)), len(table))
     for unit in units:
         ties, code = np.array(order.sample(range(k), k)), problem.codes[unit]
-        chosen = np.lexsort((ties, loads[:, 2], loads[:, 1], loads[:, 0], held[code]))[:p]
+        chosen = np.lexsort((ties, loads[:, 2], loads[:, 1], loads[:, 0], held[code]))
+        chosen = chosen[: problem.num_holders[unit]]
         held[code, chosen] += int(code > 0)  # block units are only balanced
         table[unit, chosen] = 1
         loads[chosen, :2] += problem.amounts[unit]
@@ -173,7 +176,7 @@ def _spread(problem: Problem, table: Ints, order: random.Random) -> int:
     overlaps = (table.T * problem.weights) @ table
     loads = problem.loads(table)
     limits = np.maximum(problem.limits(), loads.max(axis=0))
-    improved = problem.num_holders > 1  # without sharing there is nothing to spread
+    improved = bool(problem.num_holders.max() > 1)  # without sharing there is nothing to spread
     while improved and num_trials < problem.max_trials:
         improved = False
         for a, b in _pairs(problem, order):
@@ -204,8 +207,8 @@ def _best_swap(
     # float32 counts exactly up to 2^24 subnetworks, and is many times faster than integers in a product
     common = (table[gives].astype(np.float32) @ table[takes].astype(np.float32).T)[i, j].astype(np.int64)
     others = problem.num_holders - 1
-    change_u = others * w_u**2 - w_u * (table[gives] @ g)
-    change_v = others * w_v**2 + w_v * (table[takes] @ g)
+    change_u = others[gives] * w_u**2 - w_u * (table[gives] @ g)
+    change_v = others[takes] * w_v**2 + w_v * (table[takes] @ g)
     change = change_u[i] + change_v[j] - 2 * w_u[i] * w_v[j] * common
     moved = problem.amounts[gives][i] - problem.amounts[takes][j]
     allowed = ((loads[a] - moved <= limits) & (loads[b] + moved <= limits)).all(axis=-1)

@@ -1,0 +1,76 @@
+"""What is wrong with a config block, in words: a line for each problem that pydantic found."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from functools import reduce
+from operator import getitem
+from typing import Any
+
+from pydantic import BaseModel, ValidationError
+from pydantic.fields import FieldInfo
+from pydantic_core import ErrorDetails
+
+from sdp_deepspeed.coverage import RULES
+from sdp_deepspeed.messages import did_you_mean
+
+Models = Mapping[str | int, type[BaseModel]]
+
+
+def normalized(name: str) -> str:
+    """Without what people write differently: case, hyphens, underscores."""
+    return re.sub(r"[^a-z0-9]", "", name.lower())
+
+
+def explain(error: ValidationError, block: Mapping[str, Any], root: str, models: Models) -> str:
+    """All problems of a block, one line each.
+
+    Args:
+        error: of the block's model.
+        block: as it was given.
+        root: the block's own key.
+        models: the block's model at "", and those of what lies inside, by key; a field's description is what was
+            expected.
+    """
+    problems: dict[str, str] = {}
+    for item in error.errors(include_url=False, include_context=False):
+        keys = _keys(item["loc"], block)
+        path = root + "".join(f"[{key}]" if isinstance(key, int) else f".{key}" for key in keys)
+        # A union reports each alternative on its own: the first line per key says it all.
+        fields = models["" if len(keys) == 1 else keys[0]].model_fields if keys else {}
+        problems.setdefault(path, _explain_one(path, keys, item, fields, block))
+    lines = [line for text in problems.values() for line in text.split("\n")]
+    if len(lines) == 1:
+        return lines[0]
+    return f"{root}: {len(lines)} problems:\n" + "\n".join(f"  {line}" for line in lines)
+
+
+def _keys(location: Sequence[int | str], block: Mapping[str, Any]) -> tuple[int | str, ...]:
+    """Keys of the block that lead to a problem: one, or more inside an object that has fields of its own."""
+    if location[1:2] == (RULES,):
+        is_alone = isinstance(block[str(location[0])], Mapping)
+        return (location[0], *location[3 if is_alone else 2 : 4])
+    return tuple(location[: 2 if location[:1] == ("checkpoint",) else 1])
+
+
+def _explain_one(
+    path: str, keys: Sequence[int | str], item: ErrorDetails, fields: Mapping[str, FieldInfo], block: Mapping[str, Any]
+) -> str:
+    kind, message = item["type"], item["msg"].removeprefix("Value error, ")
+    if not keys:
+        return message
+    name = str(keys[-1])
+    if isinstance(keys[-1], int):
+        one = f'{{"{keys[0]}": ...}} or {{"profile": "linear", "first": ..., "last": ...}}, with "units" to match names'
+        return f"{path}: got {block[str(keys[0])][keys[-1]]!r}, expected an object such as {one}"
+    if kind == "extra_forbidden":
+        return f"{path}: unknown key; {did_you_mean(normalized(name), fields, cutoff=0.5)}"
+    if kind == "invalid_key":
+        return f"{path}: keys must be text"
+    value: Any = reduce(getitem, keys, block)  # type: ignore[arg-type]  # lists have whole numbers for keys
+    if value == "auto":
+        where = "is only possible for subnetworks, assignment, placement and evaluation"
+        return f'{path}: "auto" {where}; expected {fields[name].description}'
+    detail = f" ({message})" if kind == "value_error" and name == "shared" else ""
+    return f"{path}: got {value!r}, expected {fields[name].description}{detail}"
