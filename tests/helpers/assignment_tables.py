@@ -47,8 +47,8 @@ def loads(holders: Holders, amounts: Sequence[int], k: int) -> list[int]:
     return [sum(a for a, h in zip(amounts, holders, strict=True) if s in h) for s in range(k)]
 
 
-def gap(holders: Holders, costs: Sequence[UnitCost], k: int, p: int) -> float:
-    return spectral_gap(holders, [cost.num_parameters for cost in costs], k, p)
+def gap(holders: Holders, costs: Sequence[UnitCost], k: int) -> float:
+    return spectral_gap(holders, [cost.num_parameters for cost in costs], k)
 
 
 def check_table(holders: Holders, num_units: int, k: int, p: int) -> None:

@@ -122,7 +122,7 @@ def test_json_that_python_does_not_read(tmp_path: Path, text: str) -> None:
 
 def test_plans_with_more_holder_sets_still_load(tmp_path: Path) -> None:
     """As "balanced" made them before it was held to 4k sets; the hash is of that version."""
-    holders = to_holders(search([COST] * 64, 8, 4))
+    holders = to_holders(search([COST] * 64, 8, [4] * 64))
     assert len(set(holders)) > 32
     plan = Plan("forward", "block", 8, 4, 0, units(64), holders, tuple(range(8)))
     assert plan.hash == "5195159a28167974fd8e00cce0e6c766181c42fb25df11c5ac64738fdebfc03e"

@@ -159,23 +159,23 @@ def test_units_and_holders_must_match() -> None:
 def test_spectral_gap_by_hand() -> None:
     """Three subnetworks, each pair shares one unit: W = (2 I + (J - I)) / 4 has eigenvalues 1, 1/4, 1/4."""
     assert example_plan().spectral_gap() == pytest.approx(0.75)
-    assert spectral_gap(((0, 1, 2),) * 4, [1] * 4, 3, 3) == pytest.approx(1.0)
-    assert spectral_gap(((0,),), [1], 1, 1) == 1.0
+    assert spectral_gap(((0, 1, 2),) * 4, [1] * 4, 3) == pytest.approx(1.0)
+    assert spectral_gap(((0,),), [1], 1) == 1.0
 
 
 def test_spectral_gap_of_unequal_units_by_hand() -> None:
-    """Both hold a unit of weight 1, the first alone one of weight 2.
+    """Both hold a unit of weight 1, which counts a half for each pair; the first alone one of weight 2.
 
-    Sums [[3, 1], [1, 1]] divided by their row sums 4 and 2: trace 3/4 + 1/2, one eigenvalue is 1, the other 1/4.
+    Sums [[5/2, 1/2], [1/2, 1/2]] divided by their row sums 3 and 1: trace 5/6 + 1/2, eigenvalues 1 and 1/3.
     """
-    assert spectral_gap(((0, 1), (0,)), [1, 2], 2, 1) == pytest.approx(0.75)
+    assert spectral_gap(((0, 1), (0,)), [1, 2], 2) == pytest.approx(2 / 3)
 
 
 @pytest.mark.parametrize(
     ("holders", "weights"), [(((0, 1), (2, 3)), [1, 1]), (((0, 1), (1, 2), (2, 3)), [1, 0, 1]), (((0, 1, 2, 3),), [0])]
 )
 def test_spectral_gap_of_a_graph_that_falls_apart(holders: Any, weights: list[int]) -> None:
-    assert spectral_gap(holders, weights, 4, 2) == 0.0
+    assert spectral_gap(holders, weights, 4) == 0.0
 
 
 def test_table() -> None:

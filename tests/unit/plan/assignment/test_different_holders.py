@@ -1,0 +1,118 @@
+"""Units with different numbers of holders: the goals of a balanced table hold for all of them together."""
+
+from __future__ import annotations
+
+from math import comb
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from sdp_deepspeed.plan.assignment import methods as assignment
+from sdp_deepspeed.plan.assignment.graph import Holders, incidence, is_connected
+from sdp_deepspeed.plan.assignment.nodes import on_few_nodes
+from sdp_deepspeed.plan.spectral_gap import spectral_gap
+from sdp_deepspeed.units import UnitCost
+from tests.helpers.assignment_tables import (
+    ATTENTION,
+    MLP,
+    MOST_SUBNETWORKS,
+    Branches,
+    costs_of,
+    equal_units,
+    loads,
+    model,
+    widths,
+)
+
+
+def check(holders: Holders, numbers: list[int], k: int) -> None:
+    assert [len(subnetworks) for subnetworks in holders] == numbers
+    assert all(list(subnetworks) == sorted(set(subnetworks)) for subnetworks in holders)
+    assert {s for subnetworks in holders for s in subnetworks} == set(range(k))
+    if sum(numbers) - len(numbers) >= k - 1:
+        assert is_connected(incidence(holders, k))
+
+
+@st.composite
+def problems(draw: st.DrawFn) -> tuple[list[UnitCost], list[int], int]:
+    k = draw(st.integers(1, MOST_SUBNETWORKS))
+    numbers = draw(st.lists(st.integers(1, k), min_size=1, max_size=20).filter(lambda found: sum(found) >= k))
+    return draw(costs_of(len(numbers), 3)), numbers, k
+
+
+@given(problems())
+def test_any_numbers_make_a_table(problem: tuple[list[UnitCost], list[int], int]) -> None:
+    costs, numbers, k = problem
+    holders = assignment.balanced(costs, num_subnetworks=k, num_holders=numbers)
+    check(holders, numbers, k)
+    assert holders == assignment.balanced(costs, num_subnetworks=k, num_holders=numbers)
+
+
+@pytest.mark.parametrize("k", [4, 8])
+def test_a_profile_over_a_decoder_is_balanced_and_mixes(k: int) -> None:
+    """Of 24 layers: searched for at both sizes (at most 4k sets exist at k = 4)."""
+    costs = [ATTENTION, MLP] * 24
+    numbers = [max(1, k - layer * k // 32) for layer in range(24) for _ in range(2)]
+    holders = assignment.balanced(costs, num_subnetworks=k, num_holders=numbers)
+    check(holders, numbers, k)
+    assert len(set(holders)) <= 4 * k
+    for amounts in ([cost.flops for cost in costs], [cost.num_bytes for cost in costs]):
+        found = loads(holders, amounts, k)
+        assert max(found) * k <= 1.05 * sum(found)
+    # All pairs would share equally at the bound; p is the mean over units.
+    mean = sum(numbers) / len(numbers)
+    assert spectral_gap(holders, [1] * len(costs), k) > 0.85 * k * (mean - 1) / (mean * (k - 1))
+
+
+@pytest.mark.parametrize(("k", "num_layers"), [(8, 12), (16, 6)])
+def test_heads_and_groups_are_dealt_evenly_over_all_numbers(k: int, num_layers: int) -> None:
+    """More units than 4k, whose branches have different numbers: few sets, even widths, balanced."""
+    costs, branches = model(num_layers, k, 2 * k)
+    of_layer = [k // 4 * (1 + layer % 4) for layer in range(num_layers)]
+    numbers = [of_layer[layer] for layer in range(num_layers) for _ in range(3 * k)]
+    assert len(costs) > 4 * k
+    assert comb(k, k // 2) > 4 * k
+    holders = assignment.balanced(costs, num_subnetworks=k, num_holders=numbers, branches=branches)
+    check(holders, numbers, k)
+    assert len(set(holders)) <= 4 * k + 1  # and the set of all, for those that stay whole
+    for name, found in widths(holders, branches, k).items():
+        assert min(found) >= 1
+        assert max(found) - min(found) <= 1, name
+    found = loads(holders, [cost.flops for cost in costs], k)
+    assert max(found) * k <= 1.05 * sum(found)
+
+
+def test_different_numbers_inside_one_branch() -> None:
+    branches: Branches = ["mlp"] * 6
+    holders = assignment.balanced(equal_units(6), num_subnetworks=4, num_holders=[1, 1, 1, 1, 3, 3], branches=branches)
+    check(holders, [1, 1, 1, 1, 3, 3], 4)
+    assert min(widths(holders, branches, 4)["mlp"]) >= 1
+
+
+def test_too_few_of_one_number_in_a_branch_to_deal_out() -> None:
+    branches: Branches = ["mlp"] * 80
+    numbers = [1] * 3 + [4] * 77
+    with pytest.raises(ValueError, match="'mlp': its units have different numbers of holders, and only 3 have 1"):
+        assignment.balanced(equal_units(80), num_subnetworks=8, num_holders=numbers, branches=branches)
+
+
+def test_too_few_holders_in_all() -> None:
+    with pytest.raises(ValueError, match="3 units with 5 holders in all cannot give each of 8 subnetworks a unit"):
+        assignment.balanced(equal_units(3), num_subnetworks=8, num_holders=[1, 2, 2])
+    with pytest.raises(ValueError, match="one for each of 3 units; got 2"):
+        assignment.balanced(equal_units(3), num_subnetworks=2, num_holders=[1, 2])
+
+
+def test_nodes_of_units_of_which_some_stay_whole() -> None:
+    """The whole ones count for nothing between nodes; with two numbers beside them it stays with "balanced"."""
+    costs, nodes = equal_units(34), [0] * 4 + [1] * 4
+    numbers = [8] + [4] * 32 + [8]
+    balanced = assignment.balanced(costs, num_subnetworks=8, num_holders=numbers)
+    found = on_few_nodes(costs, balanced, nodes)
+    assert found is not None
+    assert [len(holders) for holders in found] == numbers
+    alone = on_few_nodes(costs[1:-1], balanced[1:-1], nodes)
+    assert found[1:-1] == alone
+    mixed = assignment.balanced(costs, num_subnetworks=8, num_holders=[2, *numbers[1:]])
+    assert on_few_nodes(costs, mixed, nodes) is None
