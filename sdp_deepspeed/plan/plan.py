@@ -66,7 +66,7 @@ class Plan:
     @property
     def coverage(self) -> float:
         """C = p / k; where units have different p the mean, each unit counted alike."""
-        return self.mean_coverage([1] * len(self.units))
+        return self.mean_coverage([0] * len(self.units))
 
     @property
     def is_whole(self) -> bool:
@@ -74,7 +74,8 @@ class Plan:
         return all(len(holders) == self.num_subnetworks for holders in self.holders)
 
     def mean_coverage(self, weights: Sequence[int]) -> float:
-        """C of the plan; `weights` are FLOPs (or what else counts) per unit."""
+        """C of the plan; `weights` are FLOPs (or what else counts) per unit, alike if all are zero."""
+        weights = weights if any(weights) else [1] * len(self.units)
         held = sum(weight * len(holders) for weight, holders in zip(weights, self.holders, strict=True))
         return held / (sum(weights) * self.num_subnetworks)
 

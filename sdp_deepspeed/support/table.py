@@ -53,6 +53,7 @@ _BLOCK = (
     _works("block strategy", f"{KEY}.strategy", "block"),
     _works("neuron strategy", f"{KEY}.strategy", "neuron"),
     _works("strategy by part", f"{KEY}.strategy", {"attention": "neuron", "mlp": "block"}),
+    _works("coverage over depth and by name", f"{KEY}.coverage", [{"units": "mlp", "coverage": 0.5}]),
     _works("groups of neurons", f"{KEY}.neuron_groups", 4),
     _works("scaled dense branches, forward regime", f"{KEY}.dense_branch_scale", "coverage"),
     _refused(

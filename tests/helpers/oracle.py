@@ -18,7 +18,7 @@ import sdp_deepspeed  # noqa: F401  (installs the import hook)
 from sdp_deepspeed.reference.virtual_workers import Reference
 from tests.helpers.fp16_runs import fp16_is_supported
 from tests.helpers.models import batches, loss_of, two_groups
-from tests.helpers.oracle_grid import BUCKETS, Case, full_grid, other_families, sample
+from tests.helpers.oracle_grid import BUCKETS, Case, by_rules, full_grid, other_families, sample
 from tests.helpers.ranks import Rank
 from tests.helpers.whole_tensors import WHOLE_TENSORS
 
@@ -172,7 +172,7 @@ def tensor_tolerance(case: Case, expected: torch.Tensor, moved: torch.Tensor) ->
 def cases(size: int, *, full: bool) -> Iterator[tuple[str, Any]]:
     """Checks of one world size by name: the whole grid, or its share of the sample."""
     grid = full_grid(size) if full else sample()
-    found = [case for case in (*grid, *other_families(full=full)) if case.ranks == size]
+    found = [case for case in (*grid, *other_families(full=full), *by_rules()) if case.ranks == size]
     for case in sorted(found, key=lambda case: case.tensor_parallel):  # DeepSpeed never forgets a group of AutoTP's
         yield str(case), CaseCheck(case)
 

@@ -40,6 +40,7 @@ class Case:
         by_caller: who ends a step of several micro-batches.
         buckets: "one" has room for all, "many" are small.
         wire: dtype of gradients on it, "weights" for theirs.
+        by_rules: MLPs have `holders`, other units one holder more.
     """
 
     ranks: int
@@ -60,6 +61,7 @@ class Case:
     by_caller: bool = False
     buckets: str = "one"
     wire: str = "weights"
+    by_rules: bool = False
 
     def __str__(self) -> str:
         words = [f"{self.holders}of{self.num_subnetworks}", self.regime, self.strategy, self.model, self.granularity]
@@ -68,6 +70,7 @@ class Case:
             self.replicas > 1
         )
         words += ["offload"] * (self.offload != "none") + ["overlap"] * self.overlap + ["caller"] * self.by_caller
+        words += ["rules"] * self.by_rules
         words += ["buckets"] * (self.buckets == "many") + [f"wire_{self.wire}"] * (self.wire != "weights")
         return "-".join(words)
 
@@ -97,7 +100,8 @@ class Case:
     @property
     def block(self) -> dict[str, Any]:
         """The config block. Granularity is said where it has an effect only."""
-        block = {"holders": self.holders} | self.combination.block(self.ranks)
+        rules = [{"units": "mlp", "holders": self.holders}, {"holders": self.holders + 1}]
+        block = {"holders": rules if self.by_rules else self.holders} | self.combination.block(self.ranks)
         return block | ({"granularity": self.granularity} if self.granularity != "sublayer" else {})
 
 
@@ -136,6 +140,22 @@ def other_families(*, full: bool = False) -> tuple[Case, ...]:
     by_tensor_parallel = [("granite", "forward", "neuron"), ("gemma2", "backward", "block")]
     found += [Case(4, 1, regime, strategy, name, tensor_parallel=2) for name, regime, strategy in by_tensor_parallel]
     return tuple(found)
+
+
+@cache
+def by_rules() -> tuple[Case, ...]:
+    """Units with different numbers of holders: every mode, stage and precision, replicas, tensor parallelism."""
+    found = [
+        Case(3, 1, "forward", "block", buckets="many"),
+        Case(3, 2, "forward", "neuron", stage=2, accumulation=3),
+        Case(3, 1, "backward", "block", stage=2, optimizer="SGD", precision="bf16"),
+        Case(3, 1, "backward", "neuron", "gpt2", stage=0),
+        Case(4, 2, "forward", "neuron", optimizer="SGD", precision="bf16", overlap=True),
+        Case(4, 1, "backward", "mixed", stage=1, accumulation=3),
+        Case(4, 1, "forward", "mixed", stage=0, replicas=2),
+        Case(4, 1, "forward", "neuron", tensor_parallel=2),
+    ]
+    return tuple(replace(case, by_rules=True) for case in found)
 
 
 @cache

@@ -216,4 +216,4 @@ def test_config_is_frozen() -> None:
 
 
 def test_names_of_other_spellings_are_normalized() -> None:
-    assert all(block._normalized(name) == name for name in block._OTHER_NAMES)
+    assert all(block.normalized(name) == name for name in block._OTHER_NAMES)

@@ -45,7 +45,7 @@ def remove(*path: Any) -> Callable[[dict[str, Any]], None]:
 @pytest.mark.parametrize(
     ("damage", "expected"),
     [
-        (change("version", to=2), r"plan\.version: got 2, this release reads version 1"),
+        (change("version", to=3), r"plan\.version: got 3, this release reads versions 1 to 2"),
         (remove("version"), r"plan\.version: got None"),
         (remove("regime"), r"plan: missing keys \['regime'\]"),
         (change("color", to=1), r"unknown keys \['color'\]"),
@@ -61,7 +61,7 @@ def remove(*path: Any) -> Callable[[dict[str, Any]], None]:
         (change("num_holders", to=0), "got 0 of 3"),
         (change("num_holders", to=1), "unit 'layers.0' has 2 holders, .* num_holders = 1"),
         (change("units", to={}), r"plan\.units: got \{\}, expected list"),
-        (change("units", to=[]), "0 units with 2 holders each cannot give each of 3 subnetworks a unit"),
+        (change("units", to=[]), "0 units with no holders cannot give each of 3 subnetworks a unit"),
         (change("num_subnetworks", to=10**12), "cannot give each of 1000000000000 subnetworks a unit"),
         (change("num_subnetworks", to=10**4000), "cannot give each of"),
         (change("units", 1, to="x"), r"plan\.units\[1\]: expected a JSON object, got 'x'"),

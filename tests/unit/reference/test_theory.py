@@ -165,7 +165,7 @@ def real_distances(strategy: str, p: int, divisor: str) -> tuple[list[float], fl
 
 def on_average(plan: Plan, size: float) -> float:
     """Right side of (c) before the spectral gap comes in."""
-    k, p = plan.num_subnetworks, plan.num_holders
+    k, p = plan.num_subnetworks, len(plan.holders[0])
     return plan.coverage * (k - p) / (p * (k - 1)) * size
 
 

@@ -49,7 +49,7 @@ def drift(model: nn.Module, coefficients: Sequence[float]) -> list[dict[str, tor
 def gossip(plan: Plan, weights: Sequence[int]) -> np.ndarray:
     """W, row by row as plan/README.md writes it."""
     table = assignment.incidence(plan.holders, plan.num_subnetworks)
-    overlaps = table.T @ np.diag(weights) @ table / plan.num_holders
+    overlaps = table.T @ np.diag(weights) @ table / len(plan.holders[0])
     return overlaps / overlaps.sum(axis=1, keepdims=True)
 
 
@@ -70,7 +70,7 @@ def test_the_proposition_for_any_table_weights_and_gradients(
     """(a), (b) and (d); fp32 gradients of size 7, fp64 sums: absolute errors far below 1e-3 of V."""
     holders, k, weights = table
     model, plan = synthetic(holders, k, weights)
-    p, rho, bound = plan.num_holders, plan.spectral_gap(weights), permitted(plan, weights)
+    p, rho, bound = len(holders[0]), plan.spectral_gap(weights), permitted(plan, weights)
     assert np.diag(gossip(plan, weights)) == pytest.approx(1 / p)
     assert 1 - rho >= (k - p) / (p * (k - 1)) - 1e-9
     generator = torch.Generator().manual_seed(seed)

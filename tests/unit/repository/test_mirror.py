@@ -34,6 +34,7 @@ TESTED_WITH = {
     "checkpoint/state/rank_chunks": "ranks/checkpoint/test_reshard.py",
     "checkpoint/state/whole_state": "ranks/optimizer/test_whole_tensors.py",
     "checkpoint/state/snapshot": "unit/checkpoint/test_checkpointer.py",
+    "config_errors": "unit/test_config.py",
     "data/cache": "unit/data/test_prepare.py",
     "data/growing": "unit/data/test_block_order.py",
     "data/lifeline": "unit/data/test_workers.py",
