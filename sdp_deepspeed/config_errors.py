@@ -51,7 +51,7 @@ def _keys(location: Sequence[int | str], block: Mapping[str, Any]) -> tuple[int 
     if location[1:2] == (RULES,):
         is_alone = isinstance(block[str(location[0])], Mapping)
         return (location[0], *location[3 if is_alone else 2 : 4])
-    return tuple(location[: 2 if location[:1] == ("checkpoint",) else 1])
+    return tuple(map(str, location[: 2 if location[:1] == ("checkpoint",) else 1]))
 
 
 def _explain_one(

@@ -114,3 +114,11 @@ def whole_holders(coverage: float, k: int, path: str) -> int:
         f"{path}: {coverage:g} of {k} subnetworks is {coverage * k:g} holders per unit, not a whole number; "
         f"nearest that are: {near}"
     )
+
+
+def in_words(numbers: Sequence[int]) -> str:
+    """How many holders units have: one number each, or different ones."""
+    found = sorted({*numbers})
+    if len(found) == 1:
+        return f"{found[0]} holders each"
+    return f"{found[0]} to {found[-1]} holders, {sum(numbers)} in all" if found else "no holders"

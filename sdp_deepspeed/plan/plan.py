@@ -19,6 +19,7 @@ from typing import Any
 from sdp_deepspeed.atomic_files import regular, write_text
 from sdp_deepspeed.messages import listed
 from sdp_deepspeed.plan import parsing
+from sdp_deepspeed.plan.holders import in_words
 from sdp_deepspeed.plan.placement import Asked, Load, Network, Placement, Weighed, choose_placement
 from sdp_deepspeed.plan.spectral_gap import spectral_gap
 from sdp_deepspeed.units import Piece, Unit, UnitCost
@@ -165,14 +166,6 @@ class Plan:
         return _table(self, costs)
 
 
-def holders_in_words(holders: Sequence[Sequence[int]]) -> str:
-    """How many, of units with one number or with different ones."""
-    numbers = sorted({*map(len, holders)})
-    if len(numbers) == 1:
-        return f"{numbers[0]} holders each"
-    return f"{numbers[0]} to {numbers[-1]} holders" if numbers else "no holders"
-
-
 def _metadata(plan: Plan) -> dict[str, Any]:
     """All of plan.json but version and hash."""
     strategy = plan.strategy if isinstance(plan.strategy, str) else dict(plan.strategy)
@@ -216,7 +209,7 @@ def _check_table(plan: Plan) -> None:
         names.add(unit.name)
         _check_holders(unit.name, holders, k, p)
     if k > sum(map(len, plan.holders)):  # nor is a table made for a count that only a file names
-        words = holders_in_words(plan.holders)
+        words = in_words([*map(len, plan.holders)])
         raise ValueError(f"plan: {len(names)} units with {words} cannot give each of {k} subnetworks a unit")
     if p is None and len({*map(len, plan.holders)}) == 1:
         raise ValueError(f"plan.num_holders: got null, but every unit has {len(plan.holders[0])} holders; say so")
@@ -261,7 +254,7 @@ def _table(plan: Plan, costs: Sequence[UnitCost] | None) -> str:
     """Text form of a plan: a row per unit, a column per subnetwork, then balance, gap, placement and hash."""
     coverage = plan.coverage if costs is None else plan.mean_coverage([cost.flops for cost in costs])
     lines = [
-        f"plan: {len(plan.units)} units, {plan.num_subnetworks} subnetworks, {holders_in_words(plan.holders)} "
+        f"plan: {len(plan.units)} units, {plan.num_subnetworks} subnetworks, {in_words([*map(len, plan.holders)])} "
         f"(coverage {coverage:.4g}), regime {plan.regime}, strategy {plan.strategy}, "
         f"{len(plan.subnetwork_of_rank)} ranks"
     ]

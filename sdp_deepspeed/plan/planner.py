@@ -21,9 +21,9 @@ from sdp_deepspeed.config import SubnetworkConfig
 from sdp_deepspeed.plan.assignment import methods as assignment
 from sdp_deepspeed.plan.assignment.graph import incidence, is_connected
 from sdp_deepspeed.plan.counts import PlanCounts, resolve
-from sdp_deepspeed.plan.holders import holders_of_units
+from sdp_deepspeed.plan.holders import holders_of_units, in_words
 from sdp_deepspeed.plan.placement import Network, nodes_of_subnetworks
-from sdp_deepspeed.plan.plan import Plan, holders_in_words
+from sdp_deepspeed.plan.plan import Plan
 from sdp_deepspeed.plan.shards import UNDIVIDED, Shards
 from sdp_deepspeed.plan.weighing import weigh
 from sdp_deepspeed.units import Unit, UnitCost, check_pieces
@@ -177,7 +177,7 @@ def _warn_if_disconnected(plan: Plan) -> None:
         held > num_units
     )
     warnings.warn(
-        f"{num_units} units with {holders_in_words(plan.holders)} do not connect {k} subnetworks (spectral gap 0): "
+        f"{num_units} units with {in_words([*map(len, plan.holders)])} do not connect {k} subnetworks (spectral gap 0): "
         "some of them never exchange anything but shared parameters. "
         f"Connecting them takes {k - 1} or more holders than units, here {held - num_units}: "
         f"raise holders{finer}",

@@ -33,6 +33,8 @@ FLOORS = (
     "distributed",
     "measure",
     "config",
+    "config_errors",
+    "coverage",
     "units",
     "command_parser",
     "atomic_files",

@@ -23,6 +23,7 @@ from sdp_deepspeed.plan.assignment.graph import Holders, connect, incidence, to_
 from sdp_deepspeed.plan.assignment.problem import Branches, Problem, branch_codes
 from sdp_deepspeed.plan.assignment.rounds import SETS_PER_SUBNETWORK
 from sdp_deepspeed.plan.assignment.search import search
+from sdp_deepspeed.plan.holders import in_words
 from sdp_deepspeed.units import UnitCost
 
 Table = NDArray[np.int64]
@@ -141,13 +142,9 @@ def _check_counts(p: Sequence[int], k: int, branches: Branches | None) -> None:
     if sum(p) < k:
         fewest = -(-k // max(1, len(p)))
         raise ValueError(
-            f"{len(p)} units with {_in_words(p)} cannot give each of {k} subnetworks a unit; "
+            f"{len(p)} units with {in_words(p)} cannot give each of {k} subnetworks a unit; "
             f"use {fewest} or more holders, fewer subnetworks, a deeper model, or finer units"
         )
-
-
-def _in_words(p: Sequence[int]) -> str:
-    return f"{p[0]} holders each" if len({*p}) == 1 else f"{sum(p)} holders in all"
 
 
 def _check_branches(branches: Branches, p: Sequence[int], k: int) -> None:
@@ -158,7 +155,7 @@ def _check_branches(branches: Branches, p: Sequence[int], k: int) -> None:
     if short:
         fewest = min(len(holders[name]) for name in short)
         raise ValueError(
-            f"branch {quoted(short, limit=1)}: {len(holders[short[0]])} units with {_in_words(holders[short[0]])} "
+            f"branch {quoted(short, limit=1)}: {len(holders[short[0]])} units with {in_words(holders[short[0]])} "
             f"cannot give each of {k} subnetworks a unit of that branch; use {-(-k // fewest)} or more holders, for an "
             'MLP more neuron_groups, strategy "block" for that part, such as {"attention": "block", "mlp": "neuron"}, '
             "or fewer subnetworks"

@@ -57,7 +57,7 @@ def test_holders_and_subnetworks() -> None:
     config = parse({KEY: {"holders": 3, "subnetworks": 4}})
     assert config is not None
     assert resolve(config, 4) == PlanCounts(4, 3, 1)
-    with pytest.raises(ValueError, match=r"holders: got 3, but there are only 2 subnetworks .* choose 1 to 2"):
+    with pytest.raises(ValueError, match=r"holders: got 3, but there are only 2 subnetworks; choose 1 to 2"):
         resolve(config.model_copy(update={"subnetworks": "auto"}), 2)
     with pytest.raises(ValueError, match=r"subnetworks: got 4 subnetworks, which do not divide the 6 .*: 1, 2, 3, 6"):
         resolve(config, 6)

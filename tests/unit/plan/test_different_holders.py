@@ -54,7 +54,7 @@ def test_spectral_gap_by_hand() -> None:
 def test_the_table_says_the_range_and_weighs_by_flops() -> None:
     costs = [UnitCost(4, 16, 8), UnitCost(4, 16, 8), UnitCost(4, 16, 32)]
     text = PLAN.table(costs)
-    assert "3 units, 3 subnetworks, 1 to 3 holders (coverage 0.5), regime forward" in text
+    assert "3 units, 3 subnetworks, 1 to 3 holders, 6 in all (coverage 0.5), regime forward" in text
     assert "coverage 0.6667" in PLAN.table()
     assert "layers.0  ###" in text
 

@@ -21,6 +21,8 @@ PURE = (
     "atomic_files",
     "command_parser",
     "config",
+    "config_errors",
+    "coverage",
     "deferred_init",
     "distributed",
     "estimate",

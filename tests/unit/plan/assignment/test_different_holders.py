@@ -98,7 +98,9 @@ def test_too_few_of_one_number_in_a_branch_to_deal_out() -> None:
 
 
 def test_too_few_holders_in_all() -> None:
-    with pytest.raises(ValueError, match="3 units with 5 holders in all cannot give each of 8 subnetworks a unit"):
+    with pytest.raises(
+        ValueError, match="3 units with 1 to 2 holders, 5 in all cannot give each of 8 subnetworks a unit"
+    ):
         assignment.balanced(equal_units(3), num_subnetworks=8, num_holders=[1, 2, 2])
     with pytest.raises(ValueError, match="one for each of 3 units; got 2"):
         assignment.balanced(equal_units(3), num_subnetworks=2, num_holders=[1, 2])

@@ -139,7 +139,8 @@ def test_all_hold_everything_at_full_coverage() -> None:
 
 @pytest.mark.parametrize(("num_units", "k", "p"), [(3, 4, 1), (1, 3, 2), (0, 2, 1)])
 def test_too_few_units(num_units: int, k: int, p: int) -> None:
-    with pytest.raises(ValueError, match=rf"{num_units} units with {p} holders each cannot give each of {k} .*; use"):
+    words = f"{p} holders each" if num_units else "no holders"
+    with pytest.raises(ValueError, match=rf"{num_units} units with {words} cannot give each of {k} .*; use"):
         assignment.balanced(equal_units(num_units), num_subnetworks=k, num_holders=p)
     with pytest.raises(ValueError, match="cannot give"):
         assignment.cyclic(num_units, num_subnetworks=k, num_holders=p)
