@@ -151,7 +151,7 @@ def _check_agreement(plan: Plan, counts: PlanCounts, config: SubnetworkConfig) -
         "regime": (plan.regime, config.regime),
         "strategy": (plan.strategy, config.strategy),
         "subnetworks": (plan.num_subnetworks, counts.num_subnetworks),
-        "holders": (plan.num_holders, counts.num_holders),
+        "holders": (plan.num_holders or "not one number", counts.num_holders or "not one number"),
     }
     wrong = [f"{name} is {a!r} in the plan and {b!r} here" for name, (a, b) in pairs.items() if a != b]
     if wrong:
@@ -162,7 +162,7 @@ def _check_agreement(plan: Plan, counts: PlanCounts, config: SubnetworkConfig) -
 
 
 def _warn_if_disconnected(plan: Plan) -> None:
-    k, num_units, held = plan.num_subnetworks, len(plan.units), sum(map(len, plan.holders))
+    k, num_units, numbers = plan.num_subnetworks, len(plan.units), [*map(len, plan.holders)]
     if is_connected(incidence(plan.holders, k)):
         return
     if k == 2:
@@ -174,12 +174,12 @@ def _warn_if_disconnected(plan: Plan) -> None:
         )
         return
     finer = ', or use finer units: granularity "sublayer", or for MLPs cut by neurons more neuron_groups' * (
-        held > num_units
+        sum(numbers) > num_units
     )
     warnings.warn(
-        f"{num_units} units with {in_words([*map(len, plan.holders)])} do not connect {k} subnetworks (spectral gap 0): "
+        f"{num_units} units with {in_words(numbers)} do not connect {k} subnetworks (spectral gap 0): "
         "some of them never exchange anything but shared parameters. "
-        f"Connecting them takes {k - 1} or more holders than units, here {held - num_units}: "
+        f"Connecting them takes {k - 1} or more of holders - 1, added up over units, here {sum(numbers) - num_units}: "
         f"raise holders{finer}",
         stacklevel=3,
     )

@@ -56,11 +56,12 @@ class Run:
 
 NEURON, LAYERS = {"strategy": "neuron"}, {"granularity": "layer"}
 BACKWARD = {"regime": "backward"}
+BY_RULES = {"holders": [{"units": "mlp", "holders": 1}, {"holders": 2}]}
 WRITERS = {
     "forward_block": Run(2),
     "neuron_zero2_small_buckets": Run(2, stage=2, block=NEURON, bucket=100),
     "backward_neuron_stage0_bf16": Run(2, stage=0, precision="bf16", block=NEURON | BACKWARD),
-    "three_bf16": Run(3, precision="bf16", block={"holders": 2}),
+    "three_bf16_by_rules": Run(3, precision="bf16", block=BY_RULES),
     "replicas": Run(4, block={"subnetworks": 2}),
     "tensor_parallel": Run(4, tp=2, block=NEURON),
 }
@@ -69,7 +70,7 @@ READERS = {
     "three_holders_of_three_zero2": Run(3, stage=2, block=NEURON | {"holders": 2}),
     "stage0_layers": Run(2, stage=0, block=LAYERS),
     "backward_block_bf16": Run(2, precision="bf16", block=BACKWARD),
-    "backward_neuron": Run(3, stage=2, block=BACKWARD | NEURON, bucket=64),
+    "backward_neuron_by_rules": Run(3, stage=2, block=BACKWARD | NEURON | BY_RULES, bucket=64),
     "four_replicas_cyclic": Run(4, block={"subnetworks": 2, "assignment": "cyclic"}),
     "tensor_parallel_bf16": Run(4, tp=2, precision="bf16"),
     "offload": Run(2, offload=True),
