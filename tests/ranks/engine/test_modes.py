@@ -38,14 +38,14 @@ def logits(model: Any, batch: torch.Tensor) -> torch.Tensor:
 
 
 def scaled(dense: nn.Module, plan: Plan) -> nn.Module:
-    """The dense model with the output projections of all units multiplied by the coverage, by their names."""
+    """The dense model with the output projections of each unit multiplied by its coverage, by their names."""
     result = deepcopy(dense)
     tensors = dict(result.named_parameters())
     with torch.no_grad():
-        for unit in plan.units:
+        for unit, holders in zip(plan.units, plan.holders, strict=True):
             for piece in unit.pieces:
                 if any(piece.parameter.rpartition(".")[0].endswith(name) for name in OUTPUTS):
-                    piece.narrow(tensors[piece.parameter]).mul_(plan.coverage)
+                    piece.narrow(tensors[piece.parameter]).mul_(len(holders) / plan.num_subnetworks)
     return result
 
 
@@ -57,22 +57,21 @@ def loaded_from(folder: Path) -> Any:
 
 def branches_are_scaled(rank: Rank) -> None:
     """Evaluation and export have the factor, training never sees it; shared units have none."""
+    by_rules = {"holders": [{"units": "mlp", "holders": 1}, {"units": r"0\.attention", "holders": 2}]}
     cases: list[tuple[str, dict[str, Any]]] = [
-        ("llama_biases", {}),
+        ("llama_biases", by_rules),
         (
             "llama_biases",
             {"strategy": "neuron", "neuron_groups": 4, "shared": [r"mlp\.group_1$", r"0\.attention\.head_2$"]},
         ),
-        ("gpt2", {"strategy": "neuron"}),
+        ("gpt2", {"strategy": "neuron", **by_rules}),
         ("gpt_neox_parallel", {"strategy": MIXED, "shared": [r"layers\.1\.mlp"]}),
     ]
     for number, (name, choice) in enumerate(cases):
-        holders = 1 + number % (rank.size - 1)
-        block = {**choice, "holders": holders}
+        block = {"holders": 1 + number % (rank.size - 1), **choice}
         plain, dense = start(name, **block)
         engine, _ = start(name, **block, dense_branch_scale="coverage")
         folder, batch = rank.folder / str(number), batch_of(rank)
-        assert engine.plan.coverage == holders / rank.size
         assert train(engine, num_steps=1) == train(plain, num_steps=1)
         dense.load_state_dict(dense_state(plain))
         expected = logits(scaled(dense, engine.plan), batch)
