@@ -56,14 +56,21 @@ def branches_in(name: str, layer: nn.Module) -> tuple[Branch, ...]:
         name: of the layer, for messages.
 
     Raises:
-        ValueError: it runs other code than the class that is described, or has a form that is not described.
+        ValueError: it runs other code than the class that is described, has a form that is not described, or lacks an attribute
+            that says which.
     """
     base = _described_base(type(layer))
     if base is None:
         return ()
     description = _DESCRIPTIONS[_qualified(base)]
     check_own_forward(name, layer, base, description.code)
-    branches = tuple(branch for branch in description.branches if branch.is_in(layer))
+    try:
+        branches = tuple(branch for branch in description.branches if branch.is_in(layer))
+    except AttributeError as problem:
+        raise ValueError(
+            f"{name!r}: a module in this {type(layer).__name__} is not the one that its description was written for: "
+            f"{problem}. {how_to_describe(layer)}"
+        ) from None
     names = [branch.name for branch in branches]
     if not branches:
         known = dict.fromkeys(", ".join(f"{p} = {v!r}" for p, v in branch.when) for branch in description.branches)

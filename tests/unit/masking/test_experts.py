@@ -155,6 +155,16 @@ def test_neurons_whose_products_do_not_run_are_refused() -> None:
         masked(mixture("mixtral").bfloat16(), plan_of(mixture("mixtral")), 0)
 
 
+def test_what_a_subnetwork_lacks_must_run_too() -> None:
+    """14 neurons in groups of 2, one of them shared: all subnetworks have 8, and the other half runs beside it, or in
+    evaluation with it."""
+    model = mixture("mixtral", intermediate_size=14)
+    for regime in ("forward", "backward"):
+        plan = plan_of(model, regime, neuron_groups=7, shared=[r"mlp\.group_6$"])
+        with pytest.raises(ValueError, match=r"of 14 neurons of each expert subnetwork 0 has 8 and lacks 6"):
+            masked(model, plan, 0)
+
+
 def test_checkpointed_activations_leave_the_auxiliary_loss_as_it_is() -> None:
     """What runs again for the backward pass is not counted again. (With reentrant checkpointing plain Transformers
     records logits that have no gradient.)"""

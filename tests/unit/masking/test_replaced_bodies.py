@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
 from transformers.models.llama.modeling_llama import LlamaAttention, LlamaMLP
 
 from sdp_deepspeed.architectures import is_of_package, locate_branches
@@ -52,6 +53,16 @@ def test_a_body_that_is_not_what_was_described_is_refused(layers: tuple[int, ...
 def test_a_body_that_computes_the_same_passes() -> None:
     for strategy in ("block", "neuron"):
         assert check(llama_with("mlp", SameMLP, 0, 1), strategy) == []
+
+
+def test_a_body_that_does_not_say_which_form_it_has_is_refused_by_name() -> None:
+    """StableLM's description asks its attention whether it has a norm for each head."""
+    model = SPECIMENS["stablelm"].build()
+    layer = model.get_submodule("model.layers.1")
+    layer.self_attn = nn.Identity()
+    words = r"'model\.layers\.1': a module in this StableLmDecoderLayer is not .*no attribute 'qk_layernorm'.*register\("
+    with pytest.raises(ValueError, match=f"(?s){words}"):
+        locate_branches(model)
 
 
 @pytest.mark.parametrize("name", [*SPECIMENS, *MIXTURES])
