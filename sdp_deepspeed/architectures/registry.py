@@ -56,8 +56,8 @@ def branches_in(name: str, layer: nn.Module) -> tuple[Branch, ...]:
         name: of the layer, for messages.
 
     Raises:
-        ValueError: it runs other code than the class that is described, has a form that is not described, or lacks an attribute
-            that says which.
+        ValueError: it runs other code than the class that is described, has a form that is not described, or does not
+            say which it has.
     """
     base = _described_base(type(layer))
     if base is None:
