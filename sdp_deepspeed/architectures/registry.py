@@ -43,6 +43,12 @@ def register(layer_class: type | str, *branches: Branch) -> None:
     _DESCRIPTIONS[name] = _Description(branches, None if isinstance(layer_class, str) else code_of(layer_class))
 
 
+def described_as(layer_class: type) -> str:
+    """Qualified name of a class, or of its nearest base class, that is described; empty if there is none."""
+    base = _described_base(layer_class)
+    return "" if base is None else _qualified(base)
+
+
 def branches_of(layer_class: type) -> tuple[Branch, ...] | None:
     """The description of a class or of the nearest described base class, None if there is none."""
     base = _described_base(layer_class)

@@ -49,11 +49,7 @@ def _built(name: str, num_layers: int) -> nn.Module:
     else:
         specimen = models.SPECIMENS[name]
         model = replace(specimen, options={**specimen.options, "num_hidden_layers": num_layers}).build()
-    generator = torch.Generator().manual_seed(7)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.add_(torch.randn(parameter.shape, generator=generator) * 0.15)
-    return model
+    return models.scrambled(model)
 
 
 def tokens(seed: int = 3) -> torch.Tensor:

@@ -40,13 +40,7 @@ def build(name: str) -> Any:
 
 @cache
 def _built(name: str) -> nn.Module:
-    """No bias is zero and no norm is one, so that a forgotten one is seen."""
-    model = SPECIMENS[name].build()
-    generator = torch.Generator().manual_seed(7)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.add_(torch.randn(parameter.shape, generator=generator) * 0.15)
-    return model
+    return models.scrambled(SPECIMENS[name].build())
 
 
 def neuron_strategy(name: str) -> Any:

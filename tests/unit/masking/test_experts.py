@@ -143,7 +143,9 @@ def test_noise_that_would_be_drawn_twice_is_refused() -> None:
 
 def test_neurons_whose_products_do_not_run_are_refused() -> None:
     """12 neurons in 6 groups; four of fp32 are 16 bytes, and eight of bf16."""
-    words = r"layers\.0\.mlp': of 12 neurons of each expert subnetwork 0 has 6, .*multiples of 4.*batched_mm"
+    words = (
+        r"layers\.0\.mlp': of 12 neurons of each expert subnetwork 0 has 6 and lacks 6, .*multiples of 4.*batched_mm"
+    )
     for regime in ("forward", "backward"):
         model = mixture("mixtral")
         plan = plan_of(model, regime, neuron_groups=6)
