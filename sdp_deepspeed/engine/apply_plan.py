@@ -107,8 +107,8 @@ def apply_plan(start: ModelAtStart, block: SubnetworkConfig, groups: RankGroups)
             on_nodes=Nodes.of(network.nodes),
         )
         costs = unit_costs(module, model.plan.units)  # while all units are there
-        if start.deferred is None and groups.tp_group is None:
-            warnings += check_descriptions(module, parallel.branches, plan)
+        if groups.tp_group is None:
+            warnings += check_descriptions(module, parallel.branches, plan, start.device)
         # Mask: drop, narrow or freeze what this rank lacks.
         mask = Mask(module, model, parallel.branches, scales=block.dense_branch_scale == "coverage")
         mask.apply()
