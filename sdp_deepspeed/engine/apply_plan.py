@@ -147,9 +147,8 @@ def announce(text: str) -> None:
 
 
 def _losses(plan: Plan) -> str:
-    if plan.regime == "backward" or plan.coverage == 1:
-        return ""
-    return "\n  a loss in training mode is a subnetwork's; in evaluation mode without gradients it is the dense model's"
+    text = "\n  a loss in training mode is a subnetwork's; in evaluation mode without gradients it is the dense model's"
+    return text if plan.trains_subnetworks else ""
 
 
 def _log_on_rank_0(text: str) -> None:

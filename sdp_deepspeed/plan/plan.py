@@ -68,6 +68,11 @@ class Plan:
         """C = p / k."""
         return self.num_holders / self.num_subnetworks
 
+    @property
+    def trains_subnetworks(self) -> bool:
+        """Whether a loss of training is that of a subnetwork, and not the dense model's."""
+        return self.regime == "forward" and self.num_holders < self.num_subnetworks
+
     @cached_property
     def hash(self) -> str:
         """SHA-256 (hex) of what decides the training: units, holders, k, p, regime and strategy."""
