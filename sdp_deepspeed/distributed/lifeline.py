@@ -21,7 +21,7 @@ from collections.abc import Callable
 from multiprocessing.util import Finalize
 from typing import Any, NoReturn
 
-from sdp_deepspeed.distributed.store_gatherer import Store
+from sdp_deepspeed.distributed.store_gatherer import Store, found
 from sdp_deepspeed.messages import listed
 
 BEAT_SECONDS = 2.0  # between two signs, and two looks
@@ -113,12 +113,10 @@ class Lifeline:
         self._store.set(str(self._rank), str(self._beat).encode())
 
     def _silent_ranks(self, seconds: float) -> list[int]:
-        """Two questions to the store, however many ranks; more only while some have shown nothing. One that has not
-        shown its first sign is on its way."""
-        keys = [str(rank) for rank in sorted(self._others - self._left)]
-        there = keys if self._store.check(keys) else [key for key in keys if self._store.check([key])]
-        for key, shown in zip(there, self._store.multi_get(there) if there else [], strict=True):
-            self._note(int(key), shown, seconds)
+        """One that has not shown its first sign is on its way."""
+        for key, shown in found(self._store, [str(rank) for rank in sorted(self._others - self._left)]).items():
+            if shown is not None:
+                self._note(int(key), shown, seconds)
         # Ranks of one node fall silent together, and show their signs at different moments.
         about = self._limit - 1.5 * BEAT_SECONDS
         is_silent = any(silence >= self._limit for silence in self._silence.values())
@@ -189,7 +187,8 @@ class Lifeline:
     def _at_exit(self) -> None:
         """An error that ends this process is told before others miss the rank. A thread that is in the store when the
         interpreter goes would abort it."""
-        self._error = getattr(sys, "last_value", None)
+        is_interactive = hasattr(sys, "ps1")  # where the last error may be long past, and has ended nothing
+        self._error = None if is_interactive else getattr(sys, "last_value", None)
         self._closing.set()
         self._closed.wait(self._farewell + BEAT_SECONDS / 2)
 

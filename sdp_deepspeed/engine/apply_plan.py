@@ -124,7 +124,7 @@ def apply_plan(start: ModelAtStart, block: SubnetworkConfig, groups: RankGroups)
             log_dist(f"{KEY}: {start.deferred.note}", ranks=[0])
     give_back(start.device)  # before the optimizer allocates
     # Dense view: what makes the module the dense model again, for evaluation, export and state dicts.
-    barrier = make_monitored_barrier(groups.host)
+    barrier = make_monitored_barrier(groups.host, groups.last_acts)
     passes = DensePasses(mask, groups.dp_group, barrier, device=start.device, report=_log_on_rank_0)
     dense_view = DenseView(module, mask, groups.dp_group, barrier, passes, evaluation=block.evaluation)
     dense_view.install()
@@ -147,9 +147,8 @@ def announce(text: str) -> None:
 
 
 def _losses(plan: Plan) -> str:
-    if plan.regime == "backward" or plan.is_whole:
-        return ""
-    return "\n  a loss in training mode is a subnetwork's; in evaluation mode without gradients it is the dense model's"
+    text = "\n  a loss in training mode is a subnetwork's; in evaluation mode without gradients it is the dense model's"
+    return text if plan.trains_subnetworks else ""
 
 
 def _log_on_rank_0(text: str) -> None:

@@ -168,6 +168,16 @@ def test_the_error_that_ends_a_rank_is_told_to_the_others(monkeypatch: pytest.Mo
 
 
 @pytest.mark.usefixtures("quick")
+def test_the_last_error_of_a_notebook_has_not_ended_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    _, one = of_ranks(2, Told())
+    monkeypatch.setattr(sys, "last_value", ArithmeticError("an hour ago"), raising=False)
+    monkeypatch.setattr(sys, "ps1", "In : ", raising=False)
+    one.start()
+    one._at_exit()
+    assert one.failure() is None
+
+
+@pytest.mark.usefixtures("quick")
 def test_rank_0_leaves_when_all_others_have_seen_it() -> None:
     """One that holds Python's lock for many beats sees it late; the store goes with rank 0."""
     store: Any = dist.HashStore()
