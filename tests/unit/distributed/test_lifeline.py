@@ -7,6 +7,7 @@ import io
 import itertools
 import sys
 import threading
+import time
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
@@ -172,11 +173,16 @@ def test_rank_0_leaves_when_all_others_have_seen_it() -> None:
     """One that holds Python's lock for many beats sees it late; the store goes with rank 0."""
     store: Any = dist.HashStore()
     told = Told()
-    zero, one = (Lifeline(store, rank=rank, size=2, limit=0.05, end=told) for rank in range(2))
+    zero, one = (Lifeline(store, rank=rank, size=2, limit=LIMIT, end=told) for rank in range(2))
     one._show()
     zero.start()
     zero.close()
+    zero._unanswered = LIMIT / 2  # as after a while; asking the others begins anew
+    until = time.monotonic() + 20
+    while zero._unanswered > 1 and time.monotonic() < until:
+        time.sleep(0.01)
     assert not zero._closed.wait(0.3)
+    assert zero._unanswered < 1
     assert not told.why
     one.look(LOOK)
     assert one.is_alone
