@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import secrets
 import sys
 import threading
 import time
@@ -21,6 +22,7 @@ from collections.abc import Callable
 from multiprocessing.util import Finalize
 from typing import Any, NoReturn
 
+from sdp_deepspeed.distributed.agreement import Gatherer
 from sdp_deepspeed.distributed.exits import error_at_end, error_of_exit, remember_exits
 from sdp_deepspeed.distributed.store_gatherer import Store
 from sdp_deepspeed.messages import listed
@@ -221,24 +223,24 @@ def _flush() -> None:
             stream.flush()
 
 
-def watch_ranks(owner: object, dist: Any, limit: float | None) -> None:
-    """Watch all ranks while an object lives; every rank calls it, equally often.
+def watch_ranks(owner: object, dist: Any, ranks: Gatherer, limit: float | None) -> None:
+    """Watch all ranks while an object lives; every rank calls it.
 
     Args:
         dist: `torch.distributed`.
+        ranks: all of them.
         limit: of silence, seconds; None watches nobody.
     """
-    rank, size = dist.get_rank(), dist.get_world_size()
-    if limit is None or size == 1:
+    if limit is None or ranks.size == 1:
         return
     remember_exits()
     store = dist.distributed_c10d._get_default_store()
-    # A store that outlives a restart by torchrun has the keys of the ranks that ended.
-    run = f"sdp_deepspeed/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}/{size}"
-    number = store.add(f"{run}/lifelines/{rank}", 1)  # ranks build their engines together
+    # New each time: a store that outlives a restart by torchrun has the keys of ranks that ended, and each node counts
+    # restarts by itself.
+    name = ranks.gather_objects(secrets.token_hex(8))[0]
     # By a connection of its own: over one, a question waits for the answer to the one before it.
-    own = dist.PrefixStore(f"{run}/lifeline/{number}", store.clone())
-    lifeline = Lifeline(own, rank=rank, size=size, limit=limit)
+    own = dist.PrefixStore(f"sdp_deepspeed/lifeline/{name}", store.clone())
+    lifeline = Lifeline(own, rank=ranks.rank, size=ranks.size, limit=limit)
     lifeline.start(store)
     # At the end of the process the lifeline closes itself, and is waited for.
     weakref.finalize(owner, _close, lifeline, store).atexit = False

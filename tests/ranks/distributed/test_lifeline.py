@@ -20,6 +20,7 @@ RANK = """
 import multiprocessing, sys, time
 import torch.distributed as dist
 from sdp_deepspeed.distributed import lifeline
+from sdp_deepspeed.distributed.communicator import Communicator
 
 lifeline.GRACE_SECONDS = 2.0
 rank, size, port, limit, behavior = *map(int, sys.argv[1:4]), float(sys.argv[4]), sys.argv[5]
@@ -27,7 +28,7 @@ rank, size, port, limit, behavior = *map(int, sys.argv[1:4]), float(sys.argv[4])
 def run():
     owner = lambda: None
     dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=size)
-    lifeline.watch_ranks(owner, dist, limit)
+    lifeline.watch_ranks(owner, dist, Communicator(dist), limit)
     print("watched", flush=True)
     if behavior == "waits":
         dist.barrier()
