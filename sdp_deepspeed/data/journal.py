@@ -21,7 +21,7 @@ from sdp_deepspeed.data.tokenize_part import SPLITS, SplitCount, SplitName
 JOURNAL = "parts.jsonl"
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class Place:
     """Where a part of the stream begins.
 
@@ -37,7 +37,7 @@ class Place:
     bytes: int
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class Entry:
     """A part that was tokenized.
 

@@ -71,11 +71,12 @@ def test_parts_in_any_order_leave_the_gaps_that_a_walk_finds(order: list[int], c
         assert journal.first_missing(first) == next(part for part in range(first, 10) if part not in there)
     for token in range(13):
         holding = [part for part in there if entries[part].place.train <= token <= entries[part].end.train]
-        end = part = max(holding, default=None)
+        place = max(holding, default=None)
+        end = place
         while end is not None and end + 1 in there:
             end += 1
         assert journal.contiguous("train", token) == (token if end is None else max(token, entries[end].end.train))
-        assert journal.place_of(token) == (None if part is None else entries[part].place)
+        assert journal.place_of(token) == (None if place is None else entries[place].place)
 
 
 class _Counted(dict[int, Entry]):
