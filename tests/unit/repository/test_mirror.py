@@ -38,7 +38,6 @@ TESTED_WITH = {
     "data/cache": "unit/data/test_prepare.py",
     "data/growing": "unit/data/test_block_order.py",
     "data/lifeline": "unit/data/test_workers.py",
-    "data/network": "unit/data/test_hub.py",
     "data/progress": "unit/data/test_main.py",
     "data/streaming": "unit/data/test_background.py",
     "data/tokenize_part": "unit/data/test_stream_writer.py",
