@@ -32,7 +32,6 @@ TESTED_WITH = {
     "checkpoint/load": "unit/checkpoint/test_checkpointer.py",
     "checkpoint/state/fill": "ranks/checkpoint/test_reshard.py",
     "checkpoint/state/rank_chunks": "ranks/checkpoint/test_reshard.py",
-    "checkpoint/state/whole_state": "ranks/optimizer/test_whole_tensors.py",
     "checkpoint/state/snapshot": "unit/checkpoint/test_checkpointer.py",
     "data/cache": "unit/data/test_prepare.py",
     "data/growing": "unit/data/test_block_order.py",
