@@ -1,29 +1,56 @@
-"""What an optimizer of whole tensors keeps for each, as it is stored."""
+"""State of whole tensors on the disk and back, on one rank."""
 
 from __future__ import annotations
 
-from types import SimpleNamespace
+from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from torch import nn
 
-from sdp_deepspeed.checkpoint.state.whole_state import new_whole_state, whole_state
-from sdp_deepspeed.units import Piece
+from sdp_deepspeed.checkpoint.load import LoadOptions
+from sdp_deepspeed.distributed.communicator import Communicator
+from sdp_deepspeed.layout.places import PieceViews
+from sdp_deepspeed.layout.rank_model import RankModel
+from sdp_deepspeed.optimizer.settings import OptimizerSettings
+from sdp_deepspeed.plan.plan import Plan
+from sdp_deepspeed.plan.tensors import TensorInfo, named_tensors
+from sdp_deepspeed.units import Unit
+from tests.helpers.dense_checkpoints import dense_tensors
+from tests.helpers.gatherers import Alone
+from tests.helpers.rank_models import wrapped
+from tests.helpers.trained_states import Trained, checkpointer_of
+from tests.helpers.training import assert_identical
 
-PIECE = Piece("scale", None, 0, 1)
+
+def trained(dtype: torch.dtype, stage: int, num_steps: int) -> Trained:
+    """Of a matrix, a vector and a number."""
+    module = nn.Module()
+    for name, shape in {"matrix": (3, 5), "vector": (4,), "number": ()}.items():
+        module.register_parameter(name, nn.Parameter(torch.full(shape, 0.5, dtype=dtype)))
+    module.register_buffer("num_seen", torch.zeros(1))
+    parameters = dict(module.named_parameters())
+    inner = torch.optim.Adafactor(parameters.values(), lr=0.1)
+    tensors = tuple(TensorInfo(name, tuple(p.shape), dtype) for name, p in parameters.items())
+    plan = Plan("forward", "block", 1, 1, 0, (Unit("u", ()),), ((0,),), (0,))
+    model = RankModel(plan, tensors, PieceViews(named_tensors(module)))
+    world, settings = Communicator(Alone()), OptimizerSettings(stage, clip=0.0, bucket_elements=100, wire_dtype=dtype)
+    state = Trained(module, wrapped(inner, model, world, settings=settings), world)
+    for _ in range(num_steps):
+        state.step()
+    return state
 
 
-def test_moments_of_a_number_have_its_dense_shape() -> None:
-    """Its optimizer steps a tensor of the shape [1], so that a moment does not look like a step count; what resumes the
-    checkpoint may step each element. What is not like the tensor stays as it is."""
-    tensor = nn.Parameter(torch.ones(1))
-    group: Any = SimpleNamespace(fragments=[SimpleNamespace(piece=PIECE)], tensors=[tensor])
-    rank_chunks: Any = SimpleNamespace(shape=lambda name: ())
-    state = {tensor: {"exp_avg": torch.full((1,), 3.0), "rows": torch.zeros(2)}}
-    written = whole_state(group, state, {PIECE}, rank_chunks)
-    assert {key: tuple(chunks.shape) for key, chunks in written.items()} == {"exp_avg/scale": (), "rows/scale": (2,)}
-    stored = {key: SimpleNamespace(size=chunks.shape, properties=chunks) for key, chunks in written.items()}
-    targets, (own,) = new_whole_state(group, stored, rank_chunks)
-    assert {key: tuple(chunks.shape) for key, chunks in targets.items()} == {"exp_avg/scale": (), "rows/scale": (2,)}
-    assert {key: tuple(value.shape) for key, value in own.items()} == {"exp_avg": (1,), "rows": (2,)}
+@pytest.mark.parametrize(("dtype", "stage"), [(torch.float32, 0), (torch.float32, 1), (torch.bfloat16, 2)])
+def test_each_tensor_gets_its_own_back(tmp_path: Path, dtype: torch.dtype, stage: int) -> None:
+    """Moments of a number are no step count, and have its shape on the disk."""
+    saved, loaded = trained(dtype, stage, 2), trained(dtype, stage, 1)
+    checkpointer_of(saved).save(tmp_path, "tag", {})
+    checkpointer_of(loaded).load(tmp_path, "tag", LoadOptions())
+    assert_identical(loaded.tensors(), saved.tensors())
+    shapes: dict[str, Any] = {key: tuple(value.shape) for key, value in dense_tensors(tmp_path / "tag").items()}
+    assert shapes["variance/number"] == ()
+    assert shapes["variance/vector"] == (4,)
+    assert shapes["row_var/matrix"] == (3, 1)
+    assert "step/number" not in shapes
