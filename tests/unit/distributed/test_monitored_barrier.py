@@ -115,17 +115,16 @@ def test_who_waits_in_a_barrier_of_all_ranks_is_not_waited_for() -> None:
     ranks.arrived.set()
 
 
-def test_who_leaves_a_barrier_is_waited_for() -> None:
+def test_who_leaves_a_barrier_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
     found = [True] * 2
     ranks = Ranks(in_barrier=lambda: bool(found and found.pop()))
-    own = ranks.acts[0]
-    elsewhere = own.elsewhere
+    elsewhere = ranks.acts[0].elsewhere
 
     def looking(others: Any) -> Any:
         ranks.acts[1].publish()
         return elsewhere(others)
 
-    own.elsewhere = looking  # type: ignore[method-assign]
+    monkeypatch.setattr(ranks.acts[0], "elsewhere", looking)
     arriving(ranks)
     assert ranks.barrier(0).wait(Phase.RESIDENT) == [None] * 3
     assert not found
