@@ -97,6 +97,20 @@ def test_who_came_and_trains_since_is_waited_for(ranks: Ranks) -> None:
     assert ranks.barrier(0).wait(Phase.FORWARD, "note") == ["note"] * 3
 
 
+def test_who_comes_while_this_rank_looks_is_waited_for(ranks: Ranks, monkeypatch: pytest.MonkeyPatch) -> None:
+    elsewhere = ranks.acts[0].elsewhere
+
+    def looking(others: Any) -> Any:
+        for other in (1, 2):
+            ranks.come(other)
+            ranks.train(other)
+        return elsewhere(others)
+
+    monkeypatch.setattr(ranks.acts[0], "elsewhere", looking)
+    arriving(ranks)
+    assert ranks.barrier(0).wait(Phase.FORWARD) == [None] * 3
+
+
 def test_who_has_done_as_much_is_waited_for(ranks: Ranks) -> None:
     """It loads data, say."""
     for rank in range(3):
