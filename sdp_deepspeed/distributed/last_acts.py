@@ -293,5 +293,6 @@ def _beat(reference: weakref.ref[LastActs], stop: threading.Event) -> None:
         del acts
     acts = reference()
     if acts is not None:  # the process ends: what it did last is what others may ask for
+        acts._lost = True
         with contextlib.suppress(Exception):
             acts.publish()
