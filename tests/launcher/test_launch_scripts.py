@@ -41,7 +41,8 @@ printf '%s\\n' "$@" >"$TOLD/deepspeed"
 while [ "$1" != --enable_each_rank_log ]; do shift; done
 echo "starting: everything" >"$2/now_rank0.log"
 echo "a word" >"$2/now_rank2.log"
-printf '[rank1]: %s\\n' 'Traceback (most recent call last):' '  a line' 'ArithmeticError: on purpose' >"$2/now_rank1.log"
+printf '[rank1]: %s\\n' 'Traceback (most recent call last):' '  a line' 'ArithmeticError: on purpose' \\
+  >"$2/now_rank1.log"
 sleep 0.1
 echo "error on rank 0: rank 1 failed" >>"$2/now_rank0.log"
 exit 1
