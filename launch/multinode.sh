@@ -108,7 +108,7 @@ explain() {
     num=$((num + 1))
     [ $num -le 4 ] || continue
     echo "== $log"
-    grep -E "$rank(error|[A-Za-z_.]*(Error|Exception|Interrupt)\b)" "$log" | tail -n 2
+    { grep -E "$rank(error|[A-Za-z0-9_.]*(Error|Exception|Interrupt)\b)" "$log" || tail -n 1 "$log"; } | tail -n 2
   done < <(new_logs .log)
   [ -z "$silent" ] || echo "== no error, as of ranks that were killed:$silent"
 }

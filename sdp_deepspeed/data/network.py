@@ -68,6 +68,8 @@ def reading_on(file: Any) -> Any:
 
     ConnectionError where nothing more comes.
     """
+    if file.size is None:  # an answer that does not say how long it is
+        return file
     read = file.read
 
     def whole(length: int | None = -1) -> bytes:

@@ -17,7 +17,8 @@ class Act:
         call: number of that collective.
         launched: how many it has started.
         stuck_in: name of the collective of all ranks, not of ours, that it waits in; empty if none.
-        lost: whether a collective has failed here or the process ends, after which no other will come about.
+        lost: whether a collective has failed here, after which no other will come about.
+        ended: whether the process ends, after which it starts no other.
         beat: how often the rank has published; where it does not move, the process is gone or stopped.
     """
 
@@ -28,12 +29,26 @@ class Act:
     launched: int
     stuck_in: str
     lost: bool
+    ended: bool
     beat: int
+
+    @property
+    def is_away(self) -> bool:
+        """Whether it will not come to a meeting that it has not come to."""
+        return bool(self.stuck_in) or self.lost or self.ended
+
+    def misses(self, call: int) -> bool:
+        """Whether the collective of this number will not come about, for all that this rank does."""
+        return self.lost or (self.ended and self.launched < call)
 
     @property
     def collective(self) -> tuple[str, int]:
         """In which it waits: calls of one number may still be others, in a step here and in a backward pass there."""
         return self.what, self.call
+
+    def meets(self, other: Act | None) -> bool:
+        """Whether another rank waits in this one's collective."""
+        return other is not None and other.waits and other.collective == self.collective
 
 
 Acts = Mapping[int, Act | None]  # by rank; None for one that has published nothing

@@ -1,9 +1,9 @@
 """Whether an error ends this process, and which: for who tells it to other ranks when the process ends.
 
 Python keeps an exception that nobody caught, but not the `SystemExit` of `sys.exit`: at the end of a process nothing
-says any more that its exit code is to be 3. So `sys.exit` leaves behind here what it was called with. One that was
-caught, in a process that goes on and then ends without another `sys.exit`, cannot be told from one that was not; nor
-does `raise SystemExit(3)` come by here.
+says any more that its exit code is to be 3. So `sys.exit` leaves behind here what it was called with, until the process
+trains on: then somebody caught it. Neither `raise SystemExit(3)` nor a `sys.exit` that was imported by name before
+comes by here.
 """
 
 from __future__ import annotations
@@ -29,21 +29,26 @@ def remember_exits() -> None:
     sys.exit = remember_and_end  # type: ignore[assignment]
 
 
+def go_on() -> None:
+    """The process has not ended by what it said last."""
+    _said.clear()
+
+
 def error_of_exit() -> str | None:
-    """That of the last `sys.exit`, in words; also while the process still unwinds."""
-    return _said[0] if _said else None
+    """That of the last `sys.exit`, in words; also while the process still unwinds. None in an interactive session,
+    where the last error may be long past, and has ended nothing."""
+    return _said[0] if _said and not hasattr(sys, "ps1") else None
 
 
 def error_at_end() -> str | None:
     """That ends this process, which is at its end, in words; None if it ends well."""
-    is_interactive = hasattr(sys, "ps1")  # where the last error may be long past, and has ended nothing
-    error = None if is_interactive else getattr(sys, "last_value", None)
+    error = None if hasattr(sys, "ps1") else getattr(sys, "last_value", None)
     return error_of_exit() if error is None else _in_a_line(error)
 
 
 def _words(status: object, reason: BaseException | None) -> str | None:
     """Of `sys.exit(status)`, where this exception was handled."""
-    if status in (None, 0):
+    if status is None or (isinstance(status, int) and status == 0):
         return None
     return f"sys.exit({status!r})" if reason is None else _in_a_line(reason)
 

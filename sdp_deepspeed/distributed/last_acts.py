@@ -22,6 +22,7 @@ from functools import partial
 from typing import Any
 
 from sdp_deepspeed.distributed.act import Act, Acts, act_in_words, beat_of
+from sdp_deepspeed.distributed.exits import go_on
 from sdp_deepspeed.distributed.main_thread import stuck_in
 from sdp_deepspeed.distributed.store_gatherer import Store, found
 from sdp_deepspeed.messages import listed
@@ -84,10 +85,15 @@ class LastActs:
         self._num_calls = 0
         self._what, self._since = "built its engine", time.monotonic()
         self._waiting: _Waiting | None = None
-        self._lost = False
+        self._lost = self._ended = False
         self._beat = 0
         self._publishing = threading.Lock()
         self._stop = threading.Event()
+
+    @property
+    def watched(self) -> Sequence[int]:
+        """Ranks for which this one looks when it waits for all: so each is looked for, and the store asked little."""
+        return self._ranks[1:] if self._rank == self._ranks[0] else self._ranks[:1]
 
     def start(self) -> None:
         """Publish at once, and from now on in a thread that ends with this object."""
@@ -99,6 +105,7 @@ class LastActs:
 
     def launch(self) -> int:
         """This rank starts a collective of the group's; returns its number, the same on all ranks."""
+        go_on()
         self._num_calls += 1
         return self._num_calls
 
@@ -127,17 +134,14 @@ class LastActs:
 
     def of(self, ranks: Iterable[int]) -> dict[int, Act]:
         """What these ranks of the group did last, as far as they have published it."""
-        acts = self._acts(rank for rank in ranks if rank in self._ranks)
-        return {rank: act for rank, act in acts.items() if act is not None}
+        acts = self._acts(rank for rank in ranks if rank in self._ranks).items()
+        return {rank: act for rank, act in acts if act is not None}
 
     def elsewhere(self, ranks: Iterable[int]) -> dict[int, Act]:
         """Those of the ranks that will not come to where this rank waits now, if they have not come before: they have
-        started collectives that come after it, wait in another of all ranks, or have given up."""
-        return {
-            rank: act
-            for rank, act in self.of(ranks).items()
-            if act.launched > self._num_calls or act.stuck_in or act.lost
-        }
+        started collectives that come after it, wait in another of all ranks, have given up or ended."""
+        acts = self.of(ranks).items()
+        return {rank: act for rank, act in acts if act.launched > self._num_calls or act.is_away}
 
     def wait(self, work: Any, call: int, *, in_slices: bool) -> None:
         """Wait for a collective.
@@ -155,7 +159,9 @@ class LastActs:
         try:
             while not self._came(work, in_slices=in_slices):
                 others = self._others()
-                if any(act is not None and act.lost for act in others.values()) or self._all_wait(before, others):
+                if any(act is not None and act.misses(call) for act in others.values()) or self._all_wait(
+                    before, others
+                ):
                     raise RuntimeError(self._explanation(self._own(), others))
                 before = others
         except RuntimeError:
@@ -203,9 +209,8 @@ class LastActs:
     def _own(self) -> Act:
         waiting = self._waiting
         seconds = time.monotonic() - (self._since if waiting is None else waiting.since)
-        call = 0 if waiting is None else waiting.call
-        is_waiting = waiting is not None
-        return Act(self._what, seconds, is_waiting, call, self._num_calls, self._stuck_in(), self._lost, self._beat)
+        state = self._num_calls, self._stuck_in(), self._lost, self._ended, self._beat
+        return Act(self._what, seconds, waiting is not None, 0 if waiting is None else waiting.call, *state)
 
     def _others(self) -> Acts:
         return self._acts(rank for rank in self._ranks if rank != self._rank)
@@ -239,11 +244,7 @@ class LastActs:
         return alive and len(waited) == len(self._ranks) and len({act.collective for act in waited}) > 1
 
     def _explanation(self, own: Act, others: Acts) -> str:
-        elsewhere = {
-            rank: act
-            for rank, act in others.items()
-            if act is None or not act.waits or act.collective != own.collective
-        }
+        elsewhere = {rank: act for rank, act in others.items() if not own.meets(act)}
         positions = (f"rank {rank}, {act_in_words(act)}" for rank, act in (elsewhere or others).items())
         return f"rank {self._rank} waited ({own.what}) for {listed(positions, separator='; ')}. {_ADVICE}"
 
@@ -294,6 +295,6 @@ def _beat(reference: weakref.ref[LastActs], stop: threading.Event) -> None:
         del acts
     acts = reference()
     if acts is not None:  # the process ends: what it did last is what others may ask for
-        acts._lost = True
+        acts._ended = True
         with contextlib.suppress(Exception):
             acts.publish()

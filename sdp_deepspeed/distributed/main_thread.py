@@ -17,7 +17,7 @@ def stuck_in(dist: Any) -> str:
     Args:
         dist: `torch.distributed`.
     """
-    codes = {inspect.unwrap(getattr(dist, name)).__code__: name for name in _COLLECTIVES}
+    codes = {getattr(inspect.unwrap(getattr(dist, name)), "__code__", None): name for name in _COLLECTIVES}
     frame = sys._current_frames().get(threading.main_thread().ident or 0)
     while frame is not None and frame.f_code not in codes:
         frame = frame.f_back

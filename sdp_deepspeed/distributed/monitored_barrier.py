@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections import Counter
 from collections.abc import Iterable, Sequence
 from datetime import timedelta
 from enum import IntEnum
@@ -18,7 +17,7 @@ from sdp_deepspeed.messages import listed
 
 TIMEOUT = timedelta(minutes=5)
 LOOK_SECONDS = 2.0  # of waiting, between two looks whether the others can still come
-_LOOKS_STUCK = 10  # one after another that find a rank in a collective of PyTorch's own: it may be about to leave it
+_BEATS_STUCK = 10  # one after another, in a collective of PyTorch's own: a rank may be about to leave it
 _PAUSES = (0.001, 0.1)  # seconds between two questions whether all have come, least and most
 _PAUSE_SHARE = 8  # a pause is this part of what was waited already, so that many ranks do not keep the store busy
 _CAME, _FAILED = "came", "failed"  # keys, beside those of the ranks
@@ -112,10 +111,10 @@ class MonitoredBarrier:
         In the store, as nobody can be woken who waits for a message of gloo's.
         """
         self._store.set(str(self._channel.rank), str(self._meetings).encode())
-        self._store.add(_CAME, 1)
-        stuck = Counter[int]()
+        came = self._store.add(_CAME, 1)
+        stuck: dict[int, set[int]] = {}
         began = looked = now = time.monotonic()
-        while int(self._store.get(_CAME)) < self._meetings * self._channel.size:
+        while came < self._meetings * self._channel.size:
             time.sleep(min(max(_PAUSES[0], (now - began) / _PAUSE_SHARE), _PAUSES[1]))
             now = time.monotonic()
             if now - looked > LOOK_SECONDS:
@@ -124,23 +123,25 @@ class MonitoredBarrier:
                     return False
             if now - began > self._limit.total_seconds():
                 return False
-        return True
+            came = self._store.add(_CAME, 0)
+        return not self._store.check([_FAILED])  # who comes last may find that others have given up
 
-    def _is_hopeless(self, stuck: Counter[int]) -> bool:
-        """Whether a rank goes on without coming here. Rank 0 looks for all, others for rank 0 and what it found.
+    def _is_hopeless(self, stuck: dict[int, set[int]]) -> bool:
+        """Whether a rank goes on without coming here. Of each group the first rank looks for all, others for that one;
+        what one found all hear.
 
         Args:
-            stuck: how often each rank was found in a collective of PyTorch's own, at the latest looks.
+            stuck: the beats of each rank that was in a collective of PyTorch's own at all the latest looks. One that
+                publishes nothing meanwhile may have left it long ago.
         """
         if self._store.check([_FAILED]):
             return True
-        others = [0] if self._channel.rank else range(1, self._channel.size)
-        elsewhere = self._last_acts.elsewhere(self._late(others))
+        elsewhere = self._last_acts.elsewhere(self._late(self._last_acts.watched))
         late = self._late(elsewhere)  # asked again: who has come meanwhile may have gone on since
-        still = {rank: stuck[rank] + 1 for rank in late if elsewhere[rank].stuck_in}
+        still = {rank: stuck.get(rank, set()) | {elsewhere[rank].beat} for rank in late if elsewhere[rank].stuck_in}
         stuck.clear()
         stuck.update(still)
-        return any(not elsewhere[rank].stuck_in or stuck[rank] == _LOOKS_STUCK for rank in late)
+        return any(rank not in still or len(still[rank]) == _BEATS_STUCK for rank in late)
 
     def _late(self, ranks: Iterable[int]) -> list[int]:
         """Those of the ranks that have not come to this meeting."""

@@ -12,7 +12,7 @@ import pytest
 
 from sdp_deepspeed.data import row_groups
 from sdp_deepspeed.data.hub import HubDataset
-from sdp_deepspeed.data.network import reaching
+from sdp_deepspeed.data.network import reaching, reading_on
 from sdp_deepspeed.data.parts import Part
 from sdp_deepspeed.data.row_groups import RowGroups
 from sdp_deepspeed.data.tokenize_part import Task
@@ -122,6 +122,11 @@ class HTTPError(Exception):
     def __init__(self, status: int) -> None:
         super().__init__(f"{status} for url")
         self.response = SimpleNamespace(status_code=status)
+
+
+def test_a_file_that_does_not_say_its_size_is_read_as_it_comes() -> None:
+    file = SimpleNamespace(size=None, read=lambda length=-1: b"some", tell=lambda: 4)
+    assert reading_on(file).read() == b"some"
 
 
 def test_what_failed_last_decides() -> None:

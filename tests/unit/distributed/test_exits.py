@@ -11,7 +11,7 @@ from tests.helpers.repository import ROOT
 
 PROGRAM = """
 import atexit, sys, threading
-from sdp_deepspeed.distributed.exits import error_at_end, error_of_exit, remember_exits
+from sdp_deepspeed.distributed.exits import error_at_end, error_of_exit, go_on, remember_exits
 
 class Watched:
     def __del__(self):
@@ -28,6 +28,9 @@ run()
 """
 CAUGHT = "try: sys.exit(3)\n    except SystemExit: pass\n    sys.exit({})"
 THREAD = "thread = threading.Thread(target=sys.exit, args=(3,)); thread.start(); thread.join()"
+GONE_ON = "try: sys.exit(3)\n    except SystemExit: pass\n    go_on()"
+INTERACTIVE = "sys.ps1 = 'In : '\n    sys.exit(3)"
+ODD = "import numpy\n    sys.exit(numpy.zeros(2))"
 HANDLED = "try: 1 / 0\n    except ZeroDivisionError: sys.exit(2)"
 
 
@@ -40,6 +43,9 @@ HANDLED = "try: 1 / 0\n    except ZeroDivisionError: sys.exit(2)"
         ("sys.exit(0)", 0, None),
         (HANDLED, 2, "ZeroDivisionError: division by zero"),
         (CAUGHT.format(0), 0, None),
+        (GONE_ON, 0, None),
+        (INTERACTIVE, 3, None),
+        (ODD, 1, "sys.exit(array([0., 0.]))"),
         (THREAD, 0, None),
     ],
 )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import threading
 import time
+import weakref
 from collections.abc import Callable
 from datetime import timedelta
 from types import SimpleNamespace
@@ -143,6 +144,18 @@ def test_who_may_still_come_is_waited_for(how: str) -> None:
             one._waiting = None
         zero.wait(Endless(done), 5, in_slices=True)
     assert not zero._own().waits
+
+
+def test_who_ended_well_has_done_its_part_of_what_it_started() -> None:
+    zero, one = of_ranks(2)
+    call = one.launch()
+    ended = threading.Event()
+    ended.set()
+    last_acts._beat(weakref.ref(one), ended)
+    slices = iter([False] * 3 + [True])
+    zero.wait(Endless(lambda: next(slices)), call, in_slices=True)
+    with pytest.raises(RuntimeError, match="for rank 1, which built its engine"):
+        zero.wait(Endless(lambda: False), call + 1, in_slices=True)
 
 
 @pytest.mark.parametrize("hours", [-9, 9])

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import math
 import threading
+import time
 import weakref
+from collections import Counter
 from collections.abc import Callable
 from datetime import timedelta
 from types import SimpleNamespace
@@ -39,21 +42,26 @@ class Ranks:
             LastActs(self._prefixed("acts"), rank=rank, ranks=range(3), warn=print, stuck_in=stuck_in)
             for rank in range(3)
         ]
-        self._came = set[int]()
+        self._came = Counter[int]()
+        self._began = time.monotonic()
 
     def _prefixed(self, name: str) -> Any:
         return dist.PrefixStore(name, self._store)
 
     def barrier(self, rank: int, said: list[tuple[int, Any]] | None = None) -> MonitoredBarrier:
         channel: Any = SimpleNamespace(rank=rank, size=3, gather_objects=lambda value: said or [value] * 3)
-        limit = timedelta(seconds=20)
+        limit: Any = SimpleNamespace(total_seconds=self._patience)
         return MonitoredBarrier(channel, self._prefixed("barrier"), self.acts[rank], limit=limit)
 
+    def _patience(self) -> float:
+        assert time.monotonic() - self._began < 20, "nothing but the limit ended it"
+        return math.inf
+
     def come(self, *ranks: int) -> None:
-        """Others enter their first meeting."""
-        for rank in set(ranks) - self._came:
-            self._came.add(rank)
-            self._prefixed("barrier").set(str(rank), b"1")
+        """Others enter their next meeting."""
+        for rank in ranks:
+            self._came[rank] += 1
+            self._prefixed("barrier").set(str(rank), str(self._came[rank]).encode())
             self._prefixed("barrier").add("came", 1)
 
     def train(self, rank: int) -> None:
@@ -63,13 +71,29 @@ class Ranks:
         self.acts[rank].publish()
 
     def come_later(self) -> None:
-        """All others, after some looks."""
-        threading.Timer(SECONDS * 10, self.come, [1, 2]).start()
+        """All others that have not come yet, after some looks."""
+        late = [rank for rank in (1, 2) if self._came[rank] == min(self._came[other] for other in (1, 2))]
+        threading.Timer(SECONDS * 10, self.come, late).start()
 
 
 @pytest.fixture
 def ranks() -> Ranks:
     return Ranks()
+
+
+def publishing_at_each_look(
+    ranks: Ranks, monkeypatch: pytest.MonkeyPatch, until: Callable[[], bool] = lambda: False
+) -> None:
+    """Rank 1 does, and comes in the end, with rank 2."""
+    elsewhere = ranks.acts[0].elsewhere
+
+    def looking(others: Any) -> Any:
+        if until():
+            ranks.come(1, 2)
+        ranks.acts[1].publish()
+        return elsewhere(others)
+
+    monkeypatch.setattr(ranks.acts[0], "elsewhere", looking)
 
 
 def test_who_trains_instead_is_not_waited_for(ranks: Ranks) -> None:
@@ -95,12 +119,13 @@ def test_who_comes_while_this_rank_looks_is_waited_for(ranks: Ranks, monkeypatch
     elsewhere = ranks.acts[0].elsewhere
 
     def looking(others: Any) -> Any:
-        ranks.come(1)
-        ranks.train(1)
+        if not ranks._came[1]:
+            ranks.come(1)
+            ranks.train(1)
+            ranks.come_later()
         return elsewhere(others)
 
     monkeypatch.setattr(ranks.acts[0], "elsewhere", looking)
-    ranks.come_later()
     assert ranks.barrier(0).wait(Phase.FORWARD) == [None] * 3
 
 
@@ -112,10 +137,10 @@ def test_who_has_done_as_much_is_waited_for(ranks: Ranks) -> None:
     assert ranks.barrier(0).wait(Phase.FORWARD) == [None] * 3
 
 
-def test_who_waits_in_a_barrier_of_all_ranks_is_not_waited_for() -> None:
+def test_who_waits_in_a_barrier_of_all_ranks_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
     ranks = Ranks(stuck_in=lambda: "barrier")
     ranks.come(2)
-    ranks.acts[1].publish()
+    publishing_at_each_look(ranks, monkeypatch)
     words = r"waited for rank 1, .* Last seen: rank 1 built its engine and waits in torch\.distributed\.barrier\(\)"
     with pytest.raises(RuntimeError, match=words):
         ranks.barrier(0).wait(Phase.RESIDENT)
@@ -123,18 +148,47 @@ def test_who_waits_in_a_barrier_of_all_ranks_is_not_waited_for() -> None:
 
 def test_who_leaves_a_collective_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
     """However often it enters another."""
-    found = [*["all_gather"] * (monitored_barrier._LOOKS_STUCK - 1), ""] * 2
+    found = [*["all_gather"] * (monitored_barrier._BEATS_STUCK - 1), ""] * 2
     ranks = Ranks(stuck_in=lambda: found.pop() if found else "")
-    elsewhere = ranks.acts[0].elsewhere
-
-    def looking(others: Any) -> Any:
-        if not found:
-            ranks.come(1, 2)
-        ranks.acts[1].publish()
-        return elsewhere(others)
-
-    monkeypatch.setattr(ranks.acts[0], "elsewhere", looking)
+    publishing_at_each_look(ranks, monkeypatch, until=lambda: not found)
     assert ranks.barrier(0).wait(Phase.RESIDENT) == [None] * 3
+
+
+def test_who_was_in_a_collective_and_is_not_heard_of_since_is_waited_for() -> None:
+    """Its thread may not run while a large file is read."""
+    ranks = Ranks(stuck_in=lambda: "barrier")
+    ranks.acts[1].publish()
+    threading.Timer(SECONDS * 2 * monitored_barrier._BEATS_STUCK, ranks.come, [1, 2]).start()
+    assert ranks.barrier(0).wait(Phase.RESIDENT) == [None] * 3
+
+
+def test_who_comes_late_to_a_meeting_that_failed_is_told(ranks: Ranks) -> None:
+    ranks.train(1)
+    with pytest.raises(RuntimeError, match="rank 0 asked"):
+        ranks.barrier(0).wait(Phase.RESIDENT)
+    ranks.come(2)
+    with pytest.raises(RuntimeError, match="rank 1 asked for the whole dense model and waited for another rank"):
+        ranks.barrier(1).wait(Phase.RESIDENT)
+
+
+def test_what_the_first_rank_of_one_group_found_others_hear(ranks: Ranks) -> None:
+    ranks.train(1)
+    alone = LastActs(ranks._prefixed("other acts"), rank=2, ranks=[2], warn=print)
+    ranks.acts[2] = alone
+    assert not alone.watched
+    threading.Timer(SECONDS * 5, ranks._prefixed("barrier").set, ["failed", b""]).start()
+    with pytest.raises(RuntimeError, match="rank 2 asked for the whole dense model and waited for rank 0, 1"):
+        ranks.barrier(2).wait(Phase.RESIDENT)
+
+
+def test_each_meeting_waits_for_all_again(ranks: Ranks) -> None:
+    barrier = ranks.barrier(0)
+    for _ in range(2):
+        ranks.come_later()
+        assert barrier.wait(Phase.FORWARD) == [None] * 3
+    ranks.train(1)
+    with pytest.raises(RuntimeError, match=r"rank 0 ended its evaluation .* waited for rank 1, 2, which"):
+        barrier.wait(Phase.LEAVE)
 
 
 def test_a_rank_that_never_comes_is_given_up(ranks: Ranks) -> None:
