@@ -7,10 +7,12 @@ import sys
 
 import pytest
 
+from tests.helpers.last_acts import of_ranks
 from tests.helpers.repository import ROOT
 
 PROGRAM = """
 import atexit, sys, threading
+from sdp_deepspeed.distributed import exits
 from sdp_deepspeed.distributed.exits import error_at_end, error_of_exit, go_on, remember_exits
 
 class Watched:
@@ -59,6 +61,15 @@ def test_the_error_of_an_exit_is_known_while_the_process_unwinds_and_at_its_end(
 
 def test_an_exception_that_nobody_caught_is_the_error() -> None:
     assert run("raise ArithmeticError('on', 'purpose')").stdout.startswith("end: ArithmeticError: ('on', 'purpose')\n")
+
+
+def test_who_trains_on_has_caught_its_exit(monkeypatch: pytest.MonkeyPatch) -> None:
+    [own] = of_ranks(1)
+    monkeypatch.setattr(exits, "_said", ["sys.exit(3)"])
+    own.note("began its step")
+    assert exits.error_of_exit() == "sys.exit(3)", "an exit may end a step"
+    own.launch()
+    assert exits.error_of_exit() is None
 
 
 def run(body: str) -> subprocess.CompletedProcess[str]:
