@@ -30,8 +30,8 @@ from sdp_deepspeed.layout.places import PieceViews
 from sdp_deepspeed.layout.rank_model import RankModel
 from sdp_deepspeed.masking.block import BlockPart
 from sdp_deepspeed.masking.mask import members_of
-from sdp_deepspeed.masking.mixins import bound_forward, runs_by_another_forward
 from sdp_deepspeed.masking.neuron import NeuronPart
+from sdp_deepspeed.masking.own_forward import bound_forward, runs_by_another_forward
 from sdp_deepspeed.masking.trial import Alone, Trial, forked_random_numbers, trial_of
 from sdp_deepspeed.masking.watched import read_numbers
 from sdp_deepspeed.plan.plan import Plan
