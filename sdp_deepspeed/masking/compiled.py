@@ -50,7 +50,8 @@ def check_forward(model: nn.Module, names: Iterable[str]) -> None:
             f"{KEY}: {quoted(overridden, limit=1)} has a forward method of its own (compiled or "
             "wrapped), which would not see what this rank lacks; compile with module.compile() or "
             "torch.compile(module) instead, or wrap it after deepspeed.initialize. A function that is bound to the "
-            "module may take weights and modules from its `self` only, not keep them"
+            "module may take weights and modules from its `self` only, not keep them, and must name the class "
+            "whose forward it calls (LlamaMLP.forward, not type(self).forward)"
         )
 
 

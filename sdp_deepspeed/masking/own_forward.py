@@ -24,7 +24,7 @@ def bound_forward(module: nn.Module) -> Any:
 
 
 def runs_by_another_forward(module: nn.Module) -> bool:
-    """Whether a module has a `forward` of its own that a copy of it would not run on itself."""
+    """Whether a module has a `forward` of its own that a copy of it would not run on itself, or for ever."""
     if "forward" not in vars(module):
         return False
     function = bound_forward(module)
@@ -43,7 +43,10 @@ def settle_forward(module: nn.Module) -> None:
 
 
 def _leads_back(value: Any) -> bool:
-    """To weights."""
+    """To weights; or to itself, as a function that asks for the `forward` of its module's class would find it."""
+    if isinstance(value, FunctionType):
+        names = value.__code__.co_names
+        return "forward" in names and ("type" in names or "__class__" in names)
     return isinstance(value, nn.Parameter) or (isinstance(value, nn.Module) and any(True for _ in value.parameters()))
 
 

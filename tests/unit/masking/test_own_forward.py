@@ -49,7 +49,21 @@ def global_name(module: Any) -> Callable[..., Any]:
     return names["forward"]
 
 
-UNSAFE = [closure, wrapped_twice, default, of_another_module, global_name]
+def of_its_class(module: Any) -> Callable[..., Any]:
+    """Its class will be one that has this function."""
+    return lambda self, *args, **options: type(self).forward(self, *args, **options)
+
+
+def above_its_class(module: Any) -> Callable[..., Any]:
+    """The same in a function that another one calls."""
+
+    def forward(self: Any, *args: Any, **options: Any) -> Any:
+        return super(self.__class__, self).forward(*args, **options)
+
+    return lambda self, *args, **options: forward(self, *args, **options)
+
+
+UNSAFE = [closure, wrapped_twice, default, of_another_module, global_name, of_its_class, above_its_class]
 
 
 def bound(module: nn.Module, make: Callable[[Any], Callable[..., Any]]) -> None:
@@ -65,11 +79,11 @@ def test_what_keeps_the_module_is_another_forward(make: Callable[[Any], Callable
 
 
 def test_what_keeps_nothing_of_the_module_is_not() -> None:
-    """Constants, other functions, modules without weights, and itself."""
+    """Constants, other functions, modules without weights, the forward of a class that it names, and itself."""
     constants, act, module = {"x": torch.ones(2)}, nn.SiLU(), nn.Linear(2, 2)
 
     def forward(self: Any, x: torch.Tensor, scale: float = 2.0) -> Any:
-        return act(linear(x + constants["x"], self.weight)) * scale if scale else forward(self, x)
+        return act(nn.Linear.forward(self, x + constants["x"])) * scale if scale else forward(self, x)
 
     module.forward = MethodType(forward, module)  # type: ignore[method-assign]
     assert not runs_by_another_forward(module)
@@ -77,10 +91,13 @@ def test_what_keeps_nothing_of_the_module_is_not() -> None:
 
 @pytest.mark.parametrize("body", ["mlp", "self_attn"])
 @pytest.mark.parametrize("device", ["cpu", "meta"])
-def test_it_is_refused_where_the_module_would_run_twice(device: str, body: str) -> None:
+@pytest.mark.parametrize("make", [closure, of_its_class])
+def test_it_is_refused_where_the_module_would_run_twice(
+    make: Callable[[Any], Callable[..., Any]], device: str, body: str
+) -> None:
     """Without a trial, and where a model without storage could not be tried out."""
     model: Any = build("llama").to(device)
-    bound(getattr(model.model.layers[0], body), closure)
+    bound(getattr(model.model.layers[0], body), make)
     (note,) = check(model, "neuron")
     assert f"a copy of 'model.layers.0.{body}' would run the forward of the original" in note
     with pytest.raises(ValueError, match=rf"'model\.layers\.0\.{body}' has a forward method of its own.*`self` only"):
