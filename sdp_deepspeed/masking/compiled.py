@@ -8,7 +8,7 @@ from torch import nn
 
 from sdp_deepspeed.architectures import LocatedBranch
 from sdp_deepspeed.config import KEY
-from sdp_deepspeed.masking.mixins import runs_by_another_forward
+from sdp_deepspeed.masking.own_forward import runs_by_another_forward
 from sdp_deepspeed.messages import quoted
 
 
@@ -39,7 +39,7 @@ def _unwrap(wrapper: nn.Module) -> nn.Module:
 
 
 def check_forward(model: nn.Module, names: Iterable[str]) -> None:
-    """Modules that will run in another way must run by their class, or by a method that is bound to them.
+    """Modules that will run in another way must run by their class, or by a function bound to them that keeps nothing.
 
     Raises:
         ValueError: a module has another `forward` of its own, which would go on running in the old way.
@@ -49,7 +49,9 @@ def check_forward(model: nn.Module, names: Iterable[str]) -> None:
         raise ValueError(
             f"{KEY}: {quoted(overridden, limit=1)} has a forward method of its own (compiled or "
             "wrapped), which would not see what this rank lacks; compile with module.compile() or "
-            "torch.compile(module) instead, or wrap it after deepspeed.initialize"
+            "torch.compile(module) instead, or wrap it after deepspeed.initialize. A function that is bound to the "
+            "module may take weights and modules from its `self` only, not keep them, and must name the class "
+            "whose forward it calls (LlamaMLP.forward, not type(self).forward)"
         )
 
 

@@ -30,8 +30,8 @@ from sdp_deepspeed.layout.places import PieceViews
 from sdp_deepspeed.layout.rank_model import RankModel
 from sdp_deepspeed.masking.block import BlockPart
 from sdp_deepspeed.masking.mask import members_of
-from sdp_deepspeed.masking.mixins import bound_forward, runs_by_another_forward
 from sdp_deepspeed.masking.neuron import NeuronPart
+from sdp_deepspeed.masking.own_forward import bound_forward, runs_by_another_forward
 from sdp_deepspeed.masking.trial import Alone, Trial, forked_random_numbers, trial_of
 from sdp_deepspeed.masking.watched import read_numbers
 from sdp_deepspeed.plan.plan import Plan
@@ -120,7 +120,9 @@ def _attempts(model: nn.Module, branches: Sequence[LocatedBranch], plan: Plan) -
     seen: set[tuple[Any, _Attempt]] = set()
     tried = {layer: not is_of_package(model.get_submodule(layer)) for layer in {b.layer for b in branches}}
     by_name = {branch.name: branch for branch in branches}
-    for unit, name in zip(plan.units, branches_of_units(plan.units, branches), strict=True):
+    for index, (unit, name) in enumerate(zip(plan.units, branches_of_units(plan.units, branches), strict=True)):
+        if plan.coverage_of(index) == 1:
+            continue
         members = members_of(unit, branches) if name is None else [by_name[name]]
         attempt = _Attempt("neuron" if name else "block", tuple(branch.description.name for branch in members))
         layer = members[0].layer

@@ -67,13 +67,10 @@ class Mask:
         }
         _check_neurons(plan, branches, neurons)
         members = [branch for members in blocks.values() for branch in members]
-        if self._scales:
-            for branch in members:
-                output_names(branch, self.model.views.tensors)
-            for branch in branches:
-                check_scalable(self._module, branch)
         if plan.is_whole:
             return
+        if self._scales:
+            self._check_scales(members, neurons)
         self._check_forwards(members, neurons)
         if plan.regime == "backward":
             check_noise(self._module, branches, neurons)
@@ -100,6 +97,13 @@ class Mask:
         parameters = dict(copied.named_parameters())
         for info in self.model.tensors:
             parameters[info.name].requires_grad_(info.trainable)
+
+    def _check_scales(self, blocks: Sequence[LocatedBranch], neurons: Mapping[str, Sequence[int]]) -> None:
+        """Of the branches that are cut: the factor of others is 1."""
+        for branch in blocks:
+            output_names(branch, self.model.views.tensors)
+        for branch in (*blocks, *[branch for branch in self._branches if branch.name in neurons]):
+            check_scalable(self._module, branch)
 
     def _check_forwards(self, blocks: Sequence[LocatedBranch], neurons: Mapping[str, Sequence[int]]) -> None:
         """In the forward regime lacking blocks run nothing; in the backward regime cut bodies run twice."""

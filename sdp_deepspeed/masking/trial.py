@@ -19,7 +19,7 @@ from torch import nn
 from torch.utils._pytree import tree_leaves, tree_map
 
 from sdp_deepspeed.architectures import LocatedBranch
-from sdp_deepspeed.masking.mixins import settle_forward
+from sdp_deepspeed.masking.own_forward import settle_forward
 
 SHAPE = (2, 8)  # batch and length of the inputs
 _SEED = 0

@@ -7,7 +7,8 @@ from typing import Any
 
 from torch import nn
 
-from sdp_deepspeed.masking.mixins import mixed_in, settle_forward
+from sdp_deepspeed.masking.mixins import mixed_in
+from sdp_deepspeed.masking.own_forward import settle_forward
 
 
 class LayerCopy(nn.Module):

@@ -17,7 +17,8 @@ from sdp_deepspeed.plan.plan import Plan
 from sdp_deepspeed.reference.virtual_workers import Reference
 from tests.helpers.dense_views import assert_refused_in_use, batch_of
 from tests.helpers.masked_modules import assert_close
-from tests.helpers.models import MIXED, SPECIMENS, batches, config, loss_of
+from tests.helpers.models import MIXED, batches, config, loss_of
+from tests.helpers.more_models import ALL_SPECIMENS
 from tests.helpers.ranks import Check, Rank
 from tests.helpers.training import assert_identical, dense_state, engine_of, refusal, sgd, train
 
@@ -26,7 +27,7 @@ OUTPUTS = ("o_proj", "down_proj", "c_proj", "attention.dense", "dense_4h_to_h")
 
 def start(name: str, **block: Any) -> tuple[Any, Any]:
     """An engine, and a copy of the model that it was given."""
-    model = SPECIMENS[name].build()
+    model = ALL_SPECIMENS[name].build()
     dense = deepcopy(model)
     return engine_of(sgd(**block), model), dense
 
@@ -95,8 +96,8 @@ def copies(engine: Any) -> dict[str, torch.Tensor]:
 
 
 def full_coverage_scales_nothing(rank: Rank) -> None:
-    for strategy in ("block", "neuron"):
-        engine, dense = start("llama", strategy=strategy, holders=rank.size, dense_branch_scale="coverage")
+    for name, strategy in (("llama", "block"), ("llama", "neuron"), ("gemma2", "neuron")):
+        engine, dense = start(name, strategy=strategy, holders=rank.size, dense_branch_scale="coverage")
         assert torch.equal(logits(engine, batch_of(rank)), logits(dense, batch_of(rank)))
 
 
@@ -183,11 +184,11 @@ def an_interrupted_run_goes_on(rank: Rank) -> None:
     for (regime, strategy), stage in zip(MODES, (0, 1, 1, 0), strict=True):
         block = {"regime": regime, "strategy": strategy}
         settings = config(holders=1, **block) | {"zero_optimization": {"stage": stage}}
-        engine = engine_of(settings, SPECIMENS["llama_biases"].build())
+        engine = engine_of(settings, ALL_SPECIMENS["llama_biases"].build())
         train(engine, num_steps=2)
         folder = str(rank.folder / f"{regime}_{strategy}")
         engine.save_checkpoint(folder)
-        resumed = engine_of(settings, SPECIMENS["llama_biases"].build())
+        resumed = engine_of(settings, ALL_SPECIMENS["llama_biases"].build())
         train(resumed, num_steps=1, seed=9)
         resumed.load_checkpoint(folder)
         assert_identical(copies(resumed), copies(engine))
@@ -246,14 +247,14 @@ def the_dense_model_can_be_differentiated(rank: Rank) -> None:
 def frozen_weights_are_the_users_own(rank: Rank) -> None:
     """DeepSpeed's file without frozen weights lacks what the user froze, not what rank 0 lacks."""
     for regime, strategy in MODES:
-        model = SPECIMENS["llama"].build()
+        model = ALL_SPECIMENS["llama"].build()
         model.get_parameter("model.norm.weight").requires_grad_(False)
         engine = engine_of(sgd(regime=regime, strategy=strategy), model)
         folder = rank.folder / f"{regime}_{strategy}"
         engine.save_16bit_model(str(folder), exclude_frozen_parameters=True)
         dist.barrier()
         found = set(torch.load(folder / "pytorch_model.bin", weights_only=True))
-        assert set(SPECIMENS["llama"].build().state_dict()) - found == {"model.norm.weight"}, (regime, strategy)
+        assert set(ALL_SPECIMENS["llama"].build().state_dict()) - found == {"model.norm.weight"}, (regime, strategy)
 
 
 CHECKS: dict[int, list[Check]] = {

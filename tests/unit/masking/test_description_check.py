@@ -132,6 +132,13 @@ def test_sizes_of_its_own_name_what_they_are_read_from() -> None:
     assert check(GPT(ScaledBlock), "neuron") == []
 
 
+def test_parts_that_rules_keep_whole_are_not_tried_out() -> None:
+    architectures.register(NanoBlock, attention_of(), mlp_of())
+    assert check(GPT(NanoBlock), "neuron", holders=[{"units": "mlp", "holders": 1}]) == []
+    with pytest.raises(ValueError, match="'attention' does not run with a part of its cells"):
+        check(GPT(NanoBlock), "neuron", holders=[{"units": "attention", "holders": 1}])
+
+
 def test_each_class_and_the_layers_that_are_cut() -> None:
     """Also where the first layer of the class is shared, and another class is described rightly."""
     architectures.register(Block, attention_of(), mlp_of())

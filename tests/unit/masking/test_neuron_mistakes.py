@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
+from transformers.models.gemma2.modeling_gemma2 import Gemma2DecoderLayer
 
 from sdp_deepspeed import architectures
 from sdp_deepspeed.architectures import Branch, locate_branches, registry
@@ -19,6 +21,7 @@ from sdp_deepspeed.plan.plan import Plan
 from sdp_deepspeed.plan.planner import plan_model
 from tests.helpers import models
 from tests.helpers.masked_modules import infos
+from tests.helpers.more_models import ALL_SPECIMENS
 from tests.helpers.rank_models import mask_of
 
 
@@ -72,6 +75,25 @@ def test_a_branch_whose_neurons_are_not_described(monkeypatch: pytest.MonkeyPatc
     architectures.register(Own.Layer, Branch("mlp", norm="norm", body="ff", inner=architectures.InnerLayers(cuts)))
     for strategy in ("neuron", "block"):
         start(Own(), strategy=strategy, dense_branch_scale="coverage")
+
+
+MLPS_ONLY = [{"units": "mlp", "holders": 1}]
+
+
+@pytest.mark.parametrize("strategy", ["neuron", "block"])
+def test_a_scale_before_a_norm_is_refused_where_it_is_one(monkeypatch: pytest.MonkeyPatch, strategy: str) -> None:
+    """Gemma 2 norms what a branch adds. What every worker holds is scaled by 1."""
+    options: dict[str, Any] = {"strategy": strategy, "dense_branch_scale": "coverage"}
+    words = r"dense_branch_scale: .*post_{}_layernorm .*normalizes what 'model\.layers\.0\.{}'"
+    with pytest.raises(ValueError, match=words.format("attention", "attention")):
+        start(ALL_SPECIMENS["gemma2"].build(), **options)
+    with pytest.raises(ValueError, match=words.format("feedforward", "mlp")):
+        start(ALL_SPECIMENS["gemma2"].build(), holders=MLPS_ONLY, **options)
+    assert start(ALL_SPECIMENS["gemma2"].build(), **options | {"holders": 2}).parts == []
+    monkeypatch.setattr(registry, "_DESCRIPTIONS", dict(registry._DESCRIPTIONS))
+    attention, mlp = architectures.branches_of(Gemma2DecoderLayer) or ()
+    architectures.register(Gemma2DecoderLayer, attention, replace(mlp, after=()))
+    start(ALL_SPECIMENS["gemma2"].build(), holders=MLPS_ONLY, **options)
 
 
 def mutilated(folder: Path, model: nn.Module, change: Callable[[dict[str, Any]], None]) -> dict[str, Any]:
