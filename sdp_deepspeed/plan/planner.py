@@ -18,6 +18,7 @@ from sdp_deepspeed.architectures import (
     units_of_branches,
 )
 from sdp_deepspeed.config import SubnetworkConfig
+from sdp_deepspeed.messages import listed
 from sdp_deepspeed.plan.assignment import methods as assignment
 from sdp_deepspeed.plan.assignment.graph import incidence, is_connected
 from sdp_deepspeed.plan.counts import PlanCounts, resolve
@@ -140,10 +141,22 @@ def make_plan(
             holders = assignment.cyclic(len(units), num_subnetworks=k, num_holders=p[0], branches=branches)
         else:
             holders = assignment.balanced(costs, num_subnetworks=k, num_holders=p, seed=config.seed, branches=branches)
+        _check_numbers(units, holders, p)
         number = p[0] if len({*p}) == 1 else None
         plan = Plan(config.regime, config.strategy, k, number, config.seed, tuple(units), holders, ranks)
     _warn_if_disconnected(plan)
     return plan
+
+
+def _check_numbers(units: Sequence[Unit], holders: Sequence[Sequence[int]], p: Sequence[int]) -> None:
+    """A table knows no rules: only here could a search be caught that gave a unit another p than was asked for."""
+    wrong = [
+        f"{unit.name!r} has {len(subnetworks)} holders instead of {number}"
+        for unit, subnetworks, number in zip(units, holders, p, strict=True)
+        if len(subnetworks) != number
+    ]
+    if wrong:
+        raise RuntimeError(f"plan: {listed(wrong)}; an error of sdp_deepspeed, please report it")
 
 
 def _check_agreement(plan: Plan, counts: PlanCounts, config: SubnetworkConfig) -> None:

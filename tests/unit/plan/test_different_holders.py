@@ -10,6 +10,8 @@ from typing import Any
 import pytest
 
 from sdp_deepspeed.config import KEY, parse
+from sdp_deepspeed.plan.assignment import methods as assignment
+from sdp_deepspeed.plan.assignment.graph import Holders
 from sdp_deepspeed.plan.plan import Plan
 from sdp_deepspeed.plan.planner import plan_model
 from sdp_deepspeed.units import Piece, Unit, UnitCost
@@ -84,3 +86,17 @@ def test_a_model_by_depth_and_by_name(strategy: str, tmp_path: Path) -> None:
 
 def test_rules_that_give_one_number_are_the_plan_of_that_number() -> None:
     assert plan_of([{"units": "mlp", "coverage": 0.5}, {"coverage": 0.5}]).hash == plan_of(0.5).hash
+
+
+def test_a_table_with_other_numbers_than_asked_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No table of a plan could tell: two units that traded places are as good a table."""
+    rules = [{"units": "mlp", "coverage": 0.5}, {"coverage": 0.75}]
+    balanced = assignment.balanced
+
+    def traded(*args: Any, **options: Any) -> Holders:
+        first, second, *rest = balanced(*args, **options)
+        return second, first, *rest
+
+    monkeypatch.setattr(assignment, "balanced", traded)
+    with pytest.raises(RuntimeError, match=r"0\.attention' has 2 .* of 3, .*0\.mlp' has 3 .* of 2"):
+        plan_of(rules)
