@@ -39,7 +39,6 @@ def test_one_number_is_that_of_all_units() -> None:
         (9, {"profile": "linear", "first": 1.0, "last": 0.5}, [9, 8, 7, 6, 5]),
         (20, {"profile": "linear", "first": 1.0, "last": 0.05}, [20, 16, 10, 6, 2]),
         (4, {"coverage": 0.5, "whole_ends": 2}, [4, 4, 2, 4, 4]),
-        (4, {"coverage": 0.5, "whole_ends": 9}, [4] * 5),
         (3, {"coverage": 0.3333}, [1] * 5),
     ],
 )
@@ -53,7 +52,6 @@ def test_a_profile_of_counts() -> None:
 
 def test_a_model_of_one_layer_has_the_first_number() -> None:
     assert of_layers(4, {"profile": "linear", "first": 0.5, "last": 1.0}, num_layers=1) == [2]
-    assert of_layers(4, {"coverage": 0.5, "whole_ends": 1}, num_layers=1) == [4]
 
 
 def test_the_first_rule_that_matches_decides_and_the_rest_stays_whole() -> None:
@@ -71,6 +69,14 @@ def test_the_first_rule_that_matches_decides_and_the_rest_stays_whole() -> None:
             r"coverage\[0\]\.units: 'ffn' matches no unit; .*0\.attention",
         ),
         ({"coverage": [{"coverage": 0.5}, {"units": "mlp", "coverage": 1}]}, r"coverage\[1\]: earlier rules match all"),
+        (
+            {"coverage": {"coverage": 0.5, "whole_ends": 3}},
+            r"whole_ends: got 3, which keeps all .* has 5 layers; choose",
+        ),
+        (
+            {"holders": [{"units": r"\.4\.", "holders": 2, "whole_ends": 1}, {"holders": 1}]},
+            r"holders\[0\]\.whole_ends: got 1, which keeps all units of the rule whole",
+        ),
         ({"coverage": [{"coverage": 0.3}]}, r"coverage\[0\]: 0\.3 of 4 subnetworks is 1\.2 holders"),
         ({"holders": [{"holders": 5}]}, r"holders\[0\]: got 5, but there are only 4 subnetworks"),
         ({"holders": [{"profile": "linear", "first": 5, "last": 1}]}, r"holders\[0\]: got 5"),
