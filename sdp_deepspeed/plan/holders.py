@@ -17,7 +17,9 @@ _MAX_NAMES = 3  # that a message lists
 Rule = CoverageRule | HoldersRule
 
 
-def holders_of_units(block: SubnetworkConfig, k: int, names: Sequence[str], layers: Sequence[int]) -> tuple[int, ...]:
+def holders_of_units(
+    block: SubnetworkConfig, k: int, names: Sequence[str], layers: Sequence[int], num_layers: int
+) -> tuple[int, ...]:
     """p of each unit.
 
     Args:
@@ -25,6 +27,7 @@ def holders_of_units(block: SubnetworkConfig, k: int, names: Sequence[str], laye
         k: number of subnetworks.
         names: of the units.
         layers: for each unit the index of its layer, counted from the model's first.
+        num_layers: of the model; the first and the last ones may have no unit.
 
     Raises:
         ValueError: more than k holders, coverage that is no whole number of holders, or a rule that decides nothing,
@@ -38,7 +41,7 @@ def holders_of_units(block: SubnetworkConfig, k: int, names: Sequence[str], laye
     for index, rule in enumerate(rules):
         if index not in chosen:
             _refuse_idle(rule, _path(block, index), names)
-    last = max(layers, default=0)
+    last = num_layers - 1
     for index, rule in enumerate(rules):
         _check_ends(rule, _path(block, index), [layers[u] for u, i in enumerate(chosen) if i == index], last)
     return tuple(

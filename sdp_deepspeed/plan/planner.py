@@ -112,7 +112,7 @@ def make_plan(
     config: SubnetworkConfig,
     data_parallel_size: int,
     branches: Sequence[str | None] | None = None,
-    layers: Sequence[int] | None = None,
+    layers: tuple[Sequence[int], int] | None = None,
 ) -> Plan:
     """The plan that the config block asks for, the same on every rank; replicas are neighbors until `Plan.place`.
 
@@ -124,7 +124,7 @@ def make_plan(
         data_parallel_size: D.
         branches: for each unit the branch of which every subnetwork must keep a unit (heads or neuron groups of one
             layer), None for block units; None if all are block units.
-        layers: for each unit the index of its layer; None puts all into one.
+        layers: for each unit the index of its layer, and how many the model has; None puts all into one.
 
     Raises:
         ValueError: too few units, or too few of a branch, for all subnetworks, or a plan given by path that contradicts
@@ -136,7 +136,7 @@ def make_plan(
         plan = dataclasses.replace(Plan.load(config.plan_path), subnetwork_of_rank=ranks)
         _check_agreement(plan, counts, config)
     else:
-        p = holders_of_units(config, k, [unit.name for unit in units], layers or [0] * len(units))
+        p = holders_of_units(config, k, [unit.name for unit in units], *(layers or ([0] * len(units), 1)))
         if config.assignment == "cyclic":
             holders = assignment.cyclic(len(units), num_subnetworks=k, num_holders=p[0], branches=branches)
         else:

@@ -18,7 +18,7 @@ def of_layers(k: int, rules: Any, key: str = "coverage", num_layers: int = 5) ->
     config = parse({KEY: {key: rules}})
     assert config is not None
     names = [f"layers.{layer}.mlp" for layer in range(num_layers)]
-    return list(holders_of_units(config, k, names, range(num_layers)))
+    return list(holders_of_units(config, k, names, range(num_layers), num_layers))
 
 
 def test_one_number_is_that_of_all_units() -> None:
@@ -58,7 +58,7 @@ def test_the_first_rule_that_matches_decides_and_the_rest_stays_whole() -> None:
     rules = [{"units": r"layers\.0\.", "coverage": 0.25}, {"units": "mlp", "coverage": 0.5}]
     config = parse({KEY: {"coverage": rules}})
     assert config is not None
-    assert holders_of_units(config, 4, NAMES, LAYERS) == (1, 1, 4, 2, 4, 2, 4, 2, 4, 2)
+    assert holders_of_units(config, 4, NAMES, LAYERS, 5) == (1, 1, 4, 2, 4, 2, 4, 2, 4, 2)
 
 
 @pytest.mark.parametrize(
@@ -87,4 +87,4 @@ def test_rules_that_cannot_work_are_refused(block: dict[str, Any], message: str)
     config = parse({KEY: block})
     assert config is not None
     with pytest.raises(ValueError, match=message):
-        holders_of_units(config, 4, NAMES, LAYERS)
+        holders_of_units(config, 4, NAMES, LAYERS, 5)
