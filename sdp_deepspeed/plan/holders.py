@@ -96,9 +96,9 @@ def _of_layer(rule: Rule, k: int, layer: int, last: int, path: str) -> int:
         return k
     if rule.profile is None:
         return int(first * k)
-    step = max(1, k // _STEPS)
     share = first + (final - first) * Fraction(layer, max(1, last))
-    choices = [k, *range((k - 1) // step * step, 0, -step)]
+    steps = min(k, _STEPS)
+    choices = [k * i // steps for i in range(steps, 0, -1)]
     return min(choices, key=lambda p: abs(Fraction(p, k) - share))
 
 

@@ -36,8 +36,8 @@ def test_one_number_is_that_of_all_units() -> None:
         (2, {"profile": "linear", "first": 0.01, "last": 0.01}, [1] * 5),
         (64, {"profile": "linear", "first": 1.0, "last": 0.5}, [64, 56, 48, 40, 32]),  # in eighths
         (64, {"profile": "linear", "first": 0.9, "last": 0.9}, [56] * 5),
-        (9, {"profile": "linear", "first": 1.0, "last": 0.5}, [9, 8, 7, 6, 5]),
-        (20, {"profile": "linear", "first": 1.0, "last": 0.05}, [20, 16, 10, 6, 2]),
+        (9, {"profile": "linear", "first": 1.0, "last": 0.5}, [9, 7, 7, 6, 5]),
+        (20, {"profile": "linear", "first": 1.0, "last": 0.05}, [20, 15, 10, 5, 2]),
         (4, {"coverage": 0.5, "whole_ends": 2}, [4, 4, 2, 4, 4]),
         (3, {"coverage": 0.3333}, [1] * 5),
     ],
