@@ -77,11 +77,12 @@ def constrained_branches(units: Sequence[Unit], branches: Sequence[LocatedBranch
     return [name if name in whole else None for name in names]
 
 
-def layers_of_units(units: Sequence[Unit], branches: Sequence[LocatedBranch]) -> list[int]:
-    """For each unit the index of its layer among all that have branches, in model order: an encoder's come first."""
+def layers_of_units(units: Sequence[Unit], branches: Sequence[LocatedBranch]) -> tuple[list[int], int]:
+    """For each unit the index of its layer among all that have branches, in model order: an encoder's come first; and
+    how many there are, those that have no unit included."""
     numbers = {layer: index for index, layer in enumerate(dict.fromkeys(branch.layer for branch in branches))}
     layers = {piece.parameter: numbers[branch.layer] for branch in branches for piece in branch.pieces}
-    return [layers[unit.pieces[0].parameter] for unit in units]
+    return [layers[unit.pieces[0].parameter] for unit in units], len(numbers)
 
 
 def branches_of_units(units: Sequence[Unit], branches: Sequence[LocatedBranch]) -> list[str | None]:

@@ -137,7 +137,7 @@ def _restore_own(trained: TrainedState, path: Path, common: Mapping[str, Any]) -
 def _remark_on_plan(plan: Plan, path: Path) -> str | None:
     """A warning if a config that may be the same makes another plan now, as after an update of this package."""
     saved = Plan.load(path / PLAN)
-    facts = [(p.units, p.num_subnetworks, p.num_holders, p.regime, p.strategy) for p in (saved, plan)]
+    facts = [(p.units, p.num_subnetworks, [*map(len, p.holders)], p.regime, p.strategy) for p in (saved, plan)]
     if saved.hash == plan.hash or facts[0] != facts[1]:
         return None
     return (

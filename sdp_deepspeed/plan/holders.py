@@ -17,7 +17,9 @@ _MAX_NAMES = 3  # that a message lists
 Rule = CoverageRule | HoldersRule
 
 
-def holders_of_units(block: SubnetworkConfig, k: int, names: Sequence[str], layers: Sequence[int]) -> tuple[int, ...]:
+def holders_of_units(
+    block: SubnetworkConfig, k: int, names: Sequence[str], layers: Sequence[int], num_layers: int
+) -> tuple[int, ...]:
     """p of each unit.
 
     Args:
@@ -25,9 +27,11 @@ def holders_of_units(block: SubnetworkConfig, k: int, names: Sequence[str], laye
         k: number of subnetworks.
         names: of the units.
         layers: for each unit the index of its layer, counted from the model's first.
+        num_layers: of the model; the first and the last ones may have no unit.
 
     Raises:
-        ValueError: more than k holders, coverage that is no whole number of holders, or a rule that decides nothing.
+        ValueError: more than k holders, coverage that is no whole number of holders, or a rule that decides nothing,
+            as if all its units are in `whole_ends`.
     """
     number = common_number(block, k)
     if number is not None:
@@ -37,7 +41,9 @@ def holders_of_units(block: SubnetworkConfig, k: int, names: Sequence[str], laye
     for index, rule in enumerate(rules):
         if index not in chosen:
             _refuse_idle(rule, _path(block, index), names)
-    last = max(layers, default=0)
+    last = num_layers - 1
+    for index, rule in enumerate(rules):
+        _check_ends(rule, _path(block, index), [layers[u] for u, i in enumerate(chosen) if i == index], last)
     return tuple(
         k if index is None else _of_layer(rules[index], k, layer, last, _path(block, index))
         for index, layer in zip(chosen, layers, strict=True)
@@ -71,16 +77,28 @@ def _refuse_idle(rule: Rule, path: str, names: Sequence[str]) -> None:
     raise ValueError(f"{path}.units: {rule.units!r} matches no unit; names are like {listed(names, limit=_MAX_NAMES)}")
 
 
+def _check_ends(rule: Rule, path: str, layers: Sequence[int], last: int) -> None:
+    if all(_is_end(layer, last, rule) for layer in layers):
+        raise ValueError(
+            f"{path}.whole_ends: got {rule.whole_ends}, which keeps all units of the rule whole, so that it decides "
+            f"nothing: the model has {last + 1} layers; choose fewer, or for whole units say so by coverage 1.0"
+        )
+
+
+def _is_end(layer: int, last: int, rule: Rule) -> bool:
+    return min(layer, last - layer) < rule.whole_ends
+
+
 def _of_layer(rule: Rule, k: int, layer: int, last: int, path: str) -> int:
     """p of the units of a layer: in a profile, of the numbers that it may have the nearest, of two the larger."""
     first, final = (_share(number, rule, k, path) for number in rule.ends)
-    if min(layer, last - layer) < rule.whole_ends:
+    if _is_end(layer, last, rule):
         return k
     if rule.profile is None:
         return int(first * k)
-    step = max(1, k // _STEPS)
     share = first + (final - first) * Fraction(layer, max(1, last))
-    choices = [k, *range((k - 1) // step * step, 0, -step)]
+    steps = min(k, _STEPS)
+    choices = [k * i // steps for i in range(steps, 0, -1)]
     return min(choices, key=lambda p: abs(Fraction(p, k) - share))
 
 

@@ -18,6 +18,7 @@ from sdp_deepspeed.architectures import (
     units_of_branches,
 )
 from sdp_deepspeed.config import SubnetworkConfig
+from sdp_deepspeed.messages import listed
 from sdp_deepspeed.plan.assignment import methods as assignment
 from sdp_deepspeed.plan.assignment.graph import incidence, is_connected
 from sdp_deepspeed.plan.counts import PlanCounts, resolve
@@ -111,7 +112,7 @@ def make_plan(
     config: SubnetworkConfig,
     data_parallel_size: int,
     branches: Sequence[str | None] | None = None,
-    layers: Sequence[int] | None = None,
+    layers: tuple[Sequence[int], int] | None = None,
 ) -> Plan:
     """The plan that the config block asks for, the same on every rank; replicas are neighbors until `Plan.place`.
 
@@ -123,7 +124,7 @@ def make_plan(
         data_parallel_size: D.
         branches: for each unit the branch of which every subnetwork must keep a unit (heads or neuron groups of one
             layer), None for block units; None if all are block units.
-        layers: for each unit the index of its layer; None puts all into one.
+        layers: for each unit the index of its layer, and how many the model has; None puts all into one.
 
     Raises:
         ValueError: too few units, or too few of a branch, for all subnetworks, or a plan given by path that contradicts
@@ -135,15 +136,27 @@ def make_plan(
         plan = dataclasses.replace(Plan.load(config.plan_path), subnetwork_of_rank=ranks)
         _check_agreement(plan, counts, config)
     else:
-        p = holders_of_units(config, k, [unit.name for unit in units], layers or [0] * len(units))
+        p = holders_of_units(config, k, [unit.name for unit in units], *(layers or ([0] * len(units), 1)))
         if config.assignment == "cyclic":
             holders = assignment.cyclic(len(units), num_subnetworks=k, num_holders=p[0], branches=branches)
         else:
             holders = assignment.balanced(costs, num_subnetworks=k, num_holders=p, seed=config.seed, branches=branches)
+        _check_numbers(units, holders, p)
         number = p[0] if len({*p}) == 1 else None
         plan = Plan(config.regime, config.strategy, k, number, config.seed, tuple(units), holders, ranks)
     _warn_if_disconnected(plan)
     return plan
+
+
+def _check_numbers(units: Sequence[Unit], holders: Sequence[Sequence[int]], p: Sequence[int]) -> None:
+    """A table knows no rules: only here could a search be caught that gave a unit another p than was asked for."""
+    wrong = [
+        f"{unit.name!r} has {len(subnetworks)} holders instead of {number}"
+        for unit, subnetworks, number in zip(units, holders, p, strict=True)
+        if len(subnetworks) != number
+    ]
+    if wrong:
+        raise RuntimeError(f"plan: {listed(wrong)}; an error of sdp_deepspeed, please report it")
 
 
 def _check_agreement(plan: Plan, counts: PlanCounts, config: SubnetworkConfig) -> None:

@@ -128,4 +128,6 @@ def label(engine: Any) -> str:
     words = "" if mode == str(MODES[0]) else f" {mode}"  # the usual one goes without saying
     numbers = sorted({*map(len, plan.holders)})
     holders = "-".join(map(str, dict.fromkeys((numbers[0], numbers[-1]))))
-    return f"SDP {holders}/{plan.num_subnetworks}{words} + {zero}"
+    # Many rules have one range.
+    mean = "" if len(numbers) == 1 else f" (mean {plan.coverage * plan.num_subnetworks:.3g})"
+    return f"SDP {holders}/{plan.num_subnetworks}{mean}{words} + {zero}"

@@ -37,7 +37,7 @@ def _write(run: Run) -> None:
             "num_ranks": run.world.size,
             "steps": run.step,
             "tokens_per_step": run.tokens_per_step,
-            "coverage": 1.0 if plan is None else plan.coverage,
+            "coverage": 1.0 if plan is None else plan.coverage,  # each unit counted alike
             "plan_hash": None if plan is None else plan.hash,
             "dense_validation_loss": evaluations[-1]["dense_validation_loss"] if evaluations else None,
             "step_seconds": spread([r["seconds"] for r in records if r["kind"] == "train" and r["timed"]]),

@@ -12,6 +12,7 @@ from sdp_deepspeed.atomic_files import regular
 from sdp_deepspeed.checkpoint.storage.chunk_files import SafetensorsReader
 from sdp_deepspeed.checkpoint.storage.manifest import verify
 from sdp_deepspeed.checkpoint.storage.names import PLAN, WEIGHT
+from sdp_deepspeed.plan.holders import in_words
 from sdp_deepspeed.sizes import bytes_text
 
 
@@ -46,8 +47,8 @@ def _plan(path: Path) -> Iterator[str]:
             plan: dict[str, Any] = json.loads(regular(path / PLAN).read_text(encoding="utf-8"))
             yield (
                 f"plan {plan['hash'][:12]}: {plan['regime']} regime, {plan['strategy']} strategy, "
-                f"{plan['num_subnetworks']} subnetworks, {plan['num_holders']} holders of each of "
-                f"{len(plan['units'])} units"
+                f"{plan['num_subnetworks']} subnetworks, {len(plan['units'])} units with "
+                f"{in_words([len(unit['holders']) for unit in plan['units']])}"
             )
         except (KeyError, TypeError, ValueError, RecursionError) as problem:
             raise ValueError(f"{path / PLAN} is no plan: {problem!r}") from None

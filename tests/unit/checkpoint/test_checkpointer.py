@@ -59,10 +59,11 @@ def test_another_layout_and_precision(tmp_path: Path) -> None:
 
 
 def test_another_plan_of_the_same_units_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As after an update that assigns otherwise; a config that was changed needs no such words."""
+    """As after an update that assigns otherwise; a config that was changed, such as its rules, needs no such words."""
     units = (Unit("a", (Piece("a"),)), Unit("b", (Piece("b"),)))
-    first = Plan("forward", "block", 2, 1, 0, units, ((0,), (1,)), (0, 1))
-    others = [first, replace(first, holders=((1,), (0,))), replace(first, regime="backward")]
+    first = Plan("forward", "block", 2, None, 0, units, ((0,), (0, 1)), (0, 1))
+    others = [first, replace(first, holders=((1,), (0, 1))), replace(first, regime="backward")]
+    others += [replace(first, holders=((0, 1), (0,)))]
     others += [replace(first, subnetwork_of_rank=(1, 0))]
     told: list[str] = []
     monkeypatch.setattr("sdp_deepspeed.checkpoint.load.log_dist", lambda text, **_: told.append(text))

@@ -247,16 +247,16 @@ def test_the_bound_is_exact_where_shards_divide(num_holders: int, limit: int) ->
 
 
 def test_buckets_of_no_given_size() -> None:
-    """Half a million elements to each holder, or a 16th of what the rank holds that holds most."""
+    """Half a million elements to each of the most holders, or a 16th of what the rank holds that holds most."""
     units = tuple(Unit(name, (Piece(name, None, 0, 10**6),)) for name in "abc")
-    pairs, everybody = ((0, 1), (1, 2), (2, 3)), ((0, 1, 2, 3),) * 3
+    pairs, some_whole = ((0, 1), (1, 2), (2, 3)), ((0, 1, 2, 3), (0, 1), (2, 3))
     plan = Plan("forward", "block", 4, 2, 0, units, pairs, (0, 1, 2, 3))
     replicated = replace(plan, subnetwork_of_rank=(0, 0, 1, 1, 2, 2, 3, 3))
-    whole = replace(plan, num_holders=4, holders=everybody)
+    different = replace(plan, num_holders=None, holders=some_whole)
     for width, used, expected in (
         (4, plan, 10**6),
         (4, replicated, 2 * 10**6),
-        (4, whole, 2 * 10**6),
+        (4, different, 2 * 10**6),
         (10**8, plan, (10**8 + 2 * 10**6) // 16),
     ):
         tensors = [TensorInfo(unit.name, (10**6,), torch.float32, 0) for unit in units]

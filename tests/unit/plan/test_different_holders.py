@@ -10,10 +10,12 @@ from typing import Any
 import pytest
 
 from sdp_deepspeed.config import KEY, parse
+from sdp_deepspeed.plan.assignment import methods as assignment
+from sdp_deepspeed.plan.assignment.graph import Holders
 from sdp_deepspeed.plan.plan import Plan
 from sdp_deepspeed.plan.planner import plan_model
 from sdp_deepspeed.units import Piece, Unit, UnitCost
-from tests.helpers.models import SPECIMENS
+from tests.helpers.models import SPECIMENS, llama
 
 UNITS = tuple(Unit(f"layers.{i}", (Piece(f"layers.{i}.w", None, 0, 4),)) for i in range(3))
 PLAN = Plan("forward", "block", 3, None, 0, UNITS, ((0, 1, 2), (0, 1), (2,)), (0, 1, 2))
@@ -82,5 +84,33 @@ def test_a_model_by_depth_and_by_name(strategy: str, tmp_path: Path) -> None:
     assert again.hash == plan.hash
 
 
+def test_layers_without_units_are_ends_too() -> None:
+    """Of six layers the first and the last are shared: no other takes their place."""
+    model = llama(6)
+
+    def numbers(rule: dict[str, Any]) -> dict[int, int]:
+        config = parse({KEY: {"coverage": rule, "shared": [r"layers\.[05]\."]}})
+        assert config is not None
+        plan, _ = plan_model(model, config, 6)
+        return {int(u.name.split(".")[2]): len(h) for u, h in zip(plan.units, plan.holders, strict=True)}
+
+    assert numbers({"profile": "linear", "first": 1.0, "last": 1 / 6}) == {1: 5, 2: 4, 3: 3, 4: 2}
+    assert numbers({"coverage": 0.5, "whole_ends": 2}) == {1: 6, 2: 3, 3: 3, 4: 6}
+
+
 def test_rules_that_give_one_number_are_the_plan_of_that_number() -> None:
     assert plan_of([{"units": "mlp", "coverage": 0.5}, {"coverage": 0.5}]).hash == plan_of(0.5).hash
+
+
+def test_a_table_with_other_numbers_than_asked_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No table of a plan could tell: two units that traded places are as good a table."""
+    rules = [{"units": "mlp", "coverage": 0.5}, {"coverage": 0.75}]
+    balanced = assignment.balanced
+
+    def traded(*args: Any, **options: Any) -> Holders:
+        first, second, *rest = balanced(*args, **options)
+        return second, first, *rest
+
+    monkeypatch.setattr(assignment, "balanced", traded)
+    with pytest.raises(RuntimeError, match=r"0\.attention' has 2 .* of 3, .*0\.mlp' has 3 .* of 2"):
+        plan_of(rules)

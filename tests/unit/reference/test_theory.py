@@ -25,6 +25,7 @@ from sdp_deepspeed.reference.theory import (
     worker_gradients,
 )
 from sdp_deepspeed.reference.virtual_workers import local_gradients, masked_average
+from sdp_deepspeed.units import Piece, Unit
 from tests.helpers.models import batches, llama, loss_of
 
 EPS = 2.0**-24  # unit roundoff of fp32
@@ -87,6 +88,15 @@ def test_the_forward_regime_is_biased(strategy: str) -> None:
 
 def deviation_from_zero(plan: Plan, gradient: Gradients) -> float:
     return distance(plan, {name: torch.zeros_like(value) for name, value in gradient.items()}, [gradient] * 4)
+
+
+def test_distance_counts_each_unit_for_its_own_holders() -> None:
+    """The average misses the mean by 3 in a unit of one subnetwork of two, and by 2 in one of both."""
+    units = tuple(Unit(name, (Piece(name, None, 0, 1),)) for name in "ab")
+    plan = Plan("backward", "block", 2, None, 0, units, ((0,), (0, 1)), (0, 1))
+    own = [{"a": torch.tensor([a]), "b": torch.tensor([1.0])} for a in (0.0, 2.0)]
+    average = {"a": torch.tensor([4.0]), "b": torch.tensor([3.0])}
+    assert distance(plan, average, own) == 9 / 2 + 4
 
 
 # Similarity

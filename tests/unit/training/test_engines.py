@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -56,6 +56,7 @@ def plan(regime: str = "forward", strategy: Any = "block", holders: int = 1) -> 
         (StockEngine(2), "ZeRO-2"),
         (OurEngine(plan=plan()), "SDP 1/2 + ZeRO-1"),
         (OurEngine(0, plan=plan("backward", "neuron", 2)), "SDP 2/2 backward x neuron + ZeRO-0"),
+        (OurEngine(plan=replace(plan(), num_holders=None, holders=((0, 1), (1,)))), "SDP 1-2/2 (mean 1.5) + ZeRO-1"),
         (OurEngine(plan=plan("forward", {"mlp": "neuron"})), "SDP 1/2 forward x mixed + ZeRO-1"),
     ],
 )

@@ -10,6 +10,8 @@ import torch
 from sdp_deepspeed.__main__ import main as sdp
 from sdp_deepspeed.checkpoint.storage.manifest import read_manifest, write_manifest
 from sdp_deepspeed.checkpoint.storage.names import INDEX, LATEST, PLAN
+from sdp_deepspeed.plan.plan import Plan
+from sdp_deepspeed.units import Piece, Unit
 from tests.helpers.dense_checkpoints import forge, forge_manifest, write_checkpoint
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
@@ -52,6 +54,21 @@ def test_a_manifest_without_files_is_not_complete(folder: Path, capsys: pytest.C
 def test_an_index_with_missing_chunks_is_damaged(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     forge(folder / "tag" / INDEX, lambda index: index["weight/w"].update(chunks=[]))
     assert inspected(folder, capsys) == (1, "damaged")
+
+
+@pytest.mark.parametrize(
+    ("holders", "words"),
+    [(((0, 1), (1, 2), (0, 2)), "2 holders each"), (((0, 1, 2), (0,), (2,)), "1 to 3 holders, 5 in all")],
+)
+def test_how_many_hold_units(
+    folder: Path, capsys: pytest.CaptureFixture[str], holders: tuple[tuple[int, ...], ...], words: str
+) -> None:
+    number = 2 if words.startswith("2") else None
+    units = tuple(Unit(name, (Piece(name),)) for name in "abc")
+    Plan("forward", "block", 3, number, 0, units, holders, (0, 1, 2)).save(folder / "tag" / PLAN)
+    forge_manifest(folder / "tag", folder / "tag" / PLAN)
+    assert sdp(["checkpoint", "inspect", str(folder)]) == 0
+    assert f": forward regime, block strategy, 3 subnetworks, 3 units with {words}\n" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("plan", ["", "[]", "{}", "[" * 100_000])

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import random
+from itertools import combinations, permutations
 from math import comb
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -11,6 +14,8 @@ from hypothesis import strategies as st
 from sdp_deepspeed.plan.assignment import methods as assignment
 from sdp_deepspeed.plan.assignment.graph import Holders, incidence, is_connected
 from sdp_deepspeed.plan.assignment.nodes import on_few_nodes
+from sdp_deepspeed.plan.assignment.problem import Ints, Problem
+from sdp_deepspeed.plan.assignment.search import search
 from sdp_deepspeed.plan.spectral_gap import spectral_gap
 from sdp_deepspeed.units import UnitCost
 from tests.helpers.assignment_tables import (
@@ -35,18 +40,71 @@ def check(holders: Holders, numbers: list[int], k: int) -> None:
 
 
 @st.composite
-def problems(draw: st.DrawFn) -> tuple[list[UnitCost], list[int], int]:
+def problems(draw: st.DrawFn) -> tuple[list[UnitCost], list[int], int, int]:
+    """Costs, p of each unit, k and a seed."""
     k = draw(st.integers(1, MOST_SUBNETWORKS))
     numbers = draw(st.lists(st.integers(1, k), min_size=1, max_size=20).filter(lambda found: sum(found) >= k))
-    return draw(costs_of(len(numbers), 3)), numbers, k
+    return draw(costs_of(len(numbers), 3)), numbers, k, draw(st.integers(0, 3))
 
 
 @given(problems())
-def test_any_numbers_make_a_table(problem: tuple[list[UnitCost], list[int], int]) -> None:
-    costs, numbers, k = problem
-    holders = assignment.balanced(costs, num_subnetworks=k, num_holders=numbers)
+def test_any_numbers_make_a_table(problem: tuple[list[UnitCost], list[int], int, int]) -> None:
+    costs, numbers, k, seed = problem
+    holders = assignment.balanced(costs, num_subnetworks=k, num_holders=numbers, seed=seed)
     check(holders, numbers, k)
-    assert holders == assignment.balanced(costs, num_subnetworks=k, num_holders=numbers)
+    assert holders == assignment.balanced(costs, num_subnetworks=k, num_holders=numbers, seed=seed)
+
+
+@pytest.mark.parametrize("branches", [None, ["mlp"] * 96])
+def test_equal_units_keep_their_numbers_under_any_seed(branches: Branches | None) -> None:
+    """So many are dealt out; a seed renames units only among those with as many holders."""
+    numbers = [2, 4] * 48
+    tables = [
+        assignment.balanced(equal_units(96), num_subnetworks=8, num_holders=numbers, seed=seed, branches=branches)
+        for seed in range(4)
+    ]
+    for holders in tables:
+        check(holders, numbers, 8)
+    assert len(set(tables)) == 4
+
+
+def sum_of_squares(table: Ints, weights: Ints) -> int:
+    """Of what the pairs of subnetworks share."""
+    overlaps = np.triu((table.T * weights) @ table, 1)
+    return int((overlaps**2).sum())
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_no_swap_would_spread_a_searched_table_better(seed: int) -> None:
+    """Tried one by one: units that cost nothing but weigh what they train."""
+    draw, k = random.Random(seed), 5
+    numbers = [draw.choice([1, 2, 4]) for _ in range(9)]
+    costs = [UnitCost(draw.randrange(1, 9) * number, 0, 0) for number in numbers]
+    table = search(costs, k, numbers)
+    weights = np.array([cost.num_parameters // number for cost, number in zip(costs, numbers, strict=True)])
+    for a, b in permutations(range(k), 2):
+        for u, v in permutations(range(len(costs)), 2):
+            if table[[u, v, u, v], [a, b, b, a]].tolist() == [1, 1, 0, 0]:
+                swapped = table.copy()
+                swapped[[u, v, u, v], [a, b, b, a]] = 0, 0, 1, 1
+                assert sum_of_squares(swapped, weights) >= sum_of_squares(table, weights)
+
+
+def test_weights_and_limits_by_hand() -> None:
+    """Six elements for one holder, two for each of three; 1.05 of (1 * 40 + 3 * 120) / 4."""
+    problem = Problem.of([UnitCost(6, 400, 40), UnitCost(6, 1200, 120)], 4, [1, 3])
+    assert problem.weights.tolist() == [3, 1]
+    assert problem.limits().tolist() == [105, 1050]
+
+
+def test_a_perfect_table_of_two_numbers() -> None:
+    """Each pair of four once, of weight 2, and all four together, of weight 1: six pairs share 3 each."""
+    holders = (*combinations(range(4), 2), (0, 1, 2, 3))
+    problem = Problem.of([UnitCost(4, 0, 0)] * 7, 4, [len(subnetworks) for subnetworks in holders])
+    found = sum_of_squares(incidence(holders, 4), problem.weights)
+    assert found == 6 * 3**2
+    assert problem.is_perfect(found)
+    assert not problem.is_perfect(found + 1)
 
 
 @pytest.mark.parametrize("k", [4, 8])
