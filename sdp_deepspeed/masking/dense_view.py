@@ -10,9 +10,11 @@ from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from functools import partial
 from typing import Any, Literal
+from weakref import WeakSet
 
 import torch
 from torch import nn
+from torch.utils.hooks import RemovableHandle
 
 from sdp_deepspeed.config import Evaluation
 from sdp_deepspeed.distributed.agreement import raise_on_all_ranks
@@ -98,6 +100,8 @@ class DenseView:
         self._mode: Mode = "subnetwork"
         self._replaceable: ReplaceableTensors | None = None
         self._in_forward = False  # of the whole model
+        self._hooks: list[RemovableHandle] = []
+        self._copies: WeakSet[nn.Module] = WeakSet()  # of the whole module, where that is a subnetwork
         self._automatic = False  # streaming was entered by a forward pass in evaluation mode
         self.is_collective = bool(mask.parts) and not mask.model.stores_all  # forward regime: units travel
         self._first = {part.modules[0]: index for index, part in enumerate(mask.parts)}
@@ -107,6 +111,15 @@ class DenseView:
     def is_whole(self) -> bool:
         """Whether we are inside a context in which all of the dense model is here."""
         return self._mode == "resident"
+
+    @property
+    def is_inside(self) -> bool:
+        """Whether we are inside any such context."""
+        return self._mode != "subnetwork"
+
+    def num_partial_copies(self) -> int:
+        """Copies of the module that exist and are of this rank's subnetwork."""
+        return len(self._copies)
 
     @property
     def is_resident(self) -> bool:
@@ -120,16 +133,25 @@ class DenseView:
                 self._mix_in(_Viewed, self._module)
             return
         self._mix_in(_Model, self._module)
-        self._module.register_forward_pre_hook(Hook(self._before_forward), prepend=True)
-        self._module.register_forward_hook(Hook(self._after_forward), always_call=True)
+        self._hooks += [
+            self._module.register_forward_pre_hook(Hook(self._before_forward), prepend=True),
+            self._module.register_forward_hook(Hook(self._after_forward), always_call=True),
+            self._module.register_state_dict_pre_hook(Hook(lambda *_: self.become_resident())),
+        ]
         for part in self._mask.parts:
             for module in {part.modules[0], part.modules[-1]}:
                 self._mix_in(_PartModule, module)
             if not part.whole:
                 refuse = RefusePartial(part.name, partial(getattr, part, "dense"), _WAY)
                 for module in (inner for outer in part.modules for inner in outer.modules()):
-                    module.register_state_dict_post_hook(refuse)
-        self._module.register_state_dict_pre_hook(Hook(lambda *_: self.become_resident()))
+                    self._hooks.append(module.register_state_dict_post_hook(refuse))
+
+    def uninstall(self) -> None:
+        """Inverse of `install`, but for classes, which `mixins.unmix` changes back; never inside a view."""
+        assert self._mode == "subnetwork", "the caller refuses this"
+        self._passes.drop()
+        for hook in self._hooks:
+            hook.remove()
 
     def _mix_in(self, mixin: type[nn.Module], module: nn.Module) -> None:
         module.__class__ = mixed_in(mixin, type(module))
@@ -278,6 +300,8 @@ class DenseView:
     def finish_copy(self, module: nn.Module, copied: nn.Module) -> None:
         """A module was copied: what is whole is nobody's subnetwork."""
         if not (self.is_whole or not self._mask.parts):
+            if module is self._module:
+                self._copies.add(copied)
             return
         for inner in copied.modules():
             vars(inner).pop(CUT, None)

@@ -34,6 +34,22 @@ def unmixed(kind: type[nn.Module]) -> type[nn.Module]:
     return kind
 
 
+def unmix(model: nn.Module) -> None:
+    """Make all modules of the classes that they were before anything was mixed in, and forget what was noted on them;
+    their hooks stay."""
+    for module in model.modules():
+        kind = unmixed(type(module))
+        if kind is not type(module):
+            module.__class__ = kind
+        for name in (*_OWN, CUT):
+            vars(module).pop(name, None)
+
+
+def changed_classes(model: nn.Module) -> list[str]:
+    """Names of modules into whose class somebody else mixed another after us, so that `unmix` could not."""
+    return [name or "the model" for name, module in model.named_modules() if issubclass(unmixed(type(module)), Mixin)]
+
+
 def is_cut(model: nn.Module) -> bool:
     """Whether ranks hold only parts of it, or of a module in it."""
     return any(CUT in vars(module) for module in model.modules())

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from math import prod
 
@@ -158,16 +158,20 @@ def in_box(flat: torch.Tensor, box: Box, dim: int) -> torch.Tensor:
     return flat.view(sizes[dim], *sizes[:dim], *sizes[dim + 1 :]).movedim(0, dim)
 
 
-def persistent_buffers(module: torch.nn.Module, shapes: Mapping[str, Sequence[int]]) -> list[TensorInfo]:
+def persistent_buffers(
+    module: torch.nn.Module, shapes: Mapping[str, Sequence[int]], *, also: Collection[str] = ()
+) -> list[TensorInfo]:
     """Buffers that state dicts have.
 
     Args:
         shapes: of the buffers before units were dropped, by name.
+        also: names of others.
     """
     buffers = []
     for prefix, inner in module.named_modules():
         for name, buffer in inner._buffers.items():
             path = f"{prefix}.{name}" if prefix else name
-            if buffer is not None and name not in inner._non_persistent_buffers_set:
+            is_kept = name not in inner._non_persistent_buffers_set or path in also
+            if buffer is not None and is_kept:
                 buffers.append(TensorInfo(path, tuple(shapes[path]), buffer.dtype, kind="buffer", trainable=False))
     return buffers
