@@ -7,7 +7,8 @@ until its share under the new plan is there, so that at most both states are in 
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -25,10 +26,10 @@ from sdp_deepspeed.distributed.last_acts import LastActs
 from sdp_deepspeed.distributed.monitored_barrier import Phase
 from sdp_deepspeed.engine.apply_plan import AppliedPlan, ChosenPlan, install_dense_view, tell
 from sdp_deepspeed.engine.consistency import check_same_plan
-from sdp_deepspeed.engine.deepspeed_settings import network_of, resolved_config
+from sdp_deepspeed.engine.deepspeed_settings import network_of, optimizer_settings, resolved_config
 from sdp_deepspeed.engine.dense_calls import DenseCalls
 from sdp_deepspeed.engine.dense_export import install_save
-from sdp_deepspeed.engine.new_block import new_block, parsed
+from sdp_deepspeed.engine.new_config import new_block, new_config
 from sdp_deepspeed.engine.replan_refusals import check_optimizer_state, check_same_block, refuse_replan
 from sdp_deepspeed.layout.buckets import default_bucket_elements
 from sdp_deepspeed.layout.rank_model import RankModel
@@ -63,6 +64,10 @@ class Replanned:
     least_bytes: int
     seconds: float
 
+    def __str__(self) -> str:
+        moved, least = bytes_text(self.all_sent_bytes), bytes_text(self.least_bytes)
+        return f"re-planned in {self.seconds:.2f} s: {moved} moved, of which {least} had to"
+
 
 @dataclass(frozen=True)
 class _Before:
@@ -88,7 +93,7 @@ class ReplanCalls(DenseCalls):
     _groups: RankGroups
     _last_acts: LastActs
 
-    def replan(self, block: Mapping[str, Any]) -> Replanned:
+    def replan(self, block: Mapping[str, Any], *, stage: int | None = None) -> Replanned:
         """Go on under another plan, from the end of a step; all ranks call it with the same keys.
 
         The dense model, fp32 masters and moments are the same numbers afterward, wherever they are; step counts, the
@@ -97,6 +102,7 @@ class ReplanCalls(DenseCalls):
 
         Args:
             block: keys of the config's block that change. Not `allow_optimizer`, `silence_limit` and `checkpoint`.
+            stage: ZeRO's from now on, 0, 1 or 2; None leaves it.
 
         Returns:
             What moved, and how long it took.
@@ -107,31 +113,43 @@ class ReplanCalls(DenseCalls):
         """
         begin = time.monotonic()
         self._applied.dense_view.meet(Phase.REPLAN)
-        given = run_on_all_ranks(self.world, partial(new_block, block, self.config[KEY]))
-        config = run_on_all_ranks(self.world, partial(self._check, given))
-        check_same_block(config, self.world)
-        network = network_of(self, self._groups)
-        chosen = run_on_all_ranks(self.world, partial(self._choose, config, network))
-        check_same_plan(chosen.plan, self.world)
-        before = self._before(chosen)
-        with torch.no_grad():
-            sent, least = self._change(chosen, config, before)
+        given = run_on_all_ranks(self.world, partial(new_config, self.config, block, stage))
+        with self._at_stage(stage):
+            config = run_on_all_ranks(self.world, partial(self._check, given))
+            check_same_block(config, self.zero_optimization_stage(), self.world)
+            network = network_of(self, self._groups)
+            chosen = run_on_all_ranks(self.world, partial(self._choose, config, network))
+            check_same_plan(chosen.plan, self.world)
+            before = self._before(chosen)
+            with torch.no_grad():
+                sent, least = self._change(chosen, config, before)
         del before
         give_back(self.device)
-        self.block, self.config = config, {**self.config, KEY: given}
+        self.block, self.config = config, given
         tell(chosen, self.world.rank)
         all_sent, all_least = map(sum, zip(*self.world.gather_objects((sent, least)), strict=True))
         result = Replanned(sent, all_sent, all_least, time.monotonic() - begin)
-        log_dist(
-            f"{KEY}: re-planned in {result.seconds:.2f} s: {bytes_text(result.all_sent_bytes)} moved, of which "
-            f"{bytes_text(result.least_bytes)} had to",
-            ranks=[0],
-        )
+        log_dist(f"{KEY}: {result}", ranks=[0])
         return result
 
+    @contextmanager
+    def _at_stage(self, stage: int | None) -> Iterator[None]:
+        """DeepSpeed's engine asks its config for the stage; an error takes it back."""
+        before = self.zero_optimization_stage()
+        self._set_stage(int(before if stage is None else stage))
+        try:
+            yield
+        except BaseException:
+            self._set_stage(before)
+            raise
+
+    def _set_stage(self, stage: int) -> None:
+        config: Any = self._config
+        config.zero_config.stage = stage
+        config.zero_optimization_stage, config.zero_enabled = stage, stage > 0
+
     def _check(self, given: Mapping[str, Any]) -> SubnetworkConfig:
-        config = parsed(given, self.block)
-        ds_config = resolved_config({**self.config, KEY: given}, self._config)
+        config, ds_config = new_block(given, self.block), resolved_config(given, self._config)
         refuse_unsupported(config, ds_config)
         refuse_replan(self, self._applied, self._other_weights)
         self._known_parameters.check()
@@ -194,7 +212,8 @@ class ReplanCalls(DenseCalls):
         self._applied = AppliedPlan(chosen.plan, model, applied.parallel, mask, dense_view, applied.barrier)
         self._other_weights = OtherWeights(self.module, mask)
         install_save(self._export())
-        self.optimizer.lay_out_anew(model)
+        whole_tensors = self.optimizer.settings.whole_tensors
+        self.optimizer.lay_out_anew(model, optimizer_settings(self, whole_tensors=whole_tensors))
         return self._fill(before)
 
     def _fill(self, before: _Before) -> tuple[int, int]:

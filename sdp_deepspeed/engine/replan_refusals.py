@@ -89,13 +89,14 @@ def _frozen_since_start(mask: Mask) -> Iterator[str]:
             yield info.name
 
 
-def check_same_block(block: SubnetworkConfig, world: Communicator) -> None:
+def check_same_block(block: SubnetworkConfig, stage: int, world: Communicator) -> None:
     """Every rank calls it.
 
     Raises:
-        ValueError: on all ranks: ranks gave different blocks.
+        ValueError: on all ranks: ranks gave different blocks or stages.
     """
     values = {f"{KEY}.{name}": repr(value) for name, value in block if name != "assignment" or block.plan_path is None}
+    values["zero_optimization.stage"] = repr(stage)
     of_ranks = world.gather_objects(values)
     if any(own != of_ranks[0] for own in of_ranks):
         raise ValueError(difference(of_ranks))

@@ -21,53 +21,17 @@ from sdp_deepspeed.distributed.agreement import raise_on_all_ranks
 from sdp_deepspeed.distributed.communicator import Communicator
 from sdp_deepspeed.distributed.monitored_barrier import MonitoredBarrier, Phase
 from sdp_deepspeed.masking.mask import Mask
-from sdp_deepspeed.masking.mixins import CUT, Hook, Mixin, RefusePartial, mixed_in
+from sdp_deepspeed.masking.mixins import CUT, Hook, RefusePartial, mixed_in
 from sdp_deepspeed.masking.part import MaskedPart
 from sdp_deepspeed.masking.passes import DensePasses
 from sdp_deepspeed.masking.replaced import ReplaceableTensors
+from sdp_deepspeed.masking.viewed import Viewed, ViewedModel, ViewedPart
 
 Mode = Literal["subnetwork", "streaming", "resident"]
 _WAY = (
     "Call it on every rank inside `with engine.dense(resident=True):`, or use engine.save_pretrained or "
     "engine.save_checkpoint"
 )
-
-
-class _Viewed(Mixin):
-    """Mixed in before the class of what a view knows, so that copies are of what the view shows."""
-
-    _sdp_view: DenseView
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> nn.Module:
-        self._sdp_view.become_resident()
-        return super().__deepcopy__(memo)
-
-    def _sdp_finish(self, copied: nn.Module) -> None:
-        super()._sdp_finish(copied)
-        self._sdp_view.finish_copy(self, copied)
-
-
-class _Model(_Viewed):
-    """Mixed in before the model's own class: what streams runs uncompiled, as no compiler sees through collectives."""
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if torch.compiler.is_compiling() or not self._sdp_view.is_streaming():
-            return super().__call__(*args, **kwargs)
-        with torch.compiler.set_stance("force_eager"):
-            return super().__call__(*args, **kwargs)
-
-
-class _PartModule(_Viewed):
-    """Mixed in before the class of a part's first and last module. A hook has a number: compilers would notice."""
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if not self._sdp_view.is_streaming():
-            return super().__call__(*args, **kwargs)
-        self._sdp_view.before(self)
-        try:
-            return super().__call__(*args, **kwargs)
-        finally:
-            self._sdp_view.after(self)
 
 
 class DenseView:
@@ -130,9 +94,9 @@ class DenseView:
         """Hook the module, so that its forward passes and state dicts mean what they should; called once."""
         if not self._mask.parts:
             if CUT in vars(self._module):
-                self._mix_in(_Viewed, self._module)
+                self._mix_in(Viewed, self._module)
             return
-        self._mix_in(_Model, self._module)
+        self._mix_in(ViewedModel, self._module)
         self._hooks += [
             self._module.register_forward_pre_hook(Hook(self._before_forward), prepend=True),
             self._module.register_forward_hook(Hook(self._after_forward), always_call=True),
@@ -140,7 +104,7 @@ class DenseView:
         ]
         for part in self._mask.parts:
             for module in {part.modules[0], part.modules[-1]}:
-                self._mix_in(_PartModule, module)
+                self._mix_in(ViewedPart, module)
             if not part.whole:
                 refuse = RefusePartial(part.name, partial(getattr, part, "dense"), _WAY)
                 for module in (inner for outer in part.modules for inner in outer.modules()):

@@ -122,16 +122,17 @@ class SubnetworkOptimizer(HostSurface):
         self._gradients.uninstall()
         self._averaging.uninstall()
 
-    def lay_out_anew(self, model: RankModel) -> None:
-        """After `uninstall`: take another plan, without the state of the wrapped optimizer; every rank calls it. The
-        wrapped optimizer, its param groups and their options stay the objects that they are.
+    def lay_out_anew(self, model: RankModel, settings: OptimizerSettings) -> None:
+        """After `uninstall`: take another plan or stage, without the state of the wrapped optimizer; every rank calls it.
+        The wrapped optimizer, its param groups and their options stay the objects that they are.
 
         Args:
             model: with the param groups of its tensors, which are those of now; its tensors have storage.
+            settings: the config's.
         """
         self.optimizer.state.clear()
         choose_kernels(self.optimizer, self._kernels)
-        self._lay_out(model, self.settings)
+        self._lay_out(model, settings)
         self.install()
 
     def _stepped_group(self, index: int) -> SteppedGroup:
