@@ -123,7 +123,7 @@ class SubnetworkOptimizer(HostSurface):
         self._averaging.uninstall()
 
     def lay_out_anew(self, model: RankModel, settings: OptimizerSettings) -> None:
-        """After `uninstall`: take another plan or stage, without the state of the wrapped optimizer; every rank calls it.
+        """After `uninstall`: take another plan or stage, without the state of the wrapped one; every rank calls it.
         The wrapped optimizer, its param groups and their options stay the objects that they are.
 
         Args:

@@ -165,13 +165,21 @@ def persistent_buffers(
 
     Args:
         shapes: of the buffers before units were dropped, by name.
-        also: names of others.
+        also: names of others, which come last: who writes a buffer depends on those before it.
     """
-    buffers = []
+    persistent: list[TensorInfo] = []
+    others: list[TensorInfo] = []
     for prefix, inner in module.named_modules():
         for name, buffer in inner._buffers.items():
             path = f"{prefix}.{name}" if prefix else name
-            is_kept = name not in inner._non_persistent_buffers_set or path in also
-            if buffer is not None and is_kept:
-                buffers.append(TensorInfo(path, tuple(shapes[path]), buffer.dtype, kind="buffer", trainable=False))
-    return buffers
+            if buffer is None:
+                continue
+            if name not in inner._non_persistent_buffers_set:
+                persistent.append(_buffer(path, shapes[path], buffer))
+            elif path in also:
+                others.append(_buffer(path, shapes[path], buffer))
+    return persistent + others
+
+
+def _buffer(path: str, shape: Sequence[int], buffer: torch.Tensor) -> TensorInfo:
+    return TensorInfo(path, tuple(shape), buffer.dtype, kind="buffer", trainable=False)
