@@ -47,7 +47,8 @@ def new_block(config: Mapping[str, Any], before: SubnetworkConfig) -> Subnetwork
         ValueError: as `parse`, or it changes what cannot change.
     """
     result = parse(config)
-    fixed = [name for name in _FIXED if result is None or getattr(result, name) != getattr(before, name)]
+    others = [] if result is None else [name for name in _FIXED if getattr(result, name) != getattr(before, name)]
+    fixed = ["enabled"] if result is None else others
     if result is None or fixed:
         raise ValueError(
             f"engine.replan: {quoted([f'{KEY}.{name}' for name in fixed])} cannot change in a run; save a checkpoint "

@@ -183,6 +183,7 @@ class ReplanCalls(DenseCalls):
         is_same = _layout(chosen.plan) == _layout(self._applied.plan)
         state = run_on_all_ranks(self.world, partial(OwnState.of, rank_chunks, optimizer, own_buffers=is_same))
         catalog = Catalog.gather(state.owned, self.dp_group)
+        assert not (gaps := list(catalog.gaps())), f"nobody has some elements of {gaps}, or two ranks do"
         run_on_all_ranks(self.world, partial(check_optimizer_state, catalog, self.optimizer.model))
         return _Before(state, catalog, optimizer.metadata(counts))
 

@@ -89,7 +89,7 @@ class Catalog:
         )
 
     def gaps(self) -> Iterator[str]:
-        """Keys of which nobody has some elements."""
+        """Keys of which nobody would send some elements, or two ranks would."""
         for key, shape in self.shapes.items():
             if sum(box.num_elements for _, box in self.owners[key]) != torch.Size(shape).numel():
                 yield key

@@ -60,8 +60,9 @@ class Share:
                 share.moves.extend((place[b.slices_in(box)], values[b.slices_in(source)]) for b in found)
             for owner, source in catalog.owners.get(key, ()) if left else ():
                 found, left = _taken(left, source)
-                share.requests.setdefault(owner, []).extend(Request(key, source.offsets, b) for b in found)
-                share.places.setdefault(owner, []).extend(place[b.slices_in(box)] for b in found)
+                for part in found:
+                    share.requests.setdefault(owner, []).append(Request(key, source.offsets, part))
+                    share.places.setdefault(owner, []).append(place[part.slices_in(box)])
             if left:
                 raise RuntimeError(f"re-planning: no rank has {key!r} from {left[0].offsets} on")
         return share
