@@ -98,13 +98,13 @@ class Transfer:
         sent, received = self._bytes(sum(sent_splits)), self._bytes(sum(received_splits))
         for items, part in zip(leaving, sent.split(sent_splits), strict=True):
             for item, place in _places(items, part):
-                place.copy_(item.values.contiguous().reshape(-1).view(torch.uint8))
+                place.copy_(_as_bytes(item.values.contiguous()))
         self._dp_group.all_to_all(received, sent, received_splits, sent_splits).wait()
         self.sent_bytes += sum(sent_splits)
         for items, part in zip(coming, received.split(received_splits), strict=True):
             for item, place in _places(items, part):
                 whole = torch.empty(item.values.shape, dtype=item.dtype, device=self._device)
-                whole.view(-1).view(torch.uint8).copy_(place)
+                _as_bytes(whole).copy_(place)
                 item.values.copy_(whole)
 
     def _bytes(self, count: int) -> torch.Tensor:
@@ -120,6 +120,11 @@ def _item(request: Request, owned: StateDict) -> Item:
     values = owned[request.key].at(request.chunk)
     chunk = Box(request.chunk, tuple(values.shape))
     return Item(values[request.box.slices_in(chunk)], owned[request.key].dtype)
+
+
+def _as_bytes(values: torch.Tensor) -> torch.Tensor:
+    """Of a contiguous tensor; what has one element is contiguous with whatever stride it has."""
+    return values.as_strided((values.numel(),), (1,)).view(torch.uint8)
 
 
 def _aligned(items: Sequence[Item]) -> int:

@@ -50,7 +50,7 @@ def test_each_rank_gets_what_it_asks_for(layout: list[list[Box]], dtype: torch.d
 
     outcomes = outcomes_of(SIZE, work)
     for rank, outcome in enumerate(outcomes):
-        assert not isinstance(outcome, Exception), outcome
+        assert not isinstance(outcome, Exception), outcomes
         expected = torch.zeros_like(dense) if rank == needs_nothing else dense
         assert torch.equal(outcome[0], expected)
     sent, least = (sum(outcome[index] for outcome in outcomes) for index in (1, 2))
