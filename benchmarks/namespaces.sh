@@ -28,6 +28,7 @@ port=${PORT:-29511}
 names=("sdp$$a" "sdp$$b")
 ranks=()
 
+# shellcheck disable=SC2329  # the trap calls it
 clean_up() {
     trap - EXIT
     trap '' INT TERM # whoever stops this script may signal twice, and half a clean-up leaves namespaces behind

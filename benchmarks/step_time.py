@@ -4,6 +4,7 @@
     OMP_NUM_THREADS=1 deepspeed --num_gpus 2 benchmarks/step_time.py --all-modes --model wide --bucket 2e6 --output ...
     OMP_NUM_THREADS=1 deepspeed --num_gpus 2 benchmarks/step_time.py --all-modes --stage 1 2 --output ...
     OMP_NUM_THREADS=1 deepspeed --num_gpus 2 benchmarks/step_time.py --stage 2 --overlap --bucket 5e5 --output ...
+    OMP_NUM_THREADS=1 deepspeed --num_gpus 2 benchmarks/step_time.py --optimizer Muon --stage 1 2 --output ...
     RANKS=4 benchmarks/namespaces.sh benchmarks/step_time.py --stage 2 1 --subnetworks 4 --knows-nodes --bucket 2e6 ...
 
 With several stages each has its plain DeepSpeed; the last one's is the baseline of all. `--overlap` lets everybody run
@@ -38,7 +39,7 @@ from benchmarks.common.ranks import gather, option_parser, run
 from sdp_deepspeed.config import MODES, Mode
 
 MODELS = {"small": SMALL, "wide": WIDE}
-# Of the step time of plain DeepSpeed at the same stage, at C = 1 and at C = 1/2.
+# Of the step time of plain DeepSpeed at the same stage with AdamW, at C = 1 and at C = 1/2.
 TARGETS: dict[int, dict[Mode, tuple[float, float | None]]] = {
     1: {
         Mode("forward", "block"): (1.0, None),
@@ -47,6 +48,10 @@ TARGETS: dict[int, dict[Mode, tuple[float, float | None]]] = {
         Mode("backward", "neuron"): (1.0, 1.0),
     },
     2: {mode: (0.9, 0.5 if mode.regime == "forward" else None) for mode in MODES},
+}
+OPTIMIZERS: dict[str, dict[str, Any]] = {
+    "AdamW": {},  # the contestants' own
+    "Muon": {"optimizer": {"type": "Muon", "params": {"muon_lr": 0.02, "adam_lr": 1e-4, "torch_adam": True}}},
 }
 OVERLAP = ", overlap"  # ends the names of those that run with overlap_comm
 
@@ -98,6 +103,7 @@ def config_of(contestant: Contestant, overlap: bool, arguments: argparse.Namespa
         "train_micro_batch_size_per_gpu": arguments.micro_batch,
         "gradient_accumulation_steps": arguments.accumulation,
         "gradient_clipping": 1.0,
+        **OPTIMIZERS[arguments.optimizer],
     }
 
 
@@ -155,7 +161,10 @@ def measure(arguments: argparse.Namespace) -> dict[str, Any]:
         "arguments": vars(arguments),
         "configs": configs,
         "spectral_gaps": {name: spectral_gap(model, engine) for name, engine in engines.items()},
-        "targets": {name: target(contestant, stage) for name, (contestant, _) in runs.items()},
+        "targets": {
+            name: target(contestant, stage) if arguments.optimizer == "AdamW" else None
+            for name, (contestant, _) in runs.items()
+        },
         "seconds": time_steps(engines, batch, warmup=arguments.warmup, repeats=arguments.repeats),
         "work": {name: gather(count_work(partial(train, engine, batch))) for name, engine in engines.items()},
         "link_bytes": {name: gather(link_bytes(engine, batch)) for name, engine in engines.items()}
@@ -174,6 +183,7 @@ def main() -> None:
     parser.add_argument("--accumulation", type=int, default=1)
     parser.add_argument("--bucket", type=float, default=5e8, help="reduce_bucket_size of all contestants (elements)")
     parser.add_argument("--stage", type=int, nargs="+", default=[1], choices=(0, 1, 2))
+    parser.add_argument("--optimizer", choices=list(OPTIMIZERS), default="AdamW")
     parser.add_argument("--subnetworks", type=int, help="one more of each mode, with fewer subnetworks than ranks")
     parser.add_argument("--knows-nodes", action="store_true", help='one more of each mode, with assignment "auto"')
     parser.add_argument("--overlap", action="store_true", help="everybody without and with overlap_comm")

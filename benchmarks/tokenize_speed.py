@@ -14,7 +14,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import statistics
 import subprocess
 import sys
 import tempfile
@@ -22,7 +21,6 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 import psutil
 import pyarrow as pa  # type: ignore[import-untyped]
@@ -144,11 +142,6 @@ def _clock() -> Iterator[dict[str, float]]:
 
 def _cpu_seconds(family: list[psutil.Process]) -> float:
     return sum(times.user + times.system for times in (process.cpu_times() for process in family))
-
-
-def median_of(runs: list[dict[str, Any]], by: str) -> float:
-    """Tokens per second, or per CPU second."""
-    return statistics.median(run["tokens"] / run[by] for run in runs)
 
 
 if __name__ == "__main__":

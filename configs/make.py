@@ -106,7 +106,7 @@ def tables(forecast_of: Callable[[Recipe], Forecast]) -> str:
             lines += [*_heading(recipe, figures), ""] if not lines else ["", *_heading(recipe, figures), ""]
             lines += [_HEADER, "|---|---|---|---|---|---|---|---|"]
         assert dense is not None, "the plain twin comes first"
-        lines.append(_row(recipe, figures, dense))
+        lines.append(row(recipe, figures, dense))
     return "\n".join(lines)
 
 
@@ -133,7 +133,8 @@ def _heading(recipe: Recipe, figures: Forecast) -> list[str]:
     ]
 
 
-def _row(recipe: Recipe, figures: Forecast, dense: Forecast) -> str:
+def row(recipe: Recipe, figures: Forecast, dense: Forecast) -> str:
+    """Of a table; `dense` are the figures of the plain twin."""
     steps = num_steps(dense)
     cells = [
         f"`{recipe.name}`",

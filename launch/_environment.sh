@@ -1,3 +1,4 @@
+# shellcheck shell=bash
 # Sourced by quickstart.sh and test.sh: a Python environment with the package and everything it needs.
 # Uses the active environment, else makes .venv here. A torch that the environment or the system brings stays as it is.
 # Safe to run again: does nothing when nothing changed.
@@ -9,6 +10,7 @@ say() { printf '==> %s\n' "$*"; }
 python_range() { sed -n 's/^requires-python = ">=3\.\([0-9]*\),<3\.\([0-9]*\)".*/\1 \2/p' pyproject.toml; }
 
 python_fits() {
+  # shellcheck disable=SC2046  # two words
   "$1" -c 'import sys; low, beyond = map(int, sys.argv[1:]); sys.exit(not (3, low) <= sys.version_info[:2] < (3, beyond))' \
     $(python_range) 2>/dev/null
 }
@@ -59,6 +61,7 @@ activate_environment() {
     say "using the active environment ${VIRTUAL_ENV:-$CONDA_PREFIX}"
   else
     if [ -x .venv/bin/python ]; then say "using .venv"; else make_environment || return; fi
+    # shellcheck source=/dev/null
     source .venv/bin/activate
   fi
   python_fits python || need_python "the environment has $(python --version 2>&1); activate another, or remove .venv"

@@ -62,7 +62,8 @@ export PYTHONPATH="$here${PYTHONPATH:+:$PYTHONPATH}" # DeepSpeed's launcher pass
 
 how=(--hostfile "$hostfile" --master_addr "$address" --master_port "$port")
 if [ -n "$ssh" ]; then
-  command -v pdsh >/dev/null || fail "pdsh is missing: install it here, or start every host with --no_ssh --node_rank N"
+  command -v pdsh >/dev/null || fail "pdsh is missing, with which DeepSpeed starts other hosts: install it on this host" \
+    "(Debian, Ubuntu: apt install pdsh), or run this on every host by itself, with --no_ssh --node_rank N"
   if [ -n "$checks" ]; then
     python -m sdp_deepspeed hosts --master_addr "$address" --master_port "$port" ${ssh_port:+--ssh_port "$ssh_port"} \
       "$hostfile" -- "$@"

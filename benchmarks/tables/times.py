@@ -51,6 +51,7 @@ def _facts(result: Result) -> list[str]:
     arguments = result["arguments"]
     facts = [
         f"{result['ranks']} ranks",
+        arguments.get("optimizer", "AdamW").replace("AdamW", ""),
         f"{result['link']} between them" if result.get("link") else "",
         f"{result['model']['num_parameters'] / 1e6:.1f}M parameters",
         f"batch {arguments['micro_batch']} x {result['sequence_length']} per rank",

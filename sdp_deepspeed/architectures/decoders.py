@@ -6,33 +6,33 @@ from dataclasses import replace
 
 from sdp_deepspeed.architectures.branch import Branch, Cut, InnerLayers
 
-_QKVO = InnerLayers(
+QKVO = InnerLayers(
     (Cut("q_proj", 0), Cut("k_proj", 0), Cut("v_proj", 0), Cut("o_proj", 1, is_output=True)),
     heads="config.num_key_value_heads",
     caches=("past_key_values",),
     per_head=("q_norm", "k_norm"),
 )
-_GATED = InnerLayers((Cut("gate_proj", 0), Cut("up_proj", 0), Cut("down_proj", 1, is_output=True)))
+GATED = InnerLayers((Cut("gate_proj", 0), Cut("up_proj", 0), Cut("down_proj", 1, is_output=True)))
 _FUSED_GATE = InnerLayers((Cut("gate_up_proj", 0, blocks=2), Cut("down_proj", 1, is_output=True)))
 
-_ATTENTION = Branch("attention", norm="input_layernorm", body="self_attn", num_outputs=2, inner=_QKVO)
-_MLP = Branch("mlp", norm="post_attention_layernorm", body="mlp", inner=_GATED)
-_LLAMA = (_ATTENTION, _MLP)
-_GLM = (_ATTENTION, replace(_MLP, inner=_FUSED_GATE))
+ATTENTION = Branch("attention", norm="input_layernorm", body="self_attn", num_outputs=2, inner=QKVO)
+_MLP = Branch("mlp", norm="post_attention_layernorm", body="mlp", inner=GATED)
+_LLAMA = (ATTENTION, _MLP)
+_GLM = (ATTENTION, replace(_MLP, inner=_FUSED_GATE))
 
 # A norm before and after each branch: both are the branch's own.
 _GEMMA2 = (
-    replace(_ATTENTION, after=("post_attention_layernorm",)),
+    replace(ATTENTION, after=("post_attention_layernorm",)),
     replace(_MLP, norm="pre_feedforward_layernorm", after=("post_feedforward_layernorm",)),
 )
 _GLM4 = (
-    replace(_ATTENTION, after=("post_self_attn_layernorm",)),
+    replace(ATTENTION, after=("post_self_attn_layernorm",)),
     replace(_MLP, after=("post_mlp_layernorm",), inner=_FUSED_GATE),
 )
 # A norm after each branch only. That of queries and keys is one over all heads.
 _OLMO2 = (
     replace(
-        _ATTENTION,
+        ATTENTION,
         norm=None,
         after=("post_attention_layernorm",),
         inner=None,
@@ -41,7 +41,7 @@ _OLMO2 = (
     replace(_MLP, norm=None, after=("post_feedforward_layernorm",)),
 )
 _STARCODER2 = (
-    replace(_ATTENTION, inner=replace(_QKVO, tail_dropout="residual_dropout")),
+    replace(ATTENTION, inner=replace(QKVO, tail_dropout="residual_dropout")),
     replace(
         _MLP, inner=InnerLayers((Cut("c_fc", 0), Cut("c_proj", 1, is_output=True)), tail_dropout="residual_dropout")
     ),
@@ -49,12 +49,12 @@ _STARCODER2 = (
 # One norm for both branches, which is neither's own: shared.
 _COHERE = (
     replace(
-        _ATTENTION,
+        ATTENTION,
         norm=None,
         inner=replace(
-            _QKVO,
+            QKVO,
             # Weights of their own for each head.
-            cuts=(*_QKVO.cuts, Cut("q_norm", 0, optional=True), Cut("k_norm", 0, optional=True)),
+            cuts=(*QKVO.cuts, Cut("q_norm", 0, optional=True), Cut("k_norm", 0, optional=True)),
             per_head=(),
         ),
     ),
@@ -62,11 +62,11 @@ _COHERE = (
 )
 _PHI = (
     replace(
-        _ATTENTION,
+        ATTENTION,
         norm=None,
         inner=replace(
-            _QKVO,
-            cuts=(*_QKVO.cuts[:3], Cut("dense", 1, is_output=True)),
+            QKVO,
+            cuts=(*QKVO.cuts[:3], Cut("dense", 1, is_output=True)),
             per_head=("q_layernorm", "k_layernorm"),
         ),
     ),
@@ -74,7 +74,7 @@ _PHI = (
 )
 _PHI3 = (
     replace(
-        _ATTENTION,
+        ATTENTION,
         after=("resid_attn_dropout",),
         inner=InnerLayers(
             (
@@ -89,8 +89,8 @@ _PHI3 = (
     replace(_MLP, after=("resid_mlp_dropout",), inner=_FUSED_GATE),
 )
 
-_STABLELM_HEADS = replace(_ATTENTION, inner=replace(_QKVO, scaled=("num_heads", "num_key_value_heads"), per_head=()))
-_STABLELM_NORMED = replace(_ATTENTION, inner=None, uncut_reason="StableLM with qk_layernorm has a norm for each head")
+_STABLELM_HEADS = replace(ATTENTION, inner=replace(QKVO, scaled=("num_heads", "num_key_value_heads"), per_head=()))
+_STABLELM_NORMED = replace(ATTENTION, inner=None, uncut_reason="StableLM with qk_layernorm has a norm for each head")
 _ONE_NORM, _TWO_NORMS = ("use_parallel_residual", True), ("use_parallel_residual", False)
 _STABLELM = (
     replace(_STABLELM_HEADS, when=(_TWO_NORMS, ("self_attn.qk_layernorm", False))),

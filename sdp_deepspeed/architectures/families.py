@@ -11,8 +11,8 @@ from sdp_deepspeed.architectures.encoder_decoders import ENCODER_DECODERS
 from sdp_deepspeed.architectures.encoders import ENCODERS
 from sdp_deepspeed.architectures.falcon import FALCON
 from sdp_deepspeed.architectures.mixtures import MIXTURES
-from sdp_deepspeed.architectures.own_forward import is_wrapper_of_its_class
-from sdp_deepspeed.architectures.registry import branches_of, described
+from sdp_deepspeed.architectures.own_forward import is_in_its_source, is_wrapper_of_its_class
+from sdp_deepspeed.architectures.registry import branches_of, described_as
 
 FAMILIES: dict[str, tuple[Branch, ...]] = {
     **DECODERS,
@@ -29,10 +29,9 @@ _COMMON = ("torch.nn.", "transformers.activations", "transformers.pytorch_utils"
 
 def is_of_package(layer: nn.Module) -> bool:
     """Whether the description that a layer takes is one of FAMILIES, and not a user's, and the layer consists of the
-    modules that it was written for: from the file of the described class, or building blocks of the hosts."""
-    known = described()
-    names = [f"{base.__module__}.{base.__qualname__}" for base in type(layer).__mro__]
-    name = next((name for name in names if name in known), "")
+    modules that it was written for: from the file of the described class, or building blocks of the hosts, none with
+    another `forward` than in its source."""
+    name = described_as(type(layer))
     if name not in FAMILIES or branches_of(type(layer)) != FAMILIES[name]:
         return False
     file = name.rpartition(".")[0]
@@ -40,7 +39,7 @@ def is_of_package(layer: nn.Module) -> bool:
 
 
 def _is_known(module: nn.Module, file: str) -> bool:
-    own = vars(module).get("forward")
-    if own is not None and not is_wrapper_of_its_class(own, type(module)):
+    kind, own = type(module), vars(module).get("forward")
+    if not is_in_its_source(kind) or (own is not None and not is_wrapper_of_its_class(own, kind)):
         return False
-    return type(module).__module__ == file or f"{type(module).__module__}.".startswith(_COMMON)
+    return kind.__module__ == file or f"{kind.__module__}.".startswith(_COMMON)

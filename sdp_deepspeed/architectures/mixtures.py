@@ -9,15 +9,8 @@ from __future__ import annotations
 from dataclasses import replace
 
 from sdp_deepspeed.architectures.branch import Branch, Cut, Experts, InnerLayers
+from sdp_deepspeed.architectures.decoders import ATTENTION, GATED, QKVO
 
-_HEADS = InnerLayers(
-    (Cut("q_proj", 0), Cut("k_proj", 0), Cut("v_proj", 0), Cut("o_proj", 1, is_output=True)),
-    heads="config.num_key_value_heads",
-    caches=("past_key_values",),
-    per_head=("q_norm", "k_norm"),
-)
-_ATTENTION = Branch("attention", norm="input_layernorm", body="self_attn", num_outputs=2, inner=_HEADS)
-_MLP = (Cut("gate_proj", 0), Cut("up_proj", 0), Cut("down_proj", 1, is_output=True))
 _ROUTED = (Cut("experts.gate_up_proj", 1, blocks=2), Cut("experts.down_proj", 2, is_output=True))
 # Multi-head latent attention: the projections to the latent space, and the norms there, are all heads'.
 _LATENT = InnerLayers(
@@ -34,16 +27,16 @@ _LATENT = InnerLayers(
 
 def _mixture(shared: str | None = None, noise: str | None = None) -> Branch:
     """Of gated experts, with an MLP beside them that every token uses, or an MLP in their place."""
-    beside = [replace(cut, module=f"{shared}.{cut.module}") for cut in _MLP if shared]
-    cuts = tuple(replace(cut, optional=True) for cut in (*_ROUTED, *beside, *_MLP))
+    beside = [replace(cut, module=f"{shared}.{cut.module}") for cut in GATED.cuts if shared]
+    cuts = tuple(replace(cut, optional=True) for cut in (*_ROUTED, *beside, *GATED.cuts))
     experts = Experts("experts", "gate", "gate.top_k", noise)
     return Branch("mlp", norm="post_attention_layernorm", body="mlp", inner=InnerLayers(cuts), experts=experts)
 
 
-_DEEPSEEK = (replace(_ATTENTION, inner=_LATENT), _mixture("shared_experts"))
+_DEEPSEEK = (replace(ATTENTION, inner=_LATENT), _mixture("shared_experts"))
 # A sink is a logit of each query head. Gates and ups alternate, and matrices are stored [expert, in, out].
 _GPT_OSS = (
-    replace(_ATTENTION, inner=replace(_HEADS, cuts=(*_HEADS.cuts, Cut("sinks", 0)))),
+    replace(ATTENTION, inner=replace(QKVO, cuts=(*QKVO.cuts, Cut("sinks", 0)))),
     Branch(
         "mlp",
         norm="post_attention_layernorm",
@@ -55,7 +48,7 @@ _GPT_OSS = (
 )
 _OLMOE = (
     replace(
-        _ATTENTION,
+        ATTENTION,
         inner=None,
         uncut_reason="OLMoE normalizes queries and keys over all heads together, so heads need each other",
     ),
@@ -66,8 +59,8 @@ MIXTURES: dict[str, tuple[Branch, ...]] = {
     "transformers.models.deepseek_v2.modeling_deepseek_v2.DeepseekV2DecoderLayer": _DEEPSEEK,
     "transformers.models.deepseek_v3.modeling_deepseek_v3.DeepseekV3DecoderLayer": _DEEPSEEK,
     "transformers.models.gpt_oss.modeling_gpt_oss.GptOssDecoderLayer": _GPT_OSS,
-    "transformers.models.mixtral.modeling_mixtral.MixtralDecoderLayer": (_ATTENTION, _mixture(noise="jitter_noise")),
+    "transformers.models.mixtral.modeling_mixtral.MixtralDecoderLayer": (ATTENTION, _mixture(noise="jitter_noise")),
     "transformers.models.olmoe.modeling_olmoe.OlmoeDecoderLayer": _OLMOE,
-    "transformers.models.qwen2_moe.modeling_qwen2_moe.Qwen2MoeDecoderLayer": (_ATTENTION, _mixture("shared_expert")),
-    "transformers.models.qwen3_moe.modeling_qwen3_moe.Qwen3MoeDecoderLayer": (_ATTENTION, _mixture()),
+    "transformers.models.qwen2_moe.modeling_qwen2_moe.Qwen2MoeDecoderLayer": (ATTENTION, _mixture("shared_expert")),
+    "transformers.models.qwen3_moe.modeling_qwen3_moe.Qwen3MoeDecoderLayer": (ATTENTION, _mixture()),
 }

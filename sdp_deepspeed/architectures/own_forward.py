@@ -45,7 +45,7 @@ def check_own_forward(name: str, layer: nn.Module, described: type, code: Mappin
                 f"{name!r}: {layer_class.__name__} has its own {method!r}, so the description of its base class "
                 f"{described.__name__} may not be true of it. {_advice(layer_class, described)}"
             )
-    if _bare(own_code) != _bare(code) if code is not None else not _is_in_its_source(described):
+    if _bare(own_code) != _bare(code) if code is not None else not is_in_its_source(described):
         raise ValueError(
             f"{name!r}: what {described.__name__} runs was replaced after it was described, so its description may not "
             f"be true of it. {_advice(described, described)}"
@@ -101,8 +101,10 @@ def _is_method(value: Any) -> bool:
     return inspect.isroutine(value) or isinstance(value, (property, staticmethod, classmethod))
 
 
-def _is_in_its_source(layer_class: type) -> bool:
-    """Whether the forward of a class is the one in its source, by the names that Python gave both."""
+def is_in_its_source(layer_class: type[nn.Module]) -> bool:
+    """Whether the forward of a class is the one in its source, by the names that Python gave both; or there is none."""
+    if layer_class.forward is nn.Module.forward:
+        return True
     definer = next(base for base in layer_class.__mro__ if "forward" in vars(base))
     function = _unwrapped(vars(definer)["forward"])
     names = getattr(function, "__module__", None), getattr(function, "__qualname__", None)

@@ -43,6 +43,12 @@ def register(layer_class: type | str, *branches: Branch) -> None:
     _DESCRIPTIONS[name] = _Description(branches, None if isinstance(layer_class, str) else code_of(layer_class))
 
 
+def described_as(layer_class: type) -> str:
+    """Qualified name of a class, or of its nearest base class, that is described; empty if there is none."""
+    base = _described_base(layer_class)
+    return "" if base is None else _qualified(base)
+
+
 def branches_of(layer_class: type) -> tuple[Branch, ...] | None:
     """The description of a class or of the nearest described base class, None if there is none."""
     base = _described_base(layer_class)
@@ -56,14 +62,21 @@ def branches_in(name: str, layer: nn.Module) -> tuple[Branch, ...]:
         name: of the layer, for messages.
 
     Raises:
-        ValueError: it runs other code than the class that is described, or has a form that is not described.
+        ValueError: it runs other code than the class that is described, has a form that is not described, or does not
+            say which it has.
     """
     base = _described_base(type(layer))
     if base is None:
         return ()
     description = _DESCRIPTIONS[_qualified(base)]
     check_own_forward(name, layer, base, description.code)
-    branches = tuple(branch for branch in description.branches if branch.is_in(layer))
+    try:
+        branches = tuple(branch for branch in description.branches if branch.is_in(layer))
+    except AttributeError as problem:
+        raise ValueError(
+            f"{name!r}: a module in this {type(layer).__name__} is not the one that its description was written for: "
+            f"{problem}. {how_to_describe(layer)}"
+        ) from None
     names = [branch.name for branch in branches]
     if not branches:
         known = dict.fromkeys(", ".join(f"{p} = {v!r}" for p, v in branch.when) for branch in description.branches)

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import glob
 import hashlib
+import os
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from sdp_deepspeed.data.config import DEFAULT_TEXT_COLUMN
 from sdp_deepspeed.data.parts import Part, grouped
@@ -35,7 +36,7 @@ def find_files(path: str) -> FoundFiles:
     """The readable files that `path` (a file, a folder or a glob) means.
 
     Raises:
-        ValueError: there are none, or of several kinds.
+        ValueError: there are none, or of several kinds, or a folder cannot be read.
     """
     given = Path(path).expanduser()
     if given.is_file():
@@ -43,7 +44,7 @@ def find_files(path: str) -> FoundFiles:
             raise ValueError(f"path {path!r}: cannot tell the kind of file, expected one of {_suffixes()}")
         paths, root = [given], given.parent
     elif given.is_dir():
-        paths, root = [p for p in given.rglob("*") if _wanted(p.relative_to(given)) and p.is_file()], given
+        paths, root = [p for p in _below(given) if _reader(p) and p.is_file()], given
     else:
         paths = [p for p in map(Path, glob.glob(str(given), recursive=True)) if p.is_file() and _reader(p)]
         root = Path(*_fixed_parts(given))
@@ -63,9 +64,19 @@ def _reader(path: Path) -> str | None:
     return _READERS.get(name.suffix)
 
 
-def _wanted(relative: Path) -> bool:
-    """Not what download tools leave in hidden folders beside the data."""
-    return _reader(relative) is not None and not any(part.startswith(".") for part in relative.parts)
+def _below(folder: Path) -> Iterator[Path]:
+    """Not what download tools leave in hidden folders beside the data; ValueError for a folder that cannot be read,
+    whose text would be missing without a word."""
+
+    def stop(error: OSError) -> NoReturn:
+        raise ValueError(
+            f"path {str(folder)!r}: the folder {error.filename} cannot be read ({error.strerror}): make it readable, "
+            "or name the files beside it with a glob"
+        )
+
+    for here, folders, names in os.walk(folder, onerror=stop):
+        folders[:] = [name for name in folders if not name.startswith(".")]
+        yield from (Path(here, name) for name in names if not name.startswith("."))
 
 
 def _fixed_parts(pattern: Path) -> list[str]:
@@ -150,4 +161,4 @@ class LocalParquet(LocalFiles):
 
     def parts(self) -> Sequence[Part]:
         column = self.text_column or DEFAULT_TEXT_COLUMN
-        return row_groups_of([str(path) for path in self.files.paths if path.stat().st_size > 0], column)
+        return row_groups_of([str(path) for path in self.files.paths], column)

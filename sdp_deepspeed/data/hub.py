@@ -42,7 +42,7 @@ class HubDataset:
                 return [HubRows(self, 0, None)]
             if self.split not in files:
                 raise ValueError(f"{self.name}: no split {self.split!r}, it has {quoted(map(str, files))}: set split")
-            return row_groups_of([str(file) for file in files[self.split]], self.text_column)
+        return row_groups_of([str(file) for file in files[self.split]], self.text_column)
 
     def load(self) -> Any:
         """What `datasets` has of it."""

@@ -21,7 +21,7 @@ from sdp_deepspeed.data.tokenize_part import SPLITS, SplitCount, SplitName
 JOURNAL = "parts.jsonl"
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class Place:
     """Where a part of the stream begins.
 
@@ -37,7 +37,7 @@ class Place:
     bytes: int
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class Entry:
     """A part that was tokenized.
 
@@ -81,7 +81,7 @@ class Journal:
     def __init__(self, folder: Path) -> None:
         self.path = folder / JOURNAL
         self._entries: dict[int, Entry] = {}
-        self._parts: list[int] = []  # sorted
+        self._runs: list[range] = []  # of parts without a gap, sorted: walking over single parts would take hours
         self._read_bytes = 0
         self.last: Entry | None = None
 
@@ -121,10 +121,30 @@ class Journal:
         """Know of a part, before others do."""
         part = entry.place.part
         if part not in self._entries:
-            bisect.insort(self._parts, part)
+            self._insert(part)
         self._entries[part] = entry
         if entry.is_last:
             self.last = entry
+
+    def _insert(self, part: int) -> None:
+        """Into the runs, two of which it may join."""
+        start, stop = part, part + 1
+        after = self._num_runs_until(part)
+        if after < len(self._runs) and self._runs[after].start == stop:
+            stop = self._runs.pop(after).stop
+        if after and self._runs[after - 1].stop == start:
+            after -= 1
+            start = self._runs.pop(after).start
+        self._runs.insert(after, range(start, stop))
+
+    def _num_runs_until(self, part: int) -> int:
+        """How many begin at `part` or before it."""
+        return bisect.bisect_right(self._runs, part, key=lambda run: run.start)
+
+    def first_missing(self, part: int) -> int:
+        """The first one from `part` on that is not there."""
+        runs = self._num_runs_until(part)
+        return max(part, self._runs[runs - 1].stop) if runs else part
 
     def __contains__(self, part: int) -> bool:
         return part in self._entries
@@ -139,7 +159,7 @@ class Journal:
     @property
     def is_complete(self) -> bool:
         """Whether all parts were tokenized. None is there after the last one."""
-        return self.last is not None and len(self._parts) == self.last.place.part + 1
+        return self.last is not None and self._runs == [range(self.last.place.part + 1)]
 
     def counts(self) -> dict[SplitName, SplitCount]:
         """Of all entries."""
@@ -151,20 +171,25 @@ class Journal:
 
     def contiguous(self, split: SplitName, start: int) -> int:
         """Tokens of a split that are there from `start` on without a gap, as the place where they end."""
-        index = self._index(split, start)
-        if index is None:
+        part = self._part_of(split, start)
+        if part is None:
             return start
-        part = self._parts[index]
-        while part + 1 in self._entries:
-            part += 1
-        return max(start, int(getattr(self._entries[part].end, split)))
+        return max(start, int(getattr(self._entries[self.first_missing(part) - 1].end, split)))
 
     def place_of(self, token: int) -> Place | None:
         """The part that holds a training token, or the first one after it; None where that is not known."""
-        index = self._index("train", token)
-        return None if index is None else self._entries[self._parts[index]].place
+        part = self._part_of("train", token)
+        return None if part is None else self._entries[part].place
 
-    def _index(self, split: SplitName, token: int) -> int | None:
-        """Of the entry that holds `token`, or ends right before it."""
-        starts = bisect.bisect_right(self._parts, token, key=lambda part: getattr(self._entries[part].place, split))
-        return starts - 1 if starts and token <= getattr(self._entries[self._parts[starts - 1]].end, split) else None
+    def _part_of(self, split: SplitName, token: int) -> int | None:
+        """The one that holds `token`, or ends right before it."""
+
+        def begin(part: int) -> int:
+            return int(getattr(self._entries[part].place, split))
+
+        runs = bisect.bisect_right(self._runs, token, key=lambda run: begin(run.start))
+        if not runs:
+            return None
+        run = self._runs[runs - 1]
+        part = run[bisect.bisect_right(run, token, key=begin) - 1]
+        return part if token <= int(getattr(self._entries[part].end, split)) else None

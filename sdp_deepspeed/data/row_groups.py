@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from sdp_deepspeed.atomic_files import regular
-from sdp_deepspeed.data.network import reaching
+from sdp_deepspeed.data.network import reaching, reading_on
 from sdp_deepspeed.data.parts import PART_BYTES
 from sdp_deepspeed.data.rows import readable
 
@@ -107,7 +107,7 @@ def _opened(file: str, version: tuple[int, int, int] | None) -> Any:
     from fsspec.core import url_to_fs  # type: ignore[import-untyped]
 
     files, path = url_to_fs(file)
-    return pq.ParquetFile(path, filesystem=files, pre_buffer=True)
+    return pq.ParquetFile(reading_on(files.open(path, "rb")), pre_buffer=True)
 
 
 @contextmanager

@@ -61,7 +61,6 @@ class StreamWriter:
         self._itemsize = token_dtype(vocab_size).itemsize
         self._max_bytes = max_bytes
         self._issued: list[int] = []
-        self._taken: set[int] = set()
         self._uncommitted: list[Entry] = []
         self._reopened: dict[int, Place] = {0: Place(0, 0, 0, 0)}
 
@@ -80,7 +79,6 @@ class StreamWriter:
             ValueError, OSError, RuntimeError: a part cannot be read or written, or workers were killed.
         """
         self.journal.refresh()
-        self._taken = {part for part in range(len(self._parts)) if part in self.journal}
         staging = self._folder / STAGING
         shutil.rmtree(staging, ignore_errors=True)
         staging.mkdir(parents=True)
@@ -107,7 +105,6 @@ class StreamWriter:
                 self._reopened[wanted.reopen.part] = wanted.reopen
         while self._workers.has_room and (part := self._next_part_of_all(demands)) is not None:
             self._issued.append(part)
-            self._taken.add(part)
             self._workers.submit(Task(part, self._parts[part], staging))
 
     def _next_part_of_all(self, demands: Sequence[Wanted]) -> int | None:
@@ -128,9 +125,13 @@ class StreamWriter:
         return self._not_taken_from(0) if part is None else part
 
     def _not_taken_from(self, first: int) -> int | None:
-        last = self.journal.last
+        """The first part that is neither written nor with a worker."""
+        last, issued = self.journal.last, set(self._issued)
         stop = len(self._parts) if last is None else last.place.part + 1
-        return next((part for part in range(first, stop) if part not in self._taken), None)
+        part = self.journal.first_missing(first)
+        while part in issued:
+            part = self.journal.first_missing(part + 1)
+        return part if part < stop else None
 
     def _merge_next(
         self, staging: Path, files: dict[SplitName, BinaryIO], on_part: Callable[[Part, TokenizedPart], None]
@@ -154,7 +155,6 @@ class StreamWriter:
             return result
         for part in self._issued:
             self._workers.next_result()
-            self._taken.discard(part)
             _remove(staging, part)
         self._issued.clear()
         self._workers.submit(Task(result.place, self._parts[result.place], staging, max_bytes=room))

@@ -29,7 +29,7 @@ def is_held_out(text: str, fraction: float) -> bool:
     return int.from_bytes(digest, "big") < fraction * 2**64
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class SplitCount:
     """What one split holds; bytes of UTF-8, tokens with the ends of documents."""
 

@@ -71,7 +71,6 @@ class Communicator:
         self._objects = objects
         self._group = group
         self._last_acts = last_acts
-        self._num_calls = 0
         self.meter: Meter | None = None
         self.rank: int = dist.get_rank(group)
         self.size: int = dist.get_world_size(group)
@@ -105,8 +104,7 @@ class Communicator:
     def _watched(self, work: Work, tensor: torch.Tensor) -> Work:
         if self._last_acts is None:
             return work
-        self._num_calls += 1
-        return _Watched(work, self._last_acts, self._num_calls, tensor.device.type == "cpu")
+        return _Watched(work, self._last_acts, self._last_acts.launch(), tensor.device.type == "cpu")
 
     def gather_objects(self, value: object) -> list[Any]:
         """One small picklable object of every rank, in rank order; for start-up and errors only."""
@@ -125,10 +123,12 @@ class RankGroups:
         dp_group: the data-parallel group.
         world: all ranks; more than the data-parallel group under tensor parallelism.
         host: all ranks, over gloo.
+        last_acts: of the data-parallel group's ranks.
         tp_group: the tensor-parallel group, None if this rank is alone in it.
     """
 
     dp_group: Communicator
     world: Communicator
     host: HostGroup
+    last_acts: LastActs
     tp_group: Communicator | None = None

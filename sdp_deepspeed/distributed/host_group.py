@@ -131,7 +131,7 @@ def make_host_group(dist: Any, ranks: Gatherer, warn: Callable[[str], None]) -> 
     Raises:
         RuntimeError: hosts cannot tell how to reach one another (on all ranks), or cannot, and what to set.
     """
-    allow_connections(dist.get_world_size(), warn)
+    allow_connections(dist.get_world_size(), warn, num_groups=2)  # and the signs of life, over the store
     settle_at_exit()
     # The run's own group over gloo has found its way.
     name = None if dist.get_backend() == "gloo" else interface_for_gloo(ranks)

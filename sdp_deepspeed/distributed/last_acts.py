@@ -14,13 +14,16 @@ import threading
 import time
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
-from sdp_deepspeed.distributed.store_gatherer import Store
+from sdp_deepspeed.distributed.act import Act, Acts, act_in_words, beat_of
+from sdp_deepspeed.distributed.main_thread import is_in_barrier
+from sdp_deepspeed.distributed.store_gatherer import Store, found
 from sdp_deepspeed.messages import listed
 
 BEAT_SECONDS = 2.0  # between two looks of the thread
@@ -35,35 +38,6 @@ _ADVICE = (
     "All ranks must call backward and step equally often; where one failed, its own error says why. What a killed rank "
     f"did in its last {BEAT_SECONDS:.0f} seconds is not known"
 )
-
-
-@dataclass(frozen=True)
-class Act:
-    """What a rank did last, when it published it.
-
-    Args:
-        what: in words.
-        seconds: since it began to wait or, if it does not wait, to do this.
-        waits: for others, in a collective.
-        call: number of that collective.
-        lost: whether a collective has failed here, after which no other will come about.
-        beat: how often the rank has published; where it does not move, the process is gone or stopped.
-    """
-
-    what: str
-    seconds: float
-    waits: bool
-    call: int
-    lost: bool
-    beat: int
-
-    @property
-    def collective(self) -> tuple[str, int]:
-        """In which it waits: calls of one number may still be others, in a step here and in a backward pass there."""
-        return self.what, self.call
-
-
-Acts = Mapping[int, Act | None]  # by rank; None for one that has published nothing
 
 
 @dataclass
@@ -90,13 +64,24 @@ class LastActs:
         store: for this engine's keys alone.
         ranks: all of the group, this rank's included.
         warn: told for whom this rank waits.
+        in_barrier: whether this rank waits in a barrier of all ranks that is not ours.
     """
 
-    def __init__(self, store: Store, *, rank: int, ranks: Sequence[int], warn: Callable[[str], None]) -> None:
+    def __init__(
+        self,
+        store: Store,
+        *,
+        rank: int,
+        ranks: Sequence[int],
+        warn: Callable[[str], None],
+        in_barrier: Callable[[], bool] = lambda: False,
+    ) -> None:
         self._store = store
         self._rank = rank
         self._ranks = tuple(ranks)
         self._warn = warn
+        self._in_barrier = in_barrier
+        self._num_calls = 0
         self._what, self._since = "built its engine", time.monotonic()
         self._waiting: _Waiting | None = None
         self._lost = False
@@ -111,6 +96,11 @@ class LastActs:
         thread = threading.Thread(target=_beat, args=arguments, name="last-acts", daemon=True)
         thread.start()
         weakref.finalize(self, _end, self._stop, thread)
+
+    def launch(self) -> int:
+        """This rank starts a collective of the group's; returns its number, the same on all ranks."""
+        self._num_calls += 1
+        return self._num_calls
 
     def note(self, what: str) -> None:
         """This rank does something else from now on."""
@@ -127,6 +117,26 @@ class LastActs:
             self._try(self.publish)
             raise
         self.note(f"ended {what}")
+
+    def fail(self, why: str) -> None:
+        """This rank has given up on the others: whoever waits for it gets an error with these words."""
+        self._lost = True
+        self.note(f"{self._what}: {why}")
+        self._try(self.publish)
+
+    def of(self, ranks: Iterable[int]) -> dict[int, Act]:
+        """What these ranks of the group did last, as far as they have published it."""
+        acts = self._acts(rank for rank in ranks if rank in self._ranks)
+        return {rank: act for rank, act in acts.items() if act is not None}
+
+    def elsewhere(self, ranks: Iterable[int]) -> dict[int, Act]:
+        """Those of the ranks that will not come to where this rank waits now, if they have not come before: they have
+        started collectives that come after it, wait in a barrier of all ranks, or have given up."""
+        return {
+            rank: act
+            for rank, act in self.of(ranks).items()
+            if act.launched > self._num_calls or act.in_barrier or act.lost
+        }
 
     def wait(self, work: Any, call: int, *, in_slices: bool) -> None:
         """Wait for a collective.
@@ -193,14 +203,15 @@ class LastActs:
         waiting = self._waiting
         seconds = time.monotonic() - (self._since if waiting is None else waiting.since)
         call = 0 if waiting is None else waiting.call
-        return Act(self._what, seconds, waiting is not None, call, self._lost, self._beat)
+        is_waiting = waiting is not None
+        return Act(self._what, seconds, is_waiting, call, self._num_calls, self._in_barrier(), self._lost, self._beat)
 
-    def _others(self) -> dict[int, Act | None]:
-        """Two questions to the store, however many ranks; more only while some have published nothing."""
-        keys = [str(rank) for rank in self._ranks if rank != self._rank]
-        there = keys if self._store.check(keys) else [key for key in keys if self._store.check([key])]
-        acts = {key: Act(**json.loads(act)) for key, act in zip(there, self._store.multi_get(there), strict=True)}
-        return {int(key): acts.get(key) for key in keys}
+    def _others(self) -> Acts:
+        return self._acts(rank for rank in self._ranks if rank != self._rank)
+
+    def _acts(self, ranks: Iterable[int]) -> Acts:
+        texts = found(self._store, [str(rank) for rank in ranks])
+        return {int(rank): None if text is None else Act(**json.loads(text)) for rank, text in texts.items()}
 
     def _is_to_warn(self, before: Acts, acts: Acts) -> bool:
         """Whether this is the lowest rank in the collective in which most wait: one warns, however many wait, and not
@@ -208,7 +219,7 @@ class LastActs:
         waiting = {
             rank: act.collective
             for rank, act in sorted(acts.items())
-            if act is not None and act.waits and act.beat != _beat_of(before.get(rank))
+            if act is not None and act.waits and act.beat != beat_of(before.get(rank))
         }
         if self._rank not in waiting:  # what it waited for has come
             return False
@@ -222,7 +233,7 @@ class LastActs:
             before: what the others had published when this rank last looked; who lives has done so again.
         """
         acts = [self._own(), *(act for act in others.values() if act is not None)]
-        alive = all(_beat_of(before.get(rank)) not in (None, _beat_of(act)) for rank, act in others.items())
+        alive = all(beat_of(before.get(rank)) not in (None, beat_of(act)) for rank, act in others.items())
         waited = [act for act in acts if act.waits and act.seconds > SETTLED_SECONDS]
         return alive and len(waited) == len(self._ranks) and len({act.collective for act in waited}) > 1
 
@@ -232,7 +243,7 @@ class LastActs:
             for rank, act in others.items()
             if act is None or not act.waits or act.collective != own.collective
         }
-        positions = (f"rank {rank}, {_words(act)}" for rank, act in (elsewhere or others).items())
+        positions = (f"rank {rank}, {act_in_words(act)}" for rank, act in (elsewhere or others).items())
         return f"rank {self._rank} waited ({own.what}) for {listed(positions, separator='; ')}. {_ADVICE}"
 
     @staticmethod
@@ -256,22 +267,11 @@ def make_last_acts(dist: Any, group: Any, warn: Callable[[str], None]) -> LastAc
     store = dist.distributed_c10d._get_default_store()
     prefix = f"sdp_deepspeed/last_acts/{group.group_name}"
     number = store.add(f"{prefix}/{rank}", 1)  # of the group's engines, which its ranks build together
-    acts = LastActs(dist.PrefixStore(f"{prefix}/{number}", store), rank=rank, ranks=ranks, warn=warn)
+    own = dist.PrefixStore(f"{prefix}/{number}", store)
+    acts = LastActs(own, rank=rank, ranks=ranks, warn=warn, in_barrier=partial(is_in_barrier, dist))
     if len(ranks) > 1:
         acts.start()
     return acts
-
-
-def _beat_of(act: Act | None) -> int | None:
-    return None if act is None else act.beat
-
-
-def _words(act: Act | None) -> str:
-    if act is None:
-        return "of which nothing is known"
-    if act.waits:
-        return f"which {act.what} and had waited {act.seconds:.0f} seconds when it was last heard of"
-    return f"which {act.what}, {act.seconds:.0f} seconds before it was last heard of"
 
 
 def _end(stop: threading.Event, thread: threading.Thread) -> None:

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import secrets
 import sys
 import threading
 import time
@@ -21,7 +22,9 @@ from collections.abc import Callable
 from multiprocessing.util import Finalize
 from typing import Any, NoReturn
 
-from sdp_deepspeed.distributed.store_gatherer import Store
+from sdp_deepspeed.distributed.agreement import Gatherer
+from sdp_deepspeed.distributed.exits import error_at_end, error_of_exit, remember_exits
+from sdp_deepspeed.distributed.store_gatherer import Store, found
 from sdp_deepspeed.messages import listed
 
 BEAT_SECONDS = 2.0  # between two signs, and two looks
@@ -56,7 +59,7 @@ class Lifeline:
         self._seen: dict[int, bytes] = {}
         self._silence: dict[int, float] = {}  # seconds, as this rank has counted them
         self._unanswered = 0.0  # seconds of the look that goes on
-        self._error: BaseException | None = None
+        self._error: str | None = None  # that ends this process
         self._closing, self._closed = threading.Event(), threading.Event()
         self._finalizer: Finalize | None = None
 
@@ -113,12 +116,10 @@ class Lifeline:
         self._store.set(str(self._rank), str(self._beat).encode())
 
     def _silent_ranks(self, seconds: float) -> list[int]:
-        """Two questions to the store, however many ranks; more only while some have shown nothing. One that has not
-        shown its first sign is on its way."""
-        keys = [str(rank) for rank in sorted(self._others - self._left)]
-        there = keys if self._store.check(keys) else [key for key in keys if self._store.check([key])]
-        for key, shown in zip(there, self._store.multi_get(there) if there else [], strict=True):
-            self._note(int(key), shown, seconds)
+        """One that has not shown its first sign is on its way."""
+        for key, shown in found(self._store, [str(rank) for rank in sorted(self._others - self._left)]).items():
+            if shown is not None:
+                self._note(int(key), shown, seconds)
         # Ranks of one node fall silent together, and show their signs at different moments.
         about = self._limit - 1.5 * BEAT_SECONDS
         is_silent = any(silence >= self._limit for silence in self._silence.values())
@@ -160,9 +161,8 @@ class Lifeline:
 
     def _leave(self) -> None:
         """Say that nobody is to miss this rank. The store goes with rank 0, which waits until others have seen that."""
-        if self._error is not None and not self._store.check([_FAILED]):
-            said = " ".join(f"{type(self._error).__name__}: {self._error}".split())[:1000]
-            self._store.set(_FAILED, f"rank {self._rank} failed: {said}".encode())
+        if self._own_error is not None and not self._store.check([_FAILED]):
+            self._store.set(_FAILED, f"rank {self._rank} failed: {self._own_error}".encode())
         self._store.set(str(self._rank), _LEFT)
         until = time.monotonic() + self._farewell
         while self._rank == 0 and not self.is_alone and time.monotonic() < until:
@@ -171,9 +171,14 @@ class Lifeline:
             time.sleep(0.05)
 
     @property
+    def _own_error(self) -> str | None:
+        """`sys.exit` lets go of who is watched, which closes this, before the process is at its end."""
+        return self._error or error_of_exit()
+
+    @property
     def _farewell(self) -> float:
         """Seconds; who failed waits for a beat alone, as its launcher waits for it."""
-        return FAREWELL_SECONDS if self._error is None and self._rank == 0 else 1.5 * BEAT_SECONDS
+        return FAREWELL_SECONDS if self._own_error is None and self._rank == 0 else 1.5 * BEAT_SECONDS
 
     def _watch(self) -> None:
         """What the second thread does: the first may wait for the store."""
@@ -189,7 +194,7 @@ class Lifeline:
     def _at_exit(self) -> None:
         """An error that ends this process is told before others miss the rank. A thread that is in the store when the
         interpreter goes would abort it."""
-        self._error = getattr(sys, "last_value", None)
+        self._error = error_at_end()
         self._closing.set()
         self._closed.wait(self._farewell + BEAT_SECONDS / 2)
 
@@ -216,23 +221,24 @@ def _flush() -> None:
             stream.flush()
 
 
-def watch_ranks(owner: object, dist: Any, limit: float | None) -> None:
-    """Watch all ranks while an object lives; every rank calls it, equally often.
+def watch_ranks(owner: object, dist: Any, ranks: Gatherer, limit: float | None) -> None:
+    """Watch all ranks while an object lives; every rank calls it.
 
     Args:
         dist: `torch.distributed`.
+        ranks: all of them.
         limit: of silence, seconds; None watches nobody.
     """
-    rank, size = dist.get_rank(), dist.get_world_size()
-    if limit is None or size == 1:
+    if limit is None or ranks.size == 1:
         return
+    remember_exits()
     store = dist.distributed_c10d._get_default_store()
-    # A store that outlives a restart by torchrun has the keys of the ranks that ended.
-    run = f"sdp_deepspeed/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}/{size}"
-    number = store.add(f"{run}/lifelines/{rank}", 1)  # ranks build their engines together
+    # New each time: a store that outlives a restart by torchrun has the keys of ranks that ended, and each node counts
+    # restarts by itself.
+    name = ranks.gather_objects(secrets.token_hex(8))[0]
     # By a connection of its own: over one, a question waits for the answer to the one before it.
-    own = dist.PrefixStore(f"{run}/lifeline/{number}", store.clone())
-    lifeline = Lifeline(own, rank=rank, size=size, limit=limit)
+    own = dist.PrefixStore(f"sdp_deepspeed/lifeline/{name}", store.clone())
+    lifeline = Lifeline(own, rank=ranks.rank, size=ranks.size, limit=limit)
     lifeline.start(store)
     # At the end of the process the lifeline closes itself, and is waited for.
     weakref.finalize(owner, _close, lifeline, store).atexit = False

@@ -2,16 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+import threading
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import Future, wait
 from datetime import timedelta
 from enum import IntEnum
 from typing import Any
 
 from sdp_deepspeed.distributed.agreement import Gatherer
 from sdp_deepspeed.distributed.host_group import Channel, HostGroup
+from sdp_deepspeed.distributed.last_acts import LastActs
+from sdp_deepspeed.distributed.store_gatherer import Store, found
 from sdp_deepspeed.messages import listed
 
 TIMEOUT = timedelta(minutes=5)
+LOOK_SECONDS = 2.0  # of waiting, between two looks whether the others can still come
+_LOOKS_IN_BARRIER = 3  # that find a rank in a barrier of PyTorch's own: it may be about to leave one
+_FAILED = "failed"  # a key, beside those of the ranks
 
 
 class Phase(IntEnum):
@@ -53,20 +62,14 @@ class MonitoredBarrier:
 
     Args:
         channel: of all ranks, used for nothing else, with a limit of waiting.
-        report: publishes this rank's number of meetings where others can read it; None if there is no such place.
-        reports: reads the numbers of all ranks.
+        store: for the numbers of meetings of this engine's ranks.
+        last_acts: of this rank and others; what tells that a rank will not come.
     """
 
-    def __init__(
-        self,
-        channel: Gatherer,
-        *,
-        report: Callable[[int], None] | None = None,
-        reports: Callable[[], list[int]] | None = None,
-    ) -> None:
+    def __init__(self, channel: Gatherer, store: Store, last_acts: LastActs) -> None:
         self._channel = channel
-        self._report = report
-        self._reports = reports
+        self._store = store
+        self._last_acts = last_acts
         self._meetings = 0
         self.num_forwards = 0
 
@@ -93,24 +96,59 @@ class MonitoredBarrier:
         return notes
 
     def _gather(self, phase: Phase, note: Any) -> list[tuple[Phase, Any]]:
-        if self._report is not None:
-            self._report(self._meetings)
+        self._last_acts.note(_WORDS[phase])
+        self._store.set(str(self._channel.rank), str(self._meetings).encode())
+        values = _in_background(lambda: self._channel.gather_objects((int(phase), note)))
+        in_barrier = Counter[int]()
+        while not wait([values], LOOK_SECONDS).done:
+            if self._is_hopeless(in_barrier):
+                raise RuntimeError(self._give_up(phase))
         try:
-            return [(Phase(value), other) for value, other in self._channel.gather_objects((int(phase), note))]
+            return [(Phase(value), other) for value, other in values.result()]
         except RuntimeError as error:
-            raise RuntimeError(
-                f"rank {self._channel.rank} {_WORDS[phase]} and waited for {self._missing()}, which did not come: "
-                f"{_WHY.get(phase, _CALLS)}"
-            ) from error
+            raise RuntimeError(self._give_up(phase)) from error
 
-    def _missing(self) -> str:
-        if self._reports is None:
-            return "another rank"
+    def _is_hopeless(self, in_barrier: Counter[int]) -> bool:
+        """Whether a rank goes on without coming here. Rank 0 looks for all, others for rank 0 and what it found.
+
+        Args:
+            in_barrier: how often each rank was found in a barrier of PyTorch's own.
+        """
         try:
-            late = [rank for rank, meetings in enumerate(self._reports()) if meetings < self._meetings]
-        except Exception:  # the store is gone when the rank that keeps it is
-            return "another rank"
-        return f"rank {listed(late)}" if late else "another rank"
+            if self._store.check([_FAILED]):
+                return True
+            others = [0] if self._channel.rank else range(1, self._channel.size)
+            elsewhere = self._last_acts.elsewhere(self._late(others))
+            late = self._late(elsewhere)  # asked again: who has come meanwhile may have gone on since
+        except Exception:  # the store is gone with its rank, which gloo notices
+            return False
+        in_barrier.update(rank for rank in late if elsewhere[rank].in_barrier)
+        return any(not elsewhere[rank].in_barrier or in_barrier[rank] == _LOOKS_IN_BARRIER for rank in late)
+
+    def _late(self, ranks: Iterable[int]) -> list[int]:
+        """Those of the ranks that have not come to this meeting."""
+        came = found(self._store, [str(rank) for rank in ranks])
+        return [int(rank) for rank, meetings in came.items() if int(meetings or 0) < self._meetings]
+
+    def _give_up(self, phase: Phase) -> str:
+        """For good: tell those who wait for this rank, here or in a training step."""
+        missing, seen = "another rank", ""
+        with contextlib.suppress(Exception):  # the store is gone when the rank that keeps it is
+            self._store.set(_FAILED, b"")
+            late = self._late(range(self._channel.size))
+            if late:
+                missing, seen = f"rank {listed(late)}", self._last_seen(late)
+        why = f"waited for {missing}, which did not come: {_WHY.get(phase, _CALLS)}{seen}"
+        self._last_acts.fail(why)
+        return f"rank {self._channel.rank} {_WORDS[phase]} and {why}"
+
+    def _last_seen(self, late: Sequence[int]) -> str:
+        acts = self._last_acts.of(late)
+        seen = [
+            f"rank {rank} {act.what}{' and waits in torch.distributed.barrier()' if act.in_barrier else ''}"
+            for rank, act in acts.items()
+        ]
+        return f". Last seen: {listed(seen, separator='; ')}" if seen else ""
 
     def _explain(self, phases: list[Phase]) -> str:
         said = []
@@ -123,18 +161,24 @@ class MonitoredBarrier:
         )
 
 
-def make_monitored_barrier(host: HostGroup) -> MonitoredBarrier:
+def _in_background(work: Callable[[], Any]) -> Future[Any]:
+    """In a thread, as nobody can be woken who waits for a message of gloo's; a daemon, as it may wait in vain."""
+    result: Future[Any] = Future()
+
+    def run() -> None:
+        try:
+            result.set_result(work())
+        except Exception as error:
+            result.set_exception(error)
+
+    threading.Thread(target=run, name="meeting", daemon=True).start()
+    return result
+
+
+def make_monitored_barrier(host: HostGroup, last_acts: LastActs) -> MonitoredBarrier:
     """A barrier for all ranks of the run, in a channel of its own, so that it pairs with nothing else; all call it."""
     dist = host.dist
     # Of this engine alone: others count their own meetings.
     prefix = f"sdp_deepspeed/monitored_barrier/{host.group.group_name}"
     store = dist.PrefixStore(prefix, dist.distributed_c10d._get_default_store())
-    rank, size = dist.get_rank(), dist.get_world_size()
-
-    def report(meetings: int) -> None:
-        store.set(str(rank), str(meetings))
-
-    def reports() -> list[int]:
-        return [int(store.get(str(other))) if store.check([str(other)]) else 0 for other in range(size)]
-
-    return MonitoredBarrier(host.channel(Channel.BARRIER, limit=TIMEOUT), report=report, reports=reports)
+    return MonitoredBarrier(host.channel(Channel.BARRIER, limit=TIMEOUT), store, last_acts)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import pickle
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 from sdp_deepspeed.messages import listed
@@ -25,6 +25,13 @@ class Store(Protocol):
     def multi_get(self, keys: list[str]) -> list[bytes]: ...
     def add(self, key: str, amount: int) -> int: ...
     def check(self, keys: list[str]) -> bool: ...
+
+
+def found(store: Store, keys: Sequence[str]) -> dict[str, bytes | None]:
+    """What a store has, None for what it has not, in two questions; in more only while some keys are missing."""
+    there = keys if not keys or store.check(list(keys)) else [key for key in keys if store.check([key])]
+    values = dict(zip(there, store.multi_get(list(there)) if there else [], strict=True))
+    return {key: values.get(key) for key in keys}
 
 
 class StoreGatherer:

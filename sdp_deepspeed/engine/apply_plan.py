@@ -150,8 +150,8 @@ def apply_plan(start: ModelAtStart, block: SubnetworkConfig, groups: RankGroups)
         # Plan: which units the model has, and which subnetwork holds which.
         chosen = ChosenPlan.of(module, block, network, parallel, groups.dp_group.size)
         model = chosen.rank_model(module, tensors, parallel, groups.dp_group.rank)
-        if start.deferred is None and groups.tp_group is None:
-            notes = check_descriptions(module, parallel.branches, chosen.plan)
+        if groups.tp_group is None:
+            notes = check_descriptions(module, parallel.branches, chosen.plan, start.device)
             chosen = replace(chosen, warnings=[*chosen.warnings, *notes])
         # Mask: drop, narrow or freeze what this rank lacks.
         mask = Mask(module, model, parallel.branches, scales=block.dense_branch_scale == "coverage")
@@ -168,7 +168,7 @@ def apply_plan(start: ModelAtStart, block: SubnetworkConfig, groups: RankGroups)
             log_dist(f"{KEY}: {start.deferred.note}", ranks=[0])
     give_back(start.device)  # before the optimizer allocates
     # Dense view: what makes the module the dense model again, for evaluation, export and state dicts.
-    barrier = make_monitored_barrier(groups.host)
+    barrier = make_monitored_barrier(groups.host, groups.last_acts)
     dense_view = install_dense_view(module, mask, groups.dp_group, barrier, (start.device, block.evaluation))
     tell(chosen, groups.world.rank)
     return AppliedPlan(chosen.plan, mask.model, parallel, mask, dense_view, barrier)
@@ -213,9 +213,8 @@ def announce(text: str) -> None:
 
 
 def _losses(plan: Plan) -> str:
-    if plan.regime == "backward" or plan.is_whole:
-        return ""
-    return "\n  a loss in training mode is a subnetwork's; in evaluation mode without gradients it is the dense model's"
+    text = "\n  a loss in training mode is a subnetwork's; in evaluation mode without gradients it is the dense model's"
+    return text if plan.trains_subnetworks else ""
 
 
 def _log_on_rank_0(text: str) -> None:

@@ -83,7 +83,7 @@ def rank_groups(engine: HostEngine, world: Communicator, host: HostGroup, last_a
     take_limit_of_the_run(dist, group)
     objects = host.channel(Channel.DATA_PARALLEL, dist.get_process_group_ranks(group))
     dp_group = Communicator(deepspeed_comm, group, objects=objects, last_acts=last_acts)
-    return RankGroups(dp_group, world, host, tp_group_of(engine.mpu, host))
+    return RankGroups(dp_group, world, host, last_acts, tp_group_of(engine.mpu, host))
 
 
 def network_of(engine: HostEngine, groups: RankGroups) -> Network:

@@ -128,7 +128,7 @@ class SubnetworkEngine(ReplanCalls):
         self.dont_change_device |= self._deferred is not None
         super()._configure_distributed_model(model)
         self._last_acts = make_last_acts(torch.distributed, self.seq_data_parallel_group, logger.warning)
-        watch_ranks(self, torch.distributed, self.block.silence_limit)
+        watch_ranks(self, torch.distributed, self.world, self.block.silence_limit)
         groups = self._groups = rank_groups(self, self.world, self._host, self._last_acts)
         self.dp_group = groups.dp_group
         start = ModelAtStart(

@@ -63,9 +63,10 @@ class FullTensors:
         """Inverse of `get`; every rank gives the same value, and writes what it has of it.
 
         Raises:
-            ValueError: on all ranks: it has another shape, or there is no such state.
+            ValueError: on all ranks: it has another shape, or there is no such state, yet or at all.
         """
-        run_on_all_ranks(self.dp_group, partial(self._check, key), partial(self._check_shape, name, value))
+        checks = partial(self._check_shape, name, value), partial(self._check_stepped, name, key)
+        run_on_all_ranks(self.dp_group, partial(self._check, key), *checks)
         for box, own in self._parts(name, key, owned=False):
             own.copy_(value[box.slices_in(Box.whole(value.shape))])
         for piece, box, weight in self.rank_chunks.stored_weights() if key is None else ():
@@ -83,6 +84,16 @@ class FullTensors:
         shape = tuple(self.rank_chunks.shape(name))
         if tuple(value.shape) != shape:
             raise ValueError(f"{name!r} of the dense model has shape {shape}, and the value has {tuple(value.shape)}")
+
+    def _check_stepped(self, name: str, key: str | None) -> None:
+        group = self.optimizer.groups[self.rank_chunks.tensors[name].group]
+        for fragment, (index, _) in zip(group.fragments, group.places(), strict=True):
+            state = self.optimizer.state.get(group.tensors[index], {})
+            if key is not None and fragment.piece.parameter == name and key not in state:
+                raise ValueError(
+                    f"{name!r} was never stepped, so that it has no optimizer state {key!r} to be set: let it be "
+                    "trained in a step first"
+                )
 
     def _parts(self, name: str, key: str | None, *, owned: bool) -> Iterator[tuple[Box, torch.Tensor]]:
         """This rank's views of what it owns, or of all that it steps, of a dense tensor."""

@@ -13,7 +13,7 @@ from functools import wraps
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
-from sdp_deepspeed.engine.trainer_hook import patch_trainer
+from sdp_deepspeed.engine.trainer_hook import is_ours, patch_trainer
 
 if TYPE_CHECKING:
     from importlib.machinery import ModuleSpec
@@ -153,7 +153,7 @@ def _patch_accelerate() -> None:
 
     @wraps(original)
     def get_state_dict(self: Any, model: Any, *args: Any, **kwargs: Any) -> Any:
-        if "SubnetworkEngine" not in {base.__name__ for base in type(model).__mro__}:
+        if not is_ours(model):
             return original(self, model, *args, **kwargs)
         from deepspeed.checkpoint.utils import clone_tensors_for_torch_save
 

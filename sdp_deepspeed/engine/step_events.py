@@ -96,11 +96,6 @@ def events_of(
 _MEMORY = ("weights", "gradients", "optimizer", "peak")
 
 
-def trains_subnetwork(plan: Plan | None) -> bool:
-    """Whether a training loss is that of a subnetwork and not of the dense model."""
-    return plan is not None and plan.regime == "forward" and not plan.is_whole
-
-
 def loss_of_step(losses: Sequence[torch.Tensor], *, are_shares: bool) -> float | None:
     """Of what went into `engine.backward`.
 
@@ -195,7 +190,8 @@ class StepEvents:
         ranks = self._ranks.gather_objects(self._figures())
         if self._ranks.rank == 0:
             engine = self._engine
-            name = "subnetwork_loss" if trains_subnetwork(getattr(engine, "plan", None)) else "train_loss"
+            plan: Plan | None = getattr(engine, "plan", None)
+            name = "subnetwork_loss" if plan is not None and plan.trains_subnetworks else "train_loss"
             num_samples, batch_size = engine.global_samples, engine.train_batch_size()
             engine.monitor.write_events(
                 events_of(ranks, num_samples=num_samples, batch_size=batch_size, loss_name=name)

@@ -19,13 +19,13 @@ def patch_trainer() -> None:
 
     @wraps(log)
     def labelled_log(self: Any, logs: dict[str, float], *args: Any, **kwargs: Any) -> Any:
-        if _trains_subnetworks(self.model_wrapped):
+        if is_ours(self.model_wrapped) and self.model_wrapped.plan.trains_subnetworks:
             logs.update({label: logs[name] for name, label in _NAMES.items() if name in logs})
         return log(self, logs, *args, **kwargs)
 
     @wraps(count)
     def dense_count(model: Any, trainable_only: bool = False) -> Any:
-        return num_parameters(model, trainable_only) if _is_ours(model) else count(model, trainable_only)
+        return num_parameters(model, trainable_only) if is_ours(model) else count(model, trainable_only)
 
     host.Trainer.log, host.get_model_param_count = labelled_log, dense_count
 
@@ -37,10 +37,6 @@ def num_parameters(engine: Any, trainable_only: bool) -> int:
     return sum(prod(chunks.shape(info.name)) for info in infos)
 
 
-def _is_ours(model: Any) -> bool:
-    return "SubnetworkEngine" in {base.__name__ for base in type(model).__mro__}  # without importing DeepSpeed
-
-
-def _trains_subnetworks(model: Any) -> bool:
-    """Whether losses of training are those of parts of the model (forward regime)."""
-    return _is_ours(model) and model.plan.regime == "forward" and not model.plan.is_whole
+def is_ours(model: Any) -> bool:
+    """Whether a model is an engine of ours; imports nothing."""
+    return "SubnetworkEngine" in {base.__name__ for base in type(model).__mro__}

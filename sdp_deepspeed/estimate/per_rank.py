@@ -6,8 +6,8 @@ counters, the scalars of the norm.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from math import prod
 from typing import Literal
 
@@ -30,6 +30,7 @@ class Setup:
         offload: whether the optimizer's state is in host memory.
         bucket_elements: DeepSpeed's `reduce_bucket_size`, which cuts segments; None if the config has none.
         overlap: DeepSpeed's `overlap_comm`, with which two or more buckets are on their way.
+        moments: by param group where it is not the precision's number: of Muon's two groups one has Adam's.
     """
 
     stage: Literal[0, 1, 2]
@@ -38,6 +39,12 @@ class Setup:
     offload: bool = False
     bucket_elements: int | None = None
     overlap: bool = False
+    moments: Mapping[int, int] = field(default_factory=dict)
+
+    def optimizer(self, group: int) -> int:
+        """Bytes of optimizer state per stepped element of a param group."""
+        num_moments = self.moments.get(group, self.precision.num_moments)
+        return replace(self.precision, num_moments=num_moments).optimizer(offload=self.offload)
 
 
 @dataclass(frozen=True)
@@ -121,11 +128,12 @@ def _of_rank(run: _Run, rank: int) -> RankEstimate:
     held = [segment for segment in run.segments if segment.held_by(rank)]
     averaged = [segment for segment in held if segment.group != NOT_OPTIMIZED]
     lengths = [stop - start for start, stop in (segment.owned_range(rank) for segment in averaged)]
-    stepped = sum(lengths) if setup.stage else sum(segment.num_elements for segment in averaged)
+    steps = lengths if setup.stage else [segment.num_elements for segment in averaged]
+    stepped = sum(steps)
     rounds = setup.accumulation if setup.stage == 2 else 1
     sent_gradients = rounds * (sum(segment.num_elements for segment in averaged) - sum(lengths))
     sent_back = sum(run.num_receivers(segment) * length for segment, length in zip(averaged, lengths, strict=True))
-    state = stepped * precision.optimizer(offload=setup.offload)
+    state = sum(count * setup.optimizer(segment.group) for segment, count in zip(averaged, steps, strict=True))
     return RankEstimate(
         weights=sum(s.num_elements for s in (run.segments if run.all_receive_weights else held)) * precision.weights,
         gradients=_gradients(run, held, stepped),

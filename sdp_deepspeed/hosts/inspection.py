@@ -138,7 +138,7 @@ class Inspection:
         slots = [host.slots for host in self._hosts.values()]
         answers = self._ask("settings", lambda name: {"options": options, "slots": slots})
         folders = {name: settings["run folder"] for name, settings in answers.items()}
-        found = {name: {key: settings[key] for key in settings.keys() & _WORDS} for name, settings in answers.items()}
+        found = {name: {key: settings[key] for key in _WORDS if key in settings} for name, settings in answers.items()}
         self._compare(found, "give all hosts the same files, or a shared folder")
         if len(folders) > 1:
             self._shared_folder(folders)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections import defaultdict, deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache, cached_property
 from typing import Any, NamedTuple
@@ -61,21 +61,26 @@ class _Window:
 
     Whole tensors wait until there are some for all owners: each packs its own for all others, so one at a time would
     leave the rest idle. In the order of its owner, one that is cut by the limit goes on where the next window begins.
+    When they leave depends on the plan and on shapes alone, whatever a rank holds of them: all ranks agree.
 
     Args:
         limits: what a rank may pack.
+        max_waiting: elements of a rank that wait; more leave early, though some owners then send nothing.
+        numbers: of windows, none twice.
     """
 
-    def __init__(self, limits: _Limits) -> None:
-        self._limits = limits
+    def __init__(self, limits: _Limits, max_waiting: float, numbers: Iterator[int]) -> None:
+        self._limits, self._max_waiting, self._numbers = limits, max_waiting, numbers
         self._fragments: dict[_Kind, list[Fragment]] = {}
         self._load: defaultdict[_Buffer, float] = defaultdict(float)
         self._waiting: dict[int, deque[tuple[_Kind, Fragment]]] = {}  # by owner
+        self._kept: defaultdict[int, int] = defaultdict(int)  # elements that wait, by rank
 
     @property
     def is_full_of_waiting(self) -> bool:
-        """Whether as many tensors wait as there are ranks."""
-        return sum(map(len, self._waiting.values())) >= len(self._limits.nodes.of_rank)
+        """Whether as many tensors wait as there are ranks, or as many elements as may."""
+        num_tensors = sum(map(len, self._waiting.values()))
+        return num_tensors >= len(self._limits.nodes.of_rank) or max(self._kept.values()) >= self._max_waiting
 
     def add(self, kind: _Kind, fragment: Fragment) -> Fragment | None:
         """Take as much of `fragment` as fits; what is left of it, None if nothing is."""
@@ -93,12 +98,14 @@ class _Window:
         """A whole tensor is coming."""
         assert kind.sole_owner is not None
         self._waiting.setdefault(kind.sole_owner, deque()).append((kind, fragment))
+        for rank in kind.holders:
+            self._kept[rank] += fragment.num_elements
 
     def close(self, dtype: Any) -> list[Segment]:
         """Its segments; the window is empty again."""
-        order = self._limits.nodes.shard_order
+        order, number = self._limits.nodes.shard_order, next(self._numbers)
         segments = [
-            Segment(kind.group, dtype, kind.holders, tuple(parts), order(kind.holders), kind.sole_owner)
+            Segment(kind.group, dtype, kind.holders, tuple(parts), order(kind.holders), kind.sole_owner, number)
             for kind, parts in self._fragments.items()
         ]
         self._fragments, self._load = {}, defaultdict(float)
@@ -109,14 +116,15 @@ class _Window:
         every owner has, and none stays open: windows of another dtype may come between that and the next one."""
         segments, limit = list[Segment](), self._limits.max_elements
         coming = self._waiting_load()
-        if self._fragments and any(self._load[buffer] + amount > limit for buffer, amount in coming.items()):
-            segments.extend(self.close(dtype))
         num_windows = max(1, math.ceil(max(coming.values(), default=0) / limit))
+        if self._fragments and any(self._load[buffer] + n / num_windows > limit for buffer, n in coming.items()):
+            segments.extend(self.close(dtype))
         sizes = {owner: num_elements(fragment for _, fragment in queue) for owner, queue in self._waiting.items()}
         quotas = {owner: -(-size // num_windows) for owner, size in sizes.items()}
         while self._take_waiting(quotas):
             segments.extend(self.close(dtype))
             num_windows += 1
+        self._kept.clear()
         return segments if num_windows == 1 else segments + self.close(dtype)
 
     def _waiting_load(self) -> dict[_Buffer, float]:
@@ -210,7 +218,12 @@ def default_bucket_elements(tensors: Sequence[TensorInfo], plan: Plan) -> int:
 
 
 def build_segments(
-    tensors: Sequence[TensorInfo], plan: Plan, *, max_elements: int, nodes: Nodes | None = None
+    tensors: Sequence[TensorInfo],
+    plan: Plan,
+    *,
+    max_elements: int,
+    nodes: Nodes | None = None,
+    max_waiting: float = math.inf,
 ) -> list[Segment]:
     """All segments, in one order on all ranks: that in which backward finishes gradients.
 
@@ -223,14 +236,16 @@ def build_segments(
         max_elements: no rank packs more for one window. In the backward regime an owner packs its shard for every other
             rank of its node, and for every other node.
         nodes: of the data-parallel ranks; None if they are on one.
+        max_waiting: elements of a rank in whole tensors that wait for others, beside the last one.
     """
     limits = _Limits(nodes or Nodes.one(len(plan.subnetwork_of_rank)), max_elements, plan.regime == "backward")
     windows: dict[str, _Window] = {}
+    numbers = itertools.count()
     dtypes = {str(info.dtype): info.dtype for info in tensors}
     by_name, owners = pieces_by_tensor(tensors, plan), sole_owners(tensors, plan)
     segments: list[Segment] = []
     for info in reversed(tensors):
-        window = windows.setdefault(str(info.dtype), _Window(limits))
+        window = windows.setdefault(str(info.dtype), _Window(limits, max_waiting, numbers))
         for piece, holders in by_name[info.kind, info.name]:
             rest: Fragment | None
             rest = whole = Fragment(piece, 0, piece.num_elements(info.shape))
@@ -250,24 +265,28 @@ def build_segments(
 def build_buckets(
     segments: Sequence[Segment], nodes: Nodes, *, max_elements: int, all_receive_weights: bool = False
 ) -> list[Bucket]:
-    """Consecutive segments of one dtype, so that no rank packs more than `max_elements` for one collective.
+    """Consecutive windows of one dtype, so that no rank packs more than `max_elements` for one collective. A part of a
+    window would leave as late as the rest, and what is before it too.
 
     Args:
+        segments: of windows that fit.
         nodes: of the data-parallel ranks.
         all_receive_weights: whether all ranks get what the owners send back (backward regime).
     """
     limits = _Limits(nodes, max_elements, all_receive_weights)
     groups: list[list[Segment]] = []
     load: defaultdict[_Buffer, float] = defaultdict(float)
-    for segment in segments:
-        copies = limits.copies(segment.holders, segment.sole_owner)
-        amounts = {buffer: segment.num_elements * n for buffer, n in copies.items()}
-        fits = groups and groups[-1][0].dtype == segment.dtype
+    for _, of_window in itertools.groupby(segments, key=lambda segment: segment.window):
+        window, amounts = list(of_window), defaultdict[_Buffer, float](float)
+        for segment in window:
+            for buffer, n in limits.copies(segment.holders, segment.sole_owner).items():
+                amounts[buffer] += segment.num_elements * n
+        fits = groups and groups[-1][0].dtype == window[0].dtype
         fits = fits and all(load[buffer] + amount <= max_elements for buffer, amount in amounts.items())
         if not fits:
             groups.append([])
             load = defaultdict(float)
-        groups[-1].append(segment)
+        groups[-1].extend(window)
         for buffer, amount in amounts.items():
             load[buffer] += amount
     return [Bucket(index, tuple(group)) for index, group in enumerate(groups)]

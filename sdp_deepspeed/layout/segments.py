@@ -37,6 +37,7 @@ class Segment:
         holders: ranks of the data-parallel group, ascending.
         owners: the same in the order of their shards; ascending too if it is not given.
         sole_owner: the holder that owns all of it, where whole tensors are stepped; None if each owns a shard.
+        window: segments of the same number travel in one bucket, since they are complete at the same time.
     """
 
     group: int
@@ -45,6 +46,7 @@ class Segment:
     fragments: tuple[Fragment, ...]
     owners: tuple[int, ...] = ()
     sole_owner: int | None = None
+    window: int = 0
     num_elements: int = field(init=False)
 
     def __post_init__(self) -> None:

@@ -17,7 +17,7 @@ from torch import nn
 from sdp_deepspeed.architectures import LocatedBranch
 from sdp_deepspeed.config import KEY
 from sdp_deepspeed.layout.rank_model import RankModel
-from sdp_deepspeed.masking.mixins import Copied, Mixin, mixed_in
+from sdp_deepspeed.masking.mixins import Copied, Mixin, mix_in
 from sdp_deepspeed.masking.nothing import Nothing
 from sdp_deepspeed.masking.outputs import Outputs
 from sdp_deepspeed.masking.part import DenseTensors, MaskedPart, stand_in
@@ -49,7 +49,7 @@ class _LackingModule(Mixin):
 
 def make_lacking(module: nn.Module, part: BlockPart | Copied, nothing: Nothing, outputs: Outputs) -> None:
     """Without outputs of its own, as a norm, it passes its first argument on."""
-    module.__class__ = mixed_in(_LackingModule, type(module))
+    mix_in(_LackingModule, module)
     object.__setattr__(module, "_sdp_part", part)
     object.__setattr__(module, "_sdp_outputs", outputs)
     object.__setattr__(module, "_sdp_nothing", nothing)

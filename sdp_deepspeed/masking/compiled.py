@@ -8,6 +8,7 @@ from torch import nn
 
 from sdp_deepspeed.architectures import LocatedBranch
 from sdp_deepspeed.config import KEY
+from sdp_deepspeed.masking.mixins import runs_by_another_forward
 from sdp_deepspeed.messages import quoted
 
 
@@ -38,12 +39,12 @@ def _unwrap(wrapper: nn.Module) -> nn.Module:
 
 
 def check_forward(model: nn.Module, names: Iterable[str]) -> None:
-    """Modules that will run in another way must run by their class.
+    """Modules that will run in another way must run by their class, or by a method that is bound to them.
 
     Raises:
-        ValueError: a module has a `forward` of its own, which would go on running in the old way.
+        ValueError: a module has another `forward` of its own, which would go on running in the old way.
     """
-    overridden = [name for name in names if "forward" in vars(model.get_submodule(name))]
+    overridden = [name for name in names if runs_by_another_forward(model.get_submodule(name))]
     if overridden:
         raise ValueError(
             f"{KEY}: {quoted(overridden, limit=1)} has a forward method of its own (compiled or "

@@ -30,6 +30,7 @@ from sdp_deepspeed.layout.places import PieceViews
 from sdp_deepspeed.layout.rank_model import RankModel
 from sdp_deepspeed.masking.block import BlockPart
 from sdp_deepspeed.masking.mask import members_of
+from sdp_deepspeed.masking.mixins import bound_forward, runs_by_another_forward
 from sdp_deepspeed.masking.neuron import NeuronPart
 from sdp_deepspeed.masking.trial import Alone, Trial, forked_random_numbers, trial_of
 from sdp_deepspeed.masking.watched import read_numbers
@@ -43,14 +44,17 @@ _TOLERANCES = {torch.float32: 2.0**-7}
 _HALF = 2.0**-4
 
 
-def check_descriptions(model: nn.Module, branches: Sequence[LocatedBranch], plan: Plan) -> list[str]:
+def check_descriptions(
+    model: nn.Module, branches: Sequence[LocatedBranch], plan: Plan, device: torch.device
+) -> list[str]:
     """Try out the descriptions that are not the package's, once for each class of layers. No collective: all ranks
     draw the same numbers.
 
     Args:
-        model: whole, with weights.
+        model: whole, on `device` or without storage.
         branches: its residual branches.
         plan: whose units are blocks or neurons of them.
+        device: where to try them out.
 
     Returns:
         What could not be tried out, for a warning.
@@ -66,9 +70,9 @@ def check_descriptions(model: nn.Module, branches: Sequence[LocatedBranch], plan
         if wrapped := _with_own_forward(model, layer):
             notes.append(_NOTE.format(layer=label, why=f"a copy of {wrapped} would run the forward of the original"))
             continue
-        with forked_random_numbers(next(model.get_submodule(layer).parameters()).device):
+        with forked_random_numbers(device):
             try:
-                trial = trial_of(model, layer, next(branch for branch in branches if branch.layer == layer))
+                trial = trial_of(model, layer, next(b for b in branches if b.layer == layer), device)
                 again = trial.difference(trial.run(), trial.run())
             except Exception as problem:  # of the user's code, which takes other inputs than a few tokens
                 notes.append(_NOTE.format(layer=label, why=f"{type(problem).__name__}: {problem}"))
@@ -84,9 +88,9 @@ def check_descriptions(model: nn.Module, branches: Sequence[LocatedBranch], plan
 
 
 def _with_own_forward(model: nn.Module, layer: str) -> str:
-    """The first module of a layer that does not run by its class; empty if all do."""
+    """The first module of a layer of which a copy would not run as it does; empty if all do."""
     modules = model.get_submodule(layer).named_modules(prefix=layer)
-    return next((repr(name) for name, module in modules if "forward" in vars(module)), "")
+    return next((repr(name) for name, module in modules if runs_by_another_forward(module)), "")
 
 
 def _check(label: str, trial: Trial, attempts: Sequence[_Attempt]) -> None:
@@ -113,14 +117,14 @@ def _attempts(model: nn.Module, branches: Sequence[LocatedBranch], plan: Plan) -
     """What to try out on which layer: each on the first of its classes (its own, and those of the
     modules inside) that the plan does it with."""
     result: dict[str, list[_Attempt]] = {}
-    seen: set[tuple[tuple[type, ...], _Attempt]] = set()
+    seen: set[tuple[Any, _Attempt]] = set()
     tried = {layer: not is_of_package(model.get_submodule(layer)) for layer in {b.layer for b in branches}}
     by_name = {branch.name: branch for branch in branches}
     for unit, name in zip(plan.units, branches_of_units(plan.units, branches), strict=True):
         members = members_of(unit, branches) if name is None else [by_name[name]]
         attempt = _Attempt("neuron" if name else "block", tuple(branch.description.name for branch in members))
         layer = members[0].layer
-        kinds = tuple(map(type, model.get_submodule(layer).modules()))
+        kinds = tuple((type(module), bound_forward(module)) for module in model.get_submodule(layer).modules())
         if tried[layer] and (kinds, attempt) not in seen:
             seen.add((kinds, attempt))
             result.setdefault(layer, []).append(attempt)

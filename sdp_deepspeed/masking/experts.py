@@ -75,9 +75,10 @@ def check_grouped_products(
             if any(part % step for part in (output.size - lacking, lacking)):
                 raise ValueError(
                     f"{branch.name!r}: of {output.size} neurons of each expert subnetwork {subnetwork} has "
-                    f"{output.size - lacking}, and grouped products of {tensors[output.parameter].dtype} run with "
-                    f"multiples of {step} only: use fewer {KEY}.neuron_groups, a number of neurons that they divide "
-                    f'into multiples of {step}, or model.set_experts_implementation("batched_mm")'
+                    f"{output.size - lacking} and lacks {lacking}, and grouped products of "
+                    f"{tensors[output.parameter].dtype} run with multiples of {step} only: use fewer "
+                    f"{KEY}.neuron_groups, a number of neurons that they divide into multiples of {step}, or "
+                    'model.set_experts_implementation("batched_mm")'
                 )
 
 

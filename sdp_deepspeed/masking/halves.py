@@ -16,7 +16,7 @@ from torch import nn
 from torch.nn import functional
 
 from sdp_deepspeed.architectures.branch import InnerLayers
-from sdp_deepspeed.masking.mixins import Copied, Mixin, mixed_in
+from sdp_deepspeed.masking.mixins import Copied, Mixin, mix_in
 from sdp_deepspeed.masking.outputs import Outputs
 from sdp_deepspeed.masking.part import MaskedPart
 
@@ -140,7 +140,7 @@ class LastModule(Mixin):
 def make_narrow(body: nn.Module, halves: Halves) -> None:
     """A body that has the held neurons or heads, and needs to know nothing if nothing but its weights is of heads."""
     if halves.inner.by_head or halves.outputs.handed_on:
-        body.__class__ = mixed_in(NarrowModule, type(body))
+        mix_in(NarrowModule, body)
         object.__setattr__(body, "_sdp_part", halves)
 
 

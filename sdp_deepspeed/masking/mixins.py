@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from copy import deepcopy
+from types import MethodType
 from typing import Any, NoReturn
 
 import torch
@@ -18,6 +19,7 @@ CUT = "_sdp_cut"  # attribute of a model of which ranks hold parts only, and of 
 _LEADS_BACK = ("_sdp_view", "_sdp_part", "_sdp_export")  # attributes of a module that know the model
 _OWN = (*_LEADS_BACK, "_sdp_outputs", "_sdp_nothing")
 _MIXED: dict[tuple[type[nn.Module], type[nn.Module]], type[nn.Module]] = {}
+_SETTLED: dict[tuple[Any, type[nn.Module]], type[nn.Module]] = {}
 
 
 def mixed_in(mixin: type[nn.Module], base: type[nn.Module]) -> type[nn.Module]:
@@ -48,6 +50,34 @@ def unmix(model: nn.Module) -> None:
 def changed_classes(model: nn.Module) -> list[str]:
     """Names of modules into whose class somebody else mixed another after us, so that `unmix` could not."""
     return [name or "the model" for name, module in model.named_modules() if issubclass(unmixed(type(module)), Mixin)]
+
+
+def mix_in(mixin: type[nn.Module], module: nn.Module) -> None:
+    """Have the `forward` of `mixin` come first when a module runs."""
+    settle_forward(module)
+    module.__class__ = mixed_in(mixin, type(module))
+
+
+def bound_forward(module: nn.Module) -> Any:
+    """The function that somebody bound to a module as its `forward` (kernels of others come so), else None."""
+    own = vars(module).get("forward")
+    return own.__func__ if isinstance(own, MethodType) and own.__self__ is module else None
+
+
+def runs_by_another_forward(module: nn.Module) -> bool:
+    """Whether a module has a `forward` of its own that a copy of it would not run on itself."""
+    return "forward" in vars(module) and bound_forward(module) is None
+
+
+def settle_forward(module: nn.Module) -> None:
+    """Make a bound `forward` its class's: else it would come before all that is mixed in."""
+    if (function := bound_forward(module)) is None:
+        return
+    kind: Any = type(module)
+    if (function, kind) not in _SETTLED:
+        _SETTLED[function, kind] = type(kind.__name__, (kind,), {"__module__": kind.__module__, "forward": function})
+    del module.forward
+    module.__class__ = _SETTLED[function, kind]
 
 
 def is_cut(model: nn.Module) -> bool:

@@ -20,7 +20,7 @@ from sdp_deepspeed.layout.places import side_by_side
 from sdp_deepspeed.layout.rank_model import RankModel
 from sdp_deepspeed.masking.counts import Counts, place
 from sdp_deepspeed.masking.halves import FirstModule, Halves, LastModule, SplitModule, make_narrow
-from sdp_deepspeed.masking.mixins import mixed_in
+from sdp_deepspeed.masking.mixins import mix_in
 from sdp_deepspeed.masking.outputs import Outputs
 from sdp_deepspeed.masking.part import DenseTensors, MaskedPart, replace_data, stand_in
 from sdp_deepspeed.masking.twins import OneRouter, twin_of
@@ -97,7 +97,7 @@ class NeuronPart(MaskedPart):
             self._mix_in(LastModule, self.modules[-1])
 
     def _mix_in(self, mixin: type[nn.Module], body: nn.Module) -> None:
-        body.__class__ = mixed_in(mixin, type(body))
+        mix_in(mixin, body)
         object.__setattr__(body, "_sdp_part", self._halves)
 
     def _split(self) -> dict[int, nn.Parameter]:

@@ -1,7 +1,8 @@
 """A layer outside of its model, with inputs that it takes: a copy on which a description can be tried out.
 
 The copy has weights of its own, drawn at random, because those of a new model often hide mistakes (an output
-projection that begins with zeros). The model's weights, gradients, buffers, modes and random numbers stay as they are.
+projection that begins with zeros). So a model without storage will do, whose layers are called with noise in place of
+what it would compute. The model's weights, gradients, buffers, modes and random numbers stay as they are.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from torch import nn
 from torch.utils._pytree import tree_leaves, tree_map
 
 from sdp_deepspeed.architectures import LocatedBranch
+from sdp_deepspeed.masking.mixins import settle_forward
 
 SHAPE = (2, 8)  # batch and length of the inputs
 _SEED = 0
@@ -66,12 +68,14 @@ class Trial:
         return float((found - expected).norm()) / self.size
 
 
-def trial_of(model: nn.Module, name: str, branch: LocatedBranch) -> Trial:
+def trial_of(model: nn.Module, name: str, branch: LocatedBranch, device: torch.device) -> Trial:
     """Of a layer of a model.
 
     Args:
+        model: on `device`, or without storage.
         name: of the layer.
         branch: one of its branches.
+        device: where to try it out.
 
     Raises:
         Exception: of the layer's or the model's, where nothing is found that it takes.
@@ -81,10 +85,10 @@ def trial_of(model: nn.Module, name: str, branch: LocatedBranch) -> Trial:
     inside = {*layer.modules()}
     outside = {id(module): module for module in model.modules() if module not in inside}
     for dtype in dict.fromkeys((torch.float32, next(layer.parameters()).dtype)):
-        alone = Alone(randomized(deepcopy(layer, outside | _hooks(layer)), dtype))
+        alone = Alone(randomized(deepcopy(layer, outside | _hooks(layer) | _storage(layer, device)), dtype))
         for inputs in (_one_tensor, _of_model):
             try:
-                trial = Trial(alone, *_replaced(*inputs(model, name, branch), dtype), outside=outside)
+                trial = Trial(alone, *_replaced(*inputs(model, name, branch), dtype, device), outside=outside)
                 output = trial.run()
                 added = output - trial.stream.float() if output.shape == trial.stream.shape else output
                 if added.isfinite().all() and added.any():
@@ -104,6 +108,23 @@ def _is_of_weights(item: tuple[int, Any]) -> bool:
     return type(item[1]).__module__.startswith(_OF_WEIGHTS)
 
 
+def _storage(layer: nn.Module, device: torch.device) -> dict[int, Any]:
+    """What a copy has instead of a layer's tensors without storage, as `deepcopy` takes it."""
+    parameters = {
+        id(p): nn.Parameter(_with_values(p, device), requires_grad=False) for p in layer.parameters() if p.is_meta
+    }
+    return parameters | {id(buffer): _with_values(buffer, device) for buffer in layer.buffers() if buffer.is_meta}
+
+
+def _with_values(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """A tensor, or one like it that has storage: noise, zeros, or what masks nothing."""
+    if not tensor.is_meta:
+        return tensor
+    if tensor.is_floating_point():
+        return torch.randn(tensor.shape, device=device, dtype=torch.float32).to(tensor.dtype)
+    return torch.full(tensor.shape, tensor.dtype == torch.bool, device=device, dtype=tensor.dtype)
+
+
 @contextmanager
 def forked_random_numbers(device: torch.device) -> Iterator[None]:
     """The same random numbers inside on every rank, and outside as if nothing had been drawn."""
@@ -117,6 +138,8 @@ def forked_random_numbers(device: torch.device) -> Iterator[None]:
 def randomized(layer: nn.Module, dtype: torch.dtype) -> nn.Module:
     """The same layer in evaluation mode, with other weights: matrices that keep the size of their input."""
     layer.to(dtype).eval().requires_grad_(False)
+    for module in layer.modules():
+        settle_forward(module)
     for parameter in layer.parameters():
         if parameter.dim() > 1:
             parameter.normal_(std=max(parameter.shape[-2:]) ** -0.5)
@@ -130,7 +153,7 @@ def _one_tensor(model: nn.Module, name: str, branch: LocatedBranch) -> tuple[tup
     layer = model.get_submodule(name)
     first = layer.get_submodule(branch.description.modules[0])
     width = next(len(parameter) for parameter in first.parameters() if parameter.dim() == 1)
-    return (torch.empty(*SHAPE, width, device=next(layer.parameters()).device, dtype=torch.float32),), {}
+    return (torch.empty(*SHAPE, width, device="meta", dtype=torch.float32),), {}
 
 
 class _CapturedError(BaseException):
@@ -167,17 +190,19 @@ def _of_model(model: nn.Module, name: str, branch: LocatedBranch) -> tuple[tuple
 
 
 def _replaced(
-    args: tuple[Any, ...], kwargs: dict[str, Any], dtype: torch.dtype
+    args: tuple[Any, ...], kwargs: dict[str, Any], dtype: torch.dtype, device: torch.device
 ) -> tuple[tuple[Any, ...], dict[str, Any], torch.Tensor]:
     """Arguments in another dtype, with noise for the first tensor of floats, the residual stream."""
     streams: list[torch.Tensor] = []
 
     def replaced(value: Any) -> Any:
-        if not isinstance(value, torch.Tensor) or not value.is_floating_point():
+        if not isinstance(value, torch.Tensor):
             return value
+        if not value.is_floating_point():
+            return _with_values(value, device)
         if streams:
-            return value.detach().to(dtype)
-        streams.append(torch.randn(value.shape, device=value.device, dtype=torch.float32).to(dtype))
+            return _with_values(value.detach(), device).to(dtype)
+        streams.append(torch.randn(value.shape, device=device, dtype=torch.float32).to(dtype))
         return streams[0]
 
     args, kwargs = tree_map(replaced, (args, kwargs))

@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import nn
 
-from sdp_deepspeed.masking.mixins import mixed_in
+from sdp_deepspeed.masking.mixins import mixed_in, settle_forward
 
 
 class LayerCopy(nn.Module):
@@ -79,6 +79,7 @@ class _Returns(_Stand):
 
 def twin_of(module: nn.Module, replaced: Mapping[int, nn.Parameter], others: Mapping[str, nn.Module]) -> nn.Module:
     """`module` and its modules once more, with other parameters and with `others` at their paths."""
+    settle_forward(module)
     twin = module.__class__.__new__(module.__class__)
     twin.__dict__ = dict(module.__dict__)
     twin.__dict__.pop("_compiled_call_impl", None)  # of the module itself, with its own weights

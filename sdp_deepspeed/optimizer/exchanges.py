@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 
 import torch
@@ -19,6 +20,8 @@ from sdp_deepspeed.layout.rank_model import RankModel
 from sdp_deepspeed.optimizer.settings import OptimizerSettings
 from sdp_deepspeed.plan.tensors import NOT_OPTIMIZED
 
+_WAITING_BUCKETS = 4  # fewer free gradients of whole tensors earlier, with fewer owners that send at the same time
+
 
 def build_exchanges(model: RankModel, dp_group: Communicator, settings: OptimizerSettings) -> tuple[Exchange, Exchange]:
     """For gradients and for weights: the same shards, perhaps in buckets of other sizes; else one exchange is both.
@@ -31,7 +34,10 @@ def build_exchanges(model: RankModel, dp_group: Communicator, settings: Optimize
     given = settings.bucket_elements, settings.return_bucket_elements
     default = default_bucket_elements(optimized, model.plan) if None in given else 0
     limits = [limit or default for limit in given]
-    segments = build_segments(optimized, model.plan, max_elements=min(limits), nodes=model.nodes)
+    max_waiting = _WAITING_BUCKETS * min(limits) if settings.stage == 2 else math.inf  # before, nothing is freed early
+    segments = build_segments(
+        optimized, model.plan, max_elements=min(limits), nodes=model.nodes, max_waiting=max_waiting
+    )
     device = next(iter(model.parameters().values())).device
     buffers = Buffers(device, streams_of(device, overlaps=settings.max_in_flight > 0))
     exchanges = {

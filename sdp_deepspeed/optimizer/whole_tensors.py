@@ -65,12 +65,8 @@ def mark_whole(
         where = f"optimizer param group {index} ({type(optimizer).__name__})"
         _refuse_vectors([info for info in own if options.get(_USE_MUON)], where)
         _refuse_divided([info for info in own if model.shards.division_of(Piece(info.name)) is not None], where)
-        _refuse_cut([info for info in own if _is_cut(info, model)], where)
+        refuse_cut(own, model.pieces, where)
     return marked
-
-
-def _is_cut(info: TensorInfo, model: RankModel) -> bool:
-    return any(piece.dim is not None for piece, _ in model.pieces[info.kind, info.name])
 
 
 def _refuse_vectors(tensors: Sequence[TensorInfo], where: str) -> None:
@@ -90,10 +86,16 @@ def _refuse_divided(tensors: Sequence[TensorInfo], where: str) -> None:
         )
 
 
-def _refuse_cut(tensors: Sequence[TensorInfo], where: str) -> None:
-    if tensors:
+def refuse_cut(
+    tensors: Sequence[TensorInfo],
+    pieces: Mapping[tuple[str, str], Sequence[tuple[Piece, tuple[int, ...]]]],
+    where: str,
+) -> None:
+    """ValueError, with `where` before it, if the plan cuts one of these, which one rank must step as a whole."""
+    cut = [info.name for info in tensors if any(piece.dim is not None for piece, _ in pieces[info.kind, info.name])]
+    if cut:
         raise ValueError(
-            f"{where}: it updates whole tensors, and {quoted([info.name for info in tensors])} are cut into neurons or "
+            f"{where}: it updates whole tensors, and {quoted(cut)} are cut into neurons or "
             f'heads that different ranks hold, so that none could; use {KEY}.strategy "block" for them, or a param '
             "group whose optimizer updates each element by itself"
         )

@@ -84,6 +84,11 @@ class Plan:
         """C of the unit of this index."""
         return len(self.holders[unit]) / self.num_subnetworks
 
+    @property
+    def trains_subnetworks(self) -> bool:
+        """Whether a loss of training is that of a subnetwork, and not the dense model's."""
+        return self.regime == "forward" and not self.is_whole
+
     @cached_property
     def hash(self) -> str:
         """SHA-256 (hex) of what decides the training: units, holders, k, p, regime and strategy."""

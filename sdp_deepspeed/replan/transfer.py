@@ -77,7 +77,7 @@ class Transfer:
             for request, place in zip(of_owner, share.places[owner], strict=True):
                 dtype = catalog.dtypes[request.key]
                 for box in halves(request.box, self._limit // dtype.itemsize):
-                    requests.setdefault(owner, []).append(request._replace(box=box))
+                    requests.setdefault(owner, []).append(Request(request.key, request.chunk, box))
                     incoming[owner].append(Item(place[box.slices_in(request.box)], dtype))
         return requests, incoming
 

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 from deepspeed.utils.bwc import bwc_pipeline_parallel_world_size
 from torch import nn
 
+from sdp_deepspeed.architectures import LocatedBranch
 from sdp_deepspeed.config import KEY
 from sdp_deepspeed.distributed.communicator import RankGroups
 
@@ -42,6 +43,30 @@ def translated_autotp_errors(model: nn.Module) -> Iterator[None]:
             f"tensor_parallel.autotp_size: DeepSpeed's AutoTP cannot divide a {type(model).__name__}: {problem}. Use a "
             "Llama, Mistral, Qwen2, Qwen3 or GPT-NeoX, or remove tensor_parallel"
         ) from problem
+
+
+def check_divided(model: nn.Module, branches: Sequence[LocatedBranch], divided: Collection[str]) -> None:
+    """Refuse branches that AutoTP divides so that its ranks do not compute what they do: heads that need each other,
+    fused projections, layers of which only some are divided. DeepSpeed trains some of them to something else.
+
+    Args:
+        model: divided.
+        branches: as this rank has them (`Shards.local_branch`).
+        divided: dense names of the divided parameters.
+
+    Raises:
+        ValueError: by name. Layers that gather their output are left to whoever says so in a `partition_config`.
+    """
+    for branch in branches:
+        parents = {piece.parameter.rpartition(".")[0] for piece in branch.pieces if piece.parameter in divided}
+        gathers = any(getattr(model.get_submodule(name), "gather_output", False) for name in parents)
+        reason = branch.uncuttable_reason if branch.cut_tensors else branch.description.uncut_reason
+        if parents and reason and not gathers:
+            raise ValueError(
+                f"tensor_parallel.autotp_size: DeepSpeed's AutoTP divides {branch.name!r} so that its ranks would not "
+                f"compute what it does: {reason}. Remove tensor_parallel, or say in tensor_parallel.partition_config "
+                "how to divide it"
+            )
 
 
 def check_groups(groups: RankGroups) -> None:

@@ -26,6 +26,7 @@ from sdp_deepspeed.distributed.host_group import Channel, HostGroup
 from sdp_deepspeed.distributed.replicas import differing_replicas
 from sdp_deepspeed.messages import listed
 from sdp_deepspeed.plan.shards import UNDIVIDED, Division, Shards
+from sdp_deepspeed.tensor_parallel.checks import check_divided
 from sdp_deepspeed.tensor_parallel.group import TensorParallelGroup
 from sdp_deepspeed.tensor_parallel.state_dicts import StateDicts
 
@@ -96,7 +97,8 @@ class TensorParallel:
         """Of a model that AutoTP has divided; all ranks of the group call it.
 
         Raises:
-            ValueError: on all ranks: neurons or heads, or another dim, that the group cannot divide evenly.
+            ValueError: on all ranks: neurons or heads, or another dim, that the group cannot divide evenly, or a branch
+                of which its ranks would compute something else.
         """
         parameters = dict(model.named_parameters())
         shapes_by_rank = communicator.gather_objects({name: tuple(p.shape) for name, p in parameters.items()})
@@ -107,6 +109,7 @@ class TensorParallel:
                 divisions[name] = _division(name, dense, dims, shapes_by_rank)
         shards = Shards(communicator.rank, communicator.size, divisions)
         branches = [shards.local_branch(branch) for branch in before.branches]
+        check_divided(model, branches, shards.divisions)
         return cls(
             communicator,
             branches=branches,

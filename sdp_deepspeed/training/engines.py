@@ -19,7 +19,6 @@ from sdp_deepspeed.config import MODES
 from sdp_deepspeed.distributed.agreement import Gatherer, run_on_rank_0
 from sdp_deepspeed.distributed.communicator import Communicator
 from sdp_deepspeed.distributed.host_group import Channel, make_host_group
-from sdp_deepspeed.engine import step_events
 from sdp_deepspeed.plan.plan import Plan
 from sdp_deepspeed.training.user_errors import RunFolderError
 
@@ -58,7 +57,8 @@ def plan_of(engine: Any) -> Plan | None:
 
 def trains_subnetwork(engine: Any) -> bool:
     """Whether a training loss is that of a subnetwork and not of the dense model."""
-    return step_events.trains_subnetwork(plan_of(engine))
+    plan = plan_of(engine)
+    return plan is not None and plan.trains_subnetworks
 
 
 def world_of(engine: Any) -> Gatherer:

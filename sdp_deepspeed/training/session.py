@@ -35,8 +35,8 @@ from sdp_deepspeed.training.user_errors import RunFolderError, exit_on, exit_on_
 
 def run_session(options: Options, folder: RunFolder, config: dict[str, Any]) -> int:
     """Train, export, report; every rank calls it. Returns the exit code."""
-    # The store, the run's own group if that is over gloo, and the engine's.
-    allow_connections(int(os.environ["WORLD_SIZE"]), logger.warning, num_groups=3)
+    # The store and signs of life in it, the run's own group if that is over gloo, and the engine's.
+    allow_connections(int(os.environ["WORLD_SIZE"]), logger.warning, num_groups=4)
     given = {} if options.step_limit is None else {"timeout": timedelta(seconds=options.step_limit)}
     deepspeed.init_distributed(**given)
     engines.unlink_shared_memory()
@@ -94,9 +94,9 @@ def _set_up(options: Options, folder: RunFolder) -> Run:
     engine, *_ = deepspeed.initialize(
         model=model, model_parameters=list(model.parameters()), config=options.deepspeed_config
     )
-    if engines.plan_of(engine) is None:  # ours does so itself
-        watch_ranks(engine, dist, SILENCE_LIMIT)
     world = engines.world_of(engine)
+    if engines.plan_of(engine) is None:  # ours does so itself
+        watch_ranks(engine, dist, world, SILENCE_LIMIT)
     data = _open_data(data_config, engine, world)
     check_fits(engine.module.config, data)
     events = monitors.step_events_of(engine, world)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from torch import nn
 
 from sdp_deepspeed.architectures import locate_branches
@@ -17,4 +18,4 @@ def check(model: nn.Module, strategy: Any = "block", **block: Any) -> list[str]:
     config = parse({KEY: {"holders": 1, "strategy": strategy} | block})
     assert config is not None
     plan, _ = plan_model(model, config, 2)
-    return check_descriptions(model, locate_branches(model), plan)
+    return check_descriptions(model, locate_branches(model), plan, torch.device("cpu"))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from copy import deepcopy
 from dataclasses import replace
@@ -49,11 +49,7 @@ def _built(name: str, num_layers: int) -> nn.Module:
     else:
         specimen = models.SPECIMENS[name]
         model = replace(specimen, options={**specimen.options, "num_hidden_layers": num_layers}).build()
-    generator = torch.Generator().manual_seed(7)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.add_(torch.randn(parameter.shape, generator=generator) * 0.15)
-    return model
+    return models.scrambled(model)
 
 
 def tokens(seed: int = 3) -> torch.Tensor:
@@ -124,7 +120,14 @@ def assert_held_gradients(
             assert_close(mask.model.views.view_in(piece, gradient), piece.narrow(expected[name]), largest=largest)
 
 
-def assert_same_as_zeroed(model: nn.Module, plan: Plan, rank: int, **inputs: Any) -> None:
+def assert_same_as_zeroed(
+    model: nn.Module,
+    plan: Plan,
+    rank: int,
+    *,
+    assert_gradients: Callable[..., None] = assert_held_gradients,
+    **inputs: Any,
+) -> None:
     """Loss, and gradients of all that `rank` holds, piece by piece at its place."""
     zeroed, pieces = deepcopy(model), held_pieces(model, plan, rank)
     zero_lacking(zeroed, plan, rank)
@@ -132,7 +135,7 @@ def assert_same_as_zeroed(model: nn.Module, plan: Plan, rank: int, **inputs: Any
     module, mask = masked(model, plan, rank)
     loss, gradients = loss_and_gradients(module, tokens(), **inputs)
     assert_close(loss, expected_loss)
-    assert_held_gradients(mask, pieces, gradients, expected)
+    assert_gradients(mask, pieces, gradients, expected)
 
 
 def layer_of(branch: LocatedBranch, index: int) -> str:

@@ -26,7 +26,7 @@ from transformers import (
     Qwen3MoeForCausalLM,
 )
 
-from tests.helpers.models import VOCABULARY, Specimen
+from tests.helpers.models import VOCABULARY, Specimen, scrambled
 from tests.helpers.oracle_grid import Case
 
 _SHAPE: dict[str, Any] = {
@@ -107,12 +107,7 @@ def mixture(name: str, **options: Any) -> Any:
 def _built(name: str, options: tuple[tuple[str, Any], ...]) -> nn.Module:
     model, config, settings = MIXTURES[name]
     torch.manual_seed(0)
-    built: nn.Module = model(config(**{**settings, **dict(options)}))
-    generator = torch.Generator().manual_seed(7)
-    with torch.no_grad():
-        for parameter in built.parameters():
-            parameter.add_(torch.randn(parameter.shape, generator=generator) * 0.15)
-    return built
+    return scrambled(model(config(**{**settings, **dict(options)})))
 
 
 @dataclass(frozen=True)

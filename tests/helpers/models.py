@@ -76,6 +76,15 @@ class Specimen:
         return model
 
 
+def scrambled(model: nn.Module) -> nn.Module:
+    """With other weights: no bias is zero and no norm is one, so that a forgotten one is seen; routers are uneven."""
+    generator = torch.Generator().manual_seed(7)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(torch.randn(parameter.shape, generator=generator) * 0.15)
+    return model
+
+
 # Odd sizes on purpose: 27 and 29 neurons divide into no number of groups but their own factors.
 _GROUPED: dict[str, Any] = _LLAMA_LIKE | {"num_attention_heads": 8, "num_key_value_heads": 4, "num_hidden_layers": 2}
 _NEOX: dict[str, Any] = {

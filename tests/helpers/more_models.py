@@ -3,6 +3,7 @@ few combinations of the oracle's grid."""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import transformers as hf
@@ -95,6 +96,20 @@ SPECIMENS: dict[str, Specimen] = {
     "t5": _whole_heads(hf.T5ForConditionalGeneration, hf.T5Config, _T5, num_heads=3),
     "xlm_roberta": _whole_heads(hf.XLMRobertaForMaskedLM, hf.XLMRobertaConfig, _BERT),
 }
+# What two tensor-parallel ranks divide.
+_EVEN = {
+    **{"vocab_size": 62, "hidden_size": 32, "num_attention_heads": 8},
+    **dict.fromkeys(("num_key_value_heads", "num_heads"), 4),
+    **dict.fromkeys(("intermediate_size", "ffn_dim", "d_ff"), 28),
+}
+
+
+def even(name: str) -> Specimen:
+    """A model of the family that two tensor-parallel ranks can divide."""
+    options = SPECIMENS[name].options
+    return replace(SPECIMENS[name], num_heads=4, options={**options, **{k: _EVEN[k] for k in options.keys() & _EVEN}})
+
+
 ALL_SPECIMENS: dict[str, Specimen] = {**models.SPECIMENS, **SPECIMENS}
 # Whose code and description are those of another.
 TWINS = ("camembert", "mt5", "xlm_roberta")

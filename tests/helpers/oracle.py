@@ -44,6 +44,8 @@ def deepspeed_config(case: Case, **block: Any) -> dict[str, Any]:
     result["subnetwork_data_parallel"] = case.block | block
     result["zero_optimization"] |= dict.fromkeys(("reduce_bucket_size", "allgather_bucket_size"), BUCKETS[case.buckets])
     result |= {"gradient_clipping": case.clip, "zero_allow_untested_optimizer": True}
+    if case.optimizer == "Momentum8bit":
+        result["subnetwork_data_parallel"]["allow_optimizer"] = "whole_tensors"
     if case.offload != "none":
         result["zero_force_ds_cpu_optimizer"] = False  # PyTorch's optimizers step in host memory too
     if case.precision == "fp16":

@@ -24,7 +24,6 @@ SIZES = (2, 3, 4)
 BUCKETS = {"one": 10**6, "many": 700}  # elements; a model of SPECIMENS has some 4,000 to 10,000
 # Of models that two tensor-parallel ranks divide; AutoTP does not list GPT-2, and llama_odd has three heads.
 EVEN = {"vocab_size": 62, "intermediate_size": 28}
-EVEN_HEADS = {"num_attention_heads": 8, "num_key_value_heads": 4, "hidden_size": 32}
 INDIVISIBLE = ("gpt2", "llama_odd")
 FIELDS = ("regime", "strategy", "stage", "precision", "tensor_parallel", "offload", "replicas", "overlap")
 
@@ -94,7 +93,7 @@ class Case:
         if self.tensor_parallel == 1:
             return specimen
         if self.model in more_models.SPECIMENS:
-            return replace(specimen, num_heads=4, options={**specimen.options, **EVEN, **EVEN_HEADS})
+            return more_models.even(self.model)
         return replace(specimen, options={**specimen.options, **EVEN})
 
     @property
@@ -137,8 +136,14 @@ def other_families(*, full: bool = False) -> tuple[Case, ...]:
                 optimizer = "SGD" if name in more_models.KEY_BIASES else "AdamW"  # which blows rounding up
                 case = Case(2, 1, regime, strategy, name, stage=number % 3, optimizer=optimizer)
                 found.append(replace(case, ranks=3, holders=2) if number % 8 == 0 else case)
-    by_tensor_parallel = [("granite", "forward", "neuron"), ("gemma2", "backward", "block")]
-    found += [Case(4, 1, regime, strategy, name, tensor_parallel=2) for name, regime, strategy in by_tensor_parallel]
+    # Norms and factors after a branch; arguments by head; several bodies.
+    for name, regime, strategy, optimizer in (
+        ("granite", "forward", "neuron", "AdamW"),
+        ("gemma2", "backward", "block", "AdamW"),
+        ("t5", "forward", "neuron", "AdamW"),
+        ("opt", "backward", "neuron", "SGD"),
+    ):
+        found.append(Case(4, 1, regime, strategy, name, tensor_parallel=2, optimizer=optimizer))
     return tuple(found)
 
 

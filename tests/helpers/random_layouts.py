@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, cached_property
 
@@ -28,6 +28,8 @@ NODES: dict[str, Callable[[int], Nodes]] = {
     "alone": lambda size: Nodes.of(range(size)),
 }
 SIZES = (1, 2, 3, 5, 7, 11)
+# Matrices of a layer of LLaMA 7B with 8 key/value heads, by unit; elements divided by 2**16.
+ATTENTION, MLP = {"q": 256, "k": 64, "v": 64, "o": 256}, {"gate": 688, "up": 688, "down": 688}
 MOST_BUCKETS = 50  # of a random limit: each is a collective of all ranks, and hundreds tell no more than these
 
 
@@ -137,3 +139,46 @@ def indices(fragment: Fragment, shape: tuple[int, ...]) -> torch.Tensor:
     if piece.dim is not None:
         numbers = torch.stack(numbers.unbind(piece.dim)[piece.start : piece.start + piece.length])
     return numbers.reshape(-1)[fragment.start : fragment.stop]
+
+
+def random_decoder(num_ranks: int, num_holders: int, num_layers: int, seed: int) -> tuple[list[TensorInfo], Plan]:
+    """Matrices that are stepped as a whole, norms and a head that are not. Units have random holders, of those that
+    have fewest, as in balanced plans."""
+    draw, tensors, units, holders = random.Random(seed), list[TensorInfo](), list[Unit](), list[tuple[int, ...]]()
+    counts = [0] * num_ranks
+    for layer in range(num_layers):
+        for part in (ATTENTION, MLP):
+            own = [TensorInfo(f"{layer}.{name}", (n,), torch.float32, 0, is_whole=True) for name, n in part.items()]
+            own.insert(0, TensorInfo(f"{layer}.{min(part)}.norm", (1,), torch.float32, 1))
+            tensors += own
+            units.append(Unit(f"{layer}.{min(part)}", tuple(Piece(i.name, None, 0, i.shape[0]) for i in own)))
+            order = sorted(range(num_ranks), key=lambda rank: (counts[rank], draw.random()))
+            holders.append(tuple(sorted(order[:num_holders])))
+            for rank in holders[-1]:
+                counts[rank] += 1
+    tensors.append(TensorInfo("head", (2000,), torch.float32, 1))
+    everyone = tuple(range(num_ranks))
+    return tensors, Plan("forward", "block", num_ranks, num_holders, 0, tuple(units), tuple(holders), everyone)
+
+
+def most_kept(tensors: Sequence[TensorInfo], plan: Plan, buckets: Sequence[Bucket]) -> int:
+    """Elements of gradients that are there and have not left, on the rank that has most of them at any time of a
+    backward pass: a bucket leaves after those before it, and a gradient is freed with the last bucket that has a part.
+    """
+    names = [[fragment.piece.parameter for s in bucket.segments for fragment in s.fragments] for bucket in buckets]
+    last = {name: index for index, of_bucket in enumerate(names) for name in of_bucket}
+    ranks, kept, most = torch.arange(len(plan.subnetwork_of_rank)), torch.zeros(len(plan.subnetwork_of_rank)), 0
+    sizes = {info.name: torch.full_like(kept, math.prod(info.shape)) for info in tensors}
+    for index, unit in enumerate(plan.units):
+        for piece in unit.pieces:
+            sizes[piece.parameter] *= torch.isin(ranks, torch.tensor(plan.ranks_of(index)))
+    there, num_left = set[str](), 0
+    for info in reversed(tensors):
+        there.add(info.name)
+        kept += sizes[info.name]
+        most = max(most, int(kept.max()))
+        while num_left < len(names) and there.issuperset(names[num_left]):
+            kept -= sum(sizes[name] for name in set(names[num_left]) if last[name] == num_left)
+            num_left += 1
+    assert not kept.any(), "all has left"
+    return most

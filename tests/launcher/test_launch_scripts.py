@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import shutil
 import subprocess
 from pathlib import Path
 
@@ -21,9 +22,12 @@ for task in 0 1 2 3; do
 done
 """
 PYTHON = """#!/usr/bin/env bash
-echo "$RANK $LOCAL_RANK $WORLD_SIZE $CROSS_RANK $CROSS_SIZE $LOCAL_SIZE $MASTER_ADDR $MASTER_PORT $*" >>"$TOLD/ranks"
+echo "$RANK $LOCAL_RANK $WORLD_SIZE $CROSS_RANK $CROSS_SIZE $LOCAL_SIZE $MASTER_ADDR $MASTER_PORT" \
+  "$OMP_NUM_THREADS $PYTHONPATH $*" >>"$TOLD/ranks"
 """
-SCONTROL = "#!/usr/bin/env bash\necho node-7\necho node-8\n"
+SCONTROL = """#!/usr/bin/env bash
+[ "$*" = "show hostnames node-[7-8]" ] && printf 'node-7\\nnode-8\\n'
+"""
 JOB = {
     "SLURM_JOB_ID": "123456",
     "SLURM_CPUS_PER_TASK": "7",
@@ -52,6 +56,7 @@ def environment(tmp_path: Path) -> dict[str, str]:
         (programs / name).write_text(text)
         (programs / name).chmod(0o755)
     own = {"PATH": f"{programs}:{os.environ['PATH']}", "TOLD": str(tmp_path), "VIRTUAL_ENV": "/some"}
+    own |= {"OMP_NUM_THREADS": "", "PYTHONPATH": "/mine"}
     return {**os.environ, **JOB, **own, "SLURM_SUBMIT_DIR": str(ROOT)}
 
 
@@ -64,10 +69,10 @@ def test_slurm_starts_a_rank_in_each_task(environment: dict[str, str], tmp_path:
     done = start(environment, "slurm.sbatch", "--model", "a b.json", "--run-folder", "run", "--steps", "9")
     assert done.returncode == 0, done.stderr
     ranks = (tmp_path / "ranks").read_text().splitlines()
-    same = f"node-7 23456 -u {ROOT}/launch/pretrain.py --model a b.json --run-folder run --steps 9"
+    same = f"node-7 23456 7 {ROOT}:/mine -u {ROOT}/launch/pretrain.py --model a b.json --run-folder run --steps 9"
     assert ranks == [f"{rank} {rank % 2} 4 {rank // 2} 2 2 {same}" for rank in range(4)]
     options = (tmp_path / "srun").read_text().splitlines()
-    assert {"--kill-on-bad-exit=1", "--cpus-per-task=7"} <= set(options)
+    assert {"--kill-on-bad-exit=1", "--cpus-per-task=7", "--open-mode=append"} <= set(options)
     assert options[options.index("--output") + 1] == "run/logs/123456_rank%t.log"
     assert (tmp_path / "run" / "logs").is_dir()
 
@@ -115,11 +120,15 @@ def test_multinode_without_ssh_starts_the_launcher_of_this_node(environment: dic
         (["none", "--run-folder", "run"], "none is no hostfile"),
         (["hosts", "--steps", "9"], "--run-folder is missing"),
         (["--no_ssh", "hosts", "--run-folder", "run"], "--no_ssh needs --node_rank"),
+        (["hosts", "--run-folder", "run"], "pdsh is missing"),
     ],
 )
 def test_multinode_refuses(environment: dict[str, str], tmp_path: Path, arguments: list[str], words: str) -> None:
     (tmp_path / "hosts").write_text(HOSTFILE)
-    done = start(environment, "multinode.sh", *arguments)
+    programs = tmp_path / "bin"
+    for tool in ("awk", "bash", "dirname", "sed"):
+        (programs / tool).symlink_to(str(shutil.which(tool)))
+    done = start(environment | {"PATH": str(programs)}, "multinode.sh", *arguments)
     assert done.returncode == 2
     assert words in done.stderr
     assert not (tmp_path / "deepspeed").exists()

@@ -105,6 +105,22 @@ def what_is_set_is_trained(stage: int, block: Mapping[str, Any], more: Mapping[s
     torch.testing.assert_close(after, value - step)
 
 
+def what_was_never_stepped_has_no_state_to_set(rank: Rank) -> None:
+    """Stage 0 has a tensor for each parameter: one that was frozen in the first step is read as zeros."""
+    engine = started(0, {}, {})
+    parameter = parameters(engine)["model.layers.0.mlp.up_proj.weight"]
+    requires_gradient = parameter.requires_grad
+    parameter.requires_grad_(False)
+    train(engine, num_steps=1)
+    assert not safe_get_full_optimizer_state(parameter, "exp_avg").any()
+    value = torch.ones(24, 16)
+    refusal(ValueError, lambda: safe_set_full_optimizer_state(parameter, value, "exp_avg"), "up_proj", "never stepped")
+    parameter.requires_grad_(requires_gradient)
+    train(engine, num_steps=1, first=1)
+    safe_set_full_optimizer_state(parameter, value, "exp_avg")
+    assert torch.equal(safe_get_full_optimizer_state(parameter, "exp_avg"), value)
+
+
 def what_cannot_be_answered_is_refused(rank: Rank) -> None:
     engine = started(1, {}, {})
     parameter = parameters(engine)["model.layers.0.mlp.up_proj.weight"]
@@ -135,6 +151,7 @@ def _cases(size: int, options: pytest.Config) -> Iterator[tuple[str, Any]]:
     for number, case in enumerate(CASES):
         yield f"reference {number}", partial(are_the_references, *case)
         yield f"set {number}", partial(what_is_set_is_trained, *case)
+    yield "never stepped", what_was_never_stepped_has_no_state_to_set
     yield "refused", what_cannot_be_answered_is_refused
 
 

@@ -111,6 +111,9 @@ def descriptions_that_are_not_true(rank: Rank) -> None:
         architectures.register(Block, attention_of(norm="ln_2"), mlp_of(norm="ln_1"))
         work = partial(engine_of, config(holders=1), GPT(Block))
         refusal(ValueError, work, "'h.0' (Block)", "without 'attention'", "Is a `norm`")
+        with sdp_deepspeed.Init():
+            deferred = GPT(Block)
+        refusal(ValueError, partial(engine_of, config(holders=1), deferred), "'h.0' (Block)", "without 'attention'")
         architectures.register(Block, attention_of(blocks=1), mlp_of())
         neurons = config(holders=1, strategy="neuron")
         refusal(ValueError, partial(engine_of, neurons, GPT(Block)), "'attention' computes something else", "`blocks`")

@@ -11,10 +11,11 @@ from unittest import mock
 
 import pytest
 import torch
+import torch.distributed as dist
 from deepspeed.utils import logger
 from torch import nn
 
-from sdp_deepspeed.distributed import last_acts
+from sdp_deepspeed.distributed import last_acts, monitored_barrier
 from tests.helpers.models import loss_of
 from tests.helpers.ranks import Rank, run_ranks
 from tests.helpers.training import engine_of, micro_step, own_batches, refusal, sgd, train
@@ -58,6 +59,38 @@ def a_micro_step_more_on_one_rank(rank: Rank) -> None:
         refusal(RuntimeError, go_on, f"for rank {1 - rank.rank}, which began its {other} (step 2, micro-step 2)")
 
 
+def alone(engine: Any) -> str:
+    """What a rank hears that asks for the dense model by itself."""
+    with pytest.raises(RuntimeError) as caught, engine.dense(resident=True):
+        pass
+    said = str(caught.value)
+    for words in ("waited for rank 1, which did not come", "call it on every rank, not below `if rank == 0`"):
+        assert words in said
+    return said
+
+
+def others_wait_in_a_barrier(rank: Rank) -> None:
+    with mock.patch.multiple(last_acts, **QUICK), mock.patch.object(monitored_barrier, "LOOK_SECONDS", 0.1):
+        engine = engine_of(sgd())
+        train(engine, num_steps=1)
+        if rank.rank == 0:
+            assert alone(engine).endswith("(step 1, micro-step 1) and waits in torch.distributed.barrier()")
+        dist.barrier()
+
+
+def others_train_on(rank: Rank) -> None:
+    with mock.patch.multiple(last_acts, **QUICK), mock.patch.object(monitored_barrier, "LOOK_SECONDS", 0.1):
+        engine = engine_of(sgd())
+        train(engine, num_steps=1)
+        if rank.rank == 0:
+            assert alone(engine).endswith("Last seen: rank 1 began its step (step 2, micro-step 2)")
+        else:
+            with pytest.raises(
+                RuntimeError, match="for rank 0, which asked for the whole dense model: waited for rank 1"
+            ):
+                train(engine, num_steps=1, first=1)
+
+
 def a_rank_that_dies(rank: Rank) -> None:
     engine = engine_of(sgd(stage=2))
     train(engine, num_steps=1)
@@ -89,8 +122,17 @@ def a_rank_that_refuses_a_step(rank: Rank) -> None:
 
 
 def _cases(size: int, options: pytest.Config) -> Iterator[tuple[str, Any]]:
-    for check in (a_rank_that_is_late_is_named_and_waited_for, a_micro_step_more_on_one_rank):
+    for check in (
+        a_rank_that_is_late_is_named_and_waited_for,
+        others_wait_in_a_barrier,
+        a_micro_step_more_on_one_rank,
+    ):
         yield check.__name__, check
+
+
+def test_one_rank_alone_while_others_train_on() -> None:
+    """Ranks of their own: a collective of theirs never ends."""
+    assert run_ranks(2, [("train on", others_train_on)]) == {"train on": None}
 
 
 def test_a_rank_that_dies_is_named() -> None:

@@ -12,9 +12,10 @@ import torch
 from torch import nn
 
 from sdp_deepspeed import architectures
+from tests.helpers.live_tensors import Watch
 from tests.helpers.models import MIXED, TOKENS, llama, two_groups
 from tests.helpers.ranks import Rank
-from tests.helpers.replanned_runs import Phase, Sequence_, assert_same_run, check_sequence, counters_of
+from tests.helpers.replanned_runs import Phase, SentBytes, Sequence_, assert_same_run, check_sequence, counters_of
 from tests.helpers.training import assert_identical, dense_state, gathered, refusal
 from tests.helpers.whole_tensors import WHOLE_TENSORS
 
@@ -158,6 +159,39 @@ def the_dense_model_at_once(rank: Rank) -> None:
     assert "_sdp" not in " ".join(name for module in copied.modules() for name in vars(module))
 
 
+class Peak(SentBytes):
+    """Of all live tensors, as often as something travels."""
+
+    def __init__(self, watch: Watch) -> None:
+        super().__init__()
+        self._watch = watch
+        self.num_bytes = 0
+
+    def metered(self, work: Any, num_bytes: int) -> Any:
+        self.num_bytes = max(self.num_bytes, self._watch.num_bytes())
+        return super().metered(work, num_bytes)
+
+
+def memory(rank: Rank) -> None:
+    """At most the state before, the state after and two buckets; what is gone is freed."""
+    bucket = 2048
+    zero = {"stage": 1, "reduce_bucket_size": bucket}
+    run = Sequence_(2, [], "bf16", config={"zero_optimization": zero})
+    with Watch() as watch:
+        engine = run.engine(Phase(NEURON), 1)
+        run.train(engine, 2)
+        before = first = watch.num_bytes()
+        for block in ({"holders": 2}, {"strategy": "block", "holders": 1}, BACKWARD | NEURON, {"regime": "forward"}):
+            engine.dp_group.meter = peak = Peak(watch)
+            engine.replan(block)
+            engine.dp_group.meter = None
+            after = watch.settled_bytes(first)
+            assert peak.num_bytes <= before + after + 2 * 4 * bucket, (peak.num_bytes, before, after)
+            assert peak.num_bytes or block == {"regime": "forward"}, "nothing moved"
+            before = after
+        assert after <= first, "something of another plan is still there"
+
+
 def one_rank_s_names(rank: Rank) -> None:
     """Ranks that ask for different plans are told so, and go on."""
     run = SEQUENCES["modes"]
@@ -177,6 +211,7 @@ def _cases(size: int, options: pytest.Config) -> Iterator[tuple[str, Check]]:
         yield "there_and_back", there_and_back
         yield "before_the_first_step", before_the_first_step
         yield "the_dense_model_at_once", the_dense_model_at_once
+        yield "memory", memory
         yield "one_rank_s_names", one_rank_s_names
 
 

@@ -16,7 +16,8 @@ from sdp_deepspeed.estimate.per_rank import Setup, estimate, plain
 from sdp_deepspeed.estimate.precision import Precision
 from sdp_deepspeed.measure.step import StepFigures, measured_step, optimizer_tensors
 from sdp_deepspeed.measure.traffic import TrafficCounter
-from sdp_deepspeed.plan.tensors import TensorInfo
+from sdp_deepspeed.plan.tensors import TensorInfo, dense_tensors
+from sdp_deepspeed.training.forecast_settings import setup_of, with_groups
 from tests.helpers.models import batches, config, llama, loss_of
 from tests.helpers.ranks import Rank
 from tests.helpers.training import engine_of, micro_step, own_batches
@@ -106,6 +107,22 @@ def subnetwork_as_estimated(
     assert figures.sent - exchanged < 100, "beside the exchange only scalars travel"
     assert figures.peak >= figures.weights + figures.gradients + figures.optimizer
     assert 0.4 * expected.buffers <= engine.optimizer.exchange.buffers.num_bytes <= expected.buffers
+
+
+@torch.compiler.set_stance("force_eager")
+def muon_as_estimated(rank: Rank) -> None:
+    """From the JSON that a user gives `sdp estimate`: matrices have one owner and one moment, the rest has two."""
+    for stage in (0, 1, 2):
+        settings = _settings(stage, {"optimizer": {"type": "Muon", "params": {"lr": 1e-3}}}, holders=1)
+        engine = engine_of(settings)
+        figures = _measured(engine, rank)
+        tensors = with_groups(dense_tensors(llama()), "muon", every_tensor=False)
+        expected = estimate(engine.plan, tensors, setup_of(settings, 1))[rank.rank]
+        assert (figures.weights, figures.gradients) == (expected.weights, expected.gradients), stage
+        assert figures.optimizer - _counters(engine) == expected.optimizer, stage
+        exchanged = (figures.sent_by_operator or {}).get("alltoall_base_", 0)
+        padding = 63 * 4 * 3 * len(engine.optimizer.exchange.buckets) * (rank.size - 1)  # of large messages, at most
+        assert expected.sent_bytes <= exchanged <= expected.sent_bytes + padding, stage
 
 
 def buffers_as_estimated(rank: Rank) -> None:
@@ -263,6 +280,7 @@ def _cases(_size: int, _options: pytest.Config) -> Iterator[tuple[str, Any]]:
         collectives_do_not_follow_units,
         measuring_changes_nothing,
         buffers_as_estimated,
+        muon_as_estimated,
     ):
         yield other.__name__, other
 

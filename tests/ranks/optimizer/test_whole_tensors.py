@@ -258,17 +258,18 @@ CASES = (
     Case(3, 2, stage=1, optimizer="Transformers' Adafactor", regime="backward", buckets="many"),
     Case(3, 2, stage=2, optimizer="Lamb", model="gpt_neox", buckets="many"),
 )
-# Gradients of two ranks are added up without rounding, so that half precision can be compared.
-HALF = (
+# Gradients of two ranks are added up without rounding, so that half precision and moments of 8 bits can be compared.
+TWO_RANKS = (
     Case(2, 1, stage=1, optimizer="Muon", precision="bf16", buckets="many"),
     Case(2, 1, stage=2, optimizer="Muon", precision="bf16+fp32", accumulation=3, regime="backward"),
     Case(2, 2, stage=1, optimizer="Muon", precision="bf16", offload="cpu", overlap=True),
     Case(2, 1, stage=2, optimizer="Muon", precision="fp16"),
+    Case(2, 1, stage=2, optimizer="Momentum8bit", buckets="many"),
 )
 
 
 def _cases(size: int, options: pytest.Config) -> Iterator[tuple[str, Any]]:
-    for case in (case for case in CASES + HALF if case.ranks == size):
+    for case in (case for case in CASES + TWO_RANKS if case.ranks == size):
         yield str(case), Eager(CaseCheck(case))
     if size == 3:
         yield "owners_are_balanced", Eager(owners_are_balanced)

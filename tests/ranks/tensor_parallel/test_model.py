@@ -16,6 +16,7 @@ from transformers import AutoModelForCausalLM
 
 from tests.helpers.dense_checkpoints import dense_tensors
 from tests.helpers.models import MIXED, SPECIMENS, batches, config, loss_of
+from tests.helpers.more_models import even
 from tests.helpers.ranks import Check, Rank
 from tests.helpers.tensor_parallel_models import (
     CASES,
@@ -147,6 +148,13 @@ def mistakes_are_named(rank: Rank) -> None:
     refusal(
         ValueError, lambda: start(uneven.build(), stage=2), "'lm_head.weight' evenly ((31, 30))", "pad the vocabulary"
     )
+    for name, reason in (
+        ("cohere", "does not divide model.layers.0.self_attn.q_norm.weight along its neurons or heads"),
+        ("modernbert", "does not divide model.layers.0.attn.Wqkv.weight"),
+        ("stablelm_head_norms", "a norm for each head"),  # DeepSpeed trains it, and its ranks drift apart
+    ):
+        words = ("'model.layers.0.attention' so that its ranks would not compute what it does", reason)
+        refusal(ValueError, lambda: start(even(name).build()), *words)  # noqa: B023 (runs at once)
     refusal(ValueError, lambda: start(build("llama"), tp=3), "autotp_size: got 3", "does not divide the 4 ranks")
     own = build("llama")
     with torch.no_grad():

@@ -68,18 +68,10 @@ def tokens(seed: int = 3) -> torch.Tensor:
 @pytest.mark.parametrize("granularity", ["sublayer", "layer"])
 @pytest.mark.parametrize("family", models.FAMILIES)
 def test_masked_is_zeroed(family: str, granularity: str) -> None:
-    model = scrambled(models.family(family, NUM_LAYERS))
+    model = models.scrambled(models.family(family, NUM_LAYERS))
     plan = plan_of(model, granularity=granularity)
     assert len(plan.units) == (2 * NUM_LAYERS if granularity == "sublayer" else NUM_LAYERS)
     assert_same_as_zeroed(model, plan, tokens())
-
-
-def scrambled(model: nn.Module) -> nn.Module:
-    """No bias is zero and no norm is one, so that a forgotten one is seen."""
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.add_(torch.rand_like(parameter) * 0.1)
-    return model
 
 
 @pytest.mark.parametrize("family", models.FAMILIES)

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from copy import deepcopy
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -15,15 +15,22 @@ from torch import nn
 
 from sdp_deepspeed.architectures import locate_branches
 from sdp_deepspeed.masking.mask import Mask
-from sdp_deepspeed.plan.plan import Plan
-from sdp_deepspeed.reference.virtual_workers import zero_lacking
 from sdp_deepspeed.units import Piece
 from tests.helpers import models
-from tests.helpers.masked_modules import assert_close, held_pieces, infos, loss_and_gradients, masked, plan_of, tokens
+from tests.helpers.masked_modules import (
+    RANKS,
+    assert_close,
+    assert_same_as_zeroed,
+    held_pieces,
+    infos,
+    loss_and_gradients,
+    masked,
+    plan_of,
+    tokens,
+)
 from tests.helpers.more_models import SPECIMENS, UNCUT
 from tests.helpers.rank_models import mask_of
 
-RANKS = (0, 1)
 LAYER = {"granularity": "layer"}
 
 
@@ -33,13 +40,7 @@ def build(name: str) -> Any:
 
 @cache
 def _built(name: str) -> nn.Module:
-    """No bias is zero and no norm is one, so that a forgotten one is seen."""
-    model = SPECIMENS[name].build()
-    generator = torch.Generator().manual_seed(7)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.add_(torch.randn(parameter.shape, generator=generator) * 0.15)
-    return model
+    return models.scrambled(SPECIMENS[name].build())
 
 
 def neuron_strategy(name: str) -> Any:
@@ -65,14 +66,7 @@ def assert_gradients(
             assert_close(mask.model.views.view_in(piece, found[name]), piece.narrow(expected[name]), largest=largest)
 
 
-def assert_same_as_zeroed(dense: nn.Module, plan: Plan, rank: int) -> None:
-    zeroed = deepcopy(dense)
-    zero_lacking(zeroed, plan, rank)
-    expected_loss, expected = loss_and_gradients(zeroed, tokens())
-    model, mask = masked(dense, plan, rank)
-    loss, gradients = loss_and_gradients(model, tokens())
-    assert_close(loss, expected_loss)
-    assert_gradients(mask, held_pieces(dense, plan, rank), gradients, expected)
+same_as_zeroed = partial(assert_same_as_zeroed, assert_gradients=assert_gradients)
 
 
 @pytest.mark.parametrize("name", SPECIMENS)
@@ -82,15 +76,15 @@ def test_forward_block_is_zeroed(name: str) -> None:
     parts = [branch.description.name for branch in locate_branches(dense)]
     assert len(plan.units) == len(parts) == {True: 13, False: 4}["cross_attention" in parts]
     for rank in RANKS:
-        assert_same_as_zeroed(dense, plan, rank)
-    assert_same_as_zeroed(dense, plan_of(dense, strategy="block", **LAYER), 0)
+        same_as_zeroed(dense, plan, rank)
+    same_as_zeroed(dense, plan_of(dense, strategy="block", **LAYER), 0)
 
 
 @pytest.mark.parametrize("name", SPECIMENS)
 def test_forward_neuron_is_zeroed(name: str) -> None:
     dense = build(name)
     for rank in RANKS:
-        assert_same_as_zeroed(dense, plan_of(dense, strategy=neuron_strategy(name)), rank)
+        same_as_zeroed(dense, plan_of(dense, strategy=neuron_strategy(name)), rank)
 
 
 @pytest.mark.parametrize("name", SPECIMENS)

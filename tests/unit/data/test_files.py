@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import bz2
+import errno
 import gzip
 import json
 import lzma
@@ -82,6 +83,24 @@ def test_paths_that_mean_nothing_are_errors(tmp_path: Path) -> None:
         open_corpus(DataConfig(source="files", path=str(tmp_path / "a.jsonl"), text_documents="line"))
 
 
+def test_a_folder_that_cannot_be_read_is_no_empty_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its text would be missing without a word. Who runs as root may read all."""
+    scan = os.scandir
+    for name in ("a.txt", "closed/b.txt", ".hidden/c.txt"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text(name)
+    assert _documents(source="files", path=str(tmp_path)) == ["a.txt", "closed/b.txt"]
+
+    def refuse(path: Any) -> Any:
+        if Path(path).name in ("closed", ".hidden"):
+            raise PermissionError(errno.EACCES, "Permission denied", str(path))
+        return scan(path)
+
+    monkeypatch.setattr(os, "scandir", refuse)
+    with pytest.raises(ValueError, match=rf"the folder {tmp_path}/closed cannot be read \(Permission denied\)"):
+        _documents(source="files", path=str(tmp_path))
+
+
 def test_fingerprint_follows_files_and_settings(tmp_path: Path) -> None:
     path = tmp_path / "a.txt"
     path.write_text("one")
@@ -110,6 +129,11 @@ def test_parquet_by_folder_glob_and_file(fineweb: Path) -> None:
         ("a.jsonl", b'{"text": 5}\n', "column 'text' holds int, expected text"),
         ("a.jsonl", b'{"body": "a", "id": 1}\n', "no column 'text', it has ['body', 'id']: set text_column"),
         ("a.parquet", b"xx", "cannot be read as text documents"),
+        (
+            "a.parquet",
+            b"",
+            "cannot be read as text documents",
+        ),  # one without rows has bytes
         ("a.txt", b"\xff\xfe\x80abc", "can't decode byte 0xff"),
         ("a.jsonl.gz", gzip.compress(LINES)[:200], "Compressed file ended before"),
         ("a.jsonl.gz", gzip.compress(LINES)[:200] + bytes(100), "cannot be read as text documents"),

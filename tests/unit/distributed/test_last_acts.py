@@ -273,6 +273,7 @@ def test_each_engine_of_a_group_has_keys_of_its_own_and_is_heard_of_at_once() ->
             get_process_group_ranks=lambda group: [2, 5],
             distributed_c10d=SimpleNamespace(_get_default_store=lambda: store),
             PrefixStore=dist.PrefixStore,
+            barrier=dist.barrier,
         )
         return make_last_acts(torch_distributed, group, print)
 

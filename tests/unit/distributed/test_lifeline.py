@@ -7,7 +7,8 @@ import io
 import itertools
 import sys
 import threading
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Iterable
 from types import SimpleNamespace
 from typing import Any
 
@@ -168,15 +169,30 @@ def test_the_error_that_ends_a_rank_is_told_to_the_others(monkeypatch: pytest.Mo
 
 
 @pytest.mark.usefixtures("quick")
+def test_the_last_error_of_a_notebook_has_not_ended_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    _, one = of_ranks(2, Told())
+    monkeypatch.setattr(sys, "last_value", ArithmeticError("an hour ago"), raising=False)
+    monkeypatch.setattr(sys, "ps1", "In : ", raising=False)
+    one.start()
+    one._at_exit()
+    assert one.failure() is None
+
+
+@pytest.mark.usefixtures("quick")
 def test_rank_0_leaves_when_all_others_have_seen_it() -> None:
     """One that holds Python's lock for many beats sees it late; the store goes with rank 0."""
     store: Any = dist.HashStore()
     told = Told()
-    zero, one = (Lifeline(store, rank=rank, size=2, limit=0.05, end=told) for rank in range(2))
+    zero, one = (Lifeline(store, rank=rank, size=2, limit=LIMIT, end=told) for rank in range(2))
     one._show()
     zero.start()
     zero.close()
+    zero._unanswered = LIMIT / 2  # as after a while; asking the others begins anew
+    until = time.monotonic() + 20
+    while zero._unanswered > 1 and time.monotonic() < until:
+        time.sleep(0.01)
     assert not zero._closed.wait(0.3)
+    assert zero._unanswered < 1
     assert not told.why
     one.look(LOOK)
     assert one.is_alone
@@ -184,18 +200,34 @@ def test_rank_0_leaves_when_all_others_have_seen_it() -> None:
     assert zero._closed.wait(20)
 
 
-def as_rank(rank: int, store: Any) -> Any:
-    """What `watch_ranks` asks of torch.distributed, on one of two ranks."""
+def over(store: Any) -> Any:
+    """What `watch_ranks` asks of torch.distributed."""
     return SimpleNamespace(
-        get_rank=lambda: rank,
-        get_world_size=lambda: 2,
-        distributed_c10d=SimpleNamespace(_get_default_store=lambda: store),
-        PrefixStore=dist.PrefixStore,
+        distributed_c10d=SimpleNamespace(_get_default_store=lambda: store), PrefixStore=dist.PrefixStore
     )
+
+
+class OneAfterTheOther:
+    """One of two ranks, which gather in one thread: of the other it knows what rank 0 said before."""
+
+    size = 2
+
+    def __init__(self, rank: int, said: list[Any]) -> None:
+        self.rank, self._said = rank, said
+
+    def gather_objects(self, value: object) -> list[Any]:
+        self._said.append(value)
+        return self._said
 
 
 class Owner:
     """Who is watched."""
+
+
+def watch_two(owners: Iterable[object], stores: Iterable[Any]) -> None:
+    said: list[Any] = []
+    for rank, (owner, store) in enumerate(zip(owners, stores, strict=True)):
+        lifeline.watch_ranks(owner, over(store), OneAfterTheOther(rank, said), LIMIT)
 
 
 def test_the_store_lives_until_rank_0_has_left(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -208,9 +240,7 @@ def test_the_store_lives_until_rank_0_has_left(monkeypatch: pytest.MonkeyPatch) 
     server: Any = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     client: Any = dist.TCPStore("127.0.0.1", server.port, is_master=False, wait_for_workers=False)
     owners: list[Owner | None] = [Owner(), Owner()]
-    for rank, store in enumerate((server, client)):
-        lifeline.watch_ranks(owners[rank], as_rank(rank, store), LIMIT)
-    del store
+    watch_two(owners, (server, client))
     threads = [thread for thread in set(threading.enumerate()) - before if thread.name == "lifeline"]
     assert len(threads) == 4
     server = owners[0] = None
@@ -220,18 +250,16 @@ def test_the_store_lives_until_rank_0_has_left(monkeypatch: pytest.MonkeyPatch) 
     assert not told.why
 
 
-def test_ranks_that_were_restarted_find_each_other(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Over a store that still has what those before them counted, not all of them as far."""
+def test_ranks_that_were_restarted_find_each_other_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Over a store that still has what those before them wrote."""
     made: list[Any] = []
     monkeypatch.setattr(Lifeline, "start", lambda self, *_: made.append(self._store))
     store: Any = dist.HashStore()
     owner = Owner()
-    for restart, ranks in (("0", (0, 1, 1)), ("1", (0, 1))):
-        monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", restart)
-        for rank in ranks:
-            lifeline.watch_ranks(owner, as_rank(rank, store), LIMIT)
+    for _ in range(2):
+        watch_two((owner, owner), (store, store))
     made[3].set("key", b"value")
-    assert [own.check(["key"]) for own in made] == [False, False, False, True, True]
+    assert [own.check(["key"]) for own in made] == [False, False, True, True]
 
 
 def test_what_was_printed_goes_out_before_the_process_ends(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -17,7 +17,7 @@ from tests.helpers.repository import PACKAGE
 
 HOSTS = ("deepspeed", "torch", "transformers", "accelerate")
 LISTED = (*private_api.PRIVATE_NAMES, *private_api.PRIVATE_NAMES_OF_TOOLS)
-PYTHONS = {"_initializing", "_exit"}  # of a module's spec, of os
+PYTHONS = {"_initializing", "_exit", "_current_frames"}  # of a module's spec, of os, of sys
 # Documented by DeepSpeed for everybody.
 PUBLIC = {
     "deepspeed.comm",

@@ -75,7 +75,7 @@ class Engine:
     """Two micro-steps make a step."""
 
     device = torch.device("cpu")
-    plan = SimpleNamespace(regime="forward", is_whole=False)
+    plan = SimpleNamespace(trains_subnetworks=True)
 
     def __init__(self, *, enabled: bool = True, interval: int | None = 2) -> None:
         self.module = torch.nn.Linear(2, 2)

@@ -20,7 +20,16 @@ from sdp_deepspeed.layout.segments import Segment
 from sdp_deepspeed.plan.plan import Plan
 from sdp_deepspeed.plan.tensors import TensorInfo
 from sdp_deepspeed.units import Piece, Unit
-from tests.helpers.random_layouts import NODES, Layout, indices, placed, random_layout, without_whole
+from tests.helpers.random_layouts import (
+    NODES,
+    Layout,
+    indices,
+    most_kept,
+    placed,
+    random_decoder,
+    random_layout,
+    without_whole,
+)
 
 layouts = st.builds(random_layout, st.integers(0, 100_000), st.integers(1, 6), st.sampled_from(["forward", "backward"]))
 backward_layouts = st.builds(
@@ -131,7 +140,8 @@ def test_backward_order_and_one_segment_per_holder_set() -> None:
 def test_buckets_count_the_fullest_rank_not_the_sum() -> None:
     """Segments of disjoint holders fit one bucket, since no rank packs both."""
     piece = Piece("a", None, 0, 8)
-    apart = [Segment(0, torch.float32, holders, (Fragment(piece, 0, 8),)) for holders in ((0, 1), (2, 3), (1, 2))]
+    holders = enumerate(((0, 1), (2, 3), (1, 2)))
+    apart = [Segment(0, torch.float32, ranks, (Fragment(piece, 0, 8),), window=index) for index, ranks in holders]
     assert [len(bucket.segments) for bucket in build_buckets(apart, Nodes.one(4), max_elements=8)] == [2, 1]
 
 
@@ -172,6 +182,21 @@ def test_owners_send_at_the_same_time() -> None:
     assert len(buckets) > len(tensors)
     assert all({segment.sole_owner for segment in bucket.segments} == {0, 1, 2, 3} for bucket in buckets)
     assert max(bucket_load(bucket, 4) for bucket in buckets) <= 400
+
+
+def test_what_waits_is_bounded_on_many_ranks() -> None:
+    """Beside it there may be the tensor that was one too many, and what is stepped element by element."""
+    (tensors, plan), nodes = random_decoder(64, 32, 32, seed=0), Nodes.of([rank // 8 for rank in range(64)])
+    limit, found = sum(math.prod(info.shape) for info in tensors) // 2 // 16, []
+    for max_waiting in (4 * limit, math.inf):
+        segments = build_segments(tensors, plan, max_elements=limit, nodes=nodes, max_waiting=max_waiting)
+        buckets = build_buckets(segments, nodes, max_elements=limit)
+        found.append((most_kept(tensors, plan, buckets), len(buckets)))
+    (kept, num_buckets), (kept_without, num_without) = found
+    largest = max(math.prod(info.shape) for info in tensors if info.is_whole)
+    rest = sum(math.prod(info.shape) for info in tensors if not info.is_whole)
+    assert kept <= 4 * limit + largest + rest < kept_without
+    assert num_buckets <= 1.2 * num_without, "else few owners send at the same time"
 
 
 def bucket_load(bucket: Bucket, size: int) -> int:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import random
-
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
@@ -12,11 +10,9 @@ from sdp_deepspeed.layout.owners import excess, sole_owners
 from sdp_deepspeed.plan.plan import Plan
 from sdp_deepspeed.plan.tensors import TensorInfo
 from sdp_deepspeed.units import Piece, Unit
-from tests.helpers.random_layouts import Layout, random_layout
+from tests.helpers.random_layouts import Layout, random_decoder, random_layout
 
 layouts = st.builds(random_layout, st.integers(0, 100_000), st.integers(1, 6))
-# Matrices of a layer of LLaMA 7B with 8 key/value heads, by unit; elements divided by 2**16.
-ATTENTION, MLP = {"q": 256, "k": 64, "v": 64, "o": 256}, {"gate": 688, "up": 688, "down": 688}
 
 
 @given(layouts)
@@ -49,29 +45,12 @@ def test_shared_tensors_are_even_to_the_smallest_that_the_fullest_has(sizes: lis
     assert max(found) - min(found) <= smallest
 
 
-def decoder(num_ranks: int, num_holders: int, num_layers: int, seed: int) -> tuple[list[TensorInfo], Plan]:
-    """Units with random holders; each goes to those that have fewest, as in balanced plans."""
-    draw, tensors, units, holders = random.Random(seed), list[TensorInfo](), list[Unit](), list[tuple[int, ...]]()
-    counts = [0] * num_ranks
-    for layer in range(num_layers):
-        for part in (ATTENTION, MLP):
-            own = [TensorInfo(f"{layer}.{name}", (n,), torch.float32, 0, is_whole=True) for name, n in part.items()]
-            tensors += own
-            units.append(Unit(f"{layer}.{min(part)}", tuple(Piece(i.name, None, 0, i.shape[0]) for i in own)))
-            order = sorted(range(num_ranks), key=lambda rank: (counts[rank], draw.random()))
-            holders.append(tuple(sorted(order[:num_holders])))
-            for rank in holders[-1]:
-                counts[rank] += 1
-    everyone = tuple(range(num_ranks))
-    return tensors, Plan("forward", "block", num_ranks, num_holders, 0, tuple(units), tuple(holders), everyone)
-
-
 def test_ranks_of_a_large_decoder_own_nearly_the_same() -> None:
     """32 layers on 8 ranks: each owns some 40 matrices, of which one is 1/32 of its share or less; within 2% of the
     mean, at every coverage, in any order of the layers' holders."""
     for num_holders in (8, 4, 2):
         for seed in range(3):
-            tensors, plan = decoder(8, num_holders, 32, seed)
+            tensors, plan = random_decoder(8, num_holders, 32, seed)
             found = loads(sole_owners(tensors, plan), 8)
             assert max(found) * 8 <= 1.02 * sum(found), (num_holders, seed, found)
             assert excess(sole_owners(tensors, plan), 8) == max(found) * 8 / sum(found)

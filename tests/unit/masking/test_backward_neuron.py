@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import DynamicCache
+from transformers import DynamicCache, RobertaForCausalLM
 
 from sdp_deepspeed.architectures import locate_branches
 from sdp_deepspeed.masking.mask import Mask
@@ -33,6 +33,7 @@ from tests.helpers.masked_modules import (
     saved_of,
     tokens,
 )
+from tests.helpers.more_models import SPECIMENS
 from tests.helpers.rank_models import mask_of
 
 STRATEGIES: tuple[Any, ...] = (
@@ -121,9 +122,17 @@ def filled(mask: Mask) -> None:
         part.fill(lambda _: None)
 
 
-@pytest.mark.parametrize("name", ["llama_odd", "gpt2"])
+def decoder_of(name: str) -> Any:
+    """Also one whose attention is several modules of the layer, the first of which has the cache."""
+    if name != "roberta":
+        return build(name)
+    specimen = SPECIMENS[name]
+    return RobertaForCausalLM(specimen.config(**specimen.options, is_decoder=True))
+
+
+@pytest.mark.parametrize("name", ["llama_odd", "gpt2", "roberta"])
 def test_a_cache_handed_in_while_training_is_ignored(name: str) -> None:
-    dense: Any = build(name)
+    dense = decoder_of(name)
     cache = DynamicCache()
     model, _ = masked(dense, plan_of(dense, "backward"), 0)
     expected = dense.train()(input_ids=tokens()).logits.detach()

@@ -183,6 +183,28 @@ def test_layers_of_transformers_that_a_user_described() -> None:
         check(with_own_layers())
 
 
+@pytest.mark.parametrize("kind", [Block, RotaryBlock])
+def test_models_without_storage(kind: type[Block]) -> None:
+    """Nor do they get some: only the copy of a layer does."""
+    attention, mlp = LLAMA
+    architectures.register(OwnLlamaLayer, attention, mlp)
+    architectures.register(kind, attention_of(), mlp_of())
+    with torch.device("meta"):
+        own, llama = GPT(kind), with_own_layers()
+    for strategy in ("block", "neuron"):
+        assert check(own, strategy) == check(llama, strategy) == []
+    assert all(p.is_meta for model in (own, llama) for p in [*model.parameters(), *model.buffers()])
+    architectures.register(kind, attention_of(norm="ln_2"), mlp_of(norm="ln_1"))
+    with pytest.raises(ValueError, match=rf"{kind.__name__}\): described without 'attention'"):
+        check(own)
+    architectures.register(kind, attention_of(blocks=1), mlp_of())
+    with pytest.raises(ValueError, match="'attention' computes something else"):
+        check(own, "neuron")
+    architectures.register(OwnLlamaLayer, replace(attention, norm=mlp.norm), replace(mlp, norm=attention.norm))
+    with pytest.raises(ValueError, match=r"OwnLlamaLayer\): described without 'attention'"):
+        check(llama)
+
+
 def test_descriptions_of_the_package_are_not_tried_out(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its tests do that; a user's description of the same class is."""
     model = models.llama()

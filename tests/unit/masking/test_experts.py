@@ -143,7 +143,9 @@ def test_noise_that_would_be_drawn_twice_is_refused() -> None:
 
 def test_neurons_whose_products_do_not_run_are_refused() -> None:
     """12 neurons in 6 groups; four of fp32 are 16 bytes, and eight of bf16."""
-    words = r"layers\.0\.mlp': of 12 neurons of each expert subnetwork 0 has 6, .*multiples of 4.*batched_mm"
+    words = (
+        r"layers\.0\.mlp': of 12 neurons of each expert subnetwork 0 has 6 and lacks 6, .*multiples of 4.*batched_mm"
+    )
     for regime in ("forward", "backward"):
         model = mixture("mixtral")
         plan = plan_of(model, regime, neuron_groups=6)
@@ -153,6 +155,16 @@ def test_neurons_whose_products_do_not_run_are_refused() -> None:
         masked(model, plan, 1)[0](tokens())
     with pytest.raises(ValueError, match="multiples of 8"):
         masked(mixture("mixtral").bfloat16(), plan_of(mixture("mixtral")), 0)
+
+
+def test_what_a_subnetwork_lacks_must_run_too() -> None:
+    """14 neurons in groups of 2, one of them shared: all subnetworks have 8, and the other half runs beside it, or in
+    evaluation with it."""
+    model = mixture("mixtral", intermediate_size=14)
+    for regime in ("forward", "backward"):
+        plan = plan_of(model, regime, neuron_groups=7, shared=[r"mlp\.group_6$"])
+        with pytest.raises(ValueError, match=r"of 14 neurons of each expert subnetwork 0 has 8 and lacks 6"):
+            masked(model, plan, 0)
 
 
 def test_checkpointed_activations_leave_the_auxiliary_loss_as_it_is() -> None:

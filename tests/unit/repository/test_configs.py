@@ -16,7 +16,8 @@ from configs import make
 from configs.recipes import NUM_WORKERS, SIZES, Recipe, recipes
 from sdp_deepspeed.config import KEY, MODES, parse
 from sdp_deepspeed.support.refusals import refuse_unsupported, without_effect
-from sdp_deepspeed.training.forecast import Forecast, micro_steps
+from sdp_deepspeed.training.forecast import Forecast
+from sdp_deepspeed.training.forecast_settings import micro_steps
 from tests.helpers.repository import ROOT
 
 RECIPES = {recipe.name: recipe for recipe in recipes()}
@@ -158,6 +159,15 @@ def test_the_tables_of_the_readme() -> None:
     assert "| `1B-backward-neuron-3of8` | 0.375 | 3.00 | 4.00 | 9.00 | 2 | 100.0 | 400 |" in text
 
 
-def test_the_readme_has_a_row_for_each_recipe() -> None:
+SAMPLE = ("134M-zero1", *(f"134M-{mode.regime}-{mode.strategy}-3of8" for mode in MODES))
+
+
+def test_the_figures_of_the_readme(pytestconfig: pytest.Config) -> None:
+    """The plain twin and each mode of the smallest size, as each forecast takes a second or more; all with
+    `--full-grid`."""
+    chosen = [recipe for name, recipe in RECIPES.items() if name in SAMPLE or pytestconfig.getoption("--full-grid")]
+    figures = {recipe.name: make.forecast_recipe(recipe) for recipe in chosen}
     text = make.README.read_text(encoding="utf-8")
+    rows = [make.row(recipe, figures[recipe.name], figures[f"{recipe.size.name}-zero1"]) for recipe in chosen]
+    assert [row for row in rows if row not in text.splitlines()] == [], "run python configs/make.py"
     assert [name for name in RECIPES if f"| `{name}` |" not in text] == []

@@ -14,6 +14,7 @@ OPENERS = ("open", "safe_open", "load", "memmap")  # with a path as their first 
 EXEMPT = (
     "torch.load(buffer",
     "path.open('rb')",
+    "files.open(path, 'rb')",
     "Path('/proc/sys/kernel/random/boot_id').read_text",
     "(_PROC / ",
     "(_TASKS / ",

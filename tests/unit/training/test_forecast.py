@@ -11,7 +11,8 @@ from sdp_deepspeed.config import KEY, MODES, parse
 from sdp_deepspeed.estimate.per_rank import estimate
 from sdp_deepspeed.plan.planner import plan_model
 from sdp_deepspeed.plan.tensors import dense_tensors
-from sdp_deepspeed.training.forecast import Forecast, cut_down, forecast, micro_steps, setup_of
+from sdp_deepspeed.training.forecast import Forecast, cut_down, forecast
+from sdp_deepspeed.training.forecast_settings import setup_of
 from sdp_deepspeed.training.model import build_model
 from tests.helpers.masked_modules import Saved, linear_weights
 
@@ -94,73 +95,19 @@ def test_the_peak_is_in_backward_or_in_the_step() -> None:
     assert short.peak == short.rank.state + max(short.activations, short.rank.step_gradients)
 
 
-@pytest.mark.parametrize(
-    ("config", "expected"),
-    [
-        ({"train_batch_size": 24, "train_micro_batch_size_per_gpu": 2}, (2, 3)),
-        ({"train_batch_size": 24, "gradient_accumulation_steps": 3}, (2, 3)),
-        ({"train_batch_size": 24}, (6, 1)),
-        ({"train_micro_batch_size_per_gpu": 5}, (5, 1)),
-    ],
-)
-def test_batch_sizes(config: dict[str, Any], expected: tuple[int, int]) -> None:
-    assert micro_steps(config, 4) == expected
-
-
-@pytest.mark.parametrize(
-    ("config", "words"),
-    [
-        ({}, "give train_micro_batch_size_per_gpu"),
-        ({"train_batch_size": 3}, "or a larger train_batch_size"),
-        ({"train_batch_size": "24"}, "train_batch_size: got '24', expected a whole number"),
-        ({"train_micro_batch_size_per_gpu": True}, "got True, expected a whole number"),
-        ({"train_batch_size": 25, "train_micro_batch_size_per_gpu": 2}, "is 25, but 4 ranks .* make 24"),
-    ],
-)
-def test_batch_sizes_that_contradict_each_other(config: dict[str, Any], words: str) -> None:
-    with pytest.raises(ValueError, match=words):
-        micro_steps(config, 4)
-
-
-@pytest.mark.parametrize("key", ["zero_optimization", "bf16", "fp16", "optimizer", "data_types"])
-def test_parts_that_are_no_objects(key: str) -> None:
-    with pytest.raises(ValueError, match=rf"{key}: got 3, expected an object"):
-        setup_of({key: 3}, 1)
-
-
-def test_what_decides_bytes() -> None:
-    setup = setup_of(
-        {
-            "fp16": {"enabled": True},
-            "communication_data_type": "fp32",
-            "data_types": {"grad_accum_dtype": "fp32"},
-            "optimizer": {"type": "Lion"},
-            "zero_optimization": {"stage": 2, "overlap_comm": True, "reduce_bucket_size": 7}
-            | {"offload_optimizer": {"device": "cpu"}},
-        },
-        3,
-    )
-    assert (setup.stage, setup.accumulation, setup.offload, setup.bucket_elements, setup.overlap) == (
-        2,
-        3,
-        True,
-        7,
-        True,
-    )
-    precision = setup.precision
-    assert (precision.weights, precision.gradients, precision.wire, precision.num_moments) == (2, 4, 4, 1)
-    plain = setup_of({"optimizer": {"type": "SGD", "params": {"momentum": 0.9}}}, 1)
-    assert (plain.stage, plain.precision.weights, plain.precision.num_moments) == (0, 4, 1)
-
-
-@pytest.mark.parametrize(
-    "config",
-    [
-        {"zero_optimization": {"stage": 3}},
-        {"zero_optimization": {"stage": "1"}},
-        {"tensor_parallel": {"autotp_size": 2}},
-    ],
-)
-def test_what_has_no_formula_is_refused(config: dict[str, Any]) -> None:
-    with pytest.raises(ValueError, match="cannot be estimated; possible are"):
-        setup_of(config, 1)
+@pytest.mark.parametrize("optimizer", ["Muon", "Lamb"])
+def test_whole_tensors_have_one_owner_each(optimizer: str) -> None:
+    """In the units that a rank holds alone everything is its own; of the shared ones each is one rank's."""
+    config = {KEY: {"coverage": 0.5}, "optimizer": {"type": optimizer}, "zero_optimization": {"stage": 1}}
+    figures = of(config)
+    held = figures.rank.weights // 4
+    shared = SHAPE["vocab_size"] * SHAPE["hidden_size"]  # the embedding, and as much the head
+    moments = figures.rank.optimizer // 4
+    if optimizer == "Lamb":  # the embedding or the head is another rank's; the final norm either's
+        assert moments in (2 * (held - shared), 2 * (held - shared - SHAPE["hidden_size"]))
+    else:  # half of what is shared has Adam's moments, and so have the norms of its own units
+        final, norms = SHAPE["hidden_size"], SHAPE["num_hidden_layers"] * SHAPE["hidden_size"]
+        matrices = held - 2 * shared - final - norms
+        assert moments == matrices + 2 * (norms + shared + final // 2)
+    with pytest.raises(ValueError, match=f"optimizer '{optimizer.lower()}': it updates whole tensors, and .* are cut"):
+        of(config | {KEY: {"coverage": 0.5, "strategy": "neuron"}})

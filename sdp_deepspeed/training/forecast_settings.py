@@ -1,0 +1,143 @@
+"""What a DeepSpeed config says of bytes and batches: everything that a forecast reads of it."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any, Literal, cast
+
+from sdp_deepspeed.config import KEY
+from sdp_deepspeed.estimate.per_rank import Setup
+from sdp_deepspeed.estimate.precision import Precision
+from sdp_deepspeed.plan.tensors import TensorInfo
+from sdp_deepspeed.support.optimizers import WHOLE_TENSOR_OPTIMIZERS, is_known
+
+# Of what is not here 2.
+_MOMENTS = {"sgd": 0, "lion": 1, "adagrad": 1, "fusedlion": 1, "deepspeedcpulion": 1, "deepspeedcpuadagrad": 1}
+_MUON = "muon"
+_OF_MUON, _OF_ITS_ADAM = 0, 1  # param groups
+_NOT_MUONS = re.compile("embed|lm_head", re.IGNORECASE)
+
+
+def micro_steps(config: Mapping[str, Any], num_ranks: int) -> tuple[int, int]:
+    """Micro-batch of a rank, and micro-steps, from two or three of DeepSpeed's batch sizes.
+
+    Raises:
+        ValueError: they do not say it, or contradict each other.
+    """
+    for key in ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps"):
+        value = config.get(key)
+        if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
+            raise ValueError(f"--deepspeed_config: {key}: got {value!r}, expected a whole number of at least 1")
+    whole = config.get("train_batch_size")
+    micro, accumulation = config.get("train_micro_batch_size_per_gpu"), config.get("gradient_accumulation_steps")
+    if micro is None and whole is not None:
+        micro = whole // (num_ranks * (accumulation or 1))
+    if not micro:
+        raise ValueError("--deepspeed_config: give train_micro_batch_size_per_gpu, or a larger train_batch_size")
+    if accumulation is None:
+        accumulation = 1 if whole is None else whole // (micro * num_ranks)
+    if whole is not None and whole != micro * accumulation * num_ranks:
+        raise ValueError(
+            f"--deepspeed_config: train_batch_size is {whole}, but {num_ranks} ranks with micro-batches of {micro} and "
+            f"{accumulation} micro-steps make {micro * accumulation * num_ranks}"
+        )
+    return micro, accumulation
+
+
+def _part(config: Mapping[str, Any], key: str) -> Mapping[str, Any]:
+    """What stands below a key; nothing if it is absent."""
+    value = config.get(key)
+    if value is not None and not isinstance(value, Mapping):
+        raise ValueError(f"--deepspeed_config: {key}: got {value!r}, expected an object {{...}}")
+    return value or {}
+
+
+def setup_of(config: Mapping[str, Any], accumulation: int) -> Setup:
+    """What decides bytes, from a DeepSpeed config whose settings are of the right types.
+
+    Raises:
+        ValueError: stage 3, tensor parallelism, or an optimizer, which have no formula here.
+    """
+    zero = _part(config, "zero_optimization")
+    stage = zero.get("stage", 0)
+    if stage not in (0, 1, 2):
+        raise ValueError(
+            f"--deepspeed_config: zero_optimization.stage {stage!r} cannot be estimated; possible are ZeRO stages 0, 1 "
+            "and 2"
+        )
+    if _part(config, "tensor_parallel").get("autotp_size", 1) not in (0, 1):
+        raise ValueError(
+            "--deepspeed_config: tensor_parallel cannot be estimated: leave it out for figures of a whole model on "
+            "each rank, of which a tensor-parallel rank has about its share"
+        )
+    wire = config.get("communication_data_type")
+    optimizer = optimizer_of(config)
+    parameters = _part(_part(config, "optimizer"), "params")
+    moments = 1 if optimizer == "sgd" and parameters.get("momentum") else _MOMENTS.get(optimizer, 2)
+    precision = Precision.of(
+        dtype_of(config),
+        accumulate_in_fp32=_part(config, "data_types").get("grad_accum_dtype") == "fp32",
+        wire=None if wire is None else 4 if wire == "fp32" else 2,
+        moments=moments,
+    )
+    return Setup(
+        stage=cast(Literal[0, 1, 2], stage),
+        precision=precision,
+        accumulation=accumulation,
+        offload=_part(zero, "offload_optimizer").get("device") == "cpu",
+        bucket_elements=zero.get("reduce_bucket_size"),
+        overlap=bool(zero.get("overlap_comm", False)),
+        moments={_OF_MUON: 1} if optimizer == _MUON else {},
+    )
+
+
+def optimizer_of(config: Mapping[str, Any]) -> str:
+    """DeepSpeed's `optimizer.type` in small letters; AdamW where a program brings its own.
+
+    Raises:
+        ValueError: its state has no formula here.
+    """
+    name = str(_part(config, "optimizer").get("type", "AdamW"))
+    if not is_known(name) or name.lower() == "adafactor":
+        raise ValueError(
+            f"--deepspeed_config: optimizer.type {name!r} cannot be estimated: it keeps something else than moments of "
+            "each element, or is not known; put AdamW in its place for figures with two moments"
+        )
+    return name.lower()
+
+
+def with_groups(tensors: Sequence[TensorInfo], optimizer: str, *, every_tensor: bool) -> list[TensorInfo]:
+    """Tensors with their param groups and who needs whole ones.
+
+    Muon gets matrices but embeddings and the head, by DeepSpeed's rule, and its Adam the rest.
+
+    Args:
+        optimizer: as `optimizer_of`.
+        every_tensor: `allow_optimizer` is "whole_tensors".
+    """
+    if optimizer == _MUON:
+        is_its = [len(info.shape) > 1 and not _NOT_MUONS.search(info.name) for info in tensors]
+        groups = [_OF_MUON if its else _OF_ITS_ADAM for its in is_its]
+        return [
+            replace(info, group=group, is_whole=group == _OF_MUON) for info, group in zip(tensors, groups, strict=True)
+        ]
+    is_whole = every_tensor or optimizer in map(str.lower, WHOLE_TENSOR_OPTIMIZERS)
+    return [replace(info, group=0, is_whole=is_whole) for info in tensors]
+
+
+def dtype_of(config: Mapping[str, Any]) -> Literal["fp32", "bf16", "fp16"]:
+    """Of the weights."""
+    if (_part(config, "bf16") or _part(config, "bfloat16")).get("enabled"):
+        return "bf16"
+    return "fp16" if _part(config, "fp16").get("enabled") else "fp32"
+
+
+def refuse_plain(config: Mapping[str, Any]) -> None:
+    """ValueError for what has a formula with our block alone."""
+    if optimizer_of(config) == _MUON:
+        raise ValueError(
+            "--deepspeed_config: plain DeepSpeed with Muon cannot be estimated: it keeps momentum in the dtype of "
+            f"gradients, and buffers of its own; give a config with {KEY}, or another optimizer"
+        )
