@@ -97,16 +97,20 @@ follow_rank_0() {
   exec tail -n +1 -F --pid=$$ "$log" 2>/dev/null
 }
 
-# What the first ranks that failed said last: the others followed.
+# What the first ranks that failed said last: the others followed. PyTorch writes a rank before each line of a traceback.
 explain() {
-  local log num=0
+  local log num=0 silent="" rank='^(\[rank[0-9]+\]: )?'
   while IFS= read -r log; do
-    grep -qE '^(error|Traceback)' "$log" || continue
+    if ! grep -qE "$rank(error|Traceback)" "$log"; then
+      silent+=" ${log##*/}"
+      continue
+    fi
     num=$((num + 1))
-    [ $num -le 4 ] || break
+    [ $num -le 4 ] || continue
     echo "== $log"
-    grep -E '^(error|[A-Za-z_.]*(Error|Exception|Interrupt)\b)' "$log" | tail -n 2
+    grep -E "$rank(error|[A-Za-z_.]*(Error|Exception|Interrupt)\b)" "$log" | tail -n 2
   done < <(new_logs .log)
+  [ -z "$silent" ] || echo "== no error, as of ranks that were killed:$silent"
 }
 
 follower=""

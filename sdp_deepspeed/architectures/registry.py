@@ -74,7 +74,7 @@ def branches_in(name: str, layer: nn.Module) -> tuple[Branch, ...]:
         branches = tuple(branch for branch in description.branches if branch.is_in(layer))
     except AttributeError as problem:
         raise ValueError(
-            f"{name!r}: a module in this {type(layer).__name__} is not the one that its description was written for: "
+            f"{name!r}: the description of {type(layer).__name__} asks for an attribute (`when`) that this one lacks: "
             f"{problem}. {how_to_describe(layer)}"
         ) from None
     names = [branch.name for branch in branches]

@@ -10,18 +10,17 @@ from sdp_deepspeed.architectures.registry import described, how_to_describe
 
 
 def refusal_of(model: nn.Module) -> str:
-    """The message for a model without a described layer: what is known, and the lines that describe its layer.
+    """The message for a model without a described layer: the lines that describe its layer, and what is known.
 
     Its layers are taken to be the modules that the model repeats, with most of its parameters.
     """
-    families = list(dict.fromkeys(name.rpartition(".")[2] for name in described()))
-    known = f"{type(model).__name__} has no layer whose residual branches are known; known are {', '.join(families)}"
+    families = dict.fromkeys(name.rpartition(".")[2] for name in described())
+    unknown, known = f"{type(model).__name__} has no layer whose residual branches are known", ", ".join(families)
     layer = repeated_layer(model)
     if layer is None:
-        return (
-            f"{known}. Describe yours with sdp_deepspeed.architectures.register (sdp_deepspeed/architectures/README.md)"
-        )
-    return f"{known}. Its layer seems to be {type(layer).__name__}. {how_to_describe(layer)}"
+        way = "Describe yours with sdp_deepspeed.architectures.register (sdp_deepspeed/architectures/README.md)"
+        return f"{unknown}. {way}. Known are {known}"
+    return f"{unknown}; the one that it repeats is {type(layer).__name__}. {how_to_describe(layer)}\nKnown are {known}"
 
 
 def repeated_layer(model: nn.Module) -> nn.Module | None:

@@ -115,7 +115,7 @@ class _Demand:
         return self.wanted
 
     def _listen(self) -> None:
-        with suppress(EOFError):  # the rank has ended, or will
+        with suppress(EOFError, pickle.UnpicklingError):  # the rank has ended, or will
             while True:
                 self.wanted = pickle.load(sys.stdin.buffer)
 
@@ -124,7 +124,10 @@ def main() -> int:
     """Write until all is there, or the rank has ended; returns the exit code."""
     lifeline.end_with_parent()
     show_log()
-    cache, problem = pickle.load(sys.stdin.buffer)
+    try:
+        cache, problem = pickle.load(sys.stdin.buffer)
+    except (EOFError, pickle.UnpicklingError):  # the rank has ended
+        return 0
     try:
         with naming_the_disk(cache.folder.parent):
             write_cache(cache, wanted=_Demand(), progress=LogProgress())

@@ -22,8 +22,8 @@ def reaching(name: str) -> Iterator[None]:
         yield
     except Exception as error:
         chain: list[BaseException] = [error]
-        while (below := chain[-1].__cause__ or chain[-1].__context__) is not None:
-            chain.append(below)
+        while (below := chain[-1].__cause__ or chain[-1].__context__) is not None and below not in chain:
+            chain.append(below)  # of an error that a library raises again from its own cause, the chain is a circle
         of_network = [link for link in chain if _is_of_network(link)]
         if isinstance(error, ValueError) or not of_network:
             raise

@@ -65,8 +65,8 @@ def _is_of_content(error: BaseException) -> bool:
 def readable(error: Exception, where: str) -> Exception:
     """A mistake in path or content as ValueError in one line; a machine's or network's trouble as it is."""
     chain: list[BaseException] = [error]
-    while chain[-1].__cause__ is not None:  # `datasets` wraps what the reader said
-        chain.append(chain[-1].__cause__)
+    while (below := chain[-1].__cause__) is not None and below not in chain:  # `datasets` wraps what the reader said
+        chain.append(below)
     if any(isinstance(e, ConnectionError | TimeoutError) for e in chain) or not any(map(_is_of_content, chain)):
         if isinstance(error, OSError) and error.errno and error.filename is None:  # such as a disk that fails
             return OSError(error.errno, error.strerror, where)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import pickle
 import sys
+from contextlib import suppress
 from dataclasses import dataclass
 
 from sdp_deepspeed.data.lifeline import end_with_parent
@@ -31,20 +32,19 @@ def main() -> int:
     answers = os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)  # what libraries print must not come between
     tasks = sys.stdin.buffer
-    tokenizing: PartTokenizer | None = None
-    setup: WorkerSetup = pickle.load(tasks)
-    while True:
-        try:
+    with suppress(EOFError, pickle.UnpicklingError, BrokenPipeError):  # the one that started it has ended
+        setup: WorkerSetup = pickle.load(tasks)
+        tokenizing: PartTokenizer | None = None
+        while True:
             task = pickle.load(tasks)
-        except EOFError:
-            return 0
-        try:
-            tokenizing = tokenizing or setup.tokenizing()
-            answer: object = tokenizing.run(task)
-        except Exception as error:
-            answer = _portable(error)
-        pickle.dump(answer, answers)
-        answers.flush()
+            try:
+                tokenizing = tokenizing or setup.tokenizing()
+                answer: object = tokenizing.run(task)
+            except Exception as error:
+                answer = _portable(error)
+            pickle.dump(answer, answers)
+            answers.flush()
+    return 0
 
 
 def _portable(error: Exception) -> Exception:

@@ -17,7 +17,7 @@ class Act:
         call: number of that collective.
         launched: how many it has started.
         in_barrier: whether it waits in a barrier of all ranks that is not ours.
-        lost: whether a collective has failed here, after which no other will come about.
+        lost: whether a collective has failed here or the process ends, after which no other will come about.
         beat: how often the rank has published; where it does not move, the process is gone or stopped.
     """
 

@@ -113,7 +113,8 @@ class LastActs:
         try:
             yield
         except BaseException as error:
-            self.note(f"{self._what}: {type(error).__name__}: {error}")
+            # Of a collective's error the first line; what follows is for whom this rank waited, and so on round all.
+            self.note(f"{self._what}: {type(error).__name__}: {str(error).partition(chr(10))[0]}")
             self._try(self.publish)
             raise
         self.note(f"ended {what}")
@@ -293,5 +294,6 @@ def _beat(reference: weakref.ref[LastActs], stop: threading.Event) -> None:
         del acts
     acts = reference()
     if acts is not None:  # the process ends: what it did last is what others may ask for
+        acts._lost = True
         with contextlib.suppress(Exception):
             acts.publish()

@@ -29,7 +29,7 @@ from sdp_deepspeed.messages import listed
 
 BEAT_SECONDS = 2.0  # between two signs, and two looks
 # For the error that a rank gets by itself where another one has failed: it says more.
-GRACE_SECONDS = 10.0
+GRACE_SECONDS = 20.0
 # That rank 0, whose process takes the store along, waits for others to see that it left; one that holds Python's lock
 # for long looks late. Most look within a beat.
 FAREWELL_SECONDS = 8.0

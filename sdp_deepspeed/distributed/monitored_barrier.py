@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import contextlib
-import threading
+import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
-from concurrent.futures import Future, wait
+from collections.abc import Iterable, Sequence
 from datetime import timedelta
 from enum import IntEnum
 from typing import Any
@@ -20,7 +19,9 @@ from sdp_deepspeed.messages import listed
 TIMEOUT = timedelta(minutes=5)
 LOOK_SECONDS = 2.0  # of waiting, between two looks whether the others can still come
 _LOOKS_IN_BARRIER = 3  # that find a rank in a barrier of PyTorch's own: it may be about to leave one
-_FAILED = "failed"  # a key, beside those of the ranks
+_PAUSES = (0.001, 0.1)  # seconds between two questions whether all have come, least and most
+_PAUSE_SHARE = 8  # a pause is this part of what was waited already, so that many ranks do not keep the store busy
+_CAME, _FAILED = "came", "failed"  # keys, beside those of the ranks
 
 
 class Phase(IntEnum):
@@ -61,12 +62,14 @@ class MonitoredBarrier:
     """Meeting point of all ranks before each collective of the dense view, and before they save or load.
 
     Args:
-        channel: of all ranks, used for nothing else, with a limit of waiting.
+        channel: of all ranks, used for nothing else.
         store: for the numbers of meetings of this engine's ranks.
         last_acts: of this rank and others; what tells that a rank will not come.
+        limit: of waiting for one of which nothing tells.
     """
 
-    def __init__(self, channel: Gatherer, store: Store, last_acts: LastActs) -> None:
+    def __init__(self, channel: Gatherer, store: Store, last_acts: LastActs, *, limit: timedelta) -> None:
+        self._limit = limit
         self._channel = channel
         self._store = store
         self._last_acts = last_acts
@@ -97,16 +100,33 @@ class MonitoredBarrier:
 
     def _gather(self, phase: Phase, note: Any) -> list[tuple[Phase, Any]]:
         self._last_acts.note(_WORDS[phase])
-        self._store.set(str(self._channel.rank), str(self._meetings).encode())
-        values = _in_background(lambda: self._channel.gather_objects((int(phase), note)))
-        in_barrier = Counter[int]()
-        while not wait([values], LOOK_SECONDS).done:
-            if self._is_hopeless(in_barrier):
-                raise RuntimeError(self._give_up(phase))
+        cause: Exception | None = None
         try:
-            return [(Phase(value), other) for value, other in values.result()]
-        except RuntimeError as error:
-            raise RuntimeError(self._give_up(phase)) from error
+            if self._all_come():
+                return [(Phase(value), other) for value, other in self._channel.gather_objects((int(phase), note))]
+        except RuntimeError as error:  # a rank, or the store, is gone
+            cause = error
+        raise RuntimeError(self._give_up(phase)) from cause
+
+    def _all_come(self) -> bool:
+        """Wait for all ranks; False once it is certain that one does not come, or after the limit.
+
+        In the store, as nobody can be woken who waits for a message of gloo's.
+        """
+        self._store.set(str(self._channel.rank), str(self._meetings).encode())
+        self._store.add(_CAME, 1)
+        in_barrier = Counter[int]()
+        began = looked = now = time.monotonic()
+        while int(self._store.get(_CAME)) < self._meetings * self._channel.size:
+            time.sleep(min(max(_PAUSES[0], (now - began) / _PAUSE_SHARE), _PAUSES[1]))
+            now = time.monotonic()
+            if now - looked > LOOK_SECONDS:
+                looked = now
+                if self._is_hopeless(in_barrier):
+                    return False
+            if now - began > self._limit.total_seconds():
+                return False
+        return True
 
     def _is_hopeless(self, in_barrier: Counter[int]) -> bool:
         """Whether a rank goes on without coming here. Rank 0 looks for all, others for rank 0 and what it found.
@@ -114,14 +134,11 @@ class MonitoredBarrier:
         Args:
             in_barrier: how often each rank was found in a barrier of PyTorch's own.
         """
-        try:
-            if self._store.check([_FAILED]):
-                return True
-            others = [0] if self._channel.rank else range(1, self._channel.size)
-            elsewhere = self._last_acts.elsewhere(self._late(others))
-            late = self._late(elsewhere)  # asked again: who has come meanwhile may have gone on since
-        except Exception:  # the store is gone with its rank, which gloo notices
-            return False
+        if self._store.check([_FAILED]):
+            return True
+        others = [0] if self._channel.rank else range(1, self._channel.size)
+        elsewhere = self._last_acts.elsewhere(self._late(others))
+        late = self._late(elsewhere)  # asked again: who has come meanwhile may have gone on since
         in_barrier.update(rank for rank in late if elsewhere[rank].in_barrier)
         return any(not elsewhere[rank].in_barrier or in_barrier[rank] == _LOOKS_IN_BARRIER for rank in late)
 
@@ -161,24 +178,10 @@ class MonitoredBarrier:
         )
 
 
-def _in_background(work: Callable[[], Any]) -> Future[Any]:
-    """In a thread, as nobody can be woken who waits for a message of gloo's; a daemon, as it may wait in vain."""
-    result: Future[Any] = Future()
-
-    def run() -> None:
-        try:
-            result.set_result(work())
-        except Exception as error:
-            result.set_exception(error)
-
-    threading.Thread(target=run, name="meeting", daemon=True).start()
-    return result
-
-
 def make_monitored_barrier(host: HostGroup, last_acts: LastActs) -> MonitoredBarrier:
     """A barrier for all ranks of the run, in a channel of its own, so that it pairs with nothing else; all call it."""
     dist = host.dist
     # Of this engine alone: others count their own meetings.
     prefix = f"sdp_deepspeed/monitored_barrier/{host.group.group_name}"
     store = dist.PrefixStore(prefix, dist.distributed_c10d._get_default_store())
-    return MonitoredBarrier(host.channel(Channel.BARRIER, limit=TIMEOUT), store, last_acts)
+    return MonitoredBarrier(host.channel(Channel.BARRIER, limit=TIMEOUT), store, last_acts, limit=TIMEOUT)

@@ -4,9 +4,26 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
+from sdp_deepspeed.config import KEY
+from sdp_deepspeed.messages import quoted
 from sdp_deepspeed.plan.plan import Plan
 from sdp_deepspeed.plan.tensors import TensorInfo, pieces_by_tensor
 from sdp_deepspeed.units import Piece
+
+
+def refuse_cut(
+    tensors: Sequence[TensorInfo],
+    pieces: Mapping[tuple[str, str], Sequence[tuple[Piece, tuple[int, ...]]]],
+    where: str,
+) -> None:
+    """ValueError, with `where` before it, if the plan cuts one of these, which one rank must step as a whole."""
+    cut = [info.name for info in tensors if any(piece.dim is not None for piece, _ in pieces[info.kind, info.name])]
+    if cut:
+        raise ValueError(
+            f"{where}: it updates whole tensors, and {quoted(cut)} are cut into neurons or "
+            f'heads that different ranks hold, so that none could; use {KEY}.strategy "block" for them, or a param '
+            "group whose optimizer updates each element by itself"
+        )
 
 
 def sole_owners(tensors: Sequence[TensorInfo], plan: Plan) -> dict[Piece, int]:

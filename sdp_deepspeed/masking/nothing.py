@@ -20,6 +20,8 @@ _REFUSED = (
     *("getitem", "setitem", "iter", "len", "bool", "float", "int"),
 )
 
+_OF_TUPLES = ("__iter__", "__getitem__", "__len__")
+
 
 class Nothing:
     """What any tensor can be added to: `x + nothing` is `x` itself, at no cost, or its copy.
@@ -77,11 +79,12 @@ class Nothing:
         raise (RuntimeError if name.endswith("_") else TypeError)(nothing._refusal(name))
 
     def _refusal(self, what: str) -> str:
+        tuples = "A body that returns a tuple needs `num_outputs` in its Branch. " if what in _OF_TUPLES else ""
         return (
             f"{self._branch}: this rank lacks the branch, so its output can only be added, scaled, dropped or cast, "
-            f"and {what!r} was asked of it. Whatever else lies between the branch's body and the addition must be a "
-            "submodule of the layer, named in the branch's `after` (sdp_deepspeed/architectures/README.md); hooks must "
-            "let pass what is no tensor"
+            f"and {what!r} was asked of it. {tuples}Whatever else lies between the branch's body and the addition must "
+            "be a submodule of the layer, named in the branch's `after` (sdp_deepspeed/architectures/README.md); hooks "
+            "must let pass what is no tensor"
         )
 
 

@@ -13,7 +13,7 @@ from deepspeed.utils import log_dist
 from sdp_deepspeed.config import KEY
 from sdp_deepspeed.distributed.agreement import run_on_all_ranks
 from sdp_deepspeed.distributed.communicator import Communicator
-from sdp_deepspeed.layout.owners import excess, sole_owners
+from sdp_deepspeed.layout.owners import excess, refuse_cut, sole_owners
 from sdp_deepspeed.layout.rank_model import RankModel
 from sdp_deepspeed.messages import quoted
 from sdp_deepspeed.optimizer.stepped_group import SteppedGroup
@@ -83,21 +83,6 @@ def _refuse_divided(tensors: Sequence[TensorInfo], where: str) -> None:
         raise ValueError(
             f"{where}: it updates whole tensors, and {quoted([info.name for info in tensors])} are divided among "
             "tensor-parallel ranks; use an optimizer that updates each element by itself, or no tensor parallelism"
-        )
-
-
-def refuse_cut(
-    tensors: Sequence[TensorInfo],
-    pieces: Mapping[tuple[str, str], Sequence[tuple[Piece, tuple[int, ...]]]],
-    where: str,
-) -> None:
-    """ValueError, with `where` before it, if the plan cuts one of these, which one rank must step as a whole."""
-    cut = [info.name for info in tensors if any(piece.dim is not None for piece, _ in pieces[info.kind, info.name])]
-    if cut:
-        raise ValueError(
-            f"{where}: it updates whole tensors, and {quoted(cut)} are cut into neurons or "
-            f'heads that different ranks hold, so that none could; use {KEY}.strategy "block" for them, or a param '
-            "group whose optimizer updates each element by itself"
         )
 
 

@@ -199,6 +199,12 @@ _REST = (
     Row("tensor parallelism (a user's `mpu` object)", "", "works"),
     Row("tensor parallelism of GPT-2, which AutoTP does not know", "", "refused"),
     Row(
+        "tensor parallelism of branches whose shards would compute something else",
+        "",
+        "refused",
+        note="engine/README.md names the families; remove tensor_parallel, or give a partition_config",
+    ),
+    Row(
         "tensor parallelism of a model without storage",
         "",
         "refused",

@@ -19,6 +19,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from sdp_deepspeed.architectures import locate_branches, unit_costs
 from sdp_deepspeed.config import KEY, parse
 from sdp_deepspeed.estimate.per_rank import RankEstimate, estimate, plain
+from sdp_deepspeed.layout.owners import refuse_cut
 from sdp_deepspeed.layout.places import PieceViews
 from sdp_deepspeed.layout.rank_model import RankModel
 from sdp_deepspeed.masking.mask import Mask
@@ -88,7 +89,7 @@ def forecast(
         ValueError: a model that cannot be built, a config that is refused, or one that has no formula.
     """
     micro, accumulation = micro_steps(config, num_ranks)
-    setup = setup_of(config, accumulation)
+    setup, optimizer = setup_of(config, accumulation), optimizer_of(config)
     block = parse(config)
     if block is not None:
         refuse_unsupported(block, config)
@@ -96,7 +97,7 @@ def forecast(
         dtype = _DTYPES[dtype_of(config)]
         model = build_model(shape, seed=0, gradient_checkpointing=gradient_checkpointing, dtype=dtype)
         every_tensor = block is not None and block.allow_optimizer == "whole_tensors"
-        tensors = with_groups(dense_tensors(model), optimizer_of(config), every_tensor=every_tensor)
+        tensors = with_groups(dense_tensors(model), optimizer, every_tensor=every_tensor)
         warnings: list[str] = []
         if block is None:
             refuse_plain(config)
@@ -104,7 +105,8 @@ def forecast(
         else:
             plan, warnings = plan_model(model, block, num_ranks)
             busiest = _busiest_rank(plan, model)
-            _refuse_cut(plan, tensors, config)
+            whole = [info for info in tensors if info.is_whole]
+            refuse_cut(whole, pieces_by_tensor(tensors, plan), f"--deepspeed_config: optimizer.type {optimizer!r}")
             figures = estimate(plan, tensors, setup)[busiest]
             cut_down(model, plan, tensors, busiest)
         activations, flops = _one_micro_step(model, (micro, sequence_length))
@@ -126,14 +128,6 @@ def _busiest_rank(plan: Plan, model: nn.Module) -> int:
         for k in plan.subnetwork_of_rank
     ]
     return work.index(max(work))
-
-
-def _refuse_cut(plan: Plan, tensors: Sequence[TensorInfo], config: Mapping[str, Any]) -> None:
-    """As the engine does at start."""
-    if whole := [info for info in tensors if info.is_whole]:
-        from sdp_deepspeed.optimizer.whole_tensors import refuse_cut  # here: it takes DeepSpeed, and seconds
-
-        refuse_cut(whole, pieces_by_tensor(tensors, plan), f"optimizer {optimizer_of(config)!r}")
 
 
 def cut_down(model: nn.Module, plan: Plan, tensors: Sequence[TensorInfo], rank: int) -> None:

@@ -60,8 +60,10 @@ def load_report(folder: Path) -> dict[str, Any]:
     """A run folder's report, or what it would say now of a run that has not finished.
 
     Raises:
-        ValueError: no step was made, or the report is of another version or shape.
+        ValueError: it is no folder, no step was made, or the report is of another version or shape.
     """
+    if not folder.is_dir():
+        raise ValueError(f"RUN: {folder} is no folder, expected one that a run's --run-folder named")
     path = folder / "report.json"
     report = {"flops": None} | (read_json(path, "RUN") if path.exists() else _so_far(folder))
     if report.get("version") != REPORT_VERSION:

@@ -14,7 +14,7 @@ from sdp_deepspeed.command_parser import USER_ERROR_EXIT_CODE
 BROKEN_RUN_EXIT_CODE = 1
 # The launcher ends all ranks of its node within two seconds after the first has failed; rank 0 usually says the same as
 # we would. Less than GRACE_SECONDS of distributed/lifeline.py, after which a rank on another node ends without its own.
-_SECONDS_TO_LET_RANK_0_SPEAK = 8.0
+_SECONDS_TO_LET_RANK_0_SPEAK = 15.0
 
 
 class RunFolderError(RuntimeError):

@@ -100,7 +100,7 @@ SPECIMENS: dict[str, Specimen] = {
 _EVEN = {
     **{"vocab_size": 62, "hidden_size": 32, "num_attention_heads": 8},
     **dict.fromkeys(("num_key_value_heads", "num_heads"), 4),
-    **dict.fromkeys(("intermediate_size", "ffn_dim", "d_ff"), 28),
+    **dict.fromkeys(("intermediate_size", "ffn_dim", "ffn_hidden_size", "d_ff"), 28),
 }
 
 

@@ -49,7 +49,8 @@ class Layout:
 
     @cached_property
     def segments(self) -> list[Segment]:
-        return build_segments(self.tensors, self.plan, max_elements=self.max_elements, nodes=self.nodes)
+        limit = self.max_elements
+        return build_segments(self.tensors, self.plan, max_elements=limit, nodes=self.nodes, max_waiting=4 * limit)
 
     @cached_property
     def buckets(self) -> list[Bucket]:

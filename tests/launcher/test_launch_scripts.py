@@ -35,12 +35,14 @@ JOB = {
     "SLURM_NNODES": "2",
     "SLURM_JOB_NODELIST": "node-[7-8]",
 }
-# Ranks of a launcher that fails: rank 1 first, and rank 0 because of it.
+# Ranks of a launcher that fails: rank 2 was killed, rank 1 fails first, and rank 0 because of it.
 DEEPSPEED = """#!/usr/bin/env bash
 printf '%s\\n' "$@" >"$TOLD/deepspeed"
 while [ "$1" != --enable_each_rank_log ]; do shift; done
 echo "starting: everything" >"$2/now_rank0.log"
-printf 'Traceback (most recent call last):\\n  a line\\nArithmeticError: on purpose\\n' >"$2/now_rank1.log"
+echo "a word" >"$2/now_rank2.log"
+printf '[rank1]: %s\\n' 'Traceback (most recent call last):' '  a line' 'ArithmeticError: on purpose' \\
+  >"$2/now_rank1.log"
 sleep 0.1
 echo "error on rank 0: rank 1 failed" >>"$2/now_rank0.log"
 exit 1
@@ -106,10 +108,11 @@ def test_multinode_without_ssh_starts_the_launcher_of_this_node(environment: dic
     assert done.returncode == 1
     assert "starting: everything" in done.stdout, "rank 0's log is shown"
     last = done.stderr[done.stderr.index("error: the run ended with exit code 1") :]
-    assert re.findall(r"^==.*(now_rank\d)\.log\n(.*)", last, re.MULTILINE) == [
-        ("now_rank1", "ArithmeticError: on purpose"),
+    assert re.findall(r"^== /.*(now_rank\d)\.log\n(.*)", last, re.MULTILINE) == [
+        ("now_rank1", "[rank1]: ArithmeticError: on purpose"),
         ("now_rank0", "error on rank 0: rank 1 failed"),
     ], "who failed first comes first"
+    assert last.endswith("== no error, as of ranks that were killed: now_rank2.log\n")
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ import torch
 
 from sdp_deepspeed.checkpoint.state.chunks import StateDict
 from sdp_deepspeed.checkpoint.state.rank_chunks import RankChunks, locate
-from sdp_deepspeed.checkpoint.state.whole_state import is_tensor_state, moments_of, new_whole_state, whole_state
+from sdp_deepspeed.checkpoint.state.whole_state import is_tensor_state, moments_by_name, new_whole_state, whole_state
 from sdp_deepspeed.checkpoint.storage.names import MASTER, WEIGHT
 from sdp_deepspeed.layout.fragments import Fragment
 from sdp_deepspeed.optimizer.fused import HOW
@@ -158,15 +158,15 @@ class OptimizerState:
             )
         targets: StateDict = {}
         states: dict[int, dict[str, Any]] = {}
-        first = 0
+        by_name, first = moments_by_name(stored), 0
         for group, find in zip(self._groups, self._finders, strict=True):
             names = list(dict.fromkeys(fragment.piece.parameter for fragment in group.fragments))
             counts = _same_counts([_counts_of(name, metadata) for name in names], names)
             if group.is_whole:
-                own_targets, values = new_whole_state(group, stored, self._rank_chunks)
+                own_targets, values = new_whole_state(group, stored, by_name, self._rank_chunks)
                 targets |= own_targets
             else:
-                moments = _same({tuple(moments_of(name, stored)) for name in names}, names, "optimizer state")
+                moments = _same({tuple(by_name.get(name, ())) for name in names}, names, "optimizer state")
                 values = [{key: torch.empty_like(tensor.detach()) for key in moments or ()} for tensor in group.tensors]
                 for key in moments or ():
                     self._add(targets, key, group.fragments, find, [state[key] for state in values])

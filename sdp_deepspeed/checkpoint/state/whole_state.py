@@ -5,7 +5,7 @@ It is stored under the tensor's name in its own shape, so any layout finds it ag
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -38,18 +38,19 @@ def whole_state(
 
 
 def new_whole_state(
-    group: SteppedGroup, stored: Mapping[str, Any], rank_chunks: RankChunks
+    group: SteppedGroup, stored: Mapping[str, Any], moments: Mapping[str, Sequence[str]], rank_chunks: RankChunks
 ) -> tuple[StateDict, list[dict[str, Any]]]:
     """Where a group's state is loaded to, and the same by tensor.
 
     Args:
         stored: DCP's metadata of what a checkpoint has, by key.
+        moments: the same keys by name of a tensor.
     """
     targets: StateDict = {}
     states: list[dict[str, Any]] = []
     for fragment, tensor in zip(group.fragments, group.tensors, strict=True):
         name, own = fragment.piece.parameter, dict[str, Any]()
-        for key in moments_of(name, stored):
+        for key in moments.get(name, ()):
             is_like_it = tuple(stored[f"{key}/{name}"].size) == rank_chunks.shape(name)
             shape = tensor.shape if is_like_it else stored[f"{key}/{name}"].size
             own[key] = torch.empty(shape, dtype=stored[f"{key}/{name}"].properties.dtype, device=tensor.device)
@@ -63,11 +64,14 @@ def is_tensor_state(value: Any) -> bool:
     return torch.is_tensor(value) and value.dim() > 0
 
 
-def moments_of(name: str, stored: Mapping[str, Any]) -> list[str]:
-    """Keys of the optimizer's tensors that a checkpoint has for one of the model's."""
-    end = f"/{name}"
-    keys = (key.removesuffix(end) for key in stored if key.endswith(end))
-    return sorted(key for key in keys if key not in (WEIGHT, MASTER) and "/" not in key)
+def moments_by_name(stored: Iterable[str]) -> dict[str, list[str]]:
+    """Keys of the optimizer's tensors that a checkpoint has for each of the model's; in one pass, as a mixture may have
+    tens of thousands of tensors."""
+    found: dict[str, list[str]] = {}
+    for key, _, name in (text.partition("/") for text in sorted(stored)):
+        if key not in (WEIGHT, MASTER):
+            found.setdefault(name, []).append(key)
+    return found
 
 
 def _chunks(key: str, value: torch.Tensor, tensor: torch.Tensor, shape: tuple[int, ...]) -> StateDict:

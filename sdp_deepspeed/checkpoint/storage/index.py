@@ -49,13 +49,15 @@ class StoredChunk(NamedTuple):
 
 
 def render(metadata: Mapping[str, Any], files: Mapping[MetadataIndex, str]) -> str:
-    """The index as text.
+    """The index as text, a line for each tensor: by lines the library works in C, with its own indents it does not.
 
     Args:
         metadata: DCP's, by key.
         files: names of files by chunk.
     """
-    return json.dumps({key: _entry(key, info, files) for key, info in metadata.items()}, indent=0, sort_keys=True)
+    entries = ((key, _entry(key, info, files)) for key, info in sorted(metadata.items()))
+    lines = (f"{json.dumps(key)}: {json.dumps(entry, sort_keys=True)}" for key, entry in entries)
+    return "{\n" + ",\n".join(lines) + "\n}"
 
 
 def _entry(key: str, info: Any, files: Mapping[MetadataIndex, str]) -> dict[str, Any]:

@@ -150,10 +150,11 @@ def mistakes_are_named(rank: Rank) -> None:
     )
     for name, reason in (
         ("cohere", "does not divide model.layers.0.self_attn.q_norm.weight along its neurons or heads"),
+        ("falcon_multi_query", "all its heads use one key/value head"),
         ("modernbert", "does not divide model.layers.0.attn.Wqkv.weight"),
         ("stablelm_head_norms", "a norm for each head"),  # DeepSpeed trains it, and its ranks drift apart
     ):
-        words = ("'model.layers.0.attention' so that its ranks would not compute what it does", reason)
+        words = ("0.attention' so that its ranks would not compute what it does", reason)
         refusal(ValueError, lambda: start(even(name).build()), *words)  # noqa: B023 (runs at once)
     refusal(ValueError, lambda: start(build("llama"), tp=3), "autotp_size: got 3", "does not divide the 4 ranks")
     own = build("llama")

@@ -101,6 +101,21 @@ def test_every_kind_of_product_of_experts(name: str, regime: str, implementation
     assert_held_gradients(mask, held_pieces(model, plan, 1), loss_and_gradients(module, tokens())[1], expected)
 
 
+@pytest.mark.parametrize(("regime", "strategy"), [("forward", "block"), ("backward", "neuron")])
+def test_compilers_follow(regime: str, strategy: str) -> None:
+    """A router that runs once for two halves too, in one graph."""
+    model = mixture("mixtral")
+    plan = plan_of(model, regime, strategy)
+    expected_loss, expected = loss_and_gradients(masked(model, plan, 0)[0].train(), tokens(), use_cache=False)
+    module = masked(model, plan, 0)[0].train()
+    module.compile(backend="eager", fullgraph=True)
+    loss, gradients = loss_and_gradients(module, tokens(), use_cache=False)
+    assert_close(loss, expected_loss)
+    assert gradients.keys() == expected.keys()
+    for key, gradient in gradients.items():
+        assert_close(gradient, expected[key])
+
+
 @pytest.mark.parametrize("name", CUT_EVERYWHERE)
 def test_units_part_experts_and_leave_routers_shared(name: str) -> None:
     model = mixture(name)

@@ -13,6 +13,7 @@ from pathlib import Path
 import psutil
 import pytest
 
+from sdp_deepspeed.data import lifeline
 from sdp_deepspeed.data.tokenize_part import Task, path_of
 from sdp_deepspeed.data.workers import InThisProcess, Workers, WorkQueue, num_cores
 from tests.helpers.fineweb import write_shard
@@ -80,6 +81,18 @@ def test_a_network_is_tried_again_and_not_forever(
                     assert sum(count.documents for count in workers.next_result(SECONDS).counts.values()) == 1
                 assert len(notes.read_text().splitlines()) == 4
                 processes._pending.clear()
+
+
+@pytest.mark.parametrize("module", ["worker", "background"])
+@pytest.mark.parametrize("told", [b"", b"\x80"])
+def test_the_end_of_the_one_that_started_it_is_no_error(
+    module: str, told: bytes, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Before it has said what to do, as when another rank of the run has found a mistake, or in the middle of it."""
+    process = lifeline.start(f"sdp_deepspeed.data.{module}")
+    process.communicate(told, SECONDS)
+    assert process.returncode == 0
+    assert "Error" not in capfd.readouterr().err
 
 
 def _wait_until_it_ignores(process: psutil.Process, number: signal.Signals) -> None:

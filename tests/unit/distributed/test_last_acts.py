@@ -72,7 +72,7 @@ def test_a_collective_that_breaks_says_what_the_others_did(in_slices: bool) -> N
     zero, one, two = of_ranks(3)
     zero.note("began its step")
     with pytest.raises(ArithmeticError), one.doing("its step"):
-        raise ArithmeticError("on purpose")
+        raise ArithmeticError("on purpose\nand what all others did")
     two.note("began its step")
     with waiting(two, 7):  # as zero
         two.publish()

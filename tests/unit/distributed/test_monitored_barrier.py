@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator
+import weakref
+from collections.abc import Callable
+from datetime import timedelta
+from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch.distributed as dist
 
-from sdp_deepspeed.distributed import monitored_barrier
+from sdp_deepspeed.distributed import last_acts, monitored_barrier
 from sdp_deepspeed.distributed.last_acts import LastActs
 from sdp_deepspeed.distributed.monitored_barrier import MonitoredBarrier, Phase
 
@@ -23,37 +27,34 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 class Ranks:
-    """Three ranks whose messages arrive when the test says so.
+    """Three ranks that come when the test says so.
 
     Args:
         in_barrier: of rank 1.
     """
 
     def __init__(self, in_barrier: Callable[[], bool] = lambda: False) -> None:
-        self.size, self.rank = 3, 0
-        self.arrived = threading.Event()
         self._store: Any = dist.HashStore()
-        ranks = range(self.size)
         self.acts = [
-            LastActs(self._prefixed("acts"), rank=rank, ranks=ranks, warn=print, in_barrier=in_barrier)
-            for rank in ranks
+            LastActs(self._prefixed("acts"), rank=rank, ranks=range(3), warn=print, in_barrier=in_barrier)
+            for rank in range(3)
         ]
+        self._came = set[int]()
 
     def _prefixed(self, name: str) -> Any:
         return dist.PrefixStore(name, self._store)
 
-    def gather_objects(self, value: Any) -> list[Any]:
-        assert self.arrived.wait(20)
-        return [value] * self.size
+    def barrier(self, rank: int, said: list[tuple[int, Any]] | None = None) -> MonitoredBarrier:
+        channel: Any = SimpleNamespace(rank=rank, size=3, gather_objects=lambda value: said or [value] * 3)
+        limit = timedelta(seconds=20)
+        return MonitoredBarrier(channel, self._prefixed("barrier"), self.acts[rank], limit=limit)
 
-    def barrier(self, rank: int) -> MonitoredBarrier:
-        channel = Ranks()
-        channel.rank, channel.arrived = rank, self.arrived
-        return MonitoredBarrier(channel, self._prefixed("barrier"), self.acts[rank])
-
-    def come(self, rank: int) -> None:
-        """Another rank enters its first meeting, and stays there."""
-        self._prefixed("barrier").set(str(rank), b"1")
+    def come(self, *ranks: int) -> None:
+        """Others enter their first meeting."""
+        for rank in set(ranks) - self._came:
+            self._came.add(rank)
+            self._prefixed("barrier").set(str(rank), b"1")
+            self._prefixed("barrier").add("came", 1)
 
     def train(self, rank: int) -> None:
         """Another rank starts a collective of a training step."""
@@ -61,47 +62,53 @@ class Ranks:
         self.acts[rank].launch()
         self.acts[rank].publish()
 
+    def come_later(self) -> None:
+        """All others, after some looks."""
+        threading.Timer(SECONDS * 10, self.come, [1, 2]).start()
+
 
 @pytest.fixture
-def ranks() -> Iterator[Ranks]:
-    made = Ranks()
-    yield made
-    made.arrived.set()
-
-
-def arriving(ranks: Ranks, looks: int = 10) -> threading.Timer:
-    """Messages come after so many looks."""
-    timer = threading.Timer(SECONDS * looks, ranks.arrived.set)
-    timer.start()
-    return timer
+def ranks() -> Ranks:
+    return Ranks()
 
 
 def test_who_trains_instead_is_not_waited_for(ranks: Ranks) -> None:
-    ranks.come(2)
     ranks.train(1)
-    words = r"rank 0 asked for the whole dense model and waited for rank 1, which " + ADVICE
+    words = r"rank 0 asked for the whole dense model and waited for rank 1, 2, which " + ADVICE
     with pytest.raises(RuntimeError, match=words):
         ranks.barrier(0).wait(Phase.RESIDENT)
     with pytest.raises(RuntimeError, match="rank 2 asked for the whole dense model and waited for rank 1"):
-        ranks.barrier(2).wait(Phase.RESIDENT)  # it waits for rank 0's message
-    assert "for rank 0, which asked for the whole dense model: waited for rank 1" in ranks.acts[1].explain()
+        ranks.barrier(2).wait(Phase.RESIDENT)  # it looks for rank 0 alone, and hears
+    assert "for rank 0, which asked for the whole dense model: waited for rank 1, 2" in ranks.acts[1].explain()
     assert list(ranks.acts[1].elsewhere([0, 2])) == [0, 2]
 
 
 def test_who_came_and_trains_since_is_waited_for(ranks: Ranks) -> None:
-    """The message is on its way."""
-    for other in (1, 2):
-        ranks.come(other)
-        ranks.train(other)
-    arriving(ranks)
+    """It cannot leave before all have come: what it trains is older than what this rank knows."""
+    ranks.come(1)
+    ranks.train(1)
+    ranks.come_later()
     assert ranks.barrier(0).wait(Phase.FORWARD, "note") == ["note"] * 3
+
+
+def test_who_comes_while_this_rank_looks_is_waited_for(ranks: Ranks, monkeypatch: pytest.MonkeyPatch) -> None:
+    elsewhere = ranks.acts[0].elsewhere
+
+    def looking(others: Any) -> Any:
+        ranks.come(1)
+        ranks.train(1)
+        return elsewhere(others)
+
+    monkeypatch.setattr(ranks.acts[0], "elsewhere", looking)
+    ranks.come_later()
+    assert ranks.barrier(0).wait(Phase.FORWARD) == [None] * 3
 
 
 def test_who_has_done_as_much_is_waited_for(ranks: Ranks) -> None:
     """It loads data, say."""
     for rank in range(3):
         ranks.train(rank)
-    arriving(ranks)
+    ranks.come_later()
     assert ranks.barrier(0).wait(Phase.FORWARD) == [None] * 3
 
 
@@ -112,40 +119,51 @@ def test_who_waits_in_a_barrier_of_all_ranks_is_not_waited_for() -> None:
     words = r"waited for rank 1, .* Last seen: rank 1 built its engine and waits in torch\.distributed\.barrier\(\)"
     with pytest.raises(RuntimeError, match=words):
         ranks.barrier(0).wait(Phase.RESIDENT)
-    ranks.arrived.set()
 
 
-def test_who_leaves_a_barrier_is_waited_for() -> None:
+def test_who_leaves_a_barrier_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
     found = [True] * 2
     ranks = Ranks(in_barrier=lambda: bool(found and found.pop()))
-    own = ranks.acts[0]
-    elsewhere = own.elsewhere
+    elsewhere = ranks.acts[0].elsewhere
 
     def looking(others: Any) -> Any:
         ranks.acts[1].publish()
         return elsewhere(others)
 
-    own.elsewhere = looking  # type: ignore[method-assign]
-    arriving(ranks)
+    monkeypatch.setattr(ranks.acts[0], "elsewhere", looking)
+    ranks.come_later()
     assert ranks.barrier(0).wait(Phase.RESIDENT) == [None] * 3
     assert not found
 
 
-def test_without_a_store_the_message_decides(ranks: Ranks, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_rank_that_never_comes_is_given_up(ranks: Ranks) -> None:
     barrier = ranks.barrier(0)
+    barrier._limit = timedelta(seconds=0.1)
+    ranks.come(2)
+    with pytest.raises(RuntimeError, match=r"waited for rank 1, which did not come: .*same number of batches"):
+        barrier.wait(Phase.FORWARD)
 
-    def gone(*_: Any) -> Any:
-        raise RuntimeError("no store")
 
-    monkeypatch.setattr(ranks.acts[0], "elsewhere", gone)
-    arriving(ranks)
-    assert barrier.wait(Phase.FORWARD) == [None] * 3
+def test_a_process_that_ends_is_not_waited_for(ranks: Ranks) -> None:
+    ranks.come(2)
+    ended = threading.Event()
+    ended.set()
+    last_acts._beat(weakref.ref(ranks.acts[1]), ended)
+    with pytest.raises(RuntimeError, match="waited for rank 1, which did not come"):
+        ranks.barrier(0).wait(Phase.FORWARD)
+
+
+def test_a_store_that_is_gone_with_its_rank(ranks: Ranks, monkeypatch: pytest.MonkeyPatch) -> None:
+    barrier = ranks.barrier(1)
+    gone = mock.Mock(**{name: mock.Mock(side_effect=RuntimeError("no store")) for name in ("set", "add", "get")})
+    monkeypatch.setattr(barrier, "_store", gone)
+    with pytest.raises(RuntimeError, match=r"rank 1 began a forward pass .* waited for another rank,"):
+        barrier.wait(Phase.FORWARD)
 
 
 def test_ranks_in_different_phases_are_named(ranks: Ranks) -> None:
-    barrier = ranks.barrier(0)
-    ranks.arrived.set()
-    said = [(int(Phase.FORWARD), None), (int(Phase.LEAVE), None), (int(Phase.FORWARD), None)]
-    barrier._channel.gather_objects = lambda value: said  # type: ignore[method-assign]
+    phases = (Phase.FORWARD, Phase.LEAVE, Phase.FORWARD)
+    barrier = ranks.barrier(0, [(int(phase), None) for phase in phases])
+    ranks.come(1, 2)
     with pytest.raises(RuntimeError, match=r"rank 1 ended its evaluation .*; rank 0, 2 began a forward pass"):
         barrier.wait(Phase.FORWARD)

@@ -115,6 +115,12 @@ def test_what_is_no_addition_names_the_branch(use: Callable[[torch.Tensor], Any]
         use(torch.ones(2))
 
 
+def test_what_is_done_to_tuples_names_the_number_of_outputs() -> None:
+    for use in (lambda: [*NOTHING], lambda: NOTHING[0], lambda: len(NOTHING)):
+        with pytest.raises(TypeError, match=r"this rank lacks the branch.*tuple needs `num_outputs`"):
+            use()
+
+
 def test_whoever_asks_what_it_is_gets_an_answer() -> None:
     assert not hasattr(NOTHING, "requires_grad")
     assert not hasattr(NOTHING, "__array__")

@@ -109,5 +109,7 @@ def test_whole_tensors_have_one_owner_each(optimizer: str) -> None:
         final, norms = SHAPE["hidden_size"], SHAPE["num_hidden_layers"] * SHAPE["hidden_size"]
         matrices = held - 2 * shared - final - norms
         assert moments == matrices + 2 * (norms + shared + final // 2)
-    with pytest.raises(ValueError, match=f"optimizer '{optimizer.lower()}': it updates whole tensors, and .* are cut"):
+    with pytest.raises(
+        ValueError, match=f"optimizer.type '{optimizer.lower()}': it updates whole tensors, and .* are cut"
+    ):
         of(config | {KEY: {"coverage": 0.5, "strategy": "neuron"}})

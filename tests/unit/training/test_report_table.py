@@ -105,6 +105,9 @@ def test_unfinished_and_foreign_reports_are_refused(tmp_path: Path, capsys: pyte
     (tmp_path / "report.json").write_text(json.dumps(report("ours", scale=1, version=99)))
     assert main(["report", str(tmp_path)]) == 2
     assert "has version 99, expected 1" in capsys.readouterr().err
+    for path in (tmp_path / "absent", tmp_path / "report.json"):
+        assert main(["report", str(path)]) == 2
+        assert f"RUN: {path} is no folder, expected one that a run's --run-folder named" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

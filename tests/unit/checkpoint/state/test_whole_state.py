@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from sdp_deepspeed.checkpoint.load import LoadOptions
+from sdp_deepspeed.checkpoint.state.whole_state import moments_by_name
 from sdp_deepspeed.distributed.communicator import Communicator
 from sdp_deepspeed.layout.places import PieceViews
 from sdp_deepspeed.layout.rank_model import RankModel
@@ -54,3 +55,8 @@ def test_each_tensor_gets_its_own_back(tmp_path: Path, dtype: torch.dtype, stage
     assert shapes["variance/vector"] == (4,)
     assert shapes["row_var/matrix"] == (3, 1)
     assert "step/number" not in shapes
+
+
+def test_names_that_end_alike_have_their_own_moments() -> None:
+    stored = ["weight/a.b", "master/b", "variance/b", "exp_avg_sq/a.b", "exp_avg/a.b"]
+    assert moments_by_name(stored) == {"a.b": ["exp_avg", "exp_avg_sq"], "b": ["variance"]}
