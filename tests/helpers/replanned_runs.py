@@ -162,7 +162,7 @@ def counters_of(engine: Any) -> list[Any]:
 
 def has_buffers(engine: Any) -> bool:
     """Those come from one rank, whatever others have."""
-    return any("running_mean" in name for name, _ in engine.module.named_buffers())
+    return any("running_mean" in name or "correction_bias" in name for name, _ in engine.module.named_buffers())
 
 
 def present(engine: Any) -> dict[str, tuple[torch.Tensor, int]]:
