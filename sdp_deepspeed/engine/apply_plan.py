@@ -29,6 +29,7 @@ from sdp_deepspeed.masking.description_check import check_descriptions
 from sdp_deepspeed.masking.freed_memory import give_back
 from sdp_deepspeed.masking.mask import Mask
 from sdp_deepspeed.masking.passes import DensePasses
+from sdp_deepspeed.masking.tried import Tried
 from sdp_deepspeed.plan.placement import Network
 from sdp_deepspeed.plan.plan import Plan
 from sdp_deepspeed.plan.planner import plan_model
@@ -65,19 +66,24 @@ class AppliedPlan:
 
     Args:
         plan: in the dense model's coordinates, the same on every rank.
-        model: the plan in this rank's coordinates, and where its pieces lie.
         parallel: this rank's part in a tensor-parallel group.
         mask: applied to the module.
         dense_view: installed in the module.
         barrier: where all ranks agree before each collective of the dense view.
+        tried: which descriptions of users were tried out.
     """
 
     plan: Plan
-    model: RankModel
     parallel: TensorParallel
     mask: Mask
     dense_view: DenseView
     barrier: MonitoredBarrier
+    tried: Tried
+
+    @property
+    def model(self) -> RankModel:
+        """The plan in this rank's coordinates, and where its pieces lie."""
+        return self.mask.model
 
 
 @dataclass(frozen=True)
@@ -140,7 +146,7 @@ def apply_plan(start: ModelAtStart, block: SubnetworkConfig, groups: RankGroups)
     """
     module, network = start.module, start.network()
 
-    def divide_plan_and_mask() -> tuple[TensorParallel, ChosenPlan, Mask]:
+    def divide_plan_and_mask() -> tuple[TensorParallel, ChosenPlan, Mask, Tried]:
         check_groups(groups)
         if groups.tp_group is not None:
             refuse_tensor_parallel(start.deferred)
@@ -153,12 +159,13 @@ def apply_plan(start: ModelAtStart, block: SubnetworkConfig, groups: RankGroups)
         if groups.tp_group is None:
             notes = check_descriptions(module, parallel.branches, chosen.plan, start.device)
             chosen = replace(chosen, warnings=[*chosen.warnings, *notes])
+        tried = Tried.of(module, parallel.branches, chosen.plan)
         # Mask: drop, narrow or freeze what this rank lacks.
         mask = Mask(module, model, parallel.branches, scales=block.dense_branch_scale == "coverage")
         mask.apply()
-        return parallel, chosen, mask
+        return parallel, chosen, mask, tried
 
-    parallel, chosen, mask = run_on_all_ranks(groups.world, divide_plan_and_mask)
+    parallel, chosen, mask, tried = run_on_all_ranks(groups.world, divide_plan_and_mask)
     check_same_plan(chosen.plan, groups.world)
     # Materialize: a module without storage gets the weights that are left of it.
     if start.deferred is not None:
@@ -171,7 +178,7 @@ def apply_plan(start: ModelAtStart, block: SubnetworkConfig, groups: RankGroups)
     barrier = make_monitored_barrier(groups.host, groups.last_acts)
     dense_view = install_dense_view(module, mask, groups.dp_group, barrier, (start.device, block.evaluation))
     tell(chosen, groups.world.rank)
-    return AppliedPlan(chosen.plan, mask.model, parallel, mask, dense_view, barrier)
+    return AppliedPlan(chosen.plan, parallel, mask, dense_view, barrier, tried)
 
 
 def install_dense_view(

@@ -9,7 +9,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -24,13 +24,13 @@ from sdp_deepspeed.distributed.agreement import run_on_all_ranks
 from sdp_deepspeed.distributed.communicator import Communicator, RankGroups
 from sdp_deepspeed.distributed.last_acts import LastActs
 from sdp_deepspeed.distributed.monitored_barrier import Phase
-from sdp_deepspeed.engine.apply_plan import AppliedPlan, ChosenPlan, install_dense_view, tell
+from sdp_deepspeed.engine.apply_plan import ChosenPlan, install_dense_view, tell
 from sdp_deepspeed.engine.consistency import check_same_plan
 from sdp_deepspeed.engine.deepspeed_settings import network_of, optimizer_settings, resolved_config
 from sdp_deepspeed.engine.dense_calls import DenseCalls
 from sdp_deepspeed.engine.dense_export import install_save
 from sdp_deepspeed.engine.new_config import new_block, new_config
-from sdp_deepspeed.engine.replan_refusals import check_optimizer_state, check_same_block, refuse_replan
+from sdp_deepspeed.engine.replan_refusals import check_optimizer_state, check_same_block, refuse_replan, refuse_untried
 from sdp_deepspeed.layout.buckets import default_bucket_elements
 from sdp_deepspeed.layout.rank_model import RankModel
 from sdp_deepspeed.masking.freed_memory import give_back
@@ -163,6 +163,7 @@ class ReplanCalls(DenseCalls):
         applied = self._applied
         with applied.mask.shaped_as_built():
             chosen = ChosenPlan.of(self.module, config, network, applied.parallel, self.dp_group.size)
+            refuse_untried(applied, chosen.plan)
             model = self._rank_model(chosen)
             Mask(self.module, model, applied.parallel.branches, scales=_scales(config)).check()
         return chosen
@@ -210,7 +211,7 @@ class ReplanCalls(DenseCalls):
         give_storage(without.values())
         options = self.device, config.evaluation
         dense_view = install_dense_view(self.module, mask, self.dp_group, applied.barrier, options)
-        self._applied = AppliedPlan(chosen.plan, model, applied.parallel, mask, dense_view, applied.barrier)
+        self._applied = replace(applied, plan=chosen.plan, mask=mask, dense_view=dense_view)
         self._other_weights = OtherWeights(self.module, mask)
         install_save(self._export())
         whole_tensors = self.optimizer.settings.whole_tensors

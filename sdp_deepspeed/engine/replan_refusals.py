@@ -16,6 +16,7 @@ from sdp_deepspeed.masking.mask import Mask
 from sdp_deepspeed.masking.mixins import changed_classes
 from sdp_deepspeed.masking.other_weights import OtherWeights
 from sdp_deepspeed.messages import quoted
+from sdp_deepspeed.plan.plan import Plan
 from sdp_deepspeed.plan.tensors import NOT_OPTIMIZED
 from sdp_deepspeed.replan.catalog import Catalog
 
@@ -50,6 +51,18 @@ def refuse_replan(engine: Any, applied: AppliedPlan, other_weights: OtherWeights
             f"engine.replan: {copies} copies of engine.module (copy.deepcopy, AveragedModel) are of this rank's "
             "subnetwork, and could not be updated from another one: export them inside engine.dense(weights=...), "
             "delete them, and copy the module anew afterward"
+        )
+
+
+def refuse_untried(applied: AppliedPlan, plan: Plan) -> None:
+    """
+    Raises:
+        ValueError: of a plan that takes a user's description for what it was not tried out for, in a cut module.
+    """
+    if untried := applied.tried.untried(applied.parallel.branches, plan):
+        raise ValueError(
+            f"engine.replan: descriptions of your own layers are tried out at start, for the plan of the start. It did "
+            f"not have {quoted(untried)}: {_SAVE}"
         )
 
 

@@ -11,6 +11,8 @@ import pytest
 import torch
 from torch import nn
 
+from sdp_deepspeed import architectures
+from tests.helpers import own_layers
 from tests.helpers.models import loss_of
 from tests.helpers.ranks import Rank
 from tests.helpers.replanned_runs import Phase, Sequence_, assert_same_run, tokens_loss
@@ -97,6 +99,25 @@ def in_an_accumulation(rank: Rank) -> None:
     engine.replan({"holders": 2})
 
 
+def described(rank: Rank) -> None:
+    """Layers of users: what their descriptions were tried out for at start, and no more."""
+    architectures.register(own_layers.Block, own_layers.attention_of(), own_layers.mlp_of())
+    run = Sequence_(2, [Phase({}, 1)], model=partial(own_layers.GPT, own_layers.Block), loss=own_loss)
+    engine, other = (run.engine(Phase(block), 1) for block in ({}, {"seed": 2, "regime": "backward"}))
+    refusal(ValueError, lambda: engine.replan({"strategy": "neuron"}), "h.0 with a part of attention", "tried out")
+    engine.replan({"holders": 2})
+    engine.replan({"holders": 1, "seed": 2, "regime": "backward"})
+    assert run.train(engine, 2) == run.train(other, 2)
+    assert_same_run(engine, other)
+
+
+def own_loss(engine: Any, generator: torch.Generator) -> torch.Tensor:
+    tokens = torch.randint(61, (2, 8), generator=generator)
+    torch.manual_seed(int(tokens.sum()))  # for dropout
+    loss: torch.Tensor = engine(tokens, labels=tokens)
+    return loss
+
+
 def runs(rank: Rank) -> None:
     """Tensor parallelism comes last: DeepSpeed never forgets its groups."""
     offload = {"zero_optimization": {"stage": 1, "offload_optimizer": {"device": "cpu"}}}
@@ -110,6 +131,7 @@ def runs(rank: Rank) -> None:
 def _cases(size: int, options: pytest.Config) -> Iterator[tuple[str, Check]]:
     for refused in (blocks, in_the_middle, copies, changed_by_others, compiled):
         yield refused.__name__, partial(goes_on, refused)
+    yield "described", described
     yield "in_an_accumulation", in_an_accumulation
     yield "runs", runs
 
