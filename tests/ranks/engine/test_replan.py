@@ -76,7 +76,7 @@ SEQUENCES = {
     ),
     "whole_tensors": Sequence_(
         2,
-        [Phase({}, 1), Phase({"holders": 2}), Phase(BACKWARD), Phase(LAYERS, 0)],
+        [Phase({}, 1), Phase({"holders": 2}), Phase(BACKWARD, 2), Phase(LAYERS, 0)],
         optimizer=adafactor,
     ),
     "adagrad": Sequence_(2, [Phase({}, 1), Phase(NEURON), Phase({"holders": 2})], optimizer=adagrad),
