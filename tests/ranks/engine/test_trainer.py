@@ -224,10 +224,14 @@ def checkpoints_of_plain_runs_and_for_plain_runs(rank: Rank) -> None:
 
 
 def another_plan_on_the_way(rank: Rank) -> None:
-    """A callback asks for it after the second step: as if the run had been resumed under it, with its schedule."""
+    """A callback asks for it after a step, and after a save: as if the run had been resumed under it."""
     from transformers import TrainerCallback
 
     class Replans(TrainerCallback):
+        def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            if state.global_step == 1:
+                trainer.model_wrapped.replan({"seed": 5})
+
         def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
             if state.global_step == 2:
                 trainer.model_wrapped.replan(BACKWARD)
@@ -235,7 +239,7 @@ def another_plan_on_the_way(rank: Rank) -> None:
     options: dict[str, Any] = {"lr_scheduler_type": "linear", "learning_rate": 5e-3, "gradient_checkpointing": True}
     trainer = trainer_of(rank.folder / "whole", {}, config={}, callbacks=[Replans()], **options)
     trainer.train()
-    again = trainer_of(rank.folder / "again", BACKWARD, config={}, **options)
+    again = trainer_of(rank.folder / "again", BACKWARD | {"seed": 5}, config={}, **options)
     again.train(resume_from_checkpoint=str(rank.folder / "whole" / "checkpoint-2"))
     engine, other = trainer.model_wrapped, again.model_wrapped
     assert engine.plan == other.plan
