@@ -16,7 +16,7 @@ class Act:
         waits: for others, in a collective.
         call: number of that collective.
         launched: how many it has started.
-        in_barrier: whether it waits in a barrier of all ranks that is not ours.
+        stuck_in: name of the collective of all ranks, not of ours, that it waits in; empty if none.
         lost: whether a collective has failed here or the process ends, after which no other will come about.
         beat: how often the rank has published; where it does not move, the process is gone or stopped.
     """
@@ -26,7 +26,7 @@ class Act:
     waits: bool
     call: int
     launched: int
-    in_barrier: bool
+    stuck_in: str
     lost: bool
     beat: int
 

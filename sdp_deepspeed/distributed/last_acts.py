@@ -22,7 +22,7 @@ from functools import partial
 from typing import Any
 
 from sdp_deepspeed.distributed.act import Act, Acts, act_in_words, beat_of
-from sdp_deepspeed.distributed.main_thread import is_in_barrier
+from sdp_deepspeed.distributed.main_thread import stuck_in
 from sdp_deepspeed.distributed.store_gatherer import Store, found
 from sdp_deepspeed.messages import listed
 
@@ -64,7 +64,7 @@ class LastActs:
         store: for this engine's keys alone.
         ranks: all of the group, this rank's included.
         warn: told for whom this rank waits.
-        in_barrier: whether this rank waits in a barrier of all ranks that is not ours.
+        stuck_in: names the collective of all ranks, not of ours, that this rank waits in.
     """
 
     def __init__(
@@ -74,13 +74,13 @@ class LastActs:
         rank: int,
         ranks: Sequence[int],
         warn: Callable[[str], None],
-        in_barrier: Callable[[], bool] = lambda: False,
+        stuck_in: Callable[[], str] = str,
     ) -> None:
         self._store = store
         self._rank = rank
         self._ranks = tuple(ranks)
         self._warn = warn
-        self._in_barrier = in_barrier
+        self._stuck_in = stuck_in
         self._num_calls = 0
         self._what, self._since = "built its engine", time.monotonic()
         self._waiting: _Waiting | None = None
@@ -132,11 +132,11 @@ class LastActs:
 
     def elsewhere(self, ranks: Iterable[int]) -> dict[int, Act]:
         """Those of the ranks that will not come to where this rank waits now, if they have not come before: they have
-        started collectives that come after it, wait in a barrier of all ranks, or have given up."""
+        started collectives that come after it, wait in another of all ranks, or have given up."""
         return {
             rank: act
             for rank, act in self.of(ranks).items()
-            if act.launched > self._num_calls or act.in_barrier or act.lost
+            if act.launched > self._num_calls or act.stuck_in or act.lost
         }
 
     def wait(self, work: Any, call: int, *, in_slices: bool) -> None:
@@ -205,7 +205,7 @@ class LastActs:
         seconds = time.monotonic() - (self._since if waiting is None else waiting.since)
         call = 0 if waiting is None else waiting.call
         is_waiting = waiting is not None
-        return Act(self._what, seconds, is_waiting, call, self._num_calls, self._in_barrier(), self._lost, self._beat)
+        return Act(self._what, seconds, is_waiting, call, self._num_calls, self._stuck_in(), self._lost, self._beat)
 
     def _others(self) -> Acts:
         return self._acts(rank for rank in self._ranks if rank != self._rank)
@@ -269,7 +269,7 @@ def make_last_acts(dist: Any, group: Any, warn: Callable[[str], None]) -> LastAc
     prefix = f"sdp_deepspeed/last_acts/{group.group_name}"
     number = store.add(f"{prefix}/{rank}", 1)  # of the group's engines, which its ranks build together
     own = dist.PrefixStore(f"{prefix}/{number}", store)
-    acts = LastActs(own, rank=rank, ranks=ranks, warn=warn, in_barrier=partial(is_in_barrier, dist))
+    acts = LastActs(own, rank=rank, ranks=ranks, warn=warn, stuck_in=partial(stuck_in, dist))
     if len(ranks) > 1:
         acts.start()
     return acts

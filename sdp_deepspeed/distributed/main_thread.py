@@ -7,15 +7,19 @@ import sys
 import threading
 from typing import Any
 
+# Those that hosts meet in between steps: of losses, of numbers of tokens, before a save.
+_COLLECTIVES = ("barrier", "all_reduce", "all_gather", "all_gather_into_tensor", "broadcast")
 
-def is_in_barrier(dist: Any) -> bool:
-    """Whether the main thread waits in `torch.distributed.barrier` of all ranks; called in another thread.
+
+def stuck_in(dist: Any) -> str:
+    """The collective of all ranks in which the main thread waits, or nothing; called in another thread.
 
     Args:
         dist: `torch.distributed`.
     """
-    code = inspect.unwrap(dist.barrier).__code__
+    codes = {inspect.unwrap(getattr(dist, name)).__code__: name for name in _COLLECTIVES}
     frame = sys._current_frames().get(threading.main_thread().ident or 0)
-    while frame is not None and frame.f_code is not code:
+    while frame is not None and frame.f_code not in codes:
         frame = frame.f_back
-    return frame is not None and frame.f_locals.get("group") in (None, dist.group.WORLD)
+    of_all = frame is not None and frame.f_locals.get("group") in (None, dist.group.WORLD)
+    return codes[frame.f_code] if frame is not None and of_all else ""

@@ -18,7 +18,7 @@ from sdp_deepspeed.messages import listed
 
 TIMEOUT = timedelta(minutes=5)
 LOOK_SECONDS = 2.0  # of waiting, between two looks whether the others can still come
-_LOOKS_IN_BARRIER = 3  # that find a rank in a barrier of PyTorch's own: it may be about to leave one
+_LOOKS_STUCK = 10  # one after another that find a rank in a collective of PyTorch's own: it may be about to leave it
 _PAUSES = (0.001, 0.1)  # seconds between two questions whether all have come, least and most
 _PAUSE_SHARE = 8  # a pause is this part of what was waited already, so that many ranks do not keep the store busy
 _CAME, _FAILED = "came", "failed"  # keys, beside those of the ranks
@@ -115,32 +115,34 @@ class MonitoredBarrier:
         """
         self._store.set(str(self._channel.rank), str(self._meetings).encode())
         self._store.add(_CAME, 1)
-        in_barrier = Counter[int]()
+        stuck = Counter[int]()
         began = looked = now = time.monotonic()
         while int(self._store.get(_CAME)) < self._meetings * self._channel.size:
             time.sleep(min(max(_PAUSES[0], (now - began) / _PAUSE_SHARE), _PAUSES[1]))
             now = time.monotonic()
             if now - looked > LOOK_SECONDS:
                 looked = now
-                if self._is_hopeless(in_barrier):
+                if self._is_hopeless(stuck):
                     return False
             if now - began > self._limit.total_seconds():
                 return False
         return True
 
-    def _is_hopeless(self, in_barrier: Counter[int]) -> bool:
+    def _is_hopeless(self, stuck: Counter[int]) -> bool:
         """Whether a rank goes on without coming here. Rank 0 looks for all, others for rank 0 and what it found.
 
         Args:
-            in_barrier: how often each rank was found in a barrier of PyTorch's own.
+            stuck: how often each rank was found in a collective of PyTorch's own, at the latest looks.
         """
         if self._store.check([_FAILED]):
             return True
         others = [0] if self._channel.rank else range(1, self._channel.size)
         elsewhere = self._last_acts.elsewhere(self._late(others))
         late = self._late(elsewhere)  # asked again: who has come meanwhile may have gone on since
-        in_barrier.update(rank for rank in late if elsewhere[rank].in_barrier)
-        return any(not elsewhere[rank].in_barrier or in_barrier[rank] == _LOOKS_IN_BARRIER for rank in late)
+        still = {rank: stuck[rank] + 1 for rank in late if elsewhere[rank].stuck_in}
+        stuck.clear()
+        stuck.update(still)
+        return any(not elsewhere[rank].stuck_in or stuck[rank] == _LOOKS_STUCK for rank in late)
 
     def _late(self, ranks: Iterable[int]) -> list[int]:
         """Those of the ranks that have not come to this meeting."""
@@ -162,7 +164,7 @@ class MonitoredBarrier:
     def _last_seen(self, late: Sequence[int]) -> str:
         acts = self._last_acts.of(late)
         seen = [
-            f"rank {rank} {act.what}{' and waits in torch.distributed.barrier()' if act.in_barrier else ''}"
+            f"rank {rank} {act.what}{f' and waits in torch.distributed.{act.stuck_in}()' if act.stuck_in else ''}"
             for rank, act in acts.items()
         ]
         return f". Last seen: {listed(seen, separator='; ')}" if seen else ""

@@ -47,7 +47,7 @@ def test_version(capsys: pytest.CaptureFixture[str]) -> None:
         ("--verbose", "(sdp --help lists the options)"),
         ("estimate --rank 8", "unrecognized arguments: --rank 8"),
         ("report", "required: RUN (sdp report --help lists the options)"),
-        ("report nowhere", "nowhere/report.json does not exist"),
+        ("report nowhere", "nowhere is no folder"),
         ("data", "required: config (sdp data --help"),
         ("data nowhere.json", "config: cannot read nowhere.json: No such file or directory"),
         ("support nowhere.md", "nowhere.md"),

@@ -139,13 +139,13 @@ def test_the_group_is_made_on_the_way_to_the_first_node(
     done: list[Any] = []
     monkeypatch.delenv("GLOO_SOCKET_IFNAME", raising=False)
     monkeypatch.setattr(host_group, "interface_for_gloo", lambda ranks: "eth1")
-    monkeypatch.setattr(host_group, "allow_connections", lambda size, warn: done.append(size))
+    monkeypatch.setattr(host_group, "allow_connections", lambda size, warn, num_groups: done.append((size, num_groups)))
     make_host_group(
         lonely(backend, lambda backend, timeout: done.append((backend, os.environ.get("GLOO_SOCKET_IFNAME")))),
         OneRank(),
         pytest.fail,
     )
-    assert done == [1, ("gloo", expected)]
+    assert done == [(1, 2), ("gloo", expected)]
 
 
 def test_ranks_may_wait_for_longer_than_nccl_lets_them() -> None:

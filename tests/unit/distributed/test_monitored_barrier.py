@@ -30,13 +30,13 @@ class Ranks:
     """Three ranks that come when the test says so.
 
     Args:
-        in_barrier: of rank 1.
+        stuck_in: of rank 1.
     """
 
-    def __init__(self, in_barrier: Callable[[], bool] = lambda: False) -> None:
+    def __init__(self, stuck_in: Callable[[], str] = str) -> None:
         self._store: Any = dist.HashStore()
         self.acts = [
-            LastActs(self._prefixed("acts"), rank=rank, ranks=range(3), warn=print, in_barrier=in_barrier)
+            LastActs(self._prefixed("acts"), rank=rank, ranks=range(3), warn=print, stuck_in=stuck_in)
             for rank in range(3)
         ]
         self._came = set[int]()
@@ -113,7 +113,7 @@ def test_who_has_done_as_much_is_waited_for(ranks: Ranks) -> None:
 
 
 def test_who_waits_in_a_barrier_of_all_ranks_is_not_waited_for() -> None:
-    ranks = Ranks(in_barrier=lambda: True)
+    ranks = Ranks(stuck_in=lambda: "barrier")
     ranks.come(2)
     ranks.acts[1].publish()
     words = r"waited for rank 1, .* Last seen: rank 1 built its engine and waits in torch\.distributed\.barrier\(\)"
@@ -121,19 +121,20 @@ def test_who_waits_in_a_barrier_of_all_ranks_is_not_waited_for() -> None:
         ranks.barrier(0).wait(Phase.RESIDENT)
 
 
-def test_who_leaves_a_barrier_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    found = [True] * 2
-    ranks = Ranks(in_barrier=lambda: bool(found and found.pop()))
+def test_who_leaves_a_collective_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """However often it enters another."""
+    found = [*["all_gather"] * (monitored_barrier._LOOKS_STUCK - 1), ""] * 2
+    ranks = Ranks(stuck_in=lambda: found.pop() if found else "")
     elsewhere = ranks.acts[0].elsewhere
 
     def looking(others: Any) -> Any:
+        if not found:
+            ranks.come(1, 2)
         ranks.acts[1].publish()
         return elsewhere(others)
 
     monkeypatch.setattr(ranks.acts[0], "elsewhere", looking)
-    ranks.come_later()
     assert ranks.barrier(0).wait(Phase.RESIDENT) == [None] * 3
-    assert not found
 
 
 def test_a_rank_that_never_comes_is_given_up(ranks: Ranks) -> None:
