@@ -32,6 +32,7 @@ class Phase(IntEnum):
     SAVE = 3
     LOAD = 4
     PART = 5
+    REPLAN = 6
 
 
 _WORDS = {
@@ -41,6 +42,7 @@ _WORDS = {
     Phase.SAVE: "began to save a checkpoint",
     Phase.LOAD: "began to load weights",
     Phase.PART: "ran a part of the model again, or before another",
+    Phase.REPLAN: "began to re-plan",
 }
 _BATCHES = (
     "the dense model is a collective of all ranks, so give each the same number of batches. To generate, or whatever "

@@ -7,19 +7,19 @@ from __future__ import annotations
 
 import logging
 import sys
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 
 import torch
 from deepspeed.utils import log_dist, logger
 from torch import nn
 
 from sdp_deepspeed.architectures import unit_costs
-from sdp_deepspeed.config import KEY, SubnetworkConfig
+from sdp_deepspeed.config import KEY, Evaluation, SubnetworkConfig
 from sdp_deepspeed.deferred_init.materialize import DeferredModel, check_initialized_alike, refuse_tensor_parallel
 from sdp_deepspeed.distributed.agreement import run_on_all_ranks
-from sdp_deepspeed.distributed.communicator import RankGroups
-from sdp_deepspeed.distributed.monitored_barrier import make_monitored_barrier
+from sdp_deepspeed.distributed.communicator import Communicator, RankGroups
+from sdp_deepspeed.distributed.monitored_barrier import MonitoredBarrier, make_monitored_barrier
 from sdp_deepspeed.engine.consistency import check_holders_agree, check_same_plan
 from sdp_deepspeed.layout.nodes import Nodes
 from sdp_deepspeed.layout.places import PieceViews
@@ -29,10 +29,11 @@ from sdp_deepspeed.masking.description_check import check_descriptions
 from sdp_deepspeed.masking.freed_memory import give_back
 from sdp_deepspeed.masking.mask import Mask
 from sdp_deepspeed.masking.passes import DensePasses
+from sdp_deepspeed.masking.tried import Tried
 from sdp_deepspeed.plan.placement import Network
 from sdp_deepspeed.plan.plan import Plan
 from sdp_deepspeed.plan.planner import plan_model
-from sdp_deepspeed.plan.tensors import dense_tensors, named_tensors
+from sdp_deepspeed.plan.tensors import TensorInfo, dense_tensors, named_tensors
 from sdp_deepspeed.tensor_parallel.checks import check_groups
 from sdp_deepspeed.tensor_parallel.model import ModelBeforeAutoTP, TensorParallel, build_tensor_parallel
 from sdp_deepspeed.units import UnitCost
@@ -65,17 +66,75 @@ class AppliedPlan:
 
     Args:
         plan: in the dense model's coordinates, the same on every rank.
-        model: the plan in this rank's coordinates, and where its pieces lie.
         parallel: this rank's part in a tensor-parallel group.
         mask: applied to the module.
         dense_view: installed in the module.
+        barrier: where all ranks agree before each collective of the dense view.
+        tried: which descriptions of users were tried out.
     """
 
     plan: Plan
-    model: RankModel
     parallel: TensorParallel
     mask: Mask
     dense_view: DenseView
+    barrier: MonitoredBarrier
+    tried: Tried
+
+    @property
+    def model(self) -> RankModel:
+        """The plan in this rank's coordinates, and where its pieces lie."""
+        return self.mask.model
+
+
+@dataclass(frozen=True)
+class ChosenPlan:
+    """A plan of a whole module, and what is known of it while the module is whole.
+
+    Args:
+        plan: in the dense model's coordinates.
+        network: the nodes of the ranks.
+        costs: of its units on this rank.
+        warnings: for the user.
+    """
+
+    plan: Plan
+    network: Network
+    costs: Sequence[UnitCost]
+    warnings: Sequence[str]
+
+    @classmethod
+    def of(
+        cls, module: nn.Module, block: SubnetworkConfig, network: Network, parallel: TensorParallel, num_ranks: int
+    ) -> ChosenPlan:
+        """
+        Args:
+            num_ranks: data-parallel ones.
+
+        Raises:
+            ValueError: a block that does not fit the model or the number of ranks.
+        """
+        plan, warnings = plan_model(
+            module, block, num_ranks, network, branches=parallel.branches, shards=parallel.shards
+        )
+        return cls(plan, network, unit_costs(module, parallel.shards.local_plan(plan).units), warnings)
+
+    def rank_model(
+        self, module: nn.Module, tensors: Sequence[TensorInfo], parallel: TensorParallel, rank: int
+    ) -> RankModel:
+        """The plan in this rank's coordinates.
+
+        Args:
+            module: whole.
+            tensors: its parameters.
+        """
+        return RankModel(
+            plan=parallel.shards.local_plan(self.plan),
+            tensors=tuple(tensors),
+            views=PieceViews(named_tensors(module)),
+            rank=rank,
+            shards=parallel.shards,
+            on_nodes=Nodes.of(self.network.nodes),
+        )
 
 
 def apply_plan(start: ModelAtStart, block: SubnetworkConfig, groups: RankGroups) -> AppliedPlan:
@@ -87,35 +146,27 @@ def apply_plan(start: ModelAtStart, block: SubnetworkConfig, groups: RankGroups)
     """
     module, network = start.module, start.network()
 
-    def divide_plan_and_mask() -> tuple[TensorParallel, Plan, list[str], list[UnitCost], Mask]:
+    def divide_plan_and_mask() -> tuple[TensorParallel, ChosenPlan, Mask, Tried]:
         check_groups(groups)
         if groups.tp_group is not None:
             refuse_tensor_parallel(start.deferred)
         # Divide: which part of each tensor a rank of the tensor-parallel group stores.
-        tensors = tuple(dense_tensors(module))
+        tensors = dense_tensors(module)
         parallel = build_tensor_parallel(module, groups.tp_group, start.before_autotp, stage=start.stage)
         # Plan: which units the model has, and which subnetwork holds which.
-        plan, warnings = plan_model(
-            module, block, groups.dp_group.size, network, branches=parallel.branches, shards=parallel.shards
-        )
-        model = RankModel(
-            plan=parallel.shards.local_plan(plan),
-            tensors=tensors,
-            views=PieceViews(named_tensors(module)),
-            rank=groups.dp_group.rank,
-            shards=parallel.shards,
-            on_nodes=Nodes.of(network.nodes),
-        )
-        costs = unit_costs(module, model.plan.units)  # while all units are there
+        chosen = ChosenPlan.of(module, block, network, parallel, groups.dp_group.size)
+        model = chosen.rank_model(module, tensors, parallel, groups.dp_group.rank)
         if groups.tp_group is None:
-            warnings += check_descriptions(module, parallel.branches, plan, start.device)
+            notes = check_descriptions(module, parallel.branches, chosen.plan, start.device)
+            chosen = replace(chosen, warnings=[*chosen.warnings, *notes])
+        tried = Tried.of(module, parallel.branches, chosen.plan)
         # Mask: drop, narrow or freeze what this rank lacks.
         mask = Mask(module, model, parallel.branches, scales=block.dense_branch_scale == "coverage")
         mask.apply()
-        return parallel, plan, warnings, costs, mask
+        return parallel, chosen, mask, tried
 
-    parallel, plan, warnings, costs, mask = run_on_all_ranks(groups.world, divide_plan_and_mask)
-    check_same_plan(plan, groups.world)
+    parallel, chosen, mask, tried = run_on_all_ranks(groups.world, divide_plan_and_mask)
+    check_same_plan(chosen.plan, groups.world)
     # Materialize: a module without storage gets the weights that are left of it.
     if start.deferred is not None:
         start.deferred.materialize(mask, start.device, groups.world)
@@ -125,14 +176,36 @@ def apply_plan(start: ModelAtStart, block: SubnetworkConfig, groups: RankGroups)
     give_back(start.device)  # before the optimizer allocates
     # Dense view: what makes the module the dense model again, for evaluation, export and state dicts.
     barrier = make_monitored_barrier(groups.host, groups.last_acts)
-    passes = DensePasses(mask, groups.dp_group, barrier, device=start.device, report=_log_on_rank_0)
-    dense_view = DenseView(module, mask, groups.dp_group, barrier, passes, evaluation=block.evaluation)
+    dense_view = install_dense_view(module, mask, groups.dp_group, barrier, (start.device, block.evaluation))
+    tell(chosen, groups.world.rank)
+    return AppliedPlan(chosen.plan, parallel, mask, dense_view, barrier, tried)
+
+
+def install_dense_view(
+    module: nn.Module,
+    mask: Mask,
+    dp_group: Communicator,
+    barrier: MonitoredBarrier,
+    options: tuple[torch.device, Evaluation],
+) -> DenseView:
+    """
+    Args:
+        module: `mask` was applied to it.
+        options: its device, and how parts come to be there.
+    """
+    device, evaluation = options
+    passes = DensePasses(mask, dp_group, barrier, device=device, report=_log_on_rank_0)
+    dense_view = DenseView(module, mask, dp_group, barrier, passes, evaluation=evaluation)
     dense_view.install()
-    for warning in warnings:
+    return dense_view
+
+
+def tell(chosen: ChosenPlan, rank: int) -> None:
+    """Warnings, and on rank 0 the plan."""
+    for warning in chosen.warnings:
         log_dist(f"{KEY}: {warning}", ranks=[0], level=logging.WARNING)
-    if groups.world.rank == 0:  # the others would make a table that nobody prints
-        announce(f"{KEY}\n{plan.table(costs)}{_losses(plan)}")
-    return AppliedPlan(plan, mask.model, parallel, mask, dense_view)
+    if rank == 0:  # the others would make a table that nobody prints
+        announce(f"{KEY}\n{chosen.plan.table(chosen.costs)}{_losses(chosen.plan)}")
 
 
 def announce(text: str) -> None:

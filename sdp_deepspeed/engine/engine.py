@@ -29,10 +29,10 @@ from sdp_deepspeed.distributed.lifeline import watch_ranks
 from sdp_deepspeed.engine.apply_plan import AppliedPlan, ModelAtStart, apply_plan
 from sdp_deepspeed.engine.consistency import check_holders_agree
 from sdp_deepspeed.engine.deepspeed_settings import loss_scaler, network_of, optimizer_settings, rank_groups
-from sdp_deepspeed.engine.dense_calls import DenseCalls
 from sdp_deepspeed.engine.dense_export import install_save
 from sdp_deepspeed.engine.full_tensors import FullTensors, install_full_access
 from sdp_deepspeed.engine.given import Given
+from sdp_deepspeed.engine.replan_calls import ReplanCalls
 from sdp_deepspeed.engine.start import Start
 from sdp_deepspeed.engine.step_events import write_step_events
 from sdp_deepspeed.masking.compiled import compile_in_place
@@ -49,7 +49,7 @@ from sdp_deepspeed.tensor_parallel.model import ModelBeforeAutoTP
 _NO_OPTIMIZER = f"{KEY} needs an optimizer: name one in the config, or give deepspeed.initialize one"
 
 
-class SubnetworkEngine(DenseCalls):
+class SubnetworkEngine(ReplanCalls):
     """What `deepspeed.initialize` returns for a config with the block `subnetwork_data_parallel`.
 
     Attributes:
@@ -129,7 +129,7 @@ class SubnetworkEngine(DenseCalls):
         super()._configure_distributed_model(model)
         self._last_acts = make_last_acts(torch.distributed, self.seq_data_parallel_group, logger.warning)
         watch_ranks(self, torch.distributed, self.world, self.block.silence_limit)
-        groups = rank_groups(self, self.world, self._host, self._last_acts)
+        groups = self._groups = rank_groups(self, self.world, self._host, self._last_acts)
         self.dp_group = groups.dp_group
         start = ModelAtStart(
             model,

@@ -90,7 +90,7 @@ class Start:
         values = comparable(self.block, resolved_config(options["config"], options["config_class"]), _given(options))
         digest = hashlib.sha256(repr(sorted(values.items())).encode()).hexdigest()
         if len(set(self.ranks.gather_objects(digest))) > 1:
-            raise ValueError(_difference(self.ranks.gather_objects(values)))
+            raise ValueError(difference(self.ranks.gather_objects(values)))
 
 
 def _refuse(block: SubnetworkConfig, model: nn.Module, options: Mapping[str, Any]) -> None:
@@ -151,7 +151,12 @@ def _leaves(tree: Mapping[str, Any], path: str = "") -> Iterator[tuple[str, Any]
             yield f"{path}{key}", tree[key]
 
 
-def _difference(values: Sequence[Mapping[str, str]]) -> str:
+def difference(values: Sequence[Mapping[str, str]]) -> str:
+    """The message for settings that differ.
+
+    Args:
+        values: of each rank, by JSON path.
+    """
     paths = sorted({path for own in values for path in own})
     lines = []
     for path in paths:

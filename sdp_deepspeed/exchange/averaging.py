@@ -128,6 +128,9 @@ class Averaging(ABC):
     def install(self) -> None:  # noqa: B027 (nothing to do where the exchange runs in `collect`)
         """Put hooks where backward passes must tell of their gradients; called once, before the first of them."""
 
+    def uninstall(self) -> None:  # noqa: B027
+        """Inverse of `install`; between steps."""
+
     @abstractmethod
     def collect(self) -> Averages:
         """Averages of all backward passes since the last call; a collective."""

@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from functools import partial
 
 import torch
+from torch.utils.hooks import RemovableHandle
 
 from sdp_deepspeed.exchange.averaging import Averages, Averaging, AveragingOptions, Pipeline
 from sdp_deepspeed.exchange.exchange import Exchange, Steps
@@ -55,11 +56,17 @@ class BackwardAveraging(Averaging):
         self._failed = False  # the pass of this round ended with an error
         self._num_rounds = 0  # since averages were last taken or dropped
         self._ready: set[str] = set()
+        self._hooks: list[RemovableHandle] = []
         self._late: set[str] = set()  # got a second gradient when a part of the first had left
 
     def install(self) -> None:
         for name in self._buckets_of:
-            self._parameters[name].register_post_accumulate_grad_hook(lambda _, name=name: self._arrived(name))
+            parameter = self._parameters[name]
+            self._hooks.append(parameter.register_post_accumulate_grad_hook(lambda _, name=name: self._arrived(name)))
+
+    def uninstall(self) -> None:
+        for hook in self._hooks:
+            hook.remove()
 
     def _arrived(self, name: str) -> None:
         """A parameter's gradient is complete, or so it seems: another checkpointed segment may use it too."""

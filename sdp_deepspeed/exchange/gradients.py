@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 
 import torch
+from torch.utils.hooks import RemovableHandle
 
 from sdp_deepspeed.layout.cuts import Location
 from sdp_deepspeed.layout.places import PieceViews, Stored
@@ -27,12 +28,18 @@ class Gradients:
         self._views = views
         self._sums: dict[str, torch.Tensor] = {}
         self._accumulate_in_fp32 = accumulate_in_fp32
+        self._hooks: list[RemovableHandle] = []
 
     def install(self) -> None:
         """From now on gradients of lower precision are added to fp32 sums, if they are to be."""
         for name, parameter in self._parameters.items() if self._accumulate_in_fp32 else ():
             if parameter.requires_grad and parameter.dtype != torch.float32:
-                parameter.register_post_accumulate_grad_hook(self._adder(name))
+                self._hooks.append(parameter.register_post_accumulate_grad_hook(self._adder(name)))
+
+    def uninstall(self) -> None:
+        """Inverse of `install`, where there are no gradients."""
+        for hook in self._hooks:
+            hook.remove()
 
     def _adder(self, name: str) -> Callable[[torch.Tensor], None]:
         def add(parameter: torch.Tensor) -> None:

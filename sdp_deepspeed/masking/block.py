@@ -20,7 +20,7 @@ from sdp_deepspeed.layout.rank_model import RankModel
 from sdp_deepspeed.masking.mixins import Copied, Mixin, mix_in
 from sdp_deepspeed.masking.nothing import Nothing
 from sdp_deepspeed.masking.outputs import Outputs
-from sdp_deepspeed.masking.part import DenseTensors, MaskedPart
+from sdp_deepspeed.masking.part import DenseTensors, MaskedPart, stand_in
 from sdp_deepspeed.units import Piece
 
 
@@ -140,6 +140,10 @@ class BlockPart(MaskedPart):
             self._drop()
         self._unscaled = []
         self.filled = False
+
+    def stand_ins(self) -> dict[torch.Tensor, torch.Tensor]:
+        lacking = () if self.whole else self._tensors.items()
+        return {tensor: stand_in(tensor, self._shapes[piece.parameter]) for piece, tensor in lacking}
 
     def _drop(self) -> None:
         """Give the storage of a lacking unit back."""

@@ -6,66 +6,33 @@ Streaming makes each part dense just before it runs, and only then. In the forwa
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from functools import partial
 from typing import Any, Literal
+from weakref import WeakSet
 
 import torch
 from torch import nn
+from torch.utils.hooks import RemovableHandle
 
 from sdp_deepspeed.config import Evaluation
 from sdp_deepspeed.distributed.agreement import raise_on_all_ranks
 from sdp_deepspeed.distributed.communicator import Communicator
 from sdp_deepspeed.distributed.monitored_barrier import MonitoredBarrier, Phase
 from sdp_deepspeed.masking.mask import Mask
-from sdp_deepspeed.masking.mixins import CUT, Hook, Mixin, RefusePartial, mixed_in
+from sdp_deepspeed.masking.mixins import CUT, Hook, RefusePartial, mixed_in
 from sdp_deepspeed.masking.part import MaskedPart
 from sdp_deepspeed.masking.passes import DensePasses
 from sdp_deepspeed.masking.replaced import ReplaceableTensors
+from sdp_deepspeed.masking.viewed import Viewed, ViewedModel, ViewedPart
 
 Mode = Literal["subnetwork", "streaming", "resident"]
 _WAY = (
     "Call it on every rank inside `with engine.dense(resident=True):`, or use engine.save_pretrained or "
     "engine.save_checkpoint"
 )
-
-
-class _Viewed(Mixin):
-    """Mixed in before the class of what a view knows, so that copies are of what the view shows."""
-
-    _sdp_view: DenseView
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> nn.Module:
-        self._sdp_view.become_resident()
-        return super().__deepcopy__(memo)
-
-    def _sdp_finish(self, copied: nn.Module) -> None:
-        super()._sdp_finish(copied)
-        self._sdp_view.finish_copy(self, copied)
-
-
-class _Model(_Viewed):
-    """Mixed in before the model's own class: what streams runs uncompiled, as no compiler sees through collectives."""
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if torch.compiler.is_compiling() or not self._sdp_view.is_streaming():
-            return super().__call__(*args, **kwargs)
-        with torch.compiler.set_stance("force_eager"):
-            return super().__call__(*args, **kwargs)
-
-
-class _PartModule(_Viewed):
-    """Mixed in before the class of a part's first and last module. A hook has a number: compilers would notice."""
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if not self._sdp_view.is_streaming():
-            return super().__call__(*args, **kwargs)
-        self._sdp_view.before(self)
-        try:
-            return super().__call__(*args, **kwargs)
-        finally:
-            self._sdp_view.after(self)
 
 
 class DenseView:
@@ -98,6 +65,8 @@ class DenseView:
         self._mode: Mode = "subnetwork"
         self._replaceable: ReplaceableTensors | None = None
         self._in_forward = False  # of the whole model
+        self._hooks: list[RemovableHandle] = []
+        self._copies: WeakSet[nn.Module] = WeakSet()  # of the whole module, where that is a subnetwork
         self._automatic = False  # streaming was entered by a forward pass in evaluation mode
         self.is_collective = bool(mask.parts) and not mask.model.stores_all  # forward regime: units travel
         self._first = {part.modules[0]: index for index, part in enumerate(mask.parts)}
@@ -109,6 +78,17 @@ class DenseView:
         return self._mode == "resident"
 
     @property
+    def is_inside(self) -> bool:
+        """Whether we are inside any such context."""
+        return self._mode != "subnetwork"
+
+    def num_partial_copies(self) -> int:
+        """Copies of the module that exist and are of this rank's subnetwork."""
+        if self._copies:
+            gc.collect()  # those that nobody can reach
+        return len(self._copies)
+
+    @property
     def is_resident(self) -> bool:
         """Whether it will go back to what this rank's subnetwork has."""
         return self.is_whole and bool(self._mask.parts)
@@ -117,19 +97,28 @@ class DenseView:
         """Hook the module, so that its forward passes and state dicts mean what they should; called once."""
         if not self._mask.parts:
             if CUT in vars(self._module):
-                self._mix_in(_Viewed, self._module)
+                self._mix_in(Viewed, self._module)
             return
-        self._mix_in(_Model, self._module)
-        self._module.register_forward_pre_hook(Hook(self._before_forward), prepend=True)
-        self._module.register_forward_hook(Hook(self._after_forward), always_call=True)
+        self._mix_in(ViewedModel, self._module)
+        self._hooks += [
+            self._module.register_forward_pre_hook(Hook(self._before_forward), prepend=True),
+            self._module.register_forward_hook(Hook(self._after_forward), always_call=True),
+            self._module.register_state_dict_pre_hook(Hook(lambda *_: self.become_resident())),
+        ]
         for part in self._mask.parts:
             for module in {part.modules[0], part.modules[-1]}:
-                self._mix_in(_PartModule, module)
+                self._mix_in(ViewedPart, module)
             if not part.whole:
                 refuse = RefusePartial(part.name, partial(getattr, part, "dense"), _WAY)
                 for module in (inner for outer in part.modules for inner in outer.modules()):
-                    module.register_state_dict_post_hook(refuse)
-        self._module.register_state_dict_pre_hook(Hook(lambda *_: self.become_resident()))
+                    self._hooks.append(module.register_state_dict_post_hook(refuse))
+
+    def uninstall(self) -> None:
+        """Inverse of `install`, but for classes, which `mixins.unmix` changes back; never inside a view."""
+        assert self._mode == "subnetwork", "the caller refuses this"
+        self._passes.drop()
+        for hook in self._hooks:
+            hook.remove()
 
     def _mix_in(self, mixin: type[nn.Module], module: nn.Module) -> None:
         module.__class__ = mixed_in(mixin, type(module))
@@ -278,6 +267,8 @@ class DenseView:
     def finish_copy(self, module: nn.Module, copied: nn.Module) -> None:
         """A module was copied: what is whole is nobody's subnetwork."""
         if not (self.is_whole or not self._mask.parts):
+            if module is self._module:
+                self._copies.add(copied)
             return
         for inner in copied.modules():
             vars(inner).pop(CUT, None)

@@ -7,6 +7,7 @@ from contextlib import contextmanager
 
 import torch
 from torch import nn
+from torch.utils.hooks import RemovableHandle
 
 from sdp_deepspeed.architectures import LocatedBranch, branches_of_units, constrained_branches
 from sdp_deepspeed.layout.rank_model import RankModel
@@ -21,7 +22,7 @@ from sdp_deepspeed.masking.experts import (
 from sdp_deepspeed.masking.in_place import may_write_in_place
 from sdp_deepspeed.masking.mixins import CUT
 from sdp_deepspeed.masking.neuron import NeuronPart
-from sdp_deepspeed.masking.part import MaskedPart
+from sdp_deepspeed.masking.part import DenseTensors, MaskedPart
 from sdp_deepspeed.messages import quoted
 from sdp_deepspeed.plan.plan import Plan
 from sdp_deepspeed.units import Piece, Unit
@@ -46,11 +47,34 @@ class Mask:
         self.model = model
         self.parts: list[MaskedPart] = []
         self._module = module
+        self._hooks: list[RemovableHandle] = []
         self._branches = list(branches)
         self._scales = scales
 
     def apply(self) -> None:
         """Cut the module down to this rank's subnetwork. All that can be refused is refused before the first change.
+
+        Raises:
+            ValueError: as `check`.
+        """
+        blocks, neurons, refusal = self.check()
+        if self.model.plan.is_whole:
+            return
+        self._mark()
+        self._module.zero_grad()  # gradients from before this engine are of the dense model
+        for part in self._make_parts(blocks, neurons):
+            part.apply()
+            self.parts.append(part)
+        if refusal:
+            hook = RefuseRouterLoss(refusal, self.parts)
+            self._hooks.append(self._module.register_forward_pre_hook(hook, with_kwargs=True))
+
+    def check(self) -> tuple[Mapping[int, Sequence[LocatedBranch]], Mapping[str, Sequence[int]], str]:
+        """Refuse what cannot be applied; the module stays as it is.
+
+        Returns:
+            The branches of each block unit that some lack, by its index in the plan; the units of each branch whose
+            neurons or heads some lack; and the message for an auxiliary loss that not every subnetwork has.
 
         Raises:
             ValueError: a unit of the plan is neither, or a rank would have no neuron or head of a branch.
@@ -68,21 +92,44 @@ class Mask:
         _check_neurons(plan, branches, neurons)
         members = [branch for members in blocks.values() for branch in members]
         if plan.is_whole:
-            return
+            return blocks, neurons, ""
         if self._scales:
             self._check_scales(members, neurons)
         self._check_forwards(members, neurons)
         if plan.regime == "backward":
             check_noise(self._module, branches, neurons)
         check_grouped_products(self._module, plan, branches, neurons)
-        refusal = check_router_losses(self._module, plan, blocks, branches)
-        self._mark()
-        self._module.zero_grad()  # gradients from before this engine are of the dense model
-        for part in self._make_parts(blocks, neurons):
-            part.apply()
-            self.parts.append(part)
-        if refusal:
-            self._module.register_forward_pre_hook(RefuseRouterLoss(refusal, self.parts), with_kwargs=True)
+        return blocks, neurons, check_router_losses(self._module, plan, blocks, branches)
+
+    @contextmanager
+    def shaped_as_built(self) -> Iterator[None]:
+        """The module has the shapes, counts and trainability of the dense model, and stand-ins without values for what
+        this rank lacks: enough to plan it, not to run it."""
+        for part in self.parts:
+            part.show(DenseTensors({}, part.stand_ins()))
+        try:
+            with self.trainable_as_built():
+                yield
+        finally:
+            for part in self.parts:
+                part.release()
+
+    def undo(self) -> dict[str, torch.Tensor]:
+        """Make the module whole again, of the same objects as before `apply`, but without values where this rank lacks
+        some; `mixins.unmix` and `allocate` do the rest.
+
+        Returns:
+            By dense name the tensors that have stand-ins now.
+        """
+        without = {tensor for part in self.parts for tensor in part.stand_ins()}
+        for part in self.parts:
+            part.undo()
+        for hook in self._hooks:
+            hook.remove()
+        for info in self.model.tensors:
+            if info.trainable:
+                self.model.views.tensors[info.name].requires_grad_(True)
+        return {name: tensor for name, tensor in self.model.views.tensors.items() if tensor in without}
 
     def _mark(self) -> None:
         """Say on all ranks which modules are not whole on all of them."""

@@ -36,6 +36,22 @@ def unmixed(kind: type[nn.Module]) -> type[nn.Module]:
     return kind
 
 
+def unmix(model: nn.Module) -> None:
+    """Make all modules of the classes that they were before anything was mixed in, and forget what was noted on them;
+    their hooks stay."""
+    for module in model.modules():
+        kind = unmixed(type(module))
+        if kind is not type(module):
+            module.__class__ = kind
+        for name in (*_OWN, CUT):
+            vars(module).pop(name, None)
+
+
+def changed_classes(model: nn.Module) -> list[str]:
+    """Names of modules into whose class somebody else mixed another after us, so that `unmix` could not."""
+    return [name or "the model" for name, module in model.named_modules() if issubclass(unmixed(type(module)), Mixin)]
+
+
 def mix_in(mixin: type[nn.Module], module: nn.Module) -> None:
     """Have the `forward` of `mixin` come first when a module runs."""
     settle_forward(module)

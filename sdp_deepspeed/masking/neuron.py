@@ -22,7 +22,7 @@ from sdp_deepspeed.masking.counts import Counts, place
 from sdp_deepspeed.masking.halves import FirstModule, Halves, LastModule, SplitModule, make_narrow
 from sdp_deepspeed.masking.mixins import mix_in
 from sdp_deepspeed.masking.outputs import Outputs
-from sdp_deepspeed.masking.part import DenseTensors, MaskedPart
+from sdp_deepspeed.masking.part import DenseTensors, MaskedPart, replace_data, stand_in
 from sdp_deepspeed.masking.twins import OneRouter, twin_of
 from sdp_deepspeed.units import Piece
 
@@ -109,9 +109,7 @@ class NeuronPart(MaskedPart):
                 lacking = side_by_side(cut.lacking, dense)
                 self._views.put(cut.lacking, lacking)
                 result[id(cut.parameter)] = nn.Parameter(lacking, requires_grad=False)
-            other = torch.float32 if dense.dtype == torch.float64 else torch.float64
-            cut.parameter.data = dense.new_empty(0, dtype=other)  # autograd forgets the shape that it knew
-            cut.parameter.data = side_by_side(cut.held, dense)
+            replace_data(cut.parameter, side_by_side(cut.held, dense))
             self._views.put(cut.held)
         return result
 
@@ -198,6 +196,13 @@ class NeuronPart(MaskedPart):
                 scale = self._scales.get(piece, 1.0)
                 if not torch.equal(value, stored * scale):
                     stored.copy_(value / scale)
+
+    def stand_ins(self) -> dict[torch.Tensor, torch.Tensor]:
+        return {cut.parameter: stand_in(cut.parameter, cut.shape) for cut in self.cuts}
+
+    def undo(self) -> None:
+        super().undo()
+        self._counts.set(self.modules)
 
 
 def _router(module: nn.Module, branch: LocatedBranch) -> str:

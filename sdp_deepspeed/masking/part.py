@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -86,3 +86,37 @@ class MaskedPart(ABC):
     @abstractmethod
     def take_over(self) -> None:
         """Keep what was changed in the dense model (a state dict was loaded) in what this rank stores."""
+
+    @abstractmethod
+    def stand_ins(self) -> dict[torch.Tensor, torch.Tensor]:
+        """Per tensor of which this rank has less than all a tensor of its dense shape, which takes no memory and has no
+        values."""
+
+    def undo(self) -> None:
+        """Inverse of `apply`, but for the values of what has a stand-in now; called once, and never while it is dense.
+        The classes of its modules are changed back by `mixins.unmix`."""
+        for tensor, dense in self.stand_ins().items():
+            replace_data(tensor, dense)
+
+
+def give_storage(tensors: Iterable[torch.Tensor]) -> None:
+    """Where tensors still are stand-ins, memory for their values."""
+    for tensor in tensors:
+        if tensor.untyped_storage().nbytes() < tensor.numel() * tensor.element_size():
+            with torch.inference_mode(False):
+                tensor.data = torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device)
+
+
+def stand_in(tensor: torch.Tensor, shape: Sequence[int]) -> torch.Tensor:
+    """One element that is read as all of them."""
+    with torch.inference_mode(False):
+        return torch.empty((), dtype=tensor.dtype, device=tensor.device).expand(tuple(shape))
+
+
+def replace_data(tensor: torch.Tensor, data: torch.Tensor) -> None:
+    """Data of another shape; autograd forgets the one that it knew, which a graph that somebody keeps would hold."""
+    with torch.inference_mode(False):
+        if tensor.is_floating_point():
+            other = torch.float32 if tensor.dtype == torch.float64 else torch.float64
+            tensor.data = torch.empty(0, dtype=other, device=tensor.device)
+        tensor.data = data

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
+from typing import Any
+
 import torch
 from deepspeed.utils import logger
 
@@ -9,6 +12,17 @@ from deepspeed.utils import logger
 HOW = ("fused", "foreach", "capturable", "differentiable")
 _KINDS = (torch.optim.Adam, torch.optim.AdamW)
 _DEVICES = ("cpu", "cuda")
+
+
+def kernels_of(optimizer: torch.optim.Optimizer) -> list[Mapping[str, Any]]:
+    """What each param group says of how it is stepped."""
+    return [{key: options[key] for key in HOW if key in options} for options in optimizer.param_groups]
+
+
+def choose_kernels(optimizer: torch.optim.Optimizer, kernels: Sequence[Mapping[str, Any]]) -> None:
+    """Have each param group say again what `kernels_of` found."""
+    for options, kernel in zip(optimizer.param_groups, kernels, strict=True):
+        options.update(kernel)
 
 
 def prefer_fused(optimizer: torch.optim.Optimizer) -> None:

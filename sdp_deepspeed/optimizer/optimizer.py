@@ -23,7 +23,7 @@ from sdp_deepspeed.layout.rank_model import RankModel
 from sdp_deepspeed.layout.segments import Segment
 from sdp_deepspeed.messages import quoted
 from sdp_deepspeed.optimizer.exchanges import build_averaging, build_exchanges
-from sdp_deepspeed.optimizer.fused import avoid_fused, prefer_fused
+from sdp_deepspeed.optimizer.fused import avoid_fused, choose_kernels, kernels_of, prefer_fused
 from sdp_deepspeed.optimizer.host_step import HostStep
 from sdp_deepspeed.optimizer.host_surface import HostSurface
 from sdp_deepspeed.optimizer.settings import OptimizerSettings
@@ -59,14 +59,19 @@ class SubnetworkOptimizer(HostSurface):
         loss_scaler: LossScalerBase | None = None,
     ) -> None:
         super().__init__(optimizer, loss_scaler or LossScaler(scale=1.0))
-        self.model = model
-        self.settings = settings
         self.overflow = False
-        self._is_state_known = False
         self._global_grad_norm: float | None = None
         self._frozen_at_start: dict[str, torch.nn.Parameter] = {}  # though they are in a param group
         self._dp_group = dp_group
         self._tp_group = tp_group
+        self._kernels = kernels_of(optimizer)
+        self._lay_out(model, settings)
+
+    def _lay_out(self, model: RankModel, settings: OptimizerSettings) -> None:
+        """All that depends on the plan and the stage."""
+        self.model = model
+        self.settings = settings
+        self._is_state_known = False
         self._all_receive_weights = model.stores_all
         self._parameters = model.parameters()
         self._gradients = Gradients(
@@ -74,18 +79,18 @@ class SubnetworkOptimizer(HostSurface):
             model.views,
             accumulate_in_fp32=settings.accumulate_in_fp32 and settings.stage < 2,
         )
-        self.exchange, self.weight_exchange = build_exchanges(model, dp_group, settings)
+        self.exchange, self.weight_exchange = build_exchanges(model, self._dp_group, settings)
         self._host = HostStep.build(self.exchange.device, settings.offload)
-        self.groups = [self._stepped_group(index) for index in range(len(optimizer.param_groups))]
+        self.groups = [self._stepped_group(index) for index in range(len(self.optimizer.param_groups))]
         self._averaging = build_averaging(
             self.exchange,
             self._gradients,
             AveragingOptions(
-                dp_group,
+                self._dp_group,
                 [group.num_elements for group in self.groups],
                 settings.needs_norm or settings.clip > 0 or settings.skip_overflow,
                 settings.max_in_flight,
-                tp_group,
+                self._tp_group,
             ),
             settings=settings,
             parameters=self._parameters,
@@ -93,14 +98,15 @@ class SubnetworkOptimizer(HostSurface):
         )
 
     def install(self) -> None:
-        """Hook gradients and take over the wrapped optimizer's param groups; called once, by every rank."""
+        """Hook gradients and take over the wrapped optimizer's param groups; called once for each layout, by every
+        rank."""
         log_owners(self.model)
         if self._tp_group is not None:
             self._tp_group.sum_partial_gradients(self._parameters)
         self._gradients.install()
         self._averaging.install()
         given = {id(parameter) for group in self.optimizer.param_groups for parameter in group["params"]}
-        self._frozen_at_start = {
+        self._frozen_at_start |= {
             info.name: parameter
             for info in self.model.tensors
             if not info.trainable and id(parameter := self._parameters[info.name]) in given
@@ -110,6 +116,24 @@ class SubnetworkOptimizer(HostSurface):
             prefer_fused(self.optimizer)
         elif any(info.dtype != torch.float32 for info in self.model.tensors if info.trainable):  # on all ranks alike
             avoid_fused(self.optimizer)
+
+    def uninstall(self) -> None:
+        """Inverse of `install`, but for the param groups; between steps."""
+        self._gradients.uninstall()
+        self._averaging.uninstall()
+
+    def lay_out_anew(self, model: RankModel, settings: OptimizerSettings) -> None:
+        """After `uninstall`: take another plan or stage, without the state of the wrapped one; every rank calls it.
+        The wrapped optimizer, its param groups and their options stay the objects that they are.
+
+        Args:
+            model: with the param groups of its tensors, which are those of now; its tensors have storage.
+            settings: the config's.
+        """
+        self.optimizer.state.clear()
+        choose_kernels(self.optimizer, self._kernels)
+        self._lay_out(model, settings)
+        self.install()
 
     def _stepped_group(self, index: int) -> SteppedGroup:
         fragments = [

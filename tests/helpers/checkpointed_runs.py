@@ -26,5 +26,5 @@ def stepped(engine: Any) -> dict[str, torch.Tensor]:
     tensors = [tensor for group in optimizer.param_groups for tensor in group["params"]]
     result = {f"stepped.{i}": tensor.detach().clone() for i, tensor in enumerate(tensors)}
     for i, tensor in enumerate(tensors):
-        result |= {f"{i}.{key}": value.clone() for key, value in optimizer.state[tensor].items()}
+        result |= {f"{i}.{key}": torch.as_tensor(value).clone() for key, value in optimizer.state[tensor].items()}
     return result

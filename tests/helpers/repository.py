@@ -17,6 +17,7 @@ FLOORS = (
     "training",
     "__init__",
     "engine",
+    "replan",
     "deferred_init",
     "checkpoint",
     "masking",

@@ -31,6 +31,33 @@ class Box:
     def whole(cls, shape: Sequence[int]) -> Box:
         return cls((0,) * len(shape), tuple(shape))
 
+    def overlap(self, other: Box) -> Box | None:
+        """What both have of the same tensor; None if that is nothing."""
+        starts = tuple(map(max, self.offsets, other.offsets))
+        stops = tuple(map(min, self._stops, other._stops))
+        if any(start >= stop for start, stop in zip(starts, stops, strict=True)):
+            return None
+        return Box(starts, tuple(stop - start for start, stop in zip(starts, stops, strict=True)))
+
+    def without(self, inner: Box) -> Iterator[Box]:
+        """The rest of it, in boxes that do not overlap.
+
+        Args:
+            inner: a part of it.
+        """
+        left = self
+        for dim, (start, stop) in enumerate(zip(inner.offsets, inner._stops, strict=True)):
+            before, after = start - left.offsets[dim], left._stops[dim] - stop
+            if before:
+                yield Box(left.offsets, _with(left.sizes, dim, before))
+            if after:
+                yield Box(_with(left.offsets, dim, stop), _with(left.sizes, dim, after))
+            left = Box(_with(left.offsets, dim, start), _with(left.sizes, dim, stop - start))
+
+    @property
+    def _stops(self) -> Sizes:
+        return tuple(start + size for start, size in zip(self.offsets, self.sizes, strict=True))
+
     def slices_in(self, outer: Box) -> tuple[slice, ...]:
         """This box as slices of a tensor that has the elements of `outer`."""
         starts = [own - other for own, other in zip(self.offsets, outer.offsets, strict=True)]

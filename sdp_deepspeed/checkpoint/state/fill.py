@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from math import prod
 from typing import Any
 
@@ -16,6 +17,19 @@ from sdp_deepspeed.checkpoint.state.rank_chunks import RankChunks
 from sdp_deepspeed.checkpoint.state.trained_state import TrainedState
 from sdp_deepspeed.checkpoint.storage.names import MASTER, WEIGHT
 from sdp_deepspeed.messages import quoted
+
+
+@dataclass(frozen=True)
+class Targets:
+    """Where a rank's part of all tensors goes.
+
+    Args:
+        chunks: state dicts, one after the other; a key may be in several.
+        state: of the wrapped optimizer, with moments among `chunks`; None leaves its own.
+    """
+
+    chunks: Sequence[StateDict]
+    state: Mapping[str, Any] | None
 
 
 def fill(
@@ -32,21 +46,43 @@ def fill(
         ValueError: before anything is changed: it is of another model or optimizer.
         CheckpointException: DCP's, see `translated_dcp_errors`.
     """
-    metadata = reader.read_metadata()
     rank_chunks = trained.rank_chunks()
-    weights = _weight_targets(rank_chunks, metadata, strict=strict)
     optimizer = OptimizerState(trained.optimizer, rank_chunks)
+    targets = make_targets(
+        rank_chunks, optimizer, reader.read_metadata(), strict=strict, optimizer_metadata=optimizer_metadata
+    )
+    with torch.no_grad():
+        for chunks in targets.chunks:
+            read_chunks(chunks, reader)
+        if targets.state is not None and optimizer_metadata is not None:
+            optimizer.restore(targets.state, optimizer_metadata)
+
+
+def make_targets(
+    rank_chunks: RankChunks,
+    optimizer: OptimizerState,
+    metadata: Metadata,
+    *,
+    strict: bool,
+    optimizer_metadata: Mapping[str, Any] | None,
+) -> Targets:
+    """Of weights, masters and moments.
+
+    Args:
+        rank_chunks, optimizer: of this rank.
+        metadata: of the dense tensors that there are.
+        strict, optimizer_metadata: as in `fill`.
+
+    Raises:
+        ValueError: as `fill`.
+    """
+    weights = _weight_targets(rank_chunks, metadata, strict=strict)
     masters = optimizer.master_targets(metadata.state_dict_metadata)
     _drop_unknown(masters, metadata)
-    moments, state = None, None
-    if optimizer_metadata is not None:
-        moments, state = optimizer.new_moments(metadata.state_dict_metadata, optimizer_metadata)
-    with torch.no_grad():
-        read_chunks(weights, reader)
-        read_chunks(masters, reader)
-        if moments is not None and state is not None and optimizer_metadata is not None:
-            read_chunks(moments, reader)
-            optimizer.restore(state, optimizer_metadata)
+    if optimizer_metadata is None:
+        return Targets((weights, masters), None)
+    moments, state = optimizer.new_moments(metadata.state_dict_metadata, optimizer_metadata)
+    return Targets((weights, masters, moments), state)
 
 
 def _weight_targets(rank_chunks: RankChunks, metadata: Metadata, *, strict: bool) -> StateDict:

@@ -53,8 +53,15 @@ class OptimizerState:
 
     def owned(self) -> StateDict:
         """Masters and moments that this rank writes."""
+        return self._of(self.owned_fragments())
+
+    def stepped(self) -> StateDict:
+        """Masters and moments that this rank has."""
+        return self._of([group.fragments for group in self._groups])
+
+    def _of(self, fragments_of_groups: Sequence[Sequence[Fragment]]) -> StateDict:
         result: StateDict = {}
-        for group, find, fragments in zip(self._groups, self._finders, self.owned_fragments(), strict=True):
+        for group, find, fragments in zip(self._groups, self._finders, fragments_of_groups, strict=True):
             if not fragments:
                 continue
             if not group.in_place:
@@ -204,6 +211,16 @@ class OptimizerState:
         scaler = metadata["loss_scaler"]
         if self._optimizer.loss_scaler.dynamic and scaler.get("dynamic", True):  # not the 1 of a run in bf16 or fp32
             vars(self._optimizer.loss_scaler).update(scaler)
+
+    def restore_in_place(self, state: Mapping[str, Any], metadata: Mapping[str, Any]) -> None:
+        """As `restore`; param groups stay the objects that they are, which others may have."""
+        optimizer = self._optimizer.optimizer
+        groups = optimizer.param_groups
+        self.restore(state, metadata)
+        for group, restored in zip(groups, optimizer.param_groups, strict=True):
+            group.clear()
+            group.update(restored)
+        optimizer.param_groups = groups
 
 
 def merged(counts: Sequence[Sequence[Counts | None]]) -> list[Counts | None]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from math import prod
 
@@ -158,16 +158,28 @@ def in_box(flat: torch.Tensor, box: Box, dim: int) -> torch.Tensor:
     return flat.view(sizes[dim], *sizes[:dim], *sizes[dim + 1 :]).movedim(0, dim)
 
 
-def persistent_buffers(module: torch.nn.Module, shapes: Mapping[str, Sequence[int]]) -> list[TensorInfo]:
+def persistent_buffers(
+    module: torch.nn.Module, shapes: Mapping[str, Sequence[int]], *, also: Collection[str] = ()
+) -> list[TensorInfo]:
     """Buffers that state dicts have.
 
     Args:
         shapes: of the buffers before units were dropped, by name.
+        also: names of others, which come last: who writes a buffer depends on those before it.
     """
-    buffers = []
+    persistent: list[TensorInfo] = []
+    others: list[TensorInfo] = []
     for prefix, inner in module.named_modules():
         for name, buffer in inner._buffers.items():
             path = f"{prefix}.{name}" if prefix else name
-            if buffer is not None and name not in inner._non_persistent_buffers_set:
-                buffers.append(TensorInfo(path, tuple(shapes[path]), buffer.dtype, kind="buffer", trainable=False))
-    return buffers
+            if buffer is None:
+                continue
+            if name not in inner._non_persistent_buffers_set:
+                persistent.append(_buffer(path, shapes[path], buffer))
+            elif path in also:
+                others.append(_buffer(path, shapes[path], buffer))
+    return persistent + others
+
+
+def _buffer(path: str, shape: Sequence[int], buffer: torch.Tensor) -> TensorInfo:
+    return TensorInfo(path, tuple(shape), buffer.dtype, kind="buffer", trainable=False)

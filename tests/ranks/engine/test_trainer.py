@@ -21,6 +21,7 @@ from tests.helpers.training import assert_identical, dense_state, gathered, refu
 
 ADAMW = {"optimizer": {"type": "AdamW", "params": {"lr": "auto", "torch_adam": True}}}
 MIXED = {"attention": "neuron", "mlp": "block"}
+BACKWARD: dict[str, Any] = {"regime": "backward", "strategy": "neuron"}
 
 
 def trainer_of(folder: Path, block: Mapping[str, Any], *, config: Mapping[str, Any] = ADAMW, **options: Any) -> Any:
@@ -222,6 +223,33 @@ def checkpoints_of_plain_runs_and_for_plain_runs(rank: Rank) -> None:
     )
 
 
+def another_plan_on_the_way(rank: Rank) -> None:
+    """A callback asks for it after a step, and after a save: as if the run had been resumed under it."""
+    from transformers import TrainerCallback
+
+    class Replans(TrainerCallback):
+        def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            if state.global_step == 1:
+                trainer.model_wrapped.replan({"seed": 5})
+
+        def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            if state.global_step == 2:
+                trainer.model_wrapped.replan(BACKWARD)
+
+    options: dict[str, Any] = {"lr_scheduler_type": "linear", "learning_rate": 5e-3, "gradient_checkpointing": True}
+    trainer = trainer_of(rank.folder / "whole", {}, config={}, callbacks=[Replans()], **options)
+    trainer.train()
+    again = trainer_of(rank.folder / "again", BACKWARD | {"seed": 5}, config={}, **options)
+    again.train(resume_from_checkpoint=str(rank.folder / "whole" / "checkpoint-2"))
+    engine, other = trainer.model_wrapped, again.model_wrapped
+    assert engine.plan == other.plan
+    assert_identical(engine.held_tensors(), other.held_tensors())
+    assert [logs.get("learning_rate") for logs in trainer.state.log_history[-3:]] == [
+        logs.get("learning_rate") for logs in again.state.log_history[-3:]
+    ]
+    assert trainer.evaluate()["eval_loss"] == again.evaluate()["eval_loss"]
+
+
 def tensor_parallel(rank: Rank) -> None:
     """TP x DP: what is saved is whole in both directions. Last: DeepSpeed never forgets the groups of AutoTP."""
     config = {**ADAMW, "tensor_parallel": {"autotp_size": 2}}
@@ -246,6 +274,7 @@ def _cases(size: int, options: pytest.Config) -> Iterator[tuple[str, Any]]:
     yield "everything", with_everything_at_once
     yield "tokens", partial(token_weighted_losses, {})
     yield "tokens backward", partial(token_weighted_losses, {"regime": "backward", "strategy": MIXED})
+    yield "another plan", another_plan_on_the_way
     yield "says", says_what_it_trains
     yield "foreign checkpoints", checkpoints_of_plain_runs_and_for_plain_runs
 

@@ -47,6 +47,36 @@ def test_a_fragment_is_its_boxes_one_after_the_other(case: tuple[tuple[int, ...]
     assert start == len(expected)
 
 
+@st.composite
+def two_boxes(draw: st.DrawFn) -> tuple[tuple[int, ...], Box, Box]:
+    shape = tuple(draw(st.lists(st.integers(1, 5), max_size=3)))
+    boxes = []
+    for _ in range(2):
+        offsets = tuple(draw(st.integers(0, size - 1)) for size in shape)
+        sizes = (draw(st.integers(1, size - start)) for size, start in zip(shape, offsets, strict=True))
+        boxes.append(Box(offsets, tuple(sizes)))
+    return shape, boxes[0], boxes[1]
+
+
+@given(two_boxes())
+def test_what_two_boxes_have_in_common_and_the_rest(case: tuple[tuple[int, ...], Box, Box]) -> None:
+    shape, one, other = case
+    times, common = torch.zeros(shape, dtype=torch.int32), torch.zeros(shape, dtype=torch.bool)
+    common[one.slices_in(Box.whole(shape))] = True
+    expected = torch.zeros(shape, dtype=torch.bool)
+    expected[other.slices_in(Box.whole(shape))] = True
+    expected &= common
+    overlap = one.overlap(other)
+    assert overlap == other.overlap(one)
+    found = [overlap] if overlap is not None else []
+    assert sum(box.num_elements for box in found) == int(expected.sum())
+    rest = list(one.without(overlap)) if overlap is not None else [one]
+    for box in found + rest:
+        times[box.slices_in(Box.whole(shape))] += 1
+    assert torch.equal(times == 1, common), "disjoint, and all of the first"
+    assert not any(bool(expected[box.slices_in(Box.whole(shape))].any()) for box in rest)
+
+
 def test_a_tensor_parallel_rank_s_box_in_the_dense_model() -> None:
     shards = Shards(1, 2, {"w": Division((7, 4), 0, (4, 3)), "u": Division((10,), 0, (6, 4), is_known=False)})
     piece = Piece("w", 1, 2, 2)

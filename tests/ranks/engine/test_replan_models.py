@@ -1,0 +1,54 @@
+"""`engine.replan` of other models, precisions and optimizers: as in test_replan.py."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any
+
+import pytest
+from torch import nn
+
+from tests.helpers.fp16_runs import DYNAMIC, fp16_is_supported
+from tests.helpers.mixtures import mixture
+from tests.helpers.models import llama
+from tests.helpers.ranks import Rank
+from tests.helpers.replanned_runs import Phase, Sequence_, check_sequence
+
+Check = Callable[[Rank], None]
+NEURON, BACKWARD = {"strategy": "neuron"}, {"regime": "backward"}
+SCALED = {"dense_branch_scale": "coverage"}
+
+
+def checkpointed() -> nn.Module:
+    """Only a part of it trains."""
+    model: Any = llama()
+    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_("k_proj" not in name)
+    return model
+
+
+AROUND = [Phase({}, 1), Phase(BACKWARD | NEURON), Phase(NEURON, 2), Phase({"holders": 2}), Phase(BACKWARD, 0)]
+SEQUENCES = {
+    "checkpointed": Sequence_(2, AROUND, "bf16", model=checkpointed, config={"gradient_accumulation_steps": 2}),
+    "scaled": Sequence_(2, [Phase({}, 1), Phase(SCALED), Phase(SCALED | NEURON)]),
+    "mixture": Sequence_(2, AROUND, model=partial(mixture, "qwen2_moe")),
+}
+
+
+def fp16(rank: Rank) -> None:
+    config = {"fp16": {"enabled": True} | DYNAMIC, "bf16": {"enabled": False}}
+    with fp16_is_supported():
+        check_sequence(Sequence_(2, AROUND, config=config), rank)
+
+
+def _cases(size: int, options: pytest.Config) -> Iterator[tuple[str, Check]]:
+    for name, run in SEQUENCES.items():
+        yield name, partial(check_sequence, run)
+    yield "fp16", fp16
+
+
+@pytest.mark.checks(2, _cases)
+def test_replan_models(outcome: str | None) -> None:
+    assert outcome is None, outcome
