@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from copy import deepcopy
 from typing import Any, NoReturn
+from weakref import WeakValueDictionary
 
 import torch
 from torch import nn
@@ -19,14 +20,15 @@ from sdp_deepspeed.masking.own_forward import settle_forward
 CUT = "_sdp_cut"  # attribute of a model of which ranks hold parts only, and of its modules of which they do
 _LEADS_BACK = ("_sdp_view", "_sdp_part", "_sdp_export")  # attributes of a module that know the model
 _OWN = (*_LEADS_BACK, "_sdp_outputs", "_sdp_nothing")
-_MIXED: dict[tuple[type[nn.Module], type[nn.Module]], type[nn.Module]] = {}
+_MIXED: WeakValueDictionary[tuple[type[nn.Module], type[nn.Module]], type[nn.Module]] = WeakValueDictionary()
 
 
 def mixed_in(mixin: type[nn.Module], base: type[nn.Module]) -> type[nn.Module]:
-    """A class like `base`, with its name, whose `mixin` comes first; made once for each pair."""
-    if (mixin, base) not in _MIXED:
-        _MIXED[mixin, base] = type(base.__name__, (mixin, base), {"__module__": base.__module__})
-    return _MIXED[mixin, base]
+    """A class like `base`, with its name, whose `mixin` comes first; one for each pair, as long as it is used."""
+    if (mixed := _MIXED.get((mixin, base))) is None:
+        mixed = type(base.__name__, (mixin, base), {"__module__": base.__module__})
+        _MIXED[mixin, base] = mixed
+    return mixed
 
 
 def unmixed(kind: type[nn.Module]) -> type[nn.Module]:

@@ -11,10 +11,11 @@ from collections.abc import Iterator
 from functools import partial
 from types import CellType, FunctionType, MethodType
 from typing import Any
+from weakref import WeakValueDictionary
 
 from torch import nn
 
-_SETTLED: dict[tuple[Any, type[nn.Module]], type[nn.Module]] = {}
+_SETTLED: WeakValueDictionary[tuple[Any, type[nn.Module]], type[nn.Module]] = WeakValueDictionary()
 
 
 def bound_forward(module: nn.Module) -> Any:
@@ -36,10 +37,11 @@ def settle_forward(module: nn.Module) -> None:
     if (function := bound_forward(module)) is None:
         return
     kind: Any = type(module)
-    if (function, kind) not in _SETTLED:
-        _SETTLED[function, kind] = type(kind.__name__, (kind,), {"__module__": kind.__module__, "forward": function})
+    if (settled := _SETTLED.get((function, kind))) is None:
+        settled = type(kind.__name__, (kind,), {"__module__": kind.__module__, "forward": function})
+        _SETTLED[function, kind] = settled
     del module.forward
-    module.__class__ = _SETTLED[function, kind]
+    module.__class__ = settled
 
 
 def _leads_back(value: Any) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from copy import deepcopy
+from itertools import cycle
 from typing import Any
 
 import pytest
@@ -94,6 +95,23 @@ def test_full_coverage_masks_nothing(regime: str) -> None:
     assert mask.parts == []
     assert [type(module) for module in model.modules()] == [type(module) for module in whole.modules()]
     assert all(p.requires_grad and p.numel() for p in model.parameters())
+
+
+@pytest.mark.parametrize("strategy", ["block", "neuron"])
+@pytest.mark.parametrize("regime", ["forward", "backward"])
+def test_what_every_worker_holds_is_left_as_it_is(regime: str, strategy: str) -> None:
+    """Beside MLPs that are cut: no part is made of attentions, and their modules are the family's own."""
+    model, whole = llama(num_layers=2), llama(num_layers=2)
+    units = units_of_branches(locate_branches(model), strategy=strategy, num_subnetworks=2)
+    turns = cycle([(0,), (1,)])
+    holders = tuple((0, 1) if ".attention" in unit.name else next(turns) for unit in units)
+    plan = Plan(regime, strategy, 2, None, 0, tuple(units), holders, (0, 1))
+    mask = masked(model, plan, rank=0)
+    touched = {plan.units[index].name for part in mask.parts for index in part.units}
+    assert not any(".attention" in name for name in touched)
+    assert bool(touched) == (regime == "forward" or strategy == "neuron")
+    for (name, module), other in zip(model.named_modules(), whole.modules(), strict=True):
+        assert "self_attn" not in name or type(module) is type(other), name
 
 
 @pytest.mark.parametrize(

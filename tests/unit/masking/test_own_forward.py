@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable
 from functools import partial
 from types import MethodType
 from typing import Any
+from weakref import ref
 
 import pytest
 import torch
 from torch import nn
 from torch.nn.functional import linear
+from transformers.models.llama.modeling_llama import LlamaMLP
 
+from sdp_deepspeed.masking.mixins import unmixed
 from sdp_deepspeed.masking.own_forward import runs_by_another_forward
 from tests.helpers.descriptions import check
-from tests.helpers.masked_modules import build, masked, plan_of
+from tests.helpers.masked_modules import build, masked, plan_of, tokens
 
 
 def closure(module: Any) -> Callable[..., Any]:
@@ -102,3 +106,31 @@ def test_it_is_refused_where_the_module_would_run_twice(
     assert f"a copy of 'model.layers.0.{body}' would run the forward of the original" in note
     with pytest.raises(ValueError, match=rf"'model\.layers\.0\.{body}' has a forward method of its own.*`self` only"):
         masked(model, plan_of(model, "backward"), 0)
+
+
+class Kept:
+    """What a closure captures, which a weak reference can watch."""
+
+
+def of_a_masked_model() -> list[ref[Any]]:
+    """What its bound forward captures, and the class that the forward became one of."""
+    model: Any = build("llama")
+    body, captured = model.model.layers[0].mlp, Kept()
+
+    def forward(self: Any, x: torch.Tensor) -> Any:
+        assert isinstance(captured, Kept)
+        return LlamaMLP.forward(self, x)
+
+    body.forward = MethodType(forward, body)
+    module, _ = masked(model, plan_of(model, "backward"), 0)
+    module(tokens())
+    kind = unmixed(type(module.model.layers[0].mlp))
+    assert kind.forward is forward
+    return [ref(captured), ref(kind)]
+
+
+def test_what_a_forward_captures_goes_with_the_model() -> None:
+    left = of_a_masked_model()
+    for _ in range(3):  # a class with a mixin goes first, then the one that it was mixed into, then what that had
+        gc.collect()
+    assert [each() for each in left] == [None, None]
