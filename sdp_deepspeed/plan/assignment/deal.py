@@ -22,7 +22,7 @@ _MAX_WORK = 2**12  # hands that are looked at
 
 def deal(problem: Problem, beside: tuple[Ints, Ints] | None = None) -> Ints:
     """A table [U, k] with at most 4k different rows, or one round for each p if that is more; needs 1 <= p < k, and
-    k / p units of each branch.
+    k / p units of each branch that no whole unit serves.
 
     Args:
         problem: costs of the units.
@@ -161,7 +161,9 @@ class _Table:
         if alone and self._codes[hand.units[0]] > 0:  # every subnetwork keeps a unit of the branch
             others = np.setdiff1d(np.flatnonzero(self._codes == self._codes[hand.units[0]]), hand.units)
             lacking = self._sets[self._chosen[others]].sum(axis=0) == 0
-            options = options[self._sets[options[:, 0]][:, lacking].all(axis=1)]
+            serves = np.atleast_1d(self._sets[options[:, 0]][:, lacking].all(axis=1))
+            serves[0] = True  # where whole units serve the branch, these may not
+            options = options[serves]
         sharing = self._sharing(hand, options)
         if hand.is_neutral:
             chosen = int(sharing.argmin())

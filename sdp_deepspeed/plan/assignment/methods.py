@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import random
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from math import comb
 from typing import Any
 
@@ -68,16 +68,20 @@ def balanced(
     if not cut:
         return to_holders(table)
     of_cut = None if branches is None else [branches[unit] for unit in cut]
-    table[cut] = _searched_or_dealt([costs[unit] for unit in cut], k, [p[unit] for unit in cut], of_cut)
+    served = set() if branches is None else {branches[unit] for unit, n in enumerate(p) if n == k}
+    table[cut] = _searched_or_dealt([costs[unit] for unit in cut], k, [p[unit] for unit in cut], of_cut, served)
     return to_holders(renamed(table, costs, branch_codes(branches, len(costs)), seed))
 
 
-def _searched_or_dealt(costs: Sequence[UnitCost], k: int, p: Sequence[int], branches: Branches | None) -> Table:
+def _searched_or_dealt(
+    costs: Sequence[UnitCost], k: int, p: Sequence[int], branches: Branches | None, served: Collection[str | None]
+) -> Table:
+    """Of branches that are `served` every subnetwork has a whole unit."""
     most = SETS_PER_SUBNETWORK * k
     if min(len(costs), sum(comb(k, n) for n in set(p))) <= most:  # no table has more sets
         return search(costs, k, p, branches)
     if branches is not None:
-        _check_branches_by_holders(branches, p, k, most)
+        _check_branches_by_holders([None if name in served else name for name in branches], p, k, most)
     return deal(Problem.of(costs, k, p, branches))
 
 

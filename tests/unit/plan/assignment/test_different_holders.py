@@ -155,6 +155,17 @@ def test_too_few_of_one_number_in_a_branch_to_deal_out() -> None:
         assignment.balanced(equal_units(80), num_subnetworks=8, num_holders=numbers, branches=branches)
 
 
+@pytest.mark.parametrize("large", [1, 50])
+def test_a_whole_unit_serves_its_branch(large: int) -> None:
+    """However few units of another number are beside it, and whatever they weigh."""
+    branches: Branches = ["mlp"] * 80
+    numbers = [8] + [1] * 3 + [4] * 76
+    costs = [UnitCost(10, 20, 30 * large)] * 4 + equal_units(76)
+    check(assignment.balanced(costs, num_subnetworks=8, num_holders=numbers, branches=branches), numbers, 8)
+    numbers, costs, branches = numbers + numbers[:4], costs + costs[:4], branches + ["attention"] * 4
+    check(assignment.balanced(costs, num_subnetworks=8, num_holders=numbers, branches=branches), numbers, 8)
+
+
 def test_too_few_holders_in_all() -> None:
     with pytest.raises(
         ValueError, match="3 units with 1 to 2 holders, 5 in all cannot give each of 8 subnetworks a unit"
