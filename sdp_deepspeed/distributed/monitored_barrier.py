@@ -143,7 +143,14 @@ class MonitoredBarrier:
         still = {rank: stuck.get(rank, set()) | {elsewhere[rank].beat} for rank in late if elsewhere[rank].stuck_in}
         stuck.clear()
         stuck.update(still)
-        return any(rank not in still or len(still[rank]) == _BEATS_STUCK for rank in late)
+        if any(rank not in still for rank in late):
+            return True
+        return any(len(beats) >= _BEATS_STUCK for beats in still.values()) and self._all_are_away()
+
+    def _all_are_away(self) -> bool:
+        """One that is on its way may be what those wait for that are stuck."""
+        late = self._late(range(self._channel.size))
+        return len(self._last_acts.elsewhere(late)) == len(late)
 
     def _late(self, ranks: Iterable[int]) -> list[int]:
         """Those of the ranks that have not come to this meeting."""

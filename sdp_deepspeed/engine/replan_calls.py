@@ -92,6 +92,18 @@ class ReplanCalls(DenseCalls):
     config: Any
     _groups: RankGroups
     _last_acts: LastActs
+    _is_half_replanned = False
+
+    def _refuse_resident(self, call: str) -> None:
+        self._refuse_half_replanned(call)
+        super()._refuse_resident(call)
+
+    def _refuse_half_replanned(self, call: str) -> None:
+        if self._is_half_replanned:
+            raise RuntimeError(
+                f"{call} after engine.replan ended half-way in an error, which left weights and optimizer state "
+                "unfinished: end this run, and start it again from its last checkpoint"
+            )
 
     def replan(self, block: Mapping[str, Any], *, stage: int | None = None) -> Replanned:
         """Go on under another plan, from the end of a step; all ranks call it with the same keys.
@@ -112,6 +124,7 @@ class ReplanCalls(DenseCalls):
                 makes re-planning impossible now. On ranks that wait, if a rank does not call it.
         """
         begin = time.monotonic()
+        self._refuse_half_replanned("engine.replan")
         self._applied.dense_view.meet(Phase.REPLAN)
         given = run_on_all_ranks(self.world, partial(new_config, self.config, block, stage))
         with self._at_stage(stage):
@@ -121,8 +134,10 @@ class ReplanCalls(DenseCalls):
             chosen = run_on_all_ranks(self.world, partial(self._choose, config, network))
             check_same_plan(chosen.plan, self.world)
             before = self._before(chosen)
-            with torch.no_grad():
+            self._is_half_replanned = True
+            with torch.no_grad(), self._last_acts.doing("its re-plan"):
                 sent, least = self._change(chosen, config, before)
+            self._is_half_replanned = False
         del before
         give_back(self.device)
         self.block, self.config = config, given
@@ -228,8 +243,7 @@ class ReplanCalls(DenseCalls):
         share = Share.of(places, before.state.local, catalog)
         share.copy()
         transfer = Transfer(self.dp_group, device=self.device, bucket_bytes=self._bucket_bytes())
-        with self._last_acts.doing("its re-plan"):
-            transfer.run(share, before.state.owned, catalog)
+        transfer.run(share, before.state.owned, catalog)
         assert targets.state is not None
         optimizer.restore_in_place(targets.state, before.optimizer)
         return transfer.sent_bytes, share.num_bytes(catalog)

@@ -35,7 +35,7 @@ def refuse_replan(engine: Any, applied: AppliedPlan, other_weights: OtherWeights
     if applied.dense_view.is_inside or other_weights.are_shown:
         raise RuntimeError("engine.replan inside engine.dense(): leave it first, on all ranks")
     _refuse_run(engine, applied)
-    if engine.micro_steps % engine.gradient_accumulation_steps() or engine.optimizer.gradient_tensors():
+    if engine.optimizer.gradient_tensors():  # who counts micro-steps depends on the host; Accelerate steps once for all
         raise RuntimeError(
             "engine.replan: there are gradients of a step that has begun, which are laid out by the present plan; call "
             "it after engine.step() at the end of an accumulation, or drop them with engine.zero_grad()"

@@ -47,8 +47,8 @@ def settle_forward(module: nn.Module) -> None:
 def _leads_back(value: Any) -> bool:
     """To weights; or to itself, as a function that asks for the `forward` of its module's class would find it."""
     if isinstance(value, FunctionType):
-        names = value.__code__.co_names
-        return "forward" in names and ("type" in names or "__class__" in names)
+        names = value.__code__.co_names  # of attributes as well
+        return "forward" in names and ("type" in _globals_read(value) or "__class__" in names)
     return isinstance(value, nn.Parameter) or (isinstance(value, nn.Module) and any(True for _ in value.parameters()))
 
 
@@ -78,9 +78,12 @@ def _kept(function: FunctionType) -> list[Any]:
     """What a function closes over, its defaults, and which globals it reads, but for functions of a file."""
     cells = [cell.cell_contents for cell in function.__closure__ or () if cell != CellType()]
     defaults = [*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values()]
-    names = {step.argval for step in dis.get_instructions(function) if step.opname == "LOAD_GLOBAL"}
-    found = [function.__globals__[name] for name in names & function.__globals__.keys()]
+    found = [function.__globals__[name] for name in _globals_read(function) & function.__globals__.keys()]
     return [*cells, *defaults, *(each for each in found if isinstance(each, _OF_A_MODEL))]
+
+
+def _globals_read(function: FunctionType) -> set[str]:
+    return {step.argval for step in dis.get_instructions(function) if step.opname == "LOAD_GLOBAL"}
 
 
 _OF_A_MODEL = nn.Module | nn.Parameter | MethodType | partial

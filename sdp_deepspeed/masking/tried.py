@@ -41,10 +41,10 @@ class Tried:
 
 def _ways(branches: Sequence[LocatedBranch], plan: Plan) -> Iterator[tuple[str, str]]:
     """As a trial tells them apart: branches that are lacking together, or neurons or heads of one."""
-    if plan.is_whole:
-        return
     by_name = {branch.name: branch for branch in branches}
-    for unit, name in zip(plan.units, branches_of_units(plan.units, branches), strict=True):
+    for index, (unit, name) in enumerate(zip(plan.units, branches_of_units(plan.units, branches), strict=True)):
+        if plan.coverage_of(index) == 1:
+            continue
         members = members_of(unit, branches) if name is None else [by_name[name]]
         parts = " and ".join(branch.description.name for branch in members)
         yield members[0].layer, f"without {parts}" if name is None else f"with a part of {parts}"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from types import MethodType
 from typing import Any
 
 from torch import nn
@@ -78,11 +79,17 @@ class _Returns(_Stand):
         return self._sdp_returned.pop()
 
 
+def _of(twin: nn.Module, value: Any, *, instead_of: nn.Module) -> Any:
+    """A method that somebody keeps on a module, such as its old `forward`, is the twin's on the twin."""
+    is_its_method = isinstance(value, MethodType) and value.__self__ is instead_of
+    return MethodType(value.__func__, twin) if is_its_method else value
+
+
 def twin_of(module: nn.Module, replaced: Mapping[int, nn.Parameter], others: Mapping[str, nn.Module]) -> nn.Module:
     """`module` and its modules once more, with other parameters and with `others` at their paths."""
     settle_forward(module)
     twin = module.__class__.__new__(module.__class__)
-    twin.__dict__ = dict(module.__dict__)
+    twin.__dict__ = {name: _of(twin, value, instead_of=module) for name, value in module.__dict__.items()}
     twin.__dict__.pop("_compiled_call_impl", None)  # of the module itself, with its own weights
     twin._parameters = {name: None if p is None else replaced.get(id(p), p) for name, p in module._parameters.items()}
     twin._modules = {}

@@ -99,6 +99,25 @@ def in_an_accumulation(rank: Rank) -> None:
     engine.replan({"holders": 2})
 
 
+def half_way(rank: Rank) -> None:
+    """An error once something has changed: nobody trains, saves or re-plans what is left."""
+    engine = RUN.engine(Phase({}), 1)
+    engine._fill = raising
+    with pytest.raises(MemoryError, match="on purpose"):
+        engine.replan({"holders": 2})
+    del engine._fill
+    for call in (
+        lambda: RUN.train(engine, 1),
+        lambda: engine.replan({"holders": 1}),
+        lambda: engine.save_checkpoint("x"),
+    ):
+        refusal(RuntimeError, call, "ended half-way in an error", "last checkpoint")
+
+
+def raising(before: Any) -> Any:
+    raise MemoryError("on purpose")
+
+
 def described(rank: Rank) -> None:
     """Layers of users: what their descriptions were tried out for at start, and no more."""
     architectures.register(own_layers.Block, own_layers.attention_of(), own_layers.mlp_of())
@@ -133,6 +152,7 @@ def _cases(size: int, options: pytest.Config) -> Iterator[tuple[str, Check]]:
         yield refused.__name__, partial(goes_on, refused)
     yield "described", described
     yield "in_an_accumulation", in_an_accumulation
+    yield "half_way", half_way
     yield "runs", runs
 
 

@@ -146,6 +146,19 @@ def test_who_waits_in_a_barrier_of_all_ranks_is_not_waited_for(monkeypatch: pyte
         ranks.barrier(0).wait(Phase.RESIDENT)
 
 
+def test_who_waits_in_a_collective_for_one_that_is_on_its_way_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rank 2 reads a file, rank 1 waits for it, and rank 0 was done early, as the source of a broadcast is."""
+    looks = Counter[str]()
+
+    def stuck() -> str:
+        looks["of rank 1"] += 1
+        return "broadcast"
+
+    ranks = Ranks(stuck_in=stuck)
+    publishing_at_each_look(ranks, monkeypatch, until=lambda: looks["of rank 1"] > 2 * monitored_barrier._BEATS_STUCK)
+    assert ranks.barrier(0).wait(Phase.RESIDENT) == [None] * 3
+
+
 def test_who_leaves_a_collective_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
     """However often it enters another."""
     found = [*["all_gather"] * (monitored_barrier._BEATS_STUCK - 1), ""] * 2

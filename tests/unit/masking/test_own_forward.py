@@ -87,6 +87,7 @@ def test_what_keeps_nothing_of_the_module_is_not() -> None:
     constants, act, module = {"x": torch.ones(2)}, nn.SiLU(), nn.Linear(2, 2)
 
     def forward(self: Any, x: torch.Tensor, scale: float = 2.0) -> Any:
+        assert x.device.type == "cpu"
         return act(nn.Linear.forward(self, x + constants["x"])) * scale if scale else forward(self, x)
 
     module.forward = MethodType(forward, module)  # type: ignore[method-assign]
@@ -106,6 +107,17 @@ def test_it_is_refused_where_the_module_would_run_twice(
     assert f"a copy of 'model.layers.0.{body}' would run the forward of the original" in note
     with pytest.raises(ValueError, match=rf"'model\.layers\.0\.{body}' has a forward method of its own.*`self` only"):
         masked(model, plan_of(model, "backward"), 0)
+
+
+@pytest.mark.parametrize("body", ["mlp", "self_attn"])
+def test_an_old_forward_that_a_module_keeps_is_each_half_s_own(body: str) -> None:
+    model: Any = build("llama")
+    expected = model(tokens()).logits
+    module = getattr(model.model.layers[0], body)
+    module._old_forward = module.forward
+    bound(module, lambda module: lambda self, *args, **options: self._old_forward(*args, **options))
+    half, _ = masked(model, plan_of(model, "backward"), 0)
+    torch.testing.assert_close(half(tokens()).logits, expected)
 
 
 class Kept:

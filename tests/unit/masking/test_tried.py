@@ -45,6 +45,15 @@ def test_what_a_plan_takes_a_description_for() -> None:
     assert untried(model, {}, {"granularity": "layer"})[0] == "h.0 without attention and mlp"
 
 
+def test_what_rules_keep_whole_is_not_tried_out() -> None:
+    model, rules = GPT(Block), {"strategy": "neuron", "holders": [{"units": "mlp", "holders": 1}, {"holders": 2}]}
+    assert untried(model, rules, {"strategy": "neuron"}) == [
+        "h.0 with a part of attention",
+        "h.1 with a part of attention",
+    ]
+    assert untried(model, {"strategy": "neuron"}, rules) == []
+
+
 def test_where_all_hold_everything_nothing_was_tried() -> None:
     assert len(untried(GPT(Block), {"holders": 2}, {})) == 4
 
