@@ -14,25 +14,23 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import nn
 
 from sdp_deepspeed.architectures import (
     LocatedBranch,
-    branches_of_units,
-    is_of_package,
     locate_branches,
     units_of_branches,
 )
 from sdp_deepspeed.layout.places import PieceViews
 from sdp_deepspeed.layout.rank_model import RankModel
 from sdp_deepspeed.masking.block import BlockPart
-from sdp_deepspeed.masking.mask import members_of
 from sdp_deepspeed.masking.neuron import NeuronPart
 from sdp_deepspeed.masking.own_forward import bound_forward, runs_by_another_forward
 from sdp_deepspeed.masking.trial import Alone, Trial, forked_random_numbers, trial_of
+from sdp_deepspeed.masking.tried import Attempt, attempts_of, own_layers
 from sdp_deepspeed.masking.watched import read_numbers
 from sdp_deepspeed.plan.plan import Plan
 from sdp_deepspeed.plan.tensors import dense_tensors, named_tensors
@@ -93,7 +91,7 @@ def _with_own_forward(model: nn.Module, layer: str) -> str:
     return next((repr(name) for name, module in modules if runs_by_another_forward(module)), "")
 
 
-def _check(label: str, trial: Trial, attempts: Sequence[_Attempt]) -> None:
+def _check(label: str, trial: Trial, attempts: Sequence[Attempt]) -> None:
     for attempt in attempts:
         if attempt.strategy == "block":
             _check_block(label, trial, attempt.parts)
@@ -106,28 +104,15 @@ _NOTE = (
 )
 
 
-class _Attempt(NamedTuple):
-    """What a plan does with layers of a class: lacks some parts together, or some cells of one."""
-
-    strategy: str
-    parts: tuple[str, ...]
-
-
-def _attempts(model: nn.Module, branches: Sequence[LocatedBranch], plan: Plan) -> dict[str, list[_Attempt]]:
+def _attempts(model: nn.Module, branches: Sequence[LocatedBranch], plan: Plan) -> dict[str, list[Attempt]]:
     """What to try out on which layer: each on the first of its classes (its own, and those of the
     modules inside) that the plan does it with."""
-    result: dict[str, list[_Attempt]] = {}
-    seen: set[tuple[Any, _Attempt]] = set()
-    tried = {layer: not is_of_package(model.get_submodule(layer)) for layer in {b.layer for b in branches}}
-    by_name = {branch.name: branch for branch in branches}
-    for index, (unit, name) in enumerate(zip(plan.units, branches_of_units(plan.units, branches), strict=True)):
-        if plan.coverage_of(index) == 1:
-            continue
-        members = members_of(unit, branches) if name is None else [by_name[name]]
-        attempt = _Attempt("neuron" if name else "block", tuple(branch.description.name for branch in members))
-        layer = members[0].layer
+    result: dict[str, list[Attempt]] = {}
+    seen: set[tuple[Any, Attempt]] = set()
+    tried = own_layers(model, branches)
+    for layer, attempt in attempts_of(branches, plan):
         kinds = tuple((type(module), bound_forward(module)) for module in model.get_submodule(layer).modules())
-        if tried[layer] and (kinds, attempt) not in seen:
+        if layer in tried and (kinds, attempt) not in seen:
             seen.add((kinds, attempt))
             result.setdefault(layer, []).append(attempt)
     return result

@@ -1,9 +1,10 @@
-"""Which descriptions of users were tried out at start, and for what: a re-plan must not need others."""
+"""For what a plan takes a description: what is tried out at start, and what a re-plan must not need more of."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from torch import nn
 
@@ -12,16 +13,27 @@ from sdp_deepspeed.masking.mask import members_of
 from sdp_deepspeed.plan.plan import Plan
 
 
+class Attempt(NamedTuple):
+    """What a plan does with a layer: it lacks some branches together, or some neurons or heads of one."""
+
+    strategy: str
+    parts: tuple[str, ...]
+
+    def __str__(self) -> str:
+        parts = " and ".join(self.parts)
+        return f"without {parts}" if self.strategy == "block" else f"with a part of {parts}"
+
+
 @dataclass(frozen=True)
 class Tried:
     """
     Args:
         layers: whose descriptions are not the package's.
-        ways: in which ranks lack something of them under the plan of the start: the layer, and what `_ways` says.
+        attempts: what the plan of the start does with layers, by name.
     """
 
     layers: frozenset[str]
-    ways: frozenset[tuple[str, str]]
+    attempts: frozenset[tuple[str, Attempt]]
 
     @classmethod
     def of(cls, model: nn.Module, branches: Sequence[LocatedBranch], plan: Plan) -> Tried:
@@ -29,22 +41,26 @@ class Tried:
         Args:
             model: which nobody has cut yet.
         """
-        layers = {branch.layer for branch in branches}
-        own = frozenset(layer for layer in layers if not is_of_package(model.get_submodule(layer)))
-        return cls(own, frozenset(_ways(branches, plan)))
+        return cls(own_layers(model, branches), frozenset(attempts_of(branches, plan)))
 
     def untried(self, branches: Sequence[LocatedBranch], plan: Plan) -> list[str]:
         """What another plan needs that was not tried out, in words."""
-        new = sorted({way for way in _ways(branches, plan) if way[0] in self.layers and way not in self.ways})
-        return [f"{layer} {way}" for layer, way in new]
+        new = {attempt for attempt in attempts_of(branches, plan) if attempt[0] in self.layers} - self.attempts
+        return [f"{layer} {attempt}" for layer, attempt in sorted(new)]
 
 
-def _ways(branches: Sequence[LocatedBranch], plan: Plan) -> Iterator[tuple[str, str]]:
-    """As a trial tells them apart: branches that are lacking together, or neurons or heads of one."""
+def own_layers(model: nn.Module, branches: Sequence[LocatedBranch]) -> frozenset[str]:
+    """Names of layers whose descriptions are not the package's, or not true of all that is in them."""
+    layers = {branch.layer for branch in branches}
+    return frozenset(layer for layer in layers if not is_of_package(model.get_submodule(layer)))
+
+
+def attempts_of(branches: Sequence[LocatedBranch], plan: Plan) -> Iterator[tuple[str, Attempt]]:
+    """Layers of which ranks lack something, and what; one for each unit that not every subnetwork holds."""
     by_name = {branch.name: branch for branch in branches}
     for index, (unit, name) in enumerate(zip(plan.units, branches_of_units(plan.units, branches), strict=True)):
         if plan.coverage_of(index) == 1:
             continue
         members = members_of(unit, branches) if name is None else [by_name[name]]
-        parts = " and ".join(branch.description.name for branch in members)
-        yield members[0].layer, f"without {parts}" if name is None else f"with a part of {parts}"
+        parts = tuple(branch.description.name for branch in members)
+        yield members[0].layer, Attempt("block" if name is None else "neuron", parts)

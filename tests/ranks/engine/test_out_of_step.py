@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Iterator
+from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any
 from unittest import mock
@@ -69,19 +70,24 @@ def alone(engine: Any) -> str:
     return said
 
 
-def others_wait_in_a_barrier(rank: Rank) -> None:
+@contextmanager
+def quick_engine() -> Iterator[Any]:
+    """One that has trained a step; ranks look often what the others do."""
     with mock.patch.multiple(last_acts, **QUICK), mock.patch.object(monitored_barrier, "LOOK_SECONDS", 0.1):
         engine = engine_of(sgd())
         train(engine, num_steps=1)
+        yield engine
+
+
+def others_wait_in_a_barrier(rank: Rank) -> None:
+    with quick_engine() as engine:
         if rank.rank == 0:
             assert alone(engine).endswith("(step 1, micro-step 1) and waits in torch.distributed.barrier()")
         dist.barrier()
 
 
 def others_train_on(rank: Rank) -> None:
-    with mock.patch.multiple(last_acts, **QUICK), mock.patch.object(monitored_barrier, "LOOK_SECONDS", 0.1):
-        engine = engine_of(sgd())
-        train(engine, num_steps=1)
+    with quick_engine() as engine:
         if rank.rank == 0:
             assert alone(engine).endswith("Last seen: rank 1 began its step (step 2, micro-step 2)")
         else:

@@ -113,7 +113,9 @@ def subnetwork_as_estimated(
 def muon_as_estimated(rank: Rank) -> None:
     """From the JSON that a user gives `sdp estimate`: matrices have one owner and one moment, the rest has two."""
     for stage in (0, 1, 2):
-        settings = _settings(stage, {"optimizer": {"type": "Muon", "params": {"lr": 1e-3, "torch_adam": True}}}, holders=1)
+        settings = _settings(
+            stage, {"optimizer": {"type": "Muon", "params": {"lr": 1e-3, "torch_adam": True}}}, holders=1
+        )
         engine = engine_of(settings)
         figures = _measured(engine, rank)
         tensors = with_groups(dense_tensors(llama()), "muon", every_tensor=False)

@@ -66,7 +66,7 @@ def assert_gradients(
             assert_close(mask.model.views.view_in(piece, found[name]), piece.narrow(expected[name]), largest=largest)
 
 
-same_as_zeroed = partial(assert_same_as_zeroed, assert_gradients=assert_gradients)
+assert_as_zeroed = partial(assert_same_as_zeroed, assert_gradients=assert_gradients)
 
 
 @pytest.mark.parametrize("name", SPECIMENS)
@@ -76,15 +76,15 @@ def test_forward_block_is_zeroed(name: str) -> None:
     parts = [branch.description.name for branch in locate_branches(dense)]
     assert len(plan.units) == len(parts) == {True: 13, False: 4}["cross_attention" in parts]
     for rank in RANKS:
-        same_as_zeroed(dense, plan, rank)
-    same_as_zeroed(dense, plan_of(dense, strategy="block", **LAYER), 0)
+        assert_as_zeroed(dense, plan, rank)
+    assert_as_zeroed(dense, plan_of(dense, strategy="block", **LAYER), 0)
 
 
 @pytest.mark.parametrize("name", SPECIMENS)
 def test_forward_neuron_is_zeroed(name: str) -> None:
     dense = build(name)
     for rank in RANKS:
-        same_as_zeroed(dense, plan_of(dense, strategy=neuron_strategy(name)), rank)
+        assert_as_zeroed(dense, plan_of(dense, strategy=neuron_strategy(name)), rank)
 
 
 @pytest.mark.parametrize("name", SPECIMENS)

@@ -180,7 +180,7 @@ def test_who_comes_late_to_a_meeting_that_failed_is_told(ranks: Ranks) -> None:
     with pytest.raises(RuntimeError, match="rank 0 asked"):
         ranks.barrier(0).wait(Phase.RESIDENT)
     ranks.come(2)
-    with pytest.raises(RuntimeError, match="rank 1 asked for the whole dense model and waited for another rank"):
+    with pytest.raises(RuntimeError, match=r"rank 1 asked .* waited for another rank, which is gone or had given up"):
         ranks.barrier(1).wait(Phase.RESIDENT)
 
 
