@@ -1,7 +1,7 @@
 """Coverage over depth and by name: the rules that `coverage` and `holders` of the config block may be.
 
 The first rule that matches a unit decides; a unit that none matches stays whole. Pure data: how many holders the rules
-give to the units of a model is in plan/counts.py.
+give to the units of a model is in plan/holders.py.
 """
 
 from __future__ import annotations
