@@ -7,7 +7,7 @@ export PIP_NO_COMPILE=no      # pip's way to say that it shall not; what tests i
 unset PYTHONDONTWRITEBYTECODE # hundreds of processes import the package
 source launch/_environment.sh test
 
-export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}" # each of two workers, and each rank, has a core at most
+export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}" # each worker, and each rank, has a core at most
 if [ $# -gt 0 ]; then
   say "pytest $*"
   exec python -m pytest "$@"
@@ -19,6 +19,6 @@ ruff format --check .
 say "mypy"
 mypy
 say "pytest, all tests, properties with all their examples; the 25 slowest at the end"
-# Files in the order of their names: programs first, then ranks, and the many quick ones last, so that both workers end
-# together.
-exec python -m pytest --hypothesis-profile thorough --numprocesses 2 --dist loadfile --no-loadscope-reorder --durations 25
+# Files in the order of their names: programs first, then ranks, and the many quick ones last, so that all workers end
+# together. Three of them on two cores, as programs and ranks wait for half of their time.
+exec python -m pytest --hypothesis-profile thorough --numprocesses 3 --dist loadfile --no-loadscope-reorder --durations 25

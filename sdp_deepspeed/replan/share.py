@@ -56,9 +56,13 @@ class Share:
         for key, box, place in targets:
             left = [box]
             for source, values in local.get(key, ()):
+                if not left:
+                    break
                 found, left = _taken(left, source)
                 share.moves.extend((place[b.slices_in(box)], values[b.slices_in(source)]) for b in found)
-            for owner, source in catalog.owners.get(key, ()) if left else ():
+            for owner, source in catalog.owners.get(key, ()):
+                if not left:
+                    break
                 found, left = _taken(left, source)
                 for part in found:
                     share.requests.setdefault(owner, []).append(Request(key, source.offsets, part))

@@ -60,11 +60,11 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def command(folder: Path, run: str, *extra: str, launcher: str = "deepspeed") -> list[str]:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
+    with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
-    how_many = {"deepspeed": "--num_gpus", "torchrun": "--nproc_per_node"}[launcher]
-    start = [str(Path(sys.executable).with_name(launcher)), how_many, str(NUM_RANKS), "--master_port", str(port)]
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node"]
+    program = torchrun if launcher == "torchrun" else [str(Path(sys.executable).with_name(launcher)), "--num_gpus"]
+    start = [*program, str(NUM_RANKS), "--master_port", str(port)]
     files = ["--model", str(folder / "model.json"), "--data", str(folder / "data.json")]
     files += ["--deepspeed_config", str(folder / "deepspeed.json"), "--run-folder", str(folder / run)]
     return [*start, "launch/pretrain.py", *files, "--eval-interval", "50", *extra]
