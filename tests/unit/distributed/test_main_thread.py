@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import gc
 import inspect
+import sys
 import threading
 from functools import wraps
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch.distributed as dist
@@ -52,3 +55,22 @@ def test_a_collective_of_all_ranks_is_seen(group: object, expected: str) -> None
 @pytest.mark.parametrize("name", _COLLECTIVES)
 def test_pytorch_calls_the_group_so(name: str) -> None:
     assert "group" in inspect.unwrap(getattr(dist, name)).__code__.co_varnames
+
+
+@pytest.mark.parametrize("enabled", [False, True])
+def test_garbage_is_not_collected_while_threads_are_listed(enabled: bool) -> None:
+    """A finalizer there may lock all threads for ever; afterward it is as the user wanted."""
+    found: list[bool] = []
+
+    def frames() -> dict[int, Any]:
+        found.append(gc.isenabled())
+        return {}
+
+    was_enabled = gc.isenabled()
+    try:
+        (gc.enable if enabled else gc.disable)()
+        with mock.patch.object(sys, "_current_frames", frames):
+            stuck_in(HOST)
+        assert (found, gc.isenabled()) == ([False], enabled)
+    finally:
+        (gc.enable if was_enabled else gc.disable)()
