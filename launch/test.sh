@@ -21,9 +21,10 @@ mypy &
 types=$!
 say "pytest, all tests, properties with all their examples; the 25 slowest at the end"
 # Files in the order of their names: programs first, then ranks, and the many quick ones last, so that all workers end
-# together. Three of them on two cores, as programs and ranks often wait.
+# together. Two for each core, as programs and ranks wait for more
+# than half of their time.
 status=0
-python -m pytest --hypothesis-profile thorough --numprocesses 3 --dist loadfile --no-loadscope-reorder --durations 25 ||
+python -m pytest --hypothesis-profile thorough --numprocesses 4 --dist loadfile --no-loadscope-reorder --durations 25 ||
   status=$?
 wait "$types" || { say "mypy failed: its lines are above, among the tests'" && exit 1; }
 exit "$status"

@@ -33,6 +33,7 @@ class Channel(IntEnum):
     DATA_PARALLEL = 2
     TENSOR_PARALLEL = 3
     BARRIER = 4
+    NOTHING = 5  # nobody sends in it
 
 
 @dataclass(frozen=True)
@@ -87,6 +88,18 @@ class HostChannel:
             texts = [own, *(text for (text,) in self._receive(1, of=others))]
             self._send(texts, to=others)
         return [pickle.loads(text) for text in texts]
+
+    def is_gone(self, rank: int) -> bool:
+        """Whether the process of one of the others has ended; returns at once.
+
+        Gloo notices it by the connection, and says so to whoever would receive from it: here what nobody ever sends.
+        """
+        try:
+            nothing = torch.empty(1, dtype=torch.uint8, device="cpu")
+            self._host.dist.irecv(nothing, self._ranks[rank], self._host.group, int(Channel.NOTHING))
+        except RuntimeError:
+            return True
+        return False
 
     def _send(self, texts: Sequence[bytes], *, to: Sequence[int]) -> None:
         """The same to each: lengths, then everything in a row."""

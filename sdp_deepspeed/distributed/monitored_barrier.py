@@ -7,7 +7,7 @@ import time
 from collections.abc import Iterable, Sequence
 from datetime import timedelta
 from enum import IntEnum
-from typing import Any
+from typing import Any, Protocol
 
 from sdp_deepspeed.distributed.agreement import Gatherer
 from sdp_deepspeed.distributed.host_group import Channel, HostGroup
@@ -57,6 +57,13 @@ _WHOLE = (
 _WHY = {Phase.RESIDENT: _WHOLE, Phase.LEAVE: _BATCHES, Phase.FORWARD: _BATCHES, Phase.PART: _PARTS}
 
 
+class Meeting(Gatherer, Protocol):
+    """What a barrier needs of a channel."""
+
+    def is_gone(self, rank: int) -> bool:
+        """Whether the process of another rank has ended; returns at once."""
+
+
 class MonitoredBarrier:
     """Meeting point of all ranks before each collective of the dense view, and before they save or load.
 
@@ -67,7 +74,7 @@ class MonitoredBarrier:
         limit: of waiting for one of which nothing tells.
     """
 
-    def __init__(self, channel: Gatherer, store: Store, last_acts: LastActs, *, limit: timedelta) -> None:
+    def __init__(self, channel: Meeting, store: Store, last_acts: LastActs, *, limit: timedelta) -> None:
         self._limit = limit
         self._channel = channel
         self._store = store
@@ -129,8 +136,8 @@ class MonitoredBarrier:
         return not self._store.check([_FAILED])  # who comes last may find that others have given up
 
     def _is_hopeless(self, stuck: dict[int, set[int]]) -> bool:
-        """Whether a rank goes on without coming here. Of each group the first rank looks for all, others for that one;
-        what one found all hear.
+        """Whether a rank has ended, or goes on without coming here. Of each group the first rank looks for all, others
+        for that one; what one found all hear.
 
         Args:
             stuck: the beats of each rank that was in a collective of PyTorch's own at all the latest looks. One that
@@ -138,12 +145,13 @@ class MonitoredBarrier:
         """
         if self._store.check([_FAILED]):
             return True
-        elsewhere = self._last_acts.elsewhere(self._late(self._last_acts.watched))
+        watched = self._late(self._last_acts.watched)
+        elsewhere = self._last_acts.elsewhere(watched)
         late = self._late(elsewhere)  # asked again: who has come meanwhile may have gone on since
         still = {rank: stuck.get(rank, set()) | {elsewhere[rank].beat} for rank in late if elsewhere[rank].stuck_in}
         stuck.clear()
         stuck.update(still)
-        if any(rank not in still for rank in late):
+        if any(rank not in still for rank in late) or any(map(self._channel.is_gone, watched)):
             return True
         return any(len(beats) >= _BEATS_STUCK for beats in still.values()) and self._all_are_away()
 

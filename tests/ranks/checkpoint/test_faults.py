@@ -32,14 +32,16 @@ PAGE = os.sysconf("SC_PAGE_SIZE")
 LARGEST = 2**15  # bytes of a file: chunks of tensors have more, all others less, the rendezvous of the ranks too
 
 
-def test_five_kills(tmp_path: Path) -> None:
-    """Between the two renames of a replacement, in the middle of a file, before `latest`, in a step, while loading."""
+def test_six_kills(tmp_path: Path) -> None:
+    """Between the two renames of a replacement, in the middle of a file, before `latest`, in a step, while loading,
+    and where the other rank waits for it to save."""
     kills = [
         Kill((0, 1), "rename", 2),
         Kill((1,), "bytes", 4),
         Kill((0,), "rename latest", 1),
         Kill((1,), "step", 2, delay=0.5),
         Kill((0,), "read", 3),
+        Kill((1,), "save", 1),
     ]
     faults = Faults(tmp_path, seed=0, style="one tag")
     outcomes = [faults.cycle(kill) for kill in [*kills, Kill((), "", 0)]]

@@ -120,6 +120,20 @@ def test_who_does_not_come_is_an_error_within_the_limit() -> None:
     in_threads(work, SIZE)
 
 
+def test_who_has_ended_is_noticed_at_once_and_others_are_still_heard() -> None:
+    groups = hosts()
+    channels = [groups[rank].channel(Channel.BARRIER, [0, 2]) for rank in (0, 2)]
+    watching = groups[0].channel(Channel.BARRIER)
+    assert not any(watching.is_gone(rank) for rank in (1, 2))
+    del groups[1]  # closes its connections, as the end of a process does
+    until = time.monotonic() + 10
+    while not watching.is_gone(1):
+        assert time.monotonic() < until
+        time.sleep(0.01)
+    assert not watching.is_gone(2)
+    assert in_threads(lambda rank: channels[rank].gather_objects(rank), 2) == [[0, 1]] * 2
+
+
 def lonely(backend: str, new_group: Callable[..., Any]) -> Any:
     """What `make_host_group` calls of `torch.distributed`, on one rank."""
     return SimpleNamespace(

@@ -42,6 +42,7 @@ class Ranks:
             LastActs(self._prefixed("acts"), rank=rank, ranks=range(3), warn=print, stuck_in=stuck_in)
             for rank in range(3)
         ]
+        self.gone: set[int] = set()
         self._came = Counter[int]()
         self._began = time.monotonic()
 
@@ -49,7 +50,9 @@ class Ranks:
         return dist.PrefixStore(name, self._store)
 
     def barrier(self, rank: int, said: list[tuple[int, Any]] | None = None) -> MonitoredBarrier:
-        channel: Any = SimpleNamespace(rank=rank, size=3, gather_objects=lambda value: said or [value] * 3)
+        channel: Any = SimpleNamespace(
+            rank=rank, size=3, gather_objects=lambda value: said or [value] * 3, is_gone=self.gone.__contains__
+        )
         limit: Any = SimpleNamespace(total_seconds=self._patience)
         return MonitoredBarrier(channel, self._prefixed("barrier"), self.acts[rank], limit=limit)
 
@@ -219,6 +222,22 @@ def test_a_process_that_ends_is_not_waited_for(ranks: Ranks) -> None:
     last_acts._beat(weakref.ref(ranks.acts[1]), ended)
     with pytest.raises(RuntimeError, match="waited for rank 1, which did not come"):
         ranks.barrier(0).wait(Phase.FORWARD)
+
+
+def test_a_process_that_was_killed_is_not_waited_for(ranks: Ranks) -> None:
+    """It cannot say that it ended."""
+    ranks.gone.add(1)
+    ranks.come(2)
+    with pytest.raises(RuntimeError, match="waited for rank 1, which did not come"):
+        ranks.barrier(0).wait(Phase.FORWARD)
+
+
+def test_who_came_and_ended_since_is_not_missed(ranks: Ranks) -> None:
+    """Its error is told where its message is missing; who is on its way is waited for."""
+    ranks.come(1)
+    ranks.gone.add(1)
+    ranks.come_later()
+    assert ranks.barrier(0).wait(Phase.FORWARD) == [None] * 3
 
 
 def test_a_store_that_is_gone_with_its_rank(ranks: Ranks, monkeypatch: pytest.MonkeyPatch) -> None:
