@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import re
-import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -13,6 +12,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from tests.helpers.ports import free_port
 from tests.helpers.repository import ROOT
 
 LAUNCHERS = {
@@ -24,19 +24,13 @@ LAUNCHERS = {
 }
 
 
-def free_port() -> str:
-    with socket.socket() as found:
-        found.bind(("localhost", 0))
-        return str(found.getsockname()[1])
-
-
 @pytest.mark.parametrize(
     ("script", "launcher", "hf"), [("with_trainer", "torchrun", "hf"), ("with_accelerate", "accelerate", "")]
 )
 def test_an_example_trains_and_saves_the_dense_model(script: str, launcher: str, hf: str, tmp_path: Path) -> None:
     helpers = [] if script == "with_trainer" else [str(ROOT / "tests/helpers/on_the_cpu.py")]
     program = [*helpers, str(ROOT / f"launch/examples/{script}.py")]
-    command = [sys.executable, "-m", *LAUNCHERS[launcher], free_port(), *program, str(tmp_path), "--steps", "8"]
+    command = [sys.executable, "-m", *LAUNCHERS[launcher], str(free_port()), *program, str(tmp_path), "--steps", "8"]
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu"}
     done = subprocess.run(command, capture_output=True, text=True, timeout=180, env=environment, cwd=tmp_path)
     assert done.returncode == 0, f"{' '.join(command)}\n{done.stdout[-4000:]}\n{done.stderr[-4000:]}"

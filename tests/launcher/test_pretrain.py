@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -22,6 +21,7 @@ from transformers import AutoModelForCausalLM
 from sdp_deepspeed.config import KEY
 from sdp_deepspeed.data import DataConfig, build
 from sdp_deepspeed.data.prepare import prepare
+from tests.helpers.ports import free_port
 from tests.helpers.repository import ROOT
 
 NUM_RANKS = 2
@@ -60,11 +60,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def command(folder: Path, run: str, *extra: str, launcher: str = "deepspeed") -> list[str]:
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node"]
     program = torchrun if launcher == "torchrun" else [str(Path(sys.executable).with_name(launcher)), "--num_gpus"]
-    start = [*program, str(NUM_RANKS), "--master_port", str(port)]
+    start = [*program, str(NUM_RANKS), "--master_port", str(free_port())]
     files = ["--model", str(folder / "model.json"), "--data", str(folder / "data.json")]
     files += ["--deepspeed_config", str(folder / "deepspeed.json"), "--run-folder", str(folder / run)]
     return [*start, "launch/pretrain.py", *files, "--eval-interval", "50", *extra]

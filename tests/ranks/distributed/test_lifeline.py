@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import os
 import signal
-import socket
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
 
 import pytest
 
+from tests.helpers.ports import free_port
 from tests.helpers.repository import ROOT
 
 LIMIT = 4.0  # seconds of silence
@@ -47,12 +47,6 @@ run()
 """
 
 Start = Callable[..., list["subprocess.Popen[str]"]]
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 @pytest.fixture

@@ -18,6 +18,7 @@ from sdp_deepspeed.hosts.hostfile import Host
 from sdp_deepspeed.hosts.inspection import Inspection, Rendezvous
 from sdp_deepspeed.hosts.probe import Probe
 from sdp_deepspeed.hosts.remote import HostError
+from tests.helpers.ports import free_port
 
 SETTINGS = {"config": "c0ffee", "plan": "deadbeef"}
 
@@ -43,12 +44,6 @@ class Answering:
 
 
 Inspect = Callable[..., Inspection]
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 @pytest.fixture
