@@ -12,6 +12,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_valida
 
 from sdp_deepspeed.config_errors import explain, normalized
 from sdp_deepspeed.coverage import Coverage, CoverageRule, Holders, HoldersRule
+from sdp_deepspeed.schedule import blocks_of_phases
 
 KEY = "subnetwork_data_parallel"
 # Seconds without a sign of life of a rank, after which the others end; longer than what usually keeps the threads of a
@@ -93,6 +94,16 @@ class SubnetworkConfig(BaseModel):
     allow_optimizer: bool | Literal["whole_tensors"] = Field(
         default=False, description='true or false, or "whole_tensors" for one that updates each tensor by itself'
     )
+    schedule: tuple[dict[str, Any], ...] | None = Field(
+        default=None,
+        strict=False,
+        min_length=1,
+        description='a list of phases such as [{"until_step": 1000, "coverage": 0.5}, {"coverage": 1.0}]',
+    )
+    redraw_interval: int | None = Field(default=None, ge=1, description="a whole number of steps, at least 1")
+    total_steps: Literal["auto"] | int | None = Field(
+        default=None, description='the number of steps of the whole run, or "auto" where the host fills it in'
+    )
     check_agreement: bool = Field(default=False, description="true or false")
     silence_limit: float | None = Field(
         default=SILENCE_LIMIT,
@@ -104,10 +115,10 @@ class SubnetworkConfig(BaseModel):
         default=CheckpointOptions(), description='a mapping such as {"asynchronous": true, "keep_last": 3}'
     )
 
-    @field_validator("subnetworks")
+    @field_validator("subnetworks", "total_steps")
     @classmethod
-    def _at_least_one(cls, value: Literal["auto"] | int) -> Literal["auto"] | int:
-        if value != "auto" and value < 1:
+    def _at_least_one(cls, value: Literal["auto"] | int | None) -> Literal["auto"] | int | None:
+        if isinstance(value, int) and value < 1:
             raise ValueError
         return value
 
@@ -137,7 +148,7 @@ class SubnetworkConfig(BaseModel):
 
     @model_validator(mode="after")
     def _consistent(self) -> SubnetworkConfig:
-        if self.enabled:
+        if self.enabled and self.schedule is None:  # of a schedule each phase is looked at
             problems = _contradictions(self)
             if problems:
                 raise ValueError("\n".join(problems))
@@ -164,7 +175,7 @@ def parse(ds_config: Mapping[str, Any]) -> SubnetworkConfig | None:
         ds_config: the whole DeepSpeed config, loaded.
 
     Returns:
-        The block; None if it is absent or not enabled.
+        The block, of its first phase if it has a schedule; None if it is absent or not enabled.
 
     Raises:
         ValueError: a top-level key that is a near-miss of the block's name (DeepSpeed ignores unknown
@@ -176,11 +187,18 @@ def parse(ds_config: Mapping[str, Any]) -> SubnetworkConfig | None:
     block = ds_config[KEY]
     if not isinstance(block, Mapping):
         raise ValueError(f'{KEY}: got {block!r}, expected an object such as {{"coverage": 0.5}}')
+    config = _validated(block, KEY)
+    if not config.enabled:
+        return None
+    first, *_ = [_validated(own, path) for path, own in blocks_of_phases(block, KEY)]
+    return first
+
+
+def _validated(block: Mapping[str, Any], path: str) -> SubnetworkConfig:
     try:
-        config = SubnetworkConfig.model_validate(dict(block))
+        return SubnetworkConfig.model_validate(dict(block))
     except ValidationError as error:
-        raise ValueError(explain(error, block, KEY, _MODELS)) from None
-    return config if config.enabled else None
+        raise ValueError(explain(error, block, path, _MODELS)) from None
 
 
 def nothing_to_place(config: SubnetworkConfig, who: str) -> str:
@@ -197,6 +215,11 @@ def _contradictions(config: SubnetworkConfig) -> list[str]:
     if config.coverage is not None and config.holders is not None:
         got = f"{_words(config.coverage)} and {_words(config.holders)}"
         problems.append(f"{KEY}.coverage and {KEY}.holders: got {got}, expected one of both")
+    if config.redraw_interval is not None and config.assignment not in ("balanced", "auto"):
+        problems.append(
+            f"{KEY}.redraw_interval: got {config.redraw_interval}, but assignment {config.assignment!r} cannot be drawn "
+            'again; use "balanced" or "auto"'
+        )
     rules = next((name for name in ("coverage", "holders") if isinstance(getattr(config, name), tuple)), None)
     if config.plan_path is None:
         if config.coverage is None and config.holders is None:

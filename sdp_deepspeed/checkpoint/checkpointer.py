@@ -12,7 +12,7 @@ from deepspeed.utils import log_dist
 
 from sdp_deepspeed.checkpoint.interop.load_universal import load_universal, universal_tag
 from sdp_deepspeed.checkpoint.interop.pretrained import load_pretrained
-from sdp_deepspeed.checkpoint.load import LoadOptions, restore, select_checkpoint
+from sdp_deepspeed.checkpoint.load import LoadOptions, num_steps, restore, select_checkpoint
 from sdp_deepspeed.checkpoint.save import Saver, Target
 from sdp_deepspeed.checkpoint.state.optimizer_state import merged
 from sdp_deepspeed.checkpoint.state.snapshot import Snapshot, step_counts, take_snapshot
@@ -20,7 +20,7 @@ from sdp_deepspeed.checkpoint.state.trained_state import TrainedState
 from sdp_deepspeed.checkpoint.storage.errors import translating_os_errors
 from sdp_deepspeed.checkpoint.storage.folder import check_tag
 from sdp_deepspeed.config import CheckpointOptions
-from sdp_deepspeed.distributed.agreement import run_on_all_ranks
+from sdp_deepspeed.distributed.agreement import run_on_all_ranks, run_on_rank_0
 from sdp_deepspeed.distributed.communicator import Communicator
 from sdp_deepspeed.distributed.host_group import HostGroup
 from sdp_deepspeed.messages import quoted
@@ -125,6 +125,8 @@ class Checkpointer:
         if name is None:
             log_dist(f"load_checkpoint: {folder} has no checkpoint, so nothing was loaded", [0], level=logging.WARNING)
             return None, None
+        if not options.module_only:
+            trained.before_restore(run_on_rank_0(trained.world, partial(num_steps, folder / name)))
         return str(folder / name), restore(trained, folder / name, options)
 
     def load_pretrained(self, folder: Path) -> None:

@@ -66,6 +66,11 @@ def select_checkpoint(folder: Path, tag: str | None, world: Communicator) -> tup
     return None, []
 
 
+def num_steps(path: Path) -> int:
+    """Steps of the optimizer before a verified checkpoint was saved."""
+    return int(manifests.read_manifest(path)["global_steps"])
+
+
 def _problems(path: Path, world: Communicator) -> list[str]:
     """What is wrong with a checkpoint; each rank looks at its share of the files."""
     seen_here: list[str] = []

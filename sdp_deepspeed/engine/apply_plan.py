@@ -9,6 +9,7 @@ import logging
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from itertools import chain
 
 import torch
 from deepspeed.utils import log_dist, logger
@@ -29,7 +30,7 @@ from sdp_deepspeed.masking.description_check import check_descriptions
 from sdp_deepspeed.masking.freed_memory import give_back
 from sdp_deepspeed.masking.mask import Mask
 from sdp_deepspeed.masking.passes import DensePasses
-from sdp_deepspeed.masking.tried import Tried
+from sdp_deepspeed.masking.tried import Tried, own_layers
 from sdp_deepspeed.plan.placement import Network
 from sdp_deepspeed.plan.plan import Plan
 from sdp_deepspeed.plan.planner import plan_model
@@ -137,8 +138,13 @@ class ChosenPlan:
         )
 
 
-def apply_plan(start: ModelAtStart, block: SubnetworkConfig, groups: RankGroups) -> AppliedPlan:
+def apply_plan(
+    start: ModelAtStart, block: SubnetworkConfig, groups: RankGroups, later: Sequence[SubnetworkConfig] = ()
+) -> AppliedPlan:
     """Make a module this rank's subnetwork; every rank calls it.
+
+    Args:
+        later: blocks of later phases, for which descriptions of users are tried out too, now that the module is whole.
 
     Raises:
         ValueError, RuntimeError: on all ranks: what one of them cannot divide, plan or mask, or what is not the same on
@@ -156,10 +162,14 @@ def apply_plan(start: ModelAtStart, block: SubnetworkConfig, groups: RankGroups)
         # Plan: which units the model has, and which subnetwork holds which.
         chosen = ChosenPlan.of(module, block, network, parallel, groups.dp_group.size)
         model = chosen.rank_model(module, tensors, parallel, groups.dp_group.rank)
+        plans = [chosen.plan]
+        if own_layers(module, parallel.branches):
+            later_plans = (ChosenPlan.of(module, each, network, parallel, groups.dp_group.size) for each in later)
+            plans += [each.plan for each in later_plans]
         if groups.tp_group is None:
-            notes = check_descriptions(module, parallel.branches, chosen.plan, start.device)
-            chosen = replace(chosen, warnings=[*chosen.warnings, *notes])
-        tried = Tried.of(module, parallel.branches, chosen.plan)
+            notes = [check_descriptions(module, parallel.branches, plan, start.device) for plan in plans]
+            chosen = replace(chosen, warnings=[*chosen.warnings, *dict.fromkeys(chain.from_iterable(notes))])
+        tried = Tried.of(module, parallel.branches, plans)
         # Mask: drop, narrow or freeze what this rank lacks.
         mask = Mask(module, model, parallel.branches, scales=block.dense_branch_scale == "coverage")
         mask.apply()

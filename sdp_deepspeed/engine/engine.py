@@ -32,7 +32,7 @@ from sdp_deepspeed.engine.deepspeed_settings import loss_scaler, network_of, opt
 from sdp_deepspeed.engine.dense_export import install_save
 from sdp_deepspeed.engine.full_tensors import FullTensors, install_full_access
 from sdp_deepspeed.engine.given import Given
-from sdp_deepspeed.engine.replan_calls import ReplanCalls
+from sdp_deepspeed.engine.schedule_calls import ScheduleCalls
 from sdp_deepspeed.engine.start import Start
 from sdp_deepspeed.engine.step_events import write_step_events
 from sdp_deepspeed.masking.compiled import compile_in_place
@@ -49,7 +49,7 @@ from sdp_deepspeed.tensor_parallel.model import ModelBeforeAutoTP
 _NO_OPTIMIZER = f"{KEY} needs an optimizer: name one in the config, or give deepspeed.initialize one"
 
 
-class SubnetworkEngine(ReplanCalls):
+class SubnetworkEngine(ScheduleCalls):
     """What `deepspeed.initialize` returns for a config with the block `subnetwork_data_parallel`.
 
     Attributes:
@@ -78,6 +78,7 @@ class SubnetworkEngine(ReplanCalls):
         assert start.block is not None, "the import hook builds this engine for configs with the block only"
         object.__setattr__(self, "block", start.block)
         object.__setattr__(self, "_ranks", start.ranks)
+        object.__setattr__(self, "schedule", start.schedule)
         start.check(model, options)
 
         def prepare() -> nn.Module:
@@ -88,6 +89,8 @@ class SubnetworkEngine(ReplanCalls):
             return prepared
 
         model = run_on_all_ranks(start.ranks, prepare)
+        if start.schedule is not None:
+            options["config"] = start.schedule.config_after(0)
         super().__init__(args, model, *rest, **(options | {"model_parameters": self._given.parameters}))
         if self.optimizer is None:
             raise ValueError(_NO_OPTIMIZER)
@@ -99,6 +102,7 @@ class SubnetworkEngine(ReplanCalls):
             self, self._host, options=start.block.checkpoint, accepts_universal=self.load_universal_checkpoint()
         )
         self.step_events = write_step_events(self, self.world, dp_group=self.dp_group)
+        self._begin_schedule()
 
     @property
     def plan(self) -> Plan:
@@ -140,7 +144,7 @@ class SubnetworkEngine(ReplanCalls):
             deferred=self._deferred,
         )
         self._given = run_on_all_ranks(self.world, partial(self._given.built, model))
-        self._applied = apply_plan(start, self.block, groups)
+        self._applied = apply_plan(start, self.block, groups, self._later_blocks())
         self._deferred = None
 
     def _configure_optimizer(self, client_optimizer: Any, model_parameters: Any) -> None:
@@ -201,6 +205,7 @@ class SubnetworkEngine(ReplanCalls):
             holders_agree = partial(check_holders_agree, self._applied.model, self.dp_group)
             replicas_agree = partial(self._applied.parallel.check_replicated, self.held_tensors())
             run_on_all_ranks(self.world, holders_agree, replicas_agree)
+        self._follow_schedule(self.global_steps)
 
     def held_tensors(self) -> dict[str, torch.Tensor]:
         """Parameters and buffers that this rank stores for its subnetwork, by dense name; parts of them where neurons

@@ -123,16 +123,21 @@ class ReplanCalls(DenseCalls):
             ValueError, RuntimeError: on all ranks, before anything is changed: what is wrong with the block, or what
                 makes re-planning impossible now. On ranks that wait, if a rank does not call it.
         """
-        begin = time.monotonic()
         self._refuse_half_replanned("engine.replan")
         self._applied.dense_view.meet(Phase.REPLAN)
-        given = run_on_all_ranks(self.world, partial(new_config, self.config, block, stage))
+        return self._replan(run_on_all_ranks(self.world, partial(self._new_config, block, stage)), stage)
+
+    def _new_config(self, block: Mapping[str, Any], stage: int | None) -> dict[str, Any]:
+        return new_config(self.config, block, stage)
+
+    def _replan(self, given: dict[str, Any], stage: int | None) -> Replanned:
+        """
+        Args:
+            given: DeepSpeed's config from now on, the same on all ranks.
+        """
+        begin = time.monotonic()
         with self._at_stage(stage):
-            config = run_on_all_ranks(self.world, partial(self._check, given))
-            check_same_block(config, self.zero_optimization_stage(), self.world)
-            network = network_of(self, self._groups)
-            chosen = run_on_all_ranks(self.world, partial(self._choose, config, network))
-            check_same_plan(chosen.plan, self.world)
+            config, chosen = self._agree(given)
             before = self._before(chosen)
             self._is_half_replanned = True
             with torch.no_grad(), self._last_acts.doing("its re-plan"):
@@ -146,6 +151,16 @@ class ReplanCalls(DenseCalls):
         result = Replanned(sent, all_sent, all_least, time.monotonic() - begin)
         log_dist(f"{KEY}: {result}", ranks=[0])
         return result
+
+    def _agree(self, given: Mapping[str, Any]) -> tuple[SubnetworkConfig, ChosenPlan]:
+        """The block of a config and its plan, of which all ranks have tried what could be refused; every rank calls
+        it."""
+        config = run_on_all_ranks(self.world, partial(self._check, given))
+        check_same_block(config, self.zero_optimization_stage(), self.world)
+        network = network_of(self, self._groups)
+        chosen = run_on_all_ranks(self.world, partial(self._choose, config, network))
+        check_same_plan(chosen.plan, self.world)
+        return config, chosen
 
     @contextmanager
     def _at_stage(self, stage: int | None) -> Iterator[None]:

@@ -27,6 +27,7 @@ from sdp_deepspeed.engine.private_api import check_hosts
 from sdp_deepspeed.gpus import unusable_gpus
 from sdp_deepspeed.masking.mixins import is_cut
 from sdp_deepspeed.messages import listed
+from sdp_deepspeed.schedule import Schedule
 from sdp_deepspeed.support.host_types import refuse_wrong_types
 from sdp_deepspeed.support.refusals import refuse_modules, refuse_unsupported, without_effect
 from sdp_deepspeed.tensor_parallel.checks import check_mpu
@@ -45,12 +46,14 @@ class Start:
     """An engine that this rank is about to build.
 
     Args:
-        block: the parsed block, None for an engine of DeepSpeed's own.
+        block: the parsed block, of its first phase; None for an engine of DeepSpeed's own.
         ranks: all ranks; meets through the store, since groups and devices come later.
+        schedule: of the block; None if nothing changes over time.
     """
 
     block: SubnetworkConfig | None
     ranks: Gatherer
+    schedule: Schedule | None = None
 
     @classmethod
     def of(cls, config: Any) -> Start:
@@ -64,9 +67,10 @@ class Start:
             RuntimeError: another rank builds an engine of DeepSpeed's own, or none.
         """
         ranks = _ranks()
-        error = block = None
+        error = block = schedule = None
         try:
             block = parse(config) if isinstance(config, dict) else None
+            schedule = None if block is None else Schedule.of(config, KEY)
         except ValueError as problem:
             error = problem
         if block is None and error is None:
@@ -74,7 +78,7 @@ class Start:
                 ranks.leave(f"has a config without {KEY!r}, or with enabled: false. Give all ranks the same config")
             return cls(None, OneRank())
         raise_on_all_ranks(ranks, error)
-        return cls(block, ranks)
+        return cls(block, ranks, schedule)
 
     def check(self, model: nn.Module, options: Mapping[str, Any]) -> None:
         """Refuse on all ranks what one of them cannot do, and values that only some of them have.
@@ -87,7 +91,10 @@ class Start:
         """
         assert self.block is not None
         run_on_all_ranks(self.ranks, partial(_refuse, self.block, model, options))
-        values = comparable(self.block, resolved_config(options["config"], options["config_class"]), _given(options))
+        if self.schedule is not None:
+            run_on_all_ranks(self.ranks, partial(self.schedule.check_first, _of_first_phase(options["config_class"])))
+        given = _given(options) | ({} if self.schedule is None else {f"{KEY}.schedule": self.schedule.in_words()})
+        values = comparable(self.block, resolved_config(options["config"], options["config_class"]), given)
         digest = hashlib.sha256(repr(sorted(values.items())).encode()).hexdigest()
         if len(set(self.ranks.gather_objects(digest))) > 1:
             raise ValueError(difference(self.ranks.gather_objects(values)))
@@ -114,6 +121,12 @@ def _refuse(block: SubnetworkConfig, model: nn.Module, options: Mapping[str, Any
         raise ValueError(f"{KEY}: sequence parallelism is not possible, so deepspeed.initialize takes no mesh_param")
     if options.get("mpu") is not None:
         check_mpu(options["mpu"])
+
+
+def _of_first_phase(config: Any) -> dict[str, int]:
+    """What of DeepSpeed's own settings a phase may change, as the config has it."""
+    micro_batch = config.train_micro_batch_size_per_gpu
+    return {"stage": int(config.zero_config.stage), "train_micro_batch_size_per_gpu": int(micro_batch)}
 
 
 def _given(options: Mapping[str, Any]) -> dict[str, str]:

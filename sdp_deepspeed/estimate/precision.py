@@ -6,6 +6,19 @@ from dataclasses import dataclass
 from typing import Literal
 
 FP32_BYTES = 4
+# fp32 moments of each element, by the optimizer's name in small letters; of what is not here 2.
+_MOMENTS = {"sgd": 0, "lion": 1, "adagrad": 1, "fusedlion": 1, "deepspeedcpulion": 1, "deepspeedcpuadagrad": 1}
+
+
+def num_moments(optimizer: str, *, has_momentum: bool = False) -> int:
+    """fp32 moments per element.
+
+    Args:
+        optimizer: name of its class, or DeepSpeed's.
+        has_momentum: of SGD.
+    """
+    name = optimizer.lower()
+    return 1 if name == "sgd" and has_momentum else _MOMENTS.get(name, 2)
 
 
 @dataclass(frozen=True)

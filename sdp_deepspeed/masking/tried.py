@@ -29,19 +29,20 @@ class Tried:
     """
     Args:
         layers: whose descriptions are not the package's.
-        attempts: what the plan of the start does with layers, by name.
+        attempts: what the plans of the start do with layers, by name.
     """
 
     layers: frozenset[str]
     attempts: frozenset[tuple[str, Attempt]]
 
     @classmethod
-    def of(cls, model: nn.Module, branches: Sequence[LocatedBranch], plan: Plan) -> Tried:
+    def of(cls, model: nn.Module, branches: Sequence[LocatedBranch], plans: Sequence[Plan]) -> Tried:
         """
         Args:
             model: which nobody has cut yet.
         """
-        return cls(own_layers(model, branches), frozenset(attempts_of(branches, plan)))
+        attempts = frozenset(attempt for plan in plans for attempt in attempts_of(branches, plan))
+        return cls(own_layers(model, branches), attempts)
 
     def untried(self, branches: Sequence[LocatedBranch], plan: Plan) -> list[str]:
         """What another plan needs that was not tried out, in words."""

@@ -9,12 +9,10 @@ from typing import Any, Literal, cast
 
 from sdp_deepspeed.config import KEY
 from sdp_deepspeed.estimate.per_rank import Setup
-from sdp_deepspeed.estimate.precision import Precision
+from sdp_deepspeed.estimate.precision import Precision, num_moments
 from sdp_deepspeed.plan.tensors import TensorInfo
 from sdp_deepspeed.support.optimizers import WHOLE_TENSOR_OPTIMIZERS, is_known
 
-# Of what is not here 2.
-_MOMENTS = {"sgd": 0, "lion": 1, "adagrad": 1, "fusedlion": 1, "deepspeedcpulion": 1, "deepspeedcpuadagrad": 1}
 _MUON = "muon"
 _OF_MUON, _OF_ITS_ADAM = 0, 1  # param groups
 _NOT_MUONS = re.compile("embed|lm_head", re.IGNORECASE)
@@ -75,7 +73,7 @@ def setup_of(config: Mapping[str, Any], accumulation: int) -> Setup:
     wire = config.get("communication_data_type")
     optimizer = optimizer_of(config)
     parameters = _part(_part(config, "optimizer"), "params")
-    moments = 1 if optimizer == "sgd" and parameters.get("momentum") else _MOMENTS.get(optimizer, 2)
+    moments = num_moments(optimizer, has_momentum=bool(parameters.get("momentum")))
     precision = Precision.of(
         dtype_of(config),
         accumulate_in_fp32=_part(config, "data_types").get("grad_accum_dtype") == "fp32",

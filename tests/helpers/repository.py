@@ -34,6 +34,7 @@ FLOORS = (
     "distributed",
     "measure",
     "config",
+    "schedule",
     "config_errors",
     "coverage",
     "units",

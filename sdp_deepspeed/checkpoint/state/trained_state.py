@@ -45,6 +45,9 @@ class TrainedState(Protocol):
     def gradient_accumulation_steps(self) -> int:
         """Micro-steps of one step."""
 
+    def before_restore(self, steps: int) -> None:
+        """A checkpoint of so many steps comes next; every rank calls it."""
+
     def before_checkpoint(self, call: str) -> None:
         """Meet all ranks, and leave evaluation.
 

@@ -1,0 +1,187 @@
+"""Follows the config's schedule: the engine re-plans itself at the end of a step, and before a checkpoint of another
+phase is restored. All that could refuse a later phase is asked when the engine is built.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import torch
+
+from sdp_deepspeed.config import KEY, SubnetworkConfig, parse
+from sdp_deepspeed.distributed.agreement import run_on_all_ranks
+from sdp_deepspeed.distributed.monitored_barrier import Phase as Meeting
+from sdp_deepspeed.engine.apply_plan import announce
+from sdp_deepspeed.engine.deepspeed_settings import optimizer_settings
+from sdp_deepspeed.engine.replan_calls import ReplanCalls
+from sdp_deepspeed.engine.schedule_table import PhaseRow, schedule_table, setup_of
+from sdp_deepspeed.schedule import Schedule
+
+_BY_CALLER = (
+    f"{KEY}.schedule: a phase has a train_micro_batch_size_per_gpu of its own, but the caller accumulates gradients "
+    "(managed_gradient_accumulation, set_gradient_accumulation_boundary, Accelerate, the Trainer) in micro-batches of its "
+    "own; remove it"
+)
+
+
+class ScheduleCalls(ReplanCalls):
+    """The part of `SubnetworkEngine` that changes the plan by itself.
+
+    Attributes:
+        schedule: None if nothing changes over time.
+    """
+
+    schedule: Schedule | None
+    _now: tuple[int, int]  # phase and draw that the engine is laid out for
+    _first: tuple[int, int]  # stage and micro-batch of the config
+
+    @property
+    def phase(self) -> int:
+        """Index of the phase that the next step belongs to; 0 without a schedule."""
+        return 0 if self.schedule is None else self._now[0]
+
+    def forward(self, *inputs: Any, **options: Any) -> Any:
+        """As DeepSpeed's."""
+        if self.schedule is not None and self.schedule.has_micro_batches and self.module.training:
+            self._check_batch([*inputs, *options.values()])
+        return super().forward(*inputs, **options)
+
+    def load_checkpoint(self, *args: Any, **options: Any) -> tuple[str | None, dict[str, Any] | None]:
+        """As DeepSpeed's, on the layout that wrote it or on another one; all ranks call it. With a schedule the engine
+        is in the phase of the checkpoint's step afterward."""
+        result = super().load_checkpoint(*args, **options)
+        self._follow_schedule(self.global_steps)  # also from formats that do not say it before
+        return result
+
+    def before_restore(self, steps: int) -> None:
+        """A checkpoint of so many steps comes next: under its plan all that it has of each rank can be restored."""
+        self._follow_schedule(steps)
+
+    def _new_config(self, block: Mapping[str, Any], stage: int | None) -> dict[str, Any]:
+        if self.schedule is not None:
+            raise ValueError(f"engine.replan: the config has {KEY}.schedule or redraw_interval, which decides; add a phase")
+        return super()._new_config(block, stage)
+
+    def _follow_schedule(self, steps: int) -> None:
+        """Be laid out for the step after so many; every rank calls it."""
+        if self.schedule is None:
+            return
+        now = self.schedule.phase_after(steps), self.schedule.draw_after(steps)
+        is_other = now[0] != self._now[0] or (now[1] != self._now[1] and not self.plan.is_whole)
+        if is_other:
+            self._applied.dense_view.meet(Meeting.REPLAN)
+            stage, micro_batch = self._settings_of(now[0])
+            with self._in_micro_batches(micro_batch, steps):
+                self._replan(self.schedule.config_after(steps), stage)
+        self._now = now
+
+    def _settings_of(self, phase: int) -> tuple[int, int]:
+        """Stage and micro-batch."""
+        assert self.schedule is not None
+        own, (stage, micro_batch) = self.schedule.phases[phase], self._first
+        return (stage if own.stage is None else own.stage), own.micro_batch or micro_batch
+
+    @contextmanager
+    def _in_micro_batches(self, micro_batch: int, steps: int) -> Iterator[None]:
+        """Steps take as many samples as before; an error takes it back."""
+        before = self.train_micro_batch_size_per_gpu()
+        self._set_micro_batch(micro_batch, steps)
+        try:
+            yield
+        except BaseException:
+            self._set_micro_batch(before, steps)
+            raise
+
+    def _set_micro_batch(self, micro_batch: int, steps: int) -> None:
+        if micro_batch != self.train_micro_batch_size_per_gpu():
+            batch = self.train_batch_size()
+            self.set_train_micro_batch_size(micro_batch)
+            self.set_train_batch_size(batch)
+            self.micro_steps = steps * self.gradient_accumulation_steps()  # whose multiples end a step
+
+    def _later_blocks(self) -> list[SubnetworkConfig]:
+        configs = [] if self.schedule is None else map(self.schedule.config_after, self.schedule.turns[1:])
+        return [block for block in map(parse, configs) if block is not None]
+
+    def _begin_schedule(self) -> None:
+        """Refuse on all ranks what no later phase can be, and show all phases; the end of the engine's constructor.
+
+        Raises:
+            ValueError, RuntimeError: by phase.
+        """
+        if self.schedule is None:
+            return
+        self._now = 0, 0
+        self._first = int(self.zero_optimization_stage()), self.train_micro_batch_size_per_gpu()
+        run_on_all_ranks(self.world, self._check_micro_batches)
+        rows = {}
+        for steps in self.schedule.turns:
+            index = self.schedule.phase_after(steps)
+            with _named(index):
+                rows.setdefault(index, self._row(steps))
+        if self.world.rank == 0:
+            announce(f"{KEY}: {schedule_table(list(rows.values()), self.schedule.redraw_interval)}")
+
+    def _row(self, steps: int) -> PhaseRow:
+        """What the engine would be after so many steps; nothing is changed."""
+        assert self.schedule is not None
+        phase = self.schedule.phases[self.schedule.phase_after(steps)]
+        stage, micro_batch = self._settings_of(self.schedule.phase_after(steps))
+        samples = self.train_micro_batch_size_per_gpu() * self.gradient_accumulation_steps()
+        with self._at_stage(stage):
+            config, chosen = self._agree(self.schedule.config_after(steps))
+            settings = optimizer_settings(self, whole_tensors=config.allow_optimizer == "whole_tensors")
+        self._set_stage(self._first[0])
+        batches = micro_batch, samples // micro_batch
+        setup = setup_of(settings, self.get_data_types()[0], self.optimizer.optimizer, batches[1])
+        row = PhaseRow.of(phase, chosen, self.optimizer.model.tensors, setup, batches)
+        run_on_all_ranks(self.world, partial(row.refuse_too_large, _memory(self.device)))
+        return row
+
+    def _check_micro_batches(self) -> None:
+        """
+        Raises:
+            ValueError: a phase's micro-batch does not divide a rank's samples of a step, or the caller accumulates.
+        """
+        assert self.schedule is not None
+        samples = self.train_micro_batch_size_per_gpu() * self.gradient_accumulation_steps()
+        for index, phase in enumerate(self.schedule.phases):
+            if samples % (phase.micro_batch or 1):
+                raise ValueError(
+                    f"{KEY}.schedule[{index}].train_micro_batch_size_per_gpu: got {phase.micro_batch}, expected a divisor "
+                    f"of {samples}, the samples that a rank takes in each step, which stay as many"
+                )
+        if self.schedule.has_micro_batches and not self.managed_gradient_accumulation():
+            raise ValueError(_BY_CALLER)
+
+    def _check_batch(self, given: Sequence[Any]) -> None:
+        """
+        Raises:
+            ValueError: this rank trains on more samples than the phase's micro-batch, as if there were no phases.
+        """
+        if self._is_gradient_accumulation_boundary is not None:
+            raise ValueError(_BY_CALLER)
+        rows = next((len(value) for value in given if isinstance(value, torch.Tensor) and value.dim()), 0)
+        if rows > self.train_micro_batch_size_per_gpu():
+            raise ValueError(
+                f"{KEY}.schedule: got a batch of {rows} samples in a phase whose micro-batch is "
+                f"{self.train_micro_batch_size_per_gpu()}: ask engine.train_micro_batch_size_per_gpu() and "
+                "engine.gradient_accumulation_steps() before each step"
+            )
+
+
+@contextmanager
+def _named(phase: int) -> Iterator[None]:
+    try:
+        yield
+    except (ValueError, RuntimeError) as error:
+        kind = ValueError if isinstance(error, ValueError) else RuntimeError
+        raise kind(f"{KEY}.schedule[{phase}]: {error}") from error
+
+
+def _memory(device: torch.device) -> int | None:
+    """Bytes of a GPU; of a host nobody knows how many share it."""
+    return torch.cuda.get_device_properties(device).total_memory if device.type == "cuda" else None

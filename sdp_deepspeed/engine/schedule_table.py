@@ -1,0 +1,127 @@
+"""What the phases of a schedule take, as a table for the start of a run."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal, cast
+
+import torch
+
+from sdp_deepspeed.engine.apply_plan import ChosenPlan
+from sdp_deepspeed.estimate.per_rank import RankEstimate, Setup, estimate
+from sdp_deepspeed.estimate.precision import FP32_BYTES, Precision, num_moments
+from sdp_deepspeed.optimizer.settings import OptimizerSettings
+from sdp_deepspeed.plan.plan import Plan
+from sdp_deepspeed.plan.tensors import TensorInfo
+from sdp_deepspeed.schedule import Phase
+from sdp_deepspeed.sizes import mib_text
+
+_TITLES = (
+    *("steps", "coverage", "mode", "ZeRO", "micro-batch", "model state", "sent per step", "FLOPs of units"),
+)
+
+
+@dataclass(frozen=True)
+class PhaseRow:
+    """Of the rank that needs most.
+
+    Args:
+        phase: when.
+        plan: who holds what.
+        coverage: C, weighted by FLOPs.
+        flops: share of the units' FLOPs that plain data parallelism would do.
+        rank: bytes, by formula.
+        batches: samples of a micro-batch, and micro-steps.
+        stage: ZeRO's.
+    """
+
+    phase: Phase
+    plan: Plan
+    coverage: float
+    flops: float
+    rank: RankEstimate
+    batches: tuple[int, int]
+    stage: int
+
+    @classmethod
+    def of(
+        cls, phase: Phase, chosen: ChosenPlan, tensors: Sequence[TensorInfo], setup: Setup, batches: tuple[int, int]
+    ) -> PhaseRow:
+        """
+        Args:
+            tensors: the dense model's, with their param groups.
+        """
+        plan, flops = chosen.plan, [cost.flops for cost in chosen.costs]
+        ranks = estimate(plan, tensors, setup)
+        largest = max(ranks, key=lambda rank: rank.state + rank.buffers)
+        return cls(phase, plan, plan.mean_coverage(flops), _flops_share(plan, flops), largest, batches, setup.stage)
+
+    def refuse_too_large(self, memory: int | None) -> None:
+        """
+        Args:
+            memory: bytes of the device; None if nobody knows.
+
+        Raises:
+            ValueError: model state and buffers alone do not fit.
+        """
+        needed = self.rank.state + self.rank.buffers + self.rank.step_gradients
+        if memory is not None and needed > memory:
+            raise ValueError(
+                f"its model state and buffers take {mib_text(needed, digits=0)} on a rank, more than the "
+                f"{mib_text(memory, digits=0)} of its GPU, activations not counted: take less coverage, or a higher stage"
+            )
+
+    def cells(self) -> list[str]:
+        """By _TITLES."""
+        last = "the end" if self.phase.until_step is None else f"{self.phase.until_step}"
+        strategy = self.plan.strategy if isinstance(self.plan.strategy, str) else "mixed"
+        return [
+            f"{self.phase.first_step} to {last}",
+            f"{self.coverage:.4g}",
+            f"{self.plan.regime} x {strategy}",
+            f"{self.stage}",
+            f"{self.batches[0]} x {self.batches[1]}",
+            mib_text(self.rank.state),
+            mib_text(self.rank.sent_bytes),
+            f"{self.flops:.2f}x",
+        ]
+
+
+def _flops_share(plan: Plan, flops: Sequence[int]) -> float:
+    """Of the worker that computes most. A backward worker runs all, and leaves out weight gradients: a third."""
+    loads = [sum(flops[unit] for unit in plan.units_of(k)) for k in range(plan.num_subnetworks)]
+    share = max(loads) / sum(flops) if any(flops) else 1.0
+    return share if plan.regime == "forward" else (2 + share) / 3
+
+
+def setup_of(
+    settings: OptimizerSettings, dtype: torch.dtype, optimizer: torch.optim.Optimizer, accumulation: int
+) -> Setup:
+    """What decides bytes, as an engine has it.
+
+    Args:
+        dtype: of the weights.
+        optimizer: the wrapped one.
+        accumulation: micro-steps.
+    """
+    gradients = FP32_BYTES if settings.accumulate_in_fp32 else dtype.itemsize
+    has_momentum = any(group.get("momentum") for group in optimizer.param_groups)
+    moments = num_moments(type(optimizer).__name__, has_momentum=has_momentum)
+    return Setup(
+        stage=cast(Literal[0, 1, 2], settings.stage),
+        precision=Precision(dtype.itemsize, gradients, settings.wire_dtype.itemsize, moments),
+        accumulation=accumulation,
+        bucket_elements=settings.bucket_elements,
+        overlap=settings.max_in_flight > 0,
+    )
+
+
+def schedule_table(rows: Sequence[PhaseRow], redraw_interval: int | None) -> str:
+    """Text to print: a line for each phase."""
+    lines = [_TITLES, *(row.cells() for row in rows)]
+    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+    texts = ["  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)) for line in lines]
+    title = "phases of the schedule, of the worker that needs most, by formula (activations not counted)"
+    draws = [] if redraw_interval is None else [f"another assignment is drawn every {redraw_interval} steps"]
+    return "\n  ".join([title, *(text.rstrip() for text in texts), *draws])

@@ -1,0 +1,225 @@
+"""Coverage over time: the block's `schedule` and `redraw_interval`, as what each step's config is.
+
+A phase sets keys of the block; what it does not set is as the block says. Pure data: the engine re-plans where the config
+of the next step is another one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from sdp_deepspeed.config_errors import explain
+from sdp_deepspeed.messages import quoted
+
+# Keys that an engine reads once, when it is built.
+FIXED = ("enabled", "allow_optimizer", "silence_limit", "checkpoint")
+# Keys that a phase cannot have either.
+OF_SCHEDULE = ("schedule", "redraw_interval", "total_steps")
+_EITHER = ("coverage", "holders")  # one says what the other would
+_ZERO, _MICRO = "zero_optimization", "train_micro_batch_size_per_gpu"
+
+
+class _Ends(BaseModel):
+    """What a phase says beside keys of the block. A field's description is what its error message says was expected."""
+
+    model_config = ConfigDict(extra="allow", frozen=True, strict=True)
+
+    until_step: int | None = Field(default=None, ge=1, description="the number of the phase's last step, at least 1")
+    until: float | None = Field(default=None, gt=0, lt=1, description="a share of all steps, above 0 and below 1")
+    stage: Literal[0, 1, 2] | None = Field(default=None, description="one of ZeRO's stages 0, 1 and 2")
+    train_micro_batch_size_per_gpu: int | None = Field(
+        default=None, ge=1, description="a whole number of samples, at least 1"
+    )
+
+
+@dataclass(frozen=True)
+class Phase:
+    """
+    Args:
+        first_step: its first step, counted from 1.
+        until_step: its last one; None if it goes on to the end.
+        block: keys of the block that it sets.
+        stage: ZeRO's; None leaves the config's.
+        micro_batch: samples of a rank in a micro-step; None leaves the config's.
+    """
+
+    first_step: int
+    until_step: int | None
+    block: Mapping[str, Any]
+    stage: int | None = None
+    micro_batch: int | None = None
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """
+    Args:
+        config: DeepSpeed's, as it was given.
+        key: of the block in it.
+        phases: at least one.
+        redraw_interval: steps after which a new assignment is drawn; None for never.
+    """
+
+    config: Mapping[str, Any]
+    key: str
+    phases: tuple[Phase, ...]
+    redraw_interval: int | None
+
+    @classmethod
+    def of(cls, config: Mapping[str, Any], key: str) -> Schedule | None:
+        """What a config, whose block was parsed, says; None if nothing changes over time.
+
+        Raises:
+            ValueError: shares of a number of steps that nobody knows, or a phase without a step.
+        """
+        block = config[key]
+        given, interval = block.get("schedule"), block.get("redraw_interval")
+        if given is None and interval is None:
+            return None
+        phases = [{}] if given is None else given
+        ends = _ends(phases, _total_steps(config, block), f"{key}.schedule")
+        starts = [1, *(end + 1 for end in ends[:-1] if end is not None)]
+        pieces = zip(phases, starts, ends, strict=True)
+        return cls(config, key, tuple(_phase(phase, first, last) for phase, first, last in pieces), interval)
+
+    def check_first(self, config: Mapping[str, int]) -> None:
+        """
+        Args:
+            config: stage and micro-batch that the run begins with, by the keys of a phase.
+
+        Raises:
+            ValueError: the first phase has others.
+        """
+        first = self.phases[0]
+        asked = {"stage": first.stage, _MICRO: first.micro_batch}
+        for name, value in asked.items():
+            if value not in (None, config[name]):
+                raise ValueError(
+                    f"{self.key}.schedule[0].{name}: got {value}, but the config itself has {config[name]}, with which "
+                    "the run begins; set it there"
+                )
+
+    def in_words(self) -> str:
+        """The same on all ranks if they were given the same."""
+        return f"{self.phases}, redraw_interval {self.redraw_interval}"
+
+    def phase_after(self, steps: int) -> int:
+        """Index of the phase of the step after so many."""
+        return sum(phase.first_step <= steps + 1 for phase in self.phases) - 1
+
+    def draw_after(self, steps: int) -> int:
+        """How often another assignment was drawn before the step after so many."""
+        return 0 if self.redraw_interval is None else steps // self.redraw_interval
+
+    @property
+    def turns(self) -> list[int]:
+        """Steps after which phases begin, and the first other draw."""
+        first_draw = [] if self.redraw_interval is None else [self.redraw_interval]
+        return sorted({*(phase.first_step - 1 for phase in self.phases), *first_draw})
+
+    @property
+    def has_micro_batches(self) -> bool:
+        """Whether phases may differ in that."""
+        return any(phase.micro_batch is not None for phase in self.phases)
+
+    def config_after(self, steps: int) -> dict[str, Any]:
+        """DeepSpeed's config for the step after so many; its block has no schedule, and its batch sizes are as given."""
+        phase, draw = self.phases[self.phase_after(steps)], self.draw_after(steps)
+        block = merged(_without_schedule(self.config[self.key]), phase.block)
+        if draw:
+            block["seed"] = block.get("seed", 0) + draw
+        return with_stage({**self.config, self.key: block}, phase.stage)
+
+
+def merged(block: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
+    """A block with other values; `coverage` takes the place of `holders`, and it theirs."""
+    dropped = _EITHER if any(changes.get(name) is not None for name in _EITHER) else ()
+    return {name: value for name, value in block.items() if name not in dropped} | dict(changes)
+
+
+def with_stage(config: Mapping[str, Any], stage: int | None) -> dict[str, Any]:
+    """DeepSpeed's config with a stage of ZeRO's; None leaves it."""
+    if stage is None:
+        return dict(config)
+    zero = config.get(_ZERO)
+    return {**config, _ZERO: {**(zero if isinstance(zero, Mapping) else {}), "stage": stage}}
+
+
+def blocks_of_phases(block: Mapping[str, Any], key: str) -> list[tuple[str, dict[str, Any]]]:
+    """The block that each phase has, without the schedule, and its path for messages; of a block without a schedule the
+    one that it is.
+
+    Args:
+        block: whose own keys are of the right types.
+        key: the block's.
+
+    Raises:
+        ValueError: what is wrong with a phase, a line for each problem.
+    """
+    base, phases = _without_schedule(block), block.get("schedule")
+    if phases is None:
+        return [(key, base)]
+    problems = list(_problems(phases, f"{key}.schedule"))
+    if problems:
+        raise ValueError("\n".join(problems))
+    blocks = [merged(base, _phase(phase, 1, None).block) for phase in phases]
+    return [(f"{key}.schedule[{index}]", own) for index, own in enumerate(blocks)]
+
+
+def _without_schedule(block: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in block.items() if name not in ("schedule", "total_steps")}
+
+
+def _phase(given: Mapping[str, Any], first: int, last: int | None) -> Phase:
+    block = {name: value for name, value in given.items() if name not in _Ends.model_fields}
+    return Phase(first, last, block, given.get("stage"), given.get(_MICRO))
+
+
+def _problems(phases: Sequence[Mapping[str, Any]], path: str) -> Iterator[str]:
+    for index, phase in enumerate(phases):
+        where = f"{path}[{index}]"
+        try:
+            ends = _Ends.model_validate(dict(phase))
+        except ValidationError as error:
+            yield explain(error, phase, where, {"": _Ends})
+            continue
+        fixed = [name for name in (*FIXED, *OF_SCHEDULE) if name in phase]
+        if fixed:
+            yield f"{where}: {quoted(fixed)} cannot change in a run; write it outside the schedule"
+        said = [name for name in ("until_step", "until") if getattr(ends, name) is not None]
+        if index == len(phases) - 1 and said:
+            yield f"{where}.{said[0]}: the last phase goes on to the end of the run; remove it, or add a phase after it"
+        if index < len(phases) - 1 and len(said) != 1:
+            yield f"{where}: expected one of until_step (its last step) and until (a share of all steps), got {len(said)}"
+
+
+def _ends(phases: Sequence[Mapping[str, Any]], total: int | None, path: str) -> list[int | None]:
+    """The last step of each phase."""
+    ends = [_end(phase, total, f"{path}[{index}]") for index, phase in enumerate(phases[:-1])]
+    for index, (before, end) in enumerate(zip([0, *ends], ends, strict=False)):
+        if end <= before:
+            raise ValueError(f"{path}[{index}]: it ends with step {end}, but the phase before it with step {before}")
+    return [*ends, None]
+
+
+def _end(phase: Mapping[str, Any], total: int | None, where: str) -> int:
+    if phase.get("until") is None:
+        return int(phase["until_step"])
+    if total is None:
+        raise ValueError(
+            f"{where}.until: got {phase['until']}, but nobody says how many steps the run has; give total_steps in the "
+            "block, scheduler.params.total_num_steps, or until_step in place of until"
+        )
+    return max(1, round(phase["until"] * total))
+
+
+def _total_steps(config: Mapping[str, Any], block: Mapping[str, Any]) -> int | None:
+    """Of the whole run: what the block says, or else the learning rate's schedule."""
+    scheduler = config.get("scheduler")
+    params = scheduler.get("params") if isinstance(scheduler, Mapping) else None
+    known = params.get("total_num_steps") if isinstance(params, Mapping) else None
+    return next((value for value in (block.get("total_steps"), known) if type(value) is int), None)
