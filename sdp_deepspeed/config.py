@@ -217,8 +217,8 @@ def _contradictions(config: SubnetworkConfig) -> list[str]:
         problems.append(f"{KEY}.coverage and {KEY}.holders: got {got}, expected one of both")
     if config.redraw_interval is not None and config.assignment not in ("balanced", "auto"):
         problems.append(
-            f"{KEY}.redraw_interval: got {config.redraw_interval}, but assignment {config.assignment!r} cannot be drawn "
-            'again; use "balanced" or "auto"'
+            f"{KEY}.redraw_interval: got {config.redraw_interval}, but assignment {config.assignment!r} is always the "
+            'same; use "balanced" or "auto"'
         )
     rules = next((name for name in ("coverage", "holders") if isinstance(getattr(config, name), tuple)), None)
     if config.plan_path is None:

@@ -1,7 +1,7 @@
 """Coverage over time: the block's `schedule` and `redraw_interval`, as what each step's config is.
 
-A phase sets keys of the block; what it does not set is as the block says. Pure data: the engine re-plans where the config
-of the next step is another one.
+A phase sets keys of the block; what it does not set is as the block says. Pure data: the engine re-plans itself where
+the next step has another config.
 """
 
 from __future__ import annotations
@@ -127,7 +127,7 @@ class Schedule:
         return any(phase.micro_batch is not None for phase in self.phases)
 
     def config_after(self, steps: int) -> dict[str, Any]:
-        """DeepSpeed's config for the step after so many; its block has no schedule, and its batch sizes are as given."""
+        """DeepSpeed's config for the step after so many: its block has no schedule; its batch sizes are as given."""
         phase, draw = self.phases[self.phase_after(steps)], self.draw_after(steps)
         block = merged(_without_schedule(self.config[self.key]), phase.block)
         if draw:
@@ -194,7 +194,7 @@ def _problems(phases: Sequence[Mapping[str, Any]], path: str) -> Iterator[str]:
         if index == len(phases) - 1 and said:
             yield f"{where}.{said[0]}: the last phase goes on to the end of the run; remove it, or add a phase after it"
         if index < len(phases) - 1 and len(said) != 1:
-            yield f"{where}: expected one of until_step (its last step) and until (a share of all steps), got {len(said)}"
+            yield f"{where}: expected one of until_step (its last step) and until (share of all steps), got {len(said)}"
 
 
 def _ends(phases: Sequence[Mapping[str, Any]], total: int | None, path: str) -> list[int | None]:

@@ -22,8 +22,8 @@ from sdp_deepspeed.schedule import Schedule
 
 _BY_CALLER = (
     f"{KEY}.schedule: a phase has a train_micro_batch_size_per_gpu of its own, but the caller accumulates gradients "
-    "(managed_gradient_accumulation, set_gradient_accumulation_boundary, Accelerate, the Trainer) in micro-batches of its "
-    "own; remove it"
+    "(managed_gradient_accumulation, set_gradient_accumulation_boundary, Accelerate, the Trainer), in batches that "
+    "no phase changes; remove it"
 )
 
 
@@ -47,7 +47,7 @@ class ScheduleCalls(ReplanCalls):
         """As DeepSpeed's."""
         if self.schedule is not None and self.schedule.has_micro_batches and self.module.training:
             self._check_batch([*inputs, *options.values()])
-        return super().forward(*inputs, **options)
+        return super().forward(*inputs, **options)  # type: ignore[safe-super]  # DeepSpeed's has a body
 
     def load_checkpoint(self, *args: Any, **options: Any) -> tuple[str | None, dict[str, Any] | None]:
         """As DeepSpeed's, on the layout that wrote it or on another one; all ranks call it. With a schedule the engine
@@ -62,7 +62,9 @@ class ScheduleCalls(ReplanCalls):
 
     def _new_config(self, block: Mapping[str, Any], stage: int | None) -> dict[str, Any]:
         if self.schedule is not None:
-            raise ValueError(f"engine.replan: the config has {KEY}.schedule or redraw_interval, which decides; add a phase")
+            raise ValueError(
+                f"engine.replan: {KEY}.schedule or redraw_interval of the config decides; add a phase there"
+            )
         return super()._new_config(block, stage)
 
     def _follow_schedule(self, steps: int) -> None:
@@ -70,7 +72,7 @@ class ScheduleCalls(ReplanCalls):
         if self.schedule is None:
             return
         now = self.schedule.phase_after(steps), self.schedule.draw_after(steps)
-        is_other = now[0] != self._now[0] or (now[1] != self._now[1] and not self.plan.is_whole)
+        is_other = now[0] != self._now[0] or (now[1] != self._now[1] and not self._applied.plan.is_whole)
         if is_other:
             self._applied.dense_view.meet(Meeting.REPLAN)
             stage, micro_batch = self._settings_of(now[0])
@@ -117,7 +119,7 @@ class ScheduleCalls(ReplanCalls):
         self._now = 0, 0
         self._first = int(self.zero_optimization_stage()), self.train_micro_batch_size_per_gpu()
         run_on_all_ranks(self.world, self._check_micro_batches)
-        rows = {}
+        rows: dict[int, PhaseRow] = {}
         for steps in self.schedule.turns:
             index = self.schedule.phase_after(steps)
             with _named(index):
@@ -151,8 +153,8 @@ class ScheduleCalls(ReplanCalls):
         for index, phase in enumerate(self.schedule.phases):
             if samples % (phase.micro_batch or 1):
                 raise ValueError(
-                    f"{KEY}.schedule[{index}].train_micro_batch_size_per_gpu: got {phase.micro_batch}, expected a divisor "
-                    f"of {samples}, the samples that a rank takes in each step, which stay as many"
+                    f"{KEY}.schedule[{index}].train_micro_batch_size_per_gpu: got {phase.micro_batch}, expected a "
+                    f"divisor of {samples}, the samples that a rank takes in each step"
                 )
         if self.schedule.has_micro_batches and not self.managed_gradient_accumulation():
             raise ValueError(_BY_CALLER)

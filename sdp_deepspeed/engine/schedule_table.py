@@ -17,9 +17,7 @@ from sdp_deepspeed.plan.tensors import TensorInfo
 from sdp_deepspeed.schedule import Phase
 from sdp_deepspeed.sizes import mib_text
 
-_TITLES = (
-    *("steps", "coverage", "mode", "ZeRO", "micro-batch", "model state", "sent per step", "FLOPs of units"),
-)
+_TITLES = (*("steps", "coverage", "mode", "ZeRO", "micro-batch", "model state", "sent per step", "FLOPs of units"),)
 
 
 @dataclass(frozen=True)
@@ -69,7 +67,7 @@ class PhaseRow:
         if memory is not None and needed > memory:
             raise ValueError(
                 f"its model state and buffers take {mib_text(needed, digits=0)} on a rank, more than the "
-                f"{mib_text(memory, digits=0)} of its GPU, activations not counted: take less coverage, or a higher stage"
+                f"{mib_text(memory, digits=0)} of its GPU, without activations: take less coverage, or a higher stage"
             )
 
     def cells(self) -> list[str]:

@@ -70,6 +70,9 @@ class Trained:
     def gradient_accumulation_steps(self) -> int:
         return 2
 
+    def before_restore(self, steps: int) -> None:
+        self.calls.append(f"before_restore({steps})")
+
     def before_checkpoint(self, call: str) -> None:
         self.calls.append(call)
 

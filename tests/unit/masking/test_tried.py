@@ -31,7 +31,7 @@ def plan_of(model: nn.Module, **block: Any) -> Plan:
 
 def untried(model: nn.Module, first: dict[str, Any], second: dict[str, Any]) -> list[str]:
     branches = locate_branches(model)
-    return Tried.of(model, branches, plan_of(model, **first)).untried(branches, plan_of(model, **second))
+    return Tried.of(model, branches, [plan_of(model, **first)]).untried(branches, plan_of(model, **second))
 
 
 def test_what_a_plan_takes_a_description_for() -> None:
