@@ -198,7 +198,7 @@ def _validated(block: Mapping[str, Any], path: str) -> SubnetworkConfig:
     try:
         return SubnetworkConfig.model_validate(dict(block))
     except ValidationError as error:
-        raise ValueError(explain(error, block, path, _MODELS)) from None
+        raise ValueError(explain(error, block, KEY, _MODELS).replace(KEY, path)) from None
 
 
 def nothing_to_place(config: SubnetworkConfig, who: str) -> str:

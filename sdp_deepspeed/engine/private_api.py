@@ -106,6 +106,7 @@ PRIVATE_ATTRIBUTES: tuple[tuple[str, str], ...] = (
     ("deepspeed.runtime.bf16_optimizer", "fp32_groups_gradients_flat"),
     ("deepspeed.runtime.config", "bfloat16_config"),
     ("deepspeed.runtime.engine", "_config"),
+    ("deepspeed.runtime.engine", "_is_gradient_accumulation_boundary"),
     ("deepspeed.runtime.engine", "_step_applied"),
     ("deepspeed.runtime.engine", "ds_autotp_parsed"),
     ("deepspeed.runtime.zero.stage_1_and_2", "all_grad_tensors"),

@@ -100,6 +100,7 @@ class Reference:
         make_optimizer: from named fp32 parameters to an optimizer, with any param groups.
         loss_of: loss of a model on one micro-batch.
         clip: as `gradient_clipping` in a DeepSpeed config.
+        later: plans by the number of steps after which they hold.
     """
 
     model: nn.Module
@@ -107,6 +108,8 @@ class Reference:
     make_optimizer: Callable[[dict[str, nn.Parameter]], torch.optim.Optimizer]
     loss_of: LossFunction
     clip: float = 0.0
+    later: Mapping[int, Plan] = field(default_factory=dict)
+    num_steps: int = field(default=0, init=False)
     masters: dict[str, nn.Parameter] = field(init=False)
 
     def __post_init__(self) -> None:
@@ -122,6 +125,8 @@ class Reference:
         Returns:
             Per rank its losses, and the norm of the averaged dense gradient before clipping.
         """
+        self.plan = self.later.get(self.num_steps, self.plan)
+        self.num_steps += 1
         results = [local_gradients(self.model, self.plan, rank, own, self.loss_of) for rank, own in enumerate(batches)]
         average = masked_average(self.model, self.plan, [gradients for _, gradients in results])
         total = norm(average)

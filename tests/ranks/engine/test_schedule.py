@@ -1,0 +1,128 @@
+"""The config's schedule: drawn ones agree with the reference at each step, and a run resumes in any phase."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+
+from tests.helpers.properties import is_thorough
+from tests.helpers.ranks import Rank
+from tests.helpers.replanned_runs import assert_same_run
+from tests.helpers.schedules import check_drawn, deepspeed_config, samples_of, start, train_step
+from tests.helpers.training import assert_identical, dense_state, engine_of, refusal
+
+Check = Callable[[Rank], None]
+GROWING: dict[str, Any] = {
+    "block": {
+        "schedule": [
+            {"until_step": 2, "holders": 1},
+            {"until_step": 4, "holders": 1, "strategy": "neuron", "train_micro_batch_size_per_gpu": 1, "stage": 2},
+            {"holders": 2},
+        ],
+        "redraw_interval": 3,
+    },
+    "stage": 1,
+    "micro_batch": 2,
+    "precision": "fp32",
+}
+
+
+def resumes_in_any_phase(rank: Rank) -> None:
+    """Bit for bit, with the random numbers of each rank, also into an engine that stands in a later phase."""
+    straight, other = start(GROWING), start(GROWING)
+    losses: list[list[float]] = []
+    for steps in range(6):
+        straight.save_checkpoint(str(rank.folder / "run"), tag=f"{steps}")
+        torch.manual_seed(100 * steps + rank.rank)
+        losses.append(train_step(straight, samples_of(steps, rank.size)[rank.rank]))
+    for steps in (5, 3, 1, 4):
+        other.load_checkpoint(str(rank.folder / "run"), tag=f"{steps}")
+        assert other.phase == (0 if steps < 2 else 1 if steps < 4 else 2)
+        for step in range(steps, 6):
+            assert train_step(other, samples_of(step, rank.size)[rank.rank]) == losses[step], (steps, step)
+        assert_same_run(straight, other)
+    assert_identical(dense_state(straight), dense_state(other))
+
+
+def random_numbers_of_each_rank(rank: Rank) -> None:
+    """They are restored on the same layout alone, so the engine is in the phase before it loads."""
+    engine = start(GROWING)
+    for steps in range(3):
+        train_step(engine, samples_of(steps, rank.size)[rank.rank])
+    torch.manual_seed(7 + rank.rank)
+    engine.save_checkpoint(str(rank.folder / "numbers"))
+    expected = torch.rand(4)
+    again = start(GROWING)
+    torch.manual_seed(99)
+    again.load_checkpoint(str(rank.folder / "numbers"))
+    assert torch.equal(torch.rand(4), expected)
+
+
+def draws_follow_the_interval(rank: Rank) -> None:
+    drawn = GROWING | {"block": {"holders": 1, "redraw_interval": 2}}
+    engine, hashes = start(drawn), []
+    for steps in range(6):
+        hashes.append(engine.plan.hash)
+        train_step(engine, samples_of(steps, rank.size)[rank.rank])
+    assert [hashes[step] == hashes[step + 1] for step in range(5)] == [True, False, True, False, True]
+    assert engine.phase == 0
+
+
+def what_cannot_be_is_told_at_start(rank: Rank) -> None:
+    """On all ranks, with the phase, and by the engine's constructor."""
+    phase = {"until_step": 2, "holders": 1}
+    wrong: list[tuple[list[dict[str, Any]], dict[str, Any], str]] = [
+        ([phase, {"holders": 3}], {}, "schedule[1]"),
+        ([phase, {"holders": 1, "subnetworks": 7}], {}, "schedule[1]"),
+        (
+            [phase, {"holders": 2, "train_micro_batch_size_per_gpu": 3}],
+            {},
+            "schedule[1].train_micro_batch_size_per_gpu",
+        ),
+        ([phase | {"stage": 2}, {"holders": 2}], {}, "schedule[0].stage: got 2, but the config itself has 1"),
+        ([{"until": 0.5, "holders": 1}, {"holders": 2}], {}, "schedule[0].until: got 0.5, but nobody says"),
+        (
+            [phase, {"holders": 2, "train_micro_batch_size_per_gpu": 1}],
+            {"managed_gradient_accumulation": False},
+            "the caller accumulates",
+        ),
+    ]
+    for schedule, more, words in wrong:
+        given = deepspeed_config(GROWING | {"block": {"schedule": schedule}}) | more
+        given["optimizer"] = {"type": "SGD", "params": {"lr": 0.1}}
+        refusal(ValueError, partial(engine_of, given), words)
+    schedule = [phase, {"holders": 1 + rank.rank}]
+    given = deepspeed_config(GROWING | {"block": {"schedule": schedule}})
+    given["optimizer"] = {"type": "SGD", "params": {"lr": 0.1}}
+    refusal(ValueError, partial(engine_of, given), "ranks were given different settings", "schedule")
+
+
+def callers_who_do_not_follow(rank: Rank) -> None:
+    """A loop that keeps its batch size, its own accumulation, or plans of its own."""
+    engine = start(GROWING)
+    refusal(ValueError, lambda: engine.replan({"holders": 2}), "schedule or redraw_interval of the config decides")
+    for steps in range(2):
+        train_step(engine, samples_of(steps, rank.size)[rank.rank])
+    own = samples_of(2, rank.size)[rank.rank]
+    refusal(ValueError, lambda: engine(input_ids=own[:2], labels=own[:2]), "a batch of 2 samples", "is 1")
+    engine.set_gradient_accumulation_boundary(is_boundary=True)
+    refusal(ValueError, lambda: engine(input_ids=own[:1], labels=own[:1]), "the caller accumulates gradients")
+
+
+def _cases(size: int, options: pytest.Config) -> Iterator[tuple[str, Check]]:
+    yield "drawn", partial(check_drawn, count=12 if is_thorough() else 4)
+    if size == 2:
+        yield "resumes_in_any_phase", resumes_in_any_phase
+        yield "random_numbers_of_each_rank", random_numbers_of_each_rank
+        yield "draws_follow_the_interval", draws_follow_the_interval
+        yield "what_cannot_be_is_told_at_start", what_cannot_be_is_told_at_start
+        yield "callers_who_do_not_follow", callers_who_do_not_follow
+
+
+@pytest.mark.checks((2, 3, 4), _cases)
+def test_schedule(outcome: str | None) -> None:
+    assert outcome is None, outcome

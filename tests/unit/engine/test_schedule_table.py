@@ -1,0 +1,83 @@
+"""The phases' table: figures of the worker that needs most, and what does not fit."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from sdp_deepspeed.architectures import unit_costs
+from sdp_deepspeed.config import KEY, parse
+from sdp_deepspeed.engine.apply_plan import ChosenPlan
+from sdp_deepspeed.engine.schedule_table import PhaseRow, schedule_table, setup_of
+from sdp_deepspeed.estimate.per_rank import estimate
+from sdp_deepspeed.optimizer.settings import OptimizerSettings
+from sdp_deepspeed.plan.placement import Network
+from sdp_deepspeed.plan.planner import plan_model
+from sdp_deepspeed.plan.tensors import dense_tensors
+from sdp_deepspeed.schedule import Phase
+from tests.helpers.models import llama
+
+SETTINGS = OptimizerSettings(1, clip=0.0, wire_dtype=torch.float32)
+
+
+def row(phase: Phase, **block: Any) -> PhaseRow:
+    model = llama(4)
+    config = parse({KEY: block})
+    assert config is not None
+    plan, warnings = plan_model(model, config, 4)
+    chosen = ChosenPlan(plan, Network(("one",) * 4), unit_costs(model, plan.units), warnings)
+    optimizer = torch.optim.Adam(model.parameters())
+    setup = setup_of(SETTINGS, torch.float32, optimizer, accumulation=2)
+    return PhaseRow.of(phase, chosen, dense_tensors(model), setup, (3, 2))
+
+
+HALF = row(Phase(1, 40, {}), coverage=0.5)
+DENSE = row(Phase(41, None, {}), coverage=1.0)
+
+
+def test_a_line_for_each_phase() -> None:
+    title, heading, half, dense, draws = schedule_table([HALF, DENSE], 10).split("\n")
+    assert "of the worker that needs most" in title
+    assert heading.split()[:3] == ["steps", "coverage", "mode"]
+    assert half.split()[:8] == ["1", "to", "40", "0.5", "forward", "x", "block", "1"]
+    assert dense.split()[:9] == ["41", "to", "the", "end", "1", "forward", "x", "block", "1"]
+    assert "3 x 2" in half
+    assert half.endswith(" 0.50x")
+    assert dense.endswith(" 1.00x")
+    assert draws.strip() == "another assignment is drawn every 10 steps"
+    assert len(schedule_table([HALF], None).split("\n")) == 3
+
+
+def test_figures_are_those_of_the_estimate() -> None:
+    model = llama(4)
+    ranks = estimate(
+        DENSE.plan, dense_tensors(model), setup_of(SETTINGS, torch.float32, torch.optim.Adam([torch.zeros(1)]), 2)
+    )
+    assert DENSE.rank in ranks
+    assert DENSE.rank.state == max(rank.state for rank in ranks)
+    assert HALF.rank.state < DENSE.rank.state
+
+
+def test_a_backward_worker_leaves_out_half_of_the_weight_gradients() -> None:
+    assert row(Phase(1, None, {}), coverage=0.5, regime="backward").flops == pytest.approx(5 / 6)
+
+
+def test_what_does_not_fit_is_refused() -> None:
+    needed = HALF.rank.state + HALF.rank.buffers + HALF.rank.step_gradients
+    HALF.refuse_too_large(needed)
+    HALF.refuse_too_large(None)
+    with pytest.raises(
+        ValueError, match=r"model state and buffers take .* MiB on a rank, more than the .* MiB of its GPU"
+    ):
+        HALF.refuse_too_large(needed - 1)
+
+
+def test_a_setup_is_what_the_engine_has() -> None:
+    sgd = torch.optim.SGD([torch.zeros(1)], lr=0.1, momentum=0.9)
+    settings = OptimizerSettings(2, clip=0.0, wire_dtype=torch.float32, accumulate_in_fp32=True, max_in_flight=1)
+    setup = setup_of(settings, torch.bfloat16, sgd, 3)
+    assert (setup.stage, setup.accumulation, setup.overlap) == (2, 3, True)
+    precision = setup.precision
+    assert (precision.weights, precision.gradients, precision.wire, precision.num_moments) == (2, 4, 4, 1)

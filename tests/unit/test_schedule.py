@@ -1,0 +1,147 @@
+"""What a config is in each step: phases, shares of all steps, new draws, and what is wrong with them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from sdp_deepspeed.config import KEY, parse
+from sdp_deepspeed.schedule import Schedule
+
+GROWING: list[dict[str, Any]] = [{"until_step": 4, "coverage": 0.5}, {"until_step": 6, "holders": 3}, {"coverage": 1.0}]
+
+
+def config(phases: Any = None, **block: Any) -> dict[str, Any]:
+    return {KEY: block if phases is None else {**block, "schedule": phases}}
+
+
+def schedule(phases: Any = None, more: Any = None, **block: Any) -> Schedule:
+    given = config(phases, **block) | (more or {})
+    assert parse(given) is not None
+    result = Schedule.of(given, KEY)
+    assert result is not None
+    return result
+
+
+def message(phases: Any = None, **block: Any) -> str:
+    with pytest.raises(ValueError, match=KEY) as caught:
+        schedule(phases, **block)
+    return str(caught.value)
+
+
+def test_without_a_schedule_nothing_changes() -> None:
+    assert Schedule.of(config(coverage=0.5), KEY) is None
+
+
+def test_each_step_has_the_config_of_its_phase() -> None:
+    found = schedule(GROWING, strategy="neuron", coverage=0.25, seed=3)
+    same = {"strategy": "neuron", "seed": 3}
+    assert [found.phase_after(steps) for steps in range(8)] == [0, 0, 0, 0, 1, 1, 2, 2]
+    assert found.config_after(3)[KEY] == {**same, "coverage": 0.5}
+    assert found.config_after(4)[KEY] == {**same, "holders": 3}
+    assert found.config_after(6)[KEY] == found.config_after(1000)[KEY] == {**same, "coverage": 1.0}
+    assert [(phase.first_step, phase.until_step) for phase in found.phases] == [(1, 4), (5, 6), (7, None)]
+
+
+def test_a_phase_that_does_not_say_it_has_what_the_block_says_and_not_the_phase_before() -> None:
+    found = schedule([{"until_step": 1, "regime": "backward", "stage": 2}, {"seed": 1}], coverage=0.5)
+    assert found.config_after(0) == {
+        KEY: {"coverage": 0.5, "regime": "backward"},
+        "zero_optimization": {"stage": 2},
+    }
+    assert found.config_after(1) == {KEY: {"coverage": 0.5, "seed": 1}}
+
+
+def test_the_block_of_a_config_is_that_of_its_first_phase() -> None:
+    first = parse(config(GROWING, coverage=1.0))
+    assert first == parse(config(coverage=0.5))
+
+
+@pytest.mark.parametrize(
+    ("block", "more"),
+    [
+        ({"total_steps": 10}, {}),
+        ({"total_steps": 10}, {"scheduler": {"params": {"total_num_steps": 90}}}),
+        ({"total_steps": "auto"}, {"scheduler": {"params": {"total_num_steps": 10}}}),
+        ({}, {"scheduler": {"params": {"total_num_steps": 10}}}),
+    ],
+)
+def test_shares_are_of_all_steps(block: dict[str, Any], more: dict[str, Any]) -> None:
+    phases = [{"until": 0.25, "coverage": 0.5}, {"until_step": 4, "coverage": 0.75}, {"coverage": 1.0}]
+    found = schedule(phases, more, **block)
+    assert [phase.until_step for phase in found.phases] == [2, 4, None]
+    assert "total_steps" not in found.config_after(0)[KEY]
+
+
+def test_shares_of_an_unknown_number_are_refused() -> None:
+    for block in ({}, {"total_steps": "auto"}):
+        text = message([{"until": 0.5, "coverage": 0.5}, {"coverage": 1.0}], **block)
+        assert f"{KEY}.schedule[0].until: got 0.5" in text
+        assert "total_steps" in text
+
+
+def test_draws_change_the_seed() -> None:
+    found = schedule(redraw_interval=3, coverage=0.5, seed=5)
+    assert [found.config_after(steps)[KEY].get("seed") for steps in (0, 2, 3, 5, 6)] == [5, 5, 6, 6, 7]
+    grown = schedule(GROWING, redraw_interval=5)
+    assert [(grown.phase_after(s), grown.draw_after(s)) for s in (3, 4, 5, 6)] == [(0, 0), (1, 0), (1, 1), (2, 1)]
+
+
+def test_what_is_tried_out_at_start() -> None:
+    """Each phase, and a draw."""
+    assert schedule(GROWING).turns == [0, 4, 6]
+    assert schedule(GROWING, redraw_interval=5).turns == [0, 4, 5, 6]
+
+
+def test_the_first_phase_begins_with_what_the_config_has() -> None:
+    phases = [{"until_step": 1, "stage": 1, "train_micro_batch_size_per_gpu": 4}, {}]
+    found = schedule(phases, coverage=0.5)
+    assert found.has_micro_batches
+    found.check_first({"stage": 1, "train_micro_batch_size_per_gpu": 4})
+    for name, value in {"stage": 2, "train_micro_batch_size_per_gpu": 8}.items():
+        other = {"stage": 1, "train_micro_batch_size_per_gpu": 4} | {name: value}
+        with pytest.raises(ValueError, match=rf"schedule\[0\]\.{name}: got \d, but the config itself has {value}"):
+            found.check_first(other)
+
+
+LAST: dict[str, Any] = {"coverage": 1.0}
+
+
+@pytest.mark.parametrize(
+    ("phases", "expected"),
+    [
+        ([], ".schedule: got [], expected a list of phases"),
+        ("growing", ".schedule: got 'growing', expected a list of phases"),
+        ([{"coverage": 0.5}, LAST], ".schedule[0]: expected one of until_step"),
+        ([{"until_step": 3, "until": 0.5, "coverage": 0.5}, LAST], ".schedule[0]: expected one of until_step"),
+        ([{"until_step": 3, "coverage": 0.5}], ".schedule[0].until_step: the last phase goes on to the end"),
+        ([{"until_step": 3.5, "coverage": 0.5}, LAST], ".schedule[0].until_step: got 3.5, expected the number of"),
+        ([{"until": 1.5, "coverage": 0.5}, LAST], ".schedule[0].until: got 1.5, expected a share of all steps"),
+        ([{"until_step": 3, "coverage": 0.5, "stage": 3}, LAST], ".schedule[0].stage: got 3, expected one of ZeRO's"),
+        ([{"until_step": 3, "coverage": 1.5}, LAST], ".schedule[0].coverage: got 1.5, expected a number above 0"),
+        ([{"until_step": 3, "covrage": 0.5}, LAST], ".schedule[0].covrage: unknown key"),
+        ([{"until_step": 3}, LAST], "schedule[0]: neither coverage nor holders is given"),
+        ([{"until_step": 3, "coverage": 0.5, "enabled": False}, LAST], "'enabled' cannot change in a run"),
+        ([{"until_step": 3, "coverage": 0.5, "schedule": []}, LAST], "'schedule' cannot change in a run"),
+        ([{"until_step": 3, **LAST}, {"until_step": 3, **LAST}, LAST], ".schedule[1]: it ends with step 3"),
+    ],
+)
+def test_wrong_schedules(phases: Any, expected: str) -> None:
+    assert expected in message(phases)
+
+
+def test_all_problems_of_phases_are_told_at_once() -> None:
+    text = message([{"coverage": 0.5}, {"until_step": 0, "coverage": 0.5}, {"until": 0.5, "coverage": 1.0}])
+    assert [f"schedule[{index}]" in text for index in range(3)] == [True] * 3
+
+
+@pytest.mark.parametrize("assignment", ["cyclic", "plan.json"])
+def test_nothing_to_draw(assignment: str) -> None:
+    coverage = {"coverage": 0.5} if assignment == "cyclic" else {}
+    text = message(redraw_interval=5, assignment=assignment, **coverage)
+    assert f"{KEY}.redraw_interval: got 5, but assignment {assignment!r} is always the same" in text
+
+
+def test_a_switched_off_block_has_no_schedule() -> None:
+    assert parse(config(GROWING, enabled=False)) is None
