@@ -79,6 +79,8 @@ class SubnetworkEngine(ScheduleCalls):
         object.__setattr__(self, "block", start.block)
         object.__setattr__(self, "_ranks", start.ranks)
         object.__setattr__(self, "schedule", start.schedule)
+        if start.schedule is not None:
+            options["config"] = start.schedule.config_after(0)
         start.check(model, options)
 
         def prepare() -> nn.Module:
@@ -89,8 +91,6 @@ class SubnetworkEngine(ScheduleCalls):
             return prepared
 
         model = run_on_all_ranks(start.ranks, prepare)
-        if start.schedule is not None:
-            options["config"] = start.schedule.config_after(0)
         super().__init__(args, model, *rest, **(options | {"model_parameters": self._given.parameters}))
         if self.optimizer is None:
             raise ValueError(_NO_OPTIMIZER)

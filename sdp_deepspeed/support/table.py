@@ -54,6 +54,12 @@ _BLOCK = (
     _works("neuron strategy", f"{KEY}.strategy", "neuron"),
     _works("strategy by part", f"{KEY}.strategy", {"attention": "neuron", "mlp": "block"}),
     _works("coverage over depth and by name", f"{KEY}.coverage", [{"units": "mlp", "coverage": 0.5}]),
+    _works(
+        "coverage over time; no tensor parallelism, offload or compiled modules",
+        f"{KEY}.schedule",
+        [{"until_step": 1, "coverage": 0.5}, {"coverage": 1.0}],
+    ),
+    _works("another assignment from time to time, under the same conditions", f"{KEY}.redraw_interval", 100),
     _works("groups of neurons", f"{KEY}.neuron_groups", 4),
     _works("scaled dense branches, forward regime", f"{KEY}.dense_branch_scale", "coverage"),
     _refused(

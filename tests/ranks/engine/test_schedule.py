@@ -114,7 +114,7 @@ def callers_who_do_not_follow(rank: Rank) -> None:
 
 
 def _cases(size: int, options: pytest.Config) -> Iterator[tuple[str, Check]]:
-    yield "drawn", partial(check_drawn, count=12 if is_thorough() else 4)
+    yield "drawn", partial(check_drawn, count=6 if is_thorough() else 3)
     if size == 2:
         yield "resumes_in_any_phase", resumes_in_any_phase
         yield "random_numbers_of_each_rank", random_numbers_of_each_rank
