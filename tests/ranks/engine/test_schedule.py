@@ -19,11 +19,11 @@ Check = Callable[[Rank], None]
 GROWING: dict[str, Any] = {
     "block": {
         "schedule": [
-            {"until_step": 2, "holders": 1},
-            {"until_step": 4, "holders": 1, "strategy": "neuron", "train_micro_batch_size_per_gpu": 1, "stage": 2},
-            {"holders": 2},
+            {"until_step": 3, "holders": 1},
+            {"until_step": 5, "holders": 1, "strategy": "neuron", "train_micro_batch_size_per_gpu": 1, "stage": 2},
+            {"holders": 2, "stage": 0},
         ],
-        "redraw_interval": 3,
+        "redraw_interval": 2,
     },
     "stage": 1,
     "micro_batch": 2,
@@ -35,14 +35,14 @@ def resumes_in_any_phase(rank: Rank) -> None:
     """Bit for bit, with the random numbers of each rank, also into an engine that stands in a later phase."""
     straight, other = start(GROWING), start(GROWING)
     losses: list[list[float]] = []
-    for steps in range(6):
+    for steps in range(7):
         straight.save_checkpoint(str(rank.folder / "run"), tag=f"{steps}")
         torch.manual_seed(100 * steps + rank.rank)
         losses.append(train_step(straight, samples_of(steps, rank.size)[rank.rank]))
-    for steps in (5, 3, 1, 4):
+    for steps in (6, 3, 1, 4):
         other.load_checkpoint(str(rank.folder / "run"), tag=f"{steps}")
-        assert other.phase == (0 if steps < 2 else 1 if steps < 4 else 2)
-        for step in range(steps, 6):
+        assert other.phase == (0 if steps < 3 else 1 if steps < 5 else 2)
+        for step in range(steps, 7):
             assert train_step(other, samples_of(step, rank.size)[rank.rank]) == losses[step], (steps, step)
         assert_same_run(straight, other)
     assert_identical(dense_state(straight), dense_state(other))
@@ -105,9 +105,10 @@ def callers_who_do_not_follow(rank: Rank) -> None:
     """A loop that keeps its batch size, its own accumulation, or plans of its own."""
     engine = start(GROWING)
     refusal(ValueError, lambda: engine.replan({"holders": 2}), "schedule or redraw_interval of the config decides")
-    for steps in range(2):
+    assert engine.zero_optimization_stage() == 1
+    for steps in range(3):
         train_step(engine, samples_of(steps, rank.size)[rank.rank])
-    own = samples_of(2, rank.size)[rank.rank]
+    own = samples_of(3, rank.size)[rank.rank]
     refusal(ValueError, lambda: engine(input_ids=own[:2], labels=own[:2]), "a batch of 2 samples", "is 1")
     engine.set_gradient_accumulation_boundary(is_boundary=True)
     refusal(ValueError, lambda: engine(input_ids=own[:1], labels=own[:1]), "the caller accumulates gradients")
