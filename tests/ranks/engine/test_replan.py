@@ -83,8 +83,7 @@ SEQUENCES = {
         2,
         [
             Phase({"lr_by_coverage": "sqrt"}, 1),
-            Phase({"lr_by_coverage": "linear"} | NEURON),
-            Phase({"lr_by_coverage": "linear"} | BACKWARD, 0),
+            Phase({"lr_by_coverage": "linear"} | NEURON, 0),
             Phase({}, 2),
         ],
         "bf16",
