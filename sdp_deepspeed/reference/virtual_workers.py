@@ -119,6 +119,7 @@ class Reference:
         clip: as `gradient_clipping` in a DeepSpeed config.
         later: plans by the number of steps after which they hold.
         lr_by_coverage: as in the block.
+        later_rates: the same, by the number of steps after which it holds.
     """
 
     model: nn.Module
@@ -128,6 +129,7 @@ class Reference:
     clip: float = 0.0
     later: Mapping[int, Plan] = field(default_factory=dict)
     lr_by_coverage: str = "none"
+    later_rates: Mapping[int, str] = field(default_factory=dict)
     num_steps: int = field(default=0, init=False)
     masters: dict[str, nn.Parameter] = field(init=False)
 
@@ -145,6 +147,7 @@ class Reference:
             Per rank its losses, and the norm of the averaged dense gradient before clipping.
         """
         self.plan = self.later.get(self.num_steps, self.plan)
+        self.lr_by_coverage = self.later_rates.get(self.num_steps, self.lr_by_coverage)
         self.num_steps += 1
         results = [local_gradients(self.model, self.plan, rank, own, self.loss_of) for rank, own in enumerate(batches)]
         average = masked_average(self.model, self.plan, [gradients for _, gradients in results])
