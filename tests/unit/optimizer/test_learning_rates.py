@@ -190,6 +190,25 @@ def _step(optimizer: torch.optim.Optimizer, tensors: list[nn.Parameter], seen: l
         optimizer.step()
 
 
+class Wrapper(torch.optim.SGD):
+    """Has another one step, which has the same list of param groups."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, lr=0.1)
+        self.inner = torch.optim.SGD(self.param_groups, lr=0.1)
+        self.inner.param_groups = self.param_groups
+
+    def step(self, closure: None = None) -> None:  # type: ignore[override]
+        self.inner.step()
+
+
+def test_who_shares_the_list_of_param_groups_has_the_rates_too() -> None:
+    found, expected = parameters(), parameters()
+    stepped_once(Wrapper(found), [as_stepped(found, FACTORS)], 0)
+    stepped_once(torch.optim.SGD(expected, lr=0.1), [as_stepped(expected, FACTORS)], 0)
+    assert all(map(torch.equal, found, expected))
+
+
 class Counting(torch.optim.SGD):
     """Counts in a tensor of the group, and in a number, and finds out something of the learning rate."""
 
