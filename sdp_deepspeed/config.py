@@ -21,6 +21,7 @@ SILENCE_LIMIT = 45.0
 
 Regime = Literal["forward", "backward"]
 StrategyName = Literal["block", "neuron"]
+LearningRateRule = Literal["none", "sqrt", "linear"]
 Evaluation = Literal["auto", "resident", "prefetch", "stream"]
 """How the dense model's parts come to be on a rank while it evaluates (forward regime)."""
 
@@ -105,6 +106,7 @@ class SubnetworkConfig(BaseModel):
         default=None, description='the number of steps of the whole run, or "auto" where the host fills it in'
     )
     check_agreement: bool = Field(default=False, description="true or false")
+    lr_by_coverage: LearningRateRule = Field(default="none", description='"none", "sqrt" or "linear"')
     silence_limit: float | None = Field(
         default=SILENCE_LIMIT,
         ge=10,

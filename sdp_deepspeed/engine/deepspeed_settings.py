@@ -10,6 +10,7 @@ import torch.distributed as dist
 from deepspeed import comm as deepspeed_comm
 from deepspeed.runtime.fp16.loss_scaler import CreateLossScaler, LossScalerBase
 
+from sdp_deepspeed.config import SubnetworkConfig
 from sdp_deepspeed.distributed.communicator import Communicator, RankGroups
 from sdp_deepspeed.distributed.host_group import Channel, HostGroup
 from sdp_deepspeed.distributed.last_acts import LastActs
@@ -38,11 +39,11 @@ def resolved_config(config: Mapping[str, Any], read: HostConfig) -> dict[str, An
     return {**config, **values, "gradient_accumulation_steps": read.gradient_accumulation_steps}
 
 
-def optimizer_settings(engine: HostEngine, *, whole_tensors: bool) -> OptimizerSettings:
-    """Read when the engine builds its optimizer.
+def optimizer_settings(engine: HostEngine, block: SubnetworkConfig) -> OptimizerSettings:
+    """Read when the engine builds its optimizer, and when it is re-planned.
 
     Args:
-        whole_tensors: whether the block says that any optimizer gets these.
+        block: of the plan that the optimizer is for.
     """
     model_dtype, accumulation_dtype = engine.get_data_types()
     stage = int(engine.zero_optimization_stage())
@@ -63,7 +64,8 @@ def optimizer_settings(engine: HostEngine, *, whole_tensors: bool) -> OptimizerS
         skip_overflow=skip_overflow,
         offload=Offload(bool(engine.zero_offload_optimizer().pin_memory)) if engine.zero_use_cpu_optimizer() else None,
         needs_norm=bool(engine.zero_compute_grad_norm()),
-        whole_tensors=whole_tensors,
+        lr_by_coverage=block.lr_by_coverage,
+        whole_tensors=block.allow_optimizer == "whole_tensors",
     )
 
 

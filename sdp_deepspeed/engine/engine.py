@@ -164,7 +164,7 @@ class SubnetworkEngine(ScheduleCalls):
     def _configure_zero_optimizer(self, optimizer: Any) -> SubnetworkOptimizer:
         if optimizer is None:
             raise ValueError(_NO_OPTIMIZER)
-        settings = optimizer_settings(self, whole_tensors=self.block.allow_optimizer == "whole_tensors")
+        settings = optimizer_settings(self, self.block)
         wrapped = SubnetworkOptimizer(
             optimizer,
             agree_on_groups(optimizer, self._applied.model, self.dp_group, settings=settings),

@@ -38,6 +38,7 @@ from sdp_deepspeed.masking.mask import Mask
 from sdp_deepspeed.masking.mixins import unmix
 from sdp_deepspeed.masking.other_weights import OtherWeights
 from sdp_deepspeed.masking.part import give_storage
+from sdp_deepspeed.optimizer.learning_rates import refuse_rates
 from sdp_deepspeed.optimizer.whole_tensors import mark_whole
 from sdp_deepspeed.plan.plan import Plan
 from sdp_deepspeed.plan.tensors import NOT_OPTIMIZED
@@ -181,6 +182,7 @@ class ReplanCalls(DenseCalls):
     def _check(self, given: Mapping[str, Any]) -> SubnetworkConfig:
         config, ds_config = new_block(given, self.block), resolved_config(given, self._config)
         refuse_unsupported(config, ds_config)
+        refuse_rates(self.optimizer.optimizer, config.lr_by_coverage)
         refuse_replan(self, self._applied, self._other_weights)
         self._known_parameters.check()
         self.checkpointer.wait()
@@ -244,8 +246,7 @@ class ReplanCalls(DenseCalls):
         self._applied = replace(applied, plan=chosen.plan, mask=mask, dense_view=dense_view)
         self._other_weights = OtherWeights(self.module, mask)
         install_save(self._export())
-        whole_tensors = self.optimizer.settings.whole_tensors
-        self.optimizer.lay_out_anew(model, optimizer_settings(self, whole_tensors=whole_tensors))
+        self.optimizer.lay_out_anew(model, optimizer_settings(self, config))
         return self._fill(before)
 
     def _fill(self, before: _Before) -> tuple[int, int]:

@@ -135,7 +135,7 @@ class ScheduleCalls(ReplanCalls):
         samples = self.train_micro_batch_size_per_gpu() * self.gradient_accumulation_steps()
         with self._at_stage(stage):
             config, chosen = self._agree(self.schedule.config_after(steps))
-            settings = optimizer_settings(self, whole_tensors=config.allow_optimizer == "whole_tensors")
+            settings = optimizer_settings(self, config)
         self._set_stage(self._first[0])
         batches = micro_batch, samples // micro_batch
         setup = setup_of(settings, self.get_data_types()[0], self.optimizer.optimizer, batches[1])

@@ -26,6 +26,7 @@ from sdp_deepspeed.optimizer.exchanges import build_averaging, build_exchanges
 from sdp_deepspeed.optimizer.fused import avoid_fused, choose_kernels, kernels_of, prefer_fused
 from sdp_deepspeed.optimizer.host_step import HostStep
 from sdp_deepspeed.optimizer.host_surface import HostSurface
+from sdp_deepspeed.optimizer.learning_rates import check_parts, rate_factor, rates_by_coverage
 from sdp_deepspeed.optimizer.settings import OptimizerSettings
 from sdp_deepspeed.optimizer.stepped_group import SteppedGroup, repoint
 from sdp_deepspeed.optimizer.whole_tensors import check_state, log_owners
@@ -136,15 +137,22 @@ class SubnetworkOptimizer(HostSurface):
         self.install()
 
     def _stepped_group(self, index: int) -> SteppedGroup:
-        fragments = [
-            fragment
+        stepped = [
+            (fragment, segment)
             for bucket in self.exchange.buckets
             for segment, shard in self._stepped(bucket)
             if segment.group == index
             for fragment in shard
         ]
+        rule, num_ranks = self.settings.lr_by_coverage, len(self.model.plan.subnetwork_of_rank)
         whole = {info.name: info.shape for info in self.model.tensors if info.group == index and info.is_whole}
-        return SteppedGroup(fragments, self.model.views, self._host, shapes=whole or None)
+        return SteppedGroup(
+            [fragment for fragment, _ in stepped],
+            self.model.views,
+            self._host,
+            factors={fragment.piece: rate_factor(rule, len(s.holders) / num_ranks) for fragment, s in stepped},
+            shapes=whole or None,
+        )
 
     def _stepped(self, bucket: Bucket) -> list[tuple[Segment, list[Fragment]]]:
         if self.settings.stage:
@@ -229,10 +237,12 @@ class SubnetworkOptimizer(HostSurface):
                 averages.flats[index].clear()  # on a GPU what was copied to the host may go
         if self._host is not None:
             self._host.wait()
-        self.optimizer.step()
-        if not self._is_state_known:
-            self._is_state_known = True
-            check_state(self.optimizer, self.groups, self._dp_group)
+        with rates_by_coverage(self.optimizer, self.groups) as parts:
+            self.optimizer.step()
+            if not self._is_state_known:
+                self._is_state_known = True
+                check_state(self.optimizer, self.groups, self._dp_group)
+                check_parts(self.optimizer, parts, self._dp_group)
         for group in self.groups:
             group.write_back()
         self._send_weights()

@@ -12,6 +12,7 @@ import torch
 from sdp_deepspeed.distributed.agreement import run_on_all_ranks
 from sdp_deepspeed.distributed.communicator import Communicator
 from sdp_deepspeed.layout.rank_model import RankModel
+from sdp_deepspeed.optimizer.learning_rates import refuse_rates
 from sdp_deepspeed.optimizer.settings import OptimizerSettings
 from sdp_deepspeed.optimizer.stepped_group import check_fresh
 from sdp_deepspeed.optimizer.whole_tensors import mark_whole
@@ -34,6 +35,7 @@ def agree_on_groups(
 
     def lay_out() -> list[TensorInfo]:
         check_fresh(optimizer)
+        refuse_rates(optimizer, settings.lr_by_coverage)
         grouped = _with_groups(model.tensors, model.parameters(), optimizer)
         return mark_whole(grouped, model, optimizer, every_group=settings.whole_tensors)
 

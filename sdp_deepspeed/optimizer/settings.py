@@ -6,6 +6,8 @@ from dataclasses import dataclass
 
 import torch
 
+from sdp_deepspeed.config import LearningRateRule
+
 
 @dataclass(frozen=True)
 class Offload:
@@ -34,6 +36,7 @@ class OptimizerSettings:
         skip_overflow: leave a step out on all ranks when any rank's gradient is not finite.
         offload: where masters and moments live, None on the device of the weights.
         needs_norm: without it, clipping and `skip_overflow` no norm is computed (`compute_grad_norm`).
+        lr_by_coverage: what learning rates of units are multiplied by.
         whole_tensors: give any optimizer whole tensors, not only those that are known to need them (`allow_optimizer`).
     """
 
@@ -47,6 +50,7 @@ class OptimizerSettings:
     skip_overflow: bool = False
     offload: Offload | None = None
     needs_norm: bool = True
+    lr_by_coverage: LearningRateRule = "none"
     whole_tensors: bool = False
 
     def __post_init__(self) -> None:

@@ -35,8 +35,13 @@ class SteppedGroup:
         fragments: what this rank steps, in the order of its flat gradient.
         weights: the module's.
         host: the optimizer's, if it steps in host memory; None to step on the device of the weights.
+        factors: of the learning rate of each piece; None if all are 1.
         shapes: of dense tensors by name, if the optimizer gets whole ones, of which `fragments` are all; None if it
             steps each element by itself.
+
+    Attributes:
+        tensors: what the optimizer gets.
+        factors: of the learning rate of each of them.
     """
 
     def __init__(
@@ -45,6 +50,7 @@ class SteppedGroup:
         weights: Views,
         host: HostStep | None = None,
         *,
+        factors: Mapping[Piece, float] | None = None,
         shapes: Mapping[str, Sequence[int]] | None = None,
     ) -> None:
         self.fragments = list(fragments) if shapes is None else joined(fragments)
@@ -56,18 +62,27 @@ class SteppedGroup:
         self._cuts = Cuts(list(zip(locations(weights, self.fragments), self.sizes, strict=True)))
         self._transfer = Transfer(self.fragments, one_after_the_other(self.sizes))
         self.in_place = host is None and _can_view(self._cuts, weights)
+        self._runs = self._make_runs([1.0 if factors is None else factors[f.piece] for f in self.fragments])
+        self.factors = [factor for factor, _ in self._runs]
         self._shapes = self._shapes_of_tensors(shapes)
         self._master: torch.Tensor | None = None
         self.tensors = self._make_tensors()
         self._chunks = [] if host is None else host.chunks(self.fragments, self._dtype_of)
 
+    def _make_runs(self, factors: Sequence[float]) -> list[tuple[float, list[int]]]:
+        """For each tensor the factor and the sizes of its fragments: in a flat master one for neighbors that have the
+        same factor, else one for each fragment."""
+        pairs = list(zip(factors, self.sizes, strict=True))
+        if self.in_place or self.is_whole:
+            return [(factor, [size]) for factor, size in pairs]
+        runs = itertools.groupby(pairs, key=lambda pair: pair[0])
+        return [(factor, [size for _, size in run]) for factor, run in runs]
+
     def _shapes_of_tensors(self, shapes: Mapping[str, Sequence[int]] | None) -> list[tuple[int, ...]]:
         """A number has the shape [1]: else its moment would look like a step count."""
         if shapes is not None:
             return [tuple(shapes[fragment.piece.parameter]) or (1,) for fragment in self.fragments]
-        if self.in_place:
-            return [(size,) for size in self.sizes]
-        return [(self.num_elements,)] if self.fragments else []
+        return [(sum(sizes),) for _, sizes in self._runs]
 
     def _make_tensors(self) -> list[torch.nn.Parameter]:
         if not self.fragments:
@@ -84,9 +99,11 @@ class SteppedGroup:
 
     def places(self) -> list[tuple[int, int]]:
         """Of each fragment: in which of `tensors` it is, and at which element it begins there."""
-        if self.in_place or self.is_whole:
-            return [(index, 0) for index in range(len(self.fragments))]
-        return [(0, start) for start in itertools.accumulate(self.sizes[:-1], initial=0)] if self.fragments else []
+        return [
+            (index, start)
+            for index, (_, sizes) in enumerate(self._runs)
+            for start in itertools.accumulate(sizes[:-1], initial=0)
+        ]
 
     def _new_master(self, values: Sequence[torch.Tensor]) -> torch.Tensor:
         """Fragments in a flat fp32 tensor."""

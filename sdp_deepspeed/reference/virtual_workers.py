@@ -5,6 +5,7 @@ The oracle that judges the engine. It is slow and holds everything; nothing but 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, field
@@ -17,6 +18,11 @@ from sdp_deepspeed.plan.plan import Plan
 from sdp_deepspeed.plan.tensors import named_tensors
 from sdp_deepspeed.units import Unit
 
+_RATES: Mapping[str, Callable[[float], float]] = {
+    "none": lambda coverage: 1.0,
+    "sqrt": math.sqrt,
+    "linear": lambda coverage: coverage,
+}
 LossFunction = Callable[[nn.Module, Any], torch.Tensor]
 
 
@@ -54,6 +60,17 @@ def held_mask(model: nn.Module, plan: Plan, subnetwork: int) -> dict[str, torch.
         if not plan.holds(index, subnetwork):
             clear(unit)
     return masks
+
+
+def rate_factors(model: nn.Module, plan: Plan, rule: str) -> dict[str, torch.Tensor]:
+    """What the learning rate of each element is multiplied by, shaped like each parameter."""
+    factors = {name: torch.ones_like(p, dtype=torch.float64) for name, p in model.named_parameters()}
+    for index, unit in enumerate(plan.units):
+        coverage = len(plan.holders[index]) / plan.num_subnetworks
+        for piece in unit.pieces:
+            if piece.kind == "parameter":
+                piece.narrow(factors[piece.parameter]).fill_(_RATES[rule](coverage))
+    return factors
 
 
 def local_gradients(
@@ -101,6 +118,8 @@ class Reference:
         loss_of: loss of a model on one micro-batch.
         clip: as `gradient_clipping` in a DeepSpeed config.
         later: plans by the number of steps after which they hold.
+        lr_by_coverage: as in the block.
+        later_rates: the same, by the number of steps after which it holds.
     """
 
     model: nn.Module
@@ -109,6 +128,8 @@ class Reference:
     loss_of: LossFunction
     clip: float = 0.0
     later: Mapping[int, Plan] = field(default_factory=dict)
+    lr_by_coverage: str = "none"
+    later_rates: Mapping[int, str] = field(default_factory=dict)
     num_steps: int = field(default=0, init=False)
     masters: dict[str, nn.Parameter] = field(init=False)
 
@@ -126,6 +147,7 @@ class Reference:
             Per rank its losses, and the norm of the averaged dense gradient before clipping.
         """
         self.plan = self.later.get(self.num_steps, self.plan)
+        self.lr_by_coverage = self.later_rates.get(self.num_steps, self.lr_by_coverage)
         self.num_steps += 1
         results = [local_gradients(self.model, self.plan, rank, own, self.loss_of) for rank, own in enumerate(batches)]
         average = masked_average(self.model, self.plan, [gradients for _, gradients in results])
@@ -133,8 +155,30 @@ class Reference:
         factor = max(1.0, (total + 1e-6) / self.clip) if self.clip > 0 else 1.0
         for name, master in self.masters.items():
             master.grad = average[name] / factor
-        self.optimizer.step()
+        self._step_by_coverage()
         with torch.no_grad():
             for name, parameter in self.model.named_parameters():
                 parameter.copy_(self.masters[name])
         return [losses for losses, _ in results], total
+
+    def _step_by_coverage(self) -> None:
+        """Step the whole model once for each factor of the learning rate; each element is as that of its own leaves
+        it. What an optimizer keeps does not depend on the rate, so it goes on from the step at factor 1."""
+        factors = rate_factors(self.model, self.plan, self.lr_by_coverage)
+        distinct = {float(factor) for of_tensor in factors.values() for factor in of_tensor.unique()} - {1.0}
+        others = {factor: self._stepped(factor) for factor in distinct}
+        self.optimizer.step()
+        with torch.no_grad():
+            for factor, masters in others.items():
+                for name, master in self.masters.items():
+                    master.copy_(torch.where(factors[name] == factor, masters[name], master))
+
+    def _stepped(self, factor: float) -> dict[str, nn.Parameter]:
+        """Masters after a step of a copy of them, and of the optimizer, at `factor` times the learning rate."""
+        masters, optimizer = deepcopy((self.masters, self.optimizer))
+        for name, master in masters.items():
+            master.grad = self.masters[name].grad
+        for group in optimizer.param_groups:
+            group["lr"] *= factor
+        optimizer.step()
+        return masters

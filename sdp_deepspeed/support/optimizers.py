@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 ELEMENTWISE_OPTIMIZERS = (
@@ -27,6 +28,8 @@ _WHOLE_TENSORS = {
     "FusedLamb": "deepspeed",
     "FusedLAMB": "",
 }
+# By class name, and where the class comes from: their learning rate bounds a step size that they choose by themselves.
+_OWN_STEPS = {"Adafactor": "torch.optim"}
 WHOLE_TENSOR_OPTIMIZERS = ("Muon", "Adafactor", "Lamb")  # as DeepSpeed's `optimizer.type`
 
 
@@ -37,7 +40,17 @@ def is_elementwise(name: str) -> bool:
 
 def steps_whole_tensors(kind: type[Any]) -> bool:
     """Whether an optimizer's class updates each tensor by itself, or inherits from one that does."""
-    homes = ((base.__module__, _WHOLE_TENSORS.get(base.__name__)) for base in kind.__mro__)
+    return _is_one_of(kind, _WHOLE_TENSORS)
+
+
+def bounds_own_steps(kind: type[Any]) -> bool:
+    """Whether an optimizer's learning rate is only a bound of its steps: half of it may be the same step."""
+    return _is_one_of(kind, _OWN_STEPS)
+
+
+def _is_one_of(kind: type[Any], named: Mapping[str, str]) -> bool:
+    """Whether a class, or one that it inherits from, is among those of these names and homes."""
+    homes = ((base.__module__, named.get(base.__name__)) for base in kind.__mro__)
     return any(home is not None and module.startswith(home) for module, home in homes)
 
 

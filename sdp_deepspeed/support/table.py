@@ -69,6 +69,13 @@ _BLOCK = (
         scales_backward_branches,
         "its workers train the whole model, which needs no scale; remove the key",
     ),
+    _works("learning rates by coverage", f"{KEY}.lr_by_coverage", "sqrt"),
+    Row(
+        "learning rates by coverage of an optimizer whose steps no lr decides",
+        "",
+        "refused",
+        note="lr=None, relative_step, PyTorch's Adafactor: there is nothing to multiply; remove the key",
+    ),
     _works("dense model in evaluation: resident, prefetched, streamed", f"{KEY}.evaluation", "prefetch"),
     _refused(
         "ways of the dense model, backward regime",

@@ -28,6 +28,7 @@ EVERYTHING: dict[str, Any] = {
     "shared": [r"\.0\."],
     "neuron_groups": 4,
     "dense_branch_scale": "none",
+    "lr_by_coverage": "sqrt",
     "evaluation": "auto",
     "placement": "auto",
     "seed": 3,

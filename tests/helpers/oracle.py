@@ -75,7 +75,12 @@ def check_case(case: Case, rank: Rank, **block: Any) -> None:
     dense.to(engine.device)
     worker = engine.dp_group.rank  # tensor-parallel ranks are one: the same batches, one copy of a subnetwork
     reference = Reference(
-        dense, engine.plan, lambda named: make_optimizer(case.optimizer, two_groups(named)), loss_of, case.clip
+        dense,
+        engine.plan,
+        lambda named: make_optimizer(case.optimizer, two_groups(named)),
+        loss_of,
+        case.clip,
+        lr_by_coverage=case.lr_by_coverage,
     )
     initial = {name: value.detach().float().clone() for name, value in dense.state_dict().items()}
     for number, step in enumerate(itertools.islice(batches(case.num_workers, case.accumulation), NUM_STEPS)):

@@ -39,6 +39,7 @@ class Case:
         by_caller: who ends a step of several micro-batches.
         buckets: "one" has room for all, "many" are small.
         wire: dtype of gradients on it, "weights" for theirs.
+        lr_by_coverage: of the block.
         by_rules: MLPs have `holders`, other units one holder more.
     """
 
@@ -61,6 +62,7 @@ class Case:
     buckets: str = "one"
     wire: str = "weights"
     by_rules: bool = False
+    lr_by_coverage: str = "none"
 
     def __str__(self) -> str:
         words = [f"{self.holders}of{self.num_subnetworks}", self.regime, self.strategy, self.model, self.granularity]
@@ -69,7 +71,7 @@ class Case:
             self.replicas > 1
         )
         words += ["offload"] * (self.offload != "none") + ["overlap"] * self.overlap + ["caller"] * self.by_caller
-        words += ["rules"] * self.by_rules
+        words += ["rules"] * self.by_rules + [f"lr_{self.lr_by_coverage}"] * (self.lr_by_coverage != "none")
         words += ["buckets"] * (self.buckets == "many") + [f"wire_{self.wire}"] * (self.wire != "weights")
         return "-".join(words)
 
@@ -101,7 +103,8 @@ class Case:
         """The config block. Granularity is said where it has an effect only."""
         rules = [{"units": "mlp", "holders": self.holders}, {"holders": self.holders + 1}]
         block = {"holders": rules if self.by_rules else self.holders} | self.combination.block(self.ranks)
-        return block | ({"granularity": self.granularity} if self.granularity != "sublayer" else {})
+        block |= {"granularity": self.granularity} if self.granularity != "sublayer" else {}
+        return block | ({"lr_by_coverage": self.lr_by_coverage} if self.lr_by_coverage != "none" else {})
 
 
 @cache
@@ -149,16 +152,17 @@ def other_families(*, full: bool = False) -> tuple[Case, ...]:
 
 @cache
 def by_rules() -> tuple[Case, ...]:
-    """Units with different numbers of holders: every mode, stage and precision, replicas, tensor parallelism."""
+    """Units with different numbers of holders: every mode, stage and precision, replicas, tensor parallelism; some with
+    learning rates of their own."""
     found = [
-        Case(3, 1, "forward", "block", buckets="many"),
-        Case(3, 2, "forward", "neuron", stage=2, accumulation=3),
-        Case(3, 1, "backward", "block", stage=2, optimizer="SGD", precision="bf16"),
+        Case(3, 1, "forward", "block", buckets="many", lr_by_coverage="sqrt"),
+        Case(3, 2, "forward", "neuron", stage=2, accumulation=3, lr_by_coverage="linear"),
+        Case(3, 1, "backward", "block", stage=2, optimizer="SGD", precision="bf16", lr_by_coverage="sqrt"),
         Case(3, 1, "backward", "neuron", "gpt2", stage=0),
-        Case(4, 2, "forward", "neuron", optimizer="SGD", precision="bf16", overlap=True),
+        Case(4, 2, "forward", "neuron", optimizer="SGD", precision="bf16", overlap=True, lr_by_coverage="linear"),
         Case(4, 1, "backward", "mixed", stage=1, accumulation=3),
-        Case(4, 1, "forward", "mixed", stage=0, replicas=2),
-        Case(4, 1, "forward", "neuron", tensor_parallel=2),
+        Case(4, 1, "forward", "mixed", stage=0, replicas=2, lr_by_coverage="sqrt"),
+        Case(4, 1, "forward", "neuron", tensor_parallel=2, lr_by_coverage="linear"),
     ]
     return tuple(replace(case, by_rules=True) for case in found)
 

@@ -27,6 +27,7 @@ DEFAULTS: dict[str, Any] = {
     "seed": 0,
     "neuron_groups": None,
     "dense_branch_scale": "none",
+    "lr_by_coverage": "none",
 }
 Optimizer = Callable[[nn.Module], torch.optim.Optimizer]
 

@@ -34,6 +34,7 @@ def phases(draw: st.DrawFn, size: int) -> dict[str, Any]:
         "regime": draw(st.sampled_from(["forward", "backward"])),
         "strategy": draw(st.sampled_from(["block", "neuron"])),
         "seed": draw(st.integers(0, 3)),
+        "lr_by_coverage": draw(st.sampled_from(["none", "sqrt", "linear"])),
         "stage": draw(st.integers(0, 2)),
     }
     if draw(st.booleans()):
@@ -61,17 +62,18 @@ def schedules(draw: st.DrawFn, size: int) -> dict[str, Any]:
 
 def plan_after(drawn: Drawn, steps: int, model: nn.Module, size: int) -> Plan:
     """Who holds what in the step after so many, by the words of the schedule and not by ours."""
-    current = next(each for each in drawn["block"]["schedule"] if steps < each.get("until_step", 99))
-    keys = {
-        key: value
-        for key, value in current.items()
-        if key not in ("until_step", "stage", "train_micro_batch_size_per_gpu")
-    }
+    keys = {key: value for key, value in phase_after(drawn, steps).items() if key not in OF_PHASE}
     interval = drawn["block"].get("redraw_interval")
     keys["seed"] += 0 if interval is None else steps // interval
     block = parse({KEY: keys})
     assert block is not None
     return plan_model(model, block, size)[0]
+
+
+def phase_after(drawn: Drawn, steps: int) -> dict[str, Any]:
+    """Of the step after so many."""
+    phase: dict[str, Any] = next(each for each in drawn["block"]["schedule"] if steps < each.get("until_step", 99))
+    return phase
 
 
 def deepspeed_config(drawn: Drawn) -> dict[str, Any]:
@@ -127,6 +129,7 @@ def check_schedule(drawn: Drawn, rank: Rank) -> None:
         loss_of,
         clip=0.5,
         later=plans,
+        later_rates={steps: phase_after(drawn, steps)["lr_by_coverage"] for steps in range(5)},
     )
     for steps in range(5):
         assert engine.plan.hash == plans[steps].hash, steps

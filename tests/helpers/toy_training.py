@@ -13,6 +13,7 @@ import pytest
 import torch
 from torch import nn
 
+from sdp_deepspeed.config import LearningRateRule
 from sdp_deepspeed.distributed.communicator import Communicator
 from sdp_deepspeed.exchange.exchange import Steps
 from sdp_deepspeed.layout.buckets import Bucket
@@ -43,6 +44,7 @@ class Toy:
         failing: chance of a rank's backward pass to end with an error, after some of its gradients.
         num_streams: of a GPU, on which gradients are computed; 0 is that of the caller alone.
         checks_order: streams are pretended, and checked (`stream_order.py`).
+        lr_by_coverage: as in the block.
         seed: of gradients, of which are missing, and of the order in which they arrive.
     """
 
@@ -58,6 +60,7 @@ class Toy:
     failing: float = 0.0
     num_streams: int = 0
     checks_order: bool = False
+    lr_by_coverage: LearningRateRule = "none"
     seed: int = 0
 
     def gradients(self, rank: int, step: int, micro: int) -> list[tuple[str, torch.Tensor]]:
@@ -108,6 +111,7 @@ class Toy:
             return_bucket_elements=self.returning,
             wire_dtype=torch.float32,
             max_in_flight=self.overlap,
+            lr_by_coverage=self.lr_by_coverage,
         )
 
 
@@ -246,14 +250,22 @@ class Expected:
 def by_hand(toy: Toy) -> Expected:
     """Mean over holders of the sum over micro-batches, clipped by the norm of the dense average, subtracted once."""
     masters = {name: value.double() for name, value in toy.weights().items()}
+    rates = _rates(toy)
     norms = []
     for step in range(toy.num_steps):
         averages = _averages(toy, step)
         norms.append(float(torch.stack([value.square().sum() for value in averages.values()]).sum().sqrt()))
         factor = max(1.0, (norms[-1] + 1e-6) / toy.clip) if toy.clip else 1.0
         for name, value in averages.items():
-            masters[name] -= value / factor
+            masters[name] -= rates[name] * value / factor
     return Expected({info.name: masters[info.name].to(info.dtype) for info in toy.layout.tensors}, norms)
+
+
+def _rates(toy: Toy) -> Tensors:
+    """Of each element: every rank is a subnetwork of its own, and shared ones are held by all."""
+    held = {name: sum(toy.holds(rank)[name] for rank in range(toy.layout.size)) for name in toy.holds(0)}
+    power = {"none": 0.0, "sqrt": 0.5, "linear": 1.0}[toy.lr_by_coverage]
+    return {name: torch.as_tensor(count).double().div(toy.layout.size).pow(power) for name, count in held.items()}
 
 
 def _averages(toy: Toy, step: int) -> Tensors:

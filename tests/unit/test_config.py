@@ -57,6 +57,7 @@ def test_defaults() -> None:
         (),
     )
     assert (config.neuron_groups, config.dense_branch_scale, config.seed) == (None, "none", 0)
+    assert config.lr_by_coverage == "none"
     assert (config.placement, config.evaluation) == ("auto", "auto")
     assert not config.allow_optimizer
     assert not config.check_agreement
@@ -79,6 +80,7 @@ def test_every_key_is_read() -> None:
         "seed": 0,
         "allow_optimizer": True,
         "check_agreement": True,
+        "lr_by_coverage": "sqrt",
         "silence_limit": 60.0,
         "checkpoint": {"asynchronous": True, "keep_last": 2},
     }
@@ -179,6 +181,8 @@ def test_unknown_key_like_no_other_lists_all() -> None:
         ("shared", ["(", "a"], "'(' does not compile"),
         ("neuron_groups", 0, "at least 1"),
         ("dense_branch_scale", 0.5, '"none" or "coverage"'),
+        ("lr_by_coverage", "square root", '"none", "sqrt" or "linear"'),
+        ("lr_by_coverage", 0.5, '"none", "sqrt" or "linear"'),
         ("seed", -1, "at least 0"),
         ("seed", "auto", '"auto" is only possible for'),
         ("placement", "near", '"packed" or "spread"'),

@@ -78,6 +78,34 @@ def another_accumulation_begins_a_step(rank: Rank) -> None:
     assert steps == [3, 4, 4, 5]
 
 
+def other_learning_rates_by_coverage(rank: Rank) -> None:
+    """They are no part of the state: masters and moments load under another rule and come back, bit for bit, and so
+    do the rates of param groups."""
+    runs = {rule: settings_of(precision="bf16", lr_by_coverage=rule) for rule in ("sqrt", "none")}
+    engine, plain = (engine_of(settings) for settings in runs.values())
+    for each in (engine, plain):
+        train(each, num_steps=2)
+    assert engine.get_lr() == plain.get_lr() == [engine.optimizer.param_groups[0]["lr"]]
+    engine.save_checkpoint(str(rank.folder / "sqrt"))
+    full = whole(engine)
+    assert any(not torch.equal(value, full[key]) for key, value in whole(plain).items()), "the rule has no effect"
+    plain.load_checkpoint(str(rank.folder / "sqrt"))
+    assert len(plain.optimizer.groups[0].tensors) == 1 < len(engine.optimizer.groups[0].tensors)
+    assert_identical(whole(plain), full)
+    plain.save_checkpoint(str(rank.folder / "none"))
+    resumed = engine_of(runs["sqrt"])
+    resumed.load_checkpoint(str(rank.folder / "none"))
+    assert_identical(stepped(resumed), stepped(engine))
+    assert train(resumed, num_steps=2, first=2) == train(engine, num_steps=2, first=2)
+    assert_identical(stepped(resumed), stepped(engine))
+
+
+def whole(engine: Any) -> dict[str, torch.Tensor]:
+    """Masters and moments in the dense model's shapes, of all ranks; all ranks call it."""
+    tensors = engine.full_tensors()
+    return {f"{key}/{n}": tensors.get(n, key) for n in dense_state(engine) for key in (None, "exp_avg", "exp_avg_sq")}
+
+
 def another_optimizer(rank: Rank) -> None:
     """DeepSpeed's and PyTorch's Adam go on with each other's state; with SGD's none does."""
     adam = {"lr": 1e-2, "weight_decay": 0.1}
@@ -208,6 +236,7 @@ def _cases(size: int, options: pytest.Config) -> Iterator[tuple[str, Any]]:
         a_group_of_which_a_rank_owns_nothing,
         one_more_is_frozen,
         another_accumulation_begins_a_step,
+        other_learning_rates_by_coverage,
         another_optimizer,
         empty_tensors,
         each_rank_s_own_buffers,

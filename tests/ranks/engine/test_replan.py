@@ -79,6 +79,15 @@ SEQUENCES = {
         [Phase({}, 1), Phase({"holders": 2}), Phase(BACKWARD, 2), Phase(LAYERS, 0)],
         optimizer=adafactor,
     ),
+    "learning_rates": Sequence_(
+        2,
+        [
+            Phase({"lr_by_coverage": "sqrt"}, 1),
+            Phase({"lr_by_coverage": "linear"} | NEURON, 0),
+            Phase({}, 2),
+        ],
+        "bf16",
+    ),
     "adagrad": Sequence_(2, [Phase({}, 1), Phase(NEURON), Phase({"holders": 2})], optimizer=adagrad),
     "depth_of_three": Sequence_(
         3, [Phase({"coverage": 0.3333}, 1), Phase(DEPTH), Phase(DEPTH | BACKWARD, 2), Phase({"coverage": 1.0})]

@@ -48,6 +48,21 @@ def blocks(engine: Any) -> None:
     assert engine.zero_optimization_stage() == 1
 
 
+def rates_of_no_use(engine: Any) -> None:
+    """As at start; on one rank only, so that the others must be told."""
+    (group,) = engine.optimizer.param_groups
+    if engine.dp_group.rank == 1:
+        group["relative_step"] = True
+    words = "lr_by_coverage: got 'sqrt'", "param group 0", "relative_step", "[on rank 1]"
+    refusal(ValueError, lambda: engine.replan({"lr_by_coverage": "sqrt"}), *words)
+    group.pop("relative_step", None)
+    refusal(ValueError, lambda: engine.replan({"lr_by_coverage": 0.5}), "lr_by_coverage", '"none", "sqrt" or "linear"')
+    own = Sequence_(2, [], optimizer=lambda model: torch.optim.Adafactor(model.parameters()))
+    refusal(
+        ValueError, lambda: own.engine(Phase({"lr_by_coverage": "linear"}), 1), "lr_by_coverage", "'Adafactor'", "bound"
+    )
+
+
 def in_the_middle(engine: Any) -> None:
     with engine.dense(resident=True):
         refusal(RuntimeError, lambda: engine.replan({"holders": 2}), "inside engine.dense()")
@@ -148,7 +163,7 @@ def runs(rank: Rank) -> None:
 
 
 def _cases(size: int, options: pytest.Config) -> Iterator[tuple[str, Check]]:
-    for refused in (blocks, in_the_middle, copies, changed_by_others, compiled):
+    for refused in (blocks, rates_of_no_use, in_the_middle, copies, changed_by_others, compiled):
         yield refused.__name__, partial(goes_on, refused)
     yield "described", described
     yield "in_an_accumulation", in_an_accumulation

@@ -43,6 +43,14 @@ EXTRAS = {
     "interleaved-parts": Extra(Case(3, 1, "forward", "block", "falcon_grouped"), {"evaluation": "prefetch"}),
     "several-bodies": Extra(Case(3, 1, "forward", "neuron", "bert", optimizer="SGD"), {"evaluation": "stream"}),
     "handed-on": Extra(Case(3, 2, "forward", "mixed", "t5"), {"evaluation": "stream"}),
+    # Learning rates by coverage where holders step the same, in host memory, and of whole tensors.
+    "rates-zero0-bf16": Extra(
+        Case(3, 1, stage=0, optimizer="SGD", precision="bf16", by_rules=True, lr_by_coverage="linear")
+    ),
+    "rates-offload": Extra(
+        Case(3, 1, "backward", "neuron", stage=2, offload="cpu", by_rules=True, lr_by_coverage="sqrt")
+    ),
+    "rates-whole": Extra(Case(3, 1, optimizer="Lamb", by_rules=True, lr_by_coverage="linear")),
     "shared-groups": Extra(Case(3, 2, "backward", "neuron", "llama_tied"), {"shared": [r"group_0$", r"head_3$"]}),
 }
 
