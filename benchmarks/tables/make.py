@@ -16,6 +16,7 @@ sys.path.insert(0, str(Path(__file__).parents[2]))  # the repository's root
 from benchmarks.tables.counts import collectives, faults, model_state, peak_memory
 from benchmarks.tables.markdown import Result
 from benchmarks.tables.readme import RESULTS, ROOT, filled, read
+from benchmarks.tables.replans import replan_time
 from benchmarks.tables.similarity import similarity
 from benchmarks.tables.startup import startup, startup_time
 from benchmarks.tables.times import checkpoint_time, evaluation, host_time, step_time
@@ -24,6 +25,7 @@ from benchmarks.tables.tokens import tokenize_speed
 IN_FULL: dict[str, Callable[[Result], str]] = {
     "checkpoints": checkpoint_time,
     "step_time": step_time,
+    "replan_time": replan_time,
     "host_time": host_time,
     "evaluation": evaluation,
     "model_state": model_state,

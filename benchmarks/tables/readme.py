@@ -9,6 +9,7 @@ from pathlib import Path
 
 from benchmarks.tables.counts import collectives, faults, model_state, peak_shares
 from benchmarks.tables.markdown import Result
+from benchmarks.tables.replans import replan_time
 from benchmarks.tables.similarity import similarity
 from benchmarks.tables.startup import given_back, startup_side_by_side, startup_time
 from benchmarks.tables.summary import summary
@@ -50,6 +51,7 @@ BLOCKS = {
     "host-time": Block(host_time, ("host_time",)),
     "collectives": Block(collectives, ("collectives_2_ranks",)),
     "checkpoints": Block(checkpoint_time, ("checkpoints_4_ranks",)),
+    "replans": Block(replan_time, ("replan_4_ranks",)),
     "kills": Block(faults, ("faults", "faults_4_ranks")),
     "tokens": Block(tokenize_speed, ("tokenize_speed",)),
     "similarity": Block(similarity, ("similarity",)),

@@ -20,6 +20,7 @@ LOOK_SECONDS = 2.0  # of waiting, between two looks whether the others can still
 _BEATS_STUCK = 10  # one after another, in a collective of PyTorch's own: a rank may be about to leave it
 _PAUSES = (0.001, 0.1)  # seconds between two questions whether all have come, least and most
 _PAUSE_SHARE = 8  # a pause is this part of what was waited already, so that many ranks do not keep the store busy
+_ENDING_SECONDS = 1.0  # from the first connection of an ended process that is found closed to all others
 _CAME, _FAILED = "came", "failed"  # keys, beside those of the ranks
 
 
@@ -81,6 +82,7 @@ class MonitoredBarrier:
         self._last_acts = last_acts
         self._meetings = 0
         self.num_forwards = 0
+        self.rank, self.size = channel.rank, channel.size
 
     def wait(self, phase: Phase, note: Any = None) -> list[Any]:
         """Every rank calls it in the same phase.
@@ -103,6 +105,15 @@ class MonitoredBarrier:
         if phase != Phase.PART:
             self.num_forwards = self.num_forwards + 1 if phase == Phase.FORWARD else 0
         return notes
+
+    def ended_ranks(self) -> list[int]:
+        """Those whose process has ended; empty if after a second none has. For who has lost them in a collective of
+        another group, whose error does not say whom."""
+        others = [rank for rank in range(self.size) if rank != self.rank]
+        until = time.monotonic() + _ENDING_SECONDS
+        while not (ended := [rank for rank in others if self._channel.is_gone(rank)]) and time.monotonic() < until:
+            time.sleep(_PAUSES[1])
+        return ended
 
     def _gather(self, phase: Phase, note: Any) -> list[tuple[Phase, Any]]:
         self._last_acts.note(_WORDS[phase])
@@ -194,6 +205,27 @@ class MonitoredBarrier:
             f"after {self.num_forwards} evaluation batches {'; '.join(said)}. The dense model is a collective of all "
             "ranks: give each the same number of batches (drop or repeat samples), and save and load on all together"
         )
+
+
+class Meetings:
+    """A `Gatherer` of all ranks that waits for nobody in vain: each gathering is a meeting at the barrier.
+
+    Args:
+        barrier: where all ranks meet.
+        phase: in which they do.
+    """
+
+    def __init__(self, barrier: MonitoredBarrier, phase: Phase) -> None:
+        self._barrier, self._phase = barrier, phase
+        self.rank, self.size = barrier.rank, barrier.size
+
+    def gather_objects(self, value: object) -> list[Any]:
+        """One small picklable object of every rank, in rank order.
+
+        Raises:
+            RuntimeError: as `MonitoredBarrier.wait`.
+        """
+        return self._barrier.wait(self._phase, value)
 
 
 def make_monitored_barrier(host: HostGroup, last_acts: LastActs) -> MonitoredBarrier:

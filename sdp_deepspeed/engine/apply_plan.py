@@ -210,12 +210,12 @@ def install_dense_view(
     return dense_view
 
 
-def tell(chosen: ChosenPlan, rank: int) -> None:
-    """Warnings, and on rank 0 the plan."""
+def tell(chosen: ChosenPlan, rank: int, *, rows: bool = True) -> None:
+    """Warnings, and on rank 0 the plan, with a row for each unit or without."""
     for warning in chosen.warnings:
         log_dist(f"{KEY}: {warning}", ranks=[0], level=logging.WARNING)
     if rank == 0:  # the others would make a table that nobody prints
-        announce(f"{KEY}\n{chosen.plan.table(chosen.costs)}{_losses(chosen.plan)}")
+        announce(f"{KEY}\n{chosen.plan.table(chosen.costs, rows=rows)}{_losses(chosen.plan)}")
 
 
 def announce(text: str) -> None:

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from sdp_deepspeed.distributed.agreement import Gatherer
 from sdp_deepspeed.distributed.communicator import Communicator
 from sdp_deepspeed.distributed.replicas import digests
 from sdp_deepspeed.layout.rank_model import RankModel
@@ -15,7 +16,7 @@ from sdp_deepspeed.plan.plan import Plan
 from sdp_deepspeed.units import Piece
 
 
-def check_same_plan(plan: Plan, world: Communicator) -> None:
+def check_same_plan(plan: Plan, world: Gatherer) -> None:
     """The hash, and which rank has which subnetwork: the hash does not cover that. Every rank calls it.
 
     Raises:

@@ -11,6 +11,7 @@ from deepspeed import comm as deepspeed_comm
 from deepspeed.runtime.fp16.loss_scaler import CreateLossScaler, LossScalerBase
 
 from sdp_deepspeed.config import SubnetworkConfig
+from sdp_deepspeed.distributed.agreement import Gatherer
 from sdp_deepspeed.distributed.communicator import Communicator, RankGroups
 from sdp_deepspeed.distributed.host_group import Channel, HostGroup
 from sdp_deepspeed.distributed.last_acts import LastActs
@@ -88,12 +89,12 @@ def rank_groups(engine: HostEngine, world: Communicator, host: HostGroup, last_a
     return RankGroups(dp_group, world, host, last_acts, tp_group_of(engine.mpu, host))
 
 
-def network_of(engine: HostEngine, groups: RankGroups) -> Network:
+def network_of(engine: HostEngine, dp_group: Gatherer, tp_group: Gatherer | None = None) -> Network:
     """Nodes of the ranks, and bytes per element as the exchange sends them; all ranks call it."""
     rounds = engine.gradient_accumulation_steps() if engine.zero_optimization_stage() == 2 else 1
     return Network.gather(
-        groups.dp_group,
-        tp_group=groups.tp_group,
+        dp_group,
+        tp_group=tp_group,
         gradient_bytes=rounds * engine.communication_data_type.itemsize,
         weight_bytes=engine.get_data_types()[0].itemsize,
     )

@@ -12,6 +12,7 @@ from torch import nn
 
 from sdp_deepspeed.distributed.communicator import Communicator
 from sdp_deepspeed.distributed.monitored_barrier import Phase
+from sdp_deepspeed.engine import half_way
 from sdp_deepspeed.engine.apply_plan import AppliedPlan
 from sdp_deepspeed.engine.checkpoint_calls import CheckpointCalls
 from sdp_deepspeed.engine.dense_export import DenseExport
@@ -32,6 +33,7 @@ class DenseCalls(CheckpointCalls):
     _applied: AppliedPlan
     _known_parameters: KnownParameters
     _other_weights: OtherWeights
+    _is_half_replanned = False
 
     def train(self, mode: bool = True) -> Self:
         """As DeepSpeed's; going back to training ends an evaluation of the dense model on all ranks."""
@@ -59,6 +61,7 @@ class DenseCalls(CheckpointCalls):
             RuntimeError: on all ranks, naming ranks, when they do not do the same inside; naming tensors, when they
                 were replaced by others of another shape.
         """
+        self._refuse_half_replanned("engine.dense")
         view = self._applied.dense_view
         if weights is not None:
             self._refuse_resident("engine.dense(weights=...)")
@@ -104,7 +107,12 @@ class DenseCalls(CheckpointCalls):
     def _export(self) -> DenseExport:
         return DenseExport(self.module, self._applied, self.world, partial(self.dense, resident=True))
 
+    def _refuse_half_replanned(self, call: str) -> None:
+        if self._is_half_replanned:
+            half_way.refuse(call)
+
     def _refuse_resident(self, call: str) -> None:
+        self._refuse_half_replanned(call)
         if self._applied.dense_view.is_resident:
             raise RuntimeError(f"{call} inside engine.dense(resident=True): leave it first, on all ranks")
         self._refuse_other_weights(call)

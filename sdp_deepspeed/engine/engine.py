@@ -133,13 +133,13 @@ class SubnetworkEngine(ScheduleCalls):
         super()._configure_distributed_model(model)
         self._last_acts = make_last_acts(torch.distributed, self.seq_data_parallel_group, logger.warning)
         watch_ranks(self, torch.distributed, self.world, self.block.silence_limit)
-        groups = self._groups = rank_groups(self, self.world, self._host, self._last_acts)
+        groups = rank_groups(self, self.world, self._host, self._last_acts)
         self.dp_group = groups.dp_group
         start = ModelAtStart(
             model,
             self.device,
             stage=int(self.zero_optimization_stage()),
-            network=partial(network_of, self, groups),
+            network=partial(network_of, self, groups.dp_group, groups.tp_group),
             before_autotp=self._before_autotp,
             deferred=self._deferred,
         )
@@ -185,6 +185,7 @@ class SubnetworkEngine(ScheduleCalls):
 
     def backward(self, loss: torch.Tensor, *options: Any, **more: Any) -> Any:
         """As DeepSpeed's."""
+        self._refuse_half_replanned("backward")  # others are to hear of that error, not of this call
         with self._last_acts.doing(self._place("backward pass")):
             self._refuse_resident("backward")  # what is refused is no pass, and others have none to match it
             with self.optimizer.backward_pass():
@@ -197,6 +198,7 @@ class SubnetworkEngine(ScheduleCalls):
 
     def step(self, lr_kwargs: Any = None) -> None:
         """As DeepSpeed's; at the boundary a collective of all data-parallel ranks."""
+        self._refuse_half_replanned("step")
         with self._last_acts.doing(self._place("step")):
             self._refuse_resident("step")
             self._known_parameters.check()

@@ -7,7 +7,7 @@ until its share under the new plan is there, so that at most both states are in 
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
@@ -20,15 +20,16 @@ from sdp_deepspeed.checkpoint.state.fill import make_targets
 from sdp_deepspeed.checkpoint.state.optimizer_state import OptimizerState, merged
 from sdp_deepspeed.checkpoint.state.rank_chunks import RankChunks, persistent_buffers
 from sdp_deepspeed.config import KEY, SubnetworkConfig
-from sdp_deepspeed.distributed.agreement import run_on_all_ranks
-from sdp_deepspeed.distributed.communicator import Communicator, RankGroups
+from sdp_deepspeed.distributed.agreement import Gatherer, run_on_all_ranks
+from sdp_deepspeed.distributed.communicator import Communicator
 from sdp_deepspeed.distributed.last_acts import LastActs
-from sdp_deepspeed.distributed.monitored_barrier import Phase
+from sdp_deepspeed.distributed.monitored_barrier import Meetings, Phase
 from sdp_deepspeed.engine.apply_plan import ChosenPlan, install_dense_view, tell
 from sdp_deepspeed.engine.consistency import check_same_plan
 from sdp_deepspeed.engine.deepspeed_settings import network_of, optimizer_settings, resolved_config
 from sdp_deepspeed.engine.dense_calls import DenseCalls
 from sdp_deepspeed.engine.dense_export import install_save
+from sdp_deepspeed.engine.half_way import who_ended_is_named, wholly_or_never
 from sdp_deepspeed.engine.new_config import new_block, new_config
 from sdp_deepspeed.engine.replan_refusals import check_optimizer_state, check_same_block, refuse_replan, refuse_untried
 from sdp_deepspeed.layout.buckets import default_bucket_elements
@@ -43,31 +44,10 @@ from sdp_deepspeed.optimizer.whole_tensors import mark_whole
 from sdp_deepspeed.plan.plan import Plan
 from sdp_deepspeed.plan.tensors import NOT_OPTIMIZED
 from sdp_deepspeed.replan.catalog import Catalog, OwnState
+from sdp_deepspeed.replan.cost import Moved, Replanned
 from sdp_deepspeed.replan.share import Share
 from sdp_deepspeed.replan.transfer import Transfer
-from sdp_deepspeed.sizes import bytes_text
 from sdp_deepspeed.support.refusals import refuse_unsupported, without_effect
-
-
-@dataclass(frozen=True)
-class Replanned:
-    """What a re-plan cost.
-
-    Args:
-        sent_bytes: by this rank.
-        all_sent_bytes: by all ranks.
-        least_bytes: that all ranks together had to get: what each has under the new plan and did not have before.
-        seconds: on this rank.
-    """
-
-    sent_bytes: int
-    all_sent_bytes: int
-    least_bytes: int
-    seconds: float
-
-    def __str__(self) -> str:
-        moved, least = bytes_text(self.all_sent_bytes), bytes_text(self.least_bytes)
-        return f"re-planned in {self.seconds:.2f} s: {moved} moved, of which {least} had to"
 
 
 @dataclass(frozen=True)
@@ -78,11 +58,13 @@ class _Before:
         state: of this rank.
         catalog: of all ranks.
         optimizer: as `OptimizerState.metadata`.
+        is_same: whether the plan is that of before.
     """
 
     state: OwnState
     catalog: Catalog
     optimizer: Mapping[str, Any]
+    is_same: bool
 
 
 class ReplanCalls(DenseCalls):
@@ -91,20 +73,7 @@ class ReplanCalls(DenseCalls):
     block: SubnetworkConfig
     dp_group: Communicator
     config: Any
-    _groups: RankGroups
     _last_acts: LastActs
-    _is_half_replanned = False
-
-    def _refuse_resident(self, call: str) -> None:
-        self._refuse_half_replanned(call)
-        super()._refuse_resident(call)
-
-    def _refuse_half_replanned(self, call: str) -> None:
-        if self._is_half_replanned:
-            raise RuntimeError(
-                f"{call} after engine.replan ended half-way in an error, which left weights and optimizer state "
-                "unfinished: end this run, and start it again from its last checkpoint"
-            )
 
     def replan(self, block: Mapping[str, Any], *, stage: int | None = None) -> Replanned:
         """Go on under another plan, from the end of a step; all ranks call it with the same keys.
@@ -126,41 +95,48 @@ class ReplanCalls(DenseCalls):
         """
         self._refuse_half_replanned("engine.replan")
         self._applied.dense_view.meet(Phase.REPLAN)
-        return self._replan(run_on_all_ranks(self.world, partial(self._new_config, block, stage)), stage)
+        return self._replan(run_on_all_ranks(self._meetings, partial(self._new_config, block, stage)), stage)
 
     def _new_config(self, block: Mapping[str, Any], stage: int | None) -> dict[str, Any]:
         return new_config(self.config, block, stage)
+
+    @property
+    def _meetings(self) -> Meetings:
+        """Where all ranks agree on a re-plan; who fails or dies is named there."""
+        return Meetings(self._applied.barrier, Phase.REPLAN)
 
     def _replan(self, given: dict[str, Any], stage: int | None) -> Replanned:
         """
         Args:
             given: DeepSpeed's config from now on, the same on all ranks.
         """
-        begin = time.monotonic()
+        begin, ranks = time.monotonic(), self._meetings
         with self._at_stage(stage):
             config, chosen = self._agree(given)
-            before = self._before(chosen)
+            before = self._before(chosen, ranks)
             self._is_half_replanned = True
-            with torch.no_grad(), self._last_acts.doing("its re-plan"):
-                sent, least = self._change(chosen, config, before)
+            with torch.no_grad(), wholly_or_never(self.module, self._last_acts):
+                moved = self._change(chosen, config, before, ranks)
             self._is_half_replanned = False
+        is_same = before.is_same
         del before
         give_back(self.device)
         self.block, self.config = config, given
-        tell(chosen, self.world.rank)
-        all_sent, all_least = map(sum, zip(*self.world.gather_objects((sent, least)), strict=True))
-        result = Replanned(sent, all_sent, all_least, time.monotonic() - begin)
+        if not is_same:
+            tell(chosen, self.world.rank, rows=False)
+        result = Replanned.of(moved, ranks, begin=begin)
         log_dist(f"{KEY}: {result}", ranks=[0])
         return result
 
     def _agree(self, given: Mapping[str, Any]) -> tuple[SubnetworkConfig, ChosenPlan]:
         """The block of a config and its plan, of which all ranks have tried what could be refused; every rank calls
         it."""
-        config = run_on_all_ranks(self.world, partial(self._check, given))
-        check_same_block(config, self.zero_optimization_stage(), self.world)
-        network = network_of(self, self._groups)
-        chosen = run_on_all_ranks(self.world, partial(self._choose, config, network))
-        check_same_plan(chosen.plan, self.world)
+        ranks = self._meetings
+        config = run_on_all_ranks(ranks, partial(self._check, given))
+        check_same_block(config, self.zero_optimization_stage(), ranks)
+        network = network_of(self, ranks)
+        chosen = run_on_all_ranks(ranks, partial(self._choose, config, network))
+        check_same_plan(chosen.plan, ranks)
         return config, chosen
 
     @contextmanager
@@ -208,17 +184,21 @@ class ReplanCalls(DenseCalls):
         marked = mark_whole(tensors, model, optimizer.optimizer, every_group=every_group)
         return chosen.rank_model(self.module, marked, self._applied.parallel, self.dp_group.rank)
 
-    def _before(self, chosen: ChosenPlan) -> _Before:
+    def _before(self, chosen: ChosenPlan, ranks: Gatherer) -> _Before:
         """The state of now; all ranks call it."""
-        rank_chunks = self._all_chunks()
-        optimizer = OptimizerState(self.optimizer, rank_chunks)
-        counts = merged(self.world.gather_objects(optimizer.counts()))
         is_same = _layout(chosen.plan) == _layout(self._applied.plan)
-        state = run_on_all_ranks(self.world, partial(OwnState.of, rank_chunks, optimizer, own_buffers=is_same))
-        catalog = Catalog.gather(state.owned, self.dp_group)
+
+        def read() -> tuple[OptimizerState, OwnState, list[Any]]:
+            rank_chunks = self._all_chunks()
+            optimizer = OptimizerState(self.optimizer, rank_chunks)
+            return optimizer, OwnState.of(rank_chunks, optimizer, own_buffers=is_same), optimizer.counts()
+
+        optimizer, state, own_counts = run_on_all_ranks(ranks, read)
+        counts = merged(ranks.gather_objects(own_counts))
+        catalog = Catalog.gather(state.owned, ranks)
         assert not (gaps := list(catalog.gaps())), f"nobody has some elements of {gaps}, or two ranks do"
-        run_on_all_ranks(self.world, partial(check_optimizer_state, catalog, self.optimizer.model))
-        return _Before(state, catalog, optimizer.metadata(counts))
+        run_on_all_ranks(ranks, partial(check_optimizer_state, catalog, self.optimizer.model))
+        return _Before(state, catalog, optimizer.metadata(counts), is_same)
 
     def _all_chunks(self) -> RankChunks:
         """As `rank_chunks`, with buffers of units that state dicts do not have: they go where their unit goes."""
@@ -226,12 +206,18 @@ class ReplanCalls(DenseCalls):
         of_units = {piece.parameter for unit in model.plan.units for piece in unit.pieces if piece.kind == "buffer"}
         return RankChunks(model, persistent_buffers(self.module, model.views.shapes, also=of_units))
 
-    def _change(self, chosen: ChosenPlan, config: SubnetworkConfig, before: _Before) -> tuple[int, int]:
-        """Take the module and the optimizer apart, put them together under the plan, and fill them.
+    def _change(self, chosen: ChosenPlan, config: SubnetworkConfig, before: _Before, ranks: Gatherer) -> Moved:
+        """Take the module and the optimizer apart, put them together under the plan, and fill them. On an error of one
+        rank all agree, but while values travel: who waits for it there hears of it (`wholly_or_never`)."""
+        run_on_all_ranks(ranks, partial(self._rebuild, chosen, config))
+        share, restore = run_on_all_ranks(ranks, partial(self._share, before))
+        transfer = Transfer(self.dp_group, device=self.device, bucket_bytes=self._bucket_bytes())
+        with who_ended_is_named(self._applied.barrier):
+            transfer.run(share, before.state.owned, before.catalog)
+        run_on_all_ranks(ranks, restore)
+        return Moved(transfer.sent_bytes, transfer.asked_bytes, share.num_bytes(before.catalog))
 
-        Returns:
-            Bytes that this rank sent, and those that it had to get.
-        """
+    def _rebuild(self, chosen: ChosenPlan, config: SubnetworkConfig) -> None:
         applied = self._applied
         applied.dense_view.uninstall()
         self.optimizer.uninstall()
@@ -247,9 +233,10 @@ class ReplanCalls(DenseCalls):
         self._other_weights = OtherWeights(self.module, mask)
         install_save(self._export())
         self.optimizer.lay_out_anew(model, optimizer_settings(self, config))
-        return self._fill(before)
 
-    def _fill(self, before: _Before) -> tuple[int, int]:
+    def _share(self, before: _Before) -> tuple[Share, Callable[[], None]]:
+        """What this rank has under the plan, as far as it comes from itself; and what is to be done when the rest is
+        there."""
         rank_chunks, catalog = self._all_chunks(), before.catalog
         optimizer = OptimizerState(self.optimizer, rank_chunks)
         targets = make_targets(
@@ -258,11 +245,8 @@ class ReplanCalls(DenseCalls):
         places = ((key, *part) for state in targets.chunks for key, chunks in state.items() for part in chunks.items())
         share = Share.of(places, before.state.local, catalog)
         share.copy()
-        transfer = Transfer(self.dp_group, device=self.device, bucket_bytes=self._bucket_bytes())
-        transfer.run(share, before.state.owned, catalog)
         assert targets.state is not None
-        optimizer.restore_in_place(targets.state, before.optimizer)
-        return transfer.sent_bytes, share.num_bytes(catalog)
+        return share, partial(optimizer.restore_in_place, targets.state, before.optimizer)
 
     def _bucket_bytes(self) -> int:
         """Of fp32 elements in the optimizer's buckets."""

@@ -8,7 +8,7 @@ from typing import Any
 from torch import nn
 
 from sdp_deepspeed.config import KEY, SubnetworkConfig
-from sdp_deepspeed.distributed.communicator import Communicator
+from sdp_deepspeed.distributed.agreement import Gatherer
 from sdp_deepspeed.engine.apply_plan import AppliedPlan
 from sdp_deepspeed.engine.start import difference
 from sdp_deepspeed.layout.rank_model import RankModel
@@ -48,9 +48,9 @@ def refuse_replan(engine: Any, applied: AppliedPlan, other_weights: OtherWeights
         )
     if copies := applied.dense_view.num_partial_copies():
         raise ValueError(
-            f"engine.replan: {copies} copies of engine.module (copy.deepcopy, AveragedModel) are of this rank's "
-            "subnetwork, and could not be updated from another one: export them inside engine.dense(weights=...), "
-            "delete them, and copy the module anew afterward"
+            f"engine.replan: {copies} copies of engine.module or of modules in it (copy.deepcopy, AveragedModel) are "
+            "of this rank's subnetwork, and could not be updated from another one: export them inside "
+            "engine.dense(weights=...), delete them, and copy anew afterward"
         )
 
 
@@ -102,7 +102,7 @@ def _frozen_since_start(mask: Mask) -> Iterator[str]:
             yield info.name
 
 
-def check_same_block(block: SubnetworkConfig, stage: int, world: Communicator) -> None:
+def check_same_block(block: SubnetworkConfig, stage: int, world: Gatherer) -> None:
     """Every rank calls it.
 
     Raises:

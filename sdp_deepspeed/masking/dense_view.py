@@ -66,7 +66,7 @@ class DenseView:
         self._replaceable: ReplaceableTensors | None = None
         self._in_forward = False  # of the whole model
         self._hooks: list[RemovableHandle] = []
-        self._copies: WeakSet[nn.Module] = WeakSet()  # of the whole module, where that is a subnetwork
+        self._copies: WeakSet[nn.Module] = WeakSet()  # of what is a subnetwork's
         self._automatic = False  # streaming was entered by a forward pass in evaluation mode
         self.is_collective = bool(mask.parts) and not mask.model.stores_all  # forward regime: units travel
         self._first = {part.modules[0]: index for index, part in enumerate(mask.parts)}
@@ -83,7 +83,7 @@ class DenseView:
         return self._mode != "subnetwork"
 
     def num_partial_copies(self) -> int:
-        """Copies of the module that exist and are of this rank's subnetwork."""
+        """Copies of the module, or of parts of it, that exist and are of this rank's subnetwork."""
         if self._copies:
             gc.collect()  # those that nobody can reach
         return len(self._copies)
@@ -267,8 +267,8 @@ class DenseView:
     def finish_copy(self, module: nn.Module, copied: nn.Module) -> None:
         """A module was copied: what is whole is nobody's subnetwork."""
         if not (self.is_whole or not self._mask.parts):
-            if module is self._module:
-                self._copies.add(copied)
+            self._copies -= set(copied.modules())  # inner ones count with it
+            self._copies.add(copied)
             return
         for inner in copied.modules():
             vars(inner).pop(CUT, None)

@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 if TYPE_CHECKING:
-    from sdp_deepspeed.distributed.communicator import Communicator
+    from sdp_deepspeed.distributed.agreement import Gatherer
 
 Name = Literal["packed", "spread"]
 Asked = Literal["auto"] | Name
@@ -41,7 +41,7 @@ class Network:
 
     @classmethod
     def gather(
-        cls, dp_group: Communicator, *, tp_group: Communicator | None = None, gradient_bytes: int, weight_bytes: int
+        cls, dp_group: Gatherer, *, tp_group: Gatherer | None = None, gradient_bytes: int, weight_bytes: int
     ) -> Network:
         """The network of the ranks that run; all of them call it, and all get the same.
 

@@ -166,9 +166,9 @@ class Plan:
         except ValueError as error:
             raise ValueError(f"{os.fspath(path)}: {error}") from None
 
-    def table(self, costs: Sequence[UnitCost] | None = None) -> str:
-        """Text to print: units by subnetworks, balance, spectral gap, placement of replicas, hash."""
-        return _table(self, costs)
+    def table(self, costs: Sequence[UnitCost] | None = None, *, rows: bool = True) -> str:
+        """Text to print: units by subnetworks (`rows`), balance, spectral gap, placement of replicas, hash."""
+        return _table(self, costs, rows=rows)
 
 
 def _metadata(plan: Plan) -> dict[str, Any]:
@@ -255,7 +255,7 @@ def _check_ranks(subnetwork_of_rank: tuple[int, ...], k: int) -> None:
         raise ValueError(f"plan.subnetwork_of_rank: every subnetwork needs equally many ranks, got [{listed(counts)}]")
 
 
-def _table(plan: Plan, costs: Sequence[UnitCost] | None) -> str:
+def _table(plan: Plan, costs: Sequence[UnitCost] | None, *, rows: bool) -> str:
     """Text form of a plan: a row per unit, a column per subnetwork, then balance, gap, placement and hash."""
     coverage = plan.coverage if costs is None else plan.mean_coverage([cost.flops for cost in costs])
     lines = [
@@ -264,7 +264,7 @@ def _table(plan: Plan, costs: Sequence[UnitCost] | None) -> str:
         f"{len(plan.subnetwork_of_rank)} ranks"
     ]
     width = max((len(unit.name) for unit in plan.units), default=0)
-    if plan.num_subnetworks <= _MAX_LISTED:
+    if rows and plan.num_subnetworks <= _MAX_LISTED:
         for unit, holders in list(zip(plan.units, plan.holders, strict=True))[:_MAX_LISTED]:
             marks = "".join("#" if subnetwork in holders else "." for subnetwork in range(plan.num_subnetworks))
             lines.append(f"  {unit.name:<{width}}  {marks}")

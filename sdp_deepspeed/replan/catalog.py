@@ -5,9 +5,12 @@ Everything is in the dense model's coordinates, as in a checkpoint: a key for ea
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from torch.distributed.checkpoint.metadata import Metadata, TensorProperties, TensorStorageMetadata
 
@@ -17,6 +20,7 @@ from sdp_deepspeed.checkpoint.state.optimizer_state import OptimizerState
 from sdp_deepspeed.checkpoint.state.rank_chunks import RankChunks
 from sdp_deepspeed.checkpoint.storage.names import WEIGHT
 from sdp_deepspeed.distributed.agreement import Gatherer
+from sdp_deepspeed.replan.requests import IntArray, small
 
 Part = tuple[Box, torch.Tensor]
 """A box of a dense tensor, and its values here."""
@@ -53,6 +57,30 @@ class OwnState:
         return cls(owned, local)
 
 
+class Owners:
+    """Boxes of one dense tensor, or of several that are cut alike, and the rank that has each.
+
+    Args:
+        ranks: [number of boxes].
+        boxes: offsets, then sizes [number of boxes, 2 * dims].
+    """
+
+    def __init__(self, ranks: IntArray, boxes: IntArray) -> None:
+        num_dims = boxes.shape[1] // 2
+        self._ranks, self._boxes = ranks, boxes
+        self._starts, self._stops = boxes[:, :num_dims], boxes[:, :num_dims] + boxes[:, num_dims:]
+
+    @property
+    def num_elements(self) -> int:
+        return int(self._boxes[:, self._starts.shape[1] :].prod(axis=1).sum())
+
+    def overlapping(self, box: Box) -> Iterator[tuple[int, Box]]:
+        """Those that have some of a box."""
+        starts, stops = np.array(box.offsets, np.int64), np.array(box.offsets, np.int64) + np.array(box.sizes, np.int64)
+        for index in np.flatnonzero(((self._starts < stops) & (starts < self._stops)).all(axis=1)).tolist():
+            yield int(self._ranks[index]), _box(self._boxes[index].tolist())
+
+
 @dataclass(frozen=True)
 class Catalog:
     """What all ranks send, the same on every rank.
@@ -64,20 +92,28 @@ class Catalog:
 
     shapes: Mapping[str, tuple[int, ...]]
     dtypes: Mapping[str, torch.dtype]
-    owners: Mapping[str, list[tuple[int, Box]]]
+    owners: Mapping[str, Owners]
 
     @classmethod
     def gather(cls, owned: StateDict, ranks: Gatherer) -> Catalog:
         """Every rank calls it with what it sends."""
-        own = {key: (tuple(chunks.shape), chunks.dtype, chunks.boxes()) for key, chunks in owned.items()}
         shapes: dict[str, tuple[int, ...]] = {}
         dtypes: dict[str, torch.dtype] = {}
-        owners: dict[str, list[tuple[int, Box]]] = {}
-        for rank, of_rank in enumerate(ranks.gather_objects(own)):
-            for key, (shape, dtype, boxes) in of_rank.items():
-                shapes[key], dtypes[key] = shape, dtype
-                owners.setdefault(key, []).extend((rank, box) for box in boxes)
-        return cls(shapes, dtypes, owners)
+        parts: dict[str, list[tuple[int, int]]] = {}  # by key: a rank, and the number of its boxes
+        boxes: list[list[IntArray]] = []
+        for rank, of_rank in enumerate(ranks.gather_objects(_packed(owned))):
+            boxes.append([alike.boxes.astype(np.int64) for alike in of_rank])
+            for number, alike in enumerate(of_rank):
+                for key, shape, dtype in alike.tensors:
+                    shapes[key], dtypes[key] = shape, dtype
+                    parts.setdefault(key, []).append((rank, number))
+        owners: dict[tuple[tuple[int, int], ...], Owners] = {}
+        for where in map(tuple, parts.values()):
+            if where not in owners:
+                found = [boxes[rank][number] for rank, number in where]
+                of_ranks = np.repeat([rank for rank, _ in where], list(map(len, found)))
+                owners[where] = Owners(of_ranks, np.concatenate(found))
+        return cls(shapes, dtypes, {key: owners[tuple(where)] for key, where in parts.items()})
 
     def metadata(self) -> Metadata:
         """As that of a checkpoint which has all of it."""
@@ -91,5 +127,34 @@ class Catalog:
     def gaps(self) -> Iterator[str]:
         """Keys of which nobody would send some elements, or two ranks would."""
         for key, shape in self.shapes.items():
-            if sum(box.num_elements for _, box in self.owners[key]) != torch.Size(shape).numel():
+            if self.owners[key].num_elements != torch.Size(shape).numel():
                 yield key
+
+
+@dataclass(frozen=True)
+class _CutAlike:
+    """Tensors of which one rank sends the same boxes: a weight, its master and its moments.
+
+    Args:
+        boxes: as `Owners.boxes`, in a smaller type.
+        tensors: key, shape and dtype.
+    """
+
+    boxes: npt.NDArray[Any]
+    tensors: list[tuple[str, tuple[int, ...], torch.dtype]]
+
+
+def _packed(owned: StateDict) -> list[_CutAlike]:
+    """What one rank sends, as numbers: boxes as Python's objects would take hundreds of bytes each."""
+    alike: dict[tuple[Box, ...] | int, _CutAlike] = {}
+    for key, chunks in owned.items():
+        boxes, width = tuple(chunks.boxes()), 2 * len(chunks.shape)
+        numbers = np.array([(*box.offsets, *box.sizes) for box in boxes], np.int64).reshape(len(boxes), width)
+        same = alike.setdefault(boxes or width, _CutAlike(small(numbers), []))
+        same.tensors.append((key, tuple(chunks.shape), chunks.dtype))
+    return list(alike.values())
+
+
+def _box(numbers: Sequence[int]) -> Box:
+    num_dims = len(numbers) // 2
+    return Box(tuple(numbers[:num_dims]), tuple(numbers[num_dims:]))

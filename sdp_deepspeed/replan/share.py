@@ -4,26 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
 
 import torch
 
-from sdp_deepspeed.checkpoint.state.boxes import Box, Sizes
+from sdp_deepspeed.checkpoint.state.boxes import Box
 from sdp_deepspeed.replan.catalog import Catalog, Part
-
-
-class Request(NamedTuple):
-    """A box that a rank asks another one for.
-
-    Args:
-        key: of the dense tensor.
-        chunk: where the chunk begins that has the box, at its owner.
-        box: the box.
-    """
-
-    key: str
-    chunk: Sizes
-    box: Box
+from sdp_deepspeed.replan.requests import Request
 
 
 @dataclass(frozen=True)
@@ -60,9 +46,7 @@ class Share:
                     break
                 found, left = _taken(left, source)
                 share.moves.extend((place[b.slices_in(box)], values[b.slices_in(source)]) for b in found)
-            for owner, source in catalog.owners.get(key, ()):
-                if not left:
-                    break
+            for owner, source in catalog.owners[key].overlapping(box) if left and key in catalog.owners else ():
                 found, left = _taken(left, source)
                 for part in found:
                     share.requests.setdefault(owner, []).append(Request(key, source.offsets, part))

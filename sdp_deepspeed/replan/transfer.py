@@ -1,12 +1,13 @@
 """Boxes from their owners to the ranks that asked for them: uneven all-to-alls of bytes, no more than a bucket in each.
 
 Each pair of ranks has an equal part of the bucket, so both ends know what is in a round from the requests alone. All
-ranks go through the same number of rounds, also those that need nothing.
+ranks go through the same number of rounds, also those that need nothing. Nothing but collectives of the data-parallel
+group is in between: who waits in one hears of a rank that has failed.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -15,7 +16,8 @@ from sdp_deepspeed.checkpoint.state.boxes import Box
 from sdp_deepspeed.checkpoint.state.chunks import StateDict
 from sdp_deepspeed.distributed.communicator import Communicator
 from sdp_deepspeed.replan.catalog import Catalog
-from sdp_deepspeed.replan.share import Request, Share, halves
+from sdp_deepspeed.replan.requests import Questions, Request
+from sdp_deepspeed.replan.share import Share, halves
 
 _ALIGNMENT = 16  # bytes: NCCL copies single ones elsewhere
 _LEAST = 4096  # bytes of a pair in a round
@@ -45,13 +47,17 @@ class Transfer:
         dp_group: the data-parallel group.
         device: of its buffers.
         bucket_bytes: most that a rank packs for one collective, and most that it gets in one.
+
+    Attributes:
+        sent_bytes: by this rank: values.
+        asked_bytes: by this rank: requests, and how many rounds there are.
     """
 
     def __init__(self, dp_group: Communicator, *, device: torch.device, bucket_bytes: int) -> None:
         self._dp_group = dp_group
         self._device = device
         self._limit = max(_LEAST, bucket_bytes // dp_group.size)
-        self.sent_bytes = 0
+        self.sent_bytes = self.asked_bytes = 0
 
     @torch.no_grad()
     def run(self, share: Share, owned: StateDict, catalog: Catalog) -> None:
@@ -60,28 +66,32 @@ class Transfer:
         Args:
             owned: what this rank sends.
         """
-        requests, incoming = self._split(share, catalog)
-        asked = [of_rank.get(self._dp_group.rank, []) for of_rank in self._dp_group.gather_objects(requests)]
-        outgoing = [[_item(request, owned) for request in of_rank] for of_rank in asked]
-        leaving = [list(self._rounds(items)) for items in outgoing]
-        coming = [list(self._rounds(items)) for items in incoming]
-        num_rounds = max(self._dp_group.gather_objects(max(map(len, coming))))
+        questions = Questions(self._dp_group, device=self._device, keys=sorted(catalog.shapes))
+        asked = questions.exchange(share.requests)
+        incoming = (zip(share.requests.get(rank, ()), share.places.get(rank, ()), strict=True) for rank in self._ranks)
+        outgoing = (((request, _values(request, owned)) for request in of_rank) for of_rank in asked)
+        coming, leaving = (
+            [list(self._rounds(self._items(of_rank, catalog))) for of_rank in of_ranks]
+            for of_ranks in (incoming, outgoing)
+        )
+        num_rounds = max(questions.numbers([max(map(len, coming))] * self._dp_group.size))
+        self.asked_bytes = questions.sent_bytes
         for number in range(num_rounds):
             self._round(_of_round(leaving, number), _of_round(coming, number))
 
-    def _split(self, share: Share, catalog: Catalog) -> tuple[dict[int, list[Request]], list[list[Item]]]:
-        """Requests by rank, none larger than a pair's part of a bucket, and where what is asked for goes."""
-        requests: dict[int, list[Request]] = {}
-        incoming: list[list[Item]] = [[] for _ in range(self._dp_group.size)]
-        for owner, of_owner in share.requests.items():
-            for request, place in zip(of_owner, share.places[owner], strict=True):
-                dtype = catalog.dtypes[request.key]
-                for box in halves(request.box, self._limit // dtype.itemsize):
-                    requests.setdefault(owner, []).append(Request(request.key, request.chunk, box))
-                    incoming[owner].append(Item(place[box.slices_in(request.box)], dtype))
-        return requests, incoming
+    @property
+    def _ranks(self) -> range:
+        return range(self._dp_group.size)
 
-    def _rounds(self, items: Sequence[Item]) -> Iterator[list[Item]]:
+    def _items(self, parts: Iterable[tuple[Request, torch.Tensor]], catalog: Catalog) -> Iterator[Item]:
+        """Of requests with their values or places, none larger than a pair's part of a bucket; in an order that both
+        ends know."""
+        for request, values in parts:
+            dtype = catalog.dtypes[request.key]
+            for box in halves(request.box, self._limit // dtype.itemsize):
+                yield Item(values[box.slices_in(request.box)], dtype)
+
+    def _rounds(self, items: Iterable[Item]) -> Iterator[list[Item]]:
         found: list[Item] = []
         num_bytes = 0
         for item in items:
@@ -108,7 +118,7 @@ class Transfer:
                 item.values.copy_(whole)
 
     def _bytes(self, count: int) -> torch.Tensor:
-        return torch.zeros(count, dtype=torch.uint8, device=self._device)
+        return torch.empty(count, dtype=torch.uint8, device=self._device)
 
 
 def _of_round(messages: Sequence[Sequence[Sequence[Item]]], number: int) -> list[Sequence[Item]]:
@@ -116,10 +126,9 @@ def _of_round(messages: Sequence[Sequence[Sequence[Item]]], number: int) -> list
     return [of_rank[number] if number < len(of_rank) else () for of_rank in messages]
 
 
-def _item(request: Request, owned: StateDict) -> Item:
+def _values(request: Request, owned: StateDict) -> torch.Tensor:
     values = owned[request.key].at(request.chunk)
-    chunk = Box(request.chunk, tuple(values.shape))
-    return Item(values[request.box.slices_in(chunk)], owned[request.key].dtype)
+    return values[request.box.slices_in(Box(request.chunk, tuple(values.shape)))]
 
 
 def _as_bytes(values: torch.Tensor) -> torch.Tensor:

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from sdp_deepspeed.checkpoint.state import random_state
 from sdp_deepspeed.checkpoint.state.boxes import Box
 from sdp_deepspeed.checkpoint.state.optimizer_state import OptimizerState
 from tests.helpers.checkpointed_runs import settings_of, stepped
@@ -128,6 +129,7 @@ def check_sequence(run: Sequence_, rank: Rank) -> None:
 def replanned(engine: Any, phase: Phase) -> None:
     """Re-plan, and look whether objects stay and no more than what must is sent."""
     objects, before, counters = objects_of(engine), present(engine), counters_of(engine)
+    numbers = random_numbers()
     engine.dp_group.meter = meter = SentBytes()
     block = DEFAULTS | {"holders": 1} | dict(phase.block)
     if "coverage" in phase.block:
@@ -136,12 +138,20 @@ def replanned(engine: Any, phase: Phase) -> None:
     engine.dp_group.meter = None
     assert all(map(_is, objects, objects_of(engine))), "other objects"
     assert counters_of(engine) == counters
+    assert random_numbers() == numbers
     least = sum(gathered(num_bytes_missing(before, present(engine))))
     sent = gathered(meter.total)
-    assert result.sent_bytes == meter.total
-    assert result.all_sent_bytes == sum(sent)
+    assert result.all_sent_bytes == sum(gathered(result.sent_bytes))
+    assert result.all_sent_bytes + result.all_asked_bytes == sum(sent)
     assert has_buffers(engine) or result.least_bytes == least, (result, least)
-    assert sum(sent) <= 1.2 * result.least_bytes, result
+    assert result.all_sent_bytes <= 1.2 * result.least_bytes, result
+
+
+def random_numbers() -> list[Any]:
+    """The state of this rank's generators: PyTorch's, NumPy's and Python's."""
+    state = random_state.capture()
+    kind, keys, *position = state["numpy"]
+    return [state["torch"].tolist(), kind, keys.tolist(), position, state["python"]]
 
 
 def _is(one: object, other: object) -> bool:

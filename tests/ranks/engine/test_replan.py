@@ -6,12 +6,14 @@ from collections.abc import Callable, Iterator
 from copy import deepcopy
 from functools import partial
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 from torch import nn
 
 from sdp_deepspeed import architectures
+from sdp_deepspeed.engine import apply_plan
 from tests.helpers.live_tensors import Watch
 from tests.helpers.models import MIXED, TOKENS, llama, two_groups
 from tests.helpers.ranks import Rank
@@ -114,7 +116,14 @@ def there_and_back(rank: Rank) -> None:
     engine, other = (run.engine(Phase({}), 1) for _ in range(2))
     for each in (engine, other):
         run.train(each, 2)
-    result = engine.replan({})
+    said: list[str] = []
+    with mock.patch.object(apply_plan, "announce", said.append):
+        result = engine.replan({})
+        assert not said
+        engine.replan(NEURON)
+        engine.replan({"strategy": "block"})
+    assert [engine.plan.hash[:16] in text for text in said] == [False, True] * (rank.rank == 0)
+    assert not any("model.layers.0" in text for text in said), "a row for each unit"
     assert result.all_sent_bytes == result.least_bytes == 0
     assert_same_run(engine, other)
     for block in (NEURON, {"coverage": 1.0}, BACKWARD):

@@ -237,6 +237,7 @@ def another_plan_on_the_way(rank: Rank) -> None:
                 trainer.model_wrapped.replan(BACKWARD)
 
     options: dict[str, Any] = {"lr_scheduler_type": "linear", "learning_rate": 5e-3, "gradient_checkpointing": True}
+    options["gradient_accumulation_steps"] = 2
     trainer = trainer_of(rank.folder / "whole", {}, config={}, callbacks=[Replans()], **options)
     trainer.train()
     again = trainer_of(rank.folder / "again", BACKWARD | {"seed": 5}, config={}, **options)

@@ -18,7 +18,7 @@ import torch.distributed as dist
 
 from sdp_deepspeed.distributed import last_acts, monitored_barrier
 from sdp_deepspeed.distributed.last_acts import LastActs
-from sdp_deepspeed.distributed.monitored_barrier import MonitoredBarrier, Phase
+from sdp_deepspeed.distributed.monitored_barrier import Meetings, MonitoredBarrier, Phase
 
 SECONDS = 0.02
 ADVICE = r"did not come: all ranks do this together: call it on every rank.* Last seen: rank 1 began its step"
@@ -254,3 +254,25 @@ def test_ranks_in_different_phases_are_named(ranks: Ranks) -> None:
     ranks.come(1, 2)
     with pytest.raises(RuntimeError, match=r"rank 1 ended its evaluation .*; rank 0, 2 began a forward pass"):
         barrier.wait(Phase.FORWARD)
+
+
+def test_gathering_is_a_meeting(ranks: Ranks) -> None:
+    """Who fails meanwhile is named, and not waited for."""
+    said = [(int(Phase.REPLAN), value) for value in "abc"]
+    meetings = Meetings(ranks.barrier(0, said), Phase.REPLAN)
+    assert (meetings.rank, meetings.size) == (0, 3)
+    ranks.come(1, 2)
+    assert meetings.gather_objects("a") == ["a", "b", "c"]
+    ranks.acts[1].note("began to re-plan")
+    ranks.acts[1].fail("MemoryError: on purpose")
+    words = "waited for rank 1, 2, which did not come: .* Last seen: rank 1 began to re-plan: MemoryError: on purpose"
+    with pytest.raises(RuntimeError, match=words):
+        meetings.gather_objects("a")
+
+
+def test_who_has_ended(ranks: Ranks, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(monitored_barrier, "_ENDING_SECONDS", 0.3)
+    barrier = ranks.barrier(2)
+    assert barrier.ended_ranks() == []
+    threading.Timer(SECONDS, ranks.gone.add, [1]).start()
+    assert barrier.ended_ranks() == [1]

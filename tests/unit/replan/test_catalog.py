@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import pickle
+from types import SimpleNamespace
 from typing import Any
 
 import torch
+from hypothesis import given
 
 from sdp_deepspeed.checkpoint.state.boxes import Box
+from sdp_deepspeed.checkpoint.state.chunks import Chunks
 from sdp_deepspeed.checkpoint.state.optimizer_state import OptimizerState
 from sdp_deepspeed.distributed.agreement import OneRank
 from sdp_deepspeed.replan.catalog import Catalog, OwnState
+from tests.helpers.gatherers import outcomes_of
+from tests.helpers.replanned_boxes import KEY, catalog_of, layouts
 from tests.helpers.trained_states import SHAPE, one_rank
 
 
@@ -51,3 +57,53 @@ def test_the_catalog_of_all_ranks() -> None:
     assert stored.keys() == own.owned.keys()
     assert tuple(stored["exp_avg/cut"].size) == SHAPE
     assert stored["weight/num_seen"].properties.dtype == torch.float32
+
+
+@given(layouts(3), layouts(1))
+def test_who_has_some_of_a_box(layout: list[list[Box]], wanted: list[list[Box]]) -> None:
+    owners = [(rank, box) for rank, boxes in enumerate(layout) for box in boxes]
+    catalog = catalog_of(owners)
+    assert not list(catalog.gaps())
+    for box in wanted[0]:
+        found = list(catalog.owners[KEY].overlapping(box))
+        assert found == [(rank, other) for rank, other in owners if box.overlap(other) is not None]
+
+
+def test_tensors_without_dims_and_without_elements() -> None:
+    shapes: dict[str, tuple[int, ...]] = {"number": (), "nothing": (0, 3), "none": (0,), "line": (8,), "plane": (8, 4)}
+    boxes = {name: [] if 0 in shape else [Box.whole(shape)] for name, shape in shapes.items()}
+
+    def work(rank: int, objects: Any) -> Catalog:
+        owned = {name: Chunks(shape, torch.float32) for name, shape in shapes.items()}
+        for name, of_name in boxes.items() if rank == 1 else ():
+            for box in of_name:
+                owned[name].add(box, torch.zeros(box.sizes))
+        return Catalog.gather(owned, objects)
+
+    for catalog in outcomes_of(2, work):
+        assert catalog.shapes == shapes
+        assert not list(catalog.gaps())
+        for name, of_name in boxes.items():
+            assert list(catalog.owners[name].overlapping(Box.whole(shapes[name]))) == [(1, box) for box in of_name]
+
+
+def test_what_is_cut_alike_is_said_once() -> None:
+    """Weights, masters and moments: what ranks gather grows with the boxes of one of them."""
+    sizes = []
+    for kinds in (["weight"], ["weight", "master", "exp_avg", "exp_avg_sq"]):
+        owned = {f"{kind}/w": Chunks((4000, 4), torch.float32) for kind in kinds}
+        for chunks in owned.values():
+            for row in range(0, 4000, 2):
+                chunks.add(Box((row, 0), (2, 4)), torch.zeros(2, 4))
+        gathered: list[object] = []
+
+        def gather(value: object, gathered: list[object] = gathered) -> list[object]:
+            gathered.append(value)
+            return [value]
+
+        ranks: Any = SimpleNamespace(gather_objects=gather)
+        catalog = Catalog.gather(owned, ranks)
+        assert len({id(owners) for owners in catalog.owners.values()}) == 1
+        sizes.append(len(pickle.dumps(gathered)))
+    assert sizes[0] < sizes[1] < 1.02 * sizes[0]
+    assert sizes[0] < 2000 * 4 * 2 + 1000, "numbers of two bytes, no objects"

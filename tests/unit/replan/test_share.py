@@ -8,11 +8,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from sdp_deepspeed.checkpoint.state.boxes import Box
-from sdp_deepspeed.replan.catalog import Catalog
 from sdp_deepspeed.replan.share import Share, halves
-from tests.helpers.replanned_boxes import KEY, SHAPE, layouts
+from tests.helpers.replanned_boxes import KEY, SHAPE, catalog_of, layouts
 
-EMPTY = Catalog({KEY: SHAPE}, {KEY: torch.float32}, {})
+EMPTY = catalog_of([])
 
 
 @given(layouts(3), st.integers(0, 2))
@@ -20,7 +19,7 @@ def test_all_elements_come_from_where_they_are(layout: list[list[Box]], rank: in
     """Rank 0, 1 and 2 send a part each; `rank` wants all, and has what it sends."""
     dense, place = torch.arange(24.0).view(SHAPE), torch.full(SHAPE, torch.nan)
     owners = [(owner, box) for owner, boxes in enumerate(layout) for box in boxes]
-    catalog = Catalog({KEY: SHAPE}, {KEY: torch.float32}, {KEY: owners})
+    catalog = catalog_of(owners)
     whole = Box.whole(SHAPE)
     own = [(box, dense[box.slices_in(whole)]) for box in layout[rank]]
     share = Share.of([(KEY, whole, place)], {KEY: [*own, *own]}, catalog)
@@ -39,7 +38,7 @@ def test_all_elements_come_from_where_they_are(layout: list[list[Box]], rank: in
 
 def test_what_nobody_has() -> None:
     half = Box((0, 0), (2, 6))
-    catalog = Catalog({KEY: SHAPE}, {KEY: torch.float32}, {KEY: [(1, half)]})
+    catalog = catalog_of([(1, half)])
     assert list(catalog.gaps()) == [KEY]
     with pytest.raises(RuntimeError, match=rf"no rank has '{KEY}' from \(2, 0\) on"):
         Share.of([(KEY, Box.whole(SHAPE), torch.empty(SHAPE))], {}, catalog)
