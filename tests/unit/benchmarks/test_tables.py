@@ -11,6 +11,7 @@ import pytest
 
 from benchmarks.tables.markdown import for_readers, span, table, with_spread
 from benchmarks.tables.readme import BLOCKS, RESULTS, ROOT, filled, read
+from benchmarks.tables.replans import replan_time
 from benchmarks.tables.times import overlap, step_ratios
 
 FIGURES = (ROOT / "benchmarks" / "README.md").read_text(encoding="utf-8")
@@ -85,6 +86,22 @@ def test_ratios_by_hand() -> None:
     assert ratios[2] == "|  | target | 2 ranks | 4 ranks | FLOPs | bytes sent |"
     assert "| forward x block, C = 1/2 | 0.6 | 0.50 (0.50 to 1.00) | 0.50 (0.50 to 1.00) | 1.80 | 1.00 |" in ratios
     assert overlaps[4:] == ["| ZeRO-1 | 0.50 (0.50 to 0.50) | 0.50 (0.50 to 0.50) |"]
+
+
+def test_replans_by_hand() -> None:
+    """Steps are ratios of the same repeat: 2, 1 and 3."""
+    sizes = {"sent_bytes": 3_000_000, "least_bytes": 2_500_000, "asked_bytes": 4_000}
+    replans = [{"seconds": second, "parts": {"plan": second / 2}} | sizes for second in (0.2, 0.2, 0.9)]
+    row = {"stage": 2, "from": 0.5, "to": 0.75, "steps": [0.1, 0.2, 0.3], "replans": replans}
+    facts = {"ranks": 4, "limit": 10, "model": {"num_parameters": 6_600_000}, "sequence_length": 128, "results": [row]}
+    arguments = {"arguments": {"mode": ["forward", "block"], "precision": "fp32"}}
+    caption, _, heads, _, only = replan_time(facts | arguments).splitlines()
+    assert caption.startswith(
+        "4 ranks, 6.6M parameters in fp32, forward x block, batch 1 x 128 per rank; 3 repeats; at"
+    )
+    assert heads == "|  | stage | seconds | steps | plan, ms | MB moved | of the least | kB to ask for them |"
+    times = "0.20 (0.20 to 0.90) | 2.00 (1.00 to 3.00)"
+    assert only == f"| C = 1/2 to 3/4 | 2 | {times} | 100 | 3.0 | 1.20 | 4 |"
 
 
 @pytest.mark.parametrize(
