@@ -29,6 +29,7 @@ from tests.ranks.engine.test_out_of_step import QUICK
 RUN = Sequence_(3, [Phase({}, 1)], "bf16", config={"zero_optimization": {"stage": 1, "reduce_bucket_size": 1024}})
 NEW: dict[str, Any] = {"holders": 2, "strategy": "neuron"}
 FAILING = 1  # the rank
+ENDING_SECONDS = 3.0
 NAMED = f"MemoryError: on purpose [on rank {FAILING}]"
 
 Check = Callable[[Rank], None]
@@ -63,8 +64,10 @@ PLACES: dict[str, Callable[[Callable[..., NoReturn]], Any]] = {
 
 @contextmanager
 def quick() -> Iterator[None]:
-    """Ranks look often whether those for which they wait still come."""
-    with mock.patch.multiple(last_acts, **QUICK), mock.patch.object(monitored_barrier, "LOOK_SECONDS", 0.1):
+    """Ranks look often whether those for which they wait still come, and are not hasty on a busy machine."""
+    acts: dict[str, Any] = QUICK | {"SETTLED_SECONDS": 60.0}
+    barrier: dict[str, Any] = {"LOOK_SECONDS": 0.1, "_ENDING_SECONDS": ENDING_SECONDS}
+    with mock.patch.multiple(last_acts, **acts), mock.patch.multiple(monitored_barrier, **barrier):
         yield
 
 
