@@ -50,16 +50,36 @@ class PackedBatches:
     """
 
     def __init__(self, order: BlockOrder, *, micro_batch: int, rank: int = 0, world_size: int = 1) -> None:
-        _check_shard(micro_batch=micro_batch, rank=rank, world_size=world_size)
         self.sequence_length = order.sequence_length
         self._order, self._micro_batch, self._rank, self._world_size = order, micro_batch, rank, world_size
         self._num_samples = 0  # that all ranks together have taken since the start of training
-        if self.num_blocks is not None and self.num_blocks < world_size * micro_batch:
+        self.check(micro_batch)
+
+    def check(self, micro_batch: int) -> None:
+        """Whether batches may have this size.
+
+        Raises:
+            ValueError: as the constructor.
+        """
+        _check_shard(micro_batch=micro_batch, rank=self._rank, world_size=self._world_size)
+        needed = self._world_size * micro_batch
+        if self.num_blocks is not None and self.num_blocks < needed:
             raise ValueError(
                 f"the training split has {self.num_blocks} blocks of {self.sequence_length} tokens, one step of "
-                f"{world_size} ranks with micro-batch {micro_batch} needs {world_size * micro_batch}: give more text, "
+                f"{self._world_size} ranks with micro-batch {micro_batch} needs {needed}: give more text, "
                 "a shorter sequence_length or a smaller micro-batch"
             )
+
+    @property
+    def micro_batch(self) -> int:
+        """B of the next batch. May be set between two batches: the position stays, so that steps of as many samples
+        take the same blocks at any B."""
+        return self._micro_batch
+
+    @micro_batch.setter
+    def micro_batch(self, value: int) -> None:
+        self.check(value)
+        self._micro_batch = value
 
     @property
     def num_blocks(self) -> int | None:

@@ -9,9 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from sdp_deepspeed.messages import listed
-from sdp_deepspeed.training.metrics_log import MetricsLog
-
-Record = Mapping[str, Any]
+from sdp_deepspeed.training.metrics_log import MetricsLog, Record, of_kind
+from sdp_deepspeed.training.phase_records import spans
 
 
 @dataclass(frozen=True)
@@ -23,7 +22,7 @@ class Curve:
         losses: nats per token.
         tokens: trained by all ranks until then.
         seconds: of training until then; evaluations and checkpoints are left out.
-        flops: of all ranks until then; None if no step of the run was measured.
+        flops: of all ranks until then; None if not all phases of the run were measured.
     """
 
     label: str
@@ -53,15 +52,15 @@ _FIELDS: Mapping[Any, Sequence[tuple[str, tuple[type, ...]]]] = {
     "train": (("seconds", _NUMBER), ("tokens_per_second", _NUMBER), ("timed", (bool,))),
     "evaluation": (("dense_validation_loss", (*_NUMBER, type(None))),),
     "figures": (("ranks", (list,)), ("first_step", (int, type(None)))),  # older runs lack the second
+    "phase": (
+        *(("phase", (int,)), ("method", (str,)), ("stage", (int,))),
+        *(("coverage", _NUMBER), ("seconds", (*_NUMBER, type(None)))),
+    ),
 }
 
 
 def _is_a(value: Any, kinds: tuple[type, ...]) -> bool:
     return isinstance(value, kinds) and (bool in kinds or not isinstance(value, bool))
-
-
-def of_kind(records: Sequence[Record], kind: str) -> list[Record]:
-    return [record for record in records if record.get("kind") == kind]
 
 
 def tokens_per_step(steps: Sequence[Record]) -> int | None:
@@ -76,42 +75,72 @@ def flops_per_step(ranks: Sequence[Mapping[str, Any]] | None) -> int | None:
     return sum(rank["flops"] for rank in ranks)
 
 
-def flops_until(figures: Sequence[Record], step: int) -> int | None:
-    """Of all ranks; None if a process of the run did not count.
+@dataclass(frozen=True)
+class _Rate:
+    """FLOPs of all ranks in each step after `begin`, up to `end`; None if they were not counted."""
 
-    Each process measures one step, and another process of the same run may train at another coverage. So figures hold
-    from their process's first step until the next one's; those that come first also for what was trained before.
+    begin: int
+    end: float
+    flops: int | None
+
+
+def flops_until(records: Sequence[Record], step: int) -> int | None:
+    """Of all ranks, in all steps up to this one; None if steps of some phase, or process, were not counted."""
+    return _sum_until(_rates(records), step)
+
+
+def _rates(records: Sequence[Record]) -> list[_Rate]:
+    """Each process measures one step in each phase, and another process of the same run may train at another coverage.
+
+    So figures hold from their process's first step in the phase until the next one's; those that come first also for
+    what was trained before, in this phase.
     """
-    rates = [flops_per_step(record["ranks"]) for record in figures]
-    if not rates or any(rate is None for rate in rates):
-        return None
-    begins = [0, *(_steps_before(record) for record in figures[1:])]
-    ends = [*begins[1:], step]
-    pieces = zip(rates, begins, ends, strict=True)
-    return sum((rate or 0) * max(0, min(end, step) - begin) for rate, begin, end in pieces)
+    figures, rates = of_kind(records, "figures"), []
+    for span in spans(records):
+        own = [record for record in figures if span.has(record)]
+        begins = [span.begin, *(max(span.begin, _steps_before(record)) for record in own[1:])]
+        counts = [flops_per_step(record["ranks"]) for record in own] or [None]
+        rates += map(_Rate, begins, [*begins[1:], span.end], counts)
+    return rates
+
+
+def _sum_until(rates: Sequence[_Rate], step: int) -> int | None:
+    total = 0
+    for rate in rates:
+        if (num_steps := int(min(rate.end, step)) - rate.begin) > 0:
+            if rate.flops is None:
+                return None
+            total += rate.flops * num_steps
+    return total
 
 
 def _steps_before(figures: Record) -> int:
-    """Steps made before the process that measured these figures; it measures its second step where it has one."""
+    """Steps made before those that these figures hold for; a process measures its second step where it has one."""
     first = figures.get("first_step")
     return (figures["step"] - 1 if first is None else first) - 1
 
 
-def step_seconds(steps: Sequence[Record]) -> dict[int, float]:
-    """By step. A process's first step and the one that is measured take longer than training does: the median of the
-    others stands for them."""
-    timed = [record["seconds"] for record in steps if record["timed"]]
-    usual = statistics.median(timed) if timed else None
-    return {r["step"]: r["seconds"] if r["timed"] or usual is None else usual for r in steps}
+def step_seconds(records: Sequence[Record]) -> dict[int, float]:
+    """By step, with the re-planning after it. The first step of a phase, or process, and the one that is measured take
+    longer than training does: the median of the phase's others stands for them."""
+    steps, seconds = of_kind(records, "train"), {}
+    for span in spans(records):
+        own = [record for record in steps if span.has(record)]
+        timed = [record["seconds"] for record in own if record["timed"]]
+        usual = statistics.median(timed) if timed else None
+        seconds |= {r["step"]: r["seconds"] if r["timed"] or usual is None else usual for r in own}
+    for record in of_kind(records, "phase"):
+        if record["step"] in seconds:
+            seconds[record["step"]] += record["seconds"] or 0.0
+    return seconds
 
 
 def curve_of(label: str, records: Sequence[Record]) -> Curve:
     """Of a run's records."""
-    steps, figures = of_kind(records, "train"), of_kind(records, "figures")
     evaluations = [r for r in of_kind(records, "evaluation") if r["dense_validation_loss"] is not None]
     points = [record["step"] for record in evaluations]
-    tokens, seconds = tokens_per_step(steps) or 0, step_seconds(steps)
-    flops = [count for point in points if (count := flops_until(figures, point)) is not None]
+    tokens, seconds, rates = tokens_per_step(of_kind(records, "train")) or 0, step_seconds(records), _rates(records)
+    flops = [count for point in points if (count := _sum_until(rates, point)) is not None]
     return Curve(
         label,
         losses=tuple(record["dense_validation_loss"] for record in evaluations),

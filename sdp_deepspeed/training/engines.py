@@ -6,6 +6,7 @@ import os
 import textwrap
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -22,6 +23,7 @@ from sdp_deepspeed.distributed.host_group import Channel, make_host_group
 from sdp_deepspeed.plan.plan import Plan
 from sdp_deepspeed.training.user_errors import RunFolderError
 
+MICRO_BATCH = "train_micro_batch_size_per_gpu"
 _CANNOT_EXPORT = "save_pretrained: cannot write"  # how our engine's error begins, too
 
 
@@ -118,16 +120,84 @@ def _as_run_folder_error() -> Iterator[None]:
         raise RunFolderError(f"{error}; start the same command again when there is space and permission") from None
 
 
+@dataclass(frozen=True)
+class Present:
+    """What the next step is made with; the same on every rank. Two that are equal take as long, and cost as much.
+
+    Args:
+        micro_batch: of a rank.
+        stage: ZeRO's.
+        method: a short name of what is trained.
+        coverage: each unit counted alike.
+        plan_hash: of our engine's plan.
+        phase: of a schedule, beginning with 0; None without one.
+        num_phases: of the schedule, 0 without one.
+        last_step: of the phase; None where it has no end.
+    """
+
+    micro_batch: int
+    stage: int
+    method: str
+    coverage: float = 1.0
+    plan_hash: str | None = None
+    phase: int | None = None
+    num_phases: int = 0
+    last_step: int | None = None
+
+    @property
+    def label(self) -> str:
+        """For tables."""
+        return f"{self.method} + ZeRO-{self.stage}" if self.plan_hash else self.method
+
+    @property
+    def where(self) -> str:
+        """In the schedule, for people."""
+        return "" if self.phase is None else f"phase {self.phase + 1} of {self.num_phases}"
+
+
+def present(engine: Any) -> Present:
+    """Of the step that comes next."""
+    plan, schedule, stage = plan_of(engine), getattr(engine, "schedule", None), int(engine.zero_optimization_stage())
+    micro_batch = int(engine.train_micro_batch_size_per_gpu())
+    if plan is None:
+        return Present(micro_batch, stage, f"ZeRO-{stage}")
+    now = Present(micro_batch, stage, _method(plan), plan.coverage, plan.hash)
+    if schedule is None:
+        return now
+    method = "dense" if plan.is_whole else now.method
+    phase, phases = int(engine.phase), schedule.phases
+    return replace(now, method=method, phase=phase, num_phases=len(phases), last_step=phases[phase].until_step)
+
+
+def has_changed(engine: Any, before: Present) -> bool:
+    """Whether the next step is made in another way than those before."""
+    plan = plan_of(engine)
+    is_same = plan is None or plan.hash == before.plan_hash
+    return not is_same or (before.phase is not None and before.phase != int(engine.phase))
+
+
+def replan_seconds(engine: Any) -> float:
+    """That the last re-plan took."""
+    return float(engine.last_replan.seconds)
+
+
 def label(engine: Any) -> str:
     """A short name of the method, for tables."""
-    plan = plan_of(engine)
-    zero = f"ZeRO-{engine.zero_optimization_stage()}"
-    if plan is None:
-        return zero
+    return present(engine).label
+
+
+def micro_batches(engine: Any) -> list[int]:
+    """Of all phases of a schedule, in their order, where they have their own."""
+    schedule = getattr(engine, "schedule", None)
+    given = [] if schedule is None else [phase.block.get(MICRO_BATCH) for phase in schedule.phases]
+    return [size for size in given if size is not None]
+
+
+def _method(plan: Plan) -> str:
     mode = f"{plan.regime} x {plan.strategy if isinstance(plan.strategy, str) else 'mixed'}"
     words = "" if mode == str(MODES[0]) else f" {mode}"  # the usual one goes without saying
     numbers = sorted({*map(len, plan.holders)})
     holders = "-".join(map(str, dict.fromkeys((numbers[0], numbers[-1]))))
     # Many rules have one range.
     mean = "" if len(numbers) == 1 else f" (mean {plan.coverage * plan.num_subnetworks:.3g})"
-    return f"SDP {holders}/{plan.num_subnetworks}{mean}{words} + {zero}"
+    return f"SDP {holders}/{plan.num_subnetworks}{mean}{words}"

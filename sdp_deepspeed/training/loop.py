@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -16,6 +17,7 @@ from sdp_deepspeed.measure.step import measured_step
 from sdp_deepspeed.training import engines, monitors
 from sdp_deepspeed.training.evaluate import dense_validation_loss, to_device
 from sdp_deepspeed.training.options import Options
+from sdp_deepspeed.training.phases import Phases
 from sdp_deepspeed.training.progress import Progress, memory_bytes
 from sdp_deepspeed.training.run_folder import RunFolder
 from sdp_deepspeed.training.stopping import StopRequest, reduce_outcome
@@ -30,8 +32,8 @@ class Run:
         world: all ranks.
         events: what writes steps to DeepSpeed's monitors; None without one.
         step: optimizer steps done, those before a resume included.
-        first_step: the first of this process; whatever it measures holds from there.
         evaluated_at: step of the last recorded evaluation, also of an earlier process; None before the first.
+        phases: where it is in its schedule.
     """
 
     options: Options
@@ -41,8 +43,11 @@ class Run:
     world: Gatherer
     events: StepEvents | None = None
     step: int = field(default=0, init=False)
-    first_step: int = field(default=1, init=False)
     evaluated_at: int | None = field(default=None, init=False)
+    phases: Phases = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.phases = Phases(self.engine, self.data.train, self.folder, self.world)
 
     @property
     def tokens_per_step(self) -> int:
@@ -83,14 +88,12 @@ def train(run: Run, progress: Progress) -> bool:
         RunFolderError: on every rank, when the run's records cannot be written.
     """
     options = run.options
-    measured = min(run.step + 2, options.steps)  # the second step: the optimizer's moments exist
-    run.first_step = run.step + 1
+    run.phases.follow(run.step, options.steps)
     if run.step == 0 and run.evaluated_at is None:
         evaluate(run, progress)
     with StopRequest() as stop:
         while run.step < options.steps:
-            timed = run.step + 1 not in (run.first_step, measured)
-            stopping = _one_step(run, progress, stop, measure=run.step + 1 == measured, timed=timed)
+            stopping = _one_step(run, progress, stop)
             done = run.step == options.steps
             if stopping and not done:
                 progress.say(f"stopping after step {run.step}: saving")
@@ -107,23 +110,28 @@ def train(run: Run, progress: Progress) -> bool:
     return True
 
 
-def _one_step(run: Run, progress: Progress, stop: StopRequest, *, measure: bool, timed: bool) -> bool:
+def _one_step(run: Run, progress: Progress, stop: StopRequest) -> bool:
     """One optimizer step with its record. Returns whether any rank was asked to stop."""
+    phases, next_step = run.phases, run.step + 1
+    timed = next_step not in (phases.first_step, phases.measured)
+    loss_of = "subnetwork" if engines.trains_subnetwork(run.engine) else "dense"  # the step may end with another plan
     start = time.perf_counter()
-    with measured_step(run.engine) if measure else contextlib.nullcontext() as figures:
+    with _measuring(run) if next_step == phases.measured else contextlib.nullcontext():
         local_loss = _micro_steps(run)
     outcome = reduce_outcome(local_loss, stop_requested=stop.requested, failed=run.folder.metrics.failed)
     if outcome.failed:
         run_on_rank_0(run.world, run.folder.metrics.raise_problem)
     seconds = time.perf_counter() - start
-    run.step += 1
+    run.step = next_step
+    new_phase = phases.follow(run.step, run.options.steps)
+    seconds -= phases.replan_seconds
     tokens_per_second = run.tokens_per_step / seconds
     run.folder.metrics.append(
         {
             "kind": "train",
             "step": run.step,
             "loss": outcome.loss,
-            "loss_of": "subnetwork" if engines.trains_subnetwork(run.engine) else "dense",
+            "loss_of": loss_of,
             "learning_rate": run.engine.get_lr()[0],
             "gradient_norm": _float_or_none(run.engine.get_global_grad_norm()),
             "seconds": seconds,
@@ -134,17 +142,22 @@ def _one_step(run: Run, progress: Progress, stop: StopRequest, *, measure: bool,
         }
     )
     monitors.write_throughput(run.engine, run.events, tokens_per_second)
-    if figures is not None:
-        _record_figures(run, figures.to_json())
     progress.step(outcome.loss, tokens_per_second)
+    if new_phase is not None:
+        progress.say(new_phase)
     return outcome.stop_requested
 
 
-def _record_figures(run: Run, figures: dict[str, Any]) -> None:
-    """Record every rank's figures at once, so that a later process of the run can report them; a collective."""
-    monitors.count_sent(run.events, figures)
-    ranks = run.world.gather_objects(figures)
-    run.folder.metrics.append({"kind": "figures", "step": run.step, "first_step": run.first_step, "ranks": ranks})
+@contextlib.contextmanager
+def _measuring(run: Run) -> Iterator[None]:
+    """Measure the step that is made inside, and record every rank's figures at once, so that a later process of the run
+    can report them; a collective."""
+    step, first_step = run.phases.measured, run.phases.first_step
+    with measured_step(run.engine) as figures:
+        yield
+    monitors.count_sent(run.events, figures.to_json())
+    ranks = run.world.gather_objects(figures.to_json())
+    run.folder.metrics.append({"kind": "figures", "step": step, "first_step": first_step, "ranks": ranks})
 
 
 def _micro_steps(run: Run) -> torch.Tensor:

@@ -1,15 +1,21 @@
-"""metrics.jsonl: one line of JSON for each step, evaluation and measurement of a run."""
+"""metrics.jsonl: one line of JSON for each step, evaluation, measurement and phase of a run."""
 
 from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from sdp_deepspeed.atomic_files import regular, write_text
 from sdp_deepspeed.training.user_errors import RunFolderError, writing
+
+Record = Mapping[str, Any]
+
+
+def of_kind(records: Sequence[Record], kind: str) -> list[Record]:
+    return [record for record in records if record.get("kind") == kind]
 
 
 class MetricsLog:

@@ -11,7 +11,9 @@ from sdp_deepspeed.distributed.agreement import run_on_rank_0
 from sdp_deepspeed.training import engines
 from sdp_deepspeed.training.curves import flops_until
 from sdp_deepspeed.training.loop import Run
-from sdp_deepspeed.training.report_table import REPORT_VERSION, spread
+from sdp_deepspeed.training.metrics_log import of_kind
+from sdp_deepspeed.training.phase_records import label_of, mean_coverage, phase_reports, spread
+from sdp_deepspeed.training.report_table import REPORT_VERSION
 from sdp_deepspeed.version import __version__
 
 
@@ -27,22 +29,24 @@ def write_report(run: Run) -> None:
 
 def _write(run: Run) -> None:
     records = run.folder.metrics.read()
-    evaluations, figures = ([r for r in records if r["kind"] == kind] for kind in ("evaluation", "figures"))
-    plan = engines.plan_of(run.engine)
+    steps, evaluations, figures = (of_kind(records, kind) for kind in ("train", "evaluation", "figures"))
+    plan, phases = engines.plan_of(run.engine), phase_reports(records)
+    coverage = 1.0 if plan is None else plan.coverage
     run.folder.write_json(
         "report.json",
         {
             "version": REPORT_VERSION,
-            "label": engines.label(run.engine),
+            "label": label_of(records, run.step) or engines.label(run.engine),
             "num_ranks": run.world.size,
             "steps": run.step,
             "tokens_per_step": run.tokens_per_step,
-            "coverage": 1.0 if plan is None else plan.coverage,  # each unit counted alike
+            "coverage": mean_coverage(phases or []) or coverage,  # over steps, each unit counted alike
             "plan_hash": None if plan is None else plan.hash,
             "dense_validation_loss": evaluations[-1]["dense_validation_loss"] if evaluations else None,
-            "step_seconds": spread([r["seconds"] for r in records if r["kind"] == "train" and r["timed"]]),
-            "ranks": figures[-1]["ranks"] if figures else None,  # null: no step was measured
-            "flops": flops_until(figures, run.step),  # of all ranks, in all steps
+            "step_seconds": spread([r["seconds"] for r in steps if r["timed"]]),
+            "ranks": figures[-1]["ranks"] if figures else None,  # of the last phase; null: no step was measured
+            "flops": flops_until(records, run.step),  # of all ranks, in all steps
+            "phases": phases,  # null: no schedule
             "hardware": _hardware(run.engine.device),
             "versions": {"sdp_deepspeed": __version__}
             | {name: metadata.version(name) for name in ("deepspeed", "torch", "transformers")},

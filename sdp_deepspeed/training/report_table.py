@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import statistics
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -11,7 +10,9 @@ from typing import Any
 from sdp_deepspeed.command_parser import Parser, read_json
 from sdp_deepspeed.messages import listed
 from sdp_deepspeed.sizes import mib_text
-from sdp_deepspeed.training.curves import curve_of, flops_until, of_kind, read_records, tokens_per_step
+from sdp_deepspeed.training.curves import curve_of, flops_until, read_records, tokens_per_step
+from sdp_deepspeed.training.metrics_log import of_kind
+from sdp_deepspeed.training.phase_records import mean_over_steps, phase_reports, spread
 
 REPORT_VERSION = 1
 
@@ -21,6 +22,7 @@ def configure(parser: Parser) -> None:
     parser.description = (
         "Runs side by side: what a worker pays in memory, traffic and time, and the dense validation loss.\n"
         "Memory, traffic and time are those of the rank with the most; quotients are with the last run.\n"
+        "With a schedule memory is that of the phase with the most, traffic and time are means over all steps.\n"
         "A run that goes on, or was interrupted, counts as far as it has come.\n\n"
         "--plot draws the dense validation loss over tokens (what the data give), over FLOPs of all ranks (what the\n"
         "computing costs; subnetworks do fewer in a step) and over hours of training (what you wait), evaluations\n"
@@ -65,7 +67,7 @@ def load_report(folder: Path) -> dict[str, Any]:
     if not folder.is_dir():
         raise ValueError(f"RUN: {folder} is no folder, expected one that a run's --run-folder named")
     path = folder / "report.json"
-    report = {"flops": None} | (read_json(path, "RUN") if path.exists() else _so_far(folder))
+    report = {"flops": None, "phases": None} | (read_json(path, "RUN") if path.exists() else _so_far(folder))
     if report.get("version") != REPORT_VERSION:
         raise ValueError(f"{path} has version {report.get('version')!r}, expected {REPORT_VERSION}: run again")
     if wrong := [key for key, is_right in _SHAPE.items() if key not in report or not is_right(report[key])]:
@@ -92,17 +94,10 @@ def _so_far(folder: Path) -> dict[str, Any]:
         "dense_validation_loss": evaluations[-1]["dense_validation_loss"] if evaluations else None,
         "step_seconds": spread([record["seconds"] for record in steps if record["timed"]]),
         "ranks": ranks,
-        "flops": flops_until(figures, steps[-1]["step"]),
+        "flops": flops_until(records, steps[-1]["step"]),
+        "phases": phase_reports(records),
         "hardware": "not finished",
     }
-
-
-def spread(values: Sequence[float]) -> dict[str, float] | None:
-    """Median and tenths of `values`; None for fewer than two."""
-    if len(values) < 2:
-        return None
-    tenths = statistics.quantiles(values, n=10, method="inclusive")
-    return {"median": statistics.median(values), "p10": tenths[0], "p90": tenths[-1], "num_steps": len(values)}
 
 
 def _is_number(value: Any) -> bool:
@@ -126,7 +121,16 @@ def _are_of_a_rank(value: Any) -> bool:
     return _has_numbers(value, *_KINDS) and _is_number(value.get("flops", 0))  # older runs did not count FLOPs
 
 
+def _are_phases(value: Any) -> bool:
+    return value is None or (isinstance(value, list) and all(map(_is_phase, value)))
+
+
+def _is_phase(value: Any) -> bool:
+    return isinstance(value, Mapping) and all(key in value and _SHAPE[key](value[key]) for key in _OF_A_PHASE)
+
+
 _KINDS = ("weights", "gradients", "optimizer", "peak", "sent")
+_OF_A_PHASE = ("label", "steps", "step_seconds", "ranks")
 # What a report must have for the table; null stands for what was not measured.
 _SHAPE: dict[str, Callable[[Any], bool]] = {
     "label": _is_text,
@@ -138,21 +142,39 @@ _SHAPE: dict[str, Callable[[Any], bool]] = {
     "step_seconds": lambda value: value is None or _has_numbers(value, "median", "p10", "p90"),
     "ranks": _are_figures,
     "flops": lambda value: value is None or _is_number(value),
+    "phases": _are_phases,  # null: no schedule; older runs had none
 }
 
 
+def _parts(report: Mapping[str, Any]) -> Sequence[Mapping[str, Any]]:
+    """What has figures and times of its own: the phases of a schedule, or all of the run."""
+    return report["phases"] or [report]
+
+
+def _of_ranks(part: Mapping[str, Any], kinds: Sequence[str]) -> float | None:
+    """The largest figure (sum of `kinds`) of all ranks: the worker that must be paid for. None: not measured."""
+    return max(sum(rank[kind] for kind in kinds) for rank in part["ranks"]) if part["ranks"] else None
+
+
 def _largest(*kinds: str) -> Callable[[Mapping[str, Any]], float | None]:
-    """Reads the largest figure (sum of `kinds`) of all ranks: the worker that must be paid for. None: not measured."""
+    """Reads memory: a worker needs what the largest phase takes."""
 
     def read(report: Mapping[str, Any]) -> float | None:
-        ranks = report["ranks"]
-        return max(sum(rank[kind] for kind in kinds) for rank in ranks) if ranks else None
+        values = [_of_ranks(part, kinds) for part in _parts(report)]
+        known = [value for value in values if value is not None]
+        return max(known) if len(known) == len(values) else None
 
     return read
 
 
+def _sent_bytes(report: Mapping[str, Any]) -> float | None:
+    parts = _parts(report)
+    return mean_over_steps(parts, [_of_ranks(part, ["sent"]) for part in parts])
+
+
 def _median_seconds(report: Mapping[str, Any]) -> float | None:
-    return report["step_seconds"] and report["step_seconds"]["median"]
+    parts = _parts(report)
+    return mean_over_steps(parts, [part["step_seconds"] and part["step_seconds"]["median"] for part in parts])
 
 
 def _num_tokens(report: Mapping[str, Any]) -> float | None:
@@ -171,7 +193,7 @@ _ROWS: tuple[tuple[str, Callable[[Mapping[str, Any]], float | None], Callable[[f
     ("optimizer state", _largest("optimizer"), mib_text, True),
     ("model state, sum of the three", _largest("weights", "gradients", "optimizer"), mib_text, True),
     ("peak of live tensors", _largest("peak"), mib_text, True),
-    ("bytes sent per step", _largest("sent"), mib_text, True),
+    ("bytes sent per step", _sent_bytes, mib_text, True),
     ("step time, median", _median_seconds, lambda x: f"{x * 1000:.0f} ms", True),
     ("all ranks: tokens per second", _tokens_per_second, lambda x: f"{x:.0f}", True),
     ("all ranks: tokens trained", _num_tokens, lambda x: f"{x:.4g}", True),
@@ -209,11 +231,20 @@ def table(reports: Sequence[Mapping[str, Any]]) -> str:
 def _notes(reports: Sequence[Mapping[str, Any]]) -> list[str]:
     notes = []
     for report in reports:
-        spread = report["step_seconds"]
-        times = f", step p10 {spread['p10'] * 1000:.0f} ms, p90 {spread['p90'] * 1000:.0f} ms" if spread else ""
+        seconds = report["step_seconds"]
+        times = f", step p10 {seconds['p10'] * 1000:.0f} ms, p90 {seconds['p90'] * 1000:.0f} ms" if seconds else ""
         missing = "" if report["ranks"] else "; memory and traffic were not measured"
         notes.append(
             f"{report['label']}: {report['num_ranks']} ranks, {report['steps']} steps{times}; "
             f"{report['hardware']}{missing}"
         )
+        if len(_parts(report)) > 1:
+            notes.append(f"  {listed(map(_of_phase, _parts(report)))}")
+    if any(len(_parts(report)) > 1 for report in reports):
+        notes.append("With phases: memory is the largest of any phase; traffic and step time are means over all steps.")
     return notes
+
+
+def _of_phase(part: Mapping[str, Any]) -> str:
+    seconds = part["step_seconds"]
+    return f"{part['label']} in {part['steps']} steps" + (f" of {seconds['median'] * 1000:.0f} ms" if seconds else "")

@@ -99,6 +99,8 @@ def _set_up(options: Options, folder: RunFolder) -> Run:
         watch_ranks(engine, dist, world, SILENCE_LIMIT)
     data = _open_data(data_config, engine, world)
     check_fits(engine.module.config, data)
+    for micro_batch in engines.micro_batches(engine):  # of phases to come
+        data.train.check(micro_batch)
     events = monitors.step_events_of(engine, world)
     run = Run(options=options, engine=engine, data=data, folder=folder, world=world, events=events)
     resume(run)
@@ -121,9 +123,10 @@ def _open_data(config: DataConfig, engine: Any, world: Gatherer) -> DataBundle:
 
 def _introduction(run: Run) -> str:
     where = f"resuming at step {run.step}" if run.step else "starting"
-    batches = run.data.train
+    batches, now = run.data.train, engines.present(run.engine)
+    label = f"{now.label} ({now.where})" if now.where else now.label
     return (
-        f"{where}: {engines.label(run.engine)} on {run.world.size} ranks, {run.tokens_per_step} tokens per step, "
+        f"{where}: {label} on {run.world.size} ranks, {run.tokens_per_step} tokens per step, "
         + ("" if batches.num_blocks is None else f"{batches.num_blocks} training ")
         + f"blocks of {batches.sequence_length} tokens"
     )

@@ -67,6 +67,22 @@ def test_resumes_exactly_also_at_other_ranks_and_micro_batches(ranks: int, micro
     assert before + after == straight
 
 
+@pytest.mark.parametrize("sizes", [(3, 1, 6, 2), (6, 6, 1, 3)])
+def test_steps_take_the_same_blocks_at_any_micro_batch(sizes: tuple[int, ...]) -> None:
+    """Steps of 12 samples on 2 ranks over 13 blocks, where the micro-batch changes after each step."""
+    loaders = [PackedBatches(_order(13, seed=5), micro_batch=6, rank=rank, world_size=2) for rank in range(2)]
+    straight, _ = _global(13, ranks=2, micro_batch=6, num_batches=len(sizes))
+    for step, size in enumerate(sizes):
+        for loader in loaders:
+            loader.micro_batch = size
+        taken = [i for _ in range(6 // size) for loader in loaders for i in _taken(loader, 1)]
+        assert taken == straight[12 * step : 12 * step + 12]
+        assert {loader.micro_batch for loader in loaders} == {size}
+    with pytest.raises(ValueError, match="with micro-batch 7 needs 14"):
+        loaders[0].micro_batch = 7
+    assert loaders[0].micro_batch == sizes[-1]
+
+
 def test_batch_is_what_a_causal_model_takes() -> None:
     loader = PackedBatches(ShuffledBlocks(_blocks(9, 5)), micro_batch=2)
     batch = next(loader)
