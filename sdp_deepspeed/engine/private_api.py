@@ -98,6 +98,7 @@ PRIVATE_NAMES_OF_TOOLS: tuple[tuple[str, str], ...] = (
     ("torch.distributed._tools.mem_tracker", "MemTracker._track_module_params_and_buffers"),
     ("transformers", "PreTrainedModel._keys_to_ignore_on_load_unexpected"),
     ("transformers.conversion_mapping", "get_checkpoint_conversion_mapping"),
+    ("transformers.integrations.deepspeed", "HfTrainerDeepSpeedConfig.trainer_config_finalize"),
     ("transformers.trainer", "get_model_param_count"),
 )
 # Attributes that only instances have, with the module of the host that sets them.

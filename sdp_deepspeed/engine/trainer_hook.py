@@ -1,4 +1,5 @@
-"""What the Trainer of Transformers says of a run: whose loss it logs, and how many parameters the model has."""
+"""What the Trainer of Transformers says of a run: whose loss it logs, how many parameters the model has, and how many
+steps the fractions of a schedule are of."""
 
 from __future__ import annotations
 
@@ -19,8 +20,8 @@ def patch_trainer() -> None:
 
     @wraps(log)
     def labelled_log(self: Any, logs: dict[str, float], *args: Any, **kwargs: Any) -> Any:
-        if is_ours(self.model_wrapped) and self.model_wrapped.plan.trains_subnetworks:
-            logs.update({label: logs[name] for name, label in _NAMES.items() if name in logs})
+        if is_ours(self.model_wrapped):
+            logs.update({_NAMES[name]: logs[name] for name in _of_subnetworks(self) if name in logs})
         return log(self, logs, *args, **kwargs)
 
     @wraps(count)
@@ -28,6 +29,54 @@ def patch_trainer() -> None:
         return num_parameters(model, trainable_only) if is_ours(model) else count(model, trainable_only)
 
     host.Trainer.log, host.get_model_param_count = labelled_log, dense_count
+    _patch_config()
+
+
+def _of_subnetworks(trainer: Any) -> list[str]:
+    """Names of losses of which some steps were a subnetwork's: those since the last log, and those of all training. A
+    schedule may have changed the plan on the way."""
+    engine, seen = trainer.model_wrapped, vars(trainer)
+    now = engine.plan.trains_subnetworks
+    has = now or seen.get("sdp_trained_subnetworks", engine.schedule is not None and engine.phase > 0)
+    seen["sdp_trained_subnetworks"] = now
+    seen["sdp_ever_trained_subnetworks"] = ever = has or seen.get("sdp_ever_trained_subnetworks", False)
+    return [name for name, is_so in (("loss", has), ("train_loss", ever)) if is_so]
+
+
+def _patch_config() -> None:
+    """Tell a schedule with fractions how many steps the Trainer will make, before it builds the engine."""
+    import transformers.integrations.deepspeed as host
+
+    finalize = getattr(getattr(host, "HfTrainerDeepSpeedConfig", None), "trainer_config_finalize", None)
+    if finalize is None:
+        return
+
+    @wraps(finalize)
+    def finalize_phases(self: Any, args: Any, model: Any, num_training_steps: int) -> Any:
+        from sdp_deepspeed.config import KEY
+        from sdp_deepspeed.total_steps import fill_total_steps
+
+        _refuse_batches(self.config)
+        if vars(self).get("sdp_fills_total_steps"):  # a Trainer may train again, for other steps
+            self.config[KEY].pop("total_steps", None)
+        self.sdp_fills_total_steps = fill_total_steps(self.config, num_training_steps)
+        return finalize(self, args, model, num_training_steps)
+
+    host.HfTrainerDeepSpeedConfig.trainer_config_finalize = finalize_phases
+
+
+def _refuse_batches(config: Any) -> None:
+    """ValueError for phases with batches of their own: those of the Trainer have one size."""
+    from sdp_deepspeed.config import KEY
+    from sdp_deepspeed.total_steps import phases_of
+
+    name = "train_micro_batch_size_per_gpu"
+    for index, phase in enumerate(phases_of(config)):
+        if name in phase:
+            raise ValueError(
+                f"{KEY}.schedule[{index}].{name}: got {phase[name]!r}, but batches of the Trainer have one size, its "
+                "per_device_train_batch_size; remove the key, or train in a loop of your own"
+            )
 
 
 def num_parameters(engine: Any, trainable_only: bool) -> int:

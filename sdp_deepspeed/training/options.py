@@ -11,6 +11,7 @@ from typing import Any
 from sdp_deepspeed.command_parser import Parser, positive, read_json
 from sdp_deepspeed.config import KEY
 from sdp_deepspeed.support.host_types import refuse_wrong_types
+from sdp_deepspeed.total_steps import fill_total_steps
 
 # Keys of the decoders' configs that no model can have as zero; and those that may be null for a size of its own.
 _SIZES = frozenset(
@@ -100,7 +101,9 @@ def parse_options(arguments: Sequence[str] | None = None) -> Options:
 
 
 def fill_automatic(config: dict[str, Any], steps: int) -> None:
-    """Replace "auto" for the scheduler's number of steps, the one setting that the command line decides."""
+    """Write the number of steps, the one setting that the command line decides, where the learning rate's schedule says
+    "auto", and where phases end at fractions of it."""
+    fill_total_steps(config, steps)
     scheduler = config.get("scheduler")
     parameters = scheduler.get("params") if isinstance(scheduler, dict) else None
     if isinstance(parameters, dict) and parameters.get("total_num_steps") == "auto":

@@ -30,8 +30,19 @@ _LAYOUT = (
 )
 # Another machine may have more cores.
 _FREE = ("data.workers",)
-# Where `fill_automatic` writes --steps for "auto".
-_SCHEDULE_LENGTH = "deepspeed_config.scheduler.params.total_num_steps"
+_PHASES, _PHASES_LENGTH = f"deepspeed_config.{KEY}.schedule", f"deepspeed_config.{KEY}.total_steps"
+# Where `fill_automatic` writes --steps: what would be wrong with others, and what stays if a user writes it down.
+_LENGTHS = {
+    "deepspeed_config.scheduler.params.total_num_steps": (
+        'the learning rate\'s schedule ends with it ("total_num_steps": "auto"), so the steps already made would have '
+        "had other learning rates",
+        "that schedule and go on after its end",
+    ),
+    _PHASES_LENGTH: (
+        "phases end at fractions of it, so some of the steps already made would have been in others",
+        "those phases and go on in the last one",
+    ),
+}
 
 
 def check_same_run(folder: RunFolder, config: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
@@ -53,9 +64,10 @@ def check_same_run(folder: RunFolder, config: Mapping[str, Any]) -> dict[str, tu
     changed = {p: v for p, v in changed.items() if p not in _FREE}
     is_ours = all(_has_block(run.get("deepspeed_config")) for run in (old, config))
     layout = {p: v for p, v in changed.items() if is_ours and p.startswith(_LAYOUT)}
+    lengths = _lengths_in_steps(changed, (old.get("steps"), config.get("steps")))
     changed = {p: v for p, v in changed.items() if p not in layout}
-    if list(changed) == [_SCHEDULE_LENGTH] and changed[_SCHEDULE_LENGTH] == (old.get("steps"), config.get("steps")):
-        _refuse_other_steps(folder, *changed[_SCHEDULE_LENGTH])
+    if lengths and not changed.keys() - lengths:
+        _refuse_other_steps(folder, lengths[0], old["steps"], config["steps"])
     rows = [f"{path}: {then!r} then, {now!r} now" for path, (then, now) in changed.items()]
     if rows:
         raise ValueError(
@@ -69,12 +81,17 @@ def _has_block(deepspeed_config: Any) -> bool:
     return isinstance(deepspeed_config, Mapping) and KEY in deepspeed_config
 
 
-def _refuse_other_steps(folder: RunFolder, then: int, now: int) -> None:
+def _lengths_in_steps(changed: Mapping[str, Any], steps: tuple[Any, Any]) -> list[str]:
+    """Paths at which --steps was, and is, what a schedule's length is; not where that schedule is another one, too."""
+    paths = [path for path in _LENGTHS if changed.get(path) == steps]
+    return [path for path in paths if not (path == _PHASES_LENGTH and _PHASES in changed)]
+
+
+def _refuse_other_steps(folder: RunFolder, path: str, then: int, now: int) -> None:
+    why, kept = _LENGTHS[path]
     raise ValueError(
-        f"--steps was {then} when {folder.path} was begun and is {now} now; the learning rate's schedule ends with "
-        f'it ("total_num_steps": "auto"), so the steps already made would have had other learning rates. Give '
-        f'--steps {then}, write "total_num_steps": {then} in the DeepSpeed JSON to keep that schedule and go on '
-        "after its end, or choose another --run-folder"
+        f"--steps was {then} when {folder.path} was begun and is {now} now; {why}. Give --steps {then}, write "
+        f'"{path.rpartition(".")[2]}": {then} in the DeepSpeed JSON to keep {kept}, or choose another --run-folder'
     )
 
 

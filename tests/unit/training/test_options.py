@@ -37,6 +37,14 @@ def test_what_the_command_line_decides_is_filled_in(files: dict[str, Path]) -> N
     assert options.deepspeed_config[KEY] == {"coverage": 0.5}
 
 
+@pytest.mark.parametrize("given", [{}, {"total_steps": "auto"}])
+def test_phases_that_end_at_fractions_get_the_number_of_steps(files: dict[str, Path], given: dict[str, Any]) -> None:
+    block = {"schedule": [{"until": 0.5, "coverage": 0.5}, {"coverage": 1.0}]} | given
+    files["deepspeed"].write_text(json.dumps({KEY: block}))
+    assert parse(files).deepspeed_config == {KEY: block | {"total_steps": 7}}
+    assert parse(files, "--baseline").deepspeed_config == {}
+
+
 def test_the_baseline_differs_by_the_block_alone(files: dict[str, Path]) -> None:
     ours, theirs = parse(files), parse(files, "--baseline")
     assert theirs.deepspeed_config == {key: value for key, value in ours.deepspeed_config.items() if key != KEY}

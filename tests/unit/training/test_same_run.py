@@ -55,3 +55,20 @@ def test_other_steps_are_refused_where_the_schedule_ends_with_them(tmp_path: Pat
         check_same_run(folder, config(9, 9))
     with pytest.raises(ValueError, match=r"total_num_steps: 5 then, 7 now"):
         check_same_run(folder, config(7, 9))
+
+
+def test_other_steps_are_refused_where_phases_end_at_fractions_of_them(tmp_path: Path) -> None:
+    def config(steps: int, total: int | None = None, until: float = 0.5) -> dict[str, Any]:
+        block: dict[str, Any] = {"schedule": [{"until": until, "coverage": 0.5}, {"coverage": 1.0}]}
+        return CONFIG | {"deepspeed_config": {KEY: block | {"total_steps": total or steps}}, "steps": steps}
+
+    folder = RunFolder(tmp_path, writes=True)
+    folder.create()
+    folder.write_json("config.json", config(5))
+    assert check_same_run(folder, config(9, total=5)) == {}, "with the length written down"
+    with pytest.raises(ValueError, match=r'--steps was 5 .* is 9 now; phases end at fr.*write "total_steps": 5 in the'):
+        check_same_run(folder, config(9))
+    other = check_same_run(folder, config(9, until=0.7))
+    assert [path.rpartition(".")[2] for path in other] == ["schedule", "total_steps"], "another layout from here on"
+    with pytest.raises(ValueError, match=r"seed: 0 then, 1 now"):
+        check_same_run(folder, config(9) | {"seed": 1})

@@ -1,0 +1,27 @@
+"""How many steps a schedule's fractions are of, where the program that trains knows it and the block leaves it open."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from sdp_deepspeed.config import KEY
+
+_OPEN = (None, "auto")
+
+
+def phases_of(config: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+    """The phases of the schedule in a DeepSpeed config, as far as it is one; nothing is checked here."""
+    block = config.get(KEY)
+    is_on = isinstance(block, Mapping) and block.get("enabled") is not False
+    schedule = block.get("schedule") if is_on else None
+    return [phase for phase in schedule if isinstance(phase, Mapping)] if isinstance(schedule, list) else []
+
+
+def fill_total_steps(config: dict[str, Any], steps: int) -> bool:
+    """Write the number of steps of the whole run into the block if a phase ends at a fraction of them, and the block
+    does not say how many they are. Returns whether that was so."""
+    if not any("until" in phase for phase in phases_of(config)) or config[KEY].get("total_steps") not in _OPEN:
+        return False
+    config[KEY] = {**config[KEY], "total_steps": steps}  # a new one: the user's own stays as it is
+    return True
