@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import resource
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -182,14 +183,15 @@ def watched_host_memory() -> Iterator[LiveBytes]:
 
 
 class _Phases:
-    """Tells forward and backward passes from `engine.step`."""
+    """Tells forward and backward passes from `engine.step`, and both from a re-plan at its end."""
 
     def __init__(self, engine: Any, tracker: _LiveTensors, watch: _GradientWatch, figures: StepFigures) -> None:
         self.engine, self.tracker, self.watch, self.figures = engine, tracker, watch, figures
+        self.traffic, self.operations = TrafficCounter(), FlopCounter()
         self.before = 0
         self.handles: list[Any] = []
-        self.step = engine.step
-        self.is_replaced = "step" in vars(engine)  # by someone else, who gets it back
+        self.replaced: dict[str, Any] = {}  # by us; by someone else, who gets it back, if it is no class's
+        self.is_over = False
 
     def install(self) -> None:
         """Before the tracker's own hooks, which are global too, so that these run before them."""
@@ -197,7 +199,10 @@ class _Phases:
             register_module_forward_pre_hook(self.forward_begins),
             register_module_forward_hook(self.forward_ends),
         ]
-        self.engine.step = self.run_step
+        for name, method in (("step", self.run_step), ("replan", self.run_replan)):
+            if hasattr(self.engine, name):
+                self.replaced[name] = vars(self.engine).get(name)
+                setattr(self.engine, name, partial(method, getattr(self.engine, name)))
 
     def forward_begins(self, module: torch.nn.Module, _inputs: Any) -> None:
         if module is self.engine:
@@ -208,18 +213,39 @@ class _Phases:
         if module is self.engine:
             self.figures.activations = max(self.figures.activations, self.tracker.current() - self.before)
 
-    def run_step(self, *arguments: Any, **options: Any) -> Any:
+    def run_step(self, step: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
         self.watch.look()
         self.figures.peak_backward = max(self.figures.peak_backward, self.tracker.take_peak())
-        result = self.step(*arguments, **options)
-        self.figures.peak_step = max(self.figures.peak_step, self.tracker.take_peak())
+        result = step(*arguments, **options)
+        if not self.is_over:
+            self.figures.peak_step = max(self.figures.peak_step, self.tracker.take_peak())
         return result
 
+    def run_replan(self, replan: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
+        self.figures.peak_step = max(self.figures.peak_step, self.tracker.take_peak())
+        self.finish()  # what comes now is no part of a step
+        return replan(*arguments, **options)
+
+    def finish(self) -> None:
+        """Fill in what the step was, once."""
+        if self.is_over:
+            return
+        self.is_over, figures, seen = True, self.figures, set[int]()
+        figures.weights = storage_bytes(weight_tensors(self.engine), seen)
+        figures.optimizer = storage_bytes(optimizer_tensors(self.engine), seen)
+        figures.gradients = self.watch.largest
+        figures.peak = max(figures.peak_backward, figures.peak_step)
+        figures.flops = self.operations.total
+        figures.sent = self.traffic.total
+        figures.sent_by_operator = dict(self.traffic.bytes_by_operator)
+        figures.process = resident_bytes()
+
     def remove(self) -> None:
-        if self.is_replaced:
-            self.engine.step = self.step
-        else:
-            del self.engine.step  # the class's own again
+        for name, method in self.replaced.items():
+            if method is None:
+                delattr(self.engine, name)  # the class's own again
+            else:
+                setattr(self.engine, name, method)
         for handle in self.handles:
             handle.remove()
 
@@ -229,13 +255,13 @@ def measured_step(engine: Any, *, others: Iterable[torch.Tensor] = ()) -> Iterat
     """Measure the step that runs inside the block; the figures are filled in when it ends.
 
     On every rank that is to be measured; no collective of its own. Run it on a step after the first, when the
-    optimizer's moments exist. The block holds forward, backward and step of all micro-steps.
+    optimizer's moments exist. The block holds forward, backward and step of all micro-steps. If that ends with a
+    re-plan, the figures are those of before.
 
     Args:
         others: tensors that live already and count for the peak, besides those of module and optimizer.
     """
-    figures = StepFigures()
-    tracker, watch, traffic, operations = _LiveTensors(), _GradientWatch(engine), TrafficCounter(), FlopCounter()
+    figures, tracker, watch = StepFigures(), _LiveTensors(), _GradientWatch(engine)
     tracker.track_external(
         engine.module, *weight_tensors(engine), *optimizer_tensors(engine), *gradient_tensors(engine), *others
     )
@@ -243,17 +269,9 @@ def measured_step(engine: Any, *, others: Iterable[torch.Tensor] = ()) -> Iterat
     watch.install()
     phases.install()
     try:
-        with operations, traffic, tracker:
+        with phases.operations, phases.traffic, tracker:
             yield figures
     finally:
         phases.remove()
         watch.remove()
-    seen: set[int] = set()
-    figures.weights = storage_bytes(weight_tensors(engine), seen)
-    figures.optimizer = storage_bytes(optimizer_tensors(engine), seen)
-    figures.gradients = watch.largest
-    figures.peak = max(figures.peak_backward, figures.peak_step)
-    figures.flops = operations.total
-    figures.sent = traffic.total
-    figures.sent_by_operator = dict(traffic.bytes_by_operator)
-    figures.process = resident_bytes()
+    phases.finish()

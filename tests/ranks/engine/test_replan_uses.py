@@ -1,9 +1,12 @@
-"""What users do around `engine.replan`: evaluate, look at tensors, save, load, copy."""
+"""What users do around `engine.replan`: evaluate, look at tensors, save, load, copy, measure."""
 
 from __future__ import annotations
 
 import copy
 from collections.abc import Iterator
+from contextlib import nullcontext
+from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pytest
@@ -13,6 +16,7 @@ from torch import nn
 from torch.optim.swa_utils import AveragedModel
 
 from sdp_deepspeed import Init
+from sdp_deepspeed.measure.step import measured_step
 from tests.helpers.models import TOKENS, llama
 from tests.helpers.ranks import Rank
 from tests.helpers.replanned_runs import Phase, Sequence_, assert_same_run
@@ -118,6 +122,32 @@ def copies(rank: Rank) -> None:
     assert_identical(average.module.state_dict(), dense_state(engine))
 
 
+def measured(rank: Rank) -> None:
+    """A step that ends with a re-plan: its figures are those of an engine that keeps its plan, and the losses afterward
+    those of one that nobody measured."""
+    figures, losses = [], []
+    for replans, measures in ((False, True), (True, True), (True, False)):
+        engine = RUN.engine(Phase({}), 1)
+        RUN.train(engine, 1)
+        if replans:
+            engine.step = partial(_step_and_replan, engine)
+        with measured_step(engine) if measures else nullcontext() as found:
+            RUN.train(engine, 1)
+        if replans:
+            assert engine.__dict__.pop("step").func is _step_and_replan, "others get back what they put there"
+        assert not {"step", "replan"} & vars(engine).keys()
+        assert engine.plan.is_whole == replans
+        losses.append(RUN.train(engine, 2))
+        figures.append(found)
+    assert replace(figures[0], process=0) == replace(figures[1], process=0)
+    assert losses[1] == losses[2]
+
+
+def _step_and_replan(engine: Any) -> None:
+    type(engine).step(engine)
+    engine.replan({"holders": 2})
+
+
 def compiled(rank: Rank) -> None:
     engine = RUN.engine(Phase({}), 1)
     engine.compile(backend="eager")
@@ -125,7 +155,8 @@ def compiled(rank: Rank) -> None:
 
 
 def _cases(size: int, options: pytest.Config) -> Iterator[tuple[str, Any]]:
-    for use in (between_evaluations, full_tensors, saved_in_the_background, loaded, from_no_storage, copies, compiled):
+    uses = (between_evaluations, full_tensors, saved_in_the_background, loaded, from_no_storage, copies, measured)
+    for use in (*uses, compiled):
         yield use.__name__, use
 
 
