@@ -13,8 +13,9 @@ _OPEN = (None, "auto")
 def phases_of(config: Mapping[str, Any]) -> list[Mapping[str, Any]]:
     """The phases of the schedule in a DeepSpeed config, as far as it is one; nothing is checked here."""
     block = config.get(KEY)
-    is_on = isinstance(block, Mapping) and block.get("enabled") is not False
-    schedule = block.get("schedule") if is_on else None
+    if not isinstance(block, Mapping) or block.get("enabled") is False:
+        return []
+    schedule = block.get("schedule")
     return [phase for phase in schedule if isinstance(phase, Mapping)] if isinstance(schedule, list) else []
 
 

@@ -95,7 +95,7 @@ def _rates(records: Sequence[Record]) -> list[_Rate]:
     So figures hold from their process's first step in the phase until the next one's; those that come first also for
     what was trained before, in this phase.
     """
-    figures, rates = of_kind(records, "figures"), []
+    figures, rates = of_kind(records, "figures"), list[_Rate]()
     for span in spans(records):
         own = [record for record in figures if span.has(record)]
         begins = [span.begin, *(max(span.begin, _steps_before(record)) for record in own[1:])]
@@ -123,7 +123,7 @@ def _steps_before(figures: Record) -> int:
 def step_seconds(records: Sequence[Record]) -> dict[int, float]:
     """By step, with the re-planning after it. The first step of a phase, or process, and the one that is measured take
     longer than training does: the median of the phase's others stands for them."""
-    steps, seconds = of_kind(records, "train"), {}
+    steps, seconds = of_kind(records, "train"), dict[int, float]()
     for span in spans(records):
         own = [record for record in steps if span.has(record)]
         timed = [record["seconds"] for record in own if record["timed"]]

@@ -24,6 +24,7 @@ def report(label: str, *, scale: int, **changes: Any) -> dict[str, Any]:
         "step_seconds": {"median": 0.1 * scale, "p10": 0.05, "p90": 0.5, "num_steps": 8},
         "ranks": [dict.fromkeys(kinds, MIB // 2), dict.fromkeys(kinds, scale * MIB)],
         "flops": None,
+        "phases": None,
         "hardware": "a CPU",
     } | changes
 
@@ -33,6 +34,12 @@ def figures(step: int, *, first_step: int | None = None, flops: int | None = 50)
     ranks = [rank | ({} if flops is None else {"flops": flops}) for rank in report("", scale=2)["ranks"]]
     first = {} if first_step is None else {"first_step": first_step}
     return {"kind": "figures", "step": step, "ranks": ranks} | first
+
+
+def phase(step: int, index: int, method: str = "SDP 1/2", **changes: Any) -> dict[str, Any]:
+    """The beginning of a phase after `step` steps."""
+    record = {"kind": "phase", "step": step, "phase": index, "method": method, "stage": 1, "plan_hash": method}
+    return record | {"coverage": 1.0 if method == "dense" else 0.5, "seconds": 0.0} | changes
 
 
 def write_metrics(folder: Path, *, flops: int | None = 50, losses: tuple[float | None, ...] = (6.0, 5.0, 4.0)) -> None:

@@ -33,6 +33,7 @@ FLOORS = (
     "support",
     "distributed",
     "measure",
+    "total_steps",
     "config",
     "schedule",
     "config_errors",

@@ -125,7 +125,8 @@ def copies(rank: Rank) -> None:
 def measured(rank: Rank) -> None:
     """A step that ends with a re-plan: its figures are those of an engine that keeps its plan, and the losses afterward
     those of one that nobody measured."""
-    figures, losses = [], []
+    figures: list[Any] = []
+    losses = []
     for replans, measures in ((False, True), (True, True), (True, False)):
         engine = RUN.engine(Phase({}), 1)
         RUN.train(engine, 1)

@@ -2,10 +2,19 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass, field
+from types import SimpleNamespace
+from typing import Any
+
 import pytest
 import transformers.trainer
+from transformers.integrations.deepspeed import HfTrainerDeepSpeedConfig
 
+import sdp_deepspeed  # noqa: F401  patches both
+from sdp_deepspeed.config import KEY
 from sdp_deepspeed.engine.trainer_hook import patch_trainer
+
+FRACTIONS = [{"until": 0.5, "coverage": 0.5}, {"coverage": 1.0}]
 
 
 def test_a_trainer_of_another_version_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -14,3 +23,78 @@ def test_a_trainer_of_another_version_is_left_alone(monkeypatch: pytest.MonkeyPa
     monkeypatch.delattr(transformers.trainer, "get_model_param_count")
     patch_trainer()
     assert transformers.trainer.Trainer.log is log
+
+
+def config_of(block: Any) -> Any:
+    """As the Trainer has it when it knows its number of steps."""
+    return HfTrainerDeepSpeedConfig({"train_micro_batch_size_per_gpu": 1, KEY: block})
+
+
+def finalized(config: Any, steps: int) -> dict[str, Any]:
+    config.trainer_config_finalize(SimpleNamespace(get_warmup_steps=lambda steps: 0), None, steps)
+    return config.config[KEY]  # type: ignore[no-any-return]
+
+
+def test_the_trainer_says_what_fractions_are_of() -> None:
+    """Also when it trains again for other steps."""
+    config = config_of({"schedule": FRACTIONS})
+    assert finalized(config, 7) == {"schedule": FRACTIONS, "total_steps": 7}
+    assert finalized(config, 9) == {"schedule": FRACTIONS, "total_steps": 9}
+    own = config_of({"schedule": FRACTIONS, "total_steps": 30})
+    assert [finalized(own, steps)["total_steps"] for steps in (7, 9)] == [30, 30]
+    assert finalized(config_of({"coverage": 0.5}), 7) == {"coverage": 0.5}
+
+
+def test_batches_of_the_trainer_have_one_size() -> None:
+    block = {"schedule": [{"until": 0.5, "coverage": 0.5}, {"coverage": 1.0, "train_micro_batch_size_per_gpu": 2}]}
+    with pytest.raises(ValueError, match=rf"^{KEY}\.schedule\[1\]\.train_micro_batch_size_per_gpu: got 2, .*one size"):
+        finalized(config_of(block), 7)
+    assert finalized(config_of(block | {"enabled": False}), 7) == block | {"enabled": False}
+
+
+@dataclass
+class SubnetworkEngine:
+    """The name is what it is known by."""
+
+    trains: bool
+    schedule: Any = None
+    phase: int = 0
+    plan: Any = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.plan = SimpleNamespace(trains_subnetworks=self.trains)
+
+
+def labelled(trainer: Any, engine: SubnetworkEngine, name: str = "loss") -> bool:
+    """Whether the Trainer says that a loss is a subnetwork's."""
+    trainer.model_wrapped, logs = engine, {name: 1.0}
+    transformers.trainer.Trainer.log(trainer, logs)
+    return len(logs) == 2
+
+
+def a_trainer() -> Any:
+    """As far as its `log` needs it."""
+    control = SimpleNamespace()
+    callbacks = SimpleNamespace(on_log=lambda *_: control)
+    state = SimpleNamespace(epoch=None, num_input_tokens_seen=0, global_step=1, log_history=[])
+    arguments = SimpleNamespace(include_num_input_tokens_seen="no")
+    return SimpleNamespace(args=arguments, state=state, callback_handler=callbacks, control=control)
+
+
+def test_losses_since_the_last_log_are_a_subnetworks_if_some_are() -> None:
+    """A step that ends with another plan was made under the one before."""
+    trainer = a_trainer()
+    schedule = SimpleNamespace()
+    plans = [(True, 0), (True, 0), (False, 1), (False, 1)]
+    assert [labelled(trainer, SubnetworkEngine(*given)) for given in ((t, schedule, p) for t, p in plans)] == [
+        True,
+        True,
+        True,
+        False,
+    ]
+    dense = SubnetworkEngine(False, schedule, 1)
+    assert labelled(trainer, dense, "train_loss"), "the mean of all steps"
+    assert labelled(a_trainer(), dense), "the first log came after the first phase"
+    assert not labelled(a_trainer(), SubnetworkEngine(False, schedule, 0))
+    assert not labelled(a_trainer(), SubnetworkEngine(False))
+    assert labelled(a_trainer(), SubnetworkEngine(True))

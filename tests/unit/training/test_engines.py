@@ -29,6 +29,9 @@ class StockEngine:
     def zero_optimization_stage(self) -> int:
         return self.stage
 
+    def train_micro_batch_size_per_gpu(self) -> int:
+        return 4
+
     def save_checkpoint(self, folder: str, **options: Any) -> None:
         if self.error is not None:
             raise self.error
@@ -39,6 +42,8 @@ class OurEngine(StockEngine):
     """With a plan, and checkpoints that may be written in the background."""
 
     plan: Plan | None = None
+    schedule: Any = None
+    phase: int = 0
 
     def wait_for_checkpoint(self) -> None:
         self.save_checkpoint("")
@@ -62,6 +67,25 @@ def plan(regime: str = "forward", strategy: Any = "block", holders: int = 1) -> 
 )
 def test_labels(engine: StockEngine, label: str) -> None:
     assert engines.label(engine) == label
+
+
+def test_phases_of_a_schedule() -> None:
+    """What holds everything is called so there; without a schedule a label says how many hold it."""
+    blocks: list[dict[str, Any]] = [{"coverage": 0.5}, {"train_micro_batch_size_per_gpu": 2, "coverage": 1.0}]
+    phases = [SimpleNamespace(until_step=until, block=b) for until, b in zip((9, None), blocks, strict=True)]
+    engine = OurEngine(plan=plan(), schedule=SimpleNamespace(phases=phases))
+    first = engines.present(engine)
+    assert (first.label, first.where, first.last_step) == ("SDP 1/2 + ZeRO-1", "phase 1 of 2", 9)
+    assert not engines.has_changed(engine, first)
+    engine.plan, engine.phase, engine.stage = plan(holders=2), 1, 2
+    assert engines.has_changed(engine, first)
+    second = engines.present(engine)
+    assert (second.label, second.where, second.last_step) == ("dense + ZeRO-2", "phase 2 of 2", None)
+    assert engines.micro_batches(engine) == [2]
+    without = engines.present(OurEngine(plan=plan(holders=2)))
+    assert (without.label, without.where, without.phase) == ("SDP 2/2 + ZeRO-1", "", None)
+    assert not engines.has_changed(StockEngine(), engines.present(StockEngine()))
+    assert engines.micro_batches(StockEngine()) == []
 
 
 def test_whose_loss_it_is() -> None:

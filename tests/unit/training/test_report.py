@@ -15,6 +15,7 @@ from sdp_deepspeed.training.report import write_report
 from sdp_deepspeed.training.report_table import load_report
 from sdp_deepspeed.training.run_folder import RunFolder
 from sdp_deepspeed.training.user_errors import RunFolderError
+from tests.helpers.example_reports import phase
 
 
 class Engine:
@@ -27,6 +28,9 @@ class Engine:
 
     def train_batch_size(self) -> int:
         return 8
+
+    def train_micro_batch_size_per_gpu(self) -> int:
+        return 4
 
 
 @dataclass
@@ -45,9 +49,9 @@ def run_in(path: Path, *records: dict[str, Any]) -> Run:
     data: Any = Data(Batches())
     options: Any = None
     run = Run(options=options, engine=Engine(), data=data, folder=folder, world=OneRank())
-    run.step = sum(record["kind"] == "train" for record in records)
     for record in records:
-        folder.metrics.append({"step": 1} | record)
+        run.step += record["kind"] == "train"
+        folder.metrics.append({"step": run.step} | record)
     return run
 
 
@@ -71,10 +75,29 @@ def test_the_last_evaluation_and_the_steps_that_may_be_timed(tmp_path: Path) -> 
     assert report["versions"].keys() == {"sdp_deepspeed", "deepspeed", "torch", "transformers"}
 
 
+def test_phases_have_figures_of_their_own(tmp_path: Path) -> None:
+    """Three steps in the first phase, of which one is timed, and one in the second."""
+    counted = {"weights": 1, "gradients": 1, "optimizer": 2, "peak": 5, "sent": 1}
+    figures = [
+        {"kind": "figures", "step": step, "first_step": first, "ranks": [counted | {"flops": flops}]}
+        for step, first, flops in ((2, 1, 100), (4, 4, 10))
+    ]
+    first, second = phase(0, 0, "SDP 2/4"), phase(3, 1, "dense")
+    steps = [step(100, timed=False), step(1), step(2), second, step(3)]
+    write_report(run_in(tmp_path, first, *steps, *figures))
+    report = load_report(tmp_path)
+    assert (report["label"], report["coverage"]) == ("SDP 2/4, then dense + ZeRO-1", (3 * 0.5 + 1) / 4)
+    assert [(part["label"], part["steps"]) for part in report["phases"]] == [("SDP 2/4", 3), ("dense", 1)]
+    assert [part["ranks"] for part in report["phases"]] == [figure["ranks"] for figure in figures]
+    assert report["flops"] == 3 * 100 + 10
+    assert report["step_seconds"]["num_steps"] == 3
+
+
 def test_what_was_not_measured_is_null(tmp_path: Path) -> None:
     write_report(run_in(tmp_path, step(1)))
     report = load_report(tmp_path)
-    assert [report[name] for name in ("step_seconds", "ranks", "flops", "dense_validation_loss")] == [None] * 4
+    names = ("step_seconds", "ranks", "flops", "dense_validation_loss", "phases")
+    assert [report[name] for name in names] == [None] * len(names)
 
 
 def test_no_report_of_a_run_that_lost_records(tmp_path: Path) -> None:

@@ -52,6 +52,25 @@ def test_what_all_ranks_did(tmp_path: Path) -> None:
     assert cells(table([report("ours", scale=2, flops=610)]), "all ranks: FLOPs") == ["610"]
 
 
+def test_figures_of_phases() -> None:
+    """One of 2 steps with 4 MiB of each kind, and one of 6 with 2 MiB, but more gradients."""
+    first, second = report("SDP 2/4", scale=4, steps=2), report("dense", scale=2, steps=6)
+    second["ranks"][0]["gradients"] = 12 * 2**20
+    ours = report("SDP 2/4, then dense", scale=9, phases=[first, second])
+    text = table([ours, report("theirs", scale=1)])
+    assert cells(text, "weights")[0] == "4.00 MiB (4.00x)"
+    assert cells(text, "gradients")[0] == "12.00 MiB (12.00x)"
+    assert cells(text, "model state, sum of the three")[0] == "13.00 MiB (4.33x)", "of one rank in one phase"
+    assert cells(text, "bytes sent per step")[0] == "2.50 MiB (2.50x)", "(2 x 4 + 6 x 2) / 8"
+    assert cells(text, "step time, median")[0] == "250 ms (2.50x)"
+    assert cells(text, "all ranks: tokens per second")[0].startswith("800 ")
+    assert "SDP 2/4 in 2 steps of 400 ms, dense in 6 steps of 200 ms" in text
+    assert "memory is the largest of any phase; traffic and step time are means over all steps" in text
+    second["ranks"] = None
+    assert cells(table([ours, report("theirs", scale=1)]), "weights")[0] == "-"
+    assert "largest of any phase" not in table([report("ours", scale=2), report("theirs", scale=4)])
+
+
 def test_a_run_that_goes_on_counts_as_far_as_it_has_come(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     write_metrics(tmp_path / "mine")
     assert main(["report", str(tmp_path / "mine")]) == 0
@@ -72,8 +91,9 @@ def test_flops_of_a_run_that_changed_its_coverage(tmp_path: Path) -> None:
     assert load_report(tmp_path)["flops"] == 4 * 100 + 2 * 10
 
 
-def test_a_finished_report_without_flops_is_read(tmp_path: Path) -> None:
-    older = {key: value for key, value in report("ours", scale=1).items() if key != "flops"}
+def test_a_finished_report_of_an_older_version_is_read(tmp_path: Path) -> None:
+    """It has no FLOPs and no phases."""
+    older = {key: value for key, value in report("ours", scale=1).items() if key not in ("flops", "phases")}
     (tmp_path / "report.json").write_text(json.dumps(older))
     assert cells(table([load_report(tmp_path)]), "all ranks: FLOPs") == ["-"]
 
@@ -122,6 +142,10 @@ def test_unfinished_and_foreign_reports_are_refused(tmp_path: Path, capsys: pyte
         ("dense_validation_loss", "low"),
         ("tokens_per_step", None),
         ("flops", "many"),
+        ("phases", {}),
+        ("phases", [3]),
+        ("phases", [{"label": "dense"}]),
+        ("phases", [report("dense", scale=1, steps="10")]),
         ("ranks", [dict.fromkeys(("weights", "gradients", "optimizer", "peak", "sent"), 1) | {"flops": "many"}]),
     ],
 )
