@@ -8,8 +8,6 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -21,11 +19,17 @@ from transformers import AutoModelForCausalLM
 from sdp_deepspeed.config import KEY
 from sdp_deepspeed.data import DataConfig, build
 from sdp_deepspeed.data.prepare import prepare
-from tests.helpers.ports import free_port
+from tests.helpers.launched_runs import (
+    NUM_RANKS,
+    TIME_LIMIT,
+    Running,
+    command,
+    finish,
+    launched,
+    read_metrics,
+    train_records,
+)
 from tests.helpers.repository import ROOT
-
-NUM_RANKS = 2
-TIME_LIMIT = 180.0  # seconds for anything that is waited for; a start of two ranks takes 15 on an idle machine
 
 MODEL = {
     "model_type": "llama",
@@ -45,6 +49,15 @@ DEEPSPEED: dict[str, Any] = {
     "zero_optimization": {"stage": 1},
     KEY: {"coverage": 0.5},
 }
+# Four steps of the dense model in smaller micro-batches; then subnetworks of another strategy, drawn anew after steps
+# 6, 9, ...
+SCHEDULED: dict[str, Any] = {
+    "schedule": [
+        {"until_step": 4, "coverage": 1.0, "train_micro_batch_size_per_gpu": 1},
+        {"coverage": 0.5, "strategy": "neuron"},
+    ],
+    "redraw_interval": 3,
+}
 
 
 @pytest.fixture(scope="module")
@@ -54,83 +67,10 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     data = {"source": "stdlib", "max_bytes": 300_000, "vocab_size": 300, "sequence_length": 32}
     data |= {"validation_fraction": 0.1, "validation_blocks": 5, "cache_dir": str(folder / "cache")}
     monitor = {"steps_per_print": 2, "csv_monitor": {"enabled": True, "output_path": str(folder), "job_name": "csv"}}
-    for name, content in (("model", MODEL), ("deepspeed", DEEPSPEED | monitor), ("data", data)):
+    scheduled = DEEPSPEED | monitor | {KEY: SCHEDULED}
+    for name, content in (("model", MODEL), ("deepspeed", DEEPSPEED), ("scheduled", scheduled), ("data", data)):
         (folder / f"{name}.json").write_text(json.dumps(content))
     return folder
-
-
-def command(folder: Path, run: str, *extra: str, launcher: str = "deepspeed") -> list[str]:
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node"]
-    program = torchrun if launcher == "torchrun" else [str(Path(sys.executable).with_name(launcher)), "--num_gpus"]
-    start = [*program, str(NUM_RANKS), "--master_port", str(free_port())]
-    files = ["--model", str(folder / "model.json"), "--data", str(folder / "data.json")]
-    files += ["--deepspeed_config", str(folder / "deepspeed.json"), "--run-folder", str(folder / run)]
-    return [*start, "launch/pretrain.py", *files, "--eval-interval", "50", *extra]
-
-
-class Running:
-    """A launched program, its output and all its processes."""
-
-    def __init__(self, arguments: list[str], log: Path) -> None:
-        self.arguments, self.log = arguments, log
-        environment = os.environ | {"OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu", "PYTHONPATH": str(ROOT)}
-        # An environment that is used but not activated: DeepSpeed looks for its own ninja on PATH.
-        environment["PATH"] = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
-        with log.open("w") as output:
-            self.process = subprocess.Popen(
-                arguments, cwd=ROOT, env=environment, stdout=output, stderr=subprocess.STDOUT, start_new_session=True
-            )
-
-    def explain(self) -> str:
-        return f"{' '.join(self.arguments)}\n{self.log.read_text()[-4000:]}"
-
-    def wait(self) -> int:
-        try:
-            return self.process.wait(TIME_LIMIT)
-        except subprocess.TimeoutExpired:
-            pytest.fail(f"time limit: {self.explain()}")
-
-    def tree(self) -> list[psutil.Process]:
-        return [psutil.Process(self.process.pid), *psutil.Process(self.process.pid).children(recursive=True)]
-
-    def wait_for_step(self, metrics: Path, step: int) -> None:
-        """Until `step` is recorded."""
-        deadline = time.monotonic() + TIME_LIMIT
-        while not (metrics.exists() and f'"step": {step},' in metrics.read_text()):
-            if self.process.poll() is not None or time.monotonic() > deadline:
-                pytest.fail(f"step {step} was not reached: {self.explain()}")
-            time.sleep(0.1)
-
-
-@contextmanager
-def launched(folder: Path, run: str, *extra: str, log: str = "", launcher: str = "deepspeed") -> Iterator[Running]:
-    running = Running(command(folder, run, *extra, launcher=launcher), folder / f"{log or run}.log")
-    try:
-        yield running
-    finally:
-        if running.process.poll() is None:
-            for process in running.tree():
-                process.kill()
-
-
-def finish(folder: Path, run: str, *extra: str, launcher: str = "deepspeed") -> str:
-    """Run to the end; returns the output. No shared memory is left behind."""
-    with launched(folder, run, *extra, launcher=launcher) as running:
-        assert running.wait() == 0, running.explain()
-        port = running.arguments[running.arguments.index("--master_port") + 1]
-        assert not list(Path("/dev/shm").glob(f"deepspeed_*_{port}_*"))
-        return running.log.read_text()
-
-
-def read_metrics(folder: Path, run: str, kind: str) -> list[dict[str, Any]]:
-    lines = [json.loads(line) for line in (folder / run / "metrics.jsonl").read_text().splitlines()]
-    return [line for line in lines if line["kind"] == kind]
-
-
-def train_records(folder: Path, run: str) -> dict[int, dict[str, Any]]:
-    records = read_metrics(folder, run, "train")
-    assert [record["step"] for record in records] == list(range(1, len(records) + 1)), "each step once, in order"
-    return {record["step"]: record for record in records}
 
 
 def interrupt(running: Running, how: str) -> None:
@@ -159,21 +99,29 @@ def run_and_interrupt(folder: Path, run: str, how: str, *extra: str) -> int:
 
 
 def test_an_interrupted_run_resumes_as_if_nothing_had_happened(folder: Path) -> None:
-    stopped_at = run_and_interrupt(folder, "interrupted", "ctrl-c")
+    """Inside a phase of a schedule, too."""
+    scheduled = ("--deepspeed_config", str(folder / "scheduled.json"))
+    stopped_at = run_and_interrupt(folder, "interrupted", "ctrl-c", *scheduled)
     steps = str(stopped_at + 5)
-    assert f"resuming at step {stopped_at}: SDP 1/2 + ZeRO-1" in finish(folder, "interrupted", "--steps", steps)
-    finish(folder, "straight", "--steps", steps, launcher="torchrun")
+    said = finish(folder, "interrupted", "--steps", steps, *scheduled)
+    assert f"resuming at step {stopped_at}: SDP 1/2 forward x neuron + ZeRO-1 (phase 2 of 2)" in said
+    said = finish(folder, "straight", "--steps", steps, *scheduled, launcher="torchrun")
+    assert "starting: dense + ZeRO-1 (phase 1 of 2) on 2 ranks" in said
+    assert "step 4: phase 2 of 2, SDP 1/2 forward x neuron + ZeRO-1, micro-batches of 2 (re-planned in " in said
     resumed, straight = train_records(folder, "interrupted"), train_records(folder, "straight")
-    for field in ("loss", "gradient_norm", "learning_rate", "epoch"):
+    for field in ("loss", "loss_of", "gradient_norm", "learning_rate", "epoch"):
         assert [r[field] for r in resumed.values()] == [r[field] for r in straight.values()], field
-    assert resumed[1]["loss_of"] == "subnetwork"
-    assert [r["first_step"] for r in read_metrics(folder, "interrupted", "figures")] == [1, stopped_at + 1]
+    weights = [(folder / run / "hf" / "model.safetensors").read_bytes() for run in ("interrupted", "straight")]
+    assert weights[0] == weights[1]
+    assert [r["loss_of"] for r in resumed.values()][:6] == ["dense"] * 4 + ["subnetwork"] * 2
+    assert [r["first_step"] for r in read_metrics(folder, "interrupted", "figures")] == [1, 5, stopped_at + 1]
+    check_phases(folder, int(steps))
     check_what_a_run_leaves(folder / "interrupted", int(steps))
     check_monitor(folder, "straight", int(steps))
     check_evaluation_is_of_the_exported_model(folder, "interrupted", int(steps))
-    check_killed_after_the_last_save(folder, "straight", int(steps))
+    check_killed_after_the_last_save(folder, "straight", int(steps), *scheduled)
     again = subprocess.run(
-        [sys.executable, *command(folder, "interrupted", "--steps", steps)[5:]],
+        [sys.executable, *command(folder, "interrupted", "--steps", steps, *scheduled)[5:]],
         cwd=ROOT,
         env=os.environ | {"RANK": "0", "WORLD_SIZE": str(NUM_RANKS), "PYTHONPATH": str(ROOT)},
         capture_output=True,
@@ -181,6 +129,25 @@ def test_an_interrupted_run_resumes_as_if_nothing_had_happened(folder: Path) -> 
         timeout=TIME_LIMIT,
     )
     assert f"has its {steps} steps already" in again.stdout, "a finished run is not trained again"
+
+
+def check_phases(folder: Path, steps: int) -> None:
+    """Both runs record the same plans, and report what each phase was."""
+    names = ("step", "phase", "coverage", "plan_hash")
+    records = [read_metrics(folder, run, "phase") for run in ("interrupted", "straight")]
+    first, second = ([[record[name] for name in names] for record in each] for each in records)
+    assert first == second
+    # A draw may be the one before.
+    assert [step for step, *_ in first[:2]] == [0, 4]
+    assert {step for step, *_ in first[2:]} <= set(range(6, steps + 1, 3))
+    assert len({plan_hash for *_, plan_hash in first}) > 2
+    report = json.loads((folder / "interrupted" / "report.json").read_text())
+    assert report["label"] == "dense, then SDP 1/2 forward x neuron + ZeRO-1"
+    assert [part["steps"] for part in report["phases"]] == [4, steps - 4]
+    assert report["coverage"] == pytest.approx((4 + 0.5 * (steps - 4)) / steps)
+    flops = [sum(rank["flops"] for rank in part["ranks"]) for part in report["phases"]]
+    assert flops[1] < flops[0]
+    assert report["flops"] == flops[0] * 4 + flops[1] * (steps - 4)
 
 
 def check_evaluation_is_of_the_exported_model(folder: Path, run: str, steps: int) -> None:
@@ -204,7 +171,7 @@ def check_monitor(folder: Path, run: str, steps: int) -> None:
     assert float(last["Train_Samples_subnetwork_loss"].split(",")[1]) == pytest.approx(watched["loss"], rel=1e-5)
 
 
-def check_killed_after_the_last_save(folder: Path, run: str, steps: int) -> None:
+def check_killed_after_the_last_save(folder: Path, run: str, steps: int, *extra: str) -> None:
     """A run that was killed between its last checkpoint and its last evaluation ends with the same report."""
     report, metrics = folder / run / "report.json", folder / run / "metrics.jsonl"
     whole = json.loads(report.read_text())
@@ -212,7 +179,7 @@ def check_killed_after_the_last_save(folder: Path, run: str, steps: int) -> None
     *kept, last = metrics.read_text().splitlines(keepends=True)
     assert '"kind": "evaluation"' in last
     metrics.write_text("".join(kept))
-    finish(folder, run, "--steps", str(steps))
+    finish(folder, run, "--steps", str(steps), *extra)
     evaluations = read_metrics(folder, run, "evaluation")
     assert [record["step"] for record in evaluations][-1] == steps
     assert len(evaluations) == len({record["step"] for record in evaluations}), "no evaluation twice"

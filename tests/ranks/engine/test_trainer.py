@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,38 +13,13 @@ import torch.nn.functional as F
 
 from sdp_deepspeed.engine import step_events
 from sdp_deepspeed.reference.virtual_workers import Reference
-from tests.helpers.hosts import Row, batch_of, deepspeed_config, loaded, mean_loss, rows
+from tests.helpers.hosts import Row, batch_of, loaded, mean_loss, rows
 from tests.helpers.models import llama
 from tests.helpers.ranks import Rank
+from tests.helpers.trainers import ADAMW, trainer_of
 from tests.helpers.training import assert_identical, dense_state, gathered, refusal
 
-ADAMW = {"optimizer": {"type": "AdamW", "params": {"lr": "auto", "torch_adam": True}}}
 MIXED = {"attention": "neuron", "mlp": "block"}
-BACKWARD: dict[str, Any] = {"regime": "backward", "strategy": "neuron"}
-
-
-def trainer_of(folder: Path, block: Mapping[str, Any], *, config: Mapping[str, Any] = ADAMW, **options: Any) -> Any:
-    from transformers import Trainer, TrainingArguments
-
-    given = {name: options.pop(name) for name in ("callbacks", "data_collator") if name in options}
-    arguments: dict[str, Any] = {
-        "per_device_train_batch_size": 2,
-        "per_device_eval_batch_size": 1,  # a larger last batch would be filled up with rows that count twice
-        "max_steps": 4,
-        "lr_scheduler_type": "constant",
-        "eval_strategy": "steps",
-        "eval_steps": 2,
-        "save_strategy": "steps",
-        "save_steps": 2,
-        "report_to": [],
-        "use_cpu": True,
-        "disable_tqdm": True,
-        "logging_steps": 1,
-        "deepspeed": deepspeed_config(block, **config),
-    }
-    data, evaluated = options.pop("data", rows(32)), options.pop("evaluated", rows(7))
-    made = TrainingArguments(str(folder), **{**arguments, **options})
-    return Trainer(llama(), made, train_dataset=data, eval_dataset=evaluated, **given)
 
 
 def trains_and_resumes(block: Mapping[str, Any], rank: Rank) -> None:
@@ -223,34 +197,6 @@ def checkpoints_of_plain_runs_and_for_plain_runs(rank: Rank) -> None:
     )
 
 
-def another_plan_on_the_way(rank: Rank) -> None:
-    """A callback asks for it after a step, and after a save: as if the run had been resumed under it."""
-    from transformers import TrainerCallback
-
-    class Replans(TrainerCallback):
-        def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-            if state.global_step == 1:
-                trainer.model_wrapped.replan({"seed": 5})
-
-        def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-            if state.global_step == 2:
-                trainer.model_wrapped.replan(BACKWARD)
-
-    options: dict[str, Any] = {"lr_scheduler_type": "linear", "learning_rate": 5e-3, "gradient_checkpointing": True}
-    options["gradient_accumulation_steps"] = 2
-    trainer = trainer_of(rank.folder / "whole", {}, config={}, callbacks=[Replans()], **options)
-    trainer.train()
-    again = trainer_of(rank.folder / "again", BACKWARD | {"seed": 5}, config={}, **options)
-    again.train(resume_from_checkpoint=str(rank.folder / "whole" / "checkpoint-2"))
-    engine, other = trainer.model_wrapped, again.model_wrapped
-    assert engine.plan == other.plan
-    assert_identical(engine.held_tensors(), other.held_tensors())
-    assert [logs.get("learning_rate") for logs in trainer.state.log_history[-3:]] == [
-        logs.get("learning_rate") for logs in again.state.log_history[-3:]
-    ]
-    assert trainer.evaluate()["eval_loss"] == again.evaluate()["eval_loss"]
-
-
 def tensor_parallel(rank: Rank) -> None:
     """TP x DP: what is saved is whole in both directions. Last: DeepSpeed never forgets the groups of AutoTP."""
     config = {**ADAMW, "tensor_parallel": {"autotp_size": 2}}
@@ -275,7 +221,6 @@ def _cases(size: int, options: pytest.Config) -> Iterator[tuple[str, Any]]:
     yield "everything", with_everything_at_once
     yield "tokens", partial(token_weighted_losses, {})
     yield "tokens backward", partial(token_weighted_losses, {"regime": "backward", "strategy": MIXED})
-    yield "another plan", another_plan_on_the_way
     yield "says", says_what_it_trains
     yield "foreign checkpoints", checkpoints_of_plain_runs_and_for_plain_runs
 

@@ -32,7 +32,7 @@ def config_of(block: Any) -> Any:
 
 def finalized(config: Any, steps: int) -> dict[str, Any]:
     config.trainer_config_finalize(SimpleNamespace(get_warmup_steps=lambda steps: 0), None, steps)
-    return config.config[KEY]  # type: ignore[no-any-return]
+    return config.config[KEY]
 
 
 def test_the_trainer_says_what_fractions_are_of() -> None:

@@ -42,6 +42,29 @@ def test_the_quickstart_is_accepted() -> None:
     refuse_unsupported(block, config)
 
 
+def test_both_runs_of_the_quickstart_cost_as_many_flops() -> None:
+    """By forecast, within 2%: phase by phase, on the worker that computes most."""
+    from sdp_deepspeed.training.forecast import forecast
+
+    script = (ROOT / "launch/quickstart.sh").read_text(encoding="utf-8")
+    found = re.search(r"workers=(\d+) steps=(\d+) plain_steps=(\d+) ", script)
+    assert found is not None
+    workers, steps, plain_steps = map(int, found.groups())
+    config, data, model = read("quickstart.json"), read("data/quickstart.json"), read("models/tiny.json")
+    del config["scheduler"]  # --steps is its length
+    schedule = config.pop(KEY)["schedule"]
+
+    def flops(block: dict[str, Any]) -> int:
+        length = data["sequence_length"]
+        return forecast(model, config | block, num_ranks=workers, sequence_length=length).flops
+
+    ends = [int(phase.get("until", 1) * steps) for phase in schedule]
+    parts = zip(schedule, ends, [0, *ends], strict=False)
+    ours = sum(flops({KEY: {"coverage": phase["coverage"]}}) * (end - begin) for phase, end, begin in parts)
+    assert schedule[-1] == {"coverage": 1.0}, "it ends dense"
+    assert ours / (flops({}) * plain_steps) == pytest.approx(1, abs=0.02)
+
+
 @pytest.mark.parametrize("path", sorted((ROOT / "configs" / "data").glob("*.json")), ids=lambda path: path.stem)
 def test_data_files_are_accepted(path: Path) -> None:
     from sdp_deepspeed.data import DataConfig
