@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 import statistics
 from collections.abc import Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
 
@@ -132,11 +133,16 @@ class StepEvents:
         self._losses: list[torch.Tensor] = []
         self._are_shares = False
         self._gradients = 0
+        self._exchange = ExitStack()  # while a step is made that is written
+        self._figures_before: RankFigures | None = None  # a re-plan at its end
         self._backward, self._step, self._train = engine.backward, engine.step, engine.train
+        self._replan = getattr(engine, "replan", None)  # ours alone
 
     def install(self) -> None:
         """Take the place of the engine's methods; they are called as before."""
         self._engine.backward, self._engine.step, self._engine.train = self.backward, self.step, self.train
+        if self._replan is not None:
+            self._engine.replan = self.replan
 
     def backward(self, loss: Any, *options: Any, **more: Any) -> Any:
         """As the engine's."""
@@ -150,18 +156,27 @@ class StepEvents:
 
     def step(self, *options: Any, **more: Any) -> Any:
         """As the engine's; after a step that is written also a collective of all ranks."""
-        before, is_watched = self._engine.global_steps, self._is_watched()
+        before, is_watched, loss_name = self._engine.global_steps, self._is_watched(), self._loss_name()
         if is_watched:
             self._gradients = max(self._gradients, storage_bytes(gradient_tensors(self._engine)))
-            with self._watch.together(), self._metered():
+            with self._exchange as exchange:
+                exchange.enter_context(self._watch.together())
+                exchange.enter_context(self._metered())
                 result = self._step(*options, **more)
         else:
             result = self._step(*options, **more)
         if self._engine.global_steps != before:
             if is_watched:
-                self._write()
+                self._write(loss_name)
             self._begin()
         return result
+
+    def replan(self, *options: Any, **more: Any) -> Any:
+        """As the engine's. At the end of a step that is written it is no part of it."""
+        if self._dp_group is not None and self._dp_group.meter is not None:
+            self._exchange.close()
+            self._figures_before = self._figures()
+        return self._replan(*options, **more)
 
     def train(self, mode: bool = True) -> Any:
         """As the engine's; an evaluation is no part of a step."""
@@ -186,15 +201,18 @@ class StepEvents:
     def _metered(self) -> Any:
         return _Metering(self._dp_group, self._watch)
 
-    def _write(self) -> None:
-        ranks = self._ranks.gather_objects(self._figures())
+    def _loss_name(self) -> str:
+        plan: Plan | None = getattr(self._engine, "plan", None)
+        return "subnetwork_loss" if plan is not None and plan.trains_subnetworks else "train_loss"
+
+    def _write(self, loss_name: str) -> None:
+        ranks = self._ranks.gather_objects(self._figures_before or self._figures())
+        self._figures_before = None
         if self._ranks.rank == 0:
             engine = self._engine
-            plan: Plan | None = getattr(engine, "plan", None)
-            name = "subnetwork_loss" if plan is not None and plan.trains_subnetworks else "train_loss"
             num_samples, batch_size = engine.global_samples, engine.train_batch_size()
             engine.monitor.write_events(
-                events_of(ranks, num_samples=num_samples, batch_size=batch_size, loss_name=name)
+                events_of(ranks, num_samples=num_samples, batch_size=batch_size, loss_name=loss_name)
             )
 
     def _figures(self) -> RankFigures:

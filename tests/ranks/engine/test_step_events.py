@@ -7,6 +7,7 @@ import importlib.util
 import sys
 from collections.abc import Iterator, Mapping
 from contextlib import nullcontext
+from functools import partial
 from types import ModuleType
 from typing import Any
 
@@ -124,6 +125,36 @@ def _check_tensorboard(rank: Rank, events: Mapping[str, Mapping[int, float]]) ->
         assert scalars == pytest.approx(values, rel=1e-6), name
 
 
+def a_step_that_ends_with_a_replan(rank: Rank) -> None:
+    """What is written is of before it, as that of an engine that keeps its plan."""
+    found = []
+    for name in ("kept", "changed"):
+        sys.modules["wandb"] = Wandb()
+        engine = engine_of(sgd(2) | monitors(rank, name))
+        if name == "changed":
+            engine.step_events._step = partial(_step_and_replan, engine)
+        train(engine, num_steps=3, accumulation=2)
+        assert engine.dp_group.meter is None
+        assert engine.plan.is_whole == (name == "changed")
+        dist.barrier()
+        found.append(written(rank, name))
+    kept, changed = found
+    for event in ("subnetwork_loss", "gradient_norm", "sent_bytes", "memory_weights_bytes", "memory_optimizer_bytes"):
+        assert changed[f"Train_Samples_{event}"] == kept[f"Train_Samples_{event}"], event
+    assert changed.keys() == kept.keys()
+    waited, seconds = (
+        changed[f"Train_Samples_{name}"][2 * BATCH] for name in ("exchange_seconds_most", "step_seconds")
+    )
+    assert 0 < waited <= seconds
+
+
+def _step_and_replan(engine: Any) -> None:
+    before = engine.global_steps
+    type(engine).step(engine)
+    if (before, engine.global_steps) == (1, EVERY):
+        engine.replan({"coverage": 1.0})
+
+
 def plain_deepspeed(rank: Rank) -> None:
     """The training program's baseline gets the same, but for what only our exchange knows."""
     sys.modules["wandb"] = Wandb()
@@ -148,12 +179,12 @@ def plain_deepspeed(rank: Rank) -> None:
 def without_a_monitor(rank: Rank) -> None:
     engine = engine_of(sgd())
     assert engine.step_events is None
-    assert not {"backward", "step", "train"} & vars(engine).keys()
+    assert not {"backward", "step", "train", "replan"} & vars(engine).keys()
     assert engine.dp_group.meter is None
 
 
 def _cases(size: int, options: pytest.Config) -> Iterator[tuple[str, Any]]:
-    for check in (ours, plain_deepspeed, without_a_monitor):
+    for check in (ours, a_step_that_ends_with_a_replan, plain_deepspeed, without_a_monitor):
         yield check.__name__, check
 
 
