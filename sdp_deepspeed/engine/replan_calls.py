@@ -68,8 +68,13 @@ class _Before:
 
 
 class ReplanCalls(DenseCalls):
-    """The part of `SubnetworkEngine` that users call to change the plan."""
+    """The part of `SubnetworkEngine` that users call to change the plan.
 
+    Attributes:
+        last_replan: what the last one cost; None before the first.
+    """
+
+    last_replan: Replanned | None = None
     block: SubnetworkConfig
     dp_group: Communicator
     config: Any
@@ -126,6 +131,7 @@ class ReplanCalls(DenseCalls):
             tell(chosen, self.world.rank, rows=False)
         result = Replanned.of(moved, ranks, begin=begin)
         log_dist(f"{KEY}: {result}", ranks=[0])
+        self.last_replan = result
         return result
 
     def _agree(self, given: Mapping[str, Any]) -> tuple[SubnetworkConfig, ChosenPlan]:

@@ -136,13 +136,13 @@ class StepEvents:
         self._exchange = ExitStack()  # while a step is made that is written
         self._figures_before: RankFigures | None = None  # a re-plan at its end
         self._backward, self._step, self._train = engine.backward, engine.step, engine.train
-        self._replan = getattr(engine, "replan", None)  # ours alone
+        self._replan = getattr(engine, "_replan", None)  # ours alone
 
     def install(self) -> None:
         """Take the place of the engine's methods; they are called as before."""
         self._engine.backward, self._engine.step, self._engine.train = self.backward, self.step, self.train
         if self._replan is not None:
-            self._engine.replan = self.replan
+            self._engine._replan = self.replan
 
     def backward(self, loss: Any, *options: Any, **more: Any) -> Any:
         """As the engine's."""

@@ -199,7 +199,7 @@ class _Phases:
             register_module_forward_pre_hook(self.forward_begins),
             register_module_forward_hook(self.forward_ends),
         ]
-        for name, method in (("step", self.run_step), ("replan", self.run_replan)):
+        for name, method in (("step", self.run_step), ("_replan", self.run_replan)):
             if hasattr(self.engine, name):
                 self.replaced[name] = vars(self.engine).get(name)
                 setattr(self.engine, name, partial(method, getattr(self.engine, name)))

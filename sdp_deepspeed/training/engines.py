@@ -23,7 +23,6 @@ from sdp_deepspeed.distributed.host_group import Channel, make_host_group
 from sdp_deepspeed.plan.plan import Plan
 from sdp_deepspeed.training.user_errors import RunFolderError
 
-MICRO_BATCH = "train_micro_batch_size_per_gpu"
 _CANNOT_EXPORT = "save_pretrained: cannot write"  # how our engine's error begins, too
 
 
@@ -152,7 +151,7 @@ class Present:
     @property
     def where(self) -> str:
         """In the schedule, for people."""
-        return "" if self.phase is None else f"phase {self.phase + 1} of {self.num_phases}"
+        return "" if self.phase is None or self.num_phases == 1 else f"phase {self.phase + 1} of {self.num_phases}"
 
 
 def present(engine: Any) -> Present:
@@ -178,7 +177,7 @@ def has_changed(engine: Any, before: Present) -> bool:
 
 def replan_seconds(engine: Any) -> float:
     """That the last re-plan took."""
-    return float(engine.last_replan.seconds)
+    return 0.0 if engine.last_replan is None else float(engine.last_replan.seconds)
 
 
 def label(engine: Any) -> str:
@@ -189,7 +188,7 @@ def label(engine: Any) -> str:
 def micro_batches(engine: Any) -> list[int]:
     """Of all phases of a schedule, in their order, where they have their own."""
     schedule = getattr(engine, "schedule", None)
-    given = [] if schedule is None else [phase.block.get(MICRO_BATCH) for phase in schedule.phases]
+    given = [] if schedule is None else [phase.micro_batch for phase in schedule.phases]
     return [size for size in given if size is not None]
 
 

@@ -17,6 +17,8 @@ if TYPE_CHECKING:
 # What the two files say, where they are given.
 _OF_FORMULAS = ("coverage", "regime", "dtype", "accumulate_in_fp32", "accumulation", "offload", "ranks_per_node")
 
+_MANY = 10**6  # steps of a run whose number nobody says: an end for each phase
+
 
 def configure(parser: Parser) -> None:
     """Arguments of `sdp estimate`."""
@@ -25,7 +27,7 @@ def configure(parser: Parser) -> None:
         f"{parser.description}\n\n"
         "With --model and --deepspeed_config: what that run takes on each of so many ranks: memory, bytes, FLOPs.\n"
         "Nothing is allocated and no GPU is needed: the subnetwork of the worker that computes most runs on tensors\n"
-        "without data. Kernels' temporary memory and the GPU's own come on top."
+        "without data. Kernels' temporary memory and the GPU's own come on top. With a schedule each phase in turn."
     )
     parser.epilog = (
         "example: sdp estimate --ranks 8 --sequence-length 1024 --model configs/models/134M.json \\\n"
@@ -51,6 +53,7 @@ def _run(options: argparse.Namespace) -> int:
     # Heavy imports only now: help and mistakes are answered at once.
     from sdp_deepspeed.support.host_types import refuse_wrong_types
     from sdp_deepspeed.training.forecast import forecast
+    from sdp_deepspeed.training.forecast_settings import configs_of_phases
     from sdp_deepspeed.training.options import fill_automatic, refuse_wrong_sizes
 
     shape = read_json(options.model, "--model")
@@ -58,16 +61,20 @@ def _run(options: argparse.Namespace) -> int:
         raise ValueError('--model: the JSON has no "model_type": expected a Transformers config, e.g. "llama"')
     refuse_wrong_sizes(shape)
     config = read_json(options.deepspeed_config, "--deepspeed_config")
-    fill_automatic(config, steps=1)
+    fill_automatic(config, steps=_MANY)
     refuse_wrong_types(config)
-    figures = forecast(
-        shape,
-        config,
-        num_ranks=options.ranks,
-        sequence_length=options.sequence_length,
-        gradient_checkpointing=options.gradient_checkpointing,
-    )
-    print(_text(figures, options.ranks))
+    phases = configs_of_phases(config, options.ranks)
+    for index, phase in enumerate(phases, start=1):
+        figures = forecast(
+            shape,
+            phase,
+            num_ranks=options.ranks,
+            sequence_length=options.sequence_length,
+            gradient_checkpointing=options.gradient_checkpointing,
+        )
+        if len(phases) > 1:
+            print(f"phase {index} of {len(phases)}:")
+        print(_text(figures, options.ranks))
     return 0
 
 

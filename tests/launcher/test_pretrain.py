@@ -49,12 +49,12 @@ DEEPSPEED: dict[str, Any] = {
     "zero_optimization": {"stage": 1},
     KEY: {"coverage": 0.5},
 }
-# Four steps of the dense model in smaller micro-batches; then subnetworks of another strategy, drawn anew after steps
+# Four steps of the dense model; then subnetworks of another strategy in larger micro-batches, drawn anew after steps
 # 6, 9, ...
 SCHEDULED: dict[str, Any] = {
     "schedule": [
-        {"until_step": 4, "coverage": 1.0, "train_micro_batch_size_per_gpu": 1},
-        {"coverage": 0.5, "strategy": "neuron"},
+        {"until_step": 4, "coverage": 1.0},
+        {"coverage": 0.5, "strategy": "neuron", "train_micro_batch_size_per_gpu": 4},
     ],
     "redraw_interval": 3,
 }
@@ -107,7 +107,7 @@ def test_an_interrupted_run_resumes_as_if_nothing_had_happened(folder: Path) -> 
     assert f"resuming at step {stopped_at}: SDP 1/2 forward x neuron + ZeRO-1 (phase 2 of 2)" in said
     said = finish(folder, "straight", "--steps", steps, *scheduled, launcher="torchrun")
     assert "starting: dense + ZeRO-1 (phase 1 of 2) on 2 ranks" in said
-    assert "step 4: phase 2 of 2, SDP 1/2 forward x neuron + ZeRO-1, micro-batches of 2 (re-planned in " in said
+    assert "step 4: phase 2 of 2, SDP 1/2 forward x neuron + ZeRO-1, micro-batches of 4 (re-planned in " in said
     resumed, straight = train_records(folder, "interrupted"), train_records(folder, "straight")
     for field in ("loss", "loss_of", "gradient_norm", "learning_rate", "epoch"):
         assert [r[field] for r in resumed.values()] == [r[field] for r in straight.values()], field

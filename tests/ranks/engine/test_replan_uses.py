@@ -136,7 +136,7 @@ def measured(rank: Rank) -> None:
             RUN.train(engine, 1)
         if replans:
             assert engine.__dict__.pop("step").func is _step_and_replan, "others get back what they put there"
-        assert not {"step", "replan"} & vars(engine).keys()
+        assert not {"step", "_replan"} & vars(engine).keys()
         assert engine.plan.is_whole == replans
         losses.append(RUN.train(engine, 2))
         figures.append(found)

@@ -12,6 +12,7 @@ import pytest
 
 from sdp_deepspeed.distributed.agreement import OneRank
 from sdp_deepspeed.plan.plan import Plan
+from sdp_deepspeed.schedule import Phase
 from sdp_deepspeed.training import engines
 from sdp_deepspeed.training.user_errors import RunFolderError
 from sdp_deepspeed.units import Piece, Unit
@@ -71,8 +72,7 @@ def test_labels(engine: StockEngine, label: str) -> None:
 
 def test_phases_of_a_schedule() -> None:
     """What holds everything is called so there; without a schedule a label says how many hold it."""
-    blocks: list[dict[str, Any]] = [{"coverage": 0.5}, {"train_micro_batch_size_per_gpu": 2, "coverage": 1.0}]
-    phases = [SimpleNamespace(until_step=until, block=b) for until, b in zip((9, None), blocks, strict=True)]
+    phases = Phase(1, 9, {"coverage": 0.5}), Phase(10, None, {"coverage": 1.0}, micro_batch=2)
     engine = OurEngine(plan=plan(), schedule=SimpleNamespace(phases=phases))
     first = engines.present(engine)
     assert (first.label, first.where, first.last_step) == ("SDP 1/2 + ZeRO-1", "phase 1 of 2", 9)
@@ -82,6 +82,8 @@ def test_phases_of_a_schedule() -> None:
     second = engines.present(engine)
     assert (second.label, second.where, second.last_step) == ("dense + ZeRO-2", "phase 2 of 2", None)
     assert engines.micro_batches(engine) == [2]
+    engine.schedule, engine.phase = SimpleNamespace(phases=phases[:1]), 0  # new draws alone
+    assert (engines.present(engine).where, engines.micro_batches(engine)) == ("", [])
     without = engines.present(OurEngine(plan=plan(holders=2)))
     assert (without.label, without.where, without.phase) == ("SDP 2/2 + ZeRO-1", "", None)
     assert not engines.has_changed(StockEngine(), engines.present(StockEngine()))

@@ -18,10 +18,27 @@ LENGTH = ["--sequence-length", "64"]
 def test_a_run_of_ours(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["estimate", "--ranks", "4", *MODEL, *CONFIG, *LENGTH]) == 0
     printed = capsys.readouterr().out
-    assert "2.1M parameters on 4 ranks, 1024 tokens per step" in printed
+    assert printed.startswith("phase 1 of 2:\n2.1M parameters on 4 ranks, 1024 tokens per step\n")
     for row in ("weights", "activations of a micro-batch", "peak, at least", "sent per step", "FLOPs per step"):
         assert f"\n  {row} " in printed
     assert "warning" not in printed
+
+
+def test_each_phase_of_a_schedule(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """As runs of their own."""
+    config = json.loads((ROOT / "configs/quickstart.json").read_text()) | {"gradient_accumulation_steps": 2}
+    texts = []
+    phases = [{"coverage": 0.5, "until": 0.001}, {"coverage": 0.75, "until": 0.002}]
+    phases += [{"coverage": 1.0, "stage": 2, "train_micro_batch_size_per_gpu": 2}]
+    alone = [config | {"subnetwork_data_parallel": {"coverage": coverage}} for coverage in (0.5, 0.75, 1.0)]
+    alone[2] |= {"zero_optimization": config["zero_optimization"] | {"stage": 2}}
+    alone[2] |= {"train_micro_batch_size_per_gpu": 2, "gradient_accumulation_steps": 4}
+    for content in (config | {"subnetwork_data_parallel": {"schedule": phases}}, *alone):
+        (tmp_path / "ds.json").write_text(json.dumps(content))
+        assert main(["estimate", "--ranks", "4", *MODEL, "--deepspeed_config", str(tmp_path / "ds.json"), *LENGTH]) == 0
+        texts.append(capsys.readouterr().out)
+    assert len(set(texts)) == 4
+    assert texts[0] == "".join(f"phase {index} of 3:\n{text}" for index, text in enumerate(texts[1:], start=1))
 
 
 def test_warnings_of_the_planner_are_shown(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -43,9 +60,20 @@ def test_warnings_of_the_planner_are_shown(tmp_path: Path, capsys: pytest.Captur
         ),
         (["--model", str(ROOT / "configs/quickstart.json"), *CONFIG, *LENGTH], 'no "model_type"'),
         ([*MODEL, *CONFIG, *LENGTH, "--ranks", "3"], "0.5 of 3 subnetworks"),
+        ([*MODEL, "--deepspeed_config", "uneven.json", *LENGTH], "schedule[1].train_micro_batch_size_per_gpu: got 3"),
         ([*MODEL, "--deepspeed_config", "missing.json", *LENGTH], "cannot read missing.json"),
     ],
 )
-def test_mistakes(arguments: list[str], words: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_mistakes(
+    arguments: list[str],
+    words: str,
+    capsys: pytest.CaptureFixture[str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    phases = [{"until_step": 5, "coverage": 0.5}, {"coverage": 1.0, "train_micro_batch_size_per_gpu": 3}]
+    uneven = {"train_micro_batch_size_per_gpu": 4, "subnetwork_data_parallel": {"schedule": phases}}
+    Path("uneven.json").write_text(json.dumps(uneven))
     assert main(["estimate", *arguments]) == 2
     assert words in capsys.readouterr().err

@@ -11,6 +11,7 @@ import pytest
 
 from sdp_deepspeed.distributed.agreement import OneRank
 from sdp_deepspeed.plan.plan import Plan
+from sdp_deepspeed.schedule import Phase
 from sdp_deepspeed.training.metrics_log import of_kind
 from sdp_deepspeed.training.phases import Phases
 from sdp_deepspeed.training.run_folder import RunFolder
@@ -38,7 +39,7 @@ class Engine:
 
     step: int = 0
     schedule: Any = field(
-        default_factory=lambda: SimpleNamespace(phases=[SimpleNamespace(until_step=end, block={}) for end in ENDS])
+        default_factory=lambda: SimpleNamespace(phases=[Phase(1, end, {}) for end in ENDS])
     )
     last_replan: Any = field(default_factory=lambda: SimpleNamespace(seconds=0.25))
 
