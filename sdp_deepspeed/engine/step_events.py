@@ -136,7 +136,7 @@ class StepEvents:
         self._exchange = ExitStack()  # while a step is made that is written
         self._figures_before: RankFigures | None = None  # a re-plan at its end
         self._backward, self._step, self._train = engine.backward, engine.step, engine.train
-        self._replan = getattr(engine, "_replan", None)  # ours alone
+        self._replan: Any = getattr(engine, "_replan", None)  # ours alone
 
     def install(self) -> None:
         """Take the place of the engine's methods; they are called as before."""
