@@ -28,19 +28,33 @@ def patch_trainer() -> None:
     def dense_count(model: Any, trainable_only: bool = False) -> Any:
         return num_parameters(model, trainable_only) if is_ours(model) else count(model, trainable_only)
 
+    step = host.Trainer.training_step
+
+    @wraps(step)
+    def noted_step(self: Any, *args: Any, **kwargs: Any) -> Any:
+        note_step(self)
+        return step(self, *args, **kwargs)
+
     host.Trainer.log, host.get_model_param_count = labelled_log, dense_count
+    host.Trainer.training_step = noted_step
     _patch_config()
 
 
-def _of_subnetworks(trainer: Any) -> list[str]:
-    """Names of losses of which some steps were a subnetwork's: those since the last log, and those of all training. A
-    schedule may have changed the plan on the way."""
-    engine, seen = trainer.model_wrapped, vars(trainer)
-    now = engine.plan.trains_subnetworks
-    has = now or seen.get("sdp_trained_subnetworks", engine.schedule is not None and engine.phase > 0)
-    seen["sdp_trained_subnetworks"] = now
-    seen["sdp_ever_trained_subnetworks"] = ever = has or seen.get("sdp_ever_trained_subnetworks", False)
-    return [name for name, is_so in (("loss", has), ("train_loss", ever)) if is_so]
+def note_step(trainer: Any) -> None:
+    """Before a micro-step: whether its loss is a subnetwork's. A schedule may change the plan before it is logged."""
+    if is_ours(trainer.model_wrapped):
+        noted = vars(trainer).setdefault("sdp_subnetwork_losses", set())
+        if trainer.model_wrapped.plan.trains_subnetworks:
+            noted.update(_NAMES)
+
+
+def _of_subnetworks(trainer: Any) -> set[str]:
+    """Names of losses that have a subnetwork's in them: of the steps since the last log, and of all training."""
+    noted: set[str] | None = vars(trainer).get("sdp_subnetwork_losses")
+    if noted is None:  # steps of somebody's own
+        return {*_NAMES} if trainer.model_wrapped.plan.trains_subnetworks else set()
+    vars(trainer)["sdp_subnetwork_losses"] = noted - {"loss"}
+    return noted
 
 
 def _patch_config() -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
 
@@ -12,7 +11,7 @@ from transformers.integrations.deepspeed import HfTrainerDeepSpeedConfig
 
 import sdp_deepspeed  # noqa: F401  patches both
 from sdp_deepspeed.config import KEY
-from sdp_deepspeed.engine.trainer_hook import patch_trainer
+from sdp_deepspeed.engine.trainer_hook import note_step, patch_trainer
 
 FRACTIONS = [{"until": 0.5, "coverage": 0.5}, {"coverage": 1.0}]
 
@@ -52,22 +51,19 @@ def test_batches_of_the_trainer_have_one_size() -> None:
     assert finalized(config_of(block | {"enabled": False}), 7) == block | {"enabled": False}
 
 
-@dataclass
 class SubnetworkEngine:
     """The name is what it is known by."""
 
-    trains: bool
-    schedule: Any = None
-    phase: int = 0
-    plan: Any = field(init=False)
-
-    def __post_init__(self) -> None:
-        self.plan = SimpleNamespace(trains_subnetworks=self.trains)
+    def __init__(self, trains: bool) -> None:
+        self.plan = SimpleNamespace(trains_subnetworks=trains)
 
 
-def labelled(trainer: Any, engine: SubnetworkEngine, name: str = "loss") -> bool:
-    """Whether the Trainer says that a loss is a subnetwork's."""
-    trainer.model_wrapped, logs = engine, {name: 1.0}
+def labelled(trainer: Any, *, before: bool | None, after: bool, name: str = "loss") -> bool:
+    """Whether the Trainer says that a loss is a subnetwork's: of a step under one plan, logged under another."""
+    if before is not None:
+        trainer.model_wrapped = SubnetworkEngine(before)
+        note_step(trainer)
+    trainer.model_wrapped, logs = SubnetworkEngine(after), {name: 1.0}
     transformers.trainer.Trainer.log(trainer, logs)
     return len(logs) == 2
 
@@ -81,20 +77,13 @@ def a_trainer() -> Any:
     return SimpleNamespace(args=arguments, state=state, callback_handler=callbacks, control=control)
 
 
-def test_losses_since_the_last_log_are_a_subnetworks_if_some_are() -> None:
+def test_a_loss_is_a_subnetworks_if_that_of_a_step_since_the_last_log_was() -> None:
     """A step that ends with another plan was made under the one before."""
     trainer = a_trainer()
-    schedule = SimpleNamespace()
-    plans = [(True, 0), (True, 0), (False, 1), (False, 1)]
-    assert [labelled(trainer, SubnetworkEngine(*given)) for given in ((t, schedule, p) for t, p in plans)] == [
-        True,
-        True,
-        True,
-        False,
-    ]
-    dense = SubnetworkEngine(False, schedule, 1)
-    assert labelled(trainer, dense, "train_loss"), "the mean of all steps"
-    assert labelled(a_trainer(), dense), "the first log came after the first phase"
-    assert not labelled(a_trainer(), SubnetworkEngine(False, schedule, 0))
-    assert not labelled(a_trainer(), SubnetworkEngine(False))
-    assert labelled(a_trainer(), SubnetworkEngine(True))
+    assert labelled(trainer, before=True, after=True)
+    assert labelled(trainer, before=True, after=False)
+    assert not labelled(trainer, before=False, after=False)
+    assert labelled(trainer, before=False, after=False, name="train_loss"), "the mean of all steps"
+    assert not labelled(trainer, before=False, after=True)
+    for trains in (True, False):
+        assert labelled(a_trainer(), before=None, after=trains) == trains, "a Trainer with steps of its own"

@@ -38,9 +38,7 @@ class Engine:
     """Changes its plan as `SCHEDULE` says."""
 
     step: int = 0
-    schedule: Any = field(
-        default_factory=lambda: SimpleNamespace(phases=[Phase(1, end, {}) for end in ENDS])
-    )
+    schedule: Any = field(default_factory=lambda: SimpleNamespace(phases=[Phase(1, end, {}) for end in ENDS]))
     last_replan: Any = field(default_factory=lambda: SimpleNamespace(seconds=0.25))
 
     def _now(self) -> tuple[int, Plan, int]:
