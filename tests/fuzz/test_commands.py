@@ -20,7 +20,8 @@ from tests.helpers.example_reports import report
 from tests.helpers.hostile import json_values, mutated, refusal_of
 from tests.helpers.properties import fuzzed
 
-REPORT = st.just(report("mine", scale=3))
+PHASES = [report(name, scale=scale) for name, scale in (("SDP 1/2", 1), ("dense", 2))]
+REPORT = st.sampled_from([report("mine", scale=3), report("mine", scale=3, phases=PHASES)])
 
 
 def assert_result_or_one_line(*arguments: object) -> None:

@@ -35,6 +35,7 @@ def test_an_example_trains_and_saves_the_dense_model(script: str, launcher: str,
     done = subprocess.run(command, capture_output=True, text=True, timeout=180, env=environment, cwd=tmp_path)
     assert done.returncode == 0, f"{' '.join(command)}\n{done.stdout[-4000:]}\n{done.stderr[-4000:]}"
     assert "2 subnetworks, 1 holders each (coverage 0.5)" in done.stdout  # the plan's table, under either
+    assert ("2 holders each (coverage 1)" in done.stdout) == (script == "with_trainer"), "whose schedule ends dense"
     printed = re.findall(r"loss of the dense model: ([\d.]+)", done.stdout)
     assert len(printed) == 1, done.stdout  # by one rank of two
     model = AutoModelForCausalLM.from_pretrained(tmp_path / hf)
