@@ -127,10 +127,12 @@ def _check_tensorboard(rank: Rank, events: Mapping[str, Mapping[int, float]]) ->
 
 def a_step_that_ends_with_a_replan(rank: Rank) -> None:
     """What is written is of before it, as that of an engine that keeps its plan."""
-    found = []
+    found, shared = [], list[int]()
     for name in ("kept", "changed"):
         sys.modules["wandb"] = Wandb()
         engine = engine_of(sgd(2) | monitors(rank, name))
+        figures_of = engine.step_events._figures
+        engine.step_events._figures = partial(_counting, engine.step_events, figures_of, shared)
         if name == "changed":
             engine.step_events._step = partial(_step_and_replan, engine)
         train(engine, num_steps=3, accumulation=2)
@@ -138,6 +140,7 @@ def a_step_that_ends_with_a_replan(rank: Rank) -> None:
         assert engine.plan.is_whole == (name == "changed")
         dist.barrier()
         found.append(written(rank, name))
+    assert shared == [4, 4], "two backward passes and two calls of step, in which ranks wait for each other"
     kept, changed = found
     for event in ("subnetwork_loss", "gradient_norm", "sent_bytes", "memory_weights_bytes", "memory_optimizer_bytes"):
         assert changed[f"Train_Samples_{event}"] == kept[f"Train_Samples_{event}"], event
@@ -146,6 +149,11 @@ def a_step_that_ends_with_a_replan(rank: Rank) -> None:
         changed[f"Train_Samples_{name}"][2 * BATCH] for name in ("exchange_seconds_most", "step_seconds")
     )
     assert 0 < waited <= seconds
+
+
+def _counting(events: Any, figures_of: Any, shared: list[int]) -> Any:
+    shared.append(len(events._watch._together))
+    return figures_of()
 
 
 def _step_and_replan(engine: Any) -> None:
