@@ -80,8 +80,12 @@ class Schedule:
         given, interval = block.get("schedule"), block.get("redraw_interval")
         if given is None and interval is None:
             return None
-        phases = [{}] if given is None else given
-        ends = _ends(phases, _total_steps(config, block), f"{key}.schedule")
+        phases, total = [{}] if given is None else given, _total_steps(config, block)
+        ends = _ends(phases, total, f"{key}.schedule")
+        if block.get("total_steps") == total and any(end is not None and end >= (total or end + 1) for end in ends):
+            raise ValueError(
+                f"{key}.total_steps: got {total}, but the last phase would begin after so many; give it steps"
+            )
         starts = [1, *(end + 1 for end in ends[:-1] if end is not None)]
         pieces = zip(phases, starts, ends, strict=True)
         return cls(config, key, tuple(_phase(phase, first, last) for phase, first, last in pieces), interval)
@@ -164,6 +168,10 @@ def blocks_of_phases(block: Mapping[str, Any], key: str) -> list[tuple[str, dict
     if phases is None:
         return [(key, base)]
     problems = list(_problems(phases, f"{key}.schedule"))
+    if type(block.get("total_steps")) is int and not any("until" in phase for phase in phases):
+        problems.append(
+            f"{key}.total_steps: got {block['total_steps']}, but no phase has until, a share of it; remove it"
+        )
     if problems:
         raise ValueError("\n".join(problems))
     blocks = [merged(base, _phase(phase, 1, None).block) for phase in phases]

@@ -202,6 +202,7 @@ class SubnetworkEngine(ScheduleCalls):
         with self._last_acts.doing(self._place("step")):
             self._refuse_resident("step")
             self._known_parameters.check()
+            self._look_at_caller()
             super().step(lr_kwargs)
         if self.block.check_agreement and self._step_applied:
             holders_agree = partial(check_holders_agree, self._applied.model, self.dp_group)

@@ -34,7 +34,7 @@ def refuse_replan(engine: Any, applied: AppliedPlan, other_weights: OtherWeights
     """
     if applied.dense_view.is_inside or other_weights.are_shown:
         raise RuntimeError("engine.replan inside engine.dense(): leave it first, on all ranks")
-    _refuse_run(engine, applied)
+    refuse_run(engine, applied)
     if engine.optimizer.gradient_tensors():  # who counts micro-steps depends on the host; Accelerate steps once for all
         raise RuntimeError(
             "engine.replan: there are gradients of a step that has begun, which are laid out by the present plan; call "
@@ -45,12 +45,6 @@ def refuse_replan(engine: Any, applied: AppliedPlan, other_weights: OtherWeights
         raise ValueError(
             f"engine.replan: {quoted(frozen)} required gradients when deepspeed.initialize was called and do not now, "
             f"which the ranks that lack them could not know: let them require gradients again, {_ELSE}"
-        )
-    if copies := applied.dense_view.num_partial_copies():
-        raise ValueError(
-            f"engine.replan: {copies} copies of engine.module or of modules in it (copy.deepcopy, AveragedModel) are "
-            "of this rank's subnetwork, and could not be updated from another one: export them inside "
-            "engine.dense(weights=...), delete them, and copy anew afterward"
         )
 
 
@@ -66,7 +60,11 @@ def refuse_untried(applied: AppliedPlan, plan: Plan) -> None:
         )
 
 
-def _refuse_run(engine: Any, applied: AppliedPlan) -> None:
+def refuse_run(engine: Any, applied: AppliedPlan) -> None:
+    """
+    Raises:
+        ValueError: of a run that cannot be re-planned, as far as that does not depend on the moment.
+    """
     if applied.parallel.group is not None:
         raise ValueError(f"engine.replan is not possible under tensor parallelism: save a checkpoint and {_LOAD}")
     if engine.optimizer.settings.offload is not None:
@@ -81,6 +79,12 @@ def _refuse_run(engine: Any, applied: AppliedPlan) -> None:
         raise ValueError(
             f"engine.replan: the class of {quoted(changed)} was changed after deepspeed.initialize, by what would be "
             f"lost: change it before, {_ELSE}"
+        )
+    if copies := applied.dense_view.num_partial_copies():
+        raise ValueError(
+            f"engine.replan: {copies} copies of engine.module or of modules in it (copy.deepcopy, AveragedModel) are "
+            "of this rank's subnetwork, and could not be updated from another one: export them inside "
+            "engine.dense(weights=...), delete them, and copy anew afterward"
         )
 
 

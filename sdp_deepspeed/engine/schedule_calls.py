@@ -4,7 +4,7 @@ phase is restored. All that could refuse a later phase is asked when the engine 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, ValuesView
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -17,11 +17,12 @@ from sdp_deepspeed.distributed.monitored_barrier import Phase as Meeting
 from sdp_deepspeed.engine.apply_plan import announce
 from sdp_deepspeed.engine.deepspeed_settings import optimizer_settings
 from sdp_deepspeed.engine.replan_calls import ReplanCalls
+from sdp_deepspeed.engine.replan_refusals import refuse_run
 from sdp_deepspeed.engine.schedule_table import PhaseRow, schedule_table, setup_of
 from sdp_deepspeed.schedule import Schedule
 
 _BY_CALLER = (
-    f"{KEY}.schedule: a phase has a train_micro_batch_size_per_gpu of its own, but the caller accumulates gradients "
+    "a phase has a train_micro_batch_size_per_gpu of its own, but the caller accumulates gradients "
     "(managed_gradient_accumulation, set_gradient_accumulation_boundary, Accelerate, the Trainer), in batches that "
     "no phase changes; remove it"
 )
@@ -37,6 +38,8 @@ class ScheduleCalls(ReplanCalls):
     schedule: Schedule | None
     _now: tuple[int, int]  # phase and draw that the engine is laid out for
     _first: tuple[int, int]  # stage and micro-batch of the config
+    _num_looks = 0  # at steps of this phase, in this process
+    _most_rows = 0  # of its micro-steps
 
     @property
     def phase(self) -> int:
@@ -45,20 +48,27 @@ class ScheduleCalls(ReplanCalls):
 
     def forward(self, *inputs: Any, **options: Any) -> Any:
         """As DeepSpeed's."""
-        if self.schedule is not None and self.schedule.has_micro_batches and self.module.training:
-            self._check_batch([*inputs, *options.values()])
+        if self.schedule is not None and self.module.training:
+            self._most_rows = max(self._most_rows, num_rows([*inputs, *options.values()]))
         return super().forward(*inputs, **options)  # type: ignore[safe-super]  # DeepSpeed's has a body
 
     def load_checkpoint(self, *args: Any, **options: Any) -> tuple[str | None, dict[str, Any] | None]:
         """As DeepSpeed's, on the layout that wrote it or on another one; all ranks call it. With a schedule the engine
         is in the phase of the checkpoint's step afterward."""
-        result = super().load_checkpoint(*args, **options)
+        try:
+            result = super().load_checkpoint(*args, **options)
+        except ValueError:  # on all ranks, and nothing was loaded
+            self._follow_schedule(self.global_steps)
+            raise
         self._follow_schedule(self.global_steps)  # also from formats that do not say it before
         return result
 
     def before_restore(self, steps: int) -> None:
-        """A checkpoint of so many steps comes next: under its plan all that it has of each rank can be restored."""
-        self._follow_schedule(steps)
+        """A checkpoint of so many steps comes next: under its plan all that it has of each rank can be restored. A step
+        that has begun belongs to the run that is left."""
+        if self.schedule is not None:
+            self.optimizer.zero_grad()
+            self._follow_schedule(steps)
 
     def _new_config(self, block: Mapping[str, Any], stage: int | None) -> dict[str, Any]:
         if self.schedule is not None:
@@ -76,8 +86,10 @@ class ScheduleCalls(ReplanCalls):
         if is_other:
             self._applied.dense_view.meet(Meeting.REPLAN)
             stage, micro_batch = self._settings_of(now[0])
-            with self._in_micro_batches(micro_batch, steps):
+            with _named(now[0]), self._in_micro_batches(micro_batch, steps):
                 self._replan(self.schedule.config_after(steps), stage)
+        if now[0] != self._now[0]:
+            self._num_looks = self._most_rows = 0
         self._now = now
 
     def _settings_of(self, phase: int) -> tuple[int, int]:
@@ -119,13 +131,15 @@ class ScheduleCalls(ReplanCalls):
         self._now = 0, 0
         self._first = int(self.zero_optimization_stage()), self.train_micro_batch_size_per_gpu()
         run_on_all_ranks(self.world, self._check_micro_batches)
-        rows: dict[int, PhaseRow] = {}
+        rows, memory = dict[int, PhaseRow](), _memory(self.device)
         for steps in self.schedule.turns:
             index = self.schedule.phase_after(steps)
             with _named(index):
-                rows.setdefault(index, self._row(steps))
+                row = self._row(steps)
+                run_on_all_ranks(self.world, partial(row.refuse_too_large, memory))
+            rows.setdefault(index, row)
         if self.world.rank == 0:
-            announce(f"{KEY}: {schedule_table(list(rows.values()), self.schedule.redraw_interval)}")
+            announce(f"{KEY}: {schedule_table(list(rows.values()), self.schedule.redraw_interval, memory)}")
 
     def _row(self, steps: int) -> PhaseRow:
         """What the engine would be after so many steps; nothing is changed."""
@@ -133,15 +147,14 @@ class ScheduleCalls(ReplanCalls):
         phase = self.schedule.phases[self.schedule.phase_after(steps)]
         stage, micro_batch = self._settings_of(self.schedule.phase_after(steps))
         samples = self.train_micro_batch_size_per_gpu() * self.gradient_accumulation_steps()
-        with self._at_stage(stage):
+        with self._at_stage(stage), self._in_micro_batches(micro_batch, 0):
             config, chosen = self._agree(self.schedule.config_after(steps))
             settings = optimizer_settings(self, config)
         self._set_stage(self._first[0])
+        self._set_micro_batch(self._first[1], 0)
         batches = micro_batch, samples // micro_batch
         setup = setup_of(settings, self.get_data_types()[0], self.optimizer.optimizer, batches[1])
-        row = PhaseRow.of(phase, chosen, self.optimizer.model.tensors, setup, batches)
-        run_on_all_ranks(self.world, partial(row.refuse_too_large, _memory(self.device)))
-        return row
+        return PhaseRow.of(phase, chosen, self.optimizer.model.tensors, setup, batches)
 
     def _check_micro_batches(self) -> None:
         """
@@ -157,22 +170,48 @@ class ScheduleCalls(ReplanCalls):
                     f"divisor of {samples}, the samples that a rank takes in each step"
                 )
         if self.schedule.has_micro_batches and not self.managed_gradient_accumulation():
-            raise ValueError(_BY_CALLER)
+            raise ValueError(f"{KEY}.schedule: {_BY_CALLER}")
 
-    def _check_batch(self, given: Sequence[Any]) -> None:
-        """
+    def _look_at_caller(self) -> None:
+        """Before the first two steps of a phase all ranks look whether the caller follows, and could go on: what is
+        learned of it there would else end the run at the phase's end. Every rank calls it before a step.
+
         Raises:
-            ValueError: this rank trains on more samples than the phase's micro-batch, as if there were no phases.
+            ValueError, RuntimeError: on all ranks.
         """
+        ends_step = self.is_gradient_accumulation_boundary() or not self.managed_gradient_accumulation()
+        if self.schedule is None or self._num_looks == 2 or not ends_step:
+            return
+        self._num_looks += 1
+        with _named(self._now[0]):
+            run_on_all_ranks(self.world, self._check_caller)
+
+    def _check_caller(self) -> None:
+        assert self.schedule is not None
+        if self._now[0] < len(self.schedule.phases) - 1 or self.schedule.redraw_interval:
+            refuse_run(self, self._applied)
+        if not self.schedule.has_micro_batches:
+            return
         if self._is_gradient_accumulation_boundary is not None:
             raise ValueError(_BY_CALLER)
-        rows = next((len(value) for value in given if isinstance(value, torch.Tensor) and value.dim()), 0)
-        if rows > self.train_micro_batch_size_per_gpu():
+        expected = self.train_micro_batch_size_per_gpu()
+        is_short = 0 < self._most_rows < expected and self._num_looks == 2  # the first may be an epoch's last
+        if self._most_rows > expected or is_short:
             raise ValueError(
-                f"{KEY}.schedule: got a batch of {rows} samples in a phase whose micro-batch is "
-                f"{self.train_micro_batch_size_per_gpu()}: ask engine.train_micro_batch_size_per_gpu() and "
-                "engine.gradient_accumulation_steps() before each step"
+                f"got a batch of {self._most_rows} samples in a phase whose micro-batch is {expected}: ask "
+                "engine.train_micro_batch_size_per_gpu() and engine.gradient_accumulation_steps() before each step"
             )
+
+
+def num_rows(given: Any) -> int:
+    """Samples of a batch: of its tensors with two dimensions or more, however nested, the most; 0 without any."""
+    if isinstance(given, torch.Tensor):
+        return len(given) if given.dim() > 1 else 0
+    if isinstance(given, Mapping):
+        given = given.values()
+    elif not isinstance(given, (list, tuple, ValuesView)):
+        return 0
+    return max(map(num_rows, given), default=0)
 
 
 @contextmanager

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Literal, cast
 
 import torch
@@ -30,6 +31,7 @@ class PhaseRow:
         coverage: C, weighted by FLOPs.
         flops: share of the units' FLOPs that plain data parallelism would do.
         rank: bytes, by formula.
+        states: of each rank, bytes of weights and optimizer: what there is between steps.
         batches: samples of a micro-batch, and micro-steps.
         stage: ZeRO's.
     """
@@ -39,6 +41,7 @@ class PhaseRow:
     coverage: float
     flops: float
     rank: RankEstimate
+    states: tuple[int, ...]
     batches: tuple[int, int]
     stage: int
 
@@ -52,8 +55,11 @@ class PhaseRow:
         """
         plan, flops = chosen.plan, [cost.flops for cost in chosen.costs]
         ranks = estimate(plan, tensors, setup)
+        states = tuple(rank.weights + rank.optimizer for rank in ranks)
         largest = max(ranks, key=lambda rank: rank.state + rank.buffers)
-        return cls(phase, plan, plan.mean_coverage(flops), _flops_share(plan, flops), largest, batches, setup.stage)
+        return cls(
+            phase, plan, plan.mean_coverage(flops), _flops_share(plan, flops), largest, states, batches, setup.stage
+        )
 
     def refuse_too_large(self, memory: int | None) -> None:
         """
@@ -115,11 +121,19 @@ def setup_of(
     )
 
 
-def schedule_table(rows: Sequence[PhaseRow], redraw_interval: int | None) -> str:
-    """Text to print: a line for each phase."""
+def schedule_table(rows: Sequence[PhaseRow], redraw_interval: int | None, memory: int | None = None) -> str:
+    """Text to print: a line for each phase, and what a rank has at most while the plan changes.
+
+    Args:
+        memory: bytes of a rank's device; None if nobody knows.
+    """
     lines = [_TITLES, *(row.cells() for row in rows)]
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
     texts = ["  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)) for line in lines]
     title = "phases of the schedule, of the worker that needs most, by formula (activations not counted)"
     draws = [] if redraw_interval is None else [f"another assignment is drawn every {redraw_interval} steps"]
-    return "\n  ".join([title, *(text.rstrip() for text in texts), *draws])
+    turns = [*pairwise(rows), *((row, row) for row in rows if redraw_interval is not None)]
+    most = max((sum(both) for one, other in turns for both in zip(one.states, other.states, strict=True)), default=0)
+    too_much = " (more than its GPU has: it may end there)" if memory is not None and most > memory else ""
+    moves = [f"while the plan changes: at most {mib_text(most)}, both states{too_much}, and two buckets"] * bool(turns)
+    return "\n  ".join([title, *(text.rstrip() for text in texts), *moves, *draws])

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
-from hypothesis import HealthCheck, Phase, given, settings
+from hypothesis import HealthCheck, Phase, given, seed, settings
 from hypothesis import strategies as st
 from torch import nn
 
@@ -17,7 +17,7 @@ from sdp_deepspeed.reference.virtual_workers import Reference
 from tests.helpers.models import LENGTH, SPECIMENS, VOCABULARY, config, loss_of, two_groups
 from tests.helpers.oracle import make_optimizer
 from tests.helpers.ranks import Rank
-from tests.helpers.training import engine_of, gathered
+from tests.helpers.training import dense_state, engine_of, gathered
 
 SAMPLES = 4  # of a rank in a step
 OF_PHASE = ("until_step", "stage", "train_micro_batch_size_per_gpu")  # what a block has not
@@ -133,6 +133,8 @@ def check_schedule(drawn: Drawn, rank: Rank) -> None:
     )
     for steps in range(5):
         assert engine.plan.hash == plans[steps].hash, steps
+        phase = drawn["block"]["schedule"][engine.phase]
+        assert engine.zero_optimization_stage() == engine.optimizer.settings.stage == phase["stage"]
         micro_batch = engine.train_micro_batch_size_per_gpu()
         samples = samples_of(steps, rank.size)
         expected, norm = reference.step([own.split(micro_batch) for own in samples])
@@ -142,14 +144,17 @@ def check_schedule(drawn: Drawn, rank: Rank) -> None:
         loss_tolerance, norm_tolerance = (1e-5, 2e-5) if rounding < 1e-6 else (4.1 * rounding, 6 * rounding)
         assert max(abs(a - b) for a, b in zip(losses, expected[rank.rank], strict=True)) <= loss_tolerance
         assert abs(engine.get_global_grad_norm() - norm) <= norm_tolerance * norm, (engine.get_global_grad_norm(), norm)
+    # Weights near 1 and steps near 0.01: in bf16 one that rounds the other way, now and then.
+    absolute, relative = (2e-5, 0.0) if rounding < 1e-6 else (4e-3, 2 * rounding)
+    torch.testing.assert_close(dense_state(engine), dict(dense.state_dict()), atol=absolute, rtol=relative)
 
 
 def check_drawn(rank: Rank, *, count: int) -> None:
     """Hypothesis draws the same on all ranks, which agree on whether one failed; nothing is shrunk."""
 
+    @seed(rank.size)
     @settings(
         max_examples=count,
-        derandomize=True,
         database=None,
         deadline=None,
         phases=[Phase.generate],

@@ -68,10 +68,25 @@ def test_the_block_of_a_config_is_that_of_its_first_phase() -> None:
     ],
 )
 def test_shares_are_of_all_steps(block: dict[str, Any], more: dict[str, Any]) -> None:
-    phases = [{"until": 0.25, "coverage": 0.5}, {"until_step": 4, "coverage": 0.75}, {"coverage": 1.0}]
+    phases = [{"until": 0.28, "coverage": 0.5}, {"until_step": 4, "coverage": 0.75}, {"coverage": 1.0}]
     found = schedule(phases, more, **block)
-    assert [phase.until_step for phase in found.phases] == [2, 4, None]
+    assert [phase.until_step for phase in found.phases] == [3, 4, None]
     assert "total_steps" not in found.config_after(0)[KEY]
+
+
+def test_a_small_share_is_a_step() -> None:
+    found = schedule([{"until": 0.01, "coverage": 0.5}, {"coverage": 1.0}], total_steps=10)
+    assert found.phases[0].until_step == 1
+
+
+def test_a_number_of_steps_that_nothing_is_a_share_of() -> None:
+    text = message([{"until_step": 3, "coverage": 0.5}, {"coverage": 1.0}], total_steps=10)
+    assert "total_steps: got 10, but no phase has until" in text
+
+
+def test_a_phase_after_the_last_step() -> None:
+    phases = [{"until": 0.5, "coverage": 0.5}, {"until_step": 10, "coverage": 0.75}, {"coverage": 1.0}]
+    assert "total_steps: got 10, but the last phase would begin after so many" in message(phases, total_steps=10)
 
 
 def test_shares_of_an_unknown_number_are_refused() -> None:

@@ -5,10 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 
+from sdp_deepspeed.checkpoint import checkpointer
+from sdp_deepspeed.engine import schedule_calls
+from tests.helpers.models import loss_of
 from tests.helpers.properties import is_thorough
 from tests.helpers.ranks import Rank
 from tests.helpers.replanned_runs import assert_same_run
@@ -70,6 +74,9 @@ def draws_follow_the_interval(rank: Rank) -> None:
         train_step(engine, samples_of(steps, rank.size)[rank.rank])
     assert [hashes[step] == hashes[step + 1] for step in range(5)] == [True, False, True, False, True]
     assert engine.phase == 0
+    whole = start(GROWING | {"block": {"holders": 2, "redraw_interval": 1}})
+    with mock.patch.object(type(whole), "_replan", side_effect=AssertionError("nothing to draw")):
+        train_step(whole, samples_of(0, rank.size)[rank.rank])
 
 
 def what_cannot_be_is_told_at_start(rank: Rank) -> None:
@@ -102,16 +109,78 @@ def what_cannot_be_is_told_at_start(rank: Rank) -> None:
 
 
 def callers_who_do_not_follow(rank: Rank) -> None:
-    """A loop that keeps its batch size, its own accumulation, or plans of its own."""
+    """A loop that keeps its batch size, larger or smaller than a phase's; its own accumulation; plans of its own; and
+    what would end the run at the phase's end is told at its beginning."""
     engine = start(GROWING)
     refusal(ValueError, lambda: engine.replan({"holders": 2}), "schedule or redraw_interval of the config decides")
     assert engine.zero_optimization_stage() == 1
     for steps in range(3):
         train_step(engine, samples_of(steps, rank.size)[rank.rank])
     own = samples_of(3, rank.size)[rank.rank]
-    refusal(ValueError, lambda: engine(input_ids=own[:2], labels=own[:2]), "a batch of 2 samples", "is 1")
+    refusal(ValueError, lambda: _steps(engine, own, [2] * 4), "schedule[1]: got a batch of 2 samples", "is 1")
+    growing = [{"until_step": 1, "holders": 1}, {"holders": 2, "train_micro_batch_size_per_gpu": 4}]
+    engine = start(GROWING | {"block": {"schedule": growing}})
+    train_step(engine, own)
+    refusal(ValueError, lambda: _steps(engine, own, [2] * 2), "schedule[1]: got a batch of 2 samples", "is 4")
+    engine = start(GROWING)
     engine.set_gradient_accumulation_boundary(is_boundary=True)
-    refusal(ValueError, lambda: engine(input_ids=own[:1], labels=own[:1]), "the caller accumulates gradients")
+    refusal(
+        ValueError, lambda: _steps(engine, own, [2]), "schedule[0]: a phase has", "the caller accumulates gradients"
+    )
+    engine = start(GROWING)
+    engine.module._compiled_call_impl = engine.module._call_impl
+    refusal(ValueError, lambda: train_step(engine, own), "schedule[0]: engine.replan: 'the model' was compiled")
+
+
+def _steps(engine: Any, samples: torch.Tensor, sizes: list[int]) -> None:
+    """Micro-steps of so many samples each."""
+    for size in sizes:
+        loss = loss_of(engine, samples[:size])
+        engine.backward(loss)
+        engine.step()
+
+
+def a_load_that_fails_changes_nothing(rank: Rank) -> None:
+    """Nor the phase; a step that has begun is dropped by one that does not; formats may say their step late."""
+    straight, other = start(GROWING), start(GROWING)
+    for steps in range(4):
+        train_step(straight, samples_of(steps, rank.size)[rank.rank])
+    straight.save_checkpoint(str(rank.folder / "phases"), tag="4")
+    with mock.patch.object(checkpointer, "restore", side_effect=ValueError("of another model")):
+        refusal(ValueError, lambda: other.load_checkpoint(str(rank.folder / "phases")), "of another model")
+    assert (other.phase, other.zero_optimization_stage(), other.train_micro_batch_size_per_gpu()) == (0, 1, 2)
+    own = samples_of(0, rank.size)[rank.rank]
+    other.backward(loss_of(other, own[:2]))
+    with mock.patch.object(type(other), "before_restore"):
+        other.optimizer.zero_grad()
+        other.load_checkpoint(str(rank.folder / "phases"))
+    assert (other.phase, other.train_micro_batch_size_per_gpu()) == (1, 1)
+    other = start(GROWING)
+    other.backward(loss_of(other, own[:2]))
+    other.load_checkpoint(str(rank.folder / "phases"))
+    samples = samples_of(4, rank.size)[rank.rank]
+    assert train_step(other, samples) == train_step(straight, samples)
+    assert_same_run(straight, other)
+
+
+def a_turn_that_fails_leaves_the_phase(rank: Rank) -> None:
+    """As far as nothing has changed yet; the error says of which phase it is."""
+    engine = start(GROWING)
+    for steps in range(2):
+        train_step(engine, samples_of(steps, rank.size)[rank.rank])
+    with mock.patch.object(type(engine), "_agree", side_effect=ValueError("no")):
+        refusal(ValueError, lambda: train_step(engine, samples_of(2, rank.size)[rank.rank]), "schedule[1]: no")
+    assert (engine.phase, engine.zero_optimization_stage(), engine.train_micro_batch_size_per_gpu()) == (0, 1, 2)
+
+
+def all_phases_are_shown(rank: Rank) -> None:
+    with mock.patch.object(schedule_calls, "announce") as announce:
+        start(GROWING)
+    assert announce.call_count == (rank.rank == 0)
+    if rank.rank == 0:
+        assert [words in announce.call_args[0][0] for words in ("1 to 3", "4 to 5", "6 to the end")] == [True] * 3
+    with mock.patch.object(schedule_calls, "_memory", return_value=1000):
+        refusal(ValueError, lambda: start(GROWING), "schedule[0]: its model state and buffers take")
 
 
 def _cases(size: int, options: pytest.Config) -> Iterator[tuple[str, Check]]:
@@ -122,6 +191,9 @@ def _cases(size: int, options: pytest.Config) -> Iterator[tuple[str, Check]]:
         yield "draws_follow_the_interval", draws_follow_the_interval
         yield "what_cannot_be_is_told_at_start", what_cannot_be_is_told_at_start
         yield "callers_who_do_not_follow", callers_who_do_not_follow
+        yield "a_load_that_fails_changes_nothing", a_load_that_fails_changes_nothing
+        yield "a_turn_that_fails_leaves_the_phase", a_turn_that_fails_leaves_the_phase
+        yield "all_phases_are_shown", all_phases_are_shown
 
 
 @pytest.mark.checks((2, 3, 4), _cases)

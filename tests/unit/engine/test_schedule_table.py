@@ -17,6 +17,7 @@ from sdp_deepspeed.plan.placement import Network
 from sdp_deepspeed.plan.planner import plan_model
 from sdp_deepspeed.plan.tensors import dense_tensors
 from sdp_deepspeed.schedule import Phase
+from sdp_deepspeed.sizes import mib_text
 from tests.helpers.models import llama
 
 SETTINGS = OptimizerSettings(1, clip=0.0, wire_dtype=torch.float32)
@@ -38,7 +39,7 @@ DENSE = row(Phase(41, None, {}), coverage=1.0)
 
 
 def test_a_line_for_each_phase() -> None:
-    title, heading, half, dense, draws = schedule_table([HALF, DENSE], 10).split("\n")
+    title, heading, half, dense, moves, draws = schedule_table([HALF, DENSE], 10).split("\n")
     assert "of the worker that needs most" in title
     assert heading.split()[:3] == ["steps", "coverage", "mode"]
     assert half.split()[:8] == ["1", "to", "40", "0.5", "forward", "x", "block", "1"]
@@ -47,7 +48,16 @@ def test_a_line_for_each_phase() -> None:
     assert half.endswith(" 0.50x")
     assert dense.endswith(" 1.00x")
     assert draws.strip() == "another assignment is drawn every 10 steps"
+    both = mib_text(2 * max(DENSE.states))  # a draw of the dense plan
+    assert moves.strip() == f"while the plan changes: at most {both}, both states, and two buckets"
     assert len(schedule_table([HALF], None).split("\n")) == 3
+
+
+def test_what_may_not_fit_while_the_plan_changes_is_said() -> None:
+    most = max(map(sum, zip(HALF.states, DENSE.states, strict=True)))
+    assert "it may end there" not in schedule_table([HALF, DENSE], None, most)
+    assert mib_text(most) in schedule_table([HALF, DENSE], None)
+    assert "more than its GPU has: it may end there" in schedule_table([HALF, DENSE], None, most - 1)
 
 
 def test_figures_are_those_of_the_estimate() -> None:
