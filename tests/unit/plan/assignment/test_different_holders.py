@@ -29,6 +29,7 @@ from tests.helpers.assignment_tables import (
     model,
     widths,
 )
+from tests.helpers.properties import examples
 
 
 def check(holders: Holders, numbers: list[int], k: int) -> None:
@@ -47,6 +48,7 @@ def problems(draw: st.DrawFn) -> tuple[list[UnitCost], list[int], int, int]:
     return draw(costs_of(len(numbers), 3)), numbers, k, draw(st.integers(0, 3))
 
 
+@examples(50)
 @given(problems())
 def test_any_numbers_make_a_table(problem: tuple[list[UnitCost], list[int], int, int]) -> None:
     costs, numbers, k, seed = problem
