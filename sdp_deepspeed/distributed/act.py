@@ -16,7 +16,6 @@ class Act:
         waits: for others, in a collective.
         call: number of that collective.
         launched: how many it has started.
-        stuck_in: name of the collective of all ranks, not of ours, that it waits in; empty if none.
         lost: whether a collective has failed here, after which no other will come about.
         ended: whether the process ends, after which it starts no other.
         beat: how often the rank has published; where it does not move, the process is gone or stopped.
@@ -27,7 +26,6 @@ class Act:
     waits: bool
     call: int
     launched: int
-    stuck_in: str
     lost: bool
     ended: bool
     beat: int
@@ -35,7 +33,7 @@ class Act:
     @property
     def is_away(self) -> bool:
         """Whether it will not come to a meeting that it has not come to."""
-        return bool(self.stuck_in) or self.lost or self.ended
+        return self.lost or self.ended
 
     def misses(self, call: int) -> bool:
         """Whether the collective of this number will not come about, for all that this rank does."""

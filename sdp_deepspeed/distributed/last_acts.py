@@ -18,12 +18,10 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from datetime import timedelta
-from functools import partial
 from typing import Any
 
 from sdp_deepspeed.distributed.act import Act, Acts, act_in_words, beat_of
 from sdp_deepspeed.distributed.exits import go_on
-from sdp_deepspeed.distributed.main_thread import stuck_in
 from sdp_deepspeed.distributed.store_gatherer import Store, found
 from sdp_deepspeed.messages import listed
 
@@ -65,7 +63,6 @@ class LastActs:
         store: for this engine's keys alone.
         ranks: all of the group, this rank's included.
         warn: told for whom this rank waits.
-        stuck_in: names the collective of all ranks, not of ours, that this rank waits in.
     """
 
     def __init__(
@@ -75,13 +72,11 @@ class LastActs:
         rank: int,
         ranks: Sequence[int],
         warn: Callable[[str], None],
-        stuck_in: Callable[[], str] = str,
     ) -> None:
         self._store = store
         self._rank = rank
         self._ranks = tuple(ranks)
         self._warn = warn
-        self._stuck_in = stuck_in
         self._num_calls = 0
         self._what, self._since = "built its engine", time.monotonic()
         self._waiting: _Waiting | None = None
@@ -139,7 +134,7 @@ class LastActs:
 
     def elsewhere(self, ranks: Iterable[int]) -> dict[int, Act]:
         """Those of the ranks that will not come to where this rank waits now, if they have not come before: they have
-        started collectives that come after it, wait in another of all ranks, have given up or ended."""
+        started collectives that come after it, have given up or ended."""
         acts = self.of(ranks).items()
         return {rank: act for rank, act in acts if act.launched > self._num_calls or act.is_away}
 
@@ -209,7 +204,7 @@ class LastActs:
     def _own(self) -> Act:
         waiting = self._waiting
         seconds = time.monotonic() - (self._since if waiting is None else waiting.since)
-        state = self._num_calls, self._stuck_in(), self._lost, self._ended, self._beat
+        state = self._num_calls, self._lost, self._ended, self._beat
         return Act(self._what, seconds, waiting is not None, 0 if waiting is None else waiting.call, *state)
 
     def _others(self) -> Acts:
@@ -270,7 +265,7 @@ def make_last_acts(dist: Any, group: Any, warn: Callable[[str], None]) -> LastAc
     prefix = f"sdp_deepspeed/last_acts/{group.group_name}"
     number = store.add(f"{prefix}/{rank}", 1)  # of the group's engines, which its ranks build together
     own = dist.PrefixStore(f"{prefix}/{number}", store)
-    acts = LastActs(own, rank=rank, ranks=ranks, warn=warn, stuck_in=partial(stuck_in, dist))
+    acts = LastActs(own, rank=rank, ranks=ranks, warn=warn)
     if len(ranks) > 1:
         acts.start()
     return acts

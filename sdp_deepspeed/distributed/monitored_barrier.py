@@ -17,7 +17,6 @@ from sdp_deepspeed.messages import listed
 
 TIMEOUT = timedelta(minutes=5)
 LOOK_SECONDS = 2.0  # of waiting, between two looks whether the others can still come
-_BEATS_STUCK = 10  # one after another, in a collective of PyTorch's own: a rank may be about to leave it
 _PAUSES = (0.001, 0.1)  # seconds between two questions whether all have come, least and most
 _PAUSE_SHARE = 8  # a pause is this part of what was waited already, so that many ranks do not keep the store busy
 _ENDING_SECONDS = 1.0  # from the first connection of an ended process that is found closed to all others
@@ -132,44 +131,28 @@ class MonitoredBarrier:
         """
         self._store.set(str(self._channel.rank), str(self._meetings).encode())
         came = self._store.add(_CAME, 1)
-        stuck: dict[int, set[int]] = {}
         began = looked = now = time.monotonic()
         while came < self._meetings * self._channel.size:
             time.sleep(min(max(_PAUSES[0], (now - began) / _PAUSE_SHARE), _PAUSES[1]))
             now = time.monotonic()
             if now - looked > LOOK_SECONDS:
                 looked = now
-                if self._is_hopeless(stuck):
+                if self._is_hopeless():
                     return False
             if now - began > self._limit.total_seconds():
                 return False
             came = self._store.add(_CAME, 0)
         return not self._store.check([_FAILED])  # who comes last may find that others have given up
 
-    def _is_hopeless(self, stuck: dict[int, set[int]]) -> bool:
+    def _is_hopeless(self) -> bool:
         """Whether a rank has ended, or goes on without coming here. Of each group the first rank looks for all, others
-        for that one; what one found all hear.
-
-        Args:
-            stuck: the beats of each rank that was in a collective of PyTorch's own at all the latest looks. One that
-                publishes nothing meanwhile may have left it long ago.
-        """
+        for that one; what one found all hear."""
         if self._store.check([_FAILED]):
             return True
         watched = self._late(self._last_acts.watched)
         elsewhere = self._last_acts.elsewhere(watched)
         late = self._late(elsewhere)  # asked again: who has come meanwhile may have gone on since
-        still = {rank: stuck.get(rank, set()) | {elsewhere[rank].beat} for rank in late if elsewhere[rank].stuck_in}
-        stuck.clear()
-        stuck.update(still)
-        if any(rank not in still for rank in late) or any(map(self._channel.is_gone, watched)):
-            return True
-        return any(len(beats) >= _BEATS_STUCK for beats in still.values()) and self._all_are_away()
-
-    def _all_are_away(self) -> bool:
-        """One that is on its way may be what those wait for that are stuck."""
-        late = self._late(range(self._channel.size))
-        return len(self._last_acts.elsewhere(late)) == len(late)
+        return bool(late) or any(map(self._channel.is_gone, watched))
 
     def _late(self, ranks: Iterable[int]) -> list[int]:
         """Those of the ranks that have not come to this meeting."""
@@ -190,10 +173,7 @@ class MonitoredBarrier:
 
     def _last_seen(self, late: Sequence[int]) -> str:
         acts = self._last_acts.of(late)
-        seen = [
-            f"rank {rank} {act.what}{f' and waits in torch.distributed.{act.stuck_in}()' if act.stuck_in else ''}"
-            for rank, act in acts.items()
-        ]
+        seen = [f"rank {rank} {act.what}" for rank, act in acts.items()]
         return f". Last seen: {listed(seen, separator='; ')}" if seen else ""
 
     def _explain(self, phases: list[Phase]) -> str:

@@ -17,7 +17,6 @@ import torch.distributed as dist
 
 from sdp_deepspeed.distributed import last_acts
 from sdp_deepspeed.distributed.last_acts import LastActs, make_last_acts
-from sdp_deepspeed.distributed.main_thread import _COLLECTIVES
 from tests.helpers.last_acts import of_ranks, threads, waiting
 
 BROKEN = "Connection closed by peer"
@@ -287,7 +286,6 @@ def test_each_engine_of_a_group_has_keys_of_its_own_and_is_heard_of_at_once() ->
             get_process_group_ranks=lambda group: [2, 5],
             distributed_c10d=SimpleNamespace(_get_default_store=lambda: store),
             PrefixStore=dist.PrefixStore,
-            **{name: getattr(dist, name) for name in _COLLECTIVES},
         )
         return make_last_acts(torch_distributed, group, print)
 

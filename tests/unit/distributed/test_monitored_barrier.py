@@ -7,7 +7,6 @@ import threading
 import time
 import weakref
 from collections import Counter
-from collections.abc import Callable
 from datetime import timedelta
 from types import SimpleNamespace
 from typing import Any
@@ -30,18 +29,11 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 class Ranks:
-    """Three ranks that come when the test says so.
+    """Three ranks that come when the test says so."""
 
-    Args:
-        stuck_in: of rank 1.
-    """
-
-    def __init__(self, stuck_in: Callable[[], str] = str) -> None:
+    def __init__(self) -> None:
         self._store: Any = dist.HashStore()
-        self.acts = [
-            LastActs(self._prefixed("acts"), rank=rank, ranks=range(3), warn=print, stuck_in=stuck_in)
-            for rank in range(3)
-        ]
+        self.acts = [LastActs(self._prefixed("acts"), rank=rank, ranks=range(3), warn=print) for rank in range(3)]
         self.gone: set[int] = set()
         self._came = Counter[int]()
         self._began = time.monotonic()
@@ -84,21 +76,6 @@ def ranks() -> Ranks:
     return Ranks()
 
 
-def publishing_at_each_look(
-    ranks: Ranks, monkeypatch: pytest.MonkeyPatch, until: Callable[[], bool] = lambda: False
-) -> None:
-    """Rank 1 does, and comes in the end, with rank 2."""
-    elsewhere = ranks.acts[0].elsewhere
-
-    def looking(others: Any) -> Any:
-        if until():
-            ranks.come(1, 2)
-        ranks.acts[1].publish()
-        return elsewhere(others)
-
-    monkeypatch.setattr(ranks.acts[0], "elsewhere", looking)
-
-
 def test_who_trains_instead_is_not_waited_for(ranks: Ranks) -> None:
     ranks.train(1)
     words = r"rank 0 asked for the whole dense model and waited for rank 1, 2, which " + ADVICE
@@ -138,44 +115,6 @@ def test_who_has_done_as_much_is_waited_for(ranks: Ranks) -> None:
         ranks.train(rank)
     ranks.come_later()
     assert ranks.barrier(0).wait(Phase.FORWARD) == [None] * 3
-
-
-def test_who_waits_in_a_barrier_of_all_ranks_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    ranks = Ranks(stuck_in=lambda: "barrier")
-    ranks.come(2)
-    publishing_at_each_look(ranks, monkeypatch)
-    words = r"waited for rank 1, .* Last seen: rank 1 built its engine and waits in torch\.distributed\.barrier\(\)"
-    with pytest.raises(RuntimeError, match=words):
-        ranks.barrier(0).wait(Phase.RESIDENT)
-
-
-def test_who_waits_in_a_collective_for_one_that_is_on_its_way_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Rank 2 reads a file, rank 1 waits for it, and rank 0 was done early, as the source of a broadcast is."""
-    looks = Counter[str]()
-
-    def stuck() -> str:
-        looks["of rank 1"] += 1
-        return "broadcast"
-
-    ranks = Ranks(stuck_in=stuck)
-    publishing_at_each_look(ranks, monkeypatch, until=lambda: looks["of rank 1"] > 2 * monitored_barrier._BEATS_STUCK)
-    assert ranks.barrier(0).wait(Phase.RESIDENT) == [None] * 3
-
-
-def test_who_leaves_a_collective_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    """However often it enters another."""
-    found = [*["all_gather"] * (monitored_barrier._BEATS_STUCK - 1), ""] * 2
-    ranks = Ranks(stuck_in=lambda: found.pop() if found else "")
-    publishing_at_each_look(ranks, monkeypatch, until=lambda: not found)
-    assert ranks.barrier(0).wait(Phase.RESIDENT) == [None] * 3
-
-
-def test_who_was_in_a_collective_and_is_not_heard_of_since_is_waited_for() -> None:
-    """Its thread may not run while a large file is read."""
-    ranks = Ranks(stuck_in=lambda: "barrier")
-    ranks.acts[1].publish()
-    threading.Timer(SECONDS * 2 * monitored_barrier._BEATS_STUCK, ranks.come, [1, 2]).start()
-    assert ranks.barrier(0).wait(Phase.RESIDENT) == [None] * 3
 
 
 def test_who_comes_late_to_a_meeting_that_failed_is_told(ranks: Ranks) -> None:
