@@ -8,6 +8,7 @@ from __future__ import annotations
 import pickle
 import threading
 from collections.abc import Callable
+from operator import itemgetter
 from typing import Any, Protocol, TypeVar
 
 from sdp_deepspeed.messages import listed
@@ -35,6 +36,26 @@ class OneRank:
 
     def gather_objects(self, value: object) -> list[Any]:
         return [value]
+
+
+class Among:
+    """A `Gatherer` of one of several groups that gathers among all ranks, so that who fails is named as it is there.
+
+    Args:
+        all_ranks: all groups' ranks; each of them makes one and calls it.
+        group: the number of this rank's group.
+        rank, size: of this rank in it, and of it.
+    """
+
+    def __init__(self, all_ranks: Gatherer, group: int, *, rank: int, size: int) -> None:
+        self._all_ranks, self._group = all_ranks, group
+        self.rank, self.size = rank, size
+
+    def gather_objects(self, value: object) -> list[Any]:
+        """One small picklable object of every rank of the group, in its order."""
+        gathered = self._all_ranks.gather_objects((self._group, self.rank, value))
+        own = [(rank, other) for group, rank, other in gathered if group == self._group]
+        return [other for _, other in sorted(own, key=itemgetter(0))]
 
 
 def raise_on_all_ranks(communicator: Gatherer, error: Exception | None) -> None:

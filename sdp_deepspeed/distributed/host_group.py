@@ -23,6 +23,7 @@ from sdp_deepspeed.distributed.gloo_threads import settle_at_exit
 from sdp_deepspeed.distributed.interfaces import gloo_uses, interface_for_gloo
 
 _CONNECTING = timedelta(minutes=5)  # of waiting for a rank that cannot be reached
+DESCRIPTION = "sdp_deepspeed_host"  # of the group, as PyTorch's own logs name it
 LIMIT = timedelta(hours=2)  # of waiting for a rank that lives; one whose process ends is noticed at once
 
 
@@ -149,6 +150,6 @@ def make_host_group(dist: Any, ranks: Gatherer, warn: Callable[[str], None]) -> 
     # The run's own group over gloo has found its way.
     name = None if dist.get_backend() == "gloo" else interface_for_gloo(ranks)
     with gloo_uses(name):  # not agreed on: where one rank cannot connect, others still try
-        group = dist.new_group(backend="gloo", timeout=_CONNECTING)
+        group = dist.new_group(backend="gloo", timeout=_CONNECTING, group_desc=DESCRIPTION)
     dist.distributed_c10d._set_pg_timeout(LIMIT, group)
     return HostGroup(dist, group)

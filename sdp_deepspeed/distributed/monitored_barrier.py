@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from datetime import timedelta
 from enum import IntEnum
 from typing import Any, Protocol
@@ -16,6 +17,7 @@ from sdp_deepspeed.distributed.store_gatherer import Store, found
 from sdp_deepspeed.messages import listed
 
 TIMEOUT = timedelta(minutes=5)
+NOTICE_SECONDS = 30.0  # of waiting, before it is told for whom
 LOOK_SECONDS = 2.0  # of waiting, between two looks whether the others can still come
 _PAUSES = (0.001, 0.1)  # seconds between two questions whether all have come, least and most
 _PAUSE_SHARE = 8  # a pause is this part of what was waited already, so that many ranks do not keep the store busy
@@ -72,10 +74,14 @@ class MonitoredBarrier:
         store: for the numbers of meetings of this engine's ranks.
         last_acts: of this rank and others; what tells that a rank will not come.
         limit: of waiting for one of which nothing tells.
+        warn: told for whom all wait.
     """
 
-    def __init__(self, channel: Meeting, store: Store, last_acts: LastActs, *, limit: timedelta) -> None:
+    def __init__(
+        self, channel: Meeting, store: Store, last_acts: LastActs, *, limit: timedelta, warn: Callable[[str], None]
+    ) -> None:
         self._limit = limit
+        self._warn = warn
         self._channel = channel
         self._store = store
         self._last_acts = last_acts
@@ -118,13 +124,13 @@ class MonitoredBarrier:
         self._last_acts.note(_WORDS[phase])
         cause: Exception | None = None
         try:
-            if self._all_come():
+            if self._all_come(phase):
                 return [(Phase(value), other) for value, other in self._channel.gather_objects((int(phase), note))]
         except RuntimeError as error:  # a rank, or the store, is gone
             cause = error
         raise RuntimeError(self._give_up(phase)) from cause
 
-    def _all_come(self) -> bool:
+    def _all_come(self, phase: Phase) -> bool:
         """Wait for all ranks; False once it is certain that one does not come, or after the limit.
 
         In the store, as nobody can be woken who waits for a message of gloo's.
@@ -132,6 +138,7 @@ class MonitoredBarrier:
         self._store.set(str(self._channel.rank), str(self._meetings).encode())
         came = self._store.add(_CAME, 1)
         began = looked = now = time.monotonic()
+        notice = began + NOTICE_SECONDS
         while came < self._meetings * self._channel.size:
             time.sleep(min(max(_PAUSES[0], (now - began) / _PAUSE_SHARE), _PAUSES[1]))
             now = time.monotonic()
@@ -139,6 +146,9 @@ class MonitoredBarrier:
                 looked = now
                 if self._is_hopeless():
                     return False
+            if now > notice:
+                notice = math.inf
+                self._notice(phase)
             if now - began > self._limit.total_seconds():
                 return False
             came = self._store.add(_CAME, 0)
@@ -158,6 +168,16 @@ class MonitoredBarrier:
         """Those of the ranks that have not come to this meeting."""
         came = found(self._store, [str(rank) for rank in ranks])
         return [int(rank) for rank, meetings in came.items() if int(meetings or 0) < self._meetings]
+
+    def _notice(self, phase: Phase) -> None:
+        """One warns, however many wait: a rank that is alone, as below `if rank == 0`, is to hear of it soon."""
+        late = self._late(range(self.size))
+        if late and self.rank == min(set(range(self.size)).difference(late)):
+            limit = f"{self._limit.total_seconds():.0f} seconds"
+            self._warn(
+                f"rank {self.rank} {_WORDS[phase]} and waits for rank {listed(late)}: {_WHY.get(phase, _CALLS)}"
+                f"{self._last_seen(late)} (waiting goes on, for at most {limit})"
+            )
 
     def _give_up(self, phase: Phase) -> str:
         """For good: tell those who wait for this rank, here or in a training step."""
@@ -208,10 +228,14 @@ class Meetings:
         return self._barrier.wait(self._phase, value)
 
 
-def make_monitored_barrier(host: HostGroup, last_acts: LastActs) -> MonitoredBarrier:
-    """A barrier for all ranks of the run, in a channel of its own, so that it pairs with nothing else; all call it."""
+def make_monitored_barrier(host: HostGroup, last_acts: LastActs, warn: Callable[[str], None]) -> MonitoredBarrier:
+    """A barrier for all ranks of the run, in a channel of its own, so that it pairs with nothing else; all call it.
+
+    Args:
+        warn: told for whom ranks wait.
+    """
     dist = host.dist
     # Of this engine alone: others count their own meetings.
     prefix = f"sdp_deepspeed/monitored_barrier/{host.group.group_name}"
     store = dist.PrefixStore(prefix, dist.distributed_c10d._get_default_store())
-    return MonitoredBarrier(host.channel(Channel.BARRIER, limit=TIMEOUT), store, last_acts, limit=TIMEOUT)
+    return MonitoredBarrier(host.channel(Channel.BARRIER, limit=TIMEOUT), store, last_acts, limit=TIMEOUT, warn=warn)

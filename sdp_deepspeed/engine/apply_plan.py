@@ -162,14 +162,14 @@ def apply_plan(
         # Plan: which units the model has, and which subnetwork holds which.
         chosen = ChosenPlan.of(module, block, network, parallel, groups.dp_group.size)
         model = chosen.rank_model(module, tensors, parallel, groups.dp_group.rank)
-        plans = [chosen.plan]
-        if own_layers(module, parallel.branches):
+        branches = parallel.branches if groups.tp_group is None else []  # part of a layer cannot be tried out
+        plans = [chosen.plan] if branches else []
+        if own_layers(module, branches):
             later_plans = (ChosenPlan.of(module, each, network, parallel, groups.dp_group.size) for each in later)
             plans += [each.plan for each in later_plans]
-        if groups.tp_group is None:
-            notes = [check_descriptions(module, parallel.branches, plan, start.device) for plan in plans]
-            chosen = replace(chosen, warnings=[*chosen.warnings, *dict.fromkeys(chain.from_iterable(notes))])
-        tried = Tried.of(module, parallel.branches, plans)
+        notes = [check_descriptions(module, branches, plan, start.device) for plan in plans]
+        chosen = replace(chosen, warnings=[*chosen.warnings, *dict.fromkeys(chain.from_iterable(notes))])
+        tried = Tried.of(module, branches, plans)
         # Mask: drop, narrow or freeze what this rank lacks.
         mask = Mask(module, model, parallel.branches, scales=block.dense_branch_scale == "coverage")
         mask.apply()
@@ -185,7 +185,7 @@ def apply_plan(
             log_dist(f"{KEY}: {start.deferred.note}", ranks=[0])
     give_back(start.device)  # before the optimizer allocates
     # Dense view: what makes the module the dense model again, for evaluation, export and state dicts.
-    barrier = make_monitored_barrier(groups.host, groups.last_acts)
+    barrier = make_monitored_barrier(groups.host, groups.last_acts, logger.warning)
     dense_view = install_dense_view(module, mask, groups.dp_group, barrier, (start.device, block.evaluation))
     tell(chosen, groups.world.rank)
     return AppliedPlan(chosen.plan, parallel, mask, dense_view, barrier, tried)

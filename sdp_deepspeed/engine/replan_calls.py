@@ -20,7 +20,7 @@ from sdp_deepspeed.checkpoint.state.fill import make_targets
 from sdp_deepspeed.checkpoint.state.optimizer_state import OptimizerState, merged
 from sdp_deepspeed.checkpoint.state.rank_chunks import RankChunks, persistent_buffers
 from sdp_deepspeed.config import KEY, SubnetworkConfig
-from sdp_deepspeed.distributed.agreement import Gatherer, run_on_all_ranks
+from sdp_deepspeed.distributed.agreement import Among, Gatherer, run_on_all_ranks
 from sdp_deepspeed.distributed.communicator import Communicator
 from sdp_deepspeed.distributed.last_acts import LastActs
 from sdp_deepspeed.distributed.monitored_barrier import Meetings, Phase
@@ -48,6 +48,7 @@ from sdp_deepspeed.replan.cost import Moved, Replanned
 from sdp_deepspeed.replan.share import Share
 from sdp_deepspeed.replan.transfer import Transfer
 from sdp_deepspeed.support.refusals import refuse_unsupported, without_effect
+from sdp_deepspeed.tensor_parallel.checks import refuse_uneven
 
 
 @dataclass(frozen=True)
@@ -56,7 +57,7 @@ class _Before:
 
     Args:
         state: of this rank.
-        catalog: of all ranks.
+        catalog: of all data-parallel ranks.
         optimizer: as `OptimizerState.metadata`.
         is_same: whether the plan is that of before.
     """
@@ -110,6 +111,13 @@ class ReplanCalls(DenseCalls):
         """Where all ranks agree on a re-plan; who fails or dies is named there."""
         return Meetings(self._applied.barrier, Phase.REPLAN)
 
+    def _groups(self) -> tuple[Gatherer, Gatherer | None]:
+        """The data-parallel group, and the tensor-parallel one if there is one; all ranks gather together, as above."""
+        ranks, dp, tp = self._meetings, self.dp_group, self._applied.parallel.communicator
+        index = 0 if tp is None else tp.rank
+        of_replica = None if tp is None else Among(ranks, dp.rank, rank=index, size=tp.size)
+        return Among(ranks, index, rank=dp.rank, size=dp.size), of_replica
+
     def _replan(self, given: dict[str, Any], stage: int | None) -> Replanned:
         """
         Args:
@@ -140,7 +148,7 @@ class ReplanCalls(DenseCalls):
         ranks = self._meetings
         config = run_on_all_ranks(ranks, partial(self._check, given))
         check_same_block(config, self.zero_optimization_stage(), ranks)
-        network = network_of(self, ranks)
+        network = network_of(self, *self._groups())
         chosen = run_on_all_ranks(ranks, partial(self._choose, config, network))
         check_same_plan(chosen.plan, ranks)
         return config, chosen
@@ -164,6 +172,7 @@ class ReplanCalls(DenseCalls):
     def _check(self, given: Mapping[str, Any]) -> SubnetworkConfig:
         config, ds_config = new_block(given, self.block), resolved_config(given, self._config)
         refuse_unsupported(config, ds_config)
+        refuse_uneven(self._applied.parallel.shards, self.zero_optimization_stage())
         refuse_rates(self.optimizer.optimizer, config.lr_by_coverage)
         refuse_replan(self, self._applied, self._other_weights)
         self._known_parameters.check()
@@ -201,8 +210,9 @@ class ReplanCalls(DenseCalls):
 
         optimizer, state, own_counts = run_on_all_ranks(ranks, read)
         counts = merged(ranks.gather_objects(own_counts))
-        catalog = Catalog.gather(state.owned, ranks)
-        assert not (gaps := list(catalog.gaps())), f"nobody has some elements of {gaps}, or two ranks do"
+        shards = self._applied.parallel.shards
+        catalog = Catalog.gather(state.owned, self._groups()[0])
+        assert not (gaps := list(catalog.gaps(shards))), f"nobody has some elements of {gaps}, or two ranks do"
         run_on_all_ranks(ranks, partial(check_optimizer_state, catalog, self.optimizer.model))
         return _Before(state, catalog, optimizer.metadata(counts), is_same)
 

@@ -65,10 +65,6 @@ def refuse_run(engine: Any, applied: AppliedPlan) -> None:
     Raises:
         ValueError: of a run that cannot be re-planned, as far as that does not depend on the moment.
     """
-    if applied.parallel.group is not None:
-        raise ValueError(f"engine.replan is not possible under tensor parallelism: save a checkpoint and {_LOAD}")
-    if engine.optimizer.settings.offload is not None:
-        raise ValueError(f"engine.replan is not possible with zero_optimization.offload_optimizer: {_SAVE}")
     compiled = [name or "the model" for name, module in engine.module.named_modules() if _is_compiled(module)]
     if compiled:
         raise ValueError(
@@ -88,8 +84,7 @@ def refuse_run(engine: Any, applied: AppliedPlan) -> None:
         )
 
 
-_LOAD = "load it in an engine that is built with the new block"
-_SAVE = f"save a checkpoint and {_LOAD}"
+_SAVE = "save a checkpoint and load it in an engine that is built with the new block"
 
 
 def _is_compiled(module: nn.Module) -> bool:

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, ValuesView
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -154,7 +155,8 @@ class ScheduleCalls(ReplanCalls):
         self._set_micro_batch(self._first[1], 0)
         batches = micro_batch, samples // micro_batch
         setup = setup_of(settings, self.get_data_types()[0], self.optimizer.optimizer, batches[1])
-        return PhaseRow.of(phase, chosen, self.optimizer.model.tensors, setup, batches)
+        local = replace(chosen, plan=self._applied.parallel.shards.local_plan(chosen.plan))
+        return PhaseRow.of(phase, local, self.optimizer.model.tensors, setup, batches)
 
     def _check_micro_batches(self) -> None:
         """

@@ -51,7 +51,8 @@ class PhaseRow:
     ) -> PhaseRow:
         """
         Args:
-            tensors: the dense model's, with their param groups.
+            chosen: in the coordinates of this rank's tensors.
+            tensors: the module's, whole, with their param groups.
         """
         plan, flops = chosen.plan, [cost.flops for cost in chosen.costs]
         ranks = estimate(plan, tensors, setup)
@@ -86,10 +87,13 @@ class PhaseRow:
             f"{self.plan.regime} x {strategy}",
             f"{self.stage}",
             f"{self.batches[0]} x {self.batches[1]}",
-            mib_text(self.rank.state),
+            mib_text(self.rank.state) + self._beside(),
             mib_text(self.rank.sent_bytes),
             f"{self.flops:.2f}x",
         ]
+
+    def _beside(self) -> str:
+        return f" and {mib_text(self.rank.host_optimizer)} of its host" if self.rank.host_optimizer else ""
 
 
 def _flops_share(plan: Plan, flops: Sequence[int]) -> float:
@@ -116,6 +120,7 @@ def setup_of(
         stage=cast(Literal[0, 1, 2], settings.stage),
         precision=Precision(dtype.itemsize, gradients, settings.wire_dtype.itemsize, moments),
         accumulation=accumulation,
+        offload=settings.offload is not None,
         bucket_elements=settings.bucket_elements,
         overlap=settings.max_in_flight > 0,
     )

@@ -12,6 +12,7 @@ from contextlib import contextmanager
 
 import torch
 from deepspeed.runtime.fp16.loss_scaler import LossScaler, LossScalerBase
+from torch.utils.hooks import RemovableHandle
 
 from sdp_deepspeed.distributed.communicator import Communicator
 from sdp_deepspeed.exchange.averaging import Averages, AveragingOptions, Pipeline, unscale
@@ -65,6 +66,7 @@ class SubnetworkOptimizer(HostSurface):
         self._frozen_at_start: dict[str, torch.nn.Parameter] = {}  # though they are in a param group
         self._dp_group = dp_group
         self._tp_group = tp_group
+        self._partial_sums: list[RemovableHandle] = []
         self._kernels = kernels_of(optimizer)
         self._lay_out(model, settings)
 
@@ -103,7 +105,7 @@ class SubnetworkOptimizer(HostSurface):
         rank."""
         log_owners(self.model)
         if self._tp_group is not None:
-            self._tp_group.sum_partial_gradients(self._parameters)
+            self._partial_sums = self._tp_group.sum_partial_gradients(self._parameters)
         self._gradients.install()
         self._averaging.install()
         given = {id(parameter) for group in self.optimizer.param_groups for parameter in group["params"]}
@@ -120,6 +122,8 @@ class SubnetworkOptimizer(HostSurface):
 
     def uninstall(self) -> None:
         """Inverse of `install`, but for the param groups; between steps."""
+        for handle in self._partial_sums:
+            handle.remove()
         self._gradients.uninstall()
         self._averaging.uninstall()
 

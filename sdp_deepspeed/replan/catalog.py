@@ -20,6 +20,7 @@ from sdp_deepspeed.checkpoint.state.optimizer_state import OptimizerState
 from sdp_deepspeed.checkpoint.state.rank_chunks import RankChunks
 from sdp_deepspeed.checkpoint.storage.names import WEIGHT
 from sdp_deepspeed.distributed.agreement import Gatherer
+from sdp_deepspeed.plan.shards import Shards
 from sdp_deepspeed.replan.requests import IntArray, small
 
 Part = tuple[Box, torch.Tensor]
@@ -83,11 +84,12 @@ class Owners:
 
 @dataclass(frozen=True)
 class Catalog:
-    """What all ranks send, the same on every rank.
+    """What all data-parallel ranks send, the same on each of them.
 
     Args:
         shapes, dtypes: of the dense tensors, by key.
-        owners: by key the ranks with their boxes, which together are the whole tensor.
+        owners: by key the ranks with their boxes, which together are the whole tensor, or what this rank of a
+            tensor-parallel group has of it.
     """
 
     shapes: Mapping[str, tuple[int, ...]]
@@ -96,7 +98,7 @@ class Catalog:
 
     @classmethod
     def gather(cls, owned: StateDict, ranks: Gatherer) -> Catalog:
-        """Every rank calls it with what it sends."""
+        """Every data-parallel rank calls it with what it sends."""
         shapes: dict[str, tuple[int, ...]] = {}
         dtypes: dict[str, torch.dtype] = {}
         parts: dict[str, list[tuple[int, int]]] = {}  # by key: a rank, and the number of its boxes
@@ -124,10 +126,16 @@ class Catalog:
             }
         )
 
-    def gaps(self) -> Iterator[str]:
-        """Keys of which nobody would send some elements, or two ranks would."""
+    def gaps(self, shards: Shards) -> Iterator[str]:
+        """Keys of which nobody would send some elements, or two ranks would.
+
+        Args:
+            shards: what the ranks have of each tensor.
+        """
         for key, shape in self.shapes.items():
-            if self.owners[key].num_elements != torch.Size(shape).numel():
+            division = shards.divisions.get(key.partition("/")[2])
+            size = torch.Size(shape).numel() if division is None else division.num_elements(shards.index)
+            if self.owners[key].num_elements != size:
                 yield key
 
 

@@ -55,7 +55,7 @@ _BLOCK = (
     _works("strategy by part", f"{KEY}.strategy", {"attention": "neuron", "mlp": "block"}),
     _works("coverage over depth and by name", f"{KEY}.coverage", [{"units": "mlp", "coverage": 0.5}]),
     _works(
-        "coverage over time; no tensor parallelism, offload or compiled modules",
+        "coverage over time; no compiled modules",
         f"{KEY}.schedule",
         [{"until_step": 1, "coverage": 0.5}, {"coverage": 1.0}],
     ),

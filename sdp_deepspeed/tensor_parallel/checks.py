@@ -12,6 +12,7 @@ from torch import nn
 from sdp_deepspeed.architectures import LocatedBranch
 from sdp_deepspeed.config import KEY
 from sdp_deepspeed.distributed.communicator import RankGroups
+from sdp_deepspeed.plan.shards import Shards
 
 
 def check_mpu(mpu: Any) -> None:
@@ -30,6 +31,23 @@ def check_size(size: int, num_ranks: int) -> None:
         raise ValueError(
             f"tensor_parallel.autotp_size: got {size}, which does not divide the {num_ranks} ranks that run; use a "
             "divisor of their number"
+        )
+
+
+def refuse_uneven(shards: Shards, stage: int) -> None:
+    """
+    Args:
+        stage: ZeRO stage.
+
+    Raises:
+        ValueError: at stage 2 ranks of a group would have other buckets than one another, and pair up with their own.
+    """
+    uneven = next((name for name, division in shards.divisions.items() if not division.is_even), None)
+    if uneven is not None and stage == 2:
+        raise ValueError(
+            f"zero_optimization.stage: got 2, but {shards.size} tensor-parallel ranks do not divide {uneven!r} evenly "
+            f"({shards.divisions[uneven].lengths}); pad the vocabulary to a multiple of {shards.size} "
+            "(resize_token_embeddings), or use stage 1"
         )
 
 

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
+from torch.utils.hooks import RemovableHandle
 
 from sdp_deepspeed.distributed.communicator import Communicator
 
@@ -30,8 +31,15 @@ class TensorParallelGroup:
         """Whether this rank counts the parameter in the gradient norm."""
         return name in self.sharded or self.communicator.rank == 0
 
-    def sum_partial_gradients(self, parameters: Mapping[str, torch.nn.Parameter]) -> None:
-        """From now on each gradient in `partial_gradients` is summed over the group before it is accumulated."""
-        for name in sorted(self.partial_gradients):
-            if parameters[name].requires_grad:
-                parameters[name].register_hook(lambda gradient: self.communicator.sum(gradient.clone()))
+    def sum_partial_gradients(self, parameters: Mapping[str, torch.nn.Parameter]) -> list[RemovableHandle]:
+        """From now on each gradient in `partial_gradients` is summed over the group before it is accumulated.
+
+        Returns:
+            What ends that.
+        """
+        summands = (parameters[name] for name in sorted(self.partial_gradients))
+        return [
+            parameter.register_hook(lambda gradient: self.communicator.sum(gradient.clone()))
+            for parameter in summands
+            if parameter.requires_grad
+        ]

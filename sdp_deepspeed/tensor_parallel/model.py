@@ -26,7 +26,7 @@ from sdp_deepspeed.distributed.host_group import Channel, HostGroup
 from sdp_deepspeed.distributed.replicas import differing_replicas
 from sdp_deepspeed.messages import listed
 from sdp_deepspeed.plan.shards import UNDIVIDED, Division, Shards
-from sdp_deepspeed.tensor_parallel.checks import check_divided
+from sdp_deepspeed.tensor_parallel.checks import check_divided, refuse_uneven
 from sdp_deepspeed.tensor_parallel.group import TensorParallelGroup
 from sdp_deepspeed.tensor_parallel.state_dicts import StateDicts
 
@@ -248,13 +248,7 @@ def build_tensor_parallel(
         return TensorParallel(branches=locate_branches(model))
     of_mpu, of_autotp = TensorParallel.of_mpu, TensorParallel.of_autotp
     result = of_mpu(model, tp_group) if before is None else of_autotp(model, tp_group, before)
-    uneven = [name for name, division in result.shards.divisions.items() if not division.is_even]
-    if uneven and stage == 2:  # buckets would be other ones on other ranks of the group, and pair up with its own
-        raise ValueError(
-            f"zero_optimization.stage: got 2, but {tp_group.size} tensor-parallel ranks do not divide {uneven[0]!r} "
-            f"evenly ({result.shards.divisions[uneven[0]].lengths}); pad the vocabulary to a multiple of "
-            f"{tp_group.size} (resize_token_embeddings), or use stage 1"
-        )
+    refuse_uneven(result.shards, stage)
     result.check_same_model(model)
     result.install(model)
     return result

@@ -11,6 +11,7 @@ interpreters, as CUDA may not be forked.
 
 from __future__ import annotations
 
+import gc
 import multiprocessing
 import os
 import signal
@@ -187,6 +188,17 @@ def _server() -> Any:
     return context
 
 
+def _drop_engines(dist: Any) -> None:
+    """Threads of theirs go on else: gloo's look a hundred times a second for what comes, of all engines so far."""
+    from sdp_deepspeed.distributed import host_group
+
+    gc.collect()
+    dist.barrier()
+    groups = [group for group in dist.distributed_c10d._world.pg_map if group.group_desc == host_group.DESCRIPTION]
+    for group in groups:
+        dist.destroy_process_group(group)
+
+
 def _rank_main(rank: int, size: int, folder: str, checks: Sequence[Named], reports: Any, backend: str) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     on_a_gpu = os.environ["DS_ACCELERATOR"] != "cpu"
@@ -205,6 +217,7 @@ def _rank_main(rank: int, size: int, folder: str, checks: Sequence[Named], repor
     torch.set_num_threads(1)
     torch.seed()  # else ranks would agree on what nobody seeded, and a test would not see that nobody did
     numpy.random.seed()
+    gc.freeze()  # what imports made stays
     name = checks[0][0]
     try:
         dist.init_process_group(
@@ -215,6 +228,7 @@ def _rank_main(rank: int, size: int, folder: str, checks: Sequence[Named], repor
             own.mkdir(exist_ok=True)
             check(Rank(rank, size, own))
             reports.send((name, None))
+            _drop_engines(dist)
         dist.barrier()
         dist.destroy_process_group()
     except BaseException:

@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch import nn
 
 from sdp_deepspeed import architectures
+from sdp_deepspeed.plan.plan import Plan
 from sdp_deepspeed.reference.virtual_workers import Reference
 from tests.helpers.models import MIXED, SPECIMENS, Specimen, batches, config, loss_of, two_groups
 from tests.helpers.oracle import from_rank_0, make_optimizer
@@ -177,12 +178,19 @@ class Divided:
         """The same losses, norms and clipped steps, and the same dense model in evaluation and state dict."""
         dense = build(self.model)
         engine = self.start()
+        plans: dict[int, Plan] = {}
         reference = Reference(
-            dense, engine.plan, lambda named: make_optimizer(self.optimizer, two_groups(named)), loss_of, clip=0.5
+            dense,
+            engine.plan,
+            lambda named: make_optimizer(self.optimizer, two_groups(named)),
+            loss_of,
+            clip=0.5,
+            later=plans,
         )
         worker = engine.dp_group.rank
         assert (engine.dp_group.size, worker) == (rank.size // TP, rank.rank // TP)
         for step in itertools.islice(batches(rank.size // TP, self.accumulation), self.num_steps):
+            plans[engine.global_steps] = engine.plan
             losses, norm = from_rank_0(partial(reference.step, step))
             for batch, expected in zip(step[worker], losses[worker], strict=True):
                 loss = loss_of(engine, batch)

@@ -136,22 +136,11 @@ def own_loss(engine: Any, generator: torch.Generator) -> torch.Tensor:
     return loss
 
 
-def runs(rank: Rank) -> None:
-    """Tensor parallelism comes last: DeepSpeed never forgets its groups."""
-    offload = {"zero_optimization": {"stage": 1, "offload_optimizer": {"device": "cpu"}}}
-    engine = Sequence_(2, [Phase({}, 1)], config=offload).engine(Phase({}), 1)
-    refusal(ValueError, lambda: engine.replan({"holders": 2}), "offload_optimizer", "save a checkpoint")
-    settings = {"tensor_parallel": {"autotp_size": 2}}
-    engine = Sequence_(2, [Phase({}, 1)], config=settings).engine(Phase({}), 1)
-    refusal(ValueError, lambda: engine.replan({"seed": 2}), "tensor parallelism", "save a checkpoint")
-
-
 def _cases(size: int, options: pytest.Config) -> Iterator[tuple[str, Check]]:
     for refused in (blocks, rates_of_no_use, in_the_middle, copies, changed_by_others, compiled):
         yield refused.__name__, partial(goes_on, refused)
     yield "described", described
     yield "in_an_accumulation", in_an_accumulation
-    yield "runs", runs
 
 
 @pytest.mark.checks(2, _cases)

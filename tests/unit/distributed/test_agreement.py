@@ -9,12 +9,25 @@ from typing import Any
 
 import pytest
 
-from sdp_deepspeed.distributed.agreement import OneRank, raise_on_all_ranks, run_on_all_ranks, run_on_rank_0
+from sdp_deepspeed.distributed.agreement import Among, OneRank, raise_on_all_ranks, run_on_all_ranks, run_on_rank_0
 from tests.helpers.gatherers import ThreadGatherer, outcomes_of
 
 
 class FolderError(RuntimeError):
     """Adds nothing, so that it travels as it is."""
+
+
+def test_one_of_several_groups_gathers_among_all() -> None:
+    """Two groups of two, of which the second counts its ranks the other way round."""
+    positions = [(0, 0), (1, 1), (0, 1), (1, 0)]
+
+    def work(rank: int, objects: ThreadGatherer) -> Any:
+        group, own = positions[rank]
+        ranks = Among(objects, group, rank=own, size=2)
+        return ranks.rank, ranks.size, ranks.gather_objects({"of": rank})
+
+    first, second = [{"of": 0}, {"of": 2}], [{"of": 3}, {"of": 1}]
+    assert outcomes_of(4, work) == [(0, 2, first), (1, 2, second), (1, 2, first), (0, 2, second)]
 
 
 class CodedError(ValueError):

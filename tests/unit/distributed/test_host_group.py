@@ -155,7 +155,7 @@ def test_the_group_is_made_on_the_way_to_the_first_node(
     monkeypatch.setattr(host_group, "interface_for_gloo", lambda ranks: "eth1")
     monkeypatch.setattr(host_group, "allow_connections", lambda size, warn, num_groups: done.append((size, num_groups)))
     make_host_group(
-        lonely(backend, lambda backend, timeout: done.append((backend, os.environ.get("GLOO_SOCKET_IFNAME")))),
+        lonely(backend, lambda backend, timeout, **_: done.append((backend, os.environ.get("GLOO_SOCKET_IFNAME")))),
         OneRank(),
         pytest.fail,
     )
@@ -166,7 +166,7 @@ def test_ranks_may_wait_for_longer_than_nccl_lets_them() -> None:
     """Ten minutes; the limit of the group is that of collectives, which a save has."""
     assert timedelta(hours=1) <= LIMIT
     limits: list[timedelta] = []
-    alone = lonely("nccl", lambda backend, timeout: limits.append(timeout))
+    alone = lonely("nccl", lambda backend, timeout, **_: limits.append(timeout))
     alone.distributed_c10d._set_pg_timeout = lambda timeout, group: limits.append(timeout)
     host = make_host_group(alone, OneRank(), pytest.fail)
     assert limits[0] < timedelta(minutes=10), "ranks that cannot be reached are told soon"

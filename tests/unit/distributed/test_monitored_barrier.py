@@ -37,6 +37,7 @@ class Ranks:
         self.gone: set[int] = set()
         self._came = Counter[int]()
         self._began = time.monotonic()
+        self.warnings: list[str] = []
 
     def _prefixed(self, name: str) -> Any:
         return dist.PrefixStore(name, self._store)
@@ -46,7 +47,8 @@ class Ranks:
             rank=rank, size=3, gather_objects=lambda value: said or [value] * 3, is_gone=self.gone.__contains__
         )
         limit: Any = SimpleNamespace(total_seconds=self._patience)
-        return MonitoredBarrier(channel, self._prefixed("barrier"), self.acts[rank], limit=limit)
+        warn = self.warnings.append
+        return MonitoredBarrier(channel, self._prefixed("barrier"), self.acts[rank], limit=limit, warn=warn)
 
     def _patience(self) -> float:
         assert time.monotonic() - self._began < 20, "nothing but the limit ended it"
@@ -115,6 +117,26 @@ def test_who_has_done_as_much_is_waited_for(ranks: Ranks) -> None:
         ranks.train(rank)
     ranks.come_later()
     assert ranks.barrier(0).wait(Phase.FORWARD) == [None] * 3
+
+
+@pytest.mark.parametrize("rank", [0, 2])
+def test_the_first_of_those_who_wait_says_once_for_whom(
+    ranks: Ranks, rank: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rank 1 may wait for this one in a collective that nobody here knows of."""
+    monkeypatch.setattr(monitored_barrier, "NOTICE_SECONDS", SECONDS)
+    monkeypatch.setattr(ranks, "_patience", lambda: 300.0)
+    ranks.acts[1].publish()
+    ranks.come(2 if rank == 0 else 0)
+    threading.Timer(SECONDS * 20, ranks.come, [1]).start()
+    assert ranks.barrier(rank).wait(Phase.FORWARD) == [None] * 3
+    assert len(ranks.warnings) == (rank == 0)
+    for text in ranks.warnings:
+        assert text.startswith(
+            "rank 0 began a forward pass of the dense model and waits for rank 1: the dense model is"
+        )
+        assert "let all ranks enter engine.dense(resident=True)" in text
+        assert text.endswith("Last seen: rank 1 built its engine (waiting goes on, for at most 300 seconds)")
 
 
 def test_who_comes_late_to_a_meeting_that_failed_is_told(ranks: Ranks) -> None:

@@ -2,20 +2,22 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
 from sdp_deepspeed.architectures import unit_costs
 from sdp_deepspeed.config import KEY, parse
 from sdp_deepspeed.engine.apply_plan import ChosenPlan
 from sdp_deepspeed.engine.schedule_table import PhaseRow, schedule_table, setup_of
 from sdp_deepspeed.estimate.per_rank import estimate
-from sdp_deepspeed.optimizer.settings import OptimizerSettings
+from sdp_deepspeed.optimizer.settings import Offload, OptimizerSettings
 from sdp_deepspeed.plan.placement import Network
 from sdp_deepspeed.plan.planner import plan_model
-from sdp_deepspeed.plan.tensors import dense_tensors
+from sdp_deepspeed.plan.tensors import TensorInfo, dense_tensors
 from sdp_deepspeed.schedule import Phase
 from sdp_deepspeed.sizes import mib_text
 from tests.helpers.models import llama
@@ -23,15 +25,19 @@ from tests.helpers.models import llama
 SETTINGS = OptimizerSettings(1, clip=0.0, wire_dtype=torch.float32)
 
 
-def row(phase: Phase, **block: Any) -> PhaseRow:
+def optimized(model: nn.Module) -> list[TensorInfo]:
+    return [replace(info, group=0) for info in dense_tensors(model)]
+
+
+def row(phase: Phase, settings: OptimizerSettings = SETTINGS, **block: Any) -> PhaseRow:
     model = llama(4)
     config = parse({KEY: block})
     assert config is not None
     plan, warnings = plan_model(model, config, 4)
     chosen = ChosenPlan(plan, Network(("one",) * 4), unit_costs(model, plan.units), warnings)
     optimizer = torch.optim.Adam(model.parameters())
-    setup = setup_of(SETTINGS, torch.float32, optimizer, accumulation=2)
-    return PhaseRow.of(phase, chosen, dense_tensors(model), setup, (3, 2))
+    setup = setup_of(settings, torch.float32, optimizer, accumulation=2)
+    return PhaseRow.of(phase, chosen, optimized(model), setup, (3, 2))
 
 
 HALF = row(Phase(1, 40, {}), coverage=0.5)
@@ -53,6 +59,15 @@ def test_a_line_for_each_phase() -> None:
     assert len(schedule_table([HALF], None).split("\n")) == 3
 
 
+def test_what_is_in_host_memory_is_beside_it() -> None:
+    offloaded = row(Phase(1, None, {}), replace(SETTINGS, offload=Offload(pin_memory=False)), coverage=0.5)
+    assert offloaded.rank.state < HALF.rank.state
+    assert max(offloaded.states) == offloaded.rank.weights
+    cell = offloaded.cells()[5]
+    assert cell == f"{mib_text(offloaded.rank.state)} and {mib_text(offloaded.rank.host_optimizer)} of its host"
+    assert "host" not in HALF.cells()[5]
+
+
 def test_what_may_not_fit_while_the_plan_changes_is_said() -> None:
     most = max(map(sum, zip(HALF.states, DENSE.states, strict=True)))
     assert "it may end there" not in schedule_table([HALF, DENSE], None, most)
@@ -63,7 +78,7 @@ def test_what_may_not_fit_while_the_plan_changes_is_said() -> None:
 def test_figures_are_those_of_the_estimate() -> None:
     model = llama(4)
     ranks = estimate(
-        DENSE.plan, dense_tensors(model), setup_of(SETTINGS, torch.float32, torch.optim.Adam([torch.zeros(1)]), 2)
+        DENSE.plan, optimized(model), setup_of(SETTINGS, torch.float32, torch.optim.Adam([torch.zeros(1)]), 2)
     )
     assert DENSE.rank in ranks
     assert DENSE.rank.state == max(rank.state for rank in ranks)

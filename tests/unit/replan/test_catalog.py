@@ -13,7 +13,9 @@ from sdp_deepspeed.checkpoint.state.boxes import Box
 from sdp_deepspeed.checkpoint.state.chunks import Chunks
 from sdp_deepspeed.checkpoint.state.optimizer_state import OptimizerState
 from sdp_deepspeed.distributed.agreement import OneRank
+from sdp_deepspeed.plan.shards import UNDIVIDED, Division, Shards
 from sdp_deepspeed.replan.catalog import Catalog, OwnState
+from tests.helpers import replanned_boxes
 from tests.helpers.gatherers import outcomes_of
 from tests.helpers.replanned_boxes import KEY, catalog_of, layouts
 from tests.helpers.trained_states import SHAPE, one_rank
@@ -52,7 +54,7 @@ def test_the_catalog_of_all_ranks() -> None:
     chunks = trained.rank_chunks()
     own = OwnState.of(chunks, OptimizerState(trained.optimizer, chunks), own_buffers=False)
     catalog = Catalog.gather(own.owned, OneRank())
-    assert not list(catalog.gaps())
+    assert not list(catalog.gaps(UNDIVIDED))
     stored: dict[str, Any] = dict(catalog.metadata().state_dict_metadata)
     assert stored.keys() == own.owned.keys()
     assert tuple(stored["exp_avg/cut"].size) == SHAPE
@@ -63,10 +65,17 @@ def test_the_catalog_of_all_ranks() -> None:
 def test_who_has_some_of_a_box(layout: list[list[Box]], wanted: list[list[Box]]) -> None:
     owners = [(rank, box) for rank, boxes in enumerate(layout) for box in boxes]
     catalog = catalog_of(owners)
-    assert not list(catalog.gaps())
+    assert not list(catalog.gaps(UNDIVIDED))
     for box in wanted[0]:
         found = list(catalog.owners[KEY].overlapping(box))
         assert found == [(rank, other) for rank, other in owners if box.overlap(other) is not None]
+
+
+def test_of_a_divided_tensor_the_ranks_have_a_shard() -> None:
+    shard = Box((0, 4), (4, 2))
+    of_rank = [Shards(index, 2, {"w": Division(replanned_boxes.SHAPE, 1, (4, 2))}) for index in range(2)]
+    catalog = catalog_of([(0, shard)])
+    assert [list(catalog.gaps(shards)) for shards in of_rank] == [[KEY], []]
 
 
 def test_tensors_without_dims_and_without_elements() -> None:
@@ -82,7 +91,7 @@ def test_tensors_without_dims_and_without_elements() -> None:
 
     for catalog in outcomes_of(2, work):
         assert catalog.shapes == shapes
-        assert not list(catalog.gaps())
+        assert not list(catalog.gaps(UNDIVIDED))
         for name, of_name in boxes.items():
             assert list(catalog.owners[name].overlapping(Box.whole(shapes[name]))) == [(1, box) for box in of_name]
 

@@ -8,6 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from sdp_deepspeed.checkpoint.state.boxes import Box
+from sdp_deepspeed.plan.shards import UNDIVIDED
 from sdp_deepspeed.replan.share import Share, halves
 from tests.helpers.replanned_boxes import KEY, SHAPE, catalog_of, layouts
 
@@ -39,7 +40,7 @@ def test_all_elements_come_from_where_they_are(layout: list[list[Box]], rank: in
 def test_what_nobody_has() -> None:
     half = Box((0, 0), (2, 6))
     catalog = catalog_of([(1, half)])
-    assert list(catalog.gaps()) == [KEY]
+    assert list(catalog.gaps(UNDIVIDED)) == [KEY]
     with pytest.raises(RuntimeError, match=rf"no rank has '{KEY}' from \(2, 0\) on"):
         Share.of([(KEY, Box.whole(SHAPE), torch.empty(SHAPE))], {}, catalog)
 
