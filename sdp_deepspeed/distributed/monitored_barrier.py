@@ -181,12 +181,14 @@ class MonitoredBarrier:
 
     def _give_up(self, phase: Phase) -> str:
         """For good: tell those who wait for this rank, here or in a training step."""
-        missing, seen = "another rank, which is gone or had given up", ""
+        missing, seen, late = "another rank, which is gone or had given up", "", []
         with contextlib.suppress(Exception):  # the store is gone when the rank that keeps it is
             self._store.set(_FAILED, b"")
             late = self._late(range(self._channel.size))
             if late:
                 missing, seen = f"rank {listed(late)}, which did not come", self._last_seen(late)
+        if not late and (ended := self.ended_ranks()):
+            missing = f"rank {listed(ended)}, which ended"
         why = f"waited for {missing}: {_WHY.get(phase, _CALLS)}{seen}"
         self._last_acts.fail(why)
         return f"rank {self._channel.rank} {_WORDS[phase]} and {why}"

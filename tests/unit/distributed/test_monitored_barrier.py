@@ -207,6 +207,9 @@ def test_a_store_that_is_gone_with_its_rank(ranks: Ranks, monkeypatch: pytest.Mo
     monkeypatch.setattr(barrier, "_store", gone)
     with pytest.raises(RuntimeError, match=r"rank 1 began a forward pass .* waited for another rank,"):
         barrier.wait(Phase.FORWARD)
+    ranks.gone.add(0)
+    with pytest.raises(RuntimeError, match=r"rank 1 began a forward pass .* waited for rank 0, which ended: the dense"):
+        barrier.wait(Phase.FORWARD)
 
 
 def test_ranks_in_different_phases_are_named(ranks: Ranks) -> None:
