@@ -72,6 +72,7 @@ class AppliedPlan:
         dense_view: installed in the module.
         barrier: where all ranks agree before each collective of the dense view.
         tried: which descriptions of users were tried out.
+        coverage: C, units weighted by their FLOPs.
     """
 
     plan: Plan
@@ -80,6 +81,7 @@ class AppliedPlan:
     dense_view: DenseView
     barrier: MonitoredBarrier
     tried: Tried
+    coverage: float
 
     @property
     def model(self) -> RankModel:
@@ -102,6 +104,11 @@ class ChosenPlan:
     network: Network
     costs: Sequence[UnitCost]
     warnings: Sequence[str]
+
+    @property
+    def coverage(self) -> float:
+        """C, units weighted by their FLOPs."""
+        return self.plan.mean_coverage([cost.flops for cost in self.costs])
 
     @classmethod
     def of(
@@ -188,7 +195,7 @@ def apply_plan(
     barrier = make_monitored_barrier(groups.host, groups.last_acts, logger.warning)
     dense_view = install_dense_view(module, mask, groups.dp_group, barrier, (start.device, block.evaluation))
     tell(chosen, groups.world.rank)
-    return AppliedPlan(chosen.plan, parallel, mask, dense_view, barrier, tried)
+    return AppliedPlan(chosen.plan, parallel, mask, dense_view, barrier, tried, chosen.coverage)
 
 
 def install_dense_view(

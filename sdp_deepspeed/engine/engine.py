@@ -110,6 +110,11 @@ class SubnetworkEngine(ScheduleCalls):
         return self._applied.plan
 
     @property
+    def coverage(self) -> float:
+        """C of the plan, units weighted by their FLOPs."""
+        return self._applied.coverage
+
+    @property
     def shards(self) -> Shards:
         """What this rank stores under tensor parallelism."""
         return self._applied.model.shards

@@ -245,7 +245,7 @@ class ReplanCalls(DenseCalls):
         give_storage(without.values())
         options = self.device, config.evaluation
         dense_view = install_dense_view(self.module, mask, self.dp_group, applied.barrier, options)
-        self._applied = replace(applied, plan=chosen.plan, mask=mask, dense_view=dense_view)
+        self._applied = replace(applied, plan=chosen.plan, mask=mask, dense_view=dense_view, coverage=chosen.coverage)
         self._other_weights = OtherWeights(self.module, mask)
         install_save(self._export())
         self.optimizer.lay_out_anew(model, optimizer_settings(self, config))

@@ -58,9 +58,7 @@ class PhaseRow:
         ranks = estimate(plan, tensors, setup)
         states = tuple(rank.weights + rank.optimizer for rank in ranks)
         largest = max(ranks, key=lambda rank: rank.state + rank.buffers)
-        return cls(
-            phase, plan, plan.mean_coverage(flops), _flops_share(plan, flops), largest, states, batches, setup.stage
-        )
+        return cls(phase, plan, chosen.coverage, _flops_share(plan, flops), largest, states, batches, setup.stage)
 
     def refuse_too_large(self, memory: int | None) -> None:
         """

@@ -127,7 +127,7 @@ class Present:
         micro_batch: of a rank.
         stage: ZeRO's.
         method: a short name of what is trained.
-        coverage: each unit counted alike.
+        coverage: C, units weighted by their FLOPs.
         plan_hash: of our engine's plan.
         phase: of a schedule, beginning with 0; None without one.
         num_phases: of the schedule, 0 without one.
@@ -160,7 +160,7 @@ def present(engine: Any) -> Present:
     micro_batch = int(engine.train_micro_batch_size_per_gpu())
     if plan is None:
         return Present(micro_batch, stage, f"ZeRO-{stage}")
-    now = Present(micro_batch, stage, _method(plan), plan.coverage, plan.hash)
+    now = Present(micro_batch, stage, _method(plan, engine.coverage), engine.coverage, plan.hash)
     if schedule is None:
         return now
     method = "dense" if plan.is_whole else now.method
@@ -192,11 +192,11 @@ def micro_batches(engine: Any) -> list[int]:
     return [size for size in given if size is not None]
 
 
-def _method(plan: Plan) -> str:
+def _method(plan: Plan, coverage: float) -> str:
     mode = f"{plan.regime} x {plan.strategy if isinstance(plan.strategy, str) else 'mixed'}"
     words = "" if mode == str(MODES[0]) else f" {mode}"  # the usual one goes without saying
     numbers = sorted({*map(len, plan.holders)})
     holders = "-".join(map(str, dict.fromkeys((numbers[0], numbers[-1]))))
     # Many rules have one range.
-    mean = "" if len(numbers) == 1 else f" (mean {plan.coverage * plan.num_subnetworks:.3g})"
+    mean = "" if len(numbers) == 1 else f" (mean {coverage * plan.num_subnetworks:.3g})"
     return f"SDP {holders}/{plan.num_subnetworks}{mean}{words}"

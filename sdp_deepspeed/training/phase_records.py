@@ -98,7 +98,7 @@ def _then(names: Sequence[str]) -> str:
 
 
 def mean_coverage(reports: Sequence[Mapping[str, Any]]) -> float | None:
-    """Over the steps of a schedule, each unit counted alike; None if there are others."""
+    """C over the steps of a schedule; None if there are others."""
     return mean_over_steps(reports, [report["coverage"] for report in reports])
 
 

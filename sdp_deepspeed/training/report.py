@@ -31,7 +31,6 @@ def _write(run: Run) -> None:
     records = run.folder.metrics.read()
     steps, evaluations, figures = (of_kind(records, kind) for kind in ("train", "evaluation", "figures"))
     plan, phases = engines.plan_of(run.engine), phase_reports(records)
-    coverage = 1.0 if plan is None else plan.coverage
     run.folder.write_json(
         "report.json",
         {
@@ -40,7 +39,7 @@ def _write(run: Run) -> None:
             "num_ranks": run.world.size,
             "steps": run.step,
             "tokens_per_step": run.tokens_per_step,
-            "coverage": mean_coverage(phases or []) or coverage,  # over steps, each unit counted alike
+            "coverage": mean_coverage(phases or []) or engines.present(run.engine).coverage,  # C, over steps
             "plan_hash": None if plan is None else plan.hash,
             "dense_validation_loss": evaluations[-1]["dense_validation_loss"] if evaluations else None,
             "step_seconds": spread([r["seconds"] for r in steps if r["timed"]]),
