@@ -82,9 +82,11 @@ class Schedule:
             return None
         phases, total = [{}] if given is None else given, _total_steps(config, block)
         ends = _ends(phases, total, f"{key}.schedule")
-        if block.get("total_steps") == total and any(end is not None and end >= (total or end + 1) for end in ends):
+        last_end = max((end for end in ends if end is not None), default=0)
+        if total is not None and total <= last_end and _has_shares(phases):
             raise ValueError(
-                f"{key}.total_steps: got {total}, but the last phase would begin after so many; give it steps"
+                f"{key}.schedule: the run has {total} steps, but the last phase would begin after step {last_end}; "
+                "give it steps"
             )
         starts = [1, *(end + 1 for end in ends[:-1] if end is not None)]
         pieces = zip(phases, starts, ends, strict=True)
@@ -106,6 +108,11 @@ class Schedule:
                     f"{self.key}.schedule[0].{name}: got {value}, but the config itself has {config[name]}, with which "
                     "the run begins; set it there"
                 )
+
+    def path_of(self, phase: int) -> str:
+        """What of the config asks for a phase."""
+        given = self.config[self.key].get("schedule")
+        return f"{self.key}.redraw_interval" if given is None else f"{self.key}.schedule[{phase}]"
 
     def in_words(self) -> str:
         """The same on all ranks if they were given the same."""
@@ -165,17 +172,21 @@ def blocks_of_phases(block: Mapping[str, Any], key: str) -> list[tuple[str, dict
         ValueError: what is wrong with a phase, a line for each problem.
     """
     base, phases = _without_schedule(block), block.get("schedule")
-    if phases is None:
-        return [(key, base)]
-    problems = list(_problems(phases, f"{key}.schedule"))
-    if type(block.get("total_steps")) is int and not any("until" in phase for phase in phases):
+    problems = list(_problems(phases or (), f"{key}.schedule"))
+    if type(block.get("total_steps")) is int and not _has_shares(phases or ()):
         problems.append(
             f"{key}.total_steps: got {block['total_steps']}, but no phase has until, a share of it; remove it"
         )
     if problems:
         raise ValueError("\n".join(problems))
+    if phases is None:
+        return [(key, base)]
     blocks = [merged(base, _phase(phase, 1, None).block) for phase in phases]
     return [(f"{key}.schedule[{index}]", own) for index, own in enumerate(blocks)]
+
+
+def _has_shares(phases: Sequence[Mapping[str, Any]]) -> bool:
+    return any(phase.get("until") is not None for phase in phases)
 
 
 def _without_schedule(block: Mapping[str, Any]) -> dict[str, Any]:

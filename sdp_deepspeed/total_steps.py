@@ -19,6 +19,17 @@ def phases_of(config: Mapping[str, Any]) -> list[Mapping[str, Any]]:
     return [phase for phase in schedule if isinstance(phase, Mapping)] if isinstance(schedule, list) else []
 
 
+def never_begins(config: Mapping[str, Any], steps: int) -> str | None:
+    """What to tell where the last phase would begin after the last of so many steps."""
+    ends = [phase["until_step"] for phase in phases_of(config) if type(phase.get("until_step")) is int]
+    if max(ends, default=0) < steps:
+        return None
+    return (
+        f"{KEY}.schedule: the run ends with step {steps}, but the last phase would begin after step {max(ends)}, so "
+        "nothing is trained in it"
+    )
+
+
 def fill_total_steps(config: dict[str, Any], steps: int) -> bool:
     """Write the number of steps of the whole run into the block if a phase ends at a fraction of them, and the block
     does not say how many they are. Returns whether that was so."""

@@ -40,6 +40,7 @@ class HostEngine(Protocol):
     global_steps: int
     micro_steps: int
     skipped_steps: int
+    training_dataloader: Any
     _config: HostConfig
     _step_applied: bool
     _is_gradient_accumulation_boundary: bool | None

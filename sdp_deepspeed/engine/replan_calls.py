@@ -118,10 +118,11 @@ class ReplanCalls(DenseCalls):
         of_replica = None if tp is None else Among(ranks, dp.rank, rank=index, size=tp.size)
         return Among(ranks, index, rank=dp.rank, size=dp.size), of_replica
 
-    def _replan(self, given: dict[str, Any], stage: int | None) -> Replanned:
+    def _replan(self, given: dict[str, Any], stage: int | None, *, tells: bool = True) -> Replanned:
         """
         Args:
             given: DeepSpeed's config from now on, the same on all ranks.
+            tells: whether another plan is printed.
         """
         begin, ranks = time.monotonic(), self._meetings
         with self._at_stage(stage):
@@ -135,7 +136,7 @@ class ReplanCalls(DenseCalls):
         del before
         give_back(self.device)
         self.block, self.config = config, given
-        if not is_same:
+        if tells and not is_same:
             tell(chosen, self.world.rank, rows=False)
         result = Replanned.of(moved, ranks, begin=begin)
         log_dist(f"{KEY}: {result}", ranks=[0])

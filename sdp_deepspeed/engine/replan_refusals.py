@@ -40,7 +40,7 @@ def refuse_replan(engine: Any, applied: AppliedPlan, other_weights: OtherWeights
             "engine.replan: there are gradients of a step that has begun, which are laid out by the present plan; call "
             "it after engine.step() at the end of an accumulation, or drop them with engine.zero_grad()"
         )
-    frozen = list(_frozen_since_start(applied.mask))
+    frozen = list(frozen_since_start(applied.mask))
     if frozen:
         raise ValueError(
             f"engine.replan: {quoted(frozen)} required gradients when deepspeed.initialize was called and do not now, "
@@ -91,7 +91,7 @@ def _is_compiled(module: nn.Module) -> bool:
     return module._compiled_call_impl is not None or hasattr(module, "dynamo_ctx")
 
 
-def _frozen_since_start(mask: Mask) -> Iterator[str]:
+def frozen_since_start(mask: Mask) -> Iterator[str]:
     """Parameters that this rank trains, or would."""
     model = mask.model
     for info in model.tensors:

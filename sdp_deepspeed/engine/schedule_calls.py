@@ -4,6 +4,7 @@ phase is restored. All that could refuse a later phase is asked when the engine 
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator, Mapping, ValuesView
 from contextlib import contextmanager
 from dataclasses import replace
@@ -11,21 +12,28 @@ from functools import partial
 from typing import Any
 
 import torch
+from deepspeed.utils import log_dist, logger
 
 from sdp_deepspeed.config import KEY, SubnetworkConfig, parse
 from sdp_deepspeed.distributed.agreement import run_on_all_ranks
 from sdp_deepspeed.distributed.monitored_barrier import Phase as Meeting
-from sdp_deepspeed.engine.apply_plan import announce
+from sdp_deepspeed.engine.apply_plan import ChosenPlan, announce
 from sdp_deepspeed.engine.deepspeed_settings import optimizer_settings
 from sdp_deepspeed.engine.replan_calls import ReplanCalls
-from sdp_deepspeed.engine.replan_refusals import refuse_run
+from sdp_deepspeed.engine.replan_refusals import frozen_since_start, refuse_run
 from sdp_deepspeed.engine.schedule_table import PhaseRow, schedule_table, setup_of
+from sdp_deepspeed.messages import quoted
+from sdp_deepspeed.optimizer.settings import OptimizerSettings
 from sdp_deepspeed.schedule import Schedule
 
 _BY_CALLER = (
     "a phase has a train_micro_batch_size_per_gpu of its own, but the caller accumulates gradients "
     "(managed_gradient_accumulation, set_gradient_accumulation_boundary, Accelerate, the Trainer), in batches that "
     "no phase changes; remove it"
+)
+_BY_LOADER = (
+    "a phase has a train_micro_batch_size_per_gpu of its own, but deepspeed.initialize was given training_data, of "
+    "which it makes batches of one size; remove the key, or make batches by engine.train_micro_batch_size_per_gpu()"
 )
 
 
@@ -58,8 +66,9 @@ class ScheduleCalls(ReplanCalls):
         is in the phase of the checkpoint's step afterward."""
         try:
             result = super().load_checkpoint(*args, **options)
-        except ValueError:  # on all ranks, and nothing was loaded
-            self._follow_schedule(self.global_steps)
+        except (ValueError, RuntimeError):  # on all ranks, and nothing was loaded
+            if not self._is_half_replanned:
+                self._follow_schedule(self.global_steps)
             raise
         self._follow_schedule(self.global_steps)  # also from formats that do not say it before
         return result
@@ -83,15 +92,28 @@ class ScheduleCalls(ReplanCalls):
         if self.schedule is None:
             return
         now = self.schedule.phase_after(steps), self.schedule.draw_after(steps)
-        is_other = now[0] != self._now[0] or (now[1] != self._now[1] and not self._applied.plan.is_whole)
+        is_other_phase = now[0] != self._now[0]
+        is_other = is_other_phase or (now[1] != self._now[1] and not self._applied.plan.is_whole)
         if is_other:
             self._applied.dense_view.meet(Meeting.REPLAN)
+            self.wait_for_checkpoint()
             stage, micro_batch = self._settings_of(now[0])
-            with _named(now[0]), self._in_micro_batches(micro_batch, steps):
-                self._replan(self.schedule.config_after(steps), stage)
-        if now[0] != self._now[0]:
+            with self._named(now[0]), self._in_micro_batches(micro_batch, steps):
+                self._replan(self.schedule.config_after(steps), stage, tells=is_other_phase)
+            if not is_other_phase and self.world.rank == 0:
+                announce(f"{KEY}: draw {now[1]}, after step {steps}: plan {self._applied.plan.hash[:12]}")
+        if is_other_phase:
             self._num_looks = self._most_rows = 0
         self._now = now
+
+    @contextmanager
+    def _named(self, phase: int) -> Iterator[None]:
+        assert self.schedule is not None
+        try:
+            yield
+        except (ValueError, RuntimeError) as error:
+            kind = ValueError if isinstance(error, ValueError) else RuntimeError
+            raise kind(f"{self.schedule.path_of(phase)}: {error}") from error
 
     def _settings_of(self, phase: int) -> tuple[int, int]:
         """Stage and micro-batch."""
@@ -113,6 +135,11 @@ class ScheduleCalls(ReplanCalls):
     def _set_micro_batch(self, micro_batch: int, steps: int) -> None:
         if micro_batch != self.train_micro_batch_size_per_gpu():
             batch = self.train_batch_size()
+            if batch % (micro_batch * self.dp_group.size):
+                raise ValueError(
+                    f"train_micro_batch_size_per_gpu: got {micro_batch}, but {self.dp_group.size} ranks cannot take "
+                    f"batches of it in a step of {batch} samples (set_train_batch_size); use sizes that divide them"
+                )
             self.set_train_micro_batch_size(micro_batch)
             self.set_train_batch_size(batch)
             self.micro_steps = steps * self.gradient_accumulation_steps()  # whose multiples end a step
@@ -135,28 +162,37 @@ class ScheduleCalls(ReplanCalls):
         rows, memory = dict[int, PhaseRow](), _memory(self.device)
         for steps in self.schedule.turns:
             index = self.schedule.phase_after(steps)
-            with _named(index):
-                row = self._row(steps)
-                run_on_all_ranks(self.world, partial(row.refuse_too_large, memory))
-            rows.setdefault(index, row)
+            with self._named(index):
+                settings, chosen = self._settings_after(steps)
+                if index not in rows:  # another draw takes what the first one does
+                    rows[index] = self._row(index, settings, chosen)
+                    run_on_all_ranks(self.world, partial(rows[index].refuse_too_large, memory))
+        if self.schedule.redraw_interval and all(row.plan.is_whole for row in rows.values()):
+            log_dist(
+                f"{KEY}.redraw_interval: no effect: every worker holds everything", ranks=[0], level=logging.WARNING
+            )
         if self.world.rank == 0:
             announce(f"{KEY}: {schedule_table(list(rows.values()), self.schedule.redraw_interval, memory)}")
 
-    def _row(self, steps: int) -> PhaseRow:
+    def _settings_after(self, steps: int) -> tuple[OptimizerSettings, ChosenPlan]:
         """What the engine would be after so many steps; nothing is changed."""
         assert self.schedule is not None
-        phase = self.schedule.phases[self.schedule.phase_after(steps)]
         stage, micro_batch = self._settings_of(self.schedule.phase_after(steps))
-        samples = self.train_micro_batch_size_per_gpu() * self.gradient_accumulation_steps()
         with self._at_stage(stage), self._in_micro_batches(micro_batch, 0):
             config, chosen = self._agree(self.schedule.config_after(steps))
             settings = optimizer_settings(self, config)
         self._set_stage(self._first[0])
         self._set_micro_batch(self._first[1], 0)
+        return settings, chosen
+
+    def _row(self, index: int, settings: OptimizerSettings, chosen: ChosenPlan) -> PhaseRow:
+        assert self.schedule is not None
+        _, micro_batch = self._settings_of(index)
+        samples = self.train_micro_batch_size_per_gpu() * self.gradient_accumulation_steps()
         batches = micro_batch, samples // micro_batch
         setup = setup_of(settings, self.get_data_types()[0], self.optimizer.optimizer, batches[1])
         local = replace(chosen, plan=self._applied.parallel.shards.local_plan(chosen.plan))
-        return PhaseRow.of(phase, local, self.optimizer.model.tensors, setup, batches)
+        return PhaseRow.of(self.schedule.phases[index], local, self.optimizer.model.tensors, setup, batches)
 
     def _check_micro_batches(self) -> None:
         """
@@ -173,6 +209,8 @@ class ScheduleCalls(ReplanCalls):
                 )
         if self.schedule.has_micro_batches and not self.managed_gradient_accumulation():
             raise ValueError(f"{KEY}.schedule: {_BY_CALLER}")
+        if self.schedule.has_micro_batches and self.training_dataloader is not None:
+            raise ValueError(f"{KEY}.schedule: {_BY_LOADER}")
 
     def _look_at_caller(self) -> None:
         """Before the first two steps of a phase all ranks look whether the caller follows, and could go on: what is
@@ -185,13 +223,18 @@ class ScheduleCalls(ReplanCalls):
         if self.schedule is None or self._num_looks == 2 or not ends_step:
             return
         self._num_looks += 1
-        with _named(self._now[0]):
+        with self._named(self._now[0]):
             run_on_all_ranks(self.world, self._check_caller)
 
     def _check_caller(self) -> None:
         assert self.schedule is not None
         if self._now[0] < len(self.schedule.phases) - 1 or self.schedule.redraw_interval:
             refuse_run(self, self._applied)
+            if frozen := list(frozen_since_start(self._applied.mask)):
+                logger.warning(
+                    f"{KEY}: {quoted(frozen)} were frozen after deepspeed.initialize: the run ends where the plan "
+                    "changes if they still are then"
+                )
         if not self.schedule.has_micro_batches:
             return
         if self._is_gradient_accumulation_boundary is not None:
@@ -200,8 +243,9 @@ class ScheduleCalls(ReplanCalls):
         is_short = 0 < self._most_rows < expected and self._num_looks == 2  # the first may be an epoch's last
         if self._most_rows > expected or is_short:
             raise ValueError(
-                f"got a batch of {self._most_rows} samples in a phase whose micro-batch is {expected}: ask "
-                "engine.train_micro_batch_size_per_gpu() and engine.gradient_accumulation_steps() before each step"
+                f"got a batch of {self._most_rows} samples (the first dimension of its tensors) in a phase whose "
+                f"micro-batch is {expected}: ask engine.train_micro_batch_size_per_gpu() and "
+                "engine.gradient_accumulation_steps() before each step"
             )
 
 
@@ -214,15 +258,6 @@ def num_rows(given: Any) -> int:
     elif not isinstance(given, (list, tuple, ValuesView)):
         return 0
     return max(map(num_rows, given), default=0)
-
-
-@contextmanager
-def _named(phase: int) -> Iterator[None]:
-    try:
-        yield
-    except (ValueError, RuntimeError) as error:
-        kind = ValueError if isinstance(error, ValueError) else RuntimeError
-        raise kind(f"{KEY}.schedule[{phase}]: {error}") from error
 
 
 def _memory(device: torch.device) -> int | None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Literal, cast
@@ -23,15 +23,13 @@ _TITLES = (*("steps", "coverage", "mode", "ZeRO", "micro-batch", "model state", 
 
 @dataclass(frozen=True)
 class PhaseRow:
-    """Of the rank that needs most.
-
+    """
     Args:
         phase: when.
         plan: who holds what.
         coverage: C, weighted by FLOPs.
-        flops: share of the units' FLOPs that plain data parallelism would do.
-        rank: bytes, by formula.
-        states: of each rank, bytes of weights and optimizer: what there is between steps.
+        flops: of each subnetwork, share of the units' FLOPs that plain data parallelism would do.
+        ranks: bytes of each data-parallel rank, by formula.
         batches: samples of a micro-batch, and micro-steps.
         stage: ZeRO's.
     """
@@ -39,9 +37,8 @@ class PhaseRow:
     phase: Phase
     plan: Plan
     coverage: float
-    flops: float
-    rank: RankEstimate
-    states: tuple[int, ...]
+    flops: tuple[float, ...]
+    ranks: tuple[RankEstimate, ...]
     batches: tuple[int, int]
     stage: int
 
@@ -55,10 +52,13 @@ class PhaseRow:
             tensors: the module's, whole, with their param groups.
         """
         plan, flops = chosen.plan, [cost.flops for cost in chosen.costs]
-        ranks = estimate(plan, tensors, setup)
-        states = tuple(rank.weights + rank.optimizer for rank in ranks)
-        largest = max(ranks, key=lambda rank: rank.state + rank.buffers)
-        return cls(phase, plan, chosen.coverage, _flops_share(plan, flops), largest, states, batches, setup.stage)
+        shares, ranks = _flops_shares(plan, flops), estimate(plan, tensors, setup)
+        return cls(phase, plan, chosen.coverage, shares, ranks, batches, setup.stage)
+
+    @property
+    def states(self) -> tuple[int, ...]:
+        """Of each rank, bytes of weights and optimizer: what there is between steps."""
+        return tuple(rank.weights + rank.optimizer for rank in self.ranks)
 
     def refuse_too_large(self, memory: int | None) -> None:
         """
@@ -68,7 +68,7 @@ class PhaseRow:
         Raises:
             ValueError: model state and buffers alone do not fit.
         """
-        needed = self.rank.state + self.rank.buffers + self.rank.step_gradients
+        needed = max(rank.state + rank.buffers + rank.step_gradients for rank in self.ranks)
         if memory is not None and needed > memory:
             raise ValueError(
                 f"its model state and buffers take {mib_text(needed, digits=0)} on a rank, more than the "
@@ -85,20 +85,26 @@ class PhaseRow:
             f"{self.plan.regime} x {strategy}",
             f"{self.stage}",
             f"{self.batches[0]} x {self.batches[1]}",
-            mib_text(self.rank.state) + self._beside(),
-            mib_text(self.rank.sent_bytes),
-            f"{self.flops:.2f}x",
+            _range([rank.state for rank in self.ranks], mib_text) + self._beside(),
+            _range([rank.sent_bytes for rank in self.ranks], mib_text),
+            _range(self.flops, "{:.2f}x".format),
         ]
 
     def _beside(self) -> str:
-        return f" and {mib_text(self.rank.host_optimizer)} of its host" if self.rank.host_optimizer else ""
+        beside = [rank.host_optimizer for rank in self.ranks]
+        return f" and {_range(beside, mib_text)} of its host" if any(beside) else ""
 
 
-def _flops_share(plan: Plan, flops: Sequence[int]) -> float:
-    """Of the worker that computes most. A backward worker runs all, and leaves out weight gradients: a third."""
+def _range(values: Sequence[float], text: Callable[[float], str]) -> str:
+    """Of all ranks: one text where theirs are alike."""
+    return " to ".join(dict.fromkeys((text(min(values)), text(max(values)))))
+
+
+def _flops_shares(plan: Plan, flops: Sequence[int]) -> tuple[float, ...]:
+    """A backward worker runs all, and leaves out weight gradients: a third."""
     loads = [sum(flops[unit] for unit in plan.units_of(k)) for k in range(plan.num_subnetworks)]
-    share = max(loads) / sum(flops) if any(flops) else 1.0
-    return share if plan.regime == "forward" else (2 + share) / 3
+    shares = [load / sum(flops) if any(flops) else 1.0 for load in loads]
+    return tuple(share if plan.regime == "forward" else (2 + share) / 3 for share in shares)
 
 
 def setup_of(
@@ -133,7 +139,7 @@ def schedule_table(rows: Sequence[PhaseRow], redraw_interval: int | None, memory
     lines = [_TITLES, *(row.cells() for row in rows)]
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
     texts = ["  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)) for line in lines]
-    title = "phases of the schedule, of the worker that needs most, by formula (activations not counted)"
+    title = "phases of the schedule; of each worker, by formula (activations not counted)"
     draws = [] if redraw_interval is None else [f"another assignment is drawn every {redraw_interval} steps"]
     turns = [*pairwise(rows), *((row, row) for row in rows if redraw_interval is not None)]
     most = max((sum(both) for one, other in turns for both in zip(one.states, other.states, strict=True)), default=0)

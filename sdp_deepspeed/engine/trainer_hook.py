@@ -3,6 +3,7 @@ steps the fractions of a schedule are of."""
 
 from __future__ import annotations
 
+import warnings
 from functools import wraps
 from math import prod
 from typing import Any
@@ -68,12 +69,14 @@ def _patch_config() -> None:
     @wraps(finalize)
     def finalize_phases(self: Any, args: Any, model: Any, num_training_steps: int) -> Any:
         from sdp_deepspeed.config import KEY
-        from sdp_deepspeed.total_steps import fill_total_steps
+        from sdp_deepspeed.total_steps import fill_total_steps, never_begins
 
         _refuse_batches(self.config)
         if vars(self).get("sdp_fills_total_steps"):  # a Trainer may train again, for other steps
             self.config[KEY].pop("total_steps", None)
         self.sdp_fills_total_steps = fill_total_steps(self.config, num_training_steps)
+        if (text := never_begins(self.config, num_training_steps)) and args.should_log:
+            warnings.warn(text, stacklevel=2)
         return finalize(self, args, model, num_training_steps)
 
     host.HfTrainerDeepSpeedConfig.trainer_config_finalize = finalize_phases

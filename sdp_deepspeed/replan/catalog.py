@@ -127,7 +127,7 @@ class Catalog:
         )
 
     def gaps(self, shards: Shards) -> Iterator[str]:
-        """Keys of which nobody would send some elements, or two ranks would.
+        """Keys of which ranks together would send more elements than there are, or fewer.
 
         Args:
             shards: what the ranks have of each tensor.

@@ -101,6 +101,13 @@ def save_checkpoint(engine: Any, folder: Path, *, tag: str, client_state: dict[s
         engine.save_checkpoint(str(folder), tag=tag, client_state=client_state)
 
 
+def step(engine: Any) -> None:
+    """As the engine's, which waits for a checkpoint in the background where the plan changes: it raises as
+    `save_checkpoint`."""
+    with _as_run_folder_error():
+        engine.step()
+
+
 def wait_for_checkpoint(engine: Any) -> None:
     """Until a checkpoint that is written in the background is complete; every rank calls it, and it raises as
     `save_checkpoint`."""

@@ -14,6 +14,7 @@ from sdp_deepspeed.data import DataBundle
 from sdp_deepspeed.distributed.agreement import Gatherer, run_on_rank_0
 from sdp_deepspeed.engine.step_events import StepEvents
 from sdp_deepspeed.measure.step import measured_step
+from sdp_deepspeed.total_steps import never_begins
 from sdp_deepspeed.training import engines, monitors
 from sdp_deepspeed.training.evaluate import dense_validation_loss, to_device
 from sdp_deepspeed.training.options import Options
@@ -88,6 +89,8 @@ def train(run: Run, progress: Progress) -> bool:
         RunFolderError: on every rank, when the run's records cannot be written.
     """
     options = run.options
+    if text := never_begins(options.deepspeed_config, options.steps):
+        progress.say(f"warning: {text}")
     run.phases.follow(run.step, options.steps)
     if run.step == 0 and run.evaluated_at is None:
         evaluate(run, progress)
@@ -169,7 +172,7 @@ def _micro_steps(run: Run) -> torch.Tensor:
         batch = to_device(next(run.data.train), engine.device)
         loss = engine(**batch, use_cache=False).loss
         engine.backward(loss)
-        engine.step()
+        engines.step(engine)
         total += loss.detach().float()
     return total / accumulation
 

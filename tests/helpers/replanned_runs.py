@@ -26,6 +26,7 @@ DEFAULTS: dict[str, Any] = {
     "subnetworks": "auto",
     "assignment": "balanced",
     "seed": 0,
+    "placement": "auto",
     "neuron_groups": None,
     "dense_branch_scale": "none",
     "lr_by_coverage": "none",

@@ -82,11 +82,16 @@ def test_a_small_share_is_a_step() -> None:
 def test_a_number_of_steps_that_nothing_is_a_share_of() -> None:
     text = message([{"until_step": 3, "coverage": 0.5}, {"coverage": 1.0}], total_steps=10)
     assert "total_steps: got 10, but no phase has until" in text
+    assert "total_steps: got 10, but no phase has until" in message(None, total_steps=10, coverage=0.5)
 
 
 def test_a_phase_after_the_last_step() -> None:
     phases = [{"until": 0.5, "coverage": 0.5}, {"until_step": 10, "coverage": 0.75}, {"coverage": 1.0}]
-    assert "total_steps: got 10, but the last phase would begin after so many" in message(phases, total_steps=10)
+    words = f"{KEY}.schedule: the run has 10 steps, but the last phase would begin after step 10"
+    assert words in message(phases, total_steps=10)
+    config = {"scheduler": {"params": {"total_num_steps": 10}}, KEY: {"schedule": phases}}
+    with pytest.raises(ValueError, match="the run has 10 steps"):
+        Schedule.of(config, KEY)
 
 
 def test_shares_of_an_unknown_number_are_refused() -> None:

@@ -107,6 +107,13 @@ SEQUENCES = {
             Phase({"holders": 2, "neuron_groups": 8} | NEURON | BACKWARD, 0),
         ],
     ),
+    "placement": Sequence_(
+        4,
+        [
+            Phase({"subnetworks": 2, "placement": "packed"}, 1),
+            Phase({"subnetworks": 2, "placement": "spread"}),  # with the hash of before
+        ],
+    ),
 }
 
 

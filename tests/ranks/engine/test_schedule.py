@@ -9,8 +9,10 @@ from unittest import mock
 
 import pytest
 import torch
+from deepspeed.utils import logger
 
 from sdp_deepspeed.checkpoint import checkpointer
+from sdp_deepspeed.config import KEY
 from sdp_deepspeed.engine import schedule_calls
 from tests.helpers.models import loss_of
 from tests.helpers.properties import is_thorough
@@ -74,7 +76,9 @@ def draws_follow_the_interval(rank: Rank) -> None:
         train_step(engine, samples_of(steps, rank.size)[rank.rank])
     assert [hashes[step] == hashes[step + 1] for step in range(5)] == [True, False, True, False, True]
     assert engine.phase == 0
-    whole = start(GROWING | {"block": {"holders": 2, "redraw_interval": 1}})
+    with mock.patch.object(schedule_calls, "log_dist") as log:
+        whole = start(GROWING | {"block": {"holders": 2, "redraw_interval": 1}})
+    assert "redraw_interval: no effect" in log.call_args[0][0]
     with mock.patch.object(type(whole), "_replan", side_effect=AssertionError("nothing to draw")):
         train_step(whole, samples_of(0, rank.size)[rank.rank])
 
@@ -102,6 +106,9 @@ def what_cannot_be_is_told_at_start(rank: Rank) -> None:
         given = deepspeed_config(GROWING | {"block": {"schedule": schedule}}) | more
         given["optimizer"] = {"type": "SGD", "params": {"lr": 0.1}}
         refusal(ValueError, partial(engine_of, given), words)
+    given = deepspeed_config(GROWING)
+    given["optimizer"] = {"type": "SGD", "params": {"lr": 0.1}}
+    refusal(ValueError, partial(engine_of, given, training_data=[1, 2, 3, 4] * 8), "batches of one size")
     schedule = [phase, {"holders": 1 + rank.rank}]
     given = deepspeed_config(GROWING | {"block": {"schedule": schedule}})
     given["optimizer"] = {"type": "SGD", "params": {"lr": 0.1}}
@@ -127,9 +134,12 @@ def callers_who_do_not_follow(rank: Rank) -> None:
     refusal(
         ValueError, lambda: _steps(engine, own, [2]), "schedule[0]: a phase has", "the caller accumulates gradients"
     )
-    engine = start(GROWING)
-    engine.module._compiled_call_impl = engine.module._call_impl
-    refusal(ValueError, lambda: train_step(engine, own), "schedule[0]: engine.replan: 'the model' was compiled")
+    drawn = GROWING | {"block": {"holders": 1, "redraw_interval": 5}}
+    for given, path in ((GROWING, "schedule[0]"), (drawn, "redraw_interval")):
+        engine = start(given)
+        engine.module._compiled_call_impl = engine.module._call_impl
+        words = f"{KEY}.{path}: engine.replan: 'the model' was compiled"
+        refusal(ValueError, lambda: train_step(engine, own), words)  # noqa: B023
 
 
 def _steps(engine: Any, samples: torch.Tensor, sizes: list[int]) -> None:
@@ -146,9 +156,10 @@ def a_load_that_fails_changes_nothing(rank: Rank) -> None:
     for steps in range(4):
         train_step(straight, samples_of(steps, rank.size)[rank.rank])
     straight.save_checkpoint(str(rank.folder / "phases"), tag="4")
-    with mock.patch.object(checkpointer, "restore", side_effect=ValueError("of another model")):
-        refusal(ValueError, lambda: other.load_checkpoint(str(rank.folder / "phases")), "of another model")
-    assert (other.phase, other.zero_optimization_stage(), other.train_micro_batch_size_per_gpu()) == (0, 1, 2)
+    for kind in (ValueError, RuntimeError):
+        with mock.patch.object(checkpointer, "restore", side_effect=kind("not this one")):
+            refusal(kind, lambda: other.load_checkpoint(str(rank.folder / "phases")), "not this one")
+        assert (other.phase, other.zero_optimization_stage(), other.train_micro_batch_size_per_gpu()) == (0, 1, 2)
     own = samples_of(0, rank.size)[rank.rank]
     other.backward(loss_of(other, own[:2]))
     with mock.patch.object(type(other), "before_restore"):
@@ -173,6 +184,32 @@ def a_turn_that_fails_leaves_the_phase(rank: Rank) -> None:
     assert (engine.phase, engine.zero_optimization_stage(), engine.train_micro_batch_size_per_gpu()) == (0, 1, 2)
 
 
+def a_save_that_fails_is_told_as_such(rank: Rank) -> None:
+    """Not as a mistake in the phase before which it is waited for."""
+    engine = start(GROWING)
+    for steps in range(2):
+        train_step(engine, samples_of(steps, rank.size)[rank.rank])
+    full = mock.patch.object(engine.checkpointer, "wait", side_effect=RuntimeError("checkpoint: cannot write"))
+    with full, pytest.raises(RuntimeError, match=r"^checkpoint: cannot write"):
+        train_step(engine, samples_of(2, rank.size)[rank.rank])
+    assert engine.phase == 0
+
+
+def what_may_end_it_later_is_told_early(rank: Rank) -> None:
+    """What was frozen may be thawed in time; sizes of a step that somebody sets are divided at the turn."""
+    engine = start(GROWING)
+    engine.module.get_parameter("model.norm.weight").requires_grad_(False)
+    with mock.patch.object(logger, "warning") as warning:
+        train_step(engine, samples_of(0, rank.size)[rank.rank])
+    assert ["'model.norm.weight' were frozen" in call.args[0] for call in warning.call_args_list].count(True) == 1
+    engine.module.get_parameter("model.norm.weight").requires_grad_(True)
+    growing = [{"until_step": 1, "holders": 1}, {"holders": 2, "train_micro_batch_size_per_gpu": 4}]
+    engine = start(GROWING | {"block": {"schedule": growing}})
+    engine.set_train_batch_size(2 * rank.size)
+    words = "schedule[1]: train_micro_batch_size_per_gpu: got 4", f"{rank.size} ranks cannot take batches of it"
+    refusal(ValueError, lambda: _steps(engine, samples_of(0, rank.size)[rank.rank], [2]), *words)
+
+
 def all_phases_are_shown(rank: Rank) -> None:
     with mock.patch.object(schedule_calls, "announce") as announce:
         start(GROWING)
@@ -193,6 +230,8 @@ def _cases(size: int, options: pytest.Config) -> Iterator[tuple[str, Check]]:
         yield "callers_who_do_not_follow", callers_who_do_not_follow
         yield "a_load_that_fails_changes_nothing", a_load_that_fails_changes_nothing
         yield "a_turn_that_fails_leaves_the_phase", a_turn_that_fails_leaves_the_phase
+        yield "a_save_that_fails_is_told_as_such", a_save_that_fails_is_told_as_such
+        yield "what_may_end_it_later_is_told_early", what_may_end_it_later_is_told_early
         yield "all_phases_are_shown", all_phases_are_shown
 
 

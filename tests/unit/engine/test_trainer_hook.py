@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from types import SimpleNamespace
 from typing import Any
 
@@ -29,8 +30,9 @@ def config_of(block: Any) -> Any:
     return HfTrainerDeepSpeedConfig({"train_micro_batch_size_per_gpu": 1, KEY: block})
 
 
-def finalized(config: Any, steps: int) -> dict[str, Any]:
-    config.trainer_config_finalize(SimpleNamespace(get_warmup_steps=lambda steps: 0), None, steps)
+def finalized(config: Any, steps: int, *, logs: bool = True) -> dict[str, Any]:
+    args = SimpleNamespace(get_warmup_steps=lambda steps: 0, should_log=logs)
+    config.trainer_config_finalize(args, None, steps)
     return config.config[KEY]
 
 
@@ -42,6 +44,16 @@ def test_the_trainer_says_what_fractions_are_of() -> None:
     own = config_of({"schedule": FRACTIONS, "total_steps": 30})
     assert [finalized(own, steps)["total_steps"] for steps in (7, 9)] == [30, 30]
     assert finalized(config_of({"coverage": 0.5}), 7) == {"coverage": 0.5}
+
+
+def test_a_phase_that_the_trainer_never_reaches_is_told_once() -> None:
+    block = {"schedule": [{"until_step": 7, "coverage": 0.5}, {"coverage": 1.0}]}
+    with pytest.warns(UserWarning, match="ends with step 7, but the last phase would begin after step 7"):
+        finalized(config_of(block), 7)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        finalized(config_of(block), 7, logs=False)
+        finalized(config_of(block), 8)
 
 
 def test_batches_of_the_trainer_have_one_size() -> None:

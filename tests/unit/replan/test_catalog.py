@@ -71,6 +71,11 @@ def test_who_has_some_of_a_box(layout: list[list[Box]], wanted: list[list[Box]])
         assert found == [(rank, other) for rank, other in owners if box.overlap(other) is not None]
 
 
+def test_too_much_and_too_little_are_found() -> None:
+    whole, row = Box.whole(replanned_boxes.SHAPE), Box((0, 0), (1, 6))
+    assert [list(catalog_of(owners).gaps(UNDIVIDED)) for owners in ([(0, whole), (1, row)], [(1, row)])] == [[KEY]] * 2
+
+
 def test_of_a_divided_tensor_the_ranks_have_a_shard() -> None:
     shard = Box((0, 4), (4, 2))
     of_rank = [Shards(index, 2, {"w": Division(replanned_boxes.SHAPE, 1, (4, 2))}) for index in range(2)]

@@ -52,7 +52,6 @@ TESTED_WITH = {
     "engine/dense_calls": "ranks/masking/test_dense_view.py",
     "engine/import_hook": "launcher/test_import_hook.py",
     "engine/replan_calls": "ranks/engine/test_replan.py",
-    "engine/replan_refusals": "ranks/engine/test_replan_refused.py",
     "exchange/averaging": "unit/exchange/test_overlap.py",
     "exchange/gradient_norm": "unit/optimizer/test_accumulation.py",
     "exchange/gradients": "unit/optimizer/test_accumulation.py",

@@ -46,6 +46,14 @@ class OurEngine(StockEngine):
     schedule: Any = None
     phase: int = 0
 
+    @property
+    def coverage(self) -> float:
+        assert self.plan is not None
+        return self.plan.coverage
+
+    def step(self) -> None:
+        self.save_checkpoint("")
+
     def wait_for_checkpoint(self) -> None:
         self.save_checkpoint("")
 
@@ -103,6 +111,8 @@ def test_a_checkpoint_that_cannot_be_written_is_no_bug_of_ours(tmp_path: Any) ->
         engines.save_checkpoint(full, tmp_path, tag="step_1", client_state={})
     with pytest.raises(RunFolderError, match="no space left"):
         engines.wait_for_checkpoint(full)
+    with pytest.raises(RunFolderError, match="no space left"):
+        engines.step(full)  # which waits for one where the plan changes
     engines.wait_for_checkpoint(StockEngine(error=RuntimeError("is never called")))
     broken = StockEngine(error=RuntimeError("a bug"))
     with pytest.raises(RuntimeError, match="a bug") as caught:

@@ -52,6 +52,10 @@ class Engine:
     def plan(self) -> Plan:
         return self._now()[1]
 
+    @property
+    def coverage(self) -> float:
+        return self.plan.coverage
+
     def train_micro_batch_size_per_gpu(self) -> int:
         return self._now()[2]
 

@@ -6,7 +6,7 @@ from typing import Any
 
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from sdp_deepspeed.checkpoint.state.optimizer_state import OptimizerState
+from sdp_deepspeed.checkpoint.state.optimizer_state import OptimizerState, merged
 from tests.helpers.trained_states import one_rank
 
 
@@ -32,3 +32,8 @@ def test_counts_of_many_tensors_are_one_wait() -> None:
         counts = OptimizerState(state.optimizer, state.rank_chunks()).counts()
     assert counts == [{"step": 3.0}]
     assert waits.num_values == 1
+
+
+def test_counts_are_those_of_whoever_steps_something() -> None:
+    of_ranks = [[None, {"step": 2.0}, None], [{"step": 3.0}, None, None]]
+    assert merged(of_ranks) == [{"step": 3.0}, {"step": 2.0}, None]
