@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from sdp_deepspeed import architectures
+from sdp_deepspeed.architectures import unit_costs
 from sdp_deepspeed.engine import apply_plan
 from tests.helpers.live_tensors import Watch
 from tests.helpers.models import MIXED, TOKENS, llama, two_groups
@@ -143,6 +144,19 @@ def there_and_back(rank: Rank) -> None:
     assert counters_of(engine) == counters_of(other)
 
 
+def coverage_is_by_flops(rank: Rank) -> None:
+    """Of the plan that is there."""
+    run = SEQUENCES["modes"]
+    engine = run.engine(Phase({}), 1)
+    assert engine.coverage == 0.5
+    engine.replan({"coverage": [{"units": "mlp", "coverage": 1.0}, {"coverage": 0.5}]})
+    units = engine.plan.units
+    flops = {unit.name: c.flops for unit, c in zip(units, unit_costs(run.model(), units), strict=True)}
+    mlps = sum(count for name, count in flops.items() if "mlp" in name)
+    assert engine.coverage == pytest.approx(0.5 + 0.5 * mlps / sum(flops.values()))
+    assert engine.coverage != engine.plan.coverage == 0.75
+
+
 def before_the_first_step(rank: Rank) -> None:
     """There are no moments yet."""
     run = SEQUENCES["modes"]
@@ -234,6 +248,7 @@ def _cases(size: int, options: pytest.Config) -> Iterator[tuple[str, Check]]:
             yield name, partial(check_sequence, run)
     if size == 2:
         yield "there_and_back", there_and_back
+        yield "coverage_is_by_flops", coverage_is_by_flops
         yield "before_the_first_step", before_the_first_step
         yield "the_dense_model_at_once", the_dense_model_at_once
         yield "memory", memory
