@@ -114,6 +114,8 @@ SEQUENCES = {
             Phase({"subnetworks": 2, "placement": "packed"}, 1),
             Phase({"subnetworks": 2, "placement": "spread"}),  # with the hash of before
         ],
+        model=statistics,
+        loss=statistics_loss,
     ),
 }
 
