@@ -37,6 +37,8 @@ PATIENCE = 20.0  # seconds that ranks have to notice that one of them died
 
 # What checks import, as the server can import it: this folder is not on its path. What it lacks, a rank imports itself.
 IMPORTED = ["torch", "deepspeed", "accelerate", "transformers", "sdp_deepspeed.engine.engine", "hypothesis", "pytest"]
+# What DeepSpeed imports when it builds an engine, in seconds.
+IMPORTED += ["deepspeed.runtime.zero.muon.muon_optimizer", "torch.utils.cpp_extension"]
 # Ranks are on the CPU, whatever the machine has. A setting of OpenMP counts when torch is imported, not later.
 SERVER_ENVIRONMENT = {"OMP_NUM_THREADS": "1", **ON_THE_CPU}
 
