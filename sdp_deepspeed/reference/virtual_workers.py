@@ -149,8 +149,7 @@ class Reference:
         self.plan = self.later.get(self.num_steps, self.plan)
         self.lr_by_coverage = self.later_rates.get(self.num_steps, self.lr_by_coverage)
         self.num_steps += 1
-        results = [local_gradients(self.model, self.plan, rank, own, self.loss_of) for rank, own in enumerate(batches)]
-        average = masked_average(self.model, self.plan, [gradients for _, gradients in results])
+        losses, average = self.averaged_gradients(batches)
         total = norm(average)
         factor = max(1.0, (total + 1e-6) / self.clip) if self.clip > 0 else 1.0
         for name, master in self.masters.items():
@@ -159,11 +158,20 @@ class Reference:
         with torch.no_grad():
             for name, parameter in self.model.named_parameters():
                 parameter.copy_(self.masters[name])
-        return [losses for losses, _ in results], total
+        return losses, total
+
+    def averaged_gradients(self, batches: Sequence[Sequence[Any]]) -> tuple[list[list[float]], dict[str, torch.Tensor]]:
+        """Per rank its losses, and the average of each element over its holders, as the current plan has them."""
+        results = [local_gradients(self.model, self.plan, rank, own, self.loss_of) for rank, own in enumerate(batches)]
+        average = masked_average(self.model, self.plan, [gradients for _, gradients in results])
+        return [losses for losses, _ in results], average
 
     def _step_by_coverage(self) -> None:
         """Step the whole model once for each factor of the learning rate; each element is as that of its own leaves
         it. What an optimizer keeps does not depend on the rate, so it goes on from the step at factor 1."""
+        if self.lr_by_coverage == "none":
+            self.optimizer.step()
+            return
         factors = rate_factors(self.model, self.plan, self.lr_by_coverage)
         distinct = {float(factor) for of_tensor in factors.values() for factor in of_tensor.unique()} - {1.0}
         others = {factor: self._stepped(factor) for factor in distinct}

@@ -74,6 +74,8 @@ TESTED_WITH = {
     "plan/assignment/search": "unit/plan/assignment/test_methods.py",
     "plan/planner": "unit/plan/test_plan.py",
     "plan/spectral_gap": "unit/plan/test_plan.py",
+    "reference/held_rows": "unit/reference/test_batched_workers.py",
+    "reference/row_sites": "unit/reference/test_batched_workers.py",
     "tensor_parallel/checks": "ranks/tensor_parallel/test_model.py",
     "tensor_parallel/group": "ranks/tensor_parallel/test_model.py",
     "training/evaluate": "launcher/test_pretrain.py",

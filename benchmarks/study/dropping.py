@@ -1,0 +1,74 @@
+"""Dense models that leave out branches at random while they train: stochastic depth, progressive layer drop, branch
+dropout. What is left out is not computed."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch import nn
+
+from sdp_deepspeed.architectures import locate_branches
+from sdp_deepspeed.reference.row_sites import Rows, SkippedRows
+
+
+@dataclass(frozen=True)
+class Dropping:
+    """
+    Args:
+        rate: share of the rows that a branch is left out for: of all branches alike, of the last layer's, or of the last
+            layer's in the end.
+        kind: "branch": one rate for all branches. "depth": it grows with depth, from little to `rate` (stochastic
+            depth). "progressive": as "depth", and it grows over the first steps from 0 (progressive layer drop).
+    """
+
+    rate: float
+    kind: Literal["branch", "depth", "progressive"] = "branch"
+
+    def of_layer(self, layer: int, depth: int, progress: float) -> float:
+        """Its rate.
+
+        Args:
+            layer: from 0.
+            progress: share of the run that is over.
+        """
+        if self.kind == "branch":
+            return self.rate
+        now = self.rate if self.kind == "depth" else self.rate * (1 - math.exp(-10 * progress))
+        return now * (layer + 1) / depth
+
+    def mean(self, depth: int, progress: float) -> float:
+        return sum(self.of_layer(layer, depth, progress) for layer in range(depth)) / depth
+
+
+@contextmanager
+def dropped(model: nn.Module, dropping: Dropping, progress: float, num_rows: int, seed: int) -> Iterator[None]:
+    """Until the end of the block branches run for some of the rows, and count for more there, so that what they add is
+    the same on average. Of each branch as many rows are left out as its rate says, rounded at random."""
+    branches = list(locate_branches(model))
+    layers = list(dict.fromkeys(branch.layer for branch in branches))
+    generator = torch.Generator().manual_seed(seed)
+    with ExitStack() as stack:
+        for branch in branches:
+            rate = dropping.of_layer(layers.index(branch.layer), len(layers), progress)
+            order = torch.randperm(num_rows, generator=generator)
+            num_lacking = int(rate * num_rows + float(torch.rand((), generator=generator)))
+            if num_lacking:
+                modules = tuple(model.get_submodule(name) for name in branch.modules)
+                _weigh(modules[-1], 1 / (1 - rate), stack)
+                lacking, held = order[:num_lacking].sort().values, order[num_lacking:].sort().values
+                SkippedRows(modules, Rows(held, lacking)).install(stack)
+        yield
+
+
+def _weigh(module: nn.Module, factor: float, stack: ExitStack) -> None:
+    def scale(_: nn.Module, __: Any, output: Any) -> Any:
+        if isinstance(output, tuple):
+            return (output[0] * factor, *output[1:])
+        return output * factor
+
+    stack.callback(module.register_forward_hook(scale).remove)

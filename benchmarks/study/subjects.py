@@ -1,0 +1,172 @@
+"""Who is compared: one table. A subject of the method has a real block of a config."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from benchmarks.study.dropping import Dropping
+from benchmarks.study.model import Size
+from sdp_deepspeed.config import MODES
+
+Block = Mapping[str, Any]
+REFERENCE = Size(64, 8)  # 0.42M parameters, of which each budget is a number of dense steps
+
+
+@dataclass(frozen=True)
+class Subject:
+    """
+    Args:
+        size: of the dense model.
+        block: `subnetwork_data_parallel`; None for data parallelism.
+        dropping: of branches, without a block.
+        dropout: of elements.
+        weight_decay: of matrices.
+    """
+
+    size: Size = REFERENCE
+    block: Block | None = None
+    dropping: Dropping | None = None
+    dropout: float = 0.0
+    weight_decay: float = 0.1
+
+    def described(self) -> dict[str, Any]:
+        """As JSON, without what is as usual; cells of a subject that was changed since are done again."""
+        usual = {item: value for item, value in asdict(Subject()).items() if item != "size"}
+        return {key: value for key, value in asdict(self).items() if key not in usual or value != usual[key]}
+
+
+def _dense_tail(coverage: float, share: float, **block: Any) -> Block:
+    """Static, and dense for the last `share` of the steps."""
+    return {"schedule": [{"until": round(1 - share, 4), "coverage": coverage}, {"coverage": 1.0}], **block}
+
+
+def _growing(*coverages: float, whole_ends: int = 0, **block: Any) -> Block:
+    """Equal shares of the steps at each coverage."""
+    rules = [[{"coverage": c, "whole_ends": whole_ends}] if whole_ends and c < 1 else c for c in coverages]
+    phases: list[dict[str, Any]] = [{"coverage": rule} for rule in rules]
+    for index, phase in enumerate(phases[:-1]):
+        phase["until"] = round((index + 1) / len(phases), 4)
+    return {"schedule": phases, **block}
+
+
+def _sizes() -> dict[str, Subject]:
+    shapes = [(64, 2), (64, 4), (64, 8), (64, 16), (32, 4), (48, 4), (96, 4), (128, 4), (128, 8), (32, 8)]
+    return {f"dense {width}x{depth}": Subject(Size(width, depth)) for width, depth in shapes}
+
+
+def _dropping() -> dict[str, Subject]:
+    subjects = {f"stochastic depth {rate:g}": Subject(dropping=Dropping(rate, "depth")) for rate in (0.2, 0.5)}
+    subjects |= {f"progressive layer drop {rate:g}": Subject(dropping=Dropping(rate, "progressive")) for rate in (0.5,)}
+    subjects |= {f"branch dropout {rate:g}": Subject(dropping=Dropping(rate)) for rate in (0.1, 0.2, 0.3)}
+    return subjects | {f"dropout {rate:g}": Subject(dropout=rate) for rate in (0.1, 0.2)}
+
+
+def _static() -> dict[str, Subject]:
+    subjects = {}
+    for mode in MODES:
+        for coverage in (0.75, 0.5, 0.25):
+            subjects[f"{mode}, C={coverage:g}"] = Subject(block={**mode._asdict(), "coverage": coverage})
+    return subjects
+
+
+def _in_time() -> dict[str, Subject]:
+    subjects = {}
+    for mode in MODES:
+        for coverage, share in ((0.5, 0.1), (0.5, 0.3), (0.5, 0.5), (0.5, 0.7), (0.25, 0.5), (0.25, 0.7), (0.75, 0.3)):
+            name = f"{mode}, C={coverage:g}, dense tail {share:.0%}"
+            subjects[name] = Subject(block=_dense_tail(coverage, share, **mode._asdict()))
+    subjects["C=1/2, 3/4, 1 in turn"] = Subject(block=_growing(0.5, 0.75, 1.0))
+    subjects["C=1/4, 1/2, 3/4, 1 in turn"] = Subject(block=_growing(0.25, 0.5, 0.75, 1.0))
+    subjects["C=1/2, 3/4, 1 in turn, whole ends"] = Subject(block=_growing(0.5, 0.75, 1.0, whole_ends=1))
+    return subjects
+
+
+_HALF: Block = {"coverage": 0.5}
+_VARIANTS: dict[str, Block] = {
+    "whole ends": {"coverage": [{"coverage": 0.5, "whole_ends": 1}]},
+    "drawn every step": {**_HALF, "redraw_interval": 1},
+    "drawn every 10 steps": {**_HALF, "redraw_interval": 10},
+    "scaled": {**_HALF, "dense_branch_scale": "coverage"},
+    "scaled, drawn every step": {**_HALF, "redraw_interval": 1, "dense_branch_scale": "coverage"},
+    "lr sqrt": {**_HALF, "lr_by_coverage": "sqrt"},
+    "lr linear": {**_HALF, "lr_by_coverage": "linear"},
+    "layers": {**_HALF, "granularity": "layer"},
+}
+
+
+def _variants() -> dict[str, Subject]:
+    subjects = {f"C=1/2, {name}": Subject(block=block) for name, block in _VARIANTS.items()}
+    subjects["C=1/2, dense tail 50%, scaled"] = Subject(block=_dense_tail(0.5, 0.5, dense_branch_scale="coverage"))
+    subjects["C=1/2, dense tail 50%, drawn every 10 steps"] = Subject(block=_dense_tail(0.5, 0.5, redraw_interval=10))
+    subjects["C=3/4, scaled"] = Subject(block={"coverage": 0.75, "dense_branch_scale": "coverage"})
+    subjects["forward x neuron, C=1/2, scaled"] = Subject(
+        block={**_HALF, "strategy": "neuron", "dense_branch_scale": "coverage"}
+    )
+    return subjects
+
+
+def _other_sizes() -> dict[str, Subject]:
+    """The same recipe at other sizes of the dense model."""
+    shapes = [(64, 4), (64, 16), (96, 4), (128, 8)]
+    return {
+        f"{width}x{depth}, C=1/2, dense tail 50%": Subject(Size(width, depth), _dense_tail(0.5, 0.5))
+        for width, depth in shapes
+    }
+
+
+def _regularized() -> dict[str, Subject]:
+    """For few data: what else holds a model back."""
+    return {
+        "weight decay 0.5": Subject(weight_decay=0.5),
+        "weight decay 1": Subject(weight_decay=1.0),
+        "dense 64x4, dropout 0.1": Subject(Size(64, 4), dropout=0.1),
+        "dense 64x4, branch dropout 0.2": Subject(Size(64, 4), dropping=Dropping(0.2)),
+    }
+
+
+SUBJECTS: dict[str, Subject] = {
+    **_sizes(),
+    **_dropping(),
+    **_static(),
+    **_in_time(),
+    **_variants(),
+    **_other_sizes(),
+    **_regularized(),
+}
+
+
+@dataclass(frozen=True)
+class Study:
+    """What all of its cells have in common.
+
+    Args:
+        corpus: of `text.read_corpus`.
+        train_bytes: of its start; None for all of the training text.
+        num_workers: k.
+        rows: of a worker in a step.
+        num_validation_rows: at each point of the curve.
+        points: of the curve of validation losses, the last after the last step.
+        learning_rate: the highest, after a twentieth of the steps; from there it falls to zero in a line.
+    """
+
+    corpus: str = "stdlib"
+    train_bytes: int | None = None
+    num_workers: int = 8
+    rows: int = 4
+    num_validation_rows: int = 256
+    points: int = 5
+    learning_rate: float = 4e-3
+
+    @property
+    def tokens(self) -> int:
+        """Of a step."""
+        return self.num_workers * self.rows * REFERENCE.length
+
+
+STUDIES: dict[str, Study] = {
+    "text": Study(),
+    "headers": Study(corpus="headers"),
+    "few data": Study(train_bytes=200_000, points=20),
+}

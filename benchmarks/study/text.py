@@ -1,0 +1,99 @@
+"""Corpora of bytes that every machine with this environment has; no file of the validation text is trained on."""
+
+from __future__ import annotations
+
+import hashlib
+import sysconfig
+from collections.abc import Iterator
+from dataclasses import dataclass
+from importlib.util import find_spec
+from pathlib import Path
+
+import torch
+
+VOCABULARY = 256
+_VALIDATION_IN = 20  # one file in so many
+
+
+@dataclass(frozen=True)
+class Corpus:
+    """
+    Args:
+        train, validation: uint8 [bytes], of different files.
+    """
+
+    train: torch.Tensor
+    validation: torch.Tensor
+
+
+def source_files(name: str) -> Iterator[tuple[str, Path]]:
+    """Files of a corpus with their names in it.
+
+    Args:
+        name: "stdlib" (the running interpreter's Python files, packages that were installed left out) or "headers"
+            (C++ of PyTorch).
+    """
+    if name == "stdlib":
+        folder, ending = Path(sysconfig.get_paths()["stdlib"]), ".py"
+    elif name == "headers":
+        spec = find_spec("torch")
+        assert spec is not None
+        assert spec.origin is not None
+        folder, ending = Path(spec.origin).parent / "include", ".h"
+    else:
+        raise ValueError(f'corpus: got {name!r}, expected "stdlib" or "headers"')
+    for path in sorted(folder.rglob(f"*{ending}")):
+        if not {"site-packages", "dist-packages"} & {*path.parts[len(folder.parts) :]}:
+            yield path.relative_to(folder).as_posix(), path
+
+
+def is_validation(name: str) -> bool:
+    """By a hash of the file's name, so that it depends on nothing else."""
+    return _digest(name) % _VALIDATION_IN == 0
+
+
+def read_corpus(name: str, train_bytes: int | None = None) -> Corpus:
+    """A corpus in an order that its names' hashes decide.
+
+    Args:
+        train_bytes: so many from the start of the training text; None for all.
+
+    Files with the same content count once, by the first name: a copy of one would be on both sides.
+    """
+    parts: dict[bool, list[bytes]] = {False: [], True: []}
+    seen: set[bytes] = set()
+    for own, path in sorted(source_files(name), key=lambda item: _digest(item[0])):
+        content = path.read_bytes()
+        known = hashlib.sha256(content).digest()
+        if content and known not in seen:
+            seen.add(known)
+            parts[is_validation(own)].append(content)
+    train, validation = (_as_tensor(b"".join(parts[side])) for side in (False, True))
+    if train_bytes is not None and len(train) < train_bytes:
+        raise ValueError(f"corpus {name!r} has {len(train)} bytes to train on, fewer than {train_bytes}")
+    return Corpus(train[:train_bytes], validation)
+
+
+def _digest(name: str) -> int:
+    return int.from_bytes(hashlib.sha256(name.encode()).digest()[:8], "big")
+
+
+def _as_tensor(content: bytes) -> torch.Tensor:
+    return torch.frombuffer(bytearray(content), dtype=torch.uint8)
+
+
+def windows(text: torch.Tensor, starts: torch.Tensor, length: int) -> torch.Tensor:
+    """Rows of `length` bytes and the one after them, int64 [rows, length + 1]."""
+    return text[starts.unsqueeze(1) + torch.arange(length + 1)].long()
+
+
+def training_rows(text: torch.Tensor, seed: int, step: int, num_rows: int, length: int) -> torch.Tensor:
+    """What step number `step` of a run reads: the same for all subjects, and places that depend on nothing else."""
+    generator = torch.Generator().manual_seed(seed * 1_000_003 + step)
+    starts = torch.randint(len(text) - length, (num_rows,), generator=generator)
+    return windows(text, starts, length)
+
+
+def validation_rows(text: torch.Tensor, num_rows: int, length: int) -> torch.Tensor:
+    """Places at even distances, the same for everybody."""
+    return windows(text, torch.linspace(0, len(text) - length - 1, num_rows).long(), length)

@@ -1,0 +1,92 @@
+"""The method executed on all virtual workers at once: one pass over the rows of all of them, for studies on one device.
+
+It has the numbers of `Reference`, which runs one worker after the other, and costs what the method computes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from sdp_deepspeed.plan.plan import Plan
+from sdp_deepspeed.reference.held_rows import HeldRows
+from sdp_deepspeed.reference.virtual_workers import Reference, divisors
+
+
+@dataclass(frozen=True)
+class _Prepared:
+    """What depends on the plan and on whose rows there are.
+
+    Args:
+        rank_of_row: of each row of all micro-batches.
+        divisors: number of holding ranks of each element.
+    """
+
+    plan: Plan
+    rank_of_row: tuple[int, ...]
+    rows: HeldRows
+    divisors: dict[str, torch.Tensor]
+
+
+@dataclass
+class BatchedReference(Reference):
+    """`Reference` in one forward and one backward pass.
+
+    `loss_of` returns a loss for each row of a batch; that of a micro-batch is their mean. A micro-batch is a tensor
+    with rows in dim 0, or a mapping to such tensors; all of a step are joined. Random numbers, such as of dropout, are
+    drawn for all rows together. Gradients add up in the weights' dtype.
+
+    Raises (by `step`):
+        ValueError: a model whose rows depend on one another (batch norm, experts), or with layers that are cut and not
+            linear; `Reference` takes those.
+    """
+
+    _prepared: _Prepared | None = field(default=None, init=False, repr=False)
+
+    def averaged_gradients(self, batches: Sequence[Sequence[Any]]) -> tuple[list[list[float]], dict[str, torch.Tensor]]:
+        micro_batches = [micro for own in batches for micro in own]
+        sizes = [_num_rows(micro) for micro in micro_batches]
+        rank_of_row = [rank for rank, own in enumerate(batches) for micro in own for _ in range(_num_rows(micro))]
+        prepared = self._prepare(tuple(rank_of_row))
+        self.model.zero_grad(set_to_none=True)
+        with prepared.rows.applied():
+            of_rows = self.loss_of(self.model, _joined(micro_batches))
+            losses = torch.stack([own.mean() for own in of_rows.split(sizes)])
+            shares = losses.new_tensor([1 / len(own) for own in batches for _ in own])
+            (losses * shares).sum().backward()
+        rest = iter(losses.tolist())
+        return [[next(rest) for _ in own] for own in batches], self._average(prepared.divisors)
+
+    def _average(self, counts: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """The sum of all rows' gradients, divided by the number of holding ranks."""
+        return {
+            name: torch.zeros_like(parameter, dtype=torch.float32)
+            if parameter.grad is None
+            else parameter.grad.float() / counts[name]
+            for name, parameter in self.model.named_parameters()
+        }
+
+    def _prepare(self, rank_of_row: tuple[int, ...]) -> _Prepared:
+        """Anew where the plan or the number of rows has changed."""
+        kept = self._prepared
+        if kept is None or kept.plan is not self.plan or kept.rank_of_row != rank_of_row:
+            device = next(self.model.parameters()).device
+            subnetworks = [self.plan.subnetwork_of_rank[rank] for rank in rank_of_row]
+            rows = HeldRows.of(self.model, self.plan, torch.tensor(subnetworks, dtype=torch.long, device=device))
+            kept = _Prepared(self.plan, rank_of_row, rows, divisors(self.model, self.plan))
+            self._prepared = kept
+        return kept
+
+
+def _num_rows(batch: Any) -> int:
+    return len(batch if isinstance(batch, torch.Tensor) else next(iter(batch.values())))
+
+
+def _joined(batches: Sequence[Any]) -> Any:
+    """All rows of batches that are alike."""
+    if isinstance(batches[0], torch.Tensor):
+        return torch.cat(list(batches))
+    return {name: torch.cat([batch[name] for batch in batches]) for name in batches[0]}

@@ -1,0 +1,156 @@
+"""What each virtual worker holds, when all of them run in one pass: some rows of a batch for each."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from sdp_deepspeed.architectures import LocatedBranch, locate_branches
+from sdp_deepspeed.plan.plan import Plan
+from sdp_deepspeed.reference.row_sites import FrozenRows, MaskedGradient, MaskedInput, Rows, Site, SkippedRows
+from sdp_deepspeed.units import Piece
+
+
+@dataclass(frozen=True)
+class HeldRows:
+    """
+    Args:
+        sites: where some of the workers lack something.
+    """
+
+    sites: Sequence[Site]
+
+    @classmethod
+    def of(cls, model: nn.Module, plan: Plan, subnetwork_of_row: torch.Tensor) -> HeldRows:
+        """
+        Args:
+            model: dense.
+            subnetwork_of_row: of each row of the batches that will come, [rows].
+
+        Raises:
+            ValueError: a model whose rows depend on one another, or a branch that only runs as a whole.
+        """
+        if plan.is_whole:
+            return cls(())
+        _refuse(model)
+        return cls(
+            [site for branch in locate_branches(model) for site in _sites(model, plan, branch, subnetwork_of_row)]
+        )
+
+    @contextmanager
+    def applied(self) -> Iterator[None]:
+        """The model runs each row as its worker does."""
+        with ExitStack() as stack:
+            for site in self.sites:
+                site.install(stack)
+            yield
+
+
+@contextmanager
+def scaled_branches(model: nn.Module, plan: Plan) -> Iterator[None]:
+    """The dense model as `dense_branch_scale: "coverage"` has it, until the end of the block.
+
+    Raises:
+        ValueError: a branch whose output projection is not described.
+    """
+    scales = [
+        (model.get_parameter(piece.parameter), piece, plan.coverage_of(index))
+        for branch in locate_branches(model)
+        for index, pieces in _units_of(plan, branch)
+        for piece in pieces
+        if piece.parameter in _outputs(model, branch)
+    ]
+    kept = {parameter: parameter.detach().clone() for parameter, _, _ in scales}
+    for parameter, piece, scale in scales:
+        piece.narrow(parameter.detach()).mul_(scale)
+    try:
+        yield
+    finally:
+        for parameter, value in kept.items():
+            parameter.detach().copy_(value)
+
+
+def _refuse(model: nn.Module) -> None:
+    for name, module in model.named_modules():
+        if isinstance(module, _BatchNorm):
+            raise ValueError(f"{name}: a {type(module).__name__} mixes the rows of all workers; use Reference")
+        if "forward" in module.__dict__:
+            raise ValueError(f"{name}: it has a forward beside that of {type(module).__name__}; use Reference")
+
+
+def _units_of(plan: Plan, branch: LocatedBranch) -> Iterator[tuple[int, list[Piece]]]:
+    """Units with the parameters that they have of a branch."""
+    names = {piece.parameter for piece in branch.pieces if piece.kind == "parameter"}
+    for index, unit in enumerate(plan.units):
+        pieces = [piece for piece in unit.pieces if piece.parameter in names]
+        if pieces:
+            yield index, pieces
+
+
+def _outputs(model: nn.Module, branch: LocatedBranch) -> set[str]:
+    """Weights and biases of a branch's output projections."""
+    cuts = [cut for cut in branch.description.inner.cuts if cut.is_output] if branch.description.inner else []
+    if not cuts:
+        raise ValueError(f"{branch.name}: its description names no output projection that could be scaled")
+    known = dict(model.get_submodule(branch.root).named_parameters())
+    return {f"{branch.root}.{name}" for cut in cuts for name in cut.names(known)}
+
+
+def _sites(model: nn.Module, plan: Plan, branch: LocatedBranch, subnetwork_of_row: torch.Tensor) -> Iterator[Site]:
+    units = [(index, pieces) for index, pieces in _units_of(plan, branch) if plan.coverage_of(index) < 1]
+    if not units:
+        return
+    if branch.description.experts or branch.description.handed_on:
+        raise ValueError(f"{branch.name}: it computes more than its output, or rows share it; use Reference")
+    if any(piece.dim is not None for _, pieces in units for piece in pieces):
+        yield from _cut_sites(model, plan, branch, units, subnetwork_of_row)
+        return
+    (index, _), *others = units
+    assert not others, "a branch that is not cut is in one unit"
+    held = torch.isin(subnetwork_of_row, subnetwork_of_row.new_tensor(plan.holders[index]))
+    rows = Rows(held.nonzero().flatten(), (~held).nonzero().flatten())
+    modules = tuple(model.get_submodule(name) for name in branch.modules)
+    if plan.regime == "forward":
+        yield SkippedRows(modules, rows)
+    else:
+        caches = branch.description.inner.caches if branch.description.inner else ()
+        yield from (FrozenRows(module, rows, caches) for module in modules)
+
+
+def _cut_sites(
+    model: nn.Module,
+    plan: Plan,
+    branch: LocatedBranch,
+    units: Sequence[tuple[int, list[Piece]]],
+    subnetwork_of_row: torch.Tensor,
+) -> Iterator[Site]:
+    for tensor in branch.cut_tensors:
+        path, _, leaf = tensor.parameter.rpartition(".")
+        module = model.get_submodule(path)
+        if leaf != "weight" or (plan.regime == "forward" and not tensor.cut.is_output):
+            continue
+        if not _is_linear(module):
+            raise ValueError(f"{path} is a {type(module).__name__}, which is not cut by rows; use Reference")
+        held = subnetwork_of_row.new_ones(plan.num_subnetworks, tensor.size, dtype=module.weight.dtype)
+        for index, pieces in units:
+            for piece in (piece for piece in pieces if piece.parameter == tensor.parameter):
+                lacking = [worker for worker in range(plan.num_subnetworks) if not plan.holds(index, worker)]
+                held[lacking, piece.start : piece.start + piece.length] = 0
+        of_rows = held[subnetwork_of_row].unsqueeze(1)  # the same at each position
+        if plan.regime == "forward":
+            yield MaskedInput(module, of_rows)
+        else:
+            yield MaskedGradient(module, of_rows, of_inputs=tensor.dim == _input_dim(module))
+
+
+def _is_linear(module: nn.Module) -> bool:
+    return isinstance(module, nn.Linear) or type(module).__name__ == "Conv1D"  # that of Transformers
+
+
+def _input_dim(module: nn.Module) -> int:
+    return 1 if isinstance(module, nn.Linear) else 0

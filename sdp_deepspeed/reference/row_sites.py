@@ -1,0 +1,183 @@
+"""Modules that run otherwise for some rows of a batch.
+
+A branch's modules run on the rows of the workers that hold it (forward x block), or on all rows, of which some know no
+gradient of the weights (backward x block). Of a branch that is cut by neurons or heads, the input of its output
+projection is multiplied by zeros (forward) or what the gradients of its weights are made of is (backward).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import nn
+from torch.func import functional_call
+
+
+class Site(Protocol):
+    """A place of the model that runs otherwise for some rows."""
+
+    def install(self, stack: ExitStack) -> None:
+        """Until the stack is left."""
+
+
+@dataclass(frozen=True)
+class Rows:
+    """
+    Args:
+        held, lacking: indices of rows whose worker has the branch, and of all others.
+    """
+
+    held: torch.Tensor
+    lacking: torch.Tensor
+
+    @property
+    def count(self) -> int:
+        return len(self.held) + len(self.lacking)
+
+    def of(self, value: Any, rows: torch.Tensor) -> Any:
+        """Some rows of whatever has all of them: a tensor, or a row of such; other things as they are."""
+        return _mapped(value, lambda tensor: tensor[rows] if tensor.dim() > 1 and len(tensor) == self.count else tensor)
+
+    def scattered(self, value: Any) -> Any:
+        """With zeros in the rows that are lacking."""
+
+        def of_tensor(tensor: torch.Tensor) -> torch.Tensor:
+            return tensor.new_zeros(self.count, *tensor.shape[1:]).index_copy(0, self.held, tensor)
+
+        return _mapped(value, of_tensor)
+
+    def merged(self, held: Any, lacking: Any) -> Any:
+        """All rows, of what came of the held and the lacking ones."""
+        if isinstance(held, torch.Tensor):
+            order = torch.cat([self.held, self.lacking]).argsort()
+            return torch.cat([held, lacking])[order]
+        if isinstance(held, tuple):
+            return tuple(self.merged(*pair) for pair in zip(held, lacking, strict=True))
+        return held
+
+
+def _mapped(value: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> Any:
+    if isinstance(value, torch.Tensor):
+        return change(value)
+    if isinstance(value, tuple):
+        return tuple(_mapped(item, change) for item in value)
+    if isinstance(value, dict):
+        return {name: _mapped(item, change) for name, item in value.items()}
+    return value
+
+
+@dataclass(frozen=True)
+class SkippedRows:
+    """A branch that runs for the rows that hold it, and adds nothing to the others.
+
+    Args:
+        modules: of the branch, in the order in which they run; all but the first get what the one before it returned.
+    """
+
+    modules: tuple[nn.Module, ...]
+    rows: Rows
+
+    def install(self, stack: ExitStack) -> None:
+        for module in self.modules:
+            stack.callback(module.register_forward_pre_hook(self._select, with_kwargs=True).remove)
+        stack.callback(self.modules[-1].register_forward_hook(self._scatter).remove)
+
+    def _select(self, _: nn.Module, args: Any, kwargs: Any) -> Any:
+        return self.rows.of(args, self.rows.held), self.rows.of(kwargs, self.rows.held)
+
+    def _scatter(self, _: nn.Module, __: Any, output: Any) -> Any:
+        return self.rows.scattered(output)
+
+
+@dataclass(frozen=True)
+class _Replaced:
+    """A module with another forward for a while."""
+
+    module: nn.Module
+
+    def install(self, stack: ExitStack) -> None:
+        self.module.forward = self.forward
+        stack.callback(self.module.__dict__.pop, "forward")
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        raise NotImplementedError
+
+
+@dataclass(frozen=True)
+class FrozenRows(_Replaced):
+    """A module whose weights get gradients of the rows that hold it only.
+
+    Args:
+        caches: keyword arguments with a key/value cache, which would take each position twice.
+    """
+
+    rows: Rows
+    caches: Sequence[str]
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        frozen = {name: parameter.detach() for name, parameter in self.module.named_parameters()}
+        kwargs = {name: None if name in self.caches else value for name, value in kwargs.items()}
+        del self.module.forward  # until both halves ran
+        try:
+            outputs = [
+                functional_call(self.module, weights, self.rows.of(args, rows), self.rows.of(kwargs, rows))
+                for weights, rows in (({}, self.rows.held), (frozen, self.rows.lacking))
+            ]
+        finally:
+            self.module.forward = self.forward
+        return self.rows.merged(*outputs)
+
+
+@dataclass(frozen=True)
+class MaskedInput:
+    """An output projection that reads nothing of neurons that a row's worker lacks."""
+
+    module: nn.Module
+    held: torch.Tensor
+
+    def install(self, stack: ExitStack) -> None:
+        stack.callback(self.module.register_forward_pre_hook(self._mask).remove)
+
+    def _mask(self, _: nn.Module, args: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
+        return (args[0] * self.held, *args[1:])
+
+
+@dataclass(frozen=True)
+class MaskedGradient(_Replaced):
+    """A linear layer whose weights get the gradients that each row's worker computes.
+
+    Args:
+        held: ones and zeros, [rows, 1, neurons].
+        of_inputs: whether the neurons are the layer's inputs; else they are its outputs, its bias included.
+    """
+
+    held: torch.Tensor
+    of_inputs: bool
+
+    def forward(self, *args: torch.Tensor) -> torch.Tensor:
+        weight = self.module.weight if isinstance(self.module, nn.Linear) else self.module.weight.t()
+        masks = (self.held, None) if self.of_inputs else (None, self.held)
+        output: torch.Tensor = _Linear.apply(args[0], weight, self.module.bias, *masks)
+        return output
+
+
+class _Linear(torch.autograd.Function):
+    """`x W^T + b` with a mask on what the gradients of W and b are made of: the inputs, or the output's gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Any, weight: Any, bias: Any, inputs: Any, outputs: Any) -> Any:
+        ctx.save_for_backward(x, weight, inputs, outputs)
+        return nn.functional.linear(x, weight, bias)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        (gradient,), (x, weight, inputs, outputs) = gradients, ctx.saved_tensors
+        kept = gradient if outputs is None else gradient * outputs
+        x = x if inputs is None else x * inputs
+        of_weight = kept.flatten(0, -2).t() @ x.flatten(0, -2)
+        of_bias = kept.flatten(0, -2).sum(0) if ctx.needs_input_grad[2] else None
+        return gradient @ weight, of_weight, of_bias, None, None

@@ -1,0 +1,179 @@
+"""All virtual workers in one pass have the numbers of one after the other, and cost what the method computes."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Mapping, Sequence
+from copy import deepcopy
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from sdp_deepspeed.config import KEY, MODES, parse
+from sdp_deepspeed.measure.flops import FlopCounter
+from sdp_deepspeed.plan.plan import Plan
+from sdp_deepspeed.plan.planner import plan_model
+from sdp_deepspeed.reference.batched_workers import BatchedReference
+from sdp_deepspeed.reference.held_rows import HeldRows, scaled_branches
+from sdp_deepspeed.reference.virtual_workers import Reference
+from tests.helpers.mixtures import MIXTURES
+from tests.helpers.models import LENGTH, MIXED, SPECIMENS, VOCABULARY, batches, loss_of
+
+Block = dict[str, Any]
+DEPTH: Block = {"coverage": [{"profile": "linear", "first": 1.0, "last": 0.25}]}
+
+
+def losses_of_rows(model: nn.Module, rows: torch.Tensor) -> torch.Tensor:
+    logits = model(input_ids=rows).logits[:, :-1]
+    return nn.functional.cross_entropy(logits.transpose(1, 2), rows[:, 1:], reduction="none").mean(1)
+
+
+def adamw(named: dict[str, nn.Parameter]) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(named.values(), lr=1e-2, eps=1e-3)  # far above rounding
+
+
+def plan_of(model: nn.Module, block: Block, num_ranks: int) -> Plan:
+    config = parse({KEY: block})
+    assert config is not None
+    return plan_model(model, config, num_ranks)[0]
+
+
+def both(name: str, blocks: Sequence[Block], num_ranks: int, **options: Any) -> tuple[Reference, BatchedReference]:
+    """References of one model; each block of `blocks` holds from the step of its index on."""
+    model = SPECIMENS[name].build()
+    plans = dict(enumerate(plan_of(model, block, num_ranks) for block in blocks))
+    arguments = (plans[0], adamw)
+    slow = Reference(deepcopy(model), *arguments, loss_of, later=plans, **options)
+    return slow, BatchedReference(model, *arguments, losses_of_rows, later=plans, **options)
+
+
+def assert_agree(slow: Reference, fast: Reference, num_ranks: int, num_micro: int = 1, steps: int = 3) -> None:
+    """Losses, norms and weights to rounding of sums in another order."""
+    for given in itertools.islice(batches(num_ranks, num_micro), steps):
+        (losses, norm), (expected, expected_norm) = fast.step(given), slow.step(given)
+        torch.testing.assert_close(torch.tensor(losses), torch.tensor(expected), rtol=1e-5, atol=1e-5)
+        assert norm == pytest.approx(expected_norm, rel=1e-5)
+    for (name, value), other in zip(fast.model.named_parameters(), slow.model.parameters(), strict=True):
+        torch.testing.assert_close(value, other, rtol=1e-5, atol=1e-5, msg=lambda text, name=name: f"{name}: {text}")
+
+
+SMALL = {"coverage": 0.5}
+FINE = {mode: mode._asdict() | SMALL for mode in MODES}
+LAYERS = [block | {"granularity": "layer"} for mode, block in FINE.items() if mode.strategy == "block"]
+PARTS: list[Block] = [{"regime": regime, "strategy": MIXED} | SMALL for regime in ("forward", "backward")]
+
+
+@pytest.mark.parametrize("name", ["llama", "llama_biases", "gpt2", "gpt_neox_parallel", "qwen3"])
+@pytest.mark.parametrize(
+    "block", [*FINE.values(), *LAYERS, *PARTS], ids=lambda block: "-".join(map(str, block.values()))
+)
+def test_one_plan(name: str, block: Block) -> None:
+    assert_agree(*both(name, [block], 4), 4)
+
+
+@pytest.mark.parametrize("mode", MODES, ids=str)
+def test_plans_that_change(mode: Any) -> None:
+    """Coverage that grows, by depth too, then everything; and the same coverage drawn anew."""
+    own = mode._asdict()
+    draws = [own | SMALL | {"seed": seed} for seed in range(3)]
+    assert_agree(*both("llama", [own | {"coverage": 0.25}, own | DEPTH, own | {"coverage": 1.0}], 4), 4)
+    slow, fast = both("llama", draws, 4)
+    assert len({plan.hash for plan in fast.later.values()}) == 3
+    assert_agree(slow, fast, 4)
+
+
+@pytest.mark.parametrize("mode", MODES, ids=str)
+def test_other_counts(mode: Any) -> None:
+    """One holder of each unit; three workers, two of which hold it; two replicas of each of two; two micro-batches."""
+    own = mode._asdict()
+    assert_agree(*both("llama", [own | {"holders": 1}], 4), 4)
+    assert_agree(*both("gpt2", [own | {"holders": 2}], 3), 3, num_micro=2)
+    assert_agree(*both("llama", [own | {"holders": 1, "subnetworks": 2}], 4), 4)
+
+
+@pytest.mark.parametrize("rule", ["sqrt", "linear"])
+def test_rates_by_coverage_and_clipping(rule: str) -> None:
+    for mode in MODES:
+        assert_agree(*both("llama", [mode._asdict() | DEPTH], 4, lr_by_coverage=rule, clip=0.1), 4)
+
+
+def test_rows_in_mappings_and_a_frozen_parameter() -> None:
+    slow, fast = both("llama", [FINE[MODES[0]]], 4)
+    for reference in (slow, fast):
+        reference.model.get_parameter("model.embed_tokens.weight").requires_grad_(False)
+    given = next(batches(4, 1))
+    slow.step(given)
+    fast.loss_of = lambda model, rows: losses_of_rows(model, rows["ids"])
+    fast.step([[{"ids": micro} for micro in own] for own in given])
+    torch.testing.assert_close(dict(fast.model.named_parameters()), dict(slow.model.named_parameters()))
+
+
+def flops_of(block: Block) -> int:
+    _, fast = both("llama", [block], 4)
+    with FlopCounter() as counter:
+        fast.step(next(batches(4, 1)))
+    return counter.total
+
+
+def test_a_step_costs_what_the_method_computes() -> None:
+    """At C = 1/2 half of the branches' work; in the backward regime half of the gradients of their weights less."""
+    rows, width = 4 * 2, 16
+    head = 6 * rows * LENGTH * width * VOCABULARY  # logits of all positions
+    whole = flops_of({"coverage": 1.0})
+    assert flops_of(FINE[MODES[0]]) - head == (whole - head) / 2
+    model = SPECIMENS["llama"].build()
+    weights = sum(p.numel() for name, p in model.named_parameters() if ".layers." in name and p.dim() == 2)
+    assert whole - flops_of({"regime": "backward"} | SMALL) == 2 * rows * LENGTH * weights / 2
+
+
+def test_nothing_is_left_in_the_model() -> None:
+    for block in FINE.values():
+        _, fast = both("llama", [block], 4)
+        fast.step(next(batches(4, 1)))
+        for module in fast.model.modules():
+            assert not {*module._forward_hooks, *module._forward_pre_hooks}
+            assert "forward" not in module.__dict__
+
+
+def scaled_by_hand(weights: Mapping[str, torch.Tensor], plan: Plan) -> dict[str, torch.Tensor]:
+    """A Llama's output projections times their coverage, cell by cell."""
+    values = {name: value.detach().clone() for name, value in weights.items()}
+    for unit, holders in zip(plan.units, plan.holders, strict=True):
+        for piece in unit.pieces:
+            is_output = ".o_proj." in piece.parameter or ".down_proj." in piece.parameter
+            if is_output:
+                piece.narrow(values[piece.parameter]).mul_(len(holders) / plan.num_subnetworks)
+    return values
+
+
+@pytest.mark.parametrize("block", [DEPTH, DEPTH | {"granularity": "layer"}, DEPTH | {"strategy": "neuron"}])
+def test_scaled_branches(block: Block) -> None:
+    model = SPECIMENS["llama_biases"].build()
+    plan = plan_of(model, block, 4)
+    before = deepcopy(model.state_dict())
+    expected = scaled_by_hand(dict(model.named_parameters()), plan)
+    with scaled_branches(model, plan):
+        for name, parameter in model.named_parameters():
+            assert torch.equal(parameter, expected[name]), name
+        changed = [name for name, value in before.items() if not torch.equal(value, expected[name])]
+        assert {name.split(".")[-2] for name in changed} == {"o_proj", "down_proj"}
+        assert any("bias" in name for name in changed) == ("strategy" not in block)  # that of neurons is shared
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+
+
+def test_what_only_runs_one_by_one_is_refused() -> None:
+    rows = torch.arange(4)
+    model = SPECIMENS["llama"].build()
+    plan = plan_of(model, SMALL, 4)
+    model.norm = nn.BatchNorm1d(3)
+    with pytest.raises(ValueError, match="norm: a BatchNorm1d mixes the rows"):
+        HeldRows.of(model, plan, rows)
+    mixture, config, settings = MIXTURES["mixtral"]
+    model = mixture(config(**settings))
+    with pytest.raises(ValueError, match="mlp: it computes more than its output"):
+        HeldRows.of(model, plan_of(model, SMALL, 4), rows)
+    model.lm_head.forward = nn.Identity().forward  # type: ignore[method-assign,union-attr]
+    with pytest.raises(ValueError, match="lm_head: it has a forward beside that of Linear"):
+        HeldRows.of(model, plan, rows)
