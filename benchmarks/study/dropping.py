@@ -20,8 +20,8 @@ from sdp_deepspeed.reference.row_sites import Rows, SkippedRows
 class Dropping:
     """
     Args:
-        rate: share of the rows that a branch is left out for: of all branches alike, of the last layer's, or of the last
-            layer's in the end.
+        rate: share of the rows that a branch is left out for: of all branches alike, of the last layer's, or of the
+            last layer's in the end.
         kind: "branch": one rate for all branches. "depth": it grows with depth, from little to `rate` (stochastic
             depth). "progressive": as "depth", and it grows over the first steps from 0 (progressive layer drop).
     """

@@ -1,0 +1,122 @@
+"""Is the model that comes out better at the same cost? Data parallelism, its rivals and the method over equal FLOPs.
+
+python benchmarks/learning_study.py --output benchmarks/results/learning.json --minutes 60 --workers 2
+
+Cells (study, subject, seed, budget) in one JSON; what is there already is not done again, so it can run in pieces of
+any length. The learning rate of a subject is tuned on a seed of its own (--tune), and the study's until then.
+"""
+
+from __future__ import annotations
+
+import argparse
+import multiprocessing
+import os
+import re
+import sys
+from collections.abc import Iterator, Sequence
+from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
+from datetime import UTC, datetime, timedelta
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import torch
+
+sys.path.insert(0, str(Path(__file__).parents[1]))  # the repository's root
+from benchmarks.study.cell import Cell, run
+from benchmarks.study.store import Store
+from benchmarks.study.subjects import STUDIES, SUBJECTS, Study, Subject
+from sdp_deepspeed.command_parser import positive
+
+TUNING_SEED = 99  # left out of all figures
+RATE_FACTORS = (0.5, 1.0, 2.0)
+
+
+def tuned_rate(store: Store, study: str, subject: str) -> float:
+    """The best on the tuning seed, or the study's where nothing was tried."""
+    tried = [cell for cell in store.of(study, subject) if cell["seed"] == TUNING_SEED]
+    if not tried:
+        return STUDIES[study].learning_rate
+    longest = max(cell["budget"] for cell in tried)
+    best = min((cell for cell in tried if cell["budget"] == longest), key=lambda cell: cell["best_loss"])
+    return float(best["rate"])
+
+
+def cells(options: argparse.Namespace, store: Store) -> Iterator[Cell]:
+    """In the order in which they are asked for: by seed, then by budget."""
+    named = [name for pattern in options.only for name in SUBJECTS if re.fullmatch(pattern, name)]
+    for seed, budget, name in product(options.seeds, options.budgets, dict.fromkeys(named)):
+        if options.tune:
+            base = STUDIES[options.study].learning_rate
+            yield from (Cell(options.study, name, TUNING_SEED, budget, base * factor) for factor in RATE_FACTORS)
+        else:
+            yield Cell(options.study, name, seed, budget, tuned_rate(store, options.study, name))
+
+
+def work(cells: Sequence[Cell], store: Store, *, num_processes: int, minutes: float) -> None:
+    """All cells that are not done, or as many as begin in time."""
+    end = datetime.now(tz=UTC) + timedelta(minutes=minutes)
+    todo = [cell for cell in dict.fromkeys(cells) if not store.has(cell, SUBJECTS[cell.subject].described())]
+    print(f"{len(cells) - len(todo)} cells are done, {len(todo)} to do", flush=True)
+    context = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(num_processes, mp_context=context, initializer=_one_thread) as pool:
+        running: set[Future[dict[str, Any]]] = set()
+        while todo or running:
+            while todo and len(running) < num_processes and datetime.now(tz=UTC) < end:
+                cell = todo.pop(0)
+                running.add(pool.submit(_run, cell, STUDIES[cell.study], SUBJECTS[cell.subject]))
+            if not running:
+                print(f"out of time with {len(todo)} cells to do", flush=True)
+                return
+            done, running = wait(running, return_when=FIRST_COMPLETED)
+            for future in done:
+                result = future.result()
+                store.add(result)
+                print(_line(result), flush=True)
+
+
+def _line(result: dict[str, Any]) -> str:
+    names = f"{result['study']}: {result['subject']}, seed {result['seed']}, budget {result['budget']}"
+    losses = f"{result['loss']:.4f} (best {result['best_loss']:.4f})"
+    return f"{names}, rate {result['rate']:g}: {losses} in {result['cpu_seconds']:.0f} s"
+
+
+def _one_thread() -> None:
+    torch.set_num_threads(1)
+
+
+def _run(cell: Cell, study: Study, subject: Subject) -> dict[str, Any]:
+    return run(cell, study, subject)
+
+
+def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0], allow_abbrev=False)
+    add = parser.add_argument
+    add("--output", type=Path, required=True, help="the JSON of all cells, which is read first")
+    add("--study", choices=sorted(STUDIES), default="text", help="(default text)")
+    add("--only", nargs="+", default=[".*"], help="regular expressions of whole names of subjects, in this order")
+    add("--seeds", type=int, nargs="+", default=[0], help="(default 0)")
+    add("--budgets", type=positive, nargs="+", default=[1000], help="in dense steps of 0.42M parameters (default 1000)")
+    add("--tune", action="store_true", help=f"learning rates, on seed {TUNING_SEED}, which no table has")
+    add("--minutes", type=float, default=float("inf"), help="no cell begins later (default: none)")
+    add("--workers", type=positive, default=1, help="processes of one thread each (default 1)")
+    add("--list", action="store_true", help="names of the subjects, and nothing else")
+    return parser.parse_args(arguments)
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    options = parse_arguments(arguments)
+    os.environ["OMP_NUM_THREADS"] = "1"  # of the processes that are started
+    try:
+        store = Store(options.output)
+        chosen = list(cells(options, store))
+        if options.list:
+            print("\n".join(dict.fromkeys(cell.subject for cell in chosen)))
+            return
+        work(chosen, store, num_processes=options.workers, minutes=min(options.minutes, 1e6))
+    except (ValueError, OSError) as error:
+        sys.exit(f"error: {error}")
+
+
+if __name__ == "__main__":
+    main()
