@@ -14,7 +14,7 @@ import os
 import re
 import sys
 from collections.abc import Iterator, Sequence
-from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
+from concurrent.futures import FIRST_COMPLETED, Executor, Future, ProcessPoolExecutor, wait
 from datetime import UTC, datetime, timedelta
 from itertools import product
 from pathlib import Path
@@ -25,7 +25,7 @@ import torch
 sys.path.insert(0, str(Path(__file__).parents[1]))  # the repository's root
 from benchmarks.study.cell import Cell, run
 from benchmarks.study.store import Store
-from benchmarks.study.subjects import STUDIES, SUBJECTS, Study, Subject
+from benchmarks.study.subjects import STUDIES, SUBJECTS
 from sdp_deepspeed.command_parser import positive
 
 TUNING_SEED = 99  # left out of all figures
@@ -44,6 +44,9 @@ def tuned_rate(store: Store, study: str, subject: str) -> float:
 
 def cells(options: argparse.Namespace, store: Store) -> Iterator[Cell]:
     """In the order in which they are asked for: by seed, then by budget."""
+    for pattern in options.only:
+        if not any(re.fullmatch(pattern, name) for name in SUBJECTS):
+            raise ValueError(f"--only: no subject is named {pattern!r}; --list shows all")
     named = [name for pattern in options.only for name in SUBJECTS if re.fullmatch(pattern, name)]
     for seed, budget, name in product(options.seeds, options.budgets, dict.fromkeys(named)):
         if options.tune:
@@ -53,26 +56,24 @@ def cells(options: argparse.Namespace, store: Store) -> Iterator[Cell]:
             yield Cell(options.study, name, seed, budget, tuned_rate(store, options.study, name))
 
 
-def work(cells: Sequence[Cell], store: Store, *, num_processes: int, minutes: float) -> None:
-    """All cells that are not done, or as many as begin in time."""
+def work(cells: Sequence[Cell], store: Store, pool: Executor, *, num_processes: int, minutes: float) -> None:
+    """All cells that are not done, or as many as begin in time; `num_processes` of `pool` at once."""
     end = datetime.now(tz=UTC) + timedelta(minutes=minutes)
     todo = [cell for cell in dict.fromkeys(cells) if not store.has(cell, SUBJECTS[cell.subject].described())]
     print(f"{len(cells) - len(todo)} cells are done, {len(todo)} to do", flush=True)
-    context = multiprocessing.get_context("spawn")
-    with ProcessPoolExecutor(num_processes, mp_context=context, initializer=_one_thread) as pool:
-        running: set[Future[dict[str, Any]]] = set()
-        while todo or running:
-            while todo and len(running) < num_processes and datetime.now(tz=UTC) < end:
-                cell = todo.pop(0)
-                running.add(pool.submit(_run, cell, STUDIES[cell.study], SUBJECTS[cell.subject]))
-            if not running:
-                print(f"out of time with {len(todo)} cells to do", flush=True)
-                return
-            done, running = wait(running, return_when=FIRST_COMPLETED)
-            for future in done:
-                result = future.result()
-                store.add(result)
-                print(_line(result), flush=True)
+    running: set[Future[dict[str, Any]]] = set()
+    while todo or running:
+        while todo and len(running) < num_processes and datetime.now(tz=UTC) < end:
+            cell = todo.pop(0)
+            running.add(pool.submit(run, cell, STUDIES[cell.study], SUBJECTS[cell.subject]))
+        if not running:
+            print(f"out of time with {len(todo)} cells to do", flush=True)
+            return
+        done, running = wait(running, return_when=FIRST_COMPLETED)
+        for future in done:
+            result = future.result()
+            store.add(result)
+            print(_line(result), flush=True)
 
 
 def _line(result: dict[str, Any]) -> str:
@@ -83,10 +84,6 @@ def _line(result: dict[str, Any]) -> str:
 
 def _one_thread() -> None:
     torch.set_num_threads(1)
-
-
-def _run(cell: Cell, study: Study, subject: Subject) -> dict[str, Any]:
-    return run(cell, study, subject)
 
 
 def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
@@ -113,7 +110,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
         if options.list:
             print("\n".join(dict.fromkeys(cell.subject for cell in chosen)))
             return
-        work(chosen, store, num_processes=options.workers, minutes=min(options.minutes, 1e6))
+        context = multiprocessing.get_context("spawn")
+        with ProcessPoolExecutor(options.workers, mp_context=context, initializer=_one_thread) as pool:
+            work(chosen, store, pool, num_processes=options.workers, minutes=min(options.minutes, 1e6))
     except (ValueError, OSError) as error:
         sys.exit(f"error: {error}")
 

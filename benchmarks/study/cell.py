@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
-from contextlib import nullcontext
+from contextlib import ExitStack, nullcontext
 from dataclasses import asdict, dataclass
 from functools import cache
 from typing import Any
@@ -12,11 +12,11 @@ from typing import Any
 import torch
 from torch import nn
 
-from benchmarks.study.dropping import dropped
+from benchmarks.study.dropping import dropped, with_dropout
 from benchmarks.study.flops import dense_flops
 from benchmarks.study.model import build, losses_of_rows, validation_loss
 from benchmarks.study.plans import Planner
-from benchmarks.study.subjects import REFERENCE, Study, Subject
+from benchmarks.study.subjects import Study, Subject
 from benchmarks.study.text import Corpus, read_corpus, training_rows, validation_rows
 from sdp_deepspeed.config import SubnetworkConfig
 from sdp_deepspeed.plan.plan import Plan
@@ -72,9 +72,9 @@ def run(cell: Cell, study: Study, subject: Subject) -> dict[str, Any]:
 class _Training:
     def __init__(self, cell: Cell, study: Study, subject: Subject, corpus: Corpus) -> None:
         self.cell, self.study, self.subject, self.corpus = cell, study, subject, corpus
-        self.model = build(subject.size, cell.seed, subject.dropout)
+        self.model = build(subject.size, cell.seed)
         self.planner = Planner(subject, study)
-        self.num_steps = self.planner.num_steps(cell.budget * study.tokens * dense_flops(REFERENCE))
+        self.num_steps = self.planner.num_steps(cell.budget * study.tokens * dense_flops(study.reference))
         self.state_bytes = 0
         self._validation = validation_rows(corpus.validation, study.num_validation_rows, subject.size.length)
 
@@ -115,7 +115,11 @@ class _Training:
         rows = training_rows(self.corpus.train, seed, step, num_rows, length)
         dropping = self.subject.dropping
         draw = seed * 1_000_003 + step
-        with dropped(self.model, dropping, progress, num_rows, draw) if dropping else nullcontext():
+        with ExitStack() as stack:
+            if dropping:
+                stack.enter_context(dropped(self.model, dropping, progress, num_rows, draw))
+            if self.subject.dropout:
+                stack.enter_context(with_dropout(self.model, self.subject.dropout))
             reference.step([[own] for own in rows.chunk(self.study.num_workers)])
 
     def _validate(self, config: SubnetworkConfig, plan: Plan) -> float:

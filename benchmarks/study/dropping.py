@@ -1,5 +1,5 @@
-"""Dense models that leave out branches at random while they train: stochastic depth, progressive layer drop, branch
-dropout. What is left out is not computed."""
+"""Dense models that leave out branches, or elements, at random while they train: stochastic depth, progressive layer
+drop, branch dropout, dropout. Branches that are left out are not computed."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import math
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Literal
 
 import torch
@@ -63,6 +64,22 @@ def dropped(model: nn.Module, dropping: Dropping, progress: float, num_rows: int
                 lacking, held = order[:num_lacking].sort().values, order[num_lacking:].sort().values
                 SkippedRows(modules, Rows(held, lacking)).install(stack)
         yield
+
+
+@contextmanager
+def with_dropout(model: nn.Module, rate: float) -> Iterator[None]:
+    """Until the end of the block elements of the embeddings, and of what each branch adds, are zero at random."""
+    ends = [model.get_submodule(branch.modules[-1]) for branch in locate_branches(model)]
+    with ExitStack() as stack:
+        for module in [*ends, *(module for module in model.modules() if isinstance(module, nn.Embedding))]:
+            stack.callback(module.register_forward_hook(partial(_drop_elements, rate)).remove)
+        yield
+
+
+def _drop_elements(rate: float, _: nn.Module, __: Any, output: Any) -> Any:
+    if isinstance(output, tuple):
+        return (nn.functional.dropout(output[0], rate), *output[1:])
+    return nn.functional.dropout(output, rate)
 
 
 def _weigh(module: nn.Module, factor: float, stack: ExitStack) -> None:

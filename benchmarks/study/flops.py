@@ -23,7 +23,7 @@ def dense_flops(size: Size) -> float:
 
 def branches_flops(size: Size) -> float:
     """Of all residual branches."""
-    return size.depth * (6 * 12 * size.width**2 + _ATTENTION * _scores(size))
+    return size.depth * (6 * size.layer_weights + _ATTENTION * _scores(size))
 
 
 def kept_flops(size: Size, kept: float) -> float:
@@ -38,7 +38,7 @@ def plan_flops(model: nn.Module, size: Size, plan: Plan) -> float:
     for index, unit in enumerate(plan.units):
         lacking = 1 - plan.coverage_of(index)
         weights = sum(p.num_elements(shapes[p.parameter]) for p in unit.pieces if len(shapes[p.parameter]) == 2)
-        heads = sum(p.num_elements(shapes[p.parameter]) for p in unit.pieces if "attn.c_proj.weight" in p.parameter)
+        heads = sum(p.num_elements(shapes[p.parameter]) for p in unit.pieces if "o_proj.weight" in p.parameter)
         scores = _ATTENTION * _scores(size) * heads / size.width**2
         total -= lacking * (2 * weights if plan.regime == "backward" else 6 * weights + scores)
     return total

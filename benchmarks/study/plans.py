@@ -62,6 +62,15 @@ class Planner:
         dropping = self.subject.dropping
         return kept_flops(self.subject.size, 1 - dropping.mean(self.subject.size.depth, progress) if dropping else 1.0)
 
+    def check(self) -> None:
+        """
+        Raises:
+            ValueError: the block is not of the product's language.
+        """
+        schedule = self._schedule(1000)
+        for step in schedule.turns if schedule else ():
+            self._config(schedule.config_after(step)[KEY])
+
     def plans(self, num_steps: int) -> Iterator[tuple[SubnetworkConfig, Plan]]:
         """What each step has; the same objects where nothing changes."""
         schedule = self._schedule(num_steps)
@@ -87,8 +96,16 @@ class Planner:
         assert config is not None
         return config
 
+    @cached_property
+    def _plans(self) -> dict[str, Plan]:
+        return {}
+
     def _plan(self, config: SubnetworkConfig) -> Plan:
-        return plan_model(self.model, config, self.study.num_workers)[0]
+        """Searched for once."""
+        key = repr(config)
+        if key not in self._plans:
+            self._plans[key] = plan_model(self.model, config, self.study.num_workers)[0]
+        return self._plans[key]
 
     def state_bytes(self, plan: Plan) -> int:
         """Of the worker with the most, in fp32 with ZeRO-1: weights, gradients, optimizer, buffers; no activations."""

@@ -148,6 +148,7 @@ class Study:
         rows: of a worker in a step.
         num_validation_rows: at each point of the curve.
         points: of the curve of validation losses, the last after the last step.
+        reference: the size by whose dense steps budgets are counted.
         learning_rate: the highest, after a twentieth of the steps; from there it falls to zero in a line.
     """
 
@@ -157,12 +158,13 @@ class Study:
     rows: int = 4
     num_validation_rows: int = 256
     points: int = 5
+    reference: Size = REFERENCE
     learning_rate: float = 4e-3
 
     @property
     def tokens(self) -> int:
         """Of a step."""
-        return self.num_workers * self.rows * REFERENCE.length
+        return self.num_workers * self.rows * self.reference.length
 
 
 STUDIES: dict[str, Study] = {

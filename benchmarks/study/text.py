@@ -79,6 +79,8 @@ def _digest(name: str) -> int:
 
 
 def _as_tensor(content: bytes) -> torch.Tensor:
+    if not content:
+        raise ValueError("corpus: no file is on one of its sides; take one of more files")
     return torch.frombuffer(bytearray(content), dtype=torch.uint8)
 
 
