@@ -24,11 +24,12 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).parents[1]))  # the repository's root
 from benchmarks.study.cell import Cell, run
+from benchmarks.study.seeds import TUNING_SEED
 from benchmarks.study.store import Store
 from benchmarks.study.subjects import STUDIES, SUBJECTS
-from sdp_deepspeed.command_parser import positive
+from benchmarks.tables.plot_learning import plot_learning
+from sdp_deepspeed.command_parser import positive, read_json
 
-TUNING_SEED = 99  # left out of all figures
 RATE_FACTORS = (0.5, 1.0, 2.0)
 
 
@@ -53,7 +54,7 @@ def cells(options: argparse.Namespace, store: Store) -> Iterator[Cell]:
             base = STUDIES[options.study].learning_rate
             yield from (Cell(options.study, name, TUNING_SEED, budget, base * factor) for factor in RATE_FACTORS)
         else:
-            yield Cell(options.study, name, seed, budget, tuned_rate(store, options.study, name))
+            yield Cell(options.study, name, seed, budget, options.rate or tuned_rate(store, options.study, name))
 
 
 def work(cells: Sequence[Cell], store: Store, pool: Executor, *, num_processes: int, minutes: float) -> None:
@@ -95,8 +96,10 @@ def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     add("--seeds", type=int, nargs="+", default=[0], help="(default 0)")
     add("--budgets", type=positive, nargs="+", default=[1000], help="in dense steps of 0.42M parameters (default 1000)")
     add("--tune", action="store_true", help=f"learning rates, on seed {TUNING_SEED}, which no table has")
+    add("--rate", type=float, help="the highest learning rate of all subjects, in place of the tuned ones")
     add("--minutes", type=float, default=float("inf"), help="no cell begins later (default: none)")
     add("--workers", type=positive, default=1, help="processes of one thread each (default 1)")
+    add("--plot", type=Path, help="train nothing, draw what is there (.png, .pdf, .svg); needs the extra `plot`")
     add("--list", action="store_true", help="names of the subjects, and nothing else")
     return parser.parse_args(arguments)
 
@@ -109,6 +112,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
         chosen = list(cells(options, store))
         if options.list:
             print("\n".join(dict.fromkeys(cell.subject for cell in chosen)))
+            return
+        if options.plot:
+            plot_learning(read_json(options.output, "--output"), options.plot, options.study)
             return
         context = multiprocessing.get_context("spawn")
         with ProcessPoolExecutor(options.workers, mp_context=context, initializer=_one_thread) as pool:

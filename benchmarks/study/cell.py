@@ -104,7 +104,10 @@ class _Training:
     def _optimizer(self, named: dict[str, nn.Parameter]) -> torch.optim.Optimizer:
         matrices = [parameter for parameter in named.values() if parameter.dim() > 1]
         vectors = [parameter for parameter in named.values() if parameter.dim() == 1]
-        groups = [{"params": matrices, "weight_decay": self.subject.weight_decay}, {"params": vectors}]
+        groups: list[dict[str, Any]] = [
+            {"params": matrices, "weight_decay": self.subject.weight_decay},
+            {"params": vectors},
+        ]
         return torch.optim.AdamW(groups, lr=self.cell.rate, betas=(0.9, 0.95), weight_decay=0.0, foreach=True)
 
     def _step(self, reference: BatchedReference, step: int, progress: float) -> None:

@@ -16,6 +16,8 @@ from torch import nn
 from sdp_deepspeed.architectures import locate_branches
 from sdp_deepspeed.reference.row_sites import Rows, SkippedRows
 
+Kind = Literal["branch", "depth", "progressive"]
+
 
 @dataclass(frozen=True)
 class Dropping:
@@ -28,7 +30,7 @@ class Dropping:
     """
 
     rate: float
-    kind: Literal["branch", "depth", "progressive"] = "branch"
+    kind: Kind = "branch"
 
     def of_layer(self, layer: int, depth: int, progress: float) -> float:
         """Its rate.

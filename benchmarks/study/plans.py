@@ -68,8 +68,9 @@ class Planner:
             ValueError: the block is not of the product's language.
         """
         schedule = self._schedule(1000)
-        for step in schedule.turns if schedule else ():
-            self._config(schedule.config_after(step)[KEY])
+        if schedule is not None:
+            for step in schedule.turns:
+                self._config(schedule.config_after(step)[KEY])
 
     def plans(self, num_steps: int) -> Iterator[tuple[SubnetworkConfig, Plan]]:
         """What each step has; the same objects where nothing changes."""

@@ -14,6 +14,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[2]))  # the repository's root
 from benchmarks.tables.counts import collectives, faults, model_state, peak_memory
+from benchmarks.tables.learning import learning_study
 from benchmarks.tables.markdown import Result
 from benchmarks.tables.readme import RESULTS, ROOT, filled, read
 from benchmarks.tables.replans import replan_time
@@ -32,6 +33,7 @@ IN_FULL: dict[str, Callable[[Result], str]] = {
     "peak_memory": peak_memory,
     "collectives": collectives,
     "similarity": similarity,
+    "learning_study": learning_study,
     "startup": startup,
     "startup_time": startup_time,
     "faults": faults,

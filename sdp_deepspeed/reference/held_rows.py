@@ -136,7 +136,8 @@ def _cut_sites(
             continue
         if not _is_linear(module):
             raise ValueError(f"{path} is a {type(module).__name__}, which is not cut by rows; use Reference")
-        held = subnetwork_of_row.new_ones(plan.num_subnetworks, tensor.size, dtype=module.weight.dtype)
+        dtype = module.get_parameter("weight").dtype
+        held = subnetwork_of_row.new_ones(plan.num_subnetworks, tensor.size, dtype=dtype)
         for index, pieces in units:
             for piece in (piece for piece in pieces if piece.parameter == tensor.parameter):
                 lacking = [worker for worker in range(plan.num_subnetworks) if not plan.holds(index, worker)]

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 import torch
@@ -16,10 +16,11 @@ from benchmarks import learning_study
 from benchmarks.learning_study import cells, parse_arguments, tuned_rate, work
 from benchmarks.study import text
 from benchmarks.study.cell import Cell, corpus_of, rate_share, run
-from benchmarks.study.dropping import Dropping, dropped, with_dropout
+from benchmarks.study.dropping import Dropping, Kind, dropped, with_dropout
 from benchmarks.study.flops import dense_flops, kept_flops, plan_flops
 from benchmarks.study.model import Size, build, losses_of_rows
 from benchmarks.study.plans import Planner
+from benchmarks.study.seeds import TUNING_SEED
 from benchmarks.study.store import Store
 from benchmarks.study.subjects import STUDIES, SUBJECTS, Study, Subject
 from sdp_deepspeed.config import KEY, MODES, Mode, parse
@@ -129,7 +130,7 @@ def test_dropout_of_elements() -> None:
 
 def test_rates_of_dropping() -> None:
     """Alike, growing with depth, and growing with depth and time."""
-    rates = {kind: Dropping(0.4, kind) for kind in ("branch", "depth", "progressive")}  # type: ignore[arg-type]
+    rates = {kind: Dropping(0.4, kind) for kind in get_args(Kind)}
     assert [rates["branch"].of_layer(layer, 2, 0.0) for layer in (0, 1)] == [0.4, 0.4]
     assert [rates["depth"].of_layer(layer, 2, 0.0) for layer in (0, 1)] == [0.2, 0.4]
     assert rates["progressive"].of_layer(1, 2, 0.0) == 0.0
@@ -239,7 +240,12 @@ def done(path: Path, minutes: float, *arguments: str) -> list[dict[str, Any]]:
 def test_it_goes_on_where_it_stopped(tmp_path: Path, tiny: None, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "study.json"
     ran: list[Cell] = []
-    monkeypatch.setattr(learning_study, "run", lambda cell, *rest: ran.append(cell) or run(cell, *rest))
+
+    def recorded(cell: Cell, study: Study, subject: Subject) -> dict[str, Any]:
+        ran.append(cell)
+        return run(cell, study, subject)
+
+    monkeypatch.setattr(learning_study, "run", recorded)
     assert done(path, 0, "--only", "dense") == []  # out of time
     first = done(path, 9, "--only", "dense")
     both = done(path, 9, "--only", "dense", "half")
@@ -256,14 +262,11 @@ def test_it_goes_on_where_it_stopped(tmp_path: Path, tiny: None, monkeypatch: py
 def test_rates_are_tuned_on_a_seed_that_no_figure_has(tmp_path: Path, tiny: None) -> None:
     path = tmp_path / "study.json"
     tried = done(path, 9, "--only", "dense", "--tune")
-    assert [cell["seed"] for cell in tried] == [learning_study.TUNING_SEED] * 3
+    assert [cell["seed"] for cell in tried] == [TUNING_SEED] * 3
     assert sorted(cell["rate"] for cell in tried) == [2e-3, 4e-3, 8e-3]
     best = min(tried, key=lambda cell: cell["loss"])["rate"]
     store = Store(path)
     assert (tuned_rate(store, "tiny", "dense"), tuned_rate(store, "tiny", "half")) == (best, STUDY.learning_rate)
     assert [cell["rate"] for cell in done(path, 9, "--only", "dense") if cell["seed"] == 0] == [best]
-
-
-def test_a_mistake_is_one_line(tmp_path: Path) -> None:
-    with pytest.raises(SystemExit, match="error: --only: no subject is named 'dence'"):
-        learning_study.main(["--output", str(tmp_path / "study.json"), "--only", "dence"])
+    given = done(path, 9, "--only", "dense", "--rate", "0.003")
+    assert {cell["rate"] for cell in given if cell["seed"] == 0} == {best, 3e-3}

@@ -56,7 +56,7 @@ def assert_agree(slow: Reference, fast: Reference, num_ranks: int, num_micro: in
         torch.testing.assert_close(torch.tensor(losses), torch.tensor(expected), rtol=1e-5, atol=1e-5)
         assert norm == pytest.approx(expected_norm, rel=1e-5)
     for (name, value), other in zip(fast.model.named_parameters(), slow.model.parameters(), strict=True):
-        torch.testing.assert_close(value, other, rtol=1e-5, atol=1e-5, msg=lambda text, name=name: f"{name}: {text}")
+        torch.testing.assert_close(value, other, rtol=1e-5, atol=1e-5, msg=name)
 
 
 SMALL = {"coverage": 0.5}
@@ -174,6 +174,6 @@ def test_what_only_runs_one_by_one_is_refused() -> None:
     model = mixture(config(**settings))
     with pytest.raises(ValueError, match="mlp: it computes more than its output"):
         HeldRows.of(model, plan_of(model, SMALL, 4), rows)
-    model.lm_head.forward = nn.Identity().forward  # type: ignore[method-assign,union-attr]
+    model.lm_head.forward = nn.Identity().forward
     with pytest.raises(ValueError, match="lm_head: it has a forward beside that of Linear"):
         HeldRows.of(model, plan, rows)

@@ -1,0 +1,165 @@
+"""Markdown tables of the learning study: dense validation losses at equal operations, and with few data."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from benchmarks.study.seeds import TUNING_SEED
+from benchmarks.tables.markdown import MIB, Result, table
+
+Cells = Sequence[dict[str, Any]]
+
+
+@dataclass(frozen=True)
+class Figures:
+    """Cells of one study without those of the tuning seed."""
+
+    cells: Cells
+
+    @classmethod
+    def of(cls, result: Result, study: str) -> Figures:
+        return cls([cell for cell in result["cells"] if cell["study"] == study and cell["seed"] != TUNING_SEED])
+
+    @property
+    def budgets(self) -> list[int]:
+        return sorted({cell["budget"] for cell in self.cells})
+
+    def subjects(self, *, dense: bool) -> list[str]:
+        """Data parallelism by its size, or all others by name."""
+        found = {cell["subject"]: cell["parameters"] for cell in self.cells if is_dense(cell) == dense}
+        return sorted(found, key=lambda name: (found[name], name)) if dense else sorted(found)
+
+    def some(self, subject: str) -> dict[str, Any]:
+        """Any cell of a subject, for what all of its cells have in common."""
+        return max((cell for cell in self.cells if cell["subject"] == subject), key=lambda cell: cell["budget"])
+
+    def losses(self, subject: str, budget: int, key: str = "loss") -> dict[int, float]:
+        """By seed."""
+        return {
+            cell["seed"]: cell[key] for cell in self.cells if (cell["subject"], cell["budget"]) == (subject, budget)
+        }
+
+    def of_its_size(self, subject: str) -> str | None:
+        """Data parallelism at a subject's size."""
+        size = self.some(subject)["described"]["size"]
+        same = (name for name in self.subjects(dense=True) if self.some(name)["described"]["size"] == size)
+        return next(same, None)
+
+    def best_size(self, budget: int) -> str | None:
+        """Data parallelism with the lowest mean loss, of the sizes that have it."""
+        means = {name: list(self.losses(name, budget).values()) for name in self.subjects(dense=True)}
+        return min((name for name in means if means[name]), key=lambda name: statistics.mean(means[name]), default=None)
+
+
+def is_dense(cell: dict[str, Any]) -> bool:
+    """Whether it is of plain data parallelism."""
+    return cell["described"].keys() == {"size"}
+
+
+def mean_and_error(values: Iterable[float], sign: str = "") -> str:
+    """With the standard error where there are several, and how many there are."""
+    found = list(values)
+    if not found:
+        return ""
+    if len(found) == 1:
+        return f"{found[0]:{sign}.3f}"
+    error = statistics.stdev(found) / math.sqrt(len(found))
+    return f"{statistics.mean(found):{sign}.3f} ± {error:.3f} ({len(found)})"
+
+
+def difference(figures: Figures, subject: str, other: str | None, budget: int, key: str = "loss") -> str:
+    """Of losses with the same seed; below zero the subject is better."""
+    if other is None or other == subject:
+        return ""
+    one, two = figures.losses(subject, budget, key), figures.losses(other, budget, key)
+    return mean_and_error((one[seed] - two[seed] for seed in sorted(one.keys() & two.keys())), sign="+")
+
+
+def learning(result: Result, study: str = "text") -> str:
+    """At equal operations: losses, and how far they are from data parallelism."""
+    figures = Figures.of(result, study)
+    parts = []
+    for budget in figures.budgets:
+        best = figures.best_size(budget)
+        rows = [
+            _row(figures, name, budget, best)
+            for dense in (True, False)
+            for name in _by_loss(figures, budget, dense=dense)
+        ]
+        heads = ["", "parameters", "million tokens", "state, MiB", "loss", "less own size", "less best size"]
+        parts.append(table([f"{budget:,} dense steps", *heads[1:]], rows))
+    return "\n\n".join([_caption(figures), *parts])
+
+
+def _by_loss(figures: Figures, budget: int, *, dense: bool) -> list[str]:
+    there = [name for name in figures.subjects(dense=dense) if figures.losses(name, budget)]
+    if dense:
+        return there
+    return sorted(there, key=lambda name: statistics.mean(figures.losses(name, budget).values()))
+
+
+def _row(figures: Figures, subject: str, budget: int, best: str | None) -> list[str]:
+    cell = next(cell for cell in figures.cells if (cell["subject"], cell["budget"]) == (subject, budget))
+    return [
+        subject,
+        f"{cell['parameters'] / 1e6:.2f}M",
+        f"{cell['tokens'] / 1e6:.2f}",
+        f"{cell['state_bytes'] / MIB:.2f}",
+        mean_and_error(figures.losses(subject, budget).values()),
+        difference(figures, subject, figures.of_its_size(subject), budget),
+        difference(figures, subject, best, budget),
+    ]
+
+
+def _caption(figures: Figures) -> str:
+    seconds = sum(cell["cpu_seconds"] for cell in figures.cells)
+    seeds = len({cell["seed"] for cell in figures.cells})
+    return (
+        f"{len(figures.cells)} cells, {seeds} seed{'s' * (seeds > 1)}, {seconds / 60:.0f} CPU minutes; "
+        "validation loss of the dense model in nats per byte, ± standard error (number of seeds):"
+    )
+
+
+def few_data(result: Result) -> str:
+    """Where the same text is read many times: the best loss over the run, and the last one."""
+    figures = Figures.of(result, "few data")
+    parts = []
+    for budget in figures.budgets:
+        names = [name for dense in (True, False) for name in figures.subjects(dense=dense)]
+        there = [name for name in names if figures.losses(name, budget)]
+        there.sort(key=lambda name: statistics.mean(figures.losses(name, budget, "best_loss").values()))
+        rows = []
+        for name in there:
+            losses = (mean_and_error(figures.losses(name, budget, key).values()) for key in ("best_loss", "loss"))
+            gain = difference(figures, name, figures.of_its_size(name), budget, "best_loss")
+            epochs = figures.some(name)["tokens"] * budget / figures.some(name)["budget"] / 200_000
+            rows.append([name, f"{epochs:.0f}", *losses, gain])
+        heads = [f"{budget:,} dense steps", "epochs", "best loss", "last loss", "best, less own size"]
+        parts.append(table(heads, rows))
+    return "\n\n".join([_caption(figures), *parts])
+
+
+def rates(result: Result) -> str:
+    """What was tried on the tuning seed."""
+    tried = [cell for cell in result["cells"] if cell["seed"] == TUNING_SEED]
+    found: dict[tuple[str, str, int], dict[float, float]] = {}
+    for cell in tried:
+        key = (cell["study"], cell["subject"], cell["budget"])
+        found.setdefault(key, {})[cell["rate"]] = cell["best_loss"]
+    columns = sorted({cell["rate"] for cell in tried})
+    rows = [
+        [subject, study, str(budget), *(f"{losses[rate]:.3f}" if rate in losses else "" for rate in columns)]
+        for (study, subject, budget), losses in sorted(found.items())
+    ]
+    return table(["", "study", "dense steps", *(f"rate {rate:g}" for rate in columns)], rows)
+
+
+def learning_study(result: Result) -> str:
+    """All of it."""
+    studies = sorted({cell["study"] for cell in result["cells"] if cell["seed"] != TUNING_SEED} - {"few data"})
+    parts = [f"{study}: {learning(result, study)}" for study in studies]
+    return "\n\n".join([*parts, f"few data: {few_data(result)}", rates(result)])

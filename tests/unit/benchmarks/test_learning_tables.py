@@ -1,0 +1,103 @@
+"""The study's tables and plot from cells that were written by hand."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from benchmarks.learning_study import main
+from benchmarks.study.seeds import TUNING_SEED
+from benchmarks.tables.learning import Figures, difference, few_data, learning, mean_and_error, rates
+from benchmarks.tables.plot_learning import plot_learning, points
+
+SMALL, LARGE = {"width": 8, "depth": 1}, {"width": 8, "depth": 2}
+
+
+def cell(subject: str, seed: int, loss: float, *, size: dict[str, int] = LARGE, **other: Any) -> dict[str, Any]:
+    is_dense = subject.startswith("dense")
+    facts = {
+        "study": "text",
+        "subject": subject,
+        "seed": seed,
+        "budget": 100,
+        "rate": 1e-3,
+        "described": {"size": size} | ({} if is_dense else {"block": {"coverage": 0.5}}),
+        "parameters": 1_000_000 * size["depth"],
+        "tokens": 2_000_000,
+        "state_bytes": 3 * 2**20,
+        "loss": loss,
+        "best_loss": loss - 0.25,
+        "cpu_seconds": 30.0,
+    }
+    return facts | other
+
+
+CELLS = [
+    cell("dense 2", 0, 2.0),
+    cell("dense 2", 1, 2.2),
+    cell("dense 1", 0, 1.9, size=SMALL),
+    cell("dense 1", 1, 2.0, size=SMALL),
+    cell("method", 0, 1.8),
+    cell("method", 1, 2.1),
+    cell("better", 0, 1.7),
+    cell("dense 2", TUNING_SEED, 1.0, rate=2e-3),
+    cell("dense 2", TUNING_SEED, 1.5, rate=4e-3),
+    cell("dense 2", 0, 3.0, study="few data"),
+    cell("method", 0, 2.5, study="few data"),
+]
+RESULT = {"what": "learning_study", "cells": CELLS}
+
+
+def test_means_and_errors() -> None:
+    """Of 1, 2, 3: standard deviation 1, so its error is 1 / sqrt(3)."""
+    assert mean_and_error([1.0, 2.0, 3.0]) == "2.000 ± 0.577 (3)"
+    assert mean_and_error([1.0]) == "1.000"
+    assert mean_and_error([]) == ""
+
+
+def test_differences_are_of_the_same_seed() -> None:
+    """-0.2 and -0.1 beside its own size, -0.1 and 0.1 beside the best: means -0.15 and 0, errors 0.05 and 0.1."""
+    figures = Figures.of(RESULT, "text")
+    assert (figures.of_its_size("method"), figures.best_size(100)) == ("dense 2", "dense 1")
+    assert difference(figures, "method", "dense 2", 100) == "-0.150 ± 0.050 (2)"
+    assert difference(figures, "method", "dense 1", 100) == "+0.000 ± 0.100 (2)"
+    assert difference(figures, "dense 2", "dense 2", 100) == ""
+
+
+def test_a_table_of_each_budget() -> None:
+    lines = learning(RESULT).splitlines()
+    assert lines[0].startswith("7 cells, 2 seeds, 4 CPU minutes;")
+    assert lines[2].startswith("| 100 dense steps | parameters |")
+    names = [line.split(" | ")[0] for line in lines[4:]]
+    assert names == ["| dense 1", "| dense 2", "| better", "| method"]  # by size, then by loss
+    assert lines[5] == "| dense 2 | 2.00M | 2.00 | 3.00 | 2.100 ± 0.100 (2) |  | +0.150 ± 0.050 (2) |"
+    assert lines[6] == "| better | 2.00M | 2.00 | 3.00 | 1.700 | -0.300 | -0.200 |"
+
+
+def test_few_data_by_the_best_loss() -> None:
+    lines = few_data(RESULT).splitlines()
+    assert lines[-2:] == ["| method | 10 | 2.250 | 2.500 | -0.500 |", "| dense 2 | 10 | 2.750 | 3.000 |  |"]
+
+
+def test_rates_that_were_tried() -> None:
+    assert rates(RESULT).splitlines()[-1] == "| dense 2 | text | 100 | 1.000 | 1.500 |"
+
+
+def test_points_of_the_plot(tmp_path: Path) -> None:
+    figures = Figures.of(RESULT, "text")
+    assert points(figures, 100, "parameters", dense=True) == [
+        (1e6, pytest.approx(1.95), "dense 1"),
+        (2e6, pytest.approx(2.1), "dense 2"),
+    ]
+    assert points(figures, 100, "state_bytes", dense=False)[0] == (3.0, pytest.approx(1.7), "better")
+    plot_learning(RESULT, tmp_path / "figures" / "learning.png")
+    assert (tmp_path / "figures" / "learning.png").stat().st_size > 10_000
+
+
+def test_a_mistake_is_one_line(tmp_path: Path) -> None:
+    with pytest.raises(SystemExit, match="error: --only: no subject is named 'dence'"):
+        main(["--output", str(tmp_path / "study.json"), "--only", "dence"])
+    with pytest.raises(SystemExit, match="error: --output"):
+        main(["--output", str(tmp_path / "study.json"), "--plot", str(tmp_path / "plot.png")])
