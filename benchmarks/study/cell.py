@@ -57,6 +57,7 @@ def run(cell: Cell, study: Study, subject: Subject) -> dict[str, Any]:
     curve = list(training.curve())
     return cell.to_dict() | {
         "described": subject.described(),
+        "train_bytes": study.train_bytes,
         "parameters": sum(parameter.numel() for parameter in training.model.parameters()),
         "steps": training.num_steps,
         "tokens": curve[-1]["tokens"],

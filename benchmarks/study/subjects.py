@@ -171,4 +171,5 @@ STUDIES: dict[str, Study] = {
     "text": Study(),
     "headers": Study(corpus="headers"),
     "few data": Study(train_bytes=200_000, points=20),
+    "fewer data": Study(train_bytes=50_000, points=20),
 }

@@ -124,9 +124,17 @@ def _caption(figures: Figures) -> str:
     )
 
 
+FEW_DATA = ("few data", "fewer data")
+
+
 def few_data(result: Result) -> str:
     """Where the same text is read many times: the best loss over the run, and the last one."""
-    figures = Figures.of(result, "few data")
+    there = {cell["study"] for cell in result["cells"]}
+    return "\n\n".join(_few_data(Figures.of(result, study)) for study in FEW_DATA if study in there)
+
+
+def _few_data(figures: Figures) -> str:
+    size = figures.cells[0]["train_bytes"]
     parts = []
     for budget in figures.budgets:
         names = [name for dense in (True, False) for name in figures.subjects(dense=dense)]
@@ -136,9 +144,15 @@ def few_data(result: Result) -> str:
         for name in there:
             losses = (mean_and_error(figures.losses(name, budget, key).values()) for key in ("best_loss", "loss"))
             gain = difference(figures, name, figures.of_its_size(name), budget, "best_loss")
-            epochs = figures.some(name)["tokens"] * budget / figures.some(name)["budget"] / 200_000
+            epochs = figures.some(name)["tokens"] * budget / figures.some(name)["budget"] / size
             rows.append([name, f"{epochs:.0f}", *losses, gain])
-        heads = [f"{budget:,} dense steps", "epochs", "best loss", "last loss", "best, less own size"]
+        heads = [
+            f"{size // 1000} kB, {budget:,} dense steps",
+            "epochs",
+            "best loss",
+            "last loss",
+            "best, less own size",
+        ]
         parts.append(table(heads, rows))
     return "\n\n".join([_caption(figures), *parts])
 
@@ -160,6 +174,6 @@ def rates(result: Result) -> str:
 
 def learning_study(result: Result) -> str:
     """All of it."""
-    studies = sorted({cell["study"] for cell in result["cells"] if cell["seed"] != TUNING_SEED} - {"few data"})
+    studies = sorted({cell["study"] for cell in result["cells"] if cell["seed"] != TUNING_SEED} - {*FEW_DATA})
     parts = [f"{study}: {learning(result, study)}" for study in studies]
-    return "\n\n".join([*parts, f"few data: {few_data(result)}", rates(result)])
+    return "\n\n".join([*parts, few_data(result), rates(result)])

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from benchmarks.tables.counts import collectives, faults, model_state, peak_shares
+from benchmarks.tables.learning import few_data, learning, rates
 from benchmarks.tables.markdown import Result
 from benchmarks.tables.replans import replan_time
 from benchmarks.tables.similarity import similarity
@@ -55,6 +56,9 @@ BLOCKS = {
     "kills": Block(faults, ("faults", "faults_4_ranks")),
     "tokens": Block(tokenize_speed, ("tokenize_speed",)),
     "similarity": Block(similarity, ("similarity",)),
+    "learning": Block(learning, ("learning",)),
+    "learning-few-data": Block(few_data, ("learning",)),
+    "learning-rates": Block(rates, ("learning",)),
 }
 
 

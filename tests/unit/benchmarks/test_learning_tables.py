@@ -44,8 +44,9 @@ CELLS = [
     cell("better", 0, 1.7),
     cell("dense 2", TUNING_SEED, 1.0, rate=2e-3),
     cell("dense 2", TUNING_SEED, 1.5, rate=4e-3),
-    cell("dense 2", 0, 3.0, study="few data"),
-    cell("method", 0, 2.5, study="few data"),
+    cell("dense 2", 0, 3.0, study="few data", train_bytes=200_000),
+    cell("method", 0, 2.5, study="few data", train_bytes=200_000),
+    cell("dense 2", 0, 3.0, study="fewer data", train_bytes=50_000),
 ]
 RESULT = {"what": "learning_study", "cells": CELLS}
 
@@ -78,7 +79,9 @@ def test_a_table_of_each_budget() -> None:
 
 def test_few_data_by_the_best_loss() -> None:
     lines = few_data(RESULT).splitlines()
-    assert lines[-2:] == ["| method | 10 | 2.250 | 2.500 | -0.500 |", "| dense 2 | 10 | 2.750 | 3.000 |  |"]
+    assert lines[2].startswith("| 200 kB, 100 dense steps | epochs |")
+    assert lines[-1] == "| dense 2 | 40 | 2.750 | 3.000 |  |"
+    assert lines[4:6] == ["| method | 10 | 2.250 | 2.500 | -0.500 |", "| dense 2 | 10 | 2.750 | 3.000 |  |"]
 
 
 def test_rates_that_were_tried() -> None:
