@@ -159,8 +159,8 @@ class MaskedGradient(_Replaced):
     of_inputs: bool
 
     def forward(self, *args: torch.Tensor) -> torch.Tensor:
-        weight = self.module.get_parameter("weight")
-        weight = weight if isinstance(self.module, nn.Linear) else weight.t()
+        stored = self.module.get_parameter("weight")
+        weight = stored if isinstance(self.module, nn.Linear) else stored.t()
         masks = (self.held, None) if self.of_inputs else (None, self.held)
         output: torch.Tensor = _Linear.apply(args[0], weight, self.module.bias, *masks)
         return output

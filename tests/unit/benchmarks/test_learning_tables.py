@@ -85,7 +85,7 @@ def test_few_data_by_the_best_loss() -> None:
 
 
 def test_rates_that_were_tried() -> None:
-    assert rates(RESULT).splitlines()[-1] == "| dense 2 | text | 100 | 1.000 | 1.500 |"
+    assert rates(RESULT).splitlines()[-1] == "| dense 2 | text | 100 | 0.750 | 1.250 |"
 
 
 def test_points_of_the_plot(tmp_path: Path) -> None:
