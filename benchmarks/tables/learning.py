@@ -50,9 +50,10 @@ class Figures:
         return next(same, None)
 
     def best_size(self, budget: int) -> str | None:
-        """Data parallelism with the lowest mean loss, of the sizes that have it."""
-        means = {name: list(self.losses(name, budget).values()) for name in self.subjects(dense=True)}
-        return min((name for name in means if means[name]), key=lambda name: statistics.mean(means[name]), default=None)
+        """Data parallelism with the lowest mean loss; None unless a smaller and a larger size lose."""
+        there = [name for name in self.subjects(dense=True) if self.losses(name, budget)]
+        best = min(there, key=lambda name: statistics.mean(self.losses(name, budget).values()), default=None)
+        return None if best is None or best in (there[0], there[-1]) else best
 
 
 def is_dense(cell: dict[str, Any]) -> bool:

@@ -12,7 +12,7 @@ from benchmarks.study.seeds import TUNING_SEED
 from benchmarks.tables.learning import Figures, difference, few_data, learning, mean_and_error, rates
 from benchmarks.tables.plot_learning import plot_learning, points
 
-SMALL, LARGE = {"width": 8, "depth": 1}, {"width": 8, "depth": 2}
+TINY, SMALL, LARGE = {"width": 4, "depth": 0}, {"width": 8, "depth": 1}, {"width": 8, "depth": 2}
 
 
 def cell(subject: str, seed: int, loss: float, *, size: dict[str, int] = LARGE, **other: Any) -> dict[str, Any]:
@@ -39,6 +39,7 @@ CELLS = [
     cell("dense 2", 1, 2.2),
     cell("dense 1", 0, 1.9, size=SMALL),
     cell("dense 1", 1, 2.0, size=SMALL),
+    cell("dense 0", 0, 2.5, size=TINY),
     cell("method", 0, 1.8),
     cell("method", 1, 2.1),
     cell("better", 0, 1.7),
@@ -67,14 +68,20 @@ def test_differences_are_of_the_same_seed() -> None:
     assert difference(figures, "dense 2", "dense 2", 100) == ""
 
 
+def test_the_best_size_is_between_two_that_lose() -> None:
+    for name in ("dense 0", "dense 2"):
+        assert Figures.of({"cells": [own for own in CELLS if own["subject"] != name]}, "text").best_size(100) is None
+    assert Figures([]).best_size(100) is None
+
+
 def test_a_table_of_each_budget() -> None:
     lines = learning(RESULT).splitlines()
-    assert lines[0].startswith("7 cells, 2 seeds, 4 CPU minutes;")
+    assert lines[0].startswith("8 cells, 2 seeds, 4 CPU minutes;")
     assert lines[2].startswith("| 100 dense steps | parameters |")
     names = [line.split(" | ")[0] for line in lines[4:]]
-    assert names == ["| dense 1", "| dense 2", "| better", "| method"]  # by size, then by loss
-    assert lines[5] == "| dense 2 | 2.00M | 2.00 | 3.00 | 2.100 ± 0.100 (2) |  | +0.150 ± 0.050 (2) |"
-    assert lines[6] == "| better | 2.00M | 2.00 | 3.00 | 1.700 | -0.300 | -0.200 |"
+    assert names == ["| dense 0", "| dense 1", "| dense 2", "| better", "| method"]  # by size, then by loss
+    assert lines[6] == "| dense 2 | 2.00M | 2.00 | 3.00 | 2.100 ± 0.100 (2) |  | +0.150 ± 0.050 (2) |"
+    assert lines[7] == "| better | 2.00M | 2.00 | 3.00 | 1.700 | -0.300 | -0.200 |"
 
 
 def test_few_data_by_the_best_loss() -> None:
@@ -91,6 +98,7 @@ def test_rates_that_were_tried() -> None:
 def test_points_of_the_plot(tmp_path: Path) -> None:
     figures = Figures.of(RESULT, "text")
     assert points(figures, 100, "parameters", dense=True) == [
+        (0.0, pytest.approx(2.5), "dense 0"),
         (1e6, pytest.approx(1.95), "dense 1"),
         (2e6, pytest.approx(2.1), "dense 2"),
     ]
