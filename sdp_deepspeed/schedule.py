@@ -83,10 +83,10 @@ class Schedule:
         phases, total = [{}] if given is None else given, _total_steps(config, block)
         ends = _ends(phases, total, f"{key}.schedule")
         last_end = max((end for end in ends if end is not None), default=0)
-        if total is not None and total <= last_end and _has_shares(phases):
+        if total is not None and total <= last_end and has_shares(phases):
             raise ValueError(
-                f"{key}.schedule: the run has {total} steps, but the last phase would begin after step {last_end}; "
-                "give it steps"
+                f"{key}.schedule: the run has {total} steps ({_where_total(key, block)}), but the last phase would "
+                f"begin after step {last_end}; give it steps"
             )
         starts = [1, *(end + 1 for end in ends[:-1] if end is not None)]
         pieces = zip(phases, starts, ends, strict=True)
@@ -173,7 +173,7 @@ def blocks_of_phases(block: Mapping[str, Any], key: str) -> list[tuple[str, dict
     """
     base, phases = _without_schedule(block), block.get("schedule")
     problems = list(_problems(phases or (), f"{key}.schedule"))
-    if type(block.get("total_steps")) is int and not _has_shares(phases or ()):
+    if type(block.get("total_steps")) is int and not has_shares(phases or ()):
         problems.append(
             f"{key}.total_steps: got {block['total_steps']}, but no phase has until, a share of it; remove it"
         )
@@ -185,7 +185,8 @@ def blocks_of_phases(block: Mapping[str, Any], key: str) -> list[tuple[str, dict
     return [(f"{key}.schedule[{index}]", own) for index, own in enumerate(blocks)]
 
 
-def _has_shares(phases: Sequence[Mapping[str, Any]]) -> bool:
+def has_shares(phases: Sequence[Mapping[str, Any]]) -> bool:
+    """Whether a phase ends at a share of all steps, so that their number must be known."""
     return any(phase.get("until") is not None for phase in phases)
 
 
@@ -234,6 +235,10 @@ def _end(phase: Mapping[str, Any], total: int | None, where: str) -> int:
             "block, scheduler.params.total_num_steps, or until_step in place of until"
         )
     return max(1, round(phase["until"] * total))
+
+
+def _where_total(key: str, block: Mapping[str, Any]) -> str:
+    return f"{key}.total_steps" if type(block.get("total_steps")) is int else "scheduler.params.total_num_steps"
 
 
 def _total_steps(config: Mapping[str, Any], block: Mapping[str, Any]) -> int | None:

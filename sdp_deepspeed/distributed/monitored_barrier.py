@@ -175,7 +175,7 @@ class MonitoredBarrier:
         if late and self.rank == min(set(range(self.size)).difference(late)):
             limit = f"{self._limit.total_seconds():.0f} seconds"
             self._warn(
-                f"rank {self.rank} {_WORDS[phase]} and waits for rank {listed(late)}: {_WHY.get(phase, _CALLS)}"
+                f"rank {self.rank} {_WORDS[phase]} and waits for rank {listed(late)}: {self._why(phase)}"
                 f"{self._last_seen(late)} (waiting goes on, for at most {limit})"
             )
 
@@ -186,12 +186,18 @@ class MonitoredBarrier:
             self._store.set(_FAILED, b"")
             late = self._late(range(self._channel.size))
             if late:
-                missing, seen = f"rank {listed(late)}, which did not come", self._last_seen(late)
+                missing = f"rank {listed(late)}, which did not come"
+                seen = self._last_seen(late)
         if not late and (ended := self.ended_ranks()):
             missing = f"rank {listed(ended)}, which ended"
-        why = f"waited for {missing}: {_WHY.get(phase, _CALLS)}{seen}"
+        why = f"waited for {missing}: {self._why(phase)}{seen}"
         self._last_acts.fail(why)
         return f"rank {self._channel.rank} {_WORDS[phase]} and {why}"
+
+    def _why(self, phase: Phase) -> str:
+        if phase == Phase.LEAVE and not self.num_forwards:
+            return "all ranks leave engine.dense() together"
+        return _WHY.get(phase, _CALLS)
 
     def _last_seen(self, late: Sequence[int]) -> str:
         acts = self._last_acts.of(late)

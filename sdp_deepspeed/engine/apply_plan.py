@@ -217,11 +217,11 @@ def install_dense_view(
     return dense_view
 
 
-def tell(chosen: ChosenPlan, rank: int, *, rows: bool = True) -> None:
-    """Warnings, and on rank 0 the plan, with a row for each unit or without."""
+def tell(chosen: ChosenPlan, rank: int, *, table: bool = True, rows: bool = True) -> None:
+    """Warnings, and on rank 0 the plan, if it has to be told, with a row for each unit or without."""
     for warning in chosen.warnings:
         log_dist(f"{KEY}: {warning}", ranks=[0], level=logging.WARNING)
-    if rank == 0:  # the others would make a table that nobody prints
+    if table and rank == 0:  # the others would make a table that nobody prints
         announce(f"{KEY}\n{chosen.plan.table(chosen.costs, rows=rows)}{_losses(chosen.plan)}")
 
 

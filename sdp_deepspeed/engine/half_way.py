@@ -45,7 +45,7 @@ def who_ended_is_named(barrier: MonitoredBarrier) -> Iterator[None]:
         yield
     except RuntimeError as error:
         if ended := barrier.ended_ranks():
-            raise RuntimeError(f"engine.replan: rank {listed(ended)} ended while values moved. {error}") from error
+            raise RuntimeError(f"engine.replan: rank {listed(ended)} ended during the re-plan. {error}") from error
         raise
 
 

@@ -136,8 +136,8 @@ class ReplanCalls(DenseCalls):
         del before
         give_back(self.device)
         self.block, self.config = config, given
-        if tells and not is_same:
-            tell(chosen, self.world.rank, rows=False)
+        if not is_same:
+            tell(chosen, self.world.rank, table=tells, rows=False)
         result = Replanned.of(moved, ranks, begin=begin)
         log_dist(f"{KEY}: {result}", ranks=[0])
         self.last_replan = result
@@ -211,11 +211,17 @@ class ReplanCalls(DenseCalls):
 
         optimizer, state, own_counts = run_on_all_ranks(ranks, read)
         counts = merged(ranks.gather_objects(own_counts))
-        shards = self._applied.parallel.shards
-        catalog = Catalog.gather(state.owned, self._groups()[0])
-        assert not (gaps := list(catalog.gaps(shards))), f"nobody has some elements of {gaps}, or two ranks do"
+        catalog = run_on_all_ranks(ranks, partial(self._catalog, state))
         run_on_all_ranks(ranks, partial(check_optimizer_state, catalog, self.optimizer.model))
         return _Before(state, catalog, optimizer.metadata(counts), is_same)
+
+    def _catalog(self, state: OwnState) -> Catalog:
+        """Data-parallel ranks among themselves: it is large, and concerns no others."""
+        with who_ended_is_named(self._applied.barrier):
+            catalog = Catalog.gather(state.owned, self.dp_group)
+        gaps = list(catalog.gaps(self._applied.parallel.shards))
+        assert not gaps, f"nobody has some elements of {gaps}, or two ranks do"
+        return catalog
 
     def _all_chunks(self) -> RankChunks:
         """As `rank_chunks`, with buffers of units that state dicts do not have: they go where their unit goes."""

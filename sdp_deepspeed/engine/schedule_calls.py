@@ -63,10 +63,15 @@ class ScheduleCalls(ReplanCalls):
 
     def load_checkpoint(self, *args: Any, **options: Any) -> tuple[str | None, dict[str, Any] | None]:
         """As DeepSpeed's, on the layout that wrote it or on another one; all ranks call it. With a schedule the engine
-        is in the phase of the checkpoint's step afterward."""
+        is in the phase of the checkpoint's step afterward, after an error where it was.
+
+        Raises:
+            ValueError: as DeepSpeed's; nothing was loaded.
+            RuntimeError: on all ranks: a file could not be read, and weights may be loaded in part.
+        """
         try:
             result = super().load_checkpoint(*args, **options)
-        except (ValueError, RuntimeError):  # on all ranks, and nothing was loaded
+        except Exception:  # on all ranks; of a file that cannot be read some may be loaded
             if not self._is_half_replanned:
                 self._follow_schedule(self.global_steps)
             raise
@@ -209,7 +214,8 @@ class ScheduleCalls(ReplanCalls):
                 )
         if self.schedule.has_micro_batches and not self.managed_gradient_accumulation():
             raise ValueError(f"{KEY}.schedule: {_BY_CALLER}")
-        if self.schedule.has_micro_batches and self.training_dataloader is not None:
+        sizes = {phase.micro_batch for phase in self.schedule.phases} - {None, self.train_micro_batch_size_per_gpu()}
+        if sizes and self.training_dataloader is not None:
             raise ValueError(f"{KEY}.schedule: {_BY_LOADER}")
 
     def _look_at_caller(self) -> None:
@@ -225,16 +231,28 @@ class ScheduleCalls(ReplanCalls):
         self._num_looks += 1
         with self._named(self._now[0]):
             run_on_all_ranks(self.world, self._check_caller)
+        if self._num_looks == 1 and self._will_change:
+            self._warn_of_frozen()
+
+    @property
+    def _will_change(self) -> bool:
+        """Whether this plan is followed by another."""
+        assert self.schedule is not None
+        is_last = self._now[0] == len(self.schedule.phases) - 1
+        return not is_last or (self.schedule.redraw_interval is not None and not self._applied.plan.is_whole)
+
+    def _warn_of_frozen(self) -> None:
+        of_ranks = self.world.gather_objects(list(frozen_since_start(self._applied.mask)))
+        if self.world.rank == 0 and (frozen := sorted({name for names in of_ranks for name in names})):
+            logger.warning(
+                f"{KEY}: {quoted(frozen)} were frozen after deepspeed.initialize: the run ends where the plan changes "
+                "if they still are then"
+            )
 
     def _check_caller(self) -> None:
         assert self.schedule is not None
-        if self._now[0] < len(self.schedule.phases) - 1 or self.schedule.redraw_interval:
+        if self._will_change:
             refuse_run(self, self._applied)
-            if frozen := list(frozen_since_start(self._applied.mask)):
-                logger.warning(
-                    f"{KEY}: {quoted(frozen)} were frozen after deepspeed.initialize: the run ends where the plan "
-                    "changes if they still are then"
-                )
         if not self.schedule.has_micro_batches:
             return
         if self._is_gradient_accumulation_boundary is not None:

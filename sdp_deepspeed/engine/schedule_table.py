@@ -141,7 +141,7 @@ def schedule_table(rows: Sequence[PhaseRow], redraw_interval: int | None, memory
     texts = ["  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)) for line in lines]
     title = "phases of the schedule; of each worker, by formula (activations not counted)"
     draws = [] if redraw_interval is None else [f"another assignment is drawn every {redraw_interval} steps"]
-    turns = [*pairwise(rows), *((row, row) for row in rows if redraw_interval is not None)]
+    turns = [*pairwise(rows), *((row, row) for row in rows if redraw_interval is not None and not row.plan.is_whole)]
     most = max((sum(both) for one, other in turns for both in zip(one.states, other.states, strict=True)), default=0)
     too_much = " (more than its GPU has: it may end there)" if memory is not None and most > memory else ""
     moves = [f"while the plan changes: at most {mib_text(most)}, both states{too_much}, and two buckets"] * bool(turns)

@@ -198,6 +198,11 @@ class Divided:
                 engine.step()
                 assert abs(loss.item() - expected) <= 1e-5, (loss.item(), expected)
             assert abs(engine.get_global_grad_norm() - norm) <= 1e-5 * norm, (engine.get_global_grad_norm(), norm)
+        if "schedule" in self.block:
+            phases = self.block["schedule"]
+            assert engine.phase == len(phases) - 1
+            assert engine.zero_optimization_stage() == phases[-1]["stage"]
+            assert len({plan.hash for plan in plans.values()}) == len(phases)
         dense.load_state_dict(from_rank_0(dense.state_dict))
         self._compare(engine, dense, step[worker][0])
 

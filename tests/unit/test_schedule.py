@@ -87,10 +87,10 @@ def test_a_number_of_steps_that_nothing_is_a_share_of() -> None:
 
 def test_a_phase_after_the_last_step() -> None:
     phases = [{"until": 0.5, "coverage": 0.5}, {"until_step": 10, "coverage": 0.75}, {"coverage": 1.0}]
-    words = f"{KEY}.schedule: the run has 10 steps, but the last phase would begin after step 10"
+    words = f"{KEY}.schedule: the run has 10 steps ({KEY}.total_steps), but the last phase would begin after step 10"
     assert words in message(phases, total_steps=10)
     config = {"scheduler": {"params": {"total_num_steps": 10}}, KEY: {"schedule": phases}}
-    with pytest.raises(ValueError, match="the run has 10 steps"):
+    with pytest.raises(ValueError, match=r"the run has 10 steps \(scheduler\.params\.total_num_steps\)"):
         Schedule.of(config, KEY)
 
 

@@ -19,6 +19,7 @@ FRACTIONS = [{"until": 0.5, "coverage": 0.5}, {"coverage": 1.0}]
         {"schedule": [{"until_step": 5, "coverage": 0.5}, {"coverage": 1.0}], "total_steps": "auto"},
         {"schedule": FRACTIONS, "total_steps": 9},
         {"schedule": FRACTIONS, "enabled": False},
+        {"schedule": [{"until": None, "until_step": 5}, {"coverage": 1.0}]},
         {"coverage": 0.5},
         # Mistakes are for the parser.
         {"schedule": "soon"},
@@ -50,4 +51,6 @@ def test_a_phase_that_never_begins_is_told(steps: int, is_told: bool) -> None:
     text = never_begins({KEY: {"schedule": phases}}, steps)
     assert (text is not None) == is_told
     assert text is None or f"the run ends with step {steps}, but the last phase would begin after step 5" in text
-    assert never_begins({KEY: {"coverage": 0.5}}, 1) is None
+    for others in ({}, {KEY: {"coverage": 0.5}}, {KEY: {"schedule": [{"coverage": 0.5}]}}):
+        assert never_begins(others, 1) is never_begins(others, 0) is None
+    assert never_begins({KEY: {"schedule": phases}}, 0) is None, "nothing is trained at all"

@@ -174,7 +174,7 @@ def killed(place: str, folder: Path, rank: Rank) -> None:
 def test_a_killed_rank_is_named_and_the_last_checkpoint_loads(tmp_path: Path) -> None:
     # A survivor that has ended by then is named, too.
     places = {
-        "round": r"^engine\.replan: rank (0, )?1(, 2)? ended while values moved",
+        "round": r"^engine\.replan: rank (0, )?1(, 2)? ended during the re-plan",
         "weights": r"waited for rank 1, which",
     }
     outcomes = run_ranks(3, [(place, partial(killed, place, tmp_path)) for place in places])

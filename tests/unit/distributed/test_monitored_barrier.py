@@ -139,6 +139,20 @@ def test_the_first_of_those_who_wait_says_once_for_whom(
         assert text.endswith("Last seen: rank 1 built its engine (waiting goes on, for at most 300 seconds)")
 
 
+def test_who_leaves_a_resident_model_is_not_told_of_batches(ranks: Ranks, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another one may generate a long text."""
+    monkeypatch.setattr(monitored_barrier, "NOTICE_SECONDS", SECONDS)
+    monkeypatch.setattr(ranks, "_patience", lambda: 300.0)
+    barrier = ranks.barrier(0)
+    ranks.come(1, 2)
+    barrier.wait(Phase.RESIDENT)
+    ranks.come(2)
+    threading.Timer(SECONDS * 20, ranks.come, [1]).start()
+    barrier.wait(Phase.LEAVE)
+    (text,) = ranks.warnings
+    assert "waits for rank 1: all ranks leave engine.dense() together" in text
+
+
 def test_who_comes_late_to_a_meeting_that_failed_is_told(ranks: Ranks) -> None:
     ranks.train(1)
     with pytest.raises(RuntimeError, match="rank 0 asked"):

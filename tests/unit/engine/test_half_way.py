@@ -36,7 +36,7 @@ def test_without_an_error_nothing_stays() -> None:
 
 
 @pytest.mark.parametrize(
-    ("ended", "words"), [([1, 3], r"^engine\.replan: rank 1, 3 ended while .* lost$"), ([], "^lost$")]
+    ("ended", "words"), [([1, 3], r"^engine\.replan: rank 1, 3 ended during .* lost$"), ([], "^lost$")]
 )
 def test_who_ended_is_named(ended: list[int], words: str) -> None:
     barrier: Any = SimpleNamespace(ended_ranks=lambda: ended)

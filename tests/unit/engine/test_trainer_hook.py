@@ -43,7 +43,8 @@ def test_the_trainer_says_what_fractions_are_of() -> None:
     assert finalized(config, 9) == {"schedule": FRACTIONS, "total_steps": 9}
     own = config_of({"schedule": FRACTIONS, "total_steps": 30})
     assert [finalized(own, steps)["total_steps"] for steps in (7, 9)] == [30, 30]
-    assert finalized(config_of({"coverage": 0.5}), 7) == {"coverage": 0.5}
+    for steps in (7, 0):  # 0: it evaluates
+        assert finalized(config_of({"coverage": 0.5}), steps) == {"coverage": 0.5}
 
 
 def test_a_phase_that_the_trainer_never_reaches_is_told_once() -> None:
