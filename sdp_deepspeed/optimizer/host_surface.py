@@ -10,6 +10,20 @@ from deepspeed.runtime.base_optimizer import ZeROOptimizer
 from deepspeed.runtime.fp16.loss_scaler import LossScalerBase
 
 
+def _refuse_state(*_: Any, **__: Any) -> NoReturn:
+    raise RuntimeError(
+        "SubnetworkOptimizer has no state dict of its own: a rank owns only a share of the state. Save with "
+        "engine.save_checkpoint and load with engine.load_checkpoint, on any layout"
+    )
+
+
+class _NoState(dict[str, Any]):
+    """Raises as soon as anybody reads, copies or pickles it."""
+
+    __getitem__ = __contains__ = __iter__ = __len__ = __reduce_ex__ = _refuse_state
+    get = keys = values = items = pop = copy = _refuse_state
+
+
 class HostSurface(ZeROOptimizer):
     """The part of `SubnetworkOptimizer` that does no work.
 
@@ -57,13 +71,15 @@ class HostSurface(ZeROOptimizer):
     def finalize_gradient_accumulation_boundary(self) -> None:
         """Nothing: `step` takes whatever was accumulated (`managed_gradient_accumulation: false`)."""
 
-    def state_dict(self) -> NoReturn:
-        """Refused: this rank's share alone would be of use on the very same layout only."""
-        raise RuntimeError(
-            "SubnetworkOptimizer has no state dict of its own: a rank owns only a share of the state. Save with "
-            "engine.save_checkpoint and load with engine.load_checkpoint, on any layout"
-        )
+    def state_dict(self) -> dict[str, Any]:
+        """To be thrown away, as hosts do that save the engine's own checkpoint (Lightning): whoever uses it gets an
+        error, since this rank's share alone would be of use on the very same layout only."""
+        return _NoState()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> NoReturn:
-        """Refused, as `state_dict`."""
-        self.state_dict()
+        """Refused.
+
+        Raises:
+            RuntimeError: names the calls that do it.
+        """
+        _refuse_state()

@@ -101,11 +101,12 @@ def state_dicts_that_nobody_reads(rank: Rank) -> None:
     Of rank 0 alone too, at once: no rank waits."""
     accelerator, engine, *rest = prepared({})
     train(accelerator, engine, *rest)
-    checkpoint = {"epoch": 1, "state_dict": engine.module.state_dict()}
+    states = {"state_dict": engine.module.state_dict(), "optimizer_states": [engine.optimizer.state_dict()]}
+    checkpoint = {"epoch": 1, **states}
     if rank.rank == 0:
         engine.module.state_dict()
-    assert any(isinstance(value, PartialTensor) for value in checkpoint["state_dict"].values())
-    client = {name: value for name, value in checkpoint.items() if name != "state_dict"}
+    assert any(isinstance(value, PartialTensor) for value in states["state_dict"].values())
+    client = {name: value for name, value in checkpoint.items() if name not in states}
     engine.save_checkpoint(str(rank.folder / "one.ckpt"), client_state=client, tag="checkpoint")
     _, state = engine.load_checkpoint(str(rank.folder / "one.ckpt"), load_lr_scheduler_states=False)
     assert state == {"epoch": 1}

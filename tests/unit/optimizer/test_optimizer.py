@@ -2,6 +2,12 @@
 
 from __future__ import annotations
 
+import copy
+import io
+import pickle
+from collections.abc import Callable
+from typing import Any
+
 import pytest
 import torch
 from torch import nn
@@ -28,11 +34,32 @@ def one_unit() -> SubnetworkOptimizer:
     )
 
 
-def test_a_state_dict_of_its_own_is_refused() -> None:
+@pytest.mark.parametrize(
+    "use",
+    [
+        lambda state: state["state"],
+        lambda state: state.get("param_groups"),
+        lambda state: "state" in state,
+        list,
+        dict,
+        len,
+        lambda state: {**state},
+        lambda state: list(state.items()),
+        copy.copy,
+        copy.deepcopy,
+        pickle.dumps,
+        lambda state: torch.save({"optimizer": state}, io.BytesIO()),
+    ],
+)
+def test_a_state_dict_of_its_own_may_only_be_thrown_away(use: Callable[[Any], object]) -> None:
     """It would be one rank's share, of use on the very same layout only."""
-    optimizer = one_unit()
+    state = one_unit().state_dict()
     with pytest.raises(RuntimeError, match=r"engine\.save_checkpoint"):
-        optimizer.state_dict()
+        use(state)
+
+
+def test_a_state_dict_of_its_own_is_not_loaded() -> None:
+    optimizer = one_unit()
     with pytest.raises(RuntimeError, match=r"engine\.load_checkpoint"):
         optimizer.load_state_dict({})
 
