@@ -85,7 +85,7 @@ def _on_few_nodes(
         if found is None or not _is_as_balanced(problem, found, table):
             continue
         after = _Measures.of(found, weights, on_node)
-        if after.visits < before.visits and after.gap >= least:
+        if after.visits < before.visits - _SLACK and after.gap >= least:
             groups = [np.flatnonzero(node).tolist() for node in on_node.T]
             return to_holders(renamed(found, costs, problem.codes, seed, groups))
     return None
@@ -132,7 +132,7 @@ def _mixtures(
         rings = _Measures.of(sets, np.ones(len(sets), dtype=np.int64), on_node)
         mixed = ((parts, rings.mixed(before, parts / _PARTS)) for parts in range(_PARTS, 0, -1))
         parts, best = next(((parts, one) for parts, one in mixed if one.gap >= least), (0, before))
-        if best.visits < before.visits:
+        if best.visits < before.visits - _SLACK:
             found.append((round(best.visits / _SLACK), -chunk, parts, rounds))
         chunk = -(-chunk // 2)
     for _, _, parts, rounds in sorted(found, key=lambda one: one[:2]):

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from math import gcd
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from sdp_deepspeed.plan.assignment.graph import Holders
@@ -62,6 +62,7 @@ def over_nodes(draw: st.DrawFn) -> tuple[list[UnitCost], Branches, list[int], in
 
 @examples(20)
 @given(over_nodes(), st.integers(0, 2))
+@example(([UnitCost(1, 0, 0)] * 5, [None] * 5, [0, 0, 1, 1, 2], 3), 2)  # as many, but for rounding
 def test_fewer_nodes_and_nothing_else_lost(problem: tuple[list[UnitCost], Branches, list[int], int], seed: int) -> None:
     costs, branches, nodes, p = problem
     k = len(nodes)
