@@ -1,9 +1,10 @@
-"""launch/pretrain.py started as a user starts it, its output, and what it records."""
+"""launch/pretrain.py started as a user starts it, or its ranks alone; its output, and what it records."""
 
 from __future__ import annotations
 
 import json
 import os
+import runpy
 import subprocess
 import sys
 import time
@@ -16,6 +17,7 @@ import psutil
 import pytest
 
 from tests.helpers.ports import free_port
+from tests.helpers.ranks import forkserver_context
 from tests.helpers.repository import ROOT
 
 NUM_RANKS = 2
@@ -26,9 +28,13 @@ def command(folder: Path, run: str, *extra: str, launcher: str = "deepspeed") ->
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node"]
     program = torchrun if launcher == "torchrun" else [str(Path(sys.executable).with_name(launcher)), "--num_gpus"]
     start = [*program, str(NUM_RANKS), "--master_port", str(free_port())]
+    return [*start, "launch/pretrain.py", *options(folder, run), *extra]
+
+
+def options(folder: Path, run: str) -> list[str]:
     files = ["--model", str(folder / "model.json"), "--data", str(folder / "data.json")]
     files += ["--deepspeed_config", str(folder / "deepspeed.json"), "--run-folder", str(folder / run)]
-    return [*start, "launch/pretrain.py", *files, "--eval-interval", "50", *extra]
+    return [*files, "--eval-interval", "50"]
 
 
 class Running:
@@ -56,13 +62,20 @@ class Running:
     def tree(self) -> list[psutil.Process]:
         return [psutil.Process(self.process.pid), *psutil.Process(self.process.pid).children(recursive=True)]
 
+    def is_over(self) -> bool:
+        return self.process.poll() is not None
+
     def wait_for_step(self, metrics: Path, step: int) -> None:
-        """Until `step` is recorded."""
-        deadline = time.monotonic() + TIME_LIMIT
-        while not (metrics.exists() and f'"step": {step},' in metrics.read_text()):
-            if self.process.poll() is not None or time.monotonic() > deadline:
-                pytest.fail(f"step {step} was not reached: {self.explain()}")
-            time.sleep(0.1)
+        wait_for_step(self, metrics, step)
+
+
+def wait_for_step(running: Running | Forked, metrics: Path, step: int) -> None:
+    """Until `step` is recorded."""
+    deadline = time.monotonic() + TIME_LIMIT
+    while not (metrics.exists() and f'"step": {step},' in metrics.read_text()):
+        if running.is_over() or time.monotonic() > deadline:
+            pytest.fail(f"step {step} was not reached: {running.explain()}")
+        time.sleep(0.1)
 
 
 @contextmanager
@@ -83,6 +96,57 @@ def finish(folder: Path, run: str, *extra: str, launcher: str = "deepspeed") -> 
         port = running.arguments[running.arguments.index("--master_port") + 1]
         assert not list(Path("/dev/shm").glob(f"deepspeed_*_{port}_*"))
         return running.log.read_text()
+
+
+class Forked:
+    """The program's ranks without a launcher, forked with all imports done: what they say, and with which codes they
+    end by themselves."""
+
+    def __init__(self, folder: Path, run: str, *extra: str, log: str = "") -> None:
+        self.log = folder / f"{log or run}.log"
+        self.log.write_text("")
+        arguments = free_port(), self.log, [*options(folder, run), *extra]
+        context = forkserver_context()
+        self._ranks = [context.Process(target=_rank, args=(rank, *arguments)) for rank in range(NUM_RANKS)]
+
+    def __enter__(self) -> Forked:
+        for rank in self._ranks:
+            rank.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for rank in self._ranks:
+            rank.kill()
+            rank.join()
+
+    def explain(self) -> str:
+        return f"{[rank.exitcode for rank in self._ranks]}\n{self.log.read_text()[-4000:]}"
+
+    def is_over(self) -> bool:
+        return not any(rank.is_alive() for rank in self._ranks)
+
+    def wait_for_step(self, metrics: Path, step: int) -> None:
+        wait_for_step(self, metrics, step)
+
+    def finish(self) -> tuple[list[int], str]:
+        """Exit codes, and the output of all ranks."""
+        deadline = time.monotonic() + TIME_LIMIT
+        for rank in self._ranks:
+            rank.join(max(0.0, deadline - time.monotonic()))
+        assert self.is_over(), f"time limit: {self.explain()}"
+        return [rank.exitcode for rank in self._ranks], self.log.read_text()
+
+
+def _rank(rank: int, port: int, log: Path, arguments: list[str]) -> None:
+    output = os.open(log, os.O_WRONLY | os.O_APPEND)
+    for stream in (1, 2):
+        os.dup2(output, stream)
+    os.chdir(ROOT)
+    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(NUM_RANKS)}
+    os.environ |= {"MASTER_ADDR": "localhost", "MASTER_PORT": str(port)}
+    os.environ["PATH"] = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])  # for its ninja
+    sys.argv = ["launch/pretrain.py", *arguments]
+    runpy.run_path("launch/pretrain.py", run_name="__main__")
 
 
 def read_metrics(folder: Path, run: str, kind: str) -> list[dict[str, Any]]:

@@ -101,7 +101,7 @@ def _until_one_fails(
     size: int, checks: Sequence[Named], timeout: float, place: Place
 ) -> Iterator[tuple[str, str | None]]:
     """Outcomes of checks in one set of ranks, which ends with the first check that fails."""
-    context: Any = _server() if place.environment is None else multiprocessing.get_context("spawn")
+    context: Any = forkserver_context() if place.environment is None else multiprocessing.get_context("spawn")
     with tempfile.TemporaryDirectory() as folder:
         processes, reports = [], _Reports()
         for rank in range(size):
@@ -178,7 +178,7 @@ def _end(processes: Sequence[Any]) -> None:
             process.join()
 
 
-def _server() -> Any:
+def forkserver_context() -> Any:
     """The context whose processes are forked from a server of this process; started when it is first asked for."""
     from tests.helpers.more_models import ALL_SPECIMENS
 

@@ -22,6 +22,7 @@ from sdp_deepspeed.data.prepare import prepare
 from tests.helpers.launched_runs import (
     NUM_RANKS,
     TIME_LIMIT,
+    Forked,
     Running,
     command,
     finish,
@@ -179,7 +180,8 @@ def check_killed_after_the_last_save(folder: Path, run: str, steps: int, *extra:
     *kept, last = metrics.read_text().splitlines(keepends=True)
     assert '"kind": "evaluation"' in last
     metrics.write_text("".join(kept))
-    finish(folder, run, "--steps", str(steps), *extra)
+    with Forked(folder, run, "--steps", str(steps), *extra) as running:
+        assert running.finish()[0] == [0, 0], running.explain()
     evaluations = read_metrics(folder, run, "evaluation")
     assert [record["step"] for record in evaluations][-1] == steps
     assert len(evaluations) == len({record["step"] for record in evaluations}), "no evaluation twice"
@@ -254,12 +256,12 @@ def test_a_folder_that_cannot_be_made_is_one_error_on_all_ranks(folder: Path) ->
 
 def test_a_full_disk_ends_all_ranks_with_one_error(folder: Path) -> None:
     metrics = folder / "full" / "metrics.jsonl"
-    with launched(folder, "full", "--steps", "100000") as running:
+    with Forked(folder, "full", "--steps", "100000") as running:
         running.wait_for_step(metrics, 3)
         (folder / "full_device").symlink_to("/dev/full")
         os.replace(folder / "full_device", metrics)
-        assert running.wait() == 1, running.explain()
-        output = running.log.read_text()
+        codes, output = running.finish()
+    assert codes == [1, 1], running.explain()
     assert output.count("error: ") == 1, running.explain()
     assert f"error: cannot write {metrics}: No space left on device; make it possible" in output
     assert "Traceback" not in output

@@ -12,7 +12,8 @@ import pytest
 
 from tests.helpers.documents import text
 from tests.helpers.fineweb import write_shard
-from tests.launcher.test_pretrain import DEEPSPEED, MODEL, finish, launched, train_records
+from tests.helpers.launched_runs import Forked, launched, train_records
+from tests.launcher.test_pretrain import DEEPSPEED, MODEL
 
 STEPS, SAVED = 6, 3
 
@@ -50,7 +51,9 @@ def test_a_run_goes_on_exactly_without_its_cache(folder: Path) -> None:
     (folder / "run" / "report.json").unlink()
     settings = json.loads((folder / "data.json").read_text())
     (folder / "data.json").write_text(json.dumps(settings | {"workers": 2}))  # on another machine
-    output = finish(folder, "run", *steps)
+    with Forked(folder, "run", *steps) as again:
+        codes, output = again.finish()
+    assert codes == [0, 0], again.explain()
     assert f"resuming at step {SAVED}" in output
     assert "data: preparing files text" in output, "of the process that tokenizes"
     assert output.count("data: waiting for 4 held-out blocks") == 1, "of rank 0"
