@@ -212,7 +212,7 @@ def collectives_do_not_follow_units(rank: Rank) -> None:
     """One bucket or, of each model, an eighth: four times the units, as many calls, by operator."""
     for stage, strategy, share in itertools.product((0, 1, 2), ("block", "neuron"), (None, 8)):
         calls = []
-        for num_layers in (4, 16):
+        for num_layers in (2, 8):
             model = llama(num_layers)
             size = 10**6 if share is None else sum(p.numel() for p in model.parameters()) // share
             zero = {"stage": stage, "reduce_bucket_size": size, "allgather_bucket_size": size}
