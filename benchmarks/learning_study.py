@@ -3,7 +3,10 @@
 python benchmarks/learning_study.py --output benchmarks/results/learning.json --minutes 60 --workers 2
 
 Cells (study, subject, seed, budget) in one JSON; what is there already is not done again, so it can run in pieces of
-any length. The learning rate of a subject is tuned on a seed of its own (--tune), and the study's until then.
+any length; with --keep a piece may end within a cell. The learning rate of a subject is tuned on a seed of its own
+(--tune), and the study's until then. On a GPU, a larger study in calls of nine minutes:
+
+    python benchmarks/learning_study.py --output study.json --study "text 30M" --budgets 9155 --minutes 9 --keep kept
 """
 
 from __future__ import annotations
@@ -24,9 +27,10 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).parents[1]))  # the repository's root
 from benchmarks.study.cell import Cell, run
+from benchmarks.study.pause import Resources
 from benchmarks.study.seeds import TUNING_SEED
 from benchmarks.study.store import Store
-from benchmarks.study.subjects import STUDIES, SUBJECTS
+from benchmarks.study.subjects import STUDIES, SUBJECTS, Subject
 from benchmarks.tables.plot_learning import plot_learning
 from sdp_deepspeed.command_parser import positive, read_json
 
@@ -57,24 +61,31 @@ def cells(options: argparse.Namespace, store: Store) -> Iterator[Cell]:
             yield Cell(options.study, name, seed, budget, options.rate or tuned_rate(store, options.study, name))
 
 
-def work(cells: Sequence[Cell], store: Store, pool: Executor, *, num_processes: int, minutes: float) -> None:
+def work(cells: Sequence[Cell], store: Store, pool: Executor, *, num_processes: int, resources: Resources) -> None:
     """All cells that are not done, or as many as begin in time; `num_processes` of `pool` at once."""
-    end = datetime.now(tz=UTC) + timedelta(minutes=minutes)
-    todo = [cell for cell in dict.fromkeys(cells) if not store.has(cell, SUBJECTS[cell.subject].described())]
+    todo = [cell for cell in dict.fromkeys(cells) if not store.has(cell, subject_of(cell).described())]
     print(f"{len(cells) - len(todo)} cells are done, {len(todo)} to do", flush=True)
-    running: set[Future[dict[str, Any]]] = set()
+    running: set[Future[dict[str, Any] | None]] = set()
     while todo or running:
-        while todo and len(running) < num_processes and datetime.now(tz=UTC) < end:
+        while todo and len(running) < num_processes and not resources.is_time_over:
             cell = todo.pop(0)
-            running.add(pool.submit(run, cell, STUDIES[cell.study], SUBJECTS[cell.subject]))
+            running.add(pool.submit(run, cell, STUDIES[cell.study], subject_of(cell), resources))
         if not running:
             print(f"out of time with {len(todo)} cells to do", flush=True)
             return
         done, running = wait(running, return_when=FIRST_COMPLETED)
         for future in done:
             result = future.result()
+            if result is None:
+                print("out of time within a cell, which goes on from there next time", flush=True)
+                continue
             store.add(result)
             print(_line(result), flush=True)
+
+
+def subject_of(cell: Cell) -> Subject:
+    """At the sizes of the cell's study."""
+    return STUDIES[cell.study].scaled(SUBJECTS[cell.subject])
 
 
 def _line(result: dict[str, Any]) -> str:
@@ -94,10 +105,14 @@ def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     add("--study", choices=sorted(STUDIES), default="text", help="(default text)")
     add("--only", nargs="+", default=[".*"], help="regular expressions of whole names of subjects, in this order")
     add("--seeds", type=int, nargs="+", default=[0], help="(default 0)")
-    add("--budgets", type=positive, nargs="+", default=[1000], help="in dense steps of 0.42M parameters (default 1000)")
+    size = "of the study's reference size, which has 0.42M parameters or those of the study's name"
+    add("--budgets", type=positive, nargs="+", default=[1000], help=f"in dense steps {size} (default 1000)")
     add("--tune", action="store_true", help=f"learning rates, on seed {TUNING_SEED}, which no table has")
     add("--rate", type=float, help="the highest learning rate of all subjects, in place of the tuned ones")
     add("--minutes", type=float, default=float("inf"), help="no cell begins later (default: none)")
+    add("--keep", type=Path, help="a folder for cells within which the minutes end (default: they are finished)")
+    device = "cuda" if torch.cuda.is_available() and os.environ.get("DS_ACCELERATOR") != "cpu" else "cpu"
+    add("--device", default=device, help="cpu, cuda or cuda:1 (default: here %(default)s)")
     add("--workers", type=positive, default=1, help="processes of one thread each (default 1)")
     add("--plot", type=Path, help="train nothing, draw what is there (.png, .pdf, .svg); needs the extra `plot`")
     add("--list", action="store_true", help="names of the subjects, and nothing else")
@@ -116,9 +131,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
         if options.plot:
             plot_learning(read_json(options.output, "--output"), options.plot, options.study)
             return
+        end = datetime.now(tz=UTC) + timedelta(minutes=min(options.minutes, 1e6))
+        resources = Resources(options.device, end, options.keep)
         context = multiprocessing.get_context("spawn")
         with ProcessPoolExecutor(options.workers, mp_context=context, initializer=_one_thread) as pool:
-            work(chosen, store, pool, num_processes=options.workers, minutes=min(options.minutes, 1e6))
+            work(chosen, store, pool, num_processes=options.workers, resources=resources)
     except (ValueError, OSError) as error:
         sys.exit(f"error: {error}")
 

@@ -4,20 +4,25 @@
     python benchmarks/on_gpu.py streams --output benchmarks/results/gpu_streams.json      # lifetimes on real streams
     python benchmarks/on_gpu.py steps --output benchmarks/results/gpu_steps.json          # kernels, idle time, memory
     python benchmarks/on_gpu.py bandwidth --output benchmarks/results/gpu_bandwidth.json  # NCCL by alignment
+    python benchmarks/on_gpu.py sizes --output benchmarks/results/gpu_sizes.json          # 134M to 1B, rank 3 of 8
 
-`values` and `streams` are tests marked gpu; --select and --minutes fit them into what time there is. Under
-DS_ACCELERATOR=cpu each section does a little of it on the CPU. For a machine without a network see `launch/offline.sh`.
+`values` and `streams` are tests marked gpu; --select and --minutes fit them into what time there is. `sizes` goes on
+where the file ends, so that the same call again does the rest. Under DS_ACCELERATOR=cpu each section does a little of
+it on the CPU. For a machine without a network see `launch/offline.sh`.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import signal
 import subprocess
 import sys
 import tempfile
 from collections import Counter
+from collections.abc import Callable
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
@@ -88,28 +93,64 @@ def run_bandwidth(arguments: argparse.Namespace) -> dict[str, Any]:
     return measure(repeats=arguments.repeats) if reason is None else {"results": [], "not_measured": reason}
 
 
+def run_sizes(arguments: argparse.Namespace, write: Callable[[dict[str, Any]], None]) -> dict[str, Any]:
+    """Cells that the output lacks, until time is over; the file has each as soon as it is there."""
+    from benchmarks.common.fake_world import fake_world
+    from benchmarks.sizes.cells import RANK, WORLD_SIZE, cells, is_done, measure, read_shape
+
+    on_gpu, path = device().type == "cuda", Path(arguments.output)
+    sequence = {} if on_gpu else {"sequence": 16}
+    options = {"rows": arguments.rows, "sequence": arguments.sequence} | sequence
+    results: list[dict[str, Any]] = []
+    if path.exists():
+        kept = json.loads(path.read_text(encoding="utf-8"))
+        if kept["what"] != "gpu_sizes":
+            raise ValueError(f"--output {path} has figures of {kept['what']}; name another file")
+        results = kept["results"]
+    chosen = list(cells(arguments.sizes if on_gpu else ["tiny"], arguments.select, **options))
+    todo = [cell for cell in chosen if not is_done(cell, results)]
+    end = datetime.now(tz=UTC) + timedelta(minutes=arguments.minutes)
+    with fake_world(RANK, WORLD_SIZE):
+        while todo and datetime.now(tz=UTC) < end:
+            cell = todo.pop(0)
+            results.append(measure(cell, read_shape(cell.size), repeats=arguments.repeats if on_gpu else 1))
+            write({"results": results})
+            print(f"{cell.name}: {results[-1]['took_seconds']:.0f} s; {len(todo)} to do", flush=True)
+    return {"is_complete": not todo, "results": results}
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("section", choices=[*WHERE, "steps", "bandwidth"])
+    parser.add_argument("section", choices=[*WHERE, "steps", "bandwidth", "sizes"])
     parser.add_argument("--output", required=True, help="where the raw figures go, as JSON")
     parser.add_argument("--processes", type=int, default=4, help="of pytest")
-    parser.add_argument("--minutes", type=float, default=9.0, help="after which tests are stopped, and told so far")
+    parser.add_argument("--minutes", type=float, default=9.0, help="after which tests are stopped, no cell begins")
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--sequence", type=int, default=2048, help="tokens of a step")
-    parser.add_argument("--select", default="", help="which tests, as pytest's -k")
+    parser.add_argument("--rows", type=int, default=4, help="sizes: of a micro-batch")
+    parser.add_argument("--sizes", nargs="+", default=["134M", "500M", "1B"], help="of configs/models")
+    parser.add_argument("--select", default="", help="which tests, as pytest's -k; which cells of sizes, as a pattern")
     arguments = parser.parse_args()
-    sections = {"steps": run_steps, "bandwidth": run_bandwidth}
+    facts = {"what": f"gpu_{arguments.section}", "device": device_name(), "arguments": vars(arguments)}
+
+    def write(result: dict[str, Any]) -> None:
+        write_result(arguments.output, facts | result)
+
     if arguments.section in WHERE:
         result = run_tests(arguments.section, arguments)
+    elif arguments.section == "sizes":
+        try:
+            result = run_sizes(arguments, write)
+        except ValueError as error:
+            sys.exit(f"error: {error}")
     else:
-        result = sections[arguments.section](arguments)
-    facts = {"what": f"gpu_{arguments.section}", "device": device_name(), "arguments": vars(arguments)}
-    write_result(arguments.output, facts | result)
+        result = {"steps": run_steps, "bandwidth": run_bandwidth}[arguments.section](arguments)
+    write(result)
     outcomes = result.get("outcomes", {"passed": 1})
     if "not_measured" in result:
         print(result["not_measured"])
     if not result.get("is_complete", True):
-        print("not all tests have run")
+        print("not all of it has run")
         return 1
     return int(not outcomes.get("passed") or any(outcomes.get(name) for name in ("failure", "error")))
 

@@ -9,6 +9,8 @@ import subprocess
 from importlib.metadata import version
 from pathlib import Path
 
+from sdp_deepspeed.atomic_files import write_text
+
 
 def provenance() -> dict[str, object]:
     """Facts to keep beside raw figures. "dirty" says whether the tree had uncommitted changes; None like the commit
@@ -35,7 +37,8 @@ def write_result(path: str, result: dict[str, object]) -> None:
         result = result | {"arguments": {key: arguments[key] for key in arguments if key not in _NO_FACTS}}
     target = Path(path)
     target.parent.mkdir(parents=True, exist_ok=True)
-    target.write_text(json.dumps(result | {"provenance": provenance()}, indent=1) + "\n", encoding="utf-8")
+    text = json.dumps(result | {"provenance": provenance()}, indent=1) + "\n"
+    write_text(target, text, permissions=0o644)  # some go on from what is there: it must be whole
 
 
 def _git(*arguments: str) -> str | None:

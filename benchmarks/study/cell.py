@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Mapping
 from contextlib import ExitStack, nullcontext
 from dataclasses import asdict, dataclass
 from functools import cache
+from itertools import islice
 from typing import Any
 
 import torch
@@ -15,9 +16,10 @@ from torch import nn
 from benchmarks.study.dropping import dropped, with_dropout
 from benchmarks.study.flops import dense_flops
 from benchmarks.study.model import build, losses_of_rows, validation_loss
+from benchmarks.study.pause import Resources
 from benchmarks.study.plans import Planner
 from benchmarks.study.subjects import Study, Subject
-from benchmarks.study.text import Corpus, read_corpus, training_rows, validation_rows
+from benchmarks.study.text import Corpus, digest_of, read_corpus, training_rows, validation_rows
 from sdp_deepspeed.config import SubnetworkConfig
 from sdp_deepspeed.plan.plan import Plan
 from sdp_deepspeed.reference.batched_workers import BatchedReference
@@ -25,6 +27,7 @@ from sdp_deepspeed.reference.held_rows import scaled_branches
 
 _WARM_UP = 0.05  # of all steps
 _CLIP = 1.0
+_ON_THE_CPU = Resources()
 
 
 @dataclass(frozen=True)
@@ -47,16 +50,28 @@ class Cell:
         return asdict(self)
 
 
-corpus_of = cache(read_corpus)
+@cache
+def corpus_of(name: str, train_bytes: int | None, device: str = "cpu") -> Corpus:
+    return read_corpus(name, train_bytes).to(torch.device(device))
 
 
-def run(cell: Cell, study: Study, subject: Subject) -> dict[str, Any]:
-    """What came of a cell, with what it took."""
+def run(cell: Cell, study: Study, subject: Subject, resources: Resources = _ON_THE_CPU) -> dict[str, Any] | None:
+    """What came of a cell, with what it took; None if its time is over before it is."""
+    corpus = corpus_of(study.corpus, study.train_bytes, resources.device)
+    text = {"bytes": len(corpus.train), "sha256": digest_of(corpus)}
+    facts = {**cell.to_dict(), "described": subject.described(), "text": text, "device": resources.name}
+    pause = resources.pause_of(facts)
+    training = _Training(cell, study, subject, corpus, resources)
+    spent = training.restore(pause.load())
     before = time.process_time()
-    training = _Training(cell, study, subject, corpus_of(study.corpus, study.train_bytes))
-    curve = list(training.curve())
-    return cell.to_dict() | {
-        "described": subject.described(),
+    is_over = training.train()
+    spent += time.process_time() - before
+    if not is_over:
+        pause.save({**training.state(), "cpu_seconds": spent})
+        return None
+    pause.forget()
+    curve = training.curve
+    return facts | {
         "train_bytes": study.train_bytes,
         "parameters": sum(parameter.numel() for parameter in training.model.parameters()),
         "steps": training.num_steps,
@@ -66,41 +81,74 @@ def run(cell: Cell, study: Study, subject: Subject) -> dict[str, Any]:
         "curve": curve,
         "loss": curve[-1]["loss"],
         "best_loss": min(point["loss"] for point in curve),
-        "cpu_seconds": round(time.process_time() - before, 1),
+        "cpu_seconds": round(spent, 1),
     }
 
 
 class _Training:
-    def __init__(self, cell: Cell, study: Study, subject: Subject, corpus: Corpus) -> None:
+    def __init__(self, cell: Cell, study: Study, subject: Subject, corpus: Corpus, resources: Resources) -> None:
         self.cell, self.study, self.subject, self.corpus = cell, study, subject, corpus
-        self.model = build(subject.size, cell.seed)
+        self.resources = resources
+        self.model = build(subject.size, cell.seed).to(resources.device)
         self.planner = Planner(subject, study)
         self.num_steps = self.planner.num_steps(cell.budget * study.tokens * dense_flops(study.reference))
-        self.state_bytes = 0
+        self.step, self.flops, self.state_bytes = 0, 0.0, 0
+        self.curve: list[dict[str, float]] = []
         self._validation = validation_rows(corpus.validation, study.num_validation_rows, subject.size.length)
-
-    def curve(self) -> Iterator[dict[str, float]]:
-        """Train; validation losses of the dense model."""
-        ends = {max(1, round(self.num_steps * (i + 1) / self.study.points)) for i in range(self.study.points)}
-        flops, known = 0.0, None
-        reference = self._reference()
+        self._reference = self._make_reference()
         torch.manual_seed(self.cell.seed)  # of dropout
-        for step, (config, plan) in enumerate(self.planner.plans(self.num_steps)):
+
+    def state(self) -> dict[str, Any]:
+        """All that a step changes, but for random numbers."""
+        return {
+            "step": self.step,
+            "flops": self.flops,
+            "state_bytes": self.state_bytes,
+            "curve": self.curve,
+            "weights": self.model.state_dict(),
+            "optimizer": self._reference.optimizer.state_dict(),
+        }
+
+    def restore(self, state: Mapping[str, Any] | None) -> float:
+        """From what `state` gave, if anything; CPU seconds that were spent."""
+        if state is None:
+            return 0.0
+        self.step, self.flops, self.state_bytes = state["step"], state["flops"], state["state_bytes"]
+        self.curve = state["curve"]
+        self.model.load_state_dict(state["weights"])
+        self._reference = self._make_reference()
+        self._reference.optimizer.load_state_dict(state["optimizer"])
+        return float(state["cpu_seconds"])
+
+    def train(self) -> bool:
+        """To the end, with validation losses of the dense model on the way; False if the time is over before."""
+        ends = {max(1, round(self.num_steps * (i + 1) / self.study.points)) for i in range(self.study.points)}
+        known, reference = None, self._reference
+        for config, plan in islice(self.planner.plans(self.num_steps), self.step, None):
+            if self.resources.ends_cells:
+                return False
             if plan is not known:
                 known = plan
                 self.state_bytes = max(self.state_bytes, self.planner.state_bytes(plan))
                 step_flops = self.planner.step_flops(plan) if self.subject.block else 0.0
-            progress = step / self.num_steps
+            progress = self.step / self.num_steps
             reference.plan, reference.lr_by_coverage = plan, config.lr_by_coverage
-            self._step(reference, step, progress)
-            flops += self.study.tokens * (step_flops or self.planner.step_flops(None, progress))
-            if step + 1 in ends:
-                tokens = (step + 1) * self.study.tokens
-                yield {"step": step + 1, "tokens": tokens, "flops": flops, "loss": self._validate(config, plan)}
+            self._train_step(progress)
+            self.flops += self.study.tokens * (step_flops or self.planner.step_flops(None, progress))
+            self.step += 1
+            if self.step in ends:
+                tokens, loss = self.step * self.study.tokens, self._validate(config, plan)
+                self.curve.append({"step": self.step, "tokens": tokens, "flops": self.flops, "loss": loss})
+        return True
 
-    def _reference(self) -> BatchedReference:
+    def _make_reference(self) -> BatchedReference:
         _, plan = next(self.planner.plans(self.num_steps))
-        return BatchedReference(self.model, plan, self._optimizer, losses_of_rows, clip=_CLIP)
+        return BatchedReference(self.model, plan, self._optimizer, self._losses, clip=_CLIP)
+
+    def _losses(self, model: nn.Module, rows: torch.Tensor) -> torch.Tensor:
+        in_bf16 = self.study.precision == "bf16"
+        with torch.autocast(rows.device.type, torch.bfloat16) if in_bf16 else nullcontext():
+            return losses_of_rows(model, rows)
 
     def _optimizer(self, named: dict[str, nn.Parameter]) -> torch.optim.Optimizer:
         matrices = [parameter for parameter in named.values() if parameter.dim() > 1]
@@ -111,7 +159,8 @@ class _Training:
         ]
         return torch.optim.AdamW(groups, lr=self.cell.rate, betas=(0.9, 0.95), weight_decay=0.0, foreach=True)
 
-    def _step(self, reference: BatchedReference, step: int, progress: float) -> None:
+    def _train_step(self, progress: float) -> None:
+        reference, step = self._reference, self.step
         for group in reference.optimizer.param_groups:
             group["lr"] = self.cell.rate * rate_share(step, self.num_steps)
         num_rows = self.study.num_workers * self.study.rows
@@ -129,7 +178,7 @@ class _Training:
     def _validate(self, config: SubnetworkConfig, plan: Plan) -> float:
         scaled = config.dense_branch_scale == "coverage"
         with scaled_branches(self.model, plan) if scaled else nullcontext():
-            return validation_loss(self.model, self._validation)
+            return validation_loss(self.model, self._validation, self._losses)
 
 
 def rate_share(step: int, num_steps: int) -> float:

@@ -54,11 +54,12 @@ def dropped(model: nn.Module, dropping: Dropping, progress: float, num_rows: int
     the same on average. Of each branch as many rows are left out as its rate says, rounded at random."""
     branches = list(locate_branches(model))
     layers = list(dict.fromkeys(branch.layer for branch in branches))
+    device = next(model.parameters()).device
     generator = torch.Generator().manual_seed(seed)
     with ExitStack() as stack:
         for branch in branches:
             rate = dropping.of_layer(layers.index(branch.layer), len(layers), progress)
-            order = torch.randperm(num_rows, generator=generator)
+            order = torch.randperm(num_rows, generator=generator).to(device)  # drawn on the CPU, for all devices alike
             num_lacking = int(rate * num_rows + float(torch.rand((), generator=generator)))
             if num_lacking:
                 modules = tuple(model.get_submodule(name) for name in branch.modules)

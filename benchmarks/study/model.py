@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -11,7 +12,8 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from benchmarks.study.text import VOCABULARY
 
 LENGTH = 128
-_HEAD_WIDTH = 16
+HEAD_WIDTH = 16
+LossesOfRows = Callable[[nn.Module, torch.Tensor], torch.Tensor]
 
 
 @dataclass(frozen=True)
@@ -21,15 +23,17 @@ class Size:
         width: of the residual stream.
         depth: layers.
         length: bytes of a row.
+        head_width: of an attention head.
     """
 
     width: int
     depth: int
     length: int = LENGTH
+    head_width: int = HEAD_WIDTH
 
     @property
     def num_heads(self) -> int:
-        return self.width // _HEAD_WIDTH
+        return self.width // self.head_width
 
     @property
     def num_neurons(self) -> int:
@@ -43,7 +47,7 @@ class Size:
 
 
 def build(size: Size, seed: int) -> nn.Module:
-    """A model with the weights of a seed; embeddings are tied to the head."""
+    """A model with the weights of a seed, on the CPU; embeddings are tied to the head."""
     torch.manual_seed(seed)
     config = LlamaConfig(
         vocab_size=VOCABULARY,
@@ -70,10 +74,10 @@ def losses_of_rows(model: nn.Module, rows: torch.Tensor) -> torch.Tensor:
 
 
 @torch.no_grad()
-def validation_loss(model: nn.Module, rows: torch.Tensor, batch: int = 32) -> float:
+def validation_loss(model: nn.Module, rows: torch.Tensor, losses_of: LossesOfRows, batch: int = 32) -> float:
     """Of the dense model."""
     training = model.training
     model.eval()
-    losses = torch.cat([losses_of_rows(model, own) for own in rows.split(batch)])
+    losses = torch.cat([losses_of(model, own) for own in rows.split(batch)])
     model.train(training)
     return float(losses.double().mean())

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
-from typing import Any
+from dataclasses import asdict, dataclass, replace
+from typing import Any, Literal
 
 from benchmarks.study.dropping import Dropping
-from benchmarks.study.model import Size
+from benchmarks.study.model import HEAD_WIDTH, Size
 from sdp_deepspeed.config import MODES
 
 Block = Mapping[str, Any]
 REFERENCE = Size(64, 8)  # 0.42M parameters, of which each budget is a number of dense steps
+LARGE = Size(384, 16, length=512, head_width=48)  # 28.4M, and as many heads as there are workers
 
 
 @dataclass(frozen=True)
@@ -34,7 +35,10 @@ class Subject:
     def described(self) -> dict[str, Any]:
         """As JSON, without what is as usual; cells of a subject that was changed since are done again."""
         usual = {item: value for item, value in asdict(Subject()).items() if item != "size"}
-        return {key: value for key, value in asdict(self).items() if key not in usual or value != usual[key]}
+        found = {key: value for key, value in asdict(self).items() if key not in usual or value != usual[key]}
+        if self.size.head_width == HEAD_WIDTH:
+            del found["size"]["head_width"]
+        return found
 
 
 def _dense_tail(coverage: float, share: float, **block: Any) -> Block:
@@ -150,6 +154,8 @@ class Study:
         points: of the curve of validation losses, the last after the last step.
         reference: the size by whose dense steps budgets are counted.
         learning_rate: the highest, after a twentieth of the steps; from there it falls to zero in a line.
+        times: what the widths and depths of all subjects are multiplied by.
+        precision: "bf16" is autocast, with weights and everything else in fp32.
     """
 
     corpus: str = "stdlib"
@@ -160,6 +166,15 @@ class Study:
     points: int = 5
     reference: Size = REFERENCE
     learning_rate: float = 4e-3
+    times: tuple[int, int] = (1, 1)
+    precision: Literal["fp32", "bf16"] = "fp32"
+
+    def scaled(self, subject: Subject) -> Subject:
+        """At this study's sizes, and with rows and heads as its reference has them."""
+        if self.times == (1, 1):
+            return subject
+        (width, depth), (times_width, times_depth) = (subject.size.width, subject.size.depth), self.times
+        return replace(subject, size=replace(self.reference, width=width * times_width, depth=depth * times_depth))
 
     @property
     def tokens(self) -> int:
@@ -172,4 +187,15 @@ STUDIES: dict[str, Study] = {
     "headers": Study(corpus="headers"),
     "few data": Study(train_bytes=200_000, points=20),
     "fewer data": Study(train_bytes=50_000, points=20),
+    # For a GPU: 9,155 dense steps are 600M bytes, four epochs or fewer where Transformers and its like are installed.
+    "text 30M": Study(
+        corpus="python",
+        rows=16,
+        num_validation_rows=1024,
+        points=10,
+        reference=LARGE,
+        learning_rate=2e-3,
+        times=(6, 2),
+        precision="bf16",
+    ),
 }

@@ -177,8 +177,9 @@ class _Linear(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> Any:
         (gradient,), (x, weight, inputs, outputs) = gradients, ctx.saved_tensors
-        kept = gradient if outputs is None else gradient * outputs
-        x = x if inputs is None else x * inputs
+        dtype = gradient.dtype  # under autocast not that of what was saved
+        kept = gradient if outputs is None else gradient * outputs.to(dtype)
+        x = (x if inputs is None else x * inputs).to(dtype)
         of_weight = kept.flatten(0, -2).t() @ x.flatten(0, -2)
         of_bias = kept.flatten(0, -2).sum(0) if ctx.needs_input_grad[2] else None
-        return gradient @ weight, of_weight, of_bias, None, None
+        return gradient @ weight.to(dtype), of_weight, of_bias, None, None

@@ -6,6 +6,7 @@ import json
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any, get_args
 
@@ -19,6 +20,7 @@ from benchmarks.study.cell import Cell, corpus_of, rate_share, run
 from benchmarks.study.dropping import Dropping, Kind, dropped, with_dropout
 from benchmarks.study.flops import dense_flops, kept_flops, plan_flops
 from benchmarks.study.model import Size, build, losses_of_rows
+from benchmarks.study.pause import Resources
 from benchmarks.study.plans import Planner
 from benchmarks.study.seeds import TUNING_SEED
 from benchmarks.study.store import Store
@@ -141,6 +143,7 @@ def test_rates_of_dropping() -> None:
 @pytest.mark.parametrize("name", ["dense", "half"])
 def test_a_budget_is_spent_and_not_more(name: str, tiny: None) -> None:
     result = run(Cell("tiny", name, 0, 20, 1e-3), STUDY, TINY[name])
+    assert result is not None
     budget = 20 * STUDY.tokens * dense_flops(SIZE)
     assert result["flops"] == pytest.approx(budget, rel=0.03)  # whole steps
     assert (result["steps"] == 20) == (name == "dense")
@@ -169,6 +172,7 @@ def test_all_subjects_can_run() -> None:
 def test_a_cell_is_the_same_each_time(tiny: None) -> None:
     def figures(seed: int) -> dict[str, Any]:
         result = run(Cell("tiny", "half", seed, 3, 1e-3), STUDY, HALF)
+        assert result is not None
         assert result.pop("cpu_seconds") >= 0
         return result
 
@@ -201,12 +205,13 @@ def test_copies_of_a_file_count_once(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_corpora_that_are_there() -> None:
-    for name, ending in (("stdlib", ".py"), ("headers", ".h")):
+    for name, ending in (("stdlib", ".py"), ("headers", ".h"), ("python", ".py")):
         files = [own for own, _ in text.source_files(name)]
         assert len(files) > 100
         assert all(own.endswith(ending) for own in files)
         assert not any("site-packages" in own for own in files)
-    with pytest.raises(ValueError, match='expected "stdlib" or "headers"'):
+        assert ("torch/nn/functional.py" in files) == (name == "python")
+    with pytest.raises(ValueError, match='expected "stdlib", "headers" or "python"'):
         list(text.source_files("other"))
 
 
@@ -233,7 +238,8 @@ def done(path: Path, minutes: float, *arguments: str) -> list[dict[str, Any]]:
     options = parse_arguments(["--output", str(path), "--study", "tiny", "--budgets", "2", *arguments])
     store = Store(path)
     with ThreadPoolExecutor(1) as pool:
-        work(list(cells(options, store)), store, pool, num_processes=1, minutes=minutes)
+        end = datetime.now(tz=UTC) + timedelta(minutes=minutes)
+        work(list(cells(options, store)), store, pool, num_processes=1, resources=Resources(end=end))
     return Store(path).cells
 
 
@@ -241,9 +247,9 @@ def test_it_goes_on_where_it_stopped(tmp_path: Path, tiny: None, monkeypatch: py
     path = tmp_path / "study.json"
     ran: list[Cell] = []
 
-    def recorded(cell: Cell, study: Study, subject: Subject) -> dict[str, Any]:
+    def recorded(cell: Cell, *rest: Any) -> dict[str, Any] | None:
         ran.append(cell)
-        return run(cell, study, subject)
+        return run(cell, *rest)
 
     monkeypatch.setattr(learning_study, "run", recorded)
     assert done(path, 0, "--only", "dense") == []  # out of time

@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import json
+import sys
 from pathlib import Path
 
+import pytest
+
+from benchmarks import on_gpu
 from benchmarks.on_gpu import read_report
 from benchmarks.self_send import OFFSETS, pairs
 from benchmarks.worker_step import covered
@@ -37,3 +42,14 @@ def test_time_in_which_a_kernel_ran_counts_once() -> None:
 def test_offsets_on_one_side_and_on_both() -> None:
     assert len(pairs()) == 3 * (len(OFFSETS) - 1) + 1
     assert {(0, 0), (0, 16), (16, 0), (16, 16)} <= set(pairs())
+
+
+def test_figures_of_another_section_are_not_gone_on_with(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    output = tmp_path / "raw.json"
+    output.write_text(json.dumps({"what": "gpu_steps", "results": []}), encoding="utf-8")
+    monkeypatch.setattr(sys, "argv", ["on_gpu.py", "sizes", "--output", str(output)])
+    with pytest.raises(SystemExit, match=r"^error: --output .* has figures of gpu_steps; name another file$"):
+        on_gpu.main()
+    monkeypatch.setattr(sys, "argv", ["on_gpu.py", "sizes", "--output", str(tmp_path / "new"), "--select", "nothing"])
+    with pytest.raises(SystemExit, match=r"^error: --select 'nothing' is in no name such as 'tiny, DDP'"):
+        on_gpu.main()

@@ -1,0 +1,199 @@
+"""What one GPU can be asked without peers: an engine of one rank, over NCCL there; and rank 3 of eight.
+
+With k = 1 and C = 1 all collectives are of one rank, and every value must be the reference's. Of the rank of eight
+nothing has a value, but it must store what the plan says, in the bytes that `sdp estimate` says.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import sdp_deepspeed
+from benchmarks.common.fake_world import fake_world
+from sdp_deepspeed.config import MODES, Mode
+from sdp_deepspeed.estimate.per_rank import Setup, estimate
+from sdp_deepspeed.estimate.precision import Precision
+from sdp_deepspeed.measure.step import measured_step, optimizer_tensors
+from sdp_deepspeed.plan.plan import Plan
+from sdp_deepspeed.plan.tensors import dense_tensors
+from sdp_deepspeed.support.combinations import AXES, refusals_of
+from tests.helpers.checkpointed_runs import settings_of, stepped
+from tests.helpers.models import batches, config, llama
+from tests.helpers.oracle import CaseCheck
+from tests.helpers.oracle_grid import Case, possible
+from tests.helpers.ranks import CPU, Place, Rank
+from tests.helpers.training import assert_identical, dense_state, engine_of, micro_step, train
+
+BF16 = {"bf16": {"enabled": True}}
+FAKE_RANK, FAKE_SIZE = 3, 8
+BUCKET = 100_000
+
+
+@pytest.fixture
+def place(place: Place) -> Place:
+    """One rank may have a GPU's own collectives."""
+    return place if place is CPU else replace(place, backend="nccl")
+
+
+def settings_of_one_rank() -> Iterator[Case]:
+    """Modes x stages x precisions x places of the optimizer, and overlap with several micro-steps."""
+    for mode, stage, precision, offload in itertools.product(MODES, AXES["stage"], AXES["precision"], AXES["offload"]):
+        optimizer = "AdamW" if precision == "fp32" else "SGD"
+        yield Case(1, 1, *mode, stage=stage, precision=precision, offload=offload, optimizer=optimizer)
+    for mode in MODES:
+        yield Case(1, 1, *mode, stage=2, overlap=True, accumulation=3, buckets="many")
+
+
+def cases_of_one_rank() -> list[Case]:
+    """Without those that start-up refuses."""
+    return [case for case in settings_of_one_rank() if not refusals_of(case.combination) and possible(case)]
+
+
+@dataclass(frozen=True)
+class Resumed:
+    """Saved and loaded by another engine, bit for bit, which goes on as the first one does."""
+
+    stage: int
+    mode: Mode
+
+    def __call__(self, rank: Rank) -> None:
+        settings = settings_of(self.stage, "bf16+fp32" if self.stage else "fp32", **self.mode._asdict())
+        engines = [engine_of(settings) for _ in range(2)]
+        train(engines[0], num_steps=2)
+        engines[0].save_checkpoint(str(rank.folder))
+        assert not torch.equal(*(dense_state(engine)["lm_head.weight"] for engine in engines))
+        engines[1].load_checkpoint(str(rank.folder))
+        assert_identical(*(dense_state(engine) | stepped(engine) for engine in engines))
+        losses = [train(engine, num_steps=2, first=2) for engine in engines]
+        assert losses[0] == pytest.approx(losses[1], rel=1e-6)  # a GPU may add up in another order
+
+
+@dataclass(frozen=True)
+class BuiltUnderInit:
+    """As the dense model starts, bit for bit, and on a GPU never with two copies of it."""
+
+    mode: Mode
+
+    def __call__(self, rank: Rank) -> None:
+        settings = config(coverage=1.0, **self.mode._asdict()) | BF16
+        other = engine_of(settings, _built())
+        expected = dense_state(other)
+        with sdp_deepspeed.Init():
+            model = _built()
+        on_gpu = other.device.type == "cuda"
+        if on_gpu:
+            torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated() if on_gpu else 0
+        engine = engine_of(settings, model)
+        assert {tensor.device for tensor in engine.held_tensors().values()} == {torch.device(engine.device)}
+        assert_identical(dense_state(engine), expected)
+        own = sum(tensor.nbytes for tensor in (*engine.held_tensors().values(), *optimizer_tensors(engine)))
+        largest = max(tensor.nbytes for tensor in expected.values())
+        if on_gpu:  # dense_state's own copy is 1x the weights; each small tensor takes up to 512 bytes
+            slack = own + 2 * largest + 2**20
+            assert torch.cuda.max_memory_allocated() - before <= own + slack, (own, largest)
+        assert train(engine, num_steps=1) == pytest.approx(train(other, num_steps=1), rel=1e-6)
+
+
+def _built() -> nn.Module:
+    torch.manual_seed(7)
+    return llama()
+
+
+def compiled(rank: Rank) -> None:
+    """By inductor: the values of an engine that is not."""
+    for stage, mode in zip((0, 1, 2, 2), MODES, strict=True):
+        settings = settings_of(stage, **mode._asdict())
+        engines = [engine_of(settings) for _ in range(2)]
+        engines[0].compile()
+        losses = [train(engine, num_steps=3) for engine in engines]
+        assert losses[0] == pytest.approx(losses[1], rel=1e-5)
+
+
+def _cases(size: int, options: pytest.Config) -> Iterator[tuple[str, Any]]:
+    on_gpu, cases = options.getoption("--gpu"), cases_of_one_rank()
+    for case in cases if on_gpu else cases[:: len(cases) // 3]:
+        yield str(case), CaseCheck(case)
+    for stage, mode in itertools.product((0, 1, 2), MODES) if on_gpu else [(2, MODES[3])]:
+        yield f"resumed-zero{stage}-{mode}", Resumed(stage, mode)
+    for mode in MODES if on_gpu else MODES[:1]:
+        yield f"built under Init-{mode}", BuiltUnderInit(mode)
+    if on_gpu:
+        yield "compiled", compiled
+
+
+@pytest.mark.gpu
+@pytest.mark.checks(1, _cases)
+def test_one_rank(outcome: str | None) -> None:
+    assert outcome is None, outcome
+
+
+def stores_what_the_plan_says(engine: Any, dense: nn.Module) -> None:
+    """Elements of each parameter: all but those of pieces that the rank lacks."""
+    plan: Plan = engine.plan
+    stored = {name: tensor.numel() for name, tensor in engine.held_tensors().items()}
+    subnetwork = plan.subnetwork_of_rank[FAKE_RANK]
+    for name, parameter in dense.named_parameters():
+        lacking = sum(
+            piece.num_elements(tuple(parameter.shape))
+            for index, unit in enumerate(plan.units)
+            for piece in unit.pieces
+            if piece.parameter == name and not plan.holds(index, subnetwork)
+        )
+        kept = stored.get(name, 0)
+        if plan.regime == "forward":
+            assert kept == parameter.numel() - lacking, name
+        else:
+            assert kept + stored.get(f"{name} (lacking)", 0) == parameter.numel(), name
+    assert not plan.is_whole
+
+
+def as_estimated(mode: Mode, stage: int, precision: str) -> None:
+    """A rank's bytes, as the formulas have them from the plan and shapes alone."""
+    zero = {"stage": stage, "reduce_bucket_size": BUCKET, "allgather_bucket_size": BUCKET}
+    settings = config(coverage=0.5, **mode._asdict()) | {"zero_optimization": zero}
+    engine = engine_of(settings | (BF16 if precision == "bf16" else {}), llama(8))
+    assert (dist.get_rank(), dist.get_world_size(), engine.dp_group.size) == (FAKE_RANK, FAKE_SIZE, FAKE_SIZE)
+    stores_what_the_plan_says(engine, llama(8))
+    batch = next(batches(1, 1))[0][0]
+    micro_step(engine, batch)
+    with measured_step(engine) as figures:
+        micro_step(engine, batch)
+    tensors = [replace(info, group=0) for info in dense_tensors(llama(8))]
+    setup = Setup(stage, Precision.of(precision), bucket_elements=BUCKET)  # type: ignore[arg-type]
+    expected = estimate(engine.plan, tensors, setup)[FAKE_RANK]
+    counters = sum(tensor.nbytes for tensor in optimizer_tensors(engine) if tensor.dim() == 0)
+    found = (figures.weights, figures.gradients, figures.optimizer - counters)
+    assert found == (expected.weights, expected.gradients, expected.optimizer), (mode, stage, precision)
+    assert figures.peak >= expected.state
+
+
+def rank_3_of_8(rank: Rank) -> None:
+    """All modes in one world: DeepSpeed never forgets its groups."""
+    dist.destroy_process_group()
+    try:
+        with fake_world(FAKE_RANK, FAKE_SIZE):
+            for mode, stage in zip(MODES, (1, 2, 1, 2), strict=True):
+                as_estimated(mode, stage, "bf16")
+            as_estimated(MODES[1], 1, "fp32")
+    finally:  # for whoever started this rank
+        dist.init_process_group("gloo", init_method=f"file://{rank.folder}/again", rank=0, world_size=1)
+
+
+def _of_eight(size: int, options: pytest.Config) -> Iterator[tuple[str, Any]]:
+    yield "rank 3 of 8", partial(rank_3_of_8)
+
+
+@pytest.mark.gpu
+@pytest.mark.checks(1, _of_eight)
+def test_a_rank_of_a_world_that_is_not_there(outcome: str | None) -> None:
+    assert outcome is None, outcome
