@@ -42,7 +42,8 @@ def fake_world(rank: int, size: int) -> Iterator[None]:
 
 @contextmanager
 def _echoes() -> Iterator[None]:
-    """Whatever an engine of this package would ask other processes is answered here."""
+    """Whatever an engine of this package would ask other processes is answered here. By functions: a mock would keep
+    the engines that it was called with."""
     from sdp_deepspeed.engine import deepspeed_settings, engine
 
     def echo(self: Any, value: object) -> list[Any]:
@@ -51,16 +52,19 @@ def _echoes() -> Iterator[None]:
     def multiplied(self: Communicator, tensor: torch.Tensor) -> torch.Tensor:
         return tensor.mul_(self.size)
 
+    def nothing(*_: Any) -> None:
+        return None
+
     def host_group(of: Any, *_: Any) -> HostGroup:
         return HostGroup(of, of.group.WORLD)
 
     with (
         mock.patch.object(StoreGatherer, "gather_objects", echo),
         mock.patch.object(HostChannel, "gather_objects", echo),
-        mock.patch.object(HostChannel, "is_gone", return_value=False),
+        mock.patch.object(HostChannel, "is_gone", nothing),
         mock.patch.object(Communicator, "sum", multiplied),  # numbers of passes are compared by it
         mock.patch.object(engine, "make_host_group", host_group),
-        mock.patch.object(engine, "watch_ranks"),  # signs of life that nobody gives
-        mock.patch.object(deepspeed_settings, "take_limit_of_the_run"),  # of waiting, which the fake group has none of
+        mock.patch.object(engine, "watch_ranks", nothing),  # signs of life that nobody gives
+        mock.patch.object(deepspeed_settings, "take_limit_of_the_run", nothing),  # the fake group has none
     ):
         yield

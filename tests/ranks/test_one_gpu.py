@@ -6,7 +6,9 @@ nothing has a value, but it must store what the plan says, in the bytes that `sd
 
 from __future__ import annotations
 
+import gc
 import itertools
+import weakref
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import partial
@@ -157,8 +159,8 @@ def stores_what_the_plan_says(engine: Any, dense: nn.Module) -> None:
     assert not plan.is_whole
 
 
-def as_estimated(mode: Mode, stage: int, precision: str) -> None:
-    """A rank's bytes, as the formulas have them from the plan and shapes alone."""
+def as_estimated(mode: Mode, stage: int, precision: str) -> weakref.ref[Any]:
+    """A rank's bytes, as the formulas have them from the plan and shapes alone; returns its engine, if it lives on."""
     zero = {"stage": stage, "reduce_bucket_size": BUCKET, "allgather_bucket_size": BUCKET}
     settings = config(coverage=0.5, **mode._asdict()) | {"zero_optimization": zero}
     engine = engine_of(settings | (BF16 if precision == "bf16" else {}), llama(8))
@@ -175,6 +177,7 @@ def as_estimated(mode: Mode, stage: int, precision: str) -> None:
     found = (figures.weights, figures.gradients, figures.optimizer - counters)
     assert found == (expected.weights, expected.gradients, expected.optimizer), (mode, stage, precision)
     assert figures.peak >= expected.state
+    return weakref.ref(engine)
 
 
 def rank_3_of_8(rank: Rank) -> None:
@@ -182,9 +185,10 @@ def rank_3_of_8(rank: Rank) -> None:
     dist.destroy_process_group()
     try:
         with fake_world(FAKE_RANK, FAKE_SIZE):
-            for mode, stage in zip(MODES, (1, 2, 1, 2), strict=True):
-                as_estimated(mode, stage, "bf16")
-            as_estimated(MODES[1], 1, "fp32")
+            engines = [as_estimated(mode, stage, "bf16") for mode, stage in zip(MODES, (1, 2, 1, 2), strict=True)]
+            engines.append(as_estimated(MODES[1], 1, "fp32"))
+            gc.collect()
+            assert [engine() for engine in engines] == [None] * 5, "who measures several ranks has the memory of one"
     finally:  # for whoever started this rank
         dist.init_process_group("gloo", init_method=f"file://{rank.folder}/again", rank=0, world_size=1)
 
