@@ -14,6 +14,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[2]))  # the repository's root
 from benchmarks.tables.counts import collectives, faults, model_state, peak_memory
+from benchmarks.tables.gpu import bandwidth, sizes, steps, tests
 from benchmarks.tables.learning import learning_study
 from benchmarks.tables.markdown import Result
 from benchmarks.tables.readme import RESULTS, ROOT, filled, read
@@ -38,6 +39,11 @@ IN_FULL: dict[str, Callable[[Result], str]] = {
     "startup_time": startup_time,
     "faults": faults,
     "tokenize_speed": tokenize_speed,
+    "gpu_values": tests,
+    "gpu_streams": tests,
+    "gpu_steps": steps,
+    "gpu_bandwidth": bandwidth,
+    "gpu_sizes": sizes,
 }
 
 
