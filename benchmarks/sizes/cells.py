@@ -215,6 +215,7 @@ class Trials:
         try:
             with self.memory.limited(limit):
                 self.memory.reset()
+                self.step(rows)  # asks the driver for memory, which takes its time; the next step has it
                 known[rows] = {"seconds": self.step(rows), "peak": self.memory.peak()}
                 return True
         except torch.OutOfMemoryError:

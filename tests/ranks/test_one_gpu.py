@@ -1,7 +1,8 @@
 """What one GPU can be asked without peers: an engine of one rank, over NCCL there; and rank 3 of eight.
 
-With k = 1 and C = 1 all collectives are of one rank, and every value must be the reference's. Of the rank of eight
-nothing has a value, but it must store what the plan says, in the bytes that `sdp estimate` says.
+With k = 1 and C = 1 the exchange has nobody to send to: NCCL serves the hosts' own collectives only, and every value
+must be the reference's. What the rank of eight computes means nothing, but it must store what the plan says,
+in the bytes that `sdp estimate` says.
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ from __future__ import annotations
 import gc
 import itertools
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -79,36 +80,30 @@ class Resumed:
         assert losses[0] == pytest.approx(losses[1], rel=1e-6)  # a GPU may add up in another order
 
 
-@dataclass(frozen=True)
-class BuiltUnderInit:
-    """As the dense model starts, bit for bit, and on a GPU never with two copies of it."""
-
-    mode: Mode
-
-    def __call__(self, rank: Rank) -> None:
-        settings = config(coverage=1.0, **self.mode._asdict()) | BF16
-        other = engine_of(settings, _built())
-        expected = dense_state(other)
-        with sdp_deepspeed.Init():
-            model = _built()
-        on_gpu = other.device.type == "cuda"
-        if on_gpu:
-            torch.cuda.reset_peak_memory_stats()
-        before = torch.cuda.memory_allocated() if on_gpu else 0
-        engine = engine_of(settings, model)
-        assert {tensor.device for tensor in engine.held_tensors().values()} == {torch.device(engine.device)}
-        assert_identical(dense_state(engine), expected)
-        own = sum(tensor.nbytes for tensor in (*engine.held_tensors().values(), *optimizer_tensors(engine)))
-        largest = max(tensor.nbytes for tensor in expected.values())
-        if on_gpu:  # dense_state's own copy is 1x the weights; each small tensor takes up to 512 bytes
-            slack = own + 2 * largest + 2**20
-            assert torch.cuda.max_memory_allocated() - before <= own + slack, (own, largest)
-        assert train(engine, num_steps=1) == pytest.approx(train(other, num_steps=1), rel=1e-6)
+def alike(settings: dict[str, Any], build: Callable[[], nn.Module]) -> tuple[Any, Any]:
+    """Engines of a model that was built under Init and of one that was not: the same bits, and on a GPU at no time more
+    than what is stored in the end, and a tensor that is on its way."""
+    other = engine_of(settings, build())
+    with sdp_deepspeed.Init():
+        model = build()
+    on_gpu = other.device.type == "cuda"
+    if on_gpu:
+        torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated() if on_gpu else 0
+    engine = engine_of(settings, model)
+    peak = torch.cuda.max_memory_allocated() - before if on_gpu else 0
+    assert_identical(engine.held_tensors(), other.held_tensors())
+    assert {tensor.device for tensor in engine.held_tensors().values()} == {torch.device(engine.device)}
+    stored = [*engine.held_tensors().values(), *optimizer_tensors(engine)]
+    own, largest = sum(tensor.nbytes for tensor in stored), max(tensor.nbytes for tensor in stored)
+    assert peak <= own + largest + 2**20, (peak, own, largest)  # each tensor takes a multiple of 512 bytes
+    return engine, other
 
 
-def _built() -> nn.Module:
-    torch.manual_seed(7)
-    return llama()
+def trained_alike(mode: Mode, rank: Rank) -> None:
+    engines = alike(config(coverage=1.0, **mode._asdict()) | BF16, llama)
+    losses = [train(engine, num_steps=1) for engine in engines]
+    assert losses[0] == pytest.approx(losses[1], rel=1e-6)
 
 
 def compiled(rank: Rank) -> None:
@@ -128,7 +123,7 @@ def _cases(size: int, options: pytest.Config) -> Iterator[tuple[str, Any]]:
     for stage, mode in itertools.product((0, 1, 2), MODES) if on_gpu else [(2, MODES[3])]:
         yield f"resumed-zero{stage}-{mode}", Resumed(stage, mode)
     for mode in MODES if on_gpu else MODES[:1]:
-        yield f"built under Init-{mode}", BuiltUnderInit(mode)
+        yield f"built under Init-{mode}", partial(trained_alike, mode)
     if on_gpu:
         yield "compiled", compiled
 
@@ -163,14 +158,14 @@ def as_estimated(mode: Mode, stage: int, precision: str) -> weakref.ref[Any]:
     """A rank's bytes, as the formulas have them from the plan and shapes alone; returns its engine, if it lives on."""
     zero = {"stage": stage, "reduce_bucket_size": BUCKET, "allgather_bucket_size": BUCKET}
     settings = config(coverage=0.5, **mode._asdict()) | {"zero_optimization": zero}
-    engine = engine_of(settings | (BF16 if precision == "bf16" else {}), llama(8))
+    engine = engine_of(settings | (BF16 if precision == "bf16" else {}), llama(4))
     assert (dist.get_rank(), dist.get_world_size(), engine.dp_group.size) == (FAKE_RANK, FAKE_SIZE, FAKE_SIZE)
-    stores_what_the_plan_says(engine, llama(8))
+    stores_what_the_plan_says(engine, llama(4))
     batch = next(batches(1, 1))[0][0]
     micro_step(engine, batch)
     with measured_step(engine) as figures:
         micro_step(engine, batch)
-    tensors = [replace(info, group=0) for info in dense_tensors(llama(8))]
+    tensors = [replace(info, group=0) for info in dense_tensors(llama(4))]
     setup = Setup(stage, Precision.of(precision), bucket_elements=BUCKET)  # type: ignore[arg-type]
     expected = estimate(engine.plan, tensors, setup)[FAKE_RANK]
     counters = sum(tensor.nbytes for tensor in optimizer_tensors(engine) if tensor.dim() == 0)
@@ -187,6 +182,8 @@ def rank_3_of_8(rank: Rank) -> None:
         with fake_world(FAKE_RANK, FAKE_SIZE):
             engines = [as_estimated(mode, stage, "bf16") for mode, stage in zip(MODES, (1, 2, 1, 2), strict=True)]
             engines.append(as_estimated(MODES[1], 1, "fp32"))
+            for mode in MODES[:2]:  # elsewhere all weights stay
+                alike(config(coverage=0.5, **mode._asdict()), partial(llama, 4))
             gc.collect()
             assert [engine() for engine in engines] == [None] * 5, "who measures several ranks has the memory of one"
     finally:  # for whoever started this rank
