@@ -6,6 +6,7 @@ import time
 from collections.abc import Mapping
 from contextlib import ExitStack, nullcontext
 from dataclasses import asdict, dataclass
+from datetime import UTC, datetime
 from functools import cache
 from itertools import islice
 from typing import Any
@@ -62,12 +63,15 @@ def run(cell: Cell, study: Study, subject: Subject, resources: Resources = _ON_T
     facts = {**cell.to_dict(), "described": subject.described(), "text": text, "device": resources.name}
     pause = resources.pause_of(facts)
     training = _Training(cell, study, subject, corpus, resources)
-    spent = training.restore(pause.load())
-    before = time.process_time()
+    kept = pause.load()
+    training.restore(kept)
+    cpu, wall = (kept["cpu_seconds"], kept["seconds"]) if kept else (0.0, 0.0)
+    before, began = time.process_time(), datetime.now(tz=UTC)
     is_over = training.train()
-    spent += time.process_time() - before
+    cpu += time.process_time() - before
+    wall += (datetime.now(tz=UTC) - began).total_seconds()
     if not is_over:
-        pause.save({**training.state(), "cpu_seconds": spent})
+        pause.save({**training.state(), "cpu_seconds": cpu, "seconds": wall})
         return None
     pause.forget()
     curve = training.curve
@@ -81,7 +85,8 @@ def run(cell: Cell, study: Study, subject: Subject, resources: Resources = _ON_T
         "curve": curve,
         "loss": curve[-1]["loss"],
         "best_loss": min(point["loss"] for point in curve),
-        "cpu_seconds": round(spent, 1),
+        "cpu_seconds": round(cpu, 1),
+        "seconds": round(wall, 1),
     }
 
 
@@ -109,23 +114,22 @@ class _Training:
             "optimizer": self._reference.optimizer.state_dict(),
         }
 
-    def restore(self, state: Mapping[str, Any] | None) -> float:
-        """From what `state` gave, if anything; CPU seconds that were spent."""
+    def restore(self, state: Mapping[str, Any] | None) -> None:
+        """From what `state` gave, if anything."""
         if state is None:
-            return 0.0
+            return
         self.step, self.flops, self.state_bytes = state["step"], state["flops"], state["state_bytes"]
         self.curve = state["curve"]
         self.model.load_state_dict(state["weights"])
         self._reference = self._make_reference()
         self._reference.optimizer.load_state_dict(state["optimizer"])
-        return float(state["cpu_seconds"])
 
     def train(self) -> bool:
         """To the end, with validation losses of the dense model on the way; False if the time is over before."""
         ends = {max(1, round(self.num_steps * (i + 1) / self.study.points)) for i in range(self.study.points)}
-        known, reference = None, self._reference
+        known, reference, first = None, self._reference, self.step
         for config, plan in islice(self.planner.plans(self.num_steps), self.step, None):
-            if self.resources.ends_cells:
+            if self.step > first and self.resources.ends_cells:  # each piece gets on
                 return False
             if plan is not known:
                 known = plan

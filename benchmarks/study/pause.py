@@ -19,7 +19,7 @@ class Resources:
     """
     Args:
         device: of the model and its data, as torch names it.
-        end: no cell begins later, and no step of one if there is a folder; a time of UTC, None for any.
+        end: no cell begins later, and no step but a first one if there is a folder; a time of UTC, None for any.
         folder: of cells that are not over; None finishes each that has begun.
     """
 
