@@ -40,7 +40,7 @@ def test_values_are_compared_with_the_reference(tmp_path: Path) -> None:
 
 
 def test_that_no_test_ran_is_a_failure(tmp_path: Path) -> None:
-    result, printed = run(tmp_path, "streams", "--select", "no_such_test", code=1)
+    result, printed = run(tmp_path, "values", "--select", "no_such_test", code=1)
     assert (result["tests"], result["is_complete"]) == ([], False)
     assert "not all of it has run" in printed
 
