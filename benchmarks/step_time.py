@@ -34,6 +34,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))  # the repository's root
 from benchmarks.common.contestants import Contestant, build_engine, spectral_gap, train
 from benchmarks.common.device import device, seconds
 from benchmarks.common.flops import count_work
+from benchmarks.common.links import LinkWatch, use
 from benchmarks.common.models import SEQUENCE_LENGTH, SMALL, WIDE, num_parameters
 from benchmarks.common.ranks import gather, option_parser, run
 from sdp_deepspeed.config import MODES, Mode
@@ -129,15 +130,20 @@ def time_steps(engines: dict[str, Any], batch: torch.Tensor, *, warmup: int, rep
     return times
 
 
-def link_bytes(engine: Any, batch: torch.Tensor) -> int:
-    """What one step sends over the link that this rank's node has, headers and all; the same for all of its ranks."""
-    counter = Path("/sys/class/net", os.environ["GLOO_SOCKET_IFNAME"], "statistics/tx_bytes")
+def link_use(engine: Any, batch: torch.Tensor) -> dict[str, float]:
+    """What one step sends over the link that this rank's node has, headers and all; the same for all of its ranks.
+    Beside these "bytes" the seconds of the step in which the link carried both directions, one, or none of them."""
     dist.barrier()
-    before = int(counter.read_text())
-    dist.barrier()
-    train(engine, batch)
-    dist.barrier()
-    return int(counter.read_text()) - before
+    with LinkWatch(Path("/sys/class/net", os.environ["GLOO_SOCKET_IFNAME"], "statistics")) as watch:
+        dist.barrier()
+        train(engine, batch)
+        dist.barrier()
+    return use(watch.looks) | {"bytes": watch.looks[-1][1] - watch.looks[0][1]}
+
+
+def is_linked() -> bool:
+    """Whether this runs between namespaces."""
+    return "SDP_LINK_RATE" in os.environ
 
 
 def measure(arguments: argparse.Namespace) -> dict[str, Any]:
@@ -150,6 +156,9 @@ def measure(arguments: argparse.Namespace) -> dict[str, Any]:
     batch = torch.randint(0, model["vocab_size"], (arguments.micro_batch, SEQUENCE_LENGTH), generator=generator).to(
         device()
     )
+    times = time_steps(engines, batch, warmup=arguments.warmup, repeats=arguments.repeats)
+    work = {name: gather(count_work(partial(train, engine, batch))) for name, engine in engines.items()}
+    links = {name: gather(link_use(engine, batch)) for name, engine in engines.items()} if is_linked() else None
     return {
         "what": "step_time",
         "ranks": dist.get_world_size(),
@@ -157,7 +166,7 @@ def measure(arguments: argparse.Namespace) -> dict[str, Any]:
         "model": model | {"num_parameters": num_parameters(model)},
         "sequence_length": SEQUENCE_LENGTH,
         "link": os.environ.get("SDP_LINK_RATE"),
-        "ranks_per_node": int(os.environ["LOCAL_SIZE"]) if "SDP_LINK_RATE" in os.environ else None,
+        "ranks_per_node": int(os.environ["LOCAL_SIZE"]) if is_linked() else None,
         "arguments": vars(arguments),
         "configs": configs,
         "spectral_gaps": {name: spectral_gap(model, engine) for name, engine in engines.items()},
@@ -165,11 +174,10 @@ def measure(arguments: argparse.Namespace) -> dict[str, Any]:
             name: target(contestant, stage) if arguments.optimizer == "AdamW" else None
             for name, (contestant, _) in runs.items()
         },
-        "seconds": time_steps(engines, batch, warmup=arguments.warmup, repeats=arguments.repeats),
-        "work": {name: gather(count_work(partial(train, engine, batch))) for name, engine in engines.items()},
-        "link_bytes": {name: gather(link_bytes(engine, batch)) for name, engine in engines.items()}
-        if "SDP_LINK_RATE" in os.environ
-        else None,
+        "seconds": times,
+        "work": work,
+        "link_bytes": links and {name: [rank.pop("bytes") for rank in ranks] for name, ranks in links.items()},
+        "link_use": links,
     }
 
 

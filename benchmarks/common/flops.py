@@ -6,14 +6,17 @@ Counts do not depend on the machine's noise. What operations are is in `sdp_deep
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 from sdp_deepspeed.measure.flops import FlopCounter
 from sdp_deepspeed.measure.traffic import TrafficCounter
 
 
-def count_work(step: Callable[[], object]) -> dict[str, int]:
-    """FLOPs and bytes sent by this rank while `step` runs, which is slower for it; no collective of its own."""
+def count_work(step: Callable[[], object]) -> dict[str, Any]:
+    """FLOPs and bytes sent by this rank while `step` runs, which is slower for it; no collective of its own. Calls and
+    bytes by c10d operator too."""
     traffic, operations = TrafficCounter(), FlopCounter()
     with traffic, operations:
         step()
-    return {"flops": operations.total, "sent_bytes": traffic.total}
+    by_operator = {name: [calls, traffic.bytes_by_operator[name]] for name, calls in traffic.calls_by_operator.items()}
+    return {"flops": operations.total, "sent_bytes": traffic.total, "by_operator": by_operator}

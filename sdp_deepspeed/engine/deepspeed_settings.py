@@ -15,6 +15,7 @@ from sdp_deepspeed.distributed.agreement import Gatherer
 from sdp_deepspeed.distributed.communicator import Communicator, RankGroups
 from sdp_deepspeed.distributed.host_group import Channel, HostGroup
 from sdp_deepspeed.distributed.last_acts import LastActs
+from sdp_deepspeed.distributed.receive_first import ReceiveFirst
 from sdp_deepspeed.distributed.step_limit import take_limit_of_the_run
 from sdp_deepspeed.engine.host_engine import HostConfig, HostEngine
 from sdp_deepspeed.optimizer.settings import Offload, OptimizerSettings
@@ -84,8 +85,10 @@ def rank_groups(engine: HostEngine, world: Communicator, host: HostGroup, last_a
     """This rank's; DeepSpeed has made those that are its own. Every rank calls it."""
     group = engine.seq_data_parallel_group
     take_limit_of_the_run(dist, group)
-    objects = host.channel(Channel.DATA_PARALLEL, dist.get_process_group_ranks(group))
-    dp_group = Communicator(deepspeed_comm, group, objects=objects, last_acts=last_acts)
+    ranks = dist.get_process_group_ranks(group)
+    objects = host.channel(Channel.DATA_PARALLEL, ranks)
+    collectives = ReceiveFirst(deepspeed_comm, ranks) if dist.get_backend(group) == "gloo" else deepspeed_comm
+    dp_group = Communicator(collectives, group, objects=objects, last_acts=last_acts)
     return RankGroups(dp_group, world, host, last_acts, tp_group_of(engine.mpu, host))
 
 
