@@ -152,6 +152,10 @@ def measure(arguments: argparse.Namespace) -> dict[str, Any]:
     runs = named_runs(arguments)
     configs = {name: config_of(*contestant, arguments) for name, contestant in runs.items()}
     engines = {name: build_engine(model, config) for name, config in configs.items()}
+    if arguments.all_to_all_of_gloo:
+        for name, (contestant, _) in runs.items():
+            if contestant.mode is not None:
+                engines[name].dp_group._dist = dist
     generator = torch.Generator().manual_seed(dist.get_rank())
     batch = torch.randint(0, model["vocab_size"], (arguments.micro_batch, SEQUENCE_LENGTH), generator=generator).to(
         device()
@@ -166,6 +170,7 @@ def measure(arguments: argparse.Namespace) -> dict[str, Any]:
         "model": model | {"num_parameters": num_parameters(model)},
         "sequence_length": SEQUENCE_LENGTH,
         "link": os.environ.get("SDP_LINK_RATE"),
+        "link_setting": os.environ.get("SDP_LINK_SETTING"),
         "ranks_per_node": int(os.environ["LOCAL_SIZE"]) if is_linked() else None,
         "arguments": vars(arguments),
         "configs": configs,
@@ -195,6 +200,7 @@ def main() -> None:
     parser.add_argument("--subnetworks", type=int, help="one more of each mode, with fewer subnetworks than ranks")
     parser.add_argument("--knows-nodes", action="store_true", help='one more of each mode, with assignment "auto"')
     parser.add_argument("--overlap", action="store_true", help="everybody without and with overlap_comm")
+    parser.add_argument("--all-to-all-of-gloo", action="store_true", help="send one way after the other, to compare")
     run(parser, measure)
 
 
