@@ -6,7 +6,7 @@
 #         --output benchmarks/results/overlap_1_gbit.json
 #
 # All arguments go to the benchmark. Environment: NODES (default 2), RANKS (in each node, default 1), RATE (of tc, default
-# 1gbit), BURST (of tc, default 128kb), SYSCTL (a setting of the kernel in each namespace, such as
+# 1gbit), SYSCTL (a setting of the kernel in each namespace, such as
 # net.ipv4.tcp_slow_start_after_idle=0), PYTHON (default python, with its ninja on the PATH), PORT. Needs iproute2. Nothing but the namespaces is touched, and they go away with
 # this script, however it ends.
 set -euo pipefail
@@ -26,7 +26,6 @@ done
 nodes=${NODES:-2}
 per_node=${RANKS:-1}
 rate=${RATE:-1gbit}
-burst=${BURST:-128kb}
 python=${PYTHON:-python}
 port=${PORT:-29511}
 switch="sdp$$switch"
@@ -47,7 +46,7 @@ trap 'exit 130' INT
 trap 'exit 143' TERM
 
 # The burst holds the largest packet that the kernel makes before a card would cut it up, and lasts 1 ms at 1 Gb/s.
-slow_down() { tc -netns "$1" qdisc add dev "$2" root tbf rate "$rate" burst "$burst" limit 1mb; }
+slow_down() { tc -netns "$1" qdisc add dev "$2" root tbf rate "$rate" burst 128kb limit 1mb; }
 
 for name in "${names[@]}"; do ip netns add "$name"; done
 # All ends are made inside namespaces, so that the machine's own interfaces never see them.
@@ -73,7 +72,7 @@ for ((i = 0; i < nodes; i++)); do
 done
 
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1} GLOO_SOCKET_IFNAME=wire SDP_LINK_RATE=$rate
-export SDP_LINK_SETTING="burst $burst${SYSCTL:+, $SYSCTL}"
+export SDP_LINK_SETTING=${SYSCTL:-}
 export DS_ACCELERATOR=cpu # the ranks of both namespaces would share one GPU, which NCCL refuses
 export MASTER_ADDR=10.203.0.1 MASTER_PORT=$port WORLD_SIZE=$((nodes * per_node)) LOCAL_SIZE=$per_node
 for ((i = 0; i < nodes; i++)); do
