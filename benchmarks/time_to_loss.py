@@ -1,0 +1,147 @@
+"""How long until a dense loss is reached over a slow link? Subnetworks beside plain ZeRO, by the clock.
+
+    sudo env PATH="$PATH" NODES=4 benchmarks/namespaces.sh benchmarks/time_to_loss.py --seeds 0 1 \
+        --output benchmarks/results/time_to_loss_1_gbit.json
+
+Llamas over bytes of the standard library's Python files. Everybody reads the same text in the same order and steps at
+stages 1 or 2. At C = 1/2 subnetworks are trained in the first half of the steps and the whole model in the second, with
+a third more steps, which makes about as many operations. The clock stops while the dense model is evaluated, on text
+that is not trained on. What the output has already is not done again.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+import deepspeed
+import torch
+import torch.distributed as dist
+from transformers import LlamaConfig, LlamaForCausalLM
+
+sys.path.insert(0, str(Path(__file__).parents[1]))  # the repository's root
+from benchmarks.common.contestants import Contestant
+from benchmarks.common.device import seconds
+from benchmarks.common.models import SMALL, num_parameters
+from benchmarks.common.ranks import option_parser, run, show
+from benchmarks.study.text import VOCABULARY, read_corpus, training_rows, validation_rows
+from sdp_deepspeed.config import KEY, Mode
+
+LENGTH = 128
+SHAPE = SMALL | {
+    "vocab_size": VOCABULARY,
+    "hidden_size": 96,
+    "intermediate_size": 256,
+    "num_hidden_layers": 6,
+    "max_position_embeddings": LENGTH,
+}
+MODE = Mode("forward", "block")
+HALF = 0.5  # of the steps, in which half of the units are held
+
+
+def contestants(num_steps: int, names: list[str]) -> dict[str, tuple[Contestant, int, dict[str, Any]]]:
+    """By name who trains, for how many steps, and keys of the block."""
+    longer = num_steps * 4 // 3
+    schedule = {"schedule": [{"until": HALF, "coverage": 0.5}, {"coverage": 1.0}], "total_steps": longer}
+    found: dict[str, tuple[Contestant, int, dict[str, Any]]] = {
+        "zero1": (Contestant(1), num_steps, {}),
+        "zero2": (Contestant(2), num_steps, {}),
+        "sdp C=1": (Contestant(2, MODE), num_steps, {}),
+        "sdp C=1/2, then dense": (Contestant(2, MODE), longer, schedule),
+    }
+    return {name: found[name] for name in names or found}
+
+
+def config_of(contestant: Contestant, num_steps: int, block: dict[str, Any], options: argparse.Namespace) -> Any:
+    """DeepSpeed's; all overlap communication where they can."""
+    config = contestant.config("fp32", bucket=int(options.bucket), overlap=contestant.stage == 2)
+    warm_up = {"total_num_steps": num_steps, "warmup_num_steps": max(2, num_steps // 20), "warmup_min_ratio": 0.0}
+    config |= {
+        "train_micro_batch_size_per_gpu": options.micro_batch,
+        "gradient_clipping": 1.0,
+        "optimizer": {"type": "AdamW", "params": {"lr": options.rate, "torch_adam": True, "fused": False}},
+        "scheduler": {"type": "WarmupCosineLR", "params": warm_up},
+    }
+    if contestant.mode is not None:
+        config[KEY] |= block
+        if "schedule" in block:
+            del config[KEY]["coverage"]
+    return config
+
+
+@torch.no_grad()
+def dense_loss(engine: Any, rows: torch.Tensor) -> float:
+    """Mean over the rows, of which each rank takes its part; a collective."""
+    own = rows.chunk(dist.get_world_size())[dist.get_rank()]
+    engine.eval()
+    losses = [float(engine(input_ids=part, labels=part, use_cache=False).loss) * len(part) for part in own.split(4)]
+    engine.train()
+    total = torch.tensor([sum(losses), float(len(own))], dtype=torch.float64)
+    dist.all_reduce(total)
+    return float(total[0] / total[1])
+
+
+def curve(name: str, seed: int, options: argparse.Namespace) -> dict[str, Any]:
+    """Steps, seconds of training and loss of the dense model, at each evaluation; a collective."""
+    contestant, num_steps, block = contestants(options.steps, options.only)[name]
+    torch.manual_seed(seed)
+    model = LlamaForCausalLM(LlamaConfig(**SHAPE))
+    config = config_of(contestant, num_steps, block, options)
+    engine, *_ = deepspeed.initialize(model=model, model_parameters=model.parameters(), config=config)
+    text, size = read_corpus("stdlib"), dist.get_world_size()
+    held_out = validation_rows(text.validation, options.validation, LENGTH)[:, :LENGTH]
+    points, taken = [], 0.0
+    for step in range(num_steps):
+        rows = training_rows(text.train, seed, step, size * options.micro_batch, LENGTH)[:, :LENGTH]
+        own = rows.chunk(size)[dist.get_rank()]
+        dist.barrier()
+        start = seconds()
+        engine.backward(engine(input_ids=own, labels=own, use_cache=False).loss)
+        engine.step()
+        dist.barrier()
+        taken += seconds() - start
+        if (step + 1) % options.every == 0 or step + 1 == num_steps:
+            points.append([step + 1, taken, dense_loss(engine, held_out)])
+    show(f"seed {seed}, {name}: {points[-1]}")
+    engine.destroy()
+    return {"name": name, "seed": seed, "steps": num_steps, "curve": points}
+
+
+def measure(options: argparse.Namespace) -> dict[str, Any]:
+    names = list(contestants(options.steps, options.only))
+    before = json.loads(Path(options.output).read_text("utf-8")) if Path(options.output).exists() else {"results": []}
+    results = before["results"]
+    done = {(row["name"], row["seed"]) for row in results}
+    dist.barrier()
+    results += [curve(name, seed, options) for seed in options.seeds for name in names if (name, seed) not in done]
+    return {
+        "what": "time_to_loss",
+        "ranks": dist.get_world_size(),
+        "link": os.environ.get("SDP_LINK_RATE"),
+        "ranks_per_node": int(os.environ.get("LOCAL_SIZE", "1")),
+        "model": SHAPE | {"num_parameters": num_parameters(SHAPE)},
+        "sequence_length": LENGTH,
+        "arguments": vars(options),
+        "results": results,
+    }
+
+
+def main() -> None:
+    parser = option_parser(__doc__)
+    parser.add_argument("--steps", type=int, default=150, help="of plain ZeRO and C = 1")
+    parser.add_argument("--every", type=int, default=10, help="steps between two evaluations")
+    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1])
+    parser.add_argument("--only", nargs="*", default=[], help="names of contestants (default: all)")
+    parser.add_argument("--micro-batch", type=int, default=1)
+    parser.add_argument("--validation", type=int, default=64, help="rows of validation text")
+    parser.add_argument("--rate", type=float, default=3e-3, help="the highest learning rate")
+    parser.add_argument("--bucket", type=float, default=2e5, help="reduce_bucket_size of all contestants (elements)")
+    run(parser, measure)
+
+
+if __name__ == "__main__":
+    main()
