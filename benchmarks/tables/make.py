@@ -16,6 +16,7 @@ sys.path.insert(0, str(Path(__file__).parents[2]))  # the repository's root
 from benchmarks.tables.counts import collectives, faults, model_state, peak_memory
 from benchmarks.tables.gpu import bandwidth, sizes, steps, tests
 from benchmarks.tables.learning import learning_study
+from benchmarks.tables.links import link_rates, predicted_links, time_to_loss
 from benchmarks.tables.markdown import Result
 from benchmarks.tables.readme import RESULTS, ROOT, filled, read
 from benchmarks.tables.replans import replan_time
@@ -27,6 +28,9 @@ from benchmarks.tables.tokens import tokenize_speed
 IN_FULL: dict[str, Callable[[Result], str]] = {
     "checkpoints": checkpoint_time,
     "step_time": step_time,
+    "link_rates": link_rates,
+    "predicted_links": predicted_links,
+    "time_to_loss": time_to_loss,
     "replan_time": replan_time,
     "host_time": host_time,
     "evaluation": evaluation,

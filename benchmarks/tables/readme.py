@@ -9,6 +9,7 @@ from pathlib import Path
 
 from benchmarks.tables.counts import collectives, faults, model_state, peak_shares
 from benchmarks.tables.learning import few_data, learning, rates
+from benchmarks.tables.links import link_rates, one_way, predicted_beside_measured, predicted_links, time_to_loss
 from benchmarks.tables.markdown import Result
 from benchmarks.tables.replans import replan_time
 from benchmarks.tables.similarity import similarity
@@ -47,6 +48,13 @@ BLOCKS = {
         ("zero2_2_ranks", "zero2_4_ranks", "zero2_2_ranks_accumulation_4", "zero2_4_ranks_accumulation_4"),
     ),
     "overlap": Block(overlap, ("overlap_2_ranks", "overlap_4_ranks", "overlap_1_gbit")),
+    "one-way": Block(one_way, ("one_way_as_it_was", "one_way_no_restarts", "one_way_one_bucket", "step_1_gbit")),
+    "link-rates": Block(link_rates, ("link_rates_1_gbit", "link_rates_100_mbit")),
+    "predicted-check": Block(
+        predicted_beside_measured, ("predicted_links", "step_fast_link", "step_1_gbit", "step_100_mbit")
+    ),
+    "predicted-links": Block(predicted_links, ("predicted_links",)),
+    "time-to-loss": Block(time_to_loss, ("time_to_loss_1_gbit", "time_to_loss_100_mbit")),
     "between-nodes": Block(between_nodes, ("between_nodes", "between_nodes_250_mbit")),
     "evaluation": Block(evaluation, ("evaluation_2_ranks", "evaluation_2_ranks_slow")),
     "host-time": Block(host_time, ("host_time",)),

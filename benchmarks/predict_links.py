@@ -1,0 +1,218 @@
+"""How long does a step take on other networks? Predicted from latency and bandwidth, and checked where it was measured.
+
+    python benchmarks/predict_links.py --output benchmarks/results/predicted_links.json
+
+The model: a collective takes alpha seconds, and the bytes that a link must carry over beta bytes per second. A step
+takes its operations over a rate of them and the collectives, one after the other; or, where all of that overlaps, the
+longer of the two. What the exchange sends is counted from plans of the package and its routes, inside nodes and between
+them. The others are rings: DDP all-reduces gradients (twice a reduce-scatter's bytes); stock ZeRO-1 and ZeRO-2 gather
+weights on top; ZeRO-3 and FSDP2 scatter gradients and gather weights twice. A node's link to others carries what one
+rank of a ring sends.
+
+The check takes alpha and beta of each collective from link_rates.py, a step without a slow link and the calls and bytes
+of a step from step_time.py, and predicts what step_time.py measured over slow links.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from functools import cache
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+
+sys.path.insert(0, str(Path(__file__).parents[1]))  # the repository's root
+from benchmarks.common.links import Link
+from benchmarks.common.provenance import write_result
+from sdp_deepspeed.config import KEY, parse
+from sdp_deepspeed.estimate.formulas import sent_per_parameter
+from sdp_deepspeed.estimate.precision import Precision
+from sdp_deepspeed.exchange.routes import routes_back
+from sdp_deepspeed.layout.buckets import build_buckets, build_segments, default_bucket_elements
+from sdp_deepspeed.layout.nodes import Nodes
+from sdp_deepspeed.plan.placement import Network
+from sdp_deepspeed.plan.planner import plan_model
+from sdp_deepspeed.plan.tensors import dense_tensors
+
+ROOT = Path(__file__).parents[1]
+RANKS_PER_NODE, SUBNETWORKS = 8, 8
+PRECISION = Precision.of("bf16")
+INSIDE = Link(20e-6, 450e9)  # of a GPU: NVLink's 900 GB/s are both directions
+BETWEEN: dict[str, Link | None] = {  # of a node; with 900 GB/s all GPUs are in one domain of NVLink, which is one node
+    "900 GB/s": None,
+    "400 GB/s": Link(40e-6, 400e9),
+    "25 GB/s": Link(40e-6, 25e9),
+    "1 Gb/s": Link(300e-6, 0.125e9),
+}
+NUM_GPUS, COVERAGES = (8, 64, 512), (1.0, 0.5, 0.25)
+TOKENS, LENGTH, FLOPS_PER_SECOND = 8 * 2048, 2048, 400e12  # of a GPU and step; two fifths of an H100's peak in bf16
+# Operators of c10d, as step_time.py counts them, and the line of link_rates.py for each.
+LINES = {
+    "send": "all_to_all, receives first, a rank late",
+    "allreduce_": "all_reduce, a rank late",
+    "allgather_": "all_gather, a rank late",
+    "_allgather_base_": "all_gather, a rank late",
+    "broadcast_": "one way, a rank late",
+}
+
+
+@dataclass(frozen=True)
+class Traffic:
+    """Of one step.
+
+    Args:
+        inside: bytes that the GPU with the most sends inside its node.
+        between: bytes that the node with the most sends to others.
+        num_inside, num_between: collectives.
+    """
+
+    inside: float
+    between: float
+    num_inside: int
+    num_between: int
+
+    def levels(self, between: Link | None) -> tuple[float, float]:
+        """Seconds inside nodes and between them."""
+        return (
+            INSIDE.seconds(self.inside, self.num_inside),
+            between.seconds(self.between, self.num_between) if between else 0.0,
+        )
+
+
+def exchanged(model: torch.nn.Module, num_gpus: int, coverage: float, ranks_per_node: int) -> Traffic:
+    """What the exchange sends in a step with one micro-step, with `SUBNETWORKS` subnetworks; of the first node."""
+    block = parse({KEY: {"coverage": coverage, "subnetworks": min(SUBNETWORKS, num_gpus)}})
+    assert block is not None
+    labels = [rank // ranks_per_node for rank in range(num_gpus)]
+    plan, _ = plan_model(model, block, num_gpus, Network(tuple(labels), PRECISION.wire, PRECISION.weights))
+    tensors = [replace(info, group=0) for info in dense_tensors(model) if info.kind == "parameter"]
+    nodes, limit = Nodes.of(labels), default_bucket_elements(tensors, plan)
+    segments = build_segments(tensors, plan, max_elements=limit, nodes=nodes)
+    buckets = build_buckets(segments, nodes, max_elements=limit)
+    sent = {rank: [0, 0] for rank in nodes.ranks[0][:RANKS_PER_NODE]}  # between nodes, and inside
+    calls = [0, 0]
+    for rank in sent:
+        calls = [0, 0]
+        for bucket in buckets:
+            for level, route in enumerate(routes_back(bucket, rank, nodes, "holders")):
+                there, back = route.received.num_elements, route.sent.num_elements  # gradients go the way backward
+                sent[rank][level] += there * PRECISION.wire + back * PRECISION.weights
+                calls[level] += 2 * route.is_needed
+    between, inside = sum(of[0] for of in sent.values()), max(of[1] for of in sent.values())
+    return Traffic(inside, between, calls[1], calls[0])
+
+
+_exchanged = cache(exchanged)
+
+
+def rings(num_parameters: int, num_gpus: int, num_layers: int) -> dict[str, Traffic]:
+    """Of the others: a ring that goes once through each node crosses its link with what one rank sends."""
+    both_ways = sent_per_parameter(num_gpus, 1.0, PRECISION)["ZeRO-1"] * num_parameters  # gradients there, weights back
+    num_buckets = -(-num_parameters * PRECISION.wire // 2**25)  # of 32 MB
+    return {
+        "DDP": Traffic(both_ways, both_ways, num_buckets, num_buckets),
+        "ZeRO-1, ZeRO-2": Traffic(1.5 * both_ways, 1.5 * both_ways, 2 * num_buckets, 2 * num_buckets),
+        "ZeRO-3, FSDP2": Traffic(1.5 * both_ways, 1.5 * both_ways, 3 * num_layers, 3 * num_layers),
+    }
+
+
+def compute_seconds(shape: Mapping[str, Any], num_parameters: int, coverage: float) -> float:
+    """Of a step without communication: 6 operations a token and weight, and attention; the head is everybody's."""
+    head = shape["vocab_size"] * shape["hidden_size"]
+    body = num_parameters - 2 * head  # without embeddings, which are looked up
+    scores = 3.5 * 4 * LENGTH * shape["hidden_size"] * shape["num_hidden_layers"]  # forward, and backward 2.5 times
+    return TOKENS * (coverage * (6 * body + scores) + 6 * head) / FLOPS_PER_SECOND
+
+
+def predicted(shape: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """All networks and numbers of GPUs. Eight GPUs that a slower link joins are each a node of their own. In a ring all
+    links are used at the same time, and the slowest decides; the exchange uses one level after the other."""
+    with torch.device("meta"):
+        model = LlamaForCausalLM(LlamaConfig(**shape)).to(torch.bfloat16)
+    num_parameters = sum(parameter.numel() for parameter in model.parameters())
+    dense = compute_seconds(shape, num_parameters, 1.0)
+    rows = []
+    for num_gpus in NUM_GPUS:
+        several = RANKS_PER_NODE if num_gpus > RANKS_PER_NODE else 1
+        others = rings(num_parameters, num_gpus, shape["num_hidden_layers"])
+        for name, between in BETWEEN.items():
+            systems = {
+                system: _figures(dense, max(traffic.levels(between)), traffic) for system, traffic in others.items()
+            }
+            for coverage in COVERAGES:
+                traffic = _exchanged(model, num_gpus, coverage, several if between else num_gpus)
+                compute = compute_seconds(shape, num_parameters, coverage)
+                systems[f"sdp C={coverage:g}"] = _figures(compute, sum(traffic.levels(between)), traffic)
+            rows.append({"gpus": num_gpus, "between": name, "systems": systems})
+    return rows
+
+
+def _figures(compute: float, link: float, traffic: Traffic) -> dict[str, float]:
+    return {"compute": compute, "link": link, **asdict(traffic)}
+
+
+def checked(measured: Mapping[str, Any], rates: Mapping[str, Any], fast: Mapping[str, Any]) -> dict[str, Any]:
+    """Seconds of a step by contestant, predicted and measured (median).
+
+    Args:
+        measured: of step_time.py over the slow link.
+        rates: of link_rates.py over the same.
+        fast: of step_time.py without a slow link.
+    """
+    links = {name: Link(line["alpha"], line["beta"]) for name, line in rates["lines"].items()}
+    found = {}
+    for name, seconds in fast["seconds"].items():
+        if name in measured["seconds"]:
+            ways = measured["work"][name][0]["by_operator"]
+            on_link = sum(links[LINES[way]].seconds(sent, calls) for way, (calls, sent) in ways.items() if way in LINES)
+            found[name] = {
+                "predicted": median(seconds) + on_link,
+                "measured": median(measured["seconds"][name]),
+                "without link": median(seconds),
+            }
+    return {"link": measured["link"], "steps": found}
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0], allow_abbrev=False)
+    parser.add_argument("--output", required=True, help="where the raw figures go, as JSON")
+    parser.add_argument("--model", type=Path, default=ROOT / "configs/models/1B.json", help="a Llama's config.json")
+    parser.add_argument("--measured", nargs="*", default=["1_gbit", "100_mbit"], help="links, as results are named")
+    options = parser.parse_args(arguments)
+    results = ROOT / "benchmarks/results"
+
+    def read(name: str) -> Any:
+        return json.loads((results / f"{name}.json").read_text(encoding="utf-8"))
+
+    shape = read_shape(options.model)
+    checks = [
+        checked(read(f"step_{link}"), read(f"link_rates_{link}"), read("step_fast_link")) for link in options.measured
+    ]
+    facts = {
+        "tokens": TOKENS,
+        "length": LENGTH,
+        "flops_per_second": FLOPS_PER_SECOND,
+        "subnetworks": SUBNETWORKS,
+        "ranks_per_node": RANKS_PER_NODE,
+        "inside": asdict(INSIDE),
+        "between": {name: link and asdict(link) for name, link in BETWEEN.items()},
+    }
+    rows = predicted(shape)
+    result = {"what": "predicted_links", "model": shape, "facts": facts, "predicted": rows, "checks": checks}
+    write_result(options.output, {**result, "arguments": {"model": options.model.stem, "measured": options.measured}})
+
+
+def read_shape(path: Path) -> dict[str, Any]:
+    shape: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+    return shape
+
+
+if __name__ == "__main__":
+    main()
