@@ -12,6 +12,7 @@ that is not trained on. What the output has already is not done again.
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import os
 import sys
@@ -27,6 +28,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))  # the repository's root
 from benchmarks.common.contestants import Contestant
 from benchmarks.common.device import seconds
 from benchmarks.common.models import SMALL, num_parameters
+from benchmarks.common.provenance import write_result
 from benchmarks.common.ranks import option_parser, run, show
 from benchmarks.study.text import VOCABULARY, read_corpus, training_rows, validation_rows
 from sdp_deepspeed.config import KEY, Mode
@@ -112,13 +114,11 @@ def curve(name: str, seed: int, options: argparse.Namespace) -> dict[str, Any]:
 
 
 def measure(options: argparse.Namespace) -> dict[str, Any]:
-    names = list(contestants(options.steps, options.only))
-    before = json.loads(Path(options.output).read_text("utf-8")) if Path(options.output).exists() else {"results": []}
-    results = before["results"]
+    """All that is not in the output yet, which is written after each; a collective."""
+    output = Path(options.output)
+    results = json.loads(output.read_text(encoding="utf-8"))["results"] if output.exists() else []
     done = {(row["name"], row["seed"]) for row in results}
-    dist.barrier()
-    results += [curve(name, seed, options) for seed in options.seeds for name in names if (name, seed) not in done]
-    return {
+    found = {
         "what": "time_to_loss",
         "ranks": dist.get_world_size(),
         "link": os.environ.get("SDP_LINK_RATE"),
@@ -128,6 +128,13 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
         "arguments": vars(options),
         "results": results,
     }
+    dist.barrier()  # nobody reads what another writes
+    for seed, name in itertools.product(options.seeds, contestants(options.steps, options.only)):
+        if (name, seed) not in done:
+            results.append(curve(name, seed, options))
+            if dist.get_rank() == 0:
+                write_result(options.output, found)
+    return found
 
 
 def main() -> None:

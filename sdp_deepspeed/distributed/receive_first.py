@@ -24,7 +24,7 @@ class _Messages:
     Args:
         end: a collective without data. Between two ranks it goes behind the messages, so that its end is theirs; it
             can be waited for in slices, which messages cannot: gloo closes connections where time runs out.
-        messages: sent and received.
+        messages: sent and received; with several interfaces they have connections of their own, and may come later.
     """
 
     end: Any

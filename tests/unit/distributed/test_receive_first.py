@@ -92,13 +92,17 @@ def test_receives_come_first_and_only_where_something_comes() -> None:
     """By the ranks' numbers among all; the collective that says when they are over has no data, and comes last."""
     dist = mock.Mock(get_rank=lambda group: 1)
     received, sent = torch.zeros(3), torch.arange(7.0)
-    ReceiveFirst(dist, [4, 6, 8]).all_to_all_single(received, sent, [1, 2, 0], [0, 2, 5], group=None, async_op=True)
+    pairs = ReceiveFirst(dist, [4, 6, 8])
+    work = pairs.all_to_all_single(received, sent, [1, 2, 0], [0, 2, 5], group=None, async_op=True)
     calls = [(name, *arguments) for name, arguments, _ in dist.mock_calls]
     assert [(name, *rest[1:2]) for name, *rest in calls[:2]] == [("irecv", 4), ("isend", 8)]
     assert [call[1].tolist() for call in calls[:2]] == [[0.0], [2.0, 3.0, 4.0, 5.0, 6.0]]
     assert received.tolist() == [0.0, 0.0, 1.0], "what a rank has for itself is there at once"
     assert [(name, *rest[2:]) for name, *rest in calls[2:]] == [("all_to_all_single", [0, 0, 0], [0, 0, 0])]
     assert [part.numel() for part in calls[2][1:3]] == [0, 0]
+    work.wait()
+    for start in (dist.irecv, dist.isend, dist.all_to_all_single):
+        start.return_value.wait.assert_called_once_with()
 
 
 def test_other_devices_go_the_backend_s_way() -> None:
