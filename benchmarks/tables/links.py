@@ -117,6 +117,8 @@ def _until(result: Result, name: str) -> list[str]:
     """Mean seconds and share of ZeRO-2's; how many seeds got there, if not all."""
     own, plain = (seconds_to_loss(result, which) for which in (name, "zero2"))
     reached = [value for value in own.values() if value is not None]
+    if not own:
+        return ["", ""]
     if not reached:
         return ["not reached", ""]
     shares = [value / base for value, base in zip(own.values(), plain.values(), strict=True) if value and base]

@@ -91,11 +91,12 @@ def _share(result: Result, name: str) -> str:
 def overlap(*results: Result) -> str:
     """Step time with overlap_comm as a share of that without, in the same repeat: median (quartiles)."""
     caption, runs = _columns(results)
-    names = [name for name in results[0]["seconds"] if name + OVERLAP in results[0]["seconds"]]
+    shown = [{for_readers(name): seconds for name, seconds in result["seconds"].items()} for result in results]
     rows = []
-    for name in names:
-        pairs = [(result["seconds"][name + OVERLAP], result["seconds"][name]) for result in results]
-        rows.append([for_readers(name), *(with_spread(per_repeat(*pair)) for pair in pairs)])
+    for name in shown[0]:
+        if name + OVERLAP in shown[0]:
+            pairs = [(seconds[name + OVERLAP], seconds[name]) for seconds in shown]
+            rows.append([name, *(with_spread(per_repeat(*pair)) for pair in pairs)])
     return f"{caption}:\n\n" + table(["with overlap / without", *runs], rows)
 
 
