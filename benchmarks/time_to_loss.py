@@ -5,8 +5,8 @@
 
 Llamas over bytes of the standard library's Python files. Everybody reads the same text in the same order and steps at
 stages 1 or 2. At C = 1/2 subnetworks are trained in the first half of the steps and the whole model in the second, with
-a third more steps, which makes about as many operations. The clock stops while the dense model is evaluated, on text
-that is not trained on. What the output has already is not done again.
+a third more steps, and a model of half the depth makes twice the steps: about as many operations. The clock stops while
+the dense model is evaluated, on text that is not trained on. What the output has already is not done again.
 """
 
 from __future__ import annotations
@@ -16,6 +16,8 @@ import itertools
 import json
 import os
 import sys
+from dataclasses import dataclass
+from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +31,8 @@ from benchmarks.common.contestants import Contestant
 from benchmarks.common.device import seconds
 from benchmarks.common.models import SMALL, num_parameters
 from benchmarks.common.provenance import write_result
-from benchmarks.common.ranks import option_parser, run, show
+from benchmarks.common.ranks import option_parser, show
+from benchmarks.common.ranks import run as run_on_ranks
 from benchmarks.study.text import VOCABULARY, read_corpus, training_rows, validation_rows
 from sdp_deepspeed.config import KEY, Mode
 
@@ -42,24 +45,36 @@ SHAPE = SMALL | {
     "max_position_embeddings": LENGTH,
 }
 MODE = Mode("forward", "block")
-HALF = 0.5  # of the steps, in which half of the units are held
 
 
-def contestants(num_steps: int, names: list[str]) -> dict[str, tuple[Contestant, int, dict[str, Any]]]:
-    """By name who trains, for how many steps, and keys of the block."""
-    longer = num_steps * 4 // 3
-    schedule = {"schedule": [{"until": HALF, "coverage": 0.5}, {"coverage": 1.0}], "total_steps": longer}
-    found: dict[str, tuple[Contestant, int, dict[str, Any]]] = {
-        "zero1": (Contestant(1), num_steps, {}),
-        "zero2": (Contestant(2), num_steps, {}),
-        "sdp C=1": (Contestant(2, MODE), num_steps, {}),
-        "sdp C=1/2, then dense": (Contestant(2, MODE), longer, schedule),
-    }
-    return {name: found[name] for name in names or found}
+@dataclass(frozen=True)
+class Run:
+    """Who trains.
+
+    Args:
+        steps: as a share of plain ZeRO's.
+        half_until: share of the steps in which half of the units are held, before all are; None: all steps are alike.
+        num_layers: of the model.
+    """
+
+    contestant: Contestant
+    steps: Fraction = Fraction(1)
+    half_until: float | None = None
+    num_layers: int = SHAPE["num_hidden_layers"]
 
 
-def config_of(contestant: Contestant, num_steps: int, block: dict[str, Any], options: argparse.Namespace) -> Any:
+RUNS = {
+    "zero1": Run(Contestant(1)),
+    "zero2": Run(Contestant(2)),
+    "zero2, half the depth": Run(Contestant(2), Fraction(2), num_layers=SHAPE["num_hidden_layers"] // 2),
+    "sdp C=1": Run(Contestant(2, MODE)),
+    "sdp C=1/2, then dense": Run(Contestant(2, MODE), Fraction(4, 3), half_until=0.5),
+}
+
+
+def config_of(run: Run, num_steps: int, options: argparse.Namespace) -> dict[str, Any]:
     """DeepSpeed's; all overlap communication where they can."""
+    contestant = run.contestant
     config = contestant.config("fp32", bucket=int(options.bucket), overlap=contestant.stage == 2)
     warm_up = {"total_num_steps": num_steps, "warmup_num_steps": max(2, num_steps // 20), "warmup_min_ratio": 0.0}
     config |= {
@@ -68,10 +83,10 @@ def config_of(contestant: Contestant, num_steps: int, block: dict[str, Any], opt
         "optimizer": {"type": "AdamW", "params": {"lr": options.rate, "torch_adam": True, "fused": False}},
         "scheduler": {"type": "WarmupCosineLR", "params": warm_up},
     }
-    if contestant.mode is not None:
-        config[KEY] |= block
-        if "schedule" in block:
-            del config[KEY]["coverage"]
+    if run.half_until is not None:
+        del config[KEY]["coverage"]
+        phases = [{"until": run.half_until, "coverage": 0.5}, {"coverage": 1.0}]
+        config[KEY] |= {"schedule": phases, "total_steps": num_steps}
     return config
 
 
@@ -89,10 +104,10 @@ def dense_loss(engine: Any, rows: torch.Tensor) -> float:
 
 def curve(name: str, seed: int, options: argparse.Namespace) -> dict[str, Any]:
     """Steps, seconds of training and loss of the dense model, at each evaluation; a collective."""
-    contestant, num_steps, block = contestants(options.steps, options.only)[name]
+    run, num_steps = RUNS[name], int(options.steps * RUNS[name].steps)
     torch.manual_seed(seed)
-    model = LlamaForCausalLM(LlamaConfig(**SHAPE))
-    config = config_of(contestant, num_steps, block, options)
+    model = LlamaForCausalLM(LlamaConfig(**SHAPE | {"num_hidden_layers": run.num_layers}))
+    config = config_of(run, num_steps, options)
     engine, *_ = deepspeed.initialize(model=model, model_parameters=model.parameters(), config=config)
     text, size = read_corpus("stdlib"), dist.get_world_size()
     held_out = validation_rows(text.validation, options.validation, LENGTH)[:, :LENGTH]
@@ -129,7 +144,7 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
         "results": results,
     }
     dist.barrier()  # nobody reads what another writes
-    for seed, name in itertools.product(options.seeds, contestants(options.steps, options.only)):
+    for seed, name in itertools.product(options.seeds, options.only):
         if (name, seed) not in done:
             results.append(curve(name, seed, options))
             if dist.get_rank() == 0:
@@ -142,12 +157,12 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=150, help="of plain ZeRO and C = 1")
     parser.add_argument("--every", type=int, default=10, help="steps between two evaluations")
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1])
-    parser.add_argument("--only", nargs="*", default=[], help="names of contestants (default: all)")
+    parser.add_argument("--only", nargs="+", default=list(RUNS), choices=list(RUNS), help="(default: all)")
     parser.add_argument("--micro-batch", type=int, default=1)
     parser.add_argument("--validation", type=int, default=64, help="rows of validation text")
     parser.add_argument("--rate", type=float, default=3e-3, help="the highest learning rate")
     parser.add_argument("--bucket", type=float, default=2e5, help="reduce_bucket_size of all contestants (elements)")
-    run(parser, measure)
+    run_on_ranks(parser, measure)
 
 
 if __name__ == "__main__":
