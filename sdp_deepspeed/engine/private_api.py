@@ -21,6 +21,8 @@ PRIVATE_NAMES: tuple[tuple[str, str], ...] = (
     ("deepspeed.checkpoint.ds_to_universal", "main"),
     ("deepspeed.checkpoint.utils", "clone_tensors_for_torch_save"),
     ("deepspeed.comm", "all_to_all_single"),
+    ("deepspeed.comm", "irecv"),
+    ("deepspeed.comm", "isend"),
     ("deepspeed.runtime.base_optimizer", "ZeROOptimizer.queue_post_backward_callback"),
     ("deepspeed.runtime.base_optimizer", "ZeROOptimizer.register_grad_acc_post_hook"),
     ("deepspeed.runtime.engine", "DeepSpeedEngine.__init__"),
