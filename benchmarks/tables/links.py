@@ -97,14 +97,15 @@ def time_to_loss(*results: Result) -> str:
     for result in results:
         heads += [f"seconds, {result['link']}", "share"]
     rows = []
-    for name in dict.fromkeys(run["name"] for run in first["results"]):
-        runs = [run for run in first["results"] if run["name"] == name]
+    every = {(run["name"], run["seed"]): run for result in results for run in result["results"]}  # losses are the same
+    for name in dict.fromkeys(name for name, _ in every):
+        runs = [run for (own, _), run in every.items() if own == name]
         losses = [run["curve"][-1][2] for run in runs]
         cells = [for_readers(name), str(runs[0]["steps"]), f"{statistics.mean(losses):.3f}"]
         for result in results:
             cells += _until(result, name)
         rows.append(cells)
-    seeds = sorted({run["seed"] for run in first["results"]})
+    seeds = sorted({seed for _, seed in every})
     caption = (
         f"{first['ranks']} nodes, {first['model']['num_parameters'] / 1e6:.2f}M parameters, batch "
         f"{first['arguments']['micro_batch']} x {first['sequence_length']} per rank; mean of {len(seeds)} seeds; "
@@ -121,7 +122,7 @@ def _until(result: Result, name: str) -> list[str]:
         return ["", ""]
     if not reached:
         return ["not reached", ""]
-    shares = [value / base for value, base in zip(own.values(), plain.values(), strict=True) if value and base]
+    shares = [value / base for seed, value in own.items() if value and (base := plain[seed])]
     note = "" if len(reached) == len(own) else f" ({len(reached)} of {len(own)} seeds)"
     return [f"{statistics.mean(reached):.1f}{note}", f"{statistics.mean(shares):.2f}"]
 
@@ -131,7 +132,7 @@ def seconds_to_loss(result: Result, name: str) -> dict[int, float | None]:
     goals = {run["seed"]: run["curve"][-1][2] + TOLERANCE for run in result["results"] if run["name"] == "zero2"}
     found: dict[int, float | None] = {}
     for run in result["results"]:
-        if run["name"] == name:
+        if run["name"] == name and run["seed"] in goals:
             points: list[Any] = run["curve"]
             found[run["seed"]] = next((taken for _, taken, loss in points if loss <= goals[run["seed"]]), None)
     return found

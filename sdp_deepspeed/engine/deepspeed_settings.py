@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import socket
 from collections.abc import Mapping
 from typing import Any
 
@@ -19,7 +21,7 @@ from sdp_deepspeed.distributed.receive_first import ReceiveFirst
 from sdp_deepspeed.distributed.step_limit import take_limit_of_the_run
 from sdp_deepspeed.engine.host_engine import HostConfig, HostEngine
 from sdp_deepspeed.optimizer.settings import Offload, OptimizerSettings
-from sdp_deepspeed.plan.placement import Network
+from sdp_deepspeed.plan.placement import Network, node_of_process
 from sdp_deepspeed.tensor_parallel.model import tp_group_of
 
 
@@ -87,7 +89,9 @@ def rank_groups(engine: HostEngine, world: Communicator, host: HostGroup, last_a
     take_limit_of_the_run(dist, group)
     ranks = dist.get_process_group_ranks(group)
     objects = host.channel(Channel.DATA_PARALLEL, ranks)
-    collectives = ReceiveFirst(deepspeed_comm, ranks) if dist.get_backend(group) == "gloo" else deepspeed_comm
+    nodes = set(objects.gather_objects(node_of_process(os.environ, socket.gethostname())))
+    has_links = dist.get_backend(group) == "gloo" and len(nodes) > 1  # in one node's memory nothing has a direction
+    collectives = ReceiveFirst(deepspeed_comm, ranks) if has_links else deepspeed_comm
     dp_group = Communicator(collectives, group, objects=objects, last_acts=last_acts)
     return RankGroups(dp_group, world, host, last_acts, tp_group_of(engine.mpu, host))
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from sdp_deepspeed.config import MODES
+from sdp_deepspeed.measure.traffic import TrafficCounter
 from sdp_deepspeed.plan.plan import Plan
 from tests.helpers.models import llama
 from tests.helpers.oracle import check_case
@@ -83,6 +84,21 @@ def bytes_between_nodes_are_the_least(rank: Rank) -> None:
             assert 0 < least <= counted <= 1.02 * least, stage
 
 
+def links_carry_messages(rank: Rank) -> None:
+    """Over several nodes the exchange's bytes are messages, of which receives are posted first; on one they are not."""
+    figures = []
+    for place in (on_nodes(rank), nullcontext()):
+        with place:
+            engine = engine_of(sgd(holders=2))
+        train(engine, num_steps=1)
+        with TrafficCounter() as counter:
+            train(engine, num_steps=1)
+        figures.append(counter.bytes_by_operator)
+    several, one = figures
+    assert several["send"] > 1000 > several["alltoall_base_"] == one["send"] == 0
+    assert one["alltoall_base_"] > 1000
+
+
 def elements_of(plan: Plan, unit: int) -> int:
     shapes = {name: parameter.shape for name, parameter in llama().named_parameters()}
     return sum(piece.num_elements(shapes[piece.parameter]) for piece in plan.units[unit].pieces)
@@ -104,6 +120,7 @@ def _noting_crossed(all_to_all: Callable[..., Any], rank: Rank, crossed: list[in
 def _checks(size: int, options: pytest.Config) -> Iterator[tuple[str, Any]]:
     yield from CASES.items()
     yield "bytes", bytes_between_nodes_are_the_least
+    yield "messages", links_carry_messages
 
 
 @pytest.mark.checks(SIZE, _checks)
