@@ -54,7 +54,7 @@ BLOCKS = {
         predicted_beside_measured, ("predicted_links", "step_fast_link", "step_1_gbit", "step_100_mbit")
     ),
     "predicted-links": Block(predicted_links, ("predicted_links",)),
-    "time-to-loss": Block(time_to_loss, ("time_to_loss_1_gbit",)),
+    "time-to-loss": Block(time_to_loss, ("time_to_loss_1_gbit", "time_to_loss_100_mbit")),
     "between-nodes": Block(between_nodes, ("between_nodes", "between_nodes_250_mbit")),
     "evaluation": Block(evaluation, ("evaluation_2_ranks", "evaluation_2_ranks_slow")),
     "host-time": Block(host_time, ("host_time",)),
