@@ -22,6 +22,7 @@ from benchmarks.tables.readme import RESULTS, ROOT, filled, read
 from benchmarks.tables.replans import replan_time
 from benchmarks.tables.similarity import similarity
 from benchmarks.tables.startup import startup, startup_time
+from benchmarks.tables.systems import growth, scaling, side_by_side
 from benchmarks.tables.times import checkpoint_time, evaluation, host_time, step_time
 from benchmarks.tables.tokens import tokenize_speed
 
@@ -42,6 +43,9 @@ IN_FULL: dict[str, Callable[[Result], str]] = {
     "startup": startup,
     "startup_time": startup_time,
     "faults": faults,
+    "side_by_side": side_by_side,
+    "scaling": scaling,
+    "growth": growth,
     "tokenize_speed": tokenize_speed,
     "gpu_values": tests,
     "gpu_streams": tests,

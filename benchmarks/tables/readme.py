@@ -15,6 +15,7 @@ from benchmarks.tables.replans import replan_time
 from benchmarks.tables.similarity import similarity
 from benchmarks.tables.startup import given_back, startup_side_by_side, startup_time
 from benchmarks.tables.summary import summary
+from benchmarks.tables.systems import growth, memory_and_bytes, times
 from benchmarks.tables.times import between_nodes, checkpoint_time, evaluation, host_time, overlap, step_ratios
 from benchmarks.tables.tokens import tokenize_speed
 
@@ -47,6 +48,9 @@ BLOCKS = {
         step_ratios,
         ("zero2_2_ranks", "zero2_4_ranks", "zero2_2_ranks_accumulation_4", "zero2_4_ranks_accumulation_4"),
     ),
+    "systems-memory": Block(memory_and_bytes, ("systems_4_ranks",)),
+    "systems-sharded": Block(memory_and_bytes, ("systems_counts_4_ranks",)),
+    "systems-time": Block(times, ("systems_4_ranks",)),
     "overlap": Block(overlap, ("overlap_2_ranks", "overlap_4_ranks", "overlap_1_gbit")),
     "one-way": Block(one_way, ("one_way_as_it_was", "one_way_no_restarts", "one_way_one_bucket", "step_1_gbit")),
     "link-rates": Block(link_rates, ("link_rates_1_gbit", "link_rates_100_mbit")),
@@ -58,6 +62,7 @@ BLOCKS = {
     "between-nodes": Block(between_nodes, ("between_nodes", "between_nodes_250_mbit")),
     "evaluation": Block(evaluation, ("evaluation_2_ranks", "evaluation_2_ranks_slow")),
     "host-time": Block(host_time, ("host_time",)),
+    "growth": Block(growth, ("growth_8_ranks", "growth_64_ranks", "growth_512_ranks")),
     "collectives": Block(collectives, ("collectives_2_ranks",)),
     "checkpoints": Block(checkpoint_time, ("checkpoints_4_ranks",)),
     "replans": Block(replan_time, ("replan_4_ranks",)),

@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 from torch.distributed._tools.mem_tracker import MemTracker
+from torch.distributed.tensor import DTensor
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 
 from sdp_deepspeed.measure.flops import FlopCounter
@@ -73,11 +74,12 @@ def tensors_in(tree: Any) -> Iterator[torch.Tensor]:
 
 
 def storage_bytes(tensors: Iterable[torch.Tensor], seen: set[int] | None = None) -> int:
-    """Bytes of the storages behind `tensors`, each storage once; `seen` carries those that were counted before."""
+    """Bytes of the storages behind `tensors`, each storage once; `seen` carries those that were counted before. Of a
+    tensor that is sharded over ranks (FSDP2) this rank's shard counts."""
     seen = set() if seen is None else seen
     total = 0
     for tensor in tensors:
-        storage = tensor.untyped_storage()
+        storage = (tensor.to_local() if isinstance(tensor, DTensor) else tensor).untyped_storage()
         if storage.nbytes() and storage.data_ptr() not in seen:
             seen.add(storage.data_ptr())
             total += storage.nbytes()
@@ -99,9 +101,13 @@ def inner_optimizer(engine: Any) -> Any:
 
 
 def optimizer_tensors(engine: Any) -> list[torch.Tensor]:
-    """Moments, and the tensors that are stepped (the master copy, unless they are the weights themselves)."""
+    """Moments, and the tensors that are stepped (the master copy, unless they are the weights themselves).
+
+    These are the state's keys too: ZeRO-3 has them in param groups only while it steps them.
+    """
     optimizer = inner_optimizer(engine)
     stepped = [parameter.data for group in optimizer.param_groups for parameter in group["params"]]
+    stepped += [key.data for key in list(optimizer.state) if isinstance(key, torch.Tensor)]
     return stepped + [tensor for state in list(optimizer.state.values()) for tensor in tensors_in(state)]
 
 

@@ -42,7 +42,8 @@ def test_commands_name_scripts_and_options_that_exist() -> None:
     for line in starts:
         words = line.split()
         script = next(ROOT / word for word in words if word.startswith("benchmarks/") and word.endswith(".py"))
-        source = script.read_text(encoding="utf-8") + (ROOT / "benchmarks/common/ranks.py").read_text(encoding="utf-8")
+        shared = [ROOT / "benchmarks" / name for name in ("common/ranks.py", "systems/options.py")]
+        source = "".join(path.read_text(encoding="utf-8") for path in (script, *shared))
         options = {word for word in words if word.startswith("--")} - {"--num_gpus"}  # that one is the launcher's
         assert all(f'"{option}"' in source for option in options), line
 

@@ -1,0 +1,95 @@
+"""Who is measured side by side: plain PyTorch, stock DeepSpeed, and the method in its modes, in groups that fit into
+memory; each group has its baselines again, so that ratios are of the same minutes."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from benchmarks.common.contestants import Contestant, build_engine
+from benchmarks.common.models import Shape, num_parameters
+from benchmarks.systems.plain import CLIPPING, build_ddp, build_fsdp2
+from sdp_deepspeed.config import KEY, Mode
+
+Kind = Literal["DDP", "DDP, activation checkpointing", "FSDP2", "DeepSpeed"]
+BASELINE: Kind = "DDP"
+STAGES = (0, 1, 2)
+# Of two layers at a time; DeepSpeed's defaults would keep all of so small a model on every rank.
+_LAYERS_AT_ONCE = 2
+
+
+@dataclass(frozen=True)
+class Subject:
+    """One row.
+
+    Args:
+        contestant: of the kind "DeepSpeed", plain or with a mode.
+        block: further keys of the method's block, with their values.
+    """
+
+    kind: Kind
+    contestant: Contestant | None = None
+    block: tuple[tuple[str, object], ...] = ()
+
+    @property
+    def name(self) -> str:
+        if self.contestant is None:
+            return self.kind
+        mode = self.contestant.mode
+        return self.contestant.name if mode is None else f"{self.contestant.name} C={self.contestant.coverage:g}"
+
+    def build(self, shape: Shape, precision: str, *, micro_batch: int, bucket: int) -> Any:
+        """Its engine, the same model on all ranks; a collective.
+
+        Args:
+            bucket: elements of a bucket.
+        """
+        if self.kind == "FSDP2":
+            return build_fsdp2(shape, precision)
+        if self.contestant is None:
+            return build_ddp(shape, precision, bucket=bucket, checkpointing=self.kind != BASELINE)
+        config = self.contestant.config(precision, bucket=bucket, fused=True)
+        config |= {"train_micro_batch_size_per_gpu": micro_batch, "gradient_clipping": CLIPPING}
+        if self.block:
+            config[KEY] |= dict(self.block)
+        if self.contestant.stage == 3:
+            config["zero_optimization"] |= sharded_weights(shape)
+        engine = build_engine(shape, config)
+        if self.contestant.stage == 3:  # weights that measure/step.py would not find
+            engine.lacking_tensors = lambda: [parameter.ds_tensor for parameter in engine.module.parameters()]
+        return engine
+
+
+def sharded_weights(shape: Shape) -> dict[str, int]:
+    """Settings with which ZeRO-3 keeps no more weights than it needs soon, as FSDP2 does."""
+    one = num_parameters(shape | {"num_hidden_layers": 1}) - num_parameters(shape | {"num_hidden_layers": 0})
+    soon = _LAYERS_AT_ONCE * one
+    return {
+        "stage3_param_persistence_threshold": 0,
+        "stage3_max_reuse_distance": 0,
+        "stage3_max_live_parameters": soon,
+        "stage3_prefetch_bucket_size": one,
+    }
+
+
+def groups(modes: Sequence[Mode], stages: Sequence[int], coverages: Sequence[float]) -> dict[str, list[Subject]]:
+    """By name: everybody who is plain, then each mode at each stage with its coverages; the baseline first."""
+    found = {"plain": plain(stages)}
+    for stage, mode in itertools.product(stages, modes):
+        ours = [Subject("DeepSpeed", Contestant(stage, mode, coverage)) for coverage in coverages]
+        stock = Subject("DeepSpeed", Contestant(stage))
+        found[f"{mode}, stage {stage}"] = [Subject(BASELINE), stock, *ours]
+    return found
+
+
+def plain(stages: Sequence[int]) -> list[Subject]:
+    """Without the method; ZeRO-3 with every choice of stages, as the method has none."""
+    stock = [Subject("DeepSpeed", Contestant(stage)) for stage in (*stages, 3)]
+    return [Subject(BASELINE), Subject("DDP, activation checkpointing"), *stock, Subject("FSDP2")]
+
+
+def possible(coverages: Sequence[float], num_ranks: int) -> list[float]:
+    """Those that so many ranks can have: a whole number of holders, of one at least."""
+    return [coverage for coverage in coverages if coverage * num_ranks >= 1 and not coverage * num_ranks % 1]
