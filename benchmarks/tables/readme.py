@@ -15,7 +15,7 @@ from benchmarks.tables.replans import replan_time
 from benchmarks.tables.similarity import similarity
 from benchmarks.tables.startup import given_back, startup_side_by_side, startup_time
 from benchmarks.tables.summary import summary
-from benchmarks.tables.systems import growth, memory_and_bytes, times
+from benchmarks.tables.systems import growth, memory_and_bytes, scaling, times
 from benchmarks.tables.times import between_nodes, checkpoint_time, evaluation, host_time, overlap, step_ratios
 from benchmarks.tables.tokens import tokenize_speed
 
@@ -49,8 +49,8 @@ BLOCKS = {
         ("zero2_2_ranks", "zero2_4_ranks", "zero2_2_ranks_accumulation_4", "zero2_4_ranks_accumulation_4"),
     ),
     "systems-memory": Block(memory_and_bytes, ("systems_4_ranks",)),
-    "systems-sharded": Block(memory_and_bytes, ("systems_counts_4_ranks",)),
     "systems-time": Block(times, ("systems_4_ranks",)),
+    "scaling": Block(scaling, tuple(f"scaling_{number}_ranks" for number in (1, 2, 4, 8))),
     "overlap": Block(overlap, ("overlap_2_ranks", "overlap_4_ranks", "overlap_1_gbit")),
     "one-way": Block(one_way, ("one_way_as_it_was", "one_way_no_restarts", "one_way_one_bucket", "step_1_gbit")),
     "link-rates": Block(link_rates, ("link_rates_1_gbit", "link_rates_100_mbit")),
