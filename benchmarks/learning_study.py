@@ -28,7 +28,7 @@ import torch
 sys.path.insert(0, str(Path(__file__).parents[1]))  # the repository's root
 from benchmarks.study.cell import Cell, run
 from benchmarks.study.pause import Resources
-from benchmarks.study.seeds import TUNING_SEED
+from benchmarks.study.rates import TUNING_SEED, tuned_rate
 from benchmarks.study.store import Store
 from benchmarks.study.subjects import STUDIES, SUBJECTS, Subject
 from benchmarks.tables.plot_learning import plot_learning
@@ -37,28 +37,19 @@ from sdp_deepspeed.command_parser import positive, read_json
 RATE_FACTORS = (0.5, 1.0, 2.0)
 
 
-def tuned_rate(store: Store, study: str, subject: str) -> float:
-    """The best on the tuning seed, or the study's where nothing was tried."""
-    tried = [cell for cell in store.of(study, subject) if cell["seed"] == TUNING_SEED]
-    if not tried:
-        return STUDIES[study].learning_rate
-    longest = max(cell["budget"] for cell in tried)
-    best = min((cell for cell in tried if cell["budget"] == longest), key=lambda cell: cell["best_loss"])
-    return float(best["rate"])
-
-
 def cells(options: argparse.Namespace, store: Store) -> Iterator[Cell]:
     """In the order in which they are asked for: by seed, then by budget."""
     for pattern in options.only:
         if not any(re.fullmatch(pattern, name) for name in SUBJECTS):
             raise ValueError(f"--only: no subject is named {pattern!r}; --list shows all")
     named = [name for pattern in options.only for name in SUBJECTS if re.fullmatch(pattern, name)]
+    usual = STUDIES[options.study].learning_rate
     for seed, budget, name in product(options.seeds, options.budgets, dict.fromkeys(named)):
         if options.tune:
-            base = STUDIES[options.study].learning_rate
-            yield from (Cell(options.study, name, TUNING_SEED, budget, base * factor) for factor in RATE_FACTORS)
+            yield from (Cell(options.study, name, TUNING_SEED, budget, usual * factor) for factor in RATE_FACTORS)
         else:
-            yield Cell(options.study, name, seed, budget, options.rate or tuned_rate(store, options.study, name))
+            rate = options.rate or tuned_rate(store.cells, options.study, name) or usual
+            yield Cell(options.study, name, seed, budget, rate)
 
 
 def work(cells: Sequence[Cell], store: Store, pool: Executor, *, num_processes: int, resources: Resources) -> None:

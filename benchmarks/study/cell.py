@@ -81,7 +81,7 @@ def run(cell: Cell, study: Study, subject: Subject, resources: Resources = _ON_T
         "steps": training.num_steps,
         "tokens": curve[-1]["tokens"],
         "flops": curve[-1]["flops"],
-        "state_bytes": training.state_bytes,
+        "peak_bytes": training.planner.peak_bytes,
         "curve": curve,
         "loss": curve[-1]["loss"],
         "best_loss": min(point["loss"] for point in curve),
@@ -97,7 +97,7 @@ class _Training:
         self.model = build(subject.size, cell.seed).to(resources.device)
         self.planner = Planner(subject, study)
         self.num_steps = self.planner.num_steps(cell.budget * study.tokens * dense_flops(study.reference))
-        self.step, self.flops, self.state_bytes = 0, 0.0, 0
+        self.step, self.flops = 0, 0.0
         self.curve: list[dict[str, float]] = []
         self._validation = validation_rows(corpus.validation, study.num_validation_rows, subject.size.length)
         self._reference = self._make_reference()
@@ -108,7 +108,6 @@ class _Training:
         return {
             "step": self.step,
             "flops": self.flops,
-            "state_bytes": self.state_bytes,
             "curve": self.curve,
             "weights": self.model.state_dict(),
             "optimizer": self._reference.optimizer.state_dict(),
@@ -118,7 +117,7 @@ class _Training:
         """From what `state` gave, if anything."""
         if state is None:
             return
-        self.step, self.flops, self.state_bytes = state["step"], state["flops"], state["state_bytes"]
+        self.step, self.flops = state["step"], state["flops"]
         self.curve = state["curve"]
         self.model.load_state_dict(state["weights"])
         self._reference = self._make_reference()
@@ -133,7 +132,6 @@ class _Training:
                 return False
             if plan is not known:
                 known = plan
-                self.state_bytes = max(self.state_bytes, self.planner.state_bytes(plan))
                 step_flops = self.planner.step_flops(plan) if self.subject.block else 0.0
             progress = self.step / self.num_steps
             reference.plan, reference.lr_by_coverage = plan, config.lr_by_coverage

@@ -49,7 +49,12 @@ class Size:
 def build(size: Size, seed: int) -> nn.Module:
     """A model with the weights of a seed, on the CPU; embeddings are tied to the head."""
     torch.manual_seed(seed)
-    config = LlamaConfig(
+    model: nn.Module = LlamaForCausalLM(config_of(size))
+    return model
+
+
+def config_of(size: Size) -> LlamaConfig:
+    return LlamaConfig(
         vocab_size=VOCABULARY,
         hidden_size=size.width,
         intermediate_size=size.num_neurons,
@@ -62,8 +67,6 @@ def build(size: Size, seed: int) -> nn.Module:
         bos_token_id=None,
         eos_token_id=None,
     )
-    model: nn.Module = LlamaForCausalLM(config)
-    return model
 
 
 def losses_of_rows(model: nn.Module, rows: torch.Tensor) -> torch.Tensor:

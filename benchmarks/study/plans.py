@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
@@ -11,15 +11,13 @@ import torch
 from torch import nn
 
 from benchmarks.study.flops import kept_flops, plan_flops
-from benchmarks.study.model import build
+from benchmarks.study.model import build, config_of
 from benchmarks.study.subjects import Study, Subject
 from sdp_deepspeed.config import KEY, SubnetworkConfig, parse
-from sdp_deepspeed.estimate.per_rank import Setup, estimate
-from sdp_deepspeed.estimate.precision import Precision
 from sdp_deepspeed.plan.plan import Plan
 from sdp_deepspeed.plan.planner import plan_model
-from sdp_deepspeed.plan.tensors import dense_tensors
 from sdp_deepspeed.schedule import Schedule
+from sdp_deepspeed.training.forecast import Forecast, forecast
 
 _DENSE: Mapping[str, Any] = {"coverage": 1.0}
 _PARTS = 100  # of a run, over which a rate that changes is averaged
@@ -108,8 +106,21 @@ class Planner:
             self._plans[key] = plan_model(self.model, config, self.study.num_workers)[0]
         return self._plans[key]
 
-    def state_bytes(self, plan: Plan) -> int:
-        """Of the worker with the most, in fp32 with ZeRO-1: weights, gradients, optimizer, buffers; no activations."""
-        setup = Setup(stage=1, precision=Precision.of("fp32"))
-        tensors = [replace(info, group=0) for info in dense_tensors(self.model)]
-        return max(one.state + one.step_gradients + one.buffers for one in estimate(plan, tensors, setup))
+    @cached_property
+    def peak_bytes(self) -> int:
+        """Of the worker with the most, in the phase with the most, as `sdp estimate` has it: fp32, AdamW, ZeRO-1."""
+        schedule = self._schedule(1000)
+        turns = [0, *schedule.turns] if schedule else [0]
+        blocks = [schedule.config_after(step)[KEY] if schedule else self.subject.block or _DENSE for step in turns]
+        return max(self._forecast(block).peak for block in blocks)
+
+    def _forecast(self, block: Mapping[str, Any]) -> Forecast:
+        settings = {
+            "train_micro_batch_size_per_gpu": self.study.rows,
+            "optimizer": {"type": "AdamW"},
+            "zero_optimization": {"stage": 1},
+            KEY: block,
+        }
+        size = self.subject.size
+        shape = config_of(size).to_dict()
+        return forecast(shape, settings, num_ranks=self.study.num_workers, sequence_length=size.length)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -35,9 +35,6 @@ class Store:
         self.cells = sorted([*kept, {**result, "commit": facts["commit"]}], key=_order)
         text = json.dumps({"what": "learning_study", "cells": self.cells, "provenance": facts}, indent=1) + "\n"
         write_text(self._path, text, permissions=0o644)
-
-    def of(self, study: str, subject: str) -> Iterator[dict[str, Any]]:
-        yield from (found for found in self.cells if (found["study"], found["subject"]) == (study, subject))
 
     @staticmethod
     def _is(found: Mapping[str, Any], cell: Cell) -> bool:

@@ -104,7 +104,9 @@ def _variants() -> dict[str, Subject]:
     subjects = {f"C=1/2, {name}": Subject(block=block) for name, block in _VARIANTS.items()}
     subjects["C=1/2, dense tail 50%, scaled"] = Subject(block=_dense_tail(0.5, 0.5, dense_branch_scale="coverage"))
     subjects["C=1/2, dense tail 50%, drawn every 10 steps"] = Subject(block=_dense_tail(0.5, 0.5, redraw_interval=10))
-    subjects["C=3/4, scaled"] = Subject(block={"coverage": 0.75, "dense_branch_scale": "coverage"})
+    for name, redrawn in (("", {}), (", drawn every 10 steps", {"redraw_interval": 10})):
+        block = {"coverage": 0.75, "dense_branch_scale": "coverage", **redrawn}
+        subjects[f"C=3/4, scaled{name}"] = Subject(block=block)
     subjects["forward x neuron, C=1/2, scaled"] = Subject(
         block={**_HALF, "strategy": "neuron", "dense_branch_scale": "coverage"}
     )
@@ -183,10 +185,10 @@ class Study:
 
 
 STUDIES: dict[str, Study] = {
-    "text": Study(),
-    "headers": Study(corpus="headers"),
+    "text": Study(learning_rate=3e-3),
+    "headers": Study(corpus="headers", learning_rate=3e-3),
     "few data": Study(train_bytes=200_000, points=20),
-    "fewer data": Study(train_bytes=50_000, points=20),
+    "fewer data": Study(train_bytes=50_000, points=20, learning_rate=3e-3),
     # For a GPU: 9,155 dense steps are 600M bytes, four epochs or fewer where Transformers and its like are installed.
     "text 30M": Study(
         corpus="python",

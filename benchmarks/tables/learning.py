@@ -8,7 +8,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from benchmarks.study.seeds import TUNING_SEED
+from benchmarks.study.rates import TUNING_SEED, of_one_rate
 from benchmarks.tables.markdown import MIB, Result, table
 
 Cells = Sequence[dict[str, Any]]
@@ -16,13 +16,13 @@ Cells = Sequence[dict[str, Any]]
 
 @dataclass(frozen=True)
 class Figures:
-    """Cells of one study without those of the tuning seed."""
+    """Cells of one study without those of the tuning seed, each at one learning rate."""
 
     cells: Cells
 
     @classmethod
     def of(cls, result: Result, study: str) -> Figures:
-        return cls([cell for cell in result["cells"] if cell["study"] == study and cell["seed"] != TUNING_SEED])
+        return cls([cell for cell in of_one_rate(result["cells"]) if cell["study"] == study])
 
     @property
     def budgets(self) -> list[int]:
@@ -42,6 +42,11 @@ class Figures:
         return {
             cell["seed"]: cell[key] for cell in self.cells if (cell["subject"], cell["budget"]) == (subject, budget)
         }
+
+    def rates(self, subject: str, budget: int) -> str:
+        """The highest learning rate; of the seeds, should they differ."""
+        found = {cell["rate"] for cell in self.cells if (cell["subject"], cell["budget"]) == (subject, budget)}
+        return ", ".join(f"{rate:g}" for rate in sorted(found))
 
     def of_its_size(self, subject: str) -> str | None:
         """Data parallelism at a subject's size."""
@@ -68,8 +73,12 @@ def mean_and_error(values: Iterable[float], sign: str = "") -> str:
         return ""
     if len(found) == 1:
         return f"{found[0]:{sign}.3f}"
-    error = statistics.stdev(found) / math.sqrt(len(found))
-    return f"{statistics.mean(found):{sign}.3f} ± {error:.3f} ({len(found)})"
+    return f"{statistics.mean(found):{sign}.3f} ± {standard_error(found):.3f} ({len(found)})"
+
+
+def standard_error(values: Sequence[float]) -> float:
+    """Of the mean; 0 of one value, which tells nothing of it."""
+    return statistics.stdev(values) / math.sqrt(len(values)) if len(values) > 1 else 0.0
 
 
 def difference(figures: Figures, subject: str, other: str | None, budget: int, key: str = "loss") -> str:
@@ -91,8 +100,8 @@ def learning(result: Result, study: str = "text") -> str:
             for dense in (True, False)
             for name in _by_loss(figures, budget, dense=dense)
         ]
-        heads = ["", "parameters", "million tokens", "state, MiB", "loss", "less own size", "less best size"]
-        parts.append(table([f"{budget:,} dense steps", *heads[1:]], rows))
+        heads = ["parameters", "million tokens", "peak, MiB", "rate", "loss", "less own size", "less best size"]
+        parts.append(table([f"{budget:,} dense steps", *heads], rows))
     return "\n\n".join([_caption(figures), *parts])
 
 
@@ -109,7 +118,8 @@ def _row(figures: Figures, subject: str, budget: int, best: str | None) -> list[
         subject,
         f"{cell['parameters'] / 1e6:.2f}M",
         f"{cell['tokens'] / 1e6:.2f}",
-        f"{cell['state_bytes'] / MIB:.2f}",
+        f"{cell['peak_bytes'] / MIB:.1f}",
+        figures.rates(subject, budget),
         mean_and_error(figures.losses(subject, budget).values()),
         difference(figures, subject, figures.of_its_size(subject), budget),
         difference(figures, subject, best, budget),
@@ -146,10 +156,13 @@ def _few_data(figures: Figures) -> str:
             losses = (mean_and_error(figures.losses(name, budget, key).values()) for key in ("best_loss", "loss"))
             gain = difference(figures, name, figures.of_its_size(name), budget, "best_loss")
             epochs = figures.some(name)["tokens"] * budget / figures.some(name)["budget"] / size
-            rows.append([name, f"{epochs:.0f}", *losses, gain])
+            peak = f"{figures.some(name)['peak_bytes'] / MIB:.1f}"
+            rows.append([name, f"{epochs:.0f}", peak, figures.rates(name, budget), *losses, gain])
         heads = [
             f"{size // 1000} kB, {budget:,} dense steps",
             "epochs",
+            "peak, MiB",
+            "rate",
             "best loss",
             "last loss",
             "best, less own size",

@@ -3,17 +3,37 @@
 from __future__ import annotations
 
 import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import cycle
 from pathlib import Path
 from typing import Any
 
-from benchmarks.tables.learning import Figures
+from benchmarks.tables.learning import Figures, standard_error
 from benchmarks.tables.markdown import MIB, Result
 
-_AXES = {"parameters": "parameters", "tokens": "tokens", "state_bytes": "model state of a worker, MiB"}
+_MARKERS = "xv^P*Xs<>dph12348"
+
+
+@dataclass(frozen=True)
+class Point:
+    """
+    Args:
+        x: on the axis.
+        loss: mean over seeds.
+        error: of the mean; 0 with one seed.
+        label: of what is not on the axis.
+    """
+
+    x: float
+    loss: float
+    error: float
+    label: str
 
 
 def plot_learning(result: Result, path: Path, study: str = "text") -> None:
-    """One panel for each axis; for each budget a line through all sizes of data parallelism, and points for the others.
+    """Three panels. Over the size and over the memory a line is a budget, through all sizes of data parallelism; over
+    the tokens it is a size, through all budgets. Everybody else has a marker of its own.
 
     Raises:
         ValueError: matplotlib is not installed, or `path` has an ending that it cannot write.
@@ -23,35 +43,64 @@ def plot_learning(result: Result, path: Path, study: str = "text") -> None:
     except ImportError:
         raise ValueError('a plot needs matplotlib: pip install "sdp_deepspeed[plot]"') from None
     figures = Figures.of(result, study)
-    figure = Figure(figsize=(15, 5), layout="constrained")
-    panels = figure.subplots(1, len(_AXES), sharey=True)
-    for panel, (key, label) in zip(panels, _AXES.items(), strict=True):
+    figure = Figure(figsize=(18, 7), layout="constrained")
+    panels = figure.subplots(1, 3, sharey=True)
+    dense, others = figures.subjects(dense=True), figures.subjects(dense=False)
+    colors = {name: f"C{index}" for index, name in enumerate(dense)}
+    markers = dict(zip(others, cycle(_MARKERS), strict=False))
+    for panel, key in zip(panels, ("parameters", "peak_bytes"), strict=False):
         for index, budget in enumerate(figures.budgets):
-            _draw(panel, figures, budget, key, f"C{index}")
+            color = f"C{index}"
+            _line(panel, at_budget(figures, dense, budget, key), color, f"data parallelism, {budget:,} dense steps")
+            for name in others:
+                _marks(panel, at_budget(figures, [name], budget, key), color, markers[name])
+    panels[0].legend(fontsize="small")
+    for name in dense:
+        _line(panels[2], over_tokens(figures, name), colors[name], f"data parallelism, {name.removeprefix('dense ')}")
+    for name in others:
+        color = colors.get(figures.of_its_size(name) or "", "black")
+        _marks(panels[2], over_tokens(figures, name), color, markers[name], name)
+    for panel, label in zip(panels, ("parameters", "peak memory of a worker, MiB", "tokens"), strict=True):
         panel.set_xscale("log")
         panel.set_xlabel(label)
         panel.grid(alpha=0.3)
     panels[0].set_ylabel("dense validation loss, nats per byte")
-    panels[0].legend()
+    figure.legend(*panels[2].get_legend_handles_labels(), loc="outside lower center", ncols=4, fontsize="small")
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=120)
 
 
-def points(figures: Figures, budget: int, key: str, *, dense: bool) -> list[tuple[float, float, str]]:
-    """What is on the axis, the mean loss, and the name; by the axis."""
-    found = []
-    for name in figures.subjects(dense=dense):
-        losses = figures.losses(name, budget)
-        if losses:
-            cells = (cell for cell in figures.cells if (cell["subject"], cell["budget"]) == (name, budget))
-            value = next(cells)[key] / (MIB if key == "state_bytes" else 1)
-            found.append((float(value), statistics.mean(losses.values()), name))
-    return sorted(found)
+def at_budget(figures: Figures, names: Sequence[str], budget: int, key: str) -> list[Point]:
+    """Of those that have this budget, by what is on the axis."""
+    found = [_point(figures, name, budget, key, name.removeprefix("dense ")) for name in names]
+    return sorted((point for point in found if point is not None), key=lambda point: point.x)
 
 
-def _draw(panel: Any, figures: Figures, budget: int, key: str, color: str) -> None:
-    line = points(figures, budget, key, dense=True)
-    label = f"data parallelism, {budget:,} dense steps"
-    panel.plot([x for x, _, _ in line], [y for _, y, _ in line], color=color, marker="o", label=label)
-    others = points(figures, budget, key, dense=False)
-    panel.scatter([x for x, _, _ in others], [y for _, y, _ in others], color=color, marker="x", label="others")
+def over_tokens(figures: Figures, name: str) -> list[Point]:
+    """Of one subject at all budgets."""
+    found = [_point(figures, name, budget, "tokens", f"{budget:,}") for budget in figures.budgets]
+    return [point for point in found if point is not None]
+
+
+def _point(figures: Figures, name: str, budget: int, key: str, label: str) -> Point | None:
+    losses = list(figures.losses(name, budget).values())
+    if not losses:
+        return None
+    cells = (cell for cell in figures.cells if (cell["subject"], cell["budget"]) == (name, budget))
+    value = next(cells)[key] / (MIB if key == "peak_bytes" else 1)
+    return Point(float(value), statistics.mean(losses), standard_error(losses), label)
+
+
+def _line(panel: Any, points: Sequence[Point], color: str, label: str) -> None:
+    _draw(panel, points, color=color, marker="o", label=label)
+    for point in points:
+        panel.annotate(point.label, (point.x, point.loss), (3, 3), textcoords="offset points", fontsize="x-small")
+
+
+def _marks(panel: Any, points: Sequence[Point], color: str, marker: str, label: str = "") -> None:
+    _draw(panel, points, color=color, marker=marker, label=label, linestyle="none")
+
+
+def _draw(panel: Any, points: Sequence[Point], **style: Any) -> None:
+    values = [[getattr(point, key) for point in points] for key in ("x", "loss", "error")]
+    panel.errorbar(*values, capsize=2, **style)

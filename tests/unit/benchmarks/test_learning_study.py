@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from benchmarks import learning_study
-from benchmarks.learning_study import cells, parse_arguments, tuned_rate, work
+from benchmarks.learning_study import cells, parse_arguments, work
 from benchmarks.study import text
 from benchmarks.study.cell import Cell, corpus_of, rate_share, run
 from benchmarks.study.dropping import Dropping, Kind, dropped, with_dropout
@@ -22,7 +22,7 @@ from benchmarks.study.flops import dense_flops, kept_flops, plan_flops
 from benchmarks.study.model import Size, build, losses_of_rows
 from benchmarks.study.pause import Resources
 from benchmarks.study.plans import Planner
-from benchmarks.study.seeds import TUNING_SEED
+from benchmarks.study.rates import TUNING_SEED, tuned_rate
 from benchmarks.study.store import Store
 from benchmarks.study.subjects import STUDIES, SUBJECTS, Study, Subject
 from sdp_deepspeed.config import KEY, MODES, Mode, parse
@@ -271,8 +271,7 @@ def test_rates_are_tuned_on_a_seed_that_no_figure_has(tmp_path: Path, tiny: None
     assert [cell["seed"] for cell in tried] == [TUNING_SEED] * 3
     assert sorted(cell["rate"] for cell in tried) == [2e-3, 4e-3, 8e-3]
     best = min(tried, key=lambda cell: cell["loss"])["rate"]
-    store = Store(path)
-    assert (tuned_rate(store, "tiny", "dense"), tuned_rate(store, "tiny", "half")) == (best, STUDY.learning_rate)
+    assert (tuned_rate(tried, "tiny", "dense"), tuned_rate(tried, "tiny", "half")) == (best, None)
     assert [cell["rate"] for cell in done(path, 9, "--only", "dense") if cell["seed"] == 0] == [best]
     given = done(path, 9, "--only", "dense", "--rate", "0.003")
     assert {cell["rate"] for cell in given if cell["seed"] == 0} == {best, 3e-3}

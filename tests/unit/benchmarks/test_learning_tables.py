@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 
 from benchmarks.learning_study import main
-from benchmarks.study.seeds import TUNING_SEED
+from benchmarks.study.rates import TUNING_SEED, of_one_rate, tuned_rate
 from benchmarks.tables.learning import Figures, difference, few_data, learning, mean_and_error, rates
-from benchmarks.tables.plot_learning import plot_learning, points
+from benchmarks.tables.plot_learning import Point, at_budget, over_tokens, plot_learning
 
 TINY, SMALL, LARGE = {"width": 4, "depth": 0}, {"width": 8, "depth": 1}, {"width": 8, "depth": 2}
 
@@ -26,7 +26,7 @@ def cell(subject: str, seed: int, loss: float, *, size: dict[str, int] = LARGE, 
         "described": {"size": size} | ({} if is_dense else {"block": {"coverage": 0.5}}),
         "parameters": 1_000_000 * size["depth"],
         "tokens": 2_000_000,
-        "state_bytes": 3 * 2**20,
+        "peak_bytes": 3 * 2**20,
         "loss": loss,
         "best_loss": loss - 0.25,
         "cpu_seconds": 30.0,
@@ -80,29 +80,46 @@ def test_a_table_of_each_budget() -> None:
     assert lines[2].startswith("| 100 dense steps | parameters |")
     names = [line.split(" | ")[0] for line in lines[4:]]
     assert names == ["| dense 0", "| dense 1", "| dense 2", "| better", "| method"]  # by size, then by loss
-    assert lines[6] == "| dense 2 | 2.00M | 2.00 | 3.00 | 2.100 ± 0.100 (2) |  | +0.150 ± 0.050 (2) |"
-    assert lines[7] == "| better | 2.00M | 2.00 | 3.00 | 1.700 | -0.300 | -0.200 |"
+    assert lines[6] == "| dense 2 | 2.00M | 2.00 | 3.0 | 0.001 | 2.100 ± 0.100 (2) |  | +0.150 ± 0.050 (2) |"
+    assert lines[7] == "| better | 2.00M | 2.00 | 3.0 | 0.001 | 1.700 | -0.300 | -0.200 |"
 
 
 def test_few_data_by_the_best_loss() -> None:
     lines = few_data(RESULT).splitlines()
     assert lines[2].startswith("| 200 kB, 100 dense steps | epochs |")
-    assert lines[-1] == "| dense 2 | 40 | 2.750 | 3.000 |  |"
-    assert lines[4:6] == ["| method | 10 | 2.250 | 2.500 | -0.500 |", "| dense 2 | 10 | 2.750 | 3.000 |  |"]
+    assert lines[-1] == "| dense 2 | 40 | 3.0 | 0.001 | 2.750 | 3.000 |  |"
+    assert lines[4:6] == [
+        "| method | 10 | 3.0 | 0.001 | 2.250 | 2.500 | -0.500 |",
+        "| dense 2 | 10 | 3.0 | 0.001 | 2.750 | 3.000 |  |",
+    ]
 
 
 def test_rates_that_were_tried() -> None:
     assert rates(RESULT).splitlines()[-1] == "| dense 2 | text | 100 | 0.750 | 1.250 |"
 
 
+def test_a_cell_counts_at_its_tuned_rate() -> None:
+    """Whatever else it was done at, and whichever of them came last."""
+    tried = [cell("dense 2", TUNING_SEED, loss, rate=rate) for loss, rate in ((1.5, 1e-3), (1.0, 2e-3), (1.2, 4e-3))]
+    shorter = cell("dense 2", TUNING_SEED, 0.5, rate=1e-3, budget=50)
+    done = [cell("dense 2", 0, 3.0 - rate, rate=rate) for rate in (1e-3, 2e-3, 4e-3)]
+    other = [cell("dense 1", 0, 2.0, rate=4e-3)]
+    found = [*tried, shorter, *done, *other]
+    assert (tuned_rate(found, "text", "dense 2"), tuned_rate(found, "text", "dense 1")) == (2e-3, None)
+    assert tuned_rate(found, "headers", "dense 2") is None
+    assert [(own["subject"], own["rate"]) for own in of_one_rate(found)] == [("dense 2", 2e-3), ("dense 1", 4e-3)]
+    assert Figures.of({"cells": found}, "text").rates("dense 2", 100) == "0.002"
+
+
 def test_points_of_the_plot(tmp_path: Path) -> None:
     figures = Figures.of(RESULT, "text")
-    assert points(figures, 100, "parameters", dense=True) == [
-        (0.0, pytest.approx(2.5), "dense 0"),
-        (1e6, pytest.approx(1.95), "dense 1"),
-        (2e6, pytest.approx(2.1), "dense 2"),
-    ]
-    assert points(figures, 100, "state_bytes", dense=False)[0] == (3.0, pytest.approx(1.7), "better")
+    sizes = at_budget(figures, figures.subjects(dense=True), 100, "parameters")
+    assert [(point.x, point.label) for point in sizes] == [(0.0, "0"), (1e6, "1"), (2e6, "2")]
+    assert [point.loss for point in sizes] == pytest.approx([2.5, 1.95, 2.1])
+    assert [point.error for point in sizes] == pytest.approx([0.0, 0.05, 0.1])
+    assert at_budget(figures, ["better"], 100, "peak_bytes") == [Point(3.0, 1.7, 0.0, "better")]
+    assert at_budget(figures, ["better"], 200, "peak_bytes") == []
+    assert [(point.x, point.label) for point in over_tokens(figures, "method")] == [(2e6, "100")]
     plot_learning(RESULT, tmp_path / "figures" / "learning.png")
     assert (tmp_path / "figures" / "learning.png").stat().st_size > 10_000
 
