@@ -31,8 +31,7 @@ from benchmarks.study.pause import Resources
 from benchmarks.study.rates import TUNING_SEED, tuned_rate
 from benchmarks.study.store import Store
 from benchmarks.study.subjects import STUDIES, SUBJECTS, Subject
-from benchmarks.tables.plot_learning import plot_learning
-from sdp_deepspeed.command_parser import positive, read_json
+from sdp_deepspeed.command_parser import positive
 
 RATE_FACTORS = (0.5, 1.0, 2.0)
 
@@ -105,7 +104,6 @@ def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     device = "cuda" if torch.cuda.is_available() and os.environ.get("DS_ACCELERATOR") != "cpu" else "cpu"
     add("--device", default=device, help="cpu, cuda or cuda:1 (default: here %(default)s)")
     add("--workers", type=positive, default=1, help="processes of one thread each (default 1)")
-    add("--plot", type=Path, help="train nothing, draw what is there (.png, .pdf, .svg); needs the extra `plot`")
     add("--list", action="store_true", help="names of the subjects, and nothing else")
     return parser.parse_args(arguments)
 
@@ -118,9 +116,6 @@ def main(arguments: Sequence[str] | None = None) -> None:
         chosen = list(cells(options, store))
         if options.list:
             print("\n".join(dict.fromkeys(cell.subject for cell in chosen)))
-            return
-        if options.plot:
-            plot_learning(read_json(options.output, "--output"), options.plot, options.study)
             return
         end = datetime.now(tz=UTC) + timedelta(minutes=min(options.minutes, 1e6))
         resources = Resources(options.device, end, options.keep)

@@ -25,7 +25,7 @@ from torch import nn
 sys.path.insert(0, str(Path(__file__).parents[1]))  # the repository's root
 from benchmarks.common.device import device, device_name
 from benchmarks.common.provenance import write_result
-from benchmarks.tables.plot import plot_similarity
+from benchmarks.tables.plot_similarity import plot_similarity
 from benchmarks.tables.similarity import MODE_KEY, similarity
 from sdp_deepspeed.architectures import locate_branches, unit_costs
 from sdp_deepspeed.command_parser import positive, read_json

@@ -3,6 +3,7 @@
 python benchmarks/tables/make.py                # every result in full, with step times in ms
 python benchmarks/tables/make.py mine.json      # one of your own
 python benchmarks/tables/make.py --write        # the tables in benchmarks/README.md and README.md
+python benchmarks/tables/make.py --plots        # its plots, which need the extra `plot`
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from benchmarks.tables.gpu import bandwidth, sizes, steps, tests
 from benchmarks.tables.learning import learning_study
 from benchmarks.tables.links import link_rates, predicted_links, time_to_loss
 from benchmarks.tables.markdown import Result
+from benchmarks.tables.plots import draw_all
 from benchmarks.tables.readme import RESULTS, ROOT, filled, read
 from benchmarks.tables.replans import replan_time
 from benchmarks.tables.similarity import similarity
@@ -61,10 +63,17 @@ def main() -> None:
     parser.add_argument(
         "--write", action="store_true", help="into benchmarks/README.md and README.md, and print nothing"
     )
+    parser.add_argument("--plots", action="store_true", help="into benchmarks/results, and print nothing")
     options = parser.parse_args()
+    if options.plots:
+        try:
+            draw_all()
+        except ValueError as error:
+            sys.exit(f"error: {error}")
     if options.write:
         for path in (ROOT / "benchmarks" / "README.md", ROOT / "README.md"):
             path.write_text(filled(path.read_text(encoding="utf-8")), encoding="utf-8")
+    if options.write or options.plots:
         return
     for path in options.files:
         result = read(path)

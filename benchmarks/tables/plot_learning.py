@@ -9,7 +9,8 @@ from itertools import cycle
 from pathlib import Path
 from typing import Any
 
-from benchmarks.tables.learning import Figures, standard_error
+from benchmarks.tables.canvas import new_figure, save
+from benchmarks.tables.learning import FEW_DATA, Figures, standard_error
 from benchmarks.tables.markdown import MIB, Result
 
 _MARKERS = "xv^P*Xs<>dph12348"
@@ -38,12 +39,8 @@ def plot_learning(result: Result, path: Path, study: str = "text") -> None:
     Raises:
         ValueError: matplotlib is not installed, or `path` has an ending that it cannot write.
     """
-    try:
-        from matplotlib.figure import Figure
-    except ImportError:
-        raise ValueError('a plot needs matplotlib: pip install "sdp_deepspeed[plot]"') from None
     figures = Figures.of(result, study)
-    figure = Figure(figsize=(18, 7), layout="constrained")
+    figure = new_figure(18, 7)
     panels = figure.subplots(1, 3, sharey=True)
     dense, others = figures.subjects(dense=True), figures.subjects(dense=False)
     colors = {name: f"C{index}" for index, name in enumerate(dense)}
@@ -66,8 +63,35 @@ def plot_learning(result: Result, path: Path, study: str = "text") -> None:
         panel.grid(alpha=0.3)
     panels[0].set_ylabel("dense validation loss, nats per byte")
     figure.legend(*panels[2].get_legend_handles_labels(), loc="outside lower center", ncols=4, fontsize="small")
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=120)
+    save(figure, path)
+
+
+def plot_few_data(result: Result, path: Path) -> None:
+    """A panel for each size of the text: validation losses over the run, mean of the seeds; a line for everybody."""
+    there = [study for study in FEW_DATA if Figures.of(result, study).cells]
+    figure = new_figure(9 * len(there), 6)
+    for panel, study in zip(figure.subplots(1, len(there), squeeze=False)[0], there, strict=True):
+        figures = Figures.of(result, study)
+        names = [*figures.subjects(dense=True), *figures.subjects(dense=False)]
+        for name, marker in zip(names, cycle(_MARKERS), strict=False):
+            shares, losses = curve(figures, name)
+            panel.plot(shares, losses, marker=marker, markersize=4, label=name)
+        panel.set_ylim(top=min(panel.get_ylim()[1], 2 * min(cell["best_loss"] for cell in figures.cells)))
+        panel.set_title(f"{figures.cells[0]['train_bytes'] // 1000} kB of text")
+        panel.set_xlabel("share of the steps")
+        panel.grid(alpha=0.3)
+        panel.legend(fontsize="x-small")
+    figure.axes[0].set_ylabel("dense validation loss, nats per byte")
+    save(figure, path)
+
+
+def curve(figures: Figures, name: str) -> tuple[list[float], list[float]]:
+    """Shares of the longest run and mean losses there."""
+    budget = figures.some(name)["budget"]
+    cells = [cell for cell in figures.cells if (cell["subject"], cell["budget"]) == (name, budget)]
+    steps = [point["step"] / cells[0]["steps"] for point in cells[0]["curve"]]
+    found = zip(*([point["loss"] for point in cell["curve"]] for cell in cells), strict=True)
+    return steps, [statistics.mean(losses) for losses in found]
 
 
 def at_budget(figures: Figures, names: Sequence[str], budget: int, key: str) -> list[Point]:

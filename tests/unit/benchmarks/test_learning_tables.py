@@ -10,7 +10,7 @@ import pytest
 from benchmarks.learning_study import main
 from benchmarks.study.rates import TUNING_SEED, of_one_rate, tuned_rate
 from benchmarks.tables.learning import Figures, difference, few_data, learning, mean_and_error, rates
-from benchmarks.tables.plot_learning import Point, at_budget, over_tokens, plot_learning
+from benchmarks.tables.plot_learning import Point, at_budget, curve, over_tokens, plot_learning
 
 TINY, SMALL, LARGE = {"width": 4, "depth": 0}, {"width": 8, "depth": 1}, {"width": 8, "depth": 2}
 
@@ -124,8 +124,13 @@ def test_points_of_the_plot(tmp_path: Path) -> None:
     assert (tmp_path / "figures" / "learning.png").stat().st_size > 10_000
 
 
+def test_curves_are_means_over_seeds() -> None:
+    points = [[{"step": 5, "loss": loss + 1}, {"step": 10, "loss": loss}] for loss in (2.0, 2.5)]
+    found = [cell("dense 2", seed, 2.0, steps=10, curve=own) for seed, own in enumerate(points)]
+    shorter = cell("dense 2", 0, 3.0, steps=2, budget=20, curve=[{"step": 2, "loss": 3.0}])
+    assert curve(Figures([*found, shorter]), "dense 2") == ([0.5, 1.0], [3.25, 2.25])
+
+
 def test_a_mistake_is_one_line(tmp_path: Path) -> None:
     with pytest.raises(SystemExit, match="error: --only: no subject is named 'dence'"):
         main(["--output", str(tmp_path / "study.json"), "--only", "dence"])
-    with pytest.raises(SystemExit, match="error: --output"):
-        main(["--output", str(tmp_path / "study.json"), "--plot", str(tmp_path / "plot.png")])

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from benchmarks.tables.markdown import for_readers, span, table, with_spread
+from benchmarks.tables.plots import PLOTS, draw_all
 from benchmarks.tables.readme import BLOCKS, RESULTS, ROOT, filled, read
 from benchmarks.tables.replans import replan_time
 from benchmarks.tables.times import overlap, step_ratios
@@ -46,6 +47,14 @@ def test_commands_name_scripts_and_options_that_exist() -> None:
         source = "".join(path.read_text(encoding="utf-8") for path in (script, *shared))
         options = {word for word in words if word.startswith("--")} - {"--num_gpus"}  # that one is the launcher's
         assert all(f'"{option}"' in source for option in options), line
+
+
+def test_every_plot_is_shown_and_can_be_drawn(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib", reason="matplotlib comes with the extra `plot`")
+    draw_all(tmp_path)
+    names = {f"{name}.png" for name in PLOTS}
+    assert {path.name for path in tmp_path.iterdir()} == {path.name for path in RESULTS.glob("*.png")} == names
+    assert all(FIGURES.count(f"](results/{name})") == 1 for name in names)
 
 
 def test_the_command_prints_each_result_in_full(tmp_path: Path) -> None:

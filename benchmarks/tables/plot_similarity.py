@@ -1,4 +1,4 @@
-"""Plots from the raw JSON under benchmarks/results. Needs matplotlib: `pip install "sdp_deepspeed[plot]"`."""
+"""The cosine similarity with the dense gradient, as a plot."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import statistics
 from pathlib import Path
 from typing import Any
 
+from benchmarks.tables.canvas import new_figure, save
 from benchmarks.tables.similarity import by_layer
 
 # Regimes by color, strategies by line: they can be told apart in print as well.
@@ -24,24 +25,18 @@ def plot_similarity(result: dict[str, Any], path: Path) -> None:
     Raises:
         ValueError: matplotlib is not installed, or `path` has an ending that it cannot write.
     """
-    try:
-        from matplotlib.figure import Figure
-        from matplotlib.ticker import FormatStrFormatter
-    except ImportError:
-        raise ValueError('a plot needs matplotlib: pip install "sdp_deepspeed[plot]"') from None
     steps = sorted({record["step"] for record in result["records"]})
-    figure = Figure(figsize=(5.5 * len(steps), 4.5), layout="constrained")
+    figure = new_figure(5.5 * len(steps), 4.5)
     panels = figure.subplots(1, len(steps), sharey=True, squeeze=False)[0]
     for panel, step in zip(panels, steps, strict=True):
         _draw(panel, result, step)
-        panel.yaxis.set_major_formatter(FormatStrFormatter("%.2f"))
+        panel.yaxis.set_major_formatter("{x:.2f}")
     panels[0].set_ylabel("cosine with the dense gradient")
     panels[0].legend()
     arguments = result["arguments"]
     size = result["model"]["num_parameters"] / 1e6
     figure.suptitle(f"{size:.1f}M parameters, {arguments['ranks']} workers, coverage {arguments['coverage']:g}")
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=150)
+    save(figure, path)
 
 
 def _draw(panel: Any, result: dict[str, Any], step: int) -> None:
