@@ -114,12 +114,24 @@ def _variants() -> dict[str, Subject]:
 
 
 def _other_sizes() -> dict[str, Subject]:
-    """The same recipe at other sizes of the dense model."""
-    shapes = [(64, 4), (64, 16), (96, 4), (128, 8)]
-    return {
+    """The same recipe at other sizes of the dense model, and others at one that is near the best."""
+    shapes = [(64, 2), (64, 4), (64, 16), (96, 4), (128, 8)]
+    subjects = {
         f"{width}x{depth}, C=1/2, dense tail 50%": Subject(Size(width, depth), _dense_tail(0.5, 0.5))
         for width, depth in shapes
     }
+    blocks = {
+        "C=1/2, dense tail 70%": _dense_tail(0.5, 0.7),
+        "C=3/4, dense tail 50%": _dense_tail(0.75, 0.5),
+        "C=1/2, 3/4, 1 in turn": _growing(0.5, 0.75, 1.0),
+        "C=1/2, dense tail 50%, scaled": _dense_tail(0.5, 0.5, dense_branch_scale="coverage"),
+        "C=1/2, dense tail 50%, layers": _dense_tail(0.5, 0.5, granularity="layer"),
+        "C=1/2, dense tail 50%, drawn every 10 steps": _dense_tail(0.5, 0.5, redraw_interval=10),
+    }
+    near = Size(64, 4)
+    subjects |= {f"64x4, {name}": Subject(near, block) for name, block in blocks.items()}
+    subjects["64x4, stochastic depth 0.2"] = Subject(near, dropping=Dropping(0.2, "depth"))
+    return subjects
 
 
 def _regularized() -> dict[str, Subject]:
