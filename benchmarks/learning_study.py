@@ -26,11 +26,11 @@ from typing import Any
 import torch
 
 sys.path.insert(0, str(Path(__file__).parents[1]))  # the repository's root
-from benchmarks.study.cell import Cell, run
+from benchmarks.study.cell import Cell, identity, run
 from benchmarks.study.pause import Resources
 from benchmarks.study.rates import TUNING_SEED, tuned_rate
 from benchmarks.study.store import Store
-from benchmarks.study.subjects import STUDIES, SUBJECTS, Subject
+from benchmarks.study.subjects import STUDIES, SUBJECTS, Study, Subject
 from sdp_deepspeed.command_parser import positive
 
 RATE_FACTORS = (0.5, 1.0, 2.0)
@@ -38,28 +38,41 @@ RATE_FACTORS = (0.5, 1.0, 2.0)
 
 def cells(options: argparse.Namespace, store: Store) -> Iterator[Cell]:
     """In the order in which they are asked for: by seed, then by budget."""
-    for pattern in options.only:
-        if not any(re.fullmatch(pattern, name) for name in SUBJECTS):
-            raise ValueError(f"--only: no subject is named {pattern!r}; --list shows all")
-    named = [name for pattern in options.only for name in SUBJECTS if re.fullmatch(pattern, name)]
+    if TUNING_SEED in options.seeds:
+        raise ValueError(f"--seeds: {TUNING_SEED} is the seed of --tune, which no figure has")
     usual = STUDIES[options.study].learning_rate
-    for seed, budget, name in product(options.seeds, options.budgets, dict.fromkeys(named)):
+    for seed, budget, name in product(options.seeds, options.budgets, _named(options.only)):
         if options.tune:
-            yield from (Cell(options.study, name, TUNING_SEED, budget, usual * factor) for factor in RATE_FACTORS)
+            rates = options.rates or [usual * factor for factor in RATE_FACTORS]
+            yield from (Cell(options.study, name, TUNING_SEED, budget, rate) for rate in rates)
         else:
-            rate = options.rate or tuned_rate(store.cells, options.study, name) or usual
-            yield Cell(options.study, name, seed, budget, rate)
+            tuned = tuned_rate(store.cells, options.study, name) or usual
+            yield from (Cell(options.study, name, seed, budget, rate) for rate in options.rates or [tuned])
+
+
+def _named(patterns: Sequence[str]) -> list[str]:
+    """Subjects, in the order of the expressions that match their whole names."""
+    named: dict[str, None] = {}
+    for pattern in patterns:
+        try:
+            found = [name for name in SUBJECTS if re.fullmatch(pattern, name)]
+        except re.error as error:
+            raise ValueError(f"--only: {pattern!r} is no regular expression: {error}") from None
+        if not found:
+            raise ValueError(f"--only: no subject is named {pattern!r}; --list shows all")
+        named |= dict.fromkeys(found)
+    return list(named)
 
 
 def work(cells: Sequence[Cell], store: Store, pool: Executor, *, num_processes: int, resources: Resources) -> None:
     """All cells that are not done, or as many as begin in time; `num_processes` of `pool` at once."""
-    todo = [cell for cell in dict.fromkeys(cells) if not store.has(cell, subject_of(cell).described())]
+    todo = [cell for cell in dict.fromkeys(cells) if not store.has(identity(cell, *_parts(cell)))]
     print(f"{len(cells) - len(todo)} cells are done, {len(todo)} to do", flush=True)
     running: set[Future[dict[str, Any] | None]] = set()
     while todo or running:
         while todo and len(running) < num_processes and not resources.is_time_over:
             cell = todo.pop(0)
-            running.add(pool.submit(run, cell, STUDIES[cell.study], subject_of(cell), resources))
+            running.add(pool.submit(run, cell, *_parts(cell), resources))
         if not running:
             print(f"out of time with {len(todo)} cells to do", flush=True)
             return
@@ -73,9 +86,10 @@ def work(cells: Sequence[Cell], store: Store, pool: Executor, *, num_processes: 
             print(_line(result), flush=True)
 
 
-def subject_of(cell: Cell) -> Subject:
-    """At the sizes of the cell's study."""
-    return STUDIES[cell.study].scaled(SUBJECTS[cell.subject])
+def _parts(cell: Cell) -> tuple[Study, Subject]:
+    """A cell's study, and its subject at the sizes of that."""
+    study = STUDIES[cell.study]
+    return study, study.scaled(SUBJECTS[cell.subject])
 
 
 def _line(result: dict[str, Any]) -> str:
@@ -88,6 +102,28 @@ def _one_thread() -> None:
     torch.set_num_threads(1)
 
 
+def _rate(text: str) -> float:
+    """An argument's type."""
+    try:
+        rate = float(text)
+    except ValueError:
+        rate = 0.0
+    if not 0 < rate < 1:
+        raise argparse.ArgumentTypeError(f"expected a learning rate above 0 and below 1, got {text!r}")
+    return rate
+
+
+def _check_device(name: str) -> None:
+    """
+    Raises:
+        ValueError: torch does not know it, or has none.
+    """
+    try:
+        torch.empty(0, device=name)
+    except (RuntimeError, AssertionError) as error:
+        raise ValueError(f"--device: {name!r} cannot be used: {str(error).splitlines()[0]}") from None
+
+
 def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0], allow_abbrev=False)
     add = parser.add_argument
@@ -98,7 +134,7 @@ def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     size = "of the study's reference size, which has 0.42M parameters or those of the study's name"
     add("--budgets", type=positive, nargs="+", default=[1000], help=f"in dense steps {size} (default 1000)")
     add("--tune", action="store_true", help=f"learning rates, on seed {TUNING_SEED}, which no table has")
-    add("--rate", type=float, help="the highest learning rate of all subjects, in place of the tuned ones")
+    add("--rates", type=_rate, nargs="+", help="highest learning rates, in place of the tuned ones, or of the grid")
     add("--minutes", type=float, default=float("inf"), help="no cell begins later (default: none)")
     add("--keep", type=Path, help="a folder for cells within which the minutes end (default: they are finished)")
     device = "cuda" if torch.cuda.is_available() and os.environ.get("DS_ACCELERATOR") != "cpu" else "cpu"
@@ -112,6 +148,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     options = parse_arguments(arguments)
     os.environ["OMP_NUM_THREADS"] = "1"  # of the processes that are started
     try:
+        _check_device(options.device)
         store = Store(options.output)
         chosen = list(cells(options, store))
         if options.list:

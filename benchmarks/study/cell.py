@@ -56,11 +56,17 @@ def corpus_of(name: str, train_bytes: int | None, device: str = "cpu") -> Corpus
     return read_corpus(name, train_bytes).to(torch.device(device))
 
 
+def identity(cell: Cell, study: Study, subject: Subject) -> dict[str, Any]:
+    """All that decides a cell's figures, but for the code: a cell of another one has to be done again."""
+    corpus = corpus_of(study.corpus, study.train_bytes)
+    text = {"bytes": len(corpus.train), "sha256": digest_of(corpus)}
+    return {**cell.to_dict(), "described": subject.described(), "settings": study.described(), "text": text}
+
+
 def run(cell: Cell, study: Study, subject: Subject, resources: Resources = _ON_THE_CPU) -> dict[str, Any] | None:
     """What came of a cell, with what it took; None if its time is over before it is."""
     corpus = corpus_of(study.corpus, study.train_bytes, resources.device)
-    text = {"bytes": len(corpus.train), "sha256": digest_of(corpus)}
-    facts = {**cell.to_dict(), "described": subject.described(), "text": text, "device": resources.name}
+    facts = identity(cell, study, subject) | {"device": resources.name}
     pause = resources.pause_of(facts)
     training = _Training(cell, study, subject, corpus, resources)
     kept = pause.load()
@@ -95,8 +101,8 @@ class _Training:
         self.cell, self.study, self.subject, self.corpus = cell, study, subject, corpus
         self.resources = resources
         self.model = build(subject.size, cell.seed).to(resources.device)
-        self.planner = Planner(subject, study)
-        self.num_steps = self.planner.num_steps(cell.budget * study.tokens * dense_flops(study.reference))
+        self.planner = Planner(subject, study, cell.seed)
+        self.num_steps = self.planner.num_steps(cell.budget * study.tokens() * dense_flops(study.reference))
         self.step, self.flops = 0, 0.0
         self.curve: list[dict[str, float]] = []
         self._validation = validation_rows(corpus.validation, study.num_validation_rows, subject.size.length)
@@ -136,10 +142,10 @@ class _Training:
             progress = self.step / self.num_steps
             reference.plan, reference.lr_by_coverage = plan, config.lr_by_coverage
             self._train_step(progress)
-            self.flops += self.study.tokens * (step_flops or self.planner.step_flops(None, progress))
+            self.flops += self.planner.tokens * (step_flops or self.planner.step_flops(None, progress))
             self.step += 1
             if self.step in ends:
-                tokens, loss = self.step * self.study.tokens, self._validate(config, plan)
+                tokens, loss = self.step * self.planner.tokens, self._validate(config, plan)
                 self.curve.append({"step": self.step, "tokens": tokens, "flops": self.flops, "loss": loss})
         return True
 
@@ -165,7 +171,7 @@ class _Training:
         reference, step = self._reference, self.step
         for group in reference.optimizer.param_groups:
             group["lr"] = self.cell.rate * rate_share(step, self.num_steps)
-        num_rows = self.study.num_workers * self.study.rows
+        num_rows = self.planner.tokens // self.study.reference.length
         seed, length = self.cell.seed, self.subject.size.length
         rows = training_rows(self.corpus.train, seed, step, num_rows, length)
         dropping = self.subject.dropping

@@ -27,10 +27,12 @@ class Dropping:
             last layer's in the end.
         kind: "branch": one rate for all branches. "depth": it grows with depth, from little to `rate` (stochastic
             depth). "progressive": as "depth", and it grows over the first steps from 0 (progressive layer drop).
+        until: share of the run after which nothing is dropped.
     """
 
     rate: float
     kind: Kind = "branch"
+    until: float = 1.0
 
     def of_layer(self, layer: int, depth: int, progress: float) -> float:
         """Its rate.
@@ -39,6 +41,8 @@ class Dropping:
             layer: from 0.
             progress: share of the run that is over.
         """
+        if progress >= self.until:
+            return 0.0
         if self.kind == "branch":
             return self.rate
         now = self.rate if self.kind == "depth" else self.rate * (1 - math.exp(-10 * progress))

@@ -25,10 +25,20 @@ _PARTS = 100  # of a run, over which a rate that changes is averaged
 
 @dataclass(frozen=True)
 class Planner:
-    """The plans of one subject."""
+    """The plans of one subject.
+
+    Args:
+        seed: of which subnetworks hold what.
+    """
 
     subject: Subject
     study: Study
+    seed: int = 0
+
+    @property
+    def tokens(self) -> int:
+        """Of a step."""
+        return self.study.tokens(self.subject)
 
     @cached_property
     def model(self) -> nn.Module:
@@ -39,7 +49,7 @@ class Planner:
     def num_steps(self, flops: float) -> int:
         """As many as cost that much, at least one in each phase."""
         phases = (self.subject.block or {}).get("schedule", [{}])
-        return max(len(phases), round(flops / (self.study.tokens * self._mean_flops())))
+        return max(len(phases), round(flops / (self.tokens * self._mean_flops())))
 
     def _mean_flops(self) -> float:
         """Per token, over a run of any length."""
@@ -47,7 +57,7 @@ class Planner:
             return sum(self.step_flops(None, (part + 0.5) / _PARTS) for part in range(_PARTS)) / _PARTS
         schedule = self._schedule(1000)
         if schedule is None:
-            return self.step_flops(self._plan(self._config(self.subject.block)))
+            return self.step_flops(self._plan(self._config(self._block)))
         ends = [phase.until_step or 1000 for phase in schedule.phases]
         shares = [(end - phase.first_step + 1) / 1000 for phase, end in zip(schedule.phases, ends, strict=True)]
         plans = [self._plan(self._config(schedule.config_after(end - 1)[KEY])) for end in ends]
@@ -73,7 +83,7 @@ class Planner:
     def plans(self, num_steps: int) -> Iterator[tuple[SubnetworkConfig, Plan]]:
         """What each step has; the same objects where nothing changes."""
         schedule = self._schedule(num_steps)
-        block, kept, current = self.subject.block or _DENSE, None, None
+        block, kept, current = self._block, None, None
         for step in range(num_steps):
             place = (schedule.phase_after(step), schedule.draw_after(step)) if schedule else None
             if current is None or place != kept:
@@ -81,10 +91,14 @@ class Planner:
                 current, kept = (config, self._plan(config)), place
             yield current
 
+    @property
+    def _block(self) -> Mapping[str, Any]:
+        return _DENSE if self.subject.block is None else {**self.subject.block, "seed": self.seed}
+
     def _schedule(self, num_steps: int) -> Schedule | None:
         if self.subject.block is None:
             return None
-        block = dict(self.subject.block)
+        block = dict(self._block)
         if any("until" in phase for phase in block.get("schedule", ())):
             block["total_steps"] = num_steps
         parse({KEY: block})
@@ -111,12 +125,12 @@ class Planner:
         """Of the worker with the most, in the phase with the most, as `sdp estimate` has it: fp32, AdamW, ZeRO-1."""
         schedule = self._schedule(1000)
         turns = [0, *schedule.turns] if schedule else [0]
-        blocks = [schedule.config_after(step)[KEY] if schedule else self.subject.block or _DENSE for step in turns]
+        blocks = [schedule.config_after(step)[KEY] if schedule else self._block for step in turns]
         return max(self._forecast(block).peak for block in blocks)
 
     def _forecast(self, block: Mapping[str, Any]) -> Forecast:
         settings = {
-            "train_micro_batch_size_per_gpu": self.study.rows,
+            "train_micro_batch_size_per_gpu": self.subject.rows or self.study.rows,
             "optimizer": {"type": "AdamW"},
             "zero_optimization": {"stage": 1},
             KEY: block,

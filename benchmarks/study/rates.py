@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 TUNING_SEED = 99  # learning rates are chosen with it; no figure has it
 
 
-def tuned_rate(cells: Iterable[Mapping[str, Any]], study: str, subject: str) -> float | None:
+def tuned_rate(cells: Sequence[Mapping[str, Any]], study: str, subject: str) -> float | None:
     """The best of the longest runs with the tuning seed; None where nothing was tried."""
     tried = [cell for cell in cells if _key(cell) == (study, subject, TUNING_SEED)]
     longest = max((cell["budget"] for cell in tried), default=None)
-    best = min((cell for cell in tried if cell["budget"] == longest), key=lambda cell: cell["best_loss"], default=None)
+    best = min((cell for cell in tried if cell["budget"] == longest), key=lambda cell: cell["loss"], default=None)
     return None if best is None else float(best["rate"])
 
 
@@ -20,13 +20,16 @@ def _key(cell: Mapping[str, Any]) -> tuple[str, str, int]:
     return cell["study"], cell["subject"], cell["seed"]
 
 
-def of_one_rate(cells: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Without those of the tuning seed, and one where a cell was done with several rates: that of the tuned rate."""
-    kept: dict[tuple[Any, ...], dict[str, Any]] = {}
+def of_one_rate(cells: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Without those of the tuning seed; of a subject at a budget those of one rate: the tuned one, or else that with
+    the most seeds."""
+    groups: dict[tuple[Any, ...], dict[float, list[dict[str, Any]]]] = {}
     for cell in cells:
-        if cell["seed"] == TUNING_SEED:
-            continue
-        place = (*_key(cell), cell["budget"])
-        if place not in kept or cell["rate"] == tuned_rate(cells, cell["study"], cell["subject"]):
-            kept[place] = cell
-    return [*kept.values()]
+        if cell["seed"] != TUNING_SEED:
+            place = (cell["study"], cell["subject"], cell["budget"])
+            groups.setdefault(place, {}).setdefault(cell["rate"], []).append(dict(cell))
+    found: list[dict[str, Any]] = []
+    for (study, subject, _), by_rate in groups.items():
+        tuned = tuned_rate(cells, study, subject)
+        found += by_rate[tuned] if tuned in by_rate else max(by_rate.values(), key=len)
+    return found

@@ -8,38 +8,48 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.common.provenance import provenance
-from benchmarks.study.cell import Cell
 from sdp_deepspeed.atomic_files import write_text
+from sdp_deepspeed.command_parser import read_json
 
+_KIND = "learning_study"
 _KEYS = ("study", "subject", "seed", "budget", "rate")
 
 
 class Store:
-    """One process at a time writes it."""
+    """
+    Raises:
+        ValueError: what is at the path is not such a file.
+        OSError: it cannot be written to.
+    """
 
     def __init__(self, path: Path) -> None:
         self._path = path
-        self.cells: list[dict[str, Any]] = (
-            json.loads(path.read_text(encoding="utf-8"))["cells"] if path.exists() else []
-        )
+        self.cells: list[dict[str, Any]] = []
+        self._read()
+        if not path.exists():
+            self._write()
 
-    def has(self, cell: Cell, described: Mapping[str, Any]) -> bool:
-        """Whether that cell is done, for the subject as it is described now."""
-        return any(self._is(found, cell) and found["described"] == described for found in self.cells)
+    def has(self, identity: Mapping[str, Any]) -> bool:
+        """Whether that cell is done, with all that decides its figures as it is now."""
+        return any(all(found.get(key) == value for key, value in identity.items()) for found in self.cells)
 
     def add(self, result: Mapping[str, Any]) -> None:
-        """In place of one of the same names; the file is whole at any moment."""
-        cell = Cell(**{key: result[key] for key in _KEYS})
-        facts = provenance()
-        kept = [found for found in self.cells if not self._is(found, cell)]
-        self.cells = sorted([*kept, {**result, "commit": facts["commit"]}], key=_order)
-        text = json.dumps({"what": "learning_study", "cells": self.cells, "provenance": facts}, indent=1) + "\n"
+        """In place of one of the same names; what others have written since stays."""
+        self._read()
+        self.cells = [found for found in self.cells if any(found[key] != result[key] for key in _KEYS)]
+        self.cells.append({**result, "provenance": provenance()})
+        self.cells.sort(key=lambda found: tuple(found[key] for key in _KEYS))
+        self._write()
+
+    def _read(self) -> None:
+        if not self._path.exists():
+            return
+        content = read_json(self._path, "--output")
+        if content.get("what") != _KIND:
+            raise ValueError(f"--output: {self._path} is not of this study, but of {content.get('what')!r}")
+        self.cells = content["cells"]
+
+    def _write(self) -> None:
+        self._path.parent.mkdir(parents=True, exist_ok=True)
+        text = json.dumps({"what": _KIND, "cells": self.cells, "provenance": provenance()}, indent=1) + "\n"
         write_text(self._path, text, permissions=0o644)
-
-    @staticmethod
-    def _is(found: Mapping[str, Any], cell: Cell) -> bool:
-        return all(found[key] == getattr(cell, key) for key in _KEYS)
-
-
-def _order(found: Mapping[str, Any]) -> tuple[Any, ...]:
-    return tuple(found[key] for key in _KEYS)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from typing import Any, Literal
@@ -11,6 +12,7 @@ from benchmarks.study.model import HEAD_WIDTH, Size
 from sdp_deepspeed.config import MODES
 
 Block = Mapping[str, Any]
+_TAIL = "forward x block, C=0.5, dense tail 50%"
 REFERENCE = Size(64, 8)  # 0.42M parameters, of which each budget is a number of dense steps
 LARGE = Size(384, 16, length=512, head_width=48)  # 28.4M, and as many heads as there are workers
 
@@ -24,6 +26,7 @@ class Subject:
         dropping: of branches, without a block.
         dropout: of elements.
         weight_decay: of matrices.
+        rows: of a worker in a step; None for the study's.
     """
 
     size: Size = REFERENCE
@@ -31,6 +34,7 @@ class Subject:
     dropping: Dropping | None = None
     dropout: float = 0.0
     weight_decay: float = 0.1
+    rows: int | None = None
 
     def described(self) -> dict[str, Any]:
         """As JSON, without what is as usual; cells of a subject that was changed since are done again."""
@@ -38,6 +42,8 @@ class Subject:
         found = {key: value for key, value in asdict(self).items() if key not in usual or value != usual[key]}
         if self.size.head_width == HEAD_WIDTH:
             del found["size"]["head_width"]
+        if self.dropping is not None and self.dropping.until == 1:
+            del found["dropping"]["until"]
         return found
 
 
@@ -89,7 +95,7 @@ def _in_time() -> dict[str, Subject]:
 
 _HALF: Block = {"coverage": 0.5}
 _VARIANTS: dict[str, Block] = {
-    "whole ends": {"coverage": [{"coverage": 0.5, "whole_ends": 1}]},
+    "whole ends": {"coverage": [{"coverage": 0.5, "whole_ends": 1}]},  # 0.64 of the operations, not 0.51
     "drawn every step": {**_HALF, "redraw_interval": 1},
     "drawn every 10 steps": {**_HALF, "redraw_interval": 10},
     "scaled": {**_HALF, "dense_branch_scale": "coverage"},
@@ -134,6 +140,17 @@ def _other_sizes() -> dict[str, Subject]:
     return subjects
 
 
+def _small_steps() -> dict[str, Subject]:
+    """Half or a quarter of the tokens a step, so twice or four times the steps: what more steps alone bring. And branch
+    dropout that spares as many operations as half of the coverage in half of the run."""
+    subjects = {
+        f"{name}, {rows} row{'s' * (rows > 1)}": replace(subject, rows=rows)
+        for name, subject in (*_sizes().items(), (_TAIL, Subject(block=_dense_tail(0.5, 0.5, **MODES[0]._asdict()))))
+        for rows in (2, 1)
+    }
+    return subjects | {"branch dropout 0.5 in the first half": Subject(dropping=Dropping(0.5, until=0.5))}
+
+
 def _regularized() -> dict[str, Subject]:
     """For few data: what else holds a model back."""
     return {
@@ -151,6 +168,7 @@ SUBJECTS: dict[str, Subject] = {
     **_in_time(),
     **_variants(),
     **_other_sizes(),
+    **_small_steps(),
     **_regularized(),
 }
 
@@ -190,10 +208,17 @@ class Study:
         (width, depth), (times_width, times_depth) = (subject.size.width, subject.size.depth), self.times
         return replace(subject, size=replace(self.reference, width=width * times_width, depth=depth * times_depth))
 
-    @property
-    def tokens(self) -> int:
-        """Of a step."""
-        return self.num_workers * self.rows * self.reference.length
+    def tokens(self, subject: Subject | None = None) -> int:
+        """Of a step of a subject, or as the study has it."""
+        rows = self.rows if subject is None or subject.rows is None else subject.rows
+        return self.num_workers * rows * self.reference.length
+
+    def described(self) -> dict[str, Any]:
+        """As JSON, without what is as usual, and without the learning rate, which each cell has."""
+        usual = asdict(Study())
+        found = {key: value for key, value in asdict(self).items() if value != usual[key] and key != "learning_rate"}
+        described: dict[str, Any] = json.loads(json.dumps(found))
+        return described
 
 
 STUDIES: dict[str, Study] = {

@@ -55,10 +55,15 @@ class Figures:
         return next(same, None)
 
     def best_size(self, budget: int) -> str | None:
-        """Data parallelism with the lowest mean loss; None unless a smaller and a larger size lose."""
-        there = [name for name in self.subjects(dense=True) if self.losses(name, budget)]
-        best = min(there, key=lambda name: statistics.mean(self.losses(name, budget).values()), default=None)
-        return None if best is None or best in (there[0], there[-1]) else best
+        """Data parallelism with the lowest mean loss over the seeds that all sizes have; None unless a smaller and a
+        larger size lose."""
+        there = {name: self.losses(name, budget) for name in self.subjects(dense=True) if self.losses(name, budget)}
+        seeds = set.intersection(*(set(losses) for losses in there.values())) if there else set()
+        if not seeds:
+            return None
+        best = min(there, key=lambda name: statistics.mean(there[name][seed] for seed in seeds))
+        names = list(there)
+        return None if best in (names[0], names[-1]) else best
 
 
 def is_dense(cell: dict[str, Any]) -> bool:
@@ -139,36 +144,45 @@ FEW_DATA = ("few data", "fewer data")
 
 
 def few_data(result: Result) -> str:
-    """Where the same text is read many times: the best loss over the run, and the last one."""
+    """Where the same text is read many times: losses at the end of runs of several lengths."""
     there = {cell["study"] for cell in result["cells"]}
     return "\n\n".join(_few_data(Figures.of(result, study)) for study in FEW_DATA if study in there)
 
 
 def _few_data(figures: Figures) -> str:
+    """A column for each length of a run, at the end of which the learning rate is zero: what stops early is short."""
+    names = [name for dense in (True, False) for name in figures.subjects(dense=dense)]
+    names.sort(key=lambda name: best_length(figures, name)[1])
+    rows = []
+    for name in names:
+        budget, _ = best_length(figures, name)
+        gain = difference_of_bests(figures, name, figures.of_its_size(name))
+        peak = f"{figures.some(name)['peak_bytes'] / MIB:.1f}"
+        losses = [mean_and_error(figures.losses(name, each).values()) for each in figures.budgets]
+        rows.append([name, peak, figures.rates(name, budget), *losses, gain])
     size = figures.cells[0]["train_bytes"]
-    parts = []
-    for budget in figures.budgets:
-        names = [name for dense in (True, False) for name in figures.subjects(dense=dense)]
-        there = [name for name in names if figures.losses(name, budget)]
-        there.sort(key=lambda name: statistics.mean(figures.losses(name, budget, "best_loss").values()))
-        rows = []
-        for name in there:
-            losses = (mean_and_error(figures.losses(name, budget, key).values()) for key in ("best_loss", "loss"))
-            gain = difference(figures, name, figures.of_its_size(name), budget, "best_loss")
-            epochs = figures.some(name)["tokens"] * budget / figures.some(name)["budget"] / size
-            peak = f"{figures.some(name)['peak_bytes'] / MIB:.1f}"
-            rows.append([name, f"{epochs:.0f}", peak, figures.rates(name, budget), *losses, gain])
-        heads = [
-            f"{size // 1000} kB, {budget:,} dense steps",
-            "epochs",
-            "peak, MiB",
-            "rate",
-            "best loss",
-            "last loss",
-            "best, less own size",
-        ]
-        parts.append(table(heads, rows))
-    return "\n\n".join([_caption(figures), *parts])
+    columns = [f"{budget:,} dense steps" for budget in figures.budgets]
+    heads = [f"{size // 1000} kB", "peak, MiB", "rate", *columns, "its best, less that of its size"]
+    return f"{_caption(figures)}\n\n" + table(heads, rows)
+
+
+def best_length(figures: Figures, subject: str) -> tuple[int, float]:
+    """The budget with the lowest mean loss at the end of the run, and that loss."""
+    means = {
+        budget: statistics.mean(losses.values())
+        for budget in figures.budgets
+        if (losses := figures.losses(subject, budget))
+    }
+    best = min(means, key=means.__getitem__)
+    return best, means[best]
+
+
+def difference_of_bests(figures: Figures, subject: str, other: str | None) -> str:
+    """Of losses with the same seed, each at its subject's best length; below zero the subject is better."""
+    if other is None or other == subject:
+        return ""
+    one, two = (figures.losses(name, best_length(figures, name)[0]) for name in (subject, other))
+    return mean_and_error((one[seed] - two[seed] for seed in sorted(one.keys() & two.keys())), sign="+")
 
 
 def rates(result: Result) -> str:
@@ -177,7 +191,7 @@ def rates(result: Result) -> str:
     found: dict[tuple[str, str, int], dict[float, float]] = {}
     for cell in tried:
         key = (cell["study"], cell["subject"], cell["budget"])
-        found.setdefault(key, {})[cell["rate"]] = cell["best_loss"]
+        found.setdefault(key, {})[cell["rate"]] = cell["loss"]
     columns = sorted({cell["rate"] for cell in tried})
     rows = [
         [subject, study, str(budget), *(f"{losses[rate]:.3f}" if rate in losses else "" for rate in columns)]

@@ -72,7 +72,7 @@ def test_a_larger_study_has_the_same_subjects_at_its_own_sizes() -> None:
     with torch.device("meta"):
         num_parameters = sum(parameter.numel() for parameter in build(study.reference, seed=0).parameters())
     assert 27e6 < num_parameters < 33e6
-    assert 9155 * study.tokens == pytest.approx(600e6, rel=1e-3)
+    assert 9155 * study.tokens() == pytest.approx(600e6, rel=1e-3)
     for name, subject in SUBJECTS.items():
         assert STUDIES["text"].scaled(subject) is subject, name
         size = study.scaled(subject).size
@@ -125,4 +125,4 @@ def test_everything_is_on_one_device(name: str) -> None:
         training = _Training(CELL, STUDY, subject, CORPUS.to(torch.device("meta")), Resources("meta"))
         assert training.train()
     assert {parameter.device.type for parameter in training.model.parameters()} == {"meta"}
-    assert training.flops > 0.9 * 6 * STUDY.tokens * dense_flops(SIZE)
+    assert training.flops > 0.9 * 6 * STUDY.tokens() * dense_flops(SIZE)

@@ -144,10 +144,10 @@ def test_rates_of_dropping() -> None:
 def test_a_budget_is_spent_and_not_more(name: str, tiny: None) -> None:
     result = run(Cell("tiny", name, 0, 20, 1e-3), STUDY, TINY[name])
     assert result is not None
-    budget = 20 * STUDY.tokens * dense_flops(SIZE)
+    budget = 20 * STUDY.tokens() * dense_flops(SIZE)
     assert result["flops"] == pytest.approx(budget, rel=0.03)  # whole steps
     assert (result["steps"] == 20) == (name == "dense")
-    assert result["tokens"] == result["steps"] * STUDY.tokens
+    assert result["tokens"] == result["steps"] * STUDY.tokens()
     assert [point["step"] for point in result["curve"]] == [round(result["steps"] / 2), result["steps"]]
 
 
@@ -273,5 +273,5 @@ def test_rates_are_tuned_on_a_seed_that_no_figure_has(tmp_path: Path, tiny: None
     best = min(tried, key=lambda cell: cell["loss"])["rate"]
     assert (tuned_rate(tried, "tiny", "dense"), tuned_rate(tried, "tiny", "half")) == (best, None)
     assert [cell["rate"] for cell in done(path, 9, "--only", "dense") if cell["seed"] == 0] == [best]
-    given = done(path, 9, "--only", "dense", "--rate", "0.003")
+    given = done(path, 9, "--only", "dense", "--rates", "0.003")
     assert {cell["rate"] for cell in given if cell["seed"] == 0} == {best, 3e-3}

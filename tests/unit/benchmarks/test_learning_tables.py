@@ -74,6 +74,12 @@ def test_the_best_size_is_between_two_that_lose() -> None:
     assert Figures([]).best_size(100) is None
 
 
+def test_the_best_size_is_best_on_the_same_seeds() -> None:
+    """A seed on which everybody is better is of one size alone."""
+    easy = [cell("dense 2", seed, 0.1) for seed in (5, 6, 7)]
+    assert Figures.of({"cells": [*CELLS, *easy]}, "text").best_size(100) == "dense 1"
+
+
 def test_a_table_of_each_budget() -> None:
     lines = learning(RESULT).splitlines()
     assert lines[0].startswith("8 cells, 2 seeds, 4 CPU minutes;")
@@ -84,30 +90,36 @@ def test_a_table_of_each_budget() -> None:
     assert lines[7] == "| better | 2.00M | 2.00 | 3.0 | 0.001 | 1.700 | -0.300 | -0.200 |"
 
 
-def test_few_data_by_the_best_loss() -> None:
-    lines = few_data(RESULT).splitlines()
-    assert lines[2].startswith("| 200 kB, 100 dense steps | epochs |")
-    assert lines[-1] == "| dense 2 | 40 | 3.0 | 0.001 | 2.750 | 3.000 |  |"
+def test_few_data_by_the_best_length() -> None:
+    """The shorter run of data parallelism is its best, so 2.6 is what the method's 2.5 is beside."""
+    shorter = cell("dense 2", 0, 2.6, study="few data", train_bytes=200_000, budget=50)
+    lines = few_data({"cells": [*CELLS, shorter]}).splitlines()
+    assert lines[2].startswith("| 200 kB | peak, MiB | rate | 50 dense steps | 100 dense steps |")
     assert lines[4:6] == [
-        "| method | 10 | 3.0 | 0.001 | 2.250 | 2.500 | -0.500 |",
-        "| dense 2 | 10 | 3.0 | 0.001 | 2.750 | 3.000 |  |",
+        "| method | 3.0 | 0.001 |  | 2.500 | -0.100 |",
+        "| dense 2 | 3.0 | 0.001 | 2.600 | 3.000 |  |",
     ]
+    assert lines[-1] == "| dense 2 | 3.0 | 0.001 | 3.000 |  |"
 
 
 def test_rates_that_were_tried() -> None:
-    assert rates(RESULT).splitlines()[-1] == "| dense 2 | text | 100 | 0.750 | 1.250 |"
+    assert rates(RESULT).splitlines()[-1] == "| dense 2 | text | 100 | 1.000 | 1.500 |"
 
 
 def test_a_cell_counts_at_its_tuned_rate() -> None:
-    """Whatever else it was done at, and whichever of them came last."""
+    """Whatever else it was done at; without one at that of the most seeds, and never at several."""
     tried = [cell("dense 2", TUNING_SEED, loss, rate=rate) for loss, rate in ((1.5, 1e-3), (1.0, 2e-3), (1.2, 4e-3))]
     shorter = cell("dense 2", TUNING_SEED, 0.5, rate=1e-3, budget=50)
     done = [cell("dense 2", 0, 3.0 - rate, rate=rate) for rate in (1e-3, 2e-3, 4e-3)]
-    other = [cell("dense 1", 0, 2.0, rate=4e-3)]
+    other = [cell("dense 1", 0, 9.0, rate=8e-3), *(cell("dense 1", seed, 2.0, rate=4e-3) for seed in (0, 1))]
     found = [*tried, shorter, *done, *other]
     assert (tuned_rate(found, "text", "dense 2"), tuned_rate(found, "text", "dense 1")) == (2e-3, None)
     assert tuned_rate(found, "headers", "dense 2") is None
-    assert [(own["subject"], own["rate"]) for own in of_one_rate(found)] == [("dense 2", 2e-3), ("dense 1", 4e-3)]
+    assert [(own["subject"], own["rate"]) for own in of_one_rate(found)] == [
+        ("dense 2", 2e-3),
+        ("dense 1", 4e-3),
+        ("dense 1", 4e-3),
+    ]
     assert Figures.of({"cells": found}, "text").rates("dense 2", 100) == "0.002"
 
 
@@ -131,6 +143,26 @@ def test_curves_are_means_over_seeds() -> None:
     assert curve(Figures([*found, shorter]), "dense 2") == ([0.5, 1.0], [3.25, 2.25])
 
 
-def test_a_mistake_is_one_line(tmp_path: Path) -> None:
-    with pytest.raises(SystemExit, match="error: --only: no subject is named 'dence'"):
-        main(["--output", str(tmp_path / "study.json"), "--only", "dence"])
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--only", "dence"], "error: --only: no subject is named 'dence'"),
+        (["--only", "("], "error: --only: '[(]' is no regular expression"),
+        (["--seeds", "0", "99"], "error: --seeds: 99 is the seed of --tune"),
+        (["--device", "cuda:77"], "error: --device: 'cuda:77' cannot be used"),
+    ],
+)
+def test_a_mistake_is_one_line(arguments: list[str], message: str, tmp_path: Path) -> None:
+    with pytest.raises(SystemExit, match=message):
+        main(["--output", str(tmp_path / "study.json"), *arguments])
+
+
+def test_a_file_of_something_else_stays(tmp_path: Path) -> None:
+    path = tmp_path / "other.json"
+    path.write_text('{"what": "scaling"}', encoding="utf-8")
+    with pytest.raises(SystemExit, match=r"error: --output: .*other\.json is not of this study, but of 'scaling'"):
+        main(["--output", str(path)])
+    (tmp_path / "file").touch()
+    with pytest.raises(SystemExit, match=r"error: .*file"):
+        main(["--output", str(tmp_path / "file" / "study.json")])
+    assert path.read_text(encoding="utf-8") == '{"what": "scaling"}'

@@ -1,0 +1,144 @@
+"""What a cell of the learning study does: that each thing that a subject says is done, and what it costs is booked."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from benchmarks.study import cell as cell_module
+from benchmarks.study.cell import Cell, _Training, identity, rate_share
+from benchmarks.study.dropping import Dropping
+from benchmarks.study.model import Size, losses_of_rows
+from benchmarks.study.pause import Resources
+from benchmarks.study.plans import Planner
+from benchmarks.study.subjects import Study, Subject
+from benchmarks.study.text import Corpus
+from sdp_deepspeed.measure.flops import FlopCounter
+
+SIZE = Size(width=64, depth=2, length=16)
+STUDY = Study(num_workers=4, rows=2, num_validation_rows=4, points=2, reference=SIZE)
+HALF: dict[str, Any] = {"coverage": 0.5}
+TAIL: dict[str, Any] = {"schedule": [{"until": 0.5, **HALF}, {"coverage": 1.0}]}
+CELL = Cell("tiny", "any", 0, 4, 1e-2)
+CORPUS = Corpus(*(torch.arange(3000).mul(7).remainder(100).add(first).to(torch.uint8) for first in (0, 100)))
+
+
+def training(subject: Subject, seed: int = 0) -> _Training:
+    return _Training(replace(CELL, seed=seed), STUDY, subject, CORPUS, Resources())
+
+
+def trained(subject: Subject, seed: int = 0) -> _Training:
+    made = training(subject, seed)
+    assert made.train()
+    return made
+
+
+def weights(subject: Subject, seed: int = 0) -> torch.Tensor:
+    return torch.cat([parameter.detach().flatten() for parameter in trained(subject, seed).model.parameters()])
+
+
+def test_it_trains_on_one_side_of_the_text_and_validates_on_the_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    sides: list[tuple[bool, set[bool]]] = []
+
+    def spied(model: nn.Module, rows: torch.Tensor) -> torch.Tensor:
+        sides.append((torch.is_grad_enabled(), set((rows < 100).flatten().tolist())))
+        return losses_of_rows(model, rows)
+
+    monkeypatch.setattr(cell_module, "losses_of_rows", spied)
+    trained(Subject(SIZE))
+    assert [is_train for is_train, _ in sides].count(True) == 4
+    assert [is_train for is_train, _ in sides].count(False) == 2
+    assert all(side == {is_train} for is_train, side in sides)
+
+
+@pytest.mark.parametrize(
+    "subject",
+    [
+        Subject(SIZE),
+        Subject(SIZE, rows=1),
+        Subject(SIZE, HALF),
+        Subject(SIZE, {**HALF, "regime": "backward"}),
+        Subject(SIZE, dropping=Dropping(0.5)),
+        Subject(SIZE, dropping=Dropping(0.5, "depth")),
+        Subject(SIZE, dropping=Dropping(0.5, until=0.0)),
+    ],
+    ids=["dense", "one row", "half", "backward", "dropping", "by depth", "no longer dropping"],
+)
+def test_a_step_costs_what_is_booked(subject: Subject) -> None:
+    """Counted while it runs."""
+    made = training(subject)
+    _, plan = next(made.planner.plans(made.num_steps))
+    with FlopCounter() as counter:
+        made._train_step(0.0)
+    booked = made.planner.tokens * made.planner.step_flops(plan if subject.block else None)
+    assert counter.total == pytest.approx(booked, rel=1e-12)
+
+
+CHANGES = {
+    "seed": (Subject(SIZE), 1),
+    "weight decay": (Subject(SIZE, weight_decay=1.0), 0),
+    "dropping": (Subject(SIZE, dropping=Dropping(0.5)), 0),
+    "dropping at first": (Subject(SIZE, dropping=Dropping(0.5, until=0.5)), 0),
+    "dropout": (Subject(SIZE, dropout=0.2), 0),
+    "rows": (Subject(SIZE, rows=1), 0),
+    "half": (Subject(SIZE, HALF), 0),
+    "half, another seed": (Subject(SIZE, HALF), 1),
+    "rates by coverage": (Subject(SIZE, {**HALF, "lr_by_coverage": "linear"}), 0),
+    "backward": (Subject(SIZE, {**HALF, "regime": "backward"}), 0),
+    "neurons": (Subject(SIZE, {**HALF, "strategy": "neuron"}), 0),
+    "tail": (Subject(SIZE, TAIL), 0),
+    "drawn": (Subject(SIZE, {**HALF, "redraw_interval": 1}), 0),
+}
+
+
+def test_whatever_a_subject_says_makes_another_model() -> None:
+    found = {"plain": weights(Subject(SIZE))} | {name: weights(*change) for name, change in CHANGES.items()}
+    names = list(found)
+    same = [(a, b) for a in names for b in names if a < b and torch.equal(found[a], found[b])]
+    assert same == []
+
+
+def test_scaled_branches_are_validated_scaled() -> None:
+    """Training is the same: a subnetwork's own branches are not scaled."""
+    plain, scaled = (trained(Subject(SIZE, {**HALF, **more})) for more in ({}, {"dense_branch_scale": "coverage"}))
+    for one, other in zip(plain.model.parameters(), scaled.model.parameters(), strict=True):
+        assert torch.equal(one, other)
+    assert plain.curve[-1]["loss"] != scaled.curve[-1]["loss"]
+
+
+def test_rates_of_the_steps_and_what_is_decayed(monkeypatch: pytest.MonkeyPatch) -> None:
+    made = training(Subject(SIZE, weight_decay=0.3))
+    optimizer = made._reference.optimizer
+    rates = []
+    monkeypatch.setattr(
+        optimizer, "step", lambda *_: rates.append({group["lr"] for group in optimizer.param_groups}), raising=True
+    )
+    made.train()
+    assert rates == [{1e-2 * rate_share(step, 4)} for step in range(4)]
+    decays = {p.dim(): group["weight_decay"] for group in optimizer.param_groups for p in group["params"]}
+    assert decays == {2: 0.3, 1: 0.0}
+
+
+def test_the_peak_is_of_the_phase_with_the_most() -> None:
+    dense, half, tail = (Planner(Subject(SIZE, block), STUDY).peak_bytes for block in (None, HALF, TAIL))
+    assert half < dense == tail
+    assert Planner(Subject(SIZE, rows=16), STUDY).peak_bytes > dense
+
+
+def test_assignments_go_with_the_seed() -> None:
+    hashes = {next(Planner(Subject(block=HALF), Study(), seed).plans(1))[1].hash for seed in range(3)}
+    assert len(hashes) == 3
+
+
+def test_cells_of_another_text_or_study_are_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = [identity(CELL, STUDY, Subject(SIZE))]
+    found.append(identity(CELL, replace(STUDY, num_validation_rows=5), Subject(SIZE)))
+    found.append(identity(CELL, STUDY, Subject(SIZE, rows=1)))
+    monkeypatch.setattr(cell_module, "corpus_of", lambda *_: CORPUS)
+    found.append(identity(CELL, STUDY, Subject(SIZE)))
+    assert all(one != other for index, one in enumerate(found) for other in found[:index])
+    assert identity(CELL, replace(STUDY, learning_rate=1.0), Subject(SIZE)) == found[-1]
