@@ -31,5 +31,6 @@ def of_one_rate(cells: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     found: list[dict[str, Any]] = []
     for (study, subject, _), by_rate in groups.items():
         tuned = tuned_rate(cells, study, subject)
-        found += by_rate[tuned] if tuned in by_rate else max(by_rate.values(), key=len)
+        most = max(by_rate.values(), key=len)
+        found += by_rate[tuned] if tuned in by_rate else most
     return found

@@ -10,7 +10,7 @@ import pytest
 from benchmarks.learning_study import main
 from benchmarks.study.rates import TUNING_SEED, of_one_rate, tuned_rate
 from benchmarks.tables.learning import Figures, difference, few_data, learning, mean_and_error, rates
-from benchmarks.tables.plot_learning import Point, at_budget, curve, over_tokens, plot_learning
+from benchmarks.tables.plot_learning import Point, at_budget, over_lengths, over_tokens, plot_learning
 
 TINY, SMALL, LARGE = {"width": 4, "depth": 0}, {"width": 8, "depth": 1}, {"width": 8, "depth": 2}
 
@@ -126,21 +126,15 @@ def test_a_cell_counts_at_its_tuned_rate() -> None:
 def test_points_of_the_plot(tmp_path: Path) -> None:
     figures = Figures.of(RESULT, "text")
     sizes = at_budget(figures, figures.subjects(dense=True), 100, "parameters")
-    assert [(point.x, point.label) for point in sizes] == [(0.0, "0"), (1e6, "1"), (2e6, "2")]
+    assert [point.x for point in sizes] == [0.0, 1e6, 2e6]
     assert [point.loss for point in sizes] == pytest.approx([2.5, 1.95, 2.1])
     assert [point.error for point in sizes] == pytest.approx([0.0, 0.05, 0.1])
-    assert at_budget(figures, ["better"], 100, "peak_bytes") == [Point(3.0, 1.7, 0.0, "better")]
+    assert at_budget(figures, ["better"], 100, "peak_bytes") == [Point(3.0, 1.7, 0.0)]
     assert at_budget(figures, ["better"], 200, "peak_bytes") == []
-    assert [(point.x, point.label) for point in over_tokens(figures, "method")] == [(2e6, "100")]
+    assert [point.x for point in over_tokens(figures, "method")] == [2e6]
+    assert [point.x for point in over_lengths(figures, "method")] == [100.0]
     plot_learning(RESULT, tmp_path / "figures" / "learning.png")
     assert (tmp_path / "figures" / "learning.png").stat().st_size > 10_000
-
-
-def test_curves_are_means_over_seeds() -> None:
-    points = [[{"step": 5, "loss": loss + 1}, {"step": 10, "loss": loss}] for loss in (2.0, 2.5)]
-    found = [cell("dense 2", seed, 2.0, steps=10, curve=own) for seed, own in enumerate(points)]
-    shorter = cell("dense 2", 0, 3.0, steps=2, budget=20, curve=[{"step": 2, "loss": 3.0}])
-    assert curve(Figures([*found, shorter]), "dense 2") == ([0.5, 1.0], [3.25, 2.25])
 
 
 @pytest.mark.parametrize(
