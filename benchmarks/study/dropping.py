@@ -41,7 +41,7 @@ class Dropping:
             layer: from 0.
             progress: share of the run that is over.
         """
-        if progress >= self.until:
+        if self.until <= progress < 1:
             return 0.0
         if self.kind == "branch":
             return self.rate

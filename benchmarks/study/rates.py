@@ -30,7 +30,6 @@ def of_one_rate(cells: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
             groups.setdefault(place, {}).setdefault(cell["rate"], []).append(dict(cell))
     found: list[dict[str, Any]] = []
     for (study, subject, _), by_rate in groups.items():
-        tuned = tuned_rate(cells, study, subject)
         most = max(by_rate.values(), key=len)
-        found += by_rate[tuned] if tuned in by_rate else most
+        found += by_rate.get(tuned_rate(cells, study, subject) or 0.0, most)
     return found
