@@ -60,7 +60,9 @@ def identity(cell: Cell, study: Study, subject: Subject) -> dict[str, Any]:
     """All that decides a cell's figures, but for the code: a cell of another one has to be done again."""
     corpus = corpus_of(study.corpus, study.train_bytes)
     text = {"bytes": len(corpus.train), "sha256": digest_of(corpus)}
-    return {**cell.to_dict(), "described": subject.described(), "settings": study.described(), "text": text}
+    described = subject.described()
+    described["size"]["initial_deviation"] = round(subject.size.initial_deviation, 6)
+    return {**cell.to_dict(), "described": described, "settings": study.described(), "text": text}
 
 
 def run(cell: Cell, study: Study, subject: Subject, resources: Resources = _ON_THE_CPU) -> dict[str, Any] | None:
