@@ -67,7 +67,10 @@ def cells(sizes: Sequence[str], select: str, *, rows: int, sequence: int) -> Ite
         for subject in SUBJECTS
         for checkpointing in (False, True)
     ]
-    chosen = [cell for cell in everything if re.search(select, cell.name)]
+    try:
+        chosen = [cell for cell in everything if re.search(select, cell.name)]
+    except re.error as error:
+        raise ValueError(f"--select {select!r} is no regular expression: {error}") from None
     if not chosen:
         raise ValueError(f"--select {select!r} is in no name such as {everything[0].name!r} or {everything[-1].name!r}")
     yield from chosen

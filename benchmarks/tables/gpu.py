@@ -22,7 +22,8 @@ def sizes(result: Result) -> str:
         rows.append(row)
     heads = [f"{name}{', checkpointing' * again}" for again in (False, True) for name in _HEADS]
     shapes = {f"{cell['rows']} x {cell['sequence']}" for cell in cells.values()}
-    caption = f"{_devices(result)}, rank 3 of 8, micro-batches of {', '.join(sorted(shapes))} tokens:"
+    caption = f"{_devices(result)}, rank 3 of 8, micro-batches of {', '.join(sorted(shapes))} tokens; "
+    caption += "weights of DDP and FSDP2 in fp32, of all others in bf16:"
     return f"{caption}\n\n" + table(["model", "", *heads], rows)
 
 

@@ -45,7 +45,7 @@ def test_sizes_with_and_without_checkpointing_are_in_a_row() -> None:
     large = {key: CELL[key] for key in ("rows", "sequence", "size", "checkpointing")}
     large |= {"subject": "DDP", "not_measured": "out of memory", "largest": None, "device": "H100"}
     text = gpu.sizes({"device": "H100", "results": [CELL, other, large]})
-    assert text.startswith("H100 and L4, rank 3 of 8, micro-batches of 4 x 2048 tokens:")
+    assert text.startswith("H100 and L4, rank 3 of 8, micro-batches of 4 x 2048 tokens; ")
     first = ["1B", "forward x block, C = 1/2", "250.0", "0.46", "3.0", "0, 7, -", "250.0", "", "", ""]
     assert rows(text) == [first, ["1B", "DDP", "too large", *[""] * 7]]
 

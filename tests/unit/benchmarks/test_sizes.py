@@ -173,6 +173,8 @@ def test_cells_are_chosen_by_name() -> None:
     assert named[0] == "1B, forward x block, C=0.25"
     with pytest.raises(ValueError, match="is in no name such as '134M, DDP'"):
         list(cells(["134M"], "nothing", rows=4, sequence=8))
+    with pytest.raises(ValueError, match=r"'\(' is no regular expression"):
+        list(cells(["134M"], "(", rows=4, sequence=8))
     with pytest.raises(ValueError, match=r"no 2B\.json"):
         read_shape("2B")
 
