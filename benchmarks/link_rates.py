@@ -3,15 +3,15 @@
     sudo env PATH="$PATH" benchmarks/namespaces.sh benchmarks/link_rates.py --output ...
 
 Each rank sends the same number of bytes in all of them. "Late": the ranks come to it one after the other, in turn, as
-they do in a training step; the time is that from the last one's arrival. A line through the medians gives seconds per
-collective (alpha) and bytes per second (beta), which predict_links.py takes.
+they do in a training step; the time is that from the last one's arrival. A line through the medians of messages that
+are large beside the burst of namespaces.sh gives seconds per collective (alpha) and bytes per second (beta), which
+predict_links.py and the tables take (common/links.py).
 """
 
 from __future__ import annotations
 
 import argparse
 import os
-import statistics
 import sys
 import time
 from collections.abc import Callable
@@ -22,8 +22,9 @@ import torch
 import torch.distributed as dist
 
 sys.path.insert(0, str(Path(__file__).parents[1]))  # the repository's root
-from benchmarks.common.links import fitted
+from benchmarks.common.links import lines_of
 from benchmarks.common.ranks import gather, option_parser, run, show
+from benchmarks.systems.options import refusing
 from sdp_deepspeed.distributed.receive_first import ReceiveFirst
 
 LATE = ", a rank late"  # ends the names of those to which one rank comes later
@@ -85,6 +86,8 @@ def timed(call: Callable[[], None], *, number: int, late: float) -> float:
 
 
 def measure(arguments: argparse.Namespace) -> dict[str, Any]:
+    with refusing():
+        lines_of({"--sizes": {size: [1.0] for size in arguments.sizes}})
     seconds: dict[str, dict[int, list[float]]] = {}
     for repeat in range(arguments.repeats + 1):
         for name, make in primitives().items():
@@ -93,8 +96,7 @@ def measure(arguments: argparse.Namespace) -> dict[str, Any]:
                     taken = timed(make(num_bytes), number=repeat, late=late)
                     of_size = seconds.setdefault(name + LATE * bool(late), {}).setdefault(num_bytes, [])
                     of_size += [taken] * bool(repeat)  # the first one warms up
-    lines = {name: fitted({n: statistics.median(values) for n, values in of.items()}) for name, of in seconds.items()}
-    for name, link in lines.items():
+    for name, link in lines_of(seconds).items():
         show(f"{name}: {1e3 * link.latency:.2f} ms and {link.bandwidth / 1e6:.1f} MB/s")
     return {
         "what": "link_rates",
@@ -103,13 +105,14 @@ def measure(arguments: argparse.Namespace) -> dict[str, Any]:
         "link": os.environ.get("SDP_LINK_RATE"),
         "arguments": vars(arguments),
         "seconds": seconds,
-        "lines": {name: {"alpha": link.latency, "beta": link.bandwidth} for name, link in lines.items()},
     }
 
 
 def main() -> None:
     parser = option_parser(__doc__)
-    parser.add_argument("--sizes", type=int, nargs="+", default=[2**16, 2**18, 2**20, 2**22], help="bytes sent")
+    parser.add_argument(
+        "--sizes", type=int, nargs="+", default=[2**n for n in (16, 18, 20, 21, 22, 23)], help="bytes sent"
+    )
     parser.add_argument("--repeats", type=int, default=10)
     parser.add_argument("--late", type=float, default=0.003, help="seconds that the late rank waits")
     run(parser, measure)

@@ -9,8 +9,10 @@ them. The others are rings: DDP all-reduces gradients (twice a reduce-scatter's 
 weights on top; ZeRO-3 and FSDP2 scatter gradients and gather weights twice. A node's link to others carries what one
 rank of a ring sends.
 
-The check takes alpha and beta of each collective from link_rates.py, a step without a slow link and the calls and bytes
-of a step from step_time.py, and predicts what step_time.py measured over slow links.
+There are two checks against what step_time.py measured. With one rank on each of two nodes: a step without a slow link,
+its calls and bytes as counted, and alpha and beta of each collective from link_rates.py, give the step over a slow
+link. With four ranks on each: the bytes between nodes, as counted from plans and rings here, beside the link's own
+counter, and what a slower link adds to a step for them.
 """
 
 from __future__ import annotations
@@ -19,7 +21,7 @@ import argparse
 import json
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict
 from functools import cache
 from pathlib import Path
 from statistics import median
@@ -29,17 +31,11 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 sys.path.insert(0, str(Path(__file__).parents[1]))  # the repository's root
-from benchmarks.common.links import Link
+from benchmarks.common.links import Link, lines_of, rate
 from benchmarks.common.provenance import write_result
-from sdp_deepspeed.config import KEY, parse
-from sdp_deepspeed.estimate.formulas import sent_per_parameter
+from benchmarks.common.traffic import Traffic, exchanged, rings
+from sdp_deepspeed.config import KEY
 from sdp_deepspeed.estimate.precision import Precision
-from sdp_deepspeed.exchange.routes import routes_back
-from sdp_deepspeed.layout.buckets import build_buckets, build_segments, default_bucket_elements
-from sdp_deepspeed.layout.nodes import Nodes
-from sdp_deepspeed.plan.placement import Network
-from sdp_deepspeed.plan.planner import plan_model
-from sdp_deepspeed.plan.tensors import dense_tensors
 
 ROOT = Path(__file__).parents[1]
 RANKS_PER_NODE, SUBNETWORKS = 8, 8
@@ -63,64 +59,11 @@ LINES = {
 }
 
 
-@dataclass(frozen=True)
-class Traffic:
-    """Of one step.
-
-    Args:
-        inside: bytes that the GPU with the most sends inside its node.
-        between: bytes that the node with the most sends to others.
-        num_inside, num_between: collectives.
-    """
-
-    inside: float
-    between: float
-    num_inside: int
-    num_between: int
-
-    def levels(self, between: Link | None) -> tuple[float, float]:
-        """Seconds inside nodes and between them."""
-        return (
-            INSIDE.seconds(self.inside, self.num_inside),
-            between.seconds(self.between, self.num_between) if between else 0.0,
-        )
-
-
-def exchanged(model: torch.nn.Module, num_gpus: int, coverage: float, ranks_per_node: int) -> Traffic:
-    """What the exchange sends in a step with one micro-step, with `SUBNETWORKS` subnetworks; of the first node."""
-    block = parse({KEY: {"coverage": coverage, "subnetworks": min(SUBNETWORKS, num_gpus)}})
-    assert block is not None
-    labels = [rank // ranks_per_node for rank in range(num_gpus)]
-    plan, _ = plan_model(model, block, num_gpus, Network(tuple(labels), PRECISION.wire, PRECISION.weights))
-    tensors = [replace(info, group=0) for info in dense_tensors(model) if info.kind == "parameter"]
-    nodes, limit = Nodes.of(labels), default_bucket_elements(tensors, plan)
-    segments = build_segments(tensors, plan, max_elements=limit, nodes=nodes)
-    buckets = build_buckets(segments, nodes, max_elements=limit)
-    sent = {rank: [0, 0] for rank in nodes.ranks[0][:RANKS_PER_NODE]}  # between nodes, and inside
-    calls = [0, 0]
-    for rank in sent:
-        calls = [0, 0]
-        for bucket in buckets:
-            for level, route in enumerate(routes_back(bucket, rank, nodes, "holders")):
-                there, back = route.received.num_elements, route.sent.num_elements  # gradients go the way backward
-                sent[rank][level] += there * PRECISION.wire + back * PRECISION.weights
-                calls[level] += 2 * route.is_needed
-    between, inside = sum(of[0] for of in sent.values()), max(of[1] for of in sent.values())
-    return Traffic(inside, between, calls[1], calls[0])
-
-
-_exchanged = cache(exchanged)
-
-
-def rings(num_parameters: int, num_gpus: int, num_layers: int) -> dict[str, Traffic]:
-    """Of the others: a ring that goes once through each node crosses its link with what one rank sends."""
-    both_ways = sent_per_parameter(num_gpus, 1.0, PRECISION)["ZeRO-1"] * num_parameters  # gradients there, weights back
-    num_buckets = -(-num_parameters * PRECISION.wire // 2**25)  # of 32 MB
-    return {
-        "DDP": Traffic(both_ways, both_ways, num_buckets, num_buckets),
-        "ZeRO-1, ZeRO-2": Traffic(1.5 * both_ways, 1.5 * both_ways, 2 * num_buckets, 2 * num_buckets),
-        "ZeRO-3, FSDP2": Traffic(1.5 * both_ways, 1.5 * both_ways, 3 * num_layers, 3 * num_layers),
-    }
+@cache
+def _exchanged(model: torch.nn.Module, num_gpus: int, coverage: float, ranks_per_node: int) -> Traffic:
+    """Several networks ask for each."""
+    block = {"coverage": coverage, "subnetworks": min(SUBNETWORKS, num_gpus)}
+    return exchanged(model, block, num_gpus, ranks_per_node=ranks_per_node, precision=PRECISION)
 
 
 def compute_seconds(shape: Mapping[str, Any], num_parameters: int, coverage: float) -> float:
@@ -129,6 +72,14 @@ def compute_seconds(shape: Mapping[str, Any], num_parameters: int, coverage: flo
     body = num_parameters - 2 * head  # without embeddings, which are looked up
     scores = 3.5 * 4 * LENGTH * shape["hidden_size"] * shape["num_hidden_layers"]  # forward, and backward 2.5 times
     return TOKENS * (coverage * (6 * body + scores) + 6 * head) / FLOPS_PER_SECOND
+
+
+def seconds_on_levels(traffic: Traffic, between: Link | None) -> tuple[float, float]:
+    """Inside nodes and between them."""
+    return (
+        INSIDE.seconds(traffic.inside, traffic.num_inside),
+        between.seconds(traffic.between, traffic.num_between) if between else 0.0,
+    )
 
 
 def predicted(shape: Mapping[str, Any]) -> list[dict[str, Any]]:
@@ -141,15 +92,16 @@ def predicted(shape: Mapping[str, Any]) -> list[dict[str, Any]]:
     rows = []
     for num_gpus in NUM_GPUS:
         several = RANKS_PER_NODE if num_gpus > RANKS_PER_NODE else 1
-        others = rings(num_parameters, num_gpus, shape["num_hidden_layers"])
+        others = rings(num_parameters, num_gpus, num_layers=shape["num_hidden_layers"], precision=PRECISION)
         for name, between in BETWEEN.items():
             systems = {
-                system: _figures(dense, max(traffic.levels(between)), traffic) for system, traffic in others.items()
+                system: _figures(dense, max(seconds_on_levels(traffic, between)), traffic)
+                for system, traffic in others.items()
             }
             for coverage in COVERAGES:
                 traffic = _exchanged(model, num_gpus, coverage, several if between else num_gpus)
                 compute = compute_seconds(shape, num_parameters, coverage)
-                systems[f"sdp C={coverage:g}"] = _figures(compute, sum(traffic.levels(between)), traffic)
+                systems[f"sdp C={coverage:g}"] = _figures(compute, sum(seconds_on_levels(traffic, between)), traffic)
             rows.append({"gpus": num_gpus, "between": name, "systems": systems})
     return rows
 
@@ -166,7 +118,7 @@ def checked(measured: Mapping[str, Any], rates: Mapping[str, Any], fast: Mapping
         rates: of link_rates.py over the same.
         fast: of step_time.py without a slow link.
     """
-    links = {name: Link(line["alpha"], line["beta"]) for name, line in rates["lines"].items()}
+    links = lines_of(rates["seconds"])
     found = {}
     for name, seconds in fast["seconds"].items():
         if name in measured["seconds"]:
@@ -178,6 +130,36 @@ def checked(measured: Mapping[str, Any], rates: Mapping[str, Any], fast: Mapping
                 "without link": median(seconds),
             }
     return {"link": measured["link"], "steps": found}
+
+
+def checked_between_nodes(fast: Mapping[str, Any], slow: Mapping[str, Any]) -> dict[str, Any]:
+    """Several ranks on each of two nodes: bytes that cross between these, and by how much a step is longer over the
+    slower link (medians), predicted from these bytes alone and measured.
+
+    Args:
+        fast, slow: of step_time.py over two rates.
+    """
+    shape = {key: value for key, value in fast["model"].items() if key != "num_parameters"}
+    with torch.device("meta"):
+        model = LlamaForCausalLM(LlamaConfig(**shape))
+    num_parameters = sum(parameter.numel() for parameter in model.parameters())
+    layers, precision = shape["num_hidden_layers"], Precision.of("fp32")
+    rings_of = rings(num_parameters, fast["ranks"], num_layers=layers, precision=precision)["ZeRO-1, ZeRO-2"]
+    slower = 1 / rate(slow["link"]) - 1 / rate(fast["link"])
+    found = {}
+    for name, config in fast["configs"].items():
+        traffic = rings_of
+        if KEY in config:
+            traffic = exchanged(
+                model, config[KEY], fast["ranks"], ranks_per_node=fast["ranks_per_node"], precision=precision
+            )
+        longer = median(slow["seconds"][name]) - median(fast["seconds"][name])
+        measured = {"bytes": fast["link_bytes"][name][0], "longer": longer}
+        found[name] = {
+            "predicted": {"bytes": traffic.between, "longer": traffic.between * slower},
+            "measured": measured,
+        }
+    return {"links": [fast["link"], slow["link"]], "steps": found}
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -206,6 +188,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     }
     rows = predicted(shape)
     result = {"what": "predicted_links", "model": shape, "facts": facts, "predicted": rows, "checks": checks}
+    result["between_nodes"] = checked_between_nodes(read("between_nodes"), read("between_nodes_250_mbit"))
     write_result(options.output, {**result, "arguments": {"model": options.model.stem, "measured": options.measured}})
 
 

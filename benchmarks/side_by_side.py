@@ -12,7 +12,6 @@ fewest bytes are (bounds.py). Each group is written when it is done, and a run g
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import re
 import sys
@@ -25,13 +24,12 @@ sys.path.insert(0, str(Path(__file__).parents[1]))  # the repository's root
 from benchmarks.common.device import device_name
 from benchmarks.common.models import num_parameters
 from benchmarks.common.provenance import provenance, write_result
-from benchmarks.common.ranks import gather, run, show
+from benchmarks.common.ranks import run, show
+from benchmarks.common.resuming import found_before, lasting
 from benchmarks.systems.group import measure
 from benchmarks.systems.options import MODELS, parser_of, refusing, setting_of
 from benchmarks.systems.subjects import BASELINE, STAGES, groups, possible
 from sdp_deepspeed.config import MODES
-
-_OF_THIS_CALL = ("output", "local_rank", "only")  # a run with others of these goes on with the same figures
 
 
 def facts(arguments: argparse.Namespace) -> dict[str, Any]:
@@ -44,32 +42,15 @@ def facts(arguments: argparse.Namespace) -> dict[str, Any]:
         "model": model | {"num_parameters": num_parameters(model)},
         "sequence_length": arguments.sequence,
         "device": device_name(),
-        "arguments": {name: value for name, value in vars(arguments).items() if name not in _OF_THIS_CALL},
+        "arguments": lasting(arguments, besides=("only",)),
     }
-
-
-def done_before(path: Path, of_this_run: dict[str, Any]) -> dict[str, Any]:
-    """Groups that the file has, on all ranks.
-
-    Raises:
-        ValueError: they are of another run; on all ranks.
-    """
-    found: dict[str, Any] = {}
-    if dist.get_rank() == 0 and path.is_file():
-        found = json.loads(path.read_text(encoding="utf-8"))
-    found = gather(found)[0]
-    others = [name for name, value in of_this_run.items() if found and found.get(name) != json.loads(json.dumps(value))]
-    if others:
-        raise ValueError(f"{path} is of a run with another {', '.join(others)}: name another file, or remove this one")
-    groups_done: dict[str, Any] = found.get("groups", {})
-    return groups_done
 
 
 def measure_groups(arguments: argparse.Namespace) -> dict[str, Any]:
     """All groups that the output does not have yet."""
     of_this_run, path = facts(arguments), Path(arguments.output)
     with refusing():
-        done = done_before(path, of_this_run)
+        done: dict[str, Any] = found_before(path, of_this_run).get("groups", {})
     setting = setting_of(arguments, arguments.micro_batch)
     modes = [mode for mode in MODES if str(mode) in arguments.modes]
     coverages = possible(arguments.coverages, dist.get_world_size())

@@ -1,4 +1,4 @@
-"""How long until a dense loss is reached over a slow link? Subnetworks beside plain ZeRO, by the clock.
+"""How long until a dense loss is reached over a slow link? Subnetworks beside plain ZeRO and DDP, by the clock.
 
     sudo env PATH="$PATH" NODES=4 benchmarks/namespaces.sh benchmarks/time_to_loss.py --seeds 0 1 \
         --output benchmarks/results/time_to_loss_1_gbit.json
@@ -6,16 +6,17 @@
 Llamas over bytes of the standard library's Python files. Everybody reads the same text in the same order and steps at
 stages 1 or 2. At C = 1/2 subnetworks are trained in the first half of the steps and the whole model in the second, with
 a third more steps, and a model of half the depth makes twice the steps: about as many operations. The clock stops while
-the dense model is evaluated, on text that is not trained on. What the output has already is not done again.
+the dense model is evaluated, on text that is not trained on. Runs come one after the other, so a machine that is busier
+in some of them shows. What the output has already is not done again.
 """
 
 from __future__ import annotations
 
 import argparse
 import itertools
-import json
 import os
 import sys
+from contextlib import nullcontext
 from dataclasses import dataclass
 from fractions import Fraction
 from pathlib import Path
@@ -24,16 +25,20 @@ from typing import Any
 import deepspeed
 import torch
 import torch.distributed as dist
+from deepspeed.runtime.lr_schedules import WarmupCosineLR
 from transformers import LlamaConfig, LlamaForCausalLM
 
 sys.path.insert(0, str(Path(__file__).parents[1]))  # the repository's root
 from benchmarks.common.contestants import Contestant
-from benchmarks.common.device import seconds
+from benchmarks.common.device import device_name, seconds
 from benchmarks.common.models import SMALL, num_parameters
-from benchmarks.common.provenance import write_result
+from benchmarks.common.provenance import provenance, write_result
 from benchmarks.common.ranks import option_parser, show
 from benchmarks.common.ranks import run as run_on_ranks
+from benchmarks.common.resuming import found_before, lasting
 from benchmarks.study.text import VOCABULARY, read_corpus, training_rows, validation_rows
+from benchmarks.systems.options import refusing
+from benchmarks.systems.plain import CLIPPING, PlainEngine, in_ddp
 from sdp_deepspeed.config import KEY, Mode
 
 LENGTH = 128
@@ -52,18 +57,24 @@ class Run:
     """Who trains.
 
     Args:
+        contestant: None for DDP.
         steps: as a share of plain ZeRO's.
         half_until: share of the steps in which half of the units are held, before all are; None: all steps are alike.
         num_layers: of the model.
     """
 
-    contestant: Contestant
+    contestant: Contestant | None
     steps: Fraction = Fraction(1)
     half_until: float | None = None
     num_layers: int = SHAPE["num_hidden_layers"]
 
+    @property
+    def shape(self) -> dict[str, Any]:
+        return SHAPE | {"num_hidden_layers": self.num_layers}
+
 
 RUNS = {
+    "DDP": Run(None),
     "zero1": Run(Contestant(1)),
     "zero2": Run(Contestant(2)),
     "zero2, half the depth": Run(Contestant(2), Fraction(2), num_layers=SHAPE["num_hidden_layers"] // 2),
@@ -72,22 +83,41 @@ RUNS = {
 }
 
 
+def warm_up(num_steps: int) -> dict[str, Any]:
+    """Of the learning rate, by the names of DeepSpeed's WarmupCosineLR."""
+    return {"total_num_steps": num_steps, "warmup_num_steps": max(2, num_steps // 20), "warmup_min_ratio": 0.0}
+
+
 def config_of(run: Run, num_steps: int, options: argparse.Namespace) -> dict[str, Any]:
     """DeepSpeed's; all overlap communication where they can."""
     contestant = run.contestant
+    assert contestant is not None
     config = contestant.config("fp32", bucket=int(options.bucket), overlap=contestant.stage == 2)
-    warm_up = {"total_num_steps": num_steps, "warmup_num_steps": max(2, num_steps // 20), "warmup_min_ratio": 0.0}
     config |= {
         "train_micro_batch_size_per_gpu": options.micro_batch,
-        "gradient_clipping": 1.0,
+        "gradient_clipping": CLIPPING,
         "optimizer": {"type": "AdamW", "params": {"lr": options.rate, "torch_adam": True, "fused": False}},
-        "scheduler": {"type": "WarmupCosineLR", "params": warm_up},
+        "scheduler": {"type": "WarmupCosineLR", "params": warm_up(num_steps)},
     }
     if run.half_until is not None:
         del config[KEY]["coverage"]
         phases = [{"until": run.half_until, "coverage": 0.5}, {"coverage": 1.0}]
         config[KEY] |= {"schedule": phases, "total_steps": num_steps}
     return config
+
+
+def engine_of(run: Run, seed: int, num_steps: int, options: argparse.Namespace) -> Any:
+    """On a fresh model, the same on all ranks; a collective."""
+    torch.manual_seed(seed)
+    model = LlamaForCausalLM(LlamaConfig(**run.shape))
+    if run.contestant is not None:
+        config = config_of(run, num_steps, options)
+        engine, *_ = deepspeed.initialize(model=model, model_parameters=model.parameters(), config=config)
+        return engine
+    optimizer = torch.optim.AdamW(model.parameters(), lr=options.rate, fused=False)
+    scheduler = WarmupCosineLR(optimizer, **warm_up(num_steps))
+    runs = in_ddp(model, bucket=int(options.bucket))
+    return PlainEngine(model, runs, optimizer, stage=0, autocast=nullcontext(), scheduler=scheduler)
 
 
 @torch.no_grad()
@@ -104,11 +134,8 @@ def dense_loss(engine: Any, rows: torch.Tensor) -> float:
 
 def curve(name: str, seed: int, options: argparse.Namespace) -> dict[str, Any]:
     """Steps, seconds of training and loss of the dense model, at each evaluation; a collective."""
-    run, num_steps = RUNS[name], int(options.steps * RUNS[name].steps)
-    torch.manual_seed(seed)
-    model = LlamaForCausalLM(LlamaConfig(**SHAPE | {"num_hidden_layers": run.num_layers}))
-    config = config_of(run, num_steps, options)
-    engine, *_ = deepspeed.initialize(model=model, model_parameters=model.parameters(), config=config)
+    num_steps = int(options.steps * RUNS[name].steps)
+    engine = engine_of(RUNS[name], seed, num_steps, options)
     text, size = read_corpus("stdlib"), dist.get_world_size()
     held_out = validation_rows(text.validation, options.validation, LENGTH)[:, :LENGTH]
     points, taken = [], 0.0
@@ -125,31 +152,35 @@ def curve(name: str, seed: int, options: argparse.Namespace) -> dict[str, Any]:
             points.append([step + 1, taken, dense_loss(engine, held_out)])
     show(f"seed {seed}, {name}: {points[-1]}")
     engine.destroy()
-    return {"name": name, "seed": seed, "steps": num_steps, "curve": points}
+    return {"name": name, "seed": seed, "steps": num_steps, "curve": points, "provenance": provenance()}
 
 
-def measure(options: argparse.Namespace) -> dict[str, Any]:
-    """All that is not in the output yet, which is written after each; a collective."""
-    output = Path(options.output)
-    results = json.loads(output.read_text(encoding="utf-8"))["results"] if output.exists() else []
-    done = {(row["name"], row["seed"]) for row in results}
-    found = {
+def facts(options: argparse.Namespace) -> dict[str, Any]:
+    """What all runs of a file have in common."""
+    return {
         "what": "time_to_loss",
         "ranks": dist.get_world_size(),
         "link": os.environ.get("SDP_LINK_RATE"),
         "ranks_per_node": int(os.environ.get("LOCAL_SIZE", "1")),
         "model": SHAPE | {"num_parameters": num_parameters(SHAPE)},
         "sequence_length": LENGTH,
-        "arguments": vars(options),
-        "results": results,
+        "device": device_name(),
+        "arguments": lasting(options, besides=("seeds", "only")),
     }
-    dist.barrier()  # nobody reads what another writes
+
+
+def measure(options: argparse.Namespace) -> dict[str, Any]:
+    """All that is not in the output yet, which is written after each; a collective."""
+    of_this_run, path = facts(options), Path(options.output)
+    with refusing():
+        results = found_before(path, of_this_run).get("results", [])
+    done = {(row["name"], row["seed"]) for row in results}
     for seed, name in itertools.product(options.seeds, options.only):
         if (name, seed) not in done:
             results.append(curve(name, seed, options))
             if dist.get_rank() == 0:
-                write_result(options.output, found)
-    return found
+                write_result(str(path), of_this_run | {"results": results})
+    return of_this_run | {"results": results}
 
 
 def main() -> None:

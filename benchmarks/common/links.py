@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 import itertools
+import statistics
 import threading
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
+
+# Bytes that namespaces.sh lets pass at once after a pause: a message of no more takes no time on the link.
+BURST = 128 * 1024
 
 
 @dataclass(frozen=True)
@@ -26,22 +31,60 @@ class Link:
         return num_collectives * self.latency + num_bytes / self.bandwidth
 
 
-def fitted(seconds: Mapping[int, float]) -> Link:
-    """The line through times by bytes that is least far from them in proportion, so that small messages count.
+def fitted(seconds: Mapping[int, float], *, above: int = 0) -> Link:
+    """The line through times by bytes that is least far from them in proportion, so that small messages count. Where it
+    would say that a collective ends before it begins, the line through the origin instead.
 
     Args:
-        seconds: of at least two sizes.
+        above: of larger sizes only.
+
+    Raises:
+        ValueError: there are not two sizes.
     """
-    weights = {num_bytes: 1 / value**2 for num_bytes, value in seconds.items()}
+    points = {num_bytes: value for num_bytes, value in seconds.items() if num_bytes > above}
+    if len(points) < 2:
+        raise ValueError(f"a line needs two sizes above {above} bytes, and got {sorted(seconds)}")
+    weights = {num_bytes: 1 / value**2 for num_bytes, value in points.items()}
     total = sum(weights.values())
     mean_bytes = sum(weight * num_bytes for num_bytes, weight in weights.items()) / total
-    mean_seconds = sum(weight * seconds[num_bytes] for num_bytes, weight in weights.items()) / total
-    spread = sum(weight * (num_bytes - mean_bytes) ** 2 for num_bytes, weight in weights.items())
+    mean_seconds = sum(weight * points[num_bytes] for num_bytes, weight in weights.items()) / total
+    slope = _slope(points, weights, mean_bytes, mean_seconds)
+    latency = mean_seconds - slope * mean_bytes
+    if latency < 0:
+        latency, slope = 0.0, _slope(points, weights, 0.0, 0.0)
+    return Link(latency, 1 / slope)
+
+
+def _slope(points: Mapping[int, float], weights: Mapping[int, float], bytes_at: float, seconds_at: float) -> float:
+    """Seconds per byte of the best line through one point."""
+    spread = sum(weight * (num_bytes - bytes_at) ** 2 for num_bytes, weight in weights.items())
     together = sum(
-        weight * (num_bytes - mean_bytes) * (seconds[num_bytes] - mean_seconds) for num_bytes, weight in weights.items()
+        weight * (num_bytes - bytes_at) * (points[num_bytes] - seconds_at) for num_bytes, weight in weights.items()
     )
-    slope = together / spread
-    return Link(max(0.0, mean_seconds - slope * mean_bytes), 1 / slope)
+    return together / spread
+
+
+def lines_of(seconds: Mapping[str, Mapping[Any, Sequence[float]]]) -> dict[str, Link]:
+    """Of each collective the line through its medians, of messages that are large beside the burst.
+
+    Args:
+        seconds: of link_rates.py; sizes may be keys of JSON.
+
+    Raises:
+        ValueError: a collective was not measured with two such sizes.
+    """
+    medians = {name: {int(n): statistics.median(values) for n, values in of.items()} for name, of in seconds.items()}
+    return {name: fitted(of, above=2 * BURST) for name, of in medians.items()}
+
+
+def rate(words: str) -> float:
+    """Bytes per second of a rate as tc takes it.
+
+    Args:
+        words: such as "1gbit" or "250mbit".
+    """
+    digits, unit = words[:-4], words[-4:]
+    return float(digits) * {"gbit": 1e9, "mbit": 1e6}[unit] / 8
 
 
 class LinkWatch:

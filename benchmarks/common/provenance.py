@@ -13,9 +13,9 @@ from sdp_deepspeed.atomic_files import write_text
 
 
 def provenance() -> dict[str, object]:
-    """Facts to keep beside raw figures. "dirty" says whether the tree had uncommitted changes; None like the commit
-    where the code was copied without its repository."""
-    commit, changes = _git("rev-parse", "HEAD"), _git("status", "--porcelain", "--untracked-files=no")
+    """Facts to keep beside raw figures. "dirty" says whether the tree had uncommitted changes, of other files than such
+    figures; None like the commit where the code was copied without its repository."""
+    commit, changes = _git("rev-parse", "HEAD"), _git("status", "--porcelain", "--untracked-files=no", "--", *_CODE)
     return {
         "commit": commit,
         "dirty": None if changes is None else bool(changes),
@@ -27,6 +27,7 @@ def provenance() -> dict[str, object]:
     }
 
 
+_CODE = (":/", ":(top,exclude)benchmarks/results")  # with the first result of several the others are not yet made
 _NO_FACTS = ("output", "plot", "local_rank")
 
 

@@ -28,6 +28,7 @@ class PlainEngine(torch.nn.Module):
         optimizer: torch's.
         stage: the ZeRO stage that it is most like, which tells where gradients are.
         autocast: what a forward pass runs in.
+        scheduler: of the learning rate, stepped after each step.
     """
 
     def __init__(
@@ -38,9 +39,10 @@ class PlainEngine(torch.nn.Module):
         *,
         stage: int,
         autocast: AbstractContextManager[object],
+        scheduler: Any = None,
     ) -> None:
         super().__init__()
-        self.module, self.runs, self.optimizer = module, runs, optimizer
+        self.module, self.runs, self.optimizer, self.scheduler = module, runs, optimizer, scheduler
         self._stage, self._autocast = stage, autocast
 
     @property
@@ -64,6 +66,8 @@ class PlainEngine(torch.nn.Module):
     def step(self) -> None:
         torch.nn.utils.clip_grad_norm_(self.module.parameters(), CLIPPING)
         self.optimizer.step()
+        if self.scheduler is not None:
+            self.scheduler.step()
 
     def destroy(self) -> None:
         """What it holds goes with it."""
@@ -80,11 +84,19 @@ def build_ddp(shape: Shape, precision: str, *, bucket: int, checkpointing: bool)
     model = _model(shape)
     if checkpointing:
         model.gradient_checkpointing_enable({"use_reentrant": False})
-    runs: torch.nn.Module = DistributedDataParallel(
-        model, gradient_as_bucket_view=True, broadcast_buffers=False, bucket_cap_mb=max(1, bucket * 4 // 2**20)
-    )
+    runs = in_ddp(model, bucket=bucket)
     autocast = torch.autocast(device().type, torch.bfloat16) if precision != "fp32" else nullcontext()
     return PlainEngine(model, runs, _adamw(model), stage=0, autocast=autocast)
+
+
+def in_ddp(model: torch.nn.Module, *, bucket: int) -> torch.nn.Module:
+    """
+    Args:
+        bucket: elements, in fp32.
+    """
+    return DistributedDataParallel(
+        model, gradient_as_bucket_view=True, broadcast_buffers=False, bucket_cap_mb=max(1, bucket * 4 // 2**20)
+    )
 
 
 def build_fsdp2(shape: Shape, precision: str) -> PlainEngine:

@@ -1,24 +1,22 @@
-"""Markdown tables of links: what collectives get out of one, predictions, and the time to a loss."""
+"""Markdown tables of links: what collectives get out of one, and predictions."""
 
 from __future__ import annotations
 
 import statistics
 from collections.abc import Mapping
-from typing import Any
 
+from benchmarks.common.links import lines_of
 from benchmarks.tables.markdown import Result, for_readers, per_repeat, table, with_spread
-
-TOLERANCE = 0.01  # nats above what ZeRO-2 ends with that count as reached: an evaluation's noise
 
 
 def link_rates(*results: Result) -> str:
     """Milliseconds that a collective takes by itself and bytes per second; a column for each link."""
+    lines = [lines_of(result["seconds"]) for result in results]
     rows = []
-    for name in results[0]["lines"]:
+    for name in lines[0]:
         cells = []
-        for result in results:
-            line = result["lines"][name]
-            cells += [f"{1e3 * line['alpha']:.2f}", f"{line['beta'] / 1e6:.1f}"]
+        for of_link in lines:
+            cells += [f"{1e3 * of_link[name].latency:.2f}", f"{of_link[name].bandwidth / 1e6:.1f}"]
         rows.append([name, *cells])
     heads = [head for result in results for head in (f"alpha, ms, {result['link']}", f"beta, MB/s, {result['link']}")]
     first = results[0]
@@ -90,49 +88,20 @@ def predicted_beside_measured(result: Result, fast: Result, *measured: Result) -
     return f"{fast['ranks']} ranks; seconds of a step:\n\n" + table(["", "without a slow link", *heads], rows)
 
 
-def time_to_loss(*results: Result) -> str:
-    """Seconds until the dense loss is that of ZeRO-2's end, mean over seeds, and as a share of ZeRO-2's."""
-    first = results[0]
-    heads = ["", "steps", "dense loss at the end"]
-    for result in results:
-        heads += [f"seconds, {result['link']}", "share"]
+def predicted_between_nodes(result: Result) -> str:
+    """Of nodes with several ranks: bytes between them, and by how much the slower link makes a step longer."""
+    check = result["between_nodes"]
     rows = []
-    every = {(run["name"], run["seed"]): run for result in results for run in result["results"]}  # losses are the same
-    for name in dict.fromkeys(name for name, _ in every):
-        runs = [run for (own, _), run in every.items() if own == name]
-        losses = [run["curve"][-1][2] for run in runs]
-        cells = [for_readers(name), str(runs[0]["steps"]), f"{statistics.mean(losses):.3f}"]
-        for result in results:
-            cells += _until(result, name)
-        rows.append(cells)
-    seeds = sorted({seed for _, seed in every})
-    caption = (
-        f"{first['ranks']} nodes, {first['model']['num_parameters'] / 1e6:.2f}M parameters, batch "
-        f"{first['arguments']['micro_batch']} x {first['sequence_length']} per rank; mean of {len(seeds)} seeds; "
-        f"the loss is ZeRO-2's last of the same seed + {TOLERANCE}:"
-    )
-    return f"{caption}\n\n" + table(heads, rows)
-
-
-def _until(result: Result, name: str) -> list[str]:
-    """Mean seconds and share of ZeRO-2's; how many seeds got there, if not all."""
-    own, plain = (seconds_to_loss(result, which) for which in (name, "zero2"))
-    reached = [value for value in own.values() if value is not None]
-    if not own:
-        return ["", ""]
-    if not reached:
-        return ["not reached", ""]
-    shares = [value / base for seed, value in own.items() if value and (base := plain[seed])]
-    note = "" if len(reached) == len(own) else f" ({len(reached)} of {len(own)} seeds)"
-    return [f"{statistics.mean(reached):.1f}{note}", f"{statistics.mean(shares):.2f}"]
-
-
-def seconds_to_loss(result: Result, name: str) -> dict[int, float | None]:
-    """By seed: of the first evaluation at or below the loss; None if there is none."""
-    goals = {run["seed"]: run["curve"][-1][2] + TOLERANCE for run in result["results"] if run["name"] == "zero2"}
-    found: dict[int, float | None] = {}
-    for run in result["results"]:
-        if run["name"] == name and run["seed"] in goals:
-            points: list[Any] = run["curve"]
-            found[run["seed"]] = next((taken for _, taken, loss in points if loss <= goals[run["seed"]]), None)
-    return found
+    for name, step in check["steps"].items():
+        cells = []
+        for what, scale, digits in (("bytes", 1e6, 1), ("longer", 1, 2)):
+            predicted, measured = (step[which][what] for which in ("predicted", "measured"))
+            cells += [
+                f"{predicted / scale:.{digits}f}",
+                f"{measured / scale:.{digits}f}",
+                f"{predicted / measured:.2f}",
+            ]
+        rows.append([for_readers(name), *cells])
+    fast, slow = check["links"]
+    heads = ("", "MB each way, predicted", "measured", "ratio", "seconds more, predicted", "measured", "ratio")
+    return f"2 nodes of 4 ranks; a step over {slow} beside one over {fast}:\n\n" + table(heads, rows)

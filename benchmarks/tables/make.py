@@ -17,7 +17,7 @@ sys.path.insert(0, str(Path(__file__).parents[2]))  # the repository's root
 from benchmarks.tables.counts import collectives, faults, model_state, peak_memory
 from benchmarks.tables.gpu import bandwidth, sizes, steps, tests
 from benchmarks.tables.learning import learning_study
-from benchmarks.tables.links import link_rates, predicted_links, time_to_loss
+from benchmarks.tables.links import link_rates, predicted_links
 from benchmarks.tables.markdown import Result
 from benchmarks.tables.plots import draw_all
 from benchmarks.tables.readme import RESULTS, ROOT, filled, read
@@ -25,6 +25,7 @@ from benchmarks.tables.replans import replan_time
 from benchmarks.tables.similarity import similarity
 from benchmarks.tables.startup import startup, startup_time
 from benchmarks.tables.systems import growth, scaling, side_by_side
+from benchmarks.tables.time_to_loss import time_to_loss
 from benchmarks.tables.times import checkpoint_time, evaluation, host_time, step_time
 from benchmarks.tables.tokens import tokenize_speed
 

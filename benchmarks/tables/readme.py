@@ -9,13 +9,20 @@ from pathlib import Path
 
 from benchmarks.tables.counts import collectives, faults, model_state, peak_shares
 from benchmarks.tables.learning import few_data, learning, rates
-from benchmarks.tables.links import link_rates, one_way, predicted_beside_measured, predicted_links, time_to_loss
+from benchmarks.tables.links import (
+    link_rates,
+    one_way,
+    predicted_beside_measured,
+    predicted_between_nodes,
+    predicted_links,
+)
 from benchmarks.tables.markdown import Result
 from benchmarks.tables.replans import replan_time
 from benchmarks.tables.similarity import similarity
 from benchmarks.tables.startup import given_back, startup_side_by_side, startup_time
 from benchmarks.tables.summary import summary
 from benchmarks.tables.systems import growth, memory_and_bytes, scaling, times
+from benchmarks.tables.time_to_loss import time_to_loss
 from benchmarks.tables.times import between_nodes, checkpoint_time, evaluation, host_time, overlap, step_ratios
 from benchmarks.tables.tokens import tokenize_speed
 
@@ -57,6 +64,7 @@ BLOCKS = {
     "predicted-check": Block(
         predicted_beside_measured, ("predicted_links", "step_fast_link", "step_1_gbit", "step_100_mbit")
     ),
+    "predicted-between-nodes": Block(predicted_between_nodes, ("predicted_links",)),
     "predicted-links": Block(predicted_links, ("predicted_links",)),
     "time-to-loss": Block(time_to_loss, ("time_to_loss_1_gbit", "time_to_loss_100_mbit")),
     "between-nodes": Block(between_nodes, ("between_nodes", "between_nodes_250_mbit")),

@@ -89,15 +89,26 @@ def _share(result: Result, name: str) -> str:
 
 
 def overlap(*results: Result) -> str:
-    """Step time with overlap_comm as a share of that without, in the same repeat: median (quartiles)."""
+    """Step time with overlap_comm as a share of that without, in the same repeat: median (quartiles). Over a link both
+    as shares of plain DeepSpeed's too, with and without it alike."""
     caption, runs = _columns(results)
     shown = [{for_readers(name): seconds for name, seconds in result["seconds"].items()} for result in results]
+    baselines = [for_readers(result["baseline"]) for result in results]
+    linked = [bool(result.get("link")) for result in results]
+    heads = ["with overlap / without"]
+    for run, baseline, is_linked in zip(runs, baselines, linked, strict=True):
+        heads += [run, *[f"share of {baseline}'s, without", "with"] * is_linked]
     rows = []
     for name in shown[0]:
-        if name + OVERLAP in shown[0]:
-            pairs = [(seconds[name + OVERLAP], seconds[name]) for seconds in shown]
-            rows.append([name, *(with_spread(per_repeat(*pair)) for pair in pairs)])
-    return f"{caption}:\n\n" + table(["with overlap / without", *runs], rows)
+        if name + OVERLAP not in shown[0]:
+            continue
+        cells = [name]
+        for seconds, baseline, is_linked in zip(shown, baselines, linked, strict=True):
+            cells.append(with_spread(per_repeat(seconds[name + OVERLAP], seconds[name])))
+            ways = ("", OVERLAP) if is_linked else ()
+            cells += [_share_of_step(seconds, name + way, baseline + way) for way in ways]
+        rows.append(cells)
+    return f"{caption}:\n\n" + table(heads, rows)
 
 
 def checkpoint_time(result: Result) -> str:

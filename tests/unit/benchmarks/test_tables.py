@@ -98,6 +98,18 @@ def test_ratios_by_hand() -> None:
     assert overlaps[4:] == ["| ZeRO-1 | 0.50 (0.50 to 0.50) | 0.50 (0.50 to 0.50) |"]
 
 
+def test_overlap_over_a_link_by_hand() -> None:
+    """With overlap half of its own time without, and a quarter of the baseline's with it."""
+    seconds = {"zero1": [2.0] * 3, "sdp C=1": [1.0] * 3, "zero1, overlap": [2.0] * 3, "sdp C=1, overlap": [0.5] * 3}
+    lines = overlap(run_of(2, seconds) | {"link": "1gbit"}).splitlines()
+    assert lines[2] == "| with overlap / without | all ranks | share of ZeRO-1's, without | with |"
+    half, quarter = "0.50 (0.50 to 0.50)", "0.25 (0.25 to 0.25)"
+    assert lines[4:] == [
+        "| ZeRO-1 | 1.00 (1.00 to 1.00) | 1 | 1 |",
+        f"| forward x block, C = 1 | {half} | {half} | {quarter} |",
+    ]
+
+
 def test_replans_by_hand() -> None:
     """Steps are ratios of the same repeat: 2, 1 and 3."""
     sizes = {"sent_bytes": 3_000_000, "least_bytes": 2_500_000, "asked_bytes": 4_000}
