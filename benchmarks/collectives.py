@@ -4,7 +4,7 @@
 
 Models of few and of many layers. Each c10d call of a rank counts, those for scalars (norm, overflow) too. Two bucket
 sizes: larger than any of the models, and a share of each model, so that the number of buckets hardly depends on the
-number of layers either.
+number of layers either. Plain DeepSpeed is alone where so many ranks cannot have the coverage.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))  # the repository's root
 from benchmarks.common.contestants import Contestant, engine_of, everybody, train
 from benchmarks.common.models import NARROW, num_parameters
 from benchmarks.common.ranks import gather, option_parser, run, show
+from benchmarks.systems.subjects import possible
 from sdp_deepspeed.measure.traffic import TrafficCounter
 
 ONE_BUCKET = 4_000_000  # elements; more than any of the models has
@@ -46,10 +47,17 @@ def count_calls(contestant: Contestant, num_layers: int, share: int | None) -> d
     return {"name": contestant.name, "share": share, **facts, "ranks": gather(dict(counter.calls_by_operator))}
 
 
+def possible_contestants(coverage: float, num_ranks: int) -> list[Contestant]:
+    """Plain DeepSpeed alone where so many ranks cannot have that coverage."""
+    is_possible = bool(possible([coverage], num_ranks))
+    return [contestant for contestant in everybody(coverage) if contestant.mode is None or is_possible]
+
+
 def measure(arguments: argparse.Namespace) -> dict[str, Any]:
     results = []
     shares = (None, arguments.share)
-    for contestant, share, num_layers in itertools.product(everybody(arguments.coverage), shares, arguments.layers):
+    contestants = possible_contestants(arguments.coverage, dist.get_world_size())
+    for contestant, share, num_layers in itertools.product(contestants, shares, arguments.layers):
         row = count_calls(contestant, num_layers, share)
         show(f"{row['name']}, {num_layers} layers, bucket {row['bucket']}: {row['ranks'][0]}")
         results.append(row)

@@ -4,7 +4,8 @@
 
 Engines as a user builds them, on torch's fake process group: a collective returns at once, and what is received means
 nothing, so that DDP, which looks at it, cannot run. The model is narrow, so that a step is nearly all host time, the
-model's own included. Times are seconds of this thread, so that nothing else on the machine matters.
+model's own included. Times are seconds of this thread, in which waiting for others does not count. Beside a GPU it
+needs DS_ACCELERATOR=cpu, as it measures hosts.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).parents[1]))  # the repository's root
 from benchmarks.common.contestants import Contestant, train
+from benchmarks.common.device import device, device_name
 from benchmarks.common.models import NARROW
 from benchmarks.common.provenance import write_result
 from benchmarks.common.ranks import option_parser
@@ -87,7 +89,8 @@ def measure_all(arguments: argparse.Namespace) -> dict[str, Any]:
         row = results[-1]
         times = f"{row['building_seconds']:.2f} s to build, {1e3 * statistics.median(row['seconds']):.1f} ms"
         print(f"{row['name']}, {row['num_subnetworks']} subnetworks, {layers} layers: {times}", flush=True)
-    return {"what": "growth", "ranks": arguments.ranks, "model": NARROW, "results": results}
+    facts = {"what": "growth", "ranks": arguments.ranks, "model": NARROW, "device": device_name()}
+    return facts | {"results": results}
 
 
 def main() -> None:
@@ -96,6 +99,8 @@ def main() -> None:
     parser.add_argument("--layers", type=int, nargs="+", default=[8, 64])
     parser.add_argument("--repeats", type=int, default=9)
     arguments = parser.parse_args()
+    if device().type != "cpu":
+        parser.error(f"it measures the host, and {device_name()} is there: set DS_ACCELERATOR=cpu")
     write_result(arguments.output, measure_all(arguments) | {"arguments": vars(arguments)})
 
 

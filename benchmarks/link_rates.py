@@ -24,7 +24,7 @@ import torch.distributed as dist
 sys.path.insert(0, str(Path(__file__).parents[1]))  # the repository's root
 from benchmarks.common.links import lines_of
 from benchmarks.common.ranks import gather, option_parser, run, show
-from benchmarks.systems.options import refusing
+from benchmarks.common.refusing import refusing
 from sdp_deepspeed.distributed.receive_first import ReceiveFirst
 
 LATE = ", a rank late"  # ends the names of those to which one rank comes later
@@ -87,7 +87,7 @@ def timed(call: Callable[[], None], *, number: int, late: float) -> float:
 
 def measure(arguments: argparse.Namespace) -> dict[str, Any]:
     with refusing():
-        lines_of({"--sizes": {size: [1.0] for size in arguments.sizes}})
+        lines_of({"--sizes": {size: [float(size)] for size in arguments.sizes}})
     seconds: dict[str, dict[int, list[float]]] = {}
     for repeat in range(arguments.repeats + 1):
         for name, make in primitives().items():

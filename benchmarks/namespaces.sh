@@ -6,9 +6,9 @@
 #         --output benchmarks/results/overlap_1_gbit.json
 #
 # All arguments go to the benchmark. Environment: NODES (default 2), RANKS (in each node, default 1), RATE (of tc, default
-# 1gbit), SYSCTL (a setting of the kernel in each namespace, such as
-# net.ipv4.tcp_slow_start_after_idle=0), PYTHON (default python, with its ninja on the PATH), PORT. Needs iproute2. Nothing but the namespaces is touched, and they go away with
-# this script, however it ends.
+# 1gbit), SYSCTL (a setting of the kernel in each namespace, such as net.ipv4.tcp_slow_start_after_idle=0), PYTHON (default
+# python, with its ninja on the PATH), PORT. Needs iproute2. Nothing but the namespaces is touched, and they go away with this
+# script, however it ends.
 set -euo pipefail
 
 if [[ $EUID -ne 0 ]]; then

@@ -4,9 +4,9 @@
 #
 #     bash benchmarks/run.sh [cpu|gpu] [--quick] [--output FOLDER]
 #
-# Without cpu or gpu it takes the GPUs that torch finds. The raw figures go to runs/benchmarks, those of --quick (a small
-# model, few subjects and repeats) to runs/benchmarks_quick. Interrupted, it goes on where it was; what is finished is not
-# measured again. All of it takes about half an hour on two cores, which should have nothing else to do.
+# Without cpu or gpu it takes the GPUs that torch finds. The raw figures go to runs/benchmarks_cpu or _gpu, those of --quick
+# (a small model, few subjects and repeats) to runs/benchmarks_cpu_quick. Interrupted, it goes on where it was; what is
+# finished is not measured again, and a folder with figures of another device or of other settings is refused. All of it takes about half an hour on two cores, which should have nothing else to do.
 set -euo pipefail
 started_in=$PWD
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
@@ -34,8 +34,10 @@ while [ $# -gt 0 ]; do
   esac
   shift
 done
-folder=${folder:-runs/benchmarks${quick:+_quick}}
-if ! mkdir -p "$folder" 2>/dev/null || [ ! -w "$folder" ]; then refuse "--output: cannot write to $folder"; fi
+make_folder() {
+  if ! mkdir -p "$folder" 2>/dev/null || [ ! -w "$folder" ]; then refuse "--output: cannot write to $folder"; fi
+}
+[ -z "$folder" ] || make_folder
 source launch/_environment.sh "" # without an argument the sourced script would see ours
 
 gpus=$(python launch/_torch.py gpus)
@@ -44,6 +46,20 @@ if [ -z "$where" ]; then
 elif [ "$where" = gpu ] && [ "$gpus" -eq 0 ]; then
   refuse "gpu: there is no GPU that torch can use; cpu measures on the CPU"
 fi
+folder=${folder:-runs/benchmarks_$where${quick:+_quick}}
+make_folder
+device=CPU
+[ "$where" = cpu ] || device=$(python -c 'import torch; print(torch.cuda.get_device_name())')
+
+# What is in the folder is not measured again, so it must be of the same device and settings.
+settings="$device${quick:+, quick}"
+if [ -f "$folder/settings.txt" ]; then
+  before=$(cat "$folder/settings.txt")
+  [ "$before" = "$settings" ] || refuse "$folder has figures of $before, not of $settings: name another with --output"
+elif compgen -G "$folder/*_ranks.json" >/dev/null; then
+  refuse "$folder has figures without the settings.txt that says what they are of: name another with --output"
+fi
+echo "$settings" >"$folder/settings.txt"
 export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}"
 free_port() { python -c 'import socket; s = socket.socket(); s.bind(("127.0.0.1", 0)); print(s.getsockname()[1])'; }
 
@@ -103,7 +119,7 @@ for number in "${numbers[@]}"; do
   section "scaling_${number}_ranks" on_ranks "$number" benchmarks/scaling.py "${sizes[@]}"
 done
 for number in "${worlds[@]}"; do
-  section "growth_${number}_ranks" python benchmarks/growth.py --ranks "$number" "${shapes[@]}"
+  section "growth_${number}_ranks" env DS_ACCELERATOR=cpu python benchmarks/growth.py --ranks "$number" "${shapes[@]}"
 done
 section "collectives_${ranks}_ranks" on_ranks "$ranks" benchmarks/collectives.py "${shapes[@]}"
 

@@ -20,16 +20,17 @@ sys.path.insert(0, str(Path(__file__).parents[1]))  # the repository's root
 from benchmarks.common.contestants import Contestant
 from benchmarks.common.models import num_parameters
 from benchmarks.common.ranks import run, show
+from benchmarks.common.refusing import refusing
 from benchmarks.systems.group import measure
-from benchmarks.systems.options import MODELS, parser_of, refusing, setting_of
-from benchmarks.systems.subjects import Subject, possible
+from benchmarks.systems.options import MODELS, parser_of, setting_of
+from benchmarks.systems.subjects import BASELINE, Subject, possible
 from sdp_deepspeed.config import MODES
 
 
 def subjects(num_ranks: int) -> list[Subject]:
-    """Few: what is added by ranks is much the same for the others."""
+    """Few: what is added by ranks is much the same for the others. DDP is the fastest that holds the whole model."""
     ours = [Subject("DeepSpeed", Contestant(1, MODES[0], coverage)) for coverage in possible([1, 0.5], num_ranks)]
-    return [Subject("DeepSpeed", Contestant(1)), Subject("FSDP2"), *ours]
+    return [Subject(BASELINE), Subject("DeepSpeed", Contestant(1)), Subject("FSDP2"), *ours]
 
 
 def micro_batches(sequences: int, num_ranks: int) -> dict[str, int]:

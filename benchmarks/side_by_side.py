@@ -25,9 +25,10 @@ from benchmarks.common.device import device_name
 from benchmarks.common.models import num_parameters
 from benchmarks.common.provenance import provenance, write_result
 from benchmarks.common.ranks import run, show
+from benchmarks.common.refusing import refusing
 from benchmarks.common.resuming import found_before, lasting
 from benchmarks.systems.group import measure
-from benchmarks.systems.options import MODELS, parser_of, refusing, setting_of
+from benchmarks.systems.options import MODELS, parser_of, setting_of
 from benchmarks.systems.subjects import BASELINE, STAGES, groups, possible
 from sdp_deepspeed.config import MODES
 

@@ -7,6 +7,8 @@
     OMP_NUM_THREADS=1 deepspeed --num_gpus 2 benchmarks/step_time.py --optimizer Muon --stage 1 2 --output ...
     RANKS=4 benchmarks/namespaces.sh benchmarks/step_time.py --stage 2 1 --subnetworks 4 --knows-nodes --bucket 2e6 ...
 
+`--ddp` adds PyTorch's DDP without DeepSpeed, which sends the bytes of C = 1 and overlaps them always.
+
 With several stages each has its plain DeepSpeed; the last one's is the baseline of all. `--overlap` lets everybody run
 twice, without and with `overlap_comm`; benchmarks/namespaces.sh runs that over a slow link.
 
@@ -37,6 +39,8 @@ from benchmarks.common.flops import count_work
 from benchmarks.common.links import LinkWatch, use
 from benchmarks.common.models import SEQUENCE_LENGTH, SMALL, WIDE, num_parameters
 from benchmarks.common.ranks import gather, option_parser, run
+from benchmarks.common.refusing import refusing
+from benchmarks.systems.plain import build_ddp
 from sdp_deepspeed.config import MODES, Mode
 
 MODELS = {"small": SMALL, "wide": WIDE}
@@ -55,6 +59,7 @@ OPTIMIZERS: dict[str, dict[str, Any]] = {
     "Muon": {"optimizer": {"type": "Muon", "params": {"muon_lr": 0.02, "adam_lr": 1e-4, "torch_adam": True}}},
 }
 OVERLAP = ", overlap"  # ends the names of those that run with overlap_comm
+DDP = "DDP"
 
 
 def named_runs(arguments: argparse.Namespace) -> dict[str, tuple[Contestant, bool]]:
@@ -108,6 +113,17 @@ def config_of(contestant: Contestant, overlap: bool, arguments: argparse.Namespa
     }
 
 
+def build_plain(arguments: argparse.Namespace) -> Any:
+    """DDP, with the optimizer of all.
+
+    Raises:
+        ValueError: it is asked for more than one micro-step, or another optimizer.
+    """
+    if arguments.accumulation > 1 or arguments.optimizer != "AdamW":
+        raise ValueError("--ddp makes one micro-step with AdamW: leave out --accumulation and --optimizer, or --ddp")
+    return build_ddp(MODELS[arguments.model], "fp32", bucket=int(arguments.bucket), fused=False)
+
+
 def slowest(engine: Any, batch: torch.Tensor) -> float:
     """Seconds of one step from a barrier to the step's end on the slowest rank."""
     dist.barrier()
@@ -152,6 +168,9 @@ def measure(arguments: argparse.Namespace) -> dict[str, Any]:
     runs = named_runs(arguments)
     configs = {name: config_of(*contestant, arguments) for name, contestant in runs.items()}
     engines = {name: build_engine(model, config) for name, config in configs.items()}
+    if arguments.ddp:
+        with refusing():
+            engines[DDP] = build_plain(arguments)
     if arguments.all_to_all_of_gloo:
         for name, (contestant, _) in runs.items():
             if contestant.mode is not None:
@@ -178,7 +197,8 @@ def measure(arguments: argparse.Namespace) -> dict[str, Any]:
         "targets": {
             name: target(contestant, stage) if arguments.optimizer == "AdamW" else None
             for name, (contestant, _) in runs.items()
-        },
+        }
+        | dict.fromkeys([DDP] * arguments.ddp),
         "seconds": times,
         "work": work,
         "link_bytes": links and {name: [rank.pop("bytes") for rank in ranks] for name, ranks in links.items()},
@@ -200,6 +220,7 @@ def main() -> None:
     parser.add_argument("--subnetworks", type=int, help="one more of each mode, with fewer subnetworks than ranks")
     parser.add_argument("--knows-nodes", action="store_true", help='one more of each mode, with assignment "auto"')
     parser.add_argument("--overlap", action="store_true", help="everybody without and with overlap_comm")
+    parser.add_argument("--ddp", action="store_true", help="PyTorch's DDP too")
     parser.add_argument("--all-to-all-of-gloo", action="store_true", help="send one way after the other, to compare")
     run(parser, measure)
 

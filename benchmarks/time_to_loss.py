@@ -35,9 +35,9 @@ from benchmarks.common.models import SMALL, num_parameters
 from benchmarks.common.provenance import provenance, write_result
 from benchmarks.common.ranks import option_parser, show
 from benchmarks.common.ranks import run as run_on_ranks
+from benchmarks.common.refusing import refusing
 from benchmarks.common.resuming import found_before, lasting
 from benchmarks.study.text import VOCABULARY, read_corpus, training_rows, validation_rows
-from benchmarks.systems.options import refusing
 from benchmarks.systems.plain import CLIPPING, PlainEngine, in_ddp
 from sdp_deepspeed.config import KEY, Mode
 

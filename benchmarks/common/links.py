@@ -33,7 +33,7 @@ class Link:
 
 def fitted(seconds: Mapping[int, float], *, above: int = 0) -> Link:
     """The line through times by bytes that is least far from them in proportion, so that small messages count. Where it
-    would say that a collective ends before it begins, the line through the origin instead.
+    would say that a collective ends before it begins, or that bytes take no time, the line through the origin instead.
 
     Args:
         above: of larger sizes only.
@@ -50,7 +50,7 @@ def fitted(seconds: Mapping[int, float], *, above: int = 0) -> Link:
     mean_seconds = sum(weight * points[num_bytes] for num_bytes, weight in weights.items()) / total
     slope = _slope(points, weights, mean_bytes, mean_seconds)
     latency = mean_seconds - slope * mean_bytes
-    if latency < 0:
+    if latency < 0 or slope <= 0:
         latency, slope = 0.0, _slope(points, weights, 0.0, 0.0)
     return Link(latency, 1 / slope)
 

@@ -2,8 +2,9 @@
 
 - DDP and ZeRO-0 to 2: each gradient is averaged and each average, or stepped weight, is back on all ranks:
   (n-1)/n there and as much back. Stock ZeRO-1 and 2 send half as much again, since they all-reduce gradients.
-- ZeRO-3 and FSDP2: weights of layers are gathered for the forward and for the backward pass, and gradients scattered: 3
-  (n-1)/n. What is in no layer is needed last in the forward and first in the backward pass: 2 (n-1)/n.
+- ZeRO-3 and FSDP2, with the weights of one layer at a time: those of layers are gathered for the forward and for the
+  backward pass, and gradients scattered: 3 (n-1)/n. The last layer, and what is in none, is needed last in the forward
+  and first in the backward pass: 2 (n-1)/n. Who keeps more layers sends less.
 - The method: a unit with h holders sends (h-1)/h there; back, what a holder owns (1/h) goes to the other holders, in
   the backward regime to all other ranks. What is shared has n holders.
 
@@ -28,9 +29,14 @@ def everything_whole(num_parameters: int, num_ranks: int, *, wire: int, weights:
     return num_parameters * (num_ranks - 1) / num_ranks * (wire + weights)
 
 
-def weights_sharded(in_layers: int, elsewhere: int, num_ranks: int, *, wire: int, weights: int) -> float:
-    """Of ZeRO-3 and FSDP2; the counts are parameters."""
-    sent = in_layers * (wire + 2 * weights) + elsewhere * (wire + weights)
+def weights_sharded(twice: int, once: int, num_ranks: int, *, wire: int, weights: int) -> float:
+    """Of ZeRO-3 and FSDP2.
+
+    Args:
+        twice: parameters that must be gathered twice: of all layers but the last.
+        once: all others.
+    """
+    sent = twice * (wire + 2 * weights) + once * (wire + weights)
     return sent * (num_ranks - 1) / num_ranks
 
 

@@ -106,8 +106,8 @@ def bound(subject: Subject, engine: Any, setting: Setting) -> float:
     if subject.contestant is None and subject.kind != "FSDP2":  # DDP's gradients are fp32's, also under autocast
         return everything_whole(whole, num_ranks, wire=4, weights=4)
     if subject.contestant is None or subject.contestant.stage == 3:
-        elsewhere = num_parameters(setting.shape | {"num_hidden_layers": 0})
-        return weights_sharded(whole - elsewhere, elsewhere, num_ranks, wire=wire, weights=weights)
+        once = num_parameters(setting.shape | {"num_hidden_layers": 1})
+        return weights_sharded(whole - once, once, num_ranks, wire=wire, weights=weights)
     if subject.contestant.mode is None:
         return everything_whole(whole, num_ranks, wire=wire, weights=weights)
     return of_plan(engine.plan, dense_shapes(setting.shape), rank, wire=wire, weights=weights)

@@ -3,10 +3,6 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Iterator
-from contextlib import contextmanager
-
-import torch.distributed as dist
 
 from benchmarks.common.models import MEDIUM, NARROW, SEQUENCE_LENGTH, SMALL
 from benchmarks.common.ranks import option_parser
@@ -26,15 +22,6 @@ def parser_of(docstring: str | None) -> argparse.ArgumentParser:
     parser.add_argument("--repeats", type=int, default=9, help="steps of each that are timed")
     parser.add_argument("--splits", type=int, default=3, help="steps of each that are split into their parts")
     return parser
-
-
-@contextmanager
-def refusing() -> Iterator[None]:
-    """A ValueError that all ranks have is one line of the first, and the end."""
-    try:
-        yield
-    except ValueError as error:
-        raise SystemExit(f"error: {error}" if dist.get_rank() == 0 else 2) from None
 
 
 def setting_of(arguments: argparse.Namespace, micro_batch: int) -> Setting:

@@ -73,20 +73,22 @@ class PlainEngine(torch.nn.Module):
         """What it holds goes with it."""
 
 
-def build_ddp(shape: Shape, precision: str, *, bucket: int, checkpointing: bool) -> PlainEngine:
+def build_ddp(
+    shape: Shape, precision: str, *, bucket: int, checkpointing: bool = False, fused: bool = True
+) -> PlainEngine:
     """Data parallelism, gradients as views of its buckets, which saves a copy; fp32 weights, autocast for bf16.
 
     Args:
         bucket: elements.
         checkpointing: activations of a layer are computed anew in the backward pass.
+        fused: torch's fused AdamW.
     """
-    _be_quiet()
     model = _model(shape)
     if checkpointing:
         model.gradient_checkpointing_enable({"use_reentrant": False})
     runs = in_ddp(model, bucket=bucket)
     autocast = torch.autocast(device().type, torch.bfloat16) if precision != "fp32" else nullcontext()
-    return PlainEngine(model, runs, _adamw(model), stage=0, autocast=autocast)
+    return PlainEngine(model, runs, _adamw(model, fused=fused), stage=0, autocast=autocast)
 
 
 def in_ddp(model: torch.nn.Module, *, bucket: int) -> torch.nn.Module:
@@ -94,6 +96,7 @@ def in_ddp(model: torch.nn.Module, *, bucket: int) -> torch.nn.Module:
     Args:
         bucket: elements, in fp32.
     """
+    _be_quiet()
     return DistributedDataParallel(
         model, gradient_as_bucket_view=True, broadcast_buffers=False, bucket_cap_mb=max(1, bucket * 4 // 2**20)
     )
@@ -122,6 +125,6 @@ def _model(shape: Shape) -> Any:
     return LlamaForCausalLM(LlamaConfig(**shape, use_cache=False)).to(device())
 
 
-def _adamw(model: torch.nn.Module) -> torch.optim.Optimizer:
-    """Fused, as everybody's is."""
-    return torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
+def _adamw(model: torch.nn.Module, *, fused: bool = True) -> torch.optim.Optimizer:
+    """Side by side everybody's is fused."""
+    return torch.optim.AdamW(model.parameters(), lr=1e-4, fused=fused)

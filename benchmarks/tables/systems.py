@@ -62,16 +62,19 @@ def share_of_fewest(ranks: list[dict[str, Any]]) -> str:
 
 
 def times(result: Result) -> str:
-    """Ratios of the same repeat; parts of a step in which nothing overlaps, mean over ranks, median of the steps."""
+    """Ratios of the same repeat; parts of a step in which nothing overlaps, mean over ranks, median of the steps. The
+    baseline's own milliseconds of each group are shown, since groups are of different minutes."""
     lines = []
     for group, name, figures, subjects in rows(result):
         stock = f"ZeRO-{group[-1]}"
         seconds = figures["seconds"]
-        cells = [f"{1e3 * statistics.median(seconds):.0f}", _ratio(name, seconds, result["baseline"], subjects)]
+        medians = [statistics.median(of) for of in (seconds, subjects[result["baseline"]]["seconds"])]
+        cells = [*(f"{1e3 * median:.0f}" for median in medians), _ratio(name, seconds, result["baseline"], subjects)]
         cells.append(_ratio(name, seconds, stock, subjects) if stock in subjects else "")
         cells += [f"{1e3 * part_seconds(figures, part):.0f}" for part in PARTS]
         lines.append([for_readers(name), *cells])
-    heads = ("step, ms", f"of {result['baseline']}'s", "of ZeRO's at its stage", *PARTS)
+    baseline = result["baseline"]
+    heads = ("step, ms", f"{baseline}'s beside it", f"of {baseline}'s", "of ZeRO's at its stage", *PARTS)
     repeats = result["arguments"]["repeats"]
     return f"{caption(result)}; {repeats} repeats; parts in ms:\n\n" + table(["", *heads], lines)
 
@@ -98,9 +101,16 @@ def _scaled(way: str, results: tuple[Result, ...]) -> str:
         lines.append([for_readers(name), *(_scaled_cell(figures) for figures in found)])
     first = results[0]
     batches = "1 sequence per rank" if way == "weak" else f"{first['arguments']['sequences']} sequences in all"
-    text = f"{way} scaling, {batches} of {first['sequence_length']}, {first['model']['num_parameters'] / 1e6:.1f}M "
-    text += "parameters; ms of a step (quartiles), CPU ms and MB sent of a rank:"
+    text = f"{way} scaling, {place(first)}, {batches} of {first['sequence_length']}, "
+    text += f"{first['model']['num_parameters'] / 1e6:.1f}M parameters; "
+    text += "ms of a step (quartiles), CPU ms and MB sent of a rank:"
     return f"{text}\n\n" + table(["", *(_ranks(result) for result in results)], lines)
+
+
+def place(result: Result) -> str:
+    """Where ranks ran: the GPU, or how many cores they shared."""
+    cores = result["provenance"]["cores"]
+    return f"{cores} cores" if result["device"] == "CPU" else str(result["device"])
 
 
 def _ranks(result: Result) -> str:

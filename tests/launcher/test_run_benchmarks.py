@@ -49,7 +49,7 @@ def measured(done: subprocess.CompletedProcess[str]) -> list[str]:
 def test_all_of_it_on_the_cpu_goes_on_where_it_was(checkout: Path) -> None:
     done = start(checkout)
     commands = measured(done)
-    folder = "--output runs/benchmarks/unfinished"
+    folder = "--output runs/benchmarks_cpu/unfinished"
     assert [command.partition(" --output")[0] for command in commands] == [
         "--num_gpus 4 benchmarks/side_by_side.py",
         *(f"--num_gpus {number} benchmarks/scaling.py" for number in (1, 2, 4, 8)),
@@ -57,20 +57,20 @@ def test_all_of_it_on_the_cpu_goes_on_where_it_was(checkout: Path) -> None:
         "--num_gpus 4 benchmarks/collectives.py",
     ]
     assert commands[0].endswith(f"{folder}_systems_4_ranks.json: cpu")
-    assert not list(checkout.glob("runs/benchmarks/unfinished*"))
+    assert not list(checkout.glob("runs/benchmarks_cpu/unfinished*"))
     tables = done.stdout.splitlines()[-1]
-    assert tables.startswith("tables: benchmarks/tables/make.py runs/benchmarks/systems_4_ranks.json ")
+    assert tables.startswith("tables: benchmarks/tables/make.py runs/benchmarks_cpu/systems_4_ranks.json ")
     assert len(tables.split()) == 2 + len(commands)
-    (checkout / "runs/benchmarks/growth_64_ranks.json").unlink()
+    (checkout / "runs/benchmarks_cpu/growth_64_ranks.json").unlink()
     again = start(checkout)
     assert [command.partition(" --output")[0] for command in measured(again)] == ["benchmarks/growth.py --ranks 64"]
-    assert "systems_4_ranks is there already; remove runs/benchmarks/systems_4_ranks.json" in again.stdout
+    assert "systems_4_ranks is there already; remove runs/benchmarks_cpu/systems_4_ranks.json" in again.stdout
     assert again.stdout.splitlines()[-1] == tables
 
 
 def test_a_little_of_it_goes_elsewhere(checkout: Path) -> None:
     commands = measured(start(checkout, "--quick", "cpu"))
-    assert all("--output runs/benchmarks_quick/unfinished_" in command for command in commands)
+    assert all("--output runs/benchmarks_cpu_quick/unfinished_" in command for command in commands)
     assert [command.split()[1] for command in commands if "--num_gpus" in command] == ["2", "1", "2", "2"]
     assert "--model tiny" in commands[0]
     assert "--modes forward x block --stages 1" in commands[0]
@@ -89,7 +89,26 @@ def test_on_gpus(checkout: Path) -> None:
     done = start(checkout, "--output", "one", GPUS="1")
     assert "one GPU: nothing is sent or shared out" in done.stdout
     assert measured(done)[0].startswith("--num_gpus 1 benchmarks/side_by_side.py --model medium")
-    assert measured(done)[0].endswith(": GPUs")
+    devices = {command.split()[command.startswith("--") * 2]: command.rpartition(": ")[2] for command in measured(done)}
+    kept = dict.fromkeys(("side_by_side", "scaling", "collectives"), "GPUs") | {"growth": "cpu"}
+    assert devices == {f"benchmarks/{name}.py": device for name, device in kept.items()}, "growth measures the host"
+
+
+def test_figures_of_another_device_or_of_other_settings_are_refused(checkout: Path) -> None:
+    """As they are not measured again, their names alone would mix them with these."""
+    measured(start(checkout, "cpu", "--quick", "--output", "mine"))
+    folder = checkout / "elsewhere/mine"
+    for arguments, environment, words in (
+        (["cpu"], {}, "has figures of CPU, quick, not of CPU:"),
+        (["gpu", "--quick"], {"GPUS": "1"}, "has figures of CPU, quick, not of 29511, quick:"),
+    ):
+        done = start(checkout, *arguments, "--output", "mine", **environment)
+        assert (done.returncode, len(done.stderr.splitlines())) == (2, 1)
+        assert f"error: {folder} {words} name another with --output" in done.stderr
+        assert "--output" not in done.stdout, "nothing was measured"
+    (folder / "settings.txt").unlink()
+    done = start(checkout, "cpu", "--quick", "--output", "mine")
+    assert (done.returncode, "without the settings.txt" in done.stderr) == (2, True)
 
 
 @pytest.mark.parametrize(

@@ -31,6 +31,8 @@ def test_no_collective_ends_before_it_begins() -> None:
     assert line.latency == 0
     assert line.seconds(1) == pytest.approx(1.2)
     assert line.seconds(2) == pytest.approx(2.4)
+    faster = fitted({1: 1.0, 2: 0.5})
+    assert (faster.latency, faster.bandwidth > 0) == (0, True), "bytes take time"
 
 
 def test_messages_that_the_burst_carries_do_not_count() -> None:

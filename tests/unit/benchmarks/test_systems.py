@@ -6,9 +6,11 @@ from typing import Any
 
 import pytest
 
+from benchmarks.collectives import possible_contestants
 from benchmarks.systems.bounds import everything_whole, of_plan, weights_sharded
 from benchmarks.systems.nobody_else import RANK, EchoStore
 from benchmarks.systems.subjects import groups, possible
+from benchmarks.tables.plot_systems import Bar, draw_bars, memory_bars, time_bars
 from benchmarks.tables.systems import growth, memory_and_bytes, scaling, times
 from sdp_deepspeed.config import MODES
 from sdp_deepspeed.distributed.store_gatherer import StoreGatherer
@@ -61,6 +63,14 @@ def test_who_is_measured() -> None:
     assert possible((1, 0.75, 0.5, 0.25), 2) == [1, 0.5]
 
 
+@pytest.mark.parametrize(("num_ranks", "has_modes"), [(1, False), (2, True), (3, False), (4, True)])
+def test_who_makes_collectives(num_ranks: int, has_modes: bool) -> None:
+    """Half of one rank or of three is none, which the plan would refuse."""
+    found = possible_contestants(0.5, num_ranks)
+    assert [contestant.stage for contestant in found if contestant.mode is None] == [0, 1, 2]
+    assert {contestant.mode for contestant in found if contestant.mode} == (set(MODES) if has_modes else set())
+
+
 def test_a_world_of_echoes() -> None:
     """What a rank gathers there, others said too; nobody is waited for, and nobody has left."""
     store = EchoStore()
@@ -88,7 +98,7 @@ def figures(scale: float) -> dict[str, Any]:
 def facts(**more: Any) -> dict[str, Any]:
     arguments = {"micro_batch": 1, "bucket": 2e6, "precision": "fp32", "repeats": 3, "sequences": 8}
     same = {"ranks": 2, "device": "CPU", "model": {"num_parameters": 1_500_000}, "sequence_length": 8}
-    return same | {"baseline": "DDP", "arguments": arguments} | more
+    return same | {"baseline": "DDP", "arguments": arguments, "provenance": {"cores": 2}} | more
 
 
 def test_systems_by_hand() -> None:
@@ -101,20 +111,63 @@ def test_systems_by_hand() -> None:
     assert len(memory) == len(times_) == 2 + 2 + 3, "the baseline is there once"
     ours = "| forward x block + ZeRO-1, C = 1/2 |"
     assert memory[-1] == f"{ours} 1.0 | 1.0 | 1.0 | 3.0 | 1.0 | 1.0 | 2.00 | 1.875 | 5 |"
-    assert times_[-1] == f"{ours} 500 | 0.50 (0.50 to 0.50) | 0.25 (0.25 to 0.25) | 500 | 1000 | 2000 | 0 | 8 |"
-    assert times_[4].startswith("| DDP | 1000 | 1 |  |")
+    assert times_[-1] == f"{ours} 500 | 1000 | 0.50 (0.50 to 0.50) | 0.25 (0.25 to 0.25) | 500 | 1000 | 2000 | 0 | 8 |"
+    assert times_[4].startswith("| DDP | 1000 | 1000 | 1 |  |")
 
 
 def test_scaling_by_hand() -> None:
     one = facts(ranks=1, ways={"strong": {"subjects": {"DDP": figures(1.0)}}})
     two = facts(ways={"strong": {"subjects": {"DDP": figures(0.5), "FSDP2": figures(2.0)}}})
     lines = scaling(one, two).splitlines()
-    assert lines[0].startswith("strong scaling, 8 sequences in all of 8, 1.5M parameters")
+    assert lines[0].startswith("strong scaling, 2 cores, 8 sequences in all of 8, 1.5M parameters")
     assert lines[2] == "|  | 1 rank | 2 ranks |"
     assert lines[4:] == [
         "| DDP | 1000 (1000 to 2000); 1500; 1.5 | 500 (500 to 1000); 1500; 1.5 |",
         "| FSDP2 |  | 2000 (2000 to 4000); 1500; 1.5 |",
     ]
+
+
+def test_scaling_on_a_gpu_says_so() -> None:
+    ways = {"strong": {"subjects": {"DDP": figures(1.0)}}}
+    assert scaling(facts(device="NVIDIA X", ways=ways)).startswith("strong scaling, NVIDIA X, 8 sequences")
+
+
+class Panel:
+    """Keeps what is drawn on it."""
+
+    def __init__(self) -> None:
+        self.bars: list[tuple[Any, ...]] = []
+        self.marks: tuple[Any, ...] = ()
+
+    def barh(self, names: list[str], lengths: list[float], *, left: list[float], label: str, color: str) -> None:
+        self.bars.append((names, lengths, left, label, color))
+
+    def plot(self, *marks: Any, label: str) -> None:
+        self.marks = (*marks, label)
+
+
+def test_bars_of_other_minutes_by_hand() -> None:
+    """The second group's DDP took twice the first's time, so that its bars are half as long; ZeRO-1 is twice as slow as
+    DDP, whose step was 1,000 ms among the plain ones. The parts are stacked in their order."""
+    subjects = {"DDP": figures(2.0), "ZeRO-1": figures(4.0)}
+    content = {"plain": {"subjects": {"DDP": figures(1.0)}}, "forward x block, stage 1": {"subjects": subjects}}
+    result = facts(groups=content)
+    ddp, zero = time_bars(result)
+    assert (ddp.name, ddp.mark) == ("DDP", 1000)
+    assert (zero.name, zero.mark) == ("ZeRO-1", 2000)
+    parts = {"forward": 2000, "backward": 4000, "exchange": 8000, "optimizer": 0, "host": 4}
+    assert zero.parts == pytest.approx(parts)
+    assert [begin for _, begin, _ in zero.segments()] == pytest.approx([0, 2000, 6000, 14000, 14000])
+    memory = memory_bars(result)[1]
+    assert (memory.parts, memory.mark) == (
+        dict.fromkeys(("weights", "gradients", "optimizer", "activations"), 8.0),
+        8.0,
+    )
+    panel = Panel()
+    draw_bars(panel, [Bar("a", {"x": 1, "y": 2}, 5.0), Bar("b", {"x": 3, "y": 4}, 6.0)], mark="step", colors="rg")
+    names = ["a", "b"]
+    assert panel.bars == [(names, [1, 3], [0, 0], "x", "r"), (names, [2, 4], [1, 3], "y", "g")]
+    assert panel.marks == ([5.0, 6.0], names, "k|", "step")
 
 
 def test_growth_by_hand() -> None:
