@@ -65,7 +65,7 @@ def the_plain_ones_hold_and_send_what_they_must(_rank: Rank) -> None:
         assert sharded["gradients"] == pytest.approx(BYTES / 2, rel=0.01)
         assert sharded["optimizer"] == pytest.approx(optimizer * BYTES / 2, rel=0.01)
         assert sharded["bound"] == BYTES + 4 * (LAYERS / 2) / 2, "of two layers the last need not come again"
-    assert zero3["sent"] == pytest.approx(zero3["bound"], rel=0.01)
+    assert BYTES <= zero3["sent"] <= 1.01 * zero3["bound"], "it keeps up to two layers, and there are no more"
     assert fsdp2["sent"] == pytest.approx(fsdp2["bound"] + 4 * (LAYERS / 2) / 2, rel=0.01), "it comes again"
 
 
@@ -77,7 +77,7 @@ def the_method_sends_no_more_than_it_must(_rank: Rank) -> None:
     result = side_by_side.measure_groups(arguments)
     again = side_by_side.measure_groups(arguments)
     assert json.dumps(again) == json.dumps(result), "what is there is not measured again"
-    with refused("is of a run with another arguments"):
+    with refused("is of a run with another --stages: name"):
         side_by_side.measure_groups(options(**few | {"stages": [2]}, output=str(output)))
     assert list(result["groups"]) == [f"{mode}, stage 1" for mode in TRIED]
     for content in result["groups"].values():
