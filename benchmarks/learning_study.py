@@ -148,12 +148,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
     options = parse_arguments(arguments)
     os.environ["OMP_NUM_THREADS"] = "1"  # of the processes that are started
     try:
+        if options.list:
+            print("\n".join(_named(options.only)))
+            return
         _check_device(options.device)
         store = Store(options.output)
         chosen = list(cells(options, store))
-        if options.list:
-            print("\n".join(dict.fromkeys(cell.subject for cell in chosen)))
-            return
         end = datetime.now(tz=UTC) + timedelta(minutes=min(options.minutes, 1e6))
         resources = Resources(options.device, end, options.keep)
         context = multiprocessing.get_context("spawn")

@@ -1,12 +1,13 @@
 #!/usr/bin/env bash
-# What a step holds, takes and sends beside plain PyTorch's and stock DeepSpeed's, how that scales with ranks, and what it
-# costs the host as units, layers and ranks grow. Prints the tables at the end.
+# What a step holds, takes and sends beside plain PyTorch's and stock DeepSpeed's, how that scales with ranks, and what
+# it costs the host as units, layers and ranks grow. Prints the tables at the end.
 #
 #     bash benchmarks/run.sh [cpu|gpu] [--quick] [--output FOLDER]
 #
-# Without cpu or gpu it takes the GPUs that torch finds. The raw figures go to runs/benchmarks_cpu or _gpu, those of --quick
-# (a small model, few subjects and repeats) to runs/benchmarks_cpu_quick. Interrupted, it goes on where it was; what is
-# finished is not measured again, and a folder with figures of another device or of other settings is refused. All of it takes about half an hour on two cores, which should have nothing else to do.
+# Without cpu or gpu it takes the GPUs that torch finds. The raw figures go to runs/benchmarks_cpu or _gpu, those of
+# --quick (a small model, few subjects and repeats) to runs/benchmarks_cpu_quick. Interrupted, it goes on where it was;
+# what is finished is not measured again, and a folder with figures of another device or of other settings is refused.
+# All of it takes about half an hour on two cores, which should have nothing else to do.
 set -euo pipefail
 started_in=$PWD
 cd "$(dirname "${BASH_SOURCE[0]}")/.."

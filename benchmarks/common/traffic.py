@@ -68,9 +68,8 @@ def exchanged(
 
 def rings(num_parameters: int, num_ranks: int, *, num_layers: int, precision: Precision) -> dict[str, Traffic]:
     """Of the others: a ring that goes once through each node crosses its link with what one rank sends."""
-    both_ways = (
-        sent_per_parameter(num_ranks, 1.0, precision)["ZeRO-1"] * num_parameters
-    )  # gradients there, weights back
+    # gradients there, weights back
+    both_ways = sent_per_parameter(num_ranks, 1.0, precision)["ZeRO-1"] * num_parameters
     num_buckets = -(-num_parameters * precision.wire // 2**25)  # of 32 MB
     return {
         "DDP": Traffic(both_ways, both_ways, num_buckets, num_buckets),

@@ -23,7 +23,7 @@ def _key(cell: Mapping[str, Any]) -> tuple[str, str, int]:
 def of_one_rate(cells: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     """Without those of the tuning seed; of a subject at a budget those of one rate: the tuned one, or else that with
     the most seeds."""
-    groups: dict[tuple[Any, ...], dict[float, list[dict[str, Any]]]] = {}
+    groups: dict[tuple[Any, ...], dict[float | None, list[dict[str, Any]]]] = {}
     for cell in cells:
         if cell["seed"] != TUNING_SEED:
             place = (cell["study"], cell["subject"], cell["budget"])
@@ -31,5 +31,5 @@ def of_one_rate(cells: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     found: list[dict[str, Any]] = []
     for (study, subject, _), by_rate in groups.items():
         most = max(by_rate.values(), key=len)
-        found += by_rate.get(tuned_rate(cells, study, subject) or 0.0, most)
+        found += by_rate.get(tuned_rate(cells, study, subject), most)
     return found

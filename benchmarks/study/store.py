@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
-from collections.abc import Mapping
+import os
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -25,21 +28,34 @@ class Store:
     def __init__(self, path: Path) -> None:
         self._path = path
         self.cells: list[dict[str, Any]] = []
-        self._read()
-        if not path.exists():
-            self._write()
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with self._alone():
+            self._read()
+            if not path.exists():
+                self._write()
 
     def has(self, identity: Mapping[str, Any]) -> bool:
         """Whether that cell is done, with all that decides its figures as it is now."""
         return any(all(found.get(key) == value for key, value in identity.items()) for found in self.cells)
 
     def add(self, result: Mapping[str, Any]) -> None:
-        """In place of one of the same names; what others have written since stays."""
-        self._read()
-        self.cells = [found for found in self.cells if any(found[key] != result[key] for key in _KEYS)]
-        self.cells.append({**result, "provenance": provenance()})
-        self.cells.sort(key=lambda found: tuple(found[key] for key in _KEYS))
-        self._write()
+        """In place of one of the same names; what others have written since, or are writing, stays."""
+        with self._alone():
+            self._read()
+            self.cells = [found for found in self.cells if any(found[key] != result[key] for key in _KEYS)]
+            self.cells.append({**result, "provenance": provenance()})
+            self.cells.sort(key=lambda found: tuple(found[key] for key in _KEYS))
+            self._write()
+
+    @contextmanager
+    def _alone(self) -> Iterator[None]:
+        """With the folder locked: the file itself is replaced by each writer."""
+        handle = os.open(self._path.parent, os.O_RDONLY)
+        try:
+            fcntl.flock(handle, fcntl.LOCK_EX)
+            yield
+        finally:
+            os.close(handle)
 
     def _read(self) -> None:
         if not self._path.exists():
@@ -50,6 +66,5 @@ class Store:
         self.cells = content["cells"]
 
     def _write(self) -> None:
-        self._path.parent.mkdir(parents=True, exist_ok=True)
         text = json.dumps({"what": _KIND, "cells": self.cells, "provenance": provenance()}, indent=1) + "\n"
         write_text(self._path, text, permissions=0o644)

@@ -37,16 +37,16 @@ class Figures:
         """Any cell of a subject, for what all of its cells have in common."""
         return max((cell for cell in self.cells if cell["subject"] == subject), key=lambda cell: cell["budget"])
 
-    def losses(self, subject: str, budget: int, key: str = "loss") -> dict[int, float]:
+    def losses(self, subject: str, budget: int) -> dict[int, float]:
         """By seed."""
         return {
-            cell["seed"]: cell[key] for cell in self.cells if (cell["subject"], cell["budget"]) == (subject, budget)
+            cell["seed"]: cell["loss"] for cell in self.cells if (cell["subject"], cell["budget"]) == (subject, budget)
         }
 
-    def rates(self, subject: str, budget: int) -> str:
-        """The highest learning rate; of the seeds, should they differ."""
-        found = {cell["rate"] for cell in self.cells if (cell["subject"], cell["budget"]) == (subject, budget)}
-        return ", ".join(f"{rate:g}" for rate in sorted(found))
+    def rate(self, subject: str, budget: int) -> float:
+        """The highest learning rate, which is that of all seeds."""
+        here = (cell for cell in self.cells if (cell["subject"], cell["budget"]) == (subject, budget))
+        return float(next(here)["rate"])
 
     def of_its_size(self, subject: str) -> str | None:
         """Data parallelism at a subject's size."""
@@ -55,15 +55,19 @@ class Figures:
         return next(same, None)
 
     def best_size(self, budget: int) -> str | None:
-        """Data parallelism with the lowest mean loss over the seeds that all sizes have; None unless a smaller and a
-        larger size lose."""
-        there = {name: self.losses(name, budget) for name in self.subjects(dense=True) if self.losses(name, budget)}
-        seeds = set.intersection(*(set(losses) for losses in there.values())) if there else set()
-        if not seeds:
-            return None
-        best = min(there, key=lambda name: statistics.mean(there[name][seed] for seed in seeds))
-        names = list(there)
-        return None if best in (names[0], names[-1]) else best
+        """Data parallelism that is better than each other size on the seeds that the two share; None if there is no
+        such size, or if it is the smallest or the largest."""
+        names = [name for name in self.subjects(dense=True) if self.losses(name, budget)]
+        for name in names[1:-1]:
+            gaps = (self.gaps(name, other, budget) for other in names if other != name)
+            if all(found and statistics.mean(found) < 0 for found in gaps):
+                return name
+        return None
+
+    def gaps(self, subject: str, other: str, budget: int) -> list[float]:
+        """A subject's loss less another's, for each seed that both have."""
+        one, two = self.losses(subject, budget), self.losses(other, budget)
+        return [one[seed] - two[seed] for seed in sorted(one.keys() & two.keys())]
 
 
 def is_dense(cell: dict[str, Any]) -> bool:
@@ -86,12 +90,11 @@ def standard_error(values: Sequence[float]) -> float:
     return statistics.stdev(values) / math.sqrt(len(values)) if len(values) > 1 else 0.0
 
 
-def difference(figures: Figures, subject: str, other: str | None, budget: int, key: str = "loss") -> str:
+def difference(figures: Figures, subject: str, other: str | None, budget: int) -> str:
     """Of losses with the same seed; below zero the subject is better."""
     if other is None or other == subject:
         return ""
-    one, two = figures.losses(subject, budget, key), figures.losses(other, budget, key)
-    return mean_and_error((one[seed] - two[seed] for seed in sorted(one.keys() & two.keys())), sign="+")
+    return mean_and_error(figures.gaps(subject, other, budget), sign="+")
 
 
 def learning(result: Result, study: str = "text") -> str:
@@ -124,7 +127,7 @@ def _row(figures: Figures, subject: str, budget: int, best: str | None) -> list[
         f"{cell['parameters'] / 1e6:.2f}M",
         f"{cell['tokens'] / 1e6:.2f}",
         f"{cell['peak_bytes'] / MIB:.1f}",
-        figures.rates(subject, budget),
+        f"{figures.rate(subject, budget):g}",
         mean_and_error(figures.losses(subject, budget).values()),
         difference(figures, subject, figures.of_its_size(subject), budget),
         difference(figures, subject, best, budget),
@@ -159,7 +162,7 @@ def _few_data(figures: Figures) -> str:
         gain = difference_of_bests(figures, name, figures.of_its_size(name))
         peak = f"{figures.some(name)['peak_bytes'] / MIB:.1f}"
         losses = [mean_and_error(figures.losses(name, each).values()) for each in figures.budgets]
-        rows.append([name, peak, figures.rates(name, budget), *losses, gain])
+        rows.append([name, peak, f"{figures.rate(name, budget):g}", *losses, gain])
     size = figures.cells[0]["train_bytes"]
     columns = [f"{budget:,} dense steps" for budget in figures.budgets]
     heads = [f"{size // 1000} kB", "peak, MiB", "rate", *columns, "its best, less that of its size"]

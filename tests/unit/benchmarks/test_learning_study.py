@@ -265,6 +265,19 @@ def test_it_goes_on_where_it_stopped(tmp_path: Path, tiny: None, monkeypatch: py
     assert len(again) == 2
 
 
+def test_two_writers_lose_nothing(tmp_path: Path) -> None:
+    path = tmp_path / "study.json"
+    stores = [Store(path), Store(path)]
+
+    def add(seed: int) -> None:
+        names = {"study": "tiny", "subject": "dense", "seed": seed, "budget": 2, "rate": 1e-3}
+        stores[seed % 2].add(names)
+
+    with ThreadPoolExecutor(2) as pool:
+        list(pool.map(add, range(20)))
+    assert [cell["seed"] for cell in Store(path).cells] == [*range(20)]
+
+
 def test_rates_are_tuned_on_a_seed_that_no_figure_has(tmp_path: Path, tiny: None) -> None:
     path = tmp_path / "study.json"
     tried = done(path, 9, "--only", "dense", "--tune")

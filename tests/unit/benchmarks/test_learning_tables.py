@@ -75,9 +75,18 @@ def test_the_best_size_is_between_two_that_lose() -> None:
 
 
 def test_the_best_size_is_best_on_the_same_seeds() -> None:
-    """A seed on which everybody is better is of one size alone."""
+    """A seed on which everybody is better is of one size alone, and one that everybody has does not decide for a pair
+    with several."""
     easy = [cell("dense 2", seed, 0.1) for seed in (5, 6, 7)]
     assert Figures.of({"cells": [*CELLS, *easy]}, "text").best_size(100) == "dense 1"
+    other = {"width": 8, "depth": 1, "head_width": 4}
+    wider = [cell("dense wide", seed, loss, size=other) for seed, loss in ((0, 1.95), (1, 1.8))]
+    assert Figures.of({"cells": [*CELLS, *wider]}, "text").best_size(100) == "dense wide"
+
+
+def test_no_best_size_where_two_share_no_seed() -> None:
+    apart = [cell("dense 3", 8, 2.6, size={"width": 8, "depth": 3})]
+    assert Figures.of({"cells": [*CELLS, *apart]}, "text").best_size(100) is None
 
 
 def test_a_table_of_each_budget() -> None:
@@ -120,7 +129,7 @@ def test_a_cell_counts_at_its_tuned_rate() -> None:
         ("dense 1", 4e-3),
         ("dense 1", 4e-3),
     ]
-    assert Figures.of({"cells": found}, "text").rates("dense 2", 100) == "0.002"
+    assert Figures.of({"cells": found}, "text").rate("dense 2", 100) == 2e-3
 
 
 def test_points_of_the_plot(tmp_path: Path) -> None:
@@ -149,6 +158,12 @@ def test_points_of_the_plot(tmp_path: Path) -> None:
 def test_a_mistake_is_one_line(arguments: list[str], message: str, tmp_path: Path) -> None:
     with pytest.raises(SystemExit, match=message):
         main(["--output", str(tmp_path / "study.json"), *arguments])
+
+
+def test_a_list_writes_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    main(["--output", str(tmp_path / "no" / "study.json"), "--list", "--only", "dense 64x[48]"])
+    assert capsys.readouterr().out.split("\n")[:2] == ["dense 64x4", "dense 64x8"]
+    assert not any(tmp_path.iterdir())
 
 
 def test_a_file_of_something_else_stays(tmp_path: Path) -> None:
