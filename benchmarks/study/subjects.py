@@ -62,7 +62,7 @@ def _growing(*coverages: float, whole_ends: int = 0, **block: Any) -> Block:
 
 
 def _sizes() -> dict[str, Subject]:
-    shapes = [(32, 2), (48, 2), (64, 2), (32, 4), (48, 4), (64, 4), (96, 4), (128, 4), (64, 8), (128, 8), (64, 16)]
+    shapes = [(32, 1), (32, 2), (48, 2), (64, 2), (32, 4), (64, 4), (96, 4), (128, 4), (64, 8), (128, 8), (64, 16)]
     return {f"dense {width}x{depth}": Subject(Size(width, depth)) for width, depth in shapes}
 
 

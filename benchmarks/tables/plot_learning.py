@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import cycle
 from pathlib import Path
@@ -13,7 +13,17 @@ from benchmarks.tables.canvas import new_figure, save
 from benchmarks.tables.learning import FEW_DATA, Figures, standard_error
 from benchmarks.tables.markdown import MIB, Result
 
-_MARKERS = "xv^P*Xs<>dph12348"
+_MARKERS = {
+    "dense tail": "*",
+    "growing": "^",
+    "static, forward": "P",
+    "static, backward": "X",
+    "static, scaled": "s",
+    "static but drawn again": "D",
+    "dropout and its like": "x",
+    "fewer tokens in a step": "1",
+}
+_OF_LINES = "ov^P*Xs<>dph12348"
 _LABELS = {"parameters": "parameters", "peak_bytes": "peak memory of a worker, MiB"}
 
 
@@ -34,7 +44,7 @@ class Point:
 def plot_learning(result: Result, path: Path, study: str = "text") -> None:
     """A column for each budget: losses over the size and over the memory, with a line through all sizes of data
     parallelism. Below, losses over the tokens, with a line through all budgets of a size. A color is a size everywhere,
-    a marker a subject.
+    a marker what kind a subject is of.
 
     Raises:
         ValueError: matplotlib is not installed, or `path` has an ending that it cannot write.
@@ -59,18 +69,37 @@ def plot_learning(result: Result, path: Path, study: str = "text") -> None:
     for name in others:
         _draw(below, over_tokens(figures, name), **styles[name])
     _dress(below, "tokens", "all budgets")
-    figure.legend(*below.get_legend_handles_labels(), loc="outside lower center", ncols=3, fontsize="small")
+    for name in dense:
+        below.plot([], [], label=f"data parallelism, {name.removeprefix('dense ')}", **styles[name])
+    for kind in dict.fromkeys(kind_of(figures.some(name)["described"]) for name in others):
+        below.plot([], [], label=kind, color="black", marker=_MARKERS[kind], linestyle="none")
+    figure.legend(*below.get_legend_handles_labels(), loc="outside lower center", ncols=4, fontsize="small")
     save(figure, path)
 
 
+def kind_of(described: Mapping[str, Any]) -> str:
+    """What a subject is an example of, of which the table has the names."""
+    if "rows" in described:
+        return "fewer tokens in a step"
+    block = described.get("block")
+    if block is None:
+        return "dropout and its like"
+    if "schedule" in block:
+        return "dense tail" if len(block["schedule"]) == 2 else "growing"
+    if "redraw_interval" in block:
+        return "static but drawn again"
+    if "dense_branch_scale" in block:
+        return "static, scaled"
+    return f"static, {block.get('regime', 'forward')}"
+
+
 def _styles(figures: Figures, dense: Sequence[str], others: Sequence[str]) -> dict[str, dict[str, Any]]:
+    """Of data parallelism a color for each size; of all others the color of their size and a marker for their kind."""
     colors = {name: f"C{index}" for index, name in enumerate(dense)}
-    styles: dict[str, dict[str, Any]] = {
-        name: {"color": colors[name], "marker": "o", "label": f"data parallelism, {name.removeprefix('dense ')}"}
-        for name in dense
-    }
-    for name, marker in zip(others, cycle(_MARKERS), strict=False):
-        styles[name] = {"color": colors.get(figures.of_its_size(name) or "", "black"), "marker": marker, "label": name}
+    styles: dict[str, dict[str, Any]] = {name: {"color": colors[name], "marker": "o"} for name in dense}
+    for name in others:
+        kind = kind_of(figures.some(name)["described"])
+        styles[name] = {"color": colors.get(figures.of_its_size(name) or "", "black"), "marker": _MARKERS[kind]}
     return {name: {**style, "linestyle": "none"} for name, style in styles.items()}
 
 
@@ -89,7 +118,7 @@ def plot_few_data(result: Result, path: Path) -> None:
     for panel, study in zip(figure.subplots(1, len(there), squeeze=False)[0], there, strict=True):
         figures = Figures.of(result, study)
         names = [*figures.subjects(dense=True), *figures.subjects(dense=False)]
-        for name, marker in zip(names, cycle(_MARKERS), strict=False):
+        for name, marker in zip(names, cycle(_OF_LINES), strict=False):
             _draw(panel, over_lengths(figures, name), marker=marker, label=name)
         size = figures.cells[0]["train_bytes"] // 1000
         _dress(panel, "length of the run, in operations of so many dense steps", f"{size} kB of text")

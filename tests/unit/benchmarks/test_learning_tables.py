@@ -9,8 +9,9 @@ import pytest
 
 from benchmarks.learning_study import main
 from benchmarks.study.rates import TUNING_SEED, of_one_rate, tuned_rate
+from benchmarks.study.subjects import SUBJECTS
 from benchmarks.tables.learning import Figures, difference, few_data, learning, mean_and_error, rates
-from benchmarks.tables.plot_learning import Point, at_budget, over_lengths, over_tokens, plot_learning
+from benchmarks.tables.plot_learning import Point, at_budget, kind_of, over_lengths, over_tokens, plot_learning
 
 TINY, SMALL, LARGE = {"width": 4, "depth": 0}, {"width": 8, "depth": 1}, {"width": 8, "depth": 2}
 
@@ -144,6 +145,18 @@ def test_points_of_the_plot(tmp_path: Path) -> None:
     assert [point.x for point in over_lengths(figures, "method")] == [100.0]
     plot_learning(RESULT, tmp_path / "figures" / "learning.png")
     assert (tmp_path / "figures" / "learning.png").stat().st_size > 10_000
+
+
+def test_every_subject_is_of_a_kind_that_the_plot_has(tmp_path: Path) -> None:
+    found = {name: kind_of(subject.described()) for name, subject in SUBJECTS.items()}
+    assert found["forward x block, C=0.5, dense tail 50%"] == "dense tail"
+    assert found["C=1/2, 3/4, 1 in turn"] == "growing"
+    assert found["C=1/2, scaled, drawn every step"] == "static but drawn again"
+    assert (found["backward x neuron, C=0.25"], found["C=1/2, whole ends"]) == ("static, backward", "static, forward")
+    assert (found["dropout 0.1"], found["dense 64x4, 2 rows"]) == ("dropout and its like", "fewer tokens in a step")
+    described = {name: subject.described() for name, subject in SUBJECTS.items()}
+    all_of_them = [cell(name, 0, 2.0) | {"described": of} for name, of in described.items()]
+    plot_learning({"what": "learning_study", "cells": all_of_them}, tmp_path / "all.png")
 
 
 @pytest.mark.parametrize(
