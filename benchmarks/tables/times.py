@@ -90,7 +90,7 @@ def _share(result: Result, name: str) -> str:
 
 def overlap(*results: Result) -> str:
     """Step time with overlap_comm as a share of that without, in the same repeat: median (quartiles). Over a link both
-    as shares of plain DeepSpeed's too, with and without it alike."""
+    as shares of plain DeepSpeed's too, with and without it alike; DDP, which always overlaps, beside those with it."""
     caption, runs = _columns(results)
     shown = [{for_readers(name): seconds for name, seconds in result["seconds"].items()} for result in results]
     baselines = [for_readers(result["baseline"]) for result in results]
@@ -108,6 +108,11 @@ def overlap(*results: Result) -> str:
             ways = ("", OVERLAP) if is_linked else ()
             cells += [_share_of_step(seconds, name + way, baseline + way) for way in ways]
         rows.append(cells)
+    if any("DDP" in seconds for seconds in shown):
+        rows.append(["DDP"])
+        for seconds, baseline, is_linked in zip(shown, baselines, linked, strict=True):
+            shares = ["", _share_of_step(seconds, "DDP", baseline + OVERLAP) if "DDP" in seconds else ""]
+            rows[-1] += ["", *shares * is_linked]
     return f"{caption}:\n\n" + table(heads, rows)
 
 

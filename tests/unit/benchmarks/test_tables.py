@@ -108,6 +108,8 @@ def test_overlap_over_a_link_by_hand() -> None:
         "| ZeRO-1 | 1.00 (1.00 to 1.00) | 1 | 1 |",
         f"| forward x block, C = 1 | {half} | {half} | {quarter} |",
     ]
+    with_ddp = overlap(run_of(2, seconds), run_of(2, seconds | {"DDP": [1.0] * 3}) | {"link": "1gbit"}).splitlines()
+    assert with_ddp[-1] == f"| DDP |  |  |  | {half} |"
 
 
 def test_replans_by_hand() -> None:
