@@ -15,6 +15,7 @@ import argparse
 import multiprocessing
 import os
 import re
+import signal
 import sys
 from collections.abc import Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Executor, Future, ProcessPoolExecutor, wait
@@ -65,25 +66,39 @@ def _named(patterns: Sequence[str]) -> list[str]:
 
 
 def work(cells: Sequence[Cell], store: Store, pool: Executor, *, num_processes: int, resources: Resources) -> None:
-    """All cells that are not done, or as many as begin in time; `num_processes` of `pool` at once."""
+    """All cells that are not done, or as many as begin in time; `num_processes` of `pool` at once.
+
+    Raises:
+        ValueError: a cell failed. None begins after it, and those that ran beside it are kept.
+    """
     todo = [cell for cell in dict.fromkeys(cells) if not store.has(identity(cell, *_parts(cell)))]
     print(f"{len(cells) - len(todo)} cells are done, {len(todo)} to do", flush=True)
-    running: set[Future[dict[str, Any] | None]] = set()
+    running: dict[Future[dict[str, Any] | None], Cell] = {}
+    failures: list[str] = []
     while todo or running:
-        while todo and len(running) < num_processes and not resources.is_time_over:
+        while todo and len(running) < num_processes and not resources.is_time_over and not failures:
             cell = todo.pop(0)
-            running.add(pool.submit(run, cell, *_parts(cell), resources))
+            running[pool.submit(run, cell, *_parts(cell), resources)] = cell
         if not running:
-            print(f"out of time with {len(todo)} cells to do", flush=True)
-            return
-        done, running = wait(running, return_when=FIRST_COMPLETED)
-        for future in done:
-            result = future.result()
-            if result is None:
-                print("out of time within a cell, which goes on from there next time", flush=True)
-                continue
-            store.add(result)
-            print(_line(result), flush=True)
+            break
+        for future in wait(running, return_when=FIRST_COMPLETED).done:
+            cell = running.pop(future)
+            try:
+                _keep(future.result(), store)
+            except (ValueError, OSError, RuntimeError) as error:  # no memory on a GPU, a killed process
+                failures.append(f"{cell.subject}, seed {cell.seed}, budget {cell.budget}: {error}")
+    if failures:
+        raise ValueError("; ".join(failures))
+    if todo:
+        print(f"out of time with {len(todo)} cells to do", flush=True)
+
+
+def _keep(result: dict[str, Any] | None, store: Store) -> None:
+    if result is None:
+        print("out of time within a cell, which goes on from there next time", flush=True)
+        return
+    store.add(result)
+    print(_line(result), flush=True)
 
 
 def _parts(cell: Cell) -> tuple[Study, Subject]:
@@ -98,8 +113,10 @@ def _line(result: dict[str, Any]) -> str:
     return f"{names}, rate {result['rate']:g}: {losses} in {result['cpu_seconds']:.0f} s"
 
 
-def _one_thread() -> None:
+def _be_a_worker() -> None:
+    """One thread; an interrupt ends it without a word, as the parent has one."""
     torch.set_num_threads(1)
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 
 def _rate(text: str) -> float:
@@ -113,13 +130,31 @@ def _rate(text: str) -> float:
     return rate
 
 
+def _seed(text: str) -> int:
+    """An argument's type: those of the text's generator and of dropout are made from it."""
+    if not text.isdigit() or int(text) >= 10**9:
+        raise argparse.ArgumentTypeError(f"expected a whole number from 0 to 999999999, got {text!r}")
+    return int(text)
+
+
+def _minutes(text: str) -> float:
+    """An argument's type."""
+    try:
+        minutes = float(text)
+    except ValueError:
+        minutes = 0.0
+    if not minutes > 0:
+        raise argparse.ArgumentTypeError(f"expected a number above 0, got {text!r}")
+    return minutes
+
+
 def _check_device(name: str) -> None:
     """
     Raises:
         ValueError: torch does not know it, or has none.
     """
     try:
-        torch.empty(0, device=name)
+        torch.zeros(1, device=name).item()
     except (RuntimeError, AssertionError) as error:
         raise ValueError(f"--device: {name!r} cannot be used: {str(error).splitlines()[0]}") from None
 
@@ -130,12 +165,12 @@ def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     add("--output", type=Path, required=True, help="the JSON of all cells, which is read first")
     add("--study", choices=sorted(STUDIES), default="text", help="(default text)")
     add("--only", nargs="+", default=[".*"], help="regular expressions of whole names of subjects, in this order")
-    add("--seeds", type=int, nargs="+", default=[0], help="(default 0)")
+    add("--seeds", type=_seed, nargs="+", default=[0], help="(default 0)")
     size = "of the study's reference size, which has 0.42M parameters or those of the study's name"
     add("--budgets", type=positive, nargs="+", default=[1000], help=f"in dense steps {size} (default 1000)")
     add("--tune", action="store_true", help=f"learning rates, on seed {TUNING_SEED}, which no table has")
     add("--rates", type=_rate, nargs="+", help="highest learning rates, in place of the tuned ones, or of the grid")
-    add("--minutes", type=float, default=float("inf"), help="no cell begins later (default: none)")
+    add("--minutes", type=_minutes, default=float("inf"), help="no cell begins later (default: none)")
     add("--keep", type=Path, help="a folder for cells within which the minutes end (default: they are finished)")
     device = "cuda" if torch.cuda.is_available() and os.environ.get("DS_ACCELERATOR") != "cpu" else "cpu"
     add("--device", default=device, help="cpu, cuda or cuda:1 (default: here %(default)s)")
@@ -157,10 +192,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
         end = datetime.now(tz=UTC) + timedelta(minutes=min(options.minutes, 1e6))
         resources = Resources(options.device, end, options.keep)
         context = multiprocessing.get_context("spawn")
-        with ProcessPoolExecutor(options.workers, mp_context=context, initializer=_one_thread) as pool:
+        with ProcessPoolExecutor(options.workers, mp_context=context, initializer=_be_a_worker) as pool:
             work(chosen, store, pool, num_processes=options.workers, resources=resources)
     except (ValueError, OSError) as error:
         sys.exit(f"error: {error}")
+    except KeyboardInterrupt:
+        sys.exit(f"interrupted: {options.output} has all cells that were done")
 
 
 if __name__ == "__main__":

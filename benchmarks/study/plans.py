@@ -93,7 +93,11 @@ class Planner:
 
     @property
     def _block(self) -> Mapping[str, Any]:
-        return _DENSE if self.subject.block is None else {**self.subject.block, "seed": self.seed}
+        """Draws of a seed have the seeds after it, so those of different runs must be far apart."""
+        if self.subject.block is None:
+            return _DENSE
+        is_drawn = "redraw_interval" in self.subject.block
+        return {**self.subject.block, "seed": self.seed * 1_000_003 if is_drawn else self.seed}
 
     def _schedule(self, num_steps: int) -> Schedule | None:
         if self.subject.block is None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -12,7 +13,8 @@ def tuned_rate(cells: Sequence[Mapping[str, Any]], study: str, subject: str) -> 
     """The best of the longest runs with the tuning seed; None where nothing was tried."""
     tried = [cell for cell in cells if _key(cell) == (study, subject, TUNING_SEED)]
     longest = max((cell["budget"] for cell in tried), default=None)
-    best = min((cell for cell in tried if cell["budget"] == longest), key=lambda cell: cell["loss"], default=None)
+    last = [cell for cell in tried if cell["budget"] == longest and math.isfinite(cell["loss"])]
+    best = min(last, key=lambda cell: cell["loss"], default=None)
     return None if best is None else float(best["rate"])
 
 

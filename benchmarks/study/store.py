@@ -27,6 +27,7 @@ class Store:
 
     def __init__(self, path: Path) -> None:
         self._path = path
+        self._provenance = provenance()  # of the code that runs, whatever is committed meanwhile
         self.cells: list[dict[str, Any]] = []
         path.parent.mkdir(parents=True, exist_ok=True)
         with self._alone():
@@ -43,7 +44,7 @@ class Store:
         with self._alone():
             self._read()
             self.cells = [found for found in self.cells if any(found[key] != result[key] for key in _KEYS)]
-            self.cells.append({**result, "provenance": provenance()})
+            self.cells.append({**result, "provenance": self._provenance})
             self.cells.sort(key=lambda found: tuple(found[key] for key in _KEYS))
             self._write()
 
@@ -63,8 +64,10 @@ class Store:
         content = read_json(self._path, "--output")
         if content.get("what") != _KIND:
             raise ValueError(f"--output: {self._path} is not of this study, but of {content.get('what')!r}")
+        if not isinstance(content.get("cells"), list):
+            raise ValueError(f"--output: {self._path} has no list of cells")
         self.cells = content["cells"]
 
     def _write(self) -> None:
-        text = json.dumps({"what": _KIND, "cells": self.cells, "provenance": provenance()}, indent=1) + "\n"
+        text = json.dumps({"what": _KIND, "cells": self.cells, "provenance": self._provenance}, indent=1) + "\n"
         write_text(self._path, text, permissions=0o644)

@@ -5,6 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+_MISSING = 'a plot needs matplotlib: pip install "sdp_deepspeed[plot]"'
+
 
 def new_figure(width: float, height: float) -> Any:
     """In inches.
@@ -15,8 +17,21 @@ def new_figure(width: float, height: float) -> Any:
     try:
         from matplotlib.figure import Figure
     except ImportError:
-        raise ValueError('a plot needs matplotlib: pip install "sdp_deepspeed[plot]"') from None
+        raise ValueError(_MISSING) from None
     return Figure(figsize=(width, height), layout="constrained")
+
+
+def spectrum(number: int) -> list[Any]:
+    """So many colors, in an order that one sees.
+
+    Raises:
+        ValueError: matplotlib is not installed.
+    """
+    try:
+        from matplotlib import colormaps
+    except ImportError:
+        raise ValueError(_MISSING) from None
+    return [colormaps["turbo"](0.08 + 0.84 * index / max(1, number - 1)) for index in range(number)]
 
 
 def save(figure: Any, path: Path) -> None:

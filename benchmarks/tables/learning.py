@@ -148,8 +148,8 @@ FEW_DATA = ("few data", "fewer data")
 
 def few_data(result: Result) -> str:
     """Where the same text is read many times: losses at the end of runs of several lengths."""
-    there = {cell["study"] for cell in result["cells"]}
-    return "\n\n".join(_few_data(Figures.of(result, study)) for study in FEW_DATA if study in there)
+    studies = [Figures.of(result, study) for study in FEW_DATA]
+    return "\n\n".join(_few_data(figures) for figures in studies if figures.cells)
 
 
 def _few_data(figures: Figures) -> str:
@@ -200,7 +200,9 @@ def rates(result: Result) -> str:
         [subject, study, str(budget), *(f"{losses[rate]:.3f}" if rate in losses else "" for rate in columns)]
         for (study, subject, budget), losses in sorted(found.items())
     ]
-    return table(["", "study", "dense steps", *(f"rate {rate:g}" for rate in columns)], rows)
+    minutes = sum(cell["cpu_seconds"] for cell in tried) / 60
+    heads = ["", "study", "dense steps", *(f"rate {rate:g}" for rate in columns)]
+    return f"{len(tried)} cells, {minutes:.0f} CPU minutes:\n\n" + table(heads, rows)
 
 
 def learning_study(result: Result) -> str:

@@ -20,7 +20,7 @@ from benchmarks.tables.learning import learning_study
 from benchmarks.tables.links import link_rates, predicted_links
 from benchmarks.tables.markdown import Result
 from benchmarks.tables.plots import draw_all
-from benchmarks.tables.readme import RESULTS, ROOT, filled, read
+from benchmarks.tables.readme import RESULTS, ROOT, filled
 from benchmarks.tables.replans import replan_time
 from benchmarks.tables.similarity import similarity
 from benchmarks.tables.startup import startup, startup_time
@@ -28,6 +28,7 @@ from benchmarks.tables.systems import growth, scaling, side_by_side
 from benchmarks.tables.time_to_loss import time_to_loss
 from benchmarks.tables.times import checkpoint_time, evaluation, host_time, step_time
 from benchmarks.tables.tokens import tokenize_speed
+from sdp_deepspeed.command_parser import read_json
 
 IN_FULL: dict[str, Callable[[Result], str]] = {
     "checkpoints": checkpoint_time,
@@ -77,7 +78,12 @@ def main() -> None:
     if options.write or options.plots:
         return
     for path in options.files:
-        result = read(path)
+        try:
+            result = read_json(path, "files")
+        except ValueError as error:
+            sys.exit(f"error: {error}")
+        if result.get("what") not in IN_FULL:
+            sys.exit(f"error: files: {path} has no figures of which there is a table")
         print(f"### {path.name}\n\n{IN_FULL[result['what']](result)}\n")
 
 

@@ -9,7 +9,7 @@ from itertools import cycle
 from pathlib import Path
 from typing import Any
 
-from benchmarks.tables.canvas import new_figure, save
+from benchmarks.tables.canvas import new_figure, save, spectrum
 from benchmarks.tables.learning import FEW_DATA, Figures, standard_error
 from benchmarks.tables.markdown import MIB, Result
 
@@ -20,7 +20,7 @@ _MARKERS = {
     "static, backward": "X",
     "static, scaled": "s",
     "static but drawn again": "D",
-    "dropout and its like": "x",
+    "regularized": "x",
     "fewer tokens in a step": "1",
 }
 _OF_LINES = "ov^P*Xs<>dph12348"
@@ -83,7 +83,7 @@ def kind_of(described: Mapping[str, Any]) -> str:
         return "fewer tokens in a step"
     block = described.get("block")
     if block is None:
-        return "dropout and its like"
+        return "regularized"
     if "schedule" in block:
         return "dense tail" if len(block["schedule"]) == 2 else "growing"
     if "redraw_interval" in block:
@@ -95,7 +95,7 @@ def kind_of(described: Mapping[str, Any]) -> str:
 
 def _styles(figures: Figures, dense: Sequence[str], others: Sequence[str]) -> dict[str, dict[str, Any]]:
     """Of data parallelism a color for each size; of all others the color of their size and a marker for their kind."""
-    colors = {name: f"C{index}" for index, name in enumerate(dense)}
+    colors = dict(zip(dense, spectrum(len(dense)), strict=True))
     styles: dict[str, dict[str, Any]] = {name: {"color": colors[name], "marker": "o"} for name in dense}
     for name in others:
         kind = kind_of(figures.some(name)["described"])
@@ -114,6 +114,8 @@ def _dress(panel: Any, label: str, title: str) -> None:
 def plot_few_data(result: Result, path: Path) -> None:
     """A panel for each size of the text: losses at the end of runs over their length; a line for everybody."""
     there = [study for study in FEW_DATA if Figures.of(result, study).cells]
+    if not there:
+        raise ValueError("the study has no cells with little text")
     figure = new_figure(9 * len(there), 6)
     for panel, study in zip(figure.subplots(1, len(there), squeeze=False)[0], there, strict=True):
         figures = Figures.of(result, study)

@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
+from fractions import Fraction
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
+from torch.nn.utils import get_total_norm
 
 from benchmarks.study import cell as cell_module
 from benchmarks.study.cell import Cell, _Training, identity, rate_share
-from benchmarks.study.dropping import Dropping
+from benchmarks.study.dropping import Dropping, dropped
 from benchmarks.study.model import Size, losses_of_rows
 from benchmarks.study.pause import Resources
 from benchmarks.study.plans import Planner
-from benchmarks.study.subjects import Study, Subject
+from benchmarks.study.subjects import SUBJECTS, Study, Subject
 from benchmarks.study.text import Corpus
 from sdp_deepspeed.measure.flops import FlopCounter
 
@@ -123,6 +126,67 @@ def test_rates_of_the_steps_and_what_is_decayed(monkeypatch: pytest.MonkeyPatch)
     assert decays == {2: 0.3, 1: 0.0}
 
 
+def test_gradients_are_clipped_to_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a loss a thousand times as steep."""
+    monkeypatch.setattr(cell_module, "losses_of_rows", lambda *given: 1000 * losses_of_rows(*given))
+    made, norms = training(Subject(SIZE)), []
+    optimizer = made._reference.optimizer
+    held = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    monkeypatch.setattr(optimizer, "step", lambda *_: norms.append(get_total_norm([p.grad for p in held])))
+    made.train()
+    assert torch.stack(norms).tolist() == pytest.approx([1.0] * 4, rel=1e-3)
+
+
+def test_other_rows_are_dropped_in_each_step_and_with_each_seed(monkeypatch: pytest.MonkeyPatch) -> None:
+    draws: list[int] = []
+
+    def spied(model: nn.Module, dropping: Dropping, progress: float, num_rows: int, seed: int) -> Any:
+        draws.append(seed)
+        return dropped(model, dropping, progress, num_rows, seed)
+
+    monkeypatch.setattr(cell_module, "dropped", spied)
+    for seed in range(3):
+        trained(Subject(SIZE, dropping=Dropping(0.5)), seed)
+    assert len(set(draws)) == len(draws) >= 12
+
+
+def test_progressive_dropping_is_booked_as_it_grows() -> None:
+    """It starts with none, so a step costs less than one without on average, and more than one that always drops."""
+    kinds = (Dropping(0.5, "depth"), Dropping(0.5, "progressive"), None)
+    runs = [trained(Subject(SIZE, dropping=kind)) for kind in kinds]
+    always, progressive, never = (run.flops / run.num_steps for run in runs)
+    assert always < progressive < never
+
+
+def test_subjects_are_what_their_names_say() -> None:
+    for name, subject in SUBJECTS.items():
+        block = subject.block or {}
+        phases = block.get("schedule", [])
+        if found := re.search(r"dense tail (\d+)%", name):
+            assert phases[0]["until"] == pytest.approx(1 - int(found[1]) / 100)
+            assert phases[1] == {"coverage": 1.0}
+        if found := re.search(r"C=(0[.]\d+|\d/\d)(?!, \d/\d)", name):
+            coverage = (phases[0] if phases else block)["coverage"]
+            assert (coverage if isinstance(coverage, float) else coverage[0]["coverage"]) == float(Fraction(found[1]))
+        if found := re.search(r"drawn every (10 )?step", name):
+            assert block["redraw_interval"] == (10 if found[1] else 1)
+        if found := re.search(r"(\d) rows?$", name):
+            assert subject.rows == int(found[1])
+        if found := re.search(r"(\d+)x(\d+)", name):
+            assert (subject.size.width, subject.size.depth) == (int(found[1]), int(found[2]))
+        if found := re.match(r"(\w+) x (\w+)", name):
+            assert (block.get("regime", "forward"), block.get("strategy", "block")) == found.groups()
+        assert ("scaled" in name) == ("dense_branch_scale" in block)
+        assert ("whole ends" in name) == ("whole_ends" in str(block))
+
+
+def test_draws_of_different_seeds_are_different_assignments() -> None:
+    """Also one draw later, where that of the next seed would be if seeds were neighbors."""
+    subject = Subject(block={**HALF, "redraw_interval": 1})
+    plans = [[plan.hash for _, plan in Planner(subject, Study(), seed).plans(3)] for seed in range(3)]
+    assert len({found for several in plans for found in several}) == 9
+
+
 def test_the_peak_is_of_the_phase_with_the_most() -> None:
     dense, half, tail = (Planner(Subject(SIZE, block), STUDY).peak_bytes for block in (None, HALF, TAIL))
     assert half < dense == tail
@@ -139,6 +203,9 @@ def test_cells_of_another_text_or_study_are_others(monkeypatch: pytest.MonkeyPat
     found.append(identity(CELL, replace(STUDY, num_validation_rows=5), Subject(SIZE)))
     found.append(identity(CELL, STUDY, Subject(SIZE, rows=1)))
     monkeypatch.setattr(cell_module, "corpus_of", lambda *_: CORPUS)
+    found.append(identity(CELL, STUDY, Subject(SIZE)))
+    other = Corpus(CORPUS.train, CORPUS.validation.flip(0))
+    monkeypatch.setattr(cell_module, "corpus_of", lambda *_: other)
     found.append(identity(CELL, STUDY, Subject(SIZE)))
     assert all(one != other for index, one in enumerate(found) for other in found[:index])
     assert identity(CELL, replace(STUDY, learning_rate=1.0), Subject(SIZE)) == found[-1]

@@ -265,17 +265,22 @@ def test_it_goes_on_where_it_stopped(tmp_path: Path, tiny: None, monkeypatch: py
     assert len(again) == 2
 
 
-def test_two_writers_lose_nothing(tmp_path: Path) -> None:
+def test_cells_beside_one_that_fails_are_kept(tmp_path: Path, tiny: None, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "study.json"
-    stores = [Store(path), Store(path)]
 
-    def add(seed: int) -> None:
-        names = {"study": "tiny", "subject": "dense", "seed": seed, "budget": 2, "rate": 1e-3}
-        stores[seed % 2].add(names)
+    def failing(cell: Cell, *rest: Any) -> dict[str, Any] | None:
+        if cell.subject == "half":
+            raise RuntimeError("out of memory")
+        return run(cell, *rest)
 
-    with ThreadPoolExecutor(2) as pool:
-        list(pool.map(add, range(20)))
-    assert [cell["seed"] for cell in Store(path).cells] == [*range(20)]
+    monkeypatch.setattr(learning_study, "run", failing)
+    options = parse_arguments(
+        ["--output", str(path), "--study", "tiny", "--budgets", "2", "4", "--only", "half", "dense"]
+    )
+    store = Store(path)
+    with ThreadPoolExecutor(2) as pool, pytest.raises(ValueError, match="half, seed 0, budget 2: out of memory"):
+        work(list(cells(options, store)), store, pool, num_processes=2, resources=Resources())
+    assert [(cell["subject"], cell["budget"]) for cell in Store(path).cells] == [("dense", 2)]
 
 
 def test_rates_are_tuned_on_a_seed_that_no_figure_has(tmp_path: Path, tiny: None) -> None:

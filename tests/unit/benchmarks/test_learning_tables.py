@@ -11,7 +11,15 @@ from benchmarks.learning_study import main
 from benchmarks.study.rates import TUNING_SEED, of_one_rate, tuned_rate
 from benchmarks.study.subjects import SUBJECTS
 from benchmarks.tables.learning import Figures, difference, few_data, learning, mean_and_error, rates
-from benchmarks.tables.plot_learning import Point, at_budget, kind_of, over_lengths, over_tokens, plot_learning
+from benchmarks.tables.plot_learning import (
+    Point,
+    at_budget,
+    kind_of,
+    over_lengths,
+    over_tokens,
+    plot_few_data,
+    plot_learning,
+)
 
 TINY, SMALL, LARGE = {"width": 4, "depth": 0}, {"width": 8, "depth": 1}, {"width": 8, "depth": 2}
 
@@ -112,7 +120,21 @@ def test_few_data_by_the_best_length() -> None:
     assert lines[-1] == "| dense 2 | 3.0 | 0.001 | 3.000 |  |"
 
 
+def test_a_study_of_rates_alone_has_no_table_of_few_data(tmp_path: Path) -> None:
+    tried = {"cells": [cell("dense 2", TUNING_SEED, 1.0, study="few data")]}
+    assert few_data(tried) == ""
+    with pytest.raises(ValueError, match="no cells with little text"):
+        plot_few_data(tried, tmp_path / "few.png")
+
+
+def test_a_loss_that_is_no_number_is_not_the_best() -> None:
+    tried = [cell("dense 2", TUNING_SEED, loss, rate=rate) for loss, rate in ((float("nan"), 1e-3), (1.0, 2e-3))]
+    assert tuned_rate(tried, "text", "dense 2") == 2e-3
+    assert tuned_rate(tried[:1], "text", "dense 2") is None
+
+
 def test_rates_that_were_tried() -> None:
+    assert rates(RESULT).splitlines()[0] == "2 cells, 1 CPU minutes:"
     assert rates(RESULT).splitlines()[-1] == "| dense 2 | text | 100 | 1.000 | 1.500 |"
 
 
@@ -153,7 +175,7 @@ def test_every_subject_is_of_a_kind_that_the_plot_has(tmp_path: Path) -> None:
     assert found["C=1/2, 3/4, 1 in turn"] == "growing"
     assert found["C=1/2, scaled, drawn every step"] == "static but drawn again"
     assert (found["backward x neuron, C=0.25"], found["C=1/2, whole ends"]) == ("static, backward", "static, forward")
-    assert (found["dropout 0.1"], found["dense 64x4, 2 rows"]) == ("dropout and its like", "fewer tokens in a step")
+    assert (found["dropout 0.1"], found["dense 64x4, 2 rows"]) == ("regularized", "fewer tokens in a step")
     described = {name: subject.described() for name, subject in SUBJECTS.items()}
     all_of_them = [cell(name, 0, 2.0) | {"described": of} for name, of in described.items()]
     plot_learning({"what": "learning_study", "cells": all_of_them}, tmp_path / "all.png")
@@ -166,6 +188,7 @@ def test_every_subject_is_of_a_kind_that_the_plot_has(tmp_path: Path) -> None:
         (["--only", "("], "error: --only: '[(]' is no regular expression"),
         (["--seeds", "0", "99"], "error: --seeds: 99 is the seed of --tune"),
         (["--device", "cuda:77"], "error: --device: 'cuda:77' cannot be used"),
+        (["--device", "meta"], "error: --device: 'meta' cannot be used"),
     ],
 )
 def test_a_mistake_is_one_line(arguments: list[str], message: str, tmp_path: Path) -> None:
@@ -173,18 +196,21 @@ def test_a_mistake_is_one_line(arguments: list[str], message: str, tmp_path: Pat
         main(["--output", str(tmp_path / "study.json"), *arguments])
 
 
+@pytest.mark.parametrize(
+    ("argument", "message"),
+    [
+        ("--seeds=-1", "argument --seeds: expected a whole number from 0 to 999999999, got '-1'"),
+        ("--minutes=nan", "argument --minutes: expected a number above 0, got 'nan'"),
+        ("--minutes=-inf", "argument --minutes: expected a number above 0, got '-inf'"),
+    ],
+)
+def test_arguments(argument: str, message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["--output", str(tmp_path / "study.json"), argument])
+    assert message in capsys.readouterr().err
+
+
 def test_a_list_writes_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     main(["--output", str(tmp_path / "no" / "study.json"), "--list", "--only", "dense 64x[48]"])
     assert capsys.readouterr().out.split("\n")[:2] == ["dense 64x4", "dense 64x8"]
     assert not any(tmp_path.iterdir())
-
-
-def test_a_file_of_something_else_stays(tmp_path: Path) -> None:
-    path = tmp_path / "other.json"
-    path.write_text('{"what": "scaling"}', encoding="utf-8")
-    with pytest.raises(SystemExit, match=r"error: --output: .*other\.json is not of this study, but of 'scaling'"):
-        main(["--output", str(path)])
-    (tmp_path / "file").touch()
-    with pytest.raises(SystemExit, match=r"error: .*file"):
-        main(["--output", str(tmp_path / "file" / "study.json")])
-    assert path.read_text(encoding="utf-8") == '{"what": "scaling"}'
