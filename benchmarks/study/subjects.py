@@ -47,15 +47,19 @@ class Subject:
         return found
 
 
-def _dense_tail(coverage: float, share: float, **block: Any) -> Block:
+def _whole_ends(coverage: float) -> list[dict[str, float]]:
+    """The first and the last layer are in all subnetworks: for C = 1/2 and 8 layers 0.64 of the operations, not 0.51."""
+    return [{"coverage": coverage, "whole_ends": 1}]
+
+
+def _dense_tail(coverage: float | list[dict[str, float]], share: float, **block: Any) -> Block:
     """Static, and dense for the last `share` of the steps."""
     return {"schedule": [{"until": round(1 - share, 4), "coverage": coverage}, {"coverage": 1.0}], **block}
 
 
-def _growing(*coverages: float, whole_ends: int = 0, **block: Any) -> Block:
+def _growing(*coverages: float | list[dict[str, float]], **block: Any) -> Block:
     """Equal shares of the steps at each coverage."""
-    rules = [[{"coverage": c, "whole_ends": whole_ends}] if whole_ends and c < 1 else c for c in coverages]
-    phases: list[dict[str, Any]] = [{"coverage": rule} for rule in rules]
+    phases: list[dict[str, Any]] = [{"coverage": coverage} for coverage in coverages]
     for index, phase in enumerate(phases[:-1]):
         phase["until"] = round((index + 1) / len(phases), 4)
     return {"schedule": phases, **block}
@@ -89,13 +93,13 @@ def _in_time() -> dict[str, Subject]:
             subjects[name] = Subject(block=_dense_tail(coverage, share, **mode._asdict()))
     subjects["C=1/2, 3/4, 1 in turn"] = Subject(block=_growing(0.5, 0.75, 1.0))
     subjects["C=1/4, 1/2, 3/4, 1 in turn"] = Subject(block=_growing(0.25, 0.5, 0.75, 1.0))
-    subjects["C=1/2, 3/4, 1 in turn, whole ends"] = Subject(block=_growing(0.5, 0.75, 1.0, whole_ends=1))
+    subjects["C=1/2, 3/4, 1 in turn, whole ends"] = Subject(block=_growing(_whole_ends(0.5), _whole_ends(0.75), 1.0))
     return subjects
 
 
 _HALF: Block = {"coverage": 0.5}
 _VARIANTS: dict[str, Block] = {
-    "whole ends": {"coverage": [{"coverage": 0.5, "whole_ends": 1}]},  # 0.64 of the operations, not 0.51
+    "whole ends": {"coverage": _whole_ends(0.5)},
     "drawn every step": {**_HALF, "redraw_interval": 1},
     "drawn every 10 steps": {**_HALF, "redraw_interval": 10},
     "scaled": {**_HALF, "dense_branch_scale": "coverage"},
@@ -110,6 +114,9 @@ def _variants() -> dict[str, Subject]:
     subjects = {f"C=1/2, {name}": Subject(block=block) for name, block in _VARIANTS.items()}
     subjects["C=1/2, dense tail 50%, scaled"] = Subject(block=_dense_tail(0.5, 0.5, dense_branch_scale="coverage"))
     subjects["C=1/2, dense tail 50%, drawn every 10 steps"] = Subject(block=_dense_tail(0.5, 0.5, redraw_interval=10))
+    for name, coverage in (("1/2", 0.5), ("1/4", 0.25)):
+        subjects[f"C={name}, dense tail 50%, whole ends"] = Subject(block=_dense_tail(_whole_ends(coverage), 0.5))
+    subjects["C=1/4, whole ends"] = Subject(block={"coverage": _whole_ends(0.25)})
     for name, redrawn in (("", {}), (", drawn every 10 steps", {"redraw_interval": 10})):
         block = {"coverage": 0.75, "dense_branch_scale": "coverage", **redrawn}
         subjects[f"C=3/4, scaled{name}"] = Subject(block=block)
@@ -127,6 +134,8 @@ def _other_sizes() -> dict[str, Subject]:
         for width, depth in shapes
     }
     blocks = {
+        "C=1/2, whole ends": {"coverage": _whole_ends(0.5)},
+        "C=1/2, dense tail 50%, whole ends": _dense_tail(_whole_ends(0.5), 0.5),
         "C=1/2, dense tail 70%": _dense_tail(0.5, 0.7),
         "C=3/4, dense tail 50%": _dense_tail(0.75, 0.5),
         "C=1/2, 3/4, 1 in turn": _growing(0.5, 0.75, 1.0),
