@@ -48,7 +48,7 @@ class Subject:
 
 
 def _whole_ends(coverage: float) -> list[dict[str, float]]:
-    """The first and the last layer are in all subnetworks: for C = 1/2 and 8 layers 0.64 of the operations, not 0.51."""
+    """First and last layer are in all subnetworks: with 8 layers C = 1/2 has 0.64 of the operations, not 0.51."""
     return [{"coverage": coverage, "whole_ends": 1}]
 
 
