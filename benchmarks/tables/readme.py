@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 from benchmarks.tables.counts import collectives, faults, model_state, peak_shares
@@ -78,6 +79,7 @@ BLOCKS = {
     "tokens": Block(tokenize_speed, ("tokenize_speed",)),
     "similarity": Block(similarity, ("similarity",)),
     "learning": Block(learning, ("learning",)),
+    "learning-headers": Block(partial(learning, study="headers"), ("learning",)),
     "learning-few-data": Block(few_data, ("learning",)),
     "learning-rates": Block(rates, ("learning",)),
 }
