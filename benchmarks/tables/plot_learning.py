@@ -16,6 +16,7 @@ from benchmarks.tables.markdown import MIB, Result
 _MARKERS = {
     "dense tail": "*",
     "growing": "^",
+    "whole ends": "H",
     "static, forward": "P",
     "static, backward": "X",
     "static, scaled": "s",
@@ -84,6 +85,8 @@ def kind_of(described: Mapping[str, Any]) -> str:
     block = described.get("block")
     if block is None:
         return "regularized"
+    if "whole_ends" in str(block):
+        return "whole ends"
     if "schedule" in block:
         return "dense tail" if len(block["schedule"]) == 2 else "growing"
     if "redraw_interval" in block:
@@ -108,6 +111,7 @@ def _dress(panel: Any, label: str, title: str) -> None:
     panel.set_xlabel(label)
     panel.set_ylabel("dense validation loss, nats per byte")
     panel.set_title(title)
+    panel.tick_params(axis="x", which="minor", labelsize="x-small", rotation=45)
     panel.grid(alpha=0.3, which="both")
 
 

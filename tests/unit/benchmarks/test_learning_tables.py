@@ -174,7 +174,7 @@ def test_every_subject_is_of_a_kind_that_the_plot_has(tmp_path: Path) -> None:
     assert found["forward x block, C=0.5, dense tail 50%"] == "dense tail"
     assert found["C=1/2, 3/4, 1 in turn"] == "growing"
     assert found["C=1/2, scaled, drawn every step"] == "static but drawn again"
-    assert (found["backward x neuron, C=0.25"], found["C=1/2, whole ends"]) == ("static, backward", "static, forward")
+    assert (found["backward x neuron, C=0.25"], found["C=1/2, whole ends"]) == ("static, backward", "whole ends")
     assert (found["dropout 0.1"], found["dense 64x4, 2 rows"]) == ("regularized", "fewer tokens in a step")
     described = {name: subject.described() for name, subject in SUBJECTS.items()}
     all_of_them = [cell(name, 0, 2.0) | {"described": of} for name, of in described.items()]
