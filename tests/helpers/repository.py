@@ -17,6 +17,7 @@ FLOORS = (
     "training",
     "__init__",
     "engine",
+    "fsdp",
     "replan",
     "deferred_init",
     "checkpoint",
