@@ -122,13 +122,14 @@ def narrow_copy(module: nn.Module, changes: Changes, *, shares_hooks: bool = Tru
     for name, parameter in changes.parameters.items():
         if "." not in name:
             copied._parameters[name] = parameter  # `register_parameter` takes the module's for the copy's
-    for name, stand_in in changes.stand_ins.items():
-        if "." not in name:
-            object.__setattr__(copied, name, stand_in)
     different = changes.children
     for name, child in module.named_children():
-        if name in different:
+        if name in changes.stand_ins:
+            copied._modules[name] = changes.stand_ins[name]
+        elif name in different:
             copied._modules[name] = narrow_copy(child, changes.inside(name))
+        elif not has_tensors(child):  # in its place, since a container runs its children one after the other
+            copied._modules[name] = child
     _do_without_bias(copied)
     return copied
 
@@ -139,6 +140,11 @@ def make_piece(body: nn.Module, changes: Changes, heads: Heads) -> nn.Module:
     piece.__class__ = mixed_in(PieceModule, type(body))
     object.__setattr__(piece, "_sdp_heads", heads)
     return piece
+
+
+def has_tensors(module: nn.Module) -> bool:
+    """Whether a module has parameters or buffers, also in its modules."""
+    return any(True for _ in (*module.parameters(), *module.buffers()))
 
 
 def _is_of_a_run(name: str) -> bool:

@@ -23,6 +23,7 @@ from torch.nn import functional
 
 from sdp_deepspeed.architectures import LocatedBranch
 from sdp_deepspeed.fsdp.narrow_copies import Changes, Heads, make_piece
+from sdp_deepspeed.fsdp.pieces import HeldTensor
 from sdp_deepspeed.fsdp.splittable import PIECES
 from sdp_deepspeed.fsdp.whole_layers import WholeLayers
 from sdp_deepspeed.layout.rank_model import RankModel
@@ -30,23 +31,6 @@ from sdp_deepspeed.masking.counts import Counts
 from sdp_deepspeed.masking.halves import leave_out_caches
 from sdp_deepspeed.masking.mixins import Mixin, mix_in
 from sdp_deepspeed.masking.outputs import Outputs
-
-
-@dataclass(frozen=True)
-class PieceTensor:
-    """A parameter of a piece.
-
-    Args:
-        name: in the model on this rank.
-        dense_name: of the dense model's parameter.
-        dim: along which it is a part of that.
-        intervals: (start, length) along `dim`, which lie side by side in this order.
-    """
-
-    name: str
-    dense_name: str
-    dim: int
-    intervals: tuple[tuple[int, int], ...]
 
 
 @dataclass(frozen=True)
@@ -63,7 +47,7 @@ class BranchPiece:
     index: int
     holders: tuple[int, ...]
     module: nn.Module
-    tensors: tuple[PieceTensor, ...]
+    tensors: tuple[HeldTensor, ...]
 
 
 class SplitBranch:
@@ -76,6 +60,9 @@ class SplitBranch:
         holder_sets: all sets of holders in the order that all ranks agree on.
 
     Attributes:
+        name: of the branch.
+        body_name: of the module that is split.
+        sets: the sets of holders that hold something of this branch, each with its index, in that order.
         pieces: that this rank holds, in that order; they run in it, too.
         dense: whether the body has all its parameters for the moment.
     """
@@ -96,17 +83,16 @@ class SplitBranch:
         self._branch = branch
         self._model = model
         self._body = module.get_submodule(branch.root)
-        self._holder_sets = list(holder_sets)
+        self.body_name = branch.root
+        of_branch = {holders for _, _, holders in self._cells()}
+        self.sets = [(index, holders) for index, holders in enumerate(holder_sets) if holders in of_branch]
         self._whole = WholeLayers(self._body, {path: tensor.parameter for path, tensor in self._cut().items()})
 
     def apply(self) -> None:
         """Make the pieces that this rank holds, and leave what is shared; what it lacks has no storage any more."""
         counts = Counts(self._branch, [self._body])
-        held = {holders for _, _, holders in self._cells() if self._model.rank in holders}
         self.pieces = tuple(
-            self._make_piece(index, holders, counts)
-            for index, holders in enumerate(self._holder_sets)
-            if holders in held
+            self._make_piece(index, holders, counts) for index, holders in self.sets if self._model.rank in holders
         )
         self._whole.remove()
         self._body.add_module(PIECES, self._as_children())
@@ -184,7 +170,7 @@ class SplitBranch:
             intervals = merged((start, length) for start, length, ranks in parts if ranks == holders)
             parameters[path] = _narrowed(self._body.get_parameter(path), cut.dim, intervals)
             name = f"{self._branch.root}.{PIECES}.{index}.{path}"
-            tensors.append(PieceTensor(name, cut.parameter, cut.dim, intervals))
+            tensors.append(HeldTensor(name, cut.parameter, cut.dim, intervals, holders))
         parameters |= dict.fromkeys(self._whole.bias_paths)
         owners = [path.rpartition(".")[0] for path in self.inner.scaled if not path.startswith("config.")]
         changes = Changes(parameters, {name: nn.Identity() for name in self.inner.tail}, owners)

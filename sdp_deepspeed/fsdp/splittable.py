@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 from torch import nn
 
 from sdp_deepspeed.architectures import LocatedBranch
 from sdp_deepspeed.architectures.active_experts import has_experts
+from sdp_deepspeed.architectures.branch import InnerLayers
 from sdp_deepspeed.config import KEY
-from sdp_deepspeed.fsdp.narrow_copies import stores_in_out
+from sdp_deepspeed.fsdp.narrow_copies import has_tensors, stores_in_out
 from sdp_deepspeed.masking.compiled import check_forward, replaced_modules
 
 PIECES = "pieces"  # name of a child of a body that is split
+_CONTAINERS = (nn.Sequential, nn.ModuleList, nn.ModuleDict)
 
 
 def check_splittable(model: nn.Module, branches: Iterable[LocatedBranch]) -> None:
@@ -44,7 +46,9 @@ def _reason(model: nn.Module, branch: LocatedBranch) -> str:
     body = model.get_submodule(branch.root)
     if hasattr(body, PIECES):
         return f"its body has an attribute {PIECES!r}, which is the name of what it is split into"
-    return next(filter(None, (_besides(body, branch, name) for name in _layers(branch))), "")
+    layers = _layers(branch)
+    reasons = [*(_besides(body, branch, name) for name in layers), _in_containers(body, layers, description.inner)]
+    return next(filter(None, reasons), "")
 
 
 def _layers(branch: LocatedBranch) -> list[str]:
@@ -65,3 +69,20 @@ def _besides(body: nn.Module, branch: LocatedBranch, path: str) -> str:
     if besides == ["bias"] and path in outputs and is_linear:
         return ""
     return f"its {path} ({type(layer).__name__}) has {besides[0]!r}, which cannot be added to the sum of its pieces"
+
+
+def _in_containers(body: nn.Module, layers: Sequence[str], inner: InnerLayers | None) -> str:
+    """A container runs its children, and a piece has none that it shares with others."""
+    different = {*layers, *(inner.tail if inner else ())}
+
+    def leads_to_one(path: str) -> bool:
+        return any(f"{layer}.".startswith(f"{path}.") for layer in different)
+
+    for path, module in body.named_modules():
+        if not isinstance(module, _CONTAINERS) or (path and not leads_to_one(path)):
+            continue
+        for name, child in module.named_children():
+            inside = f"{path}.{name}" if path else name
+            if has_tensors(child) and not leads_to_one(inside):
+                return f"its {inside} ({type(child).__name__}), which is shared, runs between layers that are cut"
+    return ""

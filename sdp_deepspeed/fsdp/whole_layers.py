@@ -8,6 +8,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from sdp_deepspeed.masking.part import replace_data
+
 
 class SharedBias(nn.Module):
     """Stands in the place of an output projection whose weight is in pieces: it has the bias, which the sum adds."""
@@ -50,10 +52,12 @@ class WholeLayers:
         return [self._body.get_parameter(path) for path in self.bias_paths]
 
     def remove(self) -> None:
-        """Take what is cut out of the body."""
+        """Take what is cut out of the body; whoever still knows the parameters finds them empty."""
         for path in self._cut:
             owner, _, name = path.rpartition(".")
-            self._body.get_submodule(owner).register_parameter(name, None)
+            layer = self._body.get_submodule(owner)
+            drop(layer.get_parameter(name))
+            layer.register_parameter(name, None)
         kept = {path.rpartition(".")[0] for path in self.bias_paths}
         for path, layer in self._layers.items():
             parent, _, name = path.rpartition(".")
@@ -79,3 +83,8 @@ class WholeLayers:
             owner, _, name = path.rpartition(".")
             parameter = nn.Parameter(values[dense_name], requires_grad=self._trainable[path])
             self._body.get_submodule(owner).register_parameter(name, parameter)
+
+
+def drop(parameter: nn.Parameter) -> None:
+    """Give its storage back."""
+    replace_data(parameter, torch.empty(0, dtype=parameter.dtype, device=parameter.device))

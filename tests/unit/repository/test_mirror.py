@@ -56,6 +56,8 @@ TESTED_WITH = {
     "exchange/gradient_norm": "unit/optimizer/test_accumulation.py",
     "exchange/gradients": "unit/optimizer/test_accumulation.py",
     "exchange/step_averaging": "unit/exchange/test_overlap.py",
+    "fsdp/narrow_copies": "unit/fsdp/test_neuron.py",
+    "fsdp/whole_layers": "unit/fsdp/test_neuron.py",
     "hosts/remote": "unit/hosts/test_inspection.py",
     "lock_owner": "unit/test_folder_lock.py",
     "masking/block": "unit/masking/test_mask.py",
