@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import nn
 from torch.utils._pytree import tree_map_only
 
-from sdp_deepspeed.architectures import LocatedBranch
+from sdp_deepspeed.architectures import LocatedBranch, branches_of_units
+from sdp_deepspeed.fsdp.neuron import SplitBranch
 from sdp_deepspeed.fsdp.pieces import ShardedUnit
+from sdp_deepspeed.fsdp.splittable import check_splittable
 from sdp_deepspeed.layout.rank_model import RankModel
 from sdp_deepspeed.masking.block import BlockPart, output_names
 from sdp_deepspeed.masking.mask import Mask
@@ -107,6 +109,19 @@ class ShardedMask(Mask):
     """A mask whose module is sharded after it was applied."""
 
     block_part = ShardedBlockPart
+    neuron_part = SplitBranch
+
+    def check(self) -> tuple[Mapping[int, Sequence[LocatedBranch]], Mapping[str, Sequence[int]], str]:
+        plan = self.model.plan
+        names = branches_of_units(plan.units, self._branches)
+        is_cut = {name for index, name in enumerate(names) if plan.coverage_of(index) < 1}
+        check_splittable(self._module, [branch for branch in self._branches if branch.name in is_cut])
+        return super().check()
+
+    @property
+    def split(self) -> list[SplitBranch]:
+        """Branches of which ranks hold other neurons or heads."""
+        return [part for part in self.parts if isinstance(part, SplitBranch)]
 
     def apply_on(self, device: torch.device, *, is_deferred: bool) -> None:
         """As `apply`; tensors without elements stand on `device` where others' do not yet.

@@ -85,6 +85,6 @@ class WholeLayers:
             self._body.get_submodule(owner).register_parameter(name, parameter)
 
 
-def drop(parameter: nn.Parameter) -> None:
+def drop(parameter: torch.Tensor) -> None:
     """Give its storage back."""
     replace_data(parameter, torch.empty(0, dtype=parameter.dtype, device=parameter.device))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
 import torch
@@ -40,9 +40,11 @@ class Mask:
     Attributes:
         parts: what becomes dense together, the same on every rank; none if every rank holds everything.
         block_part: what is made of a block unit in the forward regime.
+        neuron_part: what is made of a branch whose neurons or heads are cut.
     """
 
     block_part: type[BlockPart] = BlockPart
+    neuron_part: Callable[..., MaskedPart] = NeuronPart
 
     def __init__(
         self, module: nn.Module, model: RankModel, branches: Sequence[LocatedBranch], *, scales: bool = False
@@ -171,7 +173,7 @@ class Mask:
         copies = skips and may_write_in_place(self._module, self._branches)
         for branch in self._branches:
             if branch.name in neurons:
-                yield NeuronPart(self._module, self.model, branch, neurons[branch.name], scales=self._scales)
+                yield self.neuron_part(self._module, self.model, branch, neurons[branch.name], scales=self._scales)
             elif (index := first.get(branch.name)) is None:
                 continue
             elif self.model.plan.regime == "forward":

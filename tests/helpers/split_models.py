@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from copy import deepcopy
 from typing import Any
 
@@ -11,10 +11,11 @@ from torch import nn
 
 from sdp_deepspeed.architectures import branches_of_units, locate_branches, units_of_branches
 from sdp_deepspeed.fsdp.neuron import SplitBranch
-from sdp_deepspeed.fsdp.neuron_units import split_branches
 from sdp_deepspeed.fsdp.pieces import HeldTensor
+from sdp_deepspeed.fsdp.sharded_mask import ShardedMask
 from sdp_deepspeed.layout.places import PieceViews
 from sdp_deepspeed.layout.rank_model import RankModel
+from sdp_deepspeed.masking.part import DenseTensors
 from sdp_deepspeed.plan.plan import Plan
 from sdp_deepspeed.plan.tensors import dense_tensors, named_tensors
 
@@ -39,17 +40,16 @@ def split(model: nn.Module, plan: Plan, rank: int) -> tuple[Any, list[SplitBranc
     return split_in_place(deepcopy(model), plan, rank)
 
 
-def split_in_place(result: nn.Module, plan: Plan, rank: int) -> tuple[Any, list[SplitBranch]]:
+def split_in_place(result: nn.Module, plan: Plan, rank: int, *, scales: bool = False) -> tuple[Any, list[SplitBranch]]:
     """The model itself."""
-    rank_model = RankModel(plan, tuple(dense_tensors(result)), PieceViews(named_tensors(result)), rank)
-    branches = split_branches(result, rank_model, locate_branches(result))
-    for branch in branches:
-        branch.apply()
-    return result, branches
+    model = RankModel(plan, tuple(dense_tensors(result)), PieceViews(named_tensors(result)), rank)
+    mask = ShardedMask(result, model, locate_branches(result), scales=scales)
+    mask.apply()
+    return result, [part for part in mask.parts if isinstance(part, SplitBranch)]
 
 
 def held_tensors(branches: Sequence[SplitBranch]) -> list[HeldTensor]:
-    return [tensor for branch in branches for piece in branch.pieces for tensor in piece.tensors]
+    return [tensor for part in branches for number in part.held for tensor in part.table.tensors(number).values()]
 
 
 def part_of(dense: torch.Tensor, tensor: HeldTensor) -> torch.Tensor:
@@ -59,6 +59,7 @@ def part_of(dense: torch.Tensor, tensor: HeldTensor) -> torch.Tensor:
     return torch.cat([dense.narrow(tensor.dim, start, length) for start, length in tensor.intervals], tensor.dim)
 
 
-def by_dense_name(branches: Sequence[SplitBranch], dense: nn.Module) -> Mapping[str, torch.Tensor]:
-    """What `show` takes."""
-    return {name: dense.get_parameter(name).detach() for branch in branches for name in branch.shapes}
+def dense_values(part: SplitBranch, dense: nn.Module) -> DenseTensors:
+    """What `show` takes, without holders that would send it."""
+    by_name = {name: tensor for name, tensor in dense.named_parameters() if name in part.values.dtypes}
+    return DenseTensors({}, {part.stand_in_of(name): tensor.detach().clone() for name, tensor in by_name.items()})

@@ -14,7 +14,7 @@ from torch import nn
 
 from sdp_deepspeed import architectures
 from sdp_deepspeed.architectures import registry
-from sdp_deepspeed.fsdp.neuron import SplitBranch, merged
+from sdp_deepspeed.fsdp.neuron import SplitBranch
 from sdp_deepspeed.reference.virtual_workers import zero_lacking
 from tests.helpers import mixtures, models, more_models, own_layers
 from tests.helpers.live_tensors import Watch
@@ -30,7 +30,7 @@ from tests.helpers.masked_modules import (
     loss_and_gradients,
     tokens,
 )
-from tests.helpers.split_models import by_dense_name, held_tensors, overlapping_plan, part_of, split, split_in_place
+from tests.helpers.split_models import dense_values, held_tensors, overlapping_plan, part_of, split, split_in_place
 
 RANKS = (0, 1, 2)
 SEVERAL_BODIES = ("bert", "camembert", "electra", "opt", "opt_post_norm", "roberta", "xlm_roberta")
@@ -81,7 +81,7 @@ def test_a_split_model_is_the_dense_one_with_zeroed_pieces(name: str, pytestconf
         assert_close(loss, expected_loss)
         assert_same_gradients(module, branches, expected)
         if rank == 0:
-            assert all(len(branch.pieces) > 1 for branch in branches)
+            assert all(len(branch.held) > 1 for branch in branches)
 
 
 class Spread(nn.Module):
@@ -186,7 +186,8 @@ def test_a_rank_has_what_it_holds_and_computes_with_it(name: str) -> None:
             module(input_ids=tokens())
         assert products.flops == 2 * NUM_TOKENS * linear_weights(dense, pieces)
         for branch in branches:
-            assert {index for index, ranks in branch.sets if rank in ranks} == {piece.index for piece in branch.pieces}
+            assert branch.held == [number for number, ranks in branch.table.sets.items() if rank in ranks]
+            assert all(len([*branch.pieces[number].parameters()]) > 1 for number in branch.held)
 
 
 @pytest.mark.parametrize("name", ["llama_biases", "qwen3", "gpt2"])
@@ -199,7 +200,8 @@ def test_names_say_where_a_piece_is_of(name: str) -> None:
         body, _, inside = tensor.name.partition(".pieces.")
         number, _, path = inside.partition(".")
         assert f"{body}.{path}" == tensor.dense_name
-        assert tensor.holders == next(dict(branch.sets)[int(number)] for branch in branches if branch.body_name == body)
+        (sets,) = (part.table.sets for part in branches if part.table.name_of(7) == f"{body}.pieces.7")
+        assert tensor.holders == sets[int(number)]
     names = {key for key, _ in module.named_parameters()}
     cut = cut_names(overlapping_plan(dense))
     assert names == {tensor.name for tensor in tensors} | ({key for key, _ in dense.named_parameters()} - cut)
@@ -213,7 +215,7 @@ def test_it_becomes_the_dense_model_and_goes_back(name: str) -> None:
     module, branches = split(dense, overlapping_plan(dense), 1)
     expected, names = models.loss_of(module, tokens()), list(module.state_dict())
     for branch in branches:
-        branch.show(by_dense_name([branch], dense))
+        branch.show(dense_values(branch, dense))
     assert torch.equal(models.loss_of(module, tokens()), models.loss_of(dense, tokens()))
     assert list(module.state_dict()) == list(dense.state_dict())
     assert [type(m) for m in module.modules() if isinstance(m, nn.Linear)] == [
@@ -224,7 +226,7 @@ def test_it_becomes_the_dense_model_and_goes_back(name: str) -> None:
         branch.release()
     assert list(module.state_dict()) == names
     assert torch.equal(models.loss_of(module, tokens()), expected)
-    assert all(piece.module.training for branch in branches for piece in branch.pieces)
+    assert all(piece.training for branch in branches for piece in branch.pieces.values())
 
 
 @pytest.mark.parametrize("reentrant", [True, False])
@@ -246,7 +248,7 @@ def test_pieces_run_in_order_and_back(name: str) -> None:
     """The order that all ranks share: of branches and, in each, of sets of holders."""
     dense = build(name, num_layers=2)
     module, branches = split(dense, overlapping_plan(dense), 0)
-    positions = [(number, piece.index) for number, branch in enumerate(branches) for piece in branch.pieces]
+    positions = [(number, piece) for number, branch in enumerate(branches) for piece in branch.held]
     forward, backward = [], []
 
     def watch(position: tuple[int, int], piece: nn.Module) -> None:
@@ -254,8 +256,8 @@ def test_pieces_run_in_order_and_back(name: str) -> None:
         piece.register_full_backward_hook(lambda *_: backward.append(position))
 
     for number, branch in enumerate(branches):
-        for piece in branch.pieces:
-            watch((number, piece.index), piece.module)
+        for piece in branch.held:
+            watch((number, piece), branch.pieces[piece])
     loss_and_gradients(module, tokens())
     assert forward == positions
     assert backward == positions[::-1]
@@ -274,7 +276,7 @@ def test_dropout_at_the_end_runs_once_on_the_sum() -> None:
     assert len(runs) == 2
     for before, after in runs:
         assert torch.equal(after, torch.where(after == 0, 0, 2 * before))
-    assert all(len(branch.pieces) > 1 for branch in branches)
+    assert all(len(branch.held) > 1 for branch in branches)
 
 
 def test_dropout_of_a_rate() -> None:
@@ -307,9 +309,9 @@ def test_what_users_set_stays() -> None:
     before.model.layers[0].mlp.down_proj.weight.no_decay = True
     module, branches = split_in_place(before, overlapping_plan(dense), 0)
     mlp, runs = module.model.layers[0].mlp, []
-    pieces = [piece.module for piece in branches[1].pieces]
-    assert not any(piece.up_proj.weight.requires_grad for piece in pieces)  # type: ignore[union-attr]
-    assert all(piece.down_proj.weight.no_decay for piece in pieces)  # type: ignore[union-attr]
+    pieces: list[Any] = [branches[1].pieces[number] for number in branches[1].held]
+    assert not any(piece.up_proj.weight.requires_grad for piece in pieces)
+    assert all(piece.down_proj.weight.no_decay for piece in pieces)
     assert all(isinstance(piece, type(dense.model.layers[0].mlp)) for piece in (mlp, *pieces))
     for model in (module, dense):
         model.model.layers[0].self_attn.scaling = 0.125
@@ -324,8 +326,3 @@ def test_on_the_meta_device_nothing_has_storage() -> None:
     assert {p.device.type for p in module.parameters()} == {"meta"}
     for tensor in held_tensors(branches):
         assert module.get_parameter(tensor.name).shape == tensor.shape(dense.get_parameter(tensor.dense_name).shape)
-
-
-def test_neighbors_are_one_interval() -> None:
-    assert merged(iter([(0, 2), (2, 3), (6, 1), (7, 1)])) == ((0, 5), (6, 2))
-    assert merged(iter([])) == ()

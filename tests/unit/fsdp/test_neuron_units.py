@@ -8,7 +8,8 @@ from itertools import pairwise
 import pytest
 
 from sdp_deepspeed.architectures import locate_branches
-from sdp_deepspeed.fsdp.neuron_units import holder_sets, neuron_units
+from sdp_deepspeed.fsdp.block_units import block_units
+from sdp_deepspeed.fsdp.neuron_units import in_model_order, neuron_units
 from sdp_deepspeed.layout.places import PieceViews
 from sdp_deepspeed.layout.rank_model import RankModel
 from sdp_deepspeed.plan.tensors import dense_tensors, named_tensors
@@ -74,6 +75,18 @@ def test_what_everybody_holds_is_one_unit() -> None:
     assert all(tensor.is_whole for (unit,) in units.values() for tensor in unit.tensors)
 
 
-def test_holder_sets_are_in_one_order() -> None:
-    plan = overlapping_plan(build("gpt2"))
-    assert holder_sets(plan) == [(0,), (0, 1), (0, 1, 2), (0, 2)]
+def test_units_are_in_the_order_of_the_model() -> None:
+    dense = build("gpt2", num_layers=2)
+    plan = overlapping_plan(dense, {"attention": "block", "mlp": "neuron"})
+    branches = locate_branches(dense)
+    model = RankModel(plan, tuple(dense_tensors(dense)), PieceViews(named_tensors(dense)), 1)
+    blocks = list(block_units(dense, model, branches))[::-1]
+    module, splits = split(dense, plan, 1)
+    units = in_model_order(branches, blocks, neuron_units(module, model, branches, splits))
+    assert [unit.name.partition(".pieces")[0] for unit in units if not unit.name.endswith((".1", ".2", ".3"))] == [
+        "transformer.h.0.attention",
+        "transformer.h.0.mlp",
+        "transformer.h.1.attention",
+        "transformer.h.1.mlp",
+    ]
+    assert len(units) == 2 * (1 + 4)

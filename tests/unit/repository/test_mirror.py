@@ -57,6 +57,8 @@ TESTED_WITH = {
     "exchange/gradients": "unit/optimizer/test_accumulation.py",
     "exchange/step_averaging": "unit/exchange/test_overlap.py",
     "fsdp/narrow_copies": "unit/fsdp/test_neuron.py",
+    "fsdp/piece_fetcher": "ranks/fsdp/test_neuron.py",
+    "fsdp/piece_values": "ranks/fsdp/test_neuron.py",
     "fsdp/whole_layers": "unit/fsdp/test_neuron.py",
     "hosts/remote": "unit/hosts/test_inspection.py",
     "lock_owner": "unit/test_folder_lock.py",
