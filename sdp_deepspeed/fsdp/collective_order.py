@@ -115,7 +115,7 @@ class CollectiveOrder:
 
     def _learn(self) -> None:
         """The first forward pass is over: gather ahead what is next."""
-        if not self._recorders:
+        if not self._recorders or not torch.is_grad_enabled():  # the dense model runs no pieces
             return
         for handle in self._recorders:
             handle.remove()

@@ -17,7 +17,8 @@ from sdp_deepspeed.distributed.communicator import Communicator
 from sdp_deepspeed.distributed.host_group import Channel, make_host_group
 from sdp_deepspeed.distributed.last_acts import make_last_acts
 from sdp_deepspeed.distributed.monitored_barrier import make_monitored_barrier
-from sdp_deepspeed.fsdp.shard_fetcher import ShardFetcher
+from sdp_deepspeed.fsdp.neuron import SplitBranch
+from sdp_deepspeed.fsdp.piece_fetcher import PartFetcher
 from sdp_deepspeed.fsdp.sharded_mask import ShardedBlockPart
 from sdp_deepspeed.fsdp.sharded_model import ShardedModel, sharded_model_of
 from sdp_deepspeed.masking.dense_view import DenseView
@@ -62,6 +63,8 @@ def install_view(sharded: ShardedModel, device: torch.device, policy: MixedPreci
     for part in mask.parts:
         if isinstance(part, ShardedBlockPart):
             part.join(units[part.name], policy.param_dtype, casts_inputs=policy.cast_forward_inputs)
+        elif isinstance(part, SplitBranch):
+            part.join(device, policy)
     tensors = {tensor.name: tensor for tensor in sharded.held_tensors()}
 
     def read(piece: Piece) -> torch.Tensor:
@@ -69,7 +72,7 @@ def install_view(sharded: ShardedModel, device: torch.device, policy: MixedPreci
             return sharded.module.get_buffer(piece.parameter).detach()
         return sharded.local(tensors[piece.parameter]).to(device)
 
-    sharded.fetcher = ShardFetcher(mask.model, [part.units for part in mask.parts], dp_group, read, device=device)
+    sharded.fetcher = PartFetcher(mask.model, mask.parts, dp_group, read, device=device)
     passes = DensePasses(mask, sharded.fetcher, barrier, device=device, report=_log_on_rank_0)
     sharded.view = ShardedView(sharded.module, mask, dp_group, barrier, passes, evaluation=sharded.block.evaluation)
     sharded.view.install()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from sdp_deepspeed.checkpoint.interop.hugging_face_names import new_model
 from sdp_deepspeed.distributed.agreement import raise_on_all_ranks
 from sdp_deepspeed.distributed.communicator import Communicator
 from sdp_deepspeed.distributed.monitored_barrier import Phase
+from sdp_deepspeed.fsdp.pieces import HeldTensor
 from sdp_deepspeed.fsdp.sharded_model import ShardedModel, sharded_model_of
 from sdp_deepspeed.units import Piece
 
@@ -77,10 +79,18 @@ def _gathered(sharded: ShardedModel) -> Iterator[tuple[str, torch.Tensor]]:
     plan, places = sharded.plan, {part.name: index for index, part in enumerate(sharded.mask.parts)}
     indices = {unit.name: index for index, unit in enumerate(plan.units)}
     for unit in sharded.units:
-        for tensor in unit.tensors:  # on holders
+        for tensor in filter(_is_whole, unit.tensors):  # on holders
             yield tensor.name, _on_host(sharded.parameter(tensor).full_tensor())
         if unit.name in places:  # some lack it
             yield from _fetched(sharded, places[unit.name], plan.units[indices[unit.name]].pieces, held=unit.is_held)
+    for part in sharded.mask.split:  # of which nobody has all
+        dense = part.allocate()
+        deque(sharded.fetcher.fetch(places[part.name], partial(getattr, dense, "targets")), maxlen=0)
+        yield from ((name, _on_host(value)) for name, value in part.by_name(dense).items())
+
+
+def _is_whole(tensor: HeldTensor) -> bool:
+    return tensor.is_whole
 
 
 def _fetched(

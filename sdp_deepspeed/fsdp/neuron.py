@@ -138,14 +138,13 @@ class SplitBranch(MaskedPart):
 
     def complete(self, dense: DenseTensors) -> None:
         if self._scales:
-            by_name = {name: dense.values[tensor] for name, tensor in self._dense.items()}
-            self.values.scale(by_name, len(self._model.plan.subnetwork_of_rank))
+            self.values.scale(self.by_name(dense), len(self._model.plan.subnetwork_of_rank))
         for tensor, value in dense.values.items():
             dense.values[tensor] = value.to(self._policy.param_dtype or value.dtype)
 
     def show(self, dense: DenseTensors) -> None:
         delattr(self.body, PIECES)
-        self._layers.give({name: dense.values[tensor] for name, tensor in self._dense.items()})
+        self._layers.give(self.by_name(dense))
         self.filled = True
 
     def release(self) -> None:
@@ -158,6 +157,10 @@ class SplitBranch(MaskedPart):
 
     def stand_ins(self) -> dict[torch.Tensor, torch.Tensor]:
         return {tensor: stand_in(tensor, self._layers.shapes[name]) for name, tensor in self._dense.items()}
+
+    def by_name(self, dense: DenseTensors) -> dict[str, torch.Tensor]:
+        """What makes the part dense, by dense names."""
+        return {name: dense.values[tensor] for name, tensor in self._dense.items()}
 
     def stand_in_of(self, dense_name: str) -> torch.Tensor:
         """What stands for a dense tensor among the values of this part."""

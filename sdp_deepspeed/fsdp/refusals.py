@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping
 from typing import Any
 
 import torch.distributed as dist
@@ -11,7 +11,6 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
-from sdp_deepspeed.architectures import LocatedBranch, branches_of_units
 from sdp_deepspeed.config import KEY, SubnetworkConfig, parse
 from sdp_deepspeed.fsdp.options import ShardOptions
 from sdp_deepspeed.masking.mixins import is_cut
@@ -61,16 +60,25 @@ def check_call(module: nn.Module, mesh: DeviceMesh | None, config: SubnetworkCon
     refuse_shared_memory(module)
 
 
-def check_plan(plan: Plan, branches: Sequence[LocatedBranch]) -> None:
-    """Refuse a plan, maybe one that was read from a file, of what is not possible here.
+def check_not_ignored(module: nn.Module, plan: Plan, ignored: Collection[nn.Parameter]) -> None:
+    """Refuse to leave out parameters of which ranks hold other neurons or heads: they become others.
 
     Raises:
-        ValueError: by the first unit.
+        ValueError: by name.
     """
-    names = branches_of_units(plan.units, branches)
-    cut = [unit.name for unit, name in zip(plan.units, names, strict=True) if name is not None]
-    if cut:
-        raise ValueError(f"{KEY}.strategy: {cut[0]!r} is cut by neurons or heads, which FSDP2 does not take yet")
+    cut = {
+        piece.parameter
+        for index, unit in enumerate(plan.units)
+        if plan.coverage_of(index) < 1
+        for piece in unit.pieces
+        if piece.dim is not None
+    }
+    names = sorted(name for name, parameter in module.named_parameters() if name in cut and parameter in ignored)
+    if names:
+        raise ValueError(
+            f"fully_shard: ignored_params: {quoted(names)} is cut by neurons or heads, so each rank has a part of it; "
+            'leave it to FSDP2, or use "block" for its part of the model'
+        )
 
 
 def _of_block(config: SubnetworkConfig) -> Iterator[str]:
@@ -82,9 +90,6 @@ def _of_block(config: SubnetworkConfig) -> Iterator[str]:
     for name, why in _OF_THE_ENGINE.items():
         if (value := getattr(config, name)) != SubnetworkConfig.model_fields[name].default:
             yield f"{KEY}.{name}: got {value!r}, which has no effect with FSDP2: {why}; remove it"
-    strategies = [config.strategy] if isinstance(config.strategy, str) else config.strategy.values()
-    if "neuron" in strategies:
-        yield f'{KEY}.strategy: "neuron" is not possible with FSDP2 yet; use "block"'
 
 
 def _of_mesh(mesh: DeviceMesh | None) -> Iterator[str]:

@@ -18,7 +18,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, OffloadPolicy
 from torch.distributed.fsdp import fully_shard as torch_fully_shard
 
-from sdp_deepspeed.architectures import locate_branches, unit_costs
+from sdp_deepspeed.architectures import LocatedBranch, locate_branches, unit_costs
 from sdp_deepspeed.config import KEY, SubnetworkConfig
 from sdp_deepspeed.deferred_init.init import PROGRAM
 from sdp_deepspeed.deferred_init.materialize import DeferredModel, check_initialized_alike
@@ -30,9 +30,10 @@ from sdp_deepspeed.fsdp.block_units import block_units, shared_tensors
 from sdp_deepspeed.fsdp.collective_order import order_collectives
 from sdp_deepspeed.fsdp.dense_view import install_view
 from sdp_deepspeed.fsdp.holder_meshes import make_meshes
+from sdp_deepspeed.fsdp.neuron_units import in_model_order, neuron_units
 from sdp_deepspeed.fsdp.options import ShardOptions
 from sdp_deepspeed.fsdp.pieces import ShardedUnit
-from sdp_deepspeed.fsdp.refusals import check_call, check_plan, parsed
+from sdp_deepspeed.fsdp.refusals import check_call, check_not_ignored, parsed
 from sdp_deepspeed.fsdp.sharded_mask import ShardedMask
 from sdp_deepspeed.fsdp.sharded_model import ShardedModel, attach
 from sdp_deepspeed.layout.places import PieceViews
@@ -127,10 +128,10 @@ def shard(start: Start) -> ShardedModel:
     state_names = _state_names(module)
     tensors, deferred = dense_tensors(module), run_on_all_ranks(start.ranks, partial(_deferred, module))
 
-    def plan_and_mask() -> tuple[Plan, ShardedMask, list[ShardedUnit]]:
+    def plan_and_mask() -> tuple[Plan, ShardedMask, list[LocatedBranch], list[ShardedUnit]]:
         branches = locate_branches(module)
         plan, warnings = plan_model(module, start.block, mesh.size(), network, branches=branches)
-        check_plan(plan, branches)
+        check_not_ignored(module, plan, start.options.ignored_params)
         warnings += check_descriptions(module, branches, plan, start.device)
         if start.ranks.rank == 0:
             for warning in warnings:
@@ -139,15 +140,18 @@ def shard(start: Start) -> ShardedModel:
         model = RankModel(plan, tuple(tensors), PieceViews(named_tensors(module)), mesh.get_local_rank())
         mask = ShardedMask(module, model, branches, scales=start.block.dense_branch_scale == "coverage")
         mask.check()
-        return plan, mask, list(block_units(module, model, branches))
+        return plan, mask, branches, list(block_units(module, model, branches))
 
-    plan, mask, units = run_on_all_ranks(start.ranks, plan_and_mask)
+    plan, mask, branches, blocks = run_on_all_ranks(start.ranks, plan_and_mask)
     check_same_plan(plan, start.ranks)
     mask.apply_on(start.device, is_deferred=deferred is not None)
     if deferred is not None:
         world = Communicator(dist, mesh.get_group(), objects=start.ranks)
         deferred.materialize(mask, start.device, world)
         check_initialized_alike(lambda: check_holders_agree(mask.model, world))
+        for part in mask.split:
+            part.take_values()
+    units = in_model_order(branches, blocks, neuron_units(module, mask.model, branches, mask.split))
     meshes, num_groups = make_meshes(mesh, (unit.holders for unit in units))
     lacking = mask.lacking_names()
     ignored = {name for name, parameter in module.named_parameters() if parameter in start.options.ignored_params}
