@@ -12,6 +12,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from sdp_deepspeed.config import KEY, SubnetworkConfig, parse
+from sdp_deepspeed.deferred_init.init import PROGRAM
 from sdp_deepspeed.fsdp.options import ShardOptions
 from sdp_deepspeed.masking.mixins import is_cut
 from sdp_deepspeed.messages import quoted
@@ -57,7 +58,8 @@ def check_call(module: nn.Module, mesh: DeviceMesh | None, config: SubnetworkCon
     if lines:
         raise ValueError("\n".join(lines))
     refuse_modules(module)
-    refuse_shared_memory(module)
+    if not any(hasattr(parameter, PROGRAM) for parameter in module.parameters()):  # else there is no memory yet
+        refuse_shared_memory(module)
 
 
 def check_not_ignored(module: nn.Module, plan: Plan, ignored: Collection[nn.Parameter]) -> None:
