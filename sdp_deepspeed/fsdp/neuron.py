@@ -137,10 +137,14 @@ class SplitBranch(MaskedPart):
         return DenseTensors(targets, {self._dense[name]: value for name, value in values.items()})
 
     def complete(self, dense: DenseTensors) -> None:
-        if self._scales:
-            self.values.scale(self.by_name(dense), len(self._model.plan.subnetwork_of_rank))
+        self.scale(dense)
         for tensor, value in dense.values.items():
             dense.values[tensor] = value.to(self._policy.param_dtype or value.dtype)
+
+    def scale(self, dense: DenseTensors) -> None:
+        """Its targets were filled: what is left to do to be of the dense model that is exported."""
+        if self._scales:
+            self.values.scale(self.by_name(dense), len(self._model.plan.subnetwork_of_rank))
 
     def show(self, dense: DenseTensors) -> None:
         delattr(self.body, PIECES)

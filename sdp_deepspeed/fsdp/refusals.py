@@ -13,9 +13,10 @@ from torch.distributed.tensor import DTensor
 
 from sdp_deepspeed.config import KEY, SubnetworkConfig, parse
 from sdp_deepspeed.deferred_init.init import PROGRAM
+from sdp_deepspeed.distributed.agreement import Gatherer
 from sdp_deepspeed.fsdp.options import ShardOptions
 from sdp_deepspeed.masking.mixins import is_cut
-from sdp_deepspeed.messages import quoted
+from sdp_deepspeed.messages import listed, quoted
 from sdp_deepspeed.plan.plan import Plan
 from sdp_deepspeed.support.refusals import refuse_modules, refuse_shared_memory
 
@@ -80,6 +81,26 @@ def check_not_ignored(module: nn.Module, plan: Plan, ignored: Collection[nn.Para
         raise ValueError(
             f"fully_shard: ignored_params: {quoted(names)} is cut by neurons or heads, so each rank has a part of it; "
             'leave it to FSDP2, or use "block" for its part of the model'
+        )
+
+
+def check_same_settings(config: SubnetworkConfig, options: ShardOptions, ranks: Gatherer) -> None:
+    """Every rank calls it.
+
+    Raises:
+        RuntimeError: on all ranks, what they were given differently.
+    """
+    own = config.model_dump() | {"options": options.in_words()}
+    if config.plan_path is not None:  # nodes may keep it in folders of their own; the plan itself is compared later
+        own["assignment"] = "<a plan>"
+    every = ranks.gather_objects(own)
+    different = [name for name in own if any(other[name] != every[0][name] for other in every)]
+    if different:
+        first = different[0]
+        values = {rank: other[first] for rank, other in enumerate(every)}
+        raise RuntimeError(
+            f"fully_shard: ranks were given different settings: {first} is {listed(values.values())} on ranks "
+            f"{listed(values)}. Give all ranks the same block and arguments"
         )
 
 

@@ -106,6 +106,13 @@ def agrees_with_the_deepspeed_host(rank: Rank) -> None:
             each.train()
 
 
+def gathers_ahead(log: Sequence[Issued]) -> bool:
+    """Whether a unit was gathered in backward before the one that ran after it was reduced."""
+    names = [name for _, name, _ in log]
+    last = len(names) - names[::-1].index("reduce_scatter_single") - 1
+    return any(a == b == "all_gather_single" for a, b in itertools.pairwise(names[last - 8 : last]))
+
+
 def collectives_have_one_order(rank: Rank) -> None:
     """Of random plans, with activation checkpointing and without, evaluated before or not."""
     for seed, (name, prepare) in enumerate(itertools.product(("qwen3", "gpt_neox_parallel"), (checkpointed, None))):
@@ -125,6 +132,7 @@ def collectives_have_one_order(rank: Rank) -> None:
         logs: list[Sequence[Issued]] = [[] for _ in range(rank.size)]
         dist.all_gather_object(logs, log)
         assert check_order(logs) > 3 * 2 * len(sharded_model_of(model).held_units)
+        assert prepare is not None or any(map(gathers_ahead, logs))
 
 
 def starts_without_storage(rank: Rank) -> None:
