@@ -12,13 +12,12 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from sdp_deepspeed.config import KEY, SubnetworkConfig, parse
-from sdp_deepspeed.deferred_init.init import PROGRAM
 from sdp_deepspeed.distributed.agreement import Gatherer
 from sdp_deepspeed.fsdp.options import ShardOptions
 from sdp_deepspeed.masking.mixins import is_cut
 from sdp_deepspeed.messages import listed, quoted
 from sdp_deepspeed.plan.plan import Plan
-from sdp_deepspeed.support.refusals import refuse_modules, refuse_shared_memory
+from sdp_deepspeed.support.refusals import refuse_modules
 
 # Settings of the block that need what DeepSpeed's engine does, by name, with what to do.
 _OF_THE_ENGINE = {
@@ -59,8 +58,6 @@ def check_call(module: nn.Module, mesh: DeviceMesh | None, config: SubnetworkCon
     if lines:
         raise ValueError("\n".join(lines))
     refuse_modules(module)
-    if not any(hasattr(parameter, PROGRAM) for parameter in module.parameters()):  # else there is no memory yet
-        refuse_shared_memory(module)
 
 
 def check_not_ignored(module: nn.Module, plan: Plan, ignored: Collection[nn.Parameter]) -> None:

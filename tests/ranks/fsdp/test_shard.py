@@ -43,7 +43,8 @@ def agrees_with_the_reference(
 
 def covers_everything(rank: Rank) -> None:
     """C = 1 is plain FSDP2, whose units are the same modules, to the last bit."""
-    model, plain = family("gpt2"), family("gpt2")
+    model: Any = family("gpt2")
+    plain: Any = deepcopy(model)
     model = sharded(model, {"holders": rank.size})
     assert sharded_model_of(model).num_groups == 0
     for layer in plain.transformer.h:
