@@ -14,11 +14,10 @@ In the dense model the body runs as it was built, on whole parameters that come 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
-from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.nn import functional
 from torch.utils._pytree import tree_map_only
 
@@ -36,6 +35,9 @@ from sdp_deepspeed.masking.halves import leave_out_caches
 from sdp_deepspeed.masking.mixins import Mixin, mix_in
 from sdp_deepspeed.masking.outputs import Outputs
 from sdp_deepspeed.masking.part import DenseTensors, MaskedPart, replace_data, stand_in
+
+if TYPE_CHECKING:
+    from torch.distributed.fsdp import MixedPrecisionPolicy
 
 
 class SplitBranch(MaskedPart):
@@ -78,7 +80,8 @@ class SplitBranch(MaskedPart):
         self._dense = {name: model.views.tensors[name] for name in shapes}  # they stand for values, which come and go
         self.values = PieceValues(self.table, self.pieces, self._dense, shapes, model.rank)
         self._device = torch.device("cpu")
-        self._policy = MixedPrecisionPolicy()
+        self._dtype: torch.dtype | None = None  # that FSDP2 gathers weights in
+        self._output_dtype: torch.dtype | None = None
 
     @property
     def body(self) -> nn.Module:
@@ -139,7 +142,7 @@ class SplitBranch(MaskedPart):
     def complete(self, dense: DenseTensors) -> None:
         self.scale(dense)
         for tensor, value in dense.values.items():
-            dense.values[tensor] = value.to(self._policy.param_dtype or value.dtype)
+            dense.values[tensor] = value.to(self._dtype or value.dtype)
 
     def scale(self, dense: DenseTensors) -> None:
         """Its targets were filled: what is left to do to be of the dense model that is exported."""
@@ -177,17 +180,17 @@ class SplitBranch(MaskedPart):
             device: of the model that runs.
             policy: of its pieces; what FSDP2 does to their inputs and outputs is done to those of the dense body.
         """
-        self._device, self._policy = device, policy
+        self._device, self._dtype, self._output_dtype = device, policy.param_dtype, policy.output_dtype
         if policy.param_dtype is not None and policy.cast_forward_inputs:
             self.body.register_forward_pre_hook(self._cast_inputs, with_kwargs=True)
         if policy.output_dtype is not None:
             self.body.register_forward_hook(self._cast_output)
 
     def _cast_inputs(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
-        return _cast((args, kwargs), self._policy.param_dtype) if self.filled else None
+        return _cast((args, kwargs), self._dtype) if self.filled else None
 
     def _cast_output(self, module: nn.Module, args: Any, output: Any) -> Any:
-        return _cast(output, self._policy.output_dtype) if self.filled else None
+        return _cast(output, self._output_dtype) if self.filled else None
 
     @property
     def _children(self) -> dict[str, nn.Module]:

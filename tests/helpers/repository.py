@@ -18,7 +18,6 @@ FLOORS = (
     "__init__",
     "fsdp",
     "engine",
-    "fsdp",
     "replan",
     "deferred_init",
     "checkpoint",
