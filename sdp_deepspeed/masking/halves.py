@@ -46,20 +46,10 @@ class Halves:
 
     def narrowed(self, kwargs: Mapping[str, Any], *, lacking: bool = False) -> dict[str, Any]:
         """Keyword arguments with what they have for the heads of one half."""
-        result = dict(kwargs)
-        for name in self.inner.by_head:
-            value = result.get(name)
-            if isinstance(value, torch.Tensor):
-                heads = value.unflatten(1, (sum(map(len, self.cells)), -1))
-                result[name] = torch.cat([heads[:, cell] for cell in self.cells[lacking]], dim=1)
-        return result
+        return of_heads(kwargs, self.inner.by_head, self.cells[lacking], sum(map(len, self.cells)))
 
     def leave_out_caches(self, body: nn.Module, kwargs: dict[str, Any]) -> None:
-        for path in self.inner.caches:
-            name, _, inside = path.partition(".")
-            if (cache := kwargs.get(name)) is not None:
-                _leave_out(getattr(cache, inside, cache), self.name, getattr(body, "layer_idx", None))
-                kwargs[name] = None
+        leave_out_caches(self.inner, self.name, body, kwargs, way="inside engine.dense(resident=True)")
 
 
 class _OfHalves(Mixin):
@@ -149,13 +139,45 @@ def _train_like(twin: nn.Module, module: nn.Module) -> None:
         twin.train(module.training)
 
 
-def _leave_out(cache: Any, name: str, layer: int | None) -> None:
-    """Run without a cache that is empty. One that holds tokens is refused, and so is one that should hold some."""
+def of_heads(kwargs: Mapping[str, Any], names: Sequence[str], cells: Sequence[int], num_cells: int) -> dict[str, Any]:
+    """Keyword arguments of a body with what those of `names` have for some of its key/value heads.
+
+    Args:
+        cells: indices of these heads.
+        num_cells: of the dense body.
+    """
+    result = dict(kwargs)
+    for name in names:
+        value = result.get(name)
+        if isinstance(value, torch.Tensor):
+            heads = value.unflatten(1, (num_cells, -1))
+            result[name] = torch.cat([heads[:, cell] for cell in cells], dim=1)
+    return result
+
+
+def leave_out_caches(inner: InnerLayers, name: str, body: nn.Module, kwargs: dict[str, Any], *, way: str) -> None:
+    """Run a body that has several parts without caches of keys and values that are empty.
+
+    Args:
+        inner: of the branch `name`.
+        kwargs: of the body; changed.
+        way: how else to generate, for the message.
+
+    Raises:
+        RuntimeError: a cache holds tokens, or should hold some.
+    """
+    for path in inner.caches:
+        argument, _, inside = path.partition(".")
+        if (cache := kwargs.get(argument)) is not None:
+            _leave_out(getattr(cache, inside, cache), name, getattr(body, "layer_idx", None), way)
+            kwargs[argument] = None
+
+
+def _leave_out(cache: Any, name: str, layer: int | None, way: str) -> None:
     missing = cache.__dict__.setdefault("_sdp_missing", set()) if hasattr(cache, "__dict__") else set()
     has_tokens = layer is not None and hasattr(cache, "get_seq_length") and cache.get_seq_length(layer) > 0
     if name in missing or has_tokens:
         raise RuntimeError(
-            f"{name} runs in two parts, which have no cache of keys and values: generate without gradients, or inside "
-            "engine.dense(resident=True)"
+            f"{name} runs in parts, which have no cache of keys and values: generate without gradients, or {way}"
         )
     missing.add(name)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
 import torch
@@ -39,7 +39,12 @@ class Mask:
 
     Attributes:
         parts: what becomes dense together, the same on every rank; none if every rank holds everything.
+        block_part: what is made of a block unit in the forward regime.
+        neuron_part: what is made of a branch whose neurons or heads are cut.
     """
+
+    block_part: type[BlockPart] = BlockPart
+    neuron_part: Callable[..., MaskedPart] = NeuronPart
 
     def __init__(
         self, module: nn.Module, model: RankModel, branches: Sequence[LocatedBranch], *, scales: bool = False
@@ -168,12 +173,12 @@ class Mask:
         copies = skips and may_write_in_place(self._module, self._branches)
         for branch in self._branches:
             if branch.name in neurons:
-                yield NeuronPart(self._module, self.model, branch, neurons[branch.name], scales=self._scales)
+                yield self.neuron_part(self._module, self.model, branch, neurons[branch.name], scales=self._scales)
             elif (index := first.get(branch.name)) is None:
                 continue
             elif self.model.plan.regime == "forward":
                 scale = self.model.plan.coverage_of(index) if self._scales else 1.0
-                yield BlockPart(self._module, self.model, index, blocks[index], scale=scale, copies=copies)
+                yield self.block_part(self._module, self.model, index, blocks[index], scale=scale, copies=copies)
             elif not self.model.holds(index):
                 self._freeze(self.model.plan.units[index])
 

@@ -1,0 +1,150 @@
+"""What `fully_shard` refuses, each with its reason, before anything is changed."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Mapping
+from typing import Any
+
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
+
+from sdp_deepspeed.config import KEY, SubnetworkConfig, parse
+from sdp_deepspeed.distributed.agreement import Gatherer
+from sdp_deepspeed.fsdp.options import ShardOptions
+from sdp_deepspeed.masking.mixins import is_cut
+from sdp_deepspeed.messages import listed, quoted
+from sdp_deepspeed.plan.plan import Plan
+from sdp_deepspeed.support.refusals import refuse_modules
+
+# Settings of the block that need what DeepSpeed's engine does, by name, with what to do.
+_OF_THE_ENGINE = {
+    "lr_by_coverage": "the learning rate is your optimizer's: give a unit's parameters a param group of its own",
+    "redraw_interval": "the plan cannot change while FSDP2 holds its shards",
+    "total_steps": "only a schedule asks for it",
+    "check_agreement": "each element is stored once, so holders cannot disagree",
+    "allow_optimizer": "any optimizer over DTensors may step them",
+    "silence_limit": "ranks are watched by the process group's own time limit",
+}
+
+
+def parsed(block: Mapping[str, Any] | None) -> SubnetworkConfig:
+    """The block, as in a DeepSpeed config.
+
+    Raises:
+        ValueError: what is wrong in it.
+    """
+    if not isinstance(block, Mapping):
+        raise ValueError(f'fully_shard: block: got {block!r}, expected the block {KEY!r}, such as {{"coverage": 0.5}}')
+    if KEY in block:
+        raise ValueError(f"fully_shard: block: give what stands under {KEY!r}, not the config around it")
+    if block.get("schedule") is not None:
+        raise ValueError(f"{KEY}.schedule: not possible with FSDP2: the plan cannot change while it holds its shards")
+    config = parse({KEY: dict(block)})
+    if config is None:
+        raise ValueError(f"{KEY}.enabled: false leaves nothing to do here: call torch's own fully_shard")
+    return config
+
+
+def check_call(module: nn.Module, mesh: DeviceMesh | None, config: SubnetworkConfig, options: ShardOptions) -> None:
+    """Whatever does not need a plan.
+
+    Raises:
+        ValueError: all that is refused, a line for each.
+    """
+    lines = [*_of_block(config), *_of_mesh(mesh), *_of_model(module), *_of_options(options)]
+    if lines:
+        raise ValueError("\n".join(lines))
+    refuse_modules(module)
+
+
+def check_not_ignored(module: nn.Module, plan: Plan, ignored: Collection[nn.Parameter]) -> None:
+    """Refuse to leave out parameters of which ranks hold other neurons or heads: they become others.
+
+    Raises:
+        ValueError: by name.
+    """
+    cut = {
+        piece.parameter
+        for index, unit in enumerate(plan.units)
+        if plan.coverage_of(index) < 1
+        for piece in unit.pieces
+        if piece.dim is not None
+    }
+    names = sorted(name for name, parameter in module.named_parameters() if name in cut and parameter in ignored)
+    if names:
+        raise ValueError(
+            f"fully_shard: ignored_params: {quoted(names)} is cut by neurons or heads, so each rank has a part of it; "
+            'leave it to FSDP2, or use "block" for its part of the model'
+        )
+
+
+def check_same_settings(config: SubnetworkConfig, options: ShardOptions, ranks: Gatherer) -> None:
+    """Every rank calls it.
+
+    Raises:
+        RuntimeError: on all ranks, what they were given differently.
+    """
+    own = config.model_dump() | {"options": options.in_words()}
+    if config.plan_path is not None:  # nodes may keep it in folders of their own; the plan itself is compared later
+        own["assignment"] = "<a plan>"
+    every = ranks.gather_objects(own)
+    different = [name for name in own if any(other[name] != every[0][name] for other in every)]
+    if different:
+        first = different[0]
+        values = {rank: other[first] for rank, other in enumerate(every)}
+        raise RuntimeError(
+            f"fully_shard: ranks were given different settings: {first} is {listed(values.values())} on ranks "
+            f"{listed(values)}. Give all ranks the same block and arguments"
+        )
+
+
+def _of_block(config: SubnetworkConfig) -> Iterator[str]:
+    if config.regime == "backward":
+        yield (
+            f'{KEY}.regime: "backward" is not possible with FSDP2, which gathers a unit among the ranks that average '
+            'it, while all ranks would run it; use "forward", or DeepSpeed'
+        )
+    for name, why in _OF_THE_ENGINE.items():
+        if (value := getattr(config, name)) != SubnetworkConfig.model_fields[name].default:
+            yield f"{KEY}.{name}: got {value!r}, which has no effect with FSDP2: {why}; remove it"
+
+
+def _of_mesh(mesh: DeviceMesh | None) -> Iterator[str]:
+    if mesh is None:
+        return
+    if mesh.ndim != 1:
+        yield (
+            f"fully_shard: mesh: got {mesh.ndim} axes {tuple(mesh.shape)}, expected one: a unit is sharded over its "
+            "holders, which are no rectangle of a mesh (no HSDP, no tensor parallelism)"
+        )
+    elif mesh.mesh.tolist() != list(range(dist.get_world_size())):
+        yield f"fully_shard: mesh: got ranks {mesh.mesh.tolist()}, expected all {dist.get_world_size()} in order"
+
+
+def _of_model(module: nn.Module) -> Iterator[str]:
+    if is_cut(module):
+        yield "fully_shard: this model was cut down to subnetworks before; build or load it anew"
+    sharded = [name for name, inner in module.named_modules() if isinstance(inner, FSDPModule)]
+    if sharded:
+        yield f"fully_shard: {quoted(sharded)} went through torch's fully_shard before; give the plain model"
+    dtensors = [name for name, parameter in module.named_parameters() if isinstance(parameter, DTensor)]
+    if dtensors:
+        yield (
+            f"fully_shard: {quoted(dtensors)} is a DTensor (tensor parallelism?), of which units cannot be taken; "
+            "give the plain model"
+        )
+    scalars = [name for name, parameter in module.named_parameters() if not parameter.dim()]
+    if scalars:
+        yield f"fully_shard: {quoted(scalars)} has no dim, so FSDP2 cannot shard it; give it one"
+
+
+def _of_options(options: ShardOptions) -> Iterator[str]:
+    value = options.reshard_after_forward
+    if value is not None and not isinstance(value, bool):
+        yield (
+            f"fully_shard: reshard_after_forward: got {value!r}, expected True, False or None: no number of ranks "
+            "divides every holder set"
+        )

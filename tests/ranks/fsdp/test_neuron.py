@@ -1,0 +1,236 @@
+"""Neurons and heads under FSDP2 against the reference, plain FSDP2 and the DeepSpeed host, on 2 to 4 ranks."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from copy import deepcopy
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.fsdp import MixedPrecisionPolicy
+from torch.distributed.fsdp import fully_shard as torch_fully_shard
+
+import sdp_deepspeed
+from sdp_deepspeed.fsdp import full_state_dict, sharded_model_of
+from tests.helpers.collective_log import Issued, check_order, collectives_of_fsdp
+from tests.helpers.models import SPECIMENS, batches, family, loss_of, two_groups
+from tests.helpers.oracle import make_optimizer
+from tests.helpers.ranks import Check, Rank
+from tests.helpers.sharded import (
+    NUM_STEPS,
+    check_against_reference,
+    compare_evaluation,
+    gathered_state,
+    micro_steps,
+    optimizer_of,
+    sharded,
+)
+from tests.helpers.training import engine_of
+
+NEURON: dict[str, Any] = {"strategy": "neuron", "coverage": 0.5}
+THREE_OF_FOUR: dict[str, Any] = {"strategy": "neuron", "holders": 3}
+BY_DEPTH: dict[str, Any] = {"strategy": "neuron", "holders": [{"profile": "linear", "first": 4, "last": 2}]}
+
+
+def checkpointed(model: Any) -> None:
+    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+
+
+def agrees_with_the_reference(rank: Rank, *, name: str, block: dict[str, Any], **options: Any) -> None:
+    """Losses, norms, evaluation and weights; and this rank stores its shards of its pieces and no more."""
+    dense = SPECIMENS[name].build()
+    shapes = {key: parameter.shape for key, parameter in dense.named_parameters()}
+    model = check_against_reference(rank, dense, block, **options)
+    stored = sharded_model_of(model)
+    tensors = {tensor.name: tensor for tensor in stored.held_tensors()}
+    assert tensors.keys() == {key for key, parameter in model.named_parameters() if parameter.numel()}
+    for tensor in tensors.values():
+        assert rank.rank in tensor.holders
+        whole = stored.parameter(tensor)
+        assert whole.shape == tensor.shape(shapes[tensor.dense_name])
+        assert whole.device_mesh.mesh.tolist() == list(tensor.holders)
+    total = torch.tensor(sum(stored.local(tensor).numel() for tensor in tensors.values()))
+    dist.all_reduce(total)
+    assert total.item() == sum(shape.numel() for shape in shapes.values())  # each element once, on one rank
+
+
+def covers_everything(rank: Rank) -> None:
+    """C = 1 is plain FSDP2 of the same bodies, to the last bit."""
+    model, plain = family("gpt2"), family("gpt2")
+    model = sharded(model, {"strategy": "neuron", "holders": rank.size})
+    assert sharded_model_of(model).num_groups == 0
+    blocks: Any = plain.get_submodule("transformer.h")
+    for layer in blocks:
+        torch_fully_shard(layer.attn)
+        torch_fully_shard(layer.mlp)
+    torch_fully_shard(plain)
+    optimizers = [optimizer_of(each) for each in (model, plain)]
+    for step in itertools.islice(batches(rank.size, 1), NUM_STEPS):
+        losses = [micro_steps(each, step[rank.rank]) for each in (model, plain)]
+        assert losses[0] == losses[1]
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+
+
+def agrees_with_the_deepspeed_host(rank: Rank) -> None:
+    """Losses of training and of the dense model, whose branches are scaled."""
+    model = SPECIMENS["gpt2"].build()
+    block = {"strategy": "neuron", "holders": 2, "neuron_groups": 5, "dense_branch_scale": "coverage"}
+    other = deepcopy(model)
+    settings = {"train_micro_batch_size_per_gpu": 2, "zero_optimization": {"stage": 1}, "gradient_clipping": 0.0}
+    optimizer = make_optimizer("AdamW", two_groups(dict(other.named_parameters())))
+    engine = engine_of(settings | {"subnetwork_data_parallel": block}, other, optimizer=optimizer)
+    model = sharded(model, block)
+    assert sharded_model_of(model).plan.hash == engine.plan.hash
+    own = optimizer_of(model)
+    for step in itertools.islice(batches(rank.size, 1), NUM_STEPS):
+        (batch,) = step[rank.rank]
+        loss = loss_of(engine, batch)
+        engine.backward(loss)
+        engine.step()
+        (found,) = micro_steps(model, [batch])
+        assert abs(found - loss.item()) <= 1e-5
+        own.step()
+        own.zero_grad()
+        for each in (engine, model):
+            each.eval()
+        with torch.no_grad():
+            losses = [loss_of(each, batch).item() for each in (engine, model)]
+        assert abs(losses[0] - losses[1]) <= 1e-5, losses
+        for each in (engine, model):
+            each.train()
+
+
+def gathers_ahead(log: Sequence[Issued]) -> bool:
+    """Whether a unit was gathered in backward before the one that ran after it was reduced."""
+    names = [name for _, name, _ in log]
+    last = len(names) - names[::-1].index("reduce_scatter_single") - 1
+    return any(a == b == "all_gather_single" for a, b in itertools.pairwise(names[last - 8 : last]))
+
+
+def collectives_have_one_order(rank: Rank) -> None:
+    """Of random plans, with activation checkpointing and without, evaluated before or not."""
+    for seed, (name, prepare) in enumerate(itertools.product(("qwen3", "gpt_neox_parallel"), (checkpointed, None))):
+        block = NEURON | {"seed": seed, "neuron_groups": 6, "strategy": {"attention": "neuron", "mlp": "neuron"}}
+        model = sharded(SPECIMENS[name].build(), block | ({"strategy": "neuron"} if seed % 2 else {}))
+        if prepare is not None:
+            prepare(model)
+        (step,) = itertools.islice(batches(rank.size, 1), 1)
+        if seed % 2:
+            model.eval()
+            with torch.no_grad():
+                loss_of(model, step[rank.rank][0])
+            model.train()
+        with collectives_of_fsdp() as log:
+            for _ in range(3):  # the first learns the order, and the others gather ahead
+                micro_steps(model, step[rank.rank])
+        logs: list[Sequence[Issued]] = [[] for _ in range(rank.size)]
+        dist.all_gather_object(logs, log)
+        assert check_order(logs) > 3 * 2 * len(sharded_model_of(model).held_units)
+        assert prepare is not None or any(map(gathers_ahead, logs))
+
+
+def starts_without_storage(rank: Rank) -> None:
+    """Under `Init` a model has the values that it would have without; on the meta device it stays there."""
+    expected = SPECIMENS["gpt2"].model(SPECIMENS["gpt2"].build().config)
+    torch.manual_seed(3)
+    expected = SPECIMENS["gpt2"].model(expected.config)
+    torch.manual_seed(3)
+    with sdp_deepspeed.Init():
+        model = SPECIMENS["gpt2"].model(expected.config)
+    model = sharded(model, NEURON)
+    found = full_state_dict(model)
+    if rank.rank == 0:
+        for key, value in expected.state_dict().items():
+            assert torch.equal(found[key], value), key
+    with torch.device("meta"):
+        model = SPECIMENS["llama_biases"].model(SPECIMENS["llama_biases"].build().config)
+    model = sharded(model, NEURON)
+    assert all(parameter.is_meta for parameter in model.parameters())
+    model.to_empty(device="cpu")
+    model.apply(model._init_weights)
+    assert torch.isfinite(torch.tensor(micro_steps(model, [torch.arange(16).view(2, 8)]))).all()
+
+
+def mixed_precision(rank: Rank) -> None:
+    """The dense model is gathered, and computes, in the dtype of the policy; state stays in fp32."""
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    dense = SPECIMENS["llama_biases"].build()
+    model = sharded(deepcopy(dense), NEURON | {"evaluation": "stream"}, mp_policy=policy)
+    own = optimizer_of(model)
+    for step in itertools.islice(batches(rank.size, 1), NUM_STEPS):
+        losses = micro_steps(model, step[rank.rank])
+        own.step()
+        own.zero_grad()
+    assert all(parameter.dtype == torch.float32 for parameter in model.parameters())
+    dense.load_state_dict(gathered_state(model))
+    model.eval()
+    with torch.no_grad():
+        found, expected = loss_of(model, step[rank.rank][0]), loss_of(dense.bfloat16(), step[rank.rank][0])
+    assert abs(found - expected) <= 2.0**-6 * expected, (found, expected, losses)
+
+
+def resident_and_frozen(rank: Rank) -> None:
+    """Kept weights are fetched anew once they have changed; what is frozen stays."""
+    dense = SPECIMENS["gpt2"].build()
+    for name, parameter in dense.named_parameters():
+        parameter.requires_grad_("mlp.c_fc" not in name)
+    model = sharded(deepcopy(dense), NEURON | {"evaluation": "resident"}, reshard_after_forward=False)
+    own = optimizer_of(model)
+    for step in itertools.islice(batches(rank.size, 1), 2):
+        compare_evaluation(model, dense, step[rank.rank][0])
+        micro_steps(model, step[rank.rank])
+        own.step()
+        own.zero_grad()
+        state = gathered_state(model)
+        frozen = {name: value for name, value in dense.named_parameters() if not value.requires_grad}
+        assert all(torch.equal(state[name], value) for name, value in frozen.items())
+        dense.load_state_dict(state)
+    compare_evaluation(model, dense, step[rank.rank][0])
+
+
+def refuses(rank: Rank) -> None:
+    """On all ranks, before anything is changed."""
+    model = SPECIMENS["llama"].build()
+    ignored = model.get_parameter("model.layers.0.mlp.up_proj.weight")
+    with pytest.raises(ValueError, match=r"ignored_params: .*up_proj.weight.*cut by neurons"):
+        sharded(model, NEURON, ignored_params=[ignored])
+    assert model.get_parameter("model.layers.0.mlp.up_proj.weight") is ignored
+
+
+def _cases(size: int, config: pytest.Config) -> list[tuple[str, Check]]:
+    by_reference: dict[str, dict[str, Any]] = {}
+    others: dict[str, Check] = {}
+    match size:
+        case 2:
+            by_reference["llama"] = {"name": "llama_biases", "block": NEURON, "accumulation": 2, "optimizer": "SGD"}
+            others = {"mixed_precision": mixed_precision, "starts_without_storage": starts_without_storage}
+        case 3:
+            by_reference["gpt2"] = {"name": "gpt2", "block": NEURON | {"coverage": 2 / 3, "neuron_groups": 5}}
+            others = {"covers_everything": covers_everything, "deepspeed": agrees_with_the_deepspeed_host}
+        case 4:
+            by_reference |= {
+                "qwen3": {"name": "qwen3", "block": THREE_OF_FOUR, "prepare": checkpointed},
+                "by_depth": {"name": "gpt2", "block": BY_DEPTH, "optimizer": "SGD"},
+                "replicas": {"name": "llama", "block": NEURON | {"subnetworks": 2}, "optimizer": "SGD"},
+                "mixed": {
+                    "name": "qwen3",
+                    "block": {"strategy": {"attention": "block", "mlp": "neuron"}, "coverage": 0.5},
+                    "reshard_after_forward": False,
+                    "optimizer": "SGD",
+                },
+            }
+            others = {"order": collectives_have_one_order, "frozen": resident_and_frozen, "refuses": refuses}
+    return [(name, partial(agrees_with_the_reference, **options)) for name, options in by_reference.items()] + [
+        *others.items()
+    ]
+
+
+@pytest.mark.checks((2, 3, 4), _cases)
+def test_on_ranks(outcome: str | None) -> None:
+    assert outcome is None, outcome

@@ -1,0 +1,74 @@
+"""What `fully_shard` refuses, by name and with a reason, before anything is changed."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from sdp_deepspeed.fsdp.options import ShardOptions
+from sdp_deepspeed.fsdp.refusals import check_call, check_not_ignored, parsed
+from sdp_deepspeed.plan.planner import plan_model
+from tests.helpers.models import llama
+
+HALF = {"coverage": 0.5}
+
+
+@pytest.mark.parametrize(
+    ("block", "words"),
+    [
+        (None, ("block", "None")),
+        ({"subnetwork_data_parallel": HALF}, ("not the config around it",)),
+        ({"coverage": 2}, ("subnetwork_data_parallel.coverage",)),
+        (HALF | {"enabled": False}, ("enabled",)),
+        ({"schedule": [HALF]}, ("schedule", "FSDP2")),
+    ],
+)
+def test_a_wrong_block(block: Any, words: tuple[str, ...]) -> None:
+    with pytest.raises(ValueError, match=words[0]) as caught:
+        parsed(block)
+    assert all(word in str(caught.value) for word in words)
+
+
+@pytest.mark.parametrize(
+    ("more", "word"),
+    [
+        ({"regime": "backward"}, "regime"),
+        ({"lr_by_coverage": "sqrt"}, "lr_by_coverage"),
+        ({"check_agreement": True}, "check_agreement"),
+        ({"redraw_interval": 10}, "redraw_interval"),
+        ({"allow_optimizer": True}, "allow_optimizer"),
+        ({"silence_limit": None}, "silence_limit"),
+    ],
+)
+def test_what_of_the_block_is_not_possible(more: dict[str, Any], word: str) -> None:
+    with pytest.raises(ValueError, match=word):
+        check_call(llama(1), None, parsed(HALF | more), ShardOptions())
+
+
+def test_a_model_or_option_that_is_not_possible() -> None:
+    block = parsed(HALF)
+    check_call(llama(1), None, block, ShardOptions(reshard_after_forward=False))
+    options: Any = 2
+    with pytest.raises(ValueError, match="reshard_after_forward"):
+        check_call(llama(1), None, block, ShardOptions(options))
+    model = llama(1)
+    model.scale = nn.Parameter(torch.ones(()))
+    with pytest.raises(ValueError, match="scale"):
+        check_call(model, None, block, ShardOptions())
+
+
+def test_parameters_that_are_cut_cannot_be_ignored() -> None:
+    """Unless every rank holds all of them."""
+    model = llama(2)
+    block = HALF | {"strategy": {"mlp": "neuron"}}
+    plan, _ = plan_model(model, parsed(block), 2)
+    whole, _ = plan_model(model, parsed(block | {"coverage": 1.0}), 2)
+    shared = model.get_parameter("model.norm.weight")
+    cut = model.get_parameter("model.layers.1.mlp.down_proj.weight")
+    check_not_ignored(model, plan, {shared})
+    check_not_ignored(model, whole, {shared, cut})
+    with pytest.raises(ValueError, match=r"ignored_params: 'model.layers.1.mlp.down_proj.weight' is cut"):
+        check_not_ignored(model, plan, {shared, cut})
