@@ -138,7 +138,7 @@ def row(recipe: Recipe, figures: Forecast, dense: Forecast) -> str:
     steps = num_steps(dense)
     cells = [
         f"`{recipe.name}`",
-        "-" if recipe.mode is None else f"{recipe.coverage:g}",
+        "-" if recipe.mode is None else f"{recipe.coverage:g}{', whole ends' if recipe.whole_ends else ''}",
         *(f"{count / _GIB:.2f}" for count in (figures.rank.state, figures.activations, figures.peak)),
         f"{figures.rank.sent_bytes / 1e6:.0f}",
         f"{hours(figures, steps):.1f}",

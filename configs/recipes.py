@@ -3,7 +3,8 @@
 What is the paper's (arXiv 2507.09029, abstract of version 5): pre-training of LLaMA, the largest with 1B parameters, on
 FineWeb; both regimes; both strategies; comparisons at equal FLOPs. The other two sizes, eight workers and the four
 coverages were given to this project as the paper's and the thesis's; not checked against the full text. Everything else
-(shapes, batch, sequence length, optimizer, schedule, number of tokens) is our own choice, and is published nowhere.
+(shapes, batch, sequence length, optimizer, schedule, number of tokens, whole ends) is our own choice, and is published
+nowhere.
 """
 
 from __future__ import annotations
@@ -48,22 +49,25 @@ class Recipe:
         size: of the model.
         mode: regime and strategy; None for the plain ZeRO twin.
         num_holders: p of the 8 subnetworks hold each unit.
+        whole_ends: so many layers at each end are in all subnetworks.
     """
 
     size: Size
     mode: Mode | None = None
     num_holders: int = NUM_WORKERS
+    whole_ends: int = 0
 
     @property
     def name(self) -> str:
         """Of its file, without the ending."""
         if self.mode is None:
             return f"{self.size.name}-zero1"
-        return f"{self.size.name}-{self.mode.regime}-{self.mode.strategy}-{self.num_holders}of{NUM_WORKERS}"
+        ends = "-whole-ends" if self.whole_ends else ""
+        return f"{self.size.name}-{self.mode.regime}-{self.mode.strategy}-{self.num_holders}of{NUM_WORKERS}{ends}"
 
     @property
     def coverage(self) -> float:
-        """C = p / k; 1 for plain ZeRO."""
+        """C = p / k, of the layers between whole ends; 1 for plain ZeRO."""
         return self.num_holders / NUM_WORKERS
 
     def config(self) -> dict[str, Any]:
@@ -97,14 +101,17 @@ class Recipe:
             "zero_optimization": {"stage": 1},
         }
         if self.mode is not None:
-            config[KEY] = {"regime": self.mode.regime, "strategy": self.mode.strategy, "coverage": self.coverage}
+            ends = {"coverage": self.coverage, "whole_ends": self.whole_ends}
+            coverage: Any = [ends] if self.whole_ends else self.coverage
+            config[KEY] = {"regime": self.mode.regime, "strategy": self.mode.strategy, "coverage": coverage}
         return config
 
 
 def recipes() -> Iterator[Recipe]:
-    """All, each size's plain twin first."""
+    """All, each size's plain twin first, then the one to begin with: the best of `benchmarks/learning_study.py`."""
     for size in SIZES:
         yield Recipe(size)
+        yield Recipe(size, Mode("forward", "block"), 2, whole_ends=1)
         for mode in MODES:
             for num_holders in NUM_HOLDERS:
                 yield Recipe(size, mode, num_holders)

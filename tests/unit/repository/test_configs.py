@@ -95,8 +95,8 @@ def test_a_file_that_differs_is_named_and_made_anew(tmp_path: Path, capsys: pyte
     assert make.settle(texts, tmp_path, check=True) == 0
 
 
-def test_each_mode_at_each_coverage_and_a_twin() -> None:
-    assert len(RECIPES) == len(SIZES) * (1 + len(MODES) * 4)
+def test_each_mode_at_each_coverage_a_twin_and_one_to_begin_with() -> None:
+    assert len(RECIPES) == len(SIZES) * (1 + 1 + len(MODES) * 4)
     for size in SIZES:
         twin = Recipe(size).config()
         for recipe in RECIPES.values():
@@ -138,10 +138,14 @@ def test_a_recipe_plans_what_its_name_says(name: str) -> None:
     branches, model = branches_and_model(size)
     plan, warnings = plan_model(model, block, NUM_WORKERS, branches=branches)
     assert warnings == []
-    regime, strategy, holders = words
+    regime, strategy, holders, *ends = words
     assert (plan.regime, plan.strategy) == (regime, strategy)
-    assert Fraction(plan.coverage) == Fraction(*map(int, holders.split("of")))
-    assert {len(ranks) for ranks in plan.holders} == {plan.num_holders} == {int(holders[0])}
+    num_layers, num_holders = model.config.num_hidden_layers, int(holders[0])
+    for unit, ranks in zip(plan.units, plan.holders, strict=True):
+        is_end = bool(ends) and any(f".{layer}." in unit.name for layer in (0, num_layers - 1))
+        assert len(ranks) == (NUM_WORKERS if is_end else num_holders), unit.name
+    if not ends:
+        assert Fraction(plan.coverage) == Fraction(*map(int, holders.split("of")))
     flops = [cost.flops for cost in unit_costs(model, plan.units)]
     work = [sum(flops[unit] for unit in plan.units_of(worker)) for worker in range(NUM_WORKERS)]
     assert max(work) <= 1.05 * sum(work) / NUM_WORKERS, work

@@ -1,0 +1,127 @@
+"""A model whose units are sharded over their holders: what every part of this room works with."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from sdp_deepspeed.config import SubnetworkConfig
+from sdp_deepspeed.fsdp.pieces import HeldTensor
+from sdp_deepspeed.plan.plan import Plan
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
+    from sdp_deepspeed.fsdp.dense_view import ShardedView
+    from sdp_deepspeed.layout.rank_model import RankModel
+
+_ATTRIBUTE = "_sdp_sharded"
+
+
+@dataclass(frozen=True)
+class ShardedUnit:
+    """Modules that FSDP2 gathers and averages together, over the ranks that hold them; every rank has the same units.
+
+    Args:
+        name: of the plan's unit, or of a part of it whose holders are the same.
+        holders: ranks of the mesh, ascending.
+        modules: of this rank, in the order in which they run; none where it lacks the unit.
+        tensors: of this rank; none where it lacks the unit.
+        ends: names of the first and the last module, on ranks that lack the unit too.
+    """
+
+    name: str
+    holders: tuple[int, ...]
+    modules: tuple[nn.Module, ...]
+    tensors: tuple[HeldTensor, ...]
+    ends: tuple[str, str]
+
+    @property
+    def is_held(self) -> bool:
+        """Whether this rank holds it."""
+        return bool(self.modules)
+
+    @property
+    def fsdp(self) -> Any:
+        """An FSDPModule that stands for all of it."""
+        return self.modules[0]
+
+
+@dataclass
+class ShardedModel:
+    """
+    Args:
+        module: the model, sharded, this rank's subnetwork.
+        block: the parsed config block.
+        plan: who holds what, the same on every rank.
+        rank_model: the plan, and the tensors of the module as they were before it was cut.
+        mesh: of all ranks.
+        meshes: by holder set (ranks, ascending), for sets that this rank is in.
+        units: in the order of the model.
+        shared: parameters that every rank has, sharded over the whole mesh.
+        num_groups: process groups made for holder sets, beside the mesh's own.
+        view: what makes the module the dense model for a while.
+    """
+
+    module: nn.Module
+    block: SubnetworkConfig
+    plan: Plan
+    rank_model: RankModel
+    mesh: DeviceMesh
+    meshes: dict[tuple[int, ...], DeviceMesh]
+    units: Sequence[ShardedUnit]
+    shared: Sequence[HeldTensor]
+    num_groups: int
+    view: ShardedView = field(init=False)
+
+    @property
+    def rank(self) -> int:
+        """Of this process in the mesh."""
+        return self.rank_model.rank
+
+    @property
+    def held_units(self) -> list[ShardedUnit]:
+        return [unit for unit in self.units if unit.is_held]
+
+    def held_tensors(self) -> list[HeldTensor]:
+        """All parameters of this rank's subnetwork: the shared ones, then unit by unit."""
+        return [*self.shared, *(tensor for unit in self.units for tensor in unit.tensors)]
+
+    def reshard(self) -> None:
+        """Have every parameter be its shard (a DTensor) in the module, whatever a forward pass has left gathered."""
+        for unit in self.held_units:
+            unit.fsdp.reshard()
+        root: Any = self.module
+        root.reshard()
+
+    def parameter(self, tensor: HeldTensor) -> Any:
+        """The DTensor in the module; only while the model is sharded (`reshard`)."""
+        return self.module.get_parameter(tensor.name)
+
+    def local(self, tensor: HeldTensor) -> torch.Tensor:
+        """This rank's shard, which shares memory with the module's; no rows where there are fewer than holders."""
+        shard: torch.Tensor = self.parameter(tensor).detach().to_local()
+        return shard
+
+
+def attach(sharded: ShardedModel) -> None:
+    """Have `sharded_model_of` find it; once."""
+    object.__setattr__(sharded.module, _ATTRIBUTE, sharded)
+
+
+def sharded_model_of(module: nn.Module) -> ShardedModel:
+    """What `fully_shard` made of a model.
+
+    Raises:
+        ValueError: it was not called with the model.
+    """
+    sharded = vars(module).get(_ATTRIBUTE)
+    if not isinstance(sharded, ShardedModel):
+        raise ValueError(
+            f"{type(module).__name__} was not sharded by sdp_deepspeed.fully_shard: give the model that it returned"
+        )
+    return sharded
