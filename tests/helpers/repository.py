@@ -16,6 +16,7 @@ FLOORS = (
     "hosts",
     "training",
     "__init__",
+    "fsdp",
     "engine",
     "replan",
     "deferred_init",
