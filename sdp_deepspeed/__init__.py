@@ -11,7 +11,7 @@ from typing import Any
 from sdp_deepspeed.engine import import_hook
 from sdp_deepspeed.version import __version__
 
-__all__ = ["Init", "Plan", "__version__", "initialize"]
+__all__ = ["Init", "Plan", "__version__", "fully_shard", "initialize"]
 
 import_hook.arm()
 
@@ -32,4 +32,8 @@ def __getattr__(name: str) -> Any:
         from sdp_deepspeed.deferred_init.init import Init
 
         return Init
+    if name == "fully_shard":
+        from sdp_deepspeed.fsdp.fully_shard import fully_shard
+
+        return fully_shard
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

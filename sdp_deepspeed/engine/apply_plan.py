@@ -29,7 +29,7 @@ from sdp_deepspeed.masking.dense_view import DenseView
 from sdp_deepspeed.masking.description_check import check_descriptions
 from sdp_deepspeed.masking.freed_memory import give_back
 from sdp_deepspeed.masking.mask import Mask
-from sdp_deepspeed.masking.passes import DensePasses
+from sdp_deepspeed.masking.passes import DensePasses, HeldUnits
 from sdp_deepspeed.masking.tried import Tried, own_layers
 from sdp_deepspeed.plan.placement import Network
 from sdp_deepspeed.plan.plan import Plan
@@ -211,7 +211,8 @@ def install_dense_view(
         options: its device, and how parts come to be there.
     """
     device, evaluation = options
-    passes = DensePasses(mask, dp_group, barrier, device=device, report=_log_on_rank_0)
+    fetcher = HeldUnits(mask, dp_group, device=device)
+    passes = DensePasses(mask, fetcher, barrier, device=device, report=_log_on_rank_0)
     dense_view = DenseView(module, mask, dp_group, barrier, passes, evaluation=evaluation)
     dense_view.install()
     return dense_view

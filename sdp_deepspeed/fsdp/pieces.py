@@ -5,6 +5,9 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
+
+from torch import nn
 
 
 @dataclass(frozen=True)
@@ -37,6 +40,35 @@ class HeldTensor:
             return tuple(dense_shape)
         length = sum(length for _, length in self.intervals)
         return tuple(length if dim == self.dim else size for dim, size in enumerate(dense_shape))
+
+
+@dataclass(frozen=True)
+class ShardedUnit:
+    """Modules that FSDP2 gathers and averages together, over the ranks that hold them; every rank has the same units.
+
+    Args:
+        name: of the plan's unit, or of a part of it whose holders are the same.
+        holders: ranks of the mesh, ascending.
+        modules: of this rank, in the order in which they run; none where it lacks the unit.
+        tensors: of this rank; none where it lacks the unit.
+        ends: names of the first and the last module, on ranks that lack the unit too.
+    """
+
+    name: str
+    holders: tuple[int, ...]
+    modules: tuple[nn.Module, ...]
+    tensors: tuple[HeldTensor, ...]
+    ends: tuple[str, str]
+
+    @property
+    def is_held(self) -> bool:
+        """Whether this rank holds it."""
+        return bool(self.modules)
+
+    @property
+    def fsdp(self) -> Any:
+        """An FSDPModule that stands for all of it."""
+        return self.modules[0]
 
 
 def rows_of(position: int, num_holders: int, num_rows: int) -> tuple[int, int]:

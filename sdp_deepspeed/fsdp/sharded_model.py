@@ -4,51 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 
 from sdp_deepspeed.config import SubnetworkConfig
-from sdp_deepspeed.fsdp.pieces import HeldTensor
+from sdp_deepspeed.fsdp.pieces import HeldTensor, ShardedUnit
+from sdp_deepspeed.fsdp.shard_fetcher import ShardFetcher
+from sdp_deepspeed.fsdp.sharded_mask import ShardedMask
+from sdp_deepspeed.layout.rank_model import RankModel
+from sdp_deepspeed.masking.dense_view import DenseView
 from sdp_deepspeed.plan.plan import Plan
 
-if TYPE_CHECKING:
-    from torch.distributed.device_mesh import DeviceMesh
-
-    from sdp_deepspeed.fsdp.dense_view import ShardedView
-    from sdp_deepspeed.layout.rank_model import RankModel
-
 _ATTRIBUTE = "_sdp_sharded"
-
-
-@dataclass(frozen=True)
-class ShardedUnit:
-    """Modules that FSDP2 gathers and averages together, over the ranks that hold them; every rank has the same units.
-
-    Args:
-        name: of the plan's unit, or of a part of it whose holders are the same.
-        holders: ranks of the mesh, ascending.
-        modules: of this rank, in the order in which they run; none where it lacks the unit.
-        tensors: of this rank; none where it lacks the unit.
-        ends: names of the first and the last module, on ranks that lack the unit too.
-    """
-
-    name: str
-    holders: tuple[int, ...]
-    modules: tuple[nn.Module, ...]
-    tensors: tuple[HeldTensor, ...]
-    ends: tuple[str, str]
-
-    @property
-    def is_held(self) -> bool:
-        """Whether this rank holds it."""
-        return bool(self.modules)
-
-    @property
-    def fsdp(self) -> Any:
-        """An FSDPModule that stands for all of it."""
-        return self.modules[0]
 
 
 @dataclass
@@ -57,26 +27,36 @@ class ShardedModel:
     Args:
         module: the model, sharded, this rank's subnetwork.
         block: the parsed config block.
-        plan: who holds what, the same on every rank.
-        rank_model: the plan, and the tensors of the module as they were before it was cut.
+        mask: applied to the module before it was sharded.
         mesh: of all ranks.
         meshes: by holder set (ranks, ascending), for sets that this rank is in.
         units: in the order of the model.
         shared: parameters that every rank has, sharded over the whole mesh.
         num_groups: process groups made for holder sets, beside the mesh's own.
+        fetcher: of units, from their holders' shards to the ranks that lack them.
         view: what makes the module the dense model for a while.
     """
 
     module: nn.Module
     block: SubnetworkConfig
-    plan: Plan
-    rank_model: RankModel
+    mask: ShardedMask
     mesh: DeviceMesh
     meshes: dict[tuple[int, ...], DeviceMesh]
     units: Sequence[ShardedUnit]
     shared: Sequence[HeldTensor]
     num_groups: int
-    view: ShardedView = field(init=False)
+    fetcher: ShardFetcher = field(init=False)
+    view: DenseView = field(init=False)
+
+    @property
+    def plan(self) -> Plan:
+        """Who holds what, the same on every rank."""
+        return self.mask.model.plan
+
+    @property
+    def rank_model(self) -> RankModel:
+        """The plan, and the dense shapes; `views.tensors` are the parameters before they were sharded, without storage."""
+        return self.mask.model
 
     @property
     def rank(self) -> int:

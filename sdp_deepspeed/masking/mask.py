@@ -39,7 +39,10 @@ class Mask:
 
     Attributes:
         parts: what becomes dense together, the same on every rank; none if every rank holds everything.
+        block_part: what is made of a block unit in the forward regime.
     """
+
+    block_part: type[BlockPart] = BlockPart
 
     def __init__(
         self, module: nn.Module, model: RankModel, branches: Sequence[LocatedBranch], *, scales: bool = False
@@ -173,7 +176,7 @@ class Mask:
                 continue
             elif self.model.plan.regime == "forward":
                 scale = self.model.plan.coverage_of(index) if self._scales else 1.0
-                yield BlockPart(self._module, self.model, index, blocks[index], scale=scale, copies=copies)
+                yield self.block_part(self._module, self.model, index, blocks[index], scale=scale, copies=copies)
             elif not self.model.holds(index):
                 self._freeze(self.model.plan.units[index])
 

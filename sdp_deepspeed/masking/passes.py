@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import Protocol
 
 import torch
 
@@ -27,12 +28,45 @@ from sdp_deepspeed.measure.free_memory import free_memory
 _WANTS = {"auto": None, "resident": True, "prefetch": False, "stream": False}
 
 
+class Fetcher(Protocol):
+    """Where parts come from; every rank calls `fetch` for the same parts in the same order."""
+
+    def fetch(self, index: int, targets: Targets, num_rounds: int) -> Steps:
+        """As `UnitFetcher.fetch`, of a part."""
+
+    def held(self) -> Iterator[torch.Tensor]:
+        """All weights that other ranks get from this one."""
+
+
+class HeldUnits:
+    """A `Fetcher` where each holder stores all of a unit.
+
+    Args:
+        mask: applied to a module.
+        dp_group: the data-parallel group, over which units travel.
+        device: of the module.
+    """
+
+    def __init__(self, mask: Mask, dp_group: Communicator, *, device: torch.device) -> None:
+        self._mask = mask
+        self._fetcher = UnitFetcher(mask.model, [part.units for part in mask.parts], dp_group, device=device)
+
+    def fetch(self, index: int, targets: Targets, num_rounds: int) -> Steps:
+        return self._fetcher.fetch(index, self._mask.model.views.weight_view, targets, num_rounds=num_rounds)
+
+    def held(self) -> Iterator[torch.Tensor]:
+        model = self._mask.model
+        units = (model.plan.units[unit] for part in self._mask.parts for unit in part.units if model.holds(unit))
+        names = {piece.parameter: piece for unit in units for piece in unit.pieces}
+        return (in_order(piece, model.views.tensors[name].detach()) for name, piece in names.items())
+
+
 class DensePasses:
     """Every rank calls the same, but for `take`.
 
     Args:
         mask: applied to a module.
-        dp_group: the data-parallel group, over which units travel.
+        fetcher: of the mask's parts.
         barrier: where all ranks agree.
         device: of the module.
         report: told, on every rank, when the dense model begins to stay, or does not.
@@ -41,7 +75,7 @@ class DensePasses:
     def __init__(
         self,
         mask: Mask,
-        dp_group: Communicator,
+        fetcher: Fetcher,
         barrier: MonitoredBarrier,
         *,
         device: torch.device,
@@ -52,8 +86,8 @@ class DensePasses:
         self._device = device
         self._report = report
         self._reported: bool | None = None
-        self._fetcher = UnitFetcher(mask.model, [part.units for part in mask.parts], dp_group, device=device)
-        self._stream = PartStream(mask.parts, self._fetch, agree=self._agree, device=device)
+        self._fetcher = fetcher
+        self._stream = PartStream(mask.parts, fetcher.fetch, agree=self._agree, device=device)
         self._fingerprint: torch.Tensor | None = None  # of what is kept
         self._gave_way = False  # to something else that needed the memory, in this evaluation
 
@@ -103,9 +137,6 @@ class DensePasses:
         self._fingerprint = None
         self._gave_way = False
 
-    def _fetch(self, index: int, targets: Targets, num_rounds: int) -> Steps:
-        return self._fetcher.fetch(index, self._mask.model.views.weight_view, targets, num_rounds=num_rounds)
-
     def _agree(self, where: tuple[int, int, bool]) -> None:
         notes = self._barrier.wait(Phase.PART, where)
         if len(set(notes)) > 1:
@@ -130,11 +161,7 @@ class DensePasses:
 
     def _weights_now(self) -> torch.Tensor:
         """What stands for all weights that other ranks get from this one, or that are in what it keeps."""
-        model = self._mask.model
-        units = (model.plan.units[unit] for part in self._mask.parts for unit in part.units if model.holds(unit))
-        names = {piece.parameter: piece for unit in units for piece in unit.pieces}
-        tensors = ((piece, model.views.tensors[name].detach()) for name, piece in names.items())
-        return fingerprint((in_order(piece, tensor).reshape(-1) for piece, tensor in tensors), self._device)
+        return fingerprint((tensor.reshape(-1) for tensor in self._fetcher.held()), self._device)
 
     def _tell(self, decision: Decision) -> None:
         if self._reported != decision.keeps:

@@ -1,0 +1,80 @@
+"""The dense model under FSDP2: in evaluation each lacking unit comes to every rank just before it runs."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, NoReturn
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp import MixedPrecisionPolicy
+
+from sdp_deepspeed.config import KEY
+from sdp_deepspeed.distributed.communicator import Communicator
+from sdp_deepspeed.distributed.host_group import Channel, make_host_group
+from sdp_deepspeed.distributed.last_acts import make_last_acts
+from sdp_deepspeed.distributed.monitored_barrier import make_monitored_barrier
+from sdp_deepspeed.fsdp.shard_fetcher import ShardFetcher
+from sdp_deepspeed.fsdp.sharded_mask import ShardedBlockPart
+from sdp_deepspeed.fsdp.sharded_model import ShardedModel, sharded_model_of
+from sdp_deepspeed.masking.dense_view import DenseView
+from sdp_deepspeed.masking.passes import DensePasses
+from sdp_deepspeed.units import Piece
+
+logger = logging.getLogger("sdp_deepspeed")
+
+
+class ShardedView(DenseView):
+    """What is whole is never in the module at once: parameters are shards."""
+
+    def _make_resident(self) -> NoReturn:
+        raise RuntimeError(
+            "a state dict or a copy of a sharded model has this rank's shards only: call "
+            "sdp_deepspeed.fsdp.full_state_dict(model) or save_pretrained(model, folder), on every rank"
+        )
+
+
+@contextmanager
+def dense(module: nn.Module) -> Iterator[None]:
+    """Context in which forward passes without gradients are the dense model's, also in training mode; all ranks enter
+    and leave together, and run the same number of forward passes.
+
+    Args:
+        module: that `fully_shard` returned.
+    """
+    with sharded_model_of(module).view():
+        yield
+
+
+def install_view(sharded: ShardedModel, device: torch.device, policy: MixedPrecisionPolicy) -> None:
+    """Have forward passes in evaluation mode without gradients mean the dense model; every rank calls it."""
+    ranks = Communicator(dist, sharded.mesh.get_group())
+    host = make_host_group(dist, ranks, logger.warning)
+    objects = host.channel(Channel.WORLD)
+    last_acts = make_last_acts(dist, sharded.mesh.get_group(), logger.warning)
+    dp_group = Communicator(dist, sharded.mesh.get_group(), objects=objects, last_acts=last_acts)
+    barrier = make_monitored_barrier(host, last_acts, logger.warning)
+    mask = sharded.mask
+    units = {unit.name: unit for unit in sharded.units}
+    for part in mask.parts:
+        if isinstance(part, ShardedBlockPart):
+            part.join(units[part.name], policy.param_dtype, casts_inputs=policy.cast_forward_inputs)
+    tensors = {tensor.name: tensor for tensor in sharded.held_tensors()}
+
+    def read(piece: Piece) -> torch.Tensor:
+        if piece.kind == "buffer":
+            return sharded.module.get_buffer(piece.parameter).detach()
+        return sharded.local(tensors[piece.parameter]).to(device)
+
+    sharded.fetcher = ShardFetcher(mask.model, [part.units for part in mask.parts], dp_group, read, device=device)
+    passes = DensePasses(mask, sharded.fetcher, barrier, device=device, report=_log_on_rank_0)
+    sharded.view = ShardedView(sharded.module, mask, dp_group, barrier, passes, evaluation=sharded.block.evaluation)
+    sharded.view.install()
+
+
+def _log_on_rank_0(text: str) -> Any:
+    if dist.get_rank() == 0:
+        logger.info("%s: %s", KEY, text)

@@ -1,0 +1,207 @@
+"""`sdp_deepspeed.fully_shard`: FSDP2's, with each unit sharded over its holders. Read this first.
+
+The reduce-scatter of a unit averages over the ranks of its mesh, which are its holders: that is the masked average.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, OffloadPolicy
+from torch.distributed.fsdp import fully_shard as torch_fully_shard
+
+from sdp_deepspeed.architectures import locate_branches, unit_costs
+from sdp_deepspeed.config import KEY, SubnetworkConfig
+from sdp_deepspeed.deferred_init.init import PROGRAM
+from sdp_deepspeed.deferred_init.materialize import DeferredModel, check_initialized_alike
+from sdp_deepspeed.distributed.agreement import Gatherer, OneRank, run_on_all_ranks
+from sdp_deepspeed.distributed.communicator import Communicator
+from sdp_deepspeed.distributed.store_gatherer import StoreGatherer
+from sdp_deepspeed.engine.consistency import check_holders_agree, check_same_plan
+from sdp_deepspeed.fsdp.block_units import block_units, shared_tensors
+from sdp_deepspeed.fsdp.collective_order import order_collectives
+from sdp_deepspeed.fsdp.dense_view import install_view
+from sdp_deepspeed.fsdp.holder_meshes import make_meshes
+from sdp_deepspeed.fsdp.options import ShardOptions
+from sdp_deepspeed.fsdp.pieces import ShardedUnit
+from sdp_deepspeed.fsdp.refusals import check_call, check_plan, parsed
+from sdp_deepspeed.fsdp.sharded_mask import ShardedMask
+from sdp_deepspeed.fsdp.sharded_model import ShardedModel, attach
+from sdp_deepspeed.layout.places import PieceViews
+from sdp_deepspeed.layout.rank_model import RankModel
+from sdp_deepspeed.masking.description_check import check_descriptions
+from sdp_deepspeed.plan.placement import Network
+from sdp_deepspeed.plan.plan import Plan
+from sdp_deepspeed.plan.planner import plan_model
+from sdp_deepspeed.plan.tensors import dense_tensors, named_tensors
+
+logger = logging.getLogger("sdp_deepspeed")
+T = TypeVar("T", bound=nn.Module)
+
+
+@dataclass(frozen=True)
+class Start:
+    """A model that is about to be sharded.
+
+    Args:
+        module: whole; its weights are there, or on the meta device, or under `Init`.
+        block: parsed.
+        mesh: of all ranks.
+        ranks: the same ranks, for what they agree on.
+        options: for FSDP2.
+    """
+
+    module: nn.Module
+    block: SubnetworkConfig
+    mesh: DeviceMesh
+    ranks: Gatherer
+    options: ShardOptions
+
+    @property
+    def device(self) -> torch.device:
+        kind = self.mesh.device_type
+        return (
+            torch.device(kind) if kind == "cpu" else torch.device(kind, torch.get_device_module(kind).current_device())
+        )
+
+
+def fully_shard(
+    module: T,
+    mesh: DeviceMesh | None = None,
+    block: Mapping[str, Any] | None = None,
+    *,
+    reshard_after_forward: bool | None = None,
+    mp_policy: MixedPrecisionPolicy | None = None,
+    offload_policy: OffloadPolicy | None = None,
+    ignored_params: Iterable[nn.Parameter] = (),
+) -> T:
+    """Make a model this rank's subnetwork, sharded by FSDP2: each unit over its holders, all else over all ranks.
+
+    Every rank calls it, with a whole model, before it makes an optimizer of the parameters that are left. The module is
+    changed in place; it is an FSDPModule afterwards, as after `torch.distributed.fsdp.fully_shard`.
+
+    Args:
+        module: the same on all ranks. On the meta device it stays there, as in FSDP2: call `to_empty` and initialize
+            it. Built under `sdp_deepspeed.Init` it gets the values that it would have without.
+        mesh: 1-d, of all ranks in order; None makes it.
+        block: `subnetwork_data_parallel` as in a DeepSpeed config.
+        reshard_after_forward, mp_policy, offload_policy, ignored_params: as FSDP2's, for each unit and the root.
+
+    Raises:
+        ValueError, RuntimeError: on all ranks, what one of them cannot do or what is not the same on all of them,
+            before anything is changed.
+    """
+    options = ShardOptions(
+        reshard_after_forward,
+        mp_policy or MixedPrecisionPolicy(),
+        offload_policy or OffloadPolicy(),
+        frozenset(ignored_params),
+    )
+    ranks = _ranks()
+    config = run_on_all_ranks(ranks, partial(parsed, block), partial(_checked, module, mesh, block, options))
+    mesh = mesh or init_device_mesh(_device_type(), (dist.get_world_size(),))
+    start = Start(module, config, mesh, ranks, options)
+    sharded = shard(start)
+    order_collectives(sharded)
+    install_view(sharded, start.device, options.mp_policy)
+    attach(sharded)
+    return module
+
+
+def shard(start: Start) -> ShardedModel:
+    """Plan, mask, materialize, shard."""
+    module, mesh = start.module, start.mesh
+    policy = start.options.mp_policy
+    weights = policy.param_dtype or next(module.parameters()).dtype
+    network = Network.gather(
+        start.ranks, gradient_bytes=(policy.reduce_dtype or weights).itemsize, weight_bytes=weights.itemsize
+    )
+    tensors, deferred = dense_tensors(module), run_on_all_ranks(start.ranks, partial(_deferred, module))
+
+    def plan_and_mask() -> tuple[Plan, ShardedMask, list[ShardedUnit]]:
+        branches = locate_branches(module)
+        plan, warnings = plan_model(module, start.block, mesh.size(), network, branches=branches)
+        check_plan(plan, branches)
+        warnings += check_descriptions(module, branches, plan, start.device)
+        if start.ranks.rank == 0:
+            for warning in warnings:
+                logger.warning("%s: %s", KEY, warning)
+            logger.info("%s\n%s", KEY, plan.table(unit_costs(module, plan.units)))
+        model = RankModel(plan, tuple(tensors), PieceViews(named_tensors(module)), mesh.get_local_rank())
+        mask = ShardedMask(module, model, branches, scales=start.block.dense_branch_scale == "coverage")
+        mask.check()
+        return plan, mask, list(block_units(module, model, branches))
+
+    plan, mask, units = run_on_all_ranks(start.ranks, plan_and_mask)
+    check_same_plan(plan, start.ranks)
+    mask.apply_on(start.device, is_deferred=deferred is not None)
+    if deferred is not None:
+        world = Communicator(dist, mesh.get_group(), objects=start.ranks)
+        deferred.materialize(mask, start.device, world)
+        check_initialized_alike(lambda: check_holders_agree(mask.model, world))
+    meshes, num_groups = make_meshes(mesh, (unit.holders for unit in units))
+    lacking = mask.lacking_names()
+    ignored = {name for name, parameter in module.named_parameters() if parameter in start.options.ignored_params}
+    shared = shared_tensors(module, units, not_shared=lacking | ignored, everyone=tuple(range(mesh.size())))
+    _wrap(start, units, meshes, [module.get_parameter(name) for name in sorted(lacking)])
+    return ShardedModel(module, start.block, mask, mesh, meshes, units, shared, num_groups)
+
+
+def _wrap(
+    start: Start,
+    units: Sequence[ShardedUnit],
+    meshes: Mapping[tuple[int, ...], DeviceMesh],
+    lacking: Sequence[nn.Parameter],
+) -> None:
+    """FSDP2 itself: each held unit over its holders, then what is left over all ranks."""
+    for unit in units:
+        if unit.is_held:
+            modules: Any = list(unit.modules) if len(unit.modules) > 1 else unit.modules[0]
+            torch_fully_shard(modules, mesh=meshes[unit.holders], **start.options.arguments())
+    torch_fully_shard(start.module, mesh=start.mesh, **start.options.arguments(*lacking))
+
+
+def _deferred(module: nn.Module) -> DeferredModel | None:
+    """What makes the weights of a model of `Init`; one that is on the meta device for FSDP2's own way stays there."""
+    is_ours = any(hasattr(tensor, PROGRAM) for tensor in named_tensors(module).values())
+    return DeferredModel.of(module) if is_ours else None
+
+
+def _checked(
+    module: nn.Module, mesh: DeviceMesh | None, block: Mapping[str, Any] | None, options: ShardOptions
+) -> SubnetworkConfig:
+    config = parsed(block)
+    check_call(module, mesh, config, options)
+    return config
+
+
+def _device_type() -> str:
+    accelerator = torch.accelerator.current_accelerator()
+    return "cpu" if accelerator is None or dist.get_backend() == "gloo" else accelerator.type
+
+
+def _ranks() -> Gatherer:
+    """All ranks, for one model; through the store, as groups come later."""
+    if not dist.is_initialized():
+        raise RuntimeError("sdp_deepspeed.fully_shard: call torch.distributed.init_process_group first")
+    if dist.get_world_size() == 1:
+        return OneRank()
+    rank = dist.get_rank()
+    store: Any = dist.distributed_c10d._get_default_store()
+    number = store.add(f"sdp_deepspeed/sharded_models/{rank}", 1)
+    return StoreGatherer(
+        store,
+        f"sdp_deepspeed/sharded_model/{number}",
+        (rank, dist.get_world_size()),
+        what="sdp_deepspeed.fully_shard",
+        seconds=store.timeout.total_seconds(),
+        notify=logger.warning,
+    )

@@ -1,0 +1,32 @@
+"""What `torch.distributed.fsdp.fully_shard` takes beside a module and a mesh, under its names."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import nn
+from torch.distributed.fsdp import MixedPrecisionPolicy, OffloadPolicy
+
+
+@dataclass(frozen=True)
+class ShardOptions:
+    """
+    Args:
+        reshard_after_forward: None means True for units and False for the root, as in FSDP2.
+        ignored_params: neither sharded nor averaged.
+    """
+
+    reshard_after_forward: bool | None = None
+    mp_policy: MixedPrecisionPolicy = field(default_factory=MixedPrecisionPolicy)
+    offload_policy: OffloadPolicy = field(default_factory=OffloadPolicy)
+    ignored_params: frozenset[nn.Parameter] = frozenset()
+
+    def arguments(self, *also_ignored: nn.Parameter) -> dict[str, Any]:
+        """For FSDP2's function."""
+        return {
+            "reshard_after_forward": self.reshard_after_forward,
+            "mp_policy": self.mp_policy,
+            "offload_policy": self.offload_policy,
+            "ignored_params": {*self.ignored_params, *also_ignored} or None,
+        }

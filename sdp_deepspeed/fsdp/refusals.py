@@ -1,0 +1,125 @@
+"""What `fully_shard` refuses, each with its reason, before anything is changed."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
+
+from sdp_deepspeed.architectures import LocatedBranch, branches_of_units
+from sdp_deepspeed.config import KEY, SubnetworkConfig, parse
+from sdp_deepspeed.fsdp.options import ShardOptions
+from sdp_deepspeed.masking.mixins import is_cut
+from sdp_deepspeed.messages import quoted
+from sdp_deepspeed.plan.plan import Plan
+from sdp_deepspeed.support.refusals import refuse_modules, refuse_shared_memory
+
+# Settings of the block that need what DeepSpeed's engine does, by name, with what to do.
+_OF_THE_ENGINE = {
+    "lr_by_coverage": "the learning rate is your optimizer's: give a unit's parameters a param group of its own",
+    "redraw_interval": "the plan cannot change while FSDP2 holds its shards",
+    "total_steps": "only a schedule asks for it",
+    "check_agreement": "each element is stored once, so holders cannot disagree",
+    "allow_optimizer": "any optimizer over DTensors may step them",
+    "silence_limit": "ranks are watched by the process group's own time limit",
+}
+
+
+def parsed(block: Mapping[str, Any] | None) -> SubnetworkConfig:
+    """The block, as in a DeepSpeed config.
+
+    Raises:
+        ValueError: what is wrong in it.
+    """
+    if not isinstance(block, Mapping):
+        raise ValueError(f'fully_shard: block: got {block!r}, expected the block {KEY!r}, such as {{"coverage": 0.5}}')
+    if KEY in block:
+        raise ValueError(f"fully_shard: block: give what stands under {KEY!r}, not the config around it")
+    if block.get("schedule") is not None:
+        raise ValueError(f"{KEY}.schedule: not possible with FSDP2: the plan cannot change while it holds its shards")
+    config = parse({KEY: dict(block)})
+    if config is None:
+        raise ValueError(f"{KEY}.enabled: false leaves nothing to do here: call torch's own fully_shard")
+    return config
+
+
+def check_call(module: nn.Module, mesh: DeviceMesh | None, config: SubnetworkConfig, options: ShardOptions) -> None:
+    """Whatever does not need a plan.
+
+    Raises:
+        ValueError: all that is refused, a line for each.
+    """
+    lines = [*_of_block(config), *_of_mesh(mesh), *_of_model(module), *_of_options(options)]
+    if lines:
+        raise ValueError("\n".join(lines))
+    refuse_modules(module)
+    refuse_shared_memory(module)
+
+
+def check_plan(plan: Plan, branches: Sequence[LocatedBranch]) -> None:
+    """Refuse a plan, maybe one that was read from a file, of what is not possible here.
+
+    Raises:
+        ValueError: by the first unit.
+    """
+    names = branches_of_units(plan.units, branches)
+    cut = [unit.name for unit, name in zip(plan.units, names, strict=True) if name is not None]
+    if cut:
+        raise ValueError(f"{KEY}.strategy: {cut[0]!r} is cut by neurons or heads, which FSDP2 does not take yet")
+
+
+def _of_block(config: SubnetworkConfig) -> Iterator[str]:
+    if config.regime == "backward":
+        yield (
+            f'{KEY}.regime: "backward" is not possible with FSDP2, which gathers a unit over the ranks that average it: '
+            'all ranks run it there, so nothing would be saved; use "forward", or DeepSpeed'
+        )
+    for name, why in _OF_THE_ENGINE.items():
+        if (value := getattr(config, name)) != SubnetworkConfig.model_fields[name].default:
+            yield f"{KEY}.{name}: got {value!r}, which has no effect with FSDP2: {why}; remove it"
+    strategies = [config.strategy] if isinstance(config.strategy, str) else config.strategy.values()
+    if "neuron" in strategies:
+        yield f'{KEY}.strategy: "neuron" is not possible with FSDP2 yet; use "block"'
+
+
+def _of_mesh(mesh: DeviceMesh | None) -> Iterator[str]:
+    if mesh is None:
+        return
+    if mesh.ndim != 1:
+        yield (
+            f"fully_shard: mesh: got {mesh.ndim} axes {tuple(mesh.shape)}, expected one: a unit is sharded over its "
+            "holders, which are no rectangle of a mesh (no HSDP, no tensor parallelism)"
+        )
+    elif mesh.mesh.tolist() != list(range(dist.get_world_size())):
+        yield f"fully_shard: mesh: got ranks {mesh.mesh.tolist()}, expected all {dist.get_world_size()} in order"
+
+
+def _of_model(module: nn.Module) -> Iterator[str]:
+    if is_cut(module):
+        yield "fully_shard: this model was cut down to subnetworks before; build or load it anew"
+    sharded = [name for name, inner in module.named_modules() if isinstance(inner, FSDPModule)]
+    if sharded:
+        yield f"fully_shard: {quoted(sharded)} went through torch's fully_shard before; give the plain model"
+    dtensors = [name for name, parameter in module.named_parameters() if isinstance(parameter, DTensor)]
+    if dtensors:
+        yield (
+            f"fully_shard: {quoted(dtensors)} is a DTensor (tensor parallelism?), of which units cannot be taken; "
+            "give the plain model"
+        )
+    scalars = [name for name, parameter in module.named_parameters() if not parameter.dim()]
+    if scalars:
+        yield f"fully_shard: {quoted(scalars)} has no dim, so FSDP2 cannot shard it; give it one"
+
+
+def _of_options(options: ShardOptions) -> Iterator[str]:
+    value = options.reshard_after_forward
+    if value is not None and not isinstance(value, bool):
+        yield (
+            f"fully_shard: reshard_after_forward: got {value!r}, expected True, False or None: no number of ranks "
+            "divides every holder set"
+        )
