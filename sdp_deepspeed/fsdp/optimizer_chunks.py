@@ -169,9 +169,9 @@ class ShardedOptimizerChunks:
         """
         result = self._chunks.written_weights(exclude_frozen=exclude_frozen)
         optimized = {id(parameter): parameter for parameter in self._parameters()}
-        optimized = {id(parameter) for parameter in self._parameters()}
+        in_optimizer = {id(parameter) for parameter in self._parameters()}
         for local in self._chunks.written_tensors():
-            for key, value in self._moments(local.tensor) if id(local.tensor) in optimized else ():
+            for key, value in self._moments(local.tensor) if id(local.tensor) in in_optimizer else ():
                 self._refuse_odd(local, key, value)
                 self._chunks.add(result, key, local, value)
         return result

@@ -133,7 +133,8 @@ def deepspeed_goes_on(source: str, name: str, folder: Path, rank: Rank) -> None:
 
 def resumed_is_uninterrupted(rank: Rank) -> None:
     """Losses, weights, moments, schedule and random numbers, bit for bit."""
-    for number, block in enumerate(({}, {"holders": 2}, {"subnetworks": 1})):
+    blocks: list[dict[str, Any]] = [{}, {"holders": 2}, {"subnetworks": 1}]
+    for number, block in enumerate(blocks):
         run = Sharded(**block)
         run.train(rank, 2)
         folder = rank.folder / f"resumed{number}"

@@ -59,7 +59,7 @@ def test_intervals_of_all_kinds(seed: int) -> None:
     indices = list(range(shape[dim]))
     if draw.random() < 0.5:
         draw.shuffle(indices)
-    layout = []
+    layout: list[HeldTensor] = []
     while indices:
         taken = [indices.pop() for _ in range(min(len(indices), draw.randint(1, 4)))]
         holders = tuple(sorted(draw.sample(range(5), draw.randint(1, 5))))
