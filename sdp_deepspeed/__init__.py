@@ -33,7 +33,7 @@ def __getattr__(name: str) -> Any:
 
         return Init
     if name == "fully_shard":
-        from sdp_deepspeed.fsdp.fully_shard import fully_shard
+        from sdp_deepspeed.fsdp.shard import fully_shard
 
         return fully_shard
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

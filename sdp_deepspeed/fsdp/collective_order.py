@@ -27,9 +27,9 @@ it can be: each of its ranks has issued what comes before, and nothing that it w
   units before them, and in time on others: `_need_gradient` has them be in time everywhere.
 - Activation checkpointing runs units again in backward, upwards: in the opposite order, and from another unit on each
   rank. So before the first of them is gathered, all held units between it and the lowest one that backward has reached
-  are gathered downwards (`_gather_downwards`): AG(b), ..., AG(a) of a stretch [a, b] that is run again, then RS(b), ...,
-  RS(a). Every rank that holds two units of a stretch issues both AGs before both RSs, and the sequence above holds that
-  with the AGs of a stretch moved before its first RS.
+  are gathered downwards (`_gather_downwards`): AG(b), ..., AG(a) of a stretch [a, b] that is run again, then RS(b),
+  ..., RS(a). Every rank that holds two units of a stretch issues both AGs before both RSs, and the sequence above holds
+  that with the AGs of a stretch moved before its first RS.
 
 Where a unit runs twice in one forward pass, or where ranks run other units than the first forward pass did, nothing is
 known of the order; then nothing is gathered ahead, or FSDP2's own rules hold: ranks must run the same program.

@@ -76,8 +76,8 @@ def check_plan(plan: Plan, branches: Sequence[LocatedBranch]) -> None:
 def _of_block(config: SubnetworkConfig) -> Iterator[str]:
     if config.regime == "backward":
         yield (
-            f'{KEY}.regime: "backward" is not possible with FSDP2, which gathers a unit over the ranks that average it: '
-            'all ranks run it there, so nothing would be saved; use "forward", or DeepSpeed'
+            f'{KEY}.regime: "backward" is not possible with FSDP2, which gathers a unit among the ranks that average '
+            'it, while all ranks would run it; use "forward", or DeepSpeed'
         )
     for name, why in _OF_THE_ENGINE.items():
         if (value := getattr(config, name)) != SubnetworkConfig.model_fields[name].default:

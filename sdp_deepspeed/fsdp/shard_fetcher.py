@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -91,7 +92,7 @@ class ShardFetcher:
         coming = iter(self._buckets[index])
 
         def start(number: int) -> None:
-            for bucket, _ in zip(coming, range(number), strict=False):
+            for bucket in itertools.islice(coming, number):
                 running.append(self._exchange.distribute(bucket, views, receivers="others"))
                 next(running[-1], None)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -32,6 +32,7 @@ class ShardedModel:
         meshes: by holder set (ranks, ascending), for sets that this rank is in.
         units: in the order of the model.
         shared: parameters that every rank has, sharded over the whole mesh.
+        state_names: of the dense model's state dict, each with the first name of its tensor in the module.
         num_groups: process groups made for holder sets, beside the mesh's own.
         fetcher: of units, from their holders' shards to the ranks that lack them.
         view: what makes the module the dense model for a while.
@@ -44,6 +45,7 @@ class ShardedModel:
     meshes: dict[tuple[int, ...], DeviceMesh]
     units: Sequence[ShardedUnit]
     shared: Sequence[HeldTensor]
+    state_names: Mapping[str, str]
     num_groups: int
     fetcher: ShardFetcher = field(init=False)
     view: DenseView = field(init=False)
@@ -55,7 +57,7 @@ class ShardedModel:
 
     @property
     def rank_model(self) -> RankModel:
-        """The plan, and the dense shapes; `views.tensors` are the parameters before they were sharded, without storage."""
+        """The plan, and the dense shapes. Its tensors are those from before they were sharded."""
         return self.mask.model
 
     @property

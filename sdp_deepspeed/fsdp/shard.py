@@ -124,6 +124,7 @@ def shard(start: Start) -> ShardedModel:
     network = Network.gather(
         start.ranks, gradient_bytes=(policy.reduce_dtype or weights).itemsize, weight_bytes=weights.itemsize
     )
+    state_names = _state_names(module)
     tensors, deferred = dense_tensors(module), run_on_all_ranks(start.ranks, partial(_deferred, module))
 
     def plan_and_mask() -> tuple[Plan, ShardedMask, list[ShardedUnit]]:
@@ -152,7 +153,7 @@ def shard(start: Start) -> ShardedModel:
     ignored = {name for name, parameter in module.named_parameters() if parameter in start.options.ignored_params}
     shared = shared_tensors(module, units, not_shared=lacking | ignored, everyone=tuple(range(mesh.size())))
     _wrap(start, units, meshes, [module.get_parameter(name) for name in sorted(lacking)])
-    return ShardedModel(module, start.block, mask, mesh, meshes, units, shared, num_groups)
+    return ShardedModel(module, start.block, mask, mesh, meshes, units, shared, state_names, num_groups)
 
 
 def _wrap(
@@ -167,6 +168,16 @@ def _wrap(
             modules: Any = list(unit.modules) if len(unit.modules) > 1 else unit.modules[0]
             torch_fully_shard(modules, mesh=meshes[unit.holders], **start.options.arguments())
     torch_fully_shard(start.module, mesh=start.mesh, **start.options.arguments(*lacking))
+
+
+def _state_names(module: nn.Module) -> dict[str, str]:
+    """Of a state dict, each with the first name of its tensor among the module's parameters and buffers."""
+    first = {id(tensor): name for name, tensor in named_tensors(module).items()}
+    every = {
+        **dict(module.named_parameters(remove_duplicate=False)),
+        **dict(module.named_buffers(remove_duplicate=False)),
+    }
+    return {name: first[id(every[name])] for name in module.state_dict() if name in every}
 
 
 def _deferred(module: nn.Module) -> DeferredModel | None:

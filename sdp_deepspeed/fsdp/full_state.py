@@ -1,0 +1,98 @@
+"""The dense model's weights in one place, for export: a collective of all ranks."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from sdp_deepspeed.checkpoint.interop.hugging_face_names import new_model
+from sdp_deepspeed.distributed.agreement import raise_on_all_ranks
+from sdp_deepspeed.distributed.communicator import Communicator
+from sdp_deepspeed.distributed.monitored_barrier import Phase
+from sdp_deepspeed.fsdp.sharded_model import ShardedModel, sharded_model_of
+from sdp_deepspeed.units import Piece
+
+
+def full_state_dict(module: nn.Module) -> dict[str, torch.Tensor]:
+    """The dense model's state dict on rank 0, in host memory; empty on the others. Every rank calls it.
+
+    Units come one after the other, so that no device ever has more than one beside its shards. Weights are as they are
+    trained (`dense_branch_scale` has no effect on them). Buffers of what is shared are rank 0's own.
+
+    Args:
+        module: that `fully_shard` returned.
+
+    Raises:
+        RuntimeError: on all ranks, when they do not call it together, or inside `dense(model)`.
+    """
+    sharded = sharded_model_of(module)
+    if sharded.view.is_inside:
+        raise RuntimeError("full_state_dict inside `with dense(model):`: leave it first, on all ranks")
+    sharded.view.meet(Phase.RESIDENT)
+    with torch.no_grad():
+        sharded.reshard()
+        values = {name: value for name, value in _gathered(sharded) if sharded.rank == 0}
+    if sharded.rank != 0:
+        return {}
+    buffers = dict(module.named_buffers())
+    # Names that stand for one tensor (tied weights) stand for one here too.
+    return {name: values[of] if of in values else _on_host(buffers[of]) for name, of in sharded.state_names.items()}
+
+
+def save_pretrained(module: nn.Module, folder: str | Path, tokenizer: Any = None, **options: Any) -> None:
+    """Write the dense model in Hugging Face format, complete or not at all; all ranks call it, rank 0 writes.
+
+    Args:
+        module: that `fully_shard` returned, of a class with a `save_pretrained`.
+        tokenizer: saved beside the model if given.
+        options: of the model's own `save_pretrained`, such as `max_shard_size`.
+
+    Raises:
+        RuntimeError: on all ranks, why rank 0 could not write.
+    """
+    state, error = full_state_dict(module), None
+    if dist.get_rank() == 0:
+        named = {"repo_id": Path(folder).name} if options.get("push_to_hub") else {}  # not as the staging folder
+        try:
+            with new_model(Path(folder), variant=options.get("variant")) as staging:
+                save: Any = module
+                save.save_pretrained(str(staging), state_dict=state, **(named | options))
+                if tokenizer is not None:
+                    tokenizer.save_pretrained(str(staging))
+        except Exception as problem:  # of any kind: the others wait for this rank
+            error = RuntimeError(f"save_pretrained: cannot write {folder}: {problem}")
+    raise_on_all_ranks(Communicator(dist), error)
+
+
+def _gathered(sharded: ShardedModel) -> Iterator[tuple[str, torch.Tensor]]:
+    """Every parameter, and what units have of buffers, on ranks that get it; all ranks go through all of it."""
+    for tensor in sharded.shared:
+        yield tensor.name, _on_host(sharded.parameter(tensor).full_tensor())
+    plan, places = sharded.plan, {part.name: index for index, part in enumerate(sharded.mask.parts)}
+    indices = {unit.name: index for index, unit in enumerate(plan.units)}
+    for unit in sharded.units:
+        for tensor in unit.tensors:  # on holders
+            yield tensor.name, _on_host(sharded.parameter(tensor).full_tensor())
+        if unit.name in places:  # some lack it
+            yield from _fetched(sharded, places[unit.name], plan.units[indices[unit.name]].pieces, held=unit.is_held)
+
+
+def _fetched(
+    sharded: ShardedModel, place: int, pieces: tuple[Piece, ...], *, held: bool
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """A unit on a rank that lacks it, and nothing on others."""
+    part = sharded.mask.parts[place]
+    targets = part.allocate().targets
+    assert held == (not targets), part.name
+    deque(sharded.fetcher.fetch(place, lambda: targets), maxlen=0)
+    yield from ((piece.parameter, _on_host(value)) for piece, value in targets.items())
+
+
+def _on_host(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.detach().to("cpu", copy=True)

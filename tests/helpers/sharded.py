@@ -1,0 +1,118 @@
+"""Models under FSDP2 for tests: trained beside the reference, and compared with it."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Mapping, Sequence
+from copy import deepcopy
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import sdp_deepspeed
+from sdp_deepspeed.fsdp import clip_grad_norm_, full_state_dict, param_groups, sharded_model_of
+from sdp_deepspeed.reference.virtual_workers import Reference
+from tests.helpers.models import batches, loss_of, two_groups
+from tests.helpers.oracle import make_optimizer
+from tests.helpers.ranks import Rank
+
+NUM_STEPS = 4
+DRIFT = 1e-5  # of fp32 weights, relative to their way (tests/helpers/oracle.py)
+
+Step = Callable[[Any, Sequence[torch.Tensor]], list[float]]
+
+
+def sharded(model: nn.Module, block: Mapping[str, Any], **options: Any) -> Any:
+    return sdp_deepspeed.fully_shard(model, None, block, **options)
+
+
+def optimizer_of(model: nn.Module, kind: str = "AdamW", **options: Any) -> torch.optim.Optimizer:
+    """With the groups of the reference, divided by mesh."""
+    trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    optimizer = make_optimizer(kind, param_groups(two_groups(trained)))
+    for group in optimizer.param_groups:
+        group.update(options)
+    return optimizer
+
+
+def micro_steps(model: Any, own: Sequence[torch.Tensor]) -> list[float]:
+    """Forward and backward of each micro-batch, averaged in the last; their losses."""
+    losses = []
+    for number, batch in enumerate(own):
+        model.set_requires_gradient_sync(number == len(own) - 1)
+        loss = loss_of(model, batch)
+        (loss / len(own)).backward()
+        losses.append(loss.item())
+    return losses
+
+
+def check_against_reference(
+    rank: Rank,
+    model: nn.Module,
+    block: Mapping[str, Any],
+    *,
+    optimizer: str = "AdamW",
+    clip: float = 0.5,
+    accumulation: int = 1,
+    prepare: Callable[[Any], None] = lambda model: None,
+    **options: Any,
+) -> Any:
+    """Train beside the reference, and compare losses, norms, evaluation, and every dense parameter.
+
+    Args:
+        prepare: changes the sharded model before it trains.
+        options: of `fully_shard`.
+
+    Returns:
+        The sharded model.
+    """
+    dense = deepcopy(model)
+    initial = {name: value.clone() for name, value in dense.state_dict().items()}
+    model = sharded(model, block, **options)
+    prepare(model)
+    plan = sharded_model_of(model).plan
+    own_optimizer = optimizer_of(model, optimizer)
+    reference = Reference(dense, plan, lambda named: make_optimizer(optimizer, two_groups(named)), loss_of, clip)
+    for number, step in enumerate(itertools.islice(batches(rank.size, accumulation), NUM_STEPS)):
+        losses, norm = reference.step(step)
+        found = micro_steps(model, step[rank.rank])
+        torch.testing.assert_close(found, losses[rank.rank], rtol=1e-5, atol=1e-5)
+        total = clip_grad_norm_(model.parameters(), clip) if number % 2 else clip_grad_norm_(model, clip)
+        assert abs(total.item() - norm) <= 1e-4 * norm, (total.item(), norm)
+        own_optimizer.step()
+        own_optimizer.zero_grad()
+        if number == NUM_STEPS // 2:  # training goes on as if nobody had looked
+            compare_evaluation(model, dense, step[rank.rank][0])
+    compare_evaluation(model, dense, step[rank.rank][0])
+    compare_state(full_state_dict(model), dense, initial)
+    return model
+
+
+def compare_evaluation(model: Any, dense: nn.Module, batch: torch.Tensor) -> None:
+    """In evaluation the model is the dense one, whatever this rank holds."""
+    model.eval()
+    with torch.no_grad():
+        logits, expected = (each(input_ids=batch).logits for each in (model, dense))
+    model.train()
+    torch.testing.assert_close(logits, expected, rtol=1e-4, atol=1e-4)
+
+
+def compare_state(state: Mapping[str, torch.Tensor], dense: nn.Module, initial: Mapping[str, torch.Tensor]) -> None:
+    """Every tensor, within the drift of its way and the rounding of each step; nothing on ranks other than 0."""
+    if dist.get_rank() != 0:
+        assert not state
+        return
+    assert list(state) == list(initial)
+    for name, expected in dense.state_dict().items():
+        moved, size = (expected - initial[name]).norm(), expected.norm()
+        difference = (state[name] - expected).norm()
+        assert difference <= DRIFT * moved + NUM_STEPS * 2.0**-24 * size, (name, difference, moved)
+
+
+def gathered_state(model: Any) -> dict[str, torch.Tensor]:
+    """The dense model on every rank."""
+    states = [full_state_dict(model)]
+    dist.broadcast_object_list(states)
+    return states[0]

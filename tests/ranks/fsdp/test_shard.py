@@ -1,0 +1,112 @@
+"""`fully_shard` against the reference, plain FSDP2 and the DeepSpeed host, on 2 to 4 ranks."""
+
+from __future__ import annotations
+
+import itertools
+from copy import deepcopy
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch.distributed.fsdp import fully_shard as torch_fully_shard
+
+from sdp_deepspeed.fsdp import sharded_model_of
+from sdp_deepspeed.fsdp.pieces import shards
+from tests.helpers.models import SPECIMENS, batches, family, llama, loss_of, two_groups
+from tests.helpers.oracle import make_optimizer
+from tests.helpers.ranks import Check, Rank
+from tests.helpers.sharded import (
+    NUM_STEPS,
+    check_against_reference,
+    micro_steps,
+    optimizer_of,
+    sharded,
+)
+from tests.helpers.training import engine_of
+
+HALF = {"coverage": 0.5}
+
+
+def agrees_with_the_reference(
+    rank: Rank, *, name: str = "llama", block: dict[str, Any] | None = None, **options: Any
+) -> None:
+    model = check_against_reference(
+        rank, SPECIMENS[name].build(), block or {"holders": max(1, rank.size - 1)}, **options
+    )
+    stored = sharded_model_of(model)
+    for tensor in stored.held_tensors():
+        shape = stored.rank_model.views.shapes[tensor.dense_name]
+        parts = {owner: stop - start for owner, start, stop in shards(tensor.holders, shape)}
+        assert stored.local(tensor).numel() == parts.get(rank.rank, 0)
+
+
+def covers_everything(rank: Rank) -> None:
+    """C = 1 is plain FSDP2, whose units are the same modules, to the last bit."""
+    model, plain = family("gpt2"), family("gpt2")
+    model = sharded(model, {"holders": rank.size})
+    assert sharded_model_of(model).num_groups == 0
+    for layer in plain.transformer.h:
+        torch_fully_shard([layer.ln_1, layer.attn])
+        torch_fully_shard([layer.ln_2, layer.mlp])
+    torch_fully_shard(plain)
+    optimizers = [optimizer_of(each) for each in (model, plain)]
+    for step in itertools.islice(batches(rank.size, 1), NUM_STEPS):
+        losses = [micro_steps(each, step[rank.rank]) for each in (model, plain)]
+        assert losses[0] == losses[1]
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+
+
+def agrees_with_the_deepspeed_host(rank: Rank) -> None:
+    model, block = llama(3), {"holders": 2, "dense_branch_scale": "coverage"}
+    other = deepcopy(model)
+    settings = {"train_micro_batch_size_per_gpu": 2, "zero_optimization": {"stage": 1}}
+    optimizer = make_optimizer("AdamW", two_groups(dict(other.named_parameters())))
+    engine = engine_of(settings | {"subnetwork_data_parallel": block}, other, optimizer=optimizer)
+    model = sharded(model, block)
+    assert sharded_model_of(model).plan.hash == engine.plan.hash
+    own = optimizer_of(model)
+    for step in itertools.islice(batches(rank.size, 1), NUM_STEPS):
+        (batch,) = step[rank.rank]
+        loss = loss_of(engine, batch)
+        engine.backward(loss)
+        engine.step()
+        (found,) = micro_steps(model, [batch])
+        assert abs(found - loss.item()) <= 1e-5
+        own.step()
+        own.zero_grad()
+        for each in (engine, model):
+            each.eval()
+        with torch.no_grad():
+            losses = [loss_of(each, batch).item() for each in (engine, model)]
+        assert abs(losses[0] - losses[1]) <= 1e-5, losses
+        for each in (engine, model):
+            each.train()
+
+
+def _cases(size: int, config: pytest.Config) -> list[tuple[str, Check]]:
+    made: dict[str, Any] = {"llama": agrees_with_the_reference}
+    match size:
+        case 2:
+            made |= {"sgd": partial(agrees_with_the_reference, optimizer="SGD", accumulation=2)}
+        case 3:
+            made |= {
+                "layer": partial(agrees_with_the_reference, name="gpt2", block={"holders": 2, "granularity": "layer"}),
+                "covers_everything": covers_everything,
+                "deepspeed": agrees_with_the_deepspeed_host,
+            }
+        case 4:
+            rules = [{"units": "mlp", "holders": 1}, {"holders": 3}]
+            made |= {
+                "parallel": partial(agrees_with_the_reference, name="gpt_neox_parallel", block={"holders": rules}),
+                "replicas": partial(agrees_with_the_reference, block={"holders": 1, "subnetworks": 2}),
+                "tied": partial(agrees_with_the_reference, name="llama_tied", block=HALF, reshard_after_forward=False),
+            }
+    return list(made.items())
+
+
+@pytest.mark.checks((2, 3, 4), _cases)
+def test_on_ranks(outcome: str | None) -> None:
+    assert outcome is None, outcome
