@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping
-from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +19,7 @@ from sdp_deepspeed.checkpoint.load import LoadOptions
 from sdp_deepspeed.checkpoint.state.trained_state import RankState
 from sdp_deepspeed.config import KEY
 from sdp_deepspeed.distributed.communicator import Communicator
-from sdp_deepspeed.distributed.host_group import Channel, HostGroup, make_host_group
+from sdp_deepspeed.distributed.host_group import Channel
 from sdp_deepspeed.distributed.monitored_barrier import Phase
 from sdp_deepspeed.fsdp.local_chunks import LocalChunks
 from sdp_deepspeed.fsdp.optimizer_chunks import ShardedOptimizerChunks
@@ -106,33 +105,20 @@ class CheckpointManager:
     """
 
     def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer, lr_scheduler: Any = None) -> None:
-        self._sharded = sharded_model_of(model)
-        self._optimizer, self._lr_scheduler = optimizer, lr_scheduler
-        self._counted = optimizer.register_step_post_hook(self._count)
-        self._num_steps = 0
-
-    @cached_property
-    def _training(self) -> ShardedTraining:
-        """With a group of its own for the ranks' words: the first call of all ranks makes it."""
-        world = Communicator(dist, self._sharded.mesh.get_group(), objects=self._host.channel(Channel.WORLD))
-        return ShardedTraining(self._sharded, self._optimizer, self._lr_scheduler, world)
-
-    @cached_property
-    def _host(self) -> HostGroup:
-        return make_host_group(dist, Communicator(dist, self._sharded.mesh.get_group()), logger.warning)
-
-    @cached_property
-    def _checkpointer(self) -> Checkpointer:
-        options = self._sharded.block.checkpoint
-        return Checkpointer.build(self._training, self._host, options=options, accepts_universal=False)
+        sharded = sharded_model_of(model)
+        world = Communicator(dist, sharded.mesh.get_group(), objects=sharded.host.channel(Channel.WORLD))
+        self._training = ShardedTraining(sharded, optimizer, lr_scheduler, world)
+        options = sharded.block.checkpoint
+        self._checkpointer = Checkpointer.build(self._training, sharded.host, options=options, accepts_universal=False)
+        optimizer.register_step_post_hook(self._count)
 
     def _count(self, *_: Any) -> None:
-        self._num_steps += 1
+        self._training.global_steps += 1
 
     @property
     def global_steps(self) -> int:
         """Steps of the optimizer so far, of the runs that this one resumes too; it names checkpoints without a tag."""
-        return self._num_steps
+        return self._training.global_steps
 
     def save_checkpoint(
         self,
@@ -158,9 +144,8 @@ class CheckpointManager:
             RuntimeError: on all ranks, if it cannot be written; earlier checkpoints are as they were. On those that
                 wait, if a rank does not call it.
         """
-        checkpointer, self._training.global_steps = self._checkpointer, self._num_steps
         folder, exclude_frozen = Path(save_dir), exclude_frozen_parameters
-        checkpointer.save(folder, tag, client_state or {}, latest=save_latest, exclude_frozen=exclude_frozen)
+        self._checkpointer.save(folder, tag, client_state or {}, latest=save_latest, exclude_frozen=exclude_frozen)
 
     def load_checkpoint(
         self,
@@ -189,10 +174,7 @@ class CheckpointManager:
                 scheduler.
         """
         options = LoadOptions(load_optimizer_states, load_lr_scheduler_states, load_module_only, load_module_strict)
-        self._training.global_steps = self._num_steps
-        result = self._checkpointer.load(Path(load_dir), None if tag is None else str(tag), options)
-        self._num_steps = self._training.global_steps
-        return result
+        return self._checkpointer.load(Path(load_dir), None if tag is None else str(tag), options)
 
     def load_pretrained(self, folder: str | Path) -> None:
         """Start from a local folder in Hugging Face format (safetensors): every rank reads what it holds. The

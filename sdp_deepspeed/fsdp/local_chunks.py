@@ -139,9 +139,9 @@ class LocalChunks:
             _check_shard(tensor, parameter, tensor.shape(shape))
             locals_.append(LocalTensor(tensor.dense_name, parameter, tuple(parts_of_shard(tensor, rank, shape))))
         buffers = _buffers(sharded.module, model.views.shapes)
-        shared = {tensor.dense_name for tensor in sharded.shared}
-        of_units = {piece.parameter for unit in model.plan.units for piece in unit.pieces}
-        ignored = [info for info in model.tensors if info.name not in shared | of_units]
+        not_ignored = {tensor.dense_name for tensor in held}
+        not_ignored |= {piece.parameter for unit in model.plan.units for piece in unit.pieces}
+        ignored = [info for info in model.tensors if info.name not in not_ignored]
         whole = _replicated(sharded, [*ignored, *buffers])
         return cls([*model.tensors, *buffers], locals_, list(whole))
 

@@ -168,7 +168,6 @@ class ShardedOptimizerChunks:
             ValueError: the optimizer keeps something for a tensor as a whole.
         """
         result = self._chunks.written_weights(exclude_frozen=exclude_frozen)
-        optimized = {id(parameter): parameter for parameter in self._parameters()}
         in_optimizer = {id(parameter) for parameter in self._parameters()}
         for local in self._chunks.written_tensors():
             for key, value in self._moments(local.tensor) if id(local.tensor) in in_optimizer else ():

@@ -12,16 +12,15 @@ import pytest
 import torch
 
 import sdp_deepspeed
+from sdp_deepspeed.checkpoint.interop.describe import describe
 from sdp_deepspeed.checkpoint.storage.names import COMMON
-from sdp_deepspeed.fsdp.checkpoints import CheckpointManager
-from sdp_deepspeed.fsdp.dense_view import dense
+from sdp_deepspeed.fsdp import CheckpointManager, dense, full_state_dict, param_groups, save_pretrained
 from sdp_deepspeed.support.optimizers import HOW
 from tests.helpers.dense_checkpoints import dense_tensors
-from tests.helpers.models import batches, config, llama, loss_of
+from tests.helpers.models import batches, config, llama, loss_of, two_groups
 from tests.helpers.ranks import Rank, run_ranks
-from tests.helpers.training import assert_identical, engine_of, refusal, train
+from tests.helpers.training import assert_identical, engine_of, gathered, refusal, train
 
-ADAM: dict[str, Any] = {"lr": 1e-2, "weight_decay": 0.1}
 NEURON = {"strategy": "neuron"}
 BY_RULES = {"holders": [{"units": "mlp", "holders": 1}, {"holders": 2}]}
 
@@ -40,8 +39,9 @@ class Sharded:
     """A run of the FSDP2 host."""
 
     def __init__(self, model: Any = None, *, kind: type[Any] = torch.optim.AdamW, **block: Any) -> None:
-        self.model: Any = sdp_deepspeed.fully_shard(model or llama(), None, {"holders": 1} | block)
-        self.optimizer = kind(self.model.parameters(), **(ADAM if kind is torch.optim.AdamW else {}))
+        self.model: Any = sdp_deepspeed.fully_shard(model or llama(tied=True), None, {"holders": 1} | block)
+        trained = {name: parameter for name, parameter in self.model.named_parameters() if parameter.requires_grad}
+        self.optimizer = kind(param_groups(two_groups(trained)), lr=1e-2)
         self.scheduler = torch.optim.lr_scheduler.ExponentialLR(self.optimizer, 0.9)
         self.checkpoints = CheckpointManager(self.model, self.optimizer, self.scheduler)
 
@@ -57,11 +57,13 @@ class Sharded:
         return losses
 
 
-def deepspeed_settings(*, bf16: bool = False, **block: Any) -> dict[str, Any]:
-    settings = config(**({"holders": 1} | block)) | {
-        "optimizer": {"type": "AdamW", "params": ADAM | {"torch_adam": True}}
-    }
-    return settings | ({"bf16": {"enabled": True}} if bf16 else {})
+def deepspeed_run(*, bf16: bool = False, **block: Any) -> Any:
+    """A run of the DeepSpeed host."""
+    settings = config(**({"holders": 1} | block)) | ({"bf16": {"enabled": True}} if bf16 else {})
+    del settings["optimizer"]
+    model = llama(tied=True)
+    optimizer = torch.optim.AdamW(two_groups(dict(model.named_parameters())), lr=1e-2)
+    return engine_of(settings, model, optimizer=optimizer)
 
 
 def optimizer_in(folder: Path) -> dict[str, Any]:
@@ -96,7 +98,7 @@ PAIRS = [("block", "layers"), ("neuron_bf16", "by_rules"), ("backward_replicas",
 
 
 def deepspeed_writes(name: str, folder: Path, rank: Rank) -> None:
-    engine = engine_of(deepspeed_settings(**DEEPSPEED[name][1]))
+    engine = deepspeed_run(**DEEPSPEED[name][1])
     train(engine, num_steps=3)
     engine.save_checkpoint(str(folder / name), client_state={"position": 3})
 
@@ -105,7 +107,7 @@ def sharded_goes_on(source: str, name: str, folder: Path, rank: Rank) -> None:
     """What DeepSpeed wrote is what FSDP2 writes again; then it trains, and writes that."""
     run = Sharded(**FSDP[name][1])
     run.train(rank, 1, seed=7)
-    path, client_state = run.checkpoints.load_checkpoint(folder / source, load_lr_scheduler_states=False)
+    path, client_state = run.checkpoints.load_checkpoint(folder / source)
     assert (path, client_state) == (str(folder / source / "global_step3"), {"position": 3})
     again = folder / f"{source}-{name}"
     run.checkpoints.save_checkpoint(again, client_state={"position": 4})
@@ -118,7 +120,7 @@ def sharded_goes_on(source: str, name: str, folder: Path, rank: Rank) -> None:
 
 def deepspeed_goes_on(source: str, name: str, folder: Path, rank: Rank) -> None:
     """What FSDP2 wrote is what DeepSpeed has."""
-    engine = engine_of(deepspeed_settings(**DEEPSPEED[source][1]))
+    engine = deepspeed_run(**DEEPSPEED[source][1])
     again, path = folder / f"{source}-{name}-back", folder / f"{source}-{name}"
     engine.load_checkpoint(str(path))
     assert engine.global_steps == 4
@@ -133,14 +135,14 @@ def deepspeed_goes_on(source: str, name: str, folder: Path, rank: Rank) -> None:
 
 def resumed_is_uninterrupted(rank: Rank) -> None:
     """Losses, weights, moments, schedule and random numbers, bit for bit."""
-    blocks: list[dict[str, Any]] = [{}, {"holders": 2}, {"subnetworks": 1}]
+    blocks: list[dict[str, Any]] = [{}, {"holders": 2}]
     for number, block in enumerate(blocks):
         run = Sharded(**block)
         run.train(rank, 2)
         folder = rank.folder / f"resumed{number}"
         run.checkpoints.save_checkpoint(folder)
         drawn = torch.rand(3)
-        resumed = Sharded(llama(seed=5), **block)
+        resumed = Sharded(llama(tied=True, seed=5), **block)
         resumed.train(rank, 1, seed=7)
         resumed.checkpoints.load_checkpoint(folder)
         assert torch.equal(torch.rand(3), drawn)
@@ -151,6 +153,7 @@ def resumed_is_uninterrupted(rank: Rank) -> None:
         if rank.rank == 0:
             assert_same_run(folder / "uninterrupted", folder / "resumed")
             assert (folder / "latest").read_text() == "resumed\n"
+            assert describe(folder / "resumed")[0][-1].startswith("complete")
 
 
 def after_an_evaluation(rank: Rank) -> None:
@@ -187,6 +190,40 @@ def in_the_background_and_pruned(rank: Rank) -> None:
     assert resumed.checkpoints.global_steps == 3
 
 
+def each_rank_has_its_buffers(rank: Rank) -> None:
+    """Under the same plan; under another all have those of one holder. A unit's are where the unit is."""
+
+    def start(**block: Any) -> Sharded:
+        model: Any = llama(tied=True)
+        model.register_buffer("seen", torch.zeros((), dtype=torch.int64))
+        for layer in model.model.layers:
+            layer.mlp.register_buffer("mean", torch.zeros(2))
+        return Sharded(model, **block)
+
+    def buffers(run: Sharded) -> dict[str, torch.Tensor]:
+        return {name: buffer for name, buffer in run.model.named_buffers() if name.endswith(("seen", "mean"))}
+
+    run, same, dense_run = start(), start(), start(holders=2)
+    for buffer in buffers(run).values():
+        buffer.fill_(rank.rank + 1)
+    run.checkpoints.save_checkpoint(rank.folder / "buffers")
+    for other in (same, dense_run):
+        other.checkpoints.load_checkpoint(rank.folder / "buffers")
+    held = {name: float(buffer.max()) for name, buffer in buffers(run).items() if buffer.numel()}
+    assert sorted(held.values()) == [rank.rank + 1] * 2
+    assert {name: float(buffer.max()) for name, buffer in buffers(same).items() if buffer.numel()} == held
+    means = gathered({name: float(buffer.max()) for name, buffer in buffers(dense_run).items()})
+    assert means[0] == means[1]
+    assert sorted(value for name, value in means[0].items() if name.endswith("mean")) == [1.0, 2.0]
+
+
+def from_hugging_face(rank: Rank) -> None:
+    run, other = Sharded(), Sharded(llama(tied=True, seed=5), holders=2)
+    save_pretrained(run.model, rank.folder / "hf")
+    other.checkpoints.load_pretrained(rank.folder / "hf")
+    assert_identical(full_state_dict(other.model), full_state_dict(run.model))
+
+
 def what_is_refused(rank: Rank) -> None:
     """On all ranks, before anything is changed, and training goes on."""
     run, folder = Sharded(), rank.folder / "refused"
@@ -197,7 +234,7 @@ def what_is_refused(rank: Rank) -> None:
     refusal(ValueError, lambda: save(folder, f"tag{rank.rank}"), "ranks gave different tags")
     refusal(ValueError, lambda: save(folder, client_state={"of": object()}), "client_state")
     save(folder)
-    other = Sharded(llama(3))
+    other = Sharded(llama(3, tied=True))
     refusal(ValueError, lambda: other.checkpoints.load_checkpoint(folder), "it is of another model", "layers.2")
     sgd = Sharded(kind=torch.optim.SGD)
     refusal(ValueError, lambda: sgd.checkpoints.load_checkpoint(folder), "is of Adam, and the optimizer here is SGD")
@@ -212,6 +249,8 @@ CHECKS_ON_2 = {
     "resumed": resumed_is_uninterrupted,
     "evaluated": after_an_evaluation,
     "background": in_the_background_and_pruned,
+    "buffers": each_rank_has_its_buffers,
+    "hugging_face": from_hugging_face,
     "refused": what_is_refused,
 }
 
