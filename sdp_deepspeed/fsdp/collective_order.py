@@ -69,7 +69,7 @@ def gathered_ahead(spans: Sequence[tuple[int, int]]) -> list[bool]:
     """
     starts, ends = zip(*spans, strict=True) if spans else ((), ())
     before = [max(ends[:index], default=-1) < starts[index] for index in range(len(spans))]
-    after = [*before[1:], True]
+    after = [*before[1:], True][: len(before)]
     apart = [one and other for one, other in zip(before, after, strict=True)]
     return [index > 0 and apart[index] and apart[index - 1] for index in range(len(spans))]
 

@@ -16,14 +16,13 @@ from sdp_deepspeed.distributed.agreement import raise_on_all_ranks
 from sdp_deepspeed.distributed.communicator import Communicator
 from sdp_deepspeed.distributed.monitored_barrier import Phase
 from sdp_deepspeed.fsdp.sharded_model import ShardedModel, sharded_model_of
-from sdp_deepspeed.units import Piece
 
 
 def full_state_dict(module: nn.Module) -> dict[str, torch.Tensor]:
     """The dense model's state dict on rank 0, in host memory; empty on the others. Every rank calls it.
 
-    Units come one after the other, so that no device ever has more than one beside its shards. Weights are as they are
-    trained (`dense_branch_scale` has no effect on them). Buffers of what is shared are rank 0's own.
+    Units come one after the other, so that no device ever has more than one beside its shards. Branches are scaled, if
+    the block says so (`dense_branch_scale`). Buffers of what is shared are rank 0's own.
 
     Args:
         module: that `fully_shard` returned.
@@ -74,25 +73,26 @@ def _gathered(sharded: ShardedModel) -> Iterator[tuple[str, torch.Tensor]]:
     """Every parameter, and what units have of buffers, on ranks that get it; all ranks go through all of it."""
     for tensor in sharded.shared:
         yield tensor.name, _on_host(sharded.parameter(tensor).full_tensor())
-    plan, places = sharded.plan, {part.name: index for index, part in enumerate(sharded.mask.parts)}
-    indices = {unit.name: index for index, unit in enumerate(plan.units)}
+    places = {part.name: index for index, part in enumerate(sharded.mask.parts)}
     for unit in sharded.units:
+        scale_of = sharded.mask.scales_of(unit.name)
         for tensor in unit.tensors:  # on holders
-            yield tensor.name, _on_host(sharded.parameter(tensor).full_tensor())
+            yield tensor.name, _scaled(_on_host(sharded.parameter(tensor).full_tensor()), scale_of(tensor.dense_name))
         if unit.name in places:  # some lack it
-            yield from _fetched(sharded, places[unit.name], plan.units[indices[unit.name]].pieces, held=unit.is_held)
+            for name, value in _fetched(sharded, places[unit.name]):
+                yield name, _scaled(value, scale_of(name))
 
 
-def _fetched(
-    sharded: ShardedModel, place: int, pieces: tuple[Piece, ...], *, held: bool
-) -> Iterator[tuple[str, torch.Tensor]]:
+def _fetched(sharded: ShardedModel, place: int) -> Iterator[tuple[str, torch.Tensor]]:
     """A unit on a rank that lacks it, and nothing on others."""
-    part = sharded.mask.parts[place]
-    targets = part.allocate().targets
-    assert held == (not targets), part.name
+    targets = sharded.mask.parts[place].allocate().targets
     deque(sharded.fetcher.fetch(place, lambda: targets), maxlen=0)
     yield from ((piece.parameter, _on_host(value)) for piece, value in targets.items())
 
 
 def _on_host(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.detach().to("cpu", copy=True)
+
+
+def _scaled(tensor: torch.Tensor, scale: float) -> torch.Tensor:
+    return tensor if scale == 1.0 else tensor.mul_(scale)

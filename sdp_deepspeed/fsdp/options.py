@@ -30,3 +30,7 @@ class ShardOptions:
             "offload_policy": self.offload_policy,
             "ignored_params": {*self.ignored_params, *also_ignored} or None,
         }
+
+    def in_words(self) -> str:
+        """To compare over ranks."""
+        return f"{self.reshard_after_forward} {self.mp_policy} {self.offload_policy} {len(self.ignored_params)}"

@@ -13,9 +13,10 @@ from torch.distributed.tensor import DTensor
 
 from sdp_deepspeed.architectures import LocatedBranch, branches_of_units
 from sdp_deepspeed.config import KEY, SubnetworkConfig, parse
+from sdp_deepspeed.distributed.agreement import Gatherer
 from sdp_deepspeed.fsdp.options import ShardOptions
 from sdp_deepspeed.masking.mixins import is_cut
-from sdp_deepspeed.messages import quoted
+from sdp_deepspeed.messages import listed, quoted
 from sdp_deepspeed.plan.plan import Plan
 from sdp_deepspeed.support.refusals import refuse_modules, refuse_shared_memory
 
@@ -71,6 +72,26 @@ def check_plan(plan: Plan, branches: Sequence[LocatedBranch]) -> None:
     cut = [unit.name for unit, name in zip(plan.units, names, strict=True) if name is not None]
     if cut:
         raise ValueError(f"{KEY}.strategy: {cut[0]!r} is cut by neurons or heads, which FSDP2 does not take yet")
+
+
+def check_same_settings(config: SubnetworkConfig, options: ShardOptions, ranks: Gatherer) -> None:
+    """Every rank calls it.
+
+    Raises:
+        RuntimeError: on all ranks, what they were given differently.
+    """
+    own = config.model_dump() | {"options": options.in_words()}
+    if config.plan_path is not None:  # nodes may keep it in folders of their own; the plan itself is compared later
+        own["assignment"] = "<a plan>"
+    every = ranks.gather_objects(own)
+    different = [name for name in own if any(other[name] != every[0][name] for other in every)]
+    if different:
+        first = different[0]
+        values = {rank: other[first] for rank, other in enumerate(every)}
+        raise RuntimeError(
+            f"fully_shard: ranks were given different settings: {first} is {listed(values.values())} on ranks "
+            f"{listed(values)}. Give all ranks the same block and arguments"
+        )
 
 
 def _of_block(config: SubnetworkConfig) -> Iterator[str]:

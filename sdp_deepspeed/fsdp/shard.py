@@ -32,7 +32,7 @@ from sdp_deepspeed.fsdp.dense_view import install_view
 from sdp_deepspeed.fsdp.holder_meshes import make_meshes
 from sdp_deepspeed.fsdp.options import ShardOptions
 from sdp_deepspeed.fsdp.pieces import ShardedUnit
-from sdp_deepspeed.fsdp.refusals import check_call, check_plan, parsed
+from sdp_deepspeed.fsdp.refusals import check_call, check_plan, check_same_settings, parsed
 from sdp_deepspeed.fsdp.sharded_mask import ShardedMask
 from sdp_deepspeed.fsdp.sharded_model import ShardedModel, attach
 from sdp_deepspeed.layout.places import PieceViews
@@ -107,6 +107,7 @@ def fully_shard(
     )
     ranks = _ranks()
     config = run_on_all_ranks(ranks, partial(parsed, block), partial(_checked, module, mesh, block, options))
+    check_same_settings(config, options, ranks)
     mesh = mesh or init_device_mesh(_device_type(), (dist.get_world_size(),))
     start = Start(module, config, mesh, ranks, options)
     sharded = shard(start)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -24,6 +24,8 @@ class ShardedBlockPart(BlockPart):
         unit: its modules, once they are sharded.
         dtype: that FSDP2 gathers weights in, and casts inputs to (`mp_policy`); None for their own.
         casts_inputs: whether it casts them.
+        scale: of the dense model's output projections.
+        scaled_names: of those.
     """
 
     unit: ShardedUnit | None = None
@@ -45,7 +47,7 @@ class ShardedBlockPart(BlockPart):
         self._dtypes = {piece: tensor.dtype for piece, tensor in self._tensors.items()}
         tensors = model.views.tensors
         names = [name for branch in branches for name in output_names(branch, tensors)] if scale != 1.0 else []
-        self._scaled_names = names if self.whole else []
+        self.scale, self.scaled_names = scale, frozenset(names)
         if self.whole:
             self._scaled = []  # they are not what the module has once it is sharded
         self._unscaled_shards: list[torch.Tensor] = []
@@ -77,13 +79,13 @@ class ShardedBlockPart(BlockPart):
 
     def show(self, dense: DenseTensors) -> None:
         super().show(dense)
-        if self._scaled_names:
+        if self.whole and self.scaled_names:
             assert self.unit is not None
             self.unit.fsdp.reshard()
             shards = self._shards()
             self._unscaled_shards = [shard.clone() for shard in shards]
             for shard in shards:
-                shard.mul_(self._scale)
+                shard.mul_(self.scale)
 
     def release(self) -> None:
         super().release()
@@ -99,7 +101,7 @@ class ShardedBlockPart(BlockPart):
         super()._drop()
 
     def _shards(self) -> list[torch.Tensor]:
-        parameters: list[Any] = [self._module.get_parameter(name) for name in self._scaled_names]
+        parameters: list[Any] = [self._module.get_parameter(name) for name in sorted(self.scaled_names)]
         return [parameter.detach().to_local() for parameter in parameters]
 
 
@@ -126,6 +128,12 @@ class ShardedMask(Mask):
         self.apply()
         for name in lacking:
             tensors[name].data = tensors[name].data.to(device)
+
+    def scales_of(self, unit: str) -> Callable[[str], float]:
+        """For a unit of the plan, what the dense model has its tensors multiplied by."""
+        parts = (part for part in self.parts if part.name == unit and isinstance(part, ShardedBlockPart))
+        scales = {name: part.scale for part in parts for name in part.scaled_names}
+        return lambda name: scales.get(name, 1.0)
 
     def lacking_names(self) -> set[str]:
         """Parameters without storage on this rank."""

@@ -60,7 +60,7 @@ def covers_everything(rank: Rank) -> None:
 
 
 def agrees_with_the_deepspeed_host(rank: Rank) -> None:
-    model, block = llama(3), {"holders": 2, "dense_branch_scale": "coverage"}
+    model, block = llama(3), {"holders": 2}
     other = deepcopy(model)
     settings = {"train_micro_batch_size_per_gpu": 2, "zero_optimization": {"stage": 1}}
     optimizer = make_optimizer("AdamW", two_groups(dict(other.named_parameters())))

@@ -1,0 +1,143 @@
+"""Random holder sets over gloo, where each collective waits for its ranks: whoever is late, no step hangs."""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from functools import partial
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from sdp_deepspeed.architectures import Branch, register
+from sdp_deepspeed.config import KEY, parse
+from sdp_deepspeed.fsdp import sharded_model_of
+from sdp_deepspeed.plan.planner import plan_model
+from tests.helpers.ranks import Check, Rank
+from tests.helpers.sharded import sharded
+
+SIZE = 4
+NUM_LAYERS = 4
+
+
+class Layer(nn.Module):
+    """Two branches; `parallel` runs both norms first, so that units run into each other."""
+
+    def __init__(self, *, parallel: bool) -> None:
+        super().__init__()
+        self.norm_1, self.norm_2 = nn.LayerNorm(4), nn.LayerNorm(4)
+        self.one, self.two = nn.Linear(4, 4), nn.Linear(4, 4)
+        self.parallel = parallel
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.parallel:
+            first, second = self.norm_1(x), self.norm_2(x)
+            return x + self.one(first) + self.two(second)
+        x = x + self.one(self.norm_1(x))
+        return torch.tanh(x + self.two(self.norm_2(x)))
+
+
+class Tower(nn.Module):
+    """Layers, of which `stretch` are checkpointed together (0: none)."""
+
+    def __init__(self, *, parallel: bool, stretch: int) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = nn.ModuleList(Layer(parallel=parallel) for _ in range(NUM_LAYERS))
+        self.head = nn.Linear(4, 1)
+        self.stretch = stretch
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        step = self.stretch or 1
+        for start in range(0, NUM_LAYERS, step):
+            run = nn.Sequential(*self.layers[start : start + step])
+            x = checkpoint(run, x, use_reentrant=False) if self.stretch else run(x)
+        result: torch.Tensor = self.head(x)
+        return result
+
+
+register(f"{__name__}.Layer", Branch("one", norm="norm_1", body="one"), Branch("two", norm="norm_2", body="two"))
+
+
+def write_random_plan(model: nn.Module, rank: Rank, seed: int) -> str:
+    block = parse({KEY: {"holders": 2}})
+    assert block is not None
+    plan, _ = plan_model(model, block, rank.size)
+    draw = random.Random(seed)
+    while True:
+        holders = [tuple(sorted(draw.sample(range(rank.size), draw.randint(1, 3)))) for _ in plan.units]
+        if len({len(own) for own in holders}) > 1 and len({rank for own in holders for rank in own}) == rank.size:
+            break
+    path = rank.folder / f"plan-{rank.rank}-{seed}.json"
+    replace(plan, holders=tuple(holders), num_holders=None).save(path)
+    return str(path)
+
+
+@contextmanager
+def delays(rank: Rank, seed: int) -> Iterator[list[str]]:
+    """Before each collective of FSDP2's a rank waits, some longer than others; yields what it issued."""
+    draw, issued = random.Random(rank.rank + 100 * seed), []
+
+    def late(name: str) -> Any:
+        function = getattr(dist, name)
+
+        def call(*args: Any, **kwargs: Any) -> Any:
+            time.sleep(draw.random() * 0.01 * (rank.rank + 1))
+            issued.append(name)
+            return function(*args, **kwargs)
+
+        return mock.patch.object(dist, name, call)
+
+    with late("all_gather_into_tensor"), late("reduce_scatter_tensor"):
+        yield issued
+
+
+def runs_to_its_end(rank: Rank, *, parallel: bool, stretch: int) -> None:
+    """The input needs no gradient, as after frozen embeddings; the first layers' units have to be told apart."""
+    for seed in range(2):
+        model: Any = Tower(parallel=parallel, stretch=stretch)
+        model = sharded(model, {"assignment": write_random_plan(model, rank, seed)})
+        torch.manual_seed(rank.rank)
+        with delays(rank, seed) as issued:
+            for _ in range(3):
+                model(torch.randn(2, 4)).sum().backward()
+        assert issued
+        units = sharded_model_of(model).units
+        assert all(p.grad is not None for u in units for m in u.modules for p in m.parameters())
+
+
+def gathers_ahead(rank: Rank) -> None:
+    """Where the unit before is held too: it is gathered before the one after it is reduced."""
+    model: Any = Tower(parallel=False, stretch=0)
+    model = sharded(model, {"holders": rank.size})
+    model(torch.randn(2, 4)).sum().backward()
+    with delays(rank, 0) as issued:
+        loss = model(torch.randn(2, 4)).sum()
+        num_forward = len(issued)
+        loss.backward()
+    backward = [name.partition("_")[0] for name in issued[num_forward:]]
+    assert backward[:5] == ["all", "all", "reduce", "all", "reduce"]
+
+
+def _checks(size: int, config: pytest.Config) -> list[tuple[str, Check]]:
+    run: Any = runs_to_its_end
+    return [
+        ("sequential", partial(run, parallel=False, stretch=0)),
+        ("parallel", partial(run, parallel=True, stretch=0)),
+        ("checkpointed", partial(run, parallel=False, stretch=1)),
+        ("stretches", partial(run, parallel=False, stretch=2)),
+        ("gathers_ahead", gathers_ahead),
+    ]
+
+
+@pytest.mark.checks(SIZE, _checks)
+def test_order(outcome: str | None) -> None:
+    assert outcome is None, outcome

@@ -1,0 +1,137 @@
+"""FSDP2's options and ways to start, on two ranks whose subnetworks differ."""
+
+from __future__ import annotations
+
+from copy import deepcopy
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
+
+import sdp_deepspeed
+from sdp_deepspeed.fsdp import clip_grad_norm_, dense, full_state_dict, param_groups, save_pretrained, sharded_model_of
+from tests.helpers.models import TOKENS, family, llama, loss_of
+from tests.helpers.ranks import Check, Rank
+from tests.helpers.sharded import check_against_reference, gathered_state, sharded
+from tests.helpers.training import refusal
+
+SIZE = 2
+ONE = {"holders": 1}
+
+
+def checkpointed(rank: Rank) -> None:
+    check_against_reference(rank, llama(), ONE, prepare=lambda model: model.gradient_checkpointing_enable())
+
+
+def compiled(rank: Rank) -> None:
+    def compile_layers(model: Any) -> None:
+        for layer in model.model.layers:
+            layer.compile(backend="eager")
+
+    check_against_reference(rank, llama(), ONE, prepare=compile_layers)
+
+
+def offloaded(rank: Rank) -> None:
+    check_against_reference(rank, llama(), ONE, offload_policy=CPUOffloadPolicy())
+
+
+def mixed_precision(rank: Rank) -> None:
+    """Lacking units are gathered in the same dtype as held ones: evaluation gives what it gives at C = 1."""
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    models = [sharded(family("gpt2"), {"holders": number}, mp_policy=policy) for number in (1, 2)]
+    loss_of(models[0], TOKENS).backward()
+    assert {p.grad.dtype for p in models[0].parameters() if p.grad is not None} == {torch.float32}
+    with torch.no_grad():
+        found = [model.eval()(input_ids=TOKENS).logits for model in models]
+    assert found[0].dtype == torch.bfloat16
+    assert torch.equal(*found)
+    assert {p.dtype for p in models[0].parameters()} == {torch.float32}
+
+
+def starts_from_init(rank: Rank) -> None:
+    with sdp_deepspeed.Init():
+        model = llama()
+    state = gathered_state(sharded(model, ONE))
+    assert all(torch.equal(state[name], value) for name, value in llama().state_dict().items())
+
+
+def starts_on_the_meta_device(rank: Rank) -> None:
+    with torch.device("meta"):
+        model = llama()
+    model = sharded(model, ONE)
+    model.to_empty(device="cpu")
+    lacking = sharded_model_of(model).mask.lacking_names()
+    assert lacking
+    assert {model.get_parameter(name).numel() for name in lacking} == {0}
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.fill_(0.5)
+    state = gathered_state(model)
+    assert all(bool((value == 0.5).all()) for value in state.values())
+
+
+def steps_with_multi_tensor_kernels(rank: Rank) -> None:
+    """Which refuse DTensors of several meshes in one group; norms of any order, and one that is not finite."""
+    model = sharded(llama(), ONE)
+    groups = [{"params": list(model.parameters()), "lr": 0.1}]
+    loss_of(model, TOKENS).backward()
+    for order in (1.0, 3.0, float("inf")):
+        total = clip_grad_norm_(model, 1e9, order, foreach=False)
+        assert torch.isclose(total, clip_grad_norm_(model.parameters(), 1e9, order))
+    assert clip_grad_norm_(model, 0.01) > 0.01
+    assert abs(clip_grad_norm_(model, 1.0) - 0.01) < 1e-5
+    divided = param_groups(groups)
+    assert len(divided) == 2
+    assert {group["lr"] for group in divided} == {0.1}
+    before = gathered_state(model)
+    torch.optim.AdamW(divided, foreach=True).step()
+    assert all(not torch.equal(before[name], value) for name, value in gathered_state(model).items())
+    next(p for p in model.parameters() if p.grad is not None).grad.fill_(float("nan"))
+    refusal(RuntimeError, lambda: clip_grad_norm_(model, 1.0, error_if_nonfinite=True), "non-finite")
+
+
+def is_exported(rank: Rank) -> None:
+    """Scaled, as in evaluation; `dense` runs it in training mode too."""
+    from transformers import LlamaForCausalLM
+
+    model = sharded(llama(), ONE | {"dense_branch_scale": "coverage"})
+    folder = rank.folder / "exported"
+    save_pretrained(model, folder)
+    whole: nn.Module = LlamaForCausalLM.from_pretrained(folder)
+    assert whole.config.architectures == ["LlamaForCausalLM"]
+    with torch.no_grad():
+        expected = whole(input_ids=TOKENS).logits
+        assert torch.equal(model.eval()(input_ids=TOKENS).logits, expected)
+        with dense(model.train()):
+            assert torch.equal(model(input_ids=TOKENS).logits, expected)
+    assert torch.equal(whole.model.layers[0].mlp.down_proj.weight, llama().model.layers[0].mlp.down_proj.weight / 2)
+    refusal(RuntimeError, lambda: save_pretrained(model, Path("/dev/null/x")), "save_pretrained")
+
+
+def is_refused(rank: Rank) -> None:
+    """One rank's mistake is everybody's error, and nothing is changed."""
+    model = llama()
+    before = deepcopy(model.state_dict())
+    block = ONE if rank.rank else ONE | {"regime": "backward"}
+    refusal(ValueError, lambda: sharded(model, block), "regime", "rank 0")
+    assert all(torch.equal(before[name], value) for name, value in model.state_dict().items())
+    refusal(RuntimeError, lambda: sharded(llama(), ONE | {"seed": rank.rank, "assignment": "balanced"}), "settings")
+    model = sharded(model, ONE)
+    refusal(ValueError, lambda: sharded(model, ONE), "cut down")
+    refusal(ValueError, lambda: full_state_dict(llama()), "was not sharded")
+    with dense(model):
+        refusal(RuntimeError, lambda: full_state_dict(model), "leave it first")
+
+
+def _checks(size: int, config: pytest.Config) -> list[tuple[str, Check]]:
+    checks: list[Check] = [checkpointed, compiled, offloaded, mixed_precision, starts_from_init]
+    checks += [starts_on_the_meta_device, steps_with_multi_tensor_kernels, is_exported, is_refused]
+    return [(getattr(check, "__name__", "check"), check) for check in checks]
+
+
+@pytest.mark.checks(SIZE, _checks)
+def test_options(outcome: str | None) -> None:
+    assert outcome is None, outcome

@@ -1,0 +1,70 @@
+"""What `fully_shard` refuses, by name and with a reason, before anything is changed."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from sdp_deepspeed.architectures import locate_branches
+from sdp_deepspeed.fsdp.options import ShardOptions
+from sdp_deepspeed.fsdp.refusals import check_call, check_plan, parsed
+from sdp_deepspeed.plan.planner import plan_model
+from tests.helpers.models import llama
+
+HALF = {"coverage": 0.5}
+
+
+@pytest.mark.parametrize(
+    ("block", "words"),
+    [
+        (None, ("block", "None")),
+        ({"subnetwork_data_parallel": HALF}, ("not the config around it",)),
+        ({"coverage": 2}, ("subnetwork_data_parallel.coverage",)),
+        (HALF | {"enabled": False}, ("enabled",)),
+        ({"schedule": [HALF]}, ("schedule", "FSDP2")),
+    ],
+)
+def test_a_wrong_block(block: Any, words: tuple[str, ...]) -> None:
+    with pytest.raises(ValueError, match=words[0]) as caught:
+        parsed(block)
+    assert all(word in str(caught.value) for word in words)
+
+
+@pytest.mark.parametrize(
+    ("more", "word"),
+    [
+        ({"regime": "backward"}, "regime"),
+        ({"strategy": "neuron"}, "strategy"),
+        ({"strategy": {"mlp": "neuron"}}, "strategy"),
+        ({"lr_by_coverage": "sqrt"}, "lr_by_coverage"),
+        ({"check_agreement": True}, "check_agreement"),
+        ({"redraw_interval": 10}, "redraw_interval"),
+        ({"allow_optimizer": True}, "allow_optimizer"),
+        ({"silence_limit": None}, "silence_limit"),
+    ],
+)
+def test_what_of_the_block_is_not_possible(more: dict[str, Any], word: str) -> None:
+    with pytest.raises(ValueError, match=word):
+        check_call(llama(1), None, parsed(HALF | more), ShardOptions())
+
+
+def test_a_model_or_option_that_is_not_possible() -> None:
+    block = parsed(HALF)
+    check_call(llama(1), None, block, ShardOptions(reshard_after_forward=False))
+    options: Any = 2
+    with pytest.raises(ValueError, match="reshard_after_forward"):
+        check_call(llama(1), None, block, ShardOptions(options))
+    model = llama(1)
+    model.scale = nn.Parameter(torch.ones(()))
+    with pytest.raises(ValueError, match="scale"):
+        check_call(model, None, block, ShardOptions())
+
+
+def test_a_plan_from_a_file_is_looked_at() -> None:
+    model = llama(2)
+    plan, _ = plan_model(model, parsed(HALF | {"strategy": "neuron"}), 2)
+    with pytest.raises(ValueError, match="neurons or heads"):
+        check_plan(plan, locate_branches(model))

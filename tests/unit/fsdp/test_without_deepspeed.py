@@ -1,0 +1,41 @@
+"""FSDP2's users need no DeepSpeed: the whole host runs where it cannot be imported."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+from tests.helpers.repository import ROOT
+
+PROGRAM = """
+import sys
+sys.modules["deepspeed"] = None  # so that importing it fails
+import torch, torch.distributed as dist, sdp_deepspeed
+from sdp_deepspeed.architectures import Branch, register
+from sdp_deepspeed.fsdp import clip_grad_norm_, full_state_dict, param_groups
+assert "torch.distributed.fsdp" not in sys.modules
+
+class Layer(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.norm, self.body = torch.nn.LayerNorm(4), torch.nn.Linear(4, 4)
+    def forward(self, x):
+        return x + self.body(self.norm(x))
+
+register("__main__.Layer", Branch("mlp", norm="norm", body="body"))
+dist.init_process_group("gloo", init_method="file://" + sys.argv[1], rank=0, world_size=1)
+model = sdp_deepspeed.fully_shard(torch.nn.Sequential(Layer(), Layer()), block={"holders": 1})
+optimizer = torch.optim.SGD(param_groups(model), lr=0.1)
+model(torch.randn(2, 4)).sum().backward()
+assert clip_grad_norm_(model, 1.0) > 0
+optimizer.step()
+assert len(full_state_dict(model)) == 8
+print("done")
+"""
+
+
+def test_it_runs(tmp_path: Path) -> None:
+    command = [sys.executable, "-c", PROGRAM, str(tmp_path / "rendezvous")]
+    result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=100, check=False)
+    assert result.stdout.endswith("done\n"), result.stderr[-2000:]
