@@ -26,6 +26,7 @@ from sdp_deepspeed.fsdp.optimizer_chunks import ShardedOptimizerChunks
 from sdp_deepspeed.fsdp.sharded_model import ShardedModel, sharded_model_of
 from sdp_deepspeed.plan.plan import Plan
 from sdp_deepspeed.plan.shards import UNDIVIDED, Shards
+from sdp_deepspeed.support.optimizers import is_elementwise
 
 logger = logging.getLogger("sdp_deepspeed")
 
@@ -66,6 +67,10 @@ class ShardedTraining:
         chunks = LocalChunks.of(self.sharded)
         return RankState(chunks, ShardedOptimizerChunks(self.optimizer, chunks))
 
+    def check(self) -> None:
+        """ValueError for what no checkpoint could hold: tensors or optimizers of others, or state of whole tensors."""
+        ShardedOptimizerChunks(self.optimizer, LocalChunks.of(self.sharded)).check()
+
     def gradient_accumulation_steps(self) -> int:
         """The user's loop counts, not we."""
         return 1
@@ -101,19 +106,25 @@ class CheckpointManager:
         lr_scheduler: what has a `state_dict` and a `load_state_dict`.
 
     Raises:
-        ValueError: the model was not sharded by `sdp_deepspeed.fully_shard`.
+        ValueError: the model was not sharded by `sdp_deepspeed.fully_shard`, or the optimizer was made before that; at
+            the first step, the optimizer's state is not one value for each element.
     """
 
     def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer, lr_scheduler: Any = None) -> None:
         sharded = sharded_model_of(model)
         world = Communicator(dist, sharded.mesh.get_group(), objects=sharded.host.channel(Channel.WORLD))
         self._training = ShardedTraining(sharded, optimizer, lr_scheduler, world)
+        self._training.check()
         options = sharded.block.checkpoint
         self._checkpointer = Checkpointer.build(self._training, sharded.host, options=options, accepts_universal=False)
+        self._is_checked = False  # its state, after the first step
         optimizer.register_step_post_hook(self._count)
 
     def _count(self, *_: Any) -> None:
         self._training.global_steps += 1
+        if not (self._is_checked or is_elementwise(type(self._training.optimizer).__name__)):
+            self._is_checked = True
+            self._training.check()  # now that it has state: at the first checkpoint hours would be lost
 
     @property
     def global_steps(self) -> int:

@@ -175,6 +175,13 @@ class ShardedOptimizerChunks:
                 self._chunks.add(result, key, local, value)
         return result
 
+    def check(self) -> None:
+        """ValueError if it keeps something for a tensor as a whole, or what is no number."""
+        self._counts_by_parameter()
+        for parameter in self._parameters():
+            for key, value in self._moments(parameter) if id(parameter) in self._locals else ():
+                self._refuse_odd(self._locals[id(parameter)], key, value)
+
     def _refuse_odd(self, local: LocalTensor, key: str, value: torch.Tensor) -> None:
         """ValueError for state that does not lie as the parameter does."""
         tensor = local.tensor

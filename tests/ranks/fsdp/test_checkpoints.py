@@ -239,8 +239,11 @@ def what_is_refused(rank: Rank) -> None:
     sgd = Sharded(kind=torch.optim.SGD)
     refusal(ValueError, lambda: sgd.checkpoints.load_checkpoint(folder), "is of Adam, and the optimizer here is SGD")
     rows = Sharded(kind=KeepsRows)
-    rows.train(rank, 1)
+    refusal(ValueError, lambda: rows.train(rank, 1), "'KeepsRows' keeps 'rows' of shape [3]")
     refusal(ValueError, lambda: rows.checkpoints.save_checkpoint(folder), "'KeepsRows' keeps 'rows' of shape [3]")
+    early = torch.optim.AdamW(llama().parameters())
+    refusal(ValueError, lambda: CheckpointManager(rows.model, early), "parameters that are not the sharded model's")
+    refusal(ValueError, lambda: CheckpointManager(llama(), early), "was not sharded by sdp_deepspeed.fully_shard")
     assert [path.name for path in folder.glob("*/manifest.json")] == ["manifest.json"]
     run.train(rank, 1, first=1)
 

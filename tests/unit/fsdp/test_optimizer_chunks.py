@@ -239,6 +239,8 @@ def test_state_of_whole_tensors_is_refused_by_name() -> None:
     run.step(1)
     with pytest.raises(ValueError, match=r"'Adafactor' keeps 'row_var' of shape \[2, 1\].* for 'shared'.*use an opt"):
         run.states[0].written(exclude_frozen=False)
+    with pytest.raises(ValueError, match="'Adafactor' keeps 'row_var'"):
+        run.states[0].check()
     stored, metadata = Run(LAYOUT, dense(0)).saved()
     loaded = {**stored, "row_var/rows": torch.zeros(8, 1)}
     with pytest.raises(ValueError, match=r"'row_var' of 'rows' in shape \[8, 1\], which is state of a whole tensor"):
@@ -252,6 +254,9 @@ def test_what_is_no_number_is_refused_by_name() -> None:
     run.optimizers[0].state[parameter]["history"] = []
     with pytest.raises(ValueError, match=r"'AdamW' keeps what is neither a tensor nor a number \('history'\)"):
         run.states[0].counts()
+    with pytest.raises(ValueError, match="neither a tensor nor a number"):
+        run.states[0].check()
+    run.states[1].check()
 
 
 def test_another_optimizer_is_refused() -> None:
