@@ -26,8 +26,6 @@ from sdp_deepspeed.plan.plan import Plan
 from sdp_deepspeed.reference.batched_workers import BatchedReference
 from sdp_deepspeed.reference.held_rows import scaled_branches
 
-_WARM_UP = 0.05  # of all steps
-_CLIP = 1.0
 _ON_THE_CPU = Resources()
 
 
@@ -153,7 +151,7 @@ class _Training:
 
     def _make_reference(self) -> BatchedReference:
         _, plan = next(self.planner.plans(self.num_steps))
-        return BatchedReference(self.model, plan, self._optimizer, self._losses, clip=_CLIP)
+        return BatchedReference(self.model, plan, self._optimizer, self._losses, clip=self.study.clip)
 
     def _losses(self, model: nn.Module, rows: torch.Tensor) -> torch.Tensor:
         in_bf16 = self.study.precision == "bf16"
@@ -167,12 +165,12 @@ class _Training:
             {"params": matrices, "weight_decay": self.subject.weight_decay},
             {"params": vectors},
         ]
-        return torch.optim.AdamW(groups, lr=self.cell.rate, betas=(0.9, 0.95), weight_decay=0.0, foreach=True)
+        return torch.optim.AdamW(groups, lr=self.cell.rate, betas=self.study.betas, weight_decay=0.0, foreach=True)
 
     def _train_step(self, progress: float) -> None:
         reference, step = self._reference, self.step
         for group in reference.optimizer.param_groups:
-            group["lr"] = self.cell.rate * rate_share(step, self.num_steps)
+            group["lr"] = self.cell.rate * rate_share(step, self.num_steps, self.study.warm_up)
         num_rows = self.planner.tokens // self.study.reference.length
         seed, length = self.cell.seed, self.subject.size.length
         rows = training_rows(self.corpus.train, seed, step, num_rows, length)
@@ -191,7 +189,7 @@ class _Training:
             return validation_loss(self.model, self._validation, self._losses)
 
 
-def rate_share(step: int, num_steps: int) -> float:
-    """Of the highest learning rate: up in a line, then down to zero in a line."""
-    warm_up = max(1, round(_WARM_UP * num_steps))
-    return min((step + 1) / warm_up, (num_steps - step) / max(1, num_steps - warm_up))
+def rate_share(step: int, num_steps: int, warm_up: float) -> float:
+    """Of the highest learning rate: up in a line for the share `warm_up` of the steps, then down to zero in a line."""
+    rising = max(1, round(warm_up * num_steps))
+    return min((step + 1) / rising, (num_steps - step) / max(1, num_steps - rising))

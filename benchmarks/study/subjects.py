@@ -196,7 +196,10 @@ class Study:
         num_validation_rows: at each point of the curve.
         points: of the curve of validation losses, the last after the last step.
         reference: the size by whose dense steps budgets are counted.
-        learning_rate: the highest, after a twentieth of the steps; from there it falls to zero in a line.
+        learning_rate: the highest, after `warm_up` of the steps; from there it falls to zero in a line.
+        warm_up: a share of the steps.
+        betas: of AdamW.
+        clip: the norm to which gradients are cut.
         times: what the widths and depths of all subjects are multiplied by.
         precision: "bf16" is autocast, with weights and everything else in fp32.
     """
@@ -209,6 +212,9 @@ class Study:
     points: int = 5
     reference: Size = REFERENCE
     learning_rate: float = 4e-3
+    warm_up: float = 0.05
+    betas: tuple[float, float] = (0.9, 0.95)
+    clip: float = 1.0
     times: tuple[int, int] = (1, 1)
     precision: Literal["fp32", "bf16"] = "fp32"
 

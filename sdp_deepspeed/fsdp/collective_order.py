@@ -38,6 +38,7 @@ known of the order; then nothing is gathered ahead, or FSDP2's own rules hold: r
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import ExitStack
 from typing import Any
 
 import torch
@@ -86,6 +87,7 @@ class CollectiveOrder:
         self._units = list(units)
         self._events: list[tuple[int, bool]] = []  # of units, True where one begins
         self._recorders: list[RemovableHandle] = []
+        self._eager = ExitStack()
         self._positions: dict[int, int] = {}  # of units, once it is known in which order they run
         self._reached = len(self._units)  # lowest position that backward has come to
         self._anchor = torch.zeros(0, dtype=torch.float32, device="cpu", requires_grad=True)
@@ -106,17 +108,19 @@ class CollectiveOrder:
                 after = _uncompiled(lambda _, args, output, i=index: self._after(i, output))
                 unit.modules[-1].register_forward_hook(after, prepend=True)
         module.register_forward_pre_hook(_uncompiled(lambda *_: self._begin()), prepend=True)
-        module.register_forward_hook(_uncompiled(lambda *_: self._learn()))
+        module.register_forward_hook(_uncompiled(lambda *_: self._learn()), always_call=True)
 
     def _begin(self) -> None:
         self._reached = len(self._units)
-        if self._recorders:
+        if self._recorders:  # compilers would see hooks of lacking units that are gone afterwards
             self._events.clear()
+            self._eager.enter_context(torch.compiler.set_stance("force_eager"))
 
     def _learn(self) -> None:
         """The first forward pass is over: gather ahead what is next."""
         if not self._recorders:
             return
+        self._eager.close()
         for handle in self._recorders:
             handle.remove()
         self._recorders.clear()

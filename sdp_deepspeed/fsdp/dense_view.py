@@ -39,8 +39,8 @@ class ShardedView(DenseView):
 
 @contextmanager
 def dense(module: nn.Module) -> Iterator[None]:
-    """Context in which forward passes without gradients are the dense model's, also in training mode; all ranks enter
-    and leave together, and run the same number of forward passes.
+    """Context in which every forward pass is the dense model's: in evaluation mode and without gradients, or it raises.
+    All ranks enter and leave together, and run the same number of forward passes.
 
     Args:
         module: that `fully_shard` returned.

@@ -18,7 +18,7 @@ from sdp_deepspeed.fsdp.options import ShardOptions
 from sdp_deepspeed.masking.mixins import is_cut
 from sdp_deepspeed.messages import listed, quoted
 from sdp_deepspeed.plan.plan import Plan
-from sdp_deepspeed.support.refusals import refuse_modules, refuse_shared_memory
+from sdp_deepspeed.support.refusals import refuse_modules
 
 # Settings of the block that need what DeepSpeed's engine does, by name, with what to do.
 _OF_THE_ENGINE = {
@@ -59,7 +59,6 @@ def check_call(module: nn.Module, mesh: DeviceMesh | None, config: SubnetworkCon
     if lines:
         raise ValueError("\n".join(lines))
     refuse_modules(module)
-    refuse_shared_memory(module)
 
 
 def check_plan(plan: Plan, branches: Sequence[LocatedBranch]) -> None:

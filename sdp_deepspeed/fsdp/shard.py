@@ -42,6 +42,7 @@ from sdp_deepspeed.plan.placement import Network
 from sdp_deepspeed.plan.plan import Plan
 from sdp_deepspeed.plan.planner import plan_model
 from sdp_deepspeed.plan.tensors import dense_tensors, named_tensors
+from sdp_deepspeed.support.refusals import refuse_shared_memory
 
 logger = logging.getLogger("sdp_deepspeed")
 T = TypeVar("T", bound=nn.Module)
@@ -184,7 +185,9 @@ def _state_names(module: nn.Module) -> dict[str, str]:
 def _deferred(module: nn.Module) -> DeferredModel | None:
     """What makes the weights of a model of `Init`; one that is on the meta device for FSDP2's own way stays there."""
     is_ours = any(hasattr(tensor, PROGRAM) for tensor in named_tensors(module).values())
-    return DeferredModel.of(module) if is_ours else None
+    deferred = DeferredModel.of(module) if is_ours else None
+    refuse_shared_memory(module)
+    return deferred
 
 
 def _checked(

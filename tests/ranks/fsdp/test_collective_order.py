@@ -96,7 +96,7 @@ def delays(rank: Rank, seed: int) -> Iterator[list[str]]:
 
         return mock.patch.object(dist, name, call)
 
-    with late("all_gather_into_tensor"), late("reduce_scatter_tensor"):
+    with late("all_gather_single"), late("reduce_scatter_single"):
         yield issued
 
 

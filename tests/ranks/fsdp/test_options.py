@@ -35,7 +35,7 @@ def compiled(rank: Rank) -> None:
 
 
 def offloaded(rank: Rank) -> None:
-    check_against_reference(rank, llama(), ONE, offload_policy=CPUOffloadPolicy())
+    check_against_reference(rank, llama(), ONE, offload_policy=CPUOffloadPolicy(pin_memory=False))
 
 
 def mixed_precision(rank: Rank) -> None:
@@ -48,6 +48,7 @@ def mixed_precision(rank: Rank) -> None:
         found = [model.eval()(input_ids=TOKENS).logits for model in models]
     assert found[0].dtype == torch.bfloat16
     assert torch.equal(*found)
+    sharded_model_of(models[0]).reshard()
     assert {p.dtype for p in models[0].parameters()} == {torch.float32}
 
 
@@ -94,7 +95,7 @@ def steps_with_multi_tensor_kernels(rank: Rank) -> None:
 
 
 def is_exported(rank: Rank) -> None:
-    """Scaled, as in evaluation; `dense` runs it in training mode too."""
+    """Scaled, as in evaluation."""
     from transformers import LlamaForCausalLM
 
     model = sharded(llama(), ONE | {"dense_branch_scale": "coverage"})
@@ -105,7 +106,7 @@ def is_exported(rank: Rank) -> None:
     with torch.no_grad():
         expected = whole(input_ids=TOKENS).logits
         assert torch.equal(model.eval()(input_ids=TOKENS).logits, expected)
-        with dense(model.train()):
+        with dense(model):
             assert torch.equal(model(input_ids=TOKENS).logits, expected)
     assert torch.equal(whole.model.layers[0].mlp.down_proj.weight, llama().model.layers[0].mlp.down_proj.weight / 2)
     refusal(RuntimeError, lambda: save_pretrained(model, Path("/dev/null/x")), "save_pretrained")

@@ -121,7 +121,7 @@ def test_rates_of_the_steps_and_what_is_decayed(monkeypatch: pytest.MonkeyPatch)
         optimizer, "step", lambda *_: rates.append({group["lr"] for group in optimizer.param_groups}), raising=True
     )
     made.train()
-    assert rates == [{1e-2 * rate_share(step, 4)} for step in range(4)]
+    assert rates == [{1e-2 * rate_share(step, 4, 0.05)} for step in range(4)]
     decays = {p.dim(): group["weight_decay"] for group in optimizer.param_groups for p in group["params"]}
     assert decays == {2: 0.3, 1: 0.0}
 
@@ -201,6 +201,8 @@ def test_assignments_go_with_the_seed() -> None:
 def test_cells_of_another_text_or_study_are_others(monkeypatch: pytest.MonkeyPatch) -> None:
     found = [identity(CELL, STUDY, Subject(SIZE))]
     found.append(identity(CELL, replace(STUDY, num_validation_rows=5), Subject(SIZE)))
+    for other_study in (replace(STUDY, warm_up=0.1), replace(STUDY, betas=(0.9, 0.99)), replace(STUDY, clip=0.5)):
+        found.append(identity(CELL, other_study, Subject(SIZE)))
     found.append(identity(CELL, STUDY, Subject(SIZE, rows=1)))
     monkeypatch.setattr(cell_module, "corpus_of", lambda *_: CORPUS)
     found.append(identity(CELL, STUDY, Subject(SIZE)))

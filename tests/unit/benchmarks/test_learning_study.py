@@ -227,7 +227,7 @@ def test_rows_are_the_same_for_all_subjects_and_change_with_step_and_seed() -> N
 
 
 def test_the_learning_rate_rises_and_falls() -> None:
-    shares = [rate_share(step, 100) for step in range(100)]
+    shares = [rate_share(step, 100, 0.05) for step in range(100)]
     assert shares[0] == pytest.approx(0.2)
     assert shares[4] == shares[5] == max(shares) == 1.0
     assert shares[-1] == pytest.approx(1 / 95)
