@@ -93,7 +93,7 @@ class ShardedOptimizerChunks:
                 numbers = tuple(sorted(counts.get(id(local.tensor), {}).items()))
                 kept = numbers, tuple(sorted(key for key, _ in self._moments(local.tensor)))
                 members.setdefault(kept, []).append(positions[local.name])
-            options = {key: value for key, value in group.items() if key not in _MEMBERS}
+            options = {key: _on_host(value) for key, value in group.items() if key not in _MEMBERS}
             result.append(GroupOfRank(options, members))
         return result
 
@@ -256,6 +256,11 @@ class ShardedOptimizerChunks:
         self._optimizer.load_state_dict(dict(state))
 
 
+def _on_host(value: Any) -> Any:
+    """A learning rate may be a tensor."""
+    return value.detach().cpu() if torch.is_tensor(value) else value
+
+
 def _apart(name: str, one: tuple[Options, Kept], other: tuple[Options, Kept]) -> str:
     if one[0] != other[0]:
         differ = [str(pair) for pair in zip(one[0], other[0], strict=False) if pair[0] != pair[1]]
@@ -266,7 +271,6 @@ def _apart(name: str, one: tuple[Options, Kept], other: tuple[Options, Kept]) ->
 
 
 def _comparable(options: Mapping[str, Any]) -> Options:
-    """A learning rate may be a tensor."""
     return tuple(
         (key, repr(value.tolist() if torch.is_tensor(value) else value))
         for key, value in sorted(options.items())

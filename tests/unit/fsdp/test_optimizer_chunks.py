@@ -171,6 +171,19 @@ def test_options_are_those_of_the_checkpoint_by_name() -> None:
             assert (group["lr"], group["weight_decay"], group["foreach"]) == (0.1, expected, False)
 
 
+def test_a_learning_rate_may_be_a_tensor() -> None:
+    def make(chunks: LocalChunks) -> torch.optim.Optimizer:
+        return torch.optim.AdamW(parameters_of(chunks), lr=torch.tensor(0.25))
+
+    run, resumed = Run(LAYOUT, dense(0), make), Run(OTHER, dense(0))
+    run.step(1)
+    stored, metadata = run.saved()
+    (options,) = metadata["options"]
+    assert float(options["lr"]) == 0.25
+    resumed.load(stored, metadata)
+    assert [float(optimizer.param_groups[0]["lr"]) for optimizer in resumed.optimizers] == [0.25] * 3
+
+
 def test_options_stay_where_a_group_mixes_what_the_checkpoint_has_apart() -> None:
     run, resumed = Run(LAYOUT, dense(0), two_groups()), Run(LAYOUT, dense(0), lambda c: torch.optim.AdamW(
         parameters_of(c), lr=0.7, weight_decay=0.3
