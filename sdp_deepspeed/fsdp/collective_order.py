@@ -108,18 +108,27 @@ class CollectiveOrder:
                 after = _uncompiled(lambda _, args, output, i=index: self._after(i, output))
                 unit.modules[-1].register_forward_hook(after, prepend=True)
         module.register_forward_pre_hook(_uncompiled(lambda *_: self._begin()), prepend=True)
-        module.register_forward_hook(_uncompiled(lambda *_: self._learn()), always_call=True)
+        module.register_forward_hook(_uncompiled(lambda _, args, output: self._end(output)), always_call=True)
 
     def _begin(self) -> None:
-        self._reached = len(self._units)
         if self._recorders:  # compilers would see hooks of lacking units that are gone afterwards
             self._events.clear()
             self._eager.enter_context(torch.compiler.set_stance("force_eager"))
 
+    def _end(self, output: Any) -> None:
+        """A forward pass is over; of several, backward may come later, and in another order."""
+        if self._recorders:
+            self._learn()
+        for tensor in tree_leaves(output):
+            if isinstance(tensor, torch.Tensor) and tensor.requires_grad:
+                tensor.register_hook(lambda _: self._restart())
+
+    def _restart(self) -> None:
+        """Backward begins with the model's output."""
+        self._reached = len(self._units)
+
     def _learn(self) -> None:
         """The first forward pass is over: gather ahead what is next."""
-        if not self._recorders:
-            return
         self._eager.close()
         for handle in self._recorders:
             handle.remove()

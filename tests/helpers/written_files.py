@@ -221,6 +221,7 @@ _TO_RUN = "training/run_folder.py: RunFolder.write_json"
 _TO_EXPORT = (
     "checkpoint/interop/export.py: _write_json",
     "engine/dense_export.py: DenseExport.save_pretrained.write",
+    "fsdp/full_state.py: save_pretrained",
     "training/engines.py: _save_stock",
 )
 _IN_CHECKPOINT = (_loaded_tag, _load_newest, _described)

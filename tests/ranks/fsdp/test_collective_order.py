@@ -107,8 +107,10 @@ def runs_to_its_end(rank: Rank, *, parallel: bool, stretch: int) -> None:
         model = sharded(model, {"assignment": write_random_plan(model, rank, seed)})
         torch.manual_seed(rank.rank)
         with delays(rank, seed) as issued:
-            for _ in range(3):
-                model(torch.randn(2, 4)).sum().backward()
+            for number in (1, 2, 1):  # of graphs that are there together
+                losses = [model(torch.randn(2, 4)).sum() for _ in range(number)]
+                for loss in losses:
+                    loss.backward()
         assert issued
         units = sharded_model_of(model).units
         assert all(p.grad is not None for u in units for m in u.modules for p in m.parameters())

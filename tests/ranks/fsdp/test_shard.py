@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch.distributed.fsdp import fully_shard as torch_fully_shard
 
-from sdp_deepspeed.fsdp import sharded_model_of
+from sdp_deepspeed.fsdp import clip_grad_norm_, sharded_model_of
 from sdp_deepspeed.fsdp.pieces import shards
 from tests.helpers.models import SPECIMENS, batches, family, llama, loss_of, two_groups
 from tests.helpers.oracle import make_optimizer
@@ -43,7 +43,8 @@ def agrees_with_the_reference(
 
 def covers_everything(rank: Rank) -> None:
     """C = 1 is plain FSDP2, whose units are the same modules, to the last bit."""
-    model, plain = family("gpt2"), family("gpt2")
+    model: Any = family("gpt2")
+    plain: Any = deepcopy(model)
     model = sharded(model, {"holders": rank.size})
     assert sharded_model_of(model).num_groups == 0
     for layer in plain.transformer.h:
@@ -60,9 +61,9 @@ def covers_everything(rank: Rank) -> None:
 
 
 def agrees_with_the_deepspeed_host(rank: Rank) -> None:
-    model, block = llama(3), {"holders": 2}
+    model, block = llama(3), {"holders": 2, "dense_branch_scale": "coverage"}
     other = deepcopy(model)
-    settings = {"train_micro_batch_size_per_gpu": 2, "zero_optimization": {"stage": 1}}
+    settings = {"train_micro_batch_size_per_gpu": 2, "zero_optimization": {"stage": 1}, "gradient_clipping": 0.5}
     optimizer = make_optimizer("AdamW", two_groups(dict(other.named_parameters())))
     engine = engine_of(settings | {"subnetwork_data_parallel": block}, other, optimizer=optimizer)
     model = sharded(model, block)
@@ -75,6 +76,7 @@ def agrees_with_the_deepspeed_host(rank: Rank) -> None:
         engine.step()
         (found,) = micro_steps(model, [batch])
         assert abs(found - loss.item()) <= 1e-5
+        clip_grad_norm_(model, 0.5)
         own.step()
         own.zero_grad()
         for each in (engine, model):
