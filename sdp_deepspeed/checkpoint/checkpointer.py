@@ -8,13 +8,9 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from deepspeed.utils import log_dist
-
-from sdp_deepspeed.checkpoint.interop.load_universal import load_universal, universal_tag
 from sdp_deepspeed.checkpoint.interop.pretrained import load_pretrained
 from sdp_deepspeed.checkpoint.load import LoadOptions, num_steps, restore, select_checkpoint
 from sdp_deepspeed.checkpoint.save import Saver, Target
-from sdp_deepspeed.checkpoint.state.optimizer_state import merged
 from sdp_deepspeed.checkpoint.state.snapshot import Snapshot, step_counts, take_snapshot
 from sdp_deepspeed.checkpoint.state.trained_state import TrainedState
 from sdp_deepspeed.checkpoint.storage.errors import translating_os_errors
@@ -52,7 +48,8 @@ class Checkpointer:
         Args:
             host: its collectives are the checkpointer's, which may work while others communicate.
         """
-        saver = Saver(Communicator(host.dist, host.group), host.group)
+        report = partial(trained.log_on_rank_0, level=logging.ERROR)
+        saver = Saver(Communicator(host.dist, host.group), host.group, report)
         return cls(trained, saver=saver, options=options, accepts_universal=accepts_universal)
 
     def save(
@@ -94,8 +91,8 @@ class Checkpointer:
     def _snapshot(self, client_state: Mapping[str, Any], *, exclude_frozen: bool) -> Snapshot:
         trained, world = self._trained, self._trained.world
         counts = run_on_all_ranks(world, translating_os_errors(partial(step_counts, trained)))
-        merged_counts = merged(world.gather_objects(counts))
-        take = partial(take_snapshot, trained, client_state, merged_counts, exclude_frozen=exclude_frozen)
+        counts_of_ranks = world.gather_objects(counts)
+        take = partial(take_snapshot, trained, client_state, counts_of_ranks, exclude_frozen=exclude_frozen)
         return run_on_all_ranks(world, translating_os_errors(take))
 
     def load(self, folder: Path, tag: str | None, options: LoadOptions) -> tuple[str | None, dict[str, Any] | None]:
@@ -115,15 +112,19 @@ class Checkpointer:
         trained.before_checkpoint("load_checkpoint")
         self.wait()
         if self._accepts_universal:
+            # Reads DeepSpeed's pickles, and so imports DeepSpeed.
+            from sdp_deepspeed.checkpoint.interop.load_universal import load_universal, universal_tag
+
             look = translating_os_errors(partial(universal_tag, folder, tag))
             universal = run_on_all_ranks(trained.world, look)
             if universal is not None:
                 return str(folder / universal), load_universal(trained, folder / universal, options)
         name, warnings = select_checkpoint(folder, tag, trained.world)
         for warning in warnings:
-            log_dist(warning, ranks=[0], level=logging.WARNING)
+            trained.log_on_rank_0(warning, logging.WARNING)
         if name is None:
-            log_dist(f"load_checkpoint: {folder} has no checkpoint, so nothing was loaded", [0], level=logging.WARNING)
+            text = f"load_checkpoint: {folder} has no checkpoint, so nothing was loaded"
+            trained.log_on_rank_0(text, logging.WARNING)
             return None, None
         if not options.module_only:
             trained.before_restore(run_on_rank_0(trained.world, partial(num_steps, folder / name)))

@@ -5,10 +5,9 @@ from __future__ import annotations
 import logging
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
-
-from deepspeed.utils import log_dist
 
 from sdp_deepspeed.checkpoint.state import random_state
 from sdp_deepspeed.checkpoint.state.chunks import translated_dcp_errors
@@ -23,7 +22,7 @@ from sdp_deepspeed.checkpoint.storage.names import COMMON, PLAN, rank_file
 from sdp_deepspeed.checkpoint.storage.plain_pickles import read_plain
 from sdp_deepspeed.distributed.agreement import run_on_all_ranks, run_on_rank_0
 from sdp_deepspeed.distributed.communicator import Communicator
-from sdp_deepspeed.messages import MAX_LISTED, listed
+from sdp_deepspeed.messages import MAX_LISTED, listed, quoted
 from sdp_deepspeed.plan.plan import Plan
 
 
@@ -98,6 +97,8 @@ def restore(trained: TrainedState, path: Path, options: LoadOptions) -> dict[str
         return read_plain(path / COMMON)
 
     common = run_on_all_ranks(world, translating_os_errors(read_common))
+    if options.lr_scheduler_states and not options.module_only:
+        run_on_all_ranks(world, partial(_refuse_another_scheduler, trained.lr_scheduler, common["lr_scheduler"]))
 
     def read_tensors() -> None:
         with translated_dcp_errors(f"checkpoint: {path}"):
@@ -109,6 +110,18 @@ def restore(trained: TrainedState, path: Path, options: LoadOptions) -> dict[str
         restore_progress(trained, common["counters"], common["lr_scheduler"], options)
         run_on_all_ranks(world, translating_os_errors(lambda: _restore_own(trained, path, common)))
     return common["client_state"]
+
+
+def _refuse_another_scheduler(scheduler: Any, stored: Any) -> None:
+    """ValueError for state that has nothing of what this one keeps: it would go on from its beginning, or fail when
+    everything else is loaded."""
+    here = scheduler.state_dict() if scheduler is not None else None
+    if stored and here and not stored.keys() & here.keys():
+        raise ValueError(
+            f"checkpoint: its LR scheduler keeps {quoted(sorted(stored))}, and {type(scheduler).__name__} keeps "
+            f"{quoted(sorted(here))}; train with the scheduler that was saved, or load it with "
+            "load_lr_scheduler_states=False and set the schedule yourself"
+        )
 
 
 def restore_progress(
@@ -132,11 +145,11 @@ def restore_progress(
 def _restore_own(trained: TrainedState, path: Path, common: Mapping[str, Any]) -> None:
     if common["same"] != layout_metadata(trained):
         if trained.world.rank == 0 and (remark := _remark_on_plan(trained.plan, path)):
-            log_dist(remark, ranks=[0], level=logging.WARNING)
+            trained.log_on_rank_0(remark, logging.WARNING)
         return
     own = read_plain(path / rank_file(trained.world.rank))
     random_state.restore(own["random"])
-    trained.rank_chunks().restore_buffers(own["buffers"])
+    trained.rank_state().weights.restore_buffers(own["buffers"])
 
 
 def _remark_on_plan(plan: Plan, path: Path) -> str | None:

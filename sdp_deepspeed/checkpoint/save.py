@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import partial
@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any
 
 import torch.distributed.checkpoint as dcp
-from deepspeed.utils import logger
 from torch.distributed.checkpoint.api import CheckpointException
 
 from sdp_deepspeed.checkpoint.state.chunks import SavePlanner
@@ -49,10 +48,11 @@ class Saver:
     Args:
         world: all ranks, in a group that nothing else uses: it may run in a thread.
         group: the process group of `world`; a CPU backend.
+        report: told by every rank what went wrong in the background; rank 0 is to tell the user.
     """
 
-    def __init__(self, world: Communicator, group: Any) -> None:
-        self._world, self._group = world, group
+    def __init__(self, world: Communicator, group: Any, report: Callable[[str], None]) -> None:
+        self._world, self._group, self._report = world, group, report
         self._memory = HostMemory()
         self._thread: threading.Thread | None = None
         self._error: Exception | None = None
@@ -91,8 +91,7 @@ class Saver:
             self._write(snapshot, target)
         except Exception as problem:
             self._error = problem
-            if self._world.rank == 0:  # at once: the next call is far away, or never comes
-                logger.error(f"{problem}")
+            self._report(f"{problem}")  # at once: the next call is far away, or never comes
 
     def _write(self, snapshot: Snapshot, target: Target) -> None:
         world = self._world

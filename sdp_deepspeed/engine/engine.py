@@ -14,11 +14,13 @@ import torch
 import torch.distributed
 from deepspeed import comm as deepspeed_comm
 from deepspeed.runtime.engine import ZERO_OPTIMIZATION
-from deepspeed.utils import logger
+from deepspeed.utils import log_dist, logger
 from torch import nn
 
 from sdp_deepspeed.checkpoint.checkpointer import Checkpointer
+from sdp_deepspeed.checkpoint.state.optimizer_state import OptimizerState
 from sdp_deepspeed.checkpoint.state.rank_chunks import RankChunks, persistent_buffers
+from sdp_deepspeed.checkpoint.state.trained_state import RankState
 from sdp_deepspeed.config import KEY, SubnetworkConfig
 from sdp_deepspeed.deferred_init.materialize import DeferredModel, check_deferred_alike, refuse_tensor_parallel
 from sdp_deepspeed.distributed.agreement import Gatherer, run_on_all_ranks
@@ -231,6 +233,15 @@ class SubnetworkEngine(ScheduleCalls):
         """Where this rank's parameters and persistent buffers lie in the dense model."""
         model = self.optimizer.model
         return RankChunks(model, persistent_buffers(self.module, model.views.shapes))
+
+    def rank_state(self) -> RankState:
+        """What checkpoints save and restore of this rank."""
+        rank_chunks = self.rank_chunks()
+        return RankState(rank_chunks, OptimizerState(self.optimizer, rank_chunks))
+
+    def log_on_rank_0(self, text: str, level: int) -> None:
+        """In DeepSpeed's log."""
+        log_dist(text, ranks=[0], level=level)
 
     def full_tensors(self) -> FullTensors:
         """What DeepSpeed's `safe_get_full_fp32_param` and its like read and write.

@@ -69,8 +69,8 @@ class FullTensors:
         run_on_all_ranks(self.dp_group, partial(self._check, key), *checks)
         for box, own in self._parts(name, key, owned=False):
             own.copy_(value[box.slices_in(Box.whole(value.shape))])
-        for piece, box, weight in self.rank_chunks.stored_weights() if key is None else ():
-            if piece.parameter == name:
+        for stored, box, weight in self.rank_chunks.stored_weights() if key is None else ():
+            if stored == name:
                 weight.copy_(value[box.slices_in(Box.whole(value.shape))])
 
     def _check(self, key: str | None) -> None:

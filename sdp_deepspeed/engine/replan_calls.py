@@ -17,8 +17,9 @@ import torch
 from deepspeed.utils import log_dist
 
 from sdp_deepspeed.checkpoint.state.fill import make_targets
-from sdp_deepspeed.checkpoint.state.optimizer_state import OptimizerState, merged
+from sdp_deepspeed.checkpoint.state.optimizer_state import OptimizerState
 from sdp_deepspeed.checkpoint.state.rank_chunks import RankChunks, persistent_buffers
+from sdp_deepspeed.checkpoint.state.trained_state import RankState
 from sdp_deepspeed.config import KEY, SubnetworkConfig
 from sdp_deepspeed.distributed.agreement import Among, Gatherer, run_on_all_ranks
 from sdp_deepspeed.distributed.communicator import Communicator
@@ -210,7 +211,7 @@ class ReplanCalls(DenseCalls):
             return optimizer, OwnState.of(rank_chunks, optimizer, own_buffers=is_same), optimizer.counts()
 
         optimizer, state, own_counts = run_on_all_ranks(ranks, read)
-        counts = merged(ranks.gather_objects(own_counts))
+        counts = ranks.gather_objects(own_counts)
         catalog = run_on_all_ranks(ranks, partial(self._catalog, state))
         run_on_all_ranks(ranks, partial(check_optimizer_state, catalog, self.optimizer.model))
         return _Before(state, catalog, optimizer.metadata(counts), is_same)
@@ -262,9 +263,8 @@ class ReplanCalls(DenseCalls):
         there."""
         rank_chunks, catalog = self._all_chunks(), before.catalog
         optimizer = OptimizerState(self.optimizer, rank_chunks)
-        targets = make_targets(
-            rank_chunks, optimizer, catalog.metadata(), strict=True, optimizer_metadata=before.optimizer
-        )
+        state = RankState(rank_chunks, optimizer)
+        targets = make_targets(state, catalog.metadata(), strict=True, optimizer_metadata=before.optimizer)
         places = ((key, *part) for state in targets.chunks for key, chunks in state.items() for part in chunks.items())
         share = Share.of(places, before.state.local, catalog)
         share.copy()

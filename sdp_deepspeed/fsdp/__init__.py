@@ -6,6 +6,7 @@ import importlib
 from typing import Any
 
 _MODULES = {
+    "CheckpointManager": "checkpoints",
     "clip_grad_norm_": "norm",
     "dense": "dense_view",
     "full_state_dict": "full_state",

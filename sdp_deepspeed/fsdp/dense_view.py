@@ -53,7 +53,7 @@ def dense(module: nn.Module) -> Iterator[None]:
 def install_view(sharded: ShardedModel, device: torch.device, policy: MixedPrecisionPolicy) -> None:
     """Have forward passes in evaluation mode without gradients mean the dense model; every rank calls it."""
     ranks = Communicator(dist, sharded.mesh.get_group())
-    host = make_host_group(dist, ranks, logger.warning)
+    host = sharded.host = make_host_group(dist, ranks, logger.warning)
     objects = host.channel(Channel.WORLD)
     last_acts = make_last_acts(dist, sharded.mesh.get_group(), logger.warning)
     dp_group = Communicator(dist, sharded.mesh.get_group(), objects=objects, last_acts=last_acts)

@@ -11,6 +11,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from sdp_deepspeed.config import SubnetworkConfig
+from sdp_deepspeed.distributed.host_group import HostGroup
 from sdp_deepspeed.fsdp.pieces import HeldTensor, ShardedUnit
 from sdp_deepspeed.fsdp.shard_fetcher import ShardFetcher
 from sdp_deepspeed.fsdp.sharded_mask import ShardedMask
@@ -34,6 +35,7 @@ class ShardedModel:
         shared: parameters that every rank has, sharded over the whole mesh.
         state_names: of the dense model's state dict, each with the first name of its tensor in the module.
         num_groups: process groups made for holder sets, beside the mesh's own.
+        host: all ranks, over gloo; its collectives are the checkpoints'.
         fetcher: of units, from their holders' shards to the ranks that lack them.
         view: what makes the module the dense model for a while.
     """
@@ -47,6 +49,7 @@ class ShardedModel:
     shared: Sequence[HeldTensor]
     state_names: Mapping[str, str]
     num_groups: int
+    host: HostGroup = field(init=False)
     fetcher: ShardFetcher = field(init=False)
     view: DenseView = field(init=False)
 

@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from deepspeed.utils import logger
 
-# Options that say how a step is computed and not what it is. No checkpoint decides them.
-HOW = ("fused", "foreach", "capturable", "differentiable")
+from sdp_deepspeed.support.optimizers import HOW
+
 _KINDS = (torch.optim.Adam, torch.optim.AdamW)
 _DEVICES = ("cpu", "cuda")
 

@@ -49,9 +49,9 @@ class OwnState:
         fragments = [fragment for of_group in optimizer.owned_fragments() for fragment in of_group]
         owned = rank_chunks.owned_weights(fragments) | optimizer.owned()
         local: dict[str, list[Part]] = {}
-        for piece, box, values in rank_chunks.stored_weights():
-            if own_buffers or rank_chunks.tensors[piece.parameter].kind == "parameter":
-                local.setdefault(f"{WEIGHT}/{piece.parameter}", []).append((box, values))
+        for name, box, values in rank_chunks.stored_weights():
+            if own_buffers or rank_chunks.tensors[name].kind == "parameter":
+                local.setdefault(f"{WEIGHT}/{name}", []).append((box, values))
         for state in (optimizer.stepped(), owned):
             for key, chunks in state.items():
                 local.setdefault(key, []).extend(chunks.items())

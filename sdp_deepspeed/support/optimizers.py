@@ -30,6 +30,8 @@ _WHOLE_TENSORS = {
 }
 # By class name, and where the class comes from: their learning rate bounds a step size that they choose by themselves.
 _OWN_STEPS = {"Adafactor": "torch.optim"}
+# Options that say how a step is computed and not what it is. No checkpoint decides them.
+HOW = ("fused", "foreach", "capturable", "differentiable")
 WHOLE_TENSOR_OPTIMIZERS = ("Muon", "Adafactor", "Lamb")  # as DeepSpeed's `optimizer.type`
 
 

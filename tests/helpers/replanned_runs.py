@@ -189,8 +189,8 @@ def present(engine: Any) -> dict[str, tuple[torch.Tensor, int]]:
         mask, _ = painted.setdefault(key, (torch.zeros(tuple(shape), dtype=torch.bool), values.element_size()))
         mask[box.slices_in(Box.whole(tuple(shape)))] = True
 
-    for piece, box, values in chunks.stored_weights():
-        paint(f"weight/{piece.parameter}", chunks.shape(piece.parameter), box, values)
+    for name, box, values in chunks.stored_weights():
+        paint(f"weight/{name}", chunks.shape(name), box, values)
     for key, state in OptimizerState(engine.optimizer, chunks).stepped().items():
         for box, values in state.items():
             paint(key, state.shape, box, values)

@@ -12,7 +12,9 @@ from torch import nn
 
 from sdp_deepspeed.checkpoint.checkpointer import Checkpointer
 from sdp_deepspeed.checkpoint.save import Saver
+from sdp_deepspeed.checkpoint.state.optimizer_state import OptimizerState
 from sdp_deepspeed.checkpoint.state.rank_chunks import RankChunks, persistent_buffers
+from sdp_deepspeed.checkpoint.state.trained_state import RankState
 from sdp_deepspeed.config import CheckpointOptions
 from sdp_deepspeed.distributed.communicator import Communicator
 from sdp_deepspeed.folder_lock import LOCK
@@ -55,6 +57,7 @@ class Trained:
     skipped_steps: int = 0
     micro_steps: int = 0
     calls: list[str] = field(default_factory=list)
+    told: list[str] = field(default_factory=list)
 
     @property
     def plan(self) -> Plan:
@@ -66,6 +69,12 @@ class Trained:
 
     def rank_chunks(self) -> RankChunks:
         return RankChunks(self.optimizer.model, persistent_buffers(self.module, {"num_seen": (1,)}))
+
+    def rank_state(self) -> RankState:
+        return RankState(self.rank_chunks(), OptimizerState(self.optimizer, self.rank_chunks()))
+
+    def log_on_rank_0(self, text: str, level: int) -> None:
+        self.told.append(text)
 
     def gradient_accumulation_steps(self) -> int:
         return 2
@@ -122,7 +131,7 @@ def one_rank(
 
 
 def checkpointer_of(trained: Trained, **options: Any) -> Checkpointer:
-    saver = Saver(trained.world, None)
+    saver = Saver(trained.world, None, trained.told.append)
     return Checkpointer(trained, saver=saver, options=CheckpointOptions(**options), accepts_universal=False)
 
 

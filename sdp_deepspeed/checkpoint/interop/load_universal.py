@@ -77,12 +77,12 @@ def load_universal(trained: TrainedState, path: Path, options: LoadOptions) -> d
 
 def _load(trained: TrainedState, path: Path, options: LoadOptions) -> dict[str, Any]:
     where = f"load_checkpoint: {path}"
-    rank_chunks = trained.rank_chunks()
-    shapes = {name: rank_chunks.shape(name) for name in rank_chunks.tensors}
+    weights = trained.rank_state().weights
+    shapes = {name: weights.shape(name) for name in weights.tensors}
     states = ModelStates.read(path)
-    reader = UniversalReader.of_folder(path, NameMap.of(trained.module, rank_chunks.tensors), shapes)
+    reader = UniversalReader.of_folder(path, NameMap.of(trained.module, weights.tensors), shapes)
     check_model(reader, path, strict=options.module_strict)
-    check_shapes(reader, rank_chunks, where)
+    check_shapes(reader, weights, where)
     groups = [{k: v for k, v in group.items() if k != "params"} for group in trained.optimizer.param_groups]
     metadata = optimizer_metadata(reader, path, groups) if options.moments else None
     with translated_dcp_errors(where):

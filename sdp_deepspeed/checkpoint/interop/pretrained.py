@@ -18,8 +18,7 @@ from sdp_deepspeed.checkpoint.interop.name_matching import Match, NameMap, refus
 from sdp_deepspeed.checkpoint.interop.whole_tensors import SliceReader, Slices, WholeTensor, WholeTensorsReader
 from sdp_deepspeed.checkpoint.state.chunks import translated_dcp_errors
 from sdp_deepspeed.checkpoint.state.fill import fill
-from sdp_deepspeed.checkpoint.state.rank_chunks import RankChunks
-from sdp_deepspeed.checkpoint.state.trained_state import TrainedState
+from sdp_deepspeed.checkpoint.state.trained_state import TrainedState, WeightChunks
 from sdp_deepspeed.checkpoint.storage.errors import translating_os_errors
 from sdp_deepspeed.checkpoint.storage.names import WEIGHT
 from sdp_deepspeed.distributed.agreement import run_on_all_ranks
@@ -112,32 +111,32 @@ def _load(trained: TrainedState, folder: Path) -> None:
     from sdp_deepspeed.checkpoint.interop.transformers_names import FileNames
 
     where = f"load_pretrained: {folder}"
-    rank_chunks = trained.rank_chunks()
+    weights = trained.rank_state().weights
     model_type = getattr(getattr(trained.module, "config", None), "model_type", None)
     file_names = FileNames.of_model(type(trained.module).__name__, model_type)
-    reader = HuggingFaceReader.of_folder(folder, NameMap.of(trained.module, rank_chunks.tensors), file_names)
-    check_shapes(reader, rank_chunks, where)
-    _check_numbers(reader, rank_chunks, where)
+    reader = HuggingFaceReader.of_folder(folder, NameMap.of(trained.module, weights.tensors), file_names)
+    check_shapes(reader, weights, where)
+    _check_numbers(reader, weights, where)
     reader.check_tied(trained.world.rank, trained.world.size)
     with translated_dcp_errors(where):
         fill(trained, reader, strict=True, optimizer_metadata=None)
 
 
-def check_shapes(reader: WholeTensorsReader, rank_chunks: RankChunks, where: str) -> None:
+def check_shapes(reader: WholeTensorsReader, weights: WeightChunks, where: str) -> None:
     """ValueError where the stored weights have another shape than the model's."""
     for key, whole in reader.tensors.items():
         kind, _, name = key.partition("/")
-        if kind == WEIGHT and name in rank_chunks.tensors and whole.shape != (shape := rank_chunks.shape(name)):
+        if kind == WEIGHT and name in weights.tensors and whole.shape != (shape := weights.shape(name)):
             raise ValueError(
                 f"{where}: {whole.name!r} has shape {list(whole.shape)} there and {list(shape)} in the model; build "
                 "the model with the same config as the one that was saved"
             )
 
 
-def _check_numbers(reader: HuggingFaceReader, rank_chunks: RankChunks, where: str) -> None:
+def _check_numbers(reader: HuggingFaceReader, weights: WeightChunks, where: str) -> None:
     """ValueError for weights that are no numbers without what stands beside them."""
     for key, whole in reader.tensors.items():
-        dtype = rank_chunks.tensors[key.partition("/")[2]].dtype
+        dtype = weights.tensors[key.partition("/")[2]].dtype
         if whole.dtype.is_floating_point != dtype.is_floating_point:
             raise ValueError(
                 f"{where}: {whole.name!r} is {whole.dtype} there and {dtype} in the model; quantized weights are not "

@@ -8,26 +8,26 @@ from typing import Any
 import torch
 
 from sdp_deepspeed.checkpoint.state.chunks import StateDict
+from sdp_deepspeed.checkpoint.state.optimizer_metadata import (
+    Counts,
+    as_optimizer_counts,
+    counts_of,
+    highest,
+    kind_of,
+    refuse_another_kind,
+    same,
+    same_counts,
+)
 from sdp_deepspeed.checkpoint.state.rank_chunks import RankChunks, locate
 from sdp_deepspeed.checkpoint.state.whole_state import is_tensor_state, moments_by_name, new_whole_state, whole_state
 from sdp_deepspeed.checkpoint.storage.names import MASTER, WEIGHT
 from sdp_deepspeed.layout.fragments import Fragment
-from sdp_deepspeed.optimizer.fused import HOW
 from sdp_deepspeed.optimizer.optimizer import SubnetworkOptimizer
 from sdp_deepspeed.optimizer.stepped_group import SteppedGroup
 from sdp_deepspeed.plan.tensors import NOT_OPTIMIZED
+from sdp_deepspeed.support.optimizers import HOW
 
 Finder = Callable[[Fragment, Sequence[torch.Tensor]], torch.Tensor]
-Counts = Mapping[str, float]
-# Optimizers that keep the same state for an element, so that one goes on with another's.
-_ALIKE = {
-    "AdamW": "Adam",
-    "FusedAdam": "Adam",
-    "DeepSpeedCPUAdam": "Adam",
-    "DeepSpeedCPUAdagrad": "Adagrad",
-    "FusedLion": "Lion",
-    "DeepSpeedCPULion": "Lion",
-}
 
 
 class OptimizerState:
@@ -50,6 +50,16 @@ class OptimizerState:
             for segment, fragments in exchange.owned(bucket):
                 result[segment.group].extend(fragments)
         return result
+
+    def written(self, *, exclude_frozen: bool) -> StateDict:
+        """Weights, masters and moments that this rank writes: each element of the dense model is written by one rank.
+
+        Args:
+            exclude_frozen: leave out parameters that need no gradients.
+        """
+        fragments = [fragment for fragments in self.owned_fragments() for fragment in fragments]
+        weights = self._rank_chunks.owned_weights(fragments, exclude_frozen=exclude_frozen)
+        return self._rank_chunks.of_one_writer(weights | self.owned())
 
     def owned(self) -> StateDict:
         """Masters and moments that this rank writes."""
@@ -95,11 +105,11 @@ class OptimizerState:
         """Of each group its state that is one number; None where this rank steps nothing of the group."""
         return [_counts(self._states(group), group) if group.tensors else None for group in self._groups]
 
-    def metadata(self, counts: Sequence[Counts | None]) -> dict[str, Any]:
+    def metadata(self, counts: Sequence[Sequence[Counts | None]]) -> dict[str, Any]:
         """All but the tensors of elements, the same on every rank.
 
         Args:
-            counts: of the groups, as ranks that step them know them.
+            counts: of all ranks.
         """
         scaler = {
             key: value for key, value in vars(self._optimizer.loss_scaler).items() if isinstance(value, (int, float))
@@ -110,18 +120,13 @@ class OptimizerState:
                 {key: value for key, value in options.items() if key != "params"}
                 for options in self._optimizer.param_groups
             ],
-            "counts": list(counts),
-            "kind": self._kind,
+            "counts": merged(counts),
+            "kind": kind_of(self._optimizer.optimizer),
             "loss_scaler": scaler,
         }
 
     def _group_of_name(self) -> dict[str, int]:
         return {info.name: info.group for info in self._optimizer.model.tensors if info.group != NOT_OPTIMIZED}
-
-    @property
-    def _kind(self) -> str:
-        name = type(self._optimizer.optimizer).__name__
-        return _ALIKE.get(name, name)
 
     @property
     def _groups(self) -> list[SteppedGroup]:
@@ -151,38 +156,25 @@ class OptimizerState:
             ValueError: the state is of another kind of optimizer, or tensors that are stepped together here were not
                 when the checkpoint was written.
         """
-        if (kind := metadata.get("kind", self._kind)) != self._kind:
-            raise ValueError(
-                f"checkpoint: its optimizer state is of {kind}, and the optimizer here is {self._kind}; load it with "
-                "load_optimizer_states=False, or train with the optimizer that wrote it"
-            )
+        refuse_another_kind(metadata, self._optimizer.optimizer)
         targets: StateDict = {}
         states: dict[int, dict[str, Any]] = {}
         by_name, first = moments_by_name(stored), 0
         for group, find in zip(self._groups, self._finders, strict=True):
             names = list(dict.fromkeys(fragment.piece.parameter for fragment in group.fragments))
-            counts = _same_counts([_counts_of(name, metadata) for name in names], names)
+            counts = same_counts([counts_of(name, metadata) for name in names], names)
             if group.is_whole:
                 own_targets, values = new_whole_state(group, stored, by_name, self._rank_chunks)
                 targets |= own_targets
             else:
-                moments = _same({tuple(by_name.get(name, ())) for name in names}, names, "optimizer state")
+                moments = same({tuple(by_name.get(name, ())) for name in names}, names, "optimizer state")
                 values = [{key: torch.empty_like(tensor.detach()) for key in moments or ()} for tensor in group.tensors]
                 for key in moments or ():
                     self._add(targets, key, group.fragments, find, [state[key] for state in values])
             for index, state in enumerate(values):
-                states[first + index] = state | self._as_optimizer_counts(counts)
+                states[first + index] = state | as_optimizer_counts(self._optimizer.optimizer, counts)
             first += len(group.tensors)
         return targets, {"state": states, "param_groups": self._options(metadata)}
-
-    def _as_optimizer_counts(self, counts: Mapping[str, float] | None) -> dict[str, Any]:
-        """PyTorch's optimizers count in tensors, DeepSpeed's in integers, others as they did when they were saved."""
-        optimizer: Any = self._optimizer.optimizer
-        home = type(getattr(optimizer, "aux_optimizer", None) or optimizer).__module__  # Muon counts in its Adam only
-        if home.startswith("deepspeed"):
-            return {key: int(value) for key, value in (counts or {}).items()}
-        keeps = not home.startswith("torch.")
-        return {k: v if keeps and isinstance(v, int) else _count(v) for k, v in (counts or {}).items()}
 
     def _options(self, metadata: Mapping[str, Any]) -> list[dict[str, Any]]:
         """Of the param groups: those of the checkpoint, as far as this optimizer has them, if both group alike."""
@@ -240,11 +232,6 @@ def _moments(states: Sequence[Mapping[str, Any]], group: SteppedGroup) -> list[s
     )
 
 
-def _count(value: float) -> torch.Tensor:
-    """As PyTorch's optimizers count: exact also where the user's default is a dtype of 16 bits."""
-    return torch.tensor(value, dtype=torch.float32, device="cpu")
-
-
 def _counts(states: Sequence[Mapping[str, Any]], group: SteppedGroup) -> dict[str, float]:
     """State that is one number for a tensor: the highest in a group, whose tensors are stepped together. DeepSpeed's
     FusedAdam counts in the last of them only, and what was frozen for a while (stage 0) is behind."""
@@ -252,31 +239,4 @@ def _counts(states: Sequence[Mapping[str, Any]], group: SteppedGroup) -> dict[st
     for key, value in (item for state in states for item in state.items()):
         if key not in moments and value is not None and not (group.is_whole and is_tensor_state(value)):
             found.setdefault(key, []).append(value)
-    return {key: _highest(values) for key, values in found.items()}
-
-
-def _highest(values: Sequence[Any]) -> float:
-    """The host waits once for all: with a fused kernel each tensor has its count on the GPU. An integer stays one."""
-    if all(map(torch.is_tensor, values)):
-        return float(torch.stack([value.to(values[0].device).reshape(()) for value in values]).max())
-    highest = max(values)
-    return highest if isinstance(highest, int) else float(highest)
-
-
-def _counts_of(name: str, metadata: Mapping[str, Any]) -> Mapping[str, float]:
-    group = metadata["groups"].get(name)
-    return {} if group is None else metadata["counts"][group] or {}
-
-
-def _same_counts(counts: Sequence[Mapping[str, float]], names: Sequence[str]) -> dict[str, float] | None:
-    common = _same({tuple(sorted(of_tensor.items())) for of_tensor in counts}, names, "step counts")
-    return None if common is None else dict(common)
-
-
-def _same(values: set[Any], names: Sequence[str], what: str) -> Any:
-    if len(values) > 1:
-        raise ValueError(
-            f"checkpoint: {what} of {names[0]!r} and others of its optimizer param group are not alike in it (some "
-            "were frozen, or in another group); load it with load_optimizer_states=False, or use its param groups"
-        )
-    return next(iter(values), None)
+    return {key: highest(values) for key, values in found.items()}

@@ -37,13 +37,13 @@ class RankChunks:
         division = self._shards.divisions.get(name) if info.kind == "parameter" else None
         return division.shape if division is not None else info.shape
 
-    def stored_weights(self) -> Iterator[tuple[Piece, Box, torch.Tensor]]:
-        """All pieces that this rank stores, where they lie in the dense model, and their live values."""
+    def stored_weights(self) -> Iterator[tuple[str, Box, torch.Tensor]]:
+        """All pieces that this rank stores: dense name, where they lie in the dense tensor, and their live values."""
         for (_, name), pieces in self._model.pieces.items():
             for piece, holders in pieces:
                 if prod(self.shape(name)) and (self._model.stores_all or self._model.rank in holders):
                     box = box_of(piece, self._local_shape(piece))
-                    yield piece, in_dense(box, piece, self._shards), self._weight(piece)
+                    yield name, in_dense(box, piece, self._shards), self._weight(piece)
 
     def owned_weights(self, fragments: Iterable[Fragment], *, exclude_frozen: bool = False) -> StateDict:
         """Weights that this rank writes: each element of the dense model is written by one rank.

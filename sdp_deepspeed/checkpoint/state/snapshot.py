@@ -12,7 +12,6 @@ import torch
 
 from sdp_deepspeed.checkpoint.state import random_state
 from sdp_deepspeed.checkpoint.state.chunks import StateDict
-from sdp_deepspeed.checkpoint.state.optimizer_state import Counts, OptimizerState
 from sdp_deepspeed.checkpoint.state.trained_state import TrainedState
 from sdp_deepspeed.checkpoint.storage.names import CONFIG, GENERATION_CONFIG, MODEL_CONFIG, PLAN
 from sdp_deepspeed.checkpoint.storage.plain_pickles import refusal_reason
@@ -40,40 +39,37 @@ class Snapshot:
     global_steps: int
 
 
-def step_counts(trained: TrainedState) -> list[Counts | None]:
-    """Of the optimizer's groups, as far as this rank knows them."""
-    return OptimizerState(trained.optimizer, trained.rank_chunks()).counts()
+def step_counts(trained: TrainedState) -> Any:
+    """As far as this rank knows them (`OptimizerChunks.counts`)."""
+    return trained.rank_state().optimizer.counts()
 
 
 def take_snapshot(
     trained: TrainedState,
     client_state: Mapping[str, Any],
-    counts: Sequence[Counts | None],
+    counts: Sequence[Any],
     *,
     exclude_frozen: bool,
 ) -> Snapshot:
     """This rank's share now; chunks are views of live tensors.
 
     Args:
-        counts: `step_counts` of all ranks, merged.
+        counts: `step_counts` of all ranks.
 
     Raises:
         ValueError: client state that could not be loaded again safely.
     """
-    rank_chunks = trained.rank_chunks()
-    optimizer = OptimizerState(trained.optimizer, rank_chunks)
-    owned = [fragment for fragments in optimizer.owned_fragments() for fragment in fragments]
-    weights = rank_chunks.owned_weights(owned, exclude_frozen=exclude_frozen)
+    state = trained.rank_state()
     common = {
         "client_state": dict(client_state),
         "lr_scheduler": trained.lr_scheduler.state_dict() if trained.lr_scheduler is not None else None,
         "counters": {name: getattr(trained, name) for name in COUNTERS},
-        "optimizer": optimizer.metadata(counts),
+        "optimizer": state.optimizer.metadata(counts),
         "same": layout_metadata(trained),
     }
-    own = {"random": random_state.capture(), "buffers": rank_chunks.own_buffers()}
+    own = {"random": random_state.capture(), "buffers": state.weights.own_buffers()}
     return Snapshot(
-        rank_chunks.of_one_writer(weights | optimizer.owned()),
+        state.optimizer.written(exclude_frozen=exclude_frozen),
         _plain_bytes(own),
         _plain_bytes(common),
         _documents(trained),

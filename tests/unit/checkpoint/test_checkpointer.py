@@ -66,15 +66,29 @@ def test_another_plan_of_the_same_units_is_told(tmp_path: Path, monkeypatch: pyt
     others += [replace(first, holders=((0, 1), (0,)))]
     others += [replace(first, subnetwork_of_rank=(1, 0))]
     told: list[str] = []
-    monkeypatch.setattr("sdp_deepspeed.checkpoint.load.log_dist", lambda text, **_: told.append(text))
     monkeypatch.setattr(Trained, "plan", first)
     checkpointer_of(trained()).save(tmp_path, "tag", {})
     for plan in others:
         monkeypatch.setattr(Trained, "plan", plan)
-        checkpointer_of(trained(1)).load(tmp_path, "tag", ALL)
+        loaded = trained(1)
+        checkpointer_of(loaded).load(tmp_path, "tag", ALL)
+        told += loaded.told
     (text,) = told
     assert f"under another plan of the same units (hash {first.hash[:12]}, now {others[1].hash[:12]})" in text
     assert f'copy {tmp_path / "tag" / "plan.json"} and give the copy as "assignment"' in text
+
+
+def test_another_lr_scheduler_is_refused(tmp_path: Path) -> None:
+    """It would go on from its beginning without a word."""
+    saved, loaded = trained(), trained(1)
+    saved.lr_scheduler = torch.optim.lr_scheduler.ConstantLR(saved.optimizer.optimizer)
+    loaded.lr_scheduler = mock.Mock(state_dict=lambda: {"last_batch_iteration": 0})
+    checkpointer_of(saved).save(tmp_path, "tag", {})
+    before = loaded.tensors()
+    with pytest.raises(ValueError, match=r"its LR scheduler keeps .*base_lrs.*keeps 'last_batch_iteration'; train"):
+        checkpointer_of(loaded).load(tmp_path, "tag", ALL)
+    assert_identical(loaded.tensors(), before)
+    checkpointer_of(loaded).load(tmp_path, "tag", LoadOptions(lr_scheduler_states=False))
 
 
 def test_files_name_no_device(tmp_path: Path) -> None:

@@ -15,6 +15,7 @@ import torch, torch.distributed as dist, sdp_deepspeed
 from sdp_deepspeed.architectures import Branch, register
 from sdp_deepspeed.fsdp import clip_grad_norm_, full_state_dict, param_groups
 assert "torch.distributed.fsdp" not in sys.modules
+from sdp_deepspeed.fsdp import CheckpointManager
 
 class Layer(torch.nn.Module):
     def __init__(self):
@@ -27,15 +28,18 @@ register("__main__.Layer", Branch("mlp", norm="norm", body="body"))
 dist.init_process_group("gloo", init_method="file://" + sys.argv[1], rank=0, world_size=1)
 model = sdp_deepspeed.fully_shard(torch.nn.Sequential(Layer(), Layer()), block={"holders": 1})
 optimizer = torch.optim.SGD(param_groups(model), lr=0.1)
+checkpoints = CheckpointManager(model, optimizer)
 model(torch.randn(2, 4)).sum().backward()
 assert clip_grad_norm_(model, 1.0) > 0
 optimizer.step()
 assert len(full_state_dict(model)) == 8
+checkpoints.save_checkpoint(sys.argv[2])
+assert checkpoints.load_checkpoint(sys.argv[2])[0] == sys.argv[2] + "/global_step1"
 print("done")
 """
 
 
 def test_it_runs(tmp_path: Path) -> None:
-    command = [sys.executable, "-c", PROGRAM, str(tmp_path / "rendezvous")]
+    command = [sys.executable, "-c", PROGRAM, str(tmp_path / "rendezvous"), str(tmp_path / "saved")]
     result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=100, check=False)
     assert result.stdout.endswith("done\n"), result.stderr[-2000:]

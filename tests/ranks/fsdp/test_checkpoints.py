@@ -1,0 +1,283 @@
+"""Checkpoints of sharded models: from DeepSpeed to FSDP2 and back; a resumed run is the uninterrupted, bit for bit."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Mapping
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import sdp_deepspeed
+from sdp_deepspeed.checkpoint.interop.describe import describe
+from sdp_deepspeed.checkpoint.storage.names import COMMON
+from sdp_deepspeed.fsdp import CheckpointManager, dense, full_state_dict, param_groups, save_pretrained
+from sdp_deepspeed.support.optimizers import HOW
+from tests.helpers.dense_checkpoints import dense_tensors
+from tests.helpers.models import batches, config, llama, loss_of, two_groups
+from tests.helpers.ranks import Rank, run_ranks
+from tests.helpers.training import assert_identical, engine_of, gathered, refusal, train
+
+NEURON = {"strategy": "neuron"}
+BY_RULES = {"holders": [{"units": "mlp", "holders": 1}, {"holders": 2}]}
+
+
+class KeepsRows(torch.optim.SGD):
+    """Something for each tensor that is not for each of its elements."""
+
+    def step(self, closure: Any = None) -> Any:
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                self.state[parameter]["rows"] = torch.zeros(3)
+        return super().step(closure)
+
+
+class Sharded:
+    """A run of the FSDP2 host."""
+
+    def __init__(self, model: Any = None, *, kind: type[Any] = torch.optim.AdamW, **block: Any) -> None:
+        self.model: Any = sdp_deepspeed.fully_shard(model or llama(tied=True), None, {"holders": 1} | block)
+        trained = {name: parameter for name, parameter in self.model.named_parameters() if parameter.requires_grad}
+        self.optimizer = kind(param_groups(two_groups(trained)), lr=1e-2)
+        self.scheduler = torch.optim.lr_scheduler.ExponentialLR(self.optimizer, 0.9)
+        self.checkpoints = CheckpointManager(self.model, self.optimizer, self.scheduler)
+
+    def train(self, rank: Rank, num_steps: int, *, first: int = 0, seed: int = 1) -> list[float]:
+        losses = []
+        for step in itertools.islice(batches(rank.size, 1, seed), first, first + num_steps):
+            loss = loss_of(self.model, step[rank.rank][0])
+            loss.backward()
+            self.optimizer.step()
+            self.optimizer.zero_grad()
+            self.scheduler.step()
+            losses.append(loss.item())
+        return losses
+
+
+def deepspeed_run(*, bf16: bool = False, **block: Any) -> Any:
+    """A run of the DeepSpeed host."""
+    settings = config(**({"holders": 1} | block)) | ({"bf16": {"enabled": True}} if bf16 else {})
+    del settings["optimizer"]
+    model = llama(tied=True)
+    optimizer = torch.optim.AdamW(two_groups(dict(model.named_parameters())), lr=1e-2)
+    return engine_of(settings, model, optimizer=optimizer)
+
+
+def optimizer_in(folder: Path) -> dict[str, Any]:
+    """What a checkpoint says of its optimizer, but for how it steps."""
+    found = torch.load(folder / COMMON)["optimizer"]
+    found["options"] = [{k: v for k, v in group.items() if k not in (*HOW, "initial_lr")} for group in found["options"]]
+    return {key: found[key] for key in ("groups", "options", "counts", "kind")}
+
+
+def assert_same_run(one: Path, other: Path) -> None:
+    """Dense weights, moments, counts and options; of a run in bf16 the masters are the other's weights."""
+    before, after = dense_tensors(one), dense_tensors(other)
+    exact = {key.replace("master/", "weight/"): value for key, value in sorted(before.items(), reverse=True)}
+    exact |= {key.replace("master/", "weight/"): value for key, value in before.items() if "master/" in key}
+    assert_identical(exact, after)
+    assert optimizer_in(one) == optimizer_in(other)
+
+
+# Writers and readers of the DeepSpeed host, by name: number of ranks, and settings.
+DEEPSPEED: dict[str, tuple[int, dict[str, Any]]] = {
+    "block": (2, {}),
+    "neuron_bf16": (2, NEURON | {"bf16": True}),
+    "backward_replicas": (4, {"regime": "backward", "subnetworks": 2}),
+}
+FSDP: dict[str, tuple[int, dict[str, Any]]] = {
+    "dense": (2, {"holders": 2}),
+    "layers": (2, {"granularity": "layer"}),
+    "by_rules": (4, BY_RULES),
+    "replicas": (4, {"subnetworks": 2}),
+}
+PAIRS = [("block", "layers"), ("neuron_bf16", "by_rules"), ("backward_replicas", "dense"), ("block", "replicas")]
+
+
+def deepspeed_writes(name: str, folder: Path, rank: Rank) -> None:
+    engine = deepspeed_run(**DEEPSPEED[name][1])
+    train(engine, num_steps=3)
+    engine.save_checkpoint(str(folder / name), client_state={"position": 3})
+
+
+def sharded_goes_on(source: str, name: str, folder: Path, rank: Rank) -> None:
+    """What DeepSpeed wrote is what FSDP2 writes again; then it trains, and writes that."""
+    run = Sharded(**FSDP[name][1])
+    run.train(rank, 1, seed=7)
+    path, client_state = run.checkpoints.load_checkpoint(folder / source)
+    assert (path, client_state) == (str(folder / source / "global_step3"), {"position": 3})
+    again = folder / f"{source}-{name}"
+    run.checkpoints.save_checkpoint(again, client_state={"position": 4})
+    if rank.rank == 0:
+        assert_same_run(folder / source / "global_step3", again / "global_step3")
+    run.train(rank, 1, first=3)
+    run.checkpoints.save_checkpoint(again)
+    assert run.checkpoints.global_steps == 4
+
+
+def deepspeed_goes_on(source: str, name: str, folder: Path, rank: Rank) -> None:
+    """What FSDP2 wrote is what DeepSpeed has."""
+    engine = deepspeed_run(**DEEPSPEED[source][1])
+    again, path = folder / f"{source}-{name}-back", folder / f"{source}-{name}"
+    engine.load_checkpoint(str(path))
+    assert engine.global_steps == 4
+    engine.save_checkpoint(str(again))
+    if rank.rank == 0:
+        before, after = dense_tensors(path / "global_step4"), dense_tensors(again / "global_step4")
+        exact = {key: after.get(key.replace("weight/", "master/"), after[key]) for key in before}
+        assert_identical(before, exact)
+        assert optimizer_in(path / "global_step4") == optimizer_in(again / "global_step4")
+    assert all(map(torch.isfinite, torch.tensor(train(engine, num_steps=1, first=4))))
+
+
+def resumed_is_uninterrupted(rank: Rank) -> None:
+    """Losses, weights, moments, schedule and random numbers, bit for bit."""
+    blocks: list[dict[str, Any]] = [{}, {"holders": 2}]
+    for number, block in enumerate(blocks):
+        run = Sharded(**block)
+        run.train(rank, 2)
+        folder = rank.folder / f"resumed{number}"
+        run.checkpoints.save_checkpoint(folder)
+        drawn = torch.rand(3)
+        resumed = Sharded(llama(tied=True, seed=5), **block)
+        resumed.train(rank, 1, seed=7)
+        resumed.checkpoints.load_checkpoint(folder)
+        assert torch.equal(torch.rand(3), drawn)
+        assert resumed.scheduler.state_dict() == run.scheduler.state_dict()
+        assert resumed.train(rank, 2, first=2) == run.train(rank, 2, first=2)
+        run.checkpoints.save_checkpoint(folder, "uninterrupted")
+        resumed.checkpoints.save_checkpoint(folder, "resumed")
+        if rank.rank == 0:
+            assert_same_run(folder / "uninterrupted", folder / "resumed")
+            assert (folder / "latest").read_text() == "resumed\n"
+            assert describe(folder / "resumed")[0][-1].startswith("complete")
+
+
+def after_an_evaluation(rank: Rank) -> None:
+    """Forward passes leave parameters gathered; a load is seen by the next one."""
+    run = Sharded()
+    run.train(rank, 1)
+    run.checkpoints.save_checkpoint(rank.folder / "evaluated", "tag")
+    batch = next(batches(rank.size, 1))[0][0]
+
+    def evaluated() -> float:
+        run.model.eval()
+        with torch.no_grad():
+            loss = loss_of(run.model, batch).item()
+        run.model.train()
+        return loss
+
+    before = evaluated()
+    run.train(rank, 1, first=1)
+    assert evaluated() != before
+    run.checkpoints.load_checkpoint(rank.folder / "evaluated", "tag")
+    assert evaluated() == before
+
+
+def in_the_background_and_pruned(rank: Rank) -> None:
+    run = Sharded(checkpoint={"asynchronous": True, "keep_last": 2})
+    folder = rank.folder / "background"
+    for _ in range(3):
+        run.train(rank, 1)
+        run.checkpoints.save_checkpoint(folder)
+    run.checkpoints.wait_for_checkpoint()
+    assert sorted(path.name for path in folder.glob("global_step*")) == ["global_step2", "global_step3"]
+    resumed = Sharded()
+    resumed.checkpoints.load_checkpoint(folder)
+    assert resumed.checkpoints.global_steps == 3
+
+
+def each_rank_has_its_buffers(rank: Rank) -> None:
+    """Under the same plan; under another all have those of one holder. A unit's are where the unit is."""
+
+    def start(**block: Any) -> Sharded:
+        model: Any = llama(tied=True)
+        model.register_buffer("seen", torch.zeros((), dtype=torch.int64))
+        for layer in model.model.layers:
+            layer.mlp.register_buffer("mean", torch.zeros(2))
+        return Sharded(model, **block)
+
+    def buffers(run: Sharded) -> dict[str, torch.Tensor]:
+        return {name: buffer for name, buffer in run.model.named_buffers() if name.endswith(("seen", "mean"))}
+
+    run, same, dense_run = start(), start(), start(holders=2)
+    for buffer in buffers(run).values():
+        buffer.fill_(rank.rank + 1)
+    run.checkpoints.save_checkpoint(rank.folder / "buffers")
+    for other in (same, dense_run):
+        other.checkpoints.load_checkpoint(rank.folder / "buffers")
+    held = {name: float(buffer.max()) for name, buffer in buffers(run).items() if buffer.numel()}
+    assert sorted(held.values()) == [rank.rank + 1] * 2
+    assert {name: float(buffer.max()) for name, buffer in buffers(same).items() if buffer.numel()} == held
+    means = gathered({name: float(buffer.max()) for name, buffer in buffers(dense_run).items()})
+    assert means[0] == means[1]
+    assert sorted(value for name, value in means[0].items() if name.endswith("mean")) == [1.0, 2.0]
+
+
+def from_hugging_face(rank: Rank) -> None:
+    run, other = Sharded(), Sharded(llama(tied=True, seed=5), holders=2)
+    save_pretrained(run.model, rank.folder / "hf")
+    other.checkpoints.load_pretrained(rank.folder / "hf")
+    assert_identical(full_state_dict(other.model), full_state_dict(run.model))
+
+
+def what_is_refused(rank: Rank) -> None:
+    """On all ranks, before anything is changed, and training goes on."""
+    run, folder = Sharded(), rank.folder / "refused"
+    run.train(rank, 1)
+    save = run.checkpoints.save_checkpoint
+    with dense(run.model):
+        refusal(RuntimeError, partial(save, folder), "save_checkpoint inside sdp_deepspeed.fsdp.dense")
+    refusal(ValueError, lambda: save(folder, f"tag{rank.rank}"), "ranks gave different tags")
+    refusal(ValueError, lambda: save(folder, client_state={"of": object()}), "client_state")
+    save(folder)
+    other = Sharded(llama(3, tied=True))
+    refusal(ValueError, lambda: other.checkpoints.load_checkpoint(folder), "it is of another model", "layers.2")
+    sgd = Sharded(kind=torch.optim.SGD)
+    refusal(ValueError, lambda: sgd.checkpoints.load_checkpoint(folder), "is of Adam, and the optimizer here is SGD")
+    rows = Sharded(kind=KeepsRows)
+    refusal(ValueError, lambda: rows.train(rank, 1), "'KeepsRows' keeps 'rows' of shape [3]")
+    refusal(ValueError, lambda: rows.checkpoints.save_checkpoint(folder), "'KeepsRows' keeps 'rows' of shape [3]")
+    early = torch.optim.AdamW(llama().parameters())
+    refusal(ValueError, lambda: CheckpointManager(rows.model, early), "parameters that are not the sharded model's")
+    refusal(ValueError, lambda: CheckpointManager(llama(), early), "was not sharded by sdp_deepspeed.fully_shard")
+    assert [path.name for path in folder.glob("*/manifest.json")] == ["manifest.json"]
+    run.train(rank, 1, first=1)
+
+
+CHECKS_ON_2 = {
+    "resumed": resumed_is_uninterrupted,
+    "evaluated": after_an_evaluation,
+    "background": in_the_background_and_pruned,
+    "buffers": each_rank_has_its_buffers,
+    "hugging_face": from_hugging_face,
+    "refused": what_is_refused,
+}
+
+
+@pytest.fixture(scope="module")
+def outcomes(tmp_path_factory: pytest.TempPathFactory) -> Mapping[str, str | None]:
+    """Of each stage on all numbers of ranks, before the next."""
+    folder = tmp_path_factory.mktemp("checkpoints")
+    stages: list[list[tuple[int, str, Any]]] = [
+        [(size, name, partial(deepspeed_writes, name, folder)) for name, (size, _) in DEEPSPEED.items()],
+        [(FSDP[b][0], f"{a}-{b}", partial(sharded_goes_on, a, b, folder)) for a, b in PAIRS],
+        [(DEEPSPEED[a][0], f"{a}-{b}-{a}", partial(deepspeed_goes_on, a, b, folder)) for a, b in PAIRS],
+    ]
+    stages[0] += [(2, name, check) for name, check in CHECKS_ON_2.items()]
+    result: dict[str, str | None] = {}
+    for stage, size in itertools.product(stages, (2, 4)):
+        checks = [(name, check) for of_size, name, check in stage if of_size == size]
+        result |= run_ranks(size, checks) if checks else {}
+    return result
+
+
+NAMES = [*DEEPSPEED, *CHECKS_ON_2, *(f"{a}-{b}{back}" for a, b in PAIRS for back in ("", f"-{a}"))]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_checkpoints(name: str, outcomes: Mapping[str, str | None]) -> None:
+    assert outcomes[name] is None, outcomes[name]
