@@ -116,10 +116,10 @@ def _variants() -> dict[str, Subject]:
     subjects["C=1/2, dense tail 50%, drawn every 10 steps"] = Subject(block=_dense_tail(0.5, 0.5, redraw_interval=10))
     for name, coverage in (("1/2", 0.5), ("1/4", 0.25)):
         subjects[f"C={name}, dense tail 50%, whole ends"] = Subject(block=_dense_tail(_whole_ends(coverage), 0.5))
-        scaled = {"coverage": _whole_ends(coverage), "dense_branch_scale": "coverage"}
+        scaled: Block = {"coverage": _whole_ends(coverage), "dense_branch_scale": "coverage"}
         subjects[f"C={name}, scaled, whole ends"] = Subject(block=scaled)
-        redrawn = {**scaled, "redraw_interval": 10}
-        subjects[f"C={name}, scaled, whole ends, drawn every 10 steps"] = Subject(block=redrawn)
+        drawn: Block = {**scaled, "redraw_interval": 10}
+        subjects[f"C={name}, scaled, whole ends, drawn every 10 steps"] = Subject(block=drawn)
     subjects["C=1/4, whole ends"] = Subject(block={"coverage": _whole_ends(0.25)})
     for name, redrawn in (("", {}), (", drawn every 10 steps", {"redraw_interval": 10})):
         block = {"coverage": 0.75, "dense_branch_scale": "coverage", **redrawn}
