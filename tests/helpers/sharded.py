@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Mapping, Sequence
 from copy import deepcopy
+from functools import partial
 from typing import Any
 
 import torch
@@ -15,7 +16,7 @@ import sdp_deepspeed
 from sdp_deepspeed.fsdp import clip_grad_norm_, full_state_dict, param_groups, sharded_model_of
 from sdp_deepspeed.reference.virtual_workers import Reference
 from tests.helpers.models import batches, loss_of, two_groups
-from tests.helpers.oracle import make_optimizer
+from tests.helpers.oracle import from_rank_0, make_optimizer
 from tests.helpers.ranks import Rank
 
 NUM_STEPS = 4
@@ -76,16 +77,16 @@ def check_against_reference(
     own_optimizer = optimizer_of(model, optimizer)
     reference = Reference(dense, plan, lambda named: make_optimizer(optimizer, two_groups(named)), loss_of, clip)
     for number, step in enumerate(itertools.islice(batches(rank.size, accumulation), NUM_STEPS)):
-        losses, norm = reference.step(step)
+        losses, norm = from_rank_0(partial(reference.step, step))
         found = micro_steps(model, step[rank.rank])
         torch.testing.assert_close(found, losses[rank.rank], rtol=1e-5, atol=1e-5)
         total = clip_grad_norm_(model.parameters(), clip) if number % 2 else clip_grad_norm_(model, clip)
         assert abs(total.item() - norm) <= 1e-4 * norm, (total.item(), norm)
         own_optimizer.step()
         own_optimizer.zero_grad()
-        if number == NUM_STEPS // 2:  # training goes on as if nobody had looked
+        if number in (NUM_STEPS // 2, NUM_STEPS - 1):  # training goes on as if nobody had looked
+            dense.load_state_dict(from_rank_0(dense.state_dict))
             compare_evaluation(model, dense, step[rank.rank][0])
-    compare_evaluation(model, dense, step[rank.rank][0])
     compare_state(full_state_dict(model), dense, initial)
     return model
 
