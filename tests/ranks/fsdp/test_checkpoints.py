@@ -89,12 +89,19 @@ DEEPSPEED: dict[str, tuple[int, dict[str, Any]]] = {
     "backward_replicas": (4, {"regime": "backward", "subnetworks": 2}),
 }
 FSDP: dict[str, tuple[int, dict[str, Any]]] = {
-    "dense": (2, {"holders": 2}),
     "layers": (2, {"granularity": "layer"}),
     "by_rules": (4, BY_RULES),
     "replicas": (4, {"subnetworks": 2}),
+    "neuron": (2, NEURON),
+    "neuron_of_three": (4, NEURON | {"holders": 3}),
 }
-PAIRS = [("block", "layers"), ("neuron_bf16", "by_rules"), ("backward_replicas", "dense"), ("block", "replicas")]
+PAIRS = [
+    ("block", "layers"),
+    ("block", "replicas"),
+    ("backward_replicas", "neuron"),
+    ("neuron_bf16", "by_rules"),
+    ("neuron_bf16", "neuron_of_three"),
+]
 
 
 def deepspeed_writes(name: str, folder: Path, rank: Rank) -> None:
@@ -135,7 +142,7 @@ def deepspeed_goes_on(source: str, name: str, folder: Path, rank: Rank) -> None:
 
 def resumed_is_uninterrupted(rank: Rank) -> None:
     """Losses, weights, moments, schedule and random numbers, bit for bit."""
-    blocks: list[dict[str, Any]] = [{}, {"holders": 2}]
+    blocks: list[dict[str, Any]] = [{}, {"holders": 2}, NEURON]
     for number, block in enumerate(blocks):
         run = Sharded(**block)
         run.train(rank, 2)
