@@ -20,6 +20,8 @@ from sdp_deepspeed.masking.mixins import Copied, Mixin, mix_in
 from sdp_deepspeed.masking.outputs import Outputs
 from sdp_deepspeed.masking.part import MaskedPart
 
+_WAY = "inside engine.dense(resident=True)"
+
 
 @dataclass
 class Halves:
@@ -173,10 +175,13 @@ def leave_out_caches(
     for path in inner.caches:
         argument, _, inside = path.partition(".")
         if (cache := kwargs.get(argument)) is not None:
-            what = (
-                f"{name} runs in {parts}, which have no cache of keys and values: generate without gradients, or {way}"
+            what = f"{name} runs in {parts}, which have no cache of keys and values"
+            _leave_out(
+                getattr(cache, inside, cache),
+                name,
+                getattr(body, "layer_idx", None),
+                f"{what}: generate without gradients, or {way}",
             )
-            _leave_out(getattr(cache, inside, cache), name, getattr(body, "layer_idx", None), what)
             kwargs[argument] = None
 
 
