@@ -51,9 +51,7 @@ class Halves:
         return of_heads(kwargs, self.inner.by_head, self.cells[lacking], sum(map(len, self.cells)))
 
     def leave_out_caches(self, body: nn.Module, kwargs: dict[str, Any]) -> None:
-        leave_out_caches(
-            self.inner, self.name, body, kwargs, parts="two parts", way="inside engine.dense(resident=True)"
-        )
+        leave_out_caches(self.inner, self.name, body, kwargs, parts="two parts", way=_WAY)
 
 
 class _OfHalves(Mixin):
