@@ -111,7 +111,7 @@ class SplitBranch(MaskedPart):
         first, so the backward pass has finished a piece before it begins one that ran earlier.
         """
         body = self.body
-        leave_out_caches(self.inner, self.name, body, kwargs, way="from the dense model")
+        leave_out_caches(self.inner, self.name, body, kwargs, parts="pieces", way="from the dense model")
         total: Any = None
         for piece in self.pieces.values():
             if piece.training != body.training:  # it was no child of the body while that was dense

@@ -20,6 +20,8 @@ from sdp_deepspeed.masking.mixins import Copied, Mixin, mix_in
 from sdp_deepspeed.masking.outputs import Outputs
 from sdp_deepspeed.masking.part import MaskedPart
 
+_WAY = "inside engine.dense(resident=True)"
+
 
 @dataclass
 class Halves:
@@ -49,7 +51,7 @@ class Halves:
         return of_heads(kwargs, self.inner.by_head, self.cells[lacking], sum(map(len, self.cells)))
 
     def leave_out_caches(self, body: nn.Module, kwargs: dict[str, Any]) -> None:
-        leave_out_caches(self.inner, self.name, body, kwargs, way="inside engine.dense(resident=True)")
+        leave_out_caches(self.inner, self.name, body, kwargs, parts="two parts", way=_WAY)
 
 
 class _OfHalves(Mixin):
@@ -155,13 +157,15 @@ def of_heads(kwargs: Mapping[str, Any], names: Sequence[str], cells: Sequence[in
     return result
 
 
-def leave_out_caches(inner: InnerLayers, name: str, body: nn.Module, kwargs: dict[str, Any], *, way: str) -> None:
+def leave_out_caches(
+    inner: InnerLayers, name: str, body: nn.Module, kwargs: dict[str, Any], *, parts: str, way: str
+) -> None:
     """Run a body that has several parts without caches of keys and values that are empty.
 
     Args:
         inner: of the branch `name`.
         kwargs: of the body; changed.
-        way: how else to generate, for the message.
+        parts, way: what the body runs in, and how else to generate, for the message.
 
     Raises:
         RuntimeError: a cache holds tokens, or should hold some.
@@ -169,15 +173,19 @@ def leave_out_caches(inner: InnerLayers, name: str, body: nn.Module, kwargs: dic
     for path in inner.caches:
         argument, _, inside = path.partition(".")
         if (cache := kwargs.get(argument)) is not None:
-            _leave_out(getattr(cache, inside, cache), name, getattr(body, "layer_idx", None), way)
+            what = f"{name} runs in {parts}, which have no cache of keys and values"
+            _leave_out(
+                getattr(cache, inside, cache),
+                name,
+                getattr(body, "layer_idx", None),
+                f"{what}: generate without gradients, or {way}",
+            )
             kwargs[argument] = None
 
 
-def _leave_out(cache: Any, name: str, layer: int | None, way: str) -> None:
+def _leave_out(cache: Any, name: str, layer: int | None, refusal: str) -> None:
     missing = cache.__dict__.setdefault("_sdp_missing", set()) if hasattr(cache, "__dict__") else set()
     has_tokens = layer is not None and hasattr(cache, "get_seq_length") and cache.get_seq_length(layer) > 0
     if name in missing or has_tokens:
-        raise RuntimeError(
-            f"{name} runs in parts, which have no cache of keys and values: generate without gradients, or {way}"
-        )
+        raise RuntimeError(refusal)
     missing.add(name)

@@ -82,7 +82,7 @@ def test_a_cache_that_is_empty_is_left_out_and_another_is_refused() -> None:
     module, _ = split(dense, overlapping_plan(dense), 0)
     cache = DynamicCache(config=dense.config)
     module(input_ids=tokens(), past_key_values=cache)
-    with pytest.raises(RuntimeError, match=r"attention.*runs in parts.*no cache.*dense model"):
+    with pytest.raises(RuntimeError, match=r"attention.*runs in pieces.*no cache.*dense model"):
         module(input_ids=tokens(), past_key_values=cache)
 
 
