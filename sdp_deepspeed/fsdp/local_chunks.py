@@ -17,51 +17,11 @@ from sdp_deepspeed.checkpoint.state.boxes import Box
 from sdp_deepspeed.checkpoint.state.chunks import Chunks, StateDict
 from sdp_deepspeed.checkpoint.state.rank_chunks import persistent_buffers
 from sdp_deepspeed.checkpoint.storage.names import WEIGHT
-from sdp_deepspeed.fsdp.pieces import HeldTensor, rows_of
+from sdp_deepspeed.fsdp.pieces import HeldTensor
+from sdp_deepspeed.fsdp.shard_regions import Part, parts_of_shard
 from sdp_deepspeed.fsdp.sharded_model import ShardedModel
 from sdp_deepspeed.messages import quoted
 from sdp_deepspeed.plan.tensors import TensorInfo, pieces_by_tensor
-
-Part = tuple[Box, Box]
-"""A box of a dense tensor, and the box of the local shard that has its elements."""
-
-
-def parts_of_shard(held: HeldTensor, rank: int, dense_shape: Sequence[int]) -> Iterator[Part]:
-    """Of what `rank` stores, in the order of the intervals; none if that is nothing.
-
-    Args:
-        rank: one of the holders.
-        dense_shape: of the dense parameter.
-    """
-    shape = held.shape(dense_shape)
-    start, stop = rows_of(held.holders.index(rank), len(held.holders), shape[0])
-    shard = Box((start, *(0 for _ in shape[1:])), (stop - start, *shape[1:]))
-    if not shard.num_elements:
-        return
-    for dense, in_tensor in _intervals(held, dense_shape):
-        part = in_tensor.overlap(shard)
-        if part is not None:
-            shift = [a - b for a, b in zip(dense.offsets, in_tensor.offsets, strict=True)]
-            moved = tuple(offset + by for offset, by in zip(part.offsets, shift, strict=True))
-            inside = tuple(a - b for a, b in zip(part.offsets, shard.offsets, strict=True))
-            yield Box(moved, part.sizes), Box(inside, part.sizes)
-
-
-def _intervals(held: HeldTensor, dense_shape: Sequence[int]) -> Iterator[tuple[Box, Box]]:
-    """Each interval as a box of the dense tensor, and as one of the tensor that is sharded."""
-    whole = Box.whole(dense_shape)
-    if held.dim is None:
-        yield whole, whole
-        return
-    dim, begin = held.dim, 0
-    for start, length in held.intervals:
-        sizes = _with(whole.sizes, dim, length)
-        yield Box(_with(whole.offsets, dim, start), sizes), Box(_with(whole.offsets, dim, begin), sizes)
-        begin += length
-
-
-def _with(sizes: Sequence[int], dim: int, value: int) -> tuple[int, ...]:
-    return (*sizes[:dim], value, *sizes[dim + 1 :])
 
 
 def local_of(tensor: torch.Tensor) -> torch.Tensor:

@@ -1,17 +1,18 @@
-"""Where the shards of a held tensor lie in the dense one: boxes of elements, of one holder each."""
+"""Where the shards of a held tensor lie in the dense one."""
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
 
+from sdp_deepspeed.checkpoint.state.boxes import Box
 from sdp_deepspeed.fsdp.pieces import HeldTensor, rows_of
 from sdp_deepspeed.units import Piece
 
-_Span = tuple[int, int]  # start, length
+Part = tuple[Box, Box]
+"""A box of a dense tensor, and the box of the local shard that has its elements."""
 
 
 @dataclass(frozen=True)
@@ -22,39 +23,32 @@ class ShardRegion:
         tensor: name of the held one.
         dense_name: of the dense one.
         owner: rank of the holder.
-        dim: along which intervals are cut; 0 if the tensor is whole.
-        rows, columns: along dim 0 and along `dim` in the dense tensor; where `dim` is 0, columns are all there is.
-        own_rows, own_columns: the same in the owner's shard.
-        num_elements: of it.
+        dense, shard: its boxes in the dense tensor and in the owner's shard.
     """
 
     tensor: str
     dense_name: str
     owner: int
-    dim: int
-    rows: _Span
-    columns: _Span | None
-    own_rows: _Span
-    own_columns: _Span | None
-    num_elements: int
+    dense: Box
+    shard: Box
+
+    @property
+    def num_elements(self) -> int:
+        return self.dense.num_elements
 
     def in_dense(self, dense: torch.Tensor) -> torch.Tensor:
         """View of it in the dense tensor."""
-        return self._view(dense, self.rows, self.columns)
+        return dense[self.dense.slices_in(Box.whole(dense.shape))]
 
     def in_shard(self, shard: torch.Tensor) -> torch.Tensor:
         """View of it in the owner's shard."""
-        return self._view(shard, self.own_rows, self.own_columns)
-
-    def _view(self, tensor: torch.Tensor, rows: _Span, columns: _Span | None) -> torch.Tensor:
-        view = tensor.narrow(0, *rows)
-        return view if columns is None else view.narrow(self.dim, *columns)
+        return shard[self.shard.slices_in(Box.whole(shard.shape))]
 
     @property
     def piece(self) -> Piece:
         """What stands for it where pieces travel: one of its own, which no dense tensor has."""
-        name = f"{self.tensor}@{self.owner}+{self.rows[0]}+{self.columns[0] if self.columns else 0}"
-        return Piece(name, None, 0, self.num_elements)
+        offsets = "+".join(map(str, self.dense.offsets))
+        return Piece(f"{self.tensor}@{self.owner}+{offsets}", None, 0, self.num_elements)
 
 
 def regions_of(held: HeldTensor, dense_shape: Sequence[int]) -> Iterator[ShardRegion]:
@@ -63,22 +57,44 @@ def regions_of(held: HeldTensor, dense_shape: Sequence[int]) -> Iterator[ShardRe
     Args:
         dense_shape: of the dense parameter.
     """
+    for owner in held.holders:
+        for dense, shard in parts_of_shard(held, owner, dense_shape):
+            yield ShardRegion(held.name, held.dense_name, owner, dense, shard)
+
+
+def parts_of_shard(held: HeldTensor, rank: int, dense_shape: Sequence[int]) -> Iterator[Part]:
+    """Of what `rank` stores, in the order of the intervals; none if that is nothing.
+
+    Args:
+        rank: one of the holders.
+        dense_shape: of the dense parameter.
+    """
     shape = held.shape(dense_shape)
-    dim = held.dim or 0
-    intervals = held.intervals if held.dim is not None else ((0, shape[0]),)
-    across = math.prod(size for index, size in enumerate(shape) if index not in (0, dim))
-    for position, owner in enumerate(held.holders):
-        first, last = rows_of(position, len(held.holders), shape[0])
-        begin = 0  # of the interval in the held tensor
-        for start, length in intervals:
-            if dim:
-                rows, own_rows = (first, last - first), (0, last - first)
-                columns, own_columns, count = (start, length), (begin, length), (last - first) * length
-            else:
-                low, high = max(first, begin), min(last, begin + length)
-                rows, own_rows = (start + low - begin, high - low), (low - first, high - low)
-                columns, own_columns, count = None, None, high - low
-            begin += length
-            if count > 0:
-                where = (rows, columns, own_rows, own_columns)
-                yield ShardRegion(held.name, held.dense_name, owner, dim, *where, count * across)
+    start, stop = rows_of(held.holders.index(rank), len(held.holders), shape[0])
+    shard = Box((start, *(0 for _ in shape[1:])), (stop - start, *shape[1:]))
+    if not shard.num_elements:
+        return
+    for dense, in_tensor in _intervals(held, dense_shape):
+        part = in_tensor.overlap(shard)
+        if part is not None:
+            shift = [a - b for a, b in zip(dense.offsets, in_tensor.offsets, strict=True)]
+            moved = tuple(offset + by for offset, by in zip(part.offsets, shift, strict=True))
+            inside = tuple(a - b for a, b in zip(part.offsets, shard.offsets, strict=True))
+            yield Box(moved, part.sizes), Box(inside, part.sizes)
+
+
+def _intervals(held: HeldTensor, dense_shape: Sequence[int]) -> Iterator[tuple[Box, Box]]:
+    """Each interval as a box of the dense tensor, and as one of the tensor that is sharded."""
+    whole = Box.whole(dense_shape)
+    if held.dim is None:
+        yield whole, whole
+        return
+    dim, begin = held.dim, 0
+    for start, length in held.intervals:
+        sizes = _with(whole.sizes, dim, length)
+        yield Box(_with(whole.offsets, dim, start), sizes), Box(_with(whole.offsets, dim, begin), sizes)
+        begin += length
+
+
+def _with(sizes: Sequence[int], dim: int, value: int) -> tuple[int, ...]:
+    return (*sizes[:dim], value, *sizes[dim + 1 :])

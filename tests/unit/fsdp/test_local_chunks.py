@@ -8,8 +8,9 @@ import pytest
 import torch
 
 from sdp_deepspeed.checkpoint.state.boxes import Box
-from sdp_deepspeed.fsdp.local_chunks import LocalChunks, LocalTensor, Replicated, parts_of_shard
+from sdp_deepspeed.fsdp.local_chunks import LocalChunks, LocalTensor, Replicated
 from sdp_deepspeed.fsdp.pieces import HeldTensor
+from sdp_deepspeed.fsdp.shard_regions import parts_of_shard
 from sdp_deepspeed.plan.tensors import TensorInfo
 from tests.helpers.held_tensors import assembled, chunks_of, cut, fill_from, shard_of, whole
 
