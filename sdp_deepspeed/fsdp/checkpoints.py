@@ -6,7 +6,7 @@ The format, and what is guaranteed: ../checkpoint/README.md.
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -185,7 +185,10 @@ class CheckpointManager:
                 scheduler.
         """
         options = LoadOptions(load_optimizer_states, load_lr_scheduler_states, load_module_only, load_module_strict)
-        return self._checkpointer.load(Path(load_dir), None if tag is None else str(tag), options)
+        found = self._checkpointer.load(Path(load_dir), None if tag is None else str(tag), options)
+        if found[0] is not None and load_lr_scheduler_states and not load_module_only:
+            _fit_to_groups(self._training.lr_scheduler, self._training.optimizer.param_groups)
+        return found
 
     def load_pretrained(self, folder: str | Path) -> None:
         """Start from a local folder in Hugging Face format (safetensors): every rank reads what it holds. The
@@ -203,3 +206,15 @@ class CheckpointManager:
             RuntimeError: on all ranks, if it could not be written.
         """
         self._checkpointer.wait()
+
+
+def _fit_to_groups(lr_scheduler: Any, groups: Sequence[Mapping[str, Any]]) -> None:
+    """Have a scheduler of PyTorch's, and those that it is made of, keep what each param group of this rank has: the run
+    that was saved may have divided its groups otherwise. Groups got their rates back by their parameters' names.
+    """
+    if hasattr(lr_scheduler, "base_lrs"):
+        lr_scheduler.base_lrs = [group["initial_lr"] for group in groups]
+    if hasattr(lr_scheduler, "_last_lr"):
+        lr_scheduler._last_lr = [group["lr"] for group in groups]
+    for inner in getattr(lr_scheduler, "_schedulers", ()):
+        _fit_to_groups(inner, groups)

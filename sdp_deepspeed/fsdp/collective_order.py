@@ -23,8 +23,10 @@ it can be: each of its ranks has issued what comes before, and nothing that it w
   comes next for it is AG(i) or RS(i) with i < j-1, which are later; one that lacks j issues AG(j-1) when it gets there,
   after RS(j+1) and all that is earlier. Where j or j-1 is not apart, nothing moves.
 - The root's: what of it was freed after forward is gathered first of all in backward, then the rank's last unit; it is
-  reduced when backward is over. Units whose input needs no gradient would be reduced then too, on ranks that lack all
-  units before them, and in time on others: `_need_gradient` has them be in time everywhere.
+  reduced when backward is over.
+- Frozen parameters: backward would not come to a frozen unit on ranks that lack all units before it that train, and
+  would reduce one whose input needs no gradient late, with the root's: `_need_gradient` has it come to every held unit,
+  in time, on every rank.
 - Activation checkpointing runs units again in backward, upwards: in the opposite order, and from another unit on each
   rank. So before the first of them is gathered, all held units between it and the lowest one that backward has reached
   are gathered downwards (`_gather_downwards`): AG(b), ..., AG(a) of a stretch [a, b] that is run again, then RS(b),
@@ -90,6 +92,7 @@ class CollectiveOrder:
         self._eager = ExitStack()
         self._positions: dict[int, int] = {}  # of units, once it is known in which order they run
         self._reached = len(self._units)  # lowest position that backward has come to
+        self._graph_task = -1  # the backward pass that it is of
         self._anchor = torch.zeros(0, dtype=torch.float32, device="cpu", requires_grad=True)
 
     def install(self) -> None:
@@ -118,20 +121,20 @@ class CollectiveOrder:
     def _end(self, output: Any) -> None:
         """A forward pass is over; of several, backward may come later, and in another order."""
         if self._recorders:
-            self._learn()
+            self._eager.close()
+            if torch.is_grad_enabled() and output is not None:  # else it is the dense model's, or failed
+                self._learn()
         for tensor in tree_leaves(output):
             if isinstance(tensor, torch.Tensor) and tensor.requires_grad:
                 tensor.register_hook(lambda _: self._restart())
 
     def _restart(self) -> None:
-        """Backward begins with the model's output."""
-        self._reached = len(self._units)
+        """Backward begins with the first of the model's outputs that it comes to."""
+        if self._graph_task != (task := torch._C._current_graph_task_id()):
+            self._graph_task, self._reached = task, len(self._units)
 
     def _learn(self) -> None:
         """The first forward pass is over: gather ahead what is next."""
-        self._eager.close()
-        if not torch.is_grad_enabled():  # the dense model does not run the pieces of what is cut by neurons
-            return
         for handle in self._recorders:
             handle.remove()
         self._recorders.clear()
@@ -152,7 +155,7 @@ class CollectiveOrder:
         """A module of a held unit is about to run."""
         if _is_in_backward():
             self._gather_downwards(index)
-        return self._need_gradient(index, args, kwargs)
+        return self._need_gradient(args, kwargs)
 
     def _gather_downwards(self, index: int) -> None:
         """Backward runs a unit again: gather it, and all held ones that backward has yet to come to, the last first."""
@@ -181,13 +184,14 @@ class CollectiveOrder:
     def _reach(self, index: int) -> None:
         self._reached = min(self._reached, self._positions.get(index, self._reached))
 
-    def _need_gradient(self, index: int, args: Any, kwargs: Any) -> Any:
-        """Have the input of a unit that trains require a gradient, so that FSDP2 sees when backward has passed it."""
+    def _need_gradient(self, args: Any, kwargs: Any) -> Any:
+        """Have a unit's input require a gradient, so that backward comes to it on every holder, and FSDP2 sees when it
+        has passed. Else it would come to a frozen one only where a unit before it trains."""
         leaves = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
         if not torch.is_grad_enabled() or any(leaf.requires_grad for leaf in leaves):
             return None
         first = next((leaf for leaf in leaves if leaf.is_floating_point()), None)
-        if first is None or not any(p.requires_grad for m in self._units[index].modules for p in m.parameters()):
+        if first is None:
             return None
         anchored = _Anchored.apply(first, self._anchor)
         return tree_map(lambda leaf: anchored if leaf is first else leaf, (args, kwargs))

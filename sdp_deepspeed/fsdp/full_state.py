@@ -24,7 +24,7 @@ def full_state_dict(module: nn.Module) -> dict[str, torch.Tensor]:
     """The dense model's state dict on rank 0, in host memory; empty on the others. Every rank calls it.
 
     Units come one after the other, so that no device ever has more than one beside its shards. Branches are scaled, if
-    the block says so (`dense_branch_scale`). Buffers of what is shared are rank 0's own.
+    the block says so (`dense_branch_scale`). Buffers of what is shared, and `ignored_params`, are rank 0's own.
 
     Args:
         module: that `fully_shard` returned.
@@ -41,9 +41,9 @@ def full_state_dict(module: nn.Module) -> dict[str, torch.Tensor]:
         values = {name: value for name, value in _gathered(sharded) if sharded.rank == 0}
     if sharded.rank != 0:
         return {}
-    buffers = dict(module.named_buffers())
+    own = {**dict(module.named_parameters()), **dict(module.named_buffers())}
     # Names that stand for one tensor (tied weights) stand for one here too.
-    return {name: values[of] if of in values else _on_host(buffers[of]) for name, of in sharded.state_names.items()}
+    return {name: values[of] if of in values else _on_host(own[of]) for name, of in sharded.state_names.items()}
 
 
 def save_pretrained(module: nn.Module, folder: str | Path, tokenizer: Any = None, **options: Any) -> None:

@@ -61,23 +61,19 @@ def check_call(module: nn.Module, mesh: DeviceMesh | None, config: SubnetworkCon
 
 
 def check_not_ignored(module: nn.Module, plan: Plan, ignored: Collection[nn.Parameter]) -> None:
-    """Refuse to leave out parameters of which ranks hold other neurons or heads: they become others.
+    """Refuse to leave out parameters of units that some ranks lack: nobody would average them over their holders.
 
     Raises:
         ValueError: by name.
     """
-    cut = {
-        piece.parameter
-        for index, unit in enumerate(plan.units)
-        if plan.coverage_of(index) < 1
-        for piece in unit.pieces
-        if piece.dim is not None
+    units = {
+        piece.parameter for index, unit in enumerate(plan.units) if plan.coverage_of(index) < 1 for piece in unit.pieces
     }
-    names = sorted(name for name, parameter in module.named_parameters() if name in cut and parameter in ignored)
+    names = sorted(name for name, parameter in module.named_parameters() if name in units and parameter in ignored)
     if names:
         raise ValueError(
-            f"fully_shard: ignored_params: {quoted(names)} is cut by neurons or heads, so each rank has a part of it; "
-            'leave it to FSDP2, or use "block" for its part of the model'
+            f"fully_shard: ignored_params: {quoted(names)} is of a unit that some ranks lack, and nobody would average "
+            "it over those that hold it; leave it to FSDP2, or match its unit's name in `shared`"
         )
 
 

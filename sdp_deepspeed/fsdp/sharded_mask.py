@@ -91,7 +91,11 @@ class ShardedBlockPart(BlockPart):
 
     def release(self) -> None:
         super().release()
-        for shard, unscaled in zip(self._shards() if self._unscaled_shards else (), self._unscaled_shards, strict=True):
+        if not self._unscaled_shards:
+            return
+        assert self.unit is not None
+        self.unit.fsdp.reshard()  # what is still gathered is scaled
+        for shard, unscaled in zip(self._shards(), self._unscaled_shards, strict=True):
             shard.copy_(unscaled)
         self._unscaled_shards = []
 

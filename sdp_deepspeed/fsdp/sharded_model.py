@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
 
 from sdp_deepspeed.config import SubnetworkConfig
 from sdp_deepspeed.distributed.host_group import HostGroup
@@ -88,7 +89,10 @@ class ShardedModel:
         return self.module.get_parameter(tensor.name)
 
     def local(self, tensor: HeldTensor) -> torch.Tensor:
-        """This rank's shard, which shares memory with the module's; no rows where there are fewer than holders."""
+        """This rank's shard, which shares memory with the module's; no rows where there are fewer than holders. Its
+        unit is freed if a forward pass has left it gathered."""
+        if not isinstance(self.parameter(tensor), DTensor):
+            next(unit for unit in self.held_units if tensor in unit.tensors).fsdp.reshard()
         shard: torch.Tensor = self.parameter(tensor).detach().to_local()
         return shard
 

@@ -11,14 +11,14 @@ from typing import Any
 import pytest
 import torch
 
-import sdp_deepspeed
 from sdp_deepspeed.checkpoint.interop.describe import describe
 from sdp_deepspeed.checkpoint.storage.names import COMMON
-from sdp_deepspeed.fsdp import CheckpointManager, dense, full_state_dict, param_groups, save_pretrained
+from sdp_deepspeed.fsdp import CheckpointManager, dense, full_state_dict, save_pretrained
 from sdp_deepspeed.support.optimizers import HOW
 from tests.helpers.dense_checkpoints import dense_tensors
 from tests.helpers.models import batches, config, llama, loss_of, two_groups
 from tests.helpers.ranks import Rank, run_ranks
+from tests.helpers.sharded_runs import ShardedRun
 from tests.helpers.training import assert_identical, engine_of, gathered, refusal, train
 
 NEURON = {"strategy": "neuron"}
@@ -33,28 +33,6 @@ class KeepsRows(torch.optim.SGD):
             for parameter in group["params"]:
                 self.state[parameter]["rows"] = torch.zeros(3)
         return super().step(closure)
-
-
-class Sharded:
-    """A run of the FSDP2 host."""
-
-    def __init__(self, model: Any = None, *, kind: type[Any] = torch.optim.AdamW, **block: Any) -> None:
-        self.model: Any = sdp_deepspeed.fully_shard(model or llama(tied=True), None, {"holders": 1} | block)
-        trained = {name: parameter for name, parameter in self.model.named_parameters() if parameter.requires_grad}
-        self.optimizer = kind(param_groups(two_groups(trained)), lr=1e-2)
-        self.scheduler = torch.optim.lr_scheduler.ExponentialLR(self.optimizer, 0.9)
-        self.checkpoints = CheckpointManager(self.model, self.optimizer, self.scheduler)
-
-    def train(self, rank: Rank, num_steps: int, *, first: int = 0, seed: int = 1) -> list[float]:
-        losses = []
-        for step in itertools.islice(batches(rank.size, 1, seed), first, first + num_steps):
-            loss = loss_of(self.model, step[rank.rank][0])
-            loss.backward()
-            self.optimizer.step()
-            self.optimizer.zero_grad()
-            self.scheduler.step()
-            losses.append(loss.item())
-        return losses
 
 
 def deepspeed_run(*, bf16: bool = False, **block: Any) -> Any:
@@ -112,7 +90,7 @@ def deepspeed_writes(name: str, folder: Path, rank: Rank) -> None:
 
 def sharded_goes_on(source: str, name: str, folder: Path, rank: Rank) -> None:
     """What DeepSpeed wrote is what FSDP2 writes again; then it trains, and writes that."""
-    run = Sharded(**FSDP[name][1])
+    run = ShardedRun(**FSDP[name][1])
     run.train(rank, 1, seed=7)
     path, client_state = run.checkpoints.load_checkpoint(folder / source)
     assert (path, client_state) == (str(folder / source / "global_step3"), {"position": 3})
@@ -144,12 +122,12 @@ def resumed_is_uninterrupted(rank: Rank) -> None:
     """Losses, weights, moments, schedule and random numbers, bit for bit."""
     blocks: list[dict[str, Any]] = [{}, {"holders": 2}, NEURON]
     for number, block in enumerate(blocks):
-        run = Sharded(**block)
+        run = ShardedRun(**block)
         run.train(rank, 2)
         folder = rank.folder / f"resumed{number}"
         run.checkpoints.save_checkpoint(folder)
         drawn = torch.rand(3)
-        resumed = Sharded(llama(tied=True, seed=5), **block)
+        resumed = ShardedRun(llama(tied=True, seed=5), **block)
         resumed.train(rank, 1, seed=7)
         resumed.checkpoints.load_checkpoint(folder)
         assert torch.equal(torch.rand(3), drawn)
@@ -163,9 +141,32 @@ def resumed_is_uninterrupted(rank: Rank) -> None:
             assert describe(folder / "resumed")[0][-1].startswith("complete")
 
 
+def schedule_under_another_plan(rank: Rank) -> None:
+    """Param groups are divided otherwise there: each parameter goes on at its own rate."""
+    run, other = ShardedRun(), ShardedRun(holders=2)
+    assert len(run.optimizer.param_groups) > len(other.optimizer.param_groups)
+
+    def rates(of: ShardedRun) -> dict[str, float]:
+        names = {parameter: name for name, parameter in of.model.named_parameters()}
+        return {names[p]: group["lr"] for group in of.optimizer.param_groups for p in group["params"]}
+
+    for number, group in enumerate(run.optimizer.param_groups):
+        assert group["initial_lr"] == 1e-2
+        if group["weight_decay"]:
+            group["initial_lr"] = run.scheduler.base_lrs[number] = 2e-2
+    run.train(rank, 2)
+    run.checkpoints.save_checkpoint(rank.folder / "schedule")
+    other.checkpoints.load_checkpoint(rank.folder / "schedule")
+    for one in (run, other):
+        one.train(rank, 1, first=2)
+    assert len(set(rates(run).values())) == 2
+    assert rates(run).items() <= rates(other).items()
+    assert other.scheduler.get_last_lr() == [group["lr"] for group in other.optimizer.param_groups]
+
+
 def after_an_evaluation(rank: Rank) -> None:
     """Forward passes leave parameters gathered; a load is seen by the next one."""
-    run = Sharded()
+    run = ShardedRun()
     run.train(rank, 1)
     run.checkpoints.save_checkpoint(rank.folder / "evaluated", "tag")
     batch = next(batches(rank.size, 1))[0][0]
@@ -185,14 +186,14 @@ def after_an_evaluation(rank: Rank) -> None:
 
 
 def in_the_background_and_pruned(rank: Rank) -> None:
-    run = Sharded(checkpoint={"asynchronous": True, "keep_last": 2})
+    run = ShardedRun(checkpoint={"asynchronous": True, "keep_last": 2})
     folder = rank.folder / "background"
     for _ in range(3):
         run.train(rank, 1)
         run.checkpoints.save_checkpoint(folder)
     run.checkpoints.wait_for_checkpoint()
     assert sorted(path.name for path in folder.glob("global_step*")) == ["global_step2", "global_step3"]
-    resumed = Sharded()
+    resumed = ShardedRun()
     resumed.checkpoints.load_checkpoint(folder)
     assert resumed.checkpoints.global_steps == 3
 
@@ -200,14 +201,14 @@ def in_the_background_and_pruned(rank: Rank) -> None:
 def each_rank_has_its_buffers(rank: Rank) -> None:
     """Under the same plan; under another all have those of one holder. A unit's are where the unit is."""
 
-    def start(**block: Any) -> Sharded:
+    def start(**block: Any) -> ShardedRun:
         model: Any = llama(tied=True)
         model.register_buffer("seen", torch.zeros((), dtype=torch.int64))
         for layer in model.model.layers:
             layer.mlp.register_buffer("mean", torch.zeros(2))
-        return Sharded(model, **block)
+        return ShardedRun(model, **block)
 
-    def buffers(run: Sharded) -> dict[str, torch.Tensor]:
+    def buffers(run: ShardedRun) -> dict[str, torch.Tensor]:
         return {name: buffer for name, buffer in run.model.named_buffers() if name.endswith(("seen", "mean"))}
 
     run, same, dense_run = start(), start(), start(holders=2)
@@ -225,7 +226,7 @@ def each_rank_has_its_buffers(rank: Rank) -> None:
 
 
 def from_hugging_face(rank: Rank) -> None:
-    run, other = Sharded(), Sharded(llama(tied=True, seed=5), holders=2)
+    run, other = ShardedRun(), ShardedRun(llama(tied=True, seed=5), holders=2)
     save_pretrained(run.model, rank.folder / "hf")
     other.checkpoints.load_pretrained(rank.folder / "hf")
     assert_identical(full_state_dict(other.model), full_state_dict(run.model))
@@ -233,7 +234,7 @@ def from_hugging_face(rank: Rank) -> None:
 
 def what_is_refused(rank: Rank) -> None:
     """On all ranks, before anything is changed, and training goes on."""
-    run, folder = Sharded(), rank.folder / "refused"
+    run, folder = ShardedRun(), rank.folder / "refused"
     run.train(rank, 1)
     save = run.checkpoints.save_checkpoint
     with dense(run.model):
@@ -241,11 +242,11 @@ def what_is_refused(rank: Rank) -> None:
     refusal(ValueError, lambda: save(folder, f"tag{rank.rank}"), "ranks gave different tags")
     refusal(ValueError, lambda: save(folder, client_state={"of": object()}), "client_state")
     save(folder)
-    other = Sharded(llama(3, tied=True))
+    other = ShardedRun(llama(3, tied=True))
     refusal(ValueError, lambda: other.checkpoints.load_checkpoint(folder), "it is of another model", "layers.2")
-    sgd = Sharded(kind=torch.optim.SGD)
+    sgd = ShardedRun(kind=torch.optim.SGD)
     refusal(ValueError, lambda: sgd.checkpoints.load_checkpoint(folder), "is of Adam, and the optimizer here is SGD")
-    rows = Sharded(kind=KeepsRows)
+    rows = ShardedRun(kind=KeepsRows)
     refusal(ValueError, lambda: rows.train(rank, 1), "'KeepsRows' keeps 'rows' of shape [3]")
     refusal(ValueError, lambda: rows.checkpoints.save_checkpoint(folder), "'KeepsRows' keeps 'rows' of shape [3]")
     early = torch.optim.AdamW(llama().parameters())
@@ -257,6 +258,7 @@ def what_is_refused(rank: Rank) -> None:
 
 CHECKS_ON_2 = {
     "resumed": resumed_is_uninterrupted,
+    "schedule": schedule_under_another_plan,
     "evaluated": after_an_evaluation,
     "background": in_the_background_and_pruned,
     "buffers": each_rank_has_its_buffers,

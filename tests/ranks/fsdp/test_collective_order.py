@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import random
+import re
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
@@ -20,6 +21,7 @@ from torch.utils.checkpoint import checkpoint
 from sdp_deepspeed.architectures import Branch, register
 from sdp_deepspeed.config import KEY, parse
 from sdp_deepspeed.fsdp import sharded_model_of
+from sdp_deepspeed.plan.plan import Plan
 from sdp_deepspeed.plan.planner import plan_model
 from tests.helpers.ranks import Check, Rank
 from tests.helpers.sharded import sharded
@@ -68,17 +70,24 @@ register(f"{__name__}.Layer", Branch("one", norm="norm_1", body="one"), Branch("
 
 
 def write_random_plan(model: nn.Module, rank: Rank, seed: int) -> str:
-    block = parse({KEY: {"holders": 2}})
-    assert block is not None
-    plan, _ = plan_model(model, block, rank.size)
-    draw = random.Random(seed)
+    draw, units = random.Random(seed), made_plan(model, rank).units
     while True:
-        holders = [tuple(sorted(draw.sample(range(rank.size), draw.randint(1, 3)))) for _ in plan.units]
+        holders = [tuple(sorted(draw.sample(range(rank.size), draw.randint(1, 3)))) for _ in units]
         if len({len(own) for own in holders}) > 1 and len({rank for own in holders for rank in own}) == rank.size:
-            break
-    path = rank.folder / f"plan-{rank.rank}-{seed}.json"
+            return write_plan(model, rank, holders, str(seed))
+
+
+def write_plan(model: nn.Module, rank: Rank, holders: Sequence[tuple[int, ...]], name: str) -> str:
+    plan = made_plan(model, rank)
+    path = rank.folder / f"plan-{rank.rank}-{name}.json"
     replace(plan, holders=tuple(holders), num_holders=None).save(path)
     return str(path)
+
+
+def made_plan(model: nn.Module, rank: Rank) -> Plan:
+    block = parse({KEY: {"holders": 2}})
+    assert block is not None
+    return plan_model(model, block, rank.size)[0]
 
 
 @contextmanager
@@ -116,6 +125,27 @@ def runs_to_its_end(rank: Rank, *, parallel: bool, stretch: int) -> None:
         assert all(p.grad is not None for u in units for m in u.modules for p in m.parameters())
 
 
+FROZEN: dict[str, tuple[str, list[tuple[int, ...]]]] = {
+    "the first layer": (r"layers\.0\..*", [(0, 1), (0, 1), (0,), (0, 1)]),
+    "each second branch": (r".*(two|norm_2)\..*", [(0,), (0, 1), (0,), (0, 1)]),
+}
+
+
+def frozen_parameters(rank: Rank) -> None:
+    """Of units below, or between, those that train: ranks that lack some of these still gather what others gather."""
+    for frozen, holders in FROZEN.values():
+        model: Any = Tower(parallel=False, stretch=0)
+        for name, parameter in model.named_parameters():
+            parameter.requires_grad_(not re.fullmatch(frozen, name))
+        on_two = [*holders, *((2, 3) for _ in range(4))]
+        model = sharded(model, {"assignment": write_plan(model, rank, on_two, "frozen")})
+        with delays(rank, 0):
+            for _ in range(3):
+                model(torch.randn(2, 4)).sum().backward()
+        gradients = {name: p.grad for name, p in model.named_parameters() if p.numel()}
+        assert all((gradient is None) == bool(re.fullmatch(frozen, name)) for name, gradient in gradients.items())
+
+
 def gathers_ahead(rank: Rank) -> None:
     """Where the unit before is held too: it is gathered before the one after it is reduced."""
     model: Any = Tower(parallel=False, stretch=0)
@@ -137,6 +167,7 @@ def _checks(size: int, config: pytest.Config) -> list[tuple[str, Check]]:
         ("checkpointed", partial(run, parallel=False, stretch=1)),
         ("stretches", partial(run, parallel=False, stretch=2)),
         ("gathers_ahead", gathers_ahead),
+        ("frozen", frozen_parameters),
     ]
 
 

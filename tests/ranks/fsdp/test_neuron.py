@@ -197,7 +197,7 @@ def refuses(rank: Rank) -> None:
     """On all ranks, before anything is changed."""
     model = SPECIMENS["llama"].build()
     ignored = model.get_parameter("model.layers.0.mlp.up_proj.weight")
-    with pytest.raises(ValueError, match=r"ignored_params: .*up_proj.weight.*cut by neurons"):
+    with pytest.raises(ValueError, match=r"ignored_params: .*up_proj.weight.*some ranks lack"):
         sharded(model, NEURON, ignored_params=[ignored])
     assert model.get_parameter("model.layers.0.mlp.up_proj.weight") is ignored
 

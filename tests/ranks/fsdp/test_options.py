@@ -51,6 +51,31 @@ def mixed_precision(rank: Rank) -> None:
     assert {p.dtype for p in models[0].parameters()} == {torch.float32}
 
 
+def stays_gathered(rank: Rank) -> None:
+    """Between passes: two evaluations in a row, scaled ones too, and training goes on with what it had."""
+    for block in (ONE, ONE | {"dense_branch_scale": "coverage"}):
+        model = sharded(llama(), block, reshard_after_forward=False)
+        freed = sharded(llama(), block)
+        for _ in range(2):
+            with torch.no_grad():
+                found = [one.eval()(input_ids=TOKENS).logits for one in (model, freed, model)]
+            assert torch.equal(found[0], found[1])
+            assert torch.equal(found[0], found[2])
+            losses = [loss_of(one.train(), TOKENS) for one in (model, freed)]
+            assert torch.equal(*losses)
+            losses[0].backward()
+
+
+def leaves_out_what_is_ignored(rank: Rank) -> None:
+    """Of what is shared: rank 0's own is exported. Of units that some lack it is refused."""
+    model, name = llama(), "model.norm.weight"
+    full = full_state_dict(sharded(model, ONE, ignored_params=[model.get_parameter(name)]))
+    assert (rank.rank == 0) == torch.equal(full.get(name, torch.zeros(1)), llama().get_parameter(name))
+    other = llama()
+    ignored = [other.get_parameter("model.layers.0.mlp.up_proj.weight")]
+    refusal(ValueError, lambda: sharded(other, ONE, ignored_params=ignored), "is of a unit that some ranks lack")
+
+
 def starts_from_init(rank: Rank) -> None:
     with sdp_deepspeed.Init():
         model = llama()
@@ -130,6 +155,7 @@ def is_refused(rank: Rank) -> None:
 def _checks(size: int, config: pytest.Config) -> list[tuple[str, Check]]:
     checks: list[Check] = [checkpointed, compiled, offloaded, mixed_precision, starts_from_init]
     checks += [starts_on_the_meta_device, steps_with_multi_tensor_kernels, is_exported, is_refused]
+    checks += [stays_gathered, leaves_out_what_is_ignored]
     return [(getattr(check, "__name__", "check"), check) for check in checks]
 
 

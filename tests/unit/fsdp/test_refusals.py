@@ -70,5 +70,5 @@ def test_parameters_that_are_cut_cannot_be_ignored() -> None:
     cut = model.get_parameter("model.layers.1.mlp.down_proj.weight")
     check_not_ignored(model, plan, {shared})
     check_not_ignored(model, whole, {shared, cut})
-    with pytest.raises(ValueError, match=r"ignored_params: 'model.layers.1.mlp.down_proj.weight' is cut"):
+    with pytest.raises(ValueError, match=r"ignored_params: 'model.layers.1.mlp.down_proj.weight' is of a unit"):
         check_not_ignored(model, plan, {shared, cut})
