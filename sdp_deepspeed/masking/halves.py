@@ -48,6 +48,8 @@ class Halves:
 
     def narrowed(self, kwargs: Mapping[str, Any], *, lacking: bool = False) -> dict[str, Any]:
         """Keyword arguments with what they have for the heads of one half."""
+        if not self.inner.by_head:  # else a compiler would make a graph for each of what halves there are
+            return dict(kwargs)
         return of_heads(kwargs, self.inner.by_head, self.cells[lacking], sum(map(len, self.cells)))
 
     def leave_out_caches(self, body: nn.Module, kwargs: dict[str, Any]) -> None:
