@@ -37,10 +37,10 @@ class Figures:
         """Any cell of a subject, for what all of its cells have in common."""
         return max((cell for cell in self.cells if cell["subject"] == subject), key=lambda cell: cell["budget"])
 
-    def losses(self, subject: str, budget: int) -> dict[int, float]:
-        """By seed."""
+    def losses(self, subject: str, budget: int, key: str = "loss") -> dict[int, float]:
+        """By seed, at the end of the run; or its "best_loss", as if it had been stopped there."""
         return {
-            cell["seed"]: cell["loss"] for cell in self.cells if (cell["subject"], cell["budget"]) == (subject, budget)
+            cell["seed"]: cell[key] for cell in self.cells if (cell["subject"], cell["budget"]) == (subject, budget)
         }
 
     def rate(self, subject: str, budget: int) -> float:
@@ -147,44 +147,45 @@ FEW_DATA = ("few data", "fewer data")
 
 
 def few_data(result: Result) -> str:
-    """Where the same text is read many times: losses at the end of runs of several lengths."""
+    """Where the same text is read many times: losses at the end of runs of several lengths, and the lowest."""
     studies = [Figures.of(result, study) for study in FEW_DATA]
     return "\n\n".join(_few_data(figures) for figures in studies if figures.cells)
 
 
 def _few_data(figures: Figures) -> str:
-    """A column for each length of a run, at the end of which the learning rate is zero: what stops early is short."""
+    """A column for each length of a run, at the end of which the learning rate is zero; and the best, stopped early."""
     names = [name for dense in (True, False) for name in figures.subjects(dense=dense)]
     names.sort(key=lambda name: best_length(figures, name)[1])
     rows = []
     for name in names:
         budget, _ = best_length(figures, name)
+        lowest = mean_and_error(figures.losses(name, budget, "best_loss").values())
         gain = difference_of_bests(figures, name, figures.of_its_size(name))
         peak = f"{figures.some(name)['peak_bytes'] / MIB:.1f}"
         losses = [mean_and_error(figures.losses(name, each).values()) for each in figures.budgets]
-        rows.append([name, peak, f"{figures.rate(name, budget):g}", *losses, gain])
+        rows.append([name, peak, f"{figures.rate(name, budget):g}", *losses, lowest, gain])
     size = figures.cells[0]["train_bytes"]
     columns = [f"{budget:,} dense steps" for budget in figures.budgets]
-    heads = [f"{size // 1000} kB", "peak, MiB", "rate", *columns, "its best, less that of its size"]
+    heads = [f"{size // 1000} kB", "peak, MiB", "rate", *columns, "lowest on the way", "less its own size's"]
     return f"{_caption(figures)}\n\n" + table(heads, rows)
 
 
 def best_length(figures: Figures, subject: str) -> tuple[int, float]:
-    """The budget with the lowest mean loss at the end of the run, and that loss."""
+    """The budget with the lowest mean loss at any time of the run, and that loss."""
     means = {
         budget: statistics.mean(losses.values())
         for budget in figures.budgets
-        if (losses := figures.losses(subject, budget))
+        if (losses := figures.losses(subject, budget, "best_loss"))
     }
     best = min(means, key=means.__getitem__)
     return best, means[best]
 
 
 def difference_of_bests(figures: Figures, subject: str, other: str | None) -> str:
-    """Of losses with the same seed, each at its subject's best length; below zero the subject is better."""
+    """Of lowest losses with the same seed, each at its subject's best length; below zero the subject is better."""
     if other is None or other == subject:
         return ""
-    one, two = (figures.losses(name, best_length(figures, name)[0]) for name in (subject, other))
+    one, two = (figures.losses(name, best_length(figures, name)[0], "best_loss") for name in (subject, other))
     return mean_and_error((one[seed] - two[seed] for seed in sorted(one.keys() & two.keys())), sign="+")
 
 
