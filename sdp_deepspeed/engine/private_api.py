@@ -127,6 +127,8 @@ PRIVATE_ATTRIBUTES: tuple[tuple[str, str], ...] = (
     ("torch._dynamo.eval_frame", "dynamo_ctx"),
     ("torch.distributed._tools.mem_tracker", "_peak_mem"),
     ("torch.distributed._tools.mem_tracker", "_peak_mem_snap"),
+    ("torch.optim.lr_scheduler", "_last_lr"),
+    ("torch.optim.lr_scheduler", "_schedulers"),
     ("transformers.configuration_utils", "_experts_implementation"),
 )
 _MISSING = object()  # what is there may be None
