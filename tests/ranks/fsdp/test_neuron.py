@@ -17,11 +17,11 @@ from torch.distributed.fsdp import fully_shard as torch_fully_shard
 import sdp_deepspeed
 from sdp_deepspeed.fsdp import full_state_dict, sharded_model_of
 from tests.helpers.collective_log import Issued, check_order, collectives_of_fsdp
-from tests.helpers.models import SPECIMENS, batches, family, loss_of, two_groups
-from tests.helpers.oracle import make_optimizer
+from tests.helpers.models import SPECIMENS, batches, family, loss_of
 from tests.helpers.ranks import Check, Rank
 from tests.helpers.sharded import (
     NUM_STEPS,
+    check_against_deepspeed,
     check_against_reference,
     compare_evaluation,
     gathered_state,
@@ -29,7 +29,6 @@ from tests.helpers.sharded import (
     optimizer_of,
     sharded,
 )
-from tests.helpers.training import engine_of
 
 NEURON: dict[str, Any] = {"strategy": "neuron", "coverage": 0.5}
 THREE_OF_FOUR: dict[str, Any] = {"strategy": "neuron", "holders": 3}
@@ -78,32 +77,9 @@ def covers_everything(rank: Rank) -> None:
 
 
 def agrees_with_the_deepspeed_host(rank: Rank) -> None:
-    """Losses of training and of the dense model, whose branches are scaled."""
-    model = SPECIMENS["gpt2"].build()
+    """With scaled branches."""
     block = {"strategy": "neuron", "holders": 2, "neuron_groups": 5, "dense_branch_scale": "coverage"}
-    other = deepcopy(model)
-    settings = {"train_micro_batch_size_per_gpu": 2, "zero_optimization": {"stage": 1}, "gradient_clipping": 0.0}
-    optimizer = make_optimizer("AdamW", two_groups(dict(other.named_parameters())))
-    engine = engine_of(settings | {"subnetwork_data_parallel": block}, other, optimizer=optimizer)
-    model = sharded(model, block)
-    assert sharded_model_of(model).plan.hash == engine.plan.hash
-    own = optimizer_of(model)
-    for step in itertools.islice(batches(rank.size, 1), NUM_STEPS):
-        (batch,) = step[rank.rank]
-        loss = loss_of(engine, batch)
-        engine.backward(loss)
-        engine.step()
-        (found,) = micro_steps(model, [batch])
-        assert abs(found - loss.item()) <= 1e-5
-        own.step()
-        own.zero_grad()
-        for each in (engine, model):
-            each.eval()
-        with torch.no_grad():
-            losses = [loss_of(each, batch).item() for each in (engine, model)]
-        assert abs(losses[0] - losses[1]) <= 1e-5, losses
-        for each in (engine, model):
-            each.train()
+    check_against_deepspeed(rank, SPECIMENS["gpt2"].build(), block, clip=0.0)
 
 
 def gathers_ahead(log: Sequence[Issued]) -> bool:

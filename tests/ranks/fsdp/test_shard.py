@@ -8,22 +8,20 @@ from functools import partial
 from typing import Any
 
 import pytest
-import torch
 from torch.distributed.fsdp import fully_shard as torch_fully_shard
 
-from sdp_deepspeed.fsdp import clip_grad_norm_, sharded_model_of
+from sdp_deepspeed.fsdp import sharded_model_of
 from sdp_deepspeed.fsdp.pieces import shards
-from tests.helpers.models import SPECIMENS, batches, family, llama, loss_of, two_groups
-from tests.helpers.oracle import make_optimizer
+from tests.helpers.models import SPECIMENS, batches, family, llama
 from tests.helpers.ranks import Check, Rank
 from tests.helpers.sharded import (
     NUM_STEPS,
+    check_against_deepspeed,
     check_against_reference,
     micro_steps,
     optimizer_of,
     sharded,
 )
-from tests.helpers.training import engine_of
 
 HALF = {"coverage": 0.5}
 
@@ -61,31 +59,8 @@ def covers_everything(rank: Rank) -> None:
 
 
 def agrees_with_the_deepspeed_host(rank: Rank) -> None:
-    model, block = llama(3), {"holders": 2, "dense_branch_scale": "coverage"}
-    other = deepcopy(model)
-    settings = {"train_micro_batch_size_per_gpu": 2, "zero_optimization": {"stage": 1}, "gradient_clipping": 0.5}
-    optimizer = make_optimizer("AdamW", two_groups(dict(other.named_parameters())))
-    engine = engine_of(settings | {"subnetwork_data_parallel": block}, other, optimizer=optimizer)
-    model = sharded(model, block)
-    assert sharded_model_of(model).plan.hash == engine.plan.hash
-    own = optimizer_of(model)
-    for step in itertools.islice(batches(rank.size, 1), NUM_STEPS):
-        (batch,) = step[rank.rank]
-        loss = loss_of(engine, batch)
-        engine.backward(loss)
-        engine.step()
-        (found,) = micro_steps(model, [batch])
-        assert abs(found - loss.item()) <= 1e-5
-        clip_grad_norm_(model, 0.5)
-        own.step()
-        own.zero_grad()
-        for each in (engine, model):
-            each.eval()
-        with torch.no_grad():
-            losses = [loss_of(each, batch).item() for each in (engine, model)]
-        assert abs(losses[0] - losses[1]) <= 1e-5, losses
-        for each in (engine, model):
-            each.train()
+    """With scaled branches."""
+    check_against_deepspeed(rank, llama(3), {"holders": 2, "dense_branch_scale": "coverage"}, clip=0.5)
 
 
 def _cases(size: int, config: pytest.Config) -> list[tuple[str, Check]]:
