@@ -36,6 +36,7 @@ from sdp_deepspeed.fsdp.pieces import ShardedUnit
 from sdp_deepspeed.fsdp.refusals import check_call, check_not_ignored, check_same_settings, parsed
 from sdp_deepspeed.fsdp.sharded_mask import ShardedMask
 from sdp_deepspeed.fsdp.sharded_model import ShardedModel, attach
+from sdp_deepspeed.fsdp.whole_layers import drop
 from sdp_deepspeed.layout.places import PieceViews
 from sdp_deepspeed.layout.rank_model import RankModel
 from sdp_deepspeed.masking.description_check import check_descriptions
@@ -171,9 +172,20 @@ def _wrap(
     """FSDP2 itself: each held unit over its holders, then what is left over all ranks."""
     for unit in units:
         if unit.is_held:
-            modules: Any = list(unit.modules) if len(unit.modules) > 1 else unit.modules[0]
-            torch_fully_shard(modules, mesh=meshes[unit.holders], **start.options.arguments())
-    torch_fully_shard(start.module, mesh=start.mesh, **start.options.arguments(*lacking))
+            _shard_modules(unit.modules, meshes[unit.holders], start.options.arguments())
+    _shard_modules([start.module], start.mesh, start.options.arguments(*lacking))
+
+
+def _shard_modules(modules: Sequence[nn.Module], mesh: DeviceMesh, arguments: Mapping[str, Any]) -> None:
+    """As one group of FSDP2's. It copies shards and leaves the whole parameters to whoever refers to them; the mask does,
+    by which they would stay in memory, so their storage is given back."""
+    whole = [parameter for module in modules for parameter in module.parameters()]
+    group: Any = list(modules) if len(modules) > 1 else modules[0]
+    torch_fully_shard(group, mesh=mesh, **arguments)
+    remaining = {id(parameter) for module in modules for parameter in module.parameters()}
+    for parameter in whole:
+        if id(parameter) not in remaining:
+            drop(parameter)
 
 
 def _state_names(module: nn.Module) -> dict[str, str]:

@@ -29,9 +29,10 @@ HALF = {"coverage": 0.5}
 def agrees_with_the_reference(
     rank: Rank, *, name: str = "llama", block: dict[str, Any] | None = None, **options: Any
 ) -> None:
-    model = check_against_reference(
-        rank, SPECIMENS[name].build(), block or {"holders": max(1, rank.size - 1)}, **options
-    )
+    whole = SPECIMENS[name].build()
+    parameters = list(whole.parameters())
+    model = check_against_reference(rank, whole, block or {"holders": max(1, rank.size - 1)}, **options)
+    assert not sum(parameter.untyped_storage().nbytes() for parameter in parameters), "shards are all that is left"
     stored = sharded_model_of(model)
     for tensor in stored.held_tensors():
         shape = stored.rank_model.views.shapes[tensor.dense_name]
