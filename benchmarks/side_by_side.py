@@ -4,9 +4,11 @@
 
 DDP, with activation checkpointing too, ZeRO-0 to 3, FSDP2, and the method in its modes, coverages and stages. Engines
 of all do not fit into memory together, so they come in groups: the plain ones, then one mode at one stage beside DDP
-and plain DeepSpeed at that stage. Inside a group one step of each alternates, in an order that rotates, and ratios are
-taken per repeat. benchmarks/systems says what is counted (group.py), how a step is split (split.py) and what the
-fewest bytes are (bounds.py). Each group is written when it is done, and a run goes on after the last one.
+and plain DeepSpeed at that stage, then the method over FSDP2 and over DeepSpeed (`--only hosts`). Inside a group one
+step of each alternates, in an order that rotates, and ratios are taken per repeat; in fp32 those that train the same
+must have the same losses. With `--splits 0` benchmarks/namespaces.sh runs it over a slow link. benchmarks/systems says
+what is counted (group.py), how a step is split (split.py) and what the fewest bytes are (bounds.py). Each group is
+written when it is done, and a run goes on after the last one.
 """
 
 from __future__ import annotations
@@ -27,6 +29,7 @@ from benchmarks.common.provenance import provenance, write_result
 from benchmarks.common.ranks import run, show
 from benchmarks.common.refusing import refusing
 from benchmarks.common.resuming import found_before, lasting
+from benchmarks.step_time import is_linked
 from benchmarks.systems.group import measure
 from benchmarks.systems.options import MODELS, parser_of, setting_of
 from benchmarks.systems.subjects import BASELINE, STAGES, groups, possible
@@ -43,14 +46,25 @@ def facts(arguments: argparse.Namespace) -> dict[str, Any]:
         "model": model | {"num_parameters": num_parameters(model)},
         "sequence_length": arguments.sequence,
         "device": device_name(),
+        "link": os.environ.get("SDP_LINK_RATE"),
         "arguments": lasting(arguments, besides=("only",)),
     }
+
+
+def check_splits(arguments: argparse.Namespace) -> None:
+    """
+    Raises:
+        ValueError: steps are to be split where ranks receive before they send: who waits at once would wait for ever.
+    """
+    if arguments.splits and is_linked():
+        raise ValueError(f"--splits: got {arguments.splits} between namespaces, where no step can be split: give 0")
 
 
 def measure_groups(arguments: argparse.Namespace) -> dict[str, Any]:
     """All groups that the output does not have yet."""
     of_this_run, path = facts(arguments), Path(arguments.output)
     with refusing():
+        check_splits(arguments)
         done: dict[str, Any] = found_before(path, of_this_run).get("groups", {})
     setting = setting_of(arguments, arguments.micro_batch)
     modes = [mode for mode in MODES if str(mode) in arguments.modes]
@@ -58,7 +72,8 @@ def measure_groups(arguments: argparse.Namespace) -> dict[str, Any]:
     asked = groups(modes, arguments.stages, coverages)
     for name in (name for name in asked if name not in done and re.search(arguments.only, name)):
         show(f"{name} (load {os.getloadavg()[0]:.1f}):")
-        done[name] = {"commit": provenance()["commit"], "subjects": measure(asked[name], setting)}
+        before = {"commit": provenance()["commit"], "load": os.getloadavg()[0]}
+        done[name] = before | {"subjects": measure(asked[name], setting)}
         if dist.get_rank() == 0:
             write_result(str(path), of_this_run | {"groups": done})
     show(f"{len(done)} of {len(asked)} groups are done")

@@ -118,9 +118,16 @@ def engine_of(shape: Shape, config: dict[str, Any]) -> Iterator[Any]:
         gc.collect()
 
 
-def train(engine: Any, batch: torch.Tensor) -> None:
-    """One optimizer step with all its micro-steps on the same tokens [sequences, length]."""
+def train(engine: Any, batch: torch.Tensor) -> torch.Tensor:
+    """One optimizer step with all its micro-steps on the same tokens [sequences, length].
+
+    Returns:
+        The loss on this rank, of the last micro-step.
+    """
     batch = batch.to(engine.device)
     for _ in range(engine.gradient_accumulation_steps()):
-        engine.backward(engine(input_ids=batch, labels=batch).loss)
+        loss = engine(input_ids=batch, labels=batch).loss
+        engine.backward(loss)
+        loss = loss.detach()  # nothing of the pass is kept in the step
         engine.step()
+    return loss

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -18,13 +18,14 @@ from benchmarks.common.device import device
 from benchmarks.common.models import Shape, num_parameters
 from benchmarks.common.ranks import gather, show
 from benchmarks.peak_memory import live_tensors
-from benchmarks.step_time import slowest
-from benchmarks.systems.bounds import everything_whole, of_plan, weights_sharded
+from benchmarks.step_time import is_linked, link_use, slowest
+from benchmarks.systems.bounds import everything_whole, of_plan, of_sharded_plan, weights_sharded
 from benchmarks.systems.split import split_step
 from benchmarks.systems.subjects import Subject
 from sdp_deepspeed.measure.step import measured_step
 from sdp_deepspeed.measure.traffic import TrafficCounter
 
+SAME_LOSS = 1e-5  # of two that train the same in fp32, in each of their first steps
 _KEPT = ("weights", "gradients", "optimizer", "peak", "peak_backward", "peak_step", "activations", "flops", "sent")
 
 
@@ -48,11 +49,39 @@ class Setting:
 
 
 def measure(subjects: Sequence[Subject], setting: Setting) -> dict[str, Any]:
-    """By subject's name: seconds of the slowest rank, and per rank what it held and sent, CPU seconds and parts."""
+    """By subject's name: seconds of the slowest rank, and per rank what it held and sent, CPU seconds and parts, and
+    between namespaces how a step used the link.
+
+    Raises:
+        RuntimeError: two did not train what they should have, on all ranks.
+    """
     found: dict[str, Any] = {}
     with engines_of(subjects, setting, found) as engines:
+        if setting.precision == "fp32":
+            check_same_losses(subjects, found)
         times = alternating(engines, setting)
+        for name, engine in engines.items() if is_linked() else ():
+            times[name]["link_use"] = gather(link_use(engine, setting.batch))
     return {name: {**times[name], "ranks": found[name]} for name in found}
+
+
+def check_same_losses(subjects: Sequence[Subject], figures: Mapping[str, Any]) -> None:
+    """A figure of something else than it says is worth nothing. In bf16 the losses of ZeRO's own stages differ.
+
+    Args:
+        figures: per subject's name those of each rank, with its losses.
+
+    Raises:
+        RuntimeError: two train the same, and a loss differs by more than SAME_LOSS.
+    """
+    first: dict[str, str] = {}
+    for subject in subjects:
+        name = first.setdefault(subject.trains, subject.name)
+        pairs = zip(figures[name], figures[subject.name], strict=True)
+        differences = [abs(a - b) for one, two in pairs for a, b in zip(one["losses"], two["losses"], strict=True)]
+        apart = [difference for difference in differences if not difference <= SAME_LOSS]  # also what is no number
+        if apart:
+            raise RuntimeError(f"{subject.name} does not train what {name} does: their losses differ by {apart[0]:.1e}")
 
 
 @contextmanager
@@ -82,18 +111,18 @@ def engines_of(subjects: Sequence[Subject], setting: Setting, figures: dict[str,
 
 
 def counted(subject: Subject, engine: Any, setting: Setting) -> dict[str, Any]:
-    """What this rank holds and sends in its third step; no collective but the steps'."""
-    for _ in range(2):  # with the second one all that is made once is there
-        train(engine, setting.batch)
+    """What this rank holds and sends in its third step, and its losses so far; no collective but the steps'."""
+    losses = [train(engine, setting.batch) for _ in range(2)]  # with the second one all that is made once is there
     with measured_step(engine, others=live_tensors()) as figures:
-        train(engine, setting.batch)
+        losses.append(train(engine, setting.batch))
     with TrafficCounter() as traffic:
-        train(engine, setting.batch)
+        losses.append(train(engine, setting.batch))
     kept = {name: value for name, value in asdict(figures).items() if name in _KEPT}
     calls = dict(traffic.calls_by_operator)
     return kept | {
         "sent_by_operator": figures.sent_by_operator,
         "calls": calls,
+        "losses": list(map(float, losses)),
         "bound": bound(subject, engine, setting),
     }
 
@@ -105,11 +134,15 @@ def bound(subject: Subject, engine: Any, setting: Setting) -> float:
     wire, weights = sizes.wire, sizes.weights
     if subject.contestant is None and subject.kind != "FSDP2":  # DDP's gradients are fp32's, also under autocast
         return everything_whole(whole, num_ranks, wire=4, weights=4)
-    if subject.contestant is None or subject.contestant.stage == 3:
+    if subject.contestant is None or (subject.contestant.stage == 3 and subject.contestant.mode is None):
         once = num_parameters(setting.shape | {"num_hidden_layers": 1})
         return weights_sharded(whole - once, once, num_ranks, wire=wire, weights=weights)
     if subject.contestant.mode is None:
         return everything_whole(whole, num_ranks, wire=wire, weights=weights)
+    if subject.kind == "FSDP2":
+        last = f"model.layers.{setting.shape['num_hidden_layers'] - 1}."
+        shapes = dense_shapes(setting.shape)
+        return of_sharded_plan(engine.plan, shapes, rank, last=last, wire=wire, weights=weights)
     return of_plan(engine.plan, dense_shapes(setting.shape), rank, wire=wire, weights=weights)
 
 

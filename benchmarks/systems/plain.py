@@ -63,8 +63,11 @@ class PlainEngine(torch.nn.Module):
     def backward(self, loss: torch.Tensor) -> None:
         loss.backward()
 
-    def step(self) -> None:
+    def clip(self) -> None:
         torch.nn.utils.clip_grad_norm_(self.module.parameters(), CLIPPING)
+
+    def step(self) -> None:
+        self.clip()
         self.optimizer.step()
         if self.scheduler is not None:
             self.scheduler.step()
@@ -83,12 +86,12 @@ def build_ddp(
         checkpointing: activations of a layer are computed anew in the backward pass.
         fused: torch's fused AdamW.
     """
-    model = _model(shape)
+    model = fresh_model(shape)
     if checkpointing:
         model.gradient_checkpointing_enable({"use_reentrant": False})
     runs = in_ddp(model, bucket=bucket)
     autocast = torch.autocast(device().type, torch.bfloat16) if precision != "fp32" else nullcontext()
-    return PlainEngine(model, runs, _adamw(model, fused=fused), stage=0, autocast=autocast)
+    return PlainEngine(model, runs, adamw(model.parameters(), fused=fused), stage=0, autocast=autocast)
 
 
 def in_ddp(model: torch.nn.Module, *, bucket: int) -> torch.nn.Module:
@@ -104,14 +107,18 @@ def in_ddp(model: torch.nn.Module, *, bucket: int) -> torch.nn.Module:
 
 def build_fsdp2(shape: Shape, precision: str) -> PlainEngine:
     """Every layer sharded over all ranks, and what is in no layer; for bf16 it travels in bf16, and fp32 is stepped."""
-    model = _model(shape)
+    model, policy = fresh_model(shape), sharded_policy(precision)
     _be_quiet()
     mesh = init_device_mesh(device().type, (dist.get_world_size(),))
-    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16 if precision != "fp32" else None)
     for layer in model.model.layers:
         fully_shard(layer, mesh=mesh, mp_policy=policy)
     fully_shard(model, mesh=mesh, mp_policy=policy)
-    return PlainEngine(model, model, _adamw(model), stage=3, autocast=nullcontext())
+    return PlainEngine(model, model, adamw(model.parameters()), stage=3, autocast=nullcontext())
+
+
+def sharded_policy(precision: str) -> MixedPrecisionPolicy:
+    """Of FSDP2: what travels and is computed with; fp32 is stored and stepped."""
+    return MixedPrecisionPolicy(param_dtype=torch.bfloat16 if precision != "fp32" else None)
 
 
 def _be_quiet() -> None:
@@ -119,12 +126,16 @@ def _be_quiet() -> None:
     warnings.filterwarnings("ignore", ".* is deprecated", FutureWarning, r"torch|transformers|benchmarks")
 
 
-def _model(shape: Shape) -> Any:
+def fresh_model(shape: Shape) -> Any:
     """The same on all ranks."""
     torch.manual_seed(0)
     return LlamaForCausalLM(LlamaConfig(**shape, use_cache=False)).to(device())
 
 
-def _adamw(model: torch.nn.Module, *, fused: bool = True) -> torch.optim.Optimizer:
-    """Side by side everybody's is fused."""
-    return torch.optim.AdamW(model.parameters(), lr=1e-4, fused=fused)
+def adamw(parameters: Any, *, fused: bool = True) -> torch.optim.Optimizer:
+    """Side by side everybody's is fused.
+
+    Args:
+        parameters: or groups of them.
+    """
+    return torch.optim.AdamW(parameters, lr=1e-4, fused=fused)

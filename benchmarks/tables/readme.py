@@ -9,6 +9,7 @@ from functools import partial
 from pathlib import Path
 
 from benchmarks.tables.counts import collectives, faults, model_state, peak_shares
+from benchmarks.tables.hosts import hosts_memory, hosts_time
 from benchmarks.tables.learning import few_data, learning, rates
 from benchmarks.tables.links import (
     link_rates,
@@ -58,6 +59,8 @@ BLOCKS = {
     ),
     "systems-memory": Block(memory_and_bytes, ("systems_4_ranks",)),
     "systems-time": Block(times, ("systems_4_ranks",)),
+    "hosts-memory": Block(hosts_memory, ("hosts_2_ranks", "hosts_4_ranks", "hosts_4_ranks_bf16")),
+    "hosts-time": Block(hosts_time, ("hosts_2_ranks", "hosts_4_ranks", "hosts_1_gbit_2_ranks", "hosts_1_gbit_4_ranks")),
     "scaling": Block(scaling, tuple(f"scaling_{number}_ranks" for number in (1, 2, 4, 8))),
     "overlap": Block(overlap, ("overlap_2_ranks", "overlap_4_ranks", "overlap_1_gbit")),
     "one-way": Block(one_way, ("one_way_as_it_was", "one_way_no_restarts", "one_way_one_bucket", "step_1_gbit")),

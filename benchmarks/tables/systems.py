@@ -71,7 +71,7 @@ def times(result: Result) -> str:
         medians = [statistics.median(of) for of in (seconds, subjects[result["baseline"]]["seconds"])]
         cells = [*(f"{1e3 * median:.0f}" for median in medians), _ratio(name, seconds, result["baseline"], subjects)]
         cells.append(_ratio(name, seconds, stock, subjects) if stock in subjects else "")
-        cells += [f"{1e3 * part_seconds(figures, part):.0f}" for part in PARTS]
+        cells += [f"{1e3 * part_seconds(figures, part):.0f}" if figures["splits"] else "" for part in PARTS]
         lines.append([for_readers(name), *cells])
     baseline = result["baseline"]
     heads = ("step, ms", f"{baseline}'s beside it", f"of {baseline}'s", "of ZeRO's at its stage", *PARTS)

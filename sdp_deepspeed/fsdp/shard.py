@@ -177,8 +177,8 @@ def _wrap(
 
 
 def _shard_modules(modules: Sequence[nn.Module], mesh: DeviceMesh, arguments: Mapping[str, Any]) -> None:
-    """As one group of FSDP2's. It copies shards and leaves the whole parameters to whoever refers to them; the mask does,
-    by which they would stay in memory, so their storage is given back."""
+    """As one group of FSDP2's. It copies shards, and whole parameters go when nobody refers to them any more; the mask
+    does, so their storage is given back here."""
     whole = [parameter for module in modules for parameter in module.parameters()]
     group: Any = list(modules) if len(modules) > 1 else modules[0]
     torch_fully_shard(group, mesh=mesh, **arguments)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 from collections.abc import Iterator
 from typing import Any
 from unittest import mock
@@ -17,7 +18,7 @@ from benchmarks.common.models import num_parameters
 from benchmarks.systems import split
 from benchmarks.systems.group import measure
 from benchmarks.systems.options import MODELS, setting_of
-from benchmarks.systems.subjects import groups
+from benchmarks.systems.subjects import groups, hosts
 from benchmarks.tables.systems import PARTS
 from benchmarks.tables.systems import scaling as scaling_table
 from benchmarks.tables.systems import side_by_side as side_by_side_tables
@@ -79,6 +80,11 @@ def the_method_sends_no_more_than_it_must(_rank: Rank) -> None:
     assert json.dumps(again) == json.dumps(result), "what is there is not measured again"
     with refused("is of a run with another --stages: name"):
         side_by_side.measure_groups(options(**few | {"stages": [2]}, output=str(output)))
+    with (
+        mock.patch.dict(os.environ, {"SDP_LINK_RATE": "1gbit"}),
+        refused("--splits: got 1 between namespaces"),
+    ):
+        side_by_side.measure_groups(arguments)
     assert list(result["groups"]) == [f"{mode}, stage 1" for mode in TRIED]
     for content in result["groups"].values():
         names = list(content["subjects"])
@@ -88,6 +94,24 @@ def the_method_sends_no_more_than_it_must(_rank: Rank) -> None:
             for rank in content["subjects"][name]["ranks"]:
                 assert 0 < rank["bound"] <= rank["sent"] <= 1.01 * rank["bound"] + PADDING, (name, rank)
     assert side_by_side_tables(result).count("\n| ") == 2 * (1 + 1 + 2 + 2 * len(TRIED))
+
+
+def the_method_over_fsdp2_beside_the_others(_rank: Rank) -> None:
+    """Losses are compared inside. It stores 16 bytes for each parameter, spread over the ranks, whatever the coverage,
+    and has no more in its step than plain FSDP2, whose layers are two units here."""
+    subjects = hosts((MODES[0], MODES[1]), (1,), (1, 0.5))
+    found = measure(subjects, setting_of(options(warmup=1, repeats=1, splits=1), 1))
+    plain = found["FSDP2"]["ranks"][dist.get_rank()]
+    num_layers_calls = 3 * SHAPE["num_hidden_layers"]
+    for subject in (subject for subject in subjects if "+ FSDP2" in subject.name):
+        mine = found[subject.name]["ranks"][dist.get_rank()]
+        state = mine["weights"] + mine["gradients"] + mine["optimizer"]
+        assert state == pytest.approx(4 * BYTES / 2, rel=0.01), subject.name
+        assert mine["peak"] <= 1.01 * plain["peak"], subject.name
+        assert mine["bound"] <= mine["sent"] <= mine["bound"] + 4 * (LAYERS / 2) / 2 + PADDING, "the last layer again"
+    assert sum(found["forward x block + FSDP2 C=1"]["ranks"][0]["calls"].values()) == 2 * num_layers_calls + 2 + 1
+    half = found["forward x block + FSDP2 C=0.5"]["ranks"][dist.get_rank()]
+    assert half["calls"] == {"_allgather_base_": 1, "_reduce_scatter_base_": 1, "allreduce_": 1}, "the shared, the norm"
 
 
 def both_ways_to_scale(_rank: Rank) -> None:
@@ -182,6 +206,7 @@ def _cases(_size: int, _options: pytest.Config) -> Iterator[tuple[str, Any]]:
         parts_by_hand,
         the_plain_ones_hold_and_send_what_they_must,
         the_method_sends_no_more_than_it_must,
+        the_method_over_fsdp2_beside_the_others,
         both_ways_to_scale,
     ):
         yield check.__name__, check

@@ -7,9 +7,11 @@ from typing import Any
 import pytest
 
 from benchmarks.collectives import possible_contestants
-from benchmarks.systems.bounds import everything_whole, of_plan, weights_sharded
+from benchmarks.systems.bounds import everything_whole, of_plan, of_sharded_plan, weights_sharded
+from benchmarks.systems.group import check_same_losses
 from benchmarks.systems.nobody_else import RANK, EchoStore
-from benchmarks.systems.subjects import groups, possible
+from benchmarks.systems.subjects import groups, hosts, possible
+from benchmarks.tables.hosts import hosts_time
 from benchmarks.tables.plot_systems import Bar, draw_bars, memory_bars, time_bars
 from benchmarks.tables.systems import growth, memory_and_bytes, scaling, times
 from sdp_deepspeed.config import MODES
@@ -44,6 +46,21 @@ def test_fewest_bytes_of_a_plan(regime: str, expected: tuple[float, float]) -> N
     assert found == pytest.approx([expected[0]] * 3 + [expected[1]])
 
 
+@pytest.mark.parametrize(
+    ("last", "of_a", "shared"),
+    [
+        # each holder of a, of the 12 elements: 8 to others at each gathering, 8 gradients; the shared 4: 3 and 3
+        ("b", 8 * (2 + 2 * 4), 3 * (2 + 4)),
+        ("a", 8 * (2 + 4), 3 * (2 + 4)),
+    ],
+)
+def test_fewest_bytes_over_fsdp2(last: str, of_a: float, shared: float) -> None:
+    """Gradients of two bytes, weights of four; b has one holder, who sends nothing of it."""
+    plan = plan_of("forward")
+    found = [of_sharded_plan(plan, SHAPES, rank, last=last, wire=2, weights=4) for rank in range(4)]
+    assert found == pytest.approx([of_a + shared] * 3 + [shared])
+
+
 def test_fewest_bytes_of_others() -> None:
     assert everything_whole(100, 4, wire=2, weights=4) == 75 * 6
     assert weights_sharded(80, 20, 4, wire=2, weights=4) == 60 * 10 + 15 * 6
@@ -52,7 +69,7 @@ def test_fewest_bytes_of_others() -> None:
 
 def test_who_is_measured() -> None:
     found = groups(MODES, (0, 1, 2), (1, 0.75, 0.5, 0.25))
-    assert len(found) == 1 + 12
+    assert len(found) == 1 + 12 + 1
     assert [subject.name for subject in found["plain"]] == [
         *("DDP", "DDP, activation checkpointing", "ZeRO-0", "ZeRO-1", "ZeRO-2", "ZeRO-3", "FSDP2")
     ]
@@ -61,6 +78,26 @@ def test_who_is_measured() -> None:
         *(f"backward x neuron + ZeRO-2 C={coverage}" for coverage in ("1", "0.75", "0.5", "0.25")),
     ]
     assert possible((1, 0.75, 0.5, 0.25), 2) == [1, 0.5]
+    cells = ["block{} C=1", "block{} C=0.5", "neuron{} C=0.5"]
+    assert [subject.name for subject in hosts(MODES, (0, 1, 2), (1, 0.5))] == [
+        *("DDP", "FSDP2", "ZeRO-3"),
+        *(f"forward x {cell.format(' + ' + host)}" for host in ("FSDP2", "ZeRO-1", "ZeRO-2") for cell in cells),
+    ]
+
+
+def test_another_loss_than_that_of_the_same_training_is_refused() -> None:
+    """C = 1 trains what FSDP2 does; a subnetwork has a loss of its own, the same over every host."""
+    subjects = hosts(MODES[:1], (1,), (1, 0.5))
+    losses = {name: 2.0 if name.endswith("C=0.5") else 1.0 for name in (subject.name for subject in subjects)}
+    figures = {name: [{"losses": [3.0, loss]}, {"losses": [4.0, loss]}] for name, loss in losses.items()}
+    check_same_losses(subjects, figures)
+    for name, first in (("+ FSDP2 C=1", "DDP"), ("+ ZeRO-1 C=0.5", r"forward x block \+ FSDP2 C=0.5")):
+        for loss, words in ((1e-4, "1.0e-04"), (float("nan"), "nan")):
+            own = [{"losses": [3.0, losses[f"forward x block {name}"]]}]
+            other = [{"losses": [4.0, losses[f"forward x block {name}"] + loss]}]
+            changed = figures | {f"forward x block {name}": own + other}
+            with pytest.raises(RuntimeError, match=f"does not train what {first} does: their losses differ by {words}"):
+                check_same_losses(subjects, changed)
 
 
 @pytest.mark.parametrize(("num_ranks", "has_modes"), [(1, False), (2, True), (3, False), (4, True)])
@@ -113,6 +150,33 @@ def test_systems_by_hand() -> None:
     assert memory[-1] == f"{ours} 1.0 | 1.0 | 1.0 | 3.0 | 1.0 | 1.0 | 2.00 | 1.875 | 5 |"
     assert times_[-1] == f"{ours} 500 | 1000 | 0.50 (0.50 to 0.50) | 0.25 (0.25 to 0.25) | 500 | 1000 | 2000 | 0 | 8 |"
     assert times_[4].startswith("| DDP | 1000 | 1000 | 1 |  |")
+
+
+def test_hosts_by_hand() -> None:
+    """Shares of plain FSDP2's steps; over a link also what crossed it, of the node with the most."""
+    both = {"DDP": figures(1.0), "FSDP2": figures(2.0)}
+    linked = {name: of | {"link_use": [{"bytes": 1e6}, {"bytes": 2.5e6}]} for name, of in both.items()}
+    ours = {"forward x block + FSDP2 C=0.5": figures(0.5)}
+    both = {"DDP": both["DDP"], **ours, "FSDP2": both["FSDP2"]}
+    runs = [
+        ({"hosts": {"load": 3, "subjects": linked}}, "1gbit"),
+        ({"hosts": {"load": 0.25, "subjects": both}}, None),
+    ]
+    lines = hosts_time(*(facts(groups=groups_, link=link) for groups_, link in runs)).splitlines()
+    assert lines[0].startswith("1.5M parameters in fp32, batch 1 x 8 per rank")
+    assert lines[0].endswith("the machine's load when the runs began: 3.0, 0.2:")
+    assert lines[2] == "|  | 2 ranks, 1gbit, ms | share | MB over the link | 2 ranks, ms | share |"
+    half = "0.50 (0.50 to 0.50)"
+    assert lines[4:] == [
+        f"| DDP | 1000 | {half} | 2.5 | 1000 | {half} |",
+        "| forward x block + FSDP2, C = 1/2 |  |  |  | 500 | 0.25 (0.25 to 0.25) |",
+        "| FSDP2 | 2000 | 1 | 2.5 | 2000 | 1 |",
+    ]
+
+
+def test_steps_that_were_not_split_have_no_parts() -> None:
+    content = {"hosts": {"subjects": {"DDP": figures(1.0) | {"splits": []}}}}
+    assert times(facts(groups=content)).endswith("| DDP | 1000 | 1000 | 1 |  |  |  |  |  |  |")
 
 
 def test_scaling_by_hand() -> None:
