@@ -15,13 +15,31 @@ import torch
 from sdp_deepspeed.distributed.communicator import Communicator
 from sdp_deepspeed.exchange.exchange import Exchange, Steps
 from sdp_deepspeed.layout.buckets import Bucket, copies
-from sdp_deepspeed.layout.fragments import Fragment, PieceByPiece
+from sdp_deepspeed.layout.fragments import Fragment, PieceByPiece, Views
 from sdp_deepspeed.layout.rank_model import RankModel
 from sdp_deepspeed.layout.segments import Segment, aligned
 from sdp_deepspeed.plan.tensors import NOT_OPTIMIZED
 from sdp_deepspeed.units import Piece
 
 _MIN_ROUNDS = 2  # so that buffers stay below what is fetched
+
+
+def in_rounds(exchange: Exchange, buckets: Sequence[Bucket], views: Views, num_rounds: int) -> Steps:
+    """Each bucket from its owners to all others, `num_rounds` under way at the same time. Where it yields, once, the
+    first run; what comes is written to `views` only after that."""
+    running: deque[Steps] = deque()
+    coming = iter(buckets)
+
+    def start(number: int) -> None:
+        for bucket in itertools.islice(coming, number):
+            running.append(exchange.distribute(bucket, views, receivers="others"))
+            next(running[-1], None)
+
+    start(num_rounds)
+    yield
+    while running:
+        deque(running.popleft(), maxlen=0)
+        start(1)
 
 
 class UnitFetcher:
@@ -69,20 +87,10 @@ class UnitFetcher:
         """
         lacking: Mapping[Piece, torch.Tensor] = {}
         views = PieceByPiece(lambda piece: lacking[piece] if piece in lacking else held(piece))
-        running: deque[Steps] = deque()
-        coming = iter(self._buckets[index])
-
-        def start(number: int) -> None:
-            for bucket in itertools.islice(coming, number):
-                running.append(self._exchange.distribute(bucket, views, receivers="others"))
-                next(running[-1], None)
-
-        start(num_rounds)
-        yield
+        rounds = in_rounds(self._exchange, self._buckets[index], views, num_rounds)
+        yield next(rounds)
         lacking = targets()
-        while running:
-            deque(running.popleft(), maxlen=0)
-            start(1)
+        yield from rounds
 
     def _parts(self, units: Sequence[int]) -> list[tuple[Segment, ...]]:
         """Segments of one round each, of one dtype, so that a holder never packs more than half of what it holds."""

@@ -106,12 +106,17 @@ class CheckpointManager:
         lr_scheduler: what has a `state_dict` and a `load_state_dict`.
 
     Raises:
-        ValueError: the model was not sharded by `sdp_deepspeed.fully_shard`, or the optimizer was made before that; at
-            the first step, the optimizer's state is not one value for each element.
+        ValueError: the model was not sharded by `sdp_deepspeed.fully_shard`, or the optimizer was made before that; or
+            is under tensor parallelism; at the first step, the optimizer's state is not one value for each element.
     """
 
     def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer, lr_scheduler: Any = None) -> None:
         sharded = sharded_model_of(model)
+        if sharded.tensor_parallel is not None:
+            raise ValueError(
+                "CheckpointManager: not possible under tensor parallelism yet: a rank's shards are parts of parts, "
+                "which the format has no place for; save_pretrained writes the dense weights"
+            )
         world = Communicator(dist, sharded.mesh.get_group(), objects=sharded.host.channel(Channel.WORLD))
         self._training = ShardedTraining(sharded, optimizer, lr_scheduler, world)
         self._training.check()

@@ -30,8 +30,14 @@ it can be: each of its ranks has issued what comes before, and nothing that it w
 - Activation checkpointing runs units again in backward, upwards: in the opposite order, and from another unit on each
   rank. So before the first of them is gathered, all held units between it and the lowest one that backward has reached
   are gathered downwards (`_gather_downwards`): AG(b), ..., AG(a) of a stretch [a, b] that is run again, then RS(b),
-  ..., RS(a). Every rank that holds two units of a stretch issues both AGs before both RSs, and the sequence above holds
+  ..., RS(a). Without it ranks that hold units 0 and 1 of a stretch that ends in a sum would cross: one that holds 3 as
+  well runs the stretch again for it, AG(3), AG(0), AG(1); one that holds 2 has gathered 1 ahead with it, AG(2), AG(1),
+  AG(0). Every rank that holds two units of a stretch issues both AGs before both RSs, and the sequence above holds
   that with the AGs of a stretch moved before its first RS.
+
+Under tensor parallelism the sequence above is that of each tensor-parallel rank's groups, and the ranks of one
+tensor-parallel group hold the same units, so they run one program. Their own collectives, of unit j, lie between AG(j)
+and what follows of j+1 in forward, and right before RS(j) in backward, where each of these ranks issues them.
 
 Where a unit runs twice in one forward pass, or where ranks run other units than the first forward pass did, nothing is
 known of the order; then nothing is gathered ahead, or FSDP2's own rules hold: ranks must run the same program.

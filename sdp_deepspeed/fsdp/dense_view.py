@@ -52,9 +52,8 @@ def dense(module: nn.Module) -> Iterator[None]:
 
 def install_view(sharded: ShardedModel, device: torch.device, policy: MixedPrecisionPolicy) -> None:
     """Have forward passes in evaluation mode without gradients mean the dense model; every rank calls it."""
-    ranks = Communicator(dist, sharded.mesh.get_group())
-    host = sharded.host = make_host_group(dist, ranks, logger.warning)
-    objects = host.channel(Channel.WORLD)
+    host = sharded.host = make_host_group(dist, Communicator(dist), logger.warning)
+    objects = host.channel(Channel.DATA_PARALLEL, sharded.mesh.mesh.tolist())
     last_acts = make_last_acts(dist, sharded.mesh.get_group(), logger.warning)
     dp_group = Communicator(dist, sharded.mesh.get_group(), objects=objects, last_acts=last_acts)
     barrier = make_monitored_barrier(host, last_acts, logger.warning)

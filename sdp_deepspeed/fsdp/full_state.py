@@ -38,8 +38,8 @@ def full_state_dict(module: nn.Module) -> dict[str, torch.Tensor]:
     sharded.view.meet(Phase.RESIDENT)
     with torch.no_grad():
         sharded.reshard()
-        values = {name: value for name, value in _gathered(sharded) if sharded.rank == 0}
-    if sharded.rank != 0:
+        values = {name: _undivided(sharded, name, value) for name, value in _gathered(sharded) if sharded.rank == 0}
+    if dist.get_rank() != 0:
         return {}
     own = {**dict(module.named_parameters()), **dict(module.named_buffers())}
     # Names that stand for one tensor (tied weights) stand for one here too.
@@ -88,6 +88,11 @@ def _gathered(sharded: ShardedModel) -> Iterator[tuple[str, torch.Tensor]]:
         deque(sharded.fetcher.fetch(places[part.name], partial(getattr, dense, "targets")), maxlen=0)
         part.scale(dense)
         yield from ((name, _on_host(value)) for name, value in part.by_name(dense).items())
+
+
+def _undivided(sharded: ShardedModel, name: str, value: torch.Tensor) -> torch.Tensor:
+    """From the parts of the tensor-parallel ranks, which all have it in the same order."""
+    return value if sharded.tensor_parallel is None else sharded.tensor_parallel.full(name, value)
 
 
 def _is_whole(tensor: HeldTensor) -> bool:

@@ -11,6 +11,9 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from sdp_deepspeed.fsdp.holder_meshes import UNDER_TENSOR_PARALLELISM
+from sdp_deepspeed.fsdp.sharded_model import is_sharded, sharded_model_of
+
 
 @torch.no_grad()
 def clip_grad_norm_(
@@ -24,9 +27,11 @@ def clip_grad_norm_(
 
     Every rank calls it, for the same parameters of the dense model: one all-reduce of a number over all ranks. A unit's
     shards are spread over its holders and averaged there already, so each element of the dense gradient is on one rank,
-    and the sum over all ranks counts it once, whatever the number of holders or replicas.
+    and the sum over all ranks counts it once, whatever the number of holders or replicas. Under tensor parallelism that
+    is so of what is divided, and of the rest each of these ranks has a copy.
 
     Args:
+        parameters: under tensor parallelism the model itself.
         norm_type: above 0; may be infinity.
         foreach: False computes one tensor after the other.
 
@@ -34,14 +39,16 @@ def clip_grad_norm_(
         The norm before clipping, the same on every rank, in fp32.
 
     Raises:
-        ValueError: a parameter is no DTensor (one of FSDP2's `ignored_params`): nobody averaged its gradient.
+        ValueError: a parameter is no DTensor (one of FSDP2's `ignored_params`): nobody averaged its gradient; or under
+            tensor parallelism parameters without their model.
         RuntimeError: with `error_if_nonfinite`, on all ranks, if the norm is not finite.
     """
     if not norm_type > 0:
         raise ValueError(f"clip_grad_norm_: norm_type: got {norm_type}, expected a number above 0, or infinity")
     if isinstance(parameters, torch.Tensor):
         parameters = [parameters]
-    named = parameters.parameters() if isinstance(parameters, nn.Module) else parameters
+    named = list(parameters.parameters() if isinstance(parameters, nn.Module) else parameters)
+    copied, num_copies = _copied(parameters, named)
     found = [parameter for parameter in named if parameter.grad is not None]
     gradients: list[Any] = [parameter.grad for parameter in found]
     if any(not isinstance(gradient, DTensor) for gradient in gradients):
@@ -50,7 +57,11 @@ def clip_grad_norm_(
             "returned, without those in ignored_params, after backward has averaged them"
         )
     local = [gradient.to_local() for gradient in gradients]
-    total = _over_all_ranks(_norms(local, norm_type, foreach=foreach), norm_type, _device(gradients))
+    once = [part for part, parameter in zip(local, found, strict=True) if id(parameter) not in copied]
+    often = [part for part, parameter in zip(local, found, strict=True) if id(parameter) in copied]
+    norms = _norms(once, norm_type, foreach=foreach)
+    norms += [norm * num_copies ** (-1 / norm_type) for norm in _norms(often, norm_type, foreach=foreach)]
+    total = _over_all_ranks(norms, norm_type, _device(gradients))
     if error_if_nonfinite and not bool(torch.isfinite(total)):
         raise RuntimeError(
             f"The total norm of order {norm_type} for gradients from `parameters` is non-finite, so it cannot be "
@@ -59,6 +70,21 @@ def clip_grad_norm_(
         )
     _scale(local, torch.clamp(max_norm / (total + 1e-6), max=1.0), foreach=foreach)
     return total
+
+
+def _copied(parameters: Any, named: Sequence[torch.Tensor]) -> tuple[set[int], int]:
+    """Parameters (their ids) that each tensor-parallel rank has, and how many these ranks are."""
+    of_axes = any(isinstance(p, DTensor) and p.device_mesh.mesh_dim_names in UNDER_TENSOR_PARALLELISM for p in named)
+    if not of_axes:
+        return set(), 1
+    tp = sharded_model_of(parameters).tensor_parallel if is_sharded(parameters) else None
+    if tp is None:
+        raise ValueError(
+            "clip_grad_norm_: got parameters of a model under tensor parallelism; give the model that "
+            "sdp_deepspeed.fully_shard returned, which knows of which of them each rank has a copy"
+        )
+    model: Any = parameters
+    return {id(parameter) for name, parameter in model.named_parameters() if not tp.is_divided(name)}, tp.size
 
 
 def _norms(local: Sequence[torch.Tensor], norm_type: float, *, foreach: bool | None) -> list[torch.Tensor]:

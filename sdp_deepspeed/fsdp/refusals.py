@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from sdp_deepspeed.config import KEY, SubnetworkConfig, parse
 from sdp_deepspeed.distributed.agreement import Gatherer
@@ -54,7 +54,8 @@ def check_call(module: nn.Module, mesh: DeviceMesh | None, config: SubnetworkCon
     Raises:
         ValueError: all that is refused, a line for each.
     """
-    lines = [*_of_block(config), *_of_mesh(mesh), *_of_model(module), *_of_options(options)]
+    lines = [*_of_block(config), *_of_mesh(module, mesh), *_of_model(module), *_of_options(options)]
+    lines += _of_tensor_parallelism(module, config, options)
     if lines:
         raise ValueError("\n".join(lines))
     refuse_modules(module)
@@ -108,16 +109,25 @@ def _of_block(config: SubnetworkConfig) -> Iterator[str]:
             yield f"{KEY}.{name}: got {value!r}, which has no effect with FSDP2: {why}; remove it"
 
 
-def _of_mesh(mesh: DeviceMesh | None) -> Iterator[str]:
+def _of_mesh(module: nn.Module, mesh: DeviceMesh | None) -> Iterator[str]:
+    has_dtensors = any(isinstance(parameter, DTensor) for parameter in module.parameters())
     if mesh is None:
+        if has_dtensors:
+            yield 'fully_shard: mesh: got None; the parameters are DTensors, so give the other axis, such as mesh["dp"]'
         return
+    ranks, size = mesh.mesh.flatten().tolist(), dist.get_world_size()
     if mesh.ndim != 1:
         yield (
             f"fully_shard: mesh: got {mesh.ndim} axes {tuple(mesh.shape)}, expected one: a unit is sharded over its "
-            "holders, which are no rectangle of a mesh (no HSDP, no tensor parallelism)"
+            'holders, which are no rectangle of a mesh (no HSDP); with tensor parallelism give mesh["dp"]'
         )
-    elif mesh.mesh.tolist() != list(range(dist.get_world_size())):
-        yield f"fully_shard: mesh: got ranks {mesh.mesh.tolist()}, expected all {dist.get_world_size()} in order"
+    elif ranks != sorted(ranks):
+        yield f"fully_shard: mesh: got ranks {ranks}, expected them in order"
+    elif not has_dtensors and len(ranks) != size:
+        yield (
+            f"fully_shard: mesh: got ranks {ranks}, expected all {size}: without tensor parallelism (DTensors) the "
+            "others have no part in this model"
+        )
 
 
 def _of_model(module: nn.Module) -> Iterator[str]:
@@ -126,15 +136,37 @@ def _of_model(module: nn.Module) -> Iterator[str]:
     sharded = [name for name, inner in module.named_modules() if isinstance(inner, FSDPModule)]
     if sharded:
         yield f"fully_shard: {quoted(sharded)} went through torch's fully_shard before; give the plain model"
-    dtensors = [name for name, parameter in module.named_parameters() if isinstance(parameter, DTensor)]
-    if dtensors:
-        yield (
-            f"fully_shard: {quoted(dtensors)} is a DTensor (tensor parallelism?), of which units cannot be taken; "
-            "give the plain model"
-        )
     scalars = [name for name, parameter in module.named_parameters() if not parameter.dim()]
     if scalars:
         yield f"fully_shard: {quoted(scalars)} has no dim, so FSDP2 cannot shard it; give it one"
+
+
+def _of_tensor_parallelism(module: nn.Module, config: SubnetworkConfig, options: ShardOptions) -> Iterator[str]:
+    """What cannot be done to a model that torch's parallelize_module went over."""
+    dtensors = {name: p for name, p in module.named_parameters() if isinstance(p, DTensor)}
+    if not dtensors:
+        return
+    strategies = [config.strategy] if isinstance(config.strategy, str) else list(config.strategy.values())
+    if "neuron" in strategies:
+        yield (
+            f'{KEY}.strategy: "neuron" is not possible with DTensors: their styles divide whole layers, and pieces of '
+            'them would be layers of their own; use "block", or DeepSpeed with AutoTP'
+        )
+    odd = [
+        name
+        for name, tensor in dtensors.items()
+        if tensor.device_mesh.ndim != 1 or not isinstance(tensor.placements[0], Shard | Replicate)
+    ]
+    if odd:
+        yield f"fully_shard: {quoted(odd)} is placed otherwise than Shard or Replicate on a mesh of one axis"
+    without = [name for name, tensor in module.named_parameters() if tensor.is_meta]
+    if without:
+        yield (
+            f"fully_shard: {quoted(without)} is on the meta device: with tensor parallelism the weights must be there, "
+            "since who initializes a part would not give it the dense model's values"
+        )
+    if ignored := [name for name, tensor in dtensors.items() if tensor in options.ignored_params]:
+        yield f"fully_shard: ignored_params: {quoted(ignored)} is a DTensor; leave it to FSDP2"
 
 
 def _of_options(options: ShardOptions) -> Iterator[str]:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypeVar
@@ -22,20 +23,21 @@ from sdp_deepspeed.architectures import LocatedBranch, locate_branches, unit_cos
 from sdp_deepspeed.config import KEY, SubnetworkConfig
 from sdp_deepspeed.deferred_init.init import PROGRAM
 from sdp_deepspeed.deferred_init.materialize import DeferredModel, check_initialized_alike
-from sdp_deepspeed.distributed.agreement import Gatherer, OneRank, run_on_all_ranks
+from sdp_deepspeed.distributed.agreement import Among, Gatherer, OneRank, run_on_all_ranks
 from sdp_deepspeed.distributed.communicator import Communicator
 from sdp_deepspeed.distributed.store_gatherer import StoreGatherer
 from sdp_deepspeed.engine.consistency import check_holders_agree, check_same_plan
 from sdp_deepspeed.fsdp.block_units import block_units, shared_tensors
 from sdp_deepspeed.fsdp.collective_order import order_collectives
 from sdp_deepspeed.fsdp.dense_view import install_view
-from sdp_deepspeed.fsdp.holder_meshes import make_meshes
+from sdp_deepspeed.fsdp.holder_meshes import make_meshes, mesh_of_shared
 from sdp_deepspeed.fsdp.neuron_units import in_model_order, neuron_units
 from sdp_deepspeed.fsdp.options import ShardOptions
 from sdp_deepspeed.fsdp.pieces import ShardedUnit
 from sdp_deepspeed.fsdp.refusals import check_call, check_not_ignored, check_same_settings, parsed
 from sdp_deepspeed.fsdp.sharded_mask import ShardedMask
 from sdp_deepspeed.fsdp.sharded_model import ShardedModel, attach
+from sdp_deepspeed.fsdp.tensor_parallel import TensorParallel, columns_of
 from sdp_deepspeed.fsdp.whole_layers import drop
 from sdp_deepspeed.layout.places import PieceViews
 from sdp_deepspeed.layout.rank_model import RankModel
@@ -57,9 +59,10 @@ class Start:
     Args:
         module: whole; its weights are there, or on the meta device, or under `Init`.
         block: parsed.
-        mesh: of all ranks.
-        ranks: the same ranks, for what they agree on.
+        mesh: the data-parallel ranks.
+        ranks: all, for what they agree on.
         options: for FSDP2.
+        tensor_parallel: what it is to units; None without.
     """
 
     module: nn.Module
@@ -67,6 +70,7 @@ class Start:
     mesh: DeviceMesh
     ranks: Gatherer
     options: ShardOptions
+    tensor_parallel: TensorParallel | None = None
 
     @property
     def device(self) -> torch.device:
@@ -74,6 +78,15 @@ class Start:
         return (
             torch.device(kind) if kind == "cpu" else torch.device(kind, torch.get_device_module(kind).current_device())
         )
+
+    def network(self, *, gradient_bytes: int, weight_bytes: int) -> Network:
+        """Of the data-parallel ranks; every rank calls it."""
+        dp, tp, own = self.ranks, None, self.mesh.get_local_rank()
+        if self.tensor_parallel is not None:
+            place = self.tensor_parallel.place(self.ranks.rank)
+            dp = Among(self.ranks, place, rank=own, size=self.mesh.size())
+            tp = Among(self.ranks, own, rank=place, size=self.tensor_parallel.size)
+        return Network.gather(dp, tp_group=tp, gradient_bytes=gradient_bytes, weight_bytes=weight_bytes)
 
 
 def fully_shard(
@@ -94,7 +107,8 @@ def fully_shard(
     Args:
         module: the same on all ranks. On the meta device it stays there, as in FSDP2: call `to_empty` and initialize
             it. Built under `sdp_deepspeed.Init` it gets the values that it would have without.
-        mesh: 1-d, of all ranks in order; None makes it.
+        mesh: 1-d, of all ranks in order; None makes it. After torch's `parallelize_module` over one axis of a mesh of
+            all ranks, the other axis.
         block: `subnetwork_data_parallel` as in a DeepSpeed config.
         reshard_after_forward, mp_policy, offload_policy, ignored_params: as FSDP2's, for each unit and the root.
 
@@ -112,7 +126,8 @@ def fully_shard(
     config = run_on_all_ranks(ranks, partial(parsed, block), partial(_checked, module, mesh, block, options))
     check_same_settings(config, options, ranks)
     mesh = mesh or init_device_mesh(_device_type(), (dist.get_world_size(),))
-    start = Start(module, config, mesh, ranks, options)
+    columns = columns_of(module, mesh, ranks)
+    start = Start(module, config, mesh, ranks, options, TensorParallel(columns) if columns else None)
     sharded = shard(start)
     order_collectives(sharded)
     install_view(sharded, start.device, options.mp_policy)
@@ -125,28 +140,30 @@ def shard(start: Start) -> ShardedModel:
     module, mesh = start.module, start.mesh
     policy = start.options.mp_policy
     weights = policy.param_dtype or next(module.parameters()).dtype
-    network = Network.gather(
-        start.ranks, gradient_bytes=(policy.reduce_dtype or weights).itemsize, weight_bytes=weights.itemsize
-    )
-    state_names = _state_names(module)
-    tensors, deferred = dense_tensors(module), run_on_all_ranks(start.ranks, partial(_deferred, module))
+    network = start.network(gradient_bytes=(policy.reduce_dtype or weights).itemsize, weight_bytes=weights.itemsize)
+    state_names, tensor_parallel = _state_names(module), start.tensor_parallel
+    deferred = run_on_all_ranks(start.ranks, partial(_deferred, module)) if tensor_parallel is None else None
 
     def plan_and_mask() -> tuple[Plan, ShardedMask, list[LocatedBranch], list[ShardedUnit]]:
         branches = locate_branches(module)
         plan, warnings = plan_model(module, start.block, mesh.size(), network, branches=branches)
         check_not_ignored(module, plan, start.options.ignored_params)
+        if tensor_parallel is not None:
+            tensor_parallel.take_local(module)
+            refuse_shared_memory(module)
         warnings += check_descriptions(module, branches, plan, start.device)
         if start.ranks.rank == 0:
             for warning in warnings:
                 logger.warning("%s: %s", KEY, warning)
             logger.info("%s\n%s", KEY, plan.table(unit_costs(module, plan.units)))
-        model = RankModel(plan, tuple(tensors), PieceViews(named_tensors(module)), mesh.get_local_rank())
+        model = RankModel(plan, tuple(dense_tensors(module)), PieceViews(named_tensors(module)), mesh.get_local_rank())
         mask = ShardedMask(module, model, branches, scales=start.block.dense_branch_scale == "coverage")
         mask.check()
         return plan, mask, branches, list(block_units(module, model, branches))
 
-    plan, mask, branches, blocks = run_on_all_ranks(start.ranks, plan_and_mask)
-    check_same_plan(plan, start.ranks)
+    with tensor_parallel or nullcontext():
+        plan, mask, branches, blocks = run_on_all_ranks(start.ranks, plan_and_mask)
+        check_same_plan(plan, start.ranks)
     mask.apply_on(start.device, is_deferred=deferred is not None)
     if deferred is not None:
         world = Communicator(dist, mesh.get_group(), objects=start.ranks)
@@ -155,12 +172,15 @@ def shard(start: Start) -> ShardedModel:
         for part in mask.split:
             part.take_values()
     units = in_model_order(branches, blocks, neuron_units(module, mask.model, branches, mask.split))
-    meshes, num_groups = make_meshes(mesh, (unit.holders for unit in units))
+    columns = tensor_parallel.columns if tensor_parallel else ()
+    meshes, num_groups = make_meshes(mesh, (unit.holders for unit in units), columns)
     lacking = mask.lacking_names()
     ignored = {name for name, parameter in module.named_parameters() if parameter in start.options.ignored_params}
     shared = shared_tensors(module, units, not_shared=lacking | ignored, everyone=tuple(range(mesh.size())))
     _wrap(start, units, meshes, [module.get_parameter(name) for name in sorted(lacking)])
-    return ShardedModel(module, start.block, mask, mesh, meshes, units, shared, state_names, num_groups)
+    return ShardedModel(
+        module, start.block, mask, mesh, meshes, units, shared, state_names, num_groups, tensor_parallel
+    )
 
 
 def _wrap(
@@ -173,7 +193,8 @@ def _wrap(
     for unit in units:
         if unit.is_held:
             _shard_modules(unit.modules, meshes[unit.holders], start.options.arguments())
-    _shard_modules([start.module], start.mesh, start.options.arguments(*lacking))
+    columns = start.tensor_parallel.columns if start.tensor_parallel else ()
+    _shard_modules([start.module], mesh_of_shared(start.mesh, columns), start.options.arguments(*lacking))
 
 
 def _shard_modules(modules: Sequence[nn.Module], mesh: DeviceMesh, arguments: Mapping[str, Any]) -> None:

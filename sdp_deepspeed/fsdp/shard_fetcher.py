@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import itertools
 import math
-from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -12,6 +10,7 @@ import torch
 
 from sdp_deepspeed.distributed.communicator import Communicator
 from sdp_deepspeed.exchange.exchange import Exchange, Steps
+from sdp_deepspeed.exchange.unit_fetcher import in_rounds
 from sdp_deepspeed.fsdp.pieces import elements_of, shards
 from sdp_deepspeed.layout.buckets import Bucket
 from sdp_deepspeed.layout.cuts import Location
@@ -88,20 +87,10 @@ class ShardFetcher:
             num_rounds: that are under way at the same time.
         """
         views = _ShardViews(self._offsets, self._read)
-        running: deque[Steps] = deque()
-        coming = iter(self._buckets[index])
-
-        def start(number: int) -> None:
-            for bucket in itertools.islice(coming, number):
-                running.append(self._exchange.distribute(bucket, views, receivers="others"))
-                next(running[-1], None)
-
-        start(num_rounds)
-        yield
+        rounds = in_rounds(self._exchange, self._buckets[index], views, num_rounds)
+        yield next(rounds)
         views.targets = targets()
-        while running:
-            deque(running.popleft(), maxlen=0)
-            start(1)
+        yield from rounds
 
     def held(self) -> Iterator[torch.Tensor]:
         """All that others get from this rank."""

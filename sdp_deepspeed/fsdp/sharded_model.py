@@ -16,6 +16,7 @@ from sdp_deepspeed.distributed.host_group import HostGroup
 from sdp_deepspeed.fsdp.pieces import HeldTensor, ShardedUnit
 from sdp_deepspeed.fsdp.shard_fetcher import ShardFetcher
 from sdp_deepspeed.fsdp.sharded_mask import ShardedMask
+from sdp_deepspeed.fsdp.tensor_parallel import TensorParallel
 from sdp_deepspeed.layout.rank_model import RankModel
 from sdp_deepspeed.masking.dense_view import DenseView
 from sdp_deepspeed.plan.plan import Plan
@@ -30,12 +31,13 @@ class ShardedModel:
         module: the model, sharded, this rank's subnetwork.
         block: the parsed config block.
         mask: applied to the module before it was sharded.
-        mesh: of all ranks.
+        mesh: of all data-parallel ranks.
         meshes: by holder set (ranks, ascending), for sets that this rank is in.
         units: in the order of the model.
         shared: parameters that every rank has, sharded over the whole mesh.
         state_names: of the dense model's state dict, each with the first name of its tensor in the module.
         num_groups: process groups made for holder sets, beside the mesh's own.
+        tensor_parallel: what units are divided over beside; all else here is of this rank's part of each tensor.
         host: all ranks, over gloo; its collectives are the checkpoints'.
         fetcher: of units, from their holders' shards to the ranks that lack them.
         view: what makes the module the dense model for a while.
@@ -50,6 +52,7 @@ class ShardedModel:
     shared: Sequence[HeldTensor]
     state_names: Mapping[str, str]
     num_groups: int
+    tensor_parallel: TensorParallel | None
     host: HostGroup = field(init=False)
     fetcher: ShardFetcher = field(init=False)
     view: DenseView = field(init=False)
@@ -100,6 +103,11 @@ class ShardedModel:
 def attach(sharded: ShardedModel) -> None:
     """Have `sharded_model_of` find it; once."""
     object.__setattr__(sharded.module, _ATTRIBUTE, sharded)
+
+
+def is_sharded(module: object) -> bool:
+    """Whether `sharded_model_of` knows it."""
+    return isinstance(module, nn.Module) and _ATTRIBUTE in vars(module)
 
 
 def sharded_model_of(module: nn.Module) -> ShardedModel:

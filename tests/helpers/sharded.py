@@ -11,6 +11,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 
 import sdp_deepspeed
 from sdp_deepspeed.fsdp import clip_grad_norm_, full_state_dict, param_groups, sharded_model_of
@@ -52,19 +53,21 @@ def micro_steps(model: Any, own: Sequence[torch.Tensor]) -> list[float]:
 
 def check_against_reference(
     rank: Rank,
-    model: nn.Module,
+    model: Any,
     block: Mapping[str, Any],
     *,
     optimizer: str = "AdamW",
     clip: float = 0.5,
     accumulation: int = 1,
     prepare: Callable[[Any], None] = lambda model: None,
+    parallelize: Callable[[nn.Module], DeviceMesh] | None = None,
     **options: Any,
 ) -> Any:
     """Train beside the reference, and compare losses, norms, evaluation, and every dense parameter.
 
     Args:
         prepare: changes the sharded model before it trains.
+        parallelize: over another axis, first; gives the data-parallel one.
         options: of `fully_shard`.
 
     Returns:
@@ -72,22 +75,26 @@ def check_against_reference(
     """
     dense = deepcopy(model)
     initial = {name: value.clone() for name, value in dense.state_dict().items()}
-    model = sharded(model, block, **options)
+    mesh = parallelize(model) if parallelize is not None else None
+    model = sdp_deepspeed.fully_shard(model, mesh, block, **options)
     prepare(model)
+    size, place = sharded_model_of(model).mesh.size(), sharded_model_of(model).rank
     plan = sharded_model_of(model).plan
     own_optimizer = optimizer_of(model, optimizer)
     reference = Reference(dense, plan, lambda named: make_optimizer(optimizer, two_groups(named)), loss_of, clip)
-    for number, step in enumerate(itertools.islice(batches(rank.size, accumulation), NUM_STEPS)):
+    for number, step in enumerate(itertools.islice(batches(size, accumulation), NUM_STEPS)):
         losses, norm = from_rank_0(partial(reference.step, step))
-        found = micro_steps(model, step[rank.rank])
-        torch.testing.assert_close(found, losses[rank.rank], rtol=1e-5, atol=1e-5)
-        total = clip_grad_norm_(model.parameters(), clip) if number % 2 else clip_grad_norm_(model, clip)
+        found = micro_steps(model, step[place])
+        torch.testing.assert_close(found, losses[place], rtol=1e-5, atol=1e-5)
+        total = (
+            clip_grad_norm_(model.parameters(), clip) if number % 2 and mesh is None else clip_grad_norm_(model, clip)
+        )
         assert abs(total.item() - norm) <= 1e-4 * norm, (total.item(), norm)
         own_optimizer.step()
         own_optimizer.zero_grad()
         if number in (NUM_STEPS // 2, NUM_STEPS - 1):  # training goes on as if nobody had looked
             dense.load_state_dict(from_rank_0(dense.state_dict))
-            compare_evaluation(model, dense, step[rank.rank][0])
+            compare_evaluation(model, dense, step[place][0])
     compare_state(full_state_dict(model), dense, initial)
     return model
 

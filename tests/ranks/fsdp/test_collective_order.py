@@ -31,12 +31,12 @@ NUM_LAYERS = 4
 
 
 class Layer(nn.Module):
-    """Two branches; `parallel` runs both norms first, so that units run into each other."""
+    """Two branches of sizes of their own; `parallel` runs both norms first, so that units run into each other."""
 
-    def __init__(self, *, parallel: bool) -> None:
+    def __init__(self, index: int, *, parallel: bool) -> None:
         super().__init__()
         self.norm_1, self.norm_2 = nn.LayerNorm(4), nn.LayerNorm(4)
-        self.one, self.two = nn.Linear(4, 4), nn.Linear(4, 4)
+        self.one, self.two = (_body(12 * number) for number in (2 * index + 1, 2 * index + 2))
         self.parallel = parallel
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -44,7 +44,11 @@ class Layer(nn.Module):
             first, second = self.norm_1(x), self.norm_2(x)
             return x + self.one(first) + self.two(second)
         x = x + self.one(self.norm_1(x))
-        return torch.tanh(x + self.two(self.norm_2(x)))
+        return x + self.two(self.norm_2(x))
+
+
+def _body(width: int) -> nn.Module:
+    return nn.Sequential(nn.Linear(4, width), nn.Linear(width, 4))
 
 
 class Tower(nn.Module):
@@ -53,7 +57,7 @@ class Tower(nn.Module):
     def __init__(self, *, parallel: bool, stretch: int) -> None:
         super().__init__()
         torch.manual_seed(0)
-        self.layers = nn.ModuleList(Layer(parallel=parallel) for _ in range(NUM_LAYERS))
+        self.layers = nn.ModuleList(Layer(index, parallel=parallel) for index in range(NUM_LAYERS))
         self.head = nn.Linear(4, 1)
         self.stretch = stretch
 
@@ -91,15 +95,15 @@ def made_plan(model: nn.Module, rank: Rank) -> Plan:
 
 
 @contextmanager
-def delays(rank: Rank, seed: int) -> Iterator[list[str]]:
-    """Before each collective of FSDP2's a rank waits, some longer than others; yields what it issued."""
+def delays(rank: Rank, seed: int, seconds: float = 0.01) -> Iterator[list[str]]:
+    """Before each collective of FSDP2's a rank waits up to some seconds, later ranks longer; yields what it issued."""
     draw, issued = random.Random(rank.rank + 100 * seed), []
 
     def late(name: str) -> Any:
         function = getattr(dist, name)
 
         def call(*args: Any, **kwargs: Any) -> Any:
-            time.sleep(draw.random() * 0.01 * (rank.rank + 1))
+            time.sleep(draw.random() * seconds * (rank.rank + 1))
             issued.append(name)
             return function(*args, **kwargs)
 
@@ -109,20 +113,26 @@ def delays(rank: Rank, seed: int) -> Iterator[list[str]]:
         yield issued
 
 
-def runs_to_its_end(rank: Rank, *, parallel: bool, stretch: int) -> None:
+def runs_to_its_end(
+    rank: Rank, *, parallel: bool, stretch: int, seeds: range = range(2), seconds: float = 0.01
+) -> None:
     """The input needs no gradient, as after frozen embeddings; the first layers' units have to be told apart."""
-    for seed in range(2):
+    for seed in seeds:
         model: Any = Tower(parallel=parallel, stretch=stretch)
         model = sharded(model, {"assignment": write_random_plan(model, rank, seed)})
         torch.manual_seed(rank.rank)
-        with delays(rank, seed) as issued:
+        with delays(rank, seed, seconds) as issued:
             for number in (1, 2, 1):  # of graphs that are there together
                 losses = [model(torch.randn(2, 4)).sum() for _ in range(number)]
                 for loss in losses:
                     loss.backward()
         assert issued
-        units = sharded_model_of(model).units
-        assert all(p.grad is not None for u in units for m in u.modules for p in m.parameters())
+        stored = sharded_model_of(model)
+        assert all(p.grad is not None for u in stored.units for m in u.modules for p in m.parameters())
+        dist.barrier()
+        for mesh in stored.meshes.values():
+            if mesh is not stored.mesh:
+                dist.destroy_process_group(mesh.get_group())
 
 
 FROZEN: dict[str, tuple[str, list[tuple[int, ...]]]] = {
@@ -159,16 +169,26 @@ def gathers_ahead(rank: Rank) -> None:
     assert backward[:5] == ["all", "all", "reduce", "all", "reduce"]
 
 
+KINDS: dict[str, dict[str, Any]] = {
+    "sequential": {"parallel": False, "stretch": 0},
+    "parallel": {"parallel": True, "stretch": 0},
+    "checkpointed": {"parallel": False, "stretch": 1},
+    "stretches": {"parallel": False, "stretch": 2},
+}
+
+
 def _checks(size: int, config: pytest.Config) -> list[tuple[str, Check]]:
+    """With --full-grid 200 random plans more, a quarter of each kind."""
     run: Any = runs_to_its_end
-    return [
-        ("sequential", partial(run, parallel=False, stretch=0)),
-        ("parallel", partial(run, parallel=True, stretch=0)),
-        ("checkpointed", partial(run, parallel=False, stretch=1)),
-        ("stretches", partial(run, parallel=False, stretch=2)),
-        ("gathers_ahead", gathers_ahead),
-        ("frozen", frozen_parameters),
-    ]
+    checks = [(kind, partial(run, **options)) for kind, options in KINDS.items()]
+    if config.getoption("--full-grid"):
+        parts = [range(first, first + 10) for first in range(2, 52, 10)]
+        checks += [
+            (f"{kind}_from_{seeds.start}", partial(run, **options, seeds=seeds, seconds=0.002))
+            for kind, options in KINDS.items()
+            for seeds in parts
+        ]
+    return [*checks, ("gathers_ahead", gathers_ahead), ("frozen", frozen_parameters)]
 
 
 @pytest.mark.checks(SIZE, _checks)

@@ -1,0 +1,164 @@
+"""Units over tensor-parallel ranks too, by torch's `parallelize_module`: 2 x 2 ranks beside the reference."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    PrepareModuleInput,
+    RowwiseParallel,
+    SequenceParallel,
+    parallelize_module,
+)
+
+import sdp_deepspeed
+from sdp_deepspeed.architectures import Branch, register
+from sdp_deepspeed.fsdp import CheckpointManager, clip_grad_norm_, full_state_dict, sharded_model_of
+from tests.helpers.models import SPECIMENS, TOKENS, VOCABULARY, llama, loss_of
+from tests.helpers.ranks import Check, Rank
+from tests.helpers.sharded import check_against_reference
+from tests.helpers.training import refusal
+
+COLUMNS, ROWS = ColwiseParallel(), RowwiseParallel()
+LLAMA = {
+    "model.embed_tokens": RowwiseParallel(input_layouts=Replicate()),
+    **{f"model.layers.*.self_attn.{name}_proj": COLUMNS for name in "qkv"},
+    "model.layers.*.self_attn.o_proj": ROWS,
+    **{f"model.layers.*.mlp.{name}_proj": COLUMNS for name in ("gate", "up")},
+    "model.layers.*.mlp.down_proj": ROWS,
+    "lm_head": ColwiseParallel(output_layouts=Replicate()),
+}
+ONE = {"holders": 1}
+
+
+class Layer(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm_1, self.norm_2 = nn.LayerNorm(4), nn.LayerNorm(4)
+        self.one, self.two = (nn.Sequential(nn.Linear(4, 8), nn.GELU(), nn.Linear(8, 4)) for _ in range(2))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = x + self.one(self.norm_1(x))
+        return x + self.two(self.norm_2(x))
+
+
+class Tower(nn.Module):
+    """Whose ranks have a part of the sequence each between branches, as a DTensor."""
+
+    PLAN: dict[str, Any] = {  # noqa: RUF012
+        "first": RowwiseParallel(input_layouts=Replicate(), output_layouts=Shard(1), use_local_output=False),
+        "head": ColwiseParallel(input_layouts=Shard(1), output_layouts=Replicate()),
+    }
+    for _number, _name in enumerate(("one", "two"), 1):
+        PLAN[f"layers.*.norm_{_number}"] = SequenceParallel(use_local_output=False)
+        PLAN[f"layers.*.{_name}"] = PrepareModuleInput(input_layouts=(Shard(1),), desired_input_layouts=(Replicate(),))
+        PLAN[f"layers.*.{_name}.0"] = COLUMNS
+        PLAN[f"layers.*.{_name}.2"] = RowwiseParallel(output_layouts=Shard(1), use_local_output=False)
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first = nn.Embedding(VOCABULARY, 4)
+        self.layers = nn.ModuleList(Layer() for _ in range(2))
+        self.head = nn.Linear(4, VOCABULARY)
+
+    def forward(self, input_ids: torch.Tensor, labels: torch.Tensor | None = None) -> Any:
+        x = self.first(input_ids)
+        for layer in self.layers:
+            x = layer(x)
+        logits = self.head(x)
+        return SimpleNamespace(logits=logits, loss=logits.float().square().mean())
+
+
+register(f"{__name__}.Layer", Branch("one", norm="norm_1", body="one"), Branch("two", norm="norm_2", body="two"))
+
+
+def parallelized(model: Any) -> DeviceMesh:
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    parallelize_module(model, mesh["tp"], Tower.PLAN if isinstance(model, Tower) else LLAMA)
+    return mesh["dp"]
+
+
+def agrees_with_the_reference(rank: Rank) -> None:
+    """With biases that each tensor-parallel rank has; layers run again in backward."""
+    model = check_against_reference(
+        rank,
+        SPECIMENS["llama_biases"].build(),
+        ONE,
+        parallelize=parallelized,
+        accumulation=2,
+        prepare=lambda model: model.gradient_checkpointing_enable(),
+    )
+    stored = sharded_model_of(model)
+    held = sum(stored.local(tensor).numel() for tensor in stored.held_tensors())
+    assert held < 0.3 * sum(value.numel() for value in SPECIMENS["llama_biases"].build().parameters())
+
+
+def divides_the_sequence(rank: Rank) -> None:
+    """Norms are DTensors as well, whose gradients tensor-parallel ranks add up."""
+    check_against_reference(rank, Tower(), ONE, parallelize=parallelized)
+
+
+def is_exported(rank: Rank) -> None:
+    """Scaled, as in evaluation; with a tied head."""
+    model: Any = llama(tied=True)
+    mesh = parallelized(model)
+    model.lm_head.weight = model.model.embed_tokens.weight
+    model = sdp_deepspeed.fully_shard(model, mesh, ONE | {"dense_branch_scale": "coverage"})
+    state = full_state_dict(model)
+    with torch.no_grad():
+        found = model.eval()(input_ids=TOKENS).logits
+        if rank.rank == 0:
+            whole = llama(tied=True)
+            whole.load_state_dict(state)
+            torch.testing.assert_close(found, whole(input_ids=TOKENS).logits, rtol=1e-4, atol=1e-4)
+            name = "model.layers.0.mlp.down_proj.weight"
+            assert torch.equal(state[name], llama(tied=True).get_parameter(name) / 2)
+    assert bool(state) == (rank.rank == 0)
+
+
+def is_refused(rank: Rank) -> None:
+    """What would train or save something else, by name; the model stays as it was given."""
+    model: Any = llama()
+    mesh = parallelized(model)
+    root = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    ignored = [model.get_parameter("lm_head.weight")]
+    refusal(ValueError, lambda: sdp_deepspeed.fully_shard(model, None, ONE), "DTensors", 'mesh["dp"]')
+    refusal(ValueError, lambda: sdp_deepspeed.fully_shard(model, root, ONE), "2 axes")
+    refusal(ValueError, lambda: sdp_deepspeed.fully_shard(model, root["tp"], ONE), "axes of one mesh")
+    refusal(ValueError, lambda: sdp_deepspeed.fully_shard(llama(), mesh, ONE), "expected all 4")
+    refusal(ValueError, lambda: sdp_deepspeed.fully_shard(model, mesh, ONE, ignored_params=ignored), "ignored_params")
+    refusal(ValueError, lambda: sdp_deepspeed.fully_shard(model, mesh, ONE | {"strategy": "neuron"}), "DTensors")
+    mlp = model.model.layers[0].mlp
+    gate = mlp.gate_proj.weight
+    mlp.up_proj.weight = nn.Parameter(DTensor.from_local(gate.to_local().detach(), gate.device_mesh, gate.placements))
+    refusal(ValueError, lambda: sdp_deepspeed.fully_shard(model, mesh, ONE), "the same memory")
+    assert isinstance(model.get_parameter("lm_head.weight"), DTensor)
+    model = llama()
+    model = sdp_deepspeed.fully_shard(model, parallelized(model), {"holders": 2})
+    loss_of(model, TOKENS).backward()
+    parameters = list(model.parameters())
+    refusal(ValueError, lambda: clip_grad_norm_(parameters, 1.0), "give the model")
+    refusal(RuntimeError, lambda: torch.nn.utils.clip_grad_norm_(parameters, 1.0))
+    refusal(ValueError, lambda: CheckpointManager(model, torch.optim.SGD(parameters)), "tensor parallelism")
+    with torch.device("meta"):
+        empty = llama()
+    mesh = parallelized(empty)
+    refusal(ValueError, lambda: sdp_deepspeed.fully_shard(empty, mesh, ONE), "meta device")
+
+
+def _checks(size: int, config: pytest.Config) -> list[tuple[str, Check]]:
+    checks: list[Check] = [agrees_with_the_reference, divides_the_sequence, is_exported, is_refused]
+    return [(getattr(check, "__name__", "check"), check) for check in checks]
+
+
+@pytest.mark.checks(4, _checks)
+def test_on_ranks(outcome: str | None) -> None:
+    assert outcome is None, outcome
