@@ -13,6 +13,7 @@ from functools import wraps
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
+from sdp_deepspeed.engine import fsdp_refusals
 from sdp_deepspeed.engine.trainer_hook import is_ours, patch_trainer
 
 if TYPE_CHECKING:
@@ -25,7 +26,8 @@ def arm() -> None:
     patches = {
         "deepspeed": _patch_deepspeed,
         "accelerate.accelerator": _patch_accelerate,
-        "transformers.trainer": patch_trainer,
+        "accelerate.commands.config.config_args": fsdp_refusals.patch_launcher,
+        "transformers.trainer": _patch_trainer,
     }
     for name, patch in patches.items():
         host = sys.modules.get(name)
@@ -142,6 +144,7 @@ def _refuse_ours(model: Any) -> None:
 def _patch_accelerate() -> None:
     """`Accelerator.get_state_dict`, which the Trainer saves from, gives the dense model (all ranks call it), and
     Accelerate, which fills in "auto", leaves those of our block to us."""
+    fsdp_refusals.patch_accelerator()
     from accelerate.accelerator import Accelerator
     from accelerate.utils.dataclasses import DeepSpeedPlugin
 
@@ -169,3 +172,8 @@ def _patch_accelerate() -> None:
 
     Accelerator.get_state_dict = get_state_dict
     DeepSpeedPlugin.fill_match = fill_match
+
+
+def _patch_trainer() -> None:
+    patch_trainer()
+    fsdp_refusals.patch_trainer()

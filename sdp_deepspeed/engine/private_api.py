@@ -72,6 +72,7 @@ PRIVATE_NAMES: tuple[tuple[str, str], ...] = (
     ("torch", "Tensor._base"),
     ("torch", "Tensor._version"),
     ("torch._C", "DisableTorchFunctionSubclass"),
+    ("torch._C", "_disabled_torch_function_impl"),
     ("torch._C", "_current_graph_task_id"),
     ("torch._C", "_swap_tensor_impl"),
     ("torch.distributed", "ProcessGroup._device_types"),
@@ -80,6 +81,8 @@ PRIVATE_NAMES: tuple[tuple[str, str], ...] = (
     ("torch.distributed.distributed_c10d", "_get_default_timeout"),
     ("torch.distributed", "ProcessGroupGloo._Options._timeout"),
     ("torch.distributed.distributed_c10d", "_set_pg_timeout"),
+    ("torch.distributed.tensor", "DTensor.__create_chunk_list__"),  # what DCP asks tensors of other kinds for
+    ("torch.distributed.tensor", "DTensor.__create_write_items__"),
     ("torch.nn", "Module()._buffers"),
     ("torch.nn", "Module()._call_impl"),
     ("torch.nn", "Module()._compiled_call_impl"),
@@ -95,6 +98,7 @@ PRIVATE_NAMES: tuple[tuple[str, str], ...] = (
 )
 # What measurements and the training program need besides.
 PRIVATE_NAMES_OF_TOOLS: tuple[tuple[str, str], ...] = (
+    ("accelerate.commands.config.config_args", "ClusterConfig.__post_init__"),
     ("deepspeed.runtime.config", "DeepSpeedConfig"),
     ("deepspeed.runtime.config", "DeepSpeedConfigError"),
     ("torch", "ops.aten._scaled_dot_product_flash_attention_for_cpu"),
@@ -104,6 +108,7 @@ PRIVATE_NAMES_OF_TOOLS: tuple[tuple[str, str], ...] = (
     ("transformers", "PreTrainedModel._keys_to_ignore_on_load_unexpected"),
     ("transformers.conversion_mapping", "get_checkpoint_conversion_mapping"),
     ("transformers.integrations.deepspeed", "HfTrainerDeepSpeedConfig.trainer_config_finalize"),
+    ("transformers.trainer", "Trainer.create_accelerator_and_postprocess"),
     ("transformers.trainer", "get_model_param_count"),
 )
 # Attributes that only instances have, with the module of the host that sets them.

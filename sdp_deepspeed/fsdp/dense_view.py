@@ -21,7 +21,9 @@ from sdp_deepspeed.fsdp.neuron import SplitBranch
 from sdp_deepspeed.fsdp.piece_fetcher import PartFetcher
 from sdp_deepspeed.fsdp.sharded_mask import ShardedBlockPart
 from sdp_deepspeed.fsdp.sharded_model import ShardedModel, sharded_model_of
+from sdp_deepspeed.fsdp.state_dicts import show_as_lacking
 from sdp_deepspeed.masking.dense_view import DenseView
+from sdp_deepspeed.masking.part import MaskedPart
 from sdp_deepspeed.masking.passes import DensePasses
 from sdp_deepspeed.units import Piece
 
@@ -30,6 +32,9 @@ logger = logging.getLogger("sdp_deepspeed")
 
 class ShardedView(DenseView):
     """What is whole is never in the module at once: parameters are shards."""
+
+    def _refuse_partial(self, part: MaskedPart) -> list[Any]:
+        return show_as_lacking(part) if isinstance(part, ShardedBlockPart) else []  # pieces: neuron.SumModule
 
     def _make_resident(self) -> NoReturn:
         raise RuntimeError(

@@ -27,6 +27,7 @@ from sdp_deepspeed.fsdp.narrow_copies import Changes, Heads, make_piece
 from sdp_deepspeed.fsdp.piece_table import PieceTable
 from sdp_deepspeed.fsdp.piece_values import PieceValues
 from sdp_deepspeed.fsdp.splittable import PIECES
+from sdp_deepspeed.fsdp.state_dicts import PiecesTensor, check_pieces
 from sdp_deepspeed.fsdp.whole_layers import WholeLayers, drop
 from sdp_deepspeed.layout.places import side_by_side
 from sdp_deepspeed.layout.rank_model import RankModel
@@ -250,6 +251,12 @@ class SumModule(Mixin):
         if self._sdp_part.dense:
             return super().forward(*args, **kwargs)
         return self._sdp_part.run(args, kwargs)
+
+    def get_extra_state(self) -> PiecesTensor:
+        return PiecesTensor.of(self._sdp_part.table, self._sdp_part.name)
+
+    def set_extra_state(self, state: Any) -> None:
+        check_pieces(self._sdp_part.table, self._sdp_part.name, state)
 
 
 def _like(parameter: torch.Tensor, value: torch.Tensor) -> nn.Parameter:

@@ -13,6 +13,7 @@ from torch.distributed.tensor import DTensor
 
 from sdp_deepspeed.config import SubnetworkConfig
 from sdp_deepspeed.distributed.host_group import HostGroup
+from sdp_deepspeed.engine.fsdp_refusals import SHARDED
 from sdp_deepspeed.fsdp.pieces import HeldTensor, ShardedUnit
 from sdp_deepspeed.fsdp.shard_fetcher import ShardFetcher
 from sdp_deepspeed.fsdp.sharded_mask import ShardedMask
@@ -101,8 +102,9 @@ class ShardedModel:
 
 
 def attach(sharded: ShardedModel) -> None:
-    """Have `sharded_model_of` find it; once."""
+    """Have `sharded_model_of` find it; once. Hosts that cannot take it over refuse it."""
     object.__setattr__(sharded.module, _ATTRIBUTE, sharded)
+    SHARDED.add(sharded.module)
 
 
 def is_sharded(module: object) -> bool:

@@ -19,7 +19,13 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Shard
 
 from sdp_deepspeed.distributed.agreement import Gatherer
+from sdp_deepspeed.masking.mixins import RefusePartial, never
 from sdp_deepspeed.messages import listed
+
+_WAY = (
+    "Under tensor parallelism the parts of all its ranks have one name and shape, so that of each only one would be "
+    "saved: sdp_deepspeed.fsdp.full_state_dict(model) and save_pretrained(model, folder) are the whole model"
+)
 
 
 @dataclass(frozen=True)
@@ -78,6 +84,8 @@ class TensorParallel:
                     inner.register_parameter(name, local[id(given)])
             if wholes:
                 self._hooks += _show_while_it_runs(inner, wholes)
+            if any(whole.is_divided for whole in wholes.values()):
+                self._hooks.append(inner.register_state_dict_post_hook(RefusePartial(path, never, _WAY)))
 
     def __enter__(self) -> TensorParallel:
         return self

@@ -109,9 +109,13 @@ class DenseView:
             for module in {part.modules[0], part.modules[-1]}:
                 self._mix_in(ViewedPart, module)
             if not part.whole:
-                refuse = RefusePartial(part.name, partial(getattr, part, "dense"), _WAY)
-                for module in (inner for outer in part.modules for inner in outer.modules()):
-                    self._hooks.append(module.register_state_dict_post_hook(refuse))
+                self._hooks += self._refuse_partial(part)
+
+    def _refuse_partial(self, part: MaskedPart) -> list[RemovableHandle]:
+        """Have state dicts of a part say that it is not all here."""
+        refuse = RefusePartial(part.name, partial(getattr, part, "dense"), _WAY)
+        modules = [inner for outer in part.modules for inner in outer.modules()]
+        return [module.register_state_dict_post_hook(refuse) for module in modules]
 
     def uninstall(self) -> None:
         """Inverse of `install`, but for classes, which `mixins.unmix` changes back; never inside a view."""

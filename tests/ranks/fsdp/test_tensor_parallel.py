@@ -7,7 +7,10 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 from torch import nn
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.state_dict import get_model_state_dict
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.parallel import (
@@ -148,6 +151,9 @@ def is_refused(rank: Rank) -> None:
     refusal(ValueError, lambda: clip_grad_norm_(parameters, 1.0), "give the model")
     refusal(RuntimeError, lambda: torch.nn.utils.clip_grad_norm_(parameters, 1.0))
     refusal(ValueError, lambda: CheckpointManager(model, torch.optim.SGD(parameters)), "tensor parallelism")
+    refusal(
+        CheckpointException, lambda: dcp.save(get_model_state_dict(model), checkpoint_id=tempfile.mkdtemp()), "one name"
+    )
     with torch.device("meta"):
         empty = llama()
     mesh = parallelized(empty)
