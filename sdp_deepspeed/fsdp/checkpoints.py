@@ -136,6 +136,15 @@ class CheckpointManager:
         """Steps of the optimizer so far, of the runs that this one resumes too; it names checkpoints without a tag."""
         return self._training.global_steps
 
+    @property
+    def global_samples(self) -> int:
+        """Sequences so far, if the loop counts them here: DeepSpeed's monitors have them as their step."""
+        return self._training.global_samples
+
+    @global_samples.setter
+    def global_samples(self, number: int) -> None:
+        self._training.global_samples = number
+
     def save_checkpoint(
         self,
         save_dir: str | Path,

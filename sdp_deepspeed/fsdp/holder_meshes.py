@@ -7,6 +7,8 @@ from collections.abc import Iterable, Sequence
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
+from sdp_deepspeed.distributed.step_limit import take_limit_of_the_run
+
 _DESCRIPTION = "sdp_deepspeed_holders"  # of the groups, as PyTorch's own logs name them
 # Of the axis of each mesh under tensor parallelism. They differ, so that no unit's mesh is equal to that of what is
 # shared: over DTensors of several meshes `torch.nn.utils.clip_grad_norm_` raises, where it would miss parts.
@@ -38,6 +40,7 @@ def make_meshes(
             group = dist.new_group(members, backend=dist.get_backend(mesh.get_group()), group_desc=_DESCRIPTION)
             num_groups += len(holders) > 1
             if rank in holders and column == own:
+                take_limit_of_the_run(dist, group)
                 meshes[holders] = DeviceMesh.from_group(group, mesh.device_type, mesh_dim_names=names)
     return meshes, num_groups
 

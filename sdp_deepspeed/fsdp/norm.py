@@ -32,6 +32,7 @@ def clip_grad_norm_(
 
     Args:
         parameters: under tensor parallelism the model itself.
+        max_norm: infinity changes no gradient.
         norm_type: above 0; may be infinity.
         foreach: False computes one tensor after the other.
 
@@ -68,7 +69,8 @@ def clip_grad_norm_(
             "clipped. To disable this error and scale the gradients by the non-finite norm anyway, set "
             "`error_if_nonfinite=False`"
         )
-    _scale(local, torch.clamp(max_norm / (total + 1e-6), max=1.0), foreach=foreach)
+    if not math.isinf(max_norm):  # else only the norm is asked for
+        _scale(local, torch.clamp(max_norm / (total + 1e-6), max=1.0), foreach=foreach)
     return total
 
 

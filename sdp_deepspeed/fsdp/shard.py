@@ -144,7 +144,7 @@ def shard(start: Start) -> ShardedModel:
     state_names, tensor_parallel = _state_names(module), start.tensor_parallel
     deferred = run_on_all_ranks(start.ranks, partial(_deferred, module)) if tensor_parallel is None else None
 
-    def plan_and_mask() -> tuple[Plan, ShardedMask, list[LocatedBranch], list[ShardedUnit]]:
+    def plan_and_mask() -> tuple[Plan, float, ShardedMask, list[LocatedBranch], list[ShardedUnit]]:
         branches = locate_branches(module)
         plan, warnings = plan_model(module, start.block, mesh.size(), network, branches=branches)
         check_not_ignored(module, plan, start.options.ignored_params)
@@ -152,17 +152,19 @@ def shard(start: Start) -> ShardedModel:
             tensor_parallel.take_local(module)
             refuse_shared_memory(module)
         warnings += check_descriptions(module, branches, plan, start.device)
+        costs = unit_costs(module, plan.units)
         if start.ranks.rank == 0:
             for warning in warnings:
                 logger.warning("%s: %s", KEY, warning)
-            logger.info("%s\n%s", KEY, plan.table(unit_costs(module, plan.units)))
+            logger.info("%s\n%s", KEY, plan.table(costs))
         model = RankModel(plan, tuple(dense_tensors(module)), PieceViews(named_tensors(module)), mesh.get_local_rank())
         mask = ShardedMask(module, model, branches, scales=start.block.dense_branch_scale == "coverage")
         mask.check()
-        return plan, mask, branches, list(block_units(module, model, branches))
+        coverage = plan.mean_coverage([cost.flops for cost in costs])
+        return plan, coverage, mask, branches, list(block_units(module, model, branches))
 
     with tensor_parallel or nullcontext():
-        plan, mask, branches, blocks = run_on_all_ranks(start.ranks, plan_and_mask)
+        plan, coverage, mask, branches, blocks = run_on_all_ranks(start.ranks, plan_and_mask)
         check_same_plan(plan, start.ranks)
     mask.apply_on(start.device, is_deferred=deferred is not None)
     if deferred is not None:
@@ -179,7 +181,7 @@ def shard(start: Start) -> ShardedModel:
     shared = shared_tensors(module, units, not_shared=lacking | ignored, everyone=tuple(range(mesh.size())))
     _wrap(start, units, meshes, [module.get_parameter(name) for name in sorted(lacking)])
     return ShardedModel(
-        module, start.block, mask, mesh, meshes, units, shared, state_names, num_groups, tensor_parallel
+        module, start.block, mask, mesh, meshes, units, shared, state_names, coverage, num_groups, tensor_parallel
     )
 
 

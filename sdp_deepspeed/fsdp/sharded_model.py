@@ -37,6 +37,7 @@ class ShardedModel:
         units: in the order of the model.
         shared: parameters that every rank has, sharded over the whole mesh.
         state_names: of the dense model's state dict, each with the first name of its tensor in the module.
+        coverage: C of the plan, units weighted by their FLOPs.
         num_groups: process groups made for holder sets, beside the mesh's own.
         tensor_parallel: what units are divided over beside; all else here is of this rank's part of each tensor.
         host: all ranks, over gloo; its collectives are the checkpoints'.
@@ -52,6 +53,7 @@ class ShardedModel:
     units: Sequence[ShardedUnit]
     shared: Sequence[HeldTensor]
     state_names: Mapping[str, str]
+    coverage: float
     num_groups: int
     tensor_parallel: TensorParallel | None
     host: HostGroup = field(init=False)

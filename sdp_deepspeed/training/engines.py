@@ -1,72 +1,38 @@
-"""What differs between a stock DeepSpeed engine (the baseline) and ours; the rest of the program does not ask."""
+"""What differs between engines: a stock one of DeepSpeed's (the baseline), ours, and FSDP2's; the rest of the program
+does not ask."""
 
 from __future__ import annotations
 
-import os
-import textwrap
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-import torch.distributed as dist
-from deepspeed.runtime.config import DeepSpeedConfig
-from deepspeed.utils import logger
-
 from sdp_deepspeed.checkpoint.interop.hugging_face_names import new_model
 from sdp_deepspeed.config import MODES
 from sdp_deepspeed.distributed.agreement import Gatherer, run_on_rank_0
-from sdp_deepspeed.distributed.communicator import Communicator
-from sdp_deepspeed.distributed.host_group import Channel, make_host_group
 from sdp_deepspeed.plan.plan import Plan
 from sdp_deepspeed.training.user_errors import RunFolderError
 
 _CANNOT_EXPORT = "save_pretrained: cannot write"  # how our engine's error begins, too
 
 
-def unlink_shared_memory() -> None:
-    """Unlink the buffers of DeepSpeed's operator for CPUs (66 MiB for each rank), which 0.19.8 leaves behind.
-
-    Every rank has mapped them when `init_distributed` returns on all, and needs no name for them any more.
-    """
-    address, port = os.environ.get("MASTER_ADDR"), os.environ.get("MASTER_PORT")
-    name = f"deepspeed_allreduce_buffer_{os.getuid()}_{address}_{port}_{dist.get_rank()}"
-    if dist.get_backend() == "gloo":
-        dist.barrier()
-        Path("/dev/shm", name).unlink(missing_ok=True)
-
-
-def check_deepspeed_reads(config: Mapping[str, Any]) -> None:
-    """Have DeepSpeed read its config before a model is built.
-
-    Raises:
-        ValueError: it cannot.
-    """
-    try:
-        DeepSpeedConfig(dict(config))
-    except Exception as error:  # of any kind: DeepSpeed checks few values before it computes with them
-        reason = textwrap.shorten(str(error), 300, placeholder=" ...")
-        raise ValueError(f"--deepspeed_config: DeepSpeed cannot read it: {type(error).__name__}: {reason}") from None
-
-
 def plan_of(engine: Any) -> Plan | None:
-    """Our engine's plan; None for a stock engine."""
+    """Who holds what; None without the block."""
     return getattr(engine, "plan", None)
+
+
+def is_stock(engine: Any) -> bool:
+    """Whether it is DeepSpeed's own."""
+    return not hasattr(engine, "wait_for_checkpoint")
 
 
 def trains_subnetwork(engine: Any) -> bool:
     """Whether a training loss is that of a subnetwork and not of the dense model."""
     plan = plan_of(engine)
     return plan is not None and plan.trains_subnetworks
-
-
-def world_of(engine: Any) -> Gatherer:
-    """All ranks, for waits that may be long; every rank calls it once."""
-    if plan_of(engine) is not None:
-        return engine.world
-    return make_host_group(dist, Communicator(dist), logger.warning).channel(Channel.WORLD)
 
 
 def save_pretrained(engine: Any, folder: Path, tokenizer: Any, world: Gatherer) -> None:
@@ -76,10 +42,10 @@ def save_pretrained(engine: Any, folder: Path, tokenizer: Any, world: Gatherer) 
         RunFolderError: on every rank, when it cannot be written; nothing that looks like a model is left then.
     """
     with _as_run_folder_error():
-        if plan_of(engine) is not None:
-            engine.save_pretrained(str(folder), tokenizer=tokenizer)
-        else:
+        if is_stock(engine):
             run_on_rank_0(world, partial(_save_stock, engine, folder, tokenizer))
+        else:
+            engine.save_pretrained(str(folder), tokenizer=tokenizer)
 
 
 def _save_stock(engine: Any, folder: Path, tokenizer: Any) -> None:
@@ -111,7 +77,7 @@ def step(engine: Any) -> None:
 def wait_for_checkpoint(engine: Any) -> None:
     """Until a checkpoint that is written in the background is complete; every rank calls it, and it raises as
     `save_checkpoint`."""
-    if plan_of(engine) is not None:
+    if not is_stock(engine):
         with _as_run_folder_error():
             engine.wait_for_checkpoint()
 
@@ -132,7 +98,7 @@ class Present:
 
     Args:
         micro_batch: of a rank.
-        stage: ZeRO's.
+        stage: ZeRO's; None under FSDP2.
         method: a short name of what is trained.
         coverage: C, units weighted by their FLOPs.
         plan_hash: of our engine's plan.
@@ -142,7 +108,7 @@ class Present:
     """
 
     micro_batch: int
-    stage: int
+    stage: int | None
     method: str
     coverage: float = 1.0
     plan_hash: str | None = None
@@ -153,7 +119,8 @@ class Present:
     @property
     def label(self) -> str:
         """For tables."""
-        return f"{self.method} + ZeRO-{self.stage}" if self.plan_hash else self.method
+        sharding = "FSDP2" if self.stage is None else f"ZeRO-{self.stage}"
+        return f"{self.method} + {sharding}" if self.plan_hash else sharding
 
     @property
     def where(self) -> str:
@@ -163,10 +130,11 @@ class Present:
 
 def present(engine: Any) -> Present:
     """Of the step that comes next."""
-    plan, schedule, stage = plan_of(engine), getattr(engine, "schedule", None), int(engine.zero_optimization_stage())
+    plan, schedule = plan_of(engine), getattr(engine, "schedule", None)
+    stage = None if getattr(engine, "is_fsdp", False) else int(engine.zero_optimization_stage())
     micro_batch = int(engine.train_micro_batch_size_per_gpu())
     if plan is None:
-        return Present(micro_batch, stage, f"ZeRO-{stage}")
+        return Present(micro_batch, stage, "dense")
     now = Present(micro_batch, stage, _method(plan, engine.coverage), engine.coverage, plan.hash)
     if schedule is None:
         return now

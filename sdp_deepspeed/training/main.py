@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
 from collections.abc import Sequence
 
+from sdp_deepspeed.training.fsdp_settings import read_settings
 from sdp_deepspeed.training.options import Options, parse_options
 from sdp_deepspeed.training.run_folder import RunFolder
 from sdp_deepspeed.training.same_run import check_same_run
@@ -16,6 +18,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     with exit_on_user_error():
         options = parse_options(arguments)
         num_ranks = _num_ranks()
+        _check_host(options, num_ranks)
         folder = RunFolder(options.run_folder, writes=os.environ["RANK"] == "0")
         config = _resolved(options, num_ranks)
         changed_layout = check_same_run(folder, config)
@@ -34,8 +37,19 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _num_ranks() -> int:
     if "RANK" not in os.environ:
-        raise ValueError("start this with the launcher: deepspeed --num_gpus <ranks> launch/pretrain.py ...")
+        raise ValueError(
+            "start this with the launcher: deepspeed --num_gpus <ranks> launch/pretrain.py ..., or torchrun "
+            "--nproc-per-node <ranks> launch/pretrain.py ..."
+        )
     return int(os.environ["WORLD_SIZE"])
+
+
+def _check_host(options: Options, num_ranks: int) -> None:
+    """ValueError for a host that is not there, or that cannot do what the config asks for."""
+    if options.host == "fsdp2":
+        read_settings(options.deepspeed_config, num_ranks)
+    elif importlib.util.find_spec("deepspeed") is None:
+        raise ValueError("--host deepspeed: the package deepspeed is not installed: install it, or take --host fsdp2")
 
 
 def _resolved(options: Options, num_ranks: int) -> dict[str, object]:

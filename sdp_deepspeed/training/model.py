@@ -30,7 +30,8 @@ def build_model(
     Args:
         shape: a Transformers config with `model_type`.
         seed: of the weights; the same on every rank gives the same model.
-        deferred: leave it to `deepspeed.initialize` to make each rank's part of the weights; they are the same.
+        deferred: leave it to `deepspeed.initialize` or `fully_shard` to make each rank's part of the weights; they are
+            the same.
 
     Raises:
         ValueError: a model type that Transformers does not know, or a shape that it does not accept.
@@ -49,7 +50,7 @@ def build_model(
             f"--model: Transformers cannot build {shape['model_type']!r} from this JSON: {reason}"
         ) from error
     if gradient_checkpointing:
-        model.gradient_checkpointing_enable()
+        model.gradient_checkpointing_enable({"use_reentrant": False})  # as FSDP2 needs it
     return model
 
 

@@ -7,14 +7,14 @@ from typing import Any
 
 from sdp_deepspeed.distributed.agreement import Gatherer
 from sdp_deepspeed.engine.step_events import PREFIX, StepEvents, write_step_events
-from sdp_deepspeed.training.engines import plan_of
+from sdp_deepspeed.training.engines import is_stock
 
 VALIDATION = "Validation/Samples"
 
 
 def step_events_of(engine: Any, world: Gatherer) -> StepEvents | None:
     """Those of our engine, or the same for an engine of DeepSpeed's own; None without a monitor. A collective."""
-    return engine.step_events if plan_of(engine) is not None else write_step_events(engine, world)
+    return write_step_events(engine, world) if is_stock(engine) else engine.step_events
 
 
 def count_sent(events: StepEvents | None, figures: Mapping[str, Any]) -> None:

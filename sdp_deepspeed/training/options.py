@@ -22,6 +22,7 @@ _SIZES = frozenset(
 )
 _DERIVED_SIZES = frozenset({"head_dim", "num_key_value_heads", "n_inner"})
 _LARGEST_SIZE = 2**31
+HOSTS = ("deepspeed", "fsdp2")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,10 +38,11 @@ class Options:
         eval_interval: steps between evaluations of the dense model; one more at the start and at the end.
         save_interval: steps between checkpoints; one more at the end and on a stop.
         keep_checkpoints: how many of the newest checkpoints stay on disk.
-        step_limit: seconds that ranks wait for one another in a step; None for DeepSpeed's own.
+        step_limit: seconds that ranks wait for one another in a step; None for DeepSpeed's own, or 600.
         seed: of the model's initial weights.
         gradient_checkpointing: recompute activations in the backward pass.
         baseline: train without our block, all else equal.
+        host: "deepspeed", or "fsdp2" for FSDP2 without DeepSpeed.
     """
 
     model: dict[str, Any]
@@ -55,26 +57,29 @@ class Options:
     seed: int = 0
     gradient_checkpointing: bool = False
     baseline: bool = False
+    host: str = "deepspeed"
 
 
 def _parser() -> Parser:
     parser = Parser(
         prog="pretrain.py",
-        description="Pre-train a decoder. Start it with `deepspeed launch/pretrain.py ...`; start it again to resume.",
+        description="Pre-train a decoder. Start it with `deepspeed launch/pretrain.py ...` or `torchrun ...`; start\n"
+        "it again to resume.",
     )
     add = parser.add_argument
     add("--model", type=Path, required=True, help="JSON: a Transformers config, such as configs/models/tiny.json")
     add("--deepspeed_config", type=Path, required=True, help="JSON: DeepSpeed's config with or without our block")
+    add("--host", choices=HOSTS, default=HOSTS[0], help="DeepSpeed (default), or FSDP2, which needs no DeepSpeed")
     add("--data", type=Path, help="JSON: the data's settings (default: the Python standard library's source)")
     add("--run-folder", type=Path, required=True, help="where config, metrics, checkpoints and the model go")
     add("--steps", type=positive, required=True, help="optimizer steps of the whole run")
     add("--eval-interval", type=positive, default=100, help="steps between evaluations (default 100)")
     add("--save-interval", type=positive, default=500, help="steps between checkpoints (default 500)")
     add("--keep-checkpoints", type=positive, default=2, help="newest checkpoints to keep (default 2)")
-    add("--step-limit", type=positive, help="seconds that ranks wait for one another (default 600, DeepSpeed's)")
+    add("--step-limit", type=positive, help="seconds that ranks wait for one another (default 600)")
     add("--seed", type=int, default=0, help="seed of the initial weights (default 0)")
     add("--gradient-checkpointing", action="store_true", help="recompute activations in the backward pass")
-    add("--baseline", action="store_true", help="ignore our block: plain DeepSpeed, for comparison")
+    add("--baseline", action="store_true", help="ignore our block: plain DeepSpeed or FSDP2, for comparison")
     add("--local_rank", type=int, help=argparse.SUPPRESS)  # the launcher passes it; the environment says the same
     return parser
 

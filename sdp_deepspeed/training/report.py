@@ -16,6 +16,8 @@ from sdp_deepspeed.training.phase_records import label_of, mean_coverage, phase_
 from sdp_deepspeed.training.report_table import REPORT_VERSION
 from sdp_deepspeed.version import __version__
 
+_HOST_PACKAGES: dict[str, tuple[str, ...]] = {"deepspeed": ("deepspeed",), "fsdp2": ()}
+
 
 def write_report(run: Run) -> None:
     """Write report.json from the run's records; every rank calls it.
@@ -48,7 +50,7 @@ def _write(run: Run) -> None:
             "phases": phases,  # null: no schedule
             "hardware": _hardware(run.engine.device),
             "versions": {"sdp_deepspeed": __version__}
-            | {name: metadata.version(name) for name in ("deepspeed", "torch", "transformers")},
+            | {name: metadata.version(name) for name in (*_HOST_PACKAGES[run.options.host], "torch", "transformers")},
         },
     )
 

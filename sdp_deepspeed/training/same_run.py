@@ -7,13 +7,15 @@ from typing import Any
 
 from sdp_deepspeed.config import KEY
 from sdp_deepspeed.messages import listed
+from sdp_deepspeed.training.options import HOSTS
 from sdp_deepspeed.training.run_folder import RunFolder
 
 # What must be the same when a run is resumed; the rest (intervals, and steps where no schedule ends with them) may
-# change. So may the layout where both runs have the block: its checkpoints are of the dense model.
-_FIXED = ("model", "deepspeed_config", "data", "seed", "num_ranks")
+# change. So may the layout where both runs have the block or are under FSDP2: checkpoints are of the dense model then.
+_FIXED = ("model", "deepspeed_config", "data", "seed", "num_ranks", "host")
 _LAYOUT = (
     "num_ranks",
+    "host",
     *(
         f"deepspeed_config.{key}"
         for key in (
@@ -60,9 +62,10 @@ def check_same_run(folder: RunFolder, config: Mapping[str, Any]) -> dict[str, tu
     old = folder.read_json("config.json")
     if old is None:
         return {}
+    old, config = ({"host": HOSTS[0], **run} for run in (old, config))  # earlier versions knew no other
     changed = {p: v for key in _FIXED for p, v in _differences(old.get(key), config.get(key), key).items()}
     changed = {p: v for p, v in changed.items() if p not in _FREE}
-    is_ours = all(_has_block(run.get("deepspeed_config")) for run in (old, config))
+    is_ours = all(map(_saves_dense_model, (old, config)))
     layout = {p: v for p, v in changed.items() if is_ours and p.startswith(_LAYOUT)}
     lengths = _lengths_in_steps(changed, (old.get("steps"), config.get("steps")))
     changed = {p: v for p, v in changed.items() if p not in layout}
@@ -77,8 +80,9 @@ def check_same_run(folder: RunFolder, config: Mapping[str, Any]) -> dict[str, tu
     return layout
 
 
-def _has_block(deepspeed_config: Any) -> bool:
-    return isinstance(deepspeed_config, Mapping) and KEY in deepspeed_config
+def _saves_dense_model(run: Mapping[str, Any]) -> bool:
+    deepspeed_config = run.get("deepspeed_config")
+    return run.get("host") == "fsdp2" or (isinstance(deepspeed_config, Mapping) and KEY in deepspeed_config)
 
 
 def _lengths_in_steps(changed: Mapping[str, Any], steps: tuple[Any, Any]) -> list[str]:

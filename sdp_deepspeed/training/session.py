@@ -3,27 +3,17 @@
 from __future__ import annotations
 
 import logging
-import os
-import warnings
-from datetime import timedelta
 from typing import Any
 
-import deepspeed
 import torch.distributed as dist
-from deepspeed.accelerator import get_accelerator
-from deepspeed.runtime.config import DeepSpeedConfigError
-from deepspeed.utils import logger
 from transformers.utils.logging import disable_progress_bar
 
-import sdp_deepspeed  # noqa: F401  its import is what makes deepspeed.initialize() read our block
-from sdp_deepspeed.config import SILENCE_LIMIT
 from sdp_deepspeed.data import DataBundle, DataConfig, PreparedDataError, build
 from sdp_deepspeed.data.progress import show_log
 from sdp_deepspeed.distributed.agreement import Gatherer, run_on_rank_0
 from sdp_deepspeed.distributed.communicator import Communicator
-from sdp_deepspeed.distributed.descriptors import allow_connections
-from sdp_deepspeed.distributed.lifeline import watch_ranks
 from sdp_deepspeed.training import engines, monitors
+from sdp_deepspeed.training.host import Host, host_of
 from sdp_deepspeed.training.loop import Run, resume, train
 from sdp_deepspeed.training.model import build_model, check_fits, may_defer
 from sdp_deepspeed.training.options import Options
@@ -35,20 +25,13 @@ from sdp_deepspeed.training.user_errors import RunFolderError, exit_on, exit_on_
 
 def run_session(options: Options, folder: RunFolder, config: dict[str, Any]) -> int:
     """Train, export, report; every rank calls it. Returns the exit code."""
-    # The store and signs of life in it, the run's own group if that is over gloo, and the engine's.
-    allow_connections(int(os.environ["WORLD_SIZE"]), logger.warning, num_groups=4)
-    given = {} if options.step_limit is None else {"timeout": timedelta(seconds=options.step_limit)}
-    deepspeed.init_distributed(**given)
-    engines.unlink_shared_memory()
-    # Before the first collective of ours, which with NCCL needs each rank on its own device.
-    get_accelerator().set_device(int(os.environ.get("LOCAL_RANK", "0")))
-    _silence_hosts()
+    host = host_of(options)
+    with exit_on_user_error():
+        host.start()
+    _be_quiet(host.log)
     try:
-        # DeepSpeed tells some mistakes in its JSON by assertion.
-        with exit_on_user_error(
-            DeepSpeedConfigError, AssertionError, NotImplementedError, PreparedDataError, RunFolderError
-        ):
-            run = _set_up(options, folder)
+        with exit_on_user_error(*host.user_errors, PreparedDataError, RunFolderError):
+            run = _set_up(options, folder, host)
             run_on_rank_0(run.world, lambda: _record_settings(run, config))
         with (
             exit_on(RunFolderError, PreparedDataError),
@@ -60,17 +43,15 @@ def run_session(options: Options, folder: RunFolder, config: dict[str, Any]) -> 
                 write_report(run)
             engines.wait_for_checkpoint(run.engine)
     finally:
-        close_process_group()
+        host.close()
     return 0
 
 
-def _silence_hosts() -> None:
+def _be_quiet(log: logging.Logger) -> None:
     """Switch off what hosts print beside our bar that no user can act on."""
     disable_progress_bar()
     if dist.get_rank() > 0:  # rank 0 says the same
-        logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
-    # DeepSpeed 0.19.8 calls collectives by names that PyTorch 2.13 has renamed.
-    warnings.filterwarnings("ignore", category=FutureWarning, module="torch.distributed.c10d_logger")
+        log.setLevel(logging.ERROR)
 
 
 def _record_settings(run: Run, config: dict[str, Any]) -> None:
@@ -80,23 +61,18 @@ def _record_settings(run: Run, config: dict[str, Any]) -> None:
             plan.save(run.folder.plan)
 
 
-def _set_up(options: Options, folder: RunFolder) -> Run:
+def _set_up(options: Options, folder: RunFolder, host: Host) -> Run:
     """Model, engine and data, at the last checkpoint if there is one."""
     run_on_rank_0(Communicator(dist), folder.create)
     data_config = DataConfig.from_dict(options.data)
-    engines.check_deepspeed_reads(options.deepspeed_config)
+    host.check()
     model = build_model(
         options.model,
         seed=options.seed,
         gradient_checkpointing=options.gradient_checkpointing,
-        deferred=may_defer(options.deepspeed_config),
+        deferred=options.host == "fsdp2" or may_defer(options.deepspeed_config),
     )
-    engine, *_ = deepspeed.initialize(
-        model=model, model_parameters=list(model.parameters()), config=options.deepspeed_config
-    )
-    world = engines.world_of(engine)
-    if engines.plan_of(engine) is None:  # ours does so itself
-        watch_ranks(engine, dist, world, SILENCE_LIMIT)
+    engine, world = host.build(model)
     data = _open_data(data_config, engine, world)
     check_fits(engine.module.config, data)
     for micro_batch in engines.micro_batches(engine):  # of phases to come
@@ -130,10 +106,3 @@ def _introduction(run: Run) -> str:
         + ("" if batches.num_blocks is None else f"{batches.num_blocks} training ")
         + f"blocks of {batches.sequence_length} tokens"
     )
-
-
-def close_process_group() -> None:
-    """Leave the process group, so that no rank is seen to vanish."""
-    if dist.is_initialized():
-        get_accelerator().synchronize()
-        dist.destroy_process_group()

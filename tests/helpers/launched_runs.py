@@ -40,9 +40,10 @@ def options(folder: Path, run: str) -> list[str]:
 class Running:
     """A launched program, its output and all its processes."""
 
-    def __init__(self, arguments: list[str], log: Path) -> None:
+    def __init__(self, arguments: list[str], log: Path, first_on_path: Path = ROOT) -> None:
         self.arguments, self.log = arguments, log
-        environment = os.environ | {"OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu", "PYTHONPATH": str(ROOT)}
+        path = os.pathsep.join([str(first_on_path), str(ROOT)])
+        environment = os.environ | {"OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu", "PYTHONPATH": path}
         # An environment that is used but not activated: DeepSpeed looks for its own ninja on PATH.
         environment["PATH"] = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
         with log.open("w") as output:
@@ -79,8 +80,14 @@ def wait_for_step(running: Running | Forked, metrics: Path, step: int) -> None:
 
 
 @contextmanager
-def launched(folder: Path, run: str, *extra: str, log: str = "", launcher: str = "deepspeed") -> Iterator[Running]:
-    running = Running(command(folder, run, *extra, launcher=launcher), folder / f"{log or run}.log")
+def launched(
+    folder: Path, run: str, *extra: str, log: str = "", launcher: str = "deepspeed", first_on_path: Path = ROOT
+) -> Iterator[Running]:
+    """
+    Args:
+        first_on_path: what Python imports before all else.
+    """
+    running = Running(command(folder, run, *extra, launcher=launcher), folder / f"{log or run}.log", first_on_path)
     try:
         yield running
     finally:

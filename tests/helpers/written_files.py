@@ -223,6 +223,7 @@ _TO_EXPORT = (
     "engine/dense_export.py: DenseExport.save_pretrained.write",
     "fsdp/full_state.py: save_pretrained",
     "training/engines.py: _save_stock",
+    "training/fsdp_engine.py: ShardedEngine.save_pretrained",
 )
 _IN_CHECKPOINT = (_loaded_tag, _load_newest, _described)
 

@@ -16,8 +16,8 @@ from torch import nn
 from sdp_deepspeed import architectures
 from sdp_deepspeed.checkpoint.storage.names import COMMON
 from sdp_deepspeed.measure.step import measured_step
+from sdp_deepspeed.training.deepspeed_host import close_process_group
 from sdp_deepspeed.training.progress import memory_bytes
-from sdp_deepspeed.training.session import close_process_group
 from tests.helpers import fp16_runs
 from tests.helpers.checkpointed_runs import settings_of, stepped
 from tests.helpers.dense_checkpoints import dense_tensors

@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 from sdp_deepspeed.measure.step import measured_step, storage_bytes, weight_tensors
 from sdp_deepspeed.measure.traffic import TrafficCounter
-from sdp_deepspeed.training.engines import world_of
+from sdp_deepspeed.training.deepspeed_host import world_of
 from sdp_deepspeed.training.monitors import count_sent, step_events_of, write_evaluation, write_throughput
 from tests.helpers.ranks import Rank
 from tests.helpers.training import engine_of, gathered, sgd, train

@@ -8,12 +8,13 @@ from functools import partial
 from typing import Any
 
 import pytest
+import torch
 from torch.distributed.fsdp import fully_shard as torch_fully_shard
 
 from sdp_deepspeed.fsdp import sharded_model_of
 from sdp_deepspeed.fsdp.pieces import shards
 from tests.helpers.models import SPECIMENS, batches, family, llama
-from tests.helpers.ranks import Check, Rank
+from tests.helpers.ranks import COLLECTIVE_TIMEOUT, Check, Rank
 from tests.helpers.sharded import (
     NUM_STEPS,
     check_against_deepspeed,
@@ -38,17 +39,20 @@ def agrees_with_the_reference(
         shape = stored.rank_model.views.shapes[tensor.dense_name]
         parts = {owner: stop - start for owner, start, stop in shards(tensor.holders, shape)}
         assert stored.local(tensor).numel() == parts.get(rank.rank, 0)
+    groups: list[Any] = [mesh.get_group() for mesh in stored.meshes.values()]
+    limits = {group._get_backend(torch.device("cpu")).options._timeout for group in groups}
+    assert limits == {COLLECTIVE_TIMEOUT}, "of waiting, as the run's own"
 
 
-def covers_everything(rank: Rank) -> None:
+def covers_everything(rank: Rank, granularity: str) -> None:
     """C = 1 is plain FSDP2, whose units are the same modules, to the last bit."""
     model: Any = family("gpt2")
     plain: Any = deepcopy(model)
-    model = sharded(model, {"holders": rank.size})
+    model = sharded(model, {"holders": rank.size, "granularity": granularity})
     assert sharded_model_of(model).num_groups == 0
     for layer in plain.transformer.h:
-        torch_fully_shard([layer.ln_1, layer.attn])
-        torch_fully_shard([layer.ln_2, layer.mlp])
+        for modules in ([layer.ln_1, layer.attn], [layer.ln_2, layer.mlp]) if granularity == "sublayer" else (layer,):
+            torch_fully_shard(modules)
     torch_fully_shard(plain)
     optimizers = [optimizer_of(each) for each in (model, plain)]
     for step in itertools.islice(batches(rank.size, 1), NUM_STEPS):
@@ -72,7 +76,8 @@ def _cases(size: int, config: pytest.Config) -> list[tuple[str, Check]]:
         case 3:
             made |= {
                 "layer": partial(agrees_with_the_reference, name="gpt2", block={"holders": 2, "granularity": "layer"}),
-                "covers_everything": covers_everything,
+                "covers_everything": partial(covers_everything, granularity="sublayer"),
+                "covers_layers": partial(covers_everything, granularity="layer"),
                 "deepspeed": agrees_with_the_deepspeed_host,
             }
         case 4:

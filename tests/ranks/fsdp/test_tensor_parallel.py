@@ -151,9 +151,8 @@ def is_refused(rank: Rank) -> None:
     refusal(ValueError, lambda: clip_grad_norm_(parameters, 1.0), "give the model")
     refusal(RuntimeError, lambda: torch.nn.utils.clip_grad_norm_(parameters, 1.0))
     refusal(ValueError, lambda: CheckpointManager(model, torch.optim.SGD(parameters)), "tensor parallelism")
-    refusal(
-        CheckpointException, lambda: dcp.save(get_model_state_dict(model), checkpoint_id=tempfile.mkdtemp()), "one name"
-    )
+    state = get_model_state_dict(model)
+    refusal(CheckpointException, lambda: dcp.save(state, checkpoint_id=rank.folder / "parts"), "one name")
     with torch.device("meta"):
         empty = llama()
     mesh = parallelized(empty)

@@ -45,6 +45,30 @@ def test_it_needs_the_launcher(
     assert capsys.readouterr().err.startswith("error: start this with the launcher: deepspeed --num_gpus <ranks>")
 
 
+@pytest.mark.parametrize(
+    ("extra", "words"),
+    [
+        (["--host", "fsdp2"], "error: --host fsdp2: subnetwork_data_parallel.schedule: "),
+        (["--host", "fsdp"], "error: argument --host: invalid choice: 'fsdp'"),
+        ([], "error: --host deepspeed: the package deepspeed is not installed: install it, or take --host fsdp2"),
+    ],
+)
+def test_a_host_that_cannot_do_it_is_a_mistake(
+    arguments: list[str],
+    as_rank: Callable[[int], None],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    extra: list[str],
+    words: str,
+) -> None:
+    as_rank(0)
+    monkeypatch.setattr("importlib.util.find_spec", lambda _: None)
+    with pytest.raises(SystemExit) as end:
+        main([*arguments, *extra])
+    assert end.value.code == 2
+    assert capsys.readouterr().err.startswith(words)
+
+
 @pytest.mark.parametrize("rank", [0, 1])
 def test_a_run_that_has_its_steps_is_not_trained_again(
     arguments: list[str], as_rank: Callable[[int], None], rank: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -47,7 +48,7 @@ def run_in(path: Path, *records: dict[str, Any]) -> Run:
     folder = RunFolder(path, writes=True)
     folder.create()
     data: Any = Data(Batches())
-    options: Any = None
+    options: Any = SimpleNamespace(host="deepspeed")
     run = Run(options=options, engine=Engine(), data=data, folder=folder, world=OneRank())
     for record in records:
         run.step += record["kind"] == "train"

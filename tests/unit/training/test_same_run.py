@@ -40,6 +40,19 @@ def test_a_run_with_the_block_goes_on_with_another_layout(tmp_path: Path) -> Non
         check_same_run(folder, config(4, 2, lr=0.2))
     with pytest.raises(ValueError, match=KEY):
         check_same_run(folder, CONFIG)
+    elsewhere = config(2, 1) | {"host": "fsdp2"}
+    assert check_same_run(folder, elsewhere) == {"host": ("deepspeed", "fsdp2")}
+
+
+def test_plain_deepspeed_goes_on_by_itself_and_plain_fsdp2_on_any_layout(tmp_path: Path) -> None:
+    """Only the first has checkpoints of its own."""
+    plain = CONFIG | {"host": "deepspeed"}
+    with pytest.raises(ValueError, match="host: 'deepspeed' then, 'fsdp2' now"):
+        check_same_run(folder_with(tmp_path / "one", plain), CONFIG | {"host": "fsdp2"})
+    folder = folder_with(tmp_path / "other", CONFIG | {"host": "fsdp2"})
+    assert check_same_run(folder, CONFIG | {"host": "fsdp2", "num_ranks": 4}) == {"num_ranks": (2, 4)}
+    with pytest.raises(ValueError, match="host: 'fsdp2' then, 'deepspeed' now"):
+        check_same_run(folder, plain)
 
 
 def test_other_steps_are_refused_where_the_schedule_ends_with_them(tmp_path: Path) -> None:

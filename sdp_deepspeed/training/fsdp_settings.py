@@ -1,0 +1,217 @@
+"""What `--host fsdp2` takes from a DeepSpeed config, with the same meaning; what it cannot do is refused by name.
+
+Keys that say how DeepSpeed stores and sends have no meaning here, since FSDP2 shards weights, gradients and optimizer
+state whatever they say, and they change no result: they are passed over, and told once. All other keys that nobody
+reads here are errors, unless their value leaves them switched off.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+from sdp_deepspeed.config import KEY, SILENCE_LIMIT, parse
+from sdp_deepspeed.messages import listed, nearest
+from sdp_deepspeed.training.fsdp_optimizer import OptimizerChoice
+from sdp_deepspeed.training.fsdp_schedules import Rates, rates_of
+
+T = TypeVar("T")
+HOST = "--host fsdp2"
+
+_BATCHES = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
+_READ = (
+    *_BATCHES,
+    *("optimizer", "scheduler", "gradient_clipping", "bf16", "bfloat16", "communication_data_type", "data_types", KEY),
+)
+# How DeepSpeed stores, sends and logs.
+_IDLE = ("zero_optimization", "steps_per_print", "zero_allow_untested_optimizer", "zero_force_ds_cpu_optimizer")
+_IDLE_ZERO = (
+    *("stage", "contiguous_gradients", "reduce_scatter", "reduce_bucket_size", "use_multi_rank_bucket_allreduce"),
+    *("allgather_partitions", "allgather_bucket_size", "overlap_comm", "round_robin_gradients", "sub_group_size"),
+    *("stage3_prefetch_bucket_size", "stage3_param_persistence_threshold", "stage3_model_persistence_threshold"),
+    *("stage3_max_live_parameters", "stage3_max_reuse_distance", "stage3_gather_16bit_weights_on_model_save"),
+)
+_OFFLOADS = ("offload_optimizer", "offload_param")
+_WHY = {
+    "fp16": 'it has no loss scale; take "bf16": {"enabled": true}',
+    "activation_checkpointing": "take --gradient-checkpointing",
+    "tensor_parallel": "a unit is sharded over its holders, on one axis; take --host deepspeed",
+    **dict.fromkeys(
+        ("tensorboard", "wandb", "csv_monitor", "comet"), "monitors are DeepSpeed's; metrics.jsonl has every step"
+    ),
+}
+_NO_SCHEDULE = (
+    "the plan cannot change while FSDP2 holds its shards; give one coverage (the run may go on with another one: "
+    "change it, and start the same command again), or take --host deepspeed"
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class FsdpSettings:
+    """
+    Args:
+        block: for `fully_shard`; None without subnetworks.
+        micro_batch: sequences of a rank.
+        accumulation: micro-steps of a step.
+        optimizer: which of torch's, with its options.
+        rates: learning rate by step; None leaves it as it is.
+        clip: largest norm of the averaged dense gradient; 0 switches clipping off.
+        bf16: parameters are gathered, and computed with, in bf16; shards stay fp32.
+        reduces_in: dtype of gradients on their way, "bf16" or "fp32"; None is that in which they are computed.
+        offloads: shards, gradients and optimizer state are in host memory.
+        pin_memory: there page-locked.
+        silence_limit: seconds; None watches nobody.
+        idle: paths that were passed over.
+    """
+
+    block: Mapping[str, Any] | None
+    micro_batch: int
+    accumulation: int
+    optimizer: OptimizerChoice
+    rates: Rates | None
+    clip: float
+    bf16: bool
+    reduces_in: str | None
+    offloads: bool
+    pin_memory: bool
+    silence_limit: float | None
+    idle: tuple[str, ...]
+
+
+def read_settings(config: Mapping[str, Any], num_ranks: int) -> FsdpSettings:
+    """
+    Args:
+        config: DeepSpeed's, whose types were checked (`refuse_wrong_types`).
+
+    Raises:
+        ValueError: all that cannot be done, each with its JSON path.
+    """
+    parsed = parse(config)
+    problems = [*_refused(config), *_refused_zero(_object(config, "zero_optimization")), *_refused_precision(config)]
+    if KEY in config and parsed is not None and config[KEY].get("schedule") is not None:
+        problems.append(f"{KEY}.schedule: {_NO_SCHEDULE}")
+    batches = _tried(problems, lambda: _batches(config, num_ranks))
+    optimizer = _tried(problems, lambda: OptimizerChoice.of(_object(config, "optimizer")))
+    rates = _tried(problems, lambda: rates_of(_object(config, "scheduler")))
+    if problems or batches is None or optimizer is None:
+        raise ValueError(f"{HOST}: " + "\n  ".join(problems))
+    zero = _object(config, "zero_optimization")
+    offloads = [offload for name in _OFFLOADS if (offload := _object(zero, name)).get("device") == "cpu"]
+    reduces_in = config.get("communication_data_type")
+    block = None if parsed is None else {k: v for k, v in config[KEY].items() if k not in ("silence_limit", "enabled")}
+    return FsdpSettings(
+        block=block,
+        micro_batch=batches[0],
+        accumulation=batches[1],
+        optimizer=optimizer,
+        rates=rates,
+        clip=float(config.get("gradient_clipping", 0.0)),
+        bf16=_is_bf16(config),
+        reduces_in=reduces_in and reduces_in.lower(),
+        offloads=bool(offloads),
+        pin_memory=any(offload.get("pin_memory", False) for offload in offloads),
+        silence_limit=SILENCE_LIMIT if parsed is None else parsed.silence_limit,
+        idle=tuple(_idle(config)),
+    )
+
+
+def _tried(problems: list[str], work: Callable[[], T]) -> T | None:
+    """What it returns; its error becomes one of the problems."""
+    try:
+        return work()
+    except ValueError as problem:
+        problems.append(str(problem))
+        return None
+
+
+def _refused(config: Mapping[str, Any]) -> Iterator[str]:
+    for name, value in config.items():
+        if name in (*_READ, *_IDLE) or _is_off(value):
+            continue
+        why = _WHY.get(name) or _unknown(name, _READ)
+        yield f"{name}: not possible with FSDP2: {why}"
+
+
+def _refused_zero(zero: Mapping[str, Any]) -> Iterator[str]:
+    for name, value in zero.items():
+        path = f"zero_optimization.{name}"
+        if name in _IDLE_ZERO or _is_off(value):
+            continue
+        if name not in _OFFLOADS:
+            yield f"{path}: not possible with FSDP2: {_unknown(name, (*_IDLE_ZERO, *_OFFLOADS))}"
+            continue
+        if not isinstance(value, Mapping) or value.get("device") != "cpu":
+            yield f'{path}: got {value!r}, expected {{"device": "cpu"}} or {{"device": "none"}}'
+        elif not isinstance(value.get("pin_memory", False), bool):
+            yield f"{path}.pin_memory: got {value['pin_memory']!r}, expected true or false"
+        elif others := sorted(value.keys() - {"device", "pin_memory"}):
+            yield f"{path}: {listed(others)}: no effect with FSDP2, which moves all shards; remove it"
+
+
+def _refused_precision(config: Mapping[str, Any]) -> Iterator[str]:
+    for name in ("bf16", "bfloat16"):
+        if not isinstance(enabled := _object(config, name).get("enabled", False), bool):
+            yield f"{name}.enabled: got {enabled!r}, expected true or false"
+        for key in [key for key, value in _object(config, name).items() if key != "enabled" and not _is_off(value)]:
+            yield f"{name}.{key}: has no effect with FSDP2, whose shards are the fp32 masters; remove it"
+    if str(config.get("communication_data_type")).lower() == "fp16":
+        yield 'communication_data_type: got "fp16", expected "fp32" or "bf16"'
+    for name, value in _object(config, "data_types").items():
+        if name != "grad_accum_dtype":
+            yield f"data_types.{name}: has no effect with FSDP2; remove it"
+        elif value not in (None, "fp32"):
+            yield f'data_types.{name}: got {value!r}, expected "fp32", in which FSDP2 adds gradients up'
+
+
+def _unknown(name: str, known: Collection[str]) -> str:
+    near = nearest(name, known, cutoff=0.8)
+    return f"did you mean {near!r}?" if near else "remove it, or take --host deepspeed"
+
+
+def _batches(config: Mapping[str, Any], num_ranks: int) -> tuple[int, int]:
+    """Micro-batch and micro-steps: what is not given follows from the rest, as in DeepSpeed."""
+    whole, micro, steps = (config.get(name) for name in _BATCHES)
+    if whole is None and micro is None:
+        raise ValueError(f"{_BATCHES[0]}, {_BATCHES[1]}: neither is given; add one")
+    if micro is None:
+        micro, left = divmod(whole or 0, num_ranks * (steps or 1))
+        if left or not micro:
+            raise ValueError(
+                f"{_BATCHES[0]}: got {whole}, which {num_ranks} ranks x {steps or 1} micro-steps do not divide"
+            )
+        return micro, steps or 1
+    if steps is None:
+        steps = 1 if whole is None else whole // (micro * num_ranks)
+    if whole is not None and whole != micro * steps * num_ranks:
+        raise ValueError(
+            f"{_BATCHES[0]}: got {whole}, which is not a micro-batch of {micro} x {max(steps, 1)} micro-steps x "
+            f"{num_ranks} ranks"
+        )
+    return micro, steps
+
+
+def _idle(config: Mapping[str, Any]) -> Iterator[str]:
+    for name in _IDLE:
+        if name in config and name != "zero_optimization":
+            yield name
+    for name in _object(config, "zero_optimization"):
+        if name not in _OFFLOADS:
+            yield f"zero_optimization.{name}"
+
+
+def _is_bf16(config: Mapping[str, Any]) -> bool:
+    return any(_object(config, name).get("enabled", False) for name in ("bf16", "bfloat16"))
+
+
+def _object(config: Mapping[str, Any], name: str) -> Mapping[str, Any]:
+    """What stands there; nothing if it is absent, null, or no object, which DeepSpeed takes for some."""
+    value = config.get(name)
+    return value if isinstance(value, Mapping) else {}
+
+
+def _is_off(value: Any) -> bool:
+    """Whether a key says no more than that something is not to be done."""
+    if isinstance(value, Mapping):
+        return value.get("enabled") is False or value.get("device") == "none" or all(map(_is_off, value.values()))
+    return value is None or value is False or value == []
