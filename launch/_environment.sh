@@ -2,7 +2,7 @@
 # Sourced by quickstart.sh and test.sh: a Python environment with the package and everything it needs.
 # Uses the active environment, else makes .venv here. A torch that the environment or the system brings stays as it is.
 # Safe to run again: does nothing when nothing changed.
-# Arguments: the package's extras, e.g. `source launch/_environment.sh test`.
+# Argument: the package's extra, such as `test`, which has all that `deepspeed` has; "" is `deepspeed`.
 
 say() { printf '==> %s\n' "$*"; }
 
@@ -72,7 +72,7 @@ pip_install() { python -m pip install --quiet --disable-pip-version-check "$@"; 
 install_package() {
   local extras=$1 prefix stamp constraints torch
   prefix=$(python -c 'import sys; print(sys.prefix)')
-  stamp="$prefix/.sdp_deepspeed-${extras:-base}"
+  stamp="$prefix/.sdp_deepspeed-$extras"
   constraints="$prefix/.sdp_deepspeed-constraints.txt"
   python launch/_torch.py constraints >"$constraints" || return
   if [ "$(cat "$stamp" 2>/dev/null)" = "$(fingerprint "$constraints")" ]; then
@@ -86,8 +86,8 @@ install_package() {
   else
     say "torch ${torch#torch==} is here and stays as it is"
   fi
-  say "installing sdp_deepspeed${extras:+[$extras]}, editable, with the versions of constraints.txt"
-  pip_install --constraint "$constraints" --editable ".${extras:+[$extras]}" || return
+  say "installing sdp_deepspeed[$extras], editable, with the versions of constraints.txt"
+  pip_install --constraint "$constraints" --editable ".[$extras]" || return
   if [ ! -x "$prefix/bin/deepspeed" ]; then # the command of a system's own would start the system's Python
     pip_install --constraint "$constraints" --no-deps --ignore-installed deepspeed || return
   fi
@@ -141,5 +141,5 @@ has_python_headers() {
 activate_environment || return
 # Compiled operators go into the environment: elsewhere two environments rebuild them by turns, each for its own paths.
 export TORCH_EXTENSIONS_DIR="${TORCH_EXTENSIONS_DIR:-$(python -c 'import sys; print(sys.prefix)')/torch_extensions}"
-install_package "${1:-}" || return
+install_package "${1:-deepspeed}" || return
 say "$(python launch/_torch.py describe)"

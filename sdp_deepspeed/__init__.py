@@ -1,7 +1,7 @@
-"""Subnetwork Data Parallelism for DeepSpeed.
+"""Subnetwork Data Parallelism for DeepSpeed and FSDP2.
 
 Importing this package is enough: `deepspeed.initialize` then honors the block `subnetwork_data_parallel` of an
-ordinary DeepSpeed config. Nothing heavy is imported here.
+ordinary DeepSpeed config. For FSDP2 there is `fully_shard`, which needs no DeepSpeed. Nothing heavy is imported here.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 from typing import Any
 
 from sdp_deepspeed.engine import import_hook
+from sdp_deepspeed.messages import NEEDS_DEEPSPEED, lacks_deepspeed
 from sdp_deepspeed.version import __version__
 
 __all__ = ["Init", "Plan", "__version__", "fully_shard", "initialize"]
@@ -17,8 +18,17 @@ import_hook.arm()
 
 
 def initialize(*args: Any, **kwargs: Any) -> Any:
-    """`deepspeed.initialize` with the block honored: same arguments, same results."""
-    import deepspeed
+    """`deepspeed.initialize` with the block honored: same arguments, same results.
+
+    Raises:
+        ImportError: DeepSpeed is not installed.
+    """
+    try:
+        import deepspeed
+    except ModuleNotFoundError as error:
+        if not lacks_deepspeed(error):
+            raise
+        raise ImportError(f"sdp_deepspeed.initialize {NEEDS_DEEPSPEED}; sdp_deepspeed.fully_shard does not") from None
 
     return deepspeed.initialize(*args, **kwargs)
 

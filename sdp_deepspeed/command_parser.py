@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from sdp_deepspeed.atomic_files import regular
+from sdp_deepspeed.messages import NEEDS_DEEPSPEED, lacks_deepspeed
 
 USER_ERROR_EXIT_CODE = 2
 _INTERRUPTED_EXIT_CODE = 130  # what a shell gives a command that SIGINT ended
@@ -55,6 +56,11 @@ def run_command(parser: Parser, arguments: Sequence[str] | None) -> int:
         return 1
     except (OSError, RuntimeError, ValueError) as error:
         print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
+        return USER_ERROR_EXIT_CODE
+    except ModuleNotFoundError as error:
+        if not lacks_deepspeed(error):
+            raise
+        print(f"error: this {NEEDS_DEEPSPEED}", file=sys.stderr)
         return USER_ERROR_EXIT_CODE
     except KeyboardInterrupt:
         return _INTERRUPTED_EXIT_CODE

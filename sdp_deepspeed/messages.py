@@ -6,6 +6,7 @@ import difflib
 from collections.abc import Collection, Iterable
 
 MAX_LISTED = 5
+NEEDS_DEEPSPEED = 'needs DeepSpeed: pip install "sdp_deepspeed[deepspeed]"'  # an extra: FSDP2's users do without
 
 
 def listed(values: Iterable[object], *, limit: int = MAX_LISTED, separator: str = ", ") -> str:
@@ -29,3 +30,8 @@ def did_you_mean(name: str, known: Collection[str], *, cutoff: float = 0.6) -> s
     """ "did you mean 'coverage'?", or all known names where none is near."""
     near = nearest(name, known, cutoff=cutoff)
     return f"known: {', '.join(known)}" if near is None else f"did you mean {near!r}?"
+
+
+def lacks_deepspeed(error: ImportError) -> bool:
+    """Whether an import failed because DeepSpeed is not installed."""
+    return isinstance(error, ModuleNotFoundError) and (error.name or "").split(".")[0] == "deepspeed"

@@ -12,6 +12,7 @@ from typing import Any, Protocol
 
 from sdp_deepspeed.distributed.agreement import Gatherer
 from sdp_deepspeed.distributed.host_group import Channel, HostGroup
+from sdp_deepspeed.distributed.host_words import DEEPSPEED, HostWords
 from sdp_deepspeed.distributed.last_acts import LastActs
 from sdp_deepspeed.distributed.store_gatherer import Store, found
 from sdp_deepspeed.messages import listed
@@ -48,15 +49,10 @@ _WORDS = {
 }
 _BATCHES = (
     "the dense model is a collective of all ranks, so give each the same number of batches. To generate, or whatever "
-    "one rank does alone: let all ranks enter engine.dense(resident=True), inside which each has the whole model"
+    "one rank does alone: "
 )
 _PARTS = "a forward pass of the dense model runs the same parts on all ranks, in the same order"
 _CALLS = "all ranks do this together: call it on every rank, not below `if rank == 0`"
-_WHOLE = (
-    f"{_CALLS}. To write the model, engine.save_pretrained is called on every rank and rank 0 writes; of a checkpoint "
-    "`sdp checkpoint export` makes one"
-)
-_WHY = {Phase.RESIDENT: _WHOLE, Phase.LEAVE: _BATCHES, Phase.FORWARD: _BATCHES, Phase.PART: _PARTS}
 
 
 class Meeting(Gatherer, Protocol):
@@ -75,11 +71,20 @@ class MonitoredBarrier:
         last_acts: of this rank and others; what tells that a rank will not come.
         limit: of waiting for one of which nothing tells.
         warn: told for whom all wait.
+        words: of the host.
     """
 
     def __init__(
-        self, channel: Meeting, store: Store, last_acts: LastActs, *, limit: timedelta, warn: Callable[[str], None]
+        self,
+        channel: Meeting,
+        store: Store,
+        last_acts: LastActs,
+        *,
+        limit: timedelta,
+        warn: Callable[[str], None],
+        words: HostWords = DEEPSPEED,
     ) -> None:
+        self.words = words
         self._limit = limit
         self._warn = warn
         self._channel = channel
@@ -196,8 +201,15 @@ class MonitoredBarrier:
 
     def _why(self, phase: Phase) -> str:
         if phase == Phase.LEAVE and not self.num_forwards:
-            return "all ranks leave engine.dense() together"
-        return _WHY.get(phase, _CALLS)
+            return f"all ranks leave {self.words.view} together"
+        if phase == Phase.RESIDENT:
+            return (
+                f"{_CALLS}. To write the model, {self.words.save} is called on every rank and rank 0 writes; of a "
+                "checkpoint `sdp checkpoint export` makes one"
+            )
+        if phase in (Phase.LEAVE, Phase.FORWARD):
+            return f"{_BATCHES}{self.words.alone}"
+        return _PARTS if phase == Phase.PART else _CALLS
 
     def _last_seen(self, late: Sequence[int]) -> str:
         acts = self._last_acts.of(late)
@@ -236,7 +248,9 @@ class Meetings:
         return self._barrier.wait(self._phase, value)
 
 
-def make_monitored_barrier(host: HostGroup, last_acts: LastActs, warn: Callable[[str], None]) -> MonitoredBarrier:
+def make_monitored_barrier(
+    host: HostGroup, last_acts: LastActs, warn: Callable[[str], None], words: HostWords = DEEPSPEED
+) -> MonitoredBarrier:
     """A barrier for all ranks of the run, in a channel of its own, so that it pairs with nothing else; all call it.
 
     Args:
@@ -246,4 +260,5 @@ def make_monitored_barrier(host: HostGroup, last_acts: LastActs, warn: Callable[
     # Of this engine alone: others count their own meetings.
     prefix = f"sdp_deepspeed/monitored_barrier/{host.group.group_name}"
     store = dist.PrefixStore(prefix, dist.distributed_c10d._get_default_store())
-    return MonitoredBarrier(host.channel(Channel.BARRIER, limit=TIMEOUT), store, last_acts, limit=TIMEOUT, warn=warn)
+    channel = host.channel(Channel.BARRIER, limit=TIMEOUT)
+    return MonitoredBarrier(channel, store, last_acts, limit=TIMEOUT, warn=warn, words=words)

@@ -41,6 +41,8 @@ def bytes_per_parameter(
         "SDP + ZeRO-2": (held, g / n, o / n),
         "SDP + FSDP2": (w / n, g / n, o / n),
     }
+    if regime == "backward":
+        del rows["SDP + FSDP2"]
     return {name: row for name, row in rows.items() if name in SHARDED or not offload}
 
 
@@ -52,6 +54,7 @@ def sent_per_parameter(
     Gradients go to their owners (C (h-1) / h elements, with h holders), and weights return: to the holders in the
     forward regime, in the "backward" regime to all of n ranks ((n-1) / n). Replicas change nothing here either: a
     unit has h = p r = C n holders. Stock ZeRO sends more than this, 3 (n-1) / n elements: it all-reduces gradients.
+    FSDP2 gathers weights for the forward and again for the backward pass of each micro-step, and averages in the last.
 
     Args:
         accumulation: micro-steps; at stage 2 gradients are sent in each.
@@ -67,6 +70,10 @@ def sent_per_parameter(
         rounds = accumulation if stage == 2 else 1
         sent[plain] = to_all * (wire * rounds + weights)
         sent[ours] = to_holders * wire * rounds + returned * weights
+    per_element = wire + 2 * accumulation * weights
+    sent["ZeRO-3, FSDP"] = to_all * per_element
+    if regime == "forward":
+        sent["SDP + FSDP2"] = to_holders * per_element
     return sent
 
 

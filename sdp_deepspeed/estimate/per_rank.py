@@ -61,6 +61,7 @@ class RankEstimate:
         sent_back: elements sent back by owners: weights, at stage 0 averaged gradients.
         sent_bytes: both together.
         buffers: kept for what travels, at most, if ranks are on one node; of plain DeepSpeed's nothing is known (0).
+        gathered: under FSDP2, copies of whole weights and gradients beside the shards, at the peak.
     """
 
     weights: int
@@ -72,6 +73,7 @@ class RankEstimate:
     sent_back: int
     sent_bytes: int
     buffers: int = 0
+    gathered: int = 0
 
     @property
     def state(self) -> int:

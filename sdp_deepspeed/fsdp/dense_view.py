@@ -15,6 +15,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from sdp_deepspeed.config import KEY
 from sdp_deepspeed.distributed.communicator import Communicator
 from sdp_deepspeed.distributed.host_group import Channel, make_host_group
+from sdp_deepspeed.distributed.host_words import HostWords
 from sdp_deepspeed.distributed.last_acts import make_last_acts
 from sdp_deepspeed.distributed.monitored_barrier import make_monitored_barrier
 from sdp_deepspeed.fsdp.neuron import SplitBranch
@@ -28,6 +29,15 @@ from sdp_deepspeed.masking.passes import DensePasses
 from sdp_deepspeed.units import Piece
 
 logger = logging.getLogger("sdp_deepspeed")
+_SAVE = "sdp_deepspeed.fsdp.save_pretrained"
+_WORDS = HostWords(
+    view="sdp_deepspeed.fsdp.dense(model)",
+    alone=f"write the model with {_SAVE}, and load it there",
+    save=_SAVE,
+    differentiate="",
+    inner="",
+    order="run the model's own forward pass, the same on all ranks",
+)
 
 
 class ShardedView(DenseView):
@@ -61,7 +71,7 @@ def install_view(sharded: ShardedModel, device: torch.device, policy: MixedPreci
     objects = host.channel(Channel.DATA_PARALLEL, sharded.mesh.mesh.tolist())
     last_acts = make_last_acts(dist, sharded.mesh.get_group(), logger.warning)
     dp_group = Communicator(dist, sharded.mesh.get_group(), objects=objects, last_acts=last_acts)
-    barrier = make_monitored_barrier(host, last_acts, logger.warning)
+    barrier = make_monitored_barrier(host, last_acts, logger.warning, _WORDS)
     mask = sharded.mask
     units = {unit.name: unit for unit in sharded.units}
     for part in mask.parts:

@@ -30,7 +30,7 @@ def full_state_dict(module: nn.Module) -> dict[str, torch.Tensor]:
         module: that `fully_shard` returned.
 
     Raises:
-        RuntimeError: on all ranks, when they do not call it together, or inside `dense(model)`.
+        RuntimeError: on all ranks, when they do not call it together, inside `dense(model)`, or if rank 0 has no room.
     """
     sharded = sharded_model_of(module)
     if sharded.view.is_inside:
@@ -38,7 +38,8 @@ def full_state_dict(module: nn.Module) -> dict[str, torch.Tensor]:
     sharded.view.meet(Phase.RESIDENT)
     with torch.no_grad():
         sharded.reshard()
-        values = {name: _undivided(sharded, name, value) for name, value in _gathered(sharded) if sharded.rank == 0}
+        values, error = _kept_on_rank_0(sharded)
+    raise_on_all_ranks(Communicator(dist), error)
     if dist.get_rank() != 0:
         return {}
     own = {**dict(module.named_parameters()), **dict(module.named_buffers())}
@@ -71,28 +72,41 @@ def save_pretrained(module: nn.Module, folder: str | Path, tokenizer: Any = None
     raise_on_all_ranks(Communicator(dist), error)
 
 
-def _gathered(sharded: ShardedModel) -> Iterator[tuple[str, torch.Tensor]]:
-    """Every parameter, and what units have of buffers, on ranks that get it; all ranks go through all of it."""
+def _kept_on_rank_0(sharded: ShardedModel) -> tuple[dict[str, torch.Tensor], RuntimeError | None]:
+    """Copies in host memory. Without room for them rank 0 goes through the rest all the same, as others wait for it."""
+    tensor_parallel = sharded.tensor_parallel
+    values: dict[str, torch.Tensor] = {}
+    error = None
+    for name, value, scale in _gathered(sharded):
+        if tensor_parallel is not None and sharded.rank == 0:  # whose ranks all have it, in the same order
+            value = tensor_parallel.full(name, value)
+        if dist.get_rank() == 0 and error is None:
+            try:
+                values[name] = _scaled(_on_host(value), scale)
+            except (RuntimeError, MemoryError) as problem:
+                values.clear()
+                error = RuntimeError(f"full_state_dict: rank 0 cannot keep {name!r} in host memory: {problem}")
+    return values, error
+
+
+def _gathered(sharded: ShardedModel) -> Iterator[tuple[str, torch.Tensor, float]]:
+    """Every parameter, and what units have of buffers, each with the scale of its branch that it does not have yet, on
+    ranks that get it; all ranks go through all of it."""
     for tensor in sharded.shared:
-        yield tensor.name, _on_host(sharded.parameter(tensor).full_tensor())
+        yield tensor.name, sharded.parameter(tensor).full_tensor(), 1.0
     places = {part.name: index for index, part in enumerate(sharded.mask.parts)}
     for unit in sharded.units:
         scale_of = sharded.mask.scales_of(unit.name)
         for tensor in filter(_is_whole, unit.tensors):  # on holders
-            yield tensor.name, _scaled(_on_host(sharded.parameter(tensor).full_tensor()), scale_of(tensor.dense_name))
+            yield tensor.name, sharded.parameter(tensor).full_tensor(), scale_of(tensor.dense_name)
         if unit.name in places:  # some lack it
             for name, value in _fetched(sharded, places[unit.name]):
-                yield name, _scaled(value, scale_of(name))
+                yield name, value, scale_of(name)
     for part in sharded.mask.split:  # of which nobody has all
         dense = part.allocate()
         deque(sharded.fetcher.fetch(places[part.name], partial(getattr, dense, "targets")), maxlen=0)
         part.scale(dense)
-        yield from ((name, _on_host(value)) for name, value in part.by_name(dense).items())
-
-
-def _undivided(sharded: ShardedModel, name: str, value: torch.Tensor) -> torch.Tensor:
-    """From the parts of the tensor-parallel ranks, which all have it in the same order."""
-    return value if sharded.tensor_parallel is None else sharded.tensor_parallel.full(name, value)
+        yield from ((name, value, 1.0) for name, value in part.by_name(dense).items())
 
 
 def _is_whole(tensor: HeldTensor) -> bool:
@@ -103,7 +117,7 @@ def _fetched(sharded: ShardedModel, place: int) -> Iterator[tuple[str, torch.Ten
     """A unit on a rank that lacks it, and nothing on others."""
     targets = sharded.mask.parts[place].allocate().targets
     deque(sharded.fetcher.fetch(place, lambda: targets), maxlen=0)
-    yield from ((piece.parameter, _on_host(value)) for piece, value in targets.items())
+    yield from ((piece.parameter, value) for piece, value in targets.items())
 
 
 def _on_host(tensor: torch.Tensor) -> torch.Tensor:

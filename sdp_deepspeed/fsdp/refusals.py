@@ -1,10 +1,11 @@
-"""What `fully_shard` refuses, each with its reason, before anything is changed."""
+"""What `fully_shard` refuses, each with its reason, before anything is changed; support/fsdp2.py is its table."""
 
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -17,17 +18,8 @@ from sdp_deepspeed.fsdp.options import ShardOptions
 from sdp_deepspeed.masking.mixins import is_cut
 from sdp_deepspeed.messages import listed, quoted
 from sdp_deepspeed.plan.plan import Plan
+from sdp_deepspeed.support.fsdp2 import refused_of_block, why_refused
 from sdp_deepspeed.support.refusals import refuse_modules
-
-# Settings of the block that need what DeepSpeed's engine does, by name, with what to do.
-_OF_THE_ENGINE = {
-    "lr_by_coverage": "the learning rate is your optimizer's: give a unit's parameters a param group of its own",
-    "redraw_interval": "the plan cannot change while FSDP2 holds its shards",
-    "total_steps": "only a schedule asks for it",
-    "check_agreement": "each element is stored once, so holders cannot disagree",
-    "allow_optimizer": "any optimizer over DTensors may step them",
-    "silence_limit": "ranks are watched by the process group's own time limit",
-}
 
 
 def parsed(block: Mapping[str, Any] | None) -> SubnetworkConfig:
@@ -41,7 +33,8 @@ def parsed(block: Mapping[str, Any] | None) -> SubnetworkConfig:
     if KEY in block:
         raise ValueError(f"fully_shard: block: give what stands under {KEY!r}, not the config around it")
     if block.get("schedule") is not None:
-        raise ValueError(f"{KEY}.schedule: not possible with FSDP2: the plan cannot change while it holds its shards")
+        why = why_refused("coverage over time; no compiled modules")
+        raise ValueError(f"{KEY}.schedule: not possible with FSDP2: {why}")
     config = parse({KEY: dict(block)})
     if config is None:
         raise ValueError(f"{KEY}.enabled: false leaves nothing to do here: call torch's own fully_shard")
@@ -99,14 +92,8 @@ def check_same_settings(config: SubnetworkConfig, options: ShardOptions, ranks: 
 
 
 def _of_block(config: SubnetworkConfig) -> Iterator[str]:
-    if config.regime == "backward":
-        yield (
-            f'{KEY}.regime: "backward" is not possible with FSDP2, which gathers a unit among the ranks that average '
-            'it, while all ranks would run it; use "forward", or DeepSpeed'
-        )
-    for name, why in _OF_THE_ENGINE.items():
-        if (value := getattr(config, name)) != SubnetworkConfig.model_fields[name].default:
-            yield f"{KEY}.{name}: got {value!r}, which has no effect with FSDP2: {why}; remove it"
+    for row, value in refused_of_block(config):
+        yield f"{row.path}: got {value!r} ({row.what}), which is not possible with FSDP2: {row.note}"
 
 
 def _of_mesh(module: nn.Module, mesh: DeviceMesh | None) -> Iterator[str]:
@@ -124,10 +111,8 @@ def _of_mesh(module: nn.Module, mesh: DeviceMesh | None) -> Iterator[str]:
     elif ranks != sorted(ranks):
         yield f"fully_shard: mesh: got ranks {ranks}, expected them in order"
     elif not has_dtensors and len(ranks) != size:
-        yield (
-            f"fully_shard: mesh: got ranks {ranks}, expected all {size}: without tensor parallelism (DTensors) the "
-            "others have no part in this model"
-        )
+        why = why_refused("a mesh of some of the ranks (pipeline stages)")
+        yield f"fully_shard: mesh: got ranks {ranks}, expected all {size} without tensor parallelism (DTensors): {why}"
 
 
 def _of_model(module: nn.Module) -> Iterator[str]:
@@ -148,10 +133,8 @@ def _of_tensor_parallelism(module: nn.Module, config: SubnetworkConfig, options:
         return
     strategies = [config.strategy] if isinstance(config.strategy, str) else list(config.strategy.values())
     if "neuron" in strategies:
-        yield (
-            f'{KEY}.strategy: "neuron" is not possible with DTensors: their styles divide whole layers, and pieces of '
-            'them would be layers of their own; use "block", or DeepSpeed with AutoTP'
-        )
+        why = why_refused("tensor parallelism of neurons and heads")
+        yield f'{KEY}.strategy: "neuron" is not possible with DTensors: {why}'
     odd = [
         name
         for name, tensor in dtensors.items()
@@ -161,10 +144,8 @@ def _of_tensor_parallelism(module: nn.Module, config: SubnetworkConfig, options:
         yield f"fully_shard: {quoted(odd)} is placed otherwise than Shard or Replicate on a mesh of one axis"
     without = [name for name, tensor in module.named_parameters() if tensor.is_meta]
     if without:
-        yield (
-            f"fully_shard: {quoted(without)} is on the meta device: with tensor parallelism the weights must be there, "
-            "since who initializes a part would not give it the dense model's values"
-        )
+        why = why_refused("tensor parallelism of a model without storage")
+        yield f"fully_shard: {quoted(without)} is on the meta device: {why}"
     if ignored := [name for name, tensor in dtensors.items() if tensor in options.ignored_params]:
         yield f"fully_shard: ignored_params: {quoted(ignored)} is a DTensor; leave it to FSDP2"
 
@@ -176,3 +157,8 @@ def _of_options(options: ShardOptions) -> Iterator[str]:
             f"fully_shard: reshard_after_forward: got {value!r}, expected True, False or None: no number of ranks "
             "divides every holder set"
         )
+    policy = options.mp_policy
+    for name in ("param_dtype", "reduce_dtype"):
+        if getattr(policy, name) == torch.float16:
+            why = why_refused("fp16, dynamic loss scale")
+            yield f"fully_shard: mp_policy.{name}: got torch.float16, which is not possible with FSDP2 here: {why}"

@@ -132,6 +132,9 @@ def fully_shard(
     order_collectives(sharded)
     install_view(sharded, start.device, options.mp_policy)
     attach(sharded)
+    if ranks.rank == 0:
+        groups = f"{sharded.num_groups} process groups for holder sets, rank 0 in {sharded.num_own_groups}"
+        logger.info("%s: %s", KEY, groups)
     return module
 
 

@@ -76,6 +76,11 @@ class ShardedModel:
         return self.rank_model.rank
 
     @property
+    def num_own_groups(self) -> int:
+        """Of these groups, those that this rank is in; what each costs: README.md, "Groups"."""
+        return sum(1 < len(holders) < self.mesh.size() for holders in self.meshes)
+
+    @property
     def held_units(self) -> list[ShardedUnit]:
         return [unit for unit in self.units if unit.is_held]
 

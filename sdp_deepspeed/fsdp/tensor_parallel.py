@@ -109,11 +109,11 @@ class TensorParallel:
         return name in self._wholes and self._wholes[name].is_divided
 
     def full(self, name: str, local: torch.Tensor) -> torch.Tensor:
-        """All of a parameter (in the host's memory), from this rank's part of it; all tensor-parallel ranks call it."""
+        """All of a parameter, from this rank's part of it; all tensor-parallel ranks call it."""
         if not self.is_divided(name):
             return local
         whole = self._wholes[name]
-        return whole.around(local.to(whole.mesh.device_type)).full_tensor().to("cpu")
+        return whole.around(local.to(whole.mesh.device_type)).full_tensor()
 
 
 def columns_of(module: nn.Module, mesh: DeviceMesh, ranks: Gatherer) -> tuple[tuple[int, ...], ...]:

@@ -220,8 +220,8 @@ class DenseView:
         if not self._wants_dense():
             if self._mode == "streaming":
                 raise RuntimeError(
-                    "engine.dense() frees each unit after it ran, so there is nothing to differentiate; use "
-                    "model.eval() with torch.no_grad(), or engine.dense(resident=True) with torch.autograd.grad"
+                    f"{self._barrier.words.view} frees each unit after it ran, so there is nothing to differentiate; "
+                    f"use model.eval() with torch.no_grad(){self._barrier.words.differentiate}"
                 )
             self.end_evaluation()
             self._in_forward = True
@@ -255,7 +255,7 @@ class DenseView:
         elif alone and not part.dense:
             raise RuntimeError(
                 f"{part.name} would be incomplete without a word: in evaluation mode only the model's own forward "
-                "is the dense model. Call that, or inner modules on every rank inside engine.dense(resident=True)"
+                f"is the dense model. Call that{self._barrier.words.inner}"
             )
 
     def after(self, module: nn.Module) -> None:

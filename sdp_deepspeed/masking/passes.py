@@ -143,7 +143,7 @@ class DensePasses:
             names = [self._mask.parts[index].name for index, *_ in notes]
             raise RuntimeError(
                 f"ranks run parts of the dense model in other orders than one another ({names[0]} on rank 0, here "
-                f"{self._mask.parts[where[0]].name}): evaluate inside `with engine.dense(resident=True):`"
+                f"{self._mask.parts[where[0]].name}): {self._barrier.words.order}"
             )
 
     def _vote(self, evaluation: Evaluation, found: torch.Tensor | None) -> Vote:

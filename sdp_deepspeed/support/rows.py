@@ -8,20 +8,20 @@ from typing import Any, Literal
 
 from sdp_deepspeed.config import KEY
 
-State = Literal["works", "no effect", "refused"]
+State = Literal["works", "no effect", "untested", "refused"]
 Tree = Mapping[str, Any]
 Condition = Callable[[Any, Tree], bool]
 
 
 @dataclass(frozen=True)
 class Row:
-    """One thing that a config can ask for.
+    """One thing that a config (of FSDP2: a block, or an argument of `fully_shard`) can ask for.
 
     Args:
         what: in words.
-        path: JSON path in the DeepSpeed config; empty for what only the engine can see.
-        state: "works"; "no effect" for hints about how DeepSpeed's own reduction works, which change no result; else
-            it is refused at start.
+        path: JSON path in the DeepSpeed config, or FSDP2's argument; empty for what only the host can see.
+        state: "works"; "no effect" for hints about how DeepSpeed's own reduction works, which change no result;
+            "untested" for what nobody has tried and nothing refuses; else it is refused at start.
         example: a value at `path` that asks for it.
         applies: whether the value at `path` (None if absent or "auto") asks for it, given the whole config. None for
             what works, and for hints that need no mention at start.
@@ -57,3 +57,15 @@ def normalized(ds_config: Mapping[str, Any], block: Mapping[str, Any]) -> Tree:
     elif isinstance(zero, Mapping) and zero.get("cpu_offload"):
         tree["zero_optimization"] = {"offload_optimizer": {"device": "cpu"}, **zero}
     return tree
+
+
+def works(what: str, path: str, example: Any = None) -> Row:
+    return Row(what, path, "works", example)
+
+
+def refused(what: str, path: str, example: Any, applies: Condition, note: str = "") -> Row:
+    return Row(what, path, "refused", example, applies, note)
+
+
+def hint(what: str, path: str, example: Any, applies: Condition | None, note: str) -> Row:
+    return Row(what, path, "no effect", example, applies, note)

@@ -12,6 +12,7 @@ from sdp_deepspeed.messages import listed
 from sdp_deepspeed.sizes import mib_text
 
 if TYPE_CHECKING:
+    from sdp_deepspeed.estimate.per_rank import RankEstimate
     from sdp_deepspeed.training.forecast import Forecast
 
 # What the two files say, where they are given.
@@ -37,13 +38,14 @@ def configure(parser: Parser) -> None:
     add("--model", type=Path, help="JSON: a Transformers config, such as configs/models/134M.json")
     add("--deepspeed_config", type=Path, help="JSON: DeepSpeed's config, with our block or without")
     add("--sequence-length", type=positive, help="tokens of a block")
+    add("--host", choices=["deepspeed", "fsdp2"], default="deepspeed", help="what shards and averages (deepspeed)")
     add("--gradient-checkpointing", action="store_true", help="activations are recomputed in the backward pass")
     parser.set_defaults(run=_run, defaults={name: parser.get_default(name) for name in _OF_FORMULAS})
 
 
 def _run(options: argparse.Namespace) -> int:
     given = options.model, options.deepspeed_config, options.sequence_length
-    if given == (None, None, None) and not options.gradient_checkpointing:
+    if given == (None, None, None) and not options.gradient_checkpointing and options.host == "deepspeed":
         return formulas.run(options)
     if None in given:
         raise ValueError("--model, --deepspeed_config and --sequence-length: give all three, or none for the formulas")
@@ -53,7 +55,7 @@ def _run(options: argparse.Namespace) -> int:
     # Heavy imports only now: help and mistakes are answered at once.
     from sdp_deepspeed.support.host_types import refuse_wrong_types
     from sdp_deepspeed.training.forecast import forecast
-    from sdp_deepspeed.training.forecast_settings import configs_of_phases
+    from sdp_deepspeed.training.forecast_settings import configs_of_phases, refuse_unsharded
     from sdp_deepspeed.training.options import fill_automatic, refuse_wrong_sizes
 
     shape = read_json(options.model, "--model")
@@ -63,6 +65,8 @@ def _run(options: argparse.Namespace) -> int:
     config = read_json(options.deepspeed_config, "--deepspeed_config")
     fill_automatic(config, steps=_MANY)
     refuse_wrong_types(config)
+    if options.host == "fsdp2":
+        refuse_unsharded(config)  # before its schedule is divided into phases
     phases = configs_of_phases(config, options.ranks)
     for index, phase in enumerate(phases, start=1):
         figures = forecast(
@@ -71,11 +75,23 @@ def _run(options: argparse.Namespace) -> int:
             num_ranks=options.ranks,
             sequence_length=options.sequence_length,
             gradient_checkpointing=options.gradient_checkpointing,
+            host=options.host,
         )
         if len(phases) > 1:
             print(f"phase {index} of {len(phases)}:")
         print(_text(figures, options.ranks))
     return 0
+
+
+def _exchanged(rank: RankEstimate) -> dict[str, str]:
+    return {
+        "the step's fp32 gradients": mib_text(rank.step_gradients),
+        "buffers of what travels, at most": mib_text(rank.buffers),
+    }
+
+
+def _gathered(rank: RankEstimate) -> dict[str, str]:
+    return {"gathered at once, at most": mib_text(rank.gathered)}
 
 
 def _text(figures: Forecast, num_ranks: int) -> str:
@@ -86,8 +102,7 @@ def _text(figures: Forecast, num_ranks: int) -> str:
         "optimizer state": mib_text(rank.optimizer),
         **({"optimizer state in host memory": mib_text(rank.host_optimizer)} if rank.host_optimizer else {}),
         "activations of a micro-batch": mib_text(figures.activations),
-        "the step's fp32 gradients": mib_text(rank.step_gradients),
-        "buffers of what travels, at most": mib_text(rank.buffers),
+        **(_gathered(rank) if rank.gathered else _exchanged(rank)),
         "peak, at least": mib_text(figures.peak),
         "sent per step": mib_text(rank.sent_bytes),
         "FLOPs per step": f"{figures.flops:.4g}",

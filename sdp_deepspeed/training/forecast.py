@@ -2,7 +2,7 @@
 
 Nothing is allocated: the model is built from fake tensors, cut down to a worker's subnetwork by the mask that the
 engine uses, and run forward and backward once, while FLOPs and what autograd keeps are counted. Model state, buffers
-and traffic are those of `estimate/per_rank.py`.
+and traffic are those of `estimate/per_rank.py`, or of `estimate/sharded.py` under FSDP2.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from sdp_deepspeed.architectures import locate_branches, unit_costs
 from sdp_deepspeed.config import KEY, parse
 from sdp_deepspeed.estimate.per_rank import RankEstimate, estimate, plain
+from sdp_deepspeed.estimate.sharded import estimate_sharded
 from sdp_deepspeed.layout.owners import refuse_cut
 from sdp_deepspeed.layout.places import PieceViews
 from sdp_deepspeed.layout.rank_model import RankModel
@@ -34,6 +35,7 @@ from sdp_deepspeed.training.forecast_settings import (
     optimizer_of,
     refuse_plain,
     setup_of,
+    sharded_setup_of,
     with_groups,
 )
 from sdp_deepspeed.training.model import build_model
@@ -64,9 +66,11 @@ class Forecast:
 
     @property
     def peak(self) -> int:
-        """Bytes at the end of a forward pass, or in the exchange and the step, whichever takes more. What kernels need
-        for themselves, the caching allocator and the GPU's own context come on top."""
-        return self.rank.state + max(self.activations, self.rank.buffers + self.rank.step_gradients)
+        """Bytes at the end of a forward pass, or in the exchange and the step, whichever takes more; with FSDP2 what is
+        gathered beside. What kernels need for themselves, the caching allocator and the GPU's own context come on top.
+        """
+        rank = self.rank
+        return rank.state + rank.gathered + max(self.activations, rank.buffers + rank.step_gradients)
 
 
 def forecast(
@@ -76,6 +80,7 @@ def forecast(
     num_ranks: int,
     sequence_length: int,
     gradient_checkpointing: bool = False,
+    host: str = "deepspeed",
 ) -> Forecast:
     """What a run will take; nothing is allocated, and no process group is needed.
 
@@ -84,14 +89,17 @@ def forecast(
         config: DeepSpeed's, with our block or without.
         num_ranks: data-parallel ranks.
         sequence_length: tokens of a block.
+        host: "deepspeed", or "fsdp2" (its neurons run in as many narrower products as there are holder sets, of which
+            activations here know nothing).
 
     Raises:
         ValueError: a model that cannot be built, a config that is refused, or one that has no formula.
     """
     micro, accumulation = micro_steps(config, num_ranks)
+    sharded = sharded_setup_of(config, accumulation) if host == "fsdp2" else None
     setup, optimizer = setup_of(config, accumulation), optimizer_of(config)
     block = parse(config)
-    if block is not None:
+    if block is not None and sharded is None:
         refuse_unsupported(block, config)
     with FakeTensorMode():
         dtype = _DTYPES[dtype_of(config)]
@@ -107,7 +115,8 @@ def forecast(
             busiest = _busiest_rank(plan, model)
             whole = [info for info in tensors if info.is_whole]
             refuse_cut(whole, pieces_by_tensor(tensors, plan), f"--deepspeed_config: optimizer.type {optimizer!r}")
-            figures = estimate(plan, tensors, setup)[busiest]
+            per_rank = estimate(plan, tensors, setup) if sharded is None else estimate_sharded(plan, tensors, sharded)
+            figures = per_rank[busiest]
             cut_down(model, plan, tensors, busiest)
         activations, flops = _one_micro_step(model, (micro, sequence_length))
     return Forecast(

@@ -10,8 +10,10 @@ from typing import Any, Literal, cast
 from sdp_deepspeed.config import KEY, parse
 from sdp_deepspeed.estimate.per_rank import Setup
 from sdp_deepspeed.estimate.precision import Precision, num_moments
+from sdp_deepspeed.estimate.sharded import ShardedSetup
 from sdp_deepspeed.plan.tensors import TensorInfo
 from sdp_deepspeed.schedule import Schedule
+from sdp_deepspeed.support.fsdp2 import refused_of_block, why_refused
 from sdp_deepspeed.support.optimizers import WHOLE_TENSOR_OPTIMIZERS, is_known
 
 _MUON = "muon"
@@ -116,6 +118,44 @@ def setup_of(config: Mapping[str, Any], accumulation: int) -> Setup:
         overlap=bool(zero.get("overlap_comm", False)),
         moments={_OF_MUON: 1} if optimizer == _MUON else {},
     )
+
+
+def refuse_unsharded(config: Mapping[str, Any]) -> None:
+    """What FSDP2's host does not do of a config, or has no formula here.
+
+    Raises:
+        ValueError: in one message.
+    """
+    if not isinstance(config.get(KEY), Mapping):
+        raise ValueError(f"--host fsdp2: give a config with {KEY}; C = 1 is plain FSDP2")
+    block = {name: value for name, value in config[KEY].items() if name != "silence_limit"}  # a run's own
+    if block.get("schedule") is not None:
+        raise ValueError(f"--host fsdp2: {KEY}.schedule: {why_refused('coverage over time; no compiled modules')}")
+    parsed = parse({KEY: block})
+    refused = [] if parsed is None else [f"{row.path}: {row.note}" for row, _ in refused_of_block(parsed)]
+    zero = _part(config, "zero_optimization")
+    if any(_part(zero, name).get("device") in ("cpu", "nvme") for name in ("offload_optimizer", "offload_param")):
+        refused.append("zero_optimization: offload cannot be estimated; leave it out")
+    if optimizer_of(config) in map(str.lower, WHOLE_TENSOR_OPTIMIZERS):
+        refused.append("optimizer.type: optimizers of whole tensors cannot be estimated; put AdamW in its place")
+    if dtype_of(config) == "fp16":
+        refused.append(f"fp16: {why_refused('fp16, dynamic loss scale')}")
+    if refused:
+        raise ValueError(f"--host fsdp2: {'; '.join(refused)}")
+
+
+def sharded_setup_of(config: Mapping[str, Any], accumulation: int) -> ShardedSetup:
+    """What decides bytes under FSDP2: shards are fp32, and bf16 is its policy's.
+
+    Raises:
+        ValueError: as `refuse_unsharded`.
+    """
+    refuse_unsharded(config)
+    compute = 2 if dtype_of(config) == "bf16" else 4
+    wire = {"fp32": 4, "bf16": 2, None: compute}[config.get("communication_data_type")]
+    momentum = _part(_part(config, "optimizer"), "params").get("momentum")
+    moments = num_moments(optimizer_of(config), has_momentum=bool(momentum))
+    return ShardedSetup(compute=compute, wire=wire, num_moments=moments, accumulation=accumulation)
 
 
 def optimizer_of(config: Mapping[str, Any]) -> str:

@@ -6,6 +6,7 @@ import importlib.util
 import os
 from collections.abc import Sequence
 
+from sdp_deepspeed.messages import NEEDS_DEEPSPEED
 from sdp_deepspeed.training.fsdp_settings import read_settings
 from sdp_deepspeed.training.options import Options, parse_options
 from sdp_deepspeed.training.run_folder import RunFolder
@@ -49,7 +50,7 @@ def _check_host(options: Options, num_ranks: int) -> None:
     if options.host == "fsdp2":
         read_settings(options.deepspeed_config, num_ranks)
     elif importlib.util.find_spec("deepspeed") is None:
-        raise ValueError("--host deepspeed: the package deepspeed is not installed: install it, or take --host fsdp2")
+        raise ValueError(f"--host deepspeed {NEEDS_DEEPSPEED}, or take --host fsdp2")
 
 
 def _resolved(options: Options, num_ranks: int) -> dict[str, object]:

@@ -107,7 +107,7 @@ def test_torch_of_the_system_is_used_as_it_is(checkout: Path, nested: str) -> No
     result, asked = source_script(checkout, NESTED=nested)
     assert result.returncode == 0, result.stderr
     constraints = checkout / ".venv/.sdp_deepspeed-constraints.txt"
-    assert asked == ["-m venv --system-site-packages .venv", f"--constraint {constraints} --editable ."]
+    assert asked == ["-m venv --system-site-packages .venv", f"--constraint {constraints} --editable .[deepspeed]"]
     assert f"torch=={VENDOR}" in constraints.read_text().splitlines()
     assert f"torch {VENDOR} is here and stays as it is" in result.stdout
     assert f"torch {VENDOR} in {site}, built for CUDA 13.1; 8 GPUs" in result.stdout.splitlines()[-1]
@@ -126,7 +126,10 @@ def test_a_system_without_a_torch_that_fits_gets_one_in_an_environment_of_its_ow
     assert result.returncode == 0, result.stderr
     assert (f"note: torch {version} in {site} is not used" in result.stderr) is bool(version)
     constraints = checkout / ".venv/.sdp_deepspeed-constraints.txt"
-    assert asked == ["-m venv .venv", *(f"--constraint {constraints} {what}" for what in ("torch", "--editable ."))]
+    assert asked == [
+        "-m venv .venv",
+        *(f"--constraint {constraints} {what}" for what in ("torch", "--editable .[deepspeed]")),
+    ]
     assert constraints.read_text() == (checkout / "constraints.txt").read_text()
     assert f"torch 2.13.0+cu130 in {checkout / '.venv'}" in result.stdout.splitlines()[-1]
     assert source_script(checkout)[1] == asked, "a second time installs nothing"
@@ -150,7 +153,7 @@ def test_what_is_missing_to_compile_is_named(checkout: Path) -> None:
     result, _ = source_script(checkout, CXX="/nowhere/c++")
     assert result.returncode == 1
     assert "DeepSpeed needs a C++ compiler and Python's headers; install them (Debian, Ubuntu: g++" in result.stderr
-    assert not list((checkout / ".venv").glob(".sdp_deepspeed-base")), "the next time goes on"
+    assert not list((checkout / ".venv").glob(".sdp_deepspeed-deepspeed")), "the next time goes on"
 
 
 @pytest.mark.parametrize(("minutes", "stays"), [(1, True), (30, False)])

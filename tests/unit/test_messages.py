@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from sdp_deepspeed.messages import did_you_mean, listed, nearest, quoted
+from sdp_deepspeed.messages import NEEDS_DEEPSPEED, did_you_mean, lacks_deepspeed, listed, nearest, quoted
 
 
 def test_long_lists_are_cut() -> None:
@@ -19,3 +19,10 @@ def test_names_that_were_meant() -> None:
     assert nearest("covrage", known, cutoff=0.99) is None
     assert did_you_mean("holder", known) == "did you mean 'holders'?"
     assert did_you_mean("xyz", known) == "known: coverage, holders"
+
+
+def test_who_needs_deepspeed() -> None:
+    assert lacks_deepspeed(ModuleNotFoundError("", name="deepspeed.runtime"))
+    assert not lacks_deepspeed(ModuleNotFoundError("", name="deepspeed_kernels"))
+    assert not lacks_deepspeed(ImportError("", name="deepspeed"))  # it is there, and broken
+    assert 'pip install "sdp_deepspeed[deepspeed]"' in NEEDS_DEEPSPEED

@@ -5,13 +5,25 @@ from __future__ import annotations
 from copy import deepcopy
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
+from torch.distributed.tensor import DTensor
 
 import sdp_deepspeed
-from sdp_deepspeed.fsdp import clip_grad_norm_, dense, full_state_dict, param_groups, save_pretrained, sharded_model_of
+from sdp_deepspeed.estimate.sharded import ShardedSetup, estimate_sharded
+from sdp_deepspeed.fsdp import (
+    clip_grad_norm_,
+    dense,
+    full_state,
+    full_state_dict,
+    param_groups,
+    save_pretrained,
+    sharded_model_of,
+)
+from sdp_deepspeed.measure.traffic import TrafficCounter
 from tests.helpers.models import TOKENS, family, llama, loss_of
 from tests.helpers.ranks import Check, Rank
 from tests.helpers.sharded import check_against_reference, gathered_state, sharded
@@ -19,6 +31,7 @@ from tests.helpers.training import refusal
 
 SIZE = 2
 ONE = {"holders": 1}
+BF16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
 
 
 def checkpointed(rank: Rank) -> None:
@@ -39,8 +52,7 @@ def offloaded(rank: Rank) -> None:
 
 def mixed_precision(rank: Rank) -> None:
     """Lacking units are gathered in the same dtype as held ones: evaluation gives what it gives at C = 1."""
-    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-    models = [sharded(family("gpt2"), {"holders": number}, mp_policy=policy) for number in (1, 2)]
+    models = [sharded(family("gpt2"), {"holders": number}, mp_policy=BF16) for number in (1, 2)]
     loss_of(models[0], TOKENS).backward()
     assert {p.grad.dtype for p in models[0].parameters() if p.grad is not None} == {torch.float32}
     with torch.no_grad():
@@ -118,6 +130,37 @@ def steps_with_multi_tensor_kernels(rank: Rank) -> None:
     refusal(RuntimeError, lambda: clip_grad_norm_(model, 1.0, error_if_nonfinite=True), "non-finite")
 
 
+def holds_and_sends_what_is_estimated(rank: Rank) -> None:
+    """Model state within 2% (of `step` numbers and rounding), bytes of a step exactly, with neurons and blocks."""
+    for strategy, policy in (("block", MixedPrecisionPolicy()), ({"mlp": "neuron"}, BF16)):
+        model = sharded(llama(), ONE | {"strategy": strategy}, mp_policy=policy)
+        stored = sharded_model_of(model)
+        size = 4 if policy.param_dtype is None else 2
+        setup = ShardedSetup(compute=size, wire=4)
+        expected = estimate_sharded(stored.plan, stored.rank_model.tensors, setup)[rank.rank]
+        optimizer = torch.optim.AdamW(param_groups(model))
+        with TrafficCounter() as traffic:
+            loss_of(model, TOKENS).backward()
+        assert traffic.total == expected.sent_bytes, (traffic.bytes_by_operator, expected)
+        optimizer.step()
+        stored.reshard()
+        held = [parameter for parameter in model.parameters() if parameter.numel()]
+        states = [value for state in optimizer.state.values() for value in state.values()]
+        for tensors, estimated in (
+            (held, expected.weights),
+            ([parameter.grad for parameter in held], expected.gradients),
+            (states, expected.optimizer),
+        ):
+            assert abs(_bytes_of(tensors) - estimated) <= 0.02 * estimated, (_bytes_of(tensors), estimated)
+
+
+def _bytes_of(tensors: Any) -> int:
+    """Of the storages of this rank's shards."""
+    local = (tensor.to_local() if isinstance(tensor, DTensor) else tensor for tensor in tensors)
+    storages = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for tensor in local}
+    return sum(storages.values())
+
+
 def is_exported(rank: Rank) -> None:
     """Scaled, as in evaluation."""
     from transformers import LlamaForCausalLM
@@ -132,9 +175,15 @@ def is_exported(rank: Rank) -> None:
         assert torch.equal(model.eval()(input_ids=TOKENS).logits, expected)
         with dense(model):
             assert torch.equal(model(input_ids=TOKENS).logits, expected)
+    with dense(model):
+        refusal(RuntimeError, lambda: model(input_ids=TOKENS), r"sdp_deepspeed.fsdp.dense(model) frees each unit")
     built = llama().get_parameter("model.layers.0.mlp.down_proj.weight")
     assert torch.equal(whole.get_parameter("model.layers.0.mlp.down_proj.weight"), built / 2)
     refusal(RuntimeError, lambda: save_pretrained(model, Path("/dev/null/x")), "save_pretrained")
+    with mock.patch.object(full_state, "_on_host", side_effect=MemoryError("full")):  # in the midst of collectives
+        refusal(RuntimeError, lambda: save_pretrained(model, folder), "rank 0 cannot keep", "full")
+    with torch.no_grad():
+        assert torch.equal(model(input_ids=TOKENS).logits, expected)
 
 
 def is_refused(rank: Rank) -> None:
@@ -155,7 +204,7 @@ def is_refused(rank: Rank) -> None:
 def _checks(size: int, config: pytest.Config) -> list[tuple[str, Check]]:
     checks: list[Check] = [checkpointed, compiled, offloaded, mixed_precision, starts_from_init]
     checks += [starts_on_the_meta_device, steps_with_multi_tensor_kernels, is_exported, is_refused]
-    checks += [stays_gathered, leaves_out_what_is_ignored]
+    checks += [stays_gathered, leaves_out_what_is_ignored, holds_and_sends_what_is_estimated]
     return [(getattr(check, "__name__", "check"), check) for check in checks]
 
 

@@ -35,6 +35,10 @@ def agrees_with_the_reference(
     model = check_against_reference(rank, whole, block or {"holders": max(1, rank.size - 1)}, **options)
     assert not sum(parameter.untyped_storage().nbytes() for parameter in parameters), "shards are all that is left"
     stored = sharded_model_of(model)
+    sets = {stored.plan.ranks_of(index) for index in range(len(stored.plan.units))}
+    sets_with_groups = [ranks for ranks in sets if 1 < len(ranks) < rank.size]
+    assert stored.num_groups == len(sets_with_groups)
+    assert stored.num_own_groups == sum(rank.rank in ranks for ranks in sets_with_groups)
     for tensor in stored.held_tensors():
         shape = stored.rank_model.views.shapes[tensor.dense_name]
         parts = {owner: stop - start for owner, start, stop in shards(tensor.holders, shape)}

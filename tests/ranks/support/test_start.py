@@ -1,4 +1,5 @@
-"""Start-up does with each row of the support table what the row says: `deepspeed.initialize` on two ranks."""
+"""Start-up does with each row of the support table what the row says: `deepspeed.initialize` on two ranks, and FSDP2's
+host on the same ones."""
 
 from __future__ import annotations
 
@@ -9,13 +10,16 @@ from typing import Any
 import pytest
 import torch
 
+from sdp_deepspeed.support.fsdp2 import FSDP2_TABLE
 from sdp_deepspeed.support.table import TABLE
+from tests.helpers import fsdp2_examples
 from tests.helpers.fp16_runs import fp16_is_supported
 from tests.helpers.ranks import Rank
 from tests.helpers.support_examples import HINTS, REFUSED, WORKS, ds_config
 from tests.helpers.training import engine_of, refusal, train
 
 ROWS = {row.what: row for row in TABLE}  # checks carry names: rows ask by functions, which cannot be sent
+SHARDED_ROWS = {row.what: row for row in FSDP2_TABLE}
 DIVIDES = "tensor parallelism (AutoTP)"  # comes last: DeepSpeed never forgets a group of AutoTP's
 # Refused before it is our turn: by DeepSpeed's parser, and where the engine's class is chosen.
 EARLIER: dict[str, tuple[type[Exception], str]] = {
@@ -61,7 +65,34 @@ class IsRefused:
         refusal(kind, lambda: start(self.what), words)
 
 
+@dataclass(frozen=True)
+class StartsSharded:
+    """A row of FSDP2's that works, trained for two steps and evaluated."""
+
+    what: str
+
+    def __call__(self, rank: Rank) -> None:
+        row = SHARDED_ROWS[self.what]
+        losses = fsdp2_examples.train(row, fsdp2_examples.start(row))
+        assert torch.tensor(losses).isfinite().all()
+
+
+@dataclass(frozen=True)
+class IsRefusedSharded:
+    """A row of FSDP2's that `fully_shard` refuses for the reason in the table, on all ranks."""
+
+    what: str
+
+    def __call__(self, rank: Rank) -> None:
+        row = SHARDED_ROWS[self.what]
+        refusal(ValueError, lambda: fsdp2_examples.start(row), row.note, row.path)
+
+
 def _cases(size: int, options: pytest.Config) -> Iterator[tuple[str, Any]]:
+    for row in FSDP2_TABLE:
+        if row.state != "untested" and row.what not in fsdp2_examples.ELSEWHERE:
+            kind = IsRefusedSharded if row.state == "refused" else StartsSharded
+            yield f"FSDP2, {row.what}: {row.state}", kind(row.what)
     for row in sorted([*REFUSED, *WORKS, *HINTS], key=lambda row: row.what == DIVIDES):
         yield f"{row.what}: {row.state}", IsRefused(row.what) if row in REFUSED else Starts(row.what)
 

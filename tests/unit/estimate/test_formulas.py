@@ -48,9 +48,13 @@ def test_what_is_sent() -> None:
     assert forward["SDP + ZeRO-1"] == 0.25 * 2 + 0.25 * 2
     assert backward["SDP + ZeRO-1"] == 0.25 * 2 + 0.75 * 2
     assert forward["ZeRO-1"] == backward["ZeRO-1"] == 0.75 * 2 + 0.75 * 2
+    assert forward["SDP + FSDP2"] == 0.25 * (2 * 2 + 2), "gathered twice, averaged once"
+    assert "SDP + FSDP2" not in {**backward, **bytes_per_parameter(4, 0.5, BF16, regime="backward")}
     several = sent_per_parameter(4, 0.5, BF16, accumulation=3)
     assert several["SDP + ZeRO-1"] == forward["SDP + ZeRO-1"]
     assert several["SDP + ZeRO-2"] == 3 * 0.25 * 2 + 0.25 * 2
+    assert several["SDP + FSDP2"] == 0.25 * (3 * 2 * 2 + 2)
+    assert several["ZeRO-3, FSDP"] == 0.75 * (3 * 2 * 2 + 2)
     assert several["ZeRO-2"] == 3 * 0.75 * 2 + 0.75 * 2
 
 

@@ -1,4 +1,5 @@
-"""FSDP2's users need no DeepSpeed: the whole host runs where it cannot be imported."""
+"""FSDP2's users need no DeepSpeed: the whole host and the command line run where it cannot be imported, and what does
+need it says so in one line."""
 
 from __future__ import annotations
 
@@ -10,7 +11,7 @@ from tests.helpers.repository import ROOT
 
 PROGRAM = """
 import sys
-sys.modules["deepspeed"] = None  # so that importing it fails
+sys.modules["deepspeed"] = sys.modules["accelerate"] = None  # so that importing them fails
 import torch, torch.distributed as dist, sdp_deepspeed
 from sdp_deepspeed.architectures import Branch, register
 from sdp_deepspeed.fsdp import clip_grad_norm_, full_state_dict, param_groups
@@ -35,6 +36,16 @@ optimizer.step()
 assert len(full_state_dict(model)) == 8
 checkpoints.save_checkpoint(sys.argv[2])
 assert checkpoints.load_checkpoint(sys.argv[2])[0] == sys.argv[2] + "/global_step1"
+from sdp_deepspeed.__main__ import main
+for command in ("support", "estimate --ranks 8", "checkpoint inspect " + sys.argv[2]):
+    assert main(command.split()) == 0, command
+model_and_config = "--model configs/models/tiny.json --deepspeed_config configs/quickstart.json --sequence-length 64"
+assert main(["estimate", "--ranks", "4", *model_and_config.split()]) == 0
+assert main(["checkpoint", "from-zero", sys.argv[2], sys.argv[2] + "/universal"]) == 2
+try:
+    sdp_deepspeed.initialize()
+except ImportError as error:
+    assert str(error).startswith("sdp_deepspeed.initialize needs DeepSpeed: pip install"), error
 print("done")
 """
 
@@ -43,3 +54,5 @@ def test_it_runs(tmp_path: Path) -> None:
     command = [sys.executable, "-c", PROGRAM, str(tmp_path / "rendezvous"), str(tmp_path / "saved")]
     result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=100, check=False)
     assert result.stdout.endswith("done\n"), result.stderr[-2000:]
+    assert 'error: this needs DeepSpeed: pip install "sdp_deepspeed[deepspeed]"\n' in result.stderr
+    assert "Traceback" not in result.stderr

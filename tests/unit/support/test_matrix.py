@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from sdp_deepspeed.support.combinations import count_combinations
+from sdp_deepspeed.support.fsdp2 import FSDP2_TABLE
 from sdp_deepspeed.support.matrix import BEGIN, END, markdown, write_matrix
 from sdp_deepspeed.support.table import TABLE
 from tests.helpers.repository import PACKAGE
@@ -15,10 +16,11 @@ from tests.helpers.repository import PACKAGE
 def test_matrix_lists_all_rows_and_counts() -> None:
     counted = count_combinations()
     rows, combinations = markdown().split("\n\n", 1)
-    assert len(rows.split("\n")) == len(TABLE) + 2
+    assert len(rows.split("\n")) == len({row.what for row in (*TABLE, *FSDP2_TABLE)}) + 2
     assert all(f"| {row.what} | " in rows for row in TABLE)
     num_works, num_hints = (sum(row.state == state for row in TABLE) for state in ("works", "no effect"))
-    assert f"{num_works} of {len(TABLE)} rows work, {num_hints} are hints" in combinations
+    assert f"DeepSpeed: {num_works} of {len(TABLE)} rows work, {num_hints} are hints" in combinations
+    assert f"FSDP2: {sum(row.state == 'works' for row in FSDP2_TABLE)} of {len(FSDP2_TABLE)} rows work" in combinations
     share = (
         f"{counted.num_allowed:,} of {counted.num_combinations:,} combinations (regime x strategy x stage x precision x"
     )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -41,6 +42,24 @@ def test_each_phase_of_a_schedule(tmp_path: Path, capsys: pytest.CaptureFixture[
     assert texts[0] == "".join(f"phase {index} of 3:\n{text}" for index, text in enumerate(texts[1:], start=1))
 
 
+def test_a_run_under_fsdp2(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Shards of fp32 weights and gradients, two moments; nothing of the exchange."""
+    config = json.loads((ROOT / "configs/quickstart.json").read_text())
+    config["subnetwork_data_parallel"] = {"coverage": 0.5}
+    (tmp_path / "ds.json").write_text(json.dumps(config))
+    command = ["estimate", "--ranks", "4", *MODEL, "--deepspeed_config", str(tmp_path / "ds.json"), *LENGTH]
+    assert main([*command, "--host", "fsdp2"]) == 0
+    printed = capsys.readouterr().out
+    found = {name.strip(): value.split()[0] for name, value in re.findall(r"^  (.*?)  +(.*)$", printed, re.MULTILINE)}
+    assert found["weights"] == found["gradients"]
+    assert float(found["optimizer state"]) == pytest.approx(2 * float(found["weights"]), abs=0.02)
+    assert float(found["gathered at once, at most"]) > 0
+    assert "buffers of what travels, at most" not in found
+    whole = sum(float(found[name]) for name in ("weights", "gradients", "optimizer state"))
+    parts = float(found["gathered at once, at most"]) + float(found["activations of a micro-batch"])
+    assert float(found["peak, at least"]) == pytest.approx(whole + parts, abs=0.05)
+
+
 def test_warnings_of_the_planner_are_shown(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     config = json.loads((ROOT / "configs/quickstart.json").read_text())
     config["subnetwork_data_parallel"] = {"holders": 1}
@@ -53,6 +72,8 @@ def test_warnings_of_the_planner_are_shown(tmp_path: Path, capsys: pytest.Captur
     ("arguments", "words"),
     [
         (MODEL, "give all three, or none"),
+        (["--host", "fsdp2"], "give all three, or none"),
+        ([*MODEL, *CONFIG, *LENGTH, "--host", "fsdp2"], "subnetwork_data_parallel.schedule: the plan cannot change"),
         (["--gradient-checkpointing"], "give all three, or none"),
         (
             [*MODEL, *CONFIG, *LENGTH, "--coverage", "0.25", "--offload"],

@@ -7,8 +7,16 @@ from typing import Any
 
 import pytest
 
+from sdp_deepspeed.estimate.sharded import ShardedSetup
 from sdp_deepspeed.plan.tensors import dense_tensors
-from sdp_deepspeed.training.forecast_settings import micro_steps, optimizer_of, refuse_plain, setup_of, with_groups
+from sdp_deepspeed.training.forecast_settings import (
+    micro_steps,
+    optimizer_of,
+    refuse_plain,
+    setup_of,
+    sharded_setup_of,
+    with_groups,
+)
 from tests.helpers.models import llama
 
 
@@ -85,6 +93,33 @@ def test_what_has_no_formula_is_refused(config: dict[str, Any], words: str) -> N
     with pytest.raises(ValueError, match=words):
         setup_of(config, 1)
     setup_of({"tensor_parallel": {"autotp_size": 1}}, 1)
+
+
+BLOCK = {"subnetwork_data_parallel": {"coverage": 0.5}}
+
+
+def test_what_decides_bytes_under_fsdp2() -> None:
+    """Shards are fp32 in any case; what a run of its own needs besides the block does not count."""
+    assert sharded_setup_of(BLOCK, 2) == ShardedSetup(accumulation=2)
+    bf16 = BLOCK | {"bf16": {"enabled": True}, "optimizer": {"type": "Lion"}}
+    assert sharded_setup_of(bf16, 1) == ShardedSetup(compute=2, wire=2, num_moments=1)
+    assert sharded_setup_of(bf16 | {"communication_data_type": "fp32"}, 1).wire == 4
+    sharded_setup_of({"subnetwork_data_parallel": {"coverage": 0.5, "silence_limit": 60.0}}, 1)
+
+
+@pytest.mark.parametrize(
+    ("config", "words"),
+    [
+        ({"subnetwork_data_parallel": None}, "give a config with"),
+        ({"subnetwork_data_parallel": {"coverage": 0.5, "regime": "backward"}}, "regime: it gathers a unit"),
+        ({"zero_optimization": {"offload_optimizer": {"device": "cpu"}}}, "offload"),
+        ({"optimizer": {"type": "Lamb"}}, "whole tensors"),
+        ({"fp16": {"enabled": True}}, "loss scale"),
+    ],
+)
+def test_what_has_no_formula_under_fsdp2(config: dict[str, Any], words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        sharded_setup_of(BLOCK | config, 1)
 
 
 def test_muon_gets_what_deepspeed_gives_it() -> None:

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from sdp_deepspeed.messages import NEEDS_DEEPSPEED
 from sdp_deepspeed.training.main import main
 from tests.helpers.repository import ROOT
 
@@ -50,7 +51,7 @@ def test_it_needs_the_launcher(
     [
         (["--host", "fsdp2"], "error: --host fsdp2: subnetwork_data_parallel.schedule: "),
         (["--host", "fsdp"], "error: argument --host: invalid choice: 'fsdp'"),
-        ([], "error: --host deepspeed: the package deepspeed is not installed: install it, or take --host fsdp2"),
+        ([], f"error: --host deepspeed {NEEDS_DEEPSPEED}, or take --host fsdp2"),
     ],
 )
 def test_a_host_that_cannot_do_it_is_a_mistake(
