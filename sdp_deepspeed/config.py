@@ -264,8 +264,7 @@ def _refuse_near_misses(ds_config: Mapping[str, Any]) -> None:
         if name == KEY or not isinstance(name, str):
             continue
         plain = normalized(name)
-        ratio = difflib.SequenceMatcher(None, plain, target, autojunk=False).ratio()
-        if plain in _OTHER_NAMES or ratio >= _NEAR_MISS_RATIO:
+        if plain in _OTHER_NAMES or difflib.get_close_matches(target, [plain], cutoff=_NEAR_MISS_RATIO):
             raise ValueError(
                 f"unknown top-level key {name!r}: DeepSpeed would ignore it and train without subnetworks. "
                 f"If you mean subnetwork data parallelism, write {KEY!r}; if not, rename or remove the key"

@@ -22,8 +22,8 @@ from tests.helpers.oracle_grid import BUCKETS, Case, by_rules, full_grid, other_
 from tests.helpers.ranks import Rank
 from tests.helpers.whole_tensors import WHOLE_TENSORS
 
-# Moments, momentum and what the exchange returned all act from the second step on; test_parity.py takes ten.
-NUM_STEPS = 5
+# Moments, momentum and what the exchange returned all act from the second step on; test_parity.py takes more.
+NUM_STEPS = 3
 DTYPES = {"bf16": torch.bfloat16, "bf16+fp32": torch.bfloat16, "fp16": torch.float16}  # of weights, else fp32
 LOSS_SCALE = 128  # static: gradients near 1e-2 leave the range in which fp16 has 11 bits neither above nor below
 

@@ -104,7 +104,9 @@ def test_an_interrupted_run_resumes_as_if_nothing_had_happened(folder: Path) -> 
     scheduled = ("--deepspeed_config", str(folder / "scheduled.json"))
     stopped_at = run_and_interrupt(folder, "interrupted", "ctrl-c", *scheduled)
     steps = str(stopped_at + 5)
-    said = finish(folder, "interrupted", "--steps", steps, *scheduled)
+    with Forked(folder, "interrupted", "--steps", steps, *scheduled) as running:
+        codes, said = running.finish()
+    assert codes == [0, 0], running.explain()
     assert f"resuming at step {stopped_at}: SDP 1/2 forward x neuron + ZeRO-1 (phase 2 of 2)" in said
     said = finish(folder, "straight", "--steps", steps, *scheduled, launcher="torchrun")
     assert "starting: dense + ZeRO-1 (phase 1 of 2) on 2 ranks" in said

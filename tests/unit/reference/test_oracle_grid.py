@@ -33,11 +33,14 @@ def test_every_model_is_trained_in_every_mode() -> None:
     assert found == set(itertools.product(SPECIMENS, ("forward", "backward"), ("block", "neuron", "mixed")))
 
 
-def test_every_other_family_is_trained_in_both_regimes() -> None:
+def test_every_other_family_is_trained_on_ranks_with_neurons_if_it_can() -> None:
+    """In all modes in one process: tests/unit/architectures/test_more_families.py."""
     lacking = [case for case in other_families() if case.holders < case.num_subnetworks]
     names = more_models.SPECIMENS.keys() - set(more_models.TWINS)
-    assert {(case.model, case.regime) for case in lacking} == set(itertools.product(names, ("forward", "backward")))
-    assert {case.strategy for case in lacking} == {"block", "neuron"}
+    assert {case.model for case in lacking} == names
+    assert {(case.regime, case.strategy) for case in lacking} == {
+        *itertools.product(("forward", "backward"), ("block", "neuron"))
+    }
     assert {case.model for case in other_families() if case.strategy == "neuron"} == (names - set(more_models.UNCUT))
     assert all(map(possible, other_families(full=True)))
     modes = {(case.model, case.regime, case.strategy) for case in other_families(full=True)}
