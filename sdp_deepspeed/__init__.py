@@ -21,14 +21,15 @@ def initialize(*args: Any, **kwargs: Any) -> Any:
     """`deepspeed.initialize` with the block honored: same arguments, same results.
 
     Raises:
-        ImportError: DeepSpeed is not installed.
+        ModuleNotFoundError: DeepSpeed is not installed.
     """
     try:
         import deepspeed
     except ModuleNotFoundError as error:
         if not lacks_deepspeed(error):
             raise
-        raise ImportError(f"sdp_deepspeed.initialize {NEEDS_DEEPSPEED}; sdp_deepspeed.fully_shard does not") from None
+        what = f"sdp_deepspeed.initialize {NEEDS_DEEPSPEED}; sdp_deepspeed.fully_shard does not"
+        raise ModuleNotFoundError(what, name=error.name) from None
 
     return deepspeed.initialize(*args, **kwargs)
 
