@@ -43,7 +43,6 @@ from sdp_deepspeed.masking.replaced import KnownParameters
 from sdp_deepspeed.optimizer.optimizer import SubnetworkOptimizer
 from sdp_deepspeed.optimizer.param_groups import agree_on_groups, as_given
 from sdp_deepspeed.plan.plan import Plan
-from sdp_deepspeed.plan.shards import Shards
 from sdp_deepspeed.support.refusals import refuse_optimizer, refuse_shared_memory
 from sdp_deepspeed.tensor_parallel.checks import check_size, translated_autotp_errors
 from sdp_deepspeed.tensor_parallel.model import ModelBeforeAutoTP
@@ -117,9 +116,9 @@ class SubnetworkEngine(ScheduleCalls):
         return self._applied.coverage
 
     @property
-    def shards(self) -> Shards:
-        """What this rank stores under tensor parallelism."""
-        return self._applied.model.shards
+    def tensor_parallel_layout(self) -> int:
+        """Ranks of a tensor-parallel group, 1 without."""
+        return self._applied.model.shards.size
 
     def _configure_tensor_parallel(self, model: nn.Module, tp_config: Any) -> Any:
         refuse_tensor_parallel(self._deferred)

@@ -25,7 +25,6 @@ from sdp_deepspeed.fsdp.local_chunks import LocalChunks
 from sdp_deepspeed.fsdp.optimizer_chunks import ShardedOptimizerChunks
 from sdp_deepspeed.fsdp.sharded_model import ShardedModel, sharded_model_of
 from sdp_deepspeed.plan.plan import Plan
-from sdp_deepspeed.plan.shards import UNDIVIDED, Shards
 from sdp_deepspeed.support.optimizers import is_elementwise
 
 logger = logging.getLogger("sdp_deepspeed")
@@ -38,7 +37,7 @@ class ShardedTraining:
         sharded: the model.
         optimizer: of its parameters.
         lr_scheduler: None without one.
-        world: all ranks of its mesh.
+        world: all ranks.
 
     Attributes:
         global_steps: of the optimizer, since it was made; what is loaded goes on.
@@ -60,8 +59,9 @@ class ShardedTraining:
         return self.sharded.plan
 
     @property
-    def shards(self) -> Shards:
-        return UNDIVIDED
+    def tensor_parallel_layout(self) -> int | list[list[int]]:
+        tensor_parallel = self.sharded.tensor_parallel
+        return 1 if tensor_parallel is None else tensor_parallel.layout
 
     def rank_state(self) -> RankState:
         chunks = LocalChunks.of(self.sharded)
@@ -106,18 +106,13 @@ class CheckpointManager:
         lr_scheduler: what has a `state_dict` and a `load_state_dict`.
 
     Raises:
-        ValueError: the model was not sharded by `sdp_deepspeed.fully_shard`, or the optimizer was made before that; or
-            is under tensor parallelism; at the first step, the optimizer's state is not one value for each element.
+        ValueError: the model was not sharded by `sdp_deepspeed.fully_shard`, or the optimizer was made before that;
+            at the first step, the optimizer's state is not one value for each element.
     """
 
     def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer, lr_scheduler: Any = None) -> None:
         sharded = sharded_model_of(model)
-        if sharded.tensor_parallel is not None:
-            raise ValueError(
-                "CheckpointManager: not possible under tensor parallelism yet: a rank's shards are parts of parts, "
-                "which the format has no place for; save_pretrained writes the dense weights"
-            )
-        world = Communicator(dist, sharded.mesh.get_group(), objects=sharded.host.channel(Channel.WORLD))
+        world = Communicator(dist, objects=sharded.host.channel(Channel.WORLD))
         self._training = ShardedTraining(sharded, optimizer, lr_scheduler, world)
         self._training.check()
         options = sharded.block.checkpoint
@@ -154,7 +149,7 @@ class CheckpointManager:
         exclude_frozen_parameters: bool = False,
     ) -> None:
         """Write the dense model in training, complete or not at all; it loads under any plan and number of ranks, here
-        and in the DeepSpeed host.
+        and in the DeepSpeed host, with or without tensor parallelism.
 
         Args:
             save_dir: folder of all checkpoints, which all ranks see.

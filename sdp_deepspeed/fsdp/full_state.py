@@ -11,6 +11,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 from sdp_deepspeed.checkpoint.interop.hugging_face_names import new_model
 from sdp_deepspeed.distributed.agreement import raise_on_all_ranks
@@ -121,7 +122,9 @@ def _fetched(sharded: ShardedModel, place: int) -> Iterator[tuple[str, torch.Ten
 
 
 def _on_host(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.detach().to("cpu", copy=True)
+    """All of it: a DTensor is a buffer here, of which each rank has all."""
+    local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+    return local.detach().to("cpu", copy=True)
 
 
 def _scaled(tensor: torch.Tensor, scale: float) -> torch.Tensor:

@@ -1,19 +1,19 @@
 """Where this rank's shards lie in the dense model: weights as chunks, to write and to fill.
 
-A shard is some rows of a tensor that may itself be intervals of a dense tensor: one box of the dense tensor for each
-interval that it has a part of.
+A shard is some rows of a tensor that may itself be intervals of a dense tensor, or a tensor-parallel rank's part of it:
+one box of the dense tensor for each interval that it has a part of.
 """
 
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch.distributed.tensor import DTensor, Shard
 
-from sdp_deepspeed.checkpoint.state.boxes import Box
+from sdp_deepspeed.checkpoint.state.boxes import Box, in_dense
 from sdp_deepspeed.checkpoint.state.chunks import Chunks, StateDict
 from sdp_deepspeed.checkpoint.state.rank_chunks import persistent_buffers
 from sdp_deepspeed.checkpoint.storage.names import WEIGHT
@@ -21,7 +21,9 @@ from sdp_deepspeed.fsdp.pieces import HeldTensor
 from sdp_deepspeed.fsdp.shard_regions import Part, parts_of_shard
 from sdp_deepspeed.fsdp.sharded_model import ShardedModel
 from sdp_deepspeed.messages import quoted
+from sdp_deepspeed.plan.shards import Shards
 from sdp_deepspeed.plan.tensors import TensorInfo, pieces_by_tensor
+from sdp_deepspeed.units import Piece
 
 
 def local_of(tensor: torch.Tensor) -> torch.Tensor:
@@ -57,7 +59,8 @@ class LocalTensor:
 
 @dataclass(frozen=True)
 class Replicated:
-    """A tensor that each of some ranks has whole, and that nobody averages: a buffer, or what FSDP2 was told to ignore.
+    """What each of some ranks has: whole a buffer, or what FSDP2 was told to ignore, which nobody averages; a shard of
+    what tensor-parallel ranks do not divide.
 
     Args:
         writes: whether this rank is the one that writes it.
@@ -72,8 +75,8 @@ class LocalChunks:
 
     Args:
         tensors: of the dense model, those that this rank lacks too: parameters and persistent buffers.
-        sharded: what this rank has of parameters that FSDP2 shards.
-        replicated: what it has beside them.
+        sharded: what this rank alone has of parameters that FSDP2 shards.
+        replicated: what it has beside that.
     """
 
     def __init__(
@@ -90,20 +93,26 @@ class LocalChunks:
             ValueError: it has tensors that no checkpoint of the dense model has a place for.
         """
         sharded.reshard()
-        model, rank = sharded.rank_model, sharded.rank
-        infos = {info.name: info for info in model.tensors}
-        held = sharded.held_tensors()
-        locals_ = []
+        model, shards, held = sharded.rank_model, sharded.shards, sharded.held_tensors()
+        own: list[LocalTensor] = []
+        of_all: list[Replicated] = []
+        turns = {info.name: (info.shape, index % shards.size) for index, info in enumerate(model.tensors)}
         for tensor in held:
-            parameter, shape = sharded.parameter(tensor), infos[tensor.dense_name].shape
+            name, parameter = tensor.dense_name, sharded.parameter(tensor)
+            shape, turn = turns[name]  # of this tensor-parallel rank's part
             _check_shard(tensor, parameter, tensor.shape(shape))
-            locals_.append(LocalTensor(tensor.dense_name, parameter, tuple(parts_of_shard(tensor, rank, shape))))
+            parts = parts_of_shard(tensor, sharded.rank, shape)
+            local = LocalTensor(name, parameter, tuple((in_dense(box, Piece(name), shards), at) for box, at in parts))
+            if shards.size == 1 or name in shards.divisions:
+                own.append(local)
+            else:
+                of_all.append(Replicated(local, writes=turn == shards.index))
         buffers = _buffers(sharded.module, model.views.shapes)
         not_ignored = {tensor.dense_name for tensor in held}
         not_ignored |= {piece.parameter for unit in model.plan.units for piece in unit.pieces}
         ignored = [info for info in model.tensors if info.name not in not_ignored]
-        whole = _replicated(sharded, [*ignored, *buffers])
-        return cls([*model.tensors, *buffers], locals_, list(whole))
+        of_all += _replicated(sharded, [*ignored, *buffers])
+        return cls([*(_in_dense_shape(info, shards) for info in model.tensors), *buffers], own, of_all)
 
     @property
     def tensors(self) -> Mapping[str, TensorInfo]:
@@ -151,19 +160,24 @@ class LocalChunks:
 
     def own_buffers(self) -> dict[str, torch.Tensor]:
         """Buffers that this rank stores, on the host; each rank's own, since nobody averages them."""
-        return {local.name: local.tensor.detach().cpu() for local in self._local_buffers()}
+        return {local.name: local_of(local.tensor.detach()).cpu() for local in self._local_buffers()}
 
     @torch.no_grad()
     def restore_buffers(self, buffers: Mapping[str, torch.Tensor]) -> None:
         """Inverse of `own_buffers`; maybe another host's, which stored more or fewer of them whole."""
         for local in self._local_buffers():
             if local.name in buffers:
-                local.tensor.copy_(buffers[local.name])
+                local_of(local.tensor).copy_(buffers[local.name])
 
     def _local_buffers(self) -> Iterator[LocalTensor]:
         for other in self._replicated:
             if self._tensors[other.local.name].kind == "buffer":
                 yield other.local
+
+
+def _in_dense_shape(info: TensorInfo, shards: Shards) -> TensorInfo:
+    division = shards.divisions.get(info.name)
+    return info if division is None else replace(info, shape=division.shape)
 
 
 def _check_shard(held: HeldTensor, parameter: torch.Tensor, shape: tuple[int, ...]) -> None:
@@ -190,7 +204,8 @@ def _buffers(module: torch.nn.Module, shapes: Mapping[str, Sequence[int]]) -> li
 
 
 def _replicated(sharded: ShardedModel, infos: Collection[TensorInfo]) -> Iterator[Replicated]:
-    """Those that this rank has, each written by one of its holders in turn."""
+    """Those that this rank has, each written by one of its holders, and one of their tensor-parallel ranks, in turn."""
+    shards = sharded.shards
     everything = dict(sharded.module.named_parameters()) | dict(sharded.module.named_buffers())
     shapes = {info.name: info.shape for info in infos}
     for count, ((_, name), pieces) in enumerate(pieces_by_tensor(tuple(infos), sharded.plan).items()):
@@ -199,6 +214,7 @@ def _replicated(sharded: ShardedModel, infos: Collection[TensorInfo]) -> Iterato
             raise ValueError(f"checkpoint: {name!r} is a buffer in parts, which sdp_deepspeed.fully_shard does not cut")
         if sharded.rank in holders:
             whole = Box.whole(shapes[name])
-            writer = sorted(holders)[count % len(holders)]
+            turn, place = divmod(count, len(holders))
+            writer = sorted(holders)[place], turn % shards.size
             parts = ((whole, whole),) if whole.num_elements else ()
-            yield Replicated(LocalTensor(name, everything[name], parts), writer == sharded.rank)
+            yield Replicated(LocalTensor(name, everything[name], parts), writer == (sharded.rank, shards.index))

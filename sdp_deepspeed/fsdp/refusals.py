@@ -15,6 +15,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from sdp_deepspeed.config import KEY, SubnetworkConfig, parse
 from sdp_deepspeed.distributed.agreement import Gatherer
 from sdp_deepspeed.fsdp.options import ShardOptions
+from sdp_deepspeed.fsdp.pieces import rows_of
 from sdp_deepspeed.masking.mixins import is_cut
 from sdp_deepspeed.messages import listed, quoted
 from sdp_deepspeed.plan.plan import Plan
@@ -60,15 +61,34 @@ def check_not_ignored(module: nn.Module, plan: Plan, ignored: Collection[nn.Para
     Raises:
         ValueError: by name.
     """
-    units = {
-        piece.parameter for index, unit in enumerate(plan.units) if plan.coverage_of(index) < 1 for piece in unit.pieces
-    }
-    names = sorted(name for name, parameter in module.named_parameters() if name in units and parameter in ignored)
+    some = _that_some_ranks_lack(plan)
+    names = sorted(name for name, parameter in module.named_parameters() if name in some and parameter in ignored)
     if names:
         raise ValueError(
             f"fully_shard: ignored_params: {quoted(names)} is of a unit that some ranks lack, and nobody would average "
             "it over those that hold it; leave it to FSDP2, or match its unit's name in `shared`"
         )
+
+
+def check_buffers(module: nn.Module, plan: Plan) -> None:
+    """Refuse DTensors among the buffers that would travel, or of which a rank has a part.
+
+    Raises:
+        ValueError: by name.
+    """
+    some = _that_some_ranks_lack(plan)
+    dtensors = {name: buffer for name, buffer in module.named_buffers() if isinstance(buffer, DTensor)}
+    odd = [name for name, buffer in dtensors.items() if name in some or tuple(buffer.placements) != (Replicate(),)]
+    if odd:
+        raise ValueError(
+            f"fully_shard: {quoted(odd)} is a buffer and a DTensor, of a unit that some ranks lack or divided; "
+            "register it in a module that parallelize_module does not divide"
+        )
+
+
+def _that_some_ranks_lack(plan: Plan) -> set[str]:
+    lacking = (unit for index, unit in enumerate(plan.units) if plan.coverage_of(index) < 1)
+    return {piece.parameter for unit in lacking for piece in unit.pieces}
 
 
 def check_same_settings(config: SubnetworkConfig, options: ShardOptions, ranks: Gatherer) -> None:
@@ -135,19 +155,28 @@ def _of_tensor_parallelism(module: nn.Module, config: SubnetworkConfig, options:
     if "neuron" in strategies:
         why = why_refused("tensor parallelism of neurons and heads")
         yield f'{KEY}.strategy: "neuron" is not possible with DTensors: {why}'
-    odd = [
-        name
-        for name, tensor in dtensors.items()
-        if tensor.device_mesh.ndim != 1 or not isinstance(tensor.placements[0], Shard | Replicate)
-    ]
+    odd = [name for name, tensor in dtensors.items() if not _is_placed_as_usual(tensor)]
     if odd:
-        yield f"fully_shard: {quoted(odd)} is placed otherwise than Shard or Replicate on a mesh of one axis"
+        yield (
+            f"fully_shard: {quoted(odd)} is placed otherwise than Shard or Replicate on a mesh of one axis, or divided "
+            "otherwise than torch.chunk does; give it to torch's parallelize_module or distribute_tensor"
+        )
     without = [name for name, tensor in module.named_parameters() if tensor.is_meta]
     if without:
         why = why_refused("tensor parallelism of a model without storage")
         yield f"fully_shard: {quoted(without)} is on the meta device: {why}"
     if ignored := [name for name, tensor in dtensors.items() if tensor in options.ignored_params]:
         yield f"fully_shard: ignored_params: {quoted(ignored)} is a DTensor; leave it to FSDP2"
+
+
+def _is_placed_as_usual(tensor: DTensor) -> bool:
+    mesh, (placement, *_), shape = tensor.device_mesh, tensor.placements, list(tensor.shape)
+    if mesh.ndim != 1 or not isinstance(placement, Shard | Replicate):
+        return False
+    if isinstance(placement, Shard):
+        start, stop = rows_of(mesh.get_local_rank(), mesh.size(), shape[placement.dim])
+        shape[placement.dim] = stop - start
+    return list(tensor.to_local().shape) == shape
 
 
 def _of_options(options: ShardOptions) -> Iterator[str]:

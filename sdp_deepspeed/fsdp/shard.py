@@ -34,7 +34,7 @@ from sdp_deepspeed.fsdp.holder_meshes import make_meshes, mesh_of_shared
 from sdp_deepspeed.fsdp.neuron_units import in_model_order, neuron_units
 from sdp_deepspeed.fsdp.options import ShardOptions
 from sdp_deepspeed.fsdp.pieces import ShardedUnit
-from sdp_deepspeed.fsdp.refusals import check_call, check_not_ignored, check_same_settings, parsed
+from sdp_deepspeed.fsdp.refusals import check_buffers, check_call, check_not_ignored, check_same_settings, parsed
 from sdp_deepspeed.fsdp.sharded_mask import ShardedMask
 from sdp_deepspeed.fsdp.sharded_model import ShardedModel, attach
 from sdp_deepspeed.fsdp.tensor_parallel import TensorParallel, columns_of
@@ -151,6 +151,7 @@ def shard(start: Start) -> ShardedModel:
         branches = locate_branches(module)
         plan, warnings = plan_model(module, start.block, mesh.size(), network, branches=branches)
         check_not_ignored(module, plan, start.options.ignored_params)
+        check_buffers(module, plan)
         if tensor_parallel is not None:
             tensor_parallel.take_local(module)
             refuse_shared_memory(module)

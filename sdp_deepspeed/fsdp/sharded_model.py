@@ -21,6 +21,7 @@ from sdp_deepspeed.fsdp.tensor_parallel import TensorParallel
 from sdp_deepspeed.layout.rank_model import RankModel
 from sdp_deepspeed.masking.dense_view import DenseView
 from sdp_deepspeed.plan.plan import Plan
+from sdp_deepspeed.plan.shards import UNDIVIDED, Shards
 
 _ATTRIBUTE = "_sdp_sharded"
 
@@ -74,6 +75,12 @@ class ShardedModel:
     def rank(self) -> int:
         """Of this process in the mesh."""
         return self.rank_model.rank
+
+    @property
+    def shards(self) -> Shards:
+        """What this rank has of the dense model's tensors under tensor parallelism, before FSDP2 shards that."""
+        tensor_parallel = self.tensor_parallel
+        return UNDIVIDED if tensor_parallel is None else tensor_parallel.shards(self.mesh.get_rank())
 
     @property
     def num_own_groups(self) -> int:

@@ -19,12 +19,15 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Shard
 
 from sdp_deepspeed.distributed.agreement import Gatherer
+from sdp_deepspeed.fsdp.pieces import rows_of
 from sdp_deepspeed.masking.mixins import RefusePartial, never
 from sdp_deepspeed.messages import listed
+from sdp_deepspeed.plan.shards import Division, Shards
 
 _WAY = (
     "Under tensor parallelism the parts of all its ranks have one name and shape, so that of each only one would be "
-    "saved: sdp_deepspeed.fsdp.full_state_dict(model) and save_pretrained(model, folder) are the whole model"
+    "saved: sdp_deepspeed.fsdp.CheckpointManager saves all of them, and full_state_dict(model) and "
+    "save_pretrained(model, folder) are the whole model"
 )
 
 
@@ -44,6 +47,15 @@ class _Whole:
     @property
     def is_divided(self) -> bool:
         return any(isinstance(placement, Shard) for placement in self.placements)
+
+    def division(self, size: int) -> Division | None:
+        """Among so many ranks, as `torch.chunk` does it; None if each of them has all."""
+        (placement,) = self.placements
+        if not isinstance(placement, Shard):
+            return None
+        dim = placement.dim % len(self.shape)
+        ends = [rows_of(place, size, self.shape[dim]) for place in range(size)]
+        return Division(tuple(self.shape), dim, tuple(stop - start for start, stop in ends))
 
     def around(self, local: torch.Tensor) -> DTensor:
         return DTensor.from_local(
@@ -67,6 +79,13 @@ class TensorParallel:
     @property
     def size(self) -> int:
         return len(self.columns)
+
+    @property
+    def layout(self) -> int | list[list[int]]:
+        """What tells it from others: its size where ranks of a group follow one another, else the columns."""
+        size, num_ranks = self.size, sum(map(len, self.columns))
+        in_order = tuple(tuple(range(place, num_ranks, size)) for place in range(size))
+        return size if self.columns == in_order else [list(column) for column in self.columns]
 
     def take_local(self, module: Any) -> None:
         """Replace all DTensors of a model by their local parts; who was one parameter stays one."""
@@ -103,6 +122,11 @@ class TensorParallel:
     def place(self, rank: int) -> int:
         """In the tensor-parallel group."""
         return next(place for place, column in enumerate(self.columns) if rank in column)
+
+    def shards(self, rank: int) -> Shards:
+        """What one rank has of each parameter."""
+        divisions = {name: whole.division(self.size) for name, whole in self._wholes.items()}
+        return Shards(self.place(rank), self.size, {name: known for name, known in divisions.items() if known})
 
     def is_divided(self, name: str) -> bool:
         """Whether tensor-parallel ranks have different parts of a parameter; else they have the same."""

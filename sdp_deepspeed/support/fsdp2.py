@@ -78,7 +78,7 @@ _ARGUMENTS = (
     ),
     _row("a mesh of several axes (HSDP, sequence or expert parallelism)", _MESH, "refused", _ONE_AXIS),
     _row("a mesh of some of the ranks (pipeline stages)", _MESH, "refused", "every rank trains a subnetwork"),
-    _row("tensor parallelism (`parallelize_module` first)", _MESH, "works", "blocks; not `CheckpointManager`, not DCP"),
+    _row("tensor parallelism (`parallelize_module` first)", _MESH, "works", "blocks; `CheckpointManager`, not DCP"),
     _row(
         "tensor parallelism of neurons and heads",
         "",

@@ -1,33 +1,76 @@
-"""A run of the FSDP2 host: model, optimizer, schedule and checkpoints."""
+"""A run of the FSDP2 host, with optimizer, schedule and checkpoints, and one of the DeepSpeed host that is like it."""
 
 from __future__ import annotations
 
 import itertools
+from pathlib import Path
 from typing import Any
 
 import torch
+from torch.distributed.device_mesh import DeviceMesh
 
 import sdp_deepspeed
-from sdp_deepspeed.fsdp import CheckpointManager, param_groups
-from tests.helpers.models import batches, llama, loss_of, two_groups
+from sdp_deepspeed.checkpoint.storage.names import COMMON
+from sdp_deepspeed.fsdp import CheckpointManager, param_groups, sharded_model_of
+from sdp_deepspeed.support.optimizers import HOW
+from tests.helpers.dense_checkpoints import dense_tensors
+from tests.helpers.models import batches, config, llama, loss_of, two_groups
 from tests.helpers.ranks import Rank
+from tests.helpers.training import assert_identical, engine_of
 
 
 class ShardedRun:
-    def __init__(self, model: Any = None, *, kind: type[Any] = torch.optim.AdamW, **block: Any) -> None:
-        self.model: Any = sdp_deepspeed.fully_shard(model or llama(tied=True), None, {"holders": 1} | block)
+    """
+    Args:
+        mesh: the data-parallel ranks; None for all.
+    """
+
+    def __init__(
+        self,
+        model: Any = None,
+        mesh: DeviceMesh | None = None,
+        *,
+        kind: type[Any] = torch.optim.AdamW,
+        **block: Any,
+    ) -> None:
+        self.model: Any = sdp_deepspeed.fully_shard(model or llama(tied=True), mesh, {"holders": 1} | block)
         trained = {name: parameter for name, parameter in self.model.named_parameters() if parameter.requires_grad}
         self.optimizer = kind(param_groups(two_groups(trained)), lr=1e-2)
         self.scheduler = torch.optim.lr_scheduler.LambdaLR(self.optimizer, lambda step: 0.9**step)
         self.checkpoints = CheckpointManager(self.model, self.optimizer, self.scheduler)
 
     def train(self, rank: Rank, num_steps: int, *, first: int = 0, seed: int = 1) -> list[float]:
-        losses = []
-        for step in itertools.islice(batches(rank.size, 1, seed), first, first + num_steps):
-            loss = loss_of(self.model, step[rank.rank][0])
+        losses, sharded = [], sharded_model_of(self.model)
+        for step in itertools.islice(batches(sharded.mesh.size(), 1, seed), first, first + num_steps):
+            loss = loss_of(self.model, step[sharded.rank][0])
             loss.backward()
             self.optimizer.step()
             self.optimizer.zero_grad()
             self.scheduler.step()
             losses.append(loss.item())
         return losses
+
+
+def deepspeed_run(*, bf16: bool = False, **block: Any) -> Any:
+    """A run of the DeepSpeed host."""
+    settings = config(**({"holders": 1} | block)) | ({"bf16": {"enabled": True}} if bf16 else {})
+    del settings["optimizer"]
+    model = llama(tied=True)
+    optimizer = torch.optim.AdamW(two_groups(dict(model.named_parameters())), lr=1e-2)
+    return engine_of(settings, model, optimizer=optimizer)
+
+
+def optimizer_in(folder: Path) -> dict[str, Any]:
+    """What a checkpoint says of its optimizer, but for how it steps."""
+    found = torch.load(folder / COMMON)["optimizer"]
+    found["options"] = [{k: v for k, v in group.items() if k not in (*HOW, "initial_lr")} for group in found["options"]]
+    return {key: found[key] for key in ("groups", "options", "counts", "kind")}
+
+
+def assert_same_run(one: Path, other: Path) -> None:
+    """Dense weights, moments, counts and options; of a run in bf16 the masters are the other's weights."""
+    before, after = dense_tensors(one), dense_tensors(other)
+    exact = {key.replace("master/", "weight/"): value for key, value in sorted(before.items(), reverse=True)}
+    exact |= {key.replace("master/", "weight/"): value for key, value in before.items() if "master/" in key}
+    assert_identical(exact, after)
+    assert optimizer_in(one) == optimizer_in(other)

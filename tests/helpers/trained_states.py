@@ -23,7 +23,6 @@ from sdp_deepspeed.layout.rank_model import RankModel
 from sdp_deepspeed.optimizer.optimizer import SubnetworkOptimizer
 from sdp_deepspeed.optimizer.settings import OptimizerSettings
 from sdp_deepspeed.plan.plan import Plan
-from sdp_deepspeed.plan.shards import Shards
 from sdp_deepspeed.plan.tensors import TensorInfo, named_tensors
 from sdp_deepspeed.units import Piece, Unit
 from tests.helpers.gatherers import Alone
@@ -64,8 +63,8 @@ class Trained:
         return self.optimizer.model.plan
 
     @property
-    def shards(self) -> Shards:
-        return self.optimizer.model.shards
+    def tensor_parallel_layout(self) -> int:
+        return self.optimizer.model.shards.size
 
     def rank_chunks(self) -> RankChunks:
         return RankChunks(self.optimizer.model, persistent_buffers(self.module, {"num_seen": (1,)}))

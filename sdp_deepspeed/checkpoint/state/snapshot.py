@@ -83,7 +83,7 @@ def layout_metadata(trained: TrainedState) -> dict[str, Any]:
         "ranks": trained.world.size,
         "plan": trained.plan.hash,
         "subnetwork_of_rank": list(trained.plan.subnetwork_of_rank),
-        "tensor_parallel": trained.shards.size,
+        "tensor_parallel": trained.tensor_parallel_layout,
     }
 
 

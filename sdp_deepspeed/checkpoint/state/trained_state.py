@@ -13,7 +13,6 @@ from sdp_deepspeed.checkpoint.state.boxes import Box
 from sdp_deepspeed.checkpoint.state.chunks import StateDict
 from sdp_deepspeed.distributed.communicator import Communicator
 from sdp_deepspeed.plan.plan import Plan
-from sdp_deepspeed.plan.shards import Shards
 from sdp_deepspeed.plan.tensors import TensorInfo
 
 
@@ -128,8 +127,8 @@ class TrainedState(Protocol):
         """Who holds what, in the dense model's coordinates."""
 
     @property
-    def shards(self) -> Shards:
-        """What this rank stores under tensor parallelism."""
+    def tensor_parallel_layout(self) -> int | list[list[int]]:
+        """Ranks of a tensor-parallel group, 1 without; or which ranks are where, if not in the usual order."""
 
     def rank_state(self) -> RankState:
         """Where this rank's parameters, persistent buffers and optimizer state lie in the dense model."""

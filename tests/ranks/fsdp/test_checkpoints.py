@@ -12,14 +12,12 @@ import pytest
 import torch
 
 from sdp_deepspeed.checkpoint.interop.describe import describe
-from sdp_deepspeed.checkpoint.storage.names import COMMON
 from sdp_deepspeed.fsdp import CheckpointManager, dense, full_state_dict, save_pretrained
-from sdp_deepspeed.support.optimizers import HOW
 from tests.helpers.dense_checkpoints import dense_tensors
-from tests.helpers.models import batches, config, llama, loss_of, two_groups
+from tests.helpers.models import batches, llama, loss_of
 from tests.helpers.ranks import Rank, run_ranks
-from tests.helpers.sharded_runs import ShardedRun
-from tests.helpers.training import assert_identical, engine_of, gathered, refusal, train
+from tests.helpers.sharded_runs import ShardedRun, assert_same_run, deepspeed_run, optimizer_in
+from tests.helpers.training import assert_identical, gathered, refusal, train
 
 NEURON = {"strategy": "neuron"}
 BY_RULES = {"holders": [{"units": "mlp", "holders": 1}, {"holders": 2}]}
@@ -33,31 +31,6 @@ class KeepsRows(torch.optim.SGD):
             for parameter in group["params"]:
                 self.state[parameter]["rows"] = torch.zeros(3)
         return super().step(closure)
-
-
-def deepspeed_run(*, bf16: bool = False, **block: Any) -> Any:
-    """A run of the DeepSpeed host."""
-    settings = config(**({"holders": 1} | block)) | ({"bf16": {"enabled": True}} if bf16 else {})
-    del settings["optimizer"]
-    model = llama(tied=True)
-    optimizer = torch.optim.AdamW(two_groups(dict(model.named_parameters())), lr=1e-2)
-    return engine_of(settings, model, optimizer=optimizer)
-
-
-def optimizer_in(folder: Path) -> dict[str, Any]:
-    """What a checkpoint says of its optimizer, but for how it steps."""
-    found = torch.load(folder / COMMON)["optimizer"]
-    found["options"] = [{k: v for k, v in group.items() if k not in (*HOW, "initial_lr")} for group in found["options"]]
-    return {key: found[key] for key in ("groups", "options", "counts", "kind")}
-
-
-def assert_same_run(one: Path, other: Path) -> None:
-    """Dense weights, moments, counts and options; of a run in bf16 the masters are the other's weights."""
-    before, after = dense_tensors(one), dense_tensors(other)
-    exact = {key.replace("master/", "weight/"): value for key, value in sorted(before.items(), reverse=True)}
-    exact |= {key.replace("master/", "weight/"): value for key, value in before.items() if "master/" in key}
-    assert_identical(exact, after)
-    assert optimizer_in(one) == optimizer_in(other)
 
 
 # Writers and readers of the DeepSpeed host, by name: number of ranks, and settings.

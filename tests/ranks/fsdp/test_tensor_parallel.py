@@ -12,7 +12,7 @@ from torch import nn
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict import get_model_state_dict
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
     PrepareModuleInput,
@@ -23,7 +23,7 @@ from torch.distributed.tensor.parallel import (
 
 import sdp_deepspeed
 from sdp_deepspeed.architectures import Branch, register
-from sdp_deepspeed.fsdp import CheckpointManager, clip_grad_norm_, full_state_dict, sharded_model_of
+from sdp_deepspeed.fsdp import clip_grad_norm_, full_state_dict, sharded_model_of
 from tests.helpers.models import SPECIMENS, TOKENS, VOCABULARY, llama, loss_of
 from tests.helpers.ranks import Check, Rank
 from tests.helpers.sharded import check_against_reference
@@ -143,6 +143,13 @@ def is_refused(rank: Rank) -> None:
     gate = mlp.gate_proj.weight
     mlp.up_proj.weight = nn.Parameter(DTensor.from_local(gate.to_local().detach(), gate.device_mesh, gate.placements))
     refusal(ValueError, lambda: sdp_deepspeed.fully_shard(model, mesh, ONE), "the same memory")
+    part = torch.zeros(8 * (1 + root.get_local_rank("tp")), 16)
+    uneven = DTensor.from_local(part, root["tp"], [Shard(0)], shape=torch.Size((24, 16)), stride=(16, 1))
+    mlp.up_proj.weight = nn.Parameter(uneven)
+    refusal(ValueError, lambda: sdp_deepspeed.fully_shard(model, mesh, ONE), "torch.chunk")
+    mlp.up_proj.weight = nn.Parameter(gate.detach().clone())
+    mlp.gate_proj.register_buffer("mean", distribute_tensor(torch.zeros(2), root["tp"], [Replicate()]))
+    refusal(ValueError, lambda: sdp_deepspeed.fully_shard(model, mesh, ONE), "gate_proj.mean", "buffer")
     assert isinstance(model.get_parameter("lm_head.weight"), DTensor)
     model = llama()
     model = sdp_deepspeed.fully_shard(model, parallelized(model), {"holders": 2})
@@ -150,7 +157,6 @@ def is_refused(rank: Rank) -> None:
     parameters = list(model.parameters())
     refusal(ValueError, lambda: clip_grad_norm_(parameters, 1.0), "give the model")
     refusal(RuntimeError, lambda: torch.nn.utils.clip_grad_norm_(parameters, 1.0))
-    refusal(ValueError, lambda: CheckpointManager(model, torch.optim.SGD(parameters)), "tensor parallelism")
     state = get_model_state_dict(model)
     refusal(CheckpointException, lambda: dcp.save(state, checkpoint_id=rank.folder / "parts"), "one name")
     with torch.device("meta"):
