@@ -6,7 +6,8 @@ import difflib
 from collections.abc import Collection, Iterable
 
 MAX_LISTED = 5
-NEEDS_DEEPSPEED = 'needs DeepSpeed: pip install "sdp_deepspeed[deepspeed]"'  # an extra: FSDP2's users do without
+# An extra of ours (pyproject.toml), since FSDP2's users do without.
+NEEDS_DEEPSPEED = 'needs DeepSpeed: pip install "deepspeed>=0.19.8,<0.20" "accelerate>=1.15,<2"'
 
 
 def listed(values: Iterable[object], *, limit: int = MAX_LISTED, separator: str = ", ") -> str:

@@ -15,6 +15,7 @@ from sdp_deepspeed.plan.tensors import TensorInfo
 from sdp_deepspeed.schedule import Schedule
 from sdp_deepspeed.support.fsdp2 import refused_of_block, why_refused
 from sdp_deepspeed.support.optimizers import WHOLE_TENSOR_OPTIMIZERS, is_known
+from sdp_deepspeed.training.fsdp_settings import refusals
 
 _MUON = "muon"
 _OF_MUON, _OF_ITS_ADAM = 0, 1  # param groups
@@ -133,13 +134,12 @@ def refuse_unsharded(config: Mapping[str, Any]) -> None:
         raise ValueError(f"--host fsdp2: {KEY}.schedule: {why_refused('coverage over time; no compiled modules')}")
     parsed = parse({KEY: block})
     refused = [] if parsed is None else [f"{row.path}: {row.note}" for row, _ in refused_of_block(parsed)]
+    refused += refusals(config)
     zero = _part(config, "zero_optimization")
     if any(_part(zero, name).get("device") in ("cpu", "nvme") for name in ("offload_optimizer", "offload_param")):
         refused.append("zero_optimization: offload cannot be estimated; leave it out")
     if optimizer_of(config) in map(str.lower, WHOLE_TENSOR_OPTIMIZERS):
         refused.append("optimizer.type: optimizers of whole tensors cannot be estimated; put AdamW in its place")
-    if dtype_of(config) == "fp16":
-        refused.append(f"fp16: {why_refused('fp16, dynamic loss scale')}")
     if refused:
         raise ValueError(f"--host fsdp2: {'; '.join(refused)}")
 
@@ -152,10 +152,11 @@ def sharded_setup_of(config: Mapping[str, Any], accumulation: int) -> ShardedSet
     """
     refuse_unsharded(config)
     compute = 2 if dtype_of(config) == "bf16" else 4
-    wire = {"fp32": 4, "bf16": 2, None: compute}[config.get("communication_data_type")]
+    wire = config.get("communication_data_type")
     momentum = _part(_part(config, "optimizer"), "params").get("momentum")
     moments = num_moments(optimizer_of(config), has_momentum=bool(momentum))
-    return ShardedSetup(compute=compute, wire=wire, num_moments=moments, accumulation=accumulation)
+    wire_bytes = {"fp32": 4, "bf16": 2}[wire.lower()] if wire else compute
+    return ShardedSetup(compute=compute, wire=wire_bytes, num_moments=moments, accumulation=accumulation)
 
 
 def optimizer_of(config: Mapping[str, Any]) -> str:

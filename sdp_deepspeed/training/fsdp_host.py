@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+from dataclasses import replace
 from datetime import timedelta
 from typing import Any
 
@@ -44,18 +45,25 @@ class FsdpHost:
             return
         local_rank, count = int(os.environ.get("LOCAL_RANK", "0")), torch.accelerator.device_count()
         if local_rank >= count:
-            raise ValueError(f"{HOST}: local rank {local_rank} has no GPU of its own: this node has {count}")
+            raise ValueError(
+                f"{HOST}: local rank {local_rank} has no GPU of its own: this node has {count}; start fewer ranks, or "
+                "set DS_ACCELERATOR=cpu"
+            )
         torch.accelerator.set_device_index(local_rank)
         dist.init_process_group(dist.get_default_backend_for_device(accelerator), timeout=limit)
 
     def check(self) -> None:
-        self._settings = read_settings(self._options.deepspeed_config, dist.get_world_size())
+        """ValueError for a config that says what cannot be done, before a model is built."""
+        settings = read_settings(self._options.deepspeed_config, dist.get_world_size())
+        settings.optimizer.build([{"params": [torch.zeros(1, requires_grad=True)]}])  # torch checks the values
+        on_gpu = dist.get_backend() != "gloo"
+        self._settings = replace(settings, pin_memory=settings.pin_memory and on_gpu)
 
     def build(self, model: nn.Module) -> tuple[Any, Gatherer]:
         """An engine and all ranks, which are watched from then on; every rank calls it."""
         if self._settings.idle and dist.get_rank() == 0:
             self.log.info(
-                "%s shards weights, gradients and optimizer state, whatever these say: %s",
+                "%s shards weights, gradients and optimizer state, and has no use for these: %s",
                 HOST,
                 listed(self._settings.idle),
             )

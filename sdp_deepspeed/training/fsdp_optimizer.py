@@ -11,11 +11,11 @@ from sdp_deepspeed.messages import did_you_mean
 if TYPE_CHECKING:
     import torch
 
-_HOW = ("lr", "weight_decay", "foreach", "fused", "maximize", "capturable", "differentiable")
+_HOW = ("lr", "weight_decay", "foreach", "fused", "maximize")
 _OPTIONS = {
     "Adam": (*_HOW, "betas", "eps", "amsgrad"),
     "AdamW": (*_HOW, "betas", "eps", "amsgrad"),
-    "SGD": (*(name for name in _HOW if name != "capturable"), "momentum", "dampening", "nesterov"),
+    "SGD": (*_HOW, "momentum", "dampening", "nesterov"),
 }
 # Of DeepSpeed's Adam: which implementation it takes, and which of both methods.
 _OF_DEEPSPEED = ("torch_adam", "adam_w_mode", "bias_correction")

@@ -12,7 +12,8 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from sdp_deepspeed.config import KEY, SILENCE_LIMIT, parse
-from sdp_deepspeed.messages import listed, nearest
+from sdp_deepspeed.messages import did_you_mean, listed, nearest
+from sdp_deepspeed.support.fsdp2 import refused_of_block
 from sdp_deepspeed.training.fsdp_optimizer import OptimizerChoice
 from sdp_deepspeed.training.fsdp_schedules import Rates, rates_of
 
@@ -32,11 +33,13 @@ _IDLE_ZERO = (
     *("stage3_prefetch_bucket_size", "stage3_param_persistence_threshold", "stage3_model_persistence_threshold"),
     *("stage3_max_live_parameters", "stage3_max_reuse_distance", "stage3_gather_16bit_weights_on_model_save"),
 )
+_OF_A_SECTION = ("type", "params")
 _OFFLOADS = ("offload_optimizer", "offload_param")
 _WHY = {
     "fp16": 'it has no loss scale; take "bf16": {"enabled": true}',
     "activation_checkpointing": "take --gradient-checkpointing",
-    "tensor_parallel": "a unit is sharded over its holders, on one axis; take --host deepspeed",
+    "tensor_parallel": "call parallelize_module and sdp_deepspeed.fully_shard in a loop of your own, or take --host "
+    "deepspeed",
     **dict.fromkeys(
         ("tensorboard", "wandb", "csv_monitor", "comet"), "monitors are DeepSpeed's; metrics.jsonl has every step"
     ),
@@ -88,9 +91,8 @@ def read_settings(config: Mapping[str, Any], num_ranks: int) -> FsdpSettings:
         ValueError: all that cannot be done, each with its JSON path.
     """
     parsed = parse(config)
-    problems = [*_refused(config), *_refused_zero(_object(config, "zero_optimization")), *_refused_precision(config)]
-    if KEY in config and parsed is not None and config[KEY].get("schedule") is not None:
-        problems.append(f"{KEY}.schedule: {_NO_SCHEDULE}")
+    block = None if parsed is None else {k: v for k, v in config[KEY].items() if k not in ("silence_limit", "enabled")}
+    problems = [*refusals(config), *_refused_block(block or {})]
     batches = _tried(problems, lambda: _batches(config, num_ranks))
     optimizer = _tried(problems, lambda: OptimizerChoice.of(_object(config, "optimizer")))
     rates = _tried(problems, lambda: rates_of(_object(config, "scheduler")))
@@ -99,7 +101,6 @@ def read_settings(config: Mapping[str, Any], num_ranks: int) -> FsdpSettings:
     zero = _object(config, "zero_optimization")
     offloads = [offload for name in _OFFLOADS if (offload := _object(zero, name)).get("device") == "cpu"]
     reduces_in = config.get("communication_data_type")
-    block = None if parsed is None else {k: v for k, v in config[KEY].items() if k not in ("silence_limit", "enabled")}
     return FsdpSettings(
         block=block,
         micro_batch=batches[0],
@@ -116,6 +117,14 @@ def read_settings(config: Mapping[str, Any], num_ranks: int) -> FsdpSettings:
     )
 
 
+def refusals(config: Mapping[str, Any]) -> Iterator[str]:
+    """What a run does not take of a config beside the block, each with its JSON path."""
+    yield from _refused(config)
+    yield from _refused_sections(config)
+    yield from _refused_zero(_object(config, "zero_optimization"))
+    yield from _refused_precision(config)
+
+
 def _tried(problems: list[str], work: Callable[[], T]) -> T | None:
     """What it returns; its error becomes one of the problems."""
     try:
@@ -129,17 +138,40 @@ def _refused(config: Mapping[str, Any]) -> Iterator[str]:
     for name, value in config.items():
         if name in (*_READ, *_IDLE) or _is_off(value):
             continue
-        why = _WHY.get(name) or _unknown(name, _READ)
-        yield f"{name}: not possible with FSDP2: {why}"
+        if name in _WHY:
+            yield f"{name}: has no effect under {HOST}: {_WHY[name]}"
+        else:
+            yield f"{name}: unknown under {HOST}: {_unknown(name, _READ)}"
+
+
+def _refused_block(block: Mapping[str, Any]) -> Iterator[str]:
+    """What `fully_shard` would refuse after the model was built."""
+    if block.get("schedule") is not None:
+        yield f"{KEY}.schedule: {_NO_SCHEDULE}"
+    elif (parsed := parse({KEY: dict(block)}) if block else None) is not None:
+        yield from (f"{row.path}: got {value!r} ({row.what}): {row.note}" for row, value in refused_of_block(parsed))
+
+
+def _refused_sections(config: Mapping[str, Any]) -> Iterator[str]:
+    for section in ("optimizer", "scheduler"):
+        given = _object(config, section)
+        for name in given:
+            if name not in _OF_A_SECTION and not _is_off(given[name]):
+                yield f"{section}.{name}: {did_you_mean(name, _OF_A_SECTION)}"
+    scheduler = _object(config, "scheduler")
+    if scheduler.get("params") and scheduler.get("type") is None:
+        yield "scheduler.type: there is none"
 
 
 def _refused_zero(zero: Mapping[str, Any]) -> Iterator[str]:
     for name, value in zero.items():
         path = f"zero_optimization.{name}"
+        if name == "stage" and value not in range(4):
+            yield f"{path}: got {value!r}, expected 0, 1, 2 or 3"
         if name in _IDLE_ZERO or _is_off(value):
             continue
         if name not in _OFFLOADS:
-            yield f"{path}: not possible with FSDP2: {_unknown(name, (*_IDLE_ZERO, *_OFFLOADS))}"
+            yield f"{path}: unknown under {HOST}: {_unknown(name, (*_IDLE_ZERO, *_OFFLOADS))}"
             continue
         if not isinstance(value, Mapping) or value.get("device") != "cpu":
             yield f'{path}: got {value!r}, expected {{"device": "cpu"}} or {{"device": "none"}}'
@@ -154,7 +186,8 @@ def _refused_precision(config: Mapping[str, Any]) -> Iterator[str]:
         if not isinstance(enabled := _object(config, name).get("enabled", False), bool):
             yield f"{name}.enabled: got {enabled!r}, expected true or false"
         for key in [key for key, value in _object(config, name).items() if key != "enabled" and not _is_off(value)]:
-            yield f"{name}.{key}: has no effect with FSDP2, whose shards are the fp32 masters; remove it"
+            why = "has no effect with FSDP2, whose shards are the fp32 masters; remove it"
+            yield f"{name}.{key}: {_near(key, ('enabled',)) or why}"
     if str(config.get("communication_data_type")).lower() == "fp16":
         yield 'communication_data_type: got "fp16", expected "fp32" or "bf16"'
     for name, value in _object(config, "data_types").items():
@@ -165,8 +198,13 @@ def _refused_precision(config: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _unknown(name: str, known: Collection[str]) -> str:
+    return _near(name, known) or "remove it, or take --host deepspeed"
+
+
+def _near(name: str, known: Collection[str]) -> str:
+    """A question, or nothing."""
     near = nearest(name, known, cutoff=0.8)
-    return f"did you mean {near!r}?" if near else "remove it, or take --host deepspeed"
+    return f"did you mean {near!r}?" if near else ""
 
 
 def _batches(config: Mapping[str, Any], num_ranks: int) -> tuple[int, int]:

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import tomllib
+
 from sdp_deepspeed.messages import NEEDS_DEEPSPEED, did_you_mean, lacks_deepspeed, listed, nearest, quoted
+from tests.helpers.repository import ROOT
 
 
 def test_long_lists_are_cut() -> None:
@@ -25,4 +28,5 @@ def test_who_needs_deepspeed() -> None:
     assert lacks_deepspeed(ModuleNotFoundError("", name="deepspeed.runtime"))
     assert not lacks_deepspeed(ModuleNotFoundError("", name="deepspeed_kernels"))
     assert not lacks_deepspeed(ImportError("", name="deepspeed"))  # it is there, and broken
-    assert 'pip install "sdp_deepspeed[deepspeed]"' in NEEDS_DEEPSPEED
+    extra = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]["optional-dependencies"]
+    assert NEEDS_DEEPSPEED.endswith("pip install " + " ".join(f'"{wanted}"' for wanted in extra["deepspeed"]))

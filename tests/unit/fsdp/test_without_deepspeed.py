@@ -7,6 +7,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+from sdp_deepspeed.messages import NEEDS_DEEPSPEED
 from tests.helpers.repository import ROOT
 
 PROGRAM = """
@@ -54,5 +55,5 @@ def test_it_runs(tmp_path: Path) -> None:
     command = [sys.executable, "-c", PROGRAM, str(tmp_path / "rendezvous"), str(tmp_path / "saved")]
     result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=100, check=False)
     assert result.stdout.endswith("done\n"), result.stderr[-2000:]
-    assert 'error: this needs DeepSpeed: pip install "sdp_deepspeed[deepspeed]"\n' in result.stderr
+    assert f"error: this {NEEDS_DEEPSPEED}\n" in result.stderr
     assert "Traceback" not in result.stderr

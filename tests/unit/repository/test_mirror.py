@@ -94,7 +94,6 @@ TESTED_WITH = {
     "tensor_parallel/checks": "ranks/tensor_parallel/test_model.py",
     "tensor_parallel/group": "ranks/tensor_parallel/test_model.py",
     "training/evaluate": "launcher/test_pretrain.py",
-    "training/fsdp_engine": "launcher/test_pretrain_fsdp.py",
     "training/host": "launcher/test_pretrain_fsdp.py",
     "training/loop": "launcher/test_pretrain.py",
     "training/monitors": "ranks/engine/test_step_events.py",

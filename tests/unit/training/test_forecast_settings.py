@@ -113,6 +113,8 @@ def test_what_decides_bytes_under_fsdp2() -> None:
         ({"subnetwork_data_parallel": None}, "give a config with"),
         ({"subnetwork_data_parallel": {"coverage": 0.5, "regime": "backward"}}, "regime: it gathers a unit"),
         ({"zero_optimization": {"offload_optimizer": {"device": "cpu"}}}, "offload"),
+        ({"communication_data_type": "fp16"}, "communication_data_type"),
+        ({"gradient_cliping": 1.0}, "did you mean 'gradient_clipping'"),
         ({"optimizer": {"type": "Lamb"}}, "whole tensors"),
         ({"fp16": {"enabled": True}}, "loss scale"),
     ],
