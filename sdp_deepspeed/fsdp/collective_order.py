@@ -34,6 +34,8 @@ it can be: each of its ranks has issued what comes before, and nothing that it w
   well runs the stretch again for it, AG(3), AG(0), AG(1); one that holds 2 has gathered 1 ahead with it, AG(2), AG(1),
   AG(0). Every rank that holds two units of a stretch issues both AGs before both RSs, and the sequence above holds
   that with the AGs of a stretch moved before its first RS.
+- Several forward passes before one backward: autograd goes through the last one first, all of it, so the sequence is
+  theirs one after the other, and how far backward has come counts anew for each (`_restart`).
 
 Under tensor parallelism the sequence above is that of each tensor-parallel rank's groups, and the ranks of one
 tensor-parallel group hold the same units, so they run one program. Their own collectives, of unit j, lie between AG(j)
@@ -98,7 +100,8 @@ class CollectiveOrder:
         self._eager = ExitStack()
         self._positions: dict[int, int] = {}  # of units, once it is known in which order they run
         self._reached = len(self._units)  # lowest position that backward has come to
-        self._graph_task = -1  # the backward pass that it is of
+        self._graph_task = (-1, -1)  # the backward pass that it is of, and the forward pass
+        self._num_passes = 0
         self._anchor = torch.zeros(0, dtype=torch.float32, device="cpu", requires_grad=True)
 
     def install(self) -> None:
@@ -130,13 +133,14 @@ class CollectiveOrder:
             self._eager.close()
             if torch.is_grad_enabled() and output is not None:  # else it is the dense model's, or failed
                 self._learn()
+        self._num_passes += 1
         for tensor in tree_leaves(output):
             if isinstance(tensor, torch.Tensor) and tensor.requires_grad:
-                tensor.register_hook(lambda _: self._restart())
+                tensor.register_hook(lambda _, number=self._num_passes: self._restart(number))
 
-    def _restart(self) -> None:
+    def _restart(self, number: int) -> None:
         """Backward begins with the first of the model's outputs that it comes to."""
-        if self._graph_task != (task := torch._C._current_graph_task_id()):
+        if self._graph_task != (task := (torch._C._current_graph_task_id(), number)):
             self._graph_task, self._reached = task, len(self._units)
 
     def _learn(self) -> None:

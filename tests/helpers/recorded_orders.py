@@ -90,22 +90,26 @@ def recorded(
     *,
     crossed: bool = False,
     stretch: int = 0,
+    num_passes: int = 1,
     order: Callable[[Any], None] = order_collectives,
 ) -> list[list[Issued]]:
     """A step's collectives of FSDP2 on each rank.
 
     Args:
         holders: of each unit, two units a layer.
+        num_passes: forward passes, before one backward of all of them.
         order: what is done to the sharded model first.
     """
     size = 1 + max(rank for own in holders for rank in own)
     return [
-        _on_one(rank, size, holders, Tower(len(holders) // 2, crossed=crossed, stretch=stretch), order)
+        _on_one(rank, size, holders, Tower(len(holders) // 2, crossed=crossed, stretch=stretch), order, num_passes)
         for rank in range(size)
     ]
 
 
-def _on_one(rank: int, size: int, holders: Holders, model: Any, order: Callable[[Any], None]) -> list[Issued]:
+def _on_one(
+    rank: int, size: int, holders: Holders, model: Any, order: Callable[[Any], None], num_passes: int
+) -> list[Issued]:
     with _process(rank, size):
         mesh = DeviceMesh.from_group(dist.group.WORLD, "cpu")  # type: ignore[arg-type]
         meshes, _ = make_meshes(mesh, holders)
@@ -124,7 +128,7 @@ def _on_one(rank: int, size: int, holders: Holders, model: Any, order: Callable[
         fully_shard(model, mesh=mesh)
         order(SimpleNamespace(module=model, units=units, held_units=[unit for unit in units if unit.is_held]))
         with collectives_of_fsdp() as log:
-            model(torch.ones(1, 2)).sum().backward()
+            torch.stack([model(torch.ones(1, 2)).sum() for _ in range(num_passes)]).sum().backward()
         return log
 
 

@@ -17,6 +17,7 @@ KINDS: dict[str, dict[str, Any]] = {
     "into each other": {"crossed": True},
     "checkpointed": {"stretch": 1},
     "stretches": {"stretch": 2},
+    "stretches of two forward passes": {"stretch": 2, "num_passes": 2},
 }
 NUM_SEEDS = 50  # for each kind
 
