@@ -90,8 +90,16 @@ def install_view(sharded: ShardedModel, device: torch.device, policy: MixedPreci
     passes = DensePasses(mask, sharded.fetcher, barrier, device=device, report=_log_on_rank_0)
     sharded.view = ShardedView(sharded.module, mask, dp_group, barrier, passes, evaluation=sharded.block.evaluation)
     sharded.view.install()
+    sharded.module.register_forward_hook(torch.compiler.disable(lambda *_: _free(sharded)))
 
 
 def _log_on_rank_0(text: str) -> Any:
     if dist.get_rank() == 0:
         logger.info("%s: %s", KEY, text)
+
+
+def _free(sharded: ShardedModel) -> None:
+    """FSDP2 keeps what is shared gathered after a forward pass, as backward frees it. Without a backward pass an
+    optimizer that is made now, clipping, and the next pass after a step would take the copies for the weights."""
+    if not torch.is_grad_enabled():
+        sharded.reshard()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
+import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
@@ -56,3 +57,9 @@ def mesh_of_shared(mesh: DeviceMesh, columns: Sequence[tuple[int, ...]]) -> Devi
 
 def _named(mesh: DeviceMesh, axes: tuple[str, ...]) -> DeviceMesh:
     return DeviceMesh.from_group(mesh.get_group(), mesh.device_type, mesh_dim_names=axes)
+
+
+def device_type() -> str:
+    """Of a mesh that nobody gave: the accelerator's, unless there is none or all groups are gloo's."""
+    accelerator = torch.accelerator.current_accelerator()
+    return "cpu" if accelerator is None or dist.get_backend() == "gloo" else accelerator.type

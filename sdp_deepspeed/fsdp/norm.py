@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from sdp_deepspeed.fsdp.holder_meshes import UNDER_TENSOR_PARALLELISM
+from sdp_deepspeed.fsdp.holder_meshes import UNDER_TENSOR_PARALLELISM, device_type
 from sdp_deepspeed.fsdp.sharded_model import is_sharded, sharded_model_of
 
 
@@ -31,7 +31,7 @@ def clip_grad_norm_(
     is so of what is divided, and of the rest each of these ranks has a copy.
 
     Args:
-        parameters: under tensor parallelism the model itself.
+        parameters: under tensor parallelism the model itself. Of a model, what is gathered becomes shards first.
         max_norm: infinity changes no gradient.
         norm_type: above 0; may be infinity.
         foreach: False computes one tensor after the other.
@@ -46,6 +46,8 @@ def clip_grad_norm_(
     """
     if not norm_type > 0:
         raise ValueError(f"clip_grad_norm_: norm_type: got {norm_type}, expected a number above 0, or infinity")
+    if is_sharded(parameters):
+        sharded_model_of(parameters).reshard()  # type: ignore[arg-type]  # what is gathered is not what has gradients
     if isinstance(parameters, torch.Tensor):
         parameters = [parameters]
     named = list(parameters.parameters() if isinstance(parameters, nn.Module) else parameters)
@@ -62,7 +64,7 @@ def clip_grad_norm_(
     often = [part for part, parameter in zip(local, found, strict=True) if id(parameter) in copied]
     norms = _norms(once, norm_type, foreach=foreach)
     norms += [norm * num_copies ** (-1 / norm_type) for norm in _norms(often, norm_type, foreach=foreach)]
-    total = _over_all_ranks(norms, norm_type, _device(gradients))
+    total = _over_all_ranks(norms, norm_type, _device(named))
     if error_if_nonfinite and not bool(torch.isfinite(total)):
         raise RuntimeError(
             f"The total norm of order {norm_type} for gradients from `parameters` is non-finite, so it cannot be "
@@ -85,8 +87,10 @@ def _copied(parameters: Any, named: Sequence[torch.Tensor]) -> tuple[set[int], i
             "clip_grad_norm_: got parameters of a model under tensor parallelism; give the model that "
             "sdp_deepspeed.fully_shard returned, which knows of which of them each rank has a copy"
         )
-    model: Any = parameters
-    return {id(parameter) for name, parameter in model.named_parameters() if not tp.is_divided(name)}, tp.size
+    sharded: Any = sharded_model_of(parameters)
+    # By their first names, which modules that were wrapped or compiled since have no more.
+    held = [t for t in sharded.held_tensors() if not tp.is_divided(t.name)]
+    return {id(sharded.parameter(tensor)) for tensor in held}, tp.size
 
 
 def _norms(local: Sequence[torch.Tensor], norm_type: float, *, foreach: bool | None) -> list[torch.Tensor]:
@@ -121,7 +125,7 @@ def _scale(local: Sequence[torch.Tensor], factor: torch.Tensor, *, foreach: bool
             torch._foreach_mul_(tensors, factor.to(device))
 
 
-def _device(gradients: Sequence[DTensor]) -> torch.device:
+def _device(parameters: Iterable[Any]) -> torch.device:
     """Where collectives run, which is elsewhere than gradients that are offloaded."""
-    kind = gradients[0].device_mesh.device_type if gradients else "cpu" if dist.get_backend() == "gloo" else "cuda"
-    return torch.device(kind)
+    kinds = (parameter.device_mesh.device_type for parameter in parameters if isinstance(parameter, DTensor))
+    return torch.device(next(kinds, None) or device_type())

@@ -30,7 +30,7 @@ from sdp_deepspeed.engine.consistency import check_holders_agree, check_same_pla
 from sdp_deepspeed.fsdp.block_units import block_units, shared_tensors
 from sdp_deepspeed.fsdp.collective_order import order_collectives
 from sdp_deepspeed.fsdp.dense_view import install_view
-from sdp_deepspeed.fsdp.holder_meshes import make_meshes, mesh_of_shared
+from sdp_deepspeed.fsdp.holder_meshes import device_type, make_meshes, mesh_of_shared
 from sdp_deepspeed.fsdp.neuron_units import in_model_order, neuron_units
 from sdp_deepspeed.fsdp.options import ShardOptions
 from sdp_deepspeed.fsdp.pieces import ShardedUnit
@@ -125,7 +125,7 @@ def fully_shard(
     ranks = _ranks()
     config = run_on_all_ranks(ranks, partial(parsed, block), partial(_checked, module, mesh, block, options))
     check_same_settings(config, options, ranks)
-    mesh = mesh or init_device_mesh(_device_type(), (dist.get_world_size(),))
+    mesh = mesh or init_device_mesh(device_type(), (dist.get_world_size(),))
     columns = columns_of(module, mesh, ranks)
     start = Start(module, config, mesh, ranks, options, TensorParallel(columns) if columns else None)
     sharded = shard(start)
@@ -218,11 +218,8 @@ def _shard_modules(modules: Sequence[nn.Module], mesh: DeviceMesh, arguments: Ma
 def _state_names(module: nn.Module) -> dict[str, str]:
     """Of a state dict, each with the first name of its tensor among the module's parameters and buffers."""
     first = {id(tensor): name for name, tensor in named_tensors(module).items()}
-    every = {
-        **dict(module.named_parameters(remove_duplicate=False)),
-        **dict(module.named_buffers(remove_duplicate=False)),
-    }
-    return {name: first[id(every[name])] for name in module.state_dict() if name in every}
+    state = module.state_dict(keep_vars=True)
+    return {name: first[id(tensor)] for name, tensor in state.items() if id(tensor) in first}
 
 
 def _deferred(module: nn.Module) -> DeferredModel | None:
@@ -239,11 +236,6 @@ def _checked(
     config = parsed(block)
     check_call(module, mesh, config, options)
     return config
-
-
-def _device_type() -> str:
-    accelerator = torch.accelerator.current_accelerator()
-    return "cpu" if accelerator is None or dist.get_backend() == "gloo" else accelerator.type
 
 
 def _ranks() -> Gatherer:

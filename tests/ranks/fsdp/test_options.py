@@ -78,6 +78,26 @@ def stays_gathered(rank: Rank) -> None:
             losses[0].backward()
 
 
+def leaves_nothing_gathered(rank: Rank) -> None:
+    """Evaluation does not, between any two calls; and what training has left gathered is clipped all the same."""
+    model, other = sharded(llama(), ONE), sharded(llama(), ONE)
+    with torch.no_grad():
+        model.eval()(input_ids=TOKENS)
+    assert all(isinstance(parameter, DTensor) for parameter in model.parameters() if parameter.numel())
+    with mock.patch("torch.distributed.get_backend", return_value="undefined"):
+        assert clip_grad_norm_(model, 1.0) == 0  # no gradient yet, of a process group for all devices
+    other.set_reshard_after_backward(False)
+    norms = []
+    for each in (model, other):
+        loss_of(each.train(), TOKENS).backward()
+        norms += [clip_grad_norm_(each, float("inf"))]
+    with torch.no_grad():
+        model.eval()(input_ids=TOKENS)
+    norms += [clip_grad_norm_(model.parameters(), float("inf"))]
+    assert norms[0] > 0
+    assert norms == norms[:1] * 3, norms
+
+
 def leaves_out_what_is_ignored(rank: Rank) -> None:
     """Of what is shared: rank 0's own is exported. Of units that some lack it is refused."""
     model, name = llama(), "model.norm.weight"
@@ -204,7 +224,7 @@ def is_refused(rank: Rank) -> None:
 def _checks(size: int, config: pytest.Config) -> list[tuple[str, Check]]:
     checks: list[Check] = [checkpointed, compiled, offloaded, mixed_precision, starts_from_init]
     checks += [starts_on_the_meta_device, steps_with_multi_tensor_kernels, is_exported, is_refused]
-    checks += [stays_gathered, leaves_out_what_is_ignored, holds_and_sends_what_is_estimated]
+    checks += [stays_gathered, leaves_nothing_gathered, leaves_out_what_is_ignored, holds_and_sends_what_is_estimated]
     return [(getattr(check, "__name__", "check"), check) for check in checks]
 
 

@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from torch import nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict import get_model_state_dict
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -89,15 +90,20 @@ def parallelized(model: Any) -> DeviceMesh:
     return mesh["dp"]
 
 
+def wrap_layers(model: Any) -> None:
+    for index, layer in enumerate(model.model.layers):
+        model.model.layers[index] = checkpoint_wrapper(layer)
+
+
 def agrees_with_the_reference(rank: Rank) -> None:
-    """With biases that each tensor-parallel rank has; layers run again in backward."""
+    """With biases that each tensor-parallel rank has; layers that are wrapped afterwards run again in backward."""
     model = check_against_reference(
         rank,
         SPECIMENS["llama_biases"].build(),
         ONE,
         parallelize=parallelized,
         accumulation=2,
-        prepare=lambda model: model.gradient_checkpointing_enable(),
+        prepare=wrap_layers,
     )
     stored = sharded_model_of(model)
     held = sum(stored.local(tensor).numel() for tensor in stored.held_tensors())
