@@ -10,7 +10,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import torch
 import torch.distributed as dist
@@ -39,9 +39,12 @@ from sdp_deepspeed.fsdp.sharded_mask import ShardedMask
 from sdp_deepspeed.fsdp.sharded_model import ShardedModel, attach
 from sdp_deepspeed.fsdp.tensor_parallel import TensorParallel, columns_of
 from sdp_deepspeed.fsdp.whole_layers import drop
+from sdp_deepspeed.fsdp.wrappers import without_wrappers
 from sdp_deepspeed.layout.places import PieceViews
 from sdp_deepspeed.layout.rank_model import RankModel
+from sdp_deepspeed.masking.compiled import compile_in_place
 from sdp_deepspeed.masking.description_check import check_descriptions
+from sdp_deepspeed.messages import quoted
 from sdp_deepspeed.plan.placement import Network
 from sdp_deepspeed.plan.plan import Plan
 from sdp_deepspeed.plan.planner import plan_model
@@ -106,7 +109,8 @@ def fully_shard(
 
     Args:
         module: the same on all ranks. On the meta device it stays there, as in FSDP2: call `to_empty` and initialize
-            it. Built under `sdp_deepspeed.Init` it gets the values that it would have without.
+            it. Built under `sdp_deepspeed.Init` it gets the values that it would have without. What torch.compile(...)
+            wrapped in it is compiled in place, so that names are those of the model without wrappers.
         mesh: 1-d, of all ranks in order; None makes it. After torch's `parallelize_module` over one axis of a mesh of
             all ranks, the other axis.
         block: `subnetwork_data_parallel` as in a DeepSpeed config.
@@ -127,10 +131,12 @@ def fully_shard(
     check_same_settings(config, options, ranks)
     mesh = mesh or init_device_mesh(device_type(), (dist.get_world_size(),))
     columns = columns_of(module, mesh, ranks)
+    module = cast("T", compile_in_place(module))
     start = Start(module, config, mesh, ranks, options, TensorParallel(columns) if columns else None)
-    sharded = shard(start)
-    order_collectives(sharded)
-    install_view(sharded, start.device, options.mp_policy)
+    with without_wrappers(module):
+        sharded = shard(start)
+        order_collectives(sharded)
+        install_view(sharded, start.device, options.mp_policy)
     attach(sharded)
     if ranks.rank == 0:
         groups = f"{sharded.num_groups} process groups for holder sets, rank 0 in {sharded.num_own_groups}"
@@ -144,7 +150,8 @@ def shard(start: Start) -> ShardedModel:
     policy = start.options.mp_policy
     weights = policy.param_dtype or next(module.parameters()).dtype
     network = start.network(gradient_bytes=(policy.reduce_dtype or weights).itemsize, weight_bytes=weights.itemsize)
-    state_names, tensor_parallel = _state_names(module), start.tensor_parallel
+    state_names = run_on_all_ranks(start.ranks, partial(_state_names, module))
+    tensor_parallel = start.tensor_parallel
     deferred = run_on_all_ranks(start.ranks, partial(_deferred, module)) if tensor_parallel is None else None
 
     def plan_and_mask() -> tuple[Plan, float, ShardedMask, list[LocatedBranch], list[ShardedUnit]]:
@@ -216,10 +223,25 @@ def _shard_modules(modules: Sequence[nn.Module], mesh: DeviceMesh, arguments: Ma
 
 
 def _state_names(module: nn.Module) -> dict[str, str]:
-    """Of a state dict, each with the first name of its tensor among the module's parameters and buffers."""
+    """Of a state dict, each with the first name of its tensor among the module's parameters and buffers.
+
+    Raises:
+        ValueError: a parameter is in no state dict, so that an export would lack it.
+    """
     first = {id(tensor): name for name, tensor in named_tensors(module).items()}
+    every = {
+        **dict(module.named_parameters(remove_duplicate=False)),
+        **dict(module.named_buffers(remove_duplicate=False)),
+    }
     state = module.state_dict(keep_vars=True)
-    return {name: first[id(tensor)] for name, tensor in state.items() if id(tensor) in first}
+    tensors = {name: tensor if id(tensor) in first else every.get(name) for name, tensor in state.items()}
+    names = {name: first[id(tensor)] for name, tensor in tensors.items() if tensor is not None}
+    if missing := sorted({name for name, _ in module.named_parameters()}.difference(names.values())):
+        raise ValueError(
+            f"fully_shard: {quoted(missing)} is not in the model's state dict under a name that can be told, so an "
+            "export would lack it: a wrapper or a hook of state dicts gives other names; put it on after fully_shard"
+        )
+    return names
 
 
 def _deferred(module: nn.Module) -> DeferredModel | None:

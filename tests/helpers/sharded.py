@@ -60,14 +60,14 @@ def check_against_reference(
     clip: float = 0.5,
     accumulation: int = 1,
     prepare: Callable[[Any], None] = lambda model: None,
-    parallelize: Callable[[nn.Module], DeviceMesh] | None = None,
+    parallelize: Callable[[nn.Module], DeviceMesh | None] | None = None,
     **options: Any,
 ) -> Any:
     """Train beside the reference, and compare losses, norms, evaluation, and every dense parameter.
 
     Args:
         prepare: changes the sharded model before it trains.
-        parallelize: over another axis, first; gives the data-parallel one.
+        parallelize: over another axis, first; gives the data-parallel one. None if it did something else to the model.
         options: of `fully_shard`.
 
     Returns:
