@@ -37,7 +37,7 @@ from sdp_deepspeed.fsdp.pieces import ShardedUnit
 from sdp_deepspeed.fsdp.refusals import check_buffers, check_call, check_not_ignored, check_same_settings, parsed
 from sdp_deepspeed.fsdp.sharded_mask import ShardedMask
 from sdp_deepspeed.fsdp.sharded_model import ShardedModel, attach
-from sdp_deepspeed.fsdp.tensor_parallel import TensorParallel, columns_of
+from sdp_deepspeed.fsdp.tensor_parallel import TensorParallel, check_per_head, columns_of
 from sdp_deepspeed.fsdp.whole_layers import drop
 from sdp_deepspeed.fsdp.wrappers import without_wrappers
 from sdp_deepspeed.layout.places import PieceViews
@@ -160,6 +160,7 @@ def shard(start: Start) -> ShardedModel:
         check_not_ignored(module, plan, start.options.ignored_params)
         check_buffers(module, plan)
         if tensor_parallel is not None:
+            check_per_head(module, branches)
             tensor_parallel.take_local(module)
             refuse_shared_memory(module)
         warnings += check_descriptions(module, branches, plan, start.device)

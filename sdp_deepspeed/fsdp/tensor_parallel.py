@@ -10,6 +10,7 @@ which autograd goes through).
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -18,10 +19,11 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Shard
 
+from sdp_deepspeed.architectures import LocatedBranch
 from sdp_deepspeed.distributed.agreement import Gatherer
 from sdp_deepspeed.fsdp.pieces import rows_of
 from sdp_deepspeed.masking.mixins import RefusePartial, never
-from sdp_deepspeed.messages import listed
+from sdp_deepspeed.messages import listed, quoted
 from sdp_deepspeed.plan.shards import Division, Shards
 
 _WAY = (
@@ -138,6 +140,33 @@ class TensorParallel:
             return local
         whole = self._wholes[name]
         return whole.around(local.to(whole.mesh.device_type)).full_tensor()
+
+
+def check_per_head(module: nn.Module, branches: Sequence[LocatedBranch]) -> None:
+    """Refuse plain parameters that run on each head alike where ranks have some of the heads each: each would have its
+    own heads' part of their gradient, and nobody would add these up.
+
+    Raises:
+        ValueError: by name, with what to write.
+    """
+    parameters = dict(module.named_parameters())
+    plain: list[str] = []
+    for branch in branches:
+        own = [piece.parameter for piece in branch.pieces if piece.parameter in parameters]
+        inner = branch.description.inner
+        if inner is not None and any(_is_divided(parameters[name]) for name in own):
+            inside = tuple(f"{branch.root}.{norm}." for norm in inner.per_head)
+            plain += [name for name in own if name.startswith(inside) and not isinstance(parameters[name], DTensor)]
+    if plain:
+        raise ValueError(
+            f"fully_shard: {quoted(plain)} runs on the heads of each tensor-parallel rank, and nobody would add up its "
+            "gradients, as it is no DTensor: give its module a style in parallelize_module, for norms of queries and "
+            "keys SequenceParallel(sequence_dim=2, use_local_output=True)"
+        )
+
+
+def _is_divided(tensor: torch.Tensor) -> bool:
+    return isinstance(tensor, DTensor) and _Whole.of(tensor).is_divided
 
 
 def columns_of(module: nn.Module, mesh: DeviceMesh, ranks: Gatherer) -> tuple[tuple[int, ...], ...]:

@@ -115,6 +115,23 @@ def divides_the_sequence(rank: Rank) -> None:
     check_against_reference(rank, Tower(), ONE, parallelize=parallelized)
 
 
+def adds_up_what_runs_on_each_head(rank: Rank) -> None:
+    """Norms of queries and keys, which are refused without a style."""
+
+    def with_norms(model: Any) -> DeviceMesh:
+        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+        style = SequenceParallel(sequence_dim=2, use_local_output=True)
+        norms = {f"model.layers.*.self_attn.{name}_norm": style for name in "qk"}
+        parallelize_module(model, mesh["tp"], LLAMA | norms)
+        return mesh["dp"]
+
+    check_against_reference(rank, SPECIMENS["qwen3"].build(), ONE, parallelize=with_norms)
+    plain = SPECIMENS["qwen3"].build()
+    mesh = parallelized(plain)
+    words = "layers.0.self_attn.q_norm.weight", "sequence_dim=2"
+    refusal(ValueError, lambda: sdp_deepspeed.fully_shard(plain, mesh, ONE), *words)
+
+
 def is_exported(rank: Rank) -> None:
     """Scaled, as in evaluation; with a tied head."""
     model: Any = llama(tied=True)
@@ -173,6 +190,7 @@ def is_refused(rank: Rank) -> None:
 
 def _checks(size: int, config: pytest.Config) -> list[tuple[str, Check]]:
     checks: list[Check] = [agrees_with_the_reference, divides_the_sequence, is_exported, is_refused]
+    checks += [adds_up_what_runs_on_each_head]
     return [(getattr(check, "__name__", "check"), check) for check in checks]
 
 
