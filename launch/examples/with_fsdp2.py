@@ -1,4 +1,5 @@
-"""torchtitan's pattern, without DeepSpeed: `torchrun --nproc_per_node 4 launch/examples/with_fsdp2.py runs/own`.
+"""torchtitan's pattern, without DeepSpeed: `torchrun --nproc_per_node 4 launch/examples/with_fsdp2.py runs/own`, on an
+even number of ranks.
 
 Yours is the same loop but for `parallelize`, `param_groups`, `clip_grad_norm_` and `save_pretrained`. Started again
 with more `--steps` it goes on from its last checkpoint, on as many ranks and with the same block: DCP keeps what ranks
@@ -31,7 +32,7 @@ from sdp_deepspeed.fsdp import clip_grad_norm_, param_groups, save_pretrained
 
 BLOCK = {"coverage": 0.5, "strategy": "neuron"}
 BATCH, LENGTH = 8, 64
-# The state of the optimizer by the names of parameters: ranks have other param groups.
+# The state of the optimizer by the names of parameters: ranks have different param groups.
 BY_NAME = StateDictOptions(flatten_optimizer_state_dict=True)
 
 

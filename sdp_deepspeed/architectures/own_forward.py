@@ -56,14 +56,15 @@ def check_own_forward(name: str, layer: nn.Module, described: type, code: Mappin
             raise ValueError(
                 f"{name!r}: this {layer_class.__name__} has a method {method!r} of its own, so the description of its "
                 "class may not be true of it. If it calls the one of the class, make it with functools.wraps, or set "
-                "it after deepspeed.initialize; if not, give the layer a class of its own and describe that"
+                "it after deepspeed.initialize or fully_shard; if not, give the layer a class of its own and describe "
+                "that"
             )
 
 
 def _advice(layer_class: type, described: type) -> str:
     line = f"architectures.register({layer_class.__name__}, *architectures.branches_of({described.__name__}))"
     return (
-        "If each of its branches still is x + after(body(norm(x))), say so before deepspeed.initialize: "
+        "If each of its branches still is x + after(body(norm(x))), say so before deepspeed.initialize or fully_shard: "
         f"{line}. If not, describe its branches as they are (sdp_deepspeed/architectures/README.md)"
     )
 

@@ -93,8 +93,8 @@ def how_to_describe(layer: nn.Module) -> str:
     """What a user writes to describe the class of a layer, with the names that the layer has."""
     children = ", ".join(name for name, child in layer.named_children() if any(True for _ in child.parameters()))
     return (
-        "If each of its branches is x + after(body(norm(x))), describe it before deepspeed.initialize, with names of "
-        f"its submodules ({children}) for NORM and BODY:\n"
+        "If each of its branches is x + after(body(norm(x))), describe it before deepspeed.initialize or fully_shard, "
+        f"with names of its submodules ({children}) for NORM and BODY:\n"
         "from sdp_deepspeed.architectures import Branch, register\n"
         f'register("{_qualified(type(layer))}",\n'
         '         Branch("attention", norm="NORM", body="BODY"), Branch("mlp", norm="NORM", body="BODY"))\n'

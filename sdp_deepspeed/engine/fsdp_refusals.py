@@ -79,17 +79,21 @@ def patch_accelerator() -> None:
     """`Accelerator` refuses models of ours, and says under FSDP what it trains."""
     from accelerate.accelerator import Accelerator
 
-    prepare, clip = Accelerator.prepare, Accelerator.clip_grad_norm_
+    prepare, prepare_model, clip = Accelerator.prepare, Accelerator.prepare_model, Accelerator.clip_grad_norm_
     if hasattr(prepare, "__wrapped__"):
         return
 
     @wraps(prepare)
     def checked_prepare(self: Any, *args: Any, **kwargs: Any) -> Any:
-        if any(model is arg for model in SHARDED for arg in args):
-            raise ValueError(f"Accelerator.prepare: {_taken_over('the model')}")
+        _refuse_sharded("prepare", args)
         if _asks_for_fsdp(self) and any(map(_is_module, args)):
             _tell(self)
         return prepare(self, *args, **kwargs)
+
+    @wraps(prepare_model)
+    def checked_prepare_model(self: Any, model: Any, *args: Any, **kwargs: Any) -> Any:
+        _refuse_sharded("prepare_model", [model])
+        return prepare_model(self, model, *args, **kwargs)
 
     @wraps(clip)
     def checked_clip(self: Any, parameters: Iterable[Any], *args: Any, **kwargs: Any) -> Any:
@@ -103,6 +107,12 @@ def patch_accelerator() -> None:
         return clip(self, given, *args, **kwargs)
 
     Accelerator.prepare, Accelerator.clip_grad_norm_ = checked_prepare, checked_clip
+    Accelerator.prepare_model = checked_prepare_model
+
+
+def _refuse_sharded(method: str, given: Iterable[Any]) -> None:
+    if any(model is each for model in SHARDED for each in given):
+        raise ValueError(f"Accelerator.{method}: {_taken_over('the model')}")
 
 
 def _taken_over(what: str) -> str:

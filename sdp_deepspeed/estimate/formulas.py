@@ -54,10 +54,11 @@ def sent_per_parameter(
     Gradients go to their owners (C (h-1) / h elements, with h holders), and weights return: to the holders in the
     forward regime, in the "backward" regime to all of n ranks ((n-1) / n). Replicas change nothing here either: a
     unit has h = p r = C n holders. Stock ZeRO sends more than this, 3 (n-1) / n elements: it all-reduces gradients.
-    FSDP2 gathers weights for the forward and again for the backward pass of each micro-step, and averages in the last.
+    ZeRO-3 and FSDP2 gather weights for the forward and again for the backward pass of each micro-step, and average
+    gradients there (`set_requires_gradient_sync` is a loop's own).
 
     Args:
-        accumulation: micro-steps; at stage 2 gradients are sent in each.
+        accumulation: micro-steps; at stages 2 and 3 gradients are sent in each.
         num_ranks, coverage, precision, regime: as in `bytes_per_parameter`.
     """
     num_holders = coverage * num_ranks
@@ -70,7 +71,7 @@ def sent_per_parameter(
         rounds = accumulation if stage == 2 else 1
         sent[plain] = to_all * (wire * rounds + weights)
         sent[ours] = to_holders * wire * rounds + returned * weights
-    per_element = wire + 2 * accumulation * weights
+    per_element = accumulation * (wire + 2 * weights)
     sent["ZeRO-3, FSDP"] = to_all * per_element
     if regime == "forward":
         sent["SDP + FSDP2"] = to_holders * per_element

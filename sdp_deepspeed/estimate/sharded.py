@@ -26,7 +26,7 @@ class ShardedSetup:
         compute: of the gathered weights (`mp_policy.param_dtype`).
         wire: of gradients on their way (`mp_policy.reduce_dtype`).
         num_moments: fp32 moments per element: Adam 2.
-        accumulation: micro-steps; weights are gathered in each, gradients averaged in the last.
+        accumulation: micro-steps; weights are gathered and gradients averaged in each.
         reshard_after_forward: as `fully_shard`'s: None means True for units and False for what is shared.
     """
 
@@ -106,7 +106,7 @@ def _parts(plan: Plan, tensors: Sequence[TensorInfo]) -> Iterator[_Part]:
 def _of_rank(parts: Sequence[_Part], setup: ShardedSetup, rank: int) -> RankEstimate:
     held = [part for part in parts if rank in part.holders]
     trained = [part for part in held if part.trainable]
-    reduced = sum(part.stored * (len(part.holders) - 1) for part in trained)
+    reduced = setup.accumulation * sum(part.stored * (len(part.holders) - 1) for part in trained)
     gathered = sum(
         part.stored * (len(part.holders) - 1) * setup.num_gathers(of_units=part.unit is not None) for part in held
     )

@@ -9,7 +9,9 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 
-def param_groups(parameters: nn.Module | Iterable[nn.Parameter] | Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
+def param_groups(
+    parameters: nn.Module | Iterable[nn.Parameter] | Iterable[tuple[str, nn.Parameter]] | Iterable[Mapping[str, Any]],
+) -> list[dict[str, Any]]:
     """What to give an optimizer: the same parameters and options, each group divided by the mesh of its parameters.
 
     PyTorch's optimizers step all tensors of a group together (`foreach`, their default on GPUs, or `fused`), which
@@ -18,7 +20,7 @@ def param_groups(parameters: nn.Module | Iterable[nn.Parameter] | Iterable[Mappi
     group of the result.
 
     Args:
-        parameters: a model that `fully_shard` returned, its parameters, or param groups of them.
+        parameters: a model that `fully_shard` returned, its parameters, alone or with names, or param groups of them.
     """
     if isinstance(parameters, nn.Module):
         parameters = parameters.parameters()
@@ -28,10 +30,11 @@ def param_groups(parameters: nn.Module | Iterable[nn.Parameter] | Iterable[Mappi
 
 
 def _by_mesh(group: Mapping[str, Any]) -> Iterable[dict[str, Any]]:
-    by_mesh: dict[Any, list[nn.Parameter]] = {}
+    by_mesh: dict[Any, list[Any]] = {}
     members: Any = group["params"]
-    for parameter in [members] if isinstance(members, nn.Parameter) else members:
-        if parameter.numel() or parameter.requires_grad:
+    for member in [members] if isinstance(members, nn.Parameter) else members:
+        parameter = member[1] if isinstance(member, tuple) else member
+        if parameter.numel():
             mesh = parameter.device_mesh if isinstance(parameter, DTensor) else None
-            by_mesh.setdefault(mesh, []).append(parameter)
+            by_mesh.setdefault(mesh, []).append(member)
     return [{**group, "params": own} for own in by_mesh.values()]

@@ -31,6 +31,11 @@ class ShardOptions:
             "ignored_params": {*self.ignored_params, *also_ignored} or None,
         }
 
-    def in_words(self) -> str:
-        """To compare over ranks."""
-        return f"{self.reshard_after_forward} {self.mp_policy} {self.offload_policy} {len(self.ignored_params)}"
+    def in_words(self, module: nn.Module) -> str:
+        """To compare over ranks.
+
+        Args:
+            module: whose parameters are ignored.
+        """
+        ignored = sorted(name for name, parameter in module.named_parameters() if parameter in self.ignored_params)
+        return f"{self.reshard_after_forward} {self.mp_policy} {self.offload_policy} ignores {ignored}"

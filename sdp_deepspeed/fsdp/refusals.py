@@ -56,18 +56,16 @@ def check_call(module: nn.Module, mesh: DeviceMesh | None, config: SubnetworkCon
 
 
 def check_not_ignored(module: nn.Module, plan: Plan, ignored: Collection[nn.Parameter]) -> None:
-    """Refuse to leave out parameters of units that some ranks lack: nobody would average them over their holders.
+    """Refuse to leave out parameters of units, which are averaged over their holders, also where all ranks are.
 
     Raises:
         ValueError: by name.
     """
-    some = _that_some_ranks_lack(plan)
-    names = sorted(name for name, parameter in module.named_parameters() if name in some and parameter in ignored)
+    of_units = {piece.parameter for unit in plan.units for piece in unit.pieces}
+    names = sorted(name for name, parameter in module.named_parameters() if name in of_units and parameter in ignored)
     if names:
-        raise ValueError(
-            f"fully_shard: ignored_params: {quoted(names)} is of a unit that some ranks lack, and nobody would average "
-            "it over those that hold it; leave it to FSDP2, or match its unit's name in `shared`"
-        )
+        why = why_refused("ignored parameters, of units")
+        raise ValueError(f"fully_shard: ignored_params: {quoted(names)} is of a unit: {why}")
 
 
 def check_buffers(module: nn.Module, plan: Plan) -> None:
@@ -91,13 +89,16 @@ def _that_some_ranks_lack(plan: Plan) -> set[str]:
     return {piece.parameter for unit in lacking for piece in unit.pieces}
 
 
-def check_same_settings(config: SubnetworkConfig, options: ShardOptions, ranks: Gatherer) -> None:
+def check_same_settings(config: SubnetworkConfig, options: str, ranks: Gatherer) -> None:
     """Every rank calls it.
+
+    Args:
+        options: in words.
 
     Raises:
         RuntimeError: on all ranks, what they were given differently.
     """
-    own = config.model_dump() | {"options": options.in_words()}
+    own = config.model_dump() | {"options": options}
     if config.plan_path is not None:  # nodes may keep it in folders of their own; the plan itself is compared later
         own["assignment"] = "<a plan>"
     every = ranks.gather_objects(own)

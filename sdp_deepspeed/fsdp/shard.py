@@ -128,7 +128,7 @@ def fully_shard(
     )
     ranks = _ranks()
     config = run_on_all_ranks(ranks, partial(parsed, block), partial(_checked, module, mesh, block, options))
-    check_same_settings(config, options, ranks)
+    check_same_settings(config, options.in_words(module), ranks)
     mesh = mesh or init_device_mesh(device_type(), (dist.get_world_size(),))
     columns = columns_of(module, mesh, ranks)
     module = cast("T", compile_in_place(module))

@@ -27,7 +27,8 @@ _BLOCK_REFUSED: Mapping[str, str] = {
     "bits of holders compared after each step": "each element is stored once, so holders cannot disagree; remove the "
     "key",
     "permission for unknown optimizers": "any optimizer over DTensors may step them; remove the key",
-    "limit for silent ranks": "ranks are watched by the process group's own time limit; remove the key",
+    "limit for silent ranks": "ranks are watched by the process group's own time limit; remove the key "
+    "(`launch/pretrain.py --host fsdp2` takes it)",
 }
 
 
@@ -71,10 +72,10 @@ _ARGUMENTS = (
     _row("optimizer in host memory, stages 1 and 2", "offload_policy", "works", "with weights and gradients"),
     _row("ignored parameters, of what is shared", "ignored_params", "works", "nobody averages them"),
     _row(
-        "ignored parameters, of units that some ranks lack",
+        "ignored parameters, of units",
         "ignored_params",
         "refused",
-        "nobody would average it over those that hold it",
+        "nobody would average it over those that hold it; leave it to FSDP2, or match its unit's name in `shared`",
     ),
     _row("a mesh of several axes (HSDP, sequence or expert parallelism)", _MESH, "refused", _ONE_AXIS),
     _row("a mesh of some of the ranks (pipeline stages)", _MESH, "refused", "every rank trains a subnetwork"),

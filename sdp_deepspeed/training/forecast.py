@@ -29,9 +29,9 @@ from sdp_deepspeed.plan.plan import Plan
 from sdp_deepspeed.plan.planner import plan_model
 from sdp_deepspeed.plan.tensors import TensorInfo, dense_tensors, named_tensors, pieces_by_tensor
 from sdp_deepspeed.support.refusals import refuse_unsupported
+from sdp_deepspeed.training.batch_sizes import micro_steps
 from sdp_deepspeed.training.forecast_settings import (
     dtype_of,
-    micro_steps,
     optimizer_of,
     refuse_plain,
     setup_of,

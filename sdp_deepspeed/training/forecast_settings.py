@@ -15,37 +15,12 @@ from sdp_deepspeed.plan.tensors import TensorInfo
 from sdp_deepspeed.schedule import Schedule
 from sdp_deepspeed.support.fsdp2 import refused_of_block, why_refused
 from sdp_deepspeed.support.optimizers import WHOLE_TENSOR_OPTIMIZERS, is_known
+from sdp_deepspeed.training.batch_sizes import micro_steps
 from sdp_deepspeed.training.fsdp_settings import refusals
 
 _MUON = "muon"
 _OF_MUON, _OF_ITS_ADAM = 0, 1  # param groups
 _NOT_MUONS = re.compile("embed|lm_head", re.IGNORECASE)
-
-
-def micro_steps(config: Mapping[str, Any], num_ranks: int) -> tuple[int, int]:
-    """Micro-batch of a rank, and micro-steps, from two or three of DeepSpeed's batch sizes.
-
-    Raises:
-        ValueError: they do not say it, or contradict each other.
-    """
-    for key in ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps"):
-        value = config.get(key)
-        if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
-            raise ValueError(f"--deepspeed_config: {key}: got {value!r}, expected a whole number of at least 1")
-    whole = config.get("train_batch_size")
-    micro, accumulation = config.get("train_micro_batch_size_per_gpu"), config.get("gradient_accumulation_steps")
-    if micro is None and whole is not None:
-        micro = whole // (num_ranks * (accumulation or 1))
-    if not micro:
-        raise ValueError("--deepspeed_config: give train_micro_batch_size_per_gpu, or a larger train_batch_size")
-    if accumulation is None:
-        accumulation = 1 if whole is None else whole // (micro * num_ranks)
-    if whole is not None and whole != micro * accumulation * num_ranks:
-        raise ValueError(
-            f"--deepspeed_config: train_batch_size is {whole}, but {num_ranks} ranks with micro-batches of {micro} and "
-            f"{accumulation} micro-steps make {micro * accumulation * num_ranks}"
-        )
-    return micro, accumulation
 
 
 def configs_of_phases(config: Mapping[str, Any], num_ranks: int) -> list[Mapping[str, Any]]:

@@ -55,7 +55,8 @@ class FsdpHost:
     def check(self) -> None:
         """ValueError for a config that says what cannot be done, before a model is built."""
         settings = read_settings(self._options.deepspeed_config, dist.get_world_size())
-        settings.optimizer.build([{"params": [torch.zeros(1, requires_grad=True)]}])  # torch checks the values
+        tried = nn.Parameter(torch.zeros(1, dtype=torch.float32, device="cpu"))
+        settings.optimizer.build([{"params": [tried]}])  # torch checks the values
         on_gpu = dist.get_backend() != "gloo"
         self._settings = replace(settings, pin_memory=settings.pin_memory and on_gpu)
 

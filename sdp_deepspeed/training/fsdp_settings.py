@@ -14,15 +14,15 @@ from typing import Any, TypeVar
 from sdp_deepspeed.config import KEY, SILENCE_LIMIT, parse
 from sdp_deepspeed.messages import did_you_mean, listed, nearest
 from sdp_deepspeed.support.fsdp2 import refused_of_block
+from sdp_deepspeed.training.batch_sizes import BATCH_SIZES, micro_steps
 from sdp_deepspeed.training.fsdp_optimizer import OptimizerChoice
 from sdp_deepspeed.training.fsdp_schedules import Rates, rates_of
 
 T = TypeVar("T")
 HOST = "--host fsdp2"
 
-_BATCHES = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
 _READ = (
-    *_BATCHES,
+    *BATCH_SIZES,
     *("optimizer", "scheduler", "gradient_clipping", "bf16", "bfloat16", "communication_data_type", "data_types", KEY),
 )
 # How DeepSpeed stores, sends and logs.
@@ -93,7 +93,7 @@ def read_settings(config: Mapping[str, Any], num_ranks: int) -> FsdpSettings:
     parsed = parse(config)
     block = None if parsed is None else {k: v for k, v in config[KEY].items() if k not in ("silence_limit", "enabled")}
     problems = [*refusals(config), *_refused_block(block or {})]
-    batches = _tried(problems, lambda: _batches(config, num_ranks))
+    batches = _tried(problems, lambda: micro_steps(config, num_ranks))
     optimizer = _tried(problems, lambda: OptimizerChoice.of(_object(config, "optimizer")))
     rates = _tried(problems, lambda: rates_of(_object(config, "scheduler")))
     if problems or batches is None or optimizer is None:
@@ -205,28 +205,6 @@ def _near(name: str, known: Collection[str]) -> str:
     """A question, or nothing."""
     near = nearest(name, known, cutoff=0.8)
     return f"did you mean {near!r}?" if near else ""
-
-
-def _batches(config: Mapping[str, Any], num_ranks: int) -> tuple[int, int]:
-    """Micro-batch and micro-steps: what is not given follows from the rest, as in DeepSpeed."""
-    whole, micro, steps = (config.get(name) for name in _BATCHES)
-    if whole is None and micro is None:
-        raise ValueError(f"{_BATCHES[0]}, {_BATCHES[1]}: neither is given; add one")
-    if micro is None:
-        micro, left = divmod(whole or 0, num_ranks * (steps or 1))
-        if left or not micro:
-            raise ValueError(
-                f"{_BATCHES[0]}: got {whole}, which {num_ranks} ranks x {steps or 1} micro-steps do not divide"
-            )
-        return micro, steps or 1
-    if steps is None:
-        steps = 1 if whole is None else whole // (micro * num_ranks)
-    if whole is not None and whole != micro * steps * num_ranks:
-        raise ValueError(
-            f"{_BATCHES[0]}: got {whole}, which is not a micro-batch of {micro} x {max(steps, 1)} micro-steps x "
-            f"{num_ranks} ranks"
-        )
-    return micro, steps
 
 
 def _idle(config: Mapping[str, Any]) -> Iterator[str]:

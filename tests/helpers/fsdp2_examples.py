@@ -79,9 +79,7 @@ _EXAMPLES: Mapping[str, Example] = {
     "weights resharded over fewer ranks after the forward pass": Example(
         options=lambda model: {"reshard_after_forward": 2}
     ),
-    "ignored parameters, of units that some ranks lack": Example(
-        options=lambda model: {"ignored_params": [model.get_parameter(OF_A_UNIT)]}
-    ),
+    "ignored parameters, of units": Example(options=lambda model: {"ignored_params": [model.get_parameter(OF_A_UNIT)]}),
     "a mesh of several axes (HSDP, sequence or expert parallelism)": _mesh(2, 1),
     "a mesh of some of the ranks (pipeline stages)": Example(
         options=lambda model: {"mesh": DeviceMesh("cpu", [dist.get_rank()])}

@@ -43,5 +43,11 @@ def test_an_example_trains_and_saves_the_dense_model(script: str, launcher: str,
     held_out = torch.tensor(list(Path(re.__file__).read_bytes()))[:2048].view(-1, 64)
     with torch.no_grad():
         loss = float(model(input_ids=held_out, labels=held_out).loss)
+    if script == "with_fsdp2":
+        again = subprocess.run(
+            [*command[:-1], "9"], capture_output=True, text=True, timeout=180, env=environment, cwd=tmp_path
+        )
+        assert f"goes on from {tmp_path / 'step-8'}\n" in again.stdout, again.stderr[-4000:]
+        assert {path.name for path in tmp_path.glob("step-*")} == {"step-8", "step-9"}
     assert float(printed[0]) < 5.5  # of 5.545 = ln 256 before the first step
     assert loss < 5.5

@@ -123,13 +123,16 @@ def leaves_nothing_gathered(rank: Rank) -> None:
 
 
 def leaves_out_what_is_ignored(rank: Rank) -> None:
-    """Of what is shared: rank 0's own is exported. Of units that some lack it is refused."""
+    """Of what is shared: rank 0's own is exported. Of units it is refused, and so are other ones on each rank."""
     model, name = llama(), "model.norm.weight"
     full = full_state_dict(sharded(model, ONE, ignored_params=[model.get_parameter(name)]))
     assert (rank.rank == 0) == torch.equal(full.get(name, torch.zeros(1)), llama().get_parameter(name))
     other = llama()
     ignored = [other.get_parameter("model.layers.0.mlp.up_proj.weight")]
-    refusal(ValueError, lambda: sharded(other, ONE, ignored_params=ignored), "is of a unit that some ranks lack")
+    refusal(ValueError, lambda: sharded(other, ONE, ignored_params=ignored), "is of a unit")
+    name = ("model.layers.0.input_layernorm.weight", "model.layers.1.input_layernorm.weight")[rank.rank]
+    own = [other.get_parameter(name)]
+    refusal(RuntimeError, lambda: sharded(other, ONE | {"shared": [r"\.attention"]}, ignored_params=own), "options")
 
 
 def starts_from_init(rank: Rank) -> None:
@@ -180,11 +183,12 @@ def holds_and_sends_what_is_estimated(rank: Rank) -> None:
         model = sharded(llama(), ONE | {"strategy": strategy}, mp_policy=policy)
         stored = sharded_model_of(model)
         size = 4 if policy.param_dtype is None else 2
-        setup = ShardedSetup(compute=size, wire=4)
+        setup = ShardedSetup(compute=size, wire=4, accumulation=2)
         expected = estimate_sharded(stored.plan, stored.rank_model.tensors, setup)[rank.rank]
         optimizer = torch.optim.AdamW(param_groups(model))
         with TrafficCounter() as traffic:
-            loss_of(model, TOKENS).backward()
+            for _ in range(2):
+                loss_of(model, TOKENS).backward()
         assert traffic.total == expected.sent_bytes, (traffic.bytes_by_operator, expected)
         optimizer.step()
         stored.reshard()

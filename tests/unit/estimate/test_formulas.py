@@ -53,8 +53,8 @@ def test_what_is_sent() -> None:
     several = sent_per_parameter(4, 0.5, BF16, accumulation=3)
     assert several["SDP + ZeRO-1"] == forward["SDP + ZeRO-1"]
     assert several["SDP + ZeRO-2"] == 3 * 0.25 * 2 + 0.25 * 2
-    assert several["SDP + FSDP2"] == 0.25 * (3 * 2 * 2 + 2)
-    assert several["ZeRO-3, FSDP"] == 0.75 * (3 * 2 * 2 + 2)
+    assert several["SDP + FSDP2"] == 3 * 0.25 * (2 * 2 + 2)
+    assert several["ZeRO-3, FSDP"] == 3 * 0.75 * (2 * 2 + 2)
     assert several["ZeRO-2"] == 3 * 0.75 * 2 + 0.75 * 2
 
 

@@ -28,7 +28,7 @@ def test_each_ranks_shards_and_their_padding() -> None:
     assert [each.weights for each in (first, second, third)] == [4 * (table + a), 4 * (table + a), 4 * (table + b)]
     assert first.gradients == first.weights
     assert [each.optimizer for each in (first, second, third)] == [8 * (6 + 10), 8 * (6 + 5), 8 * (2 + 20)]
-    assert first.sent_gradients == table * 2 + a
+    assert first.sent_gradients == 3 * (table * 2 + a)
     assert first.sent_back == 3 * (table * 2 + 2 * a)
     assert third.sent_back == 3 * table * 2  # nobody else has b
     assert first.sent_bytes == 2 * (first.sent_gradients + first.sent_back)

@@ -60,8 +60,8 @@ def test_a_model_or_option_that_is_not_possible() -> None:
         check_call(model, None, block, ShardOptions())
 
 
-def test_parameters_that_are_cut_cannot_be_ignored() -> None:
-    """Unless every rank holds all of them."""
+def test_parameters_of_units_cannot_be_ignored() -> None:
+    """Nor those of units that every rank holds."""
     model = llama(2)
     block = HALF | {"strategy": {"mlp": "neuron"}}
     plan, _ = plan_model(model, parsed(block), 2)
@@ -69,6 +69,6 @@ def test_parameters_that_are_cut_cannot_be_ignored() -> None:
     shared = model.get_parameter("model.norm.weight")
     cut = model.get_parameter("model.layers.1.mlp.down_proj.weight")
     check_not_ignored(model, plan, {shared})
-    check_not_ignored(model, whole, {shared, cut})
-    with pytest.raises(ValueError, match=r"ignored_params: 'model.layers.1.mlp.down_proj.weight' is of a unit"):
-        check_not_ignored(model, plan, {shared, cut})
+    for each in (plan, whole):
+        with pytest.raises(ValueError, match=r"ignored_params: 'model.layers.1.mlp.down_proj.weight' is of a unit"):
+            check_not_ignored(model, each, {shared, cut})

@@ -10,7 +10,6 @@ import pytest
 from sdp_deepspeed.estimate.sharded import ShardedSetup
 from sdp_deepspeed.plan.tensors import dense_tensors
 from sdp_deepspeed.training.forecast_settings import (
-    micro_steps,
     optimizer_of,
     refuse_plain,
     setup_of,
@@ -18,34 +17,6 @@ from sdp_deepspeed.training.forecast_settings import (
     with_groups,
 )
 from tests.helpers.models import llama
-
-
-@pytest.mark.parametrize(
-    ("config", "expected"),
-    [
-        ({"train_batch_size": 24, "train_micro_batch_size_per_gpu": 2}, (2, 3)),
-        ({"train_batch_size": 24, "gradient_accumulation_steps": 3}, (2, 3)),
-        ({"train_batch_size": 24}, (6, 1)),
-        ({"train_micro_batch_size_per_gpu": 5}, (5, 1)),
-    ],
-)
-def test_batch_sizes(config: dict[str, Any], expected: tuple[int, int]) -> None:
-    assert micro_steps(config, 4) == expected
-
-
-@pytest.mark.parametrize(
-    ("config", "words"),
-    [
-        ({}, "give train_micro_batch_size_per_gpu"),
-        ({"train_batch_size": 3}, "or a larger train_batch_size"),
-        ({"train_batch_size": "24"}, "train_batch_size: got '24', expected a whole number"),
-        ({"train_micro_batch_size_per_gpu": True}, "got True, expected a whole number"),
-        ({"train_batch_size": 25, "train_micro_batch_size_per_gpu": 2}, "is 25, but 4 ranks .* make 24"),
-    ],
-)
-def test_batch_sizes_that_contradict_each_other(config: dict[str, Any], words: str) -> None:
-    with pytest.raises(ValueError, match=words):
-        micro_steps(config, 4)
 
 
 @pytest.mark.parametrize("key", ["zero_optimization", "bf16", "fp16", "optimizer", "data_types"])
