@@ -133,10 +133,13 @@ def starts_without_storage(rank: Rank) -> None:
 
 
 def mixed_precision(rank: Rank) -> None:
-    """The dense model is gathered, and computes, in the dtype of the policy; state stays in fp32."""
-    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    """The dense model is gathered, and computes, in the dtype of the policy; its outputs are cast, state stays in fp32."""
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32, output_dtype=torch.float32)
     dense = SPECIMENS["llama_biases"].build()
     model = sharded(deepcopy(dense), NEURON | {"evaluation": "stream"}, mp_policy=policy)
+    model.model.norm.register_forward_pre_hook(lambda _, args: (args[0].bfloat16(),))
+    outputs: list[Any] = []
+    model.model.layers[0].mlp.register_forward_hook(lambda _, args, output: outputs.append(output.dtype))
     own = optimizer_of(model)
     for step in itertools.islice(batches(rank.size, 1), NUM_STEPS):
         losses = micro_steps(model, step[rank.rank])
@@ -147,6 +150,7 @@ def mixed_precision(rank: Rank) -> None:
     model.eval()
     with torch.no_grad():
         found, expected = loss_of(model, step[rank.rank][0]), loss_of(dense.bfloat16(), step[rank.rank][0])
+    assert set(outputs) == {torch.float32}
     assert abs(found - expected) <= 2.0**-6 * expected, (found, expected, losses)
 
 

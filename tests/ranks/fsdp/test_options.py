@@ -77,6 +77,9 @@ def offloaded(rank: Rank) -> None:
 def mixed_precision(rank: Rank) -> None:
     """Lacking units are gathered in the same dtype as held ones: evaluation gives what it gives at C = 1."""
     models = [sharded(family("gpt2"), {"holders": number}, mp_policy=BF16) for number in (1, 2)]
+    for model in models:  # units get fp32, which FSDP2 casts where they are held
+        model.transformer.wte.register_forward_hook(lambda _, args, output: output.float())
+        model.transformer.ln_f.register_forward_pre_hook(lambda _, args: (args[0].bfloat16(),))
     loss_of(models[0], TOKENS).backward()
     assert {p.grad.dtype for p in models[0].parameters() if p.grad is not None} == {torch.float32}
     with torch.no_grad():
@@ -242,6 +245,8 @@ def is_refused(rank: Rank) -> None:
     refusal(ValueError, lambda: sharded(model, block), "regime", "rank 0")
     assert all(torch.equal(before[name], value) for name, value in model.state_dict().items())
     refusal(RuntimeError, lambda: sharded(llama(), ONE | {"seed": rank.rank, "assignment": "balanced"}), "settings")
+    refusal(RuntimeError, lambda: sharded(llama(), ONE, reshard_after_forward=bool(rank.rank)), "settings", "options")
+    refusal(RuntimeError, lambda: sharded(llama(1 + rank.rank), ONE), "rank 1 made another plan than rank 0")
     model = sharded(model, ONE)
     refusal(ValueError, lambda: sharded(model, ONE), "cut down")
     refusal(ValueError, lambda: full_state_dict(llama()), "was not sharded")

@@ -164,8 +164,10 @@ def is_refused(rank: Rank) -> None:
     refusal(ValueError, lambda: sdp_deepspeed.fully_shard(model, mesh, ONE | {"strategy": "neuron"}), "DTensors")
     mlp = model.model.layers[0].mlp
     gate = mlp.gate_proj.weight
+    hooks = len(mlp.gate_proj._forward_pre_hooks), len(mlp.gate_proj._forward_hooks)
     mlp.up_proj.weight = nn.Parameter(DTensor.from_local(gate.to_local().detach(), gate.device_mesh, gate.placements))
     refusal(ValueError, lambda: sdp_deepspeed.fully_shard(model, mesh, ONE), "the same memory")
+    assert hooks == (len(mlp.gate_proj._forward_pre_hooks), len(mlp.gate_proj._forward_hooks))
     part = torch.zeros(8 * (1 + root.get_local_rank("tp")), 16)
     uneven = DTensor.from_local(part, root["tp"], [Shard(0)], shape=torch.Size((24, 16)), stride=(16, 1))
     mlp.up_proj.weight = nn.Parameter(uneven)
