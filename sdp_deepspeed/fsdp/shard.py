@@ -10,7 +10,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, TypeVar, cast
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -110,7 +110,7 @@ def fully_shard(
     Args:
         module: the same on all ranks. On the meta device it stays there, as in FSDP2: call `to_empty` and initialize
             it. Built under `sdp_deepspeed.Init` it gets the values that it would have without. What torch.compile(...)
-            wrapped in it is compiled in place, so that names are those of the model without wrappers.
+            wrapped inside of it is compiled in place, so that names are those of the model without wrappers.
         mesh: 1-d, of all ranks in order; None makes it. After torch's `parallelize_module` over one axis of a mesh of
             all ranks, the other axis.
         block: `subnetwork_data_parallel` as in a DeepSpeed config.
@@ -131,7 +131,7 @@ def fully_shard(
     check_same_settings(config, options.in_words(module), ranks)
     mesh = mesh or init_device_mesh(device_type(), (dist.get_world_size(),))
     columns = columns_of(module, mesh, ranks)
-    module = cast("T", compile_in_place(module))
+    compile_in_place(getattr(module, "_orig_mod", module))  # a model that is compiled as a whole stays wrapped
     start = Start(module, config, mesh, ranks, options, TensorParallel(columns) if columns else None)
     with without_wrappers(module):
         sharded = shard(start)

@@ -133,7 +133,7 @@ def starts_without_storage(rank: Rank) -> None:
 
 
 def mixed_precision(rank: Rank) -> None:
-    """The dense model is gathered, and computes, in the dtype of the policy; its outputs are cast, state stays in fp32."""
+    """The dense model is gathered, and computes, in the policy's dtype; outputs are cast, and state stays in fp32."""
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32, output_dtype=torch.float32)
     dense = SPECIMENS["llama_biases"].build()
     model = sharded(deepcopy(dense), NEURON | {"evaluation": "stream"}, mp_policy=policy)

@@ -67,6 +67,9 @@ def wrapped_before(rank: Rank) -> None:
         found, expected = gathered_state(other), gathered_state(model)
         assert list(found) == list(expected) == list(llama().state_dict())
         assert all(torch.equal(found[name], value) for name, value in expected.items())
+    compiled_whole: Any = torch.compile(llama(), backend="eager")
+    loss_of(sharded(compiled_whole, ONE), TOKENS).backward()
+    assert [name.removeprefix("_orig_mod.") for name in gathered_state(compiled_whole)] == list(llama().state_dict())
     refusal(ValueError, lambda: sharded(checkpoint_wrapper(llama()), ONE), "the model itself is wrapped")
 
 
