@@ -8,6 +8,8 @@ from typing import Any
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from sdp_deepspeed.fsdp.sharded_model import is_sharded, sharded_model_of
+
 
 def param_groups(
     parameters: nn.Module | Iterable[nn.Parameter] | Iterable[tuple[str, nn.Parameter]] | Iterable[Mapping[str, Any]],
@@ -20,8 +22,11 @@ def param_groups(
     group of the result.
 
     Args:
-        parameters: a model that `fully_shard` returned, its parameters, alone or with names, or param groups of them.
+        parameters: a model that `fully_shard` returned (what is gathered becomes shards first), its parameters, alone
+            or with names, or param groups of them.
     """
+    if is_sharded(parameters):
+        sharded_model_of(parameters).reshard()  # type: ignore[arg-type]  # else what is gathered would be stepped
     if isinstance(parameters, nn.Module):
         parameters = parameters.parameters()
     given: list[Any] = list(parameters)

@@ -126,6 +126,8 @@ def leaves_nothing_gathered(rank: Rank) -> None:
     norms += [clip_grad_norm_(model.parameters(), float("inf"))]
     assert norms[0] > 0
     assert norms == norms[:1] * 3, norms
+    loss_of(other, TOKENS)  # without a backward pass
+    assert all(isinstance(each, DTensor) for group in param_groups(other) for each in group["params"])
 
 
 def leaves_out_what_is_ignored(rank: Rank) -> None:
