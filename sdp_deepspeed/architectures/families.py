@@ -13,12 +13,14 @@ from sdp_deepspeed.architectures.falcon import FALCON
 from sdp_deepspeed.architectures.mixtures import MIXTURES
 from sdp_deepspeed.architectures.own_forward import is_in_its_source, is_wrapper_of_its_class
 from sdp_deepspeed.architectures.registry import branches_of, described_as
+from sdp_deepspeed.architectures.vision import VISION
 
 FAMILIES: dict[str, tuple[Branch, ...]] = {
     **DECODERS,
     **ENCODERS,
     **ENCODER_DECODERS,
     **MIXTURES,
+    **VISION,
     "transformers.models.falcon.modeling_falcon.FalconDecoderLayer": FALCON,
 }
 

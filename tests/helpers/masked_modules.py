@@ -93,7 +93,7 @@ def cut_names(plan: Plan) -> set[str]:
 
 
 def loss_and_gradients(model: Any, batch: torch.Tensor, **inputs: Any) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-    loss = model(input_ids=batch, labels=batch, **inputs).loss
+    loss = model(**models.inputs_of(model, batch), **inputs).loss
     loss.backward()
     return loss.detach(), {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
 

@@ -152,7 +152,24 @@ def family(name: str, num_layers: int = 2, seed: int = 0) -> nn.Module:
 def loss_of(model: Any, batch: torch.Tensor) -> torch.Tensor:
     """On the model's device."""
     batch = batch.to(getattr(model, "device", batch.device))
-    return model(input_ids=batch, labels=batch).loss
+    return model(**inputs_of(model, batch)).loss
+
+
+def inputs_of(model: Any, batch: torch.Tensor) -> dict[str, torch.Tensor]:
+    """Of tokens [rows, LENGTH]; a vision model gets an image that stands for each row, and a class."""
+    inner = getattr(model, "module", model)
+    if getattr(inner, "main_input_name", "") != "pixel_values":
+        return {"input_ids": batch, "labels": batch}
+    images = images_of(batch, inner.config.image_size, dtype=next(inner.parameters()).dtype)
+    return {"pixel_values": images, "labels": batch[:, 0] % inner.config.num_labels}
+
+
+def images_of(tokens: torch.Tensor, size: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    """[rows, 3, size, size]: the same for the same tokens [rows, LENGTH]."""
+    width = -(-3 * size * size // tokens.shape[1])
+    table = torch.randn(VOCABULARY, width, generator=torch.Generator().manual_seed(5))
+    values = table.to(tokens.device, dtype)[tokens].flatten(1)
+    return values[:, : 3 * size * size].reshape(-1, 3, size, size)
 
 
 def batches(num_ranks: int, num_micro: int, seed: int = 1, size: int = 2) -> Iterator[list[list[torch.Tensor]]]:

@@ -44,6 +44,13 @@ _T5: dict[str, Any] = {
 }
 
 
+_VIT: dict[str, Any] = {
+    **{"hidden_size": 24, "intermediate_size": 27, "num_attention_heads": 6, "num_hidden_layers": 2},
+    **{"image_size": 8, "patch_size": 4, "num_labels": 5},
+    **dict.fromkeys(("hidden_dropout_prob", "attention_probs_dropout_prob"), 0.0),
+}
+
+
 def _grouped(model: Any, config: Any, **options: Any) -> Specimen:
     return Specimen(model, config, num_heads=3, options=_GROUPED | options)
 
@@ -57,6 +64,7 @@ SPECIMENS: dict[str, Specimen] = {
     "camembert": _whole_heads(hf.CamembertForMaskedLM, hf.CamembertConfig, _BERT),
     "cohere": _grouped(hf.CohereForCausalLM, hf.CohereConfig, use_qk_norm=True, logit_scale=1.0),
     "cohere2": _grouped(hf.Cohere2ForCausalLM, hf.Cohere2Config, sliding_window=3, logit_scale=1.0),
+    "deit": _whole_heads(hf.DeiTForImageClassification, hf.DeiTConfig, _VIT),
     "electra": _whole_heads(hf.ElectraForMaskedLM, hf.ElectraConfig, _BERT, embedding_size=20),
     "falcon": _whole_heads(hf.FalconForCausalLM, hf.FalconConfig, _FALCON, multi_query=False, parallel_attn=False),
     "falcon_alibi": _whole_heads(
@@ -94,6 +102,7 @@ SPECIMENS: dict[str, Specimen] = {
         hf.Starcoder2ForCausalLM, hf.Starcoder2Config, residual_dropout=0.0, embedding_dropout=0.0, sliding_window=3
     ),
     "t5": _whole_heads(hf.T5ForConditionalGeneration, hf.T5Config, _T5, num_heads=3),
+    "vit": _whole_heads(hf.ViTForImageClassification, hf.ViTConfig, _VIT),
     "xlm_roberta": _whole_heads(hf.XLMRobertaForMaskedLM, hf.XLMRobertaConfig, _BERT),
 }
 # What two tensor-parallel ranks divide.
@@ -112,11 +121,12 @@ def even(name: str) -> Specimen:
 
 ALL_SPECIMENS: dict[str, Specimen] = {**models.SPECIMENS, **SPECIMENS}
 # Whose code and description are those of another.
-TWINS = ("camembert", "mt5", "xlm_roberta")
+TWINS = ("camembert", "deit", "mt5", "xlm_roberta")
 # Biases of keys that are not rotated, or in part: the softmax does not see them, so their gradients are rounding.
 KEY_BIASES = (
     *("bert", "camembert", "electra", "opt", "opt_post_norm", "roberta", "xlm_roberta"),
     *("glm", "glm4", "phi", "stablelm"),
+    *("deit", "vit"),
 )
 # Attention whose heads cannot be cut.
 UNCUT = ("falcon_alibi", "falcon_multi_query", "olmo2", "olmo3", "stablelm_head_norms")

@@ -29,9 +29,9 @@ UNKNOWN: dict[str, tuple[Callable[[], nn.Module], str, dict[str, tuple[str, str]
         "transformers.models.gptj.modeling_gptj.GPTJBlock",
         {"attention": ("", "attn"), "mlp": ("", "mlp")},  # one norm for both: neither's own
     ),
-    "vit": (
-        lambda: hf.ViTForImageClassification(
-            hf.ViTConfig(
+    "vit_msn": (
+        lambda: hf.ViTMSNForImageClassification(
+            hf.ViTMSNConfig(
                 hidden_size=16,
                 intermediate_size=27,
                 num_hidden_layers=2,
@@ -41,7 +41,7 @@ UNKNOWN: dict[str, tuple[Callable[[], nn.Module], str, dict[str, tuple[str, str]
                 hidden_dropout_prob=0.2,
             )
         ),
-        "transformers.models.vit.modeling_vit.ViTLayer",
+        "transformers.models.vit_msn.modeling_vit_msn.ViTMSNLayer",
         {"attention": ("layernorm_before", "attention"), "mlp": ("layernorm_after", "mlp")},
     ),
 }
@@ -84,7 +84,7 @@ def test_filled_in_the_three_lines_work(name: str) -> None:
     plan = plan_of(model, strategy="block")
     for rank in (0, 1):
         subnetwork = masked(model, plan, rank)[0].train()
-        if name == "vit":
+        if name == "vit_msn":
             loss = subnetwork(torch.ones(2, 3, 8, 8), labels=torch.tensor([0, 1])).loss
         else:
             loss = subnetwork(TOKENS, labels=TOKENS).loss
