@@ -129,6 +129,8 @@ PRIVATE_ATTRIBUTES: tuple[tuple[str, str], ...] = (
     ("deepspeed.utils.tensor_fragment", "set_full_hp_grad"),
     ("deepspeed.utils.tensor_fragment", "set_full_hp_param"),
     ("torch._dynamo.eval_frame", "_orig_mod"),
+    ("torch.distributed.algorithms._checkpoint.checkpoint_wrapper", "_checkpoint_wrapped_module"),
+    ("torch.distributed.algorithms._checkpoint.checkpoint_wrapper", "checkpoint_impl"),
     ("torch._dynamo.eval_frame", "dynamo_ctx"),
     ("torch.distributed._tools.mem_tracker", "_peak_mem"),
     ("torch.distributed._tools.mem_tracker", "_peak_mem_snap"),

@@ -83,7 +83,9 @@ def install_view(sharded: ShardedModel, device: torch.device, policy: MixedPreci
 
     def read(piece: Piece) -> torch.Tensor:
         if piece.kind == "buffer":
-            return sharded.module.get_buffer(piece.parameter).detach()
+            path, _, name = piece.parameter.rpartition(".")
+            buffer: Any = getattr(sharded.module.get_submodule(path), name)  # also where a wrapper was put on since
+            return buffer.detach()
         return sharded.local(tensors[piece.parameter]).to(device)
 
     sharded.fetcher = PartFetcher(mask.model, mask.parts, dp_group, read, device=device)

@@ -19,6 +19,8 @@ from sdp_deepspeed.distributed.communicator import Communicator
 from sdp_deepspeed.distributed.monitored_barrier import Phase
 from sdp_deepspeed.fsdp.pieces import HeldTensor
 from sdp_deepspeed.fsdp.sharded_model import ShardedModel, sharded_model_of
+from sdp_deepspeed.fsdp.wrappers import without_wrappers
+from sdp_deepspeed.plan.tensors import named_tensors
 
 
 def full_state_dict(module: nn.Module) -> dict[str, torch.Tensor]:
@@ -43,7 +45,8 @@ def full_state_dict(module: nn.Module) -> dict[str, torch.Tensor]:
     raise_on_all_ranks(Communicator(dist), error)
     if dist.get_rank() != 0:
         return {}
-    own = {**dict(module.named_parameters()), **dict(module.named_buffers())}
+    with without_wrappers(module):
+        own = named_tensors(module)
     # Names that stand for one tensor (tied weights) stand for one here too.
     return {name: values[of] if of in values else _on_host(own[of]) for name, of in sharded.state_names.items()}
 

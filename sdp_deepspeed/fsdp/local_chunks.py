@@ -20,9 +20,10 @@ from sdp_deepspeed.checkpoint.storage.names import WEIGHT
 from sdp_deepspeed.fsdp.pieces import HeldTensor
 from sdp_deepspeed.fsdp.shard_regions import Part, parts_of_shard
 from sdp_deepspeed.fsdp.sharded_model import ShardedModel
+from sdp_deepspeed.fsdp.wrappers import without_wrappers
 from sdp_deepspeed.messages import quoted
 from sdp_deepspeed.plan.shards import Shards
-from sdp_deepspeed.plan.tensors import TensorInfo, pieces_by_tensor
+from sdp_deepspeed.plan.tensors import TensorInfo, named_tensors, pieces_by_tensor
 from sdp_deepspeed.units import Piece
 
 
@@ -107,11 +108,12 @@ class LocalChunks:
                 own.append(local)
             else:
                 of_all.append(Replicated(local, writes=turn == shards.index))
-        buffers = _buffers(sharded.module, model.views.shapes)
+        with without_wrappers(sharded.module):
+            buffers, everything = _buffers(sharded.module, model.views.shapes), named_tensors(sharded.module)
         not_ignored = {tensor.dense_name for tensor in held}
         not_ignored |= {piece.parameter for unit in model.plan.units for piece in unit.pieces}
         ignored = [info for info in model.tensors if info.name not in not_ignored]
-        of_all += _replicated(sharded, [*ignored, *buffers])
+        of_all += _replicated(sharded, [*ignored, *buffers], everything)
         return cls([*(_in_dense_shape(info, shards) for info in model.tensors), *buffers], own, of_all)
 
     @property
@@ -203,10 +205,15 @@ def _buffers(module: torch.nn.Module, shapes: Mapping[str, Sequence[int]]) -> li
         ) from None
 
 
-def _replicated(sharded: ShardedModel, infos: Collection[TensorInfo]) -> Iterator[Replicated]:
-    """Those that this rank has, each written by one of its holders, and one of their tensor-parallel ranks, in turn."""
+def _replicated(
+    sharded: ShardedModel, infos: Collection[TensorInfo], everything: Mapping[str, torch.Tensor]
+) -> Iterator[Replicated]:
+    """Those that this rank has, each written by one of its holders, and one of their tensor-parallel ranks, in turn.
+
+    Args:
+        everything: in the module, by dense name.
+    """
     shards = sharded.shards
-    everything = dict(sharded.module.named_parameters()) | dict(sharded.module.named_buffers())
     shapes = {info.name: info.shape for info in infos}
     for count, ((_, name), pieces) in enumerate(pieces_by_tensor(tuple(infos), sharded.plan).items()):
         holders = set(range(sharded.mesh.size())).intersection(*(ranks for _, ranks in pieces))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -12,15 +12,19 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
+from sdp_deepspeed.architectures import LocatedBranch, branches_of_units
 from sdp_deepspeed.config import KEY, SubnetworkConfig, parse
 from sdp_deepspeed.distributed.agreement import Gatherer
 from sdp_deepspeed.fsdp.options import ShardOptions
 from sdp_deepspeed.fsdp.pieces import rows_of
+from sdp_deepspeed.fsdp.wrappers import is_wrapper
 from sdp_deepspeed.masking.mixins import is_cut
 from sdp_deepspeed.messages import listed, quoted
 from sdp_deepspeed.plan.plan import Plan
 from sdp_deepspeed.support.fsdp2 import refused_of_block, why_refused
 from sdp_deepspeed.support.refusals import refuse_modules
+
+_IMPL = "checkpoint_impl"  # of torch's checkpoint_wrapper
 
 
 def parsed(block: Mapping[str, Any] | None) -> SubnetworkConfig:
@@ -84,6 +88,26 @@ def check_buffers(module: nn.Module, plan: Plan) -> None:
         )
 
 
+def check_not_wrapped_inside(plan: Plan, branches: Sequence[LocatedBranch], wrapped: Collection[str]) -> None:
+    """Refuse wrappers inside of branches whose neurons or heads are cut: pieces are copies without them.
+
+    Args:
+        wrapped: names of modules.
+
+    Raises:
+        ValueError: by name.
+    """
+    names = branches_of_units(plan.units, branches)
+    cut = {name for index, name in enumerate(names) if plan.coverage_of(index) < 1}
+    bodies = tuple(f"{body}." for branch in branches if branch.name in cut for body in branch.bodies)
+    inside = [name for name in wrapped if name.startswith(bodies)]
+    if inside:
+        raise ValueError(
+            f"fully_shard: {quoted(inside)} is wrapped inside of a branch whose neurons or heads are cut; wrap the "
+            "whole layer"
+        )
+
+
 def _that_some_ranks_lack(plan: Plan) -> set[str]:
     lacking = (unit for index, unit in enumerate(plan.units) if plan.coverage_of(index) < 1)
     return {piece.parameter for unit in lacking for piece in unit.pieces}
@@ -139,6 +163,16 @@ def _of_mesh(module: nn.Module, mesh: DeviceMesh | None) -> Iterator[str]:
 def _of_model(module: nn.Module) -> Iterator[str]:
     if is_cut(module):
         yield "fully_shard: this model was cut down to subnetworks before; build or load it anew"
+    if is_wrapper(module):
+        yield (
+            "fully_shard: the model itself is wrapped, by checkpoint_wrapper or torch.compile; wrap its layers, or the "
+            "model afterwards"
+        )
+    reentrant = [
+        name for name, inner in module.named_modules() if getattr(vars(inner).get(_IMPL), "name", "") == "REENTRANT"
+    ]
+    if reentrant:
+        yield f"fully_shard: {quoted(reentrant)}: reentrant checkpointing; take CheckpointImpl.NO_REENTRANT"
     sharded = [name for name, inner in module.named_modules() if isinstance(inner, FSDPModule)]
     if sharded:
         yield f"fully_shard: {quoted(sharded)} went through torch's fully_shard before; give the plain model"

@@ -6,7 +6,7 @@ The reduce-scatter of a unit averages over the ranks of its mesh, which are its 
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -34,7 +34,14 @@ from sdp_deepspeed.fsdp.holder_meshes import device_type, make_meshes, mesh_of_s
 from sdp_deepspeed.fsdp.neuron_units import in_model_order, neuron_units
 from sdp_deepspeed.fsdp.options import ShardOptions
 from sdp_deepspeed.fsdp.pieces import ShardedUnit
-from sdp_deepspeed.fsdp.refusals import check_buffers, check_call, check_not_ignored, check_same_settings, parsed
+from sdp_deepspeed.fsdp.refusals import (
+    check_buffers,
+    check_call,
+    check_not_ignored,
+    check_not_wrapped_inside,
+    check_same_settings,
+    parsed,
+)
 from sdp_deepspeed.fsdp.sharded_mask import ShardedMask
 from sdp_deepspeed.fsdp.sharded_model import ShardedModel, attach
 from sdp_deepspeed.fsdp.tensor_parallel import TensorParallel, check_per_head, columns_of
@@ -131,10 +138,10 @@ def fully_shard(
     check_same_settings(config, options.in_words(module), ranks)
     mesh = mesh or init_device_mesh(device_type(), (dist.get_world_size(),))
     columns = columns_of(module, mesh, ranks)
-    compile_in_place(getattr(module, "_orig_mod", module))  # a model that is compiled as a whole stays wrapped
+    compile_in_place(module)
     start = Start(module, config, mesh, ranks, options, TensorParallel(columns) if columns else None)
-    with without_wrappers(module):
-        sharded = shard(start)
+    with without_wrappers(module) as wrapped:
+        sharded = shard(start, wrapped)
         order_collectives(sharded)
         install_view(sharded, start.device, options.mp_policy)
     attach(sharded)
@@ -144,8 +151,12 @@ def fully_shard(
     return module
 
 
-def shard(start: Start) -> ShardedModel:
-    """Plan, mask, materialize, shard."""
+def shard(start: Start, wrapped: Collection[str] = ()) -> ShardedModel:
+    """Plan, mask, materialize, shard.
+
+    Args:
+        wrapped: names of modules whose wrappers are off for the moment.
+    """
     module, mesh = start.module, start.mesh
     policy = start.options.mp_policy
     weights = policy.param_dtype or next(module.parameters()).dtype
@@ -172,6 +183,7 @@ def shard(start: Start) -> ShardedModel:
         model = RankModel(plan, tuple(dense_tensors(module)), PieceViews(named_tensors(module)), mesh.get_local_rank())
         mask = ShardedMask(module, model, branches, scales=start.block.dense_branch_scale == "coverage")
         mask.check()
+        check_not_wrapped_inside(plan, branches, wrapped)
         coverage = plan.mean_coverage([cost.flops for cost in costs])
         return plan, coverage, mask, branches, list(block_units(module, model, branches))
 

@@ -1,4 +1,4 @@
-"""Wrappers around layers that were there before `fully_shard`: its names are those of the model without them."""
+"""Wrappers around layers, put on before `fully_shard` or after it: its names are those of the model without them."""
 
 from __future__ import annotations
 
@@ -7,38 +7,48 @@ from contextlib import contextmanager
 
 from torch import nn
 
-_INNER = "_checkpoint_wrapped_module"  # of torch's checkpoint_wrapper and offload_wrapper
+_INNER = ("_checkpoint_wrapped_module", "_orig_mod")  # of torch's checkpoint_wrapper and offload_wrapper; torch.compile
 
 
 @contextmanager
-def without_wrappers(model: nn.Module) -> Iterator[None]:
-    """Context in which torch's checkpoint_wrapper is off, so that modules have the names that they would have without
-    it, in plans and checkpoints too; afterwards it is on again, as if it had been put on later.
+def without_wrappers(model: nn.Module) -> Iterator[list[str]]:
+    """Context in which wrappers inside of a model are off, so that modules have the names that they would have without
+    them, in plans and checkpoints too; afterwards they are on again, as if they had been put on later. Nothing of the
+    model may run inside.
 
-    Raises:
-        ValueError: the model itself is wrapped.
+    Yields:
+        The names of modules that are wrapped.
     """
-    if _is_wrapper(model):
-        raise ValueError("fully_shard: the model itself is wrapped by checkpoint_wrapper; wrap its layers instead")
     off: list[tuple[nn.Module, str, nn.Module, nn.Module]] = []
     for parent in list(model.modules()):
-        for name, child in list(parent._modules.items()) if not _is_wrapper(parent) else ():
-            if child is not None and _is_wrapper(child):
+        for name, child in list(parent._modules.items()) if not is_wrapper(parent) else ():
+            if child is not None and is_wrapper(child):
                 innermost = _innermost(child)
                 off.append((parent, name, child, innermost))
-                parent._modules[name] = innermost._modules[_INNER]
+                parent._modules[name] = _inside(innermost)
+    inside = {id(_inside(innermost)) for _, _, _, innermost in off}
     try:
-        yield
+        yield [name for name, module in model.named_modules(remove_duplicate=False) if id(module) in inside]
     finally:
         for parent, name, outermost, innermost in off:
-            innermost._modules[_INNER] = parent._modules[name]  # what a branch that is cut has become
-            parent._modules[name] = outermost
+            if (now := parent._modules.get(name)) is not None:  # what a branch that is cut has become
+                innermost._modules[_name(innermost)] = now
+                parent._modules[name] = outermost
 
 
-def _is_wrapper(module: nn.Module) -> bool:
-    return _INNER in module._modules
+def is_wrapper(module: nn.Module) -> bool:
+    """Whether a module is another one with something around it."""
+    return any(name in module._modules for name in _INNER)
 
 
 def _innermost(wrapper: nn.Module) -> nn.Module:
-    inner = wrapper._modules[_INNER]
-    return _innermost(inner) if inner is not None and _is_wrapper(inner) else wrapper
+    inner = _inside(wrapper)
+    return _innermost(inner) if is_wrapper(inner) else wrapper
+
+
+def _inside(wrapper: nn.Module) -> nn.Module:
+    return wrapper.get_submodule(_name(wrapper))
+
+
+def _name(wrapper: nn.Module) -> str:
+    return next(name for name in _INNER if name in wrapper._modules)

@@ -21,8 +21,8 @@ def compile_in_place(model: nn.Module) -> nn.Module:
         The model itself, unless it was wrapped as a whole.
     """
     for parent in list(model.modules()):
-        for name, child in parent.named_children():
-            if _is_wrapper(child):
+        for name in parent._modules:
+            while (child := parent._modules[name]) is not None and _is_wrapper(child):
                 parent._modules[name] = _unwrap(child)
     return _unwrap(model) if _is_wrapper(model) else model
 

@@ -61,7 +61,7 @@ _ARGUMENTS = (
     _row("fp16, dynamic loss scale", _POLICY, "refused", _NO_SCALE),
     _row("fp16, static loss scale", _POLICY, "refused", _NO_SCALE),
     _row("torch autocast in bf16", "", "works"),
-    _row("weights that stay gathered after the forward pass", "reshard_after_forward", "works"),
+    _row("weights that stay gathered after the forward pass", "reshard_after_forward", "works", "in training"),
     _row(
         "weights resharded over fewer ranks after the forward pass",
         "reshard_after_forward",

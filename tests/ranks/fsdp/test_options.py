@@ -9,14 +9,12 @@ from unittest import mock
 
 import pytest
 import torch
-from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor
 
 import sdp_deepspeed
 from sdp_deepspeed.estimate.sharded import ShardedSetup, estimate_sharded
 from sdp_deepspeed.fsdp import (
-    CheckpointManager,
     clip_grad_norm_,
     dense,
     full_state,
@@ -46,31 +44,6 @@ def compiled(rank: Rank) -> None:
             layer.compile(backend="eager")
 
     check_against_reference(rank, llama(), ONE, prepare=compile_layers)
-
-
-def wrapped_before(rank: Rank) -> None:
-    """By torch's checkpoint_wrapper and torch.compile, as in torchtitan: a model without wrappers goes on from it."""
-
-    def wrap(model: Any) -> None:
-        layers = model.model.layers
-        layers[0] = checkpoint_wrapper(layers[0])
-        layers[0].mlp = checkpoint_wrapper(layers[0].mlp)
-        layers[1] = torch.compile(checkpoint_wrapper(layers[1]), backend="eager")
-
-    for strategy in ("block", {"mlp": "neuron"}):
-        model = check_against_reference(rank, llama(), ONE | {"strategy": strategy}, parallelize=wrap)
-        assert "_checkpoint_wrapped_module" in model.model.layers[0]._modules
-        folder = rank.folder / type(strategy).__name__
-        CheckpointManager(model, torch.optim.SGD(param_groups(model))).save_checkpoint(folder)
-        other = sharded(llama(), ONE)
-        CheckpointManager(other, torch.optim.SGD(param_groups(other))).load_checkpoint(folder, load_module_only=True)
-        found, expected = gathered_state(other), gathered_state(model)
-        assert list(found) == list(expected) == list(llama().state_dict())
-        assert all(torch.equal(found[name], value) for name, value in expected.items())
-    compiled_whole: Any = torch.compile(llama(), backend="eager")
-    loss_of(sharded(compiled_whole, ONE), TOKENS).backward()
-    assert [name.removeprefix("_orig_mod.") for name in gathered_state(compiled_whole)] == list(llama().state_dict())
-    refusal(ValueError, lambda: sharded(checkpoint_wrapper(llama()), ONE), "the model itself is wrapped")
 
 
 def offloaded(rank: Rank) -> None:
@@ -260,8 +233,8 @@ def is_refused(rank: Rank) -> None:
 
 
 def _checks(size: int, config: pytest.Config) -> list[tuple[str, Check]]:
-    checks: list[Check] = [checkpointed, compiled, wrapped_before, offloaded, mixed_precision, starts_from_init]
-    checks += [starts_on_the_meta_device, steps_with_multi_tensor_kernels, is_exported, is_refused]
+    checks: list[Check] = [checkpointed, compiled, offloaded, mixed_precision]
+    checks += [starts_from_init, starts_on_the_meta_device, steps_with_multi_tensor_kernels, is_exported, is_refused]
     checks += [stays_gathered, leaves_nothing_gathered, leaves_out_what_is_ignored, holds_and_sends_what_is_estimated]
     return [(getattr(check, "__name__", "check"), check) for check in checks]
 

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
+import torch
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper, offload_wrapper
 
@@ -36,9 +39,13 @@ def test_what_has_become_of_a_module_is_wrapped() -> None:
     assert list(wrapper.children()) == [other]
 
 
-def test_a_model_that_is_a_wrapper() -> None:
-    with (
-        pytest.raises(ValueError, match="the model itself is wrapped"),
-        without_wrappers(checkpoint_wrapper(nn.Linear(2, 2))),
-    ):
-        pass
+def test_which_are_wrapped_and_what_is_gone() -> None:
+    """A module that was taken away leaves its wrapper off, and others come back."""
+    twice = nn.Linear(2, 2)
+    compiled: Any = torch.compile(twice, backend="eager")
+    model = nn.Sequential(compiled, checkpoint_wrapper(nn.Linear(2, 2)), twice)
+    wrapper = model[1]
+    with without_wrappers(model) as wrapped:
+        assert wrapped == ["0", "1", "2"]
+        del model._modules["0"]
+    assert model._modules == {"1": wrapper, "2": twice}
