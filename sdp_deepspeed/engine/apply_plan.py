@@ -25,6 +25,7 @@ from sdp_deepspeed.engine.consistency import check_holders_agree, check_same_pla
 from sdp_deepspeed.layout.nodes import Nodes
 from sdp_deepspeed.layout.places import PieceViews
 from sdp_deepspeed.layout.rank_model import RankModel
+from sdp_deepspeed.masking.batch_norm import RunningStatistics
 from sdp_deepspeed.masking.dense_view import DenseView
 from sdp_deepspeed.masking.description_check import check_descriptions
 from sdp_deepspeed.masking.freed_memory import give_back
@@ -84,9 +85,19 @@ class AppliedPlan:
     coverage: float
 
     @property
+    def statistics(self) -> RunningStatistics:
+        """Of the module's batch norms."""
+        return self.dense_view.statistics
+
+    @property
     def model(self) -> RankModel:
         """The plan in this rank's coordinates, and where its pieces lie."""
         return self.mask.model
+
+    @property
+    def with_statistics(self) -> RankModel:
+        """As `model`, with the running statistics of batch norms: all that ranks with the same units have the same."""
+        return replace(self.model, tensors=(*self.model.tensors, *self.statistics.tensors))
 
 
 @dataclass(frozen=True)
@@ -212,7 +223,8 @@ def install_dense_view(
     """
     device, evaluation = options
     fetcher = HeldUnits(mask, dp_group, device=device)
-    passes = DensePasses(mask, fetcher, barrier, device=device, report=_log_on_rank_0)
+    statistics = RunningStatistics(module, mask.model, dp_group, device=device)
+    passes = DensePasses(mask, fetcher, barrier, device=device, report=log_in_block, statistics=statistics)
     dense_view = DenseView(module, mask, dp_group, barrier, passes, evaluation=evaluation)
     dense_view.install()
     return dense_view
@@ -242,5 +254,6 @@ def _losses(plan: Plan) -> str:
     return text if plan.trains_subnetworks else ""
 
 
-def _log_on_rank_0(text: str) -> None:
+def log_in_block(text: str) -> None:
+    """In DeepSpeed's log, on rank 0."""
     log_dist(f"{KEY}: {text}", ranks=[0])
