@@ -6,7 +6,7 @@ import logging
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from functools import partial
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -51,7 +51,10 @@ class ShardedView(DenseView):
     def _refuse_partial(self, part: MaskedPart) -> list[Any]:
         return show_as_lacking(part) if isinstance(part, ShardedBlockPart) else []  # pieces: neuron.SumModule
 
-    def _make_resident(self) -> NoReturn:
+    def _make_resident(self) -> None:
+        if not self._mask.parts:  # every rank holds everything, and FSDP2 gathers it
+            self._mode = "resident"
+            return
         raise RuntimeError(
             "a state dict or a copy of a sharded model has this rank's shards only: call "
             "sdp_deepspeed.fsdp.full_state_dict(model) or save_pretrained(model, folder), on every rank"
