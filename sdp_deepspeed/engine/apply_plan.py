@@ -22,6 +22,7 @@ from sdp_deepspeed.distributed.agreement import run_on_all_ranks
 from sdp_deepspeed.distributed.communicator import Communicator, RankGroups
 from sdp_deepspeed.distributed.monitored_barrier import MonitoredBarrier, make_monitored_barrier
 from sdp_deepspeed.engine.consistency import check_holders_agree, check_same_plan
+from sdp_deepspeed.engine.holder_groups import make_holder_groups, refuse_divided
 from sdp_deepspeed.layout.nodes import Nodes
 from sdp_deepspeed.layout.places import PieceViews
 from sdp_deepspeed.layout.rank_model import RankModel
@@ -31,6 +32,7 @@ from sdp_deepspeed.masking.description_check import check_descriptions
 from sdp_deepspeed.masking.freed_memory import give_back
 from sdp_deepspeed.masking.mask import Mask
 from sdp_deepspeed.masking.passes import DensePasses, HeldUnits
+from sdp_deepspeed.masking.synchronized import Holders, synchronize, synchronized_over
 from sdp_deepspeed.masking.tried import Tried, own_layers
 from sdp_deepspeed.plan.placement import Network
 from sdp_deepspeed.plan.plan import Plan
@@ -170,7 +172,7 @@ def apply_plan(
     """
     module, network = start.module, start.network()
 
-    def divide_plan_and_mask() -> tuple[TensorParallel, ChosenPlan, Mask, Tried]:
+    def divide_plan_and_mask() -> tuple[TensorParallel, ChosenPlan, Mask, Tried, dict[str, Holders]]:
         check_groups(groups)
         if groups.tp_group is not None:
             refuse_tensor_parallel(start.deferred)
@@ -190,11 +192,14 @@ def apply_plan(
         tried = Tried.of(module, branches, plans)
         # Mask: drop, narrow or freeze what this rank lacks.
         mask = Mask(module, model, parallel.branches, scales=block.dense_branch_scale == "coverage")
+        synchronized = synchronized_over(module, model, parallel.branches, stage=start.stage)
+        refuse_divided(synchronized, groups.tp_group)
         mask.apply()
-        return parallel, chosen, mask, tried
+        return parallel, chosen, mask, tried, synchronized
 
-    parallel, chosen, mask, tried = run_on_all_ranks(groups.world, divide_plan_and_mask)
+    parallel, chosen, mask, tried, synchronized = run_on_all_ranks(groups.world, divide_plan_and_mask)
     check_same_plan(chosen.plan, groups.world)
+    synchronize(module, synchronized, make_holder_groups(synchronized.values(), groups.world.rank))
     # Materialize: a module without storage gets the weights that are left of it.
     if start.deferred is not None:
         start.deferred.materialize(mask, start.device, groups.world)
