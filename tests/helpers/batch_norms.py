@@ -56,7 +56,7 @@ class GlooSyncBatchNorm(nn.SyncBatchNorm):
         with torch.no_grad():
             for running, value in ((self.running_mean, mean), (self.running_var, variance * size / (size - 1))):
                 assert running is not None
-                running.lerp_(value, self.momentum)
+                running.lerp_(value, self.momentum or 0.0)
             assert self.num_batches_tracked is not None
             self.num_batches_tracked.add_(1)
         shape = [1, -1, *[1] * (input.dim() - 2)]

@@ -1,4 +1,4 @@
-"""Synchronized batch norms: over the holders of their unit, all ranks if it is shared; what is refused is refused on all.
+"""Synchronized batch norms: over the holders of their unit, over all ranks if shared; what is refused by name.
 
 PyTorch's own refuses CPUs, so a subclass computes the same over gloo."""
 
@@ -63,10 +63,10 @@ def check_values(module: nn.Module, plan: Any) -> None:
             torch.testing.assert_close(norm.seen[-1][1], own, rtol=1e-4, atol=1e-5)
 
 
-def remember_weights(module: nn.Module) -> None:
+def remember_weights(module: Any) -> None:
     for norm in module.modules():
         if isinstance(norm, nn.SyncBatchNorm):
-            norm.sdp_before = tuple(
+            vars(norm)["sdp_before"] = tuple(
                 getattr(p, "full_tensor", lambda p=p: p)().detach().clone() for p in (norm.weight, norm.bias)
             )
 
@@ -101,7 +101,8 @@ def trained_as_one_batch(rank: Rank) -> None:
     assert all(m.process_group is None for m in engine.module.modules() if isinstance(m, nn.SyncBatchNorm))
     losses = torch.tensor(gathered(train(engine, rank.rank, num_steps=1)[0]))
     torch.manual_seed(0)
-    model, own = Net(), [batches(of_rank, 1)[0] for of_rank in range(SIZE)]
+    model: Any = Net()
+    own = [batches(of_rank, 1)[0] for of_rank in range(SIZE)]
     model.dropout = nn.Identity()
     assert losses.isfinite().all()
     model(torch.cat([images for images, _ in own]))
@@ -122,10 +123,10 @@ def with_fsdp2(rank: Rank) -> None:
         assert len({str(logits.tolist()) for logits in gathered(model(batches(7, 1)[0][0]))}) == 1
 
 
-def remember_sharded(model: nn.Module) -> None:
+def remember_sharded(model: Any) -> None:
     for norm in model.modules():
         if isinstance(norm, nn.SyncBatchNorm):
-            norm.sdp_before = torch.ones(6), torch.zeros(6)  # as they begin; nothing is stepped
+            vars(norm)["sdp_before"] = torch.ones(6), torch.zeros(6)  # as they begin; nothing is stepped
 
 
 def copies_are_over_the_same_ranks(rank: Rank) -> None:
@@ -146,7 +147,7 @@ def refused(rank: Rank) -> None:
         return engine_of(settings(**({"holders": 2} | block)) | {"zero_optimization": {"stage": stage}}, model)
 
     refusal(ValueError, lambda: build(Net(SyncLayer), stage=2), "SyncBatchNorm, at stage 2", "use stage 1")
-    with_group = Net(SyncLayer)
+    with_group: Any = Net(SyncLayer)
     group = dist.new_group([0, 1, 2])
     with_group.layers[1].body[1].process_group = group
     refusal(ValueError, lambda: build(with_group), "'layers.1.body.1'", "without one")
@@ -157,7 +158,7 @@ def refused(rank: Rank) -> None:
     for parameter in itertools.chain(frozen.stem.parameters(), frozen.norm.parameters()):
         parameter.requires_grad_(False)
     refusal(ValueError, lambda: build(frozen), "nothing that all ranks train comes before it")
-    empty = Net(SyncLayer)
+    empty: Any = Net(SyncLayer)
     empty.layers[2].body[1] = nn.SyncBatchNorm(6, affine=False, track_running_stats=False)
     refusal(ValueError, lambda: build(empty), "'layers.2.body.1'", "no plan says who holds it")
     engine = build(Net(SyncLayer))
