@@ -52,6 +52,7 @@ TESTED_WITH = {
     "engine/checkpoint_calls": "ranks/checkpoint/test_checkpointer.py",
     "engine/consistency": "ranks/engine/test_refusals.py",
     "engine/dense_calls": "ranks/masking/test_dense_view.py",
+    "engine/holder_groups": "ranks/masking/test_synchronized.py",
     "engine/import_hook": "launcher/test_import_hook.py",
     "engine/replan_calls": "ranks/engine/test_replan.py",
     "exchange/averaging": "unit/exchange/test_overlap.py",
