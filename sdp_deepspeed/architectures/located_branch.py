@@ -93,6 +93,12 @@ class LocatedBranch:
         """Dense name of the module that the names of the description's `inner` start at."""
         return f"{self.layer}.{self.description.root}".rstrip(".")
 
+    @property
+    def parameters(self) -> tuple[str, ...]:
+        """Dense names of those that are the layer's own."""
+        inside = {piece.parameter for piece in self.pieces}
+        return tuple(name for path in self.description.parameters if (name := f"{self.layer}.{path}") in inside)
+
     def pieces_of_cells(self, cells: range) -> tuple[Piece, ...]:
         """The pieces of a stretch of cells, in model order of their tensors."""
         return tuple(piece for tensor in self.cut_tensors for piece in tensor.pieces(cells, self.num_cells))
@@ -153,7 +159,25 @@ def _pieces(layer_name: str, layer: nn.Module, branch: Branch) -> tuple[Piece, .
         prefix = f"{layer_name}.{path}"
         pieces += [Piece(name, None, 0, p.numel()) for name, p in module.named_parameters(prefix)]
         pieces += [Piece(name, None, 0, b.numel(), "buffer") for name, b in module.named_buffers(prefix)]
-    return tuple(pieces)
+    return (*pieces, *_own_pieces(layer_name, layer, branch))
+
+
+def _own_pieces(layer_name: str, layer: nn.Module, branch: Branch) -> list[Piece]:
+    """Parameters of the layer itself that belong to a branch."""
+    pieces = []
+    for path in branch.parameters:
+        try:
+            parameter = attribute(layer, path)
+        except AttributeError:
+            parameter = layer
+        if parameter is not None and not isinstance(parameter, nn.Parameter):
+            raise ValueError(
+                f"{layer_name} ({type(layer).__name__}) has no parameter {path!r}, which the description of its branch "
+                f"{branch.name!r} names; its own are {[name for name, _ in layer.named_parameters(recurse=False)]}"
+            )
+        if parameter is not None:
+            pieces.append(Piece(f"{layer_name}.{path}", None, 0, parameter.numel()))
+    return pieces
 
 
 def _cells(layer_name: str, layer: nn.Module, branch: Branch) -> tuple[int, tuple[CutTensor, ...]]:

@@ -28,7 +28,6 @@ TESTED_WITH = {
     "architectures/falcon": "unit/architectures/test_more_families.py",
     "architectures/located_branch": "unit/architectures/test_strategies.py",
     "architectures/registry": "unit/architectures/test_strategies.py",
-    "architectures/vision": "unit/architectures/test_more_families.py",
     "checkpoint/interop/load_universal": "ranks/checkpoint/interop/test_from_zero.py",
     "checkpoint/interop/transformers_names": "ranks/checkpoint/interop/test_export.py",
     "checkpoint/interop/whole_tensors": "ranks/checkpoint/interop/test_pretrained.py",
