@@ -159,11 +159,13 @@ def check_scalable(module: nn.Module, branch: LocatedBranch) -> None:
     Raises:
         ValueError: a norm between the two would undo it.
     """
-    for name in branch.description.after:
-        kind = type(module.get_submodule(f"{branch.layer}.{name}")).__name__
+    after = [f"{branch.layer}.{path}" for path in branch.description.after]
+    after += [f"{branch.root}.{path}" for path in (branch.description.inner.tail if branch.description.inner else ())]
+    for name in after:
+        kind = type(module.get_submodule(name)).__name__
         if "norm" in kind.lower():
             raise ValueError(
-                f"{KEY}.dense_branch_scale: {branch.layer}.{name} ({kind}) normalizes what {branch.name!r} computes "
+                f"{KEY}.dense_branch_scale: {name} ({kind}) normalizes what {branch.name!r} computes "
                 'before it is added, so a factor on its output projection would have no effect; use "none"'
             )
 

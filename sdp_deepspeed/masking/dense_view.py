@@ -292,4 +292,6 @@ class DenseView:
     def _release(self, part: MaskedPart) -> None:
         if part.filled:
             with torch.inference_mode(False):
+                if self._mode != "resident" and self._module.training:
+                    part.keep_statistics()
                 part.release()

@@ -49,6 +49,13 @@ _VIT: dict[str, Any] = {
     **{"image_size": 8, "patch_size": 4, "num_labels": 5},
     **dict.fromkeys(("hidden_dropout_prob", "attention_probs_dropout_prob"), 0.0),
 }
+# 9, 10 and 3 divide into no number of groups but their own factors; a stage's first layer has a projection to skip.
+_RESNET: dict[str, Any] = {"embedding_size": 6, "hidden_sizes": [9, 10], "depths": [2, 3], "num_labels": 5}
+
+
+def _resnet(layer_type: str, **options: Any) -> Specimen:
+    sizes = _RESNET | {"layer_type": layer_type} | options
+    return Specimen(hf.ResNetForImageClassification, hf.ResNetConfig, num_heads=0, num_blocks=3, options=sizes)
 
 
 def _grouped(model: Any, config: Any, **options: Any) -> Specimen:
@@ -93,6 +100,8 @@ SPECIMENS: dict[str, Specimen] = {
     "opt_post_norm": _whole_heads(hf.OPTForCausalLM, hf.OPTConfig, _OPT, do_layer_norm_before=False),
     "phi": _grouped(hf.PhiForCausalLM, hf.PhiConfig, qk_layernorm=True),
     "phi3": _grouped(hf.Phi3ForCausalLM, hf.Phi3Config),
+    "resnet": _resnet("basic"),
+    "resnet_bottleneck": _resnet("bottleneck", hidden_sizes=[12, 20], hidden_act="gelu"),
     "roberta": _whole_heads(hf.RobertaForMaskedLM, hf.RobertaConfig, _BERT),
     "smollm3": _grouped(hf.SmolLM3ForCausalLM, hf.SmolLM3Config, no_rope_layer_interval=2),
     "stablelm": _grouped(hf.StableLmForCausalLM, hf.StableLmConfig, use_qkv_bias=True),
