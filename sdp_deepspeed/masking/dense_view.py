@@ -180,8 +180,7 @@ class DenseView:
             self.meet(Phase.RESIDENT)
 
     def meet(self, phase: Phase) -> None:
-        """All ranks begin the same, such as saving; that ends an evaluation, too. Whatever comes, but for weights from
-        elsewhere, finds the mean running statistics of batch norms.
+        """All ranks begin the same, such as saving; that ends an evaluation. Batch norms have mean statistics after it.
 
         Raises:
             RuntimeError: on all ranks when they do not, naming ranks; on waiting ranks when one does not come.

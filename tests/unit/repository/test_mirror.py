@@ -26,6 +26,7 @@ TESTED_WITH = {
     "architectures/encoder_decoders": "unit/architectures/test_more_families.py",
     "architectures/encoders": "unit/architectures/test_more_families.py",
     "architectures/falcon": "unit/architectures/test_more_families.py",
+    "architectures/cut_tensors": "unit/architectures/test_strategies.py",
     "architectures/located_branch": "unit/architectures/test_strategies.py",
     "architectures/registry": "unit/architectures/test_strategies.py",
     "checkpoint/interop/load_universal": "ranks/checkpoint/interop/test_from_zero.py",
