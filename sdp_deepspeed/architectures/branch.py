@@ -116,8 +116,11 @@ class Branch:
             meaning, which it got from the layer before (T5's position bias), else None.
         uncut_reason: why there is no `inner`, for the message that refuses the neuron strategy.
         experts: in the body, if it is a mixture; the bodies of some layers may lack them.
-        when: attribute paths of the layer with the values that they have where it has this branch, for a class whose
-            config decides what it computes; others of the class may have the same name.
+        when: attribute paths of the layer with the values that they have where it has this branch, or with the type
+            of what is there, for a class whose config decides what it computes; others of the class may have the same
+            name.
+        bypassed: as `when`, where the skip connection is the identity; elsewhere (a projection of it) the branch is no
+            block, and only what is inside can be cut.
         parameters: of the layer itself that belong to the branch, each read before the last module of `after` runs; a
             layer may have None there.
     """
@@ -132,6 +135,7 @@ class Branch:
     uncut_reason: str = ""
     experts: Experts | None = None
     when: tuple[tuple[str, Any], ...] = ()
+    bypassed: tuple[tuple[str, Any], ...] = ()
     parameters: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
@@ -152,7 +156,11 @@ class Branch:
 
     def is_in(self, layer: nn.Module) -> bool:
         """Whether a layer of the described class has this branch."""
-        return all(attribute(layer, path) == value for path, value in self.when)
+        return _meets(layer, self.when)
+
+    def is_bypassed(self, layer: nn.Module) -> bool:
+        """Whether the skip connection of such a layer is the identity."""
+        return _meets(layer, self.bypassed)
 
     @property
     def norms(self) -> tuple[str, ...]:
@@ -183,6 +191,11 @@ class Branch:
 def attribute(module: nn.Module, path: str) -> Any:
     """What is at an attribute path of a module, such as "config.num_key_value_heads"; AttributeError if nothing is."""
     return reduce(getattr, path.split("."), module)
+
+
+def _meets(layer: nn.Module, conditions: tuple[tuple[str, Any], ...]) -> bool:
+    found = ((attribute(layer, path), value) for path, value in conditions)
+    return all(isinstance(own, value) if isinstance(value, type) else own == value for own, value in found)
 
 
 def _is_inside(name: str, others: tuple[str, ...]) -> bool:

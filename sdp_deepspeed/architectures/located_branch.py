@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import gcd
 
 import torch
@@ -64,6 +64,7 @@ class LocatedBranch:
         num_cells: neurons or heads (key/value heads) inside; 0 if the description names none.
         cut_tensors: what runs over them.
         uncuttable_reason: why this branch cannot be cut, if it cannot: its layers are not as described.
+        is_bypassed: whether the skip connection is the identity, so that a worker may lack the branch as a whole.
     """
 
     layer: str
@@ -72,6 +73,7 @@ class LocatedBranch:
     num_cells: int = 0
     cut_tensors: tuple[CutTensor, ...] = ()
     uncuttable_reason: str = ""
+    is_bypassed: bool = True
 
     @property
     def name(self) -> str:
@@ -113,13 +115,13 @@ def locate_branches(model: nn.Module) -> list[LocatedBranch]:
     branches = []
     for name, module in model.named_modules():
         for branch in branches_in(name, module):
-            pieces = _pieces(name, module, branch)
+            located = LocatedBranch(name, branch, _pieces(name, module, branch), is_bypassed=branch.is_bypassed(module))
             try:
-                cells = _cells(name, module, branch)
+                num_cells, cut_tensors = _cells(name, module, branch)
             except (AttributeError, ValueError) as problem:  # of no concern to the block strategy
-                branches.append(LocatedBranch(name, branch, pieces, uncuttable_reason=f"{problem}"))
+                branches.append(replace(located, uncuttable_reason=f"{problem}"))
             else:
-                branches.append(LocatedBranch(name, branch, pieces, *cells))
+                branches.append(replace(located, num_cells=num_cells, cut_tensors=cut_tensors))
     if not branches:
         raise ValueError(refusal_of(model))
     _refuse_tied(model, branches)

@@ -36,21 +36,26 @@ def units_of_branches(
         num_subnetworks: what `neuron_groups` is when it is None.
 
     Raises:
-        ValueError: a mapping that names no branch of the model, a branch whose neurons are not described, more groups
-            than neurons, groups that nothing is divided into, a pattern that matches no unit's parameter, or only a
-            part of a unit's parameters.
+        ValueError: a mapping that names no branch of the model, no branch that can be a block, a branch whose neurons
+            are not described, more groups than neurons, groups that nothing is divided into, a pattern that matches no
+            unit's parameter, or only a part of a unit's parameters.
     """
     by_part = _strategy_of_parts(branches, strategy)
     _check_groups([branch for branch in branches if by_part.get(branch.description.name) == "neuron"], neuron_groups)
     grouped: dict[str, list[Piece]] = {}
     for branch in branches:
         match by_part.get(branch.description.name):
-            case "block":
+            case "block" if branch.is_bypassed:
                 grouped.setdefault(branch.name if granularity == "sublayer" else branch.layer, []).extend(branch.pieces)
             case "neuron":
                 for name, cells in _cells_of_units(branch, neuron_groups or num_subnetworks).items():
                     grouped[name] = list(branch.pieces_of_cells(cells))
     units = [Unit(name, tuple(pieces)) for name, pieces in grouped.items()]
+    if by_part and not units:
+        raise ValueError(
+            f"{KEY}.strategy: no branch of the model can be a block, since none is bypassed by an identity (all skip "
+            'connections project); use "neuron", or a model with more layers'
+        )
     patterns = {pattern: re.compile(pattern) for pattern in shared}
     for pattern, compiled in patterns.items():
         _check_pattern(pattern, compiled, units)

@@ -123,7 +123,7 @@ class Nothing:
         first, is_new = isinstance(values[0], cls), named.get("out") is None
         if (name in _ADDITIONS or (name in _SUBTRACTIONS and not first)) and is_new and named.get("alpha", 1) == 1:
             other = next((value for value in values[:2] if not isinstance(value, cls)), nothing)
-            return other if name in _IN_PLACE else nothing + other
+            return other if name in _IN_PLACE else nothing.handed_on(other)
         if is_new and (name in _FACTORS or (first and name in _QUOTIENTS | _DROPOUTS | _RECTIFIERS)):
             return nothing
         if name in _MOVES and nothing._facts is not None and args and args[0] is nothing:
