@@ -108,8 +108,9 @@ class Branch:
 
     Args:
         name: of the part, "attention" or "mlp" (a user's model may use other words).
-        norm: submodule of the layer that the branch starts with; it takes and returns one tensor. None if there is
-            none, or if it is not the branch's own: two branches read the same norm, or the norm is on the stream.
+        norm: submodule of the layer that the branch starts with, or several that run one after the other; each takes
+            and returns one tensor. None if there is none, or if it is not the branch's own: two branches read the same
+            norm, or the norm is on the stream.
         body: submodule that does the work; or several that run one after the other, each on the output of the one
             before it, the first if that is a tuple.
         after: submodules between the body and the addition, such as dropout; each takes and returns one tensor.
@@ -125,10 +126,12 @@ class Branch:
             name.
         bypassed: as `when`, where the skip connection is the identity; elsewhere (a projection of it) the branch is no
             block, and only what is inside can be cut.
+        parameters: of the layer itself that belong to the branch, each read before the last module of `after` runs; a
+            layer may have None there.
     """
 
     name: str
-    norm: str | None = None
+    norm: str | tuple[str, ...] | None = None
     body: str | tuple[str, ...] = ()
     after: tuple[str, ...] = ()
     num_outputs: int = 1
@@ -138,15 +141,22 @@ class Branch:
     experts: Experts | None = None
     when: tuple[tuple[str, Any], ...] = ()
     bypassed: tuple[tuple[str, Any], ...] = ()
+    parameters: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         if not self.body:
             raise ValueError(f"branch {self.name!r}: body: name the submodule that does the work")
-        again = [name for index, name in enumerate(self.modules) if _is_inside(name, self.modules[:index])]
+        if self.parameters and not self.after:  # the dense model has them until the last module has run
+            raise ValueError(
+                f"branch {self.name!r}: parameters: name in `after` a submodule that runs once {self.parameters[0]!r} "
+                "was read, or leave the parameter out, and it is shared"
+            )
+        names = (*self.modules, *self.parameters)
+        again = [name for index, name in enumerate(names) if _is_inside(name, names[:index])]
         if again:
             raise ValueError(
                 f"branch {self.name!r}: {again[0]!r} is named twice, or inside of another module that is named; norm, "
-                "body and after are modules that run one after the other"
+                "body and after are modules that run one after the other, and parameters those of none of them"
             )
 
     def is_in(self, layer: nn.Module) -> bool:
@@ -156,6 +166,11 @@ class Branch:
     def is_bypassed(self, layer: nn.Module) -> bool:
         """Whether the skip connection of such a layer is the identity."""
         return _meets(layer, self.bypassed)
+
+    @property
+    def norms(self) -> tuple[str, ...]:
+        """Submodules of the layer before the bodies, in the order in which they run."""
+        return (self.norm,) if isinstance(self.norm, str) else self.norm or ()
 
     @property
     def bodies(self) -> tuple[str, ...]:
@@ -170,7 +185,7 @@ class Branch:
     @property
     def modules(self) -> tuple[str, ...]:
         """Submodules of the layer that belong to the branch, in the order in which they run."""
-        return (*([self.norm] if self.norm else []), *self.bodies, *self.after)
+        return (*self.norms, *self.bodies, *self.after)
 
     @property
     def num_outputs_of_modules(self) -> tuple[int, ...]:

@@ -6,55 +6,15 @@ import itertools
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import gcd
-from typing import Any
 
 import torch
 from torch import nn
 
-from sdp_deepspeed.architectures.branch import Branch, Cut, attribute
+from sdp_deepspeed.architectures.branch import Branch, attribute
+from sdp_deepspeed.architectures.cut_tensors import BATCH_NORMS, CutTensor, cut_tensors_of
 from sdp_deepspeed.architectures.registry import branches_in
 from sdp_deepspeed.architectures.unknown import refusal_of
-from sdp_deepspeed.units import Kind, Piece
-
-_BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
-
-
-@dataclass(frozen=True)
-class CutTensor:
-    """A weight, a bias or running statistics that run over the cells of a branch.
-
-    Args:
-        cut: the layer that it belongs to, and how it is cut.
-        parameter: dense name.
-        dim: stored dimension that runs over the cells.
-        size: number of indices along `dim`.
-        shares: of each of its blocks, what its width is in proportion to.
-        kind: "parameter" or "buffer".
-    """
-
-    cut: Cut
-    parameter: str
-    dim: int
-    size: int
-    shares: tuple[int, ...] = (1,)
-    kind: Kind = "parameter"
-
-    def has_blocks_of(self, num_cells: int) -> bool:
-        """Whether each block divides into so many cells of one width."""
-        return num_cells > 0 and all(
-            self.size * share % (sum(self.shares) * num_cells) == 0 and share for share in self.shares
-        )
-
-    def pieces(self, cells: range, num_cells: int) -> list[Piece]:
-        """The pieces of a stretch of cells, one per block."""
-        result, start = [], 0
-        for share in self.shares:
-            block = self.size * share // sum(self.shares)
-            width = block // num_cells
-            begin, length = start + cells.start * width, len(cells) * width
-            result.append(Piece(self.parameter, self.dim, begin, length, self.kind))
-            start += block
-        return result
+from sdp_deepspeed.units import Piece
 
 
 @dataclass(frozen=True)
@@ -92,6 +52,12 @@ class LocatedBranch:
     def root(self) -> str:
         """Dense name of the module that the names of the description's `inner` start at."""
         return f"{self.layer}.{self.description.root}".rstrip(".")
+
+    @property
+    def parameters(self) -> tuple[str, ...]:
+        """Dense names of those that are the layer's own."""
+        inside = {piece.parameter for piece in self.pieces}
+        return tuple(name for path in self.description.parameters if (name := f"{self.layer}.{path}") in inside)
 
     def pieces_of_cells(self, cells: range) -> tuple[Piece, ...]:
         """The pieces of a stretch of cells, in model order of their tensors."""
@@ -153,7 +119,25 @@ def _pieces(layer_name: str, layer: nn.Module, branch: Branch) -> tuple[Piece, .
         prefix = f"{layer_name}.{path}"
         pieces += [Piece(name, None, 0, p.numel()) for name, p in module.named_parameters(prefix)]
         pieces += [Piece(name, None, 0, b.numel(), "buffer") for name, b in module.named_buffers(prefix)]
-    return tuple(pieces)
+    return (*pieces, *_own_pieces(layer_name, layer, branch))
+
+
+def _own_pieces(layer_name: str, layer: nn.Module, branch: Branch) -> list[Piece]:
+    """Parameters of the layer itself that belong to a branch."""
+    pieces = []
+    for path in branch.parameters:
+        try:
+            parameter = attribute(layer, path)
+        except AttributeError:
+            parameter = layer
+        if parameter is not None and not isinstance(parameter, nn.Parameter):
+            raise ValueError(
+                f"{layer_name} ({type(layer).__name__}) has no parameter {path!r}, which the description of its branch "
+                f"{branch.name!r} names; its own are {[name for name, _ in layer.named_parameters(recurse=False)]}"
+            )
+        if parameter is not None:
+            pieces.append(Piece(f"{layer_name}.{path}", None, 0, parameter.numel()))
+    return pieces
 
 
 def _cells(layer_name: str, layer: nn.Module, branch: Branch) -> tuple[int, tuple[CutTensor, ...]]:
@@ -164,7 +148,7 @@ def _cells(layer_name: str, layer: nn.Module, branch: Branch) -> tuple[int, tupl
             or "its description names no neurons or heads; register it with architectures.InnerLayers"
         )
     root_name, root = f"{layer_name}.{branch.root}".rstrip("."), layer.get_submodule(branch.root)
-    tensors = [tensor for cut in branch.inner.cuts for tensor in _cut_tensors(root_name, root, cut)]
+    tensors = [tensor for cut in branch.inner.cuts for tensor in cut_tensors_of(root_name, root, cut)]
     heads = branch.inner.heads
     # Experts and a shared expert beside them have different numbers of neurons: a cell is some of each.
     widths = {tensor.size for tensor in tensors if tensor.cut.is_output} or {tensors[0].size}
@@ -212,63 +196,11 @@ def _refuse_other_tensors(
             if is_known or tensor.dim() != 1 or len(tensor) not in sizes:
                 continue
             # Of heads, or where the output is as wide, a vector of this size may be one over the output.
-            if isinstance(module, _BATCH_NORMS) or (inner.heads is None and outputs != {len(tensor)}):
+            if isinstance(module, BATCH_NORMS) or (inner.heads is None and outputs != {len(tensor)}):
                 raise ValueError(
                     f"{name} ({type(module).__name__}) has an element for each of the {len(tensor)} neurons and "
                     "is not cut with them: use the block strategy for this part"
                 )
-
-
-def _cut_tensors(root_name: str, root: nn.Module, cut: Cut) -> list[CutTensor]:
-    parameters = dict(root.named_parameters())
-    weight, bias = cut.names(parameters)
-    module = None if weight == cut.module else _module_of(root, cut)
-    if isinstance(module, _BATCH_NORMS):
-        return _vectors(f"{root_name}.{cut.module}", module, cut)
-    if isinstance(module, nn.modules.conv._ConvNd):
-        _check_groups(f"{root_name}.{cut.module}", module, cut)
-    if weight not in parameters:
-        if module is None:
-            return []
-        raise ValueError(f"{root_name}.{cut.module} has no weight of its own (a {type(module).__name__})")
-    if isinstance(cut.blocks, int):
-        shares = (1,) * cut.blocks
-    else:
-        shares = tuple(int(attribute(root, path)) for path in cut.blocks)
-    result = [CutTensor(cut, f"{root_name}.{weight}", cut.dim, parameters[weight].shape[cut.dim], shares)]
-    if bias in parameters and not cut.is_output:
-        last = parameters[bias].dim() - 1
-        result.append(CutTensor(cut, f"{root_name}.{bias}", last, parameters[bias].shape[last], shares))
-    return result
-
-
-def _module_of(root: nn.Module, cut: Cut) -> nn.Module | None:
-    """None where a body may, and does, lack it."""
-    try:
-        return root.get_submodule(cut.module)
-    except AttributeError:
-        if cut.optional:
-            return None
-        raise
-
-
-def _vectors(name: str, norm: nn.Module, cut: Cut) -> list[CutTensor]:
-    """Of a batch norm, those that it has."""
-    vectors: list[tuple[Kind, str, torch.Tensor]] = [("parameter", path, p) for path, p in norm.named_parameters()]
-    vectors += [("buffer", path, buffer) for path, buffer in norm.named_buffers() if buffer.dim()]
-    return [CutTensor(cut, f"{name}.{path}", 0, len(vector), kind=kind) for kind, path, vector in vectors]
-
-
-def _check_groups(name: str, convolution: Any, cut: Cut) -> None:
-    """Channels of a group read those of their group alone, so they cannot be cut as those of all are; but one that runs
-    on each channel by itself is cut with its channels."""
-    groups = convolution.groups
-    is_depthwise = groups == convolution.in_channels == convolution.out_channels
-    if groups > 1 and not (is_depthwise and cut.dim == 0 and not cut.is_output):
-        raise ValueError(
-            f"{name} is a {type(convolution).__name__} in {groups} groups, whose channels do not all read the same: "
-            "only one that runs on each channel by itself is cut, along dim 0, between two others"
-        )
 
 
 def _refuse_tied(model: nn.Module, branches: Sequence[LocatedBranch]) -> None:

@@ -112,6 +112,8 @@ def _sites(model: nn.Module, plan: Plan, branch: LocatedBranch, subnetwork_of_ro
         return
     if branch.description.experts or branch.description.handed_on:
         raise ValueError(f"{branch.name}: it computes more than its output, or rows share it; use Reference")
+    if branch.parameters and plan.regime == "backward":
+        raise ValueError(f"{branch.parameters[0]} is of no module, so rows share its gradient; use Reference")
     if any(piece.dim is not None for _, pieces in units for piece in pieces):
         yield from _cut_sites(model, plan, branch, units, subnetwork_of_row)
         return
@@ -137,6 +139,8 @@ def _cut_sites(
     for tensor in branch.cut_tensors:
         path, _, leaf = tensor.parameter.rpartition(".")
         module = model.get_submodule(path)
+        if leaf not in ("weight", "bias"):
+            raise ValueError(f"{tensor.parameter} is of no linear layer, which is not cut by rows; use Reference")
         if leaf != "weight" or (plan.regime == "forward" and not tensor.cut.is_output):
             continue
         if not _is_linear(module):

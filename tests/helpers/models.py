@@ -53,7 +53,7 @@ class Specimen:
 
     Args:
         config: of one of Transformers' models, without the sizes that all specimens share.
-        num_heads: key/value heads per layer, the attention units of the neuron strategy.
+        num_heads: key/value heads per layer (of the one with fewest), the attention units of the neuron strategy.
         num_blocks: units of the block strategy; None for two in each layer, with granularity "layer" one.
         options: of the config.
     """

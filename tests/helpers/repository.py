@@ -16,6 +16,7 @@ FLOORS = (
     "hosts",
     "training",
     "__init__",
+    "batch_norm",
     "fsdp",
     "engine",
     "replan",
