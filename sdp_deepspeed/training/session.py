@@ -39,6 +39,7 @@ def run_session(options: Options, folder: RunFolder, config: dict[str, Any], tas
         ):
             progress.say(_introduction(run))
             if train(run, progress):
+                task.before_export(run.engine, run.data)
                 engines.save_pretrained(run.engine, folder.hf, task.preprocessor(run.data), run.world)
                 if (text := task.exported(str(folder.hf))) is not None:
                     progress.say(text)

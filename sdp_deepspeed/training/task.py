@@ -61,6 +61,9 @@ class Task(Protocol):
     def evaluate(self, engine: Any, data: RunData) -> dict[str, float]:
         """What `data.validation` says of the dense model: `dense_validation_loss` and more; a collective."""
 
+    def before_export(self, engine: Any, data: RunData) -> None:
+        """Whatever the dense model needs before it is saved; a collective."""
+
     def words(self, evaluation: dict[str, float]) -> str:
         """For people."""
 

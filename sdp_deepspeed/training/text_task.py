@@ -59,6 +59,9 @@ class TextTask:
     def evaluate(self, engine: Any, data: Any) -> dict[str, float]:
         return dense_validation_loss(engine, data.validation)
 
+    def before_export(self, engine: Any, data: Any) -> None:
+        """Nothing."""
+
     def words(self, evaluation: dict[str, float]) -> str:
         return f"dense validation loss {evaluation['dense_validation_loss']:.4f}"
 

@@ -50,6 +50,12 @@ class ImageBatches(PackedBatches):
         self._ready = _span(following), self._maker.submit(self._make, following)
         return batch
 
+    def first(self, num_batches: int) -> Iterator[Batch]:
+        """The batches that this rank began the run with, or would at this micro-batch; the position stays."""
+        for step in range(num_batches):
+            start = (step * self._world_size + self._rank) * self._micro_batch
+            yield self._make(np.arange(start, start + self._micro_batch))
+
     def _make(self, samples: Samples) -> Batch:
         items = self._order.blocks(samples)[:, 0].astype(np.int64)
         return {

@@ -17,6 +17,8 @@ from sdp_deepspeed.vision.config import KNOWN, ImageConfig, Images
 from sdp_deepspeed.vision.shapes import full_shape
 from sdp_deepspeed.vision.splits import Splits, open_splits
 
+BATCH_NORM_BATCHES = 16
+
 
 @dataclass(frozen=True, kw_only=True)
 class VisionOptions(Options):
@@ -26,11 +28,13 @@ class VisionOptions(Options):
         steps: 0 until `settle` has made steps of epochs.
         label_smoothing: share of the target that all classes have alike, in training.
         epochs: passes over the training images; None where steps are given.
+        batch_norm_batches: training batches of each rank from which the dense model's batch norms get their statistics.
         equal_flops: make as many steps as cost what `steps` or `epochs` of data parallelism would.
     """
 
     steps: int = 0
     label_smoothing: float = 0.0
+    batch_norm_batches: int = BATCH_NORM_BATCHES
     epochs: float | None = None
     equal_flops: bool = False
 
@@ -54,6 +58,13 @@ def _parser() -> Parser:
     add("--steps", type=positive, help="optimizer steps, in place of epochs")
     add("--equal-flops", action="store_true", help="more of them: as many as cost what data parallelism would")
     add("--label-smoothing", type=_share, default=0.0, help="between 0 and 1 (default 0)")
+    add(
+        "--batch-norm-batches",
+        type=positive,
+        default=BATCH_NORM_BATCHES,
+        metavar="N",
+        help=f"training batches that give a dense model its batch norms' statistics (default {BATCH_NORM_BATCHES})",
+    )
     add_run(parser)
     return parser
 

@@ -10,11 +10,13 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
+from torch.nn.modules.batchnorm import _BatchNorm
 from transformers import AutoModelForImageClassification
 from transformers.models.vit.image_processing_pil_vit import ViTImageProcessorPil
 
 from sdp_deepspeed.data.loader import IGNORED_LABEL
 from sdp_deepspeed.distributed.agreement import Gatherer, run_on_all_ranks
+from sdp_deepspeed.training import engines
 from sdp_deepspeed.training.evaluate import to_device
 from sdp_deepspeed.training.model import build_model
 from sdp_deepspeed.vision.batches import Batch, ImageBatches, TestBatches
@@ -93,6 +95,7 @@ class VisionTask:
             `dense_validation_loss` (nats, without smoothing), `dense_top1` (share), `num_images`, `seconds`.
         """
         start = time.perf_counter()
+        self._reestimate_batch_norms(engine, data)
         sums = torch.zeros(3, dtype=torch.float64, device=engine.device)
         engine.eval()
         for inputs, weight in data.validation:
@@ -110,6 +113,18 @@ class VisionTask:
             "num_images": int(num_images),
             "seconds": time.perf_counter() - start,
         }
+
+    def before_export(self, engine: Any, data: Any) -> None:
+        self._reestimate_batch_norms(engine, data)
+
+    def _reestimate_batch_norms(self, engine: Any, data: Any) -> None:
+        """Where subnetworks are trained, running statistics are of those, and fit no evaluation of the dense model."""
+        if engines.trains_subnetwork(engine) and any(isinstance(m, _BatchNorm) for m in engine.module.modules()):
+            from sdp_deepspeed import reestimate_batch_norm
+
+            num_batches = self._options.batch_norm_batches
+            batches = ({"pixel_values": _pixels(engine, batch)} for batch in data.train.first(num_batches))
+            reestimate_batch_norm(engine, batches, num_batches=num_batches)
 
     def words(self, evaluation: dict[str, float]) -> str:
         loss, top1 = evaluation["dense_validation_loss"], evaluation["dense_top1"]
@@ -138,6 +153,10 @@ class VisionTask:
 
 def _logits(engine: Any, batch: Batch) -> torch.Tensor:
     """[B, classes], float32."""
-    weights = next(engine.module.parameters())
-    logits: torch.Tensor = engine(pixel_values=batch["pixel_values"].to(weights.dtype)).logits
+    logits: torch.Tensor = engine(pixel_values=_pixels(engine, batch)).logits
     return logits.float()
+
+
+def _pixels(engine: Any, batch: Batch) -> torch.Tensor:
+    """[B, 3, S, S] as the engine takes them."""
+    return batch["pixel_values"].to(engine.device, next(engine.module.parameters()).dtype)
