@@ -64,8 +64,8 @@ def try_model(shape: Mapping[str, Any], image_size: int) -> None:
 
 
 def model_without_storage(shape: Mapping[str, Any]) -> nn.Module:
-    """On the meta device; ValueError if it cannot be built. Some models read a tensor's numbers while they are built, which
-    fake tensors do not have."""
+    """On the meta device; ValueError if it cannot be built. Some models read tensors while they are built, which
+    fake ones do not allow."""
     with torch.device("meta"):
         return build_model(shape, seed=0, auto_class=AutoModelForImageClassification)
 

@@ -101,6 +101,7 @@ TESTED_WITH = {
     "training/monitors": "ranks/engine/test_step_events.py",
     "training/session": "launcher/test_pretrain.py",
     "training/text_task": "launcher/test_pretrain.py",
+    "vision/task": "launcher/test_train_vision.py",
 }
 
 
