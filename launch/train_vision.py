@@ -2,8 +2,8 @@
 
     deepspeed --num_gpus 4 launch/train_vision.py --dataset digits --model configs/vision/models/digits.json \
         --deepspeed_config configs/vision/digits.json --run-folder runs/digits --epochs 40
-    deepspeed --num_gpus 4 launch/train_vision.py --dataset cifar10 --model configs/vision/models/resnet18.json \
-        --deepspeed_config configs/vision/cifar-4of8.json --run-folder runs/cifar10 --epochs 200
+    deepspeed --num_gpus 8 launch/train_vision.py --dataset cifar10 --model configs/vision/models/resnet18.json \
+        --deepspeed_config configs/vision/recipes/resnet-forward-neuron-4of8.json --run-folder runs/cifar10 --epochs 200
 
 Ctrl-C or SIGTERM saves and stops; the same command resumes. `--help` lists the options.
 """

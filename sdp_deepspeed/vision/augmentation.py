@@ -40,13 +40,13 @@ def crop(images: Tensor, draws: Draws, *, padding: int, flip: bool) -> Tensor:
     num_images, num_channels, _, size = images.shape
     padded = F.pad(images, (padding,) * 4)
     corners = torch.from_numpy(np.floor(draws[:, :2] * (2 * padding + 1)).astype(np.int64))
-    steps = torch.arange(size, device="cpu")
+    steps = torch.arange(size, dtype=torch.int64, device="cpu")
     rows, columns = (corner[:, None] + steps for corner in corners.T)
     if flip:
         mirrored = torch.from_numpy(draws[:, 2] < 0.5)
         columns = torch.where(mirrored[:, None], columns.flip(1), columns)
-    which = torch.arange(num_images, device="cpu")[:, None, None, None]
-    channels = torch.arange(num_channels, device="cpu")[None, :, None, None]
+    which = torch.arange(num_images, dtype=torch.int64, device="cpu")[:, None, None, None]
+    channels = torch.arange(num_channels, dtype=torch.int64, device="cpu")[None, :, None, None]
     return padded[which, channels, rows[:, None, :, None], columns[:, None, None, :]]
 
 

@@ -39,7 +39,7 @@ class Normalization:
     @classmethod
     def of(cls, pixels: Tensor) -> Normalization:
         """Of these images, [N, 3, S, S] uint8; a channel without any contrast is left as it is."""
-        means, squares = torch.zeros(3, dtype=torch.float64), torch.zeros(3, dtype=torch.float64)
+        means, squares = torch.zeros(2, 3, dtype=torch.float64, device="cpu")
         for part in pixels.split(_AT_ONCE):
             values = part.double() / 255
             means += values.sum((0, 2, 3))
@@ -51,7 +51,9 @@ class Normalization:
 
     def __call__(self, pixels: Tensor) -> Tensor:
         """[B, 3, S, S] uint8 to float32."""
-        mean, std = (torch.tensor(values)[:, None, None] for values in (self.mean, self.std))
+        mean, std = (
+            torch.tensor(values, dtype=torch.float32, device="cpu")[:, None, None] for values in (self.mean, self.std)
+        )
         return (pixels.float() / 255 - mean) / std
 
 

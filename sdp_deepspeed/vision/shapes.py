@@ -72,4 +72,4 @@ def model_without_storage(shape: Mapping[str, Any]) -> nn.Module:
 
 def some_images(image_size: int) -> torch.Tensor:
     """[NUM_IMAGES, 3, S, S] on the meta device."""
-    return torch.empty(NUM_IMAGES, 3, image_size, image_size, device="meta")
+    return torch.empty(NUM_IMAGES, 3, image_size, image_size, dtype=torch.float32, device="meta")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache, cached_property
@@ -85,6 +86,8 @@ def open_splits(images: Images) -> Splits:
 def _load(images: Images) -> Any:
     import datasets
 
+    if os.environ.get("RANK", "0") != "0":  # rank 0 shows the same
+        datasets.disable_progress_bars()
     path = str(images.path)
     folder = Path(path).expanduser()
     try:
