@@ -14,6 +14,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[2]))  # the repository's root
+from benchmarks.tables.balance import balance
 from benchmarks.tables.counts import collectives, faults, model_state, peak_memory
 from benchmarks.tables.digits import digits
 from benchmarks.tables.gpu import bandwidth, sizes, steps, tests
@@ -44,6 +45,7 @@ IN_FULL: dict[str, Callable[[Result], str]] = {
     "peak_memory": peak_memory,
     "collectives": collectives,
     "similarity": similarity,
+    "balance": balance,
     "learning_study": learning_study,
     "startup": startup,
     "startup_time": startup_time,

@@ -12,11 +12,13 @@ from torch import nn
 
 @dataclass(frozen=True)
 class Cut:
-    """A linear layer in a branch's body, of which a worker keeps only the rows or columns of its neurons or heads.
+    """A linear layer or convolution in a branch's body, of which a worker keeps only the rows or columns of its
+    neurons, channels or heads; or a batch norm over them.
 
     Args:
         module: submodule of the body, with a `weight` and perhaps a `bias`; or a parameter (the weights of all experts
-            in one tensor), whose bias is the parameter of that name with `_bias`.
+            in one tensor), whose bias is the parameter of that name with `_bias`. Of a batch norm all vectors are cut,
+            its running statistics too.
         dim: stored dimension of the weight that runs over the neurons or heads. A bias runs over them with its last.
         blocks: blocks stacked along `dim`, each of which runs over all heads: the number of equal ones (3 for GPT-2's
             `c_attn`: queries, keys, values), or, if they differ, for each the attribute path of the body with a number
@@ -63,6 +65,8 @@ class InnerLayers:
         caches: keyword arguments of the body that hold a key/value cache, which training has no use for; of one that
             holds several "NAME.ATTRIBUTE", the body's own.
         tail: submodules of the body that run on its output, such as dropout; each takes and returns one tensor.
+        before: submodules of the body that run before the cells and are not cut, of one that is a single module: they
+            run once where the cells run in two parts.
         tail_dropout: attribute of the body with the rate at which it drops elements of its output without a submodule.
         per_head: submodules of the body that run on each head alike, such as Qwen3's norms of queries and keys; their
             parameters are shared by all heads. A body may lack them.
@@ -74,6 +78,7 @@ class InnerLayers:
     scaled: tuple[str, ...] = ()
     caches: tuple[str, ...] = ()
     tail: tuple[str, ...] = ()
+    before: tuple[str, ...] = ()
     tail_dropout: str | None = None
     per_head: tuple[str, ...] = ()
     by_head: tuple[str, ...] = ()
@@ -103,8 +108,9 @@ class Branch:
 
     Args:
         name: of the part, "attention" or "mlp" (a user's model may use other words).
-        norm: submodule of the layer that the branch starts with; it takes and returns one tensor. None if there is
-            none, or if it is not the branch's own: two branches read the same norm, or the norm is on the stream.
+        norm: submodule of the layer that the branch starts with, or several that run one after the other; each takes
+            and returns one tensor. None if there is none, or if it is not the branch's own: two branches read the same
+            norm, or the norm is on the stream.
         body: submodule that does the work; or several that run one after the other, each on the output of the one
             before it, the first if that is a tuple.
         after: submodules between the body and the addition, such as dropout; each takes and returns one tensor.
@@ -115,12 +121,17 @@ class Branch:
             meaning, which it got from the layer before (T5's position bias), else None.
         uncut_reason: why there is no `inner`, for the message that refuses the neuron strategy.
         experts: in the body, if it is a mixture; the bodies of some layers may lack them.
-        when: attribute paths of the layer with the values that they have where it has this branch, for a class whose
-            config decides what it computes; others of the class may have the same name.
+        when: attribute paths of the layer with the values that they have where it has this branch, or with the type
+            of what is there, for a class whose config decides what it computes; others of the class may have the same
+            name.
+        bypassed: as `when`, where the skip connection is the identity; elsewhere (a projection of it) the branch is no
+            block, and only what is inside can be cut.
+        parameters: of the layer itself that belong to the branch, each read before the last module of `after` runs; a
+            layer may have None there.
     """
 
     name: str
-    norm: str | None = None
+    norm: str | tuple[str, ...] | None = None
     body: str | tuple[str, ...] = ()
     after: tuple[str, ...] = ()
     num_outputs: int = 1
@@ -129,20 +140,37 @@ class Branch:
     uncut_reason: str = ""
     experts: Experts | None = None
     when: tuple[tuple[str, Any], ...] = ()
+    bypassed: tuple[tuple[str, Any], ...] = ()
+    parameters: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         if not self.body:
             raise ValueError(f"branch {self.name!r}: body: name the submodule that does the work")
-        again = [name for index, name in enumerate(self.modules) if _is_inside(name, self.modules[:index])]
+        if self.parameters and not self.after:  # the dense model has them until the last module has run
+            raise ValueError(
+                f"branch {self.name!r}: parameters: name in `after` a submodule that runs once {self.parameters[0]!r} "
+                "was read, or leave the parameter out, and it is shared"
+            )
+        names = (*self.modules, *self.parameters)
+        again = [name for index, name in enumerate(names) if _is_inside(name, names[:index])]
         if again:
             raise ValueError(
                 f"branch {self.name!r}: {again[0]!r} is named twice, or inside of another module that is named; norm, "
-                "body and after are modules that run one after the other"
+                "body and after are modules that run one after the other, and parameters those of none of them"
             )
 
     def is_in(self, layer: nn.Module) -> bool:
         """Whether a layer of the described class has this branch."""
-        return all(attribute(layer, path) == value for path, value in self.when)
+        return _meets(layer, self.when)
+
+    def is_bypassed(self, layer: nn.Module) -> bool:
+        """Whether the skip connection of such a layer is the identity."""
+        return _meets(layer, self.bypassed)
+
+    @property
+    def norms(self) -> tuple[str, ...]:
+        """Submodules of the layer before the bodies, in the order in which they run."""
+        return (self.norm,) if isinstance(self.norm, str) else self.norm or ()
 
     @property
     def bodies(self) -> tuple[str, ...]:
@@ -157,7 +185,7 @@ class Branch:
     @property
     def modules(self) -> tuple[str, ...]:
         """Submodules of the layer that belong to the branch, in the order in which they run."""
-        return (*([self.norm] if self.norm else []), *self.bodies, *self.after)
+        return (*self.norms, *self.bodies, *self.after)
 
     @property
     def num_outputs_of_modules(self) -> tuple[int, ...]:
@@ -168,6 +196,11 @@ class Branch:
 def attribute(module: nn.Module, path: str) -> Any:
     """What is at an attribute path of a module, such as "config.num_key_value_heads"; AttributeError if nothing is."""
     return reduce(getattr, path.split("."), module)
+
+
+def _meets(layer: nn.Module, conditions: tuple[tuple[str, Any], ...]) -> bool:
+    found = ((attribute(layer, path), value) for path, value in conditions)
+    return all(isinstance(own, value) if isinstance(value, type) else own == value for own, value in found)
 
 
 def _is_inside(name: str, others: tuple[str, ...]) -> bool:

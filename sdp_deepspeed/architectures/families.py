@@ -6,6 +6,7 @@ from __future__ import annotations
 from torch import nn
 
 from sdp_deepspeed.architectures.branch import Branch
+from sdp_deepspeed.architectures.convolutional import CONVOLUTIONAL
 from sdp_deepspeed.architectures.decoders import DECODERS
 from sdp_deepspeed.architectures.encoder_decoders import ENCODER_DECODERS
 from sdp_deepspeed.architectures.encoders import ENCODERS
@@ -16,6 +17,7 @@ from sdp_deepspeed.architectures.registry import branches_of, described_as
 from sdp_deepspeed.architectures.vision import VISION
 
 FAMILIES: dict[str, tuple[Branch, ...]] = {
+    **CONVOLUTIONAL,
     **DECODERS,
     **ENCODERS,
     **ENCODER_DECODERS,

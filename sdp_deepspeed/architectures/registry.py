@@ -72,14 +72,17 @@ def branches_in(name: str, layer: nn.Module) -> tuple[Branch, ...]:
     check_own_forward(name, layer, base, description.code)
     try:
         branches = tuple(branch for branch in description.branches if branch.is_in(layer))
+        for branch in branches:
+            branch.is_bypassed(layer)
     except AttributeError as problem:
         raise ValueError(
-            f"{name!r}: the description of {type(layer).__name__} asks for an attribute (`when`) that this one lacks: "
-            f"{problem}. {how_to_describe(layer)}"
+            f"{name!r}: the description of {type(layer).__name__} asks for an attribute (`when`, `bypassed`) that this "
+            f"one lacks: {problem}. {how_to_describe(layer)}"
         ) from None
     names = [branch.name for branch in branches]
     if not branches:
-        known = dict.fromkeys(", ".join(f"{p} = {v!r}" for p, v in branch.when) for branch in description.branches)
+        forms = (branch.when for branch in description.branches)
+        known = dict.fromkeys(", ".join(f"{path} = {_in_words(value)}" for path, value in form) for form in forms)
         raise ValueError(
             f"{name!r}: this form of {type(layer).__name__} is not described; known are "
             f"{listed(known, separator='; ')}. {how_to_describe(layer)}"
@@ -105,6 +108,10 @@ def how_to_describe(layer: nn.Module) -> str:
 def described() -> list[str]:
     """Names of all described layer classes, for error messages."""
     return sorted(_DESCRIPTIONS)
+
+
+def _in_words(value: Any) -> str:
+    return f"a {value.__name__}" if isinstance(value, type) else repr(value)
 
 
 def _described_base(layer_class: type) -> type | None:

@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from sdp_deepspeed.architectures.active_experts import active_shares
+from sdp_deepspeed.architectures.image_flops import flops_per_element
 from sdp_deepspeed.architectures.located_branch import LocatedBranch
 from sdp_deepspeed.config import KEY
 from sdp_deepspeed.units import Piece, Unit, UnitCost
@@ -36,21 +37,26 @@ def units_of_branches(
         num_subnetworks: what `neuron_groups` is when it is None.
 
     Raises:
-        ValueError: a mapping that names no branch of the model, a branch whose neurons are not described, more groups
-            than neurons, groups that nothing is divided into, a pattern that matches no unit's parameter, or only a
-            part of a unit's parameters.
+        ValueError: a mapping that names no branch of the model, no branch that can be a block, a branch whose neurons
+            are not described, more groups than neurons, groups that nothing is divided into, a pattern that matches no
+            unit's parameter, or only a part of a unit's parameters.
     """
     by_part = _strategy_of_parts(branches, strategy)
     _check_groups([branch for branch in branches if by_part.get(branch.description.name) == "neuron"], neuron_groups)
     grouped: dict[str, list[Piece]] = {}
     for branch in branches:
         match by_part.get(branch.description.name):
-            case "block":
+            case "block" if branch.is_bypassed:
                 grouped.setdefault(branch.name if granularity == "sublayer" else branch.layer, []).extend(branch.pieces)
             case "neuron":
                 for name, cells in _cells_of_units(branch, neuron_groups or num_subnetworks).items():
                     grouped[name] = list(branch.pieces_of_cells(cells))
     units = [Unit(name, tuple(pieces)) for name, pieces in grouped.items()]
+    if by_part and not units:
+        raise ValueError(
+            f"{KEY}.strategy: no branch of the model can be a block, since none is bypassed by an identity (all skip "
+            'connections project); use "neuron", or a model with more layers'
+        )
     patterns = {pattern: re.compile(pattern) for pattern in shared}
     for pattern, compiled in patterns.items():
         _check_pattern(pattern, compiled, units)
@@ -172,15 +178,19 @@ def unit_costs(model: nn.Module, units: Sequence[Unit]) -> list[UnitCost]:
     """Cost of each unit: weights of matrices count 2 FLOPs per token, attention scores are left out.
 
     Scores grow with the sequence length, which a model does not know; they shift all attention units alike. Of experts
-    those count that a token uses, as if all were used alike.
+    those count that a token uses, as if all were used alike. Of models that take images, weights count at as many
+    positions of an image as they run at (`image_flops.py`).
     """
     tensors: dict[str, torch.Tensor] = dict(model.named_parameters(remove_duplicate=False))
     tensors |= dict(model.named_buffers(remove_duplicate=False))
-    shares = active_shares(model)
-    return [_cost(unit, tensors, shares) for unit in units]
+    per_element = flops_per_element(model)
+    if per_element is None:
+        shares = active_shares(model)
+        per_element = {name: 2 * shares.get(name, Fraction(tensor.dim() > 1)) for name, tensor in tensors.items()}
+    return [_cost(unit, tensors, per_element) for unit in units]
 
 
-def _cost(unit: Unit, tensors: dict[str, torch.Tensor], shares: Mapping[str, Fraction]) -> UnitCost:
+def _cost(unit: Unit, tensors: Mapping[str, torch.Tensor], per_element: Mapping[str, Fraction]) -> UnitCost:
     num_parameters = num_bytes = flops = 0
     for piece in unit.pieces:
         tensor = tensors[piece.parameter]
@@ -188,5 +198,5 @@ def _cost(unit: Unit, tensors: dict[str, torch.Tensor], shares: Mapping[str, Fra
         num_bytes += elements * tensor.element_size()
         if piece.kind == "parameter":
             num_parameters += elements
-            flops += int(2 * elements * shares.get(piece.parameter, tensor.dim() > 1))
+            flops += int(elements * per_element[piece.parameter])
     return UnitCost(num_parameters, num_bytes, flops)

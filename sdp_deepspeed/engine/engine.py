@@ -210,8 +210,10 @@ class SubnetworkEngine(ScheduleCalls):
             self._known_parameters.check()
             self._look_at_caller()
             super().step(lr_kwargs)
+            if self._step_applied:  # nobody needs others for it later: one rank may evaluate alone (backward regime)
+                self._applied.statistics.average()
         if self.block.check_agreement and self._step_applied:
-            holders_agree = partial(check_holders_agree, self._applied.model, self.dp_group)
+            holders_agree = partial(check_holders_agree, self._applied.with_statistics, self.dp_group)
             replicas_agree = partial(self._applied.parallel.check_replicated, self.held_tensors())
             run_on_all_ranks(self.world, holders_agree, replicas_agree)
         self._follow_schedule(self.global_steps)

@@ -30,7 +30,8 @@ def block_units(module: nn.Module, model: RankModel, branches: Sequence[LocatedB
         unit, holders = plan.units[index], plan.ranks_of(index)
         paths = [name for branch in members for name in branch.modules]
         own = {piece.parameter for piece in unit.pieces if piece.kind == "parameter"}
-        inner = [path for outer in paths for path in _whole_modules(module, outer, own)]
+        outers = [path for branch in members for path in _outer_modules(module, branch, own)]
+        inner = [path for outer in dict.fromkeys(outers) for path in _whole_modules(module, outer, own)]
         is_held = model.rank in holders and bool(inner)
         yield ShardedUnit(
             unit.name,
@@ -52,6 +53,20 @@ def shared_tensors(
     """
     others = {tensor.name for unit in units for tensor in unit.tensors} | not_shared
     return [HeldTensor(name, name, None, (), everyone) for name, _ in module.named_parameters() if name not in others]
+
+
+def _outer_modules(module: nn.Module, branch: LocatedBranch, own: set[str]) -> Sequence[str]:
+    """Modules that have all of a branch's parameters: its own, or the layer, if a parameter is the layer's."""
+    if not branch.parameters:
+        return branch.modules
+    layer = module.get_submodule(branch.layer)
+    if others := {f"{branch.layer}.{name}" for name, _ in layer.named_parameters()} - own:
+        raise ValueError(
+            f"{KEY}: {branch.parameters[0]!r} is a parameter of a layer that has others beside its unit's "
+            f"({min(others)!r}), which FSDP2 cannot gather apart: match its unit's name in `shared`, or put it into a "
+            "module of its own"
+        )
+    return (branch.layer,)
 
 
 def _whole_modules(module: nn.Module, path: str, own: set[str]) -> Iterator[str]:

@@ -88,6 +88,10 @@ class ShardedBlockPart(BlockPart):
             self._unscaled_shards = [shard.clone() for shard in shards]
             for shard in shards:
                 shard.mul_(self.scale)
+        if self.whole and self._of_layers:
+            # FSDP2 gathered the layer before its first module runs, and reading its shards has freed it again.
+            assert self.unit is not None
+            self.unit.fsdp.unshard()
 
     def release(self) -> None:
         super().release()

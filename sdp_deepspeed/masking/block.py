@@ -38,7 +38,7 @@ class _LackingModule(Mixin):
         if not self._sdp_outputs.count:
             return self._sdp_nothing.handed_on(first)
         # A compiler knows tensors only, and leaves out that zeros are added.
-        nothing = torch.zeros_like(first) if torch.compiler.is_compiling() else self._sdp_nothing
+        nothing = torch.zeros_like(first) if torch.compiler.is_compiling() else self._sdp_nothing.like(first)
         return self._sdp_outputs.around(nothing, kwargs)
 
     def _sdp_finish(self, copied: nn.Module) -> None:
@@ -87,6 +87,7 @@ class BlockPart(MaskedPart):
         ]
         self._tensors = {piece: tensors[piece.parameter] for piece in unit.pieces}
         self._shapes = model.views.shapes
+        self._of_layers = {name for branch in branches for name in branch.parameters}
         self._scale = scale
         self._nothing = Nothing(unit.name, copies=copies)
         self._scaled = (
@@ -146,10 +147,13 @@ class BlockPart(MaskedPart):
         return {tensor: stand_in(tensor, self._shapes[piece.parameter]) for piece, tensor in lacking}
 
     def _drop(self) -> None:
-        """Give the storage of a lacking unit back."""
-        for tensor in self._tensors.values():
+        """Give the storage of a lacking unit back. Where a layer itself multiplies with a parameter, which compilers do
+        with zeros, one zero is read as all of it."""
+        for piece, tensor in self._tensors.items():
+            of_layer = piece.parameter in self._of_layers
             with torch.inference_mode(False):
-                tensor.data = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
+                data = torch.zeros(int(of_layer), dtype=tensor.dtype, device=tensor.device)
+                tensor.data = data.expand(self._shapes[piece.parameter]) if of_layer else data
             tensor.requires_grad_(False)
 
 
@@ -159,11 +163,13 @@ def check_scalable(module: nn.Module, branch: LocatedBranch) -> None:
     Raises:
         ValueError: a norm between the two would undo it.
     """
-    for name in branch.description.after:
-        kind = type(module.get_submodule(f"{branch.layer}.{name}")).__name__
+    after = [f"{branch.layer}.{path}" for path in branch.description.after]
+    after += [f"{branch.root}.{path}" for path in (branch.description.inner.tail if branch.description.inner else ())]
+    for name in after:
+        kind = type(module.get_submodule(name)).__name__
         if "norm" in kind.lower():
             raise ValueError(
-                f"{KEY}.dense_branch_scale: {branch.layer}.{name} ({kind}) normalizes what {branch.name!r} computes "
+                f"{KEY}.dense_branch_scale: {name} ({kind}) normalizes what {branch.name!r} computes "
                 'before it is added, so a factor on its output projection would have no effect; use "none"'
             )
 

@@ -216,14 +216,16 @@ def members_of(unit: Unit, branches: Sequence[LocatedBranch]) -> list[LocatedBra
     """The residual branches that a block unit is made of; ValueError if it is not made of whole ones."""
     whole = {(piece.kind, piece.parameter) for piece in unit.pieces if piece.dim is None}
     members = [
-        branch for branch in branches if whole.issuperset((piece.kind, piece.parameter) for piece in branch.pieces)
+        branch
+        for branch in branches
+        if branch.is_bypassed and whole.issuperset((piece.kind, piece.parameter) for piece in branch.pieces)
     ]
     covered = {piece.parameter for branch in members for piece in branch.pieces}
     left_over = sorted({piece.parameter for piece in unit.pieces} - covered)
     if left_over or not members:
         raise ValueError(
-            f"plan: unit {unit.name!r} is neither made of whole residual branches of this model nor of neurons or "
-            f"heads of one (left over: {quoted(left_over)})"
+            f"plan: unit {unit.name!r} is neither made of whole residual branches of this model, each bypassed by "
+            f"an identity, nor of neurons or heads of one (left over: {quoted(left_over)})"
         )
     return members
 

@@ -87,6 +87,9 @@ class MaskedPart(ABC):
     def take_over(self) -> None:
         """Keep what was changed in the dense model (a state dict was loaded) in what this rank stores."""
 
+    def keep_statistics(self) -> None:  # noqa: B027
+        """Keep what a pass of the dense model in training mode changed of buffers that are cut."""
+
     @abstractmethod
     def stand_ins(self) -> dict[torch.Tensor, torch.Tensor]:
         """Per tensor of which this rank has less than all a tensor of its dense shape, which takes no memory and has no

@@ -35,9 +35,10 @@ class HeldRows:
         Raises:
             ValueError: a model whose rows depend on one another, or a branch that only runs as a whole.
         """
+        _refuse_mixed_rows(model)
         if plan.is_whole:
             return cls(())
-        _refuse(model)
+        _refuse_own_forwards(model)
         return cls(
             [site for branch in locate_branches(model) for site in _sites(model, plan, branch, subnetwork_of_row)]
         )
@@ -75,10 +76,14 @@ def scaled_branches(model: nn.Module, plan: Plan) -> Iterator[None]:
             parameter.detach().copy_(value)
 
 
-def _refuse(model: nn.Module) -> None:
+def _refuse_mixed_rows(model: nn.Module) -> None:
     for name, module in model.named_modules():
         if isinstance(module, _BatchNorm):
             raise ValueError(f"{name}: a {type(module).__name__} mixes the rows of all workers; use Reference")
+
+
+def _refuse_own_forwards(model: nn.Module) -> None:
+    for name, module in model.named_modules():
         if "forward" in module.__dict__:
             raise ValueError(f"{name}: it has a forward beside that of {type(module).__name__}; use Reference")
 
@@ -107,6 +112,8 @@ def _sites(model: nn.Module, plan: Plan, branch: LocatedBranch, subnetwork_of_ro
         return
     if branch.description.experts or branch.description.handed_on:
         raise ValueError(f"{branch.name}: it computes more than its output, or rows share it; use Reference")
+    if branch.parameters and plan.regime == "backward":
+        raise ValueError(f"{branch.parameters[0]} is of no module, so rows share its gradient; use Reference")
     if any(piece.dim is not None for _, pieces in units for piece in pieces):
         yield from _cut_sites(model, plan, branch, units, subnetwork_of_row)
         return
@@ -132,6 +139,8 @@ def _cut_sites(
     for tensor in branch.cut_tensors:
         path, _, leaf = tensor.parameter.rpartition(".")
         module = model.get_submodule(path)
+        if leaf not in ("weight", "bias"):
+            raise ValueError(f"{tensor.parameter} is of no linear layer, which is not cut by rows; use Reference")
         if leaf != "weight" or (plan.regime == "forward" and not tensor.cut.is_output):
             continue
         if not _is_linear(module):

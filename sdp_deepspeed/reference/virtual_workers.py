@@ -73,12 +73,38 @@ def rate_factors(model: nn.Module, plan: Plan, rule: str) -> dict[str, torch.Ten
     return factors
 
 
+@torch.no_grad()
+def lacking_buffers(model: nn.Module, plan: Plan, subnetwork: int) -> dict[str, torch.Tensor]:
+    """True where `subnetwork` lacks the element, shaped like each buffer."""
+    lacking = {name: torch.zeros_like(buffer, dtype=torch.bool) for name, buffer in model.named_buffers()}
+    for index, unit in enumerate(plan.units):
+        if not plan.holds(index, subnetwork):
+            for piece in unit.pieces:
+                if piece.kind == "buffer":
+                    piece.narrow(lacking[piece.parameter]).fill_(True)
+    return lacking
+
+
 def local_gradients(
-    model: nn.Module, plan: Plan, rank: int, micro_batches: Sequence[Any], loss_of: LossFunction
+    model: nn.Module,
+    plan: Plan,
+    rank: int,
+    micro_batches: Sequence[Any],
+    loss_of: LossFunction,
+    buffers: dict[str, torch.Tensor] | None = None,
 ) -> tuple[list[float], dict[str, torch.Tensor]]:
-    """Losses and mean fp32 gradients of one virtual worker over its micro-batches; zeros for what it lacks."""
+    """Losses and mean fp32 gradients of one virtual worker over its micro-batches; zeros for what it lacks.
+
+    Args:
+        buffers: the worker's own, such as running statistics, which go on here; what it lacks stays as it is. None for
+            those of `model`, which stay as they are.
+    """
     subnetwork = plan.subnetwork_of_rank[rank]
     worker = deepcopy(model)
+    with torch.no_grad():
+        for name, buffer in worker.named_buffers():
+            if buffers is not None:
+                buffer.copy_(buffers[name])
     if plan.regime == "forward":
         zero_lacking(worker, plan, subnetwork)
     losses = []
@@ -86,6 +112,11 @@ def local_gradients(
         loss = loss_of(worker, batch)
         losses.append(loss.item())
         (loss / len(micro_batches)).backward()
+    if buffers is not None:
+        lacking = lacking_buffers(model, plan, subnetwork)
+        for name, buffer in worker.named_buffers():
+            kept = lacking[name] if plan.regime == "forward" else torch.zeros_like(lacking[name])
+            buffers[name] = torch.where(kept, buffers[name], buffer)
     masks = held_mask(model, plan, subnetwork)
     gradients = {
         name: torch.zeros_like(p, dtype=torch.float32) if p.grad is None else p.grad.float() * masks[name]
@@ -120,6 +151,9 @@ class Reference:
         later: plans by the number of steps after which they hold.
         lr_by_coverage: as in the block.
         later_rates: the same, by the number of steps after which it holds.
+
+    Attributes:
+        buffers: each rank's own, by dense name, once there was a step.
     """
 
     model: nn.Module
@@ -131,6 +165,7 @@ class Reference:
     lr_by_coverage: str = "none"
     later_rates: Mapping[int, str] = field(default_factory=dict)
     num_steps: int = field(default=0, init=False)
+    buffers: list[dict[str, torch.Tensor]] = field(default_factory=list, init=False)
     masters: dict[str, nn.Parameter] = field(init=False)
 
     def __post_init__(self) -> None:
@@ -162,7 +197,12 @@ class Reference:
 
     def averaged_gradients(self, batches: Sequence[Sequence[Any]]) -> tuple[list[list[float]], dict[str, torch.Tensor]]:
         """Per rank its losses, and the average of each element over its holders, as the current plan has them."""
-        results = [local_gradients(self.model, self.plan, rank, own, self.loss_of) for rank, own in enumerate(batches)]
+        if not self.buffers:
+            self.buffers = [{name: b.clone() for name, b in self.model.named_buffers()} for _ in batches]
+        results = [
+            local_gradients(self.model, self.plan, rank, own, self.loss_of, self.buffers[rank])
+            for rank, own in enumerate(batches)
+        ]
         average = masked_average(self.model, self.plan, [gradients for _, gradients in results])
         return [losses for losses, _ in results], average
 

@@ -53,7 +53,8 @@ class Specimen:
 
     Args:
         config: of one of Transformers' models, without the sizes that all specimens share.
-        num_heads: key/value heads per layer, the attention units of the neuron strategy.
+        num_heads: key/value heads per layer (of the one with fewest), the attention units of the neuron strategy.
+        num_blocks: units of the block strategy; None for two in each layer, with granularity "layer" one.
         options: of the config.
     """
 
@@ -61,6 +62,7 @@ class Specimen:
     config: type[Any]
     num_heads: int = 4
     num_layers: int = 2
+    num_blocks: int | None = None
     options: Mapping[str, Any] = field(default_factory=dict)
 
     def build(self) -> nn.Module:
@@ -160,7 +162,7 @@ def inputs_of(model: Any, batch: torch.Tensor) -> dict[str, torch.Tensor]:
     inner = getattr(model, "module", model)
     if getattr(inner, "main_input_name", "") != "pixel_values":
         return {"input_ids": batch, "labels": batch}
-    images = images_of(batch, inner.config.image_size, dtype=next(inner.parameters()).dtype)
+    images = images_of(batch, getattr(inner.config, "image_size", 32), dtype=next(inner.parameters()).dtype)
     return {"pixel_values": images, "labels": batch[:, 0] % inner.config.num_labels}
 
 

@@ -49,6 +49,22 @@ _VIT: dict[str, Any] = {
     **{"image_size": 8, "patch_size": 4, "num_labels": 5},
     **dict.fromkeys(("hidden_dropout_prob", "attention_probs_dropout_prob"), 0.0),
 }
+_IMAGES: dict[str, Any] = {"image_size": 12, "patch_size": 2, "num_labels": 5}
+_DINOV2: dict[str, Any] = {"hidden_size": 21, "num_attention_heads": 3, "image_size": 8, "patch_size": 4}
+_DINOV2 |= {"num_hidden_layers": 2, "num_labels": 5}
+# The number of heads is the stage's; the second stage is padded, and its second layer shifts windows.
+_SWIN: dict[str, Any] = _IMAGES | {
+    **{"embed_dim": 12, "depths": [1, 2], "num_heads": [3, 6], "window_size": 2, "mlp_ratio": 2.25},
+    **{"drop_path_rate": 0.0, "layer_norm_eps": 1e-5},
+}
+_CONVNEXT: dict[str, Any] = _IMAGES | {"depths": [1, 2], "hidden_sizes": [9, 12], "num_stages": 2}
+# 9, 10 and 3 divide into no number of groups but their own factors; a stage's first layer has a projection to skip.
+_RESNET: dict[str, Any] = {"embedding_size": 6, "hidden_sizes": [9, 10], "depths": [2, 3], "num_labels": 5}
+
+
+def _resnet(layer_type: str, **options: Any) -> Specimen:
+    sizes = _RESNET | {"layer_type": layer_type} | options
+    return Specimen(hf.ResNetForImageClassification, hf.ResNetConfig, num_heads=0, num_blocks=3, options=sizes)
 
 
 def _grouped(model: Any, config: Any, **options: Any) -> Specimen:
@@ -64,7 +80,17 @@ SPECIMENS: dict[str, Specimen] = {
     "camembert": _whole_heads(hf.CamembertForMaskedLM, hf.CamembertConfig, _BERT),
     "cohere": _grouped(hf.CohereForCausalLM, hf.CohereConfig, use_qk_norm=True, logit_scale=1.0),
     "cohere2": _grouped(hf.Cohere2ForCausalLM, hf.Cohere2Config, sliding_window=3, logit_scale=1.0),
+    "convnext": Specimen(hf.ConvNextForImageClassification, hf.ConvNextConfig, num_blocks=3, options=_CONVNEXT),
     "deit": _whole_heads(hf.DeiTForImageClassification, hf.DeiTConfig, _VIT),
+    "dinov2": _whole_heads(hf.Dinov2ForImageClassification, hf.Dinov2Config, _DINOV2, num_heads=3, mlp_ratio=3),
+    "dinov2_swiglu": _whole_heads(
+        hf.Dinov2WithRegistersForImageClassification,
+        hf.Dinov2WithRegistersConfig,
+        _DINOV2,
+        num_heads=3,
+        use_swiglu_ffn=True,
+        mlp_ratio=2,
+    ),
     "electra": _whole_heads(hf.ElectraForMaskedLM, hf.ElectraConfig, _BERT, embedding_size=20),
     "falcon": _whole_heads(hf.FalconForCausalLM, hf.FalconConfig, _FALCON, multi_query=False, parallel_attn=False),
     "falcon_alibi": _whole_heads(
@@ -93,6 +119,8 @@ SPECIMENS: dict[str, Specimen] = {
     "opt_post_norm": _whole_heads(hf.OPTForCausalLM, hf.OPTConfig, _OPT, do_layer_norm_before=False),
     "phi": _grouped(hf.PhiForCausalLM, hf.PhiConfig, qk_layernorm=True),
     "phi3": _grouped(hf.Phi3ForCausalLM, hf.Phi3Config),
+    "resnet": _resnet("basic"),
+    "resnet_bottleneck": _resnet("bottleneck", hidden_sizes=[12, 20], hidden_act="gelu"),
     "roberta": _whole_heads(hf.RobertaForMaskedLM, hf.RobertaConfig, _BERT),
     "smollm3": _grouped(hf.SmolLM3ForCausalLM, hf.SmolLM3Config, no_rope_layer_interval=2),
     "stablelm": _grouped(hf.StableLmForCausalLM, hf.StableLmConfig, use_qkv_bias=True),
@@ -101,6 +129,8 @@ SPECIMENS: dict[str, Specimen] = {
     "starcoder2": _grouped(
         hf.Starcoder2ForCausalLM, hf.Starcoder2Config, residual_dropout=0.0, embedding_dropout=0.0, sliding_window=3
     ),
+    "swin": Specimen(hf.SwinForImageClassification, hf.SwinConfig, num_heads=3, num_blocks=6, options=_SWIN),
+    "swinv2": Specimen(hf.Swinv2ForImageClassification, hf.Swinv2Config, num_heads=3, num_blocks=6, options=_SWIN),
     "t5": _whole_heads(hf.T5ForConditionalGeneration, hf.T5Config, _T5, num_heads=3),
     "vit": _whole_heads(hf.ViTForImageClassification, hf.ViTConfig, _VIT),
     "xlm_roberta": _whole_heads(hf.XLMRobertaForMaskedLM, hf.XLMRobertaConfig, _BERT),
@@ -126,7 +156,7 @@ TWINS = ("camembert", "deit", "mt5", "xlm_roberta")
 KEY_BIASES = (
     *("bert", "camembert", "electra", "opt", "opt_post_norm", "roberta", "xlm_roberta"),
     *("glm", "glm4", "phi", "stablelm"),
-    *("deit", "vit"),
+    *("deit", "dinov2", "dinov2_swiglu", "swin", "vit"),
 )
 # Attention whose heads cannot be cut.
 UNCUT = ("falcon_alibi", "falcon_multi_query", "olmo2", "olmo3", "stablelm_head_norms")

@@ -17,6 +17,7 @@ FLOORS = (
     "vision",
     "training",
     "__init__",
+    "batch_norm",
     "fsdp",
     "engine",
     "replan",

@@ -16,7 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh
 import sdp_deepspeed
 from sdp_deepspeed.fsdp import clip_grad_norm_, full_state_dict, param_groups, sharded_model_of
 from sdp_deepspeed.reference.virtual_workers import Reference
-from tests.helpers.models import batches, loss_of, two_groups
+from tests.helpers.models import batches, inputs_of, loss_of, two_groups
 from tests.helpers.oracle import from_rank_0, make_optimizer
 from tests.helpers.ranks import Rank
 from tests.helpers.training import engine_of
@@ -103,7 +103,7 @@ def compare_evaluation(model: Any, dense: nn.Module, batch: torch.Tensor) -> Non
     """In evaluation the model is the dense one, whatever this rank holds."""
     model.eval()
     with torch.no_grad():
-        logits, expected = (each(input_ids=batch).logits for each in (model, dense))
+        logits, expected = (each(**inputs_of(each, batch)).logits for each in (model, dense))
     model.train()
     torch.testing.assert_close(logits, expected, rtol=1e-4, atol=1e-4)
 

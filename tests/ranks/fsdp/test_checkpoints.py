@@ -229,6 +229,13 @@ def what_is_refused(rank: Rank) -> None:
     run.train(rank, 1, first=1)
 
 
+def one_saves_while_the_other_loads(rank: Rank) -> None:
+    run, folder = ShardedRun(), rank.folder / "apart"
+    run.checkpoints.save_checkpoint(folder)
+    call = run.checkpoints.save_checkpoint if rank.rank == 0 else run.checkpoints.load_checkpoint
+    refusal(RuntimeError, partial(call, folder), "rank 0", "rank 1")
+
+
 CHECKS_ON_2 = {
     "resumed": resumed_is_uninterrupted,
     "schedule": schedule_under_another_plan,
@@ -237,6 +244,7 @@ CHECKS_ON_2 = {
     "buffers": each_rank_has_its_buffers,
     "hugging_face": from_hugging_face,
     "refused": what_is_refused,
+    "apart": one_saves_while_the_other_loads,
 }
 
 

@@ -44,6 +44,7 @@ def compiled(rank: Rank) -> None:
             layer.compile(backend="eager")
 
     check_against_reference(rank, llama(), ONE, prepare=compile_layers)
+    check_against_reference(rank, llama(), ONE, parallelize=lambda model: model.compile(backend="eager"))
 
 
 def offloaded(rank: Rank) -> None:

@@ -70,3 +70,11 @@ def test_what_backward_runs_again_is_gathered_downwards() -> None:
     assert is_in_order(UPWARDS, stretch=2)
     with mock.patch.object(CollectiveOrder, "_gather_downwards", return_value=None):
         assert not is_in_order(UPWARDS, stretch=2)
+
+
+@pytest.mark.parametrize("part", ["_gather_downwards", "_restart"])
+def test_what_a_later_forward_pass_left_is_gathered_downwards(part: str) -> None:
+    """Two forward passes before their backward passes: each runs its own stretch again."""
+    assert is_in_order(UPWARDS, stretch=2, num_passes=2)
+    with mock.patch.object(CollectiveOrder, part, return_value=None):
+        assert not is_in_order(UPWARDS, stretch=2, num_passes=2)

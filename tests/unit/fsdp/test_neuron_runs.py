@@ -64,6 +64,20 @@ def test_dropout_at_the_end_runs_once_on_the_sum() -> None:
     assert all(len(branch.held) > 1 for branch in branches)
 
 
+@pytest.mark.parametrize("training", [True, False])
+def test_pieces_are_in_the_mode_of_their_body(training: bool) -> None:
+    """They are no children of it while it is dense, when its mode may have changed."""
+    dense: Any = build("gpt2")
+    module, branches = split(dense, overlapping_plan(dense), 0)
+    module.train(not training)
+    for branch in branches:
+        branch.body.training = training
+    module(input_ids=tokens())
+    pieces = [branch.pieces[number] for branch in branches for number in branch.held]
+    assert pieces
+    assert all(inner.training is training for piece in pieces for inner in piece.modules())
+
+
 def test_dropout_of_a_rate() -> None:
     dense: Any = models.scrambled(more_models.SPECIMENS["starcoder2"].build())
     module, _ = split(dense, overlapping_plan(dense), 0)

@@ -20,6 +20,7 @@ from sdp_deepspeed.reference.held_rows import HeldRows, scaled_branches
 from sdp_deepspeed.reference.virtual_workers import Reference
 from tests.helpers.mixtures import MIXTURES
 from tests.helpers.models import LENGTH, MIXED, SPECIMENS, VOCABULARY, batches, loss_of
+from tests.helpers.more_models import ALL_SPECIMENS
 
 Block = dict[str, Any]
 DEPTH: Block = {"coverage": [{"profile": "linear", "first": 1.0, "last": 0.25}]}
@@ -177,3 +178,9 @@ def test_what_only_runs_one_by_one_is_refused() -> None:
     model.lm_head.forward = nn.Identity().forward
     with pytest.raises(ValueError, match="lm_head: it has a forward beside that of Linear"):
         HeldRows.of(model, plan, rows)
+    model = ALL_SPECIMENS["swin"].build()
+    with pytest.raises(ValueError, match="relative_position_bias_table is of no linear layer"):
+        HeldRows.of(model, plan_of(model, SMALL | {"strategy": "neuron"}, 2), rows)
+    model = ALL_SPECIMENS["convnext"].build()
+    with pytest.raises(ValueError, match="layer_scale_parameter is of no module, so rows share its gradient"):
+        HeldRows.of(model, plan_of(model, SMALL | {"regime": "backward"}, 2), rows)
