@@ -85,6 +85,26 @@ def lacking_buffers(model: nn.Module, plan: Plan, subnetwork: int) -> dict[str, 
     return lacking
 
 
+@torch.no_grad()
+def average_statistics(model: nn.Module, plan: Plan, buffers: Sequence[dict[str, torch.Tensor]]) -> None:
+    """Make each element of the running statistics of batch norms the mean over the ranks that run it, in the backward
+    regime all; in place, and on all ranks, since one that lacks it has no use for it.
+
+    Args:
+        buffers: of each rank.
+    """
+    norms = [name for name, inner in model.named_modules() if isinstance(inner, nn.modules.batchnorm._BatchNorm)]
+    lacking = [lacking_buffers(model, plan, subnetwork) for subnetwork in plan.subnetwork_of_rank]
+    for name in (f"{norm}.{of}" for norm in norms for of in ("running_mean", "running_var")):
+        if name in buffers[0]:
+            runs = [
+                ~of_rank[name] if plan.regime == "forward" else torch.ones_like(of_rank[name]) for of_rank in lacking
+            ]
+            total = torch.stack([own[name].double() * ran for own, ran in zip(buffers, runs, strict=True)]).sum(0)
+            for own in buffers:
+                own[name] = (total / torch.stack(runs).sum(0)).to(own[name].dtype)
+
+
 def local_gradients(
     model: nn.Module,
     plan: Plan,
@@ -153,7 +173,7 @@ class Reference:
         later_rates: the same, by the number of steps after which it holds.
 
     Attributes:
-        buffers: each rank's own, by dense name, once there was a step.
+        buffers: of each rank, by dense name, once there was a step; running statistics are the means over ranks.
     """
 
     model: nn.Module
@@ -185,6 +205,7 @@ class Reference:
         self.lr_by_coverage = self.later_rates.get(self.num_steps, self.lr_by_coverage)
         self.num_steps += 1
         losses, average = self.averaged_gradients(batches)
+        average_statistics(self.model, self.plan, self.buffers)
         total = norm(average)
         factor = max(1.0, (total + 1e-6) / self.clip) if self.clip > 0 else 1.0
         for name, master in self.masters.items():
