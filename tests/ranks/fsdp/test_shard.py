@@ -13,7 +13,8 @@ from torch.distributed.fsdp import fully_shard as torch_fully_shard
 
 from sdp_deepspeed.fsdp import sharded_model_of
 from sdp_deepspeed.fsdp.pieces import shards
-from tests.helpers.models import SPECIMENS, batches, family, llama
+from tests.helpers.models import batches, family, llama
+from tests.helpers.more_models import ALL_SPECIMENS
 from tests.helpers.ranks import COLLECTIVE_TIMEOUT, Check, Rank
 from tests.helpers.sharded import (
     NUM_STEPS,
@@ -30,7 +31,7 @@ HALF = {"coverage": 0.5}
 def agrees_with_the_reference(
     rank: Rank, *, name: str = "llama", block: dict[str, Any] | None = None, **options: Any
 ) -> None:
-    whole = SPECIMENS[name].build()
+    whole = ALL_SPECIMENS[name].build()
     parameters = list(whole.parameters())
     model = check_against_reference(rank, whole, block or {"holders": max(1, rank.size - 1)}, **options)
     assert not sum(parameter.untyped_storage().nbytes() for parameter in parameters), "shards are all that is left"
@@ -76,11 +77,13 @@ def _cases(size: int, config: pytest.Config) -> list[tuple[str, Check]]:
     made: dict[str, Any] = {"llama": agrees_with_the_reference}
     match size:
         case 2:
+            made |= {"resnet": partial(agrees_with_the_reference, name="resnet", optimizer="SGD")}
             made |= {"sgd": partial(agrees_with_the_reference, optimizer="SGD", accumulation=2)}
         case 3:
             made |= {
                 "layer": partial(agrees_with_the_reference, name="gpt2", block={"holders": 2, "granularity": "layer"}),
                 "covers_everything": partial(covers_everything, granularity="sublayer"),
+                "bottleneck": partial(agrees_with_the_reference, name="resnet_bottleneck", optimizer="SGD"),
                 "covers_layers": partial(covers_everything, granularity="layer"),
                 "deepspeed": agrees_with_the_deepspeed_host,
             }
