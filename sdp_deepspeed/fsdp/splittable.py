@@ -14,6 +14,7 @@ from sdp_deepspeed.fsdp.narrow_copies import has_tensors, stores_in_out
 from sdp_deepspeed.masking.compiled import check_forward, replaced_modules
 
 PIECES = "pieces"  # name of a child of a body that is split
+_OF_CHANNELS = (nn.modules.conv._ConvNd, nn.modules.batchnorm._BatchNorm)
 _CONTAINERS = (nn.Sequential, nn.ModuleList, nn.ModuleDict)
 
 
@@ -25,8 +26,8 @@ def check_splittable(model: nn.Module, branches: Iterable[LocatedBranch]) -> Non
         branches: of which some ranks lack neurons or heads.
 
     Raises:
-        ValueError: a branch is a mixture of experts, several modules do its work, or a layer has parameters besides
-            those of its neurons or heads that cannot be added to a sum.
+        ValueError: a branch is a mixture of experts, several modules do its work, it has convolutions, or a
+            layer has parameters besides those of its neurons or heads that cannot be added to a sum.
     """
     for branch in branches:
         if reason := _reason(model, branch):
@@ -47,6 +48,9 @@ def _reason(model: nn.Module, branch: LocatedBranch) -> str:
     if hasattr(body, PIECES):
         return f"its body has an attribute {PIECES!r}, which is the name of what it is split into"
     layers = _layers(branch)
+    for name in layers:
+        if isinstance(layer := body.get_submodule(name), _OF_CHANNELS):
+            return f"its {name} ({type(layer).__name__}) is of channels, which only DeepSpeed's host divides"
     reasons = [*(_besides(body, branch, name) for name in layers), _in_containers(body, layers, description.inner)]
     return next(filter(None, reasons), "")
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass
 from functools import partial
@@ -93,7 +93,9 @@ def check_case(case: Case, rank: Rank, **block: Any) -> None:
         assert abs(found - norm) <= norm_tolerance(case, number) * norm, (found, norm)
         if number in (NUM_STEPS // 2, NUM_STEPS - 1):  # halfway: training goes on as if nobody had looked
             dense.load_state_dict(from_rank_0(dense.state_dict))
-            compare_statistics(case, engine, from_rank_0(lambda: reference.buffers)[worker])
+            stored = engine.rank_state().weights.stored_weights()
+            tolerance = 1e-5 if case.precision == "fp32" else 4 * NUM_STEPS * rounding(case)
+            compare_statistics(stored, from_rank_0(lambda: reference.buffers)[worker], tolerance)
             take_buffers(engine, dense)
             compare_evaluation(case, engine, dense, step[worker][0])
             compare_tensors(case, engine, dense, initial)
@@ -151,12 +153,17 @@ def compare_evaluation(case: Case, engine: Any, dense: nn.Module, batch: torch.T
     assert abs(loss - expected) <= loss_tolerance(case), (loss, expected)
 
 
-def compare_statistics(case: Case, engine: Any, expected: dict[str, torch.Tensor]) -> None:
-    """Of batch norms, as far as this rank has them: means over the ranks that run them. Sums of a few hundred
-    activations in another order; in 16 bits those may round the other way, as the statistics may in each step and in
-    what they are of."""
-    tolerance = 1e-5 if case.precision == "fp32" else 4 * NUM_STEPS * rounding(case)
-    for name, box, values in engine.rank_state().weights.stored_weights():
+def compare_statistics(
+    stored: Iterable[tuple[str, Box, torch.Tensor]], expected: Mapping[str, torch.Tensor], tolerance: float
+) -> None:
+    """Of batch norms, as far as this rank has them: means over the ranks that run them. In fp32 sums of a few hundred
+    activations in another order; in 16 bits those may round the other way, as the statistics may in each step, and what
+    they are of.
+
+    Args:
+        stored: by dense name and place.
+    """
+    for name, box, values in stored:
         if name in expected:
             whole = expected[name].to(values.device)
             own = whole[box.slices_in(Box.whole(whole.shape))]

@@ -15,9 +15,11 @@ from torch.distributed.device_mesh import DeviceMesh
 
 import sdp_deepspeed
 from sdp_deepspeed.fsdp import clip_grad_norm_, full_state_dict, param_groups, sharded_model_of
+from sdp_deepspeed.fsdp.local_chunks import LocalChunks
+from sdp_deepspeed.masking.batch_norm import batch_norms
 from sdp_deepspeed.reference.virtual_workers import Reference
 from tests.helpers.models import batches, inputs_of, loss_of, two_groups
-from tests.helpers.oracle import from_rank_0, make_optimizer
+from tests.helpers.oracle import compare_statistics, from_rank_0, make_optimizer
 from tests.helpers.ranks import Rank
 from tests.helpers.training import engine_of
 
@@ -94,6 +96,11 @@ def check_against_reference(
         own_optimizer.zero_grad()
         if number in (NUM_STEPS // 2, NUM_STEPS - 1):  # training goes on as if nobody had looked
             dense.load_state_dict(from_rank_0(dense.state_dict))
+            if batch_norms(dense):  # whose running statistics are averaged when an evaluation begins
+                evaluated(model, step[place][0])
+            stored = list(LocalChunks.of(sharded_model_of(model)).stored_weights())
+            compare_statistics(stored, from_rank_0(lambda: reference.buffers)[place], 1e-5)
+            take_buffers(model, dense, {name: values for name, _, values in stored})
             compare_evaluation(model, dense, step[place][0])
     compare_state(full_state_dict(model), dense, initial)
     return model
@@ -101,11 +108,15 @@ def check_against_reference(
 
 def compare_evaluation(model: Any, dense: nn.Module, batch: torch.Tensor) -> None:
     """In evaluation the model is the dense one, whatever this rank holds."""
-    model.eval()
-    with torch.no_grad():
-        logits, expected = (each(**inputs_of(each, batch)).logits for each in (model, dense))
+    torch.testing.assert_close(evaluated(model, batch), evaluated(dense, batch), rtol=1e-4, atol=1e-4)
+
+
+@torch.no_grad()
+def evaluated(model: Any, batch: torch.Tensor) -> torch.Tensor:
+    """Logits in evaluation mode; training mode after it."""
+    logits: torch.Tensor = model.eval()(**inputs_of(model, batch)).logits
     model.train()
-    torch.testing.assert_close(logits, expected, rtol=1e-4, atol=1e-4)
+    return logits
 
 
 def compare_state(state: Mapping[str, torch.Tensor], dense: nn.Module, initial: Mapping[str, torch.Tensor]) -> None:
@@ -114,10 +125,19 @@ def compare_state(state: Mapping[str, torch.Tensor], dense: nn.Module, initial: 
         assert not state
         return
     assert list(state) == list(initial)
-    for name, expected in dense.state_dict().items():
+    for name, expected in dense.named_parameters():
         moved, size = (expected - initial[name]).norm(), expected.norm()
         difference = (state[name] - expected).norm()
         assert difference <= DRIFT * moved + NUM_STEPS * 2.0**-24 * size, (name, difference, moved)
+
+
+@torch.no_grad()
+def take_buffers(model: Any, dense: nn.Module, own: Mapping[str, torch.Tensor]) -> None:
+    """Statistics with which this rank evaluates: its own where it has some, else those of a holder."""
+    if persistent := dict(dense.named_buffers()).keys() & dense.state_dict().keys():
+        state = gathered_state(model)
+        for name in persistent:
+            dense.get_buffer(name).copy_(own.get(name, state[name]))
 
 
 def gathered_state(model: Any) -> dict[str, torch.Tensor]:

@@ -79,11 +79,13 @@ def _cases(size: int, config: pytest.Config) -> list[tuple[str, Check]]:
     made: dict[str, Any] = {"llama": agrees_with_the_reference}
     match size:
         case 2:
+            made |= {"resnet": partial(agrees_with_the_reference, name="resnet", optimizer="SGD")}
             made |= {"sgd": partial(agrees_with_the_reference, optimizer="SGD", accumulation=2)}
         case 3:
             made |= {
                 "layer": partial(agrees_with_the_reference, name="gpt2", block={"holders": 2, "granularity": "layer"}),
                 "covers_everything": partial(covers_everything, granularity="sublayer"),
+                "bottleneck": partial(agrees_with_the_reference, name="resnet_bottleneck", optimizer="SGD"),
                 "covers_layers": partial(covers_everything, granularity="layer"),
                 "deepspeed": agrees_with_the_deepspeed_host,
                 # A layer's own parameter; windows.

@@ -34,7 +34,8 @@ from tests.helpers.split_models import dense_values, held_tensors, overlapping_p
 
 RANKS = (0, 1, 2)
 SEVERAL_BODIES = ("bert", "camembert", "convnext", "electra", "opt", "opt_post_norm", "roberta", "xlm_roberta")
-MORE = [name for name in more_models.SPECIMENS if name not in (*SEVERAL_BODIES, *more_models.TWINS)]
+CONVOLUTIONAL = ("resnet", "resnet_bottleneck")
+MORE = [name for name in more_models.SPECIMENS if name not in (*SEVERAL_BODIES, *CONVOLUTIONAL, *more_models.TWINS)]
 # Norms that are cut; interleaved heads; fused projections of unequal blocks; dropout of a rate; heads in arguments.
 SAMPLE = ("cohere", "falcon_grouped", "phi3", "starcoder2", "t5")
 

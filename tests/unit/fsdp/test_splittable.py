@@ -43,6 +43,12 @@ def test_bodies_of_several_modules(name: str) -> None:
     assert re.search(r"several modules do its work \(", refusal(more_models.SPECIMENS[name].build()))
 
 
+@pytest.mark.parametrize("name", ["resnet", "resnet_bottleneck"])
+def test_convolutions(name: str) -> None:
+    message = refusal(more_models.SPECIMENS[name].build())
+    assert re.search(r"convolution \(Conv2d\) is of channels.*\"block\" for the part 'convolution'", message)
+
+
 def test_a_forward_of_its_own_that_a_copy_would_not_run() -> None:
     dense: Any = build("llama")
     mlp = dense.model.layers[0].mlp
