@@ -12,7 +12,7 @@ from sdp_deepspeed.engine import import_hook
 from sdp_deepspeed.messages import NEEDS_DEEPSPEED, lacks_deepspeed
 from sdp_deepspeed.version import __version__
 
-__all__ = ["Init", "Plan", "__version__", "fully_shard", "initialize"]
+__all__ = ["Init", "Plan", "__version__", "fully_shard", "initialize", "reestimate_batch_norm"]
 
 import_hook.arm()
 
@@ -47,4 +47,8 @@ def __getattr__(name: str) -> Any:
         from sdp_deepspeed.fsdp.shard import fully_shard
 
         return fully_shard
+    if name == "reestimate_batch_norm":
+        from sdp_deepspeed.batch_norm import reestimate_batch_norm
+
+        return reestimate_batch_norm
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -68,7 +68,7 @@ class UnitCost:
     Args:
         num_parameters: trainable elements.
         num_bytes: bytes of its parameters and buffers.
-        flops: forward FLOPs per token (or per image position), multiply and add counted as two.
+        flops: forward FLOPs per token, or per image of models that take images; multiply and add counted as two.
     """
 
     num_parameters: int

@@ -9,6 +9,7 @@ from functools import partial
 from pathlib import Path
 
 from benchmarks.tables.counts import collectives, faults, model_state, peak_shares
+from benchmarks.tables.digits import digits
 from benchmarks.tables.hosts import hosts_memory, hosts_time
 from benchmarks.tables.learning import few_data, learning, rates
 from benchmarks.tables.links import (
@@ -81,6 +82,7 @@ BLOCKS = {
     "kills": Block(faults, ("faults", "faults_4_ranks")),
     "tokens": Block(tokenize_speed, ("tokenize_speed",)),
     "similarity": Block(similarity, ("similarity",)),
+    "digits": Block(digits, ("digits",)),
     "learning": Block(learning, ("learning",)),
     "learning-headers": Block(partial(learning, study="headers"), ("learning",)),
     "learning-few-data": Block(few_data, ("learning",)),

@@ -12,11 +12,13 @@ from torch import nn
 
 @dataclass(frozen=True)
 class Cut:
-    """A linear layer in a branch's body, of which a worker keeps only the rows or columns of its neurons or heads.
+    """A linear layer or convolution in a branch's body, of which a worker keeps only the rows or columns of its
+    neurons, channels or heads; or a batch norm over them.
 
     Args:
         module: submodule of the body, with a `weight` and perhaps a `bias`; or a parameter (the weights of all experts
-            in one tensor), whose bias is the parameter of that name with `_bias`.
+            in one tensor), whose bias is the parameter of that name with `_bias`. Of a batch norm all vectors are cut,
+            its running statistics too.
         dim: stored dimension of the weight that runs over the neurons or heads. A bias runs over them with its last.
         blocks: blocks stacked along `dim`, each of which runs over all heads: the number of equal ones (3 for GPT-2's
             `c_attn`: queries, keys, values), or, if they differ, for each the attribute path of the body with a number
@@ -63,6 +65,8 @@ class InnerLayers:
         caches: keyword arguments of the body that hold a key/value cache, which training has no use for; of one that
             holds several "NAME.ATTRIBUTE", the body's own.
         tail: submodules of the body that run on its output, such as dropout; each takes and returns one tensor.
+        before: submodules of the body that run before the cells and are not cut, of one that is a single module: they
+            run once where the cells run in two parts.
         tail_dropout: attribute of the body with the rate at which it drops elements of its output without a submodule.
         per_head: submodules of the body that run on each head alike, such as Qwen3's norms of queries and keys; their
             parameters are shared by all heads. A body may lack them.
@@ -74,6 +78,7 @@ class InnerLayers:
     scaled: tuple[str, ...] = ()
     caches: tuple[str, ...] = ()
     tail: tuple[str, ...] = ()
+    before: tuple[str, ...] = ()
     tail_dropout: str | None = None
     per_head: tuple[str, ...] = ()
     by_head: tuple[str, ...] = ()

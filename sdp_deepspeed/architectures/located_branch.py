@@ -10,47 +10,11 @@ from math import gcd
 import torch
 from torch import nn
 
-from sdp_deepspeed.architectures.branch import Branch, Cut, attribute
+from sdp_deepspeed.architectures.branch import Branch, attribute
+from sdp_deepspeed.architectures.cut_tensors import BATCH_NORMS, CutTensor, cut_tensors_of
 from sdp_deepspeed.architectures.registry import branches_in
 from sdp_deepspeed.architectures.unknown import refusal_of
 from sdp_deepspeed.units import Piece
-
-_BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
-
-
-@dataclass(frozen=True)
-class CutTensor:
-    """A weight or bias that runs over the cells of a branch.
-
-    Args:
-        cut: the layer that it belongs to, and how it is cut.
-        parameter: dense name.
-        dim: stored dimension that runs over the cells.
-        size: number of indices along `dim`.
-        shares: of each of its blocks, what its width is in proportion to.
-    """
-
-    cut: Cut
-    parameter: str
-    dim: int
-    size: int
-    shares: tuple[int, ...] = (1,)
-
-    def has_blocks_of(self, num_cells: int) -> bool:
-        """Whether each block divides into so many cells of one width."""
-        return num_cells > 0 and all(
-            self.size * share % (sum(self.shares) * num_cells) == 0 and share for share in self.shares
-        )
-
-    def pieces(self, cells: range, num_cells: int) -> list[Piece]:
-        """The pieces of a stretch of cells, one per block."""
-        result, start = [], 0
-        for share in self.shares:
-            block = self.size * share // sum(self.shares)
-            width = block // num_cells
-            result.append(Piece(self.parameter, self.dim, start + cells.start * width, len(cells) * width))
-            start += block
-        return result
 
 
 @dataclass(frozen=True)
@@ -184,7 +148,7 @@ def _cells(layer_name: str, layer: nn.Module, branch: Branch) -> tuple[int, tupl
             or "its description names no neurons or heads; register it with architectures.InnerLayers"
         )
     root_name, root = f"{layer_name}.{branch.root}".rstrip("."), layer.get_submodule(branch.root)
-    tensors = [tensor for cut in branch.inner.cuts for tensor in _cut_tensors(root_name, root, cut)]
+    tensors = [tensor for cut in branch.inner.cuts for tensor in cut_tensors_of(root_name, root, cut)]
     heads = branch.inner.heads
     # Experts and a shared expert beside them have different numbers of neurons: a cell is some of each.
     widths = {tensor.size for tensor in tensors if tensor.cut.is_output} or {tensors[0].size}
@@ -221,42 +185,22 @@ def _refuse_other_tensors(
     paths = {*(cut.module for cut in inner.cuts), *inner.per_head, *inner.tail}
     paths |= {branch.experts.router} if branch.experts else set()
     known = {f"{root_name}.{path}" for path in paths}
+    before = tuple(f"{root_name}.{path}." for path in inner.before)
     tensors = dict(root.named_parameters())
     weights = [tensors.get(cut.names(tensors)[0]) for cut in inner.cuts if cut.is_output]
     outputs = {n for weight in weights if weight is not None for n in weight.shape}
     for name, module in inside.items():
         own = dict(module.named_parameters(name, recurse=False)) | dict(module.named_buffers(name, recurse=False))
         for tensor_name, tensor in own.items():
-            if {name, tensor_name} & known or tensor.dim() != 1 or len(tensor) not in sizes:
+            is_known = {name, tensor_name} & known or f"{tensor_name}.".startswith(before)
+            if is_known or tensor.dim() != 1 or len(tensor) not in sizes:
                 continue
             # Of heads, or where the output is as wide, a vector of this size may be one over the output.
-            if isinstance(module, _BATCH_NORMS) or (inner.heads is None and outputs != {len(tensor)}):
+            if isinstance(module, BATCH_NORMS) or (inner.heads is None and outputs != {len(tensor)}):
                 raise ValueError(
                     f"{name} ({type(module).__name__}) has an element for each of the {len(tensor)} neurons and "
                     "is not cut with them: use the block strategy for this part"
                 )
-
-
-def _cut_tensors(root_name: str, root: nn.Module, cut: Cut) -> list[CutTensor]:
-    parameters = dict(root.named_parameters())
-    weight, bias = cut.names(parameters)
-    if weight not in parameters:
-        try:
-            module = root.get_submodule(cut.module)
-        except AttributeError:
-            if cut.optional:
-                return []
-            raise
-        raise ValueError(f"{root_name}.{cut.module} has no weight of its own (a {type(module).__name__})")
-    if isinstance(cut.blocks, int):
-        shares = (1,) * cut.blocks
-    else:
-        shares = tuple(int(attribute(root, path)) for path in cut.blocks)
-    result = [CutTensor(cut, f"{root_name}.{weight}", cut.dim, parameters[weight].shape[cut.dim], shares)]
-    if bias in parameters and not cut.is_output:
-        last = parameters[bias].dim() - 1
-        result.append(CutTensor(cut, f"{root_name}.{bias}", last, parameters[bias].shape[last], shares))
-    return result
 
 
 def _refuse_tied(model: nn.Module, branches: Sequence[LocatedBranch]) -> None:

@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from sdp_deepspeed.architectures.active_experts import active_shares
+from sdp_deepspeed.architectures.image_flops import flops_per_element
 from sdp_deepspeed.architectures.located_branch import LocatedBranch
 from sdp_deepspeed.config import KEY
 from sdp_deepspeed.units import Piece, Unit, UnitCost
@@ -177,15 +178,19 @@ def unit_costs(model: nn.Module, units: Sequence[Unit]) -> list[UnitCost]:
     """Cost of each unit: weights of matrices count 2 FLOPs per token, attention scores are left out.
 
     Scores grow with the sequence length, which a model does not know; they shift all attention units alike. Of experts
-    those count that a token uses, as if all were used alike.
+    those count that a token uses, as if all were used alike. Of models that take images, weights count at as many
+    positions of an image as they run at (`image_flops.py`).
     """
     tensors: dict[str, torch.Tensor] = dict(model.named_parameters(remove_duplicate=False))
     tensors |= dict(model.named_buffers(remove_duplicate=False))
-    shares = active_shares(model)
-    return [_cost(unit, tensors, shares) for unit in units]
+    per_element = flops_per_element(model)
+    if per_element is None:
+        shares = active_shares(model)
+        per_element = {name: 2 * shares.get(name, Fraction(tensor.dim() > 1)) for name, tensor in tensors.items()}
+    return [_cost(unit, tensors, per_element) for unit in units]
 
 
-def _cost(unit: Unit, tensors: dict[str, torch.Tensor], shares: Mapping[str, Fraction]) -> UnitCost:
+def _cost(unit: Unit, tensors: Mapping[str, torch.Tensor], per_element: Mapping[str, Fraction]) -> UnitCost:
     num_parameters = num_bytes = flops = 0
     for piece in unit.pieces:
         tensor = tensors[piece.parameter]
@@ -193,5 +198,5 @@ def _cost(unit: Unit, tensors: dict[str, torch.Tensor], shares: Mapping[str, Fra
         num_bytes += elements * tensor.element_size()
         if piece.kind == "parameter":
             num_parameters += elements
-            flops += int(2 * elements * shares.get(piece.parameter, tensor.dim() > 1))
+            flops += int(elements * per_element[piece.parameter])
     return UnitCost(num_parameters, num_bytes, flops)

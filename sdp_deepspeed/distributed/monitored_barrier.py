@@ -36,6 +36,7 @@ class Phase(IntEnum):
     LOAD = 4
     PART = 5
     REPLAN = 6
+    REESTIMATE = 7
 
 
 _WORDS = {
@@ -46,6 +47,7 @@ _WORDS = {
     Phase.LOAD: "began to load weights",
     Phase.PART: "ran a part of the model again, or before another",
     Phase.REPLAN: "began to re-plan",
+    Phase.REESTIMATE: "began to re-estimate batch norms",
 }
 _BATCHES = (
     "the dense model is a collective of all ranks, so give each the same number of batches. To generate, or whatever "

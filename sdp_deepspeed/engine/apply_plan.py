@@ -22,14 +22,17 @@ from sdp_deepspeed.distributed.agreement import run_on_all_ranks
 from sdp_deepspeed.distributed.communicator import Communicator, RankGroups
 from sdp_deepspeed.distributed.monitored_barrier import MonitoredBarrier, make_monitored_barrier
 from sdp_deepspeed.engine.consistency import check_holders_agree, check_same_plan
+from sdp_deepspeed.engine.holder_groups import make_holder_groups, refuse_divided
 from sdp_deepspeed.layout.nodes import Nodes
 from sdp_deepspeed.layout.places import PieceViews
 from sdp_deepspeed.layout.rank_model import RankModel
+from sdp_deepspeed.masking.batch_norm import RunningStatistics
 from sdp_deepspeed.masking.dense_view import DenseView
 from sdp_deepspeed.masking.description_check import check_descriptions
 from sdp_deepspeed.masking.freed_memory import give_back
 from sdp_deepspeed.masking.mask import Mask
 from sdp_deepspeed.masking.passes import DensePasses, HeldUnits
+from sdp_deepspeed.masking.synchronized import Holders, synchronize, synchronized_over
 from sdp_deepspeed.masking.tried import Tried, own_layers
 from sdp_deepspeed.plan.placement import Network
 from sdp_deepspeed.plan.plan import Plan
@@ -84,9 +87,19 @@ class AppliedPlan:
     coverage: float
 
     @property
+    def statistics(self) -> RunningStatistics:
+        """Of the module's batch norms."""
+        return self.dense_view.statistics
+
+    @property
     def model(self) -> RankModel:
         """The plan in this rank's coordinates, and where its pieces lie."""
         return self.mask.model
+
+    @property
+    def with_statistics(self) -> RankModel:
+        """As `model`, with the running statistics of batch norms: all that ranks with the same units have the same."""
+        return replace(self.model, tensors=(*self.model.tensors, *self.statistics.tensors))
 
 
 @dataclass(frozen=True)
@@ -159,7 +172,7 @@ def apply_plan(
     """
     module, network = start.module, start.network()
 
-    def divide_plan_and_mask() -> tuple[TensorParallel, ChosenPlan, Mask, Tried]:
+    def divide_plan_and_mask() -> tuple[TensorParallel, ChosenPlan, Mask, Tried, dict[str, Holders]]:
         check_groups(groups)
         if groups.tp_group is not None:
             refuse_tensor_parallel(start.deferred)
@@ -179,11 +192,14 @@ def apply_plan(
         tried = Tried.of(module, branches, plans)
         # Mask: drop, narrow or freeze what this rank lacks.
         mask = Mask(module, model, parallel.branches, scales=block.dense_branch_scale == "coverage")
+        synchronized = synchronized_over(module, model, parallel.branches, stage=start.stage)
+        refuse_divided(synchronized, groups.tp_group)
         mask.apply()
-        return parallel, chosen, mask, tried
+        return parallel, chosen, mask, tried, synchronized
 
-    parallel, chosen, mask, tried = run_on_all_ranks(groups.world, divide_plan_and_mask)
+    parallel, chosen, mask, tried, synchronized = run_on_all_ranks(groups.world, divide_plan_and_mask)
     check_same_plan(chosen.plan, groups.world)
+    synchronize(module, synchronized, make_holder_groups(synchronized.values(), groups.world.rank))
     # Materialize: a module without storage gets the weights that are left of it.
     if start.deferred is not None:
         start.deferred.materialize(mask, start.device, groups.world)
@@ -212,7 +228,8 @@ def install_dense_view(
     """
     device, evaluation = options
     fetcher = HeldUnits(mask, dp_group, device=device)
-    passes = DensePasses(mask, fetcher, barrier, device=device, report=_log_on_rank_0)
+    statistics = RunningStatistics(module, mask.model, dp_group, device=device)
+    passes = DensePasses(mask, fetcher, barrier, device=device, report=log_in_block, statistics=statistics)
     dense_view = DenseView(module, mask, dp_group, barrier, passes, evaluation=evaluation)
     dense_view.install()
     return dense_view
@@ -242,5 +259,6 @@ def _losses(plan: Plan) -> str:
     return text if plan.trains_subnetworks else ""
 
 
-def _log_on_rank_0(text: str) -> None:
+def log_in_block(text: str) -> None:
+    """In DeepSpeed's log, on rank 0."""
     log_dist(f"{KEY}: {text}", ranks=[0])

@@ -2,21 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, Self, cast
 
 from torch import nn
 
+from sdp_deepspeed.checkpoint.state import random_state
 from sdp_deepspeed.distributed.communicator import Communicator
 from sdp_deepspeed.distributed.monitored_barrier import Phase
 from sdp_deepspeed.engine import half_way
-from sdp_deepspeed.engine.apply_plan import AppliedPlan
+from sdp_deepspeed.engine.apply_plan import AppliedPlan, log_in_block
 from sdp_deepspeed.engine.checkpoint_calls import CheckpointCalls
 from sdp_deepspeed.engine.dense_export import DenseExport
 from sdp_deepspeed.masking.other_weights import OtherWeights
+from sdp_deepspeed.masking.reestimation import Reestimation
 from sdp_deepspeed.masking.replaced import KnownParameters
 from sdp_deepspeed.optimizer.optimizer import SubnetworkOptimizer
 
@@ -103,6 +105,14 @@ class DenseCalls(CheckpointCalls):
             lambda folder: save(folder, save_filename, exclude_frozen_parameters), save_dir, save_filename
         )
         return True
+
+    def reestimate_batch_norm(self, batches: Iterable[Any], *, num_batches: int) -> int:
+        """As `sdp_deepspeed.reestimate_batch_norm`, of this engine's dense model."""
+        self._refuse_half_replanned("engine.reestimate_batch_norm")
+        engine = cast(nn.Module, self)
+        reestimation = Reestimation(engine, self._applied.dense_view, self.world, log_in_block)
+        with random_state.unchanged():
+            return reestimation.run(batches, num_batches)
 
     def _export(self) -> DenseExport:
         return DenseExport(self.module, self._applied, self.world, partial(self.dense, resident=True))

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import inspect
+import logging
 from collections.abc import Callable
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from deepspeed.utils import log_dist
+
 from sdp_deepspeed.atomic_files import added_when_complete
 from sdp_deepspeed.checkpoint.interop.hugging_face_names import new_model
+from sdp_deepspeed.config import KEY
 from sdp_deepspeed.distributed.agreement import raise_on_all_ranks
 from sdp_deepspeed.distributed.communicator import Communicator
 from sdp_deepspeed.engine.apply_plan import AppliedPlan
@@ -92,12 +96,17 @@ class DenseExport:
         """
         error: Exception | None = None
         self.applied.dense_view.wait_to_write()
+        self.applied.statistics.warn_of_subnetworks(_warn, "engine.reestimate_batch_norm(batches, num_batches=...)")
         with self.resident():
             try:
                 write()
             except Exception as problem:  # of any kind: the others wait for this rank
                 error = RuntimeError(f"{failure}: {problem}")
             raise_on_all_ranks(self.world, error)  # here, where no barrier's shorter time limit runs
+
+
+def _warn(text: str) -> None:
+    log_dist(f"{KEY}: {text}", ranks=[0], level=logging.WARNING)
 
 
 class _SavesDenseModel(Mixin):

@@ -90,6 +90,7 @@ PRIVATE_NAMES: tuple[tuple[str, str], ...] = (
     ("torch.nn", "Module()._non_persistent_buffers_set"),
     ("torch.nn", "Module()._parameters"),
     ("torch.nn.init", "_no_grad_trunc_normal_"),
+    ("torch.nn.modules.batchnorm", "_BatchNorm"),
     ("torch.utils._python_dispatch", "TorchDispatchMode"),
     ("torch.utils._python_dispatch", "_get_current_dispatch_mode_stack"),
     ("torch.utils._pytree", "tree_leaves"),

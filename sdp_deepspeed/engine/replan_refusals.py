@@ -70,6 +70,12 @@ def refuse_run(engine: Any, applied: AppliedPlan) -> None:
         raise ValueError(
             f"engine.replan: {quoted(compiled)} was compiled (torch.compile) for its present shapes: {_SAVE}"
         )
+    synchronized = [name for name, module in engine.module.named_modules() if isinstance(module, nn.SyncBatchNorm)]
+    if synchronized:
+        raise ValueError(
+            f"engine.replan: {quoted(synchronized)} is a SyncBatchNorm, whose process group is the holders of the "
+            f"present plan: {_SAVE}"
+        )
     changed = changed_classes(engine.module)
     if changed:
         raise ValueError(

@@ -12,6 +12,7 @@ _MODULES = {
     "full_state_dict": "full_state",
     "fully_shard": "shard",
     "param_groups": "mesh_groups",
+    "reestimate_batch_norm": "dense_view",
     "save_pretrained": "full_state",
     "sharded_model_of": "sharded_model",
 }

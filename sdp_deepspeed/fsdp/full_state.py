@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections import deque
 from collections.abc import Iterator
 from functools import partial
@@ -14,6 +15,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from sdp_deepspeed.checkpoint.interop.hugging_face_names import new_model
+from sdp_deepspeed.config import KEY
 from sdp_deepspeed.distributed.agreement import raise_on_all_ranks
 from sdp_deepspeed.distributed.communicator import Communicator
 from sdp_deepspeed.distributed.monitored_barrier import Phase
@@ -22,12 +24,15 @@ from sdp_deepspeed.fsdp.sharded_model import ShardedModel, sharded_model_of
 from sdp_deepspeed.fsdp.wrappers import without_wrappers
 from sdp_deepspeed.plan.tensors import named_tensors
 
+logger = logging.getLogger("sdp_deepspeed")
+
 
 def full_state_dict(module: nn.Module) -> dict[str, torch.Tensor]:
     """The dense model's state dict on rank 0, in host memory; empty on the others. Every rank calls it.
 
     Units come one after the other, so that no device ever has more than one beside its shards. Branches are scaled, if
-    the block says so (`dense_branch_scale`). Buffers of what is shared, and `ignored_params`, are rank 0's own.
+    the block says so (`dense_branch_scale`). Buffers of what is shared, but for
+    running statistics of batch norms, and `ignored_params` are rank 0's own.
 
     Args:
         module: that `fully_shard` returned.
@@ -39,6 +44,8 @@ def full_state_dict(module: nn.Module) -> dict[str, torch.Tensor]:
     if sharded.view.is_inside:
         raise RuntimeError("full_state_dict inside `with dense(model):`: leave it first, on all ranks")
     sharded.view.meet(Phase.RESIDENT)
+    call = "sdp_deepspeed.fsdp.reestimate_batch_norm(model, batches, num_batches=...)"
+    sharded.view.statistics.warn_of_subnetworks(_warn_on_rank_0, call)
     with torch.no_grad():
         sharded.reshard()
         values, error = _kept_on_rank_0(sharded)
@@ -74,6 +81,11 @@ def save_pretrained(module: nn.Module, folder: str | Path, tokenizer: Any = None
         except Exception as problem:  # of any kind: the others wait for this rank
             error = RuntimeError(f"save_pretrained: cannot write {folder}: {problem}")
     raise_on_all_ranks(Communicator(dist), error)
+
+
+def _warn_on_rank_0(text: str) -> None:
+    if dist.get_rank() == 0:
+        logger.warning("%s: %s", KEY, text)
 
 
 def _kept_on_rank_0(sharded: ShardedModel) -> tuple[dict[str, torch.Tensor], RuntimeError | None]:

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from functools import cached_property
 
 from sdp_deepspeed.architectures import LocatedBranch
-from sdp_deepspeed.architectures.located_branch import CutTensor
+from sdp_deepspeed.architectures.cut_tensors import CutTensor
 from sdp_deepspeed.fsdp.pieces import HeldTensor
 from sdp_deepspeed.fsdp.splittable import PIECES
 from sdp_deepspeed.layout.rank_model import RankModel

@@ -51,6 +51,7 @@ from sdp_deepspeed.layout.places import PieceViews
 from sdp_deepspeed.layout.rank_model import RankModel
 from sdp_deepspeed.masking.compiled import compile_in_place
 from sdp_deepspeed.masking.description_check import check_descriptions
+from sdp_deepspeed.masking.synchronized import Holders, synchronize, synchronized_over
 from sdp_deepspeed.messages import quoted
 from sdp_deepspeed.plan.placement import Network
 from sdp_deepspeed.plan.plan import Plan
@@ -60,6 +61,7 @@ from sdp_deepspeed.support.refusals import refuse_shared_memory
 
 logger = logging.getLogger("sdp_deepspeed")
 T = TypeVar("T", bound=nn.Module)
+Synchronized = dict[str, Holders]
 
 
 @dataclass(frozen=True)
@@ -165,7 +167,7 @@ def shard(start: Start, wrapped: Collection[str] = ()) -> ShardedModel:
     tensor_parallel = start.tensor_parallel
     deferred = run_on_all_ranks(start.ranks, partial(_deferred, module)) if tensor_parallel is None else None
 
-    def plan_and_mask() -> tuple[Plan, float, ShardedMask, list[LocatedBranch], list[ShardedUnit]]:
+    def plan_and_mask() -> tuple[tuple[Plan, float, ShardedMask, list[LocatedBranch]], list[ShardedUnit], Synchronized]:
         branches = locate_branches(module)
         plan, warnings = plan_model(module, start.block, mesh.size(), network, branches=branches)
         check_not_ignored(module, plan, start.options.ignored_params)
@@ -185,10 +187,12 @@ def shard(start: Start, wrapped: Collection[str] = ()) -> ShardedModel:
         mask.check()
         check_not_wrapped_inside(plan, branches, wrapped)
         coverage = plan.mean_coverage([cost.flops for cost in costs])
-        return plan, coverage, mask, branches, list(block_units(module, model, branches))
+        synchronized = synchronized_over(module, model, branches)
+        return (plan, coverage, mask, branches), list(block_units(module, model, branches)), synchronized
 
     with tensor_parallel or nullcontext():
-        plan, coverage, mask, branches, blocks = run_on_all_ranks(start.ranks, plan_and_mask)
+        planned, blocks, synchronized = run_on_all_ranks(start.ranks, plan_and_mask)
+        plan, coverage, mask, branches = planned
         check_same_plan(plan, start.ranks)
     mask.apply_on(start.device, is_deferred=deferred is not None)
     if deferred is not None:
@@ -203,6 +207,7 @@ def shard(start: Start, wrapped: Collection[str] = ()) -> ShardedModel:
     lacking = mask.lacking_names()
     ignored = {name for name, parameter in module.named_parameters() if parameter in start.options.ignored_params}
     shared = shared_tensors(module, units, not_shared=lacking | ignored, everyone=tuple(range(mesh.size())))
+    synchronize(module, synchronized, {holders: own.get_group() for holders, own in meshes.items()})
     _wrap(start, units, meshes, [module.get_parameter(name) for name in sorted(lacking)])
     return ShardedModel(
         module, start.block, mask, mesh, meshes, units, shared, state_names, coverage, num_groups, tensor_parallel

@@ -20,7 +20,7 @@ from sdp_deepspeed.layout.rank_model import RankModel
 from sdp_deepspeed.masking.mixins import Copied, Mixin, mix_in
 from sdp_deepspeed.masking.nothing import Nothing
 from sdp_deepspeed.masking.outputs import Outputs
-from sdp_deepspeed.masking.part import DenseTensors, MaskedPart, stand_in
+from sdp_deepspeed.masking.part import DenseTensors, MaskedPart, empty_like, stand_in
 from sdp_deepspeed.units import Piece
 
 
@@ -86,7 +86,7 @@ class BlockPart(MaskedPart):
             for count in branch.description.num_outputs_of_modules
         ]
         self._tensors = {piece: tensors[piece.parameter] for piece in unit.pieces}
-        self._shapes = model.views.shapes
+        self._shapes, self._formats = model.views.shapes, model.views.formats
         self._of_layers = {name for branch in branches for name in branch.parameters}
         self._scale = scale
         self._nothing = Nothing(unit.name, copies=copies)
@@ -111,8 +111,8 @@ class BlockPart(MaskedPart):
         targets: dict[Piece, torch.Tensor] = {}
         if not self.whole:
             for piece, tensor in self._tensors.items():
-                shape = self._shapes[piece.parameter]
-                targets[piece] = torch.empty(shape, dtype=tensor.dtype, device=tensor.device)
+                shape, memory_format = self._shapes[piece.parameter], self._formats[piece.parameter]
+                targets[piece] = empty_like(tensor, shape, memory_format)
         return DenseTensors(targets)
 
     def complete(self, dense: DenseTensors) -> None:
@@ -163,11 +163,13 @@ def check_scalable(module: nn.Module, branch: LocatedBranch) -> None:
     Raises:
         ValueError: a norm between the two would undo it.
     """
-    for name in branch.description.after:
-        kind = type(module.get_submodule(f"{branch.layer}.{name}")).__name__
+    after = [f"{branch.layer}.{path}" for path in branch.description.after]
+    after += [f"{branch.root}.{path}" for path in (branch.description.inner.tail if branch.description.inner else ())]
+    for name in after:
+        kind = type(module.get_submodule(name)).__name__
         if "norm" in kind.lower():
             raise ValueError(
-                f"{KEY}.dense_branch_scale: {branch.layer}.{name} ({kind}) normalizes what {branch.name!r} computes "
+                f"{KEY}.dense_branch_scale: {name} ({kind}) normalizes what {branch.name!r} computes "
                 'before it is added, so a factor on its output projection would have no effect; use "none"'
             )
 

@@ -9,6 +9,9 @@ from torch import nn
 
 from sdp_deepspeed.architectures import LocatedBranch
 from sdp_deepspeed.architectures.branch import attribute
+from sdp_deepspeed.plan.tensors import named_tensors
+
+_OF_LAYERS = (".weight", ".running_mean")  # batch norms may have no weights
 
 
 class NarrowConfig:
@@ -40,8 +43,9 @@ class Counts:
         assert inner is not None, "units of neurons come from a description of them"
         self._first = branch.cut_tensors[0]
         self._parameter = place(branch, self._first.parameter.removeprefix(branch.root).removeprefix("."))
-        paths = (tensor.cut.module for tensor in branch.cut_tensors if tensor.parameter.endswith(".weight"))
+        paths = (tensor.cut.module for tensor in branch.cut_tensors if tensor.parameter.endswith(_OF_LAYERS))
         self._layers = list(dict.fromkeys(place(branch, path) for path in paths))
+        self._depthwise = [place for place in self._layers if _groups(bodies[place[0]].get_submodule(place[1])) > 1]
         places = [place(branch, path) for path in inner.scaled]
         self._dense = {(body, path): attribute(bodies[body], path) for body, path in places}
         self._configs = {body: attribute(bodies[body], "config") for body, path in places if path.startswith("config.")}
@@ -49,9 +53,12 @@ class Counts:
     def set(self, bodies: Sequence[nn.Module]) -> None:
         """Make what `bodies`, or copies of them, say of their sizes true."""
         for body, path in self._layers:
-            _set_sizes(bodies[body].get_submodule(path))
+            layer = bodies[body].get_submodule(path)
+            _set_sizes(layer)
+            if (body, path) in self._depthwise:
+                layer.groups = layer.in_channels = layer.out_channels
         body, path = self._parameter
-        width = bodies[body].get_parameter(path).shape[self._first.dim]
+        width = named_tensors(bodies[body])[path].shape[self._first.dim]
         counts = {key: count * width // self._first.size for key, count in self._dense.items()}
         for (body, path), count in counts.items():
             if not path.startswith("config."):
@@ -76,9 +83,19 @@ def place(branch: LocatedBranch, path: str) -> tuple[int, str]:
     )
 
 
+def _groups(layer: Any) -> int:
+    return layer.groups if isinstance(layer, nn.modules.conv._ConvNd) else 1
+
+
 def _set_sizes(layer: Any) -> None:
-    """Linear and Conv1D say how wide they are; Conv1D computes with it."""
-    if hasattr(layer, "nf"):
+    """Linear layers and convolutions say how wide they are, batch norms how many features they have; Conv1D computes
+    with it."""
+    if isinstance(layer, nn.modules.batchnorm._BatchNorm):
+        layer.num_features = len(layer.running_mean if layer.weight is None else layer.weight)
+    elif isinstance(layer, nn.modules.conv._ConvNd):
+        sizes = layer.weight.shape[:2]
+        layer.in_channels, layer.out_channels = sizes if layer.transposed else sizes[::-1]
+    elif hasattr(layer, "nf"):
         layer.nx, layer.nf = layer.weight.shape
     elif hasattr(layer, "out_features"):
         layer.out_features, layer.in_features = layer.weight.shape

@@ -61,6 +61,7 @@ class DenseView:
         self._dp_group = dp_group
         self._barrier = barrier
         self._passes = passes
+        self.statistics = passes.statistics  # of its batch norms
         self._evaluation: Evaluation = evaluation
         self._mode: Mode = "subnetwork"
         self._replaceable: ReplaceableTensors | None = None
@@ -176,16 +177,18 @@ class DenseView:
     def wait_to_write(self) -> None:
         """What the ranks are about to write is a collective also where the dense model is none (backward regime)."""
         if not self.is_collective:
-            self._barrier.wait(Phase.RESIDENT)
+            self.meet(Phase.RESIDENT)
 
     def meet(self, phase: Phase) -> None:
-        """All ranks begin the same, such as saving; that ends an evaluation, too.
+        """All ranks begin the same, such as saving; that ends an evaluation. Batch norms have mean statistics after it.
 
         Raises:
             RuntimeError: on all ranks when they do not, naming ranks; on waiting ranks when one does not come.
         """
         self._passes.drop()
         self._barrier.wait(phase)
+        if phase != Phase.LOAD:
+            self.statistics.average()
 
     def _wait(self, phase: Phase) -> None:
         if self.is_collective:
@@ -292,4 +295,6 @@ class DenseView:
     def _release(self, part: MaskedPart) -> None:
         if part.filled:
             with torch.inference_mode(False):
+                if self._mode != "resident" and self._module.training:
+                    part.keep_statistics()
                 part.release()

@@ -1,15 +1,17 @@
-"""Neuron strategy: a branch's linear layers keep the rows and columns of this rank's neurons or heads.
+"""Neuron strategy: a branch's linear layers and convolutions keep the rows and columns of this rank's neurons, channels
+or heads; its batch norms the elements of theirs.
 
 The modules stay stock modules, with narrower weights. In the forward regime nothing else exists. In the backward
 regime the body runs twice and the outputs are added (halves.py): as one shallow copy of its modules with the held
 weights, and as one with the lacking weights, frozen, so that autograd computes no weight gradients for those and keeps
-none of the activations that only they would need.
+none of the activations that only they would need. Each half updates the running statistics of its own channels.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import nn
@@ -22,29 +24,45 @@ from sdp_deepspeed.masking.counts import Counts, place
 from sdp_deepspeed.masking.halves import FirstModule, Halves, LastModule, SplitModule, make_narrow
 from sdp_deepspeed.masking.mixins import mix_in
 from sdp_deepspeed.masking.outputs import Outputs
-from sdp_deepspeed.masking.part import DenseTensors, MaskedPart, replace_data, stand_in
-from sdp_deepspeed.masking.twins import OneRouter, twin_of
+from sdp_deepspeed.masking.part import DenseTensors, MaskedPart, empty_like, replace_data, stand_in
+from sdp_deepspeed.masking.twins import RunsOnce, twin_of
+from sdp_deepspeed.plan.tensors import TensorInfo, pieces_by_tensor
 from sdp_deepspeed.units import Piece
 
 
 @dataclass(frozen=True)
-class CutParameter:
-    """A parameter of which this rank holds a part.
+class StoredCut:
+    """A parameter or a buffer of which this rank holds a part.
 
     Args:
         module: that has it.
-        name: in the module, such as "weight" or "bias".
-        parameter: the module's own, narrower; it makes room for another while the part is dense.
+        name: in the module, such as "weight" or "running_mean".
+        tensor: the module's own, narrower; it makes room for another while the part is dense.
         shape: dense.
+        format: dense, and of what is stored.
         held, lacking: its pieces in dense order.
     """
 
     module: nn.Module
     name: str
-    parameter: nn.Parameter
+    tensor: torch.Tensor
     shape: torch.Size
+    format: torch.memory_format
     held: tuple[Piece, ...]
     lacking: tuple[Piece, ...]
+
+    @property
+    def is_buffer(self) -> bool:
+        return not isinstance(self.tensor, nn.Parameter)
+
+    @property
+    def registry(self) -> dict[str, Any]:
+        """Of the module, where it looks the tensor up."""
+        return self.module._buffers if self.is_buffer else self.module._parameters
+
+    def like(self, value: torch.Tensor) -> torch.Tensor:
+        """What stands for the tensor, with another value."""
+        return value if self.is_buffer else nn.Parameter(value, requires_grad=self.tensor.requires_grad)
 
 
 class NeuronPart(MaskedPart):
@@ -76,7 +94,7 @@ class NeuronPart(MaskedPart):
         self._counts = Counts(branch, self.modules)
         self._router = _router(module, branch)
         self._places = {cut.module: place(branch, cut.module) for cut in self.inner.cuts}
-        self.cuts = [_cut(module, model, tensor.parameter) for tensor in branch.cut_tensors]
+        self.cuts = _stored_cuts(module, model, branch)
         self._halves = Halves(self.name, self, self.inner, Outputs.of(branch.description), _cells(branch, self.cuts))
 
     @property
@@ -100,20 +118,20 @@ class NeuronPart(MaskedPart):
         mix_in(mixin, body)
         object.__setattr__(body, "_sdp_part", self._halves)
 
-    def _split(self) -> dict[int, nn.Parameter]:
-        """Narrow the parameters to what is held; per parameter (its id) what is lacking, if that is kept."""
-        result = {}
+    def _split(self) -> dict[int, torch.Tensor]:
+        """Narrow the tensors to what is held; per tensor (its id) what is lacking, if that is kept."""
+        result: dict[int, torch.Tensor] = {}
         for cut in self.cuts:
-            dense = cut.parameter.detach()
+            dense = cut.tensor.detach()
             if self._keeps_lacking and cut.lacking:
-                lacking = side_by_side(cut.lacking, dense)
+                lacking = side_by_side(cut.lacking, dense, cut.format)
                 self._views.put(cut.lacking, lacking)
-                result[id(cut.parameter)] = nn.Parameter(lacking, requires_grad=False)
-            replace_data(cut.parameter, side_by_side(cut.held, dense))
+                result[id(cut.tensor)] = lacking if cut.is_buffer else nn.Parameter(lacking, requires_grad=False)
+            replace_data(cut.tensor, side_by_side(cut.held, dense, cut.format))
             self._views.put(cut.held)
         return result
 
-    def _make_twins(self, lacking: Mapping[int, nn.Parameter]) -> tuple[nn.Module, ...]:
+    def _make_twins(self, lacking: Mapping[int, torch.Tensor]) -> tuple[nn.Module, ...]:
         """The body twice, without its tail: with the held weights, and with the lacking ones. Of several bodies those
         with the lacking weights, since the layer itself runs the held ones.
 
@@ -139,12 +157,14 @@ class NeuronPart(MaskedPart):
         return twins
 
     def _instead(self) -> tuple[dict[str, nn.Module], dict[str, nn.Module]]:
-        """What stands in each twin by its path: nothing for the tail, and one router for both."""
+        """What stands in each twin by its path: nothing for the tail, and one for both of what is not of the cells, a
+        router or what runs before them."""
         first: dict[str, nn.Module] = {name: nn.Identity() for name in self.inner.tail}
         second = dict(first)
-        if self._router and len(self.modules) == 1:
-            router = OneRouter(self.modules[0].get_submodule(self._router))
-            first[self._router], second[self._router] = router.first, router.second
+        if len(self.modules) == 1:
+            for path in (*([self._router] if self._router else []), *self.inner.before):
+                once = RunsOnce(self.modules[0].get_submodule(path))
+                first[path], second[path] = once.first, once.second
         return first, second
 
     def _bias(self, cut: Cut) -> nn.Parameter | None:
@@ -152,18 +172,18 @@ class NeuronPart(MaskedPart):
         parameters = dict(self.modules[body].named_parameters())
         return parameters.get(replace(cut, module=inside).names(parameters)[1])
 
-    def _stored(self, cut: CutParameter) -> tuple[Piece, ...]:
+    def _stored(self, cut: StoredCut) -> tuple[Piece, ...]:
         return (*cut.held, *cut.lacking) if self.twins else cut.held
 
     @property
     def num_bytes(self) -> int:
-        return sum(cut.shape.numel() * cut.parameter.element_size() for cut in self.cuts)
+        return sum(cut.shape.numel() * cut.tensor.element_size() for cut in self.cuts)
 
     def allocate(self) -> DenseTensors:
         dense = DenseTensors({})
         for cut in self.cuts:
-            whole = torch.empty(cut.shape, dtype=cut.parameter.dtype, device=cut.parameter.device)
-            dense.values[cut.parameter] = whole
+            whole = empty_like(cut.tensor, cut.shape, cut.format)
+            dense.values[cut.tensor] = whole
             dense.targets |= {piece: piece.narrow(whole) for piece in (*cut.held, *cut.lacking)}
             for piece in self._stored(cut):
                 dense.targets.pop(piece).copy_(self._views.weight_view(piece))
@@ -172,25 +192,29 @@ class NeuronPart(MaskedPart):
     def complete(self, dense: DenseTensors) -> None:
         for cut in self.cuts:
             for piece in self._scales.keys() & {*cut.held, *cut.lacking}:
-                piece.narrow(dense.values[cut.parameter]).mul_(self._scales[piece])
+                piece.narrow(dense.values[cut.tensor]).mul_(self._scales[piece])
 
     def show(self, dense: DenseTensors) -> None:
         for cut in self.cuts:
-            whole = dense.values[cut.parameter]
-            cut.module._parameters[cut.name] = nn.Parameter(whole, requires_grad=cut.parameter.requires_grad)
+            cut.registry[cut.name] = cut.like(dense.values[cut.tensor])
         self._counts.set(self.modules)
         self.filled = True
 
     def release(self) -> None:
         for cut in self.cuts:
-            cut.module._parameters[cut.name] = cut.parameter
+            cut.registry[cut.name] = cut.tensor
         self._counts.set(self.modules)
         self.filled = False
 
     def take_over(self) -> None:
-        for cut in self.cuts:
-            dense = cut.module._parameters[cut.name]
-            assert dense is not None
+        self._take_over(self.cuts)
+
+    def keep_statistics(self) -> None:
+        self._take_over([cut for cut in self.cuts if cut.is_buffer])
+
+    def _take_over(self, cuts: Sequence[StoredCut]) -> None:
+        for cut in cuts:
+            dense = cut.registry[cut.name]
             for piece in self._stored(cut):
                 value, stored = piece.narrow(dense.data), self._views.weight_view(piece)
                 scale = self._scales.get(piece, 1.0)
@@ -198,7 +222,7 @@ class NeuronPart(MaskedPart):
                     stored.copy_(value / scale)
 
     def stand_ins(self) -> dict[torch.Tensor, torch.Tensor]:
-        return {cut.parameter: stand_in(cut.parameter, cut.shape) for cut in self.cuts}
+        return {cut.tensor: stand_in(cut.tensor, cut.shape) for cut in self.cuts}
 
     def undo(self) -> None:
         super().undo()
@@ -217,13 +241,19 @@ def _router(module: nn.Module, branch: LocatedBranch) -> str:
     return experts.router
 
 
-def _cut(module: nn.Module, model: RankModel, name: str) -> CutParameter:
-    owner, _, attribute = name.rpartition(".")
-    parameter = module.get_parameter(name)
-    pieces = model.pieces["parameter", name]
-    held = tuple(piece for piece, ranks in pieces if model.rank in ranks)
-    lacking = tuple(piece for piece, ranks in pieces if model.rank not in ranks)
-    return CutParameter(module.get_submodule(owner), attribute, parameter, parameter.shape, held, lacking)
+def _stored_cuts(module: nn.Module, model: RankModel, branch: LocatedBranch) -> list[StoredCut]:
+    tensors = {tensor.parameter: model.views.tensors[tensor.parameter] for tensor in branch.cut_tensors}
+    kinds = {tensor.parameter: tensor.kind for tensor in branch.cut_tensors}
+    infos = [TensorInfo(name, tuple(tensor.shape), tensor.dtype, kind=kinds[name]) for name, tensor in tensors.items()]
+    found = []
+    for (_, name), pieces in pieces_by_tensor(infos, model.plan).items():
+        owner, _, attribute = name.rpartition(".")
+        held = tuple(piece for piece, ranks in pieces if model.rank in ranks)
+        lacking = tuple(piece for piece, ranks in pieces if model.rank not in ranks)
+        inside = module.get_submodule(owner)
+        memory_format = model.views.formats[name]
+        found.append(StoredCut(inside, attribute, tensors[name], tensors[name].shape, memory_format, held, lacking))
+    return found
 
 
 def _scales(model: RankModel, branch: LocatedBranch, units: Sequence[int]) -> dict[Piece, float]:
@@ -238,7 +268,7 @@ def _scales(model: RankModel, branch: LocatedBranch, units: Sequence[int]) -> di
     }
 
 
-def _cells(branch: LocatedBranch, cuts: Sequence[CutParameter]) -> tuple[Sequence[int], Sequence[int]]:
+def _cells(branch: LocatedBranch, cuts: Sequence[StoredCut]) -> tuple[Sequence[int], Sequence[int]]:
     """Those that are held, and those that are lacking."""
     output = next(index for index, tensor in enumerate(branch.cut_tensors) if tensor.cut.is_output)
     width = branch.cut_tensors[output].size // branch.num_cells

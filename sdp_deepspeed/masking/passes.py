@@ -19,6 +19,7 @@ from sdp_deepspeed.distributed.monitored_barrier import MonitoredBarrier, Phase
 from sdp_deepspeed.exchange.exchange import Steps
 from sdp_deepspeed.exchange.unit_fetcher import UnitFetcher
 from sdp_deepspeed.layout.places import in_order
+from sdp_deepspeed.masking.batch_norm import RunningStatistics
 from sdp_deepspeed.masking.keeping import Decision, Vote, decide, fingerprint
 from sdp_deepspeed.masking.mask import Mask
 from sdp_deepspeed.masking.part import DenseTensors
@@ -70,6 +71,7 @@ class DensePasses:
         barrier: where all ranks agree.
         device: of the module.
         report: told, on every rank, when the dense model begins to stay, or does not.
+        statistics: of the module's batch norms, averaged when an evaluation begins.
     """
 
     def __init__(
@@ -80,7 +82,9 @@ class DensePasses:
         *,
         device: torch.device,
         report: Callable[[str], None],
+        statistics: RunningStatistics,
     ) -> None:
+        self.statistics = statistics
         self._mask = mask
         self._barrier = barrier
         self._device = device
@@ -99,8 +103,11 @@ class DensePasses:
     def begin(self, evaluation: Evaluation) -> None:
         """A forward pass, once all ranks are there."""
         with _as_in_training():
+            is_first = not self._barrier.num_forwards  # of an evaluation; of nothing that is kept
             found = self._weights_now() if self._stream.kept else None
             decision = decide(self._barrier.wait(Phase.FORWARD, self._vote(evaluation, found)))
+            if is_first:
+                self.statistics.average()
             if not decision.is_valid:
                 self._gave_way |= bool(self._stream.kept) and not decision.keeps
                 self._stream.drop()
@@ -113,6 +120,7 @@ class DensePasses:
     def all_at_once(self) -> Iterator[None]:
         """A pass in which each part is taken once, in order, for the whole model at once; all ranks are there."""
         self.drop()
+        self.statistics.average()
         self._stream.begin(keeps=False, ahead=True)
         try:
             yield

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from math import prod
 
 from sdp_deepspeed.architectures import LocatedBranch
-from sdp_deepspeed.architectures.located_branch import CutTensor
+from sdp_deepspeed.architectures.cut_tensors import CutTensor
 from sdp_deepspeed.messages import listed
 from sdp_deepspeed.plan.plan import Plan
 from sdp_deepspeed.units import Piece, Unit

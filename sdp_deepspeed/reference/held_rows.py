@@ -35,9 +35,10 @@ class HeldRows:
         Raises:
             ValueError: a model whose rows depend on one another, or a branch that only runs as a whole.
         """
+        _refuse_mixed_rows(model)
         if plan.is_whole:
             return cls(())
-        _refuse(model)
+        _refuse_own_forwards(model)
         return cls(
             [site for branch in locate_branches(model) for site in _sites(model, plan, branch, subnetwork_of_row)]
         )
@@ -75,10 +76,14 @@ def scaled_branches(model: nn.Module, plan: Plan) -> Iterator[None]:
             parameter.detach().copy_(value)
 
 
-def _refuse(model: nn.Module) -> None:
+def _refuse_mixed_rows(model: nn.Module) -> None:
     for name, module in model.named_modules():
         if isinstance(module, _BatchNorm):
             raise ValueError(f"{name}: a {type(module).__name__} mixes the rows of all workers; use Reference")
+
+
+def _refuse_own_forwards(model: nn.Module) -> None:
+    for name, module in model.named_modules():
         if "forward" in module.__dict__:
             raise ValueError(f"{name}: it has a forward beside that of {type(module).__name__}; use Reference")
 

@@ -73,12 +73,52 @@ def rate_factors(model: nn.Module, plan: Plan, rule: str) -> dict[str, torch.Ten
     return factors
 
 
+@torch.no_grad()
+def idle_buffers(model: nn.Module, plan: Plan, subnetwork: int) -> dict[str, torch.Tensor]:
+    """True where a worker of `subnetwork` does not run the element, shaped like each buffer."""
+    idle = {name: torch.zeros_like(buffer, dtype=torch.bool) for name, buffer in model.named_buffers()}
+    for index, unit in enumerate(plan.units):
+        if plan.regime == "forward" and not plan.holds(index, subnetwork):
+            for piece in unit.pieces:
+                if piece.kind == "buffer":
+                    piece.narrow(idle[piece.parameter]).fill_(True)
+    return idle
+
+
+@torch.no_grad()
+def average_statistics(model: nn.Module, plan: Plan, buffers: Sequence[dict[str, torch.Tensor]]) -> None:
+    """Each element of a batch norm's running statistics becomes the mean over the ranks that run it, in place."""
+    norms = [name for name, module in model.named_modules() if isinstance(module, nn.modules.batchnorm._BatchNorm)]
+    idle = [idle_buffers(model, plan, subnetwork) for subnetwork in plan.subnetwork_of_rank]
+    for name in (f"{norm}.{statistic}" for norm in norms for statistic in ("running_mean", "running_var")):
+        if name in idle[0]:
+            runs = torch.stack([~of_rank[name] for of_rank in idle])
+            values = torch.stack([of_rank[name].double() for of_rank in buffers])
+            mean = (values * runs).sum(0) / runs.sum(0)
+            for own, of_rank in zip(runs, buffers, strict=True):
+                of_rank[name] = torch.where(own, mean.to(of_rank[name].dtype), of_rank[name])
+
+
 def local_gradients(
-    model: nn.Module, plan: Plan, rank: int, micro_batches: Sequence[Any], loss_of: LossFunction
+    model: nn.Module,
+    plan: Plan,
+    rank: int,
+    micro_batches: Sequence[Any],
+    loss_of: LossFunction,
+    buffers: dict[str, torch.Tensor] | None = None,
 ) -> tuple[list[float], dict[str, torch.Tensor]]:
-    """Losses and mean fp32 gradients of one virtual worker over its micro-batches; zeros for what it lacks."""
+    """Losses and mean fp32 gradients of one virtual worker over its micro-batches; zeros for what it lacks.
+
+    Args:
+        buffers: the worker's own, such as running statistics, which go on here; what it lacks stays as it is. None for
+            those of `model`, which stay as they are.
+    """
     subnetwork = plan.subnetwork_of_rank[rank]
     worker = deepcopy(model)
+    with torch.no_grad():
+        for name, buffer in worker.named_buffers():
+            if buffers is not None:
+                buffer.copy_(buffers[name])
     if plan.regime == "forward":
         zero_lacking(worker, plan, subnetwork)
     losses = []
@@ -86,6 +126,10 @@ def local_gradients(
         loss = loss_of(worker, batch)
         losses.append(loss.item())
         (loss / len(micro_batches)).backward()
+    if buffers is not None:
+        idle = idle_buffers(model, plan, subnetwork)
+        for name, buffer in worker.named_buffers():
+            buffers[name] = torch.where(idle[name], buffers[name], buffer)
     masks = held_mask(model, plan, subnetwork)
     gradients = {
         name: torch.zeros_like(p, dtype=torch.float32) if p.grad is None else p.grad.float() * masks[name]
@@ -120,6 +164,9 @@ class Reference:
         later: plans by the number of steps after which they hold.
         lr_by_coverage: as in the block.
         later_rates: the same, by the number of steps after which it holds.
+
+    Attributes:
+        buffers: each rank's own, by dense name, once there was a step; running statistics are averaged in each.
     """
 
     model: nn.Module
@@ -131,6 +178,7 @@ class Reference:
     lr_by_coverage: str = "none"
     later_rates: Mapping[int, str] = field(default_factory=dict)
     num_steps: int = field(default=0, init=False)
+    buffers: list[dict[str, torch.Tensor]] = field(default_factory=list, init=False)
     masters: dict[str, nn.Parameter] = field(init=False)
 
     def __post_init__(self) -> None:
@@ -162,7 +210,13 @@ class Reference:
 
     def averaged_gradients(self, batches: Sequence[Sequence[Any]]) -> tuple[list[list[float]], dict[str, torch.Tensor]]:
         """Per rank its losses, and the average of each element over its holders, as the current plan has them."""
-        results = [local_gradients(self.model, self.plan, rank, own, self.loss_of) for rank, own in enumerate(batches)]
+        if not self.buffers:
+            self.buffers = [{name: b.clone() for name, b in self.model.named_buffers()} for _ in batches]
+        results = [
+            local_gradients(self.model, self.plan, rank, own, self.loss_of, self.buffers[rank])
+            for rank, own in enumerate(batches)
+        ]
+        average_statistics(self.model, self.plan, self.buffers)
         average = masked_average(self.model, self.plan, [gradients for _, gradients in results])
         return [losses for losses, _ in results], average
 

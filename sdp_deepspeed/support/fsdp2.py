@@ -100,6 +100,7 @@ _ARGUMENTS = (
     _row("activation checkpointing (Transformers', DeepSpeed's)", "", "works", "without reentry, not DeepSpeed's"),
     _row("torch.compile of the model, its layers, or by engine.compile()", "", "works", "of layers"),
     _row("model without storage (`sdp_deepspeed.Init`, or the meta device)", "", "works"),
+    _row("synchronized batch norm (`SyncBatchNorm`), over the holders of a unit", "", "works", "blocks"),
     _row("optimizers of single elements", "", "works", "`param_groups` divides groups by mesh"),
     _row(
         "optimizers of whole tensors: Muon, Adafactor, Lamb",

@@ -149,6 +149,13 @@ _REST = (
     works("activation checkpointing (Transformers', DeepSpeed's)", "activation_checkpointing", {"profile": False}),
     works("torch.compile of the model, its layers, or by engine.compile()", ""),
     works("model without storage (`sdp_deepspeed.Init`, or the meta device)", ""),
+    works("synchronized batch norm (`SyncBatchNorm`), over the holders of a unit", ""),
+    Row(
+        "synchronized batch norm at stage 2, or where neurons are cut",
+        "",
+        "refused",
+        note="ranks would wait for each other in backward, and channels have holders of their own",
+    ),
     works("flops profiler", "flops_profiler", {"enabled": True}),
     works("wall-clock breakdown", "wall_clock_breakdown", True),
     works("comms logger", "comms_logger", {"enabled": True}),

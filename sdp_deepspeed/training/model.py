@@ -24,14 +24,16 @@ def build_model(
     gradient_checkpointing: bool = False,
     deferred: bool = False,
     dtype: torch.dtype = torch.float32,
+    auto_class: Any = AutoModelForCausalLM,
 ) -> torch.nn.Module:
-    """A causal language model with fresh weights.
+    """A model with fresh weights.
 
     Args:
         shape: a Transformers config with `model_type`.
         seed: of the weights; the same on every rank gives the same model.
         deferred: leave it to `deepspeed.initialize` or `fully_shard` to make each rank's part of the weights; they are
             the same.
+        auto_class: of Transformers, for the model's head.
 
     Raises:
         ValueError: a model type that Transformers does not know, or a shape that it does not accept.
@@ -42,7 +44,7 @@ def build_model(
         torch.manual_seed(seed)
         context: AbstractContextManager[Any] = Init() if deferred else nullcontext()
         with context:
-            model = AutoModelForCausalLM.from_config(config, dtype=dtype)
+            model = auto_class.from_config(config, dtype=dtype)
     except Exception as error:  # of any kind: Transformers checks few of the values that it computes with
         kind = "" if isinstance(error, (ValueError, StrictDataclassError)) else f"{type(error).__name__}: "
         reason = textwrap.shorten(f"{kind}{error}", 300, placeholder=" ...")

@@ -117,6 +117,10 @@ ELSEWHERE: Mapping[str, tuple[str, str]] = {
     "activation checkpointing (Transformers', DeepSpeed's)": (_OPTIONS, "checkpointed"),
     "torch.compile of the model, its layers, or by engine.compile()": (_OPTIONS, "compiled"),
     "model without storage (`sdp_deepspeed.Init`, or the meta device)": (_OPTIONS, "starts_on_the_meta_device"),
+    "synchronized batch norm (`SyncBatchNorm`), over the holders of a unit": (
+        "ranks/masking/test_synchronized.py",
+        "with_fsdp2",
+    ),
     "checkpoints that the other host resumes": ("ranks/fsdp/test_checkpoints.py", "deepspeed_goes_on"),
     "checkpoints in the background": ("ranks/fsdp/test_checkpoints.py", "in_the_background_and_pruned"),
 }

@@ -162,7 +162,7 @@ def inputs_of(model: Any, batch: torch.Tensor) -> dict[str, torch.Tensor]:
     inner = getattr(model, "module", model)
     if getattr(inner, "main_input_name", "") != "pixel_values":
         return {"input_ids": batch, "labels": batch}
-    images = images_of(batch, inner.config.image_size, dtype=next(inner.parameters()).dtype)
+    images = images_of(batch, getattr(inner.config, "image_size", 32), dtype=next(inner.parameters()).dtype)
     return {"pixel_values": images, "labels": batch[:, 0] % inner.config.num_labels}
 
 

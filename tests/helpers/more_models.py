@@ -58,6 +58,13 @@ _SWIN: dict[str, Any] = _IMAGES | {
     **{"drop_path_rate": 0.0, "layer_norm_eps": 1e-5},
 }
 _CONVNEXT: dict[str, Any] = _IMAGES | {"depths": [1, 2], "hidden_sizes": [9, 12], "num_stages": 2}
+# 9, 10 and 3 divide into no number of groups but their own factors; a stage's first layer has a projection to skip.
+_RESNET: dict[str, Any] = {"embedding_size": 6, "hidden_sizes": [9, 10], "depths": [2, 3], "num_labels": 5}
+
+
+def _resnet(layer_type: str, **options: Any) -> Specimen:
+    sizes = _RESNET | {"layer_type": layer_type} | options
+    return Specimen(hf.ResNetForImageClassification, hf.ResNetConfig, num_heads=0, num_blocks=3, options=sizes)
 
 
 def _grouped(model: Any, config: Any, **options: Any) -> Specimen:
@@ -112,6 +119,8 @@ SPECIMENS: dict[str, Specimen] = {
     "opt_post_norm": _whole_heads(hf.OPTForCausalLM, hf.OPTConfig, _OPT, do_layer_norm_before=False),
     "phi": _grouped(hf.PhiForCausalLM, hf.PhiConfig, qk_layernorm=True),
     "phi3": _grouped(hf.Phi3ForCausalLM, hf.Phi3Config),
+    "resnet": _resnet("basic"),
+    "resnet_bottleneck": _resnet("bottleneck", hidden_sizes=[12, 20], hidden_act="gelu"),
     "roberta": _whole_heads(hf.RobertaForMaskedLM, hf.RobertaConfig, _BERT),
     "smollm3": _grouped(hf.SmolLM3ForCausalLM, hf.SmolLM3Config, no_rope_layer_interval=2),
     "stablelm": _grouped(hf.StableLmForCausalLM, hf.StableLmConfig, use_qkv_bias=True),

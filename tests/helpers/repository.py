@@ -14,8 +14,10 @@ FLOORS = (
     "report",  # the old name of a command
     "arming",
     "hosts",
+    "vision",
     "training",
     "__init__",
+    "batch_norm",
     "fsdp",
     "engine",
     "replan",

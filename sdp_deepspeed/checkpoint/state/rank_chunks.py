@@ -93,18 +93,25 @@ class RankChunks:
         return result
 
     def own_buffers(self) -> dict[str, torch.Tensor]:
-        """Buffers that this rank stores whole, on the host; each rank's own, since nobody averages them."""
-        return {name: self._views.tensors[name].detach().cpu() for name in self._buffers()}
+        """Buffers that this rank stores, on the host; each rank's own, since nobody averages them. Of one that is cut,
+        the pieces that this rank stores, side by side."""
+        return {name: _joined(pieces, [view.cpu() for view in views]) for name, pieces, views in self._buffers()}
 
     def restore_buffers(self, buffers: Mapping[str, torch.Tensor]) -> None:
         """Inverse of `own_buffers`."""
-        for name in self._buffers():
-            self._views.tensors[name].copy_(buffers[name])
+        for name, pieces, views in self._buffers():
+            if pieces[0].dim is None:
+                views[0].copy_(buffers[name])
+                continue
+            for view, values in zip(views, buffers[name].split([p.length for p in pieces], pieces[0].dim), strict=True):
+                view.copy_(values)
 
-    def _buffers(self) -> Iterator[str]:
+    def _buffers(self) -> Iterator[tuple[str, list[Piece], list[torch.Tensor]]]:
+        """Those of which this rank stores something: the pieces, and where they lie."""
         for (kind, name), pieces in self._model.pieces.items():
-            if kind == "buffer" and all(self._model.stores_all or self._model.rank in holders for _, holders in pieces):
-                yield name
+            own = [piece for piece, holders in pieces if self._model.stores_all or self._model.rank in holders]
+            if kind == "buffer" and own:
+                yield name, own, [self._views.weight_view(piece).detach() for piece in own]
 
     def _unoptimized(self, *, exclude_frozen: bool) -> Iterator[Fragment]:
         """Of tensors that no optimizer has: each piece by one of its holders, in turn."""
@@ -148,6 +155,11 @@ def locate(group: SteppedGroup) -> Callable[[Fragment, Sequence[torch.Tensor]], 
         raise AssertionError(f"{fragment} is not stepped here")
 
     return find
+
+
+def _joined(pieces: Sequence[Piece], values: Sequence[torch.Tensor]) -> torch.Tensor:
+    dim = pieces[0].dim
+    return values[0] if dim is None else torch.cat(list(values), dim)
 
 
 def in_box(flat: torch.Tensor, box: Box, dim: int) -> torch.Tensor:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
-from itertools import pairwise
+from dataclasses import dataclass, replace
+from itertools import chain, pairwise
 
 import numpy as np
 from numpy.typing import NDArray
@@ -57,8 +57,9 @@ class Forest:
     spare: Sequence[tuple[int, int]]
 
 
-def spanning_forest(table: Ints) -> Forest:
-    """Components of the graph of `table` and the edges that it could spare."""
+def spanning_forest(table: Ints, *, backwards: bool = False) -> Forest:
+    """Components of the graph of `table` and edges that it could spare: of the last units, or `backwards` of the first
+    ones."""
     num_units, k = table.shape
     parent = list(range(k + num_units))
 
@@ -69,7 +70,8 @@ def spanning_forest(table: Ints) -> Forest:
         return node
 
     spare = []
-    for unit, subnetwork in np.argwhere(table).tolist():
+    edges = np.argwhere(table).tolist()
+    for unit, subnetwork in reversed(edges) if backwards else edges:
         a, b = find(k + unit), find(subnetwork)
         if a == b:
             spare.append((unit, subnetwork))
@@ -104,7 +106,9 @@ def connect(table: Ints, amounts: Ints, codes: Ints | None = None) -> None:
         forest = spanning_forest(table)
         if len(set(forest.root)) == 1 or not forest.spare:
             return
-        _, u, a, v = min(_repairs(table, forest, amounts, codes), key=lambda repair: repair[0])
+        other = replace(forest, spare=spanning_forest(table, backwards=True).spare)
+        repairs = chain(_repairs(table, forest, amounts, codes), _repairs(table, other, amounts, codes))
+        _, u, a, v = min(repairs, key=lambda repair: repair[0])
         if v is None:
             b = _lightest_elsewhere(table, forest, amounts, a)
         else:

@@ -25,7 +25,7 @@ from sdp_deepspeed.architectures import (
     unit_costs,
     units_of_branches,
 )
-from sdp_deepspeed.architectures.located_branch import CutTensor
+from sdp_deepspeed.architectures.cut_tensors import CutTensor
 from sdp_deepspeed.plan.plan import Plan
 from sdp_deepspeed.reference.virtual_workers import zero_lacking
 from sdp_deepspeed.units import Unit, check_pieces

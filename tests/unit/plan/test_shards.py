@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from sdp_deepspeed.architectures import Branch, Cut, InnerLayers, LocatedBranch, locate_branches, units_of_branches
-from sdp_deepspeed.architectures.located_branch import CutTensor
+from sdp_deepspeed.architectures.cut_tensors import CutTensor
 from sdp_deepspeed.config import SubnetworkConfig, parse
 from sdp_deepspeed.plan.plan import Plan
 from sdp_deepspeed.plan.planner import plan_model

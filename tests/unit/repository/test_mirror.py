@@ -18,6 +18,7 @@ NOTHING_TO_TEST = {
     "engine/host_engine": "a protocol",
     "optimizer/settings": "data; each setting's effect is tested where it acts",
     "report": "the old name of a command",
+    "training/task": "a protocol",
     "version": "one string",
 }
 # Modules that are tested through what they are a part of: the folder or file that does it.
@@ -26,6 +27,7 @@ TESTED_WITH = {
     "architectures/encoder_decoders": "unit/architectures/test_more_families.py",
     "architectures/encoders": "unit/architectures/test_more_families.py",
     "architectures/falcon": "unit/architectures/test_more_families.py",
+    "architectures/cut_tensors": "unit/architectures/test_strategies.py",
     "architectures/located_branch": "unit/architectures/test_strategies.py",
     "architectures/registry": "unit/architectures/test_strategies.py",
     "checkpoint/interop/load_universal": "ranks/checkpoint/interop/test_from_zero.py",
@@ -51,6 +53,7 @@ TESTED_WITH = {
     "engine/checkpoint_calls": "ranks/checkpoint/test_checkpointer.py",
     "engine/consistency": "ranks/engine/test_refusals.py",
     "engine/dense_calls": "ranks/masking/test_dense_view.py",
+    "engine/holder_groups": "ranks/masking/test_synchronized.py",
     "engine/import_hook": "launcher/test_import_hook.py",
     "engine/replan_calls": "ranks/engine/test_replan.py",
     "exchange/averaging": "unit/exchange/test_overlap.py",
@@ -98,6 +101,8 @@ TESTED_WITH = {
     "training/loop": "launcher/test_pretrain.py",
     "training/monitors": "ranks/engine/test_step_events.py",
     "training/session": "launcher/test_pretrain.py",
+    "training/text_task": "launcher/test_pretrain.py",
+    "vision/task": "launcher/test_train_vision.py",
 }
 
 

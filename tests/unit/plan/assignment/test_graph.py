@@ -43,6 +43,16 @@ def test_repair_moves_the_least() -> None:
     assert (table.T @ amounts).tolist() == loads_before
 
 
+def test_repair_looks_at_edges_of_the_first_units_too() -> None:
+    """Blocks of a ResNet: equal FLOPs, four times the bytes in each stage. The last units of each half go round a
+    cycle with the first ones: 4 for 1 moves less than 16 for 1."""
+    table = assignment.incidence([(0, 1), (2, 3), (2, 3), (0, 1)], 4)
+    amounts = np.array([[9, 1], [9, 4], [9, 16], [9, 64]], dtype=np.int64)
+    connect(table, amounts)
+    assert num_components(table) == 1
+    assert (table.T @ amounts).max(axis=0).tolist() == [18, 68]
+
+
 @st.composite
 def in_pieces(draw: st.DrawFn) -> tuple[list[list[int]], Branches, int]:
     """(holders, branches, p): a table whose subnetworks fall into groups, all with each branch."""

@@ -1,0 +1,113 @@
+"""The tensors that run over a branch's neurons or heads, and how each is cut."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from sdp_deepspeed.architectures.branch import Cut, attribute
+from sdp_deepspeed.units import Kind, Piece
+
+BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
+
+
+@dataclass(frozen=True)
+class CutTensor:
+    """A weight, a bias or running statistics that run over the cells of a branch.
+
+    Args:
+        cut: the layer that it belongs to, and how it is cut.
+        parameter: dense name.
+        dim: stored dimension that runs over the cells.
+        size: number of indices along `dim`.
+        shares: of each of its blocks, what its width is in proportion to.
+        kind: "parameter" or "buffer".
+    """
+
+    cut: Cut
+    parameter: str
+    dim: int
+    size: int
+    shares: tuple[int, ...] = (1,)
+    kind: Kind = "parameter"
+
+    def has_blocks_of(self, num_cells: int) -> bool:
+        """Whether each block divides into so many cells of one width."""
+        return num_cells > 0 and all(
+            self.size * share % (sum(self.shares) * num_cells) == 0 and share for share in self.shares
+        )
+
+    def pieces(self, cells: range, num_cells: int) -> list[Piece]:
+        """The pieces of a stretch of cells, one per block."""
+        result, start = [], 0
+        for share in self.shares:
+            block = self.size * share // sum(self.shares)
+            width = block // num_cells
+            begin, length = start + cells.start * width, len(cells) * width
+            result.append(Piece(self.parameter, self.dim, begin, length, self.kind))
+            start += block
+        return result
+
+
+def cut_tensors_of(root_name: str, root: nn.Module, cut: Cut) -> list[CutTensor]:
+    """Of one layer of a body, in live shapes; none if the body lacks the layer, and may.
+
+    Args:
+        root_name: dense name of the module that `cut` is named from.
+
+    Raises:
+        AttributeError: there is no such submodule.
+        ValueError: it has no weight, or one that is not cut as described.
+    """
+    parameters = dict(root.named_parameters())
+    weight, bias = cut.names(parameters)
+    module = None if weight == cut.module else _module_of(root, cut)
+    if isinstance(module, BATCH_NORMS):
+        return _vectors(f"{root_name}.{cut.module}", module, cut)
+    if isinstance(module, nn.modules.conv._ConvNd):
+        _check_groups(f"{root_name}.{cut.module}", module, cut)
+    if weight not in parameters:
+        if module is None:
+            return []
+        raise ValueError(f"{root_name}.{cut.module} has no weight of its own (a {type(module).__name__})")
+    if isinstance(cut.blocks, int):
+        shares = (1,) * cut.blocks
+    else:
+        shares = tuple(int(attribute(root, path)) for path in cut.blocks)
+    result = [CutTensor(cut, f"{root_name}.{weight}", cut.dim, parameters[weight].shape[cut.dim], shares)]
+    if bias in parameters and not cut.is_output:
+        last = parameters[bias].dim() - 1
+        result.append(CutTensor(cut, f"{root_name}.{bias}", last, parameters[bias].shape[last], shares))
+    return result
+
+
+def _module_of(root: nn.Module, cut: Cut) -> nn.Module | None:
+    """None where a body may, and does, lack it."""
+    try:
+        return root.get_submodule(cut.module)
+    except AttributeError:
+        if cut.optional:
+            return None
+        raise
+
+
+def _vectors(name: str, norm: nn.Module, cut: Cut) -> list[CutTensor]:
+    """Of a batch norm, those that it has."""
+    vectors: list[tuple[Kind, str, torch.Tensor]] = [("parameter", path, p) for path, p in norm.named_parameters()]
+    vectors += [("buffer", path, buffer) for path, buffer in norm.named_buffers() if buffer.dim()]
+    return [CutTensor(cut, f"{name}.{path}", 0, len(vector), kind=kind) for kind, path, vector in vectors]
+
+
+def _check_groups(name: str, convolution: Any, cut: Cut) -> None:
+    """Channels of a group read those of their group alone, so they cannot be cut as those of all are; but one that runs
+    on each channel by itself is cut with its channels."""
+    groups = convolution.groups
+    is_depthwise = groups == convolution.in_channels == convolution.out_channels
+    if groups > 1 and not (is_depthwise and cut.dim == 0 and not cut.is_output):
+        raise ValueError(
+            f"{name} is a {type(convolution).__name__} in {groups} groups, whose channels do not all read the same: "
+            "only one that runs on each channel by itself is cut, along dim 0, between two others"
+        )

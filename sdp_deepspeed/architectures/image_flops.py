@@ -1,0 +1,150 @@
+"""What each weight of a model costs that takes images: in convolutional and hierarchical models, stages run at
+different numbers of positions.
+
+A copy of the model without storage runs once on one image, and each product is counted for the weight in it. Integers
+only, and the same on every rank: plans are compared by hash. Products without weights (attention scores) are left out.
+"""
+
+from __future__ import annotations
+
+import inspect
+import warnings
+from collections.abc import Mapping, Sequence
+from copy import deepcopy
+from fractions import Fraction
+from itertools import chain
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from torch.utils.flop_counter import flop_registry
+
+from sdp_deepspeed.config import KEY
+
+_DEFAULT_SIZE = 224
+_COLLECTIVES = ("c10d", "_c10d_functional")
+
+
+# By model, of which later only the names of parameters count: it is asked about again when plans change, and by then it
+# is masked and runs otherwise.
+_KNOWN: WeakKeyDictionary[nn.Module, tuple[frozenset[str], Mapping[str, Fraction] | None]] = WeakKeyDictionary()
+
+
+def flops_per_element(model: nn.Module) -> Mapping[str, Fraction] | None:
+    """FLOPs of one image for an element of each parameter, multiply and add counted as two, by dense name: twice the
+    number of positions that a matrix or kernel is applied at.
+
+    The image has the size that the model or its config says (`image_size`), or 224 x 224. Nothing of the model changes,
+    and no random number is drawn. Not a collective; all ranks find the same.
+
+    Args:
+        model: whole, on any device or without storage. One that was asked about before may be masked by now.
+
+    Returns:
+        None for a model that does not take images, and, with one warning, for one that cannot be run like that.
+    """
+    if not takes_images(model):
+        return None
+    names = frozenset(name for name, _ in model.named_parameters())
+    known = _KNOWN.get(model)
+    if known is None or known[0] != names:
+        known = _KNOWN[model] = names, _count_or_warn(model)
+    return known[1]
+
+
+def takes_images(model: nn.Module) -> bool:
+    """Whether a model says so (`main_input_name`), or, where it says nothing, begins with a convolution over images."""
+    name = getattr(model, "main_input_name", None)
+    if name is not None:
+        return bool(name == "pixel_values")
+    return isinstance(_first_with_weights(model), nn.Conv2d)
+
+
+def image_shape(model: nn.Module) -> tuple[int, int, int]:
+    """Channels, height and width of the images that a model takes."""
+    config: Any = getattr(model, "config", None)
+    first = _first_with_weights(model)
+    size: Any = getattr(config, "image_size", None) or getattr(model, "image_size", None) or _DEFAULT_SIZE
+    height, width = (size, size) if isinstance(size, int) else size
+    channels: Any = getattr(config, "num_channels", None) or getattr(first, "in_channels", 3)
+    return int(channels), int(height), int(width)
+
+
+def _first_with_weights(model: nn.Module) -> nn.Module | None:
+    leaves = (m for m in model.modules() if not any(True for _ in m.children()))  # others have position embeddings
+    return next((m for m in leaves if any(p.dim() > 1 for p in m.parameters(recurse=False))), None)
+
+
+def _count_or_warn(model: nn.Module) -> dict[str, Fraction] | None:
+    try:
+        return _count(model)
+    except Exception as problem:  # of the user's code, which takes other inputs, or reads values
+        warnings.warn(
+            f"what an image costs in each layer could not be counted ({type(problem).__name__}: {problem}): units are "
+            f"balanced as if all layers ran at equally many positions. An assignment of your own ({KEY}.assignment: a "
+            "plan's path) may balance them better",
+            stacklevel=4,
+        )
+        return None
+
+
+def _count(model: nn.Module) -> dict[str, Fraction]:
+    stand_ins = {id(tensor): _without_storage(tensor) for tensor in chain(model.parameters(), model.buffers())}
+    copy = deepcopy(model, dict[int, Any](stand_ins)).eval()
+    parameters = list(copy.parameters())
+    image = torch.empty(1, *image_shape(model), dtype=parameters[0].dtype, device="meta")
+    with torch.no_grad(), torch.random.fork_rng(devices=[]), _Products(parameters) as products:
+        if "pixel_values" in inspect.signature(copy.forward).parameters:
+            copy(pixel_values=image)
+        else:
+            copy(image)
+    names = model.named_parameters(remove_duplicate=False)
+    return {name: Fraction(products.flops_of(stand_ins[id(p)]), max(1, p.numel())) for name, p in names}
+
+
+def _without_storage(tensor: torch.Tensor) -> torch.Tensor:
+    result = torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
+    return nn.Parameter(result, requires_grad=False) if isinstance(tensor, nn.Parameter) else result
+
+
+class _Products(TorchDispatchMode):
+    """Counts the FLOPs of products by the weight in them, also where it is transposed, cast, normalized or a part."""
+
+    def __init__(self, parameters: Sequence[torch.Tensor]) -> None:
+        super().__init__()
+        self._origin = {_storage(parameter): parameter for parameter in parameters}
+        self._flops = {_storage(parameter): 0 for parameter in parameters if parameter.dim() > 1}
+        self._made: list[torch.Tensor] = []  # alive, so that no other gets its address
+
+    def flops_of(self, parameter: torch.Tensor) -> int:
+        return self._flops.get(_storage(parameter), 0)
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.namespace in _COLLECTIVES:
+            raise RuntimeError("its forward is a collective")
+        result = func(*args, **(kwargs or {}))
+        origins = [self._origin.get(_storage(tensor)) for tensor in _tensors((args, kwargs))]
+        known = [parameter for parameter in origins if parameter is not None]
+        formula = flop_registry.get(func._overloadpacket)
+        if formula is not None:
+            for storage in {_storage(parameter) for parameter in known} & self._flops.keys():
+                self._flops[storage] += int(formula(*args, **(kwargs or {}), out_val=result))
+        elif known and len(known) == len(origins):  # what is made of parameters alone stands for the largest
+            self._follow(max(known, key=torch.Tensor.numel), result)
+        return result
+
+    def _follow(self, parameter: torch.Tensor, result: Any) -> None:
+        for tensor in _tensors(result):
+            self._made.append(tensor)
+            self._origin.setdefault(_storage(tensor), parameter)
+
+
+def _tensors(values: Any) -> list[torch.Tensor]:
+    return [leaf for leaf in tree_leaves(values) if isinstance(leaf, torch.Tensor)]
+
+
+def _storage(tensor: torch.Tensor) -> int:
+    return tensor.untyped_storage()._cdata

@@ -1,0 +1,208 @@
+"""Convolutional models in the engine: beside the oracle in all modes and stages, and what becomes of their buffers."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from transformers import ResNetForImageClassification
+
+import sdp_deepspeed
+from tests.helpers.dense_checkpoints import dense_tensors
+from tests.helpers.models import batches, images_of, loss_of
+from tests.helpers.more_models import SPECIMENS
+from tests.helpers.oracle import CaseCheck
+from tests.helpers.oracle_grid import Case
+from tests.helpers.ranks import Check, Rank
+from tests.helpers.replanned_runs import Phase, Sequence_, check_sequence
+from tests.helpers.training import assert_identical, dense_state, engine_of, gathered, sgd, train
+
+MODES = tuple(itertools.product(("forward", "backward"), ("block", "neuron")))
+
+
+def oracle_cases(size: int) -> Iterator[Case]:
+    """All modes and stages, on two ranks with one holder each, on three with two; in bf16 with small steps."""
+    for (regime, strategy), stage in itertools.product(MODES, (0, 1, 2)):
+        if size == 2:
+            yield Case(2, 1, regime, strategy, "resnet", stage=stage)
+        else:
+            yield Case(3, 2, regime, strategy, "resnet_bottleneck", stage=stage, accumulation=3, optimizer="SGD")
+    for regime, strategy in MODES if size == 2 else ():
+        yield Case(2, 1, regime, strategy, "resnet", optimizer="SGD", precision="bf16", clip=0.1)
+
+
+def start(regime: str, strategy: str, name: str = "resnet", **block: Any) -> Any:
+    return engine_of(sgd(regime=regime, strategy=strategy, **block), SPECIMENS[name].build())
+
+
+@torch.no_grad()
+def logits(model: Any, rank: Rank) -> torch.Tensor:
+    images = images_of(next(batches(rank.size, 1))[rank.rank][0], 32)
+    model.eval()
+    found: torch.Tensor = model(pixel_values=images).logits
+    model.train()
+    return found
+
+
+def stored(engine: Any) -> dict[str, torch.Tensor]:
+    """All that this rank stores, buffers too, as the dense model has it."""
+    pieces = engine.rank_state().weights.stored_weights()
+    return {f"{name}{box}": values.detach().clone() for name, box, values in pieces}
+
+
+def resumes_bit_for_bit_or_in_another_mode(rank: Rank) -> None:
+    """On the same layout each rank goes on with its own statistics, on another one with some holder's."""
+    for number, (regime, strategy) in enumerate(MODES):
+        engine = start(regime, strategy, holders=1 + number % 2, subnetworks=2)
+        train(engine, num_steps=2)
+        folder = rank.folder / f"{regime}_{strategy}"
+        engine.save_checkpoint(str(folder))
+        own = stored(engine)
+        resumed = start(regime, strategy, holders=1 + number % 2, subnetworks=2)
+        resumed.load_checkpoint(str(folder))
+        assert_identical(stored(resumed), own)
+        assert train(engine, num_steps=1, first=2) == train(resumed, num_steps=1, first=2)
+        assert_identical(stored(resumed), stored(engine))
+        other = start(*MODES[(number + 1) % 4])
+        other.load_checkpoint(str(folder))
+        written = {f"weight/{name}": value for name, value in dense_state(other).items()}
+        found = dense_tensors(folder / "global_step2")
+        assert_identical({name: found[name] for name in written}, written)
+
+
+def the_dense_model_is_whole_and_loads_without_us(rank: Rank) -> None:
+    for regime, strategy in MODES:
+        folder = rank.folder / f"{regime}_{strategy}"
+        expected: torch.Tensor | None = None
+        ways = [{"evaluation": way} for way in ("resident", "prefetch", "stream")] if regime == "forward" else [{}]
+        for way in ways:
+            engine = start(regime, strategy, "resnet_bottleneck", **way)
+            train(engine, num_steps=2)
+            found = logits(engine, rank)
+            assert expected is None or torch.equal(found, expected)
+            expected = found
+            with engine.dense(resident=True):
+                assert torch.equal(logits(engine.module, rank), found)
+        engine.save_pretrained(folder)
+        dist.barrier()
+        loaded = ResNetForImageClassification.from_pretrained(folder)
+        assert expected is not None
+        assert rank.rank or torch.equal(logits(loaded, rank), expected), "shared statistics are rank 0's"
+        assert {n: v.shape for n, v in dense_state(engine).items()} == shapes(SPECIMENS["resnet_bottleneck"].build())
+
+
+def shapes(model: nn.Module) -> dict[str, torch.Size]:
+    return {name: value.shape for name, value in model.state_dict().items()}
+
+
+def statistics_of_a_dense_pass_in_training_mode_stay(rank: Rank) -> None:
+    """As a user estimates them anew: resident in all modes, and in the backward regime without a context too."""
+    for regime, strategy in MODES:
+        engine = start(regime, strategy)
+        before = stored(engine)
+        with engine.dense(resident=True), torch.no_grad():
+            engine.module.train()
+            loss_of(engine.module, next(batches(1, 1))[0][0])
+            expected = {name: buffer.clone() for name, buffer in engine.module.named_buffers()}
+        changed = {name for name, value in stored(engine).items() if not torch.equal(value, before[name])}
+        assert changed == {name for name in before if name.partition("Box")[0] in expected}
+        assert_identical(expected, {name: dense_state(engine)[name] for name in expected})
+    engine = start("backward", "neuron")
+    before = stored(engine)
+    with torch.no_grad():
+        loss_of(engine, next(batches(1, 1))[0][0])
+    changed = {name for name, value in stored(engine).items() if not torch.equal(value, before[name])}
+    assert {name.partition("Box")[0] for name in changed} == expected.keys()
+
+
+def starts_without_the_dense_model(rank: Rank) -> None:
+    contexts: tuple[Callable[[], Any], ...] = (sdp_deepspeed.Init, lambda: torch.device("meta"))
+    for (regime, strategy), context in zip(MODES, (*contexts, *contexts), strict=True):
+        engines = []
+        for inside in (True, False):
+            specimen = SPECIMENS["resnet"]
+            config = specimen.config(**specimen.options)
+            torch.manual_seed(3)
+            if inside:
+                with context():
+                    model = specimen.model(config)
+                torch.manual_seed(3)
+            else:
+                model = specimen.model(config)
+            engines.append(engine_of(sgd(regime=regime, strategy=strategy), model))
+        assert_identical(stored(engines[0]), stored(engines[1]))
+        assert train(engines[0], num_steps=2) == train(engines[1], num_steps=2)
+        assert_identical(stored(engines[0]), stored(engines[1]))
+        assert_identical(dense_state(engines[0]), dense_state(engines[1]))
+
+
+def plans_change(rank: Rank) -> None:
+    phases = [{"regime": regime, "strategy": strategy} for regime, strategy in (*MODES, MODES[1], MODES[0])]
+    run = Sequence_(2, [Phase(phase) for phase in phases], model=SPECIMENS["resnet"].build)
+    check_sequence(run, rank)
+
+
+def channels_last() -> nn.Module:
+    model = SPECIMENS["resnet_bottleneck"].build()
+    return model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+
+
+def assert_channels_last(engine: Any) -> None:
+    views = engine._applied.model.views
+    tensors = [*engine.module.parameters(), *views.lacking.values()]
+    assert all(tensor.is_contiguous(memory_format=torch.channels_last) for tensor in tensors if tensor.dim() == 4)
+
+
+def channels_last_stays(rank: Rank) -> None:
+    """Where a rank has all, some or none of a convolution, in what it lacks, and in the dense model."""
+    for (regime, strategy), precision in itertools.product(MODES, ("fp32", "bf16")):
+        settings = sgd(regime=regime, strategy=strategy)
+        if precision == "bf16":
+            settings |= {"bf16": {"enabled": True}, "data_types": {"buffer_dtype": "bf16"}}
+        found = []
+        for build in (channels_last, SPECIMENS["resnet_bottleneck"].build):
+            engine = engine_of(settings, build())
+            found.append(train(engine, num_steps=2))
+            if build is channels_last:
+                assert_channels_last(engine)
+                with engine.dense(resident=True):
+                    assert_channels_last(engine)
+                assert_channels_last(engine)
+        assert found[0] == pytest.approx(found[1], rel=1e-5 if precision == "fp32" else 2**-6)
+    phases = [{"regime": regime, "strategy": strategy} for regime, strategy in (*MODES, *reversed(MODES[:3]))]
+    check_sequence(Sequence_(2, [Phase(phase) for phase in phases], model=channels_last), rank)
+
+
+def scales_are_refused(rank: Rank) -> None:
+    for strategy in ("block", "neuron"):
+        with pytest.raises(ValueError, match=r"dense_branch_scale: .*normalization \(BatchNorm2d\) normalizes"):
+            start("forward", strategy, dense_branch_scale="coverage")
+    assert len(gathered(0)) == rank.size
+
+
+CHECKS: tuple[Check, ...] = (
+    resumes_bit_for_bit_or_in_another_mode,
+    the_dense_model_is_whole_and_loads_without_us,
+    statistics_of_a_dense_pass_in_training_mode_stay,
+    starts_without_the_dense_model,
+    plans_change,
+    channels_last_stays,
+    scales_are_refused,
+)
+
+
+def _cases(size: int, options: pytest.Config) -> Iterator[tuple[str, Any]]:
+    for case in oracle_cases(size):
+        yield str(case), CaseCheck(case)
+    for check in CHECKS if size == 2 else ():
+        yield check.__name__, check
+
+
+@pytest.mark.checks((2, 3), _cases)
+def test_engine(outcome: str | None) -> None:
+    assert outcome is None, outcome

@@ -1,0 +1,134 @@
+"""Batch norms under FSDP2: one mean at evaluations, exports and checkpoints, and statistics of the dense model."""
+
+from __future__ import annotations
+
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+
+import sdp_deepspeed
+from sdp_deepspeed.fsdp import CheckpointManager, dense, full_state_dict, param_groups, reestimate_batch_norm
+from tests.helpers.batch_norms import Net, batches, means, settings, statistics_of
+from tests.helpers.ranks import Check, Rank
+from tests.helpers.sharded import sharded
+from tests.helpers.training import assert_identical, dense_state, engine_of, gathered, refusal
+from tests.ranks.masking.test_reestimation import NUM, SIZE, oracle, similar
+
+SUMS = 2.0**-23  # of fp64 in another order, rounded to fp32
+
+
+def trained(rank: Rank, block: dict[str, Any], num_steps: int = 2) -> tuple[Any, torch.optim.Optimizer]:
+    model = sharded(Net(), block)
+    optimizer = torch.optim.AdamW(param_groups(model), lr=1e-2)
+    steps(model, optimizer, rank, num_steps)
+    return model, optimizer
+
+
+def steps(model: Any, optimizer: torch.optim.Optimizer, rank: Rank, num_steps: int) -> None:
+    for images, classes in batches(rank.rank, num_steps):
+        model(images, classes).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def assert_means(model: Any, before: list[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
+    """The means of what ranks had, the same bits on all that have it."""
+    by_rank, expected = gathered(statistics_of(model)), means(before)
+    for found in by_rank:
+        for name, value in found.items():
+            torch.testing.assert_close(value, expected[name], rtol=SUMS, atol=0)
+            assert all(torch.equal(value, other.get(name, value)) for other in by_rank), name
+    shared = [found["norm.running_mean"] for found in before]
+    assert not torch.equal(shared[0], shared[1]), "each rank has batches of its own"
+    return means(by_rank)
+
+
+def evaluation(rank: Rank) -> None:
+    """Also where all ranks hold everything."""
+    images = batches(7, 1)[0][0]
+    for holders in (2, 3):
+        model, optimizer = trained(rank, {"holders": holders})
+        for _ in range(2):
+            before = gathered(statistics_of(model))
+            model.eval()
+            with torch.no_grad():
+                found = [model(images) for _ in range(2)]
+            expected = assert_means(model, before)
+            plain = Net().eval()
+            state = [full_state_dict(model)]
+            torch.distributed.broadcast_object_list(state)
+            plain.load_state_dict(state[0])
+            assert_identical(statistics_of(plain), expected)
+            with torch.no_grad():
+                assert all(torch.equal(logits, found[0]) for logits in found)
+                torch.testing.assert_close(found[0], plain(images), rtol=1e-6, atol=1e-6)
+            steps(model.train(), optimizer, rank, 1)
+
+
+def what_is_saved(rank: Rank) -> None:
+    """The full state dict, and checkpoints, which the other host resumes with the same."""
+    for holders in (2, 3):
+        model, optimizer = trained(rank, {"holders": holders})
+        before = gathered(statistics_of(model))
+        state = full_state_dict(model)
+        expected = assert_means(model, before)
+        if rank.rank == 0:
+            assert_identical({name: state[name] for name in expected}, expected)
+        model, optimizer = trained(rank, {"holders": holders})
+        folder = rank.folder / str(holders)
+        CheckpointManager(model, optimizer).save_checkpoint(folder)
+        assert_means(model, before)
+        engine = engine_of(settings(holders=1), Net())
+        engine.load_checkpoint(folder, load_optimizer_states=False)
+        found = dense_state(engine)
+        assert_identical({name: found[name] for name in expected}, expected)
+
+
+def re_estimation(rank: Rank) -> None:
+    """Inside and outside of the dense view, by both names; and what is wrong with it, on all ranks."""
+    own = [images for images, _ in batches(rank.rank, NUM, seed=9)]
+    for holders in (2, 3):
+        model, optimizer = trained(rank, {"holders": holders})
+        state = [full_state_dict(model)]
+        torch.distributed.broadcast_object_list(state)
+        assert reestimate_batch_norm(model, own, num_batches=NUM) == 9
+        assert model.training
+        first = statistics_of(model)
+        model.norm.running_mean.fill_(1e3)
+        with dense(model):
+            assert sdp_deepspeed.reestimate_batch_norm(model, own, num_batches=NUM) == 9
+        assert_identical(statistics_of(model), first)
+        expected = oracle(state[0])
+        for name, value in means(gathered(first)).items():
+            similar(value, expected[name])
+        words = ("got 3 batches, expected num_batches=4",)
+        refusal(ValueError, lambda: reestimate_batch_norm(model, own, num_batches=4), *words)  # noqa: B023
+        assert_identical(statistics_of(model), first)
+        steps(model, optimizer, rank, 1)
+
+
+def an_export_warns(rank: Rank) -> None:
+    model, _ = trained(rank, {"holders": 2})
+    with mock.patch("sdp_deepspeed.fsdp.full_state.logger.warning") as warning:
+        full_state_dict(model)
+        full_state_dict(model)
+    assert warning.call_count == (rank.rank == 0)
+    model, _ = trained(rank, {"holders": 2})
+    reestimate_batch_norm(model, [batches(rank.rank, 1)[0][0]], num_batches=1)
+    with mock.patch("sdp_deepspeed.fsdp.full_state.logger.warning") as warning:
+        full_state_dict(model)
+    assert not warning.called
+
+
+CHECKS: list[Check] = [evaluation, what_is_saved, re_estimation, an_export_warns]
+
+
+def _checks(size: int, config: pytest.Config) -> list[tuple[str, Check]]:
+    return [(check.__name__, check) for check in CHECKS]
+
+
+@pytest.mark.checks(SIZE, _checks)
+def test_batch_norms(outcome: str | None) -> None:
+    assert outcome is None, outcome

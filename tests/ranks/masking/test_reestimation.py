@@ -1,0 +1,223 @@
+"""Running statistics of the dense model, estimated anew: beside one process that has all ranks' batches."""
+
+from __future__ import annotations
+
+import itertools
+import random
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, nullcontext
+from copy import deepcopy
+from functools import partial
+from typing import Any
+from unittest import mock
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+from torch.optim.swa_utils import update_bn
+
+import sdp_deepspeed
+from tests.helpers.batch_norms import Net, batches, settings, statistics_of, train
+from tests.helpers.models import llama
+from tests.helpers.ranks import Check, Rank
+from tests.helpers.training import assert_identical, dense_state, engine_of, gathered, refusal
+
+SIZE, NUM = 3, 3
+similar = partial(
+    torch.testing.assert_close, rtol=1e-5, atol=1e-6
+)  # of convolutions over three times the rows: fp32 sums in other orders
+
+
+def oracle(state: dict[str, torch.Tensor], **net: Any) -> dict[str, torch.Tensor]:
+    """Statistics of the dense model with these weights, by PyTorch's own function over the batches of all ranks.
+    It counts the batches of all ranks, we those of one."""
+    dense = Net(**net)
+    dense.load_state_dict(state)
+    dense.eval()
+    for module in dense.modules():  # as update_bn would, but for dropout
+        module.train(isinstance(module, nn.BatchNorm2d))
+    with mock.patch.object(Net, "train", lambda self, mode=True: self):
+        update_bn([images for rank in range(SIZE) for images, _ in batches(rank, NUM, seed=9)], dense)
+    found = statistics_of(dense)
+    return {name: torch.tensor(NUM) if name.endswith("tracked") else value for name, value in found.items()}
+
+
+def compare(engine: Any, expected: dict[str, torch.Tensor]) -> None:
+    found = {name: value for name, value in dense_state(engine).items() if name in expected}
+    assert found.keys() == expected.keys()
+    for name, value in found.items():
+        similar(value, expected[name])
+    first, *others = gathered(found)
+    for other in others:
+        assert_identical(first, other)
+
+
+def is_that_of_the_dense_model(rank: Rank) -> None:
+    """In all regimes and ways to evaluate, as function and as method; weights stay, and training goes on."""
+    for regime, evaluation in (("forward", "stream"), ("forward", "resident"), ("backward", "auto")):
+        block = {"holders": 2, "regime": regime, "evaluation": evaluation, "check_agreement": True}
+        engine = engine_of(settings(**block), Net())
+        train(engine, rank.rank, num_steps=2)
+        state = dense_state(engine)
+        own = [images for images, _ in batches(rank.rank, NUM + 2, seed=9)]
+        assert sdp_deepspeed.reestimate_batch_norm(engine, iter(own), num_batches=NUM) == 9
+        expected = oracle(state)
+        compare(engine, expected)
+        after = dense_state(engine)
+        assert_identical(*({n: v for n, v in each.items() if n not in expected} for each in (state, after)))
+        images = batches(7, 1)[0][0]
+        dense = Net().eval()
+        dense.load_state_dict(after)
+        engine.eval()
+        with torch.no_grad():
+            assert torch.equal(engine(images), dense(images))
+        engine.train()
+        train(engine, rank.rank, num_steps=1)
+
+
+def wherever_the_dense_model_is(rank: Rank) -> None:
+    """Outside of it, inside where it streams or is resident, in training and in evaluation mode; the same bits."""
+    engine = engine_of(settings(holders=2), Net())
+    train(engine, rank.rank, num_steps=2)
+    state = dense_state(engine)
+    own = [images for images, _ in batches(rank.rank, NUM, seed=9)]
+    found = []
+    for context, mode in itertools.product(
+        (nullcontext, engine.dense, lambda: engine.dense(resident=True)), (True, False)
+    ):
+        entered: AbstractContextManager[None] = context()
+        engine.train(mode)
+        with entered:
+            engine.module.norm.running_mean.fill_(1e3)
+            engine.reestimate_batch_norm(own, num_batches=NUM)
+        assert engine.module.training == mode
+        found.append(statistics_of(engine.module))
+        assert_identical(found[-1], found[0])
+    compare(engine, oracle(state))
+
+
+def leaves_everything_else(rank: Rank) -> None:
+    """Modes, also of single modules, momentum, hooks, random numbers, and buffers that no norm has now."""
+    for momentum in (0.1, None):
+        engine = engine_of(settings(holders=2), Net(momentum=momentum))
+        train(engine, rank.rank, num_steps=1)
+        state = dense_state(engine)
+        engine.module.layers[1].eval()
+        modes = {name: module.training for name, module in engine.module.named_modules()}
+        hooks = {name: len(module._forward_hooks) for name, module in engine.module.named_modules()}
+        drawn = []
+        for runs in (True, False):
+            torch.manual_seed(5)
+            np.random.seed(5)
+            random.seed(5)
+            if runs:
+                engine.reestimate_batch_norm(drawing(rank), num_batches=NUM)
+            drawn.append((torch.rand(1).item(), np.random.rand(), random.random()))
+        assert drawn[0] == drawn[1]
+        assert modes == {name: module.training for name, module in engine.module.named_modules()}
+        assert hooks == {name: len(module._forward_hooks) for name, module in engine.module.named_modules()}
+        assert {norm.momentum for norm in engine.module.modules() if isinstance(norm, nn.BatchNorm2d)} == {momentum}
+        compare(engine, oracle(state, momentum=momentum))
+
+
+def drawing(rank: Rank) -> Iterator[torch.Tensor]:
+    for images, _ in batches(rank.rank, NUM, seed=9):
+        torch.rand(1), np.random.rand(), random.random()
+        yield images
+
+
+def batches_of_all_kinds(rank: Rank) -> None:
+    """A tensor, a tuple or a list of arguments, a dict of them."""
+    engine = engine_of(settings(holders=1), Net())
+    found = []
+    kinds = (lambda x, y: x, lambda x, y: (x, y), lambda x, y: [x, y], lambda x, y: {"images": x, "classes": y})
+    for kind in kinds:
+        own = [kind(*batch) for batch in batches(rank.rank, NUM, seed=9)]
+        engine.reestimate_batch_norm(own, num_batches=NUM)
+        found.append(statistics_of(engine.module))
+        assert_identical(found[-1], found[0])
+
+
+def averages_of_weights(rank: Rank) -> None:
+    """Of a copy that the engine shows: it gets the statistics, and the module keeps its own."""
+    engine = engine_of(settings(holders=2), Net())
+    copied = deepcopy(engine.module)
+    train(engine, rank.rank, num_steps=2)
+    before = statistics_of(engine.module)
+    own = [images for images, _ in batches(rank.rank, NUM, seed=9)]
+    with engine.dense(weights=copied):
+        engine.reestimate_batch_norm(own, num_batches=NUM)
+        compare(engine, oracle(Net().state_dict()))
+    assert_identical(statistics_of(engine.module), before)
+    assert not torch.equal(statistics_of(copied)["norm.running_mean"], before["norm.running_mean"])
+
+
+def mistakes(rank: Rank) -> None:
+    """One error on all ranks, and the statistics are as they were."""
+    for regime in ("forward", "backward"):
+        engine = engine_of(settings(holders=2, regime=regime), Net())
+        train(engine, rank.rank, num_steps=1)
+        before = statistics_of(engine.module)
+        own = [images for images, _ in batches(rank.rank, NUM - (rank.rank == 1), seed=9)]
+        words = ("got 2 batches, expected num_batches=3", "[on rank 1]", "as they were")
+        call = engine.reestimate_batch_norm
+        refusal(ValueError, partial(call, own, num_batches=NUM), *words)
+        numbers: list[Any] = [0, True, 1.0, 2 + (rank.rank == 2)]
+        for number in numbers:
+            refusal(ValueError, partial(call, own, num_batches=number), "num_batches", "above 0")
+        wrong = [own[0], own[1][:, : 3 - (rank.rank == 0)]]
+        refusal(RuntimeError, partial(call, wrong, num_batches=2), "[on rank 0]")
+        assert_identical(statistics_of(engine.module), before)
+        assert engine.module.training
+        engine.reestimate_batch_norm(own, num_batches=2)
+        train(engine, rank.rank, num_steps=1)
+
+
+def where_there_is_nothing_to_do(rank: Rank) -> None:
+    """Says so, once, and asks nobody; other models are refused."""
+    engine = engine_of(settings(holders=2), llama())
+    with mock.patch("sdp_deepspeed.masking.dense_view.DenseView.meet", side_effect=AssertionError):
+        assert engine.reestimate_batch_norm([], num_batches=1) == 0
+    with pytest.raises(ValueError, match=r"got Net, expected the engine .*fully_shard"):
+        sdp_deepspeed.reestimate_batch_norm(Net(), [], num_batches=1)
+
+
+def an_export_warns(rank: Rank) -> None:
+    """Once, in the forward regime, if training came after the last estimate."""
+    for regime, holders, expected in (("forward", 2, [1, 0, 0, 1]), ("backward", 2, [0] * 4), ("forward", 3, [0] * 4)):
+        found: list[int] = []
+        for estimates, trains in ((False, True), (True, False), (True, False), (True, True)):
+            engine = engine_of(settings(holders=holders, regime=regime), Net())
+            train(engine, rank.rank, num_steps=1)
+            if estimates:
+                engine.reestimate_batch_norm([b[0] for b in batches(rank.rank, 1)], num_batches=1)
+            if trains:
+                train(engine, rank.rank, num_steps=1)
+            with mock.patch("sdp_deepspeed.engine.dense_export.log_dist") as log:
+                for name in ("one.bin", "two.bin"):
+                    engine.save_16bit_model(str(rank.folder / f"{regime}{holders}{len(found)}"), name)
+            assert all("engine.reestimate_batch_norm" in call.args[0] for call in log.call_args_list)
+            found.append(log.call_count)
+        assert found == expected, (regime, holders, found)
+
+
+CHECKS: list[Check] = [
+    is_that_of_the_dense_model,
+    wherever_the_dense_model_is,
+    leaves_everything_else,
+    batches_of_all_kinds,
+    averages_of_weights,
+    mistakes,
+    where_there_is_nothing_to_do,
+    an_export_warns,
+]
+
+
+def _checks(size: int, config: pytest.Config) -> list[tuple[str, Check]]:
+    return [(check.__name__, check) for check in CHECKS]
+
+
+@pytest.mark.checks(SIZE, _checks)
+def test_reestimation(outcome: str | None) -> None:
+    assert outcome is None, outcome

@@ -1,0 +1,225 @@
+"""What weights cost of models that take images, against counts by hand and PyTorch's own counter."""
+
+from __future__ import annotations
+
+import random
+import warnings
+from copy import deepcopy
+from fractions import Fraction
+from typing import Any
+
+import pytest
+import torch
+import transformers as hf
+from torch import nn
+from torch.nn import functional as F
+from torch.utils.flop_counter import FlopCounterMode
+
+import sdp_deepspeed
+from sdp_deepspeed.architectures import locate_branches, unit_costs
+from sdp_deepspeed.architectures.image_flops import flops_per_element, image_shape, takes_images
+from sdp_deepspeed.units import Piece, Unit
+from tests.helpers.masked_modules import infos, plan_of
+from tests.helpers.more_models import ALL_SPECIMENS
+from tests.helpers.rank_models import mask_of
+
+
+class Convolutions(nn.Module):
+    """Images of 4 channels and 12 x 10: a strided convolution, a depthwise one, a 1 x 1 and a head."""
+
+    image_size = (12, 10)
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem = nn.Conv2d(4, 6, 3, stride=2, padding=1)
+        self.norm = nn.BatchNorm2d(6)
+        self.depthwise = nn.Conv2d(6, 6, 5, padding=2, groups=6)
+        self.wide = nn.Conv2d(6, 8, 1)
+        self.head = nn.Linear(8, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.wide(self.depthwise(self.norm(self.stem(x))))
+        return self.head(x.mean((2, 3)))
+
+
+def positions(model: nn.Module) -> dict[str, Fraction]:
+    """Of the weights of matrices and kernels; of vectors nothing counts."""
+    found = flops_per_element(model)
+    assert found is not None
+    assert not any(found[name] for name, parameter in model.named_parameters() if parameter.dim() == 1)
+    return {name: found[name] / 2 for name, p in model.named_parameters() if p.dim() > 1}
+
+
+def test_positions_by_hand() -> None:
+    """12 x 10 by stride 2 is 6 x 5; a kernel of [out, in / groups, height, width] counts once for each position."""
+    assert positions(Convolutions()) == {"stem.weight": 30, "depthwise.weight": 30, "wide.weight": 30, "head.weight": 1}
+
+
+TINY = {"num_labels": 5, "hidden_sizes": [8, 16], "depths": [2, 1]}
+SWIN = {"image_size": 16, "patch_size": 2, "window_size": 4, "embed_dim": 8, "depths": [2, 2], "num_heads": [2, 4]}
+BUILT: dict[str, Any] = {
+    "basic": lambda: hf.ResNetForImageClassification(hf.ResNetConfig(**TINY, embedding_size=8, layer_type="basic")),
+    "bottleneck": lambda: hf.ResNetForImageClassification(hf.ResNetConfig(**TINY, embedding_size=8)),
+    "convnext": lambda: hf.ConvNextForImageClassification(hf.ConvNextConfig(**TINY, num_stages=2, image_size=32)),
+    "swin": lambda: hf.SwinForImageClassification(hf.SwinConfig(**SWIN, num_labels=5)),
+    "vit": lambda: ALL_SPECIMENS["vit"].build(),
+}
+
+
+@pytest.mark.parametrize("name", BUILT)
+def test_all_weights_together_cost_what_pytorch_counts(name: str) -> None:
+    """Attention runs in one kernel, which that counter does not know on a CPU."""
+    model = BUILT[name]().eval()
+    found = flops_per_element(model)
+    assert found is not None
+    with torch.no_grad(), FlopCounterMode(display=False) as counter:
+        model(torch.zeros(1, *image_shape(model)))
+    assert sum(found[name] * p.numel() for name, p in model.named_parameters()) == counter.get_total_flops()
+
+
+def test_stages_of_a_resnet_run_at_a_quarter_of_the_positions() -> None:
+    model = BUILT["basic"]()
+    kernels = {name: n for name, n in positions(model).items() if ".layer." in name}
+    assert {(name.split(".")[3], n) for name, n in kernels.items()} == {("0", 56**2), ("1", 28**2)}
+
+
+def test_units_cost_what_their_weights_do() -> None:
+    """Of a unit that has some channels of a kernel, those channels."""
+    pieces = (Piece("stem.weight", 0, 2, 3), Piece("stem.bias", 0, 2, 3), Piece("wide.weight"))
+    cost = unit_costs(Convolutions(), [Unit("some", pieces)])[0]
+    assert cost.flops == 2 * 30 * (3 * 4 * 9 + 6 * 8)
+    assert cost.num_parameters == 3 * 4 * 9 + 3 + 6 * 8
+
+
+# Which models are asked
+
+
+@pytest.mark.parametrize("name", ["gpt2", "llama", "t5", "bert"])
+def test_tokens_are_no_images(name: str) -> None:
+    assert flops_per_element(ALL_SPECIMENS[name].build()) is None
+
+
+def test_sounds_are_no_images() -> None:
+    sizes = {"encoder_layers": 1, "decoder_layers": 1, "vocab_size": 16, "d_model": 16, "decoder_start_token_id": 1}
+    ids = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
+    heads = {"encoder_attention_heads": 2, "decoder_attention_heads": 2, "encoder_ffn_dim": 8, "decoder_ffn_dim": 8}
+    with torch.device("meta"):
+        model = hf.WhisperForConditionalGeneration(hf.WhisperConfig(**sizes, **ids, **heads))
+    assert flops_per_element(model) is None
+    assert not takes_images(nn.Sequential(nn.Conv1d(2, 3, 3)))
+    assert not takes_images(nn.Sequential(nn.ReLU()))
+
+
+def test_the_size_of_images() -> None:
+    assert image_shape(Convolutions()) == (4, 12, 10)
+    assert image_shape(nn.Sequential(nn.Conv2d(2, 3, 3))) == (2, 224, 224)
+    assert image_shape(ALL_SPECIMENS["vit"].build()) == (3, 8, 8)
+
+
+# The model and its weights
+
+
+def test_nothing_of_the_model_changes() -> None:
+    """Neither what it computes with, nor what its forward keeps, nor random numbers."""
+
+    class Keeping(Convolutions):
+        kept: torch.Tensor | None = None
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            self.kept, self.calls = x, 1
+            return super().forward(F.dropout(x) + torch.rand(1, device=x.device) + torch.rand(()))
+
+    model = Keeping().train()
+    model.head.eval()
+    before, state, rng = deepcopy(model.state_dict()), dict(vars(model)), (torch.get_rng_state(), random.getstate())
+    modes = [module.training for module in model.modules()]
+    assert flops_per_element(model) is not None
+    assert dict(vars(model)) == state
+    assert [module.training for module in model.modules()] == modes
+    assert torch.equal(torch.get_rng_state(), rng[0])
+    assert random.getstate() == rng[1]
+    for name, value in model.state_dict().items():
+        assert torch.equal(value, before[name])
+
+
+@pytest.mark.parametrize("how", ["meta", "init", "half"])
+def test_values_do_not_matter(how: str) -> None:
+    expected = flops_per_element(BUILT["swin"]())
+    if how == "init":
+        with sdp_deepspeed.Init() as program:
+            model = BUILT["swin"]()
+        num_operations = len(program.operations)
+        assert flops_per_element(model) == expected
+        assert len(program.operations) == num_operations, "nothing was written down"
+    else:
+        with torch.device("meta" if how == "meta" else "cpu"):
+            model = BUILT["swin"]()
+        assert flops_per_element(model.half() if how == "half" else model) == expected
+
+
+def test_weights_that_are_used_twice_or_changed_first() -> None:
+    """A weight in two places, a cast one, one of which parts are used, one with zero mean, and one of two factors."""
+
+    class Uses(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.stem = nn.Conv2d(3, 8, 1)
+            self.first, self.again = nn.Linear(8, 8), nn.Linear(8, 8)
+            self.again.weight = self.first.weight
+            self.cast, self.centered = nn.Linear(8, 8).double(), nn.Linear(8, 8)
+            self.attention = nn.MultiheadAttention(8, 2, batch_first=True)
+            self.left, self.position = nn.Parameter(torch.zeros(8, 8)), nn.Parameter(torch.zeros(1, 16, 8))
+
+        def forward(self, pixel_values: torch.Tensor) -> torch.Tensor:
+            x = self.stem(pixel_values).flatten(2).mT + self.position
+            x = self.again(self.first(x))
+            x = F.linear(x, self.cast.weight.to(x.dtype))
+            weight = self.centered.weight
+            x = x @ (weight - weight.mean(1, keepdim=True))
+            x = self.attention(x, x, x)[0]
+            return x[:, 0] @ self.left
+
+    model = Uses()
+    model.image_size = 4  # type: ignore[assignment]
+    found = flops_per_element(model)
+    assert found is not None
+    uses = {name: found[name] / 2 for name, p in model.named_parameters(remove_duplicate=False) if p.dim() > 1}
+    assert uses == {
+        **{"stem.weight": 16, "first.weight": 32, "again.weight": 32, "cast.weight": 16, "centered.weight": 16},
+        **{"attention.in_proj_weight": 16, "attention.out_proj.weight": 16, "left": 1, "position": 0},
+    }
+
+
+@pytest.mark.parametrize("strategy", ["block", "neuron"])
+def test_a_masked_model_costs_what_it_did_when_it_was_whole(strategy: str) -> None:
+    """Plans change while it is masked."""
+    dense = ALL_SPECIMENS["vit"].build()
+    plan = plan_of(dense, "forward", strategy)
+    expected = unit_costs(dense, plan.units)
+    mask = mask_of(dense, locate_branches(dense), infos(dense), plan, 0)
+    with mask.shaped_as_built():
+        assert unit_costs(dense, plan.units) == expected
+
+
+# What cannot be run
+
+
+class Refusing(Convolutions):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x) if float(x.sum()) else x
+
+
+class Collective(Convolutions):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(torch.ops._c10d_functional.all_reduce(x, "sum", "nobody"))
+
+
+@pytest.mark.parametrize(("model", "why"), [(Refusing(), "RuntimeError"), (Collective(), "a collective")])
+def test_a_model_that_cannot_be_run_costs_as_if_positions_were_equal(model: nn.Module, why: str) -> None:
+    units = [Unit("a", (Piece("wide.weight"),)), Unit("b", (Piece("depthwise.weight"),))]
+    with pytest.warns(UserWarning, match=rf"could not be counted .*{why}.*as if all layers ran at equally many"):
+        costs = unit_costs(model, units)
+    assert [cost.flops for cost in costs] == [2 * 6 * 8, 2 * 6 * 25]
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert unit_costs(model, units) == costs, "one warning"
