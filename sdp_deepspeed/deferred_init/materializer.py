@@ -25,6 +25,7 @@ class Materializer:
 
     def __init__(self, mask: Mask, device: torch.device) -> None:
         self._views = mask.model.views
+        self._dropped = mask.dropped_names()
         self._device = device
         twins = [twin for part in mask.parts for twin in getattr(part, "twins", ())]
         inside = [tensor for twin in twins for tensor in named_tensors(twin).values()]
@@ -37,7 +38,7 @@ class Materializer:
 
     def is_dropped(self, name: str) -> bool:
         """Whether this rank stores nothing of the tensor."""
-        return self._views.tensors[name].shape != self._views.shapes[name] and not self._views.cut_pieces(name)
+        return name in self._dropped
 
     def stretches(self, name: str) -> list[Stretch]:
         """Of a contiguous dense tensor the elements that this rank stores, ascending; none if it is not some rows."""

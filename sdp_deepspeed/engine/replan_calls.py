@@ -61,12 +61,14 @@ class _Before:
         catalog: of all data-parallel ranks.
         optimizer: as `OptimizerState.metadata`.
         is_same: whether the plan is that of before.
+        buffers: as `_all_chunks` takes them.
     """
 
     state: OwnState
     catalog: Catalog
     optimizer: Mapping[str, Any]
     is_same: bool
+    buffers: frozenset[str]
 
 
 class ReplanCalls(DenseCalls):
@@ -206,9 +208,10 @@ class ReplanCalls(DenseCalls):
     def _before(self, chosen: ChosenPlan, ranks: Gatherer) -> _Before:
         """The state of now; all ranks call it."""
         is_same = _layout(chosen.plan) == _layout(self._applied.plan)
+        buffers = _buffers_of_units(chosen.plan) | _buffers_of_units(self._applied.plan)
 
         def read() -> tuple[OptimizerState, OwnState, list[Any]]:
-            rank_chunks = self._all_chunks()
+            rank_chunks = self._all_chunks(buffers)
             optimizer = OptimizerState(self.optimizer, rank_chunks)
             return optimizer, OwnState.of(rank_chunks, optimizer, own_buffers=is_same), optimizer.counts()
 
@@ -216,7 +219,7 @@ class ReplanCalls(DenseCalls):
         counts = ranks.gather_objects(own_counts)
         catalog = run_on_all_ranks(ranks, partial(self._catalog, state))
         run_on_all_ranks(ranks, partial(check_optimizer_state, catalog, self.optimizer.model))
-        return _Before(state, catalog, optimizer.metadata(counts), is_same)
+        return _Before(state, catalog, optimizer.metadata(counts), is_same, buffers)
 
     def _catalog(self, state: OwnState) -> Catalog:
         """Data-parallel ranks among themselves: it is large, and concerns no others."""
@@ -226,11 +229,14 @@ class ReplanCalls(DenseCalls):
         assert not gaps, f"nobody has some elements of {gaps}, or two ranks do"
         return catalog
 
-    def _all_chunks(self) -> RankChunks:
-        """As `rank_chunks`, with buffers of units that state dicts do not have: they go where their unit goes."""
+    def _all_chunks(self, buffers: frozenset[str]) -> RankChunks:
+        """As `rank_chunks`, with buffers of units that state dicts do not have: they go where their unit goes.
+
+        Args:
+            buffers: in units of the plan before, or of the one after; in the other they may be shared.
+        """
         model = self.optimizer.model
-        of_units = {piece.parameter for unit in model.plan.units for piece in unit.pieces if piece.kind == "buffer"}
-        return RankChunks(model, persistent_buffers(self.module, model.views.shapes, also=of_units))
+        return RankChunks(model, persistent_buffers(self.module, model.views.shapes, also=buffers))
 
     def _change(self, chosen: ChosenPlan, config: SubnetworkConfig, before: _Before, ranks: Gatherer) -> Moved:
         """Take the module and the optimizer apart, put them together under the plan, and fill them. On an error of one
@@ -263,7 +269,7 @@ class ReplanCalls(DenseCalls):
     def _share(self, before: _Before) -> tuple[Share, Callable[[], None]]:
         """What this rank has under the plan, as far as it comes from itself; and what is to be done when the rest is
         there."""
-        rank_chunks, catalog = self._all_chunks(), before.catalog
+        rank_chunks, catalog = self._all_chunks(before.buffers), before.catalog
         optimizer = OptimizerState(self.optimizer, rank_chunks)
         state = RankState(rank_chunks, optimizer)
         targets = make_targets(state, catalog.metadata(), strict=True, optimizer_metadata=before.optimizer)
@@ -282,6 +288,10 @@ class ReplanCalls(DenseCalls):
 
 def _layout(plan: Plan) -> tuple[str, tuple[int, ...]]:
     return plan.hash, tuple(plan.subnetwork_of_rank)
+
+
+def _buffers_of_units(plan: Plan) -> frozenset[str]:
+    return frozenset(piece.parameter for unit in plan.units for piece in unit.pieces if piece.kind == "buffer")
 
 
 def _scales(config: SubnetworkConfig) -> bool:

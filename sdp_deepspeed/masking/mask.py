@@ -200,14 +200,18 @@ class Mask:
             for name, parameter in parameters.items():
                 parameter.requires_grad_(required_grad[name])
 
-    def stored(self) -> dict[str, torch.Tensor]:
-        """What this rank's subnetwork stores: tensors by dense name, lacking neurons by "<name> (lacking)"."""
-        dropped = {
+    def dropped_names(self) -> set[str]:
+        """Dense names of tensors of which this rank stores nothing."""
+        return {
             piece.parameter
             for part in self.parts
             if isinstance(part, BlockPart) and not part.whole
             for piece in self.model.plan.units[part.units[0]].pieces
         }
+
+    def stored(self) -> dict[str, torch.Tensor]:
+        """What this rank's subnetwork stores: tensors by dense name, lacking neurons by "<name> (lacking)"."""
+        dropped = self.dropped_names()
         result = {name: tensor for name, tensor in self.model.views.tensors.items() if name not in dropped}
         return result | {f"{name} (lacking)": tensor for name, tensor in self.model.views.lacking.items()}
 

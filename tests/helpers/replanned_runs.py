@@ -177,7 +177,8 @@ def counters_of(engine: Any) -> list[Any]:
 
 def has_buffers(engine: Any) -> bool:
     """Those come from one rank, whatever others have."""
-    return any("running_mean" in name or "correction_bias" in name for name, _ in engine.module.named_buffers())
+    found = ("running_mean", "correction_bias", "relative_position_index")
+    return any(name.endswith(found) for name, _ in engine.module.named_buffers())
 
 
 def present(engine: Any) -> dict[str, tuple[torch.Tensor, int]]:

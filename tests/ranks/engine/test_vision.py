@@ -1,0 +1,122 @@
+"""Vision models in the engine, in all modes: buffers that no state dict has, parameters that are a layer's own."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import sdp_deepspeed
+from tests.helpers.dense_checkpoints import dense_tensors
+from tests.helpers.models import batches, inputs_of
+from tests.helpers.more_models import SPECIMENS
+from tests.helpers.ranks import Rank
+from tests.helpers.replanned_runs import Phase, Sequence_, check_sequence
+from tests.helpers.training import assert_identical, dense_state, engine_of, sgd, train
+
+MODES = tuple(itertools.product(("forward", "backward"), ("block", "neuron")))
+NAMES = ("convnext", "swin", "swinv2")
+
+
+def start(name: str, regime: str, strategy: str, **block: Any) -> Any:
+    return engine_of(sgd(regime=regime, strategy=strategy, **block), SPECIMENS[name].build())
+
+
+@torch.no_grad()
+def logits(model: Any, rank: Rank) -> torch.Tensor:
+    (batch,) = next(batches(rank.size, 1))[rank.rank]
+    model.eval()
+    found: torch.Tensor = model(**inputs_of(model, batch)).logits
+    model.train()
+    return found
+
+
+def resumes_in_another_mode(rank: Rank, name: str) -> None:
+    for number, mode in enumerate(MODES):
+        engine = start(name, *mode)
+        train(engine, num_steps=2)
+        folder = rank.folder / "-".join((name, *mode))
+        engine.save_checkpoint(str(folder))
+        resumed = start(name, *mode)
+        resumed.load_checkpoint(str(folder))
+        assert train(engine, num_steps=1, first=2) == train(resumed, num_steps=1, first=2)
+        other = start(name, *MODES[(number + 1) % 4])
+        other.load_checkpoint(str(folder))
+        written = {f"weight/{key}": value for key, value in dense_state(other).items()}
+        found = dense_tensors(folder / "global_step2")
+        assert_identical({key: found[key] for key in written}, written)
+
+
+def the_dense_model_is_whole_and_loads_without_us(rank: Rank, name: str) -> None:
+    for regime, strategy in MODES:
+        ways = [{"evaluation": way} for way in ("resident", "prefetch", "stream")] if regime == "forward" else [{}]
+        found: list[torch.Tensor] = []
+        for way in ways:
+            engine = start(name, regime, strategy, **way)
+            train(engine, num_steps=2)
+            found.append(logits(engine, rank))
+            with engine.dense(resident=True):
+                found.append(logits(engine.module, rank))
+        folder = rank.folder / f"{name}-{regime}-{strategy}"
+        engine.save_pretrained(folder)
+        dist.barrier()
+        found.append(logits(SPECIMENS[name].model.from_pretrained(folder), rank))
+        assert all(torch.equal(one, found[0]) for one in found)
+
+
+def scaled_branches_are_those_that_coverage_says(rank: Rank) -> None:
+    for name, strategy in itertools.product(("convnext", "swin"), ("block", "neuron")):
+        engine = start(name, "forward", strategy, dense_branch_scale="coverage")
+        plain = start(name, "forward", strategy)
+        assert train(engine, num_steps=1) == train(plain, num_steps=1)
+        scaled, state = dense_state(engine), dense_state(plain)
+        for key, value in scaled.items():
+            is_output = key.endswith(("pwconv2.weight", "o_proj.weight", "fc2.weight"))
+            is_bias = key.endswith(("pwconv2.bias", "o_proj.bias", "fc2.bias")) and strategy == "block"
+            assert torch.equal(value, state[key] * (0.5 if is_output or is_bias else 1)), key
+
+
+def starts_without_the_dense_model(rank: Rank, name: str) -> None:
+    contexts: tuple[Callable[[], Any], ...] = (sdp_deepspeed.Init, lambda: torch.device("meta"))
+    specimen = SPECIMENS[name]
+    for mode, context in zip(MODES, (*contexts, *contexts), strict=True):
+        engines = []
+        for inside in (True, False):
+            torch.manual_seed(3)
+            if inside:
+                with context():
+                    model = specimen.model(specimen.config(**specimen.options))
+                torch.manual_seed(3)
+            else:
+                model = specimen.model(specimen.config(**specimen.options))
+            engines.append(engine_of(sgd(regime=mode[0], strategy=mode[1]), model))
+        assert_identical(dense_state(engines[0]), dense_state(engines[1]))
+        assert train(engines[0], num_steps=2) == train(engines[1], num_steps=2)
+        assert_identical(dense_state(engines[0]), dense_state(engines[1]))
+
+
+def plans_change(rank: Rank, name: str) -> None:
+    phases = [{"regime": regime, "strategy": strategy} for regime, strategy in (*MODES, MODES[1], MODES[0])]
+    check_sequence(Sequence_(2, [Phase(phase) for phase in phases], model=SPECIMENS[name].build), rank)
+
+
+def _cases(size: int, options: pytest.Config) -> Iterator[tuple[str, Any]]:
+    of_names = (
+        resumes_in_another_mode,
+        the_dense_model_is_whole_and_loads_without_us,
+        starts_without_the_dense_model,
+        plans_change,
+    )
+    for check, name in itertools.product(of_names, NAMES):
+        yield f"{check.__name__}-{name}", partial(check, name=name)
+    yield "scaled_branches", scaled_branches_are_those_that_coverage_says
+
+
+@pytest.mark.checks((2,), _cases)
+def test_engine(outcome: str | None) -> None:
+    assert outcome is None, outcome
