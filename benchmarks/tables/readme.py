@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
+from benchmarks.tables.balance import balance
 from benchmarks.tables.counts import collectives, faults, model_state, peak_shares
 from benchmarks.tables.hosts import hosts_memory, hosts_time
 from benchmarks.tables.learning import few_data, learning, rates
@@ -81,6 +82,7 @@ BLOCKS = {
     "kills": Block(faults, ("faults", "faults_4_ranks")),
     "tokens": Block(tokenize_speed, ("tokenize_speed",)),
     "similarity": Block(similarity, ("similarity",)),
+    "balance": Block(balance, ("balance",)),
     "learning": Block(learning, ("learning",)),
     "learning-headers": Block(partial(learning, study="headers"), ("learning",)),
     "learning-few-data": Block(few_data, ("learning",)),
