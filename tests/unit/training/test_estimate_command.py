@@ -78,7 +78,9 @@ def test_a_run_on_images(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> 
     assert main(["estimate", "--ranks", "4", *files]) == 0
     assert "parameters on 4 ranks, 64 images per step" in capsys.readouterr().out
     assert main(["estimate", "--ranks", "4", *files, *LENGTH]) == 2
-    assert "--sequence-length: the model takes images, as large as image_size in its JSON says" in capsys.readouterr().err
+    assert (
+        "--sequence-length: the model takes images, as large as image_size in its JSON says" in capsys.readouterr().err
+    )
 
 
 @pytest.mark.parametrize(
