@@ -2,6 +2,7 @@
 
     python benchmarks/similarity.py --model configs/models/tiny.json --ranks 8 --coverage 0.5 \
         --output benchmarks/results/similarity.json --plot benchmarks/results/similarity.png
+    python benchmarks/similarity.py --model resnet-18.json --batch 16 --output similarity_images.json
     python benchmarks/similarity.py --from-json benchmarks/results/similarity.json --plot similarity.png
 
 One process: the reference runs the workers one after the other, each on batches of its own. The dense gradient is the
@@ -21,9 +22,11 @@ from typing import Any
 
 import torch
 from torch import nn
+from transformers import AutoModelForImageClassification
 
 sys.path.insert(0, str(Path(__file__).parents[1]))  # the repository's root
 from benchmarks.common.device import device, device_name
+from benchmarks.common.digits import digit_batches
 from benchmarks.common.provenance import write_result
 from benchmarks.tables.plot_similarity import plot_similarity
 from benchmarks.tables.similarity import MODE_KEY, similarity
@@ -35,9 +38,11 @@ from sdp_deepspeed.plan.plan import Plan
 from sdp_deepspeed.plan.planner import plan_model
 from sdp_deepspeed.reference import theory
 from sdp_deepspeed.reference.virtual_workers import masked_average
+from sdp_deepspeed.training.forecast_inputs import classifies_images
 from sdp_deepspeed.training.model import build_model, check_fits
 
 Batch = dict[str, torch.Tensor]
+_IMAGE_SIZE = 32  # where the model's JSON says none
 
 
 def loss_of(model: nn.Module, batch: Batch) -> torch.Tensor:
@@ -85,20 +90,37 @@ def measure(arguments: argparse.Namespace) -> dict[str, object]:
     shape = read_json(arguments.model, "--model")
     if "model_type" not in shape:
         raise ValueError('--model: the JSON has no "model_type": expected a Transformers config, e.g. "llama"')
-    data = data_config(arguments, shape)
-    model = build_model(shape, seed=arguments.seed).to(device())
+    model, data, batches = (_images if classifies_images(shape) else _text)(arguments, shape)
     plans = {str(mode): plan_of(model, mode, arguments.coverage, arguments.ranks) for mode in MODES}
-    bundle = build(data, micro_batch=arguments.batch)
-    check_fits(model.config, bundle)
     return {
         "what": "similarity",
         "model": shape | {"num_parameters": sum(p.numel() for p in model.parameters())},
-        "data": dataclasses.asdict(data),
+        "data": data,
         "arguments": {key: str(value) if isinstance(value, Path) else value for key, value in vars(arguments).items()},
         "plans": {name: facts_of(model, plan) for name, plan in plans.items()},
-        "records": list(records(model, plans, _on_device(bundle.train), arguments)),
+        "records": list(records(model, plans, _on_device(batches), arguments)),
         "device": device_name(),
     }
+
+
+def _text(arguments: argparse.Namespace, shape: Mapping[str, Any]) -> tuple[nn.Module, dict[str, Any], Iterator[Batch]]:
+    """The model, what it learns from, and batches of that."""
+    data = data_config(arguments, shape)
+    model = build_model(shape, seed=arguments.seed).to(device())
+    bundle = build(data, micro_batch=arguments.batch)
+    check_fits(model.config, bundle)
+    return model, dataclasses.asdict(data), bundle.train
+
+
+def _images(
+    arguments: argparse.Namespace, shape: Mapping[str, Any]
+) -> tuple[nn.Module, dict[str, Any], Iterator[Batch]]:
+    if arguments.data is not None:
+        raise ValueError("--data: no effect on a model that takes images; leave it out")
+    full = {"num_labels": 10, "image_size": _IMAGE_SIZE, **shape}
+    model = build_model(full, seed=arguments.seed, auto_class=AutoModelForImageClassification).train().to(device())
+    size = full["image_size"]
+    return model, {"source": "digits", "image_size": size}, digit_batches(size, arguments.batch, arguments.seed)
 
 
 def _on_device(batches: Iterator[Batch]) -> Iterator[Batch]:
@@ -161,7 +183,7 @@ def read_result(path: Path) -> dict[str, Any]:
 def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0], allow_abbrev=False)
     add = parser.add_argument
-    add("--model", type=Path, help="JSON: a Transformers config, such as configs/models/tiny.json")
+    add("--model", type=Path, help="JSON: a Transformers config, such as configs/models/tiny.json; of text or images")
     add("--output", type=Path, help="where the raw figures go")
     add("--plot", type=Path, help="where the plot goes (.png, .pdf, .svg); needs the extra `plot`")
     add("--from-json", type=Path, help="measure nothing, show the raw figures of this file")
@@ -169,7 +191,7 @@ def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     add("--coverage", type=float, default=0.5, help="C (default 0.5)")
     add("--steps", type=whole, nargs="+", default=[0, 200], help="dense steps before each measurement (default 0 200)")
     add("--draws", type=positive, default=3, help="measurements with new batches each (default 3)")
-    add("--batch", type=positive, default=4, help="sequences per worker, and per dense step (default 4)")
+    add("--batch", type=positive, default=4, help="sequences or images per worker, and per dense step (default 4)")
     add("--learning-rate", type=float, default=1e-3, help="of the dense steps (default 1e-3)")
     add("--data", type=Path, help="JSON: the data's settings (default: the Python standard library's source)")
     add("--seed", type=int, default=0, help="of the initial weights (default 0); --data has one of its own")

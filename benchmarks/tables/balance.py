@@ -6,7 +6,7 @@ from typing import Any
 
 from benchmarks.tables.markdown import Result, coverage, table
 
-_HEADS = ("units", "FLOPs max/mean", "best possible", "with what is shared", "by weights alone", "bytes (at best)")
+_HEADS = ("units", "FLOPs max/mean", "best possible", "with what is shared", "by weights alone", "bytes (at least)")
 
 
 def balance(result: Result) -> str:

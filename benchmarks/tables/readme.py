@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
+from benchmarks.tables.balance import balance
 from benchmarks.tables.counts import collectives, faults, model_state, peak_shares
 from benchmarks.tables.digits import digits
 from benchmarks.tables.hosts import hosts_memory, hosts_time
@@ -83,6 +84,7 @@ BLOCKS = {
     "tokens": Block(tokenize_speed, ("tokenize_speed",)),
     "similarity": Block(similarity, ("similarity",)),
     "digits": Block(digits, ("digits",)),
+    "balance": Block(balance, ("balance",)),
     "learning": Block(learning, ("learning",)),
     "learning-headers": Block(partial(learning, study="headers"), ("learning",)),
     "learning-few-data": Block(few_data, ("learning",)),

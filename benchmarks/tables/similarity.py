@@ -20,7 +20,8 @@ def similarity(result: Result) -> str:
     plans, arguments = result["plans"], result["arguments"]
     caption = (
         f"{arguments['ranks']} workers, {coverage(arguments['coverage'])}, "
-        f"{result['model']['num_parameters'] / 1e6:.2f}M parameters, {arguments['batch']} sequences per worker; "
+        f"{result['model']['num_parameters'] / 1e6:.2f}M parameters, {arguments['batch']} "
+        f"{'images' if result['data']['source'] == 'digits' else 'sequences'} per worker; "
         f"median of {arguments['draws']} draws:"
     )
     tables = []
