@@ -39,7 +39,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--output", required=True)
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2], help="of weights, plan, order, crops")
-    parser.add_argument("--epochs", type=float, default=12.0, help="of data parallelism (default 12)")
+    parser.add_argument("--epochs", type=float, default=16.0, help="of data parallelism (default 16)")
     parser.add_argument("--subjects", nargs="+", choices=SUBJECTS, default=list(SUBJECTS))
     options = parser.parse_args()
     result = _begun(options)

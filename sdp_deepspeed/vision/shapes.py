@@ -12,7 +12,7 @@ from transformers import AutoConfig, AutoModelForImageClassification
 
 from sdp_deepspeed.training.model import build_model
 
-NUM_IMAGES = 2  # batch norm wants more than one
+_NUM_IMAGES = 2  # batch norm wants more than one
 
 
 def full_shape(shape: Mapping[str, Any], names: Sequence[str], image_size: int) -> dict[str, Any]:
@@ -54,7 +54,7 @@ def try_model(shape: Mapping[str, Any], image_size: int) -> None:
     """
     model = model_without_storage(shape)
     try:
-        model(pixel_values=some_images(image_size))
+        model(pixel_values=torch.empty(_NUM_IMAGES, 3, image_size, image_size, dtype=torch.float32, device="meta"))
     except Exception as error:  # of any kind: what Transformers or an operator says of a wrong size
         reason = textwrap.shorten(str(error), 300, placeholder=" ...")
         raise ValueError(
@@ -68,8 +68,3 @@ def model_without_storage(shape: Mapping[str, Any]) -> nn.Module:
     fake ones do not allow."""
     with torch.device("meta"):
         return build_model(shape, seed=0, auto_class=AutoModelForImageClassification)
-
-
-def some_images(image_size: int) -> torch.Tensor:
-    """[NUM_IMAGES, 3, S, S] on the meta device."""
-    return torch.empty(NUM_IMAGES, 3, image_size, image_size, dtype=torch.float32, device="meta")
