@@ -11,12 +11,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from sdp_deepspeed.architectures.branch import Branch, Cut, attribute
+from sdp_deepspeed.architectures.branch import BATCH_NORMS, CONVOLUTIONS, Branch, Cut, attribute
 from sdp_deepspeed.architectures.registry import branches_in
 from sdp_deepspeed.architectures.unknown import refusal_of
 from sdp_deepspeed.units import Kind, Piece
-
-_BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
 
 
 @dataclass(frozen=True)
@@ -212,7 +210,7 @@ def _refuse_other_tensors(
             if is_known or tensor.dim() != 1 or len(tensor) not in sizes:
                 continue
             # Of heads, or where the output is as wide, a vector of this size may be one over the output.
-            if isinstance(module, _BATCH_NORMS) or (inner.heads is None and outputs != {len(tensor)}):
+            if isinstance(module, BATCH_NORMS) or (inner.heads is None and outputs != {len(tensor)}):
                 raise ValueError(
                     f"{name} ({type(module).__name__}) has an element for each of the {len(tensor)} neurons and "
                     "is not cut with them: use the block strategy for this part"
@@ -223,9 +221,9 @@ def _cut_tensors(root_name: str, root: nn.Module, cut: Cut) -> list[CutTensor]:
     parameters = dict(root.named_parameters())
     weight, bias = cut.names(parameters)
     module = None if weight == cut.module else _module_of(root, cut)
-    if isinstance(module, _BATCH_NORMS):
+    if isinstance(module, BATCH_NORMS):
         return _vectors(f"{root_name}.{cut.module}", module, cut)
-    if isinstance(module, nn.modules.conv._ConvNd):
+    if isinstance(module, CONVOLUTIONS):
         _check_groups(f"{root_name}.{cut.module}", module, cut)
     if weight not in parameters:
         if module is None:
