@@ -9,6 +9,9 @@ from typing import Any
 
 from torch import nn
 
+CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
+BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
+
 
 @dataclass(frozen=True)
 class Cut:

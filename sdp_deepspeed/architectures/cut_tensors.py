@@ -8,10 +8,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from sdp_deepspeed.architectures.branch import Cut, attribute
+from sdp_deepspeed.architectures.branch import BATCH_NORMS, CONVOLUTIONS, Cut, attribute
 from sdp_deepspeed.units import Kind, Piece
-
-BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
 
 
 @dataclass(frozen=True)
@@ -67,7 +65,7 @@ def cut_tensors_of(root_name: str, root: nn.Module, cut: Cut) -> list[CutTensor]
     module = None if weight == cut.module else _module_of(root, cut)
     if isinstance(module, BATCH_NORMS):
         return _vectors(f"{root_name}.{cut.module}", module, cut)
-    if isinstance(module, nn.modules.conv._ConvNd):
+    if isinstance(module, CONVOLUTIONS):
         _check_groups(f"{root_name}.{cut.module}", module, cut)
     if weight not in parameters:
         if module is None:

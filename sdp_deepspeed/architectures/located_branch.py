@@ -10,8 +10,8 @@ from math import gcd
 import torch
 from torch import nn
 
-from sdp_deepspeed.architectures.branch import Branch, attribute
-from sdp_deepspeed.architectures.cut_tensors import BATCH_NORMS, CutTensor, cut_tensors_of
+from sdp_deepspeed.architectures.branch import BATCH_NORMS, Branch, attribute
+from sdp_deepspeed.architectures.cut_tensors import CutTensor, cut_tensors_of
 from sdp_deepspeed.architectures.registry import branches_in
 from sdp_deepspeed.architectures.unknown import refusal_of
 from sdp_deepspeed.units import Piece

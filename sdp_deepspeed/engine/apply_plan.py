@@ -21,6 +21,7 @@ from sdp_deepspeed.deferred_init.materialize import DeferredModel, check_initial
 from sdp_deepspeed.distributed.agreement import run_on_all_ranks
 from sdp_deepspeed.distributed.communicator import Communicator, RankGroups
 from sdp_deepspeed.distributed.monitored_barrier import MonitoredBarrier, make_monitored_barrier
+from sdp_deepspeed.engine.batch_norm_dtypes import check_batch_norm_dtypes
 from sdp_deepspeed.engine.consistency import check_holders_agree, check_same_plan
 from sdp_deepspeed.engine.holder_groups import make_holder_groups, refuse_divided
 from sdp_deepspeed.layout.nodes import Nodes
@@ -174,6 +175,7 @@ def apply_plan(
 
     def divide_plan_and_mask() -> tuple[TensorParallel, ChosenPlan, Mask, Tried, dict[str, Holders]]:
         check_groups(groups)
+        check_batch_norm_dtypes(module)
         if groups.tp_group is not None:
             refuse_tensor_parallel(start.deferred)
         # Divide: which part of each tensor a rank of the tensor-parallel group stores.

@@ -8,13 +8,12 @@ from torch import nn
 
 from sdp_deepspeed.architectures import LocatedBranch
 from sdp_deepspeed.architectures.active_experts import has_experts
-from sdp_deepspeed.architectures.branch import InnerLayers
+from sdp_deepspeed.architectures.branch import BATCH_NORMS, CONVOLUTIONS, InnerLayers
 from sdp_deepspeed.config import KEY
 from sdp_deepspeed.fsdp.narrow_copies import has_tensors, stores_in_out
 from sdp_deepspeed.masking.compiled import check_forward, replaced_modules
 
 PIECES = "pieces"  # name of a child of a body that is split
-_OF_CHANNELS = (nn.modules.conv._ConvNd, nn.modules.batchnorm._BatchNorm)
 _CONTAINERS = (nn.Sequential, nn.ModuleList, nn.ModuleDict)
 
 
@@ -49,7 +48,7 @@ def _reason(model: nn.Module, branch: LocatedBranch) -> str:
         return f"its body has an attribute {PIECES!r}, which is the name of what it is split into"
     layers = _layers(branch)
     for name in layers:
-        if isinstance(layer := body.get_submodule(name), _OF_CHANNELS):
+        if isinstance(layer := body.get_submodule(name), (*CONVOLUTIONS, *BATCH_NORMS)):
             return f"its {name} ({type(layer).__name__}) is of channels, which only DeepSpeed's host divides"
     reasons = [*(_besides(body, branch, name) for name in layers), _in_containers(body, layers, description.inner)]
     return next(filter(None, reasons), "")

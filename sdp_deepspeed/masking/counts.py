@@ -8,7 +8,7 @@ from typing import Any
 from torch import nn
 
 from sdp_deepspeed.architectures import LocatedBranch
-from sdp_deepspeed.architectures.branch import attribute
+from sdp_deepspeed.architectures.branch import BATCH_NORMS, CONVOLUTIONS, attribute
 from sdp_deepspeed.plan.tensors import named_tensors
 
 _OF_LAYERS = (".weight", ".running_mean")  # batch norms may have no weights
@@ -84,17 +84,16 @@ def place(branch: LocatedBranch, path: str) -> tuple[int, str]:
 
 
 def _groups(layer: Any) -> int:
-    return layer.groups if isinstance(layer, nn.modules.conv._ConvNd) else 1
+    return layer.groups if isinstance(layer, CONVOLUTIONS) else 1
 
 
 def _set_sizes(layer: Any) -> None:
     """Linear layers and convolutions say how wide they are, batch norms how many features they have; Conv1D computes
     with it."""
-    if isinstance(layer, nn.modules.batchnorm._BatchNorm):
+    if isinstance(layer, BATCH_NORMS):
         layer.num_features = len(layer.running_mean if layer.weight is None else layer.weight)
-    elif isinstance(layer, nn.modules.conv._ConvNd):
-        sizes = layer.weight.shape[:2]
-        layer.in_channels, layer.out_channels = sizes if layer.transposed else sizes[::-1]
+    elif isinstance(layer, CONVOLUTIONS):
+        layer.out_channels, layer.in_channels = layer.weight.shape[:2]
     elif hasattr(layer, "nf"):
         layer.nx, layer.nf = layer.weight.shape
     elif hasattr(layer, "out_features"):

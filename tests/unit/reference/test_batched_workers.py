@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Mapping, Sequence
 from copy import deepcopy
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -171,6 +172,8 @@ def test_what_only_runs_one_by_one_is_refused() -> None:
     model.norm = nn.BatchNorm1d(3)
     with pytest.raises(ValueError, match="norm: a BatchNorm1d mixes the rows"):
         HeldRows.of(model, plan, rows)
+    with pytest.raises(ValueError, match="mixes the rows"):
+        HeldRows.of(model, replace(plan, holders=((0, 1, 2, 3),) * len(plan.units), num_holders=4), rows)
     mixture, config, settings = MIXTURES["mixtral"]
     model = mixture(config(**settings))
     with pytest.raises(ValueError, match="mlp: it computes more than its output"):
