@@ -1,4 +1,5 @@
-"""Writes configs/recipes/*.json and the tables of configs/README.md from the table in configs/recipes.py.
+"""Writes configs/recipes/*.json and the tables of configs/README.md from the table in configs/recipes.py,
+and configs/vision/recipes/*.json from configs/vision_recipes.py.
 
 python configs/make.py            # write what differs; a minute and a half, most of it for the figures of the README
 python configs/make.py --check    # write nothing; exit code 1 if a file differs, and say which
@@ -17,9 +18,11 @@ from typing import Any
 ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT))  # the repository's root
 from configs.recipes import NUM_WORKERS, TOKENS_PER_PARAMETER, Recipe, recipes  # noqa: E402
+from configs.vision_recipes import vision_recipes  # noqa: E402
 from sdp_deepspeed.training.forecast import Forecast, forecast  # noqa: E402
 
 RECIPES = ROOT / "configs" / "recipes"
+OF_IMAGES = ROOT / "configs" / "vision" / "recipes"
 README = ROOT / "configs" / "README.md"
 DATA = "configs/data/fineweb.json"
 BEGIN, END = "<!-- recipes -->", "<!-- /recipes -->"
@@ -37,12 +40,17 @@ def main(arguments: list[str] | None = None) -> int:
     texts = files()
     if not options.files:
         texts[README] = readme(README.read_text(encoding="utf-8"))
-    return settle(texts, RECIPES, check=options.check)
+    return settle(texts, RECIPES, check=options.check) | settle(vision_files(), OF_IMAGES, check=options.check)
 
 
 def files() -> dict[Path, str]:
     """The JSON files, by path."""
     return {RECIPES / f"{recipe.name}.json": json.dumps(recipe.config(), indent=2) + "\n" for recipe in recipes()}
+
+
+def vision_files() -> dict[Path, str]:
+    """Those for images, by path."""
+    return {OF_IMAGES / f"{name}.json": json.dumps(config, indent=2) + "\n" for name, config in vision_recipes()}
 
 
 def settle(texts: Mapping[Path, str], folder: Path, *, check: bool) -> int:
@@ -56,7 +64,7 @@ def settle(texts: Mapping[Path, str], folder: Path, *, check: bool) -> int:
     wrong = sorted(path for path in {*texts, *present} if texts.get(path) != present.get(path))
     for path in wrong:
         if check:
-            print(f"{path} is not what configs/recipes.py says: run python configs/make.py")
+            print(f"{path} is not what its table says: run python configs/make.py")
         elif path in texts:
             path.parent.mkdir(parents=True, exist_ok=True)
             path.write_text(texts[path], encoding="utf-8")

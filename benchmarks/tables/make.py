@@ -16,6 +16,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).parents[2]))  # the repository's root
 from benchmarks.tables.balance import balance
 from benchmarks.tables.counts import collectives, faults, model_state, peak_memory
+from benchmarks.tables.digits import digits
 from benchmarks.tables.gpu import bandwidth, sizes, steps, tests
 from benchmarks.tables.learning import learning_study
 from benchmarks.tables.links import link_rates, predicted_links
@@ -52,6 +53,7 @@ IN_FULL: dict[str, Callable[[Result], str]] = {
     "side_by_side": side_by_side,
     "scaling": scaling,
     "growth": growth,
+    "digits": digits,
     "tokenize_speed": tokenize_speed,
     "gpu_values": tests,
     "gpu_streams": tests,

@@ -10,6 +10,7 @@ from pathlib import Path
 
 from benchmarks.tables.balance import balance
 from benchmarks.tables.counts import collectives, faults, model_state, peak_shares
+from benchmarks.tables.digits import digits
 from benchmarks.tables.hosts import hosts_memory, hosts_time
 from benchmarks.tables.learning import few_data, learning, rates
 from benchmarks.tables.links import (
@@ -83,6 +84,7 @@ BLOCKS = {
     "tokens": Block(tokenize_speed, ("tokenize_speed",)),
     "similarity": Block(similarity, ("similarity",)),
     "balance": Block(balance, ("balance",)),
+    "digits": Block(digits, ("digits",)),
     "learning": Block(learning, ("learning",)),
     "learning-headers": Block(partial(learning, study="headers"), ("learning",)),
     "learning-few-data": Block(few_data, ("learning",)),

@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from sdp_deepspeed.data.block_order import BlockOrder, Blocks
+from sdp_deepspeed.data.block_order import BlockOrder, Blocks, Samples
 from sdp_deepspeed.data.shuffle import shuffled
 
 Batch = dict[str, torch.Tensor]
@@ -64,11 +64,22 @@ class PackedBatches:
         _check_shard(micro_batch=micro_batch, rank=self._rank, world_size=self._world_size)
         needed = self._world_size * micro_batch
         if self.num_blocks is not None and self.num_blocks < needed:
+            what, cure = self._words()
             raise ValueError(
-                f"the training split has {self.num_blocks} blocks of {self.sequence_length} tokens, one step of "
-                f"{self._world_size} ranks with micro-batch {micro_batch} needs {needed}: give more text, "
-                "a shorter sequence_length or a smaller micro-batch"
+                f"the training split has {self.num_blocks} {what}, one step of {self._world_size} ranks with "
+                f"micro-batch {micro_batch} needs {needed}: {cure}"
             )
+
+    def _words(self) -> tuple[str, str]:
+        """What it has, and what to do if that is too little."""
+        return (
+            f"blocks of {self.sequence_length} tokens",
+            "give more text, a shorter sequence_length or a smaller micro-batch",
+        )
+
+    def _batch_of(self, samples: Samples) -> Batch:
+        """Of these samples of the run."""
+        return _batch(self._order.blocks(samples))
 
     @property
     def micro_batch(self) -> int:
@@ -104,7 +115,7 @@ class PackedBatches:
         # For those of all ranks, so that all learn of the end of a writer in the same step.
         self._order.wait(self._num_samples, stop)
         first = self._num_samples + self._rank * self._micro_batch
-        batch = _batch(self._order.blocks(np.arange(first, first + self._micro_batch)))
+        batch = self._batch_of(np.arange(first, first + self._micro_batch))
         self._num_samples = stop
         return batch
 

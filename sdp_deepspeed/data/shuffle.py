@@ -56,3 +56,21 @@ def shuffled(positions: npt.NDArray[Any], *, num_items: int, seed: int, epoch: i
         items[outside] = (left << half) | right
         outside = items >= np.uint64(num_items)
     return items.astype(np.int64)
+
+
+def uniform(positions: npt.NDArray[Any], count: int, *, seed: int) -> npt.NDArray[np.float64]:
+    """Numbers that look random, from the positions alone.
+
+    Args:
+        positions: [B] non-negative integers.
+        count: numbers for each.
+        seed: any non-negative integer below 2**63.
+
+    Returns:
+        [B, count] in [0, 1), the same on every platform.
+    """
+    keys = _mix(np.array([seed], dtype=np.uint64) * np.uint64(0x9E3779B97F4A7C15) + np.uint64(1))
+    steps = np.arange(1, count + 1, dtype=np.uint64) * np.uint64(0x9E3779B97F4A7C15)
+    rows = _mix(positions.astype(np.uint64) + keys)
+    numbers = _mix(rows[:, None] + steps[None, :]) >> np.uint64(11)
+    return numbers.astype(np.float64) * 2.0**-53

@@ -1,4 +1,4 @@
-"""A run's dense validation loss over tokens, FLOPs and time, from its metrics.jsonl."""
+"""A run's dense validation loss over tokens or images, FLOPs and time, from its metrics.jsonl."""
 
 from __future__ import annotations
 
@@ -20,16 +20,18 @@ class Curve:
     Args:
         label: of the run.
         losses: nats per token.
-        tokens: trained by all ranks until then.
+        amounts: tokens, or images, that all ranks trained until then.
         seconds: of training until then; evaluations and checkpoints are left out.
         flops: of all ranks until then; None if not all phases of the run were measured.
+        items: "tokens" or "images".
     """
 
     label: str
     losses: tuple[float, ...]
-    tokens: tuple[int, ...]
+    amounts: tuple[int, ...]
     seconds: tuple[float, ...]
     flops: tuple[int, ...] | None
+    items: str = "tokens"
 
 
 def read_records(folder: Path) -> list[dict[str, Any]]:
@@ -41,7 +43,10 @@ def read_records(folder: Path) -> list[dict[str, Any]]:
     path = folder / "metrics.jsonl"
     records = MetricsLog(path, writes=False).read()
     for line, record in enumerate(records, start=1):
-        if wrong := [key for key, kinds in _FIELDS.get(record.get("kind"), ()) if not _is_a(record.get(key), kinds)]:
+        fields = _FIELDS.get(record.get("kind"), ())
+        if record.get("kind") == "train":
+            fields = (*fields, (f"{items_of(record)}_per_second", _NUMBER))
+        if wrong := [key for key, kinds in fields if not _is_a(record.get(key), kinds)]:
             raise ValueError(f"{path}:{line}: {listed(wrong)}: missing, or not as a run writes it: remove this line")
     return records
 
@@ -49,7 +54,7 @@ def read_records(folder: Path) -> list[dict[str, Any]]:
 _NUMBER = (int, float)
 # What is read of a record, by its kind.
 _FIELDS: Mapping[Any, Sequence[tuple[str, tuple[type, ...]]]] = {
-    "train": (("seconds", _NUMBER), ("tokens_per_second", _NUMBER), ("timed", (bool,))),
+    "train": (("seconds", _NUMBER), ("timed", (bool,))),
     "evaluation": (("dense_validation_loss", (*_NUMBER, type(None))),),
     "figures": (("ranks", (list,)), ("first_step", (int, type(None)))),  # older runs lack the second
     "phase": (
@@ -63,9 +68,14 @@ def _is_a(value: Any, kinds: tuple[type, ...]) -> bool:
     return isinstance(value, kinds) and (bool in kinds or not isinstance(value, bool))
 
 
-def tokens_per_step(steps: Sequence[Record]) -> int | None:
-    """From what each step recorded; None before the first step."""
-    return round(steps[-1]["tokens_per_second"] * steps[-1]["seconds"]) if steps else None
+def items_of(record: Record) -> str:
+    """What a step's record counts: "images" or "tokens"."""
+    return "images" if "images_per_second" in record else "tokens"
+
+
+def items_per_step(steps: Sequence[Record]) -> int | None:
+    """Tokens, or images, from what each step recorded; None before the first step."""
+    return round(steps[-1][f"{items_of(steps[-1])}_per_second"] * steps[-1]["seconds"]) if steps else None
 
 
 def flops_per_step(ranks: Sequence[Mapping[str, Any]] | None) -> int | None:
@@ -139,12 +149,14 @@ def curve_of(label: str, records: Sequence[Record]) -> Curve:
     """Of a run's records."""
     evaluations = [r for r in of_kind(records, "evaluation") if r["dense_validation_loss"] is not None]
     points = [record["step"] for record in evaluations]
-    tokens, seconds, rates = tokens_per_step(of_kind(records, "train")) or 0, step_seconds(records), _rates(records)
+    steps, seconds, rates = of_kind(records, "train"), step_seconds(records), _rates(records)
+    in_step = items_per_step(steps) or 0
     flops = [count for point in points if (count := _sum_until(rates, point)) is not None]
     return Curve(
         label,
         losses=tuple(record["dense_validation_loss"] for record in evaluations),
-        tokens=tuple(tokens * point for point in points),
+        amounts=tuple(in_step * point for point in points),
         seconds=tuple(sum(value for step, value in seconds.items() if step <= point) for point in points),
         flops=tuple(flops) if len(flops) == len(points) else None,
+        items=items_of(steps[-1]) if steps else "tokens",
     )

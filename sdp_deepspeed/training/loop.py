@@ -10,18 +10,18 @@ from typing import Any
 
 import torch
 
-from sdp_deepspeed.data import DataBundle
 from sdp_deepspeed.distributed.agreement import Gatherer, run_on_rank_0
 from sdp_deepspeed.engine.step_events import StepEvents
 from sdp_deepspeed.measure.step import measured_step
 from sdp_deepspeed.total_steps import never_begins
 from sdp_deepspeed.training import engines, monitors
-from sdp_deepspeed.training.evaluate import dense_validation_loss, to_device
+from sdp_deepspeed.training.evaluate import to_device
 from sdp_deepspeed.training.options import Options
 from sdp_deepspeed.training.phases import Phases
 from sdp_deepspeed.training.progress import Progress, memory_bytes
 from sdp_deepspeed.training.run_folder import RunFolder
 from sdp_deepspeed.training.stopping import StopRequest, reduce_outcome
+from sdp_deepspeed.training.task import RunData, Task
 
 
 @dataclass
@@ -39,9 +39,10 @@ class Run:
 
     options: Options
     engine: Any
-    data: DataBundle
+    data: RunData
     folder: RunFolder
     world: Gatherer
+    task: Task
     events: StepEvents | None = None
     step: int = field(default=0, init=False)
     evaluated_at: int | None = field(default=None, init=False)
@@ -51,8 +52,8 @@ class Run:
         self.phases = Phases(self.engine, self.data.train, self.folder, self.world)
 
     @property
-    def tokens_per_step(self) -> int:
-        """Tokens that all ranks together take in one optimizer step."""
+    def items_per_step(self) -> int:
+        """Tokens, or images, that all ranks together take in one optimizer step."""
         return self.engine.train_batch_size() * self.data.train.sequence_length
 
 
@@ -128,7 +129,7 @@ def _one_step(run: Run, progress: Progress, stop: StopRequest) -> bool:
     run.step = next_step
     new_phase = phases.follow(run.step, run.options.steps)
     seconds -= phases.replan_seconds
-    tokens_per_second = run.tokens_per_step / seconds
+    items_per_second = run.items_per_step / seconds
     run.folder.metrics.append(
         {
             "kind": "train",
@@ -139,13 +140,13 @@ def _one_step(run: Run, progress: Progress, stop: StopRequest) -> bool:
             "gradient_norm": _float_or_none(run.engine.get_global_grad_norm()),
             "seconds": seconds,
             "timed": timed,
-            "tokens_per_second": tokens_per_second,
+            f"{run.task.items}_per_second": items_per_second,
             "memory_bytes": memory_bytes(),
             "epoch": run.data.train.epoch,
         }
     )
-    monitors.write_throughput(run.engine, run.events, tokens_per_second)
-    progress.step(outcome.loss, tokens_per_second)
+    monitors.write_throughput(run.engine, run.events, run.task.items, items_per_second)
+    progress.step(outcome.loss, items_per_second)
     if new_phase is not None:
         progress.say(new_phase)
     return outcome.stop_requested
@@ -170,7 +171,7 @@ def _micro_steps(run: Run) -> torch.Tensor:
     total = torch.zeros((), dtype=torch.float32, device=engine.device)
     for _ in range(accumulation):
         batch = to_device(next(run.data.train), engine.device)
-        loss = engine(**batch, use_cache=False).loss
+        loss = run.task.loss(engine, batch)
         engine.backward(loss)
         engines.step(engine)
         total += loss.detach().float()
@@ -178,14 +179,14 @@ def _micro_steps(run: Run) -> torch.Tensor:
 
 
 def evaluate(run: Run, progress: Progress) -> None:
-    """Record and show the dense validation loss; a collective. Nothing when no text is held out."""
+    """Record and show what the dense model is worth; a collective. Nothing when nothing is held out."""
     if run.data.validation is None:
         return
-    record = dense_validation_loss(run.engine, run.data.validation)
+    record = run.task.evaluate(run.engine, run.data)
     run.folder.metrics.append({"kind": "evaluation", "step": run.step, **record})
     run.evaluated_at = run.step
     monitors.write_evaluation(run.engine, run.events, record["dense_validation_loss"])
-    progress.say(f"step {run.step}: dense validation loss {record['dense_validation_loss']:.4f}")
+    progress.say(f"step {run.step}: {run.task.words(record)}")
 
 
 def _float_or_none(value: Any) -> float | None:

@@ -23,10 +23,14 @@ def count_sent(events: StepEvents | None, figures: Mapping[str, Any]) -> None:
         events.sent = figures["sent"]
 
 
-def write_throughput(engine: Any, events: StepEvents | None, tokens_per_second: float) -> None:
-    """After a step, if it is one that is written."""
+def write_throughput(engine: Any, events: StepEvents | None, items: str, per_second: float) -> None:
+    """After a step, if it is one that is written.
+
+    Args:
+        items: "tokens" or "images".
+    """
     if events is not None and engine.global_steps % events.interval == 0:
-        engine.monitor.write_events([(f"{PREFIX}/tokens_per_second", tokens_per_second, engine.global_samples)])
+        engine.monitor.write_events([(f"{PREFIX}/{items}_per_second", per_second, engine.global_samples)])
 
 
 def write_evaluation(engine: Any, events: StepEvents | None, dense_loss: float) -> None:

@@ -66,13 +66,27 @@ def _parser() -> Parser:
         description="Pre-train a decoder. Start it with `deepspeed launch/pretrain.py ...` or `torchrun ...`; start\n"
         "it again to resume.",
     )
+    add_model(parser, example="configs/models/tiny.json")
+    parser.add_argument(
+        "--data", type=Path, help="JSON: the data's settings (default: the Python standard library's source)"
+    )
+    parser.add_argument("--steps", type=positive, required=True, help="optimizer steps of the whole run")
+    add_run(parser)
+    return parser
+
+
+def add_model(parser: Parser, *, example: str) -> None:
+    """What is trained how: --model, --deepspeed_config, --host."""
     add = parser.add_argument
-    add("--model", type=Path, required=True, help="JSON: a Transformers config, such as configs/models/tiny.json")
+    add("--model", type=Path, required=True, help=f"JSON: a Transformers config, such as {example}")
     add("--deepspeed_config", type=Path, required=True, help="JSON: DeepSpeed's config with or without our block")
     add("--host", choices=HOSTS, default=HOSTS[0], help="DeepSpeed (default), or FSDP2, which needs no DeepSpeed")
-    add("--data", type=Path, help="JSON: the data's settings (default: the Python standard library's source)")
+
+
+def add_run(parser: Parser) -> None:
+    """The run's folder and intervals, and what else any task has."""
+    add = parser.add_argument
     add("--run-folder", type=Path, required=True, help="where config, metrics, checkpoints and the model go")
-    add("--steps", type=positive, required=True, help="optimizer steps of the whole run")
     add("--eval-interval", type=positive, default=100, help="steps between evaluations (default 100)")
     add("--save-interval", type=positive, default=500, help="steps between checkpoints (default 500)")
     add("--keep-checkpoints", type=positive, default=2, help="newest checkpoints to keep (default 2)")
@@ -81,28 +95,39 @@ def _parser() -> Parser:
     add("--gradient-checkpointing", action="store_true", help="recompute activations in the backward pass")
     add("--baseline", action="store_true", help="ignore our block: plain DeepSpeed or FSDP2, for comparison")
     add("--local_rank", type=int, help=argparse.SUPPRESS)  # the launcher passes it; the environment says the same
-    return parser
 
 
 def parse_options(arguments: Sequence[str] | None = None) -> Options:
     """Options from the command line (`sys.argv` by default). ValueError for whatever the user got wrong."""
     given = vars(_parser().parse_args(arguments))
-    given.pop("local_rank")
-    model = read_json(given.pop("model"), "--model")
-    if not isinstance(model.get("model_type"), str):
-        raise ValueError('--model: the JSON has no "model_type": expected a Transformers config, e.g. "llama"')
-    refuse_wrong_sizes(model)
+    model = read_model(given, example="llama")
     data_path = given.pop("data")
     data = read_json(data_path, "--data") if data_path else {}
     data.setdefault("sequence_length", min(128, model.get("max_position_embeddings", 128)))
     if not data.get("tokenizer"):
         data.setdefault("vocab_size", model.get("vocab_size"))
-    config = read_json(given.pop("deepspeed_config"), "--deepspeed_config")
-    if given["baseline"]:
-        config.pop(KEY, None)
+    config = read_config(given)
     fill_automatic(config, given["steps"])
     refuse_wrong_types(config)
     return Options(model=model, data=data, deepspeed_config=config, **given)
+
+
+def read_model(given: dict[str, Any], *, example: str) -> dict[str, Any]:
+    """Take --model, and what only the launcher gives, from parsed arguments; ValueError for what the JSON has wrong."""
+    given.pop("local_rank")
+    model = read_json(given.pop("model"), "--model")
+    if not isinstance(model.get("model_type"), str):
+        raise ValueError(f'--model: the JSON has no "model_type": expected a Transformers config, e.g. "{example}"')
+    refuse_wrong_sizes(model)
+    return model
+
+
+def read_config(given: dict[str, Any]) -> dict[str, Any]:
+    """Take --deepspeed_config from parsed arguments, without our block where --baseline says so."""
+    config = read_json(given.pop("deepspeed_config"), "--deepspeed_config")
+    if given["baseline"]:
+        config.pop(KEY, None)
+    return config
 
 
 def fill_automatic(config: dict[str, Any], steps: int) -> None:

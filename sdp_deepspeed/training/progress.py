@@ -35,8 +35,9 @@ class Progress:
     save: errors of writing are dropped.
     """
 
-    def __init__(self, *, first: int, total: int, show: bool) -> None:
+    def __init__(self, *, first: int, total: int, show: bool, items: str = "tokens") -> None:
         self._show = show
+        self._rate = {"tokens": "tok/s", "images": "img/s"}[items]
         self._step, self._total = first, total
         self._lines = _Lines()
         self._has_bar = show and sys.stderr.isatty()
@@ -58,13 +59,13 @@ class Progress:
                 self._bar.write(text, file=sys.stdout)
                 sys.stdout.flush()
 
-    def step(self, loss: float, tokens_per_second: float) -> None:
+    def step(self, loss: float, items_per_second: float) -> None:
         """One step is done."""
         self._step += 1
         self._lines.count()
         if not self._show or not (self._has_bar or self._lines.are_due(self._step == self._total)):
             return
-        figures = {"loss": f"{loss:.3f}", "tok/s": f"{tokens_per_second:.0f}"}
+        figures = {"loss": f"{loss:.3f}", self._rate: f"{items_per_second:.0f}"}
         figures["memory"] = mib_text(memory_bytes(), digits=0)
         with contextlib.suppress(OSError):
             if self._has_bar:

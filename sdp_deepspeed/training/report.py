@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import platform
+from collections.abc import Sequence
 from importlib import metadata
 
 import torch
@@ -11,7 +12,7 @@ from sdp_deepspeed.distributed.agreement import run_on_rank_0
 from sdp_deepspeed.training import engines
 from sdp_deepspeed.training.curves import flops_until
 from sdp_deepspeed.training.loop import Run
-from sdp_deepspeed.training.metrics_log import of_kind
+from sdp_deepspeed.training.metrics_log import Record, of_kind
 from sdp_deepspeed.training.phase_records import label_of, mean_coverage, phase_reports, spread
 from sdp_deepspeed.training.report_table import REPORT_VERSION
 from sdp_deepspeed.version import __version__
@@ -40,10 +41,10 @@ def _write(run: Run) -> None:
             "label": label_of(records, run.step) or engines.label(run.engine),
             "num_ranks": run.world.size,
             "steps": run.step,
-            "tokens_per_step": run.tokens_per_step,
+            f"{run.task.items}_per_step": run.items_per_step,
             "coverage": mean_coverage(phases or []) or engines.present(run.engine).coverage,  # C, over steps
             "plan_hash": None if plan is None else plan.hash,
-            "dense_validation_loss": evaluations[-1]["dense_validation_loss"] if evaluations else None,
+            **_of_dense_model(evaluations),
             "step_seconds": spread([r["seconds"] for r in steps if r["timed"]]),
             "ranks": figures[-1]["ranks"] if figures else None,  # of the last phase; null: no step was measured
             "flops": flops_until(records, run.step),  # of all ranks, in all steps
@@ -53,6 +54,12 @@ def _write(run: Run) -> None:
             | {name: metadata.version(name) for name in (*_HOST_PACKAGES[run.options.host], "torch", "transformers")},
         },
     )
+
+
+def _of_dense_model(evaluations: Sequence[Record]) -> dict[str, float | None]:
+    """What the last evaluation found: the loss, and of images the top-1 accuracy."""
+    last = evaluations[-1] if evaluations else {"dense_validation_loss": None}
+    return {name: value for name, value in last.items() if name.startswith("dense_")}
 
 
 def _hardware(device: torch.device) -> str:

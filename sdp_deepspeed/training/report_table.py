@@ -10,7 +10,7 @@ from typing import Any
 from sdp_deepspeed.command_parser import Parser, read_json
 from sdp_deepspeed.messages import listed
 from sdp_deepspeed.sizes import mib_text
-from sdp_deepspeed.training.curves import curve_of, flops_until, read_records, tokens_per_step
+from sdp_deepspeed.training.curves import curve_of, flops_until, items_of, items_per_step, read_records
 from sdp_deepspeed.training.metrics_log import of_kind
 from sdp_deepspeed.training.phase_records import mean_over_steps, phase_reports, spread
 
@@ -68,6 +68,10 @@ def load_report(folder: Path) -> dict[str, Any]:
         raise ValueError(f"RUN: {folder} is no folder, expected one that a run's --run-folder named")
     path = folder / "report.json"
     report = {"flops": None, "phases": None} | (read_json(path, "RUN") if path.exists() else _so_far(folder))
+    report.setdefault("dense_top1", None)
+    report.setdefault("items", "images" if "images_per_step" in report else "tokens")
+    if report["items"] == "images":  # which the rest of this module counts as it counts tokens
+        report["tokens_per_step"] = report["images_per_step"]
     if report.get("version") != REPORT_VERSION:
         raise ValueError(f"{path} has version {report.get('version')!r}, expected {REPORT_VERSION}: run again")
     if wrong := [key for key, is_right in _SHAPE.items() if key not in report or not is_right(report[key])]:
@@ -85,13 +89,14 @@ def _so_far(folder: Path) -> dict[str, Any]:
             "metrics.jsonl a step yet"
         )
     ranks = figures[-1]["ranks"] if figures else None
+    last = evaluations[-1] if evaluations else {"dense_validation_loss": None}
     return {
         "version": REPORT_VERSION,
         "label": str(folder),
         "num_ranks": len(ranks) if ranks else 0,
         "steps": steps[-1]["step"],
-        "tokens_per_step": tokens_per_step(steps),
-        "dense_validation_loss": evaluations[-1]["dense_validation_loss"] if evaluations else None,
+        f"{items_of(steps[-1])}_per_step": items_per_step(steps),
+        **{name: value for name, value in last.items() if name.startswith("dense_")},
         "step_seconds": spread([record["seconds"] for record in steps if record["timed"]]),
         "ranks": ranks,
         "flops": flops_until(records, steps[-1]["step"]),
@@ -139,6 +144,7 @@ _SHAPE: dict[str, Callable[[Any], bool]] = {
     "steps": _is_number,
     "tokens_per_step": _is_number,
     "dense_validation_loss": lambda value: value is None or _is_number(value),
+    "dense_top1": lambda value: value is None or _is_number(value),  # of images
     "step_seconds": lambda value: value is None or _has_numbers(value, "median", "p10", "p90"),
     "ranks": _are_figures,
     "flops": lambda value: value is None or _is_number(value),
@@ -195,10 +201,11 @@ _ROWS: tuple[tuple[str, Callable[[Mapping[str, Any]], float | None], Callable[[f
     ("peak of live tensors", _largest("peak"), mib_text, True),
     ("bytes sent per step", _sent_bytes, mib_text, True),
     ("step time, median", _median_seconds, lambda x: f"{x * 1000:.0f} ms", True),
-    ("all ranks: tokens per second", _tokens_per_second, lambda x: f"{x:.0f}", True),
-    ("all ranks: tokens trained", _num_tokens, lambda x: f"{x:.4g}", True),
+    ("all ranks: {items} per second", _tokens_per_second, lambda x: f"{x:.0f}", True),
+    ("all ranks: {items} trained", _num_tokens, lambda x: f"{x:.4g}", True),
     ("all ranks: FLOPs", lambda report: report["flops"], lambda x: f"{x:.4g}", True),
     ("dense validation loss", lambda report: report["dense_validation_loss"], lambda x: f"{x:.4f}", False),
+    ("dense top-1 accuracy", lambda report: report.get("dense_top1"), lambda x: f"{x:.2%}", False),
 )
 
 
@@ -217,8 +224,11 @@ def _cells(report: Mapping[str, Any], baseline: Mapping[str, Any]) -> list[str]:
 
 def table(reports: Sequence[Mapping[str, Any]]) -> str:
     """The reports side by side; quotients are with the last one."""
-    columns = [["per worker (largest of all)", *(title for title, *_ in _ROWS)]]
+    items = " or ".join(sorted({report.get("items", "tokens") for report in reports}))
+    columns = [["per worker (largest of all)", *(title.format(items=items) for title, *_ in _ROWS)]]
     columns += [[report["label"], *_cells(report, reports[-1])] for report in reports]
+    if all(report.get("dense_top1") is None for report in reports):
+        columns = [column[:-1] for column in columns]
     widths = [max(map(len, column)) for column in columns]
     lines = []
     for row in zip(*columns, strict=True):

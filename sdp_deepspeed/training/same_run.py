@@ -12,7 +12,7 @@ from sdp_deepspeed.training.run_folder import RunFolder
 
 # What must be the same when a run is resumed; the rest (intervals, and steps where no schedule ends with them) may
 # change. So may the layout where both runs have the block or are under FSDP2: checkpoints are of the dense model then.
-_FIXED = ("model", "deepspeed_config", "data", "seed", "num_ranks", "host")
+_FIXED = ("model", "deepspeed_config", "data", "seed", "num_ranks", "host", "label_smoothing")
 _LAYOUT = (
     "num_ranks",
     "host",

@@ -8,22 +8,22 @@ from typing import Any
 import torch.distributed as dist
 from transformers.utils.logging import disable_progress_bar
 
-from sdp_deepspeed.data import DataBundle, DataConfig, PreparedDataError, build
-from sdp_deepspeed.data.progress import show_log
-from sdp_deepspeed.distributed.agreement import Gatherer, run_on_rank_0
+from sdp_deepspeed.data import PreparedDataError
+from sdp_deepspeed.distributed.agreement import run_on_rank_0
 from sdp_deepspeed.distributed.communicator import Communicator
 from sdp_deepspeed.training import engines, monitors
 from sdp_deepspeed.training.host import Host, host_of
 from sdp_deepspeed.training.loop import Run, resume, train
-from sdp_deepspeed.training.model import build_model, check_fits, may_defer
+from sdp_deepspeed.training.model import may_defer
 from sdp_deepspeed.training.options import Options
 from sdp_deepspeed.training.progress import Progress
 from sdp_deepspeed.training.report import write_report
 from sdp_deepspeed.training.run_folder import RunFolder
+from sdp_deepspeed.training.task import Task
 from sdp_deepspeed.training.user_errors import RunFolderError, exit_on, exit_on_user_error, writing
 
 
-def run_session(options: Options, folder: RunFolder, config: dict[str, Any]) -> int:
+def run_session(options: Options, folder: RunFolder, config: dict[str, Any], task: Task) -> int:
     """Train, export, report; every rank calls it. Returns the exit code."""
     host = host_of(options)
     with exit_on_user_error():
@@ -31,15 +31,18 @@ def run_session(options: Options, folder: RunFolder, config: dict[str, Any]) -> 
     _be_quiet(host.log)
     try:
         with exit_on_user_error(*host.user_errors, PreparedDataError, RunFolderError):
-            run = _set_up(options, folder, host)
+            run = _set_up(options, folder, host, task)
             run_on_rank_0(run.world, lambda: _record_settings(run, config))
         with (
             exit_on(RunFolderError, PreparedDataError),
-            Progress(first=run.step, total=options.steps, show=folder.writes) as progress,
+            Progress(first=run.step, total=options.steps, show=folder.writes, items=task.items) as progress,
         ):
             progress.say(_introduction(run))
             if train(run, progress):
-                engines.save_pretrained(run.engine, folder.hf, run.data.tokenizer, run.world)
+                task.before_export(run.engine, run.data)
+                engines.save_pretrained(run.engine, folder.hf, task.preprocessor(run.data), run.world)
+                if (text := task.exported(str(folder.hf))) is not None:
+                    progress.say(text)
                 write_report(run)
             engines.wait_for_checkpoint(run.engine)
     finally:
@@ -61,48 +64,27 @@ def _record_settings(run: Run, config: dict[str, Any]) -> None:
             plan.save(run.folder.plan)
 
 
-def _set_up(options: Options, folder: RunFolder, host: Host) -> Run:
+def _set_up(options: Options, folder: RunFolder, host: Host, task: Task) -> Run:
     """Model, engine and data, at the last checkpoint if there is one."""
     run_on_rank_0(Communicator(dist), folder.create)
-    data_config = DataConfig.from_dict(options.data)
+    task.check()
     host.check()
-    model = build_model(
-        options.model,
-        seed=options.seed,
-        gradient_checkpointing=options.gradient_checkpointing,
-        deferred=options.host == "fsdp2" or may_defer(options.deepspeed_config),
-    )
+    model = task.build_model(deferred=options.host == "fsdp2" or may_defer(options.deepspeed_config))
     engine, world = host.build(model)
-    data = _open_data(data_config, engine, world)
-    check_fits(engine.module.config, data)
+    data = task.open_data(engine, world)
     for micro_batch in engines.micro_batches(engine):  # of phases to come
         data.train.check(micro_batch)
     events = monitors.step_events_of(engine, world)
-    run = Run(options=options, engine=engine, data=data, folder=folder, world=world, events=events)
+    run = Run(options=options, engine=engine, data=data, folder=folder, world=world, events=events, task=task)
     resume(run)
     return run
 
 
-def _open_data(config: DataConfig, engine: Any, world: Gatherer) -> DataBundle:
-    """This rank's share; tensor-parallel ranks have the same one."""
-    if world.rank == 0:  # tokenizing may take hours
-        show_log()
-    group = engine.seq_data_parallel_group
-    return build(
-        config,
-        micro_batch=engine.train_micro_batch_size_per_gpu(),
-        rank=dist.get_rank(group),
-        world_size=dist.get_world_size(group),
-        communicator=world,
-    )
-
-
 def _introduction(run: Run) -> str:
     where = f"resuming at step {run.step}" if run.step else "starting"
-    batches, now = run.data.train, engines.present(run.engine)
+    now = engines.present(run.engine)
     label = f"{now.label} ({now.where})" if now.where else now.label
     return (
-        f"{where}: {label} on {run.world.size} ranks, {run.tokens_per_step} tokens per step, "
-        + ("" if batches.num_blocks is None else f"{batches.num_blocks} training ")
-        + f"blocks of {batches.sequence_length} tokens"
+        f"{where}: {label} on {run.world.size} ranks, {run.items_per_step} {run.task.items} per step, "
+        f"{run.task.describe(run.data)}"
     )

@@ -109,10 +109,10 @@ class Forked:
     """The program's ranks without a launcher, forked with all imports done: what they say, and with which codes they
     end by themselves."""
 
-    def __init__(self, folder: Path, run: str, *extra: str, log: str = "") -> None:
+    def __init__(self, folder: Path, run: str, *extra: str, log: str = "", program: str = "pretrain.py") -> None:
         self.log = folder / f"{log or run}.log"
         self.log.write_text("")
-        arguments = free_port(), self.log, [*options(folder, run), *extra]
+        arguments = free_port(), self.log, program, [*options(folder, run), *extra]
         context = forkserver_context()
         self._ranks = [context.Process(target=_rank, args=(rank, *arguments)) for rank in range(NUM_RANKS)]
 
@@ -144,7 +144,7 @@ class Forked:
         return [rank.exitcode for rank in self._ranks], self.log.read_text()
 
 
-def _rank(rank: int, port: int, log: Path, arguments: list[str]) -> None:
+def _rank(rank: int, port: int, log: Path, program: str, arguments: list[str]) -> None:
     output = os.open(log, os.O_WRONLY | os.O_APPEND)
     for stream in (1, 2):
         os.dup2(output, stream)
@@ -152,8 +152,8 @@ def _rank(rank: int, port: int, log: Path, arguments: list[str]) -> None:
     os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(NUM_RANKS)}
     os.environ |= {"MASTER_ADDR": "localhost", "MASTER_PORT": str(port)}
     os.environ["PATH"] = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])  # for its ninja
-    sys.argv = ["launch/pretrain.py", *arguments]
-    runpy.run_path("launch/pretrain.py", run_name="__main__")
+    sys.argv = [f"launch/{program}", *arguments]
+    runpy.run_path(f"launch/{program}", run_name="__main__")
 
 
 def read_metrics(folder: Path, run: str, kind: str) -> list[dict[str, Any]]:

@@ -14,6 +14,7 @@ FLOORS = (
     "report",  # the old name of a command
     "arming",
     "hosts",
+    "vision",
     "training",
     "__init__",
     "batch_norm",

@@ -173,7 +173,7 @@ def plain_deepspeed(rank: Rank) -> None:
     count_sent(events, {"sent": 100 + rank.rank})
     for first in range(2):
         train(engine, num_steps=1, accumulation=2, first=first)
-        write_throughput(engine, events, 7.0)
+        write_throughput(engine, events, "tokens", 7.0)
     write_evaluation(engine, events, 3.5)
     dist.barrier()
     found = written(rank, "plain")

@@ -18,6 +18,7 @@ NOTHING_TO_TEST = {
     "engine/host_engine": "a protocol",
     "optimizer/settings": "data; each setting's effect is tested where it acts",
     "report": "the old name of a command",
+    "training/task": "a protocol",
     "version": "one string",
 }
 # Modules that are tested through what they are a part of: the folder or file that does it.
@@ -100,6 +101,8 @@ TESTED_WITH = {
     "training/loop": "launcher/test_pretrain.py",
     "training/monitors": "ranks/engine/test_step_events.py",
     "training/session": "launcher/test_pretrain.py",
+    "training/text_task": "launcher/test_pretrain.py",
+    "vision/task": "launcher/test_train_vision.py",
 }
 
 

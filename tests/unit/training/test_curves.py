@@ -16,7 +16,7 @@ def test_a_curve_has_the_dense_losses(tmp_path: Path) -> None:
     write_metrics(tmp_path)
     curve = curve_of("mine", read_records(tmp_path))
     assert (curve.label, curve.losses) == ("mine", (6.0, 5.0, 4.0))
-    assert curve.tokens == (0, 600, 1200)
+    assert curve.amounts == (0, 600, 1200)
     assert curve.flops == (0, 300, 600)
     assert curve.seconds == (0.0, 3.0, 6.0)
 
@@ -70,7 +70,7 @@ def test_what_was_not_measured(tmp_path: Path) -> None:
     write_metrics(tmp_path, flops=None, losses=(6.0, None, 4.0))
     curve = curve_of("mine", read_records(tmp_path))
     assert curve.flops is None
-    assert (curve.losses, curve.tokens) == ((6.0, 4.0), (0, 1200)), "a loss that is not finite is left out"
+    assert (curve.losses, curve.amounts) == ((6.0, 4.0), (0, 1200)), "a loss that is not finite is left out"
     assert curve_of("none", read_records(tmp_path / "nowhere")).losses == ()
 
 

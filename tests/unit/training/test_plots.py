@@ -10,7 +10,7 @@ import pytest
 from sdp_deepspeed.training.curves import Curve
 from sdp_deepspeed.training.plots import loss_figure
 
-CURVE = Curve("mine", losses=(6.0, 5.0), tokens=(0, 100), seconds=(0.0, 7200.0), flops=(0, 50))
+CURVE = Curve("mine", losses=(6.0, 5.0), amounts=(0, 100), seconds=(0.0, 7200.0), flops=(0, 50))
 
 
 def test_each_panel_has_its_axis() -> None:
@@ -35,4 +35,4 @@ def test_without_matplotlib(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_nothing_to_draw() -> None:
     with pytest.raises(ValueError, match="no run has an evaluation yet"):
-        loss_figure([replace(CURVE, losses=(), tokens=(), seconds=(), flops=())])
+        loss_figure([replace(CURVE, losses=(), amounts=(), seconds=(), flops=())])

@@ -34,6 +34,9 @@ class Engine:
         return 4
 
 
+TASK: Any = SimpleNamespace(items="tokens")
+
+
 @dataclass
 class Batches:
     sequence_length: int = 16
@@ -49,7 +52,7 @@ def run_in(path: Path, *records: dict[str, Any]) -> Run:
     folder.create()
     data: Any = Data(Batches())
     options: Any = SimpleNamespace(host="deepspeed")
-    run = Run(options=options, engine=Engine(), data=data, folder=folder, world=OneRank())
+    run = Run(options=options, engine=Engine(), data=data, folder=folder, world=OneRank(), task=TASK)
     for record in records:
         run.step += record["kind"] == "train"
         folder.metrics.append({"step": run.step} | record)
