@@ -88,7 +88,7 @@ def test_a_model_of_images(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
     backward = records[MODES.index("backward x block")]["layers"]
     assert backward["resnet.encoder.stages.1.layers.0"] == pytest.approx(1.0), "its skip connection projects: shared"
     assert backward["resnet.encoder.stages.1.layers.1"] < 0.9999
-    with pytest.raises(SystemExit, match="--data: no effect on a model that takes images"):
+    with pytest.raises(SystemExit, match="--data: unknown key 'model_type'"):
         command.main([*files, "--data", str(tmp_path / "resnet.json")])
 
 
