@@ -2,7 +2,8 @@
 
     python benchmarks/similarity.py --model configs/models/tiny.json --ranks 8 --coverage 0.5 \
         --output benchmarks/results/similarity.json --plot benchmarks/results/similarity.png
-    python benchmarks/similarity.py --model resnet-18.json --batch 16 --output similarity_images.json
+    python benchmarks/similarity.py --model configs/vision/models/resnet18.json --batch 16 \
+        --output benchmarks/results/similarity_images.json --plot benchmarks/results/similarity_images.png
     python benchmarks/similarity.py --from-json benchmarks/results/similarity.json --plot similarity.png
 
 One process: the reference runs the workers one after the other, each on batches of its own. The dense gradient is the
@@ -26,7 +27,6 @@ from transformers import AutoModelForImageClassification
 
 sys.path.insert(0, str(Path(__file__).parents[1]))  # the repository's root
 from benchmarks.common.device import device, device_name
-from benchmarks.common.digits import digit_batches
 from benchmarks.common.provenance import write_result
 from benchmarks.tables.plot_similarity import plot_similarity
 from benchmarks.tables.similarity import MODE_KEY, similarity
@@ -40,9 +40,13 @@ from sdp_deepspeed.reference import theory
 from sdp_deepspeed.reference.virtual_workers import masked_average
 from sdp_deepspeed.training.forecast_inputs import classifies_images
 from sdp_deepspeed.training.model import build_model, check_fits
+from sdp_deepspeed.vision.batches import ImageBatches
+from sdp_deepspeed.vision.config import ImageConfig
+from sdp_deepspeed.vision.pixels import Pixels
+from sdp_deepspeed.vision.shapes import full_shape
+from sdp_deepspeed.vision.splits import open_splits
 
 Batch = dict[str, torch.Tensor]
-_IMAGE_SIZE = 32  # where the model's JSON says none
 
 
 def loss_of(model: nn.Module, batch: Batch) -> torch.Tensor:
@@ -115,12 +119,15 @@ def _text(arguments: argparse.Namespace, shape: Mapping[str, Any]) -> tuple[nn.M
 def _images(
     arguments: argparse.Namespace, shape: Mapping[str, Any]
 ) -> tuple[nn.Module, dict[str, Any], Iterator[Batch]]:
-    if arguments.data is not None:
-        raise ValueError("--data: no effect on a model that takes images; leave it out")
-    full = {"num_labels": 10, "image_size": _IMAGE_SIZE, **shape}
+    given = read_json(arguments.data, "--data") if arguments.data else {"dataset": "digits"}
+    data = ImageConfig.from_dict(given)
+    images = data.filled()
+    splits = open_splits(images)
+    full = full_shape(shape, splits.names, images.image_size)
     model = build_model(full, seed=arguments.seed, auto_class=AutoModelForImageClassification).train().to(device())
-    size = full["image_size"]
-    return model, {"source": "digits", "image_size": size}, digit_batches(size, arguments.batch, arguments.seed)
+    pixels = Pixels(splits.train, images)
+    batches = ImageBatches(pixels, micro_batch=arguments.batch, rank=0, world_size=1, seed=images.seed)
+    return model, dataclasses.asdict(images), batches
 
 
 def _on_device(batches: Iterator[Batch]) -> Iterator[Batch]:
@@ -193,7 +200,7 @@ def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     add("--draws", type=positive, default=3, help="measurements with new batches each (default 3)")
     add("--batch", type=positive, default=4, help="sequences or images per worker, and per dense step (default 4)")
     add("--learning-rate", type=float, default=1e-3, help="of the dense steps (default 1e-3)")
-    add("--data", type=Path, help="JSON: the data's settings (default: the Python standard library's source)")
+    add("--data", type=Path, help="JSON: the data's settings (default: Python's library's source, or digits)")
     add("--seed", type=int, default=0, help="of the initial weights (default 0); --data has one of its own")
     options = parser.parse_args(arguments)
     missing = options.model is None or options.output is None

@@ -18,10 +18,10 @@ def by_layer(result: Result, step: int, mode: str) -> dict[str, list[float]]:
 def similarity(result: Result) -> str:
     """Median cosine similarity by layer and mode; T / V of the backward regime beside what theory permits."""
     plans, arguments = result["plans"], result["arguments"]
+    items = "images" if "image_size" in result.get("data", {}) else "sequences"
     caption = (
         f"{arguments['ranks']} workers, {coverage(arguments['coverage'])}, "
-        f"{result['model']['num_parameters'] / 1e6:.2f}M parameters, {arguments['batch']} "
-        f"{'images' if result['data']['source'] == 'digits' else 'sequences'} per worker; "
+        f"{result['model']['num_parameters'] / 1e6:.2f}M parameters, {arguments['batch']} {items} per worker; "
         f"median of {arguments['draws']} draws:"
     )
     tables = []

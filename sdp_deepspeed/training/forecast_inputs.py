@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from importlib import import_module
 from typing import Any
 
 import torch
@@ -18,9 +19,14 @@ from transformers import (
 from sdp_deepspeed.architectures.image_flops import image_shape, takes_images
 from sdp_deepspeed.training.model import build_model
 
+# Model types of ours, by the room that tells Transformers of them when it is imported. It stands above this one.
+_OURS = {"sdp_small_image_resnet": "sdp_deepspeed.vision"}
+
 
 def classifies_images(shape: Mapping[str, Any]) -> bool:
     """Whether a Transformers config with `model_type` is of an image classifier."""
+    if shape["model_type"] in _OURS:
+        import_module(_OURS[shape["model_type"]])
     try:
         kind = type(AutoConfig.for_model(shape["model_type"]))
     except ValueError:  # `build_model` says it

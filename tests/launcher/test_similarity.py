@@ -76,6 +76,22 @@ def test_measures_all_modes_and_shows_them(
     assert capsys.readouterr().out == printed
 
 
+def test_a_model_of_images(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("sklearn", reason="scikit-learn has the images")
+    sizes = {"embedding_size": 8, "hidden_sizes": [8, 16], "depths": [3, 3], "layer_type": "basic"}
+    (tmp_path / "resnet.json").write_text(json.dumps({"model_type": "resnet", **sizes}), encoding="utf-8")
+    files = ["--model", str(tmp_path / "resnet.json"), "--output", str(tmp_path / "raw.json")]
+    command.main([*files, "--ranks", "4", "--steps", "0", "--draws", "1", "--batch", "2"])
+    printed = capsys.readouterr().out
+    assert all(word in printed for word in (*MODES, "2 images per worker", "resnet.encoder.stages.1.layers.2"))
+    records = json.loads((tmp_path / "raw.json").read_text(encoding="utf-8"))["records"]
+    backward = records[MODES.index("backward x block")]["layers"]
+    assert backward["resnet.encoder.stages.1.layers.0"] == pytest.approx(1.0), "its skip connection projects: shared"
+    assert backward["resnet.encoder.stages.1.layers.1"] < 0.9999
+    with pytest.raises(SystemExit, match="--data: unknown key 'model_type'"):
+        command.main([*files, "--data", str(tmp_path / "resnet.json")])
+
+
 def check_record(record: dict[str, Any], plan: dict[str, Any]) -> None:
     """Backward: shared parameters as in the dense gradient, and no farther from it than the plan permits."""
     assert list(record["layers"]) == LAYERS

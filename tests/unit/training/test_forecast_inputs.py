@@ -81,3 +81,12 @@ def test_images_of_224_where_nothing_says_a_size() -> None:
     without = {key: value for key, value in SHAPE.items() if key != "image_size"}
     large, small = (forecast(shape, BATCH, num_ranks=RANKS).flops for shape in (without, SHAPE))
     assert large > 45 * small, "49 times the positions, but for the head"
+
+
+def test_a_stem_for_small_images() -> None:
+    """Of the package's own type, whose convolutions run at all 32 x 32 positions first."""
+    shape = {"model_type": "sdp_small_image_resnet", "stage_sizes": [8, 16], "depths": [2, 2], "image_size": SIZE}
+    config = BATCH | {KEY: {"coverage": 0.5, "strategy": "neuron"}}
+    figures = forecast(shape, config, num_ranks=RANKS)
+    assert figures.flops < forecast(shape, BATCH, num_ranks=RANKS).flops
+    assert figures.activations > MICRO * 8 * SIZE**2 * 4
