@@ -74,6 +74,7 @@ class InnerLayers:
         per_head: submodules of the body that run on each head alike, such as Qwen3's norms of queries and keys; their
             parameters are shared by all heads. A body may lack them.
         by_head: keyword arguments of the body that are None or tensors with the model's heads along dim 1.
+        undivided_reason: why the cells cannot run in two parts, as the backward regime has them; empty if they can.
     """
 
     cuts: tuple[Cut, ...]
@@ -85,6 +86,7 @@ class InnerLayers:
     tail_dropout: str | None = None
     per_head: tuple[str, ...] = ()
     by_head: tuple[str, ...] = ()
+    undivided_reason: str = ""
 
 
 @dataclass(frozen=True)

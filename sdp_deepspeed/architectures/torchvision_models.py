@@ -1,6 +1,7 @@
 """The families of torchvision (read in 0.28.0), by the qualified name of their layer class; it need not be installed.
 
-Its attention takes the width of a head from that of the residual stream, so heads cannot be cut.
+Its attention takes the width of a head from that of the residual stream, so heads cannot be cut. Its ResNet has one
+ReLU for what is inside of a branch and for the stream, which is in no branch: it makes nothing of nothing.
 """
 
 from __future__ import annotations
@@ -35,9 +36,30 @@ _CONVNEXT = (
         parameters=("layer_scale",),
     ),
 )
+_BYPASSED = (("downsample", None),)
+_ONE_RELU = "torchvision's layer runs its ReLU between the convolutions itself, so they cannot run in two parts"
+
+
+def _resnet(last: int) -> Branch:
+    """Cut like ResNet in `convolutional.py`: the channels before the last convolution, of `last`."""
+    first = tuple(f"{kind}{index}" for index in range(1, last) for kind in ("conv", "bn"))
+    return Branch(
+        "convolution",
+        body=(*first, f"conv{last}"),
+        after=(f"bn{last}",),
+        inner=InnerLayers(
+            (Cut(f"conv{last - 1}", 0), Cut(f"bn{last - 1}", 0), Cut(f"conv{last}", 1, is_output=True)),
+            before=first[:-2],
+            undivided_reason=_ONE_RELU,
+        ),
+        bypassed=_BYPASSED,
+    )
+
 
 TORCHVISION: dict[str, tuple[Branch, ...]] = {
     "torchvision.models.convnext.CNBlock": _CONVNEXT,
+    "torchvision.models.resnet.BasicBlock": (_resnet(2),),
+    "torchvision.models.resnet.Bottleneck": (_resnet(3),),
     "torchvision.models.swin_transformer.SwinTransformerBlock": _SWIN,
     "torchvision.models.swin_transformer.SwinTransformerBlockV2": _SWIN_V2,
     "torchvision.models.vision_transformer.EncoderBlock": _VIT,

@@ -10,6 +10,7 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from sdp_deepspeed.architectures import LocatedBranch, branches_of_units, constrained_branches
+from sdp_deepspeed.config import KEY
 from sdp_deepspeed.layout.rank_model import RankModel
 from sdp_deepspeed.masking.block import BlockPart, check_scalable, output_names
 from sdp_deepspeed.masking.compiled import check_forward, replaced_modules
@@ -162,6 +163,12 @@ class Mask:
         twice = self.model.plan.regime == "backward"
         changed = [branch for branch in self._branches if branch.name in neurons] if twice else blocks
         for branch in changed:
+            inner = branch.description.inner
+            if twice and inner and inner.undivided_reason:
+                raise ValueError(
+                    f"{KEY}.strategy: {branch.name!r} in the backward regime: {inner.undivided_reason}; use "
+                    f'"block" for the part {branch.description.name!r}, or the forward regime'
+                )
             check_forward(self._module, replaced_modules(self._module, branch, twice=twice))
 
     def _make_parts(

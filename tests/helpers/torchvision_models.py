@@ -69,8 +69,16 @@ def _convnext(models: Any, **options: Any) -> Any:
     return models.ConvNeXt([config(9, 12, 1), config(12, None, 2)], num_classes=NUM_CLASSES, **given)
 
 
+def _resnet(models: Any, *, block: str) -> Any:
+    """Layers [2, 2, 1, 1], of which the second of two stages is bypassed by an identity."""
+    kind = getattr(models.resnet, block)
+    return models.ResNet(kind, [2, 2, 1, 1], num_classes=NUM_CLASSES, width_per_group=64)
+
+
 MODELS: dict[str, Callable[..., nn.Module]] = {
     "convnext": _convnext,
+    "resnet": lambda models: _resnet(models, block="BasicBlock"),
+    "resnet_bottleneck": lambda models: _resnet(models, block="Bottleneck"),
     "swin": _swin,
     "swin_v2": lambda models, **options: _swin(models, v2=True, **options),
     "vit": _vit,

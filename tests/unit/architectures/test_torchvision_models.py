@@ -49,11 +49,13 @@ def dense(torchvision: Any, name: str) -> nn.Module:
 
 def built(torchvision: Any, name: str, **options: Any) -> nn.Module:
     torch.manual_seed(0)
-    return models.scrambled(Classifier(MODELS[name](torchvision, **options)))
+    model = models.scrambled(Classifier(MODELS[name](torchvision, **options)))
+    # Batch norms over two pixels blow rounding up: to 2% of the loss in fp32, to 1e-10 of it in fp64.
+    return model.double() if "resnet" in name else model
 
 
 def strategy_of(name: str) -> Any:
-    return "neuron" if name == "convnext" else NEURONS
+    return NEURONS if "swin" in name or name == "vit" else "neuron"
 
 
 def assert_gradients(
@@ -86,7 +88,7 @@ def test_forward_is_zeroed(dense: nn.Module, name: str) -> None:
 def test_backward_is_dense(dense: nn.Module, name: str) -> None:
     expected_loss, expected = loss_and_gradients(deepcopy(dense).train(), tokens())
     for rank in RANKS:
-        for strategy in ("block", strategy_of(name)):
+        for strategy in ("block", strategy_of(name)) if "resnet" not in name else ("block",):
             plan = plan_of(dense, "backward", strategy)
             model, mask = masked(dense, plan, rank)
             loss, gradients = loss_and_gradients(model.train(), tokens())
@@ -153,3 +155,14 @@ def test_descriptions_are_the_packages_own(dense: nn.Module) -> None:
     """So nothing needs to be tried out."""
     branches = locate_branches(dense)
     assert all(is_of_package(dense.get_submodule(branch.layer)) for branch in branches)
+
+
+@pytest.mark.parametrize("name", ["resnet", "resnet_bottleneck"])
+def test_channels_cannot_run_in_two_parts(torchvision: Any, name: str) -> None:
+    """Its layers run what lies between them themselves."""
+    dense = built(torchvision, name)
+    with pytest.raises(ValueError, match=r"in the backward regime: torchvision's layer runs its ReLU.*\"block\""):
+        masked(dense, plan_of(dense, "backward"), 0)
+    blocks = {unit.name for unit in plan_of(dense, strategy="block").units}
+    first = {"model.layer1.0.convolution"} if name == "resnet" else set()
+    assert blocks == first | {f"model.layer{stage}.1.convolution" for stage in (1, 2)}
