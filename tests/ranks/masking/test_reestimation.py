@@ -18,10 +18,14 @@ from torch import nn
 from torch.optim.swa_utils import update_bn
 
 import sdp_deepspeed
+from sdp_deepspeed.config import MODES
 from tests.helpers.batch_norms import Net, batches, settings, statistics_of, train
-from tests.helpers.models import llama
+from tests.helpers.models import batches as tokens_of
+from tests.helpers.models import inputs_of, llama
+from tests.helpers.more_models import SPECIMENS
 from tests.helpers.ranks import Check, Rank
 from tests.helpers.training import assert_identical, dense_state, engine_of, gathered, refusal
+from tests.helpers.training import train as train_on_tokens
 
 SIZE, NUM = 3, 3
 similar = partial(
@@ -95,6 +99,40 @@ def wherever_the_dense_model_is(rank: Rank) -> None:
         found.append(statistics_of(engine.module))
         assert_identical(found[-1], found[0])
     compare(engine, oracle(state))
+
+
+def of_resnets(rank: Rank) -> None:
+    """In all modes: vectors that are cut are written to each piece's holders, in halves too."""
+    for (regime, strategy), evaluation in zip(MODES, ("stream", "auto", "auto", "auto"), strict=True):
+        block = {"holders": 2, "regime": regime, "strategy": strategy, "evaluation": evaluation, "neuron_groups": 3}
+        if strategy == "block":
+            del block["neuron_groups"]
+        engine = engine_of(settings(**block, check_agreement=True), SPECIMENS["resnet"].build())
+        train_on_tokens(engine, num_steps=2)
+        state = dense_state(engine)
+        tokens = [next(tokens_of(SIZE, NUM, seed=9))[of_rank] for of_rank in range(SIZE)]
+        own = [inputs_of(engine, batch) for batch in tokens[rank.rank]]
+        num_norms = engine.reestimate_batch_norm(own, num_batches=NUM)
+        dense: Any = SPECIMENS["resnet"].build()
+        dense.load_state_dict(state)
+        norms = [norm for norm in dense.eval().modules() if isinstance(norm, nn.BatchNorm2d)]
+        assert num_norms == len(norms)
+        for norm in norms:
+            norm.reset_running_stats()
+            norm.momentum = None
+            norm.train()
+        with torch.no_grad():
+            for batch in itertools.chain.from_iterable(tokens):
+                dense(**inputs_of(dense, batch))
+        expected = statistics_of(dense)
+        compare(engine, {n: torch.tensor(NUM) if n.endswith("tracked") else v for n, v in expected.items()})
+        dense.load_state_dict(dense_state(engine))
+        engine.eval()
+        with torch.no_grad():
+            found, logits = (model(**own[0]).logits for model in (engine, dense.eval()))
+        assert torch.equal(found, logits)
+        engine.train()
+        train_on_tokens(engine, num_steps=1)
 
 
 def leaves_everything_else(rank: Rank) -> None:
@@ -205,6 +243,7 @@ def an_export_warns(rank: Rank) -> None:
 CHECKS: list[Check] = [
     is_that_of_the_dense_model,
     wherever_the_dense_model_is,
+    of_resnets,
     leaves_everything_else,
     batches_of_all_kinds,
     averages_of_weights,
