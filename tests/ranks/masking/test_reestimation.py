@@ -165,6 +165,26 @@ def drawing(rank: Rank) -> Iterator[torch.Tensor]:
         yield images
 
 
+def in_16_bits(rank: Rank) -> None:
+    """Of many batches, each of which would move a mean in bf16 by less than its rounding: rounded once."""
+    config = settings(holders=2) | {"bf16": {"enabled": True}, "data_types": {"buffer_dtype": "bf16"}}
+    engine = engine_of(config, Net())
+    images = torch.ones(4, 3, 5, 5, dtype=torch.bfloat16)
+    own = [images * (1 + number / 64) for number in range(64)]
+    engine.reestimate_batch_norm(own, num_batches=64)
+    inputs: list[torch.Tensor] = []
+    hook = engine.module.norm.register_forward_pre_hook(lambda _, args: inputs.append(args[0].float().mean((0, 2, 3))))
+    engine.eval()
+    with torch.no_grad():
+        for batch in own:
+            engine(batch)
+    engine.train()
+    hook.remove()
+    assert engine.module.norm.running_mean.dtype == torch.bfloat16
+    expected = torch.stack(inputs).mean(0)
+    torch.testing.assert_close(engine.module.norm.running_mean.float(), expected, rtol=2.0**-8, atol=1e-6)
+
+
 def batches_of_all_kinds(rank: Rank) -> None:
     """A tensor, a tuple or a list of arguments, a dict of them."""
     engine = engine_of(settings(holders=1), Net())
@@ -245,6 +265,7 @@ CHECKS: list[Check] = [
     wherever_the_dense_model_is,
     of_resnets,
     leaves_everything_else,
+    in_16_bits,
     batches_of_all_kinds,
     averages_of_weights,
     mistakes,
