@@ -26,12 +26,11 @@ from sdp_deepspeed.config import KEY, MODES  # noqa: E402
 
 NUM_RANKS = 4
 MODEL, CONFIG = ROOT / "configs/vision/models/digits.json", ROOT / "configs/vision/digits.json"
-_REDRAWN = {"redraw_interval": 10, "dense_branch_scale": "coverage"}
 # Name of a subject -> its block; None is data parallelism.
 SUBJECTS: dict[str, dict[str, Any] | None] = {
     "data parallelism": None,
     **{f"{mode}, C = 1/2": {"regime": mode.regime, "strategy": mode.strategy, "coverage": 0.5} for mode in MODES},
-    "forward x block, C = 1/2, re-drawn, scaled": {"coverage": 0.5, **_REDRAWN},
+    "forward x block, C = 1/2, re-drawn every 10 steps": {"coverage": 0.5, "redraw_interval": 10},
 }
 
 

@@ -50,8 +50,8 @@ def run_program(
     with exit_on_user_error():
         options = parse()
         num_ranks = _num_ranks(name)
-        _check_host(options, num_ranks)
         options = settle(options, num_ranks)
+        _check_host(options, num_ranks)
         folder = RunFolder(options.run_folder, writes=os.environ["RANK"] == "0")
         config = _resolved(options, num_ranks)
         changed_layout = check_same_run(folder, config)

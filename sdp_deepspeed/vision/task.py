@@ -14,6 +14,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from transformers import AutoModelForImageClassification
 from transformers.models.vit.image_processing_pil_vit import ViTImageProcessorPil
 
+from sdp_deepspeed.batch_norm import reestimate_batch_norm
 from sdp_deepspeed.data.loader import IGNORED_LABEL
 from sdp_deepspeed.distributed.agreement import Gatherer, run_on_all_ranks
 from sdp_deepspeed.training import engines
@@ -47,6 +48,7 @@ class VisionTask:
 
     def __init__(self, options: VisionOptions) -> None:
         self._options = options
+        self._estimated_after: int | None = None  # steps
 
     def check(self) -> None:
         """ValueError for a model that these images do not fit."""
@@ -119,12 +121,13 @@ class VisionTask:
 
     def _reestimate_batch_norms(self, engine: Any, data: Any) -> None:
         """Where subnetworks are trained, running statistics are of those, and fit no evaluation of the dense model."""
-        if engines.trains_subnetwork(engine) and any(isinstance(m, _BatchNorm) for m in engine.module.modules()):
-            from sdp_deepspeed import reestimate_batch_norm
-
+        if engine.global_steps == self._estimated_after or not engines.trains_subnetwork(engine):
+            return
+        if any(isinstance(module, _BatchNorm) for module in engine.module.modules()):
             num_batches = self._options.batch_norm_batches
             batches = ({"pixel_values": _pixels(engine, batch)} for batch in data.train.first(num_batches))
             reestimate_batch_norm(engine, batches, num_batches=num_batches)
+            self._estimated_after = engine.global_steps
 
     def words(self, evaluation: dict[str, float]) -> str:
         loss, top1 = evaluation["dense_validation_loss"], evaluation["dense_top1"]
