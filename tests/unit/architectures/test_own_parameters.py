@@ -162,3 +162,15 @@ def test_descriptions_that_cannot_be() -> None:
         description(norm=("mix", "norm", "norm"))
     with pytest.raises(ValueError, match=r"'mix.weight' is named twice, or inside of another"):
         description(parameters=("mix.weight",))
+
+
+def test_cells_that_cannot_run_in_two_parts_are_refused_in_the_backward_regime() -> None:
+    inner = InnerLayers((Cut("up", 0), Cut("down", 1, is_output=True)), undivided_reason="it runs something itself")
+    architectures.register(Scaled, description(inner=inner))
+    model = built()
+    assert masked(model, strategy="neuron", num_subnetworks=2)[1].parts
+    branches = locate_branches(model)
+    units = units_of_branches(branches, strategy="neuron", num_subnetworks=2)
+    plan = Plan("backward", "neuron", 2, 1, 0, tuple(units), ((0,), (1,), (1,), (0,)), (0, 1))
+    with pytest.raises(ValueError, match=r"'0\.layer' in the backward regime: it runs something itself; use \"block\""):
+        mask_of(model, branches, infos(model), plan, 0)
