@@ -83,6 +83,7 @@ BLOCKS = {
     "kills": Block(faults, ("faults", "faults_4_ranks")),
     "tokens": Block(tokenize_speed, ("tokenize_speed",)),
     "similarity": Block(similarity, ("similarity",)),
+    "similarity-images": Block(similarity, ("similarity_images",)),
     "balance": Block(balance, ("balance",)),
     "digits": Block(digits, ("digits",)),
     "learning": Block(learning, ("learning",)),
