@@ -15,8 +15,15 @@ _LINES = {"block": "-", "neuron": "--"}
 
 
 def short_names(layers: list[str]) -> list[str]:
-    """The last part of each name: a layer's index, "embed_tokens", "lm_head"."""
-    return [layer.rpartition(".")[2] for layer in layers]
+    """The last part of each name: a layer's index, "embed_tokens", "lm_head"; where several layers have one index, that
+    of the stage before it."""
+    last = [layer.rpartition(".")[2] for layer in layers]
+    return [name if last.count(name) == 1 else _indices(layer) for layer, name in zip(layers, last, strict=True)]
+
+
+def _indices(layer: str) -> str:
+    numbers = [part for part in layer.split(".") if part.isdigit()]
+    return ".".join(numbers) if len(numbers) > 1 else layer
 
 
 def plot_similarity(result: dict[str, Any], path: Path) -> None:

@@ -15,6 +15,7 @@ PLOTS: dict[str, tuple[Callable[..., None], tuple[str, ...]]] = {
     "scaling": (plot_scaling, BLOCKS["scaling"].files),
     "growth": (plot_growth, BLOCKS["growth"].files),
     "similarity": (plot_similarity, BLOCKS["similarity"].files),
+    "similarity_images": (plot_similarity, BLOCKS["similarity-images"].files),
     "learning": (plot_learning, BLOCKS["learning"].files),
     "few_data": (plot_few_data, BLOCKS["learning-few-data"].files),
 }

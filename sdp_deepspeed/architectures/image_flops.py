@@ -94,6 +94,8 @@ def _count_or_warn(model: nn.Module) -> dict[str, Fraction] | None:
 def _count(model: nn.Module) -> dict[str, Fraction]:
     stand_ins = {id(tensor): _without_storage(tensor) for tensor in chain(model.parameters(), model.buffers())}
     copy = deepcopy(model, dict[int, Any](stand_ins)).eval()
+    for module in copy.modules():  # what hosts and compilers put there may run the original
+        vars(module).pop("forward", None)
     parameters = list(copy.parameters())
     image = torch.empty(1, *image_shape(model), dtype=parameters[0].dtype, device="meta")
     with torch.no_grad(), torch.random.fork_rng(devices=[]), _Products(parameters) as products:

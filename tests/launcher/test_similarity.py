@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from benchmarks import similarity as command
+from benchmarks.tables.plot_similarity import short_names
 from benchmarks.tables.similarity import MODE_KEY
 
 SHAPE = {
@@ -115,6 +116,12 @@ def test_plots_from_raw_figures(tmp_path: Path) -> None:
     assert "<!-- lm_head -->" in figure
     with pytest.raises(SystemExit, match=r"error: .*doc"):
         command.main(["--from-json", str(raw), "--plot", str(tmp_path / "figure.doc")])
+
+
+def test_names_in_the_plot() -> None:
+    assert short_names(["model.embed_tokens", "model.layers.0", "lm_head"]) == ["embed_tokens", "0", "lm_head"]
+    stages = ["encoder.stages.0.layers.0", "encoder.stages.1.layers.0", "encoder.stages.1.layers.1", "classifier.1"]
+    assert short_names(stages) == ["0.0", "1.0", "1.1", "classifier.1"]
 
 
 def write_raw(folder: Path) -> Path:

@@ -190,6 +190,20 @@ def test_weights_that_are_used_twice_or_changed_first() -> None:
     }
 
 
+def test_wrappers_of_the_original() -> None:
+    """Around the forward of one model, and around a model."""
+    model = Convolutions()
+    expected = positions(model)
+    forward = model.forward
+    wrapped = Convolutions()
+    wrapped.forward = lambda x: forward(x)  # type: ignore[method-assign]
+    assert positions(wrapped) == expected
+    assert {name.removeprefix("0."): n for name, n in positions(nn.Sequential(model)).items()} == {
+        name: n * 112**2 / 30 if n > 1 else n for name, n in expected.items()
+    }, "which says no size of images: 224 x 224"
+    assert positions(nn.SyncBatchNorm.convert_sync_batchnorm(Convolutions())) == expected
+
+
 @pytest.mark.parametrize("strategy", ["block", "neuron"])
 def test_a_masked_model_costs_what_it_did_when_it_was_whole(strategy: str) -> None:
     """Plans change while it is masked."""
