@@ -29,6 +29,9 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         "--full-grid", action="store_true", help="run every case of the oracle grid, not a pairwise sample"
     )
     parser.addoption("--gpu", action="store_true", help="tests marked gpu run on a GPU; all others stay on the CPU")
+    parser.addoption(
+        "--torchvision", help="folder with torchvision, for its tests (tests/helpers/torchvision_models.py)"
+    )
     parser.addoption("--fuzz-seed", type=int, default=0, help="first seed of tests/fuzz/test_calls.py")
     parser.addoption("--fuzz-sequences", type=int, default=6, help="how many sequences of calls, a seed each")
 

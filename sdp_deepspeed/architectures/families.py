@@ -14,6 +14,7 @@ from sdp_deepspeed.architectures.falcon import FALCON
 from sdp_deepspeed.architectures.mixtures import MIXTURES
 from sdp_deepspeed.architectures.own_forward import is_in_its_source, is_wrapper_of_its_class
 from sdp_deepspeed.architectures.registry import branches_of, described_as
+from sdp_deepspeed.architectures.torchvision_models import TORCHVISION
 from sdp_deepspeed.architectures.vision import VISION
 
 FAMILIES: dict[str, tuple[Branch, ...]] = {
@@ -22,13 +23,14 @@ FAMILIES: dict[str, tuple[Branch, ...]] = {
     **ENCODERS,
     **ENCODER_DECODERS,
     **MIXTURES,
+    **TORCHVISION,
     **VISION,
     "transformers.models.falcon.modeling_falcon.FalconDecoderLayer": FALCON,
 }
 
 
 # Files whose modules every family may have inside of a layer, besides those of its own.
-_COMMON = ("torch.nn.", "transformers.activations", "transformers.pytorch_utils")
+_COMMON = ("torch.nn.", "torchvision.ops.", "transformers.activations", "transformers.pytorch_utils")
 
 
 def is_of_package(layer: nn.Module) -> bool:

@@ -34,6 +34,7 @@ from sdp_deepspeed.engine.deepspeed_settings import loss_scaler, network_of, opt
 from sdp_deepspeed.engine.dense_export import install_save
 from sdp_deepspeed.engine.full_tensors import FullTensors, install_full_access
 from sdp_deepspeed.engine.given import Given
+from sdp_deepspeed.engine.memory_format import row_major
 from sdp_deepspeed.engine.schedule_calls import ScheduleCalls
 from sdp_deepspeed.engine.start import Start
 from sdp_deepspeed.engine.step_events import write_step_events
@@ -129,7 +130,8 @@ class SubnetworkEngine(ScheduleCalls):
 
     def _broadcast_model(self) -> None:
         if self._deferred is None:  # else each rank makes the same weights
-            super()._broadcast_model()
+            with row_major(self.module.parameters()):
+                super()._broadcast_model()
 
     def _configure_distributed_model(self, model: nn.Module) -> None:
         self._host = make_host_group(torch.distributed, self._ranks, logger.warning)

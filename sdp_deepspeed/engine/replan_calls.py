@@ -199,7 +199,9 @@ class ReplanCalls(DenseCalls):
         model = chosen.rank_model(self.module, tensors, self._applied.parallel, self.dp_group.rank)
         every_group = optimizer.settings.whole_tensors
         marked = mark_whole(tensors, model, optimizer.optimizer, every_group=every_group)
-        return chosen.rank_model(self.module, marked, self._applied.parallel, self.dp_group.rank)
+        model = chosen.rank_model(self.module, marked, self._applied.parallel, self.dp_group.rank)
+        model.views.formats = self._applied.model.views.formats  # which stand-ins do not have
+        return model
 
     def _before(self, chosen: ChosenPlan, ranks: Gatherer) -> _Before:
         """The state of now; all ranks call it."""
@@ -250,7 +252,7 @@ class ReplanCalls(DenseCalls):
         model = self._rank_model(chosen)
         mask = Mask(self.module, model, applied.parallel.branches, scales=_scales(config))
         mask.apply()
-        give_storage(without.values())
+        give_storage(without, model.views.formats)
         options = self.device, config.evaluation
         dense_view = install_dense_view(self.module, mask, self.dp_group, applied.barrier, options)
         self._applied = replace(applied, plan=chosen.plan, mask=mask, dense_view=dense_view, coverage=chosen.coverage)

@@ -2,13 +2,13 @@
 
 A whole tensor lies as in the dense model. Of a tensor that neuron units cut, a rank stores the pieces that it holds
 side by side in dense order, and in the backward regime those that it lacks likewise, apart. Both are stored with the
-cut dim outermost, so that each piece is one stretch of memory.
+cut dim outermost, so that each piece is one stretch of memory; or channels last, as the dense tensor was.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -23,10 +23,33 @@ def in_order(piece: Piece, view: torch.Tensor) -> torch.Tensor:
     return view if piece.dim is None else view.movedim(piece.dim, 0)
 
 
-def side_by_side(pieces: Sequence[Piece], dense: torch.Tensor) -> torch.Tensor:
-    """A copy of `pieces` of one tensor, side by side along their dim, which is outermost in memory."""
+def memory_format_of(tensor: torch.Tensor) -> torch.memory_format:
+    """Channels last, if the strides say so; else that of row-major tensors."""
+    for memory_format in (torch.channels_last, torch.channels_last_3d):
+        if tensor.dim() == (4 if memory_format == torch.channels_last else 5):
+            strides = _strides(tensor.shape, (*range(2, tensor.dim()), 1))
+            if tensor.stride() == strides != _strides(tensor.shape, range(1, tensor.dim())):
+                return memory_format
+    return torch.contiguous_format
+
+
+def _strides(shape: Sequence[int], order: Iterable[int]) -> tuple[int, ...]:
+    """Of a dense tensor with dim 0 outermost in memory, then those of `order`."""
+    strides, stride = [0] * len(shape), 1
+    for dim in (*reversed((*order,)), 0):
+        strides[dim], stride = stride, stride * shape[dim]
+    return tuple(strides)
+
+
+def side_by_side(
+    pieces: Sequence[Piece], dense: torch.Tensor, memory_format: torch.memory_format = torch.contiguous_format
+) -> torch.Tensor:
+    """A copy of `pieces` of one tensor, side by side along their dim, which is outermost in memory unless another
+    format is asked for."""
     dim = pieces[0].dim
     assert dim is not None, "whole tensors stay where they are"
+    if memory_format != torch.contiguous_format:
+        return torch.cat([piece.narrow(dense) for piece in pieces], dim).clone(memory_format=memory_format)
     copied = torch.cat([in_order(piece, piece.narrow(dense)) for piece in pieces])
     return copied.movedim(0, dim)
 
@@ -69,12 +92,14 @@ class PieceViews:
 
     Attributes:
         shapes: by dense name the shapes of `tensors` when they were whole.
+        formats: by dense name their memory formats.
         lacking: by dense name the tensors of what this rank stores but does not train.
     """
 
     def __init__(self, tensors: Mapping[str, torch.Tensor]) -> None:
         self.tensors = dict(tensors)
         self.shapes = {name: tensor.shape for name, tensor in tensors.items()}
+        self.formats = {name: memory_format_of(tensor) for name, tensor in tensors.items()}
         self.lacking: dict[str, torch.Tensor] = {}
         self._places: dict[Piece, Place] = {}
 

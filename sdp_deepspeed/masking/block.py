@@ -20,7 +20,7 @@ from sdp_deepspeed.layout.rank_model import RankModel
 from sdp_deepspeed.masking.mixins import Copied, Mixin, mix_in
 from sdp_deepspeed.masking.nothing import Nothing
 from sdp_deepspeed.masking.outputs import Outputs
-from sdp_deepspeed.masking.part import DenseTensors, MaskedPart, stand_in
+from sdp_deepspeed.masking.part import DenseTensors, MaskedPart, empty_like, stand_in
 from sdp_deepspeed.units import Piece
 
 
@@ -86,7 +86,7 @@ class BlockPart(MaskedPart):
             for count in branch.description.num_outputs_of_modules
         ]
         self._tensors = {piece: tensors[piece.parameter] for piece in unit.pieces}
-        self._shapes = model.views.shapes
+        self._shapes, self._formats = model.views.shapes, model.views.formats
         self._of_layers = {name for branch in branches for name in branch.parameters}
         self._scale = scale
         self._nothing = Nothing(unit.name, copies=copies)
@@ -111,8 +111,8 @@ class BlockPart(MaskedPart):
         targets: dict[Piece, torch.Tensor] = {}
         if not self.whole:
             for piece, tensor in self._tensors.items():
-                shape = self._shapes[piece.parameter]
-                targets[piece] = torch.empty(shape, dtype=tensor.dtype, device=tensor.device)
+                shape, memory_format = self._shapes[piece.parameter], self._formats[piece.parameter]
+                targets[piece] = empty_like(tensor, shape, memory_format)
         return DenseTensors(targets)
 
     def complete(self, dense: DenseTensors) -> None:

@@ -24,7 +24,7 @@ from sdp_deepspeed.masking.counts import Counts, place
 from sdp_deepspeed.masking.halves import FirstModule, Halves, LastModule, SplitModule, make_narrow
 from sdp_deepspeed.masking.mixins import mix_in
 from sdp_deepspeed.masking.outputs import Outputs
-from sdp_deepspeed.masking.part import DenseTensors, MaskedPart, replace_data, stand_in
+from sdp_deepspeed.masking.part import DenseTensors, MaskedPart, empty_like, replace_data, stand_in
 from sdp_deepspeed.masking.twins import RunsOnce, twin_of
 from sdp_deepspeed.plan.tensors import TensorInfo, pieces_by_tensor
 from sdp_deepspeed.units import Piece
@@ -39,6 +39,7 @@ class StoredCut:
         name: in the module, such as "weight" or "running_mean".
         tensor: the module's own, narrower; it makes room for another while the part is dense.
         shape: dense.
+        format: dense, and of what is stored.
         held, lacking: its pieces in dense order.
     """
 
@@ -46,6 +47,7 @@ class StoredCut:
     name: str
     tensor: torch.Tensor
     shape: torch.Size
+    format: torch.memory_format
     held: tuple[Piece, ...]
     lacking: tuple[Piece, ...]
 
@@ -122,10 +124,10 @@ class NeuronPart(MaskedPart):
         for cut in self.cuts:
             dense = cut.tensor.detach()
             if self._keeps_lacking and cut.lacking:
-                lacking = side_by_side(cut.lacking, dense)
+                lacking = side_by_side(cut.lacking, dense, cut.format)
                 self._views.put(cut.lacking, lacking)
                 result[id(cut.tensor)] = lacking if cut.is_buffer else nn.Parameter(lacking, requires_grad=False)
-            replace_data(cut.tensor, side_by_side(cut.held, dense))
+            replace_data(cut.tensor, side_by_side(cut.held, dense, cut.format))
             self._views.put(cut.held)
         return result
 
@@ -180,7 +182,7 @@ class NeuronPart(MaskedPart):
     def allocate(self) -> DenseTensors:
         dense = DenseTensors({})
         for cut in self.cuts:
-            whole = torch.empty(cut.shape, dtype=cut.tensor.dtype, device=cut.tensor.device)
+            whole = empty_like(cut.tensor, cut.shape, cut.format)
             dense.values[cut.tensor] = whole
             dense.targets |= {piece: piece.narrow(whole) for piece in (*cut.held, *cut.lacking)}
             for piece in self._stored(cut):
@@ -249,7 +251,8 @@ def _stored_cuts(module: nn.Module, model: RankModel, branch: LocatedBranch) -> 
         held = tuple(piece for piece, ranks in pieces if model.rank in ranks)
         lacking = tuple(piece for piece, ranks in pieces if model.rank not in ranks)
         inside = module.get_submodule(owner)
-        found.append(StoredCut(inside, attribute, tensors[name], tensors[name].shape, held, lacking))
+        memory_format = model.views.formats[name]
+        found.append(StoredCut(inside, attribute, tensors[name], tensors[name].shape, memory_format, held, lacking))
     return found
 
 

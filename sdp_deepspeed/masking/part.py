@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -102,12 +102,17 @@ class MaskedPart(ABC):
             replace_data(tensor, dense)
 
 
-def give_storage(tensors: Iterable[torch.Tensor]) -> None:
-    """Where tensors still are stand-ins, memory for their values."""
-    for tensor in tensors:
+def give_storage(tensors: Mapping[str, torch.Tensor], formats: Mapping[str, torch.memory_format]) -> None:
+    """Where tensors still are stand-ins, memory for their values; both by name."""
+    for name, tensor in tensors.items():
         if tensor.untyped_storage().nbytes() < tensor.numel() * tensor.element_size():
             with torch.inference_mode(False):
-                tensor.data = torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device)
+                tensor.data = empty_like(tensor, tensor.shape, formats[name])
+
+
+def empty_like(tensor: torch.Tensor, shape: torch.Size, memory_format: torch.memory_format) -> torch.Tensor:
+    """Of another shape, without values."""
+    return torch.empty(shape, dtype=tensor.dtype, device=tensor.device, memory_format=memory_format)
 
 
 def stand_in(tensor: torch.Tensor, shape: Sequence[int]) -> torch.Tensor:

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sdpa_flop_count
+from torch.utils.flop_counter import conv_flop_count, flop_registry, sdpa_backward_flop_count, sdpa_flop_count
 
 
 def _attention(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *_: Any, **__: Any) -> int:
@@ -25,12 +25,20 @@ def _attention_backward(
     return int(sdpa_backward_flop_count(gradient.shape, query.shape, key.shape, value.shape))
 
 
-# PyTorch's formulas know the kernels of GPUs only.
-_CPU_ATTENTION: dict[Any, Callable[..., int]] = {
+def _convolution_backward(gradient: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, *rest: Any, **_: Any) -> int:
+    """As much as forward for the gradient of the input, and for that of the weight, whichever are asked for."""
+    transposed, output_mask = rest[4], rest[7]
+    forward = conv_flop_count([*x.shape], [*weight.shape], [*gradient.shape], transposed)
+    return int(forward * sum(output_mask[:2]))
+
+
+# PyTorch's formulas know attention's kernels of GPUs only, and take backward convolutions of groups for whole ones.
+_OTHERS: dict[Any, Callable[..., int]] = {
     torch.ops.aten._scaled_dot_product_flash_attention_for_cpu: _attention,
     torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward: _attention_backward,
+    torch.ops.aten.convolution_backward: _convolution_backward,
 }
-_FORMULAS: dict[Any, Callable[..., int]] = {**flop_registry, **_CPU_ATTENTION}
+_FORMULAS: dict[Any, Callable[..., int]] = {**flop_registry, **_OTHERS}
 
 
 class FlopCounter(TorchDispatchMode):

@@ -74,15 +74,29 @@ def rate_factors(model: nn.Module, plan: Plan, rule: str) -> dict[str, torch.Ten
 
 
 @torch.no_grad()
-def lacking_buffers(model: nn.Module, plan: Plan, subnetwork: int) -> dict[str, torch.Tensor]:
-    """True where `subnetwork` lacks the element, shaped like each buffer."""
-    lacking = {name: torch.zeros_like(buffer, dtype=torch.bool) for name, buffer in model.named_buffers()}
+def idle_buffers(model: nn.Module, plan: Plan, subnetwork: int) -> dict[str, torch.Tensor]:
+    """True where a worker of `subnetwork` does not run the element, shaped like each buffer."""
+    idle = {name: torch.zeros_like(buffer, dtype=torch.bool) for name, buffer in model.named_buffers()}
     for index, unit in enumerate(plan.units):
-        if not plan.holds(index, subnetwork):
+        if plan.regime == "forward" and not plan.holds(index, subnetwork):
             for piece in unit.pieces:
                 if piece.kind == "buffer":
-                    piece.narrow(lacking[piece.parameter]).fill_(True)
-    return lacking
+                    piece.narrow(idle[piece.parameter]).fill_(True)
+    return idle
+
+
+@torch.no_grad()
+def average_statistics(model: nn.Module, plan: Plan, buffers: Sequence[dict[str, torch.Tensor]]) -> None:
+    """Each element of a batch norm's running statistics becomes the mean over the ranks that run it, in place."""
+    norms = [name for name, module in model.named_modules() if isinstance(module, nn.modules.batchnorm._BatchNorm)]
+    idle = [idle_buffers(model, plan, subnetwork) for subnetwork in plan.subnetwork_of_rank]
+    for name in (f"{norm}.{statistic}" for norm in norms for statistic in ("running_mean", "running_var")):
+        if name in idle[0]:
+            runs = torch.stack([~of_rank[name] for of_rank in idle])
+            values = torch.stack([of_rank[name].double() for of_rank in buffers])
+            mean = (values * runs).sum(0) / runs.sum(0)
+            for own, of_rank in zip(runs, buffers, strict=True):
+                of_rank[name] = torch.where(own, mean.to(of_rank[name].dtype), of_rank[name])
 
 
 def local_gradients(
@@ -113,10 +127,9 @@ def local_gradients(
         losses.append(loss.item())
         (loss / len(micro_batches)).backward()
     if buffers is not None:
-        lacking = lacking_buffers(model, plan, subnetwork)
+        idle = idle_buffers(model, plan, subnetwork)
         for name, buffer in worker.named_buffers():
-            kept = lacking[name] if plan.regime == "forward" else torch.zeros_like(lacking[name])
-            buffers[name] = torch.where(kept, buffers[name], buffer)
+            buffers[name] = torch.where(idle[name], buffers[name], buffer)
     masks = held_mask(model, plan, subnetwork)
     gradients = {
         name: torch.zeros_like(p, dtype=torch.float32) if p.grad is None else p.grad.float() * masks[name]
@@ -153,7 +166,7 @@ class Reference:
         later_rates: the same, by the number of steps after which it holds.
 
     Attributes:
-        buffers: each rank's own, by dense name, once there was a step.
+        buffers: each rank's own, by dense name, once there was a step; running statistics are averaged in each.
     """
 
     model: nn.Module
@@ -203,6 +216,7 @@ class Reference:
             local_gradients(self.model, self.plan, rank, own, self.loss_of, self.buffers[rank])
             for rank, own in enumerate(batches)
         ]
+        average_statistics(self.model, self.plan, self.buffers)
         average = masked_average(self.model, self.plan, [gradients for _, gradients in results])
         return [losses for losses, _ in results], average
 

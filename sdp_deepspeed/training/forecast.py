@@ -30,6 +30,7 @@ from sdp_deepspeed.plan.planner import plan_model
 from sdp_deepspeed.plan.tensors import TensorInfo, dense_tensors, named_tensors, pieces_by_tensor
 from sdp_deepspeed.support.refusals import refuse_unsupported
 from sdp_deepspeed.training.batch_sizes import micro_steps
+from sdp_deepspeed.training.forecast_inputs import inputs_of, without_data
 from sdp_deepspeed.training.forecast_settings import (
     dtype_of,
     optimizer_of,
@@ -38,7 +39,6 @@ from sdp_deepspeed.training.forecast_settings import (
     sharded_setup_of,
     with_groups,
 )
-from sdp_deepspeed.training.model import build_model
 
 _DTYPES: dict[str, torch.dtype] = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -49,7 +49,7 @@ class Forecast:
 
     Args:
         num_parameters: of the dense model.
-        tokens_per_step: of all ranks.
+        tokens_per_step: of all ranks; of a model that takes images, how many of them.
         rank: bytes of model state and of what is sent, from the formulas.
         activations: bytes that autograd keeps of one micro-batch at the end of the forward pass. Flash attention is
             assumed (no matrix of scores), and one output more of each attention than kernels keep.
@@ -78,7 +78,7 @@ def forecast(
     config: Mapping[str, Any],
     *,
     num_ranks: int,
-    sequence_length: int,
+    sequence_length: int | None = None,
     gradient_checkpointing: bool = False,
     host: str = "deepspeed",
 ) -> Forecast:
@@ -88,7 +88,8 @@ def forecast(
         shape: the model's, as a Transformers config with `model_type`.
         config: DeepSpeed's, with our block or without.
         num_ranks: data-parallel ranks.
-        sequence_length: tokens of a block.
+        sequence_length: tokens of a block; None for an image classifier, whose images are as large as its shape says
+            (`image_size`), or 224 x 224.
         host: "deepspeed", or "fsdp2" (its neurons run in as many narrower products as there are holder sets, of which
             activations here know nothing).
 
@@ -101,9 +102,9 @@ def forecast(
     block = parse(config)
     if block is not None and sharded is None:
         refuse_unsupported(block, config)
-    with FakeTensorMode():
-        dtype = _DTYPES[dtype_of(config)]
-        model = build_model(shape, seed=0, gradient_checkpointing=gradient_checkpointing, dtype=dtype)
+    fake, dtype = FakeTensorMode(allow_non_fake_inputs=True), _DTYPES[dtype_of(config)]
+    model = without_data(shape, fake, dtype=dtype, gradient_checkpointing=gradient_checkpointing)
+    with fake:
         every_tensor = block is not None and block.allow_optimizer == "whole_tensors"
         tensors = with_groups(dense_tensors(model), optimizer, every_tensor=every_tensor)
         warnings: list[str] = []
@@ -118,10 +119,10 @@ def forecast(
             per_rank = estimate(plan, tensors, setup) if sharded is None else estimate_sharded(plan, tensors, sharded)
             figures = per_rank[busiest]
             cut_down(model, plan, tensors, busiest)
-        activations, flops = _one_micro_step(model, (micro, sequence_length))
+        activations, flops = _one_micro_step(model, inputs_of(model, micro, sequence_length))
     return Forecast(
         num_parameters=sum(prod(info.shape) for info in tensors),
-        tokens_per_step=micro * accumulation * num_ranks * sequence_length,
+        tokens_per_step=micro * accumulation * num_ranks * (sequence_length or 1),
         rank=figures,
         activations=activations,
         flops=flops * accumulation,
@@ -145,7 +146,7 @@ def cut_down(model: nn.Module, plan: Plan, tensors: Sequence[TensorInfo], rank: 
     Mask(model, own, locate_branches(model)).apply()
 
 
-def _one_micro_step(model: nn.Module, size: tuple[int, int]) -> tuple[int, int]:
+def _one_micro_step(model: nn.Module, inputs: Mapping[str, Any]) -> tuple[int, int]:
     """Bytes that autograd keeps at the end of the forward pass, weights left out, and FLOPs with those of backward."""
     weights = {tensor.untyped_storage()._cdata for tensor in named_tensors(model).values()}
     kept: dict[int, torch.UntypedStorage] = {}
@@ -156,11 +157,10 @@ def _one_micro_step(model: nn.Module, size: tuple[int, int]) -> tuple[int, int]:
             kept[storage._cdata] = storage  # alive, so that no other gets its address
         return tensor
 
-    tokens = torch.zeros(size, dtype=torch.long, device="cpu")
     model.train()
     with FlopCounter() as counter:
         with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
-            loss = model(input_ids=tokens, labels=tokens, use_cache=False).loss
+            loss = model(**inputs).loss
         activations = sum(storage.nbytes() for storage in kept.values())
         loss.backward()
     return activations, counter.total

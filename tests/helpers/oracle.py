@@ -152,8 +152,9 @@ def compare_evaluation(case: Case, engine: Any, dense: nn.Module, batch: torch.T
 
 
 def compare_statistics(case: Case, engine: Any, expected: dict[str, torch.Tensor]) -> None:
-    """Of batch norms, as far as this rank has them: each worker's own. Sums of a few hundred activations in another
-    order; in 16 bits those may round the other way, as the statistics may in each step and in what they are of."""
+    """Of batch norms, as far as this rank has them: means over the ranks that run them. Sums of a few hundred
+    activations in another order; in 16 bits those may round the other way, as the statistics may in each step and in
+    what they are of."""
     tolerance = 1e-5 if case.precision == "fp32" else 4 * NUM_STEPS * rounding(case)
     for name, box, values in engine.rank_state().weights.stored_weights():
         if name in expected:

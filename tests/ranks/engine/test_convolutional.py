@@ -147,6 +147,37 @@ def plans_change(rank: Rank) -> None:
     check_sequence(run, rank)
 
 
+def channels_last() -> nn.Module:
+    model = SPECIMENS["resnet_bottleneck"].build()
+    return model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+
+
+def assert_channels_last(engine: Any) -> None:
+    views = engine._applied.model.views
+    tensors = [*engine.module.parameters(), *views.lacking.values()]
+    assert all(tensor.is_contiguous(memory_format=torch.channels_last) for tensor in tensors if tensor.dim() == 4)
+
+
+def channels_last_stays(rank: Rank) -> None:
+    """Where a rank has all, some or none of a convolution, in what it lacks, and in the dense model."""
+    for (regime, strategy), precision in itertools.product(MODES, ("fp32", "bf16")):
+        settings = sgd(regime=regime, strategy=strategy)
+        if precision == "bf16":
+            settings |= {"bf16": {"enabled": True}, "data_types": {"buffer_dtype": "bf16"}}
+        found = []
+        for build in (channels_last, SPECIMENS["resnet_bottleneck"].build):
+            engine = engine_of(settings, build())
+            found.append(train(engine, num_steps=2))
+            if build is channels_last:
+                assert_channels_last(engine)
+                with engine.dense(resident=True):
+                    assert_channels_last(engine)
+                assert_channels_last(engine)
+        assert found[0] == pytest.approx(found[1], rel=1e-5 if precision == "fp32" else 2**-6)
+    phases = [{"regime": regime, "strategy": strategy} for regime, strategy in (*MODES, *reversed(MODES[:3]))]
+    check_sequence(Sequence_(2, [Phase(phase) for phase in phases], model=channels_last), rank)
+
+
 def scales_are_refused(rank: Rank) -> None:
     for strategy in ("block", "neuron"):
         with pytest.raises(ValueError, match=r"dense_branch_scale: .*normalization \(BatchNorm2d\) normalizes"):
@@ -160,6 +191,7 @@ CHECKS: tuple[Check, ...] = (
     statistics_of_a_dense_pass_in_training_mode_stay,
     starts_without_the_dense_model,
     plans_change,
+    channels_last_stays,
     scales_are_refused,
 )
 

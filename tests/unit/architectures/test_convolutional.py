@@ -3,30 +3,26 @@
 from __future__ import annotations
 
 from copy import deepcopy
-from typing import Any
 
 import pytest
 import torch
 from torch import nn
-from transformers import ResNetConfig, ResNetForImageClassification
 
 from sdp_deepspeed import architectures
 from sdp_deepspeed.architectures import Branch, locate_branches, registry, units_of_branches
 from sdp_deepspeed.masking.mask import members_of
 from sdp_deepspeed.units import Piece, Unit
-from tests.helpers import models
-from tests.helpers.masked_modules import RANKS, assert_same_as_zeroed, loss_and_gradients, masked, plan_of, tokens
+from tests.helpers.convolutional_models import KINDS, build
+from tests.helpers.masked_modules import (
+    RANKS,
+    assert_same_as_zeroed,
+    loss_and_gradients,
+    masked,
+    plan_of,
+    tokens,
+)
 
-KINDS = ("basic", "bottleneck")
-SIZES: dict[str, Any] = {"embedding_size": 6, "hidden_sizes": [12, 16], "depths": [2, 3], "num_labels": 5}
 BLOCKS = [f"resnet.encoder.stages.{stage}.layers.{layer}.convolution" for stage, layer in ((0, 1), (1, 1), (1, 2))]
-
-
-def build(kind: str, **options: Any) -> Any:
-    torch.manual_seed(0)
-    model = ResNetForImageClassification(ResNetConfig(**SIZES | {"layer_type": kind} | options))
-    model.config.image_size = 16
-    return models.scrambled(model).train()
 
 
 @pytest.mark.parametrize("kind", KINDS)

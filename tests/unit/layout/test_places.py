@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from sdp_deepspeed.layout.fragments import Fragment
-from sdp_deepspeed.layout.places import PieceViews, in_order, side_by_side
+from sdp_deepspeed.layout.places import PieceViews, in_order, memory_format_of, side_by_side
 from sdp_deepspeed.units import Piece
 from tests.helpers.random_layouts import SIZES, indices
 
@@ -167,3 +167,17 @@ def test_pieces_and_what_is_laid_out_like_the_parameter(cut: Cut) -> None:
     for number, piece in enumerate(cut.parts(held=True), start=1):
         assert bool((views.view_in(piece, gradient) == number).all())
     assert bool(gradient.all())
+
+
+@pytest.mark.parametrize("shape", [(4, 6, 3, 3), (4, 6, 1, 1), (4, 6, 2, 3, 3)])
+def test_channels_last_is_kept(shape: tuple[int, ...]) -> None:
+    memory_format = torch.channels_last if len(shape) == 4 else torch.channels_last_3d
+    row_major = torch.arange(float(torch.Size(shape).numel())).view(shape)
+    tensor = row_major.clone(memory_format=memory_format)
+    assert memory_format_of(row_major) == memory_format_of(dense()) == torch.contiguous_format
+    assert memory_format_of(tensor) == PieceViews({"w": tensor}).formats["w"] == memory_format
+    for dim in (0, 1):
+        pieces = [Piece("w", dim, 0, 1), Piece("w", dim, 2, 2)]
+        stored = side_by_side(pieces, tensor, memory_format)
+        assert torch.equal(stored, side_by_side(pieces, row_major))
+        assert memory_format_of(stored) == memory_format

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from contextlib import nullcontext
 
+import pytest
 import torch
+from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from sdp_deepspeed.measure.flops import FlopCounter
@@ -25,6 +27,20 @@ def test_attention_on_a_cpu() -> None:
     with FlopCounter() as counter:
         torch.nn.functional.scaled_dot_product_attention(query, query, query)
     assert counter.total == 2 * 3 * 2 * (2 * 4 * 4 * 8)
+
+
+@pytest.mark.parametrize("groups", [1, 2, 6])
+@pytest.mark.parametrize("kind", [nn.Conv2d, nn.ConvTranspose2d])
+def test_convolutions_of_groups(kind: type[nn.Module], groups: int) -> None:
+    """[4, 6, 9, 9] to [4, 12, 4, 4], or to [4, 12, 19, 19]: each weight once for each position of the smaller side."""
+    layer, image = kind(6, 12, 3, stride=2, groups=groups), torch.ones(4, 6, 9, 9, requires_grad=True)
+    positions = 4 * (4 * 4 if kind is nn.Conv2d else 9 * 9)
+    with FlopCounter() as counter:
+        layer(image).sum().backward()
+    assert counter.total == 3 * 2 * positions * (6 * 12 * 9 // groups)
+    with FlopCounter() as without_gradient_of_the_input:
+        layer(image.detach()).sum().backward()
+    assert without_gradient_of_the_input.total == 2 * 2 * positions * (6 * 12 * 9 // groups)
 
 
 def test_matrices_as_pytorch_counts_them() -> None:

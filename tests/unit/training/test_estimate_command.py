@@ -68,13 +68,29 @@ def test_warnings_of_the_planner_are_shown(tmp_path: Path, capsys: pytest.Captur
     assert "warning: subnetwork_data_parallel: 16 units with 1 holders" in capsys.readouterr().out
 
 
+RESNET = {"model_type": "resnet", "layer_type": "basic", "hidden_sizes": [16, 32], "depths": [2, 2], "image_size": 32}
+
+
+def test_a_run_on_images(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "resnet.json").write_text(json.dumps(RESNET))
+    (tmp_path / "ds.json").write_text('{"train_batch_size": 64, "subnetwork_data_parallel": {"coverage": 0.5}}')
+    files = ["--model", str(tmp_path / "resnet.json"), "--deepspeed_config", str(tmp_path / "ds.json")]
+    assert main(["estimate", "--ranks", "4", *files]) == 0
+    assert "parameters on 4 ranks, 64 images per step" in capsys.readouterr().out
+    assert main(["estimate", "--ranks", "4", *files, *LENGTH]) == 2
+    assert (
+        "--sequence-length: the model takes images, as large as image_size in its JSON says" in capsys.readouterr().err
+    )
+
+
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (MODEL, "give all three, or none"),
-        (["--host", "fsdp2"], "give all three, or none"),
+        (MODEL, "give all three"),
+        ([*MODEL, *CONFIG], "give all three (without the last for images), or none"),
+        (["--host", "fsdp2"], "give all three"),
         ([*MODEL, *CONFIG, *LENGTH, "--host", "fsdp2"], "subnetwork_data_parallel.schedule: the plan cannot change"),
-        (["--gradient-checkpointing"], "give all three, or none"),
+        (["--gradient-checkpointing"], "give all three"),
         (
             [*MODEL, *CONFIG, *LENGTH, "--coverage", "0.25", "--offload"],
             "--coverage, --offload: no effect with",

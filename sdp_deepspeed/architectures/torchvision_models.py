@@ -1,0 +1,44 @@
+"""The families of torchvision (read in 0.28.0), by the qualified name of their layer class; it need not be installed.
+
+Its attention takes the width of a head from that of the residual stream, so heads cannot be cut.
+"""
+
+from __future__ import annotations
+
+from sdp_deepspeed.architectures.branch import Branch, Cut, InnerLayers
+
+_UNCUT = "torchvision's attention takes the width of a head from that of the residual stream"
+# Linear, GELU, Dropout, Linear, Dropout.
+_MLP = InnerLayers((Cut("0", 0), Cut("3", 1, is_output=True)), tail=("4",))
+
+_VIT = (
+    Branch("attention", norm="ln_1", body="self_attention", num_outputs=2, uncut_reason=_UNCUT),
+    Branch("mlp", norm="ln_2", body="mlp", inner=_MLP),
+)
+# One `stochastic_depth` for both branches: what it draws is a factor.
+_SWIN = (
+    Branch("attention", norm="norm1", body="attn", uncut_reason=_UNCUT),
+    Branch("mlp", norm="norm2", body="mlp", inner=_MLP),
+)
+_SWIN_V2 = (
+    Branch("attention", body="attn", after=("norm1",), uncut_reason=_UNCUT),
+    Branch("mlp", body="mlp", after=("norm2",), inner=_MLP),
+)
+# Before and after its neurons `block` gives the dimensions another order.
+_CONVNEXT = (
+    Branch(
+        "layer",
+        norm=("block.0", "block.2"),
+        body=("block.3", "block.4", "block.5"),
+        after=("stochastic_depth",),
+        inner=InnerLayers((Cut("block.3", 0), Cut("block.5", 1, is_output=True))),
+        parameters=("layer_scale",),
+    ),
+)
+
+TORCHVISION: dict[str, tuple[Branch, ...]] = {
+    "torchvision.models.convnext.CNBlock": _CONVNEXT,
+    "torchvision.models.swin_transformer.SwinTransformerBlock": _SWIN,
+    "torchvision.models.swin_transformer.SwinTransformerBlockV2": _SWIN_V2,
+    "torchvision.models.vision_transformer.EncoderBlock": _VIT,
+}
