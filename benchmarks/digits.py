@@ -54,12 +54,12 @@ def main() -> None:
 
 def _begun(options: argparse.Namespace) -> dict[str, Any]:
     """What the output file has of the same study; nothing of it yet where there is none."""
-    fresh = {"benchmark": "digits", "ranks": NUM_RANKS, "epochs": options.epochs, "model": _read(MODEL), "runs": []}
+    fresh = {"what": "digits", "ranks": NUM_RANKS, "epochs": options.epochs, "model": _read(MODEL), "runs": []}
     path = Path(options.output)
     if not path.exists():
         return fresh
     found = _read(path)
-    if any(found.get(key) != fresh[key] for key in ("benchmark", "ranks", "epochs", "model")):
+    if any(found.get(key) != fresh[key] for key in ("what", "ranks", "epochs", "model")):
         sys.exit(f"error: {path} is of another study: remove it, or choose another --output")
     return fresh | {"runs": found["runs"]}
 
