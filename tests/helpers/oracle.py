@@ -136,7 +136,7 @@ def norm_tolerance(case: Case, step: int) -> float:
     """fp32: sums of a few thousand squares in another order. Else gradients are rounded to 8 bits (fp16: 11) on the
     wire and between micro-steps, at most 2**-8 of each element, thrice with three micro-steps. After the first step
     weights may have rounded the other way as well, which is allowed as much again: fp32 lies between the two. Where
-    batch norms have few numbers, gradients in bf16 are off by a tenth, in two halves by a fifth (seen beside fp64), and
+    batch norms have few numbers, gradients in bf16 are off by a tenth, in two halves by a fifth (seen beside fp32), and
     their norm by less than a quarter of that."""
     if case.precision != "fp32" and case.model.startswith("resnet"):
         return 0.05
