@@ -33,7 +33,7 @@ import torch
 import torch.distributed as dist
 
 sys.path.insert(0, str(Path(__file__).parents[1]))  # the repository's root
-from benchmarks.common.contestants import Contestant, build_engine, spectral_gap, train
+from benchmarks.common.contestants import Batch, Contestant, build_engine, spectral_gap, train
 from benchmarks.common.device import device, seconds
 from benchmarks.common.flops import count_work
 from benchmarks.common.links import LinkWatch, use
@@ -124,7 +124,7 @@ def build_plain(arguments: argparse.Namespace) -> Any:
     return build_ddp(MODELS[arguments.model], "fp32", bucket=int(arguments.bucket), fused=False)
 
 
-def slowest(engine: Any, batch: torch.Tensor) -> float:
+def slowest(engine: Any, batch: Batch) -> float:
     """Seconds of one step from a barrier to the step's end on the slowest rank."""
     dist.barrier()
     start = seconds()
@@ -146,7 +146,7 @@ def time_steps(engines: dict[str, Any], batch: torch.Tensor, *, warmup: int, rep
     return times
 
 
-def link_use(engine: Any, batch: torch.Tensor) -> dict[str, float]:
+def link_use(engine: Any, batch: Batch) -> dict[str, float]:
     """What one step sends over the link that this rank's node has, headers and all; the same for all of its ranks.
     Beside these "bytes" the seconds of the step in which the link carried both directions, one, or none of them."""
     dist.barrier()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -19,6 +19,7 @@ from sdp_deepspeed.architectures import unit_costs
 from sdp_deepspeed.config import KEY, MODES, Mode
 from sdp_deepspeed.estimate.per_rank import Precision
 
+Batch = torch.Tensor | Mapping[str, torch.Tensor]  # tokens [sequences, length]; or what a model takes, by name
 STAGES = {0: "SDP, stage 0", 1: "SDP + ZeRO-1", 2: "SDP + ZeRO-2"}  # rows of the table of bytes per parameter
 PRECISIONS: dict[str, dict[str, Any]] = {
     "fp32": {},
@@ -118,15 +119,20 @@ def engine_of(shape: Shape, config: dict[str, Any]) -> Iterator[Any]:
         gc.collect()
 
 
-def train(engine: Any, batch: torch.Tensor) -> torch.Tensor:
-    """One optimizer step with all its micro-steps on the same tokens [sequences, length].
+def inputs_of(batch: Batch) -> Mapping[str, torch.Tensor]:
+    """What a model takes by name."""
+    return {"input_ids": batch, "labels": batch} if isinstance(batch, torch.Tensor) else batch
+
+
+def train(engine: Any, batch: Batch) -> torch.Tensor:
+    """One optimizer step with all its micro-steps on the same batch.
 
     Returns:
         The loss on this rank, of the last micro-step.
     """
-    batch = batch.to(engine.device)
+    inputs = {name: tensor.to(engine.device) for name, tensor in inputs_of(batch).items()}
     for _ in range(engine.gradient_accumulation_steps()):
-        loss = engine(input_ids=batch, labels=batch).loss
+        loss = engine(**inputs).loss
         engine.backward(loss)
         loss = loss.detach()  # nothing of the pass is kept in the step
         engine.step()

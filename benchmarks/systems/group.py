@@ -7,13 +7,13 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
+from math import prod
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from transformers import LlamaConfig, LlamaForCausalLM
 
-from benchmarks.common.contestants import bytes_of, train
+from benchmarks.common.contestants import Batch, bytes_of, inputs_of, train
 from benchmarks.common.device import device
 from benchmarks.common.models import Shape, num_parameters
 from benchmarks.common.ranks import gather, show
@@ -35,17 +35,22 @@ class Setting:
 
     Args:
         bucket: elements.
-        batch: tokens of this rank, on its device.
+        batch: of this rank, on its device.
         warmup, repeats, splits: steps of each subject that are not kept; timed; and split into their parts.
     """
 
     shape: Shape
     precision: str
     bucket: int
-    batch: torch.Tensor
+    batch: Batch
     warmup: int
     repeats: int
     splits: int
+
+    @property
+    def micro_batch(self) -> int:
+        """Sequences or images of this rank."""
+        return len(inputs_of(self.batch)["labels"])
 
 
 def measure(subjects: Sequence[Subject], setting: Setting) -> dict[str, Any]:
@@ -92,12 +97,13 @@ def engines_of(subjects: Sequence[Subject], setting: Setting, figures: dict[str,
         figures: gets per rank what each holds and sends.
     """
     engines: dict[str, Any] = {}
-    micro_batch = len(setting.batch)
     try:
         for subject in subjects:
             gc.collect()
             gc.freeze()  # what is there now is no tensor of the next one
-            engine = subject.build(setting.shape, setting.precision, micro_batch=micro_batch, bucket=setting.bucket)
+            engine = subject.build(
+                setting.shape, setting.precision, micro_batch=setting.micro_batch, bucket=setting.bucket
+            )
             engines[subject.name] = engine
             figures[subject.name] = gather(counted(subject, engine, setting))
             show(f"  {subject.name}")
@@ -130,7 +136,8 @@ def counted(subject: Subject, engine: Any, setting: Setting) -> dict[str, Any]:
 def bound(subject: Subject, engine: Any, setting: Setting) -> float:
     """The fewest bytes that this rank can send in a step."""
     num_ranks, rank, sizes = dist.get_world_size(), dist.get_rank(), bytes_of(setting.precision)
-    whole = num_parameters(setting.shape)
+    shapes = subject.dense_shapes(setting.shape)
+    whole = sum(map(prod, shapes.values()))
     wire, weights = sizes.wire, sizes.weights
     if subject.contestant is None and subject.kind != "FSDP2":  # DDP's gradients are fp32's, also under autocast
         return everything_whole(whole, num_ranks, wire=4, weights=4)
@@ -141,16 +148,8 @@ def bound(subject: Subject, engine: Any, setting: Setting) -> float:
         return everything_whole(whole, num_ranks, wire=wire, weights=weights)
     if subject.kind == "FSDP2":
         last = f"model.layers.{setting.shape['num_hidden_layers'] - 1}."
-        shapes = dense_shapes(setting.shape)
         return of_sharded_plan(engine.plan, shapes, rank, last=last, wire=wire, weights=weights)
-    return of_plan(engine.plan, dense_shapes(setting.shape), rank, wire=wire, weights=weights)
-
-
-def dense_shapes(shape: Shape) -> dict[str, tuple[int, ...]]:
-    """Of all parameters of the dense model."""
-    with torch.device("meta"):
-        model = LlamaForCausalLM(LlamaConfig(**shape))
-    return {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
+    return of_plan(engine.plan, shapes, rank, wire=wire, weights=weights)
 
 
 def alternating(engines: dict[str, Any], setting: Setting) -> dict[str, dict[str, Any]]:

@@ -21,6 +21,7 @@ import torch.distributed as dist
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from benchmarks.common.contestants import Batch, inputs_of
 from benchmarks.common.device import seconds
 
 PARTS = ("forward", "backward", "exchange", "optimizer", "host")
@@ -75,17 +76,17 @@ class OptimizerClock:
                 handle.remove()
 
 
-def split_step(engine: Any, batch: torch.Tensor) -> dict[str, float]:
+def split_step(engine: Any, batch: Batch) -> dict[str, float]:
     """Seconds of each of PARTS on this rank in one step of one micro-step; all ranks call it.
 
     Args:
-        batch: tokens [sequences, length] on the device.
+        batch: on the device.
     """
-    exchange, optimizer = ExchangeClock(), OptimizerClock()
+    exchange, optimizer, inputs = ExchangeClock(), OptimizerClock(), inputs_of(batch)
     dist.barrier()
     marks = [(seconds(), 0.0)]
     with exchange, optimizer.running():
-        loss = engine(input_ids=batch, labels=batch).loss
+        loss = engine(**inputs).loss
         marks.append((seconds(), exchange.total))
         engine.backward(loss)
         marks.append((seconds(), exchange.total))

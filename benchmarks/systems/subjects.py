@@ -8,6 +8,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+
 from benchmarks.common.contestants import Contestant, build_engine
 from benchmarks.common.models import Shape, num_parameters
 from benchmarks.systems.plain import CLIPPING, build_ddp, build_fsdp2
@@ -53,6 +56,17 @@ class Subject:
         if self.contestant is None or self.contestant.mode is None or self.contestant.coverage == 1:
             return "the dense model"
         return f"{self.contestant.mode} C={self.contestant.coverage:g} {self.contestant.subnetworks} {self.block}"
+
+    def dense_model(self, shape: Shape) -> torch.nn.Module:
+        """As it is before anybody divides it."""
+        model: torch.nn.Module = LlamaForCausalLM(LlamaConfig(**shape))
+        return model
+
+    def dense_shapes(self, shape: Shape) -> dict[str, tuple[int, ...]]:
+        """Of all parameters of the dense model."""
+        with torch.device("meta"):
+            model = self.dense_model(shape)
+        return {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
 
     def build(self, shape: Shape, precision: str, *, micro_batch: int, bucket: int) -> Any:
         """Its engine, the same model on all ranks; a collective.

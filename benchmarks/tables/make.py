@@ -30,6 +30,7 @@ from benchmarks.tables.systems import growth, scaling, side_by_side
 from benchmarks.tables.time_to_loss import time_to_loss
 from benchmarks.tables.times import checkpoint_time, evaluation, host_time, step_time
 from benchmarks.tables.tokens import tokenize_speed
+from benchmarks.tables.vision import vision
 from sdp_deepspeed.command_parser import read_json
 
 IN_FULL: dict[str, Callable[[Result], str]] = {
@@ -46,6 +47,7 @@ IN_FULL: dict[str, Callable[[Result], str]] = {
     "collectives": collectives,
     "similarity": similarity,
     "balance": balance,
+    "vision": vision,
     "learning_study": learning_study,
     "startup": startup,
     "startup_time": startup_time,

@@ -13,7 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from benchmarks import scaling, side_by_side
+from benchmarks import scaling, side_by_side, vision
 from benchmarks.common.models import num_parameters
 from benchmarks.systems import split
 from benchmarks.systems.group import measure
@@ -22,8 +22,10 @@ from benchmarks.systems.subjects import groups, hosts
 from benchmarks.tables.systems import PARTS
 from benchmarks.tables.systems import scaling as scaling_table
 from benchmarks.tables.systems import side_by_side as side_by_side_tables
+from benchmarks.tables.vision import vision as vision_table
 from sdp_deepspeed.config import MODES
 from tests.helpers.ranks import Rank
+from tests.helpers.repository import ROOT
 
 SHAPE = MODELS["tiny"]
 LAYERS = num_parameters(SHAPE) - num_parameters(SHAPE | {"num_hidden_layers": 0})
@@ -130,6 +132,27 @@ def both_ways_to_scale(_rank: Rank) -> None:
         scaling.measure_ways(options(sequences=3))
 
 
+def image_classifiers(_rank: Rank) -> None:
+    """The only state of the optimizer is its momentum. No quarter of two ranks; losses are compared inside."""
+    model = ROOT / "configs" / "vision" / "models" / "digits.json"
+    few = {"model": model, "micro_batch": 4, "size": 8, "bucket": 1e5, "warmup": 0, "repeats": 2}
+    result = vision.measured(argparse.Namespace(**few))
+    found = {name: figures["ranks"][dist.get_rank()] for name, figures in result["subjects"].items()}
+    assert list(found) == ["DDP", "ZeRO-1", *(f"{mode} + ZeRO-1 C=0.5" for mode in MODES)]
+    size, ddp = 4 * result["model"]["num_parameters"], found.pop("DDP")
+    assert ddp["weights"] == ddp["optimizer"] == ddp["sent"] == ddp["bound"] == size
+    zero1 = found.pop("ZeRO-1")
+    assert (zero1["flops"], zero1["sent"]) == (ddp["flops"], pytest.approx(1.5 * size, rel=0.01))
+    for name, mine in found.items():
+        assert mine["bound"] <= mine["sent"] < size, name
+        assert mine["flops"] < ddp["flops"], name
+        assert (mine["weights"] < size / 1.2) == name.startswith("forward"), name
+    result |= {"device": "CPU", "provenance": {"cores": 2}}
+    assert vision_table(json.loads(json.dumps(result))).count("\n| ") == 2 + 2 + len(MODES)
+    with refused("--model: .*no.json"):
+        vision.measured(argparse.Namespace(**few | {"model": model.with_name("no.json")}))
+
+
 class Clock:
     """Moves when it is told to."""
 
@@ -208,6 +231,7 @@ def _cases(_size: int, _options: pytest.Config) -> Iterator[tuple[str, Any]]:
         the_method_sends_no_more_than_it_must,
         the_method_over_fsdp2_beside_the_others,
         both_ways_to_scale,
+        image_classifiers,
     ):
         yield check.__name__, check
 
