@@ -26,12 +26,14 @@ class Family:
         batch: images of all workers in an optimizer step.
         optimizer: type and params.
         num_warmup_steps: until the learning rate's peak.
+        clip: largest norm of the gradient; 0 for any, as DeepSpeed clips at 1.0 where a config says nothing.
     """
 
     name: str
     batch: int
     optimizer: dict[str, Any]
     num_warmup_steps: int
+    clip: float = 0.0
 
 
 def _sgd(weight_decay: float) -> dict[str, Any]:
@@ -49,6 +51,7 @@ FAMILIES = (
             "params": {"lr": 5e-4, "weight_decay": 0.05, "torch_adam": True, "fused": True},
         },
         4000,
+        clip=5.0,
     ),
     Family("imagenet", 256, _sgd(1e-4), 25000),
 )
@@ -65,6 +68,7 @@ def _config(family: Family, mode: Mode) -> dict[str, Any]:
     return {
         "train_batch_size": family.batch,
         "train_micro_batch_size_per_gpu": family.batch // NUM_WORKERS,
+        "gradient_clipping": family.clip,
         "steps_per_print": 1000000,
         "zero_allow_untested_optimizer": True,  # of SGD, without our block
         "optimizer": family.optimizer,

@@ -13,6 +13,7 @@ from typing import Any, TypeVar
 
 from sdp_deepspeed.config import KEY, SILENCE_LIMIT, parse
 from sdp_deepspeed.messages import did_you_mean, listed, nearest
+from sdp_deepspeed.support.conditions import DEFAULT_CLIPPING
 from sdp_deepspeed.support.fsdp2 import refused_of_block
 from sdp_deepspeed.training.batch_sizes import BATCH_SIZES, micro_steps
 from sdp_deepspeed.training.fsdp_optimizer import OptimizerChoice
@@ -107,7 +108,7 @@ def read_settings(config: Mapping[str, Any], num_ranks: int) -> FsdpSettings:
         accumulation=batches[1],
         optimizer=optimizer,
         rates=rates,
-        clip=float(config.get("gradient_clipping", 0.0)),
+        clip=float(config.get("gradient_clipping", DEFAULT_CLIPPING)),
         bf16=_is_bf16(config),
         reduces_in=reduces_in and reduces_in.lower(),
         offloads=bool(offloads),

@@ -45,7 +45,7 @@ def test_the_quickstart_has_a_twin_without_a_schedule() -> None:
 
 def test_defaults() -> None:
     found = read_settings(RIGHT, 4)
-    assert (found.micro_batch, found.accumulation, found.clip, found.bf16, found.reduces_in) == (2, 1, 0.0, False, None)
+    assert (found.micro_batch, found.accumulation, found.clip, found.bf16, found.reduces_in) == (2, 1, 1.0, False, None)
     assert (found.rates, found.offloads, found.silence_limit, found.idle) == (None, False, SILENCE_LIMIT, ())
     assert found.block == {"coverage": 0.5}
 
