@@ -161,7 +161,7 @@ class LocalChunks:
             chunks.add(box, values)
 
     def own_buffers(self) -> dict[str, torch.Tensor]:
-        """Buffers that this rank stores, on the host; each rank's own, since nobody averages them."""
+        """Buffers that this rank stores, on the host; each rank's own, but for statistics of batch norms."""
         return {local.name: local_of(local.tensor.detach()).cpu() for local in self._local_buffers()}
 
     @torch.no_grad()

@@ -112,6 +112,9 @@ def settle(options: VisionOptions, num_ranks: int) -> VisionOptions:
 
 
 def _num_steps(options: VisionOptions, num_ranks: int) -> int:
+    parallel = options.deepspeed_config.get("tensor_parallel") or {}
+    if parallel.get("autotp_size", 1) > 1 and (options.epochs is not None or options.equal_flops):
+        raise ValueError("--epochs, --equal-flops: with tensor_parallel give --steps, as several ranks share a batch")
     images, splits = options.opened()
     steps: float = options.steps
     if options.epochs is not None:

@@ -18,14 +18,9 @@ from sdp_deepspeed.vision.splits import open_splits
 from tests.helpers.launched_runs import NUM_RANKS, Forked, read_metrics, train_records
 
 pytest.importorskip("sklearn")
-MODEL = {
-    "model_type": "vit",
-    "hidden_size": 16,
-    "intermediate_size": 32,
-    "num_hidden_layers": 4,
-    "num_attention_heads": 2,
-    "patch_size": 4,
-}
+# Its batch norms are estimated anew before evaluations and the export, from NUM_BATCHES of each rank.
+MODEL = {"model_type": "resnet", "embedding_size": 8, "hidden_sizes": [8, 16], "depths": [3, 3], "layer_type": "basic"}
+NUM_BATCHES = 5
 DEEPSPEED: dict[str, Any] = {
     "train_micro_batch_size_per_gpu": 8,
     "optimizer": {"type": "AdamW", "params": {"lr": 3e-3, "torch_adam": True}},
@@ -47,7 +42,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def finish(folder: Path, run: str, *extra: str) -> str:
-    with Forked(folder, run, *extra, "--label-smoothing", "0.1", program="train_vision.py") as running:
+    extra = (*extra, "--label-smoothing", "0.1", "--batch-norm-batches", str(NUM_BATCHES))
+    with Forked(folder, run, *extra, program="train_vision.py") as running:
         found, output = running.finish()
         assert found == [0] * NUM_RANKS, running.explain()
     return output
@@ -67,6 +63,7 @@ def test_digits_are_resumed_as_if_nothing_had_happened(folder: Path) -> None:
     assert straight[9]["images_per_second"] > 0
     weights = [(folder / run / "hf" / "model.safetensors").read_bytes() for run in ("resumed", "straight")]
     assert weights[0] == weights[1]
+    assert "come from subnetworks" not in said
     check_the_exported_model(folder / "straight")
     finish(folder, "sharded", "--host", "fsdp2", "--steps", "4", "--deepspeed_config", str(folder / "auto.json"))
     losses = [train_records(folder, "sharded")[step]["loss"] for step in WARMUP]
@@ -76,6 +73,8 @@ def test_digits_are_resumed_as_if_nothing_had_happened(folder: Path) -> None:
 def check_the_exported_model(run: Path) -> None:
     """Transformers alone finds the recorded accuracy, with the processor beside the model."""
     model = AutoModelForImageClassification.from_pretrained(run / "hf").eval()
+    counts = [int(buffer) for name, buffer in model.named_buffers() if name.endswith("num_batches_tracked")]
+    assert counts == [NUM_BATCHES] * len(counts)
     processor = AutoImageProcessor.from_pretrained(run / "hf")
     test = open_splits(ImageConfig(dataset="digits").filled()).test
     pictures = [Image.fromarray(np.array(image)) for image in test.images(range(len(test)))]

@@ -30,7 +30,7 @@ class WeightChunks(Protocol):
         """All that this rank stores: dense name, where it lies in the dense tensor, and its live values."""
 
     def own_buffers(self) -> dict[str, torch.Tensor]:
-        """Buffers that this rank stores, on the host; each rank's own, since nobody averages them."""
+        """Buffers that this rank stores, on the host; each rank's own, but for statistics of batch norms."""
 
     def restore_buffers(self, buffers: Mapping[str, torch.Tensor]) -> None:
         """Inverse of `own_buffers`."""

@@ -58,6 +58,13 @@ def mean_of_means(rank: Rank) -> None:
     torch.testing.assert_close(engine.module.norm.running_mean, mean, rtol=1e-6, atol=1e-7)
 
 
+def counts_become_the_largest(rank: Rank) -> None:
+    engine = engine_of(settings(holders=2), Net())
+    engine.module.norm.num_batches_tracked.fill_(10 * rank.rank)
+    train(engine, rank.rank, num_steps=1)
+    assert int(engine.module.norm.num_batches_tracked) == 10 * (SIZE - 1) + 1
+
+
 def in_an_evaluation_between_steps(rank: Rank) -> None:
     """Also where micro-steps have come since the last step: the dense model is one, and training goes on with it."""
     for evaluation in ("stream", "resident"):
@@ -143,6 +150,7 @@ CHECKS: list[Check] = [
     after_each_step,
     mean_of_means,
     in_an_evaluation_between_steps,
+    counts_become_the_largest,
     one_rank_evaluates_alone,
     in_checkpoints,
     under_another_plan,

@@ -74,6 +74,22 @@ def test_the_first_batches_leave_the_position() -> None:
     assert torch.equal(joined(list(source.first(2))), begin)
 
 
+def test_the_first_batches_are_those_of_the_rank() -> None:
+    begins = []
+    for rank in range(2):
+        source = batches(rank=rank, world_size=2)
+        begins.append(joined(list(source.first(2))))
+        assert torch.equal(joined(take(source, 2)), begins[rank])
+    assert not torch.equal(*begins)
+
+
+def test_an_image_is_another_crop_in_each_epoch() -> None:
+    source = batches()
+    epochs = [{image.numpy().tobytes() for image in joined(take(source, 5))} for _ in range(2)]
+    assert [len(images) for images in epochs] == [10, 10]
+    assert len(epochs[0] & epochs[1]) < 10
+
+
 def test_too_few_images() -> None:
     with pytest.raises(
         ValueError, match="the training split has 10 images, one step of 4 ranks with micro-batch 3 needs 12"

@@ -51,6 +51,13 @@ def test_epochs_become_steps(folder: Path) -> None:
     assert settle(parse(folder, "--epochs", "0.1"), num_ranks=2).steps == 1
 
 
+def test_epochs_are_refused_where_ranks_share_a_batch(folder: Path) -> None:
+    options = parse(folder, "--epochs", "4")
+    options.deepspeed_config["tensor_parallel"] = {"autotp_size": 2}
+    with pytest.raises(ValueError, match="with tensor_parallel give --steps"):
+        settle(options, num_ranks=2)
+
+
 def test_equal_flops(folder: Path) -> None:
     ours = settle(parse(folder, "--epochs", "40", "--equal-flops"), num_ranks=2)
     assert ours.steps == pytest.approx(160, abs=10), "C = 1/2: twice as many, but for what all workers run"
