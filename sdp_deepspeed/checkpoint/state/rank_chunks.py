@@ -93,8 +93,8 @@ class RankChunks:
         return result
 
     def own_buffers(self) -> dict[str, torch.Tensor]:
-        """Buffers that this rank stores, on the host; each rank's own, but for statistics of batch norms. Of one that is cut,
-        the pieces that this rank stores, side by side."""
+        """Buffers that this rank stores, on the host; each rank's own, but for batch norms' statistics. Of one that is
+        cut, the pieces that this rank stores, side by side."""
         return {name: _joined(pieces, [view.cpu() for view in views]) for name, pieces, views in self._buffers()}
 
     def restore_buffers(self, buffers: Mapping[str, torch.Tensor]) -> None:
