@@ -29,6 +29,7 @@ from benchmarks.tables.systems import growth, memory_and_bytes, scaling, times
 from benchmarks.tables.time_to_loss import time_to_loss
 from benchmarks.tables.times import between_nodes, checkpoint_time, evaluation, host_time, overlap, step_ratios
 from benchmarks.tables.tokens import tokenize_speed
+from benchmarks.tables.vision import vision
 
 ROOT = Path(__file__).parents[2]
 RESULTS = ROOT / "benchmarks" / "results"
@@ -86,6 +87,7 @@ BLOCKS = {
     "similarity-images": Block(similarity, ("similarity_images",)),
     "balance": Block(balance, ("balance",)),
     "digits": Block(digits, ("digits",)),
+    "vision": Block(vision, ("vision_4_ranks",)),
     "learning": Block(learning, ("learning",)),
     "learning-headers": Block(partial(learning, study="headers"), ("learning",)),
     "learning-few-data": Block(few_data, ("learning",)),
