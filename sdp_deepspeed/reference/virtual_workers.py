@@ -166,7 +166,7 @@ class LossScale:
 
     Args:
         value: 2 ** `initial_scale_power`.
-        window: steps without overflow after which it doubles, counted from the last overflow.
+        window: steps without overflow after which it doubles; the first after an overflow does not count.
         hysteresis: overflows in a row of good steps that it takes until it is halved.
         smallest: `min_loss_scale`.
     """
@@ -189,7 +189,7 @@ class LossScale:
                 self.value = max(self.value / 2, self.smallest)
             else:
                 self.left -= 1
-        elif (self.num_steps - self.last_overflow) % self.window == 0:
+        elif (good := self.num_steps - self.last_overflow - 1) > 0 and good % self.window == 0:
             self.left = self.hysteresis
             self.value *= 2
         self.num_steps += 1

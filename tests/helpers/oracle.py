@@ -25,7 +25,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
 import sdp_deepspeed  # noqa: F401  (installs the import hook)
-from sdp_deepspeed.reference.compute import dense_flops, saved_flops
+from sdp_deepspeed.reference.compute import dense_flops, worker_flops
 from sdp_deepspeed.reference.virtual_workers import LossScale, Reference, pieces_with_holders
 from tests.helpers import models
 from tests.helpers.fp16_runs import fp16_is_supported
@@ -187,14 +187,16 @@ class Run:
             self.check_gradients()
             if not case.by_caller:
                 engine.step()
-            assert abs(loss.item() - expected) <= loss_tolerance(case) * abs(sample[1]), (loss.item(), expected)
+            close = abs(loss.item() - expected) <= loss_tolerance(case) * sample[1]
+            assert close or loss.item() == expected, (loss.item(), expected)
         if case.by_caller:
             engine.step()
         found = float(engine.get_global_grad_norm())
         assert found == norm or abs(found - norm) <= norm_tolerance(case, number) * norm, (number, found, norm)
         assert engine.get_lr()[0] == rate, (number, engine.get_lr(), rate)
         if case.precision == "fp16":
-            assert (engine.optimizer.cur_scale, engine.skipped_steps) == (scale, int(number >= OVERFLOWS)), number
+            found, expected = (engine.optimizer.cur_scale, engine.skipped_steps), (scale, int(number >= OVERFLOWS))
+            assert found == expected, (number, found, expected)
 
     def _step_reference(self, step: Sequence[Sequence[Sample]]) -> tuple[list[list[float]], float, float, float]:
         losses, norm = self.reference.step(step)
@@ -267,14 +269,19 @@ class Run:
         if case.tensor_parallel > 1:
             return
         model = deepcopy(self.dense).train()
-        checkpoint(case, model)
         with sdpa_kernel(SDPBackend.MATH):
-            total, own = dense_flops(model, lambda: loss_of(case, model, sample))
+            dense = dense_flops(model, lambda: loss_of(case, model, sample))
             with FlopCounterMode(display=False) as counter:
                 engine.backward(loss_of(case, engine, sample))
-        found, saved = counter.get_total_flops(), saved_flops(model, engine.plan, self.subnetwork, own)
-        assert found <= total - saved, (found, total, saved)
-        assert found == total - saved or case.checkpointing != "none", (found, total, saved)
+            found, expected = counter.get_total_flops(), worker_flops(model, engine.plan, self.subnetwork, dense)
+            if case.checkpointing == "none":
+                assert found == expected, (found, expected, dense.total)
+            else:
+                checkpoint(case, model)
+                with FlopCounterMode(display=False) as counter:
+                    loss_of(case, model, sample).backward()
+                again = counter.get_total_flops() - dense.total
+                assert found <= expected + again, (found, expected, dense.total, again)
 
     def check_storage(self) -> None:
         """Of what a worker lacks it stores nothing (forward regime)."""
@@ -337,8 +344,10 @@ def rounding(case: Case) -> float:
 def loss_tolerance(case: Case) -> float:
     """fp32: sums of a few thousand terms in another order. Else weights have 8 significant bits (fp16: 11), so a weight
     that rounds the other way is off by 2**-8 of itself; a loss near log(61) = 4.1 averages over thousands of them, and
-    stays within 2**-8 of it."""
-    return 1e-5 if case.precision == "fp32" else 4.1 * rounding(case)
+    stays within 2**-8 of it. T5 and Swin compute it in 16 bits, where two neighbors above 4 are 2**-5 apart."""
+    if case.precision == "fp32":
+        return 1e-5
+    return (8 if case.model in ("t5", "swin") else 4.1) * rounding(case)
 
 
 def norm_tolerance(case: Case, step: int) -> float:

@@ -37,7 +37,7 @@ PRECISIONS: dict[str, dict[str, Any]] = {
     "bf16": {"bf16": {"enabled": True}},
     "bf16+fp32": {"bf16": {"enabled": True}, "data_types": {"grad_accum_dtype": "fp32"}},
     "autocast": {"torch_autocast": {"enabled": True, "dtype": "bfloat16"}},
-    "fp16": {"fp16": {"enabled": True, "initial_scale_power": 7, "loss_scale_window": 2, "hysteresis": 1}},
+    "fp16": {"fp16": {"enabled": True, "initial_scale_power": 7, "loss_scale_window": 1, "hysteresis": 1}},
 }
 MODELS: dict[str, Specimen] = {**ALL_SPECIMENS, **{name: Mixture.of(name) for name in MIXTURES}}
 # What the sample trains of each kind of architecture. All others run in full, and in every mode in one process:
@@ -258,6 +258,7 @@ def why_not(case: Case) -> str | None:
         % (case.tensor_parallel * case.replicas),
         "holders: more than subnetworks": case.holders > case.num_subnetworks,
         "nodes: more than ranks": case.nodes > case.num_workers or case.tensor_parallel > 1 < case.nodes,
+        "by_caller, overlap, stage: DeepSpeed refuses it too": case.by_caller and case.overlap and case.stage < 2,
         "by_caller, accumulation: one micro-batch": case.by_caller and case.accumulation == 1,
         "wire, precision: gradients are fp32 already": case.wire == "fp32" and case.precision == "fp32",
         # Refused at start, since it would have no effect or DeepSpeed has it not.
@@ -271,12 +272,17 @@ def why_not(case: Case) -> str | None:
         "dense_branch_scale, regime": case.dense_branch_scale == "coverage" and case.regime == "backward",
         "evaluation, regime": case.evaluation == "stream" and case.regime == "backward",
         "rules, holders: one more than there are": case.rules != "none" and case.is_whole,
+        "rules, granularity: layers have no parts": case.rules == "parts" and case.granularity == "layer",
+        "rules, units: one part": case.rules == "parts" and case.units == "mlp",
+        "rules, units, model: no MLP is left": case.rules == "parts"
+        and (case.units, case.model) == ("shared", "llama_one_layer"),
         # Architectures.
         "tensor_parallel, model": case.tensor_parallel > 1 and case.model not in _DIVISIBLE,
         "checkpointing, model: not in Transformers": case.checkpointing != "none" and case.model == "resnet",
         "strategy, model: a ResNet has no attention": case.model == "resnet" and case.strategy not in ("block", "neuron"),
         "rules, units, model: nor an MLP": case.model == "resnet" and (case.rules == "parts" or case.units in ("shared", "mlp")),
         "rules, model: one layer has no depth": case.rules == "depth" and case.model == "llama_one_layer",
+        "units, model: experts have a multiple of 4 neurons": case.units == "groups" and case.model == "mixtral",
         "granularity, model: an image model's layers": case.granularity == "layer" and image,
         # Rounding.
         "optimizer, precision: Adam turns signs of rounding into steps": case.precision != "fp32"
