@@ -8,7 +8,7 @@
 
 `values` and `streams` are tests marked gpu; --select and --minutes fit them into what time there is. `sizes` goes on
 where the file ends, so that the same call again does the rest. Under DS_ACCELERATOR=cpu each section does a little of
-it on the CPU. For a machine without a network see `launch/offline.sh`.
+it on the CPU.
 """
 
 from __future__ import annotations

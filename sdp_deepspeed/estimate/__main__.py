@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import argparse
-import sys
 
-from sdp_deepspeed.command_parser import Parser, positive, run_old_form
+from sdp_deepspeed.command_parser import Parser, positive
 from sdp_deepspeed.estimate.formulas import (
     between_nodes,
     between_nodes_table,
@@ -54,7 +53,3 @@ def run(options: argparse.Namespace) -> int:
         crossing = between_nodes(ranks, coverage, options.ranks_per_node, precision, regime=options.regime)
         print(f"\n{between_nodes_table(crossing, -(-ranks // options.ranks_per_node))}")
     return 0
-
-
-if __name__ == "__main__":
-    sys.exit(run_old_form("estimate", configure))
