@@ -34,11 +34,11 @@ from sdp_deepspeed.architectures import locate_branches, unit_costs
 from sdp_deepspeed.command_parser import positive, read_json
 from sdp_deepspeed.config import KEY, MODES, Mode, parse
 from sdp_deepspeed.data import DataConfig, build
+from sdp_deepspeed.estimate.forecast import classifies_images
 from sdp_deepspeed.plan.plan import Plan
 from sdp_deepspeed.plan.planner import plan_model
 from sdp_deepspeed.reference import theory
 from sdp_deepspeed.reference.virtual_workers import masked_average
-from sdp_deepspeed.training.forecast_inputs import classifies_images
 from sdp_deepspeed.training.model import build_model, check_fits
 from sdp_deepspeed.vision.batches import ImageBatches
 from sdp_deepspeed.vision.config import ImageConfig

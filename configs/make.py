@@ -19,7 +19,7 @@ ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT))  # the repository's root
 from configs.recipes import NUM_WORKERS, TOKENS_PER_PARAMETER, Recipe, recipes  # noqa: E402
 from configs.vision_recipes import vision_recipes  # noqa: E402
-from sdp_deepspeed.training.forecast import Forecast, forecast  # noqa: E402
+from sdp_deepspeed.estimate.forecast import Forecast, forecast  # noqa: E402
 
 RECIPES = ROOT / "configs" / "recipes"
 OF_IMAGES = ROOT / "configs" / "vision" / "recipes"

@@ -21,9 +21,9 @@ from benchmarks.common.models import Shape
 from benchmarks.sizes.largest import DeviceMemory, device_memory, guessed_rows, largest
 from benchmarks.sizes.peaks import peak_flops
 from benchmarks.sizes.subjects import BUCKET, SUBJECTS, EngineRank, Rank, collect
+from sdp_deepspeed.estimate.flops import FlopCounter
 from sdp_deepspeed.estimate.per_rank import Setup, estimate
 from sdp_deepspeed.estimate.precision import Precision
-from sdp_deepspeed.measure.flops import FlopCounter
 
 ROOT = Path(__file__).parents[2]
 RANK, WORLD_SIZE = 3, 8

@@ -17,14 +17,14 @@ import torch
 
 from sdp_deepspeed.distributed.agreement import Gatherer
 from sdp_deepspeed.distributed.communicator import Communicator
-from sdp_deepspeed.measure.step import (
+from sdp_deepspeed.engine.held_bytes import (
     gradient_tensors,
     optimizer_tensors,
     resident_bytes,
     storage_bytes,
     weight_tensors,
 )
-from sdp_deepspeed.measure.step_watch import StepWatch, clock_of
+from sdp_deepspeed.engine.step_watch import StepWatch, clock_of
 from sdp_deepspeed.plan.plan import Plan
 
 PREFIX = "Train/Samples"  # DeepSpeed's own; all events have samples as their step

@@ -10,9 +10,9 @@ from typing import Any
 
 import torch
 
+from benchmarks.common.measured_step import measured_step
 from sdp_deepspeed.distributed.agreement import Gatherer, run_on_rank_0
 from sdp_deepspeed.engine.step_events import StepEvents
-from sdp_deepspeed.measure.step import measured_step
 from sdp_deepspeed.total_steps import never_begins
 from sdp_deepspeed.training import engines, monitors
 from sdp_deepspeed.training.evaluate import to_device

@@ -15,10 +15,10 @@ from torch import nn
 from transformers import AutoModelForImageClassification
 
 from sdp_deepspeed.config import KEY, parse
-from sdp_deepspeed.measure.flops import FlopCounter
+from sdp_deepspeed.estimate.flops import FlopCounter
+from sdp_deepspeed.estimate.forecast import cut_down
 from sdp_deepspeed.plan.planner import plan_model
 from sdp_deepspeed.plan.tensors import dense_tensors
-from sdp_deepspeed.training.forecast import cut_down
 from sdp_deepspeed.training.model import build_model
 
 _NUM_IMAGES = 2  # counts grow with the batch; batch norm wants more than one

@@ -13,9 +13,9 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from benchmarks.common.measured_step import measured_step
 from sdp_deepspeed import architectures
 from sdp_deepspeed.checkpoint.storage.names import COMMON
-from sdp_deepspeed.measure.step import measured_step
 from sdp_deepspeed.training.deepspeed_host import close_process_group
 from sdp_deepspeed.training.progress import memory_bytes
 from tests.helpers import fp16_runs

@@ -14,8 +14,9 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from sdp_deepspeed.measure.step import measured_step, storage_bytes, weight_tensors
-from sdp_deepspeed.measure.traffic import TrafficCounter
+from benchmarks.common.measured_step import measured_step
+from benchmarks.common.traffic_counter import TrafficCounter
+from sdp_deepspeed.engine.held_bytes import storage_bytes, weight_tensors
 from sdp_deepspeed.training.deepspeed_host import world_of
 from sdp_deepspeed.training.monitors import count_sent, step_events_of, write_evaluation, write_throughput
 from tests.helpers.ranks import Rank

@@ -13,9 +13,9 @@ from torch import nn
 from transformers import LlamaConfig
 
 import sdp_deepspeed
+from benchmarks.common.measured_step import watched_host_memory
 from sdp_deepspeed.deferred_init.materialize import DeferredModel
 from sdp_deepspeed.deferred_init.operation import Ref
-from sdp_deepspeed.measure.step import watched_host_memory
 from sdp_deepspeed.plan.tensors import named_tensors
 from sdp_deepspeed.training.model import build_model, may_defer
 from tests.helpers.deferred_models import BUILDERS, Holder, unbuilt, values_of

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
-from sdp_deepspeed.measure.flops import FlopCounter
+from sdp_deepspeed.estimate.flops import FlopCounter
 from tests.helpers.masked_modules import tokens
 from tests.helpers.models import llama, loss_of
 

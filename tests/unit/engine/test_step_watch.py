@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from sdp_deepspeed.distributed.communicator import Communicator
-from sdp_deepspeed.measure.step_watch import HostClock, StepWatch, clock_of
+from sdp_deepspeed.engine.step_watch import HostClock, StepWatch, clock_of
 
 
 class Clock(HostClock):

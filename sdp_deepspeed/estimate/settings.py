@@ -1,4 +1,4 @@
-"""What a DeepSpeed config says of bytes and batches: everything that a forecast reads of it."""
+"""What an estimate reads of a DeepSpeed config."""
 
 from __future__ import annotations
 
@@ -15,12 +15,55 @@ from sdp_deepspeed.plan.tensors import TensorInfo
 from sdp_deepspeed.schedule import Schedule
 from sdp_deepspeed.support.fsdp2 import refused_of_block, why_refused
 from sdp_deepspeed.support.optimizers import WHOLE_TENSOR_OPTIMIZERS, is_known
-from sdp_deepspeed.training.batch_sizes import micro_steps
-from sdp_deepspeed.training.fsdp_settings import refusals
+from sdp_deepspeed.total_steps import fill_total_steps
 
+_MANY_STEPS = 10**6  # of a run whose number of steps nobody says: each phase gets some
+_BATCH_SIZES = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
 _MUON = "muon"
 _OF_MUON, _OF_ITS_ADAM = 0, 1  # param groups
 _NOT_MUONS = re.compile("embed|lm_head", re.IGNORECASE)
+
+
+def without_auto(
+    config: Mapping[str, Any], *, micro_batch: int, accumulation: int, dtype: Literal["fp32", "bf16", "fp16"]
+) -> dict[str, Any]:
+    """A config in which nothing is left to the Trainer: what decides an estimate is filled in, other keys whose value
+    is "auto" are dropped."""
+    sizes = dict(zip(_BATCH_SIZES[1:], (micro_batch, accumulation), strict=True))
+    filled: dict[str, Any] = dict(config) | {key: size for key, size in sizes.items() if config.get(key) == "auto"}
+    for name in ("bf16", "fp16"):
+        if isinstance(filled.get(name), Mapping) and filled[name].get("enabled") == "auto":
+            filled[name] = {**filled[name], "enabled": dtype == name}
+    block = filled.pop(KEY, None)  # has an "auto" of its own
+    filled = _dropped_auto(filled) | ({} if block is None else {KEY: block})
+    fill_total_steps(filled, _MANY_STEPS)
+    return filled
+
+
+def _dropped_auto(tree: Mapping[str, Any]) -> dict[str, Any]:
+    kept = {key: value for key, value in tree.items() if value != "auto"}
+    return {key: _dropped_auto(value) if isinstance(value, Mapping) else value for key, value in kept.items()}
+
+
+def micro_steps(config: Mapping[str, Any], num_ranks: int) -> tuple[int, int]:
+    """Micro-batch of a rank, and micro-steps, from two or three of DeepSpeed's batch sizes.
+
+    Raises:
+        ValueError: they do not say it, or contradict each other.
+    """
+    whole, micro, accumulation = map(config.get, _BATCH_SIZES)
+    if micro is None and whole is not None:
+        micro = whole // (num_ranks * (accumulation or 1))
+    if not micro:
+        raise ValueError("give train_micro_batch_size_per_gpu, or a larger train_batch_size")
+    if accumulation is None:
+        accumulation = 1 if whole is None else whole // (micro * num_ranks)
+    if whole is not None and whole != micro * accumulation * num_ranks:
+        raise ValueError(
+            f"train_batch_size is {whole}, but {num_ranks} ranks with micro-batches of {micro} and "
+            f"{accumulation} micro-steps make {micro * accumulation * num_ranks}"
+        )
+    return micro, accumulation
 
 
 def configs_of_phases(config: Mapping[str, Any], num_ranks: int) -> list[Mapping[str, Any]]:
@@ -104,12 +147,13 @@ def refuse_unsharded(config: Mapping[str, Any]) -> None:
     """
     if not isinstance(config.get(KEY), Mapping):
         raise ValueError(f"--host fsdp2: give a config with {KEY}; C = 1 is plain FSDP2")
-    block = {name: value for name, value in config[KEY].items() if name != "silence_limit"}  # a run's own
+    block = config[KEY]
     if block.get("schedule") is not None:
         raise ValueError(f"--host fsdp2: {KEY}.schedule: {why_refused('coverage over time; no compiled modules')}")
     parsed = parse({KEY: block})
     refused = [] if parsed is None else [f"{row.path}: {row.note}" for row, _ in refused_of_block(parsed)]
-    refused += refusals(config)
+    if dtype_of(config) == "fp16":
+        refused.append('fp16: FSDP2 has no loss scale; take "bf16": {"enabled": true}')
     zero = _part(config, "zero_optimization")
     if any(_part(zero, name).get("device") in ("cpu", "nvme") for name in ("offload_optimizer", "offload_param")):
         refused.append("zero_optimization: offload cannot be estimated; leave it out")
@@ -130,7 +174,7 @@ def sharded_setup_of(config: Mapping[str, Any], accumulation: int) -> ShardedSet
     wire = config.get("communication_data_type")
     momentum = _part(_part(config, "optimizer"), "params").get("momentum")
     moments = num_moments(optimizer_of(config), has_momentum=bool(momentum))
-    wire_bytes = {"fp32": 4, "bf16": 2}[wire.lower()] if wire else compute
+    wire_bytes = (4 if wire.lower() == "fp32" else 2) if wire else compute
     return ShardedSetup(compute=compute, wire=wire_bytes, num_moments=moments, accumulation=accumulation)
 
 

@@ -11,8 +11,8 @@ import psutil
 import pytest
 import torch
 
-from sdp_deepspeed.measure import free_memory as module
-from sdp_deepspeed.measure.free_memory import FreeMemory, free_memory
+from sdp_deepspeed.masking import free_memory as module
+from sdp_deepspeed.masking.free_memory import FreeMemory, free_memory
 
 CPU = torch.device("cpu")
 GIB = 2**30

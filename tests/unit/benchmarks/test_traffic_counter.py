@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from sdp_deepspeed.measure.traffic import sent_bytes
+from benchmarks.common.traffic_counter import sent_bytes
 
 
 def test_unknown_collectives_are_an_error() -> None:

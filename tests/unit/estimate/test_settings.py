@@ -7,15 +7,18 @@ from typing import Any
 
 import pytest
 
-from sdp_deepspeed.estimate.sharded import ShardedSetup
-from sdp_deepspeed.plan.tensors import dense_tensors
-from sdp_deepspeed.training.forecast_settings import (
+from sdp_deepspeed.config import KEY
+from sdp_deepspeed.estimate.settings import (
+    micro_steps,
     optimizer_of,
     refuse_plain,
     setup_of,
     sharded_setup_of,
     with_groups,
+    without_auto,
 )
+from sdp_deepspeed.estimate.sharded import ShardedSetup
+from sdp_deepspeed.plan.tensors import dense_tensors
 from tests.helpers.models import llama
 
 
@@ -66,26 +69,23 @@ def test_what_has_no_formula_is_refused(config: dict[str, Any], words: str) -> N
     setup_of({"tensor_parallel": {"autotp_size": 1}}, 1)
 
 
-BLOCK = {"subnetwork_data_parallel": {"coverage": 0.5}}
+BLOCK = {KEY: {"coverage": 0.5}}
 
 
 def test_what_decides_bytes_under_fsdp2() -> None:
-    """Shards are fp32 in any case; what a run of its own needs besides the block does not count."""
+    """Shards are fp32 in any case."""
     assert sharded_setup_of(BLOCK, 2) == ShardedSetup(accumulation=2)
     bf16 = BLOCK | {"bf16": {"enabled": True}, "optimizer": {"type": "Lion"}}
     assert sharded_setup_of(bf16, 1) == ShardedSetup(compute=2, wire=2, num_moments=1)
     assert sharded_setup_of(bf16 | {"communication_data_type": "fp32"}, 1).wire == 4
-    sharded_setup_of({"subnetwork_data_parallel": {"coverage": 0.5, "silence_limit": 60.0}}, 1)
 
 
 @pytest.mark.parametrize(
     ("config", "words"),
     [
-        ({"subnetwork_data_parallel": None}, "give a config with"),
-        ({"subnetwork_data_parallel": {"coverage": 0.5, "regime": "backward"}}, "regime: it gathers a unit"),
+        ({KEY: None}, "give a config with"),
+        ({KEY: {"coverage": 0.5, "regime": "backward"}}, "regime: it gathers a unit"),
         ({"zero_optimization": {"offload_optimizer": {"device": "cpu"}}}, "offload"),
-        ({"communication_data_type": "fp16"}, "communication_data_type"),
-        ({"gradient_cliping": 1.0}, "did you mean 'gradient_clipping'"),
         ({"optimizer": {"type": "Lamb"}}, "whole tensors"),
         ({"fp16": {"enabled": True}}, "loss scale"),
     ],
@@ -120,3 +120,55 @@ def test_muon_gets_what_deepspeed_gives_it() -> None:
 def test_who_steps_whole_tensors(optimizer: str, every_tensor: bool, is_whole: bool) -> None:
     found = with_groups(dense_tensors(llama()), optimizer, every_tensor=every_tensor)
     assert {(info.is_whole, info.group) for info in found} == {(is_whole, 0)}
+
+
+def test_what_is_left_to_the_trainer_is_filled_in() -> None:
+    """The block's own "auto" stays, and phases at shares of a run get some number of steps."""
+    block = {"subnetworks": "auto", "schedule": [{"coverage": 0.5, "until": 0.5}, {"coverage": 1.0}]}
+    config = {
+        "train_micro_batch_size_per_gpu": "auto",
+        "gradient_accumulation_steps": 3,
+        "bf16": {"enabled": "auto"},
+        "fp16": {"enabled": "auto"},
+        "gradient_clipping": "auto",
+        "zero_optimization": {"stage": 1, "reduce_bucket_size": "auto"},
+        KEY: block,
+    }
+    filled = without_auto(config, micro_batch=2, accumulation=5, dtype="bf16")
+    assert filled.pop(KEY) == block | {"total_steps": 10**6}
+    assert filled == {
+        "train_micro_batch_size_per_gpu": 2,
+        "gradient_accumulation_steps": 3,
+        "bf16": {"enabled": True},
+        "fp16": {"enabled": False},
+        "zero_optimization": {"stage": 1},
+    }
+
+
+@pytest.mark.parametrize(
+    ("config", "expected"),
+    [
+        ({"train_batch_size": 24, "train_micro_batch_size_per_gpu": 2}, (2, 3)),
+        ({"train_batch_size": 24, "gradient_accumulation_steps": 3}, (2, 3)),
+        ({"train_batch_size": 24}, (6, 1)),
+        ({"train_micro_batch_size_per_gpu": 5}, (5, 1)),
+        ({"train_micro_batch_size_per_gpu": 2, "gradient_accumulation_steps": 5}, (2, 5)),
+    ],
+)
+def test_batch_sizes(config: dict[str, Any], expected: tuple[int, int]) -> None:
+    assert micro_steps(config, 4) == expected
+
+
+@pytest.mark.parametrize(
+    ("config", "words"),
+    [
+        ({}, "give train_micro_batch_size_per_gpu"),
+        ({"train_batch_size": 3}, "or a larger train_batch_size"),
+        ({"train_batch_size": 25, "train_micro_batch_size_per_gpu": 2}, "is 25, but 4 ranks .* make 24"),
+        ({"train_batch_size": 26}, "is 26, but 4 ranks with micro-batches of 6 and 1 micro-steps make 24"),
+        ({"train_batch_size": 4, "train_micro_batch_size_per_gpu": 2}, "is 4, but 4 ranks .* make 0"),
+    ],
+)
+def test_batch_sizes_that_contradict_each_other(config: dict[str, Any], words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        micro_steps(config, 4)

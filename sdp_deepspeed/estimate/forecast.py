@@ -2,44 +2,55 @@
 
 Nothing is allocated: the model is built from fake tensors, cut down to a worker's subnetwork by the mask that the
 engine uses, and run forward and backward once, while FLOPs and what autograd keeps are counted. Model state, buffers
-and traffic are those of `estimate/per_rank.py`, or of `estimate/sharded.py` under FSDP2.
+and traffic are those of `per_rank.py`, or of `sharded.py` under FSDP2.
 """
 
 from __future__ import annotations
 
+import textwrap
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from importlib import import_module
 from math import prod
 from typing import Any
 
 import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
+from transformers import (
+    MODEL_FOR_CAUSAL_LM_MAPPING,
+    MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING,
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForImageClassification,
+)
 
 from sdp_deepspeed.architectures import locate_branches, unit_costs
+from sdp_deepspeed.architectures.image_flops import image_shape, takes_images
 from sdp_deepspeed.config import KEY, parse
+from sdp_deepspeed.estimate.flops import FlopCounter
 from sdp_deepspeed.estimate.per_rank import RankEstimate, estimate, plain
-from sdp_deepspeed.estimate.sharded import estimate_sharded
-from sdp_deepspeed.layout.owners import refuse_cut
-from sdp_deepspeed.layout.places import PieceViews
-from sdp_deepspeed.layout.rank_model import RankModel
-from sdp_deepspeed.masking.mask import Mask
-from sdp_deepspeed.measure.flops import FlopCounter
-from sdp_deepspeed.plan.plan import Plan
-from sdp_deepspeed.plan.planner import plan_model
-from sdp_deepspeed.plan.tensors import TensorInfo, dense_tensors, named_tensors, pieces_by_tensor
-from sdp_deepspeed.support.refusals import refuse_unsupported
-from sdp_deepspeed.training.batch_sizes import micro_steps
-from sdp_deepspeed.training.forecast_inputs import inputs_of, without_data
-from sdp_deepspeed.training.forecast_settings import (
+from sdp_deepspeed.estimate.settings import (
     dtype_of,
+    micro_steps,
     optimizer_of,
     refuse_plain,
     setup_of,
     sharded_setup_of,
     with_groups,
 )
+from sdp_deepspeed.estimate.sharded import estimate_sharded
+from sdp_deepspeed.layout.owners import refuse_cut
+from sdp_deepspeed.layout.places import PieceViews
+from sdp_deepspeed.layout.rank_model import RankModel
+from sdp_deepspeed.masking.mask import Mask
+from sdp_deepspeed.plan.plan import Plan
+from sdp_deepspeed.plan.planner import plan_model
+from sdp_deepspeed.plan.tensors import TensorInfo, dense_tensors, named_tensors, pieces_by_tensor
+from sdp_deepspeed.support.refusals import refuse_unsupported
 
+# Model types of this package, by the module that registers them with Transformers.
+_OURS = {"sdp_small_image_resnet": "sdp_deepspeed.vision"}
 _DTYPES: dict[str, torch.dtype] = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
@@ -103,7 +114,7 @@ def forecast(
     if block is not None and sharded is None:
         refuse_unsupported(block, config)
     fake, dtype = FakeTensorMode(allow_non_fake_inputs=True), _DTYPES[dtype_of(config)]
-    model = without_data(shape, fake, dtype=dtype, gradient_checkpointing=gradient_checkpointing)
+    model = _without_data(shape, fake, dtype=dtype, gradient_checkpointing=gradient_checkpointing)
     with fake:
         every_tensor = block is not None and block.allow_optimizer == "whole_tensors"
         tensors = with_groups(dense_tensors(model), optimizer, every_tensor=every_tensor)
@@ -119,7 +130,7 @@ def forecast(
             per_rank = estimate(plan, tensors, setup) if sharded is None else estimate_sharded(plan, tensors, sharded)
             figures = per_rank[busiest]
             cut_down(model, plan, tensors, busiest)
-        activations, flops = _one_micro_step(model, inputs_of(model, micro, sequence_length))
+        activations, flops = _one_micro_step(model, _inputs_of(model, micro, sequence_length))
     return Forecast(
         num_parameters=sum(prod(info.shape) for info in tensors),
         tokens_per_step=micro * accumulation * num_ranks * (sequence_length or 1),
@@ -128,6 +139,53 @@ def forecast(
         flops=flops * accumulation,
         warnings=tuple(f"{KEY}: {warning}" for warning in warnings),
     )
+
+
+def classifies_images(shape: Mapping[str, Any]) -> bool:
+    """Whether a Transformers config with `model_type` is of an image classifier."""
+    if shape["model_type"] in _OURS:
+        import_module(_OURS[shape["model_type"]])
+    try:
+        kind = type(AutoConfig.for_model(shape["model_type"]))
+    except ValueError:  # said when the model is built
+        return False
+    return kind in MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING and kind not in MODEL_FOR_CAUSAL_LM_MAPPING
+
+
+def _without_data(
+    shape: Mapping[str, Any], fake: FakeTensorMode, *, dtype: torch.dtype, gradient_checkpointing: bool
+) -> nn.Module:
+    """A model of fake tensors, on the CPU by what they say.
+
+    Args:
+        shape: a Transformers config with `model_type`, of a causal language model or an image classifier.
+        fake: must take tensors that are not fake.
+    """
+    images = classifies_images(shape)
+    auto_class: Any = AutoModelForImageClassification if images else AutoModelForCausalLM
+    try:
+        # Some image models read tensors while they are built, which fake ones do not allow.
+        with torch.device("meta") if images else fake:
+            model = auto_class.from_config(AutoConfig.for_model(**dict(shape)), dtype=dtype)
+    except Exception as error:  # of any kind: Transformers checks few of the values that it computes with
+        reason = textwrap.shorten(f"{type(error).__name__}: {error}", 300, placeholder=" ...")
+        raise ValueError(f"--model: Transformers cannot build {shape['model_type']!r} from it: {reason}") from error
+    if gradient_checkpointing:
+        model.activation_checkpointing_enable({"use_reentrant": False})
+    if images:
+        with fake:
+            model = model.to_empty(device="cpu")
+    return model
+
+
+def _inputs_of(model: nn.Module, rows: int, sequence_length: int | None) -> dict[str, Any]:
+    """What a micro-batch of `rows` calls the model with; `sequence_length` is None for images."""
+    if not takes_images(model):
+        tokens = torch.zeros((rows, sequence_length or 0), dtype=torch.long, device="cpu")
+        return {"input_ids": tokens, "labels": tokens, "use_cache": False}
+    dtype = next(model.parameters()).dtype
+    images = torch.zeros((rows, *image_shape(model)), dtype=dtype, device="cpu")
+    return {"pixel_values": images, "labels": torch.zeros(rows, dtype=torch.long, device="cpu")}
 
 
 def _busiest_rank(plan: Plan, model: nn.Module) -> int:

@@ -6,14 +6,14 @@ from typing import Any
 
 import pytest
 import torch
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from sdp_deepspeed.config import KEY, MODES, parse
+from sdp_deepspeed.estimate.forecast import Forecast, cut_down, forecast
 from sdp_deepspeed.estimate.per_rank import estimate
+from sdp_deepspeed.estimate.settings import setup_of
 from sdp_deepspeed.plan.planner import plan_model
 from sdp_deepspeed.plan.tensors import dense_tensors
-from sdp_deepspeed.training.forecast import Forecast, cut_down, forecast
-from sdp_deepspeed.training.forecast_settings import setup_of
-from sdp_deepspeed.training.model import build_model
 from tests.helpers.masked_modules import Saved, linear_weights
 
 SHAPE: dict[str, Any] = {
@@ -30,6 +30,10 @@ MICRO, ACCUMULATION, RANKS, LENGTH = 2, 3, 2, 8
 BATCH = {"train_micro_batch_size_per_gpu": MICRO, "gradient_accumulation_steps": ACCUMULATION}
 
 
+def llama() -> Any:
+    return AutoModelForCausalLM.from_config(AutoConfig.for_model(**SHAPE))
+
+
 def of(config: dict[str, Any], **options: Any) -> Forecast:
     return forecast(SHAPE, BATCH | config, num_ranks=RANKS, sequence_length=LENGTH, **options)
 
@@ -42,7 +46,7 @@ def attention_flops(num_heads: int, *, products: int) -> int:
 def test_flops_of_the_dense_model_are_those_of_its_matrices() -> None:
     """Forward once, backward twice; attention has two products forward, and five backward in a flash kernel."""
     figures = of({"zero_optimization": {"stage": 1}})
-    model = build_model(SHAPE, seed=0)
+    model = llama()
     matrices = 3 * 2 * MICRO * LENGTH * linear_weights(model)
     assert figures.flops == ACCUMULATION * (matrices + 4 * attention_flops(4, products=7))
     assert figures.num_parameters == sum(parameter.numel() for parameter in model.parameters())
@@ -54,12 +58,12 @@ def test_a_subnetwork_keeps_and_holds_what_real_tensors_do(mode: Any) -> None:
     block = {"regime": mode.regime, "strategy": mode.strategy, "coverage": 0.5}
     config = BATCH | {KEY: block, "zero_optimization": {"stage": 1}}
     figures = of(config)
-    model, parsed = build_model(SHAPE, seed=0), parse(config)
+    model, parsed = llama(), parse(config)
     assert parsed is not None
     plan, _ = plan_model(model, parsed, RANKS)
     found = []
     for rank in range(RANKS):
-        real, tokens = build_model(SHAPE, seed=0), torch.zeros((MICRO, LENGTH), dtype=torch.long)
+        real, tokens = llama(), torch.zeros((MICRO, LENGTH), dtype=torch.long)
         cut_down(real, plan, dense_tensors(real), rank)
         buffers = [*real.buffers(), *(tensor for tensor in vars(real).values() if isinstance(tensor, torch.Tensor))]
         with Saved([*real.parameters(), *buffers]) as saved:

@@ -6,17 +6,15 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import AutoModelForImageClassification
+from transformers import AutoConfig, AutoModelForImageClassification
 
 from sdp_deepspeed.architectures.image_flops import flops_per_element
 from sdp_deepspeed.config import KEY, MODES, parse
+from sdp_deepspeed.estimate.forecast import classifies_images, cut_down, forecast
 from sdp_deepspeed.estimate.per_rank import estimate
+from sdp_deepspeed.estimate.settings import setup_of
 from sdp_deepspeed.plan.planner import plan_model
 from sdp_deepspeed.plan.tensors import dense_tensors
-from sdp_deepspeed.training.forecast import cut_down, forecast
-from sdp_deepspeed.training.forecast_inputs import classifies_images
-from sdp_deepspeed.training.forecast_settings import setup_of
-from sdp_deepspeed.training.model import build_model
 from tests.helpers.masked_modules import Saved
 
 RANKS, MICRO, SIZE = 2, 3, 32
@@ -32,7 +30,7 @@ BATCH = {"train_micro_batch_size_per_gpu": MICRO, "gradient_accumulation_steps":
 
 
 def build() -> Any:
-    return build_model(SHAPE, seed=0, auto_class=AutoModelForImageClassification)
+    return AutoModelForImageClassification.from_config(AutoConfig.for_model(**SHAPE))
 
 
 def test_which_models_classify_images() -> None:

@@ -11,13 +11,14 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from benchmarks.common.measured_step import StepFigures, measured_step
+from benchmarks.common.traffic_counter import TrafficCounter
 from sdp_deepspeed.config import KEY
+from sdp_deepspeed.engine.held_bytes import optimizer_tensors
 from sdp_deepspeed.estimate.per_rank import Setup, estimate, plain
 from sdp_deepspeed.estimate.precision import Precision
-from sdp_deepspeed.measure.step import StepFigures, measured_step, optimizer_tensors
-from sdp_deepspeed.measure.traffic import TrafficCounter
+from sdp_deepspeed.estimate.settings import setup_of, with_groups
 from sdp_deepspeed.plan.tensors import TensorInfo, dense_tensors
-from sdp_deepspeed.training.forecast_settings import setup_of, with_groups
 from tests.helpers.models import batches, config, llama, loss_of
 from tests.helpers.ranks import Rank
 from tests.helpers.training import engine_of, micro_step, own_batches

@@ -6,8 +6,6 @@ measured in one step that runs slower for it; do not time that step.
 
 from __future__ import annotations
 
-import resource
-import sys
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
@@ -16,14 +14,17 @@ from typing import Any
 
 import torch
 from torch.distributed._tools.mem_tracker import MemTracker
-from torch.distributed.tensor import DTensor
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 
-from sdp_deepspeed.measure.flops import FlopCounter
-from sdp_deepspeed.measure.traffic import TrafficCounter
-
-# Where DeepSpeed 0.19.8's optimizers keep gradients besides `parameter.grad` (private names).
-HOST_GRADIENT_ATTRIBUTES = ("averaged_gradients", "all_grad_tensors", "fp32_groups_gradients_flat")
+from benchmarks.common.traffic_counter import TrafficCounter
+from sdp_deepspeed.engine.held_bytes import (
+    gradient_tensors,
+    optimizer_tensors,
+    resident_bytes,
+    storage_bytes,
+    weight_tensors,
+)
+from sdp_deepspeed.estimate.flops import FlopCounter
 
 
 @dataclass
@@ -39,8 +40,8 @@ class StepFigures:
         peak_backward: the same in forward and backward passes.
         peak_step: the same in the engine's `step`.
         activations: what the forward pass left for the backward pass, most of all micro-steps.
-        flops: of the step's matrix products and attention (flops.py).
-        sent: bytes sent during the step (traffic.py).
+        flops: of the step's matrix products and attention.
+        sent: bytes sent during the step.
         sent_by_operator: the same by c10d operator.
         process: the process's largest resident set since its start; context only.
     """
@@ -59,74 +60,6 @@ class StepFigures:
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self)
-
-
-def tensors_in(tree: Any) -> Iterator[torch.Tensor]:
-    """All tensors in nested dicts, lists and tuples; whatever else is there is passed over."""
-    if isinstance(tree, torch.Tensor):
-        yield tree
-    elif isinstance(tree, dict):
-        for value in tree.values():
-            yield from tensors_in(value)
-    elif isinstance(tree, list | tuple):
-        for value in tree:
-            yield from tensors_in(value)
-
-
-def storage_bytes(tensors: Iterable[torch.Tensor], seen: set[int] | None = None) -> int:
-    """Bytes of the storages behind `tensors`, each storage once; `seen` carries those that were counted before. Of a
-    tensor that is sharded over ranks (FSDP2) this rank's shard counts."""
-    seen = set() if seen is None else seen
-    total = 0
-    for tensor in tensors:
-        storage = (tensor.to_local() if isinstance(tensor, DTensor) else tensor).untyped_storage()
-        if storage.nbytes() and storage.data_ptr() not in seen:
-            seen.add(storage.data_ptr())
-            total += storage.nbytes()
-    return total
-
-
-def weight_tensors(engine: Any) -> list[torch.Tensor]:
-    """The module's parameters as they lie in memory, and what a rank stores beside them (backward regime)."""
-    lacking = getattr(engine, "lacking_tensors", None)  # our engine tells by itself
-    return [parameter.data for parameter in engine.module.parameters()] + (lacking() if lacking else [])
-
-
-def inner_optimizer(engine: Any) -> Any:
-    """The torch optimizer that steps, below DeepSpeed's wrappers."""
-    optimizer = engine.optimizer
-    while isinstance(getattr(optimizer, "optimizer", None), torch.optim.Optimizer):
-        optimizer = optimizer.optimizer
-    return optimizer
-
-
-def optimizer_tensors(engine: Any) -> list[torch.Tensor]:
-    """Moments, and the tensors that are stepped (the master copy, unless they are the weights themselves).
-
-    These are the state's keys too: ZeRO-3 has them in param groups only while it steps them.
-    """
-    optimizer = inner_optimizer(engine)
-    stepped = [parameter.data for group in optimizer.param_groups for parameter in group["params"]]
-    stepped += [key.data for key in list(optimizer.state) if isinstance(key, torch.Tensor)]
-    return stepped + [tensor for state in list(optimizer.state.values()) for tensor in tensors_in(state)]
-
-
-def gradient_tensors(engine: Any) -> list[torch.Tensor]:
-    """Gradients that are alive now: of the module, of the tensors that are stepped, and in the host's own buffers."""
-    parameters = list(engine.module.parameters())
-    parameters += [p for group in inner_optimizer(engine).param_groups for p in group["params"]]
-    held = [parameter.grad for parameter in parameters if parameter.grad is not None]
-    ours = getattr(engine.optimizer, "gradient_tensors", None)  # our optimizer tells by itself
-    names = () if ours else HOST_GRADIENT_ATTRIBUTES
-    for source in [ours() if ours else None, *(getattr(engine.optimizer, name, None) for name in names)]:
-        held += tensors_in(source)
-    return held
-
-
-def resident_bytes() -> int:
-    """Largest resident set of this process since its start."""
-    largest = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return largest if sys.platform == "darwin" else largest * 1024
 
 
 class _GradientWatch:
