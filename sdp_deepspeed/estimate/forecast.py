@@ -50,7 +50,7 @@ from sdp_deepspeed.plan.tensors import TensorInfo, dense_tensors, named_tensors,
 from sdp_deepspeed.support.refusals import refuse_unsupported
 
 # Model types of this package, by the module that registers them with Transformers.
-_OURS = {"sdp_small_image_resnet": "sdp_deepspeed.vision"}
+_OURS = {"sdp_small_image_resnet": "sdp_deepspeed.architectures.small_image_resnet"}
 _DTYPES: dict[str, torch.dtype] = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
