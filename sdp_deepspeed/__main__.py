@@ -17,11 +17,11 @@ VERBS: dict[str, tuple[str, str]] = {
 _DESCRIPTION = "Subnetwork data parallelism for DeepSpeed: what there is to do beside a training run."
 _EXAMPLES = """\
 examples:
-  sdp estimate --ranks 8 --coverage 0.5
+  sdp estimate --ranks 8 configs/recipes/llama_134m.yaml
   sdp checkpoint export runs/mine/checkpoints hf/
   sdp VERB --help
 
-A run itself is started by the launcher: deepspeed --num_gpus 4 launch/pretrain.py --help
+A run itself is started by a launcher: deepspeed --num_gpus 4 launch/pretrain.py RECIPE
 """
 
 

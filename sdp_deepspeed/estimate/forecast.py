@@ -126,7 +126,7 @@ def forecast(
             plan, warnings = plan_model(model, block, num_ranks)
             busiest = _busiest_rank(plan, model)
             whole = [info for info in tensors if info.is_whole]
-            refuse_cut(whole, pieces_by_tensor(tensors, plan), f"--deepspeed_config: optimizer.type {optimizer!r}")
+            refuse_cut(whole, pieces_by_tensor(tensors, plan), f"recipe: deepspeed: optimizer.type {optimizer!r}")
             per_rank = estimate(plan, tensors, setup) if sharded is None else estimate_sharded(plan, tensors, sharded)
             figures = per_rank[busiest]
             cut_down(model, plan, tensors, busiest)
@@ -169,7 +169,9 @@ def _without_data(
             model = auto_class.from_config(AutoConfig.for_model(**dict(shape)), dtype=dtype)
     except Exception as error:  # of any kind: Transformers checks few of the values that it computes with
         reason = textwrap.shorten(f"{type(error).__name__}: {error}", 300, placeholder=" ...")
-        raise ValueError(f"--model: Transformers cannot build {shape['model_type']!r} from it: {reason}") from error
+        raise ValueError(
+            f"recipe: model: Transformers cannot build {shape['model_type']!r} from it: {reason}"
+        ) from error
     if gradient_checkpointing:
         model.activation_checkpointing_enable({"use_reentrant": False})
     if images:

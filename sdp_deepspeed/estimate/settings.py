@@ -96,7 +96,7 @@ def _part(config: Mapping[str, Any], key: str) -> Mapping[str, Any]:
     """What stands below a key; nothing if it is absent."""
     value = config.get(key)
     if value is not None and not isinstance(value, Mapping):
-        raise ValueError(f"--deepspeed_config: {key}: got {value!r}, expected an object {{...}}")
+        raise ValueError(f"recipe: deepspeed: {key}: got {value!r}, expected an object {{...}}")
     return value or {}
 
 
@@ -110,12 +110,12 @@ def setup_of(config: Mapping[str, Any], accumulation: int) -> Setup:
     stage = zero.get("stage", 0)
     if stage not in (0, 1, 2):
         raise ValueError(
-            f"--deepspeed_config: zero_optimization.stage {stage!r} cannot be estimated; possible are ZeRO stages 0, 1 "
+            f"recipe: deepspeed: zero_optimization.stage {stage!r} cannot be estimated; possible are ZeRO stages 0, 1 "
             "and 2"
         )
     if _part(config, "tensor_parallel").get("autotp_size", 1) not in (0, 1):
         raise ValueError(
-            "--deepspeed_config: tensor_parallel cannot be estimated: leave it out for figures of a whole model on "
+            "recipe: deepspeed: tensor_parallel cannot be estimated: leave it out for figures of a whole model on "
             "each rank, of which a tensor-parallel rank has about its share"
         )
     wire = config.get("communication_data_type")
@@ -146,10 +146,10 @@ def refuse_unsharded(config: Mapping[str, Any]) -> None:
         ValueError: in one message.
     """
     if not isinstance(config.get(KEY), Mapping):
-        raise ValueError(f"--host fsdp2: give a config with {KEY}; C = 1 is plain FSDP2")
+        raise ValueError(f"FSDP2: give {KEY}; C = 1 is plain FSDP2")
     block = config[KEY]
     if block.get("schedule") is not None:
-        raise ValueError(f"--host fsdp2: {KEY}.schedule: {why_refused('coverage over time; no compiled modules')}")
+        raise ValueError(f"FSDP2: {KEY}.schedule: {why_refused('coverage over time; no compiled modules')}")
     parsed = parse({KEY: block})
     refused = [] if parsed is None else [f"{row.path}: {row.note}" for row, _ in refused_of_block(parsed)]
     if dtype_of(config) == "fp16":
@@ -160,7 +160,7 @@ def refuse_unsharded(config: Mapping[str, Any]) -> None:
     if optimizer_of(config) in map(str.lower, WHOLE_TENSOR_OPTIMIZERS):
         refused.append("optimizer.type: optimizers of whole tensors cannot be estimated; put AdamW in its place")
     if refused:
-        raise ValueError(f"--host fsdp2: {'; '.join(refused)}")
+        raise ValueError(f"FSDP2: {'; '.join(refused)}")
 
 
 def sharded_setup_of(config: Mapping[str, Any], accumulation: int) -> ShardedSetup:
@@ -187,7 +187,7 @@ def optimizer_of(config: Mapping[str, Any]) -> str:
     name = str(_part(config, "optimizer").get("type", "AdamW"))
     if not is_known(name) or name.lower() == "adafactor":
         raise ValueError(
-            f"--deepspeed_config: optimizer.type {name!r} cannot be estimated: it keeps something else than moments of "
+            f"recipe: deepspeed: optimizer.type {name!r} cannot be estimated: it keeps something else than moments of "
             "each element, or is not known; put AdamW in its place for figures with two moments"
         )
     return name.lower()
@@ -223,6 +223,6 @@ def refuse_plain(config: Mapping[str, Any]) -> None:
     """ValueError for what has a formula with our block alone."""
     if optimizer_of(config) == _MUON:
         raise ValueError(
-            "--deepspeed_config: plain DeepSpeed with Muon cannot be estimated: it keeps momentum in the dtype of "
+            "recipe: deepspeed: plain DeepSpeed with Muon cannot be estimated: it keeps momentum in the dtype of "
             f"gradients, and buffers of its own; give a config with {KEY}, or another optimizer"
         )

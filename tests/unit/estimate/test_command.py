@@ -1,4 +1,4 @@
-"""`sdp estimate`: the table of formulas, and what a run of one model and config takes."""
+"""`sdp estimate`: the table of formulas, and what the run of a recipe takes."""
 
 from __future__ import annotations
 
@@ -72,50 +72,71 @@ def test_impossible_arguments(arguments: str, words: str, capsys: pytest.Capture
     assert not printed.out
 
 
-MODEL: dict[str, Any] = {
-    "model_type": "llama",
-    "vocab_size": 2048,
-    "hidden_size": 128,
-    "intermediate_size": 344,
-    "num_hidden_layers": 8,
-    "num_attention_heads": 4,
-}
+MODEL = {"model_type": "llama", "hidden_size": 128, "intermediate_size": 344}
+MODEL |= {"num_hidden_layers": 8, "num_attention_heads": 4}
+DATA = {"vocab_size": 2048, "sequence_length": 64}
+TRAINING = {"per_device_train_batch_size": 4, "learning_rate": 4e-3}
 CONFIG: dict[str, Any] = {
     "train_micro_batch_size_per_gpu": "auto",
+    "gradient_accumulation_steps": "auto",
     "gradient_clipping": "auto",
+    "bf16": {"enabled": "auto"},
     "zero_optimization": {"stage": 1, "reduce_bucket_size": 1000000},
 }
-HALF: dict[str, Any] = {KEY: {"coverage": 0.5}}
-SCHEDULE: dict[str, Any] = {KEY: {"schedule": [{"coverage": 0.5, "until": 0.5}, {"coverage": 1.0}]}}
-FILES = ["--model", "model.json", "--deepspeed_config", "ds.json"]
-LENGTH = ["--sequence-length", "64"]
+SCHEDULE = {KEY: {"schedule": [{"coverage": 0.5, "until": 0.5}, {"coverage": 1.0}]}}
 
 
-@pytest.fixture
-def files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """In the working directory."""
+@pytest.fixture(autouse=True)
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The working directory, with a recipe."""
     monkeypatch.chdir(tmp_path)
-    write(CONFIG | SCHEDULE)
+    write(deepspeed=CONFIG | SCHEDULE)
 
 
-def write(config: dict[str, Any], model: dict[str, Any] = MODEL) -> None:
-    Path("model.json").write_text(json.dumps(model))
-    Path("ds.json").write_text(json.dumps(config))
+def write(**sections: Any) -> None:
+    recipe = {"model": MODEL, "data": DATA, "training": TRAINING} | sections
+    Path("run.yaml").write_text(json.dumps(recipe))  # which is YAML too
 
 
-@pytest.mark.usefixtures("files")
+def printed_of(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
+    assert main(["estimate", "--ranks", "4", "run.yaml", *arguments]) == 0
+    return capsys.readouterr().out
+
+
 def test_a_run(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["estimate", "--ranks", "4", *FILES, *LENGTH, "--micro-batch-size", "4"]) == 0
-    printed = capsys.readouterr().out
+    printed = printed_of(capsys)
     assert printed.startswith("phase 1 of 2:\n2.1M parameters on 4 ranks, 1024 tokens per step\n")
     for row in ("weights", "activations of a micro-batch", "peak, at least", "sent per step", "FLOPs per step"):
         assert f"\n  {row} " in printed
     assert "warning" not in printed
 
 
-@pytest.mark.usefixtures("files")
+def test_the_config_of_a_run_may_be_a_file_beside_it(capsys: pytest.CaptureFixture[str]) -> None:
+    whole = printed_of(capsys)
+    Path("ds.json").write_text(json.dumps(CONFIG | SCHEDULE))
+    write(deepspeed="ds.json")
+    assert printed_of(capsys) == whole
+
+
+def test_what_training_says(capsys: pytest.CaptureFixture[str]) -> None:
+    """Micro-steps, bf16 and activation checkpointing."""
+    write(deepspeed=CONFIG)
+    plain = figures(printed_of(capsys))
+    write(deepspeed=CONFIG, training=TRAINING | {"bf16": True, "gradient_accumulation_steps": 3})
+    printed = printed_of(capsys)
+    assert "3072 tokens per step" in printed
+    assert figures(printed)["weights"] == pytest.approx(plain["weights"] / 2, abs=0.02)
+    write(deepspeed=CONFIG, training=TRAINING | {"gradient_checkpointing": True})
+    assert figures(printed_of(capsys))["activations of a micro-batch"] < plain["activations of a micro-batch"]
+
+
+def figures(printed: str) -> dict[str, float]:
+    rows = re.findall(r"^  (.*?)  +(.*)$", printed, re.MULTILINE)
+    return {name.strip(): float(value.split()[0]) for name, value in rows}
+
+
 def test_each_phase_of_a_schedule_is_a_run_of_its_own(capsys: pytest.CaptureFixture[str]) -> None:
-    config = CONFIG | {"train_micro_batch_size_per_gpu": 4, "gradient_accumulation_steps": 2}
+    config = CONFIG | {"gradient_accumulation_steps": 2}
     phases = [{"coverage": 0.5, "until": 0.001}, {"coverage": 0.75, "until": 0.002}]
     phases += [{"coverage": 1.0, "stage": 2, "train_micro_batch_size_per_gpu": 2}]
     alone = [config | {KEY: {"coverage": coverage}} for coverage in (0.5, 0.75, 1.0)]
@@ -123,64 +144,76 @@ def test_each_phase_of_a_schedule_is_a_run_of_its_own(capsys: pytest.CaptureFixt
     alone[2] |= {"train_micro_batch_size_per_gpu": 2, "gradient_accumulation_steps": 4}
     texts = []
     for content in (config | {KEY: {"schedule": phases}}, *alone):
-        write(content)
-        assert main(["estimate", "--ranks", "4", *FILES, *LENGTH]) == 0
-        texts.append(capsys.readouterr().out)
+        write(deepspeed=content)
+        texts.append(printed_of(capsys))
     assert len(set(texts)) == 4
     assert texts[0] == "".join(f"phase {index} of 3:\n{text}" for index, text in enumerate(texts[1:], start=1))
 
 
-@pytest.mark.usefixtures("files")
 def test_a_run_under_fsdp2(capsys: pytest.CaptureFixture[str]) -> None:
     """Shards of fp32 weights and gradients, two moments; nothing of the exchange."""
-    write(CONFIG | HALF)
-    assert main(["estimate", "--ranks", "4", *FILES, *LENGTH, "--host", "fsdp2"]) == 0
-    printed = capsys.readouterr().out
-    found = {name.strip(): value.split()[0] for name, value in re.findall(r"^  (.*?)  +(.*)$", printed, re.MULTILINE)}
+    write(**{KEY: {"coverage": 0.5}})
+    found = figures(printed_of(capsys))
     assert found["weights"] == found["gradients"]
-    assert float(found["optimizer state"]) == pytest.approx(2 * float(found["weights"]), abs=0.02)
+    assert found["optimizer state"] == pytest.approx(2 * found["weights"], abs=0.02)
     assert "buffers of what travels, at most" not in found
-    whole = sum(float(found[name]) for name in ("weights", "gradients", "optimizer state"))
-    parts = float(found["gathered at once, at most"]) + float(found["activations of a micro-batch"])
-    assert float(found["peak, at least"]) == pytest.approx(whole + parts, abs=0.05)
+    parts = ("weights", "gradients", "optimizer state", "gathered at once, at most", "activations of a micro-batch")
+    assert found["peak, at least"] == pytest.approx(sum(found[name] for name in parts), abs=0.05)
 
 
-@pytest.mark.usefixtures("files")
 def test_warnings_of_the_planner_are_shown(capsys: pytest.CaptureFixture[str]) -> None:
-    write(CONFIG | {KEY: {"holders": 1}})
-    assert main(["estimate", "--ranks", "4", *FILES, *LENGTH]) == 0
-    assert f"warning: {KEY}: 16 units with 1 holders" in capsys.readouterr().out
+    write(deepspeed=CONFIG | {KEY: {"holders": 1}})
+    assert f"warning: {KEY}: 16 units with 1 holders" in printed_of(capsys)
 
 
-@pytest.mark.usefixtures("files")
 def test_a_run_on_images(capsys: pytest.CaptureFixture[str]) -> None:
     resnet = {"model_type": "resnet", "layer_type": "basic", "hidden_sizes": [16, 32], "depths": [2, 2]}
-    write({"train_batch_size": 64} | HALF, resnet | {"image_size": 32})
-    assert main(["estimate", "--ranks", "4", *FILES]) == 0
-    assert "parameters on 4 ranks, 64 images per step" in capsys.readouterr().out
-    assert main(["estimate", "--ranks", "4", *FILES, *LENGTH]) == 2
-    assert "--sequence-length: the model takes images" in capsys.readouterr().err
+    found = []
+    for size in (32, 64):
+        write(model=resnet, data={"size": size}, deepspeed=CONFIG | {KEY: {"coverage": 0.5}})
+        printed = printed_of(capsys)
+        assert "parameters on 4 ranks, 16 images per step" in printed
+        found.append(figures(printed)["activations of a micro-batch"])
+    assert found[1] > 3 * found[0]
 
 
-@pytest.mark.usefixtures("files")
+@pytest.mark.parametrize(
+    ("sections", "words"),
+    [
+        ({"model": {}}, "model has no model_type"),
+        ({"data": {}}, "data.sequence_length: got None"),
+        ({"data": 3}, "data: got 3, expected a mapping"),
+        ({}, "neither the section deepspeed nor"),
+        ({"deepspeed": "missing.json"}, "deepspeed: cannot read missing.json"),
+        ({"deepspeed": CONFIG | {"bf16": 1}}, "bf16"),
+        ({"deepspeed": CONFIG | {KEY: {"coverage": 0.4}}}, "0.4 of 4 subnetworks"),
+        (SCHEDULE, "schedule: the plan cannot change"),
+        (
+            {"deepspeed": CONFIG | {KEY: {"schedule": [{"until_step": 5}, {"train_micro_batch_size_per_gpu": 3}]}}},
+            "schedule[1].train_micro_batch_size_per_gpu: got 3",
+        ),
+    ],
+)
+def test_mistakes(sections: dict[str, Any], words: str, capsys: pytest.CaptureFixture[str]) -> None:
+    write(**sections)
+    assert main(["estimate", "--ranks", "4", "run.yaml"]) == 2
+    assert words in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (FILES[:2], "give both"),
-        (FILES, "--sequence-length: needed"),
-        (["--host", "fsdp2"], "give both"),
-        (["--gradient-checkpointing"], "give both"),
-        ([*FILES, *LENGTH, "--host", "fsdp2"], f"{KEY}.schedule: the plan cannot change"),
-        ([*FILES, *LENGTH, "--coverage", "0.25", "--offload"], "--coverage, --offload: no effect with"),
-        (["--model", "ds.json", *FILES[2:], *LENGTH], 'no "model_type"'),
-        ([*FILES, *LENGTH, "--ranks", "3"], "0.5 of 3 subnetworks"),
-        ([*FILES[:3], "uneven.json", *LENGTH], "schedule[1].train_micro_batch_size_per_gpu: got 3"),
-        ([*FILES[:3], "missing.json", *LENGTH], "cannot read missing.json"),
+        (["missing.yaml"], "cannot read missing.yaml"),
+        (["run.yaml", "--coverage", "0.25", "--offload"], "--coverage, --offload: no effect with a recipe"),
     ],
 )
-def test_mistakes(arguments: list[str], words: str, capsys: pytest.CaptureFixture[str]) -> None:
-    phases = [{"until_step": 5, "coverage": 0.5}, {"coverage": 1.0, "train_micro_batch_size_per_gpu": 3}]
-    uneven = {"train_micro_batch_size_per_gpu": 4, KEY: {"schedule": phases}}
-    Path("uneven.json").write_text(json.dumps(uneven))
+def test_mistakes_of_arguments(arguments: list[str], words: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["estimate", *arguments]) == 2
     assert words in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("text", ["- a\n- b\n", "a: [1\n"])
+def test_a_file_that_is_no_recipe(text: str, capsys: pytest.CaptureFixture[str]) -> None:
+    Path("run.yaml").write_text(text)
+    assert main(["estimate", "run.yaml"]) == 2
+    assert "recipe: run.yaml" in capsys.readouterr().err

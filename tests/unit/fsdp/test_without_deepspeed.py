@@ -40,13 +40,13 @@ assert checkpoints.load_checkpoint(sys.argv[2])[0] == sys.argv[2] + "/global_ste
 from sdp_deepspeed.__main__ import main
 for command in ("estimate --ranks 8", "checkpoint inspect " + sys.argv[2]):
     assert main(command.split()) == 0, command
-import json, pathlib
-shape = {"model_type": "llama", "hidden_size": 16, "num_attention_heads": 2, "num_hidden_layers": 4, "vocab_size": 64}
-config = {"train_batch_size": 8, "subnetwork_data_parallel": {"coverage": 0.5}}
-for name, content in (("model", shape), ("config", config)):
-    pathlib.Path(sys.argv[2], name + ".json").write_text(json.dumps(content))
-files = ["--model", sys.argv[2] + "/model.json", "--deepspeed_config", sys.argv[2] + "/config.json"]
-assert main(["estimate", "--ranks", "4", *files, "--sequence-length", "8"]) == 0
+import pathlib
+pathlib.Path(sys.argv[2], "run.yaml").write_text(
+    "model: {model_type: llama, hidden_size: 16, num_attention_heads: 2, num_hidden_layers: 4, vocab_size: 64}\\n"
+    "data: {sequence_length: 8}\\n"
+    "subnetwork_data_parallel: {coverage: 0.5}\\n"
+)
+assert main(["estimate", "--ranks", "4", sys.argv[2] + "/run.yaml"]) == 0
 assert main(["checkpoint", "from-zero", sys.argv[2], sys.argv[2] + "/universal"]) == 2
 try:
     sdp_deepspeed.initialize()
