@@ -45,7 +45,7 @@ def test_version(capsys: pytest.CaptureFixture[str]) -> None:
         ("", "required: VERB (sdp --help"),
         ("estimat", "invalid choice: 'estimat'"),
         ("--verbose", "(sdp --help lists the options)"),
-        ("estimate --rank 8", "unrecognized arguments: --rank 8"),
+        ("estimate --rank 8", "unrecognized arguments: --rank"),
         ("checkpoint", "required: ACTION (sdp checkpoint --help"),
         ("checkpoint inspect nowhere", "nowhere"),
         ("checkpoint export nowhere", "required: out (sdp checkpoint export --help"),

@@ -83,6 +83,7 @@ CONFIG: dict[str, Any] = {
     "bf16": {"enabled": "auto"},
     "zero_optimization": {"stage": 1, "reduce_bucket_size": 1000000},
 }
+UNEVEN = [{"until_step": 5}, {"train_micro_batch_size_per_gpu": 3}]
 SCHEDULE = {KEY: {"schedule": [{"coverage": 0.5, "until": 0.5}, {"coverage": 1.0}]}}
 
 
@@ -189,7 +190,7 @@ def test_a_run_on_images(capsys: pytest.CaptureFixture[str]) -> None:
         ({"deepspeed": CONFIG | {KEY: {"coverage": 0.4}}}, "0.4 of 4 subnetworks"),
         (SCHEDULE, "schedule: the plan cannot change"),
         (
-            {"deepspeed": CONFIG | {KEY: {"schedule": [{"until_step": 5}, {"train_micro_batch_size_per_gpu": 3}]}}},
+            {"deepspeed": CONFIG | {KEY: {"coverage": 0.5, "schedule": UNEVEN}}},
             "schedule[1].train_micro_batch_size_per_gpu: got 3",
         ),
     ],

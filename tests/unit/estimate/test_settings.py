@@ -83,7 +83,7 @@ def test_what_decides_bytes_under_fsdp2() -> None:
 @pytest.mark.parametrize(
     ("config", "words"),
     [
-        ({KEY: None}, "give a config with"),
+        ({KEY: None}, "FSDP2: give"),
         ({KEY: {"coverage": 0.5, "regime": "backward"}}, "regime: it gathers a unit"),
         ({"zero_optimization": {"offload_optimizer": {"device": "cpu"}}}, "offload"),
         ({"optimizer": {"type": "Lamb"}}, "whole tensors"),
