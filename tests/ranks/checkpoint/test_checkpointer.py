@@ -198,6 +198,7 @@ def saving_behind_the_training(rank: Rank) -> None:
     assert engine.load_checkpoint(str(rank.folder))[0] == str(rank.folder / "again")
 
 
+@pytest.mark.slow
 def a_rank_alone_is_told(rank: Rank) -> None:
     """At once where the other does something else; after the barrier's time limit where it does not come."""
     with mock.patch("sdp_deepspeed.distributed.monitored_barrier.TIMEOUT", timedelta(seconds=2)):

@@ -26,6 +26,8 @@ from sdp_deepspeed.plan.planner import plan_model
 from tests.helpers.ranks import Check, Rank
 from tests.helpers.sharded import sharded
 
+pytestmark = pytest.mark.slow
+
 SIZE = 4
 NUM_LAYERS = 4
 

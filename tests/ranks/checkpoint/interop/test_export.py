@@ -201,6 +201,7 @@ print(peak - before)
 """
 
 
+@pytest.mark.slow
 def test_memory_is_that_of_one_file(tmp_path: Path) -> None:
     """The model has 10 files of 16 MB; two at a time would be seen."""
     write_checkpoint(tmp_path, {f"weight/layer.{i}": torch.full((500, 1000), float(i)) for i in range(80)})
