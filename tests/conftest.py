@@ -60,7 +60,7 @@ def pytest_itemcollected(item: pytest.Item) -> None:
     tier = item.path.relative_to(TESTS).parts[0]
     if tier in TIERS:
         item.add_marker(tier)
-    if tier == "fuzz":
+    if tier == "fuzz" or item.get_closest_marker("namespaces"):
         item.add_marker("slow")
     if tier == "launcher":  # a program that did not come to its end; each rerun is in the summary
         item.add_marker(pytest.mark.flaky(reruns=1, only_rerun=["TimeoutExpired"]))
@@ -97,11 +97,16 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
         return
     sizes, maker = marker.args
     checks = [
-        pytest.param((size, maker, name), id=f"{size}-{name}", marks=getattr(getattr(check, "func", check), "pytestmark", []))
+        pytest.param((size, maker, name), id=f"{size}-{name}", marks=_marks(check))
         for size in (sizes if isinstance(sizes, tuple) else (sizes,))
         for name, check in maker(size, metafunc.config)
     ]
     metafunc.parametrize("outcome", checks, indirect=True)
+
+
+def _marks(check: Any) -> list[pytest.Mark]:
+    """`@pytest.mark.slow` on a check is a mark of its test."""
+    return getattr(getattr(check, "func", check), "pytestmark", [])
 
 
 @dataclass
