@@ -24,7 +24,7 @@ pretrain() {
 }
 
 # DeepSpeed's launcher takes as many workers as it is told, and two on one GPU would not get far.
-gpus=$(python launch/_torch.py gpus)
+gpus=$(python -c 'import torch; print(torch.cuda.device_count())')
 if [ "${DS_ACCELERATOR:-}" = cpu ]; then
   on_the_cpu="DS_ACCELERATOR=cpu"
 elif [ "$gpus" -eq 0 ]; then
@@ -39,10 +39,8 @@ if [ -n "$on_the_cpu" ]; then
   cores=$(python -c 'import os; print(len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count())')
   export DS_ACCELERATOR=cpu
   export OMP_NUM_THREADS=$((cores > workers ? cores / workers : 1))
-  if [ "$gpus" -gt 0 ]; then # else it was built when the package was installed
-    say "the GPUs stay untouched; for a run on them see launch/pretrain.py --help"
-    build_cpu_operator ShareMemCommBuilder "communication operator"
-  fi
+  if [ "$gpus" -gt 0 ]; then say "the GPUs stay untouched; for a run on them see launch/pretrain.py --help"; fi
+  build_cpu_operators
 else
   say "$workers workers, $gpus GPUs: each worker runs on its own"
 fi
