@@ -102,9 +102,7 @@ if [ "$where" = gpu ]; then
   sizes=(--model medium --sequence 1024 --precision bf16 --bucket 5e7)
 else
   export DS_ACCELERATOR=cpu
-  if [ "$gpus" -gt 0 ]; then # else it was built when the package was installed
-    build_cpu_operators
-  fi
+  build_cpu_operators
   numbers=(1 2 4 8) ranks=4 sizes=()
 fi
 few=() shapes=() worlds=(8 64 512)
