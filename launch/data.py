@@ -153,7 +153,8 @@ def _tokenizer(data: Data, sources: list[Texts], folder: Path) -> PreTrainedToke
 
 
 def _pack(texts: Texts, tokenizer: PreTrainedTokenizerBase, data: Data) -> Texts:
-    """Blocks of `sequence_length` tokens, documents one after the other; the rest of each thousand documents is left out."""
+    """Blocks of `sequence_length` tokens, one document after the other; the rest of each thousand documents is left
+    out."""
 
     def pack(batch: dict[str, list[str]], tokenizer: Any, length: int) -> dict[str, list[list[int]]]:
         documents = tokenizer(batch["text"], add_special_tokens=False, return_attention_mask=False)["input_ids"]

@@ -50,9 +50,8 @@ def build_model(recipe: Recipe, blocks: Blocks, data: Data) -> PreTrainedModel:
     if config.vocab_size < len(tokenizer):
         fail(f"model.vocab_size: got {config.vocab_size}, but the tokenizer has {len(tokenizer)} tokens")
     if getattr(config, "max_position_embeddings", data.sequence_length) < data.sequence_length:
-        fail(
-            f"data.sequence_length: {data.sequence_length}, but the model has {config.max_position_embeddings} positions"
-        )
+        positions = config.max_position_embeddings
+        fail(f"data.sequence_length: got {data.sequence_length}, but the model has {positions} positions")
     return AutoModelForCausalLM.from_config(config)
 
 
