@@ -20,7 +20,7 @@ from sdp_deepspeed.architectures.image_flops import image_shape, takes_images
 from sdp_deepspeed.training.model import build_model
 
 # Model types of ours, by the room that tells Transformers of them when it is imported. It stands above this one.
-_OURS = {"sdp_small_image_resnet": "sdp_deepspeed.vision"}
+_OURS = {"sdp_small_image_resnet": "sdp_deepspeed.architectures.small_image_resnet"}
 
 
 def classifies_images(shape: Mapping[str, Any]) -> bool:

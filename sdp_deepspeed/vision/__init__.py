@@ -1,15 +1,3 @@
-"""Images: data, models and the program behind launch/train_vision.py.
+"""Images: data, models and the program behind launch/train_vision.py."""
 
-Its import registers `sdp_small_image_resnet` with Transformers' automatic classes.
-"""
-
-from sdp_deepspeed.vision.small_image_resnet import (
-    SmallImageResNetConfig,
-    SmallImageResNetForImageClassification,
-    SmallImageResNetModel,
-    register,
-)
-
-register()
-
-__all__ = ["SmallImageResNetConfig", "SmallImageResNetForImageClassification", "SmallImageResNetModel"]
+import sdp_deepspeed.architectures.small_image_resnet  # noqa: F401

@@ -24,7 +24,7 @@ from sdp_deepspeed.vision.batches import Batch, ImageBatches, TestBatches
 from sdp_deepspeed.vision.options import VisionOptions
 from sdp_deepspeed.vision.pixels import Normalization, Pixels
 from sdp_deepspeed.vision.shapes import full_shape, try_model
-from sdp_deepspeed.vision.small_image_resnet import MODEL_TYPE
+from sdp_deepspeed.architectures.small_image_resnet import MODEL_TYPE
 
 
 @dataclass(frozen=True)

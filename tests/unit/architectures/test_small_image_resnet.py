@@ -9,7 +9,11 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModel, AutoModelForImageClassification
 
-from sdp_deepspeed.vision import SmallImageResNetConfig, SmallImageResNetForImageClassification, SmallImageResNetModel
+from sdp_deepspeed.architectures.small_image_resnet import (
+    SmallImageResNetConfig,
+    SmallImageResNetForImageClassification,
+    SmallImageResNetModel,
+)
 
 SMALL: dict[str, Any] = {"embedding_size": 4, "stage_sizes": [4, 8], "depths": [1, 2], "num_labels": 3}
 

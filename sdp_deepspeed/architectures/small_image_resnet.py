@@ -1,7 +1,8 @@
 """ResNets for small images: Transformers' own layers behind a 3x3 stem without pooling, widened on request.
 
 The stem of Transformers' ResNet takes three quarters of each side away before the first layer, which leaves 8 of the 32
-pixels of CIFAR. Its layers are untouched, so that their description (`architectures/`) holds here too.
+pixels of CIFAR. Its layers are untouched, so their description (`convolutional.py`) holds here too. Importing this module
+registers the model type with Transformers' automatic classes.
 """
 
 from __future__ import annotations
@@ -94,10 +95,7 @@ class SmallImageResNetForImageClassification(SmallImageResNetPreTrainedModel, Re
         self.post_init()
 
 
-def register() -> None:
-    """Make Transformers' automatic classes know the model type."""
-    AutoConfig.register(MODEL_TYPE, SmallImageResNetConfig, exist_ok=True)
-    AutoModel.register(SmallImageResNetConfig, SmallImageResNetModel, exist_ok=True)
-    AutoModelForImageClassification.register(
-        SmallImageResNetConfig, SmallImageResNetForImageClassification, exist_ok=True
-    )
+# Transformers' automatic classes know the model type once this is imported.
+AutoConfig.register(MODEL_TYPE, SmallImageResNetConfig, exist_ok=True)
+AutoModel.register(SmallImageResNetConfig, SmallImageResNetModel, exist_ok=True)
+AutoModelForImageClassification.register(SmallImageResNetConfig, SmallImageResNetForImageClassification, exist_ok=True)
