@@ -24,6 +24,8 @@ from benchmarks.tables.systems import PARTS
 from sdp_deepspeed.config import MODES
 from tests.helpers.ranks import Rank
 
+pytestmark = pytest.mark.slow
+
 SHAPE = MODELS["tiny"]
 LAYERS = num_parameters(SHAPE) - num_parameters(SHAPE | {"num_hidden_layers": 0})
 BYTES = 4 * num_parameters(SHAPE)

@@ -1,0 +1,54 @@
+"""Small sets of images with the columns that those of the hub have, on disk in each form that `datasets` reads."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import datasets
+import numpy as np
+from PIL import Image
+
+CLASSES = ("plane", "cat", "ship")
+
+
+def rows(num: int, *, size: int = 8, width: int | None = None, seed: int = 0) -> dict[str, list[Any]]:
+    """Images of noise, `size` high; the label is the position modulo 3, and in the first pixel."""
+    generator = np.random.default_rng(seed)
+    pixels = generator.integers(0, 256, (num, size, width or size, 3), dtype=np.uint8)
+    labels = [index % len(CLASSES) for index in range(num)]
+    pixels[:, 0, 0, 0] = labels
+    return {"img": [Image.fromarray(image) for image in pixels], "label": labels}
+
+
+def dataset(num: int, *, image: str = "img", label: str = "label", named: bool = True, **shape: int) -> Any:
+    found = rows(num, **shape)
+    kind = datasets.ClassLabel(names=list(CLASSES)) if named else datasets.Value("int64")
+    features = datasets.Features({image: datasets.Image(), label: kind})
+    return datasets.Dataset.from_dict({image: found["img"], label: found["label"]}, features=features)
+
+
+def write_disk(folder: Path, num_train: int = 12, num_test: int = 7, **options: Any) -> Path:
+    """As `save_to_disk`."""
+    splits = {"train": dataset(num_train, **options), "test": dataset(num_test, **options | {"seed": 1})}
+    datasets.DatasetDict(splits).save_to_disk(str(folder))
+    return folder
+
+
+def write_parquet(folder: Path, num_train: int = 12, num_test: int = 7, **options: Any) -> Path:
+    """As the hub's mirrors."""
+    folder.mkdir(parents=True)
+    for name, num, seed in (("train", num_train, 0), ("test", num_test, 1)):
+        dataset(num, **options | {"seed": seed}).to_parquet(str(folder / f"{name}-00000-of-00001.parquet"))
+    return folder
+
+
+def write_folders(folder: Path, num_train: int = 12, num_test: int = 7, **shape: int) -> Path:
+    """One folder for each class."""
+    for name, num in (("train", num_train), ("test", num_test)):
+        found = rows(num, **shape)
+        for index, (image, label) in enumerate(zip(found["img"], found["label"], strict=True)):
+            place = folder / name / CLASSES[label]
+            place.mkdir(parents=True, exist_ok=True)
+            image.save(place / f"{index:03d}.png")
+    return folder

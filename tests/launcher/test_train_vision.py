@@ -1,0 +1,88 @@
+"""launch/train_vision.py on scikit-learn's digits: stopped and resumed, exported, and without subnetworks."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import yaml
+from datasets import load_dataset
+from transformers import AutoImageProcessor, AutoModelForImageClassification
+
+import sdp_deepspeed.architectures.small_image_resnet  # noqa: F401  # its model type
+from tests.helpers.image_data import write_folders
+from tests.helpers.programs import Ranks, run, trainer_log
+
+pytest.importorskip("sklearn")
+PROGRAM = "train_vision.py"
+RECIPE: dict[str, Any] = {
+    "model": {"model_type": "sdp_small_image_resnet", "embedding_size": 4, "stage_sizes": [4, 8], "depths": [2, 2]},
+    "data": {"path": "digits", "size": 8, "padding": 1},
+    "training": {
+        "per_device_train_batch_size": 64,  # 11 steps in an epoch
+        "learning_rate": 3e-3,
+        "lr_scheduler_type": "constant",  # rates do not depend on when the run is to end
+        "logging_steps": 1,
+        "disable_tqdm": True,
+        "report_to": "none",
+    },
+    "deepspeed": {
+        "train_micro_batch_size_per_gpu": "auto",
+        "gradient_accumulation_steps": "auto",
+        "gradient_clipping": "auto",
+        "zero_optimization": {"stage": 1},
+        "optimizer": {"type": "AdamW", "params": {"lr": "auto", "weight_decay": "auto", "torch_adam": True}},
+        "subnetwork_data_parallel": {"coverage": 0.5, "strategy": "neuron"},
+    },
+}
+
+
+def command(folder: Path, output: str, steps: int, *overrides: str) -> list[str]:
+    recipe = folder / "recipe.yaml"
+    recipe.write_text(yaml.safe_dump(RECIPE))
+    settings = [f"training.output_dir={folder / output}", f"training.max_steps={steps}"]
+    return [PROGRAM, str(recipe), *settings, *overrides]
+
+
+def test_a_run_that_was_stopped_goes_on_as_if_it_had_not_been(tmp_path: Path) -> None:
+    with Ranks(command(tmp_path, "stopped", 1_000_000), tmp_path / "stopped.log") as ranks:
+        ranks.wait_for(lambda output: output.count("'grad_norm'") >= 13)  # in the second epoch
+        ranks.processes[1].terminate()  # all stop together
+        assert "the same command resumes" in ranks.finish()
+    stopped_at = len(trainer_log(tmp_path / "stopped"))
+    steps = stopped_at + 2
+    run(command(tmp_path, "stopped", steps), tmp_path / "resumed.log")
+    run(command(tmp_path, "straight", steps), tmp_path / "straight.log")
+    resumed, straight = trainer_log(tmp_path / "stopped"), trainer_log(tmp_path / "straight")
+    assert len(straight) == steps
+    assert resumed == straight
+    exported = [(tmp_path / name / "hf" / "model.safetensors").read_bytes() for name in ("stopped", "straight")]
+    assert exported[0] == exported[1]
+
+
+def test_images_of_a_folder_are_trained_and_the_export_has_the_accuracy_that_was_measured(tmp_path: Path) -> None:
+    images = write_folders(tmp_path / "images", num_train=24, num_test=18)
+    overrides = [f"data.path={images}", "training.per_device_train_batch_size=6", "training.learning_rate=0.01"]
+    run(command(tmp_path, "run", 4, *overrides), tmp_path / "log")
+    folder = tmp_path / "run" / "hf"
+    model, processor = AutoModelForImageClassification.from_pretrained(folder), AutoImageProcessor.from_pretrained(folder)
+    test = load_dataset(str(images), split="test")
+    with torch.no_grad():
+        chosen = model.eval()(**processor([*test["image"]], return_tensors="pt")).logits.argmax(-1)
+    measured = json.loads((tmp_path / "run" / "eval_results.json").read_text())["eval_top1"]
+    assert measured == pytest.approx((chosen == torch.tensor(test["label"])).float().mean().item())
+    assert model.config.id2label == dict(enumerate(test.features["label"].names))
+
+
+def test_sdp_off_trains_as_full_coverage(tmp_path: Path) -> None:
+    off, full = (
+        run(command(tmp_path, name, 2, override), tmp_path / f"{name}.log")
+        for name, override in (("off", "sdp=off"), ("full", "sdp.coverage=1.0"))
+    )
+    assert "coverage" in full
+    assert "coverage" not in off
+    losses = [[entry["loss"] for entry in trainer_log(tmp_path / name)] for name in ("off", "full")]
+    assert losses[0] == pytest.approx(losses[1], abs=1e-4)  # rounding: the gradients are summed in another order
