@@ -41,7 +41,7 @@ make_folder() {
 [ -z "$folder" ] || make_folder
 source launch/_environment.sh "" # without an argument the sourced script would see ours
 
-gpus=$(python launch/_torch.py gpus)
+gpus=$(python -c 'import torch; print(torch.cuda.device_count())')
 if [ -z "$where" ]; then
   if [ "$gpus" -gt 0 ] && [ "${DS_ACCELERATOR:-}" != cpu ]; then where=gpu; else where=cpu; fi
 elif [ "$where" = gpu ] && [ "$gpus" -eq 0 ]; then
@@ -102,9 +102,7 @@ if [ "$where" = gpu ]; then
   sizes=(--model medium --sequence 1024 --precision bf16 --bucket 5e7)
 else
   export DS_ACCELERATOR=cpu
-  if [ "$gpus" -gt 0 ]; then # else it was built when the package was installed
-    build_cpu_operator ShareMemCommBuilder "communication operator"
-  fi
+  build_cpu_operators
   numbers=(1 2 4 8) ranks=4 sizes=()
 fi
 few=() shapes=() worlds=(8 64 512)

@@ -82,7 +82,7 @@ def read_recipe(description: str, sections: Sequence[str], arguments: Sequence[s
     parser.add_argument("--local_rank", help=argparse.SUPPRESS)  # of the deepspeed launcher
     options = parser.parse_intermixed_args(arguments)
     try:
-        found = yaml.load(options.recipe.read_text(encoding="utf-8"), _Loader)  # noqa: S506  # a SafeLoader
+        found = yaml.load(options.recipe.read_text(encoding="utf-8"), _Loader)  # of safe tags only
     except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
         fail(f"{options.recipe}: {error}")
     if not isinstance(found, dict):
@@ -102,7 +102,9 @@ def read_recipe(description: str, sections: Sequence[str], arguments: Sequence[s
     except ValueError as error:
         fail(error)
     known = {name: found.get(name, {}) for name in ("model", "data", "training")}
-    return Recipe(**known, deepspeed=found.get("deepspeed"), block=holder.get(KEY, {}), prepare_only=options.prepare_only)
+    return Recipe(
+        **known, deepspeed=found.get("deepspeed"), block=holder.get(KEY, {}), prepare_only=options.prepare_only
+    )
 
 
 def _override(found: dict[str, Any], override: str, sections: Sequence[str]) -> None:
@@ -110,7 +112,7 @@ def _override(found: dict[str, Any], override: str, sections: Sequence[str]) -> 
     path, equals, text = override.partition("=")
     if not equals:
         fail(f"{override!r}: expected key=value, such as training.max_steps=20")
-    keys, value = path.split("."), yaml.load(text, _Loader)  # noqa: S506
+    keys, value = path.split("."), yaml.load(text, _Loader)
     if keys[0] == "sdp":
         keys[:1] = [KEY] if KEY in sections else ["deepspeed", KEY]
         if isinstance(value, bool) and keys[-1] == KEY:
@@ -159,7 +161,8 @@ def section_of(kind: type[Kind], values: dict[str, Any], where: str, **more: Any
 
 def training_arguments(recipe: Recipe, **defaults: Any) -> TrainingArguments:
     """The Trainer's arguments; starts the process group of a distributed run."""
-    values = {"use_cpu": not torch.cuda.is_available(), "data_seed": recipe.training.get("seed", 42)} | defaults
+    use_cpu = os.environ.get("DS_ACCELERATOR") == "cpu" or not torch.cuda.is_available()
+    values = {"use_cpu": use_cpu, "data_seed": recipe.training.get("seed", 42)} | defaults
     if recipe.training.get("enable_jit_checkpoint"):
         fail("training.enable_jit_checkpoint: ranks may save at different steps; SIGTERM saves without it")
     return section_of(TrainingArguments, values | recipe.training, "training", deepspeed=recipe.deepspeed)

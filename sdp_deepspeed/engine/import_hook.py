@@ -87,7 +87,9 @@ def _patch_deepspeed() -> None:
     from deepspeed.utils import logger
 
     from sdp_deepspeed.engine.abandoned_builds import remove_abandoned_builds
+    from sdp_deepspeed.engine.shared_memory import patch_backend
 
+    patch_backend()
     for text in remove_abandoned_builds():  # now, because the first operator is built before any engine
         logger.warning(text)
     if "__new__" not in vars(DeepSpeedEngine):

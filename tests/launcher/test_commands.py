@@ -27,7 +27,7 @@ def test_a_mistake_is_one_line_and_exit_code_2() -> None:
         env=os.environ | {"RANK": "0", "WORLD_SIZE": "1", "PYTHONPATH": str(ROOT)},
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=300,
     )
     assert result.returncode == USER_ERROR_EXIT_CODE
     assert result.stderr == "error: --model: cannot read nowhere.json: No such file or directory\n"
@@ -35,7 +35,7 @@ def test_a_mistake_is_one_line_and_exit_code_2() -> None:
 
 def test_the_quickstart_takes_no_arguments() -> None:
     result = subprocess.run(
-        ["bash", "launch/quickstart.sh", "test"], cwd=ROOT, capture_output=True, text=True, timeout=9
+        ["bash", "launch/quickstart.sh", "test"], cwd=ROOT, capture_output=True, text=True, timeout=300
     )
     assert result.returncode == 2
     assert result.stderr.startswith("error: quickstart.sh takes no arguments, got: test;")
@@ -50,7 +50,7 @@ def heavy_modules_of(*arguments: str) -> set[str]:
         f"print('imported:', *sorted({HEAVY!r} & sys.modules.keys()), file=sys.stderr)\nsys.exit(code)"
     )
     command = [sys.executable, "-c", script, *arguments]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60)
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
     return set(done.stderr.splitlines()[-1].split()[1:])
 
@@ -64,7 +64,7 @@ def test_what_needs_no_tensors_imports_nothing_heavy(tmp_path: Path) -> None:
 @pytest.mark.parametrize("verb", [verb for verb in VERBS if verb not in NEW])
 def test_old_forms_say_what_they_are_called_now(verb: str) -> None:
     command = [sys.executable, "-m", f"sdp_deepspeed.{verb}", "--help"]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60)
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
     assert done.stdout.startswith(f"usage: python -m sdp_deepspeed.{verb} ")
     assert f"is now called: sdp {verb} " in done.stderr
@@ -72,7 +72,7 @@ def test_old_forms_say_what_they_are_called_now(verb: str) -> None:
 
 def test_the_package_is_a_command() -> None:
     done = subprocess.run(
-        [sys.executable, "-m", "sdp_deepspeed", "estimate"], cwd=ROOT, capture_output=True, text=True, timeout=60
+        [sys.executable, "-m", "sdp_deepspeed", "estimate"], cwd=ROOT, capture_output=True, text=True, timeout=300
     )
     assert done.returncode == 0, done.stderr
     assert done.stdout.startswith("8 ranks, C = 0.5, forward regime, bf16, 1 micro-steps\n")

@@ -20,7 +20,7 @@ def checkout(tmp_path: Path) -> Path:
     for folder in ("launch", "benchmarks", "elsewhere"):
         (tmp_path / folder).mkdir()
     shutil.copy(ROOT / "benchmarks/run.sh", tmp_path / "benchmarks")
-    (tmp_path / "launch/_environment.sh").write_text('say() { echo "==> $*"; }\nbuild_cpu_operator() { echo "$1"; }\n')
+    (tmp_path / "launch/_environment.sh").write_text('say() { echo "==> $*"; }\nbuild_cpu_operators() { :; }\n')
     (tmp_path / "deepspeed").write_text(f"#!/bin/bash\n{MEASURES}")
     (tmp_path / "python").write_text(f"#!/bin/bash\n{PYTHON}{MEASURES} ;; esac\n")
     for name in ("python", "deepspeed"):

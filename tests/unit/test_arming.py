@@ -28,7 +28,7 @@ def started(folder: Path, **environment: str) -> str:
         else [sys.executable, "-c", PROGRAM, str(folder)]
     )
     done = subprocess.run(
-        command, capture_output=True, text=True, timeout=60, env={**os.environ, **environment}, cwd=folder
+        command, capture_output=True, text=True, timeout=300, env={**os.environ, **environment}, cwd=folder
     )
     assert not done.stderr
     return done.stdout.strip()

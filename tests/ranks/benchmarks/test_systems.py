@@ -27,6 +27,8 @@ from sdp_deepspeed.config import MODES
 from tests.helpers.ranks import Rank
 from tests.helpers.repository import ROOT
 
+pytestmark = pytest.mark.slow
+
 SHAPE = MODELS["tiny"]
 LAYERS = num_parameters(SHAPE) - num_parameters(SHAPE | {"num_hidden_layers": 0})
 BYTES = 4 * num_parameters(SHAPE)

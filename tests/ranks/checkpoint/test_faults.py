@@ -28,6 +28,8 @@ from tests.helpers.ranks import Rank
 from tests.helpers.trained_states import names_in
 from tests.helpers.training import assert_identical, dense_state, engine_of, refusal, train
 
+pytestmark = pytest.mark.slow
+
 PAGE = os.sysconf("SC_PAGE_SIZE")
 LARGEST = 2**15  # bytes of a file: chunks of tensors have more, all others less, the rendezvous of the ranks too
 

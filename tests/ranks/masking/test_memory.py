@@ -286,7 +286,7 @@ SAMPLED = (  # all pairs of stage, regime and strategy
 
 def _checks(size: int, config: pytest.Config) -> list[tuple[str, Check]]:
     """Peaks take long, as a tracker sees every tensor; all of them if the whole grid is asked for."""
-    full = config.getoption("full_grid")
+    full = config.getoption("--full")
     given_back = (given_back_before_the_optimizer.__name__, given_back_before_the_optimizer)
     return [given_back, *CASES.items(), *((name, peak) for name, peak in PEAKS.items() if full or name[5:] in SAMPLED)]
 

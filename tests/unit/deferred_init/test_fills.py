@@ -63,6 +63,7 @@ def test_bits_and_random_stream(name: str, num_threads: int) -> None:
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("init", [nn.init.normal_, partial(nn.init.uniform_, a=-0.1, b=0.3), nn.init.kaiming_uniform_])
+@pytest.mark.slow
 def test_a_large_tensor(init: Callable[[torch.Tensor], object], dtype: torch.dtype, filled: mock.Mock) -> None:
     """As large as it must be to be divided; three stretches."""
     build = partial(one_weight, (LARGE // 16, 16), init, dtype=dtype)

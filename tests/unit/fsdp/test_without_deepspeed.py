@@ -53,7 +53,7 @@ print("done")
 
 def test_it_runs(tmp_path: Path) -> None:
     command = [sys.executable, "-c", PROGRAM, str(tmp_path / "rendezvous"), str(tmp_path / "saved")]
-    result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=100, check=False)
+    result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300, check=False)
     assert result.stdout.endswith("done\n"), result.stderr[-2000:]
     assert f"error: this {NEEDS_DEEPSPEED}\n" in result.stderr
     assert "Traceback" not in result.stderr

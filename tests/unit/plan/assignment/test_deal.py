@@ -33,6 +33,8 @@ from tests.helpers.assignment_tables import (
 )
 from tests.helpers.properties import examples, is_thorough, large
 
+pytestmark = pytest.mark.slow
+
 Case = tuple[list[UnitCost], Branches | None]
 
 

@@ -13,6 +13,8 @@ from sdp_deepspeed.units import UnitCost
 from tests.helpers.assignment_tables import ATTENTION, MLP, check_table, counts, equal_units, gap, loads
 from tests.helpers.properties import examples, large
 
+pytestmark = pytest.mark.slow
+
 
 @st.composite
 def problems(draw: st.DrawFn) -> tuple[list[UnitCost], int, int]:
