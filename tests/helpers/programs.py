@@ -26,18 +26,19 @@ PATH = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
 
 
 class Ranks:
-    """Two ranks of a program, forked.
+    """Ranks of a program, forked.
 
     Args:
         arguments: of the command line, beginning with the program's file name in launch/.
         log: file for their output.
+        size: how many.
     """
 
-    def __init__(self, arguments: Sequence[str], log: Path) -> None:
+    def __init__(self, arguments: Sequence[str], log: Path, size: int = NUM_RANKS) -> None:
         log.write_text("")
         self.log, context, port = log, forkserver_context(), free_port()
         self.processes = [
-            context.Process(target=_run, args=(rank, port, log, list(arguments))) for rank in range(NUM_RANKS)
+            context.Process(target=_run, args=(rank, size, port, log, list(arguments))) for rank in range(size)
         ]
 
     def __enter__(self) -> Ranks:
@@ -60,23 +61,23 @@ class Ranks:
         for process in self.processes:
             process.join(max(0.0, deadline - time.monotonic()))
         codes, output = [process.exitcode for process in self.processes], self.log.read_text()
-        assert codes == [0] * NUM_RANKS, f"{codes}\n{output[-4000:]}"
+        assert not any(codes), f"{codes}\n{output[-4000:]}"
         return output
 
 
-def run(arguments: Sequence[str], log: Path) -> str:
+def run(arguments: Sequence[str], log: Path, size: int = NUM_RANKS) -> str:
     """Forked ranks from start to end; returns their output."""
-    with Ranks(arguments, log) as ranks:
+    with Ranks(arguments, log, size) as ranks:
         return ranks.finish()
 
 
-def _run(rank: int, port: int, log: Path, arguments: list[str]) -> None:
+def _run(rank: int, size: int, port: int, log: Path, arguments: list[str]) -> None:
     output = os.open(log, os.O_WRONLY | os.O_APPEND)
     for stream in (1, 2):
         os.dup2(output, stream)
     for stream in (sys.stdout, sys.stderr):
         stream.reconfigure(line_buffering=True)  # type: ignore[union-attr]
-    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(NUM_RANKS), "PATH": PATH}
+    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(size), "PATH": PATH}
     os.environ |= {"MASTER_ADDR": "localhost", "MASTER_PORT": str(port)}
     sys.path.insert(0, str(ROOT / "launch"))
     sys.argv = arguments

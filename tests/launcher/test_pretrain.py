@@ -1,0 +1,177 @@
+"""launch/pretrain.py: stopped and resumed, mapped and streamed, on other numbers of ranks, without its launcher."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import signal
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import yaml
+from datasets import Dataset
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from tests.helpers.ports import free_port
+from tests.helpers.programs import Ranks, launched, run, trainer_log
+
+LENGTH = 16
+RECIPE: dict[str, Any] = {
+    "model": {
+        "model_type": "llama",
+        "hidden_size": 16,
+        "intermediate_size": 32,
+        "num_hidden_layers": 4,
+        "num_attention_heads": 2,
+        "max_position_embeddings": 32,
+    },
+    "data": {
+        "sequence_length": LENGTH,
+        "vocab_size": 300,
+        "validation_fraction": 0.1,
+        "validation_blocks": 8,
+    },
+    "training": {
+        "per_device_train_batch_size": 4,
+        "learning_rate": 1e-2,
+        "lr_scheduler_type": "constant",  # rates do not depend on when the run is to end
+        "logging_steps": 1,
+        "save_steps": 1000,
+        "disable_tqdm": True,
+        "report_to": "none",
+    },
+    "deepspeed": {
+        "train_micro_batch_size_per_gpu": "auto",
+        "gradient_accumulation_steps": "auto",
+        "gradient_clipping": "auto",
+        "optimizer": {"type": "AdamW", "params": {"lr": "auto", "weight_decay": "auto", "torch_adam": True}},
+        "zero_optimization": {"stage": 1},
+        # A phase ends in the middle of the second epoch, and draws change during the first one.
+        "subnetwork_data_parallel": {
+            "schedule": [{"until_step": 16, "coverage": 0.5}, {"coverage": 1.0}],
+            "redraw_interval": 4,
+        },
+    },
+}
+
+
+@pytest.fixture
+def text(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+    """A source of some 90 blocks of LENGTH tokens: at 8 a step an epoch has about 11 steps."""
+    monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "cache"))
+    draw = random.Random(0)
+    words = ["".join(draw.choices("abcdef", k=3)) for _ in range(40)]
+    rows = [{"text": " ".join(draw.choices(words, k=24))} for _ in range(40)]
+    Dataset.from_list(rows).to_parquet(str(tmp_path / "text.parquet"), batch_size=5)
+    return {"path": "parquet", "data_files": str(tmp_path / "text.parquet")}
+
+
+def command(folder: Path, source: dict[str, Any], output: str, steps: int, *overrides: str) -> list[str]:
+    recipe = folder / "recipe.yaml"
+    recipe.write_text(yaml.safe_dump(RECIPE | {"data": RECIPE["data"] | {"sources": [source]}}))
+    settings = [f"training.output_dir={folder / output}", f"training.max_steps={steps}"]
+    return ["pretrain.py", str(recipe), *settings, *overrides]
+
+
+def steps_of(output: str) -> int:
+    return output.count("'grad_norm'")
+
+
+def exported(folder: Path) -> bytes:
+    return (folder / "hf" / "model.safetensors").read_bytes()
+
+
+@pytest.mark.parametrize("size", [2, pytest.param(4, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("streaming", [False, True])
+def test_a_run_that_was_stopped_goes_on_as_if_it_had_not_been(
+    tmp_path: Path, text: dict[str, Any], streaming: bool, size: int
+) -> None:
+    options = [f"data.streaming={streaming}", f"training.per_device_train_batch_size={8 // size}"]
+    with Ranks(command(tmp_path, text, "stopped", 1_000_000, *options), tmp_path / "stopped.log", size) as ranks:
+        ranks.wait_for(lambda output: steps_of(output) >= 5)  # in the first epoch and phase, between two draws
+        os.kill(ranks.processes[1].pid or 0, signal.SIGTERM)  # one is asked, all stop
+        assert "the same command resumes" in ranks.finish()
+    stopped_at = len(trainer_log(tmp_path / "stopped"))
+    steps = max(18, stopped_at + 3)
+    run(command(tmp_path, text, "stopped", steps, *options), tmp_path / "resumed.log", size)
+    run(command(tmp_path, text, "straight", steps, *options), tmp_path / "straight.log", size)
+    resumed, straight = (
+        [entry | {"epoch": None} for entry in trainer_log(tmp_path / name)]  # of a stream it is a share of max_steps
+        for name in ("stopped", "straight")
+    )
+    assert len(straight) == steps
+    assert resumed == straight
+    assert {"subnetwork_loss", "loss"} <= {name for entry in straight for name in entry}, "both phases"
+    assert exported(tmp_path / "stopped") == exported(tmp_path / "straight")
+
+
+def test_the_order_of_samples_is_the_same_on_any_number_of_ranks(tmp_path: Path, text: dict[str, Any]) -> None:
+    """At C = 1 the same global batches give the same losses, with other ranks from the middle of an epoch on."""
+    whole = ["sdp.schedule=null", "sdp.redraw_interval=null", "sdp.coverage=1.0"]
+    run(command(tmp_path, text, "two", 14, *whole), tmp_path / "two.log")
+    for ranks, steps in ((2, 7), (1, 14)):
+        sizes = [f"training.per_device_train_batch_size={8 // ranks // 2}", "training.gradient_accumulation_steps=2"]
+        run(command(tmp_path, text, "other", steps, *whole, *sizes), tmp_path / f"{ranks}.log", ranks)
+    losses = [[entry["loss"] for entry in trainer_log(tmp_path / name)] for name in ("two", "other")]
+    assert len(losses[0]) == 14
+    assert losses[1] == pytest.approx(losses[0], abs=2e-4)  # rounding of sums, in fp32
+
+
+def test_the_export_is_the_dense_model_that_was_evaluated(tmp_path: Path, text: dict[str, Any]) -> None:
+    run(command(tmp_path, text, "run", 3), tmp_path / "log")
+    folder = tmp_path / "run"
+    model, tokenizer = AutoModelForCausalLM.from_pretrained(folder / "hf"), AutoTokenizer.from_pretrained(folder / "hf")
+    assert model.config.vocab_size == len(tokenizer)
+    from data import Data, load_blocks
+
+    rows = load_blocks(Data([text], **RECIPE["data"]), 42, folder).validation
+    ids = torch.tensor([row["input_ids"] for row in rows])
+    with torch.no_grad():
+        loss = model.eval()(ids, labels=ids).loss.item()
+    measured = json.loads((folder / "eval_results.json").read_text())["eval_loss"]
+    assert measured == pytest.approx(loss, rel=1e-5)  # fp32, other batches
+
+
+@pytest.mark.parametrize("launcher", ["deepspeed", "torchrun"])
+def test_a_run_whose_launcher_is_gone_saves_and_stops(tmp_path: Path, text: dict[str, Any], launcher: str) -> None:
+    program, *arguments = command(tmp_path, text, "run", 1_000_000)
+    scripts = Path(sys.executable).parent
+    if launcher == "deepspeed":
+        start = [str(scripts / "deepspeed"), "--num_gpus", "2", "--master_port", str(free_port())]
+    else:
+        start = [str(scripts / "torchrun"), "--standalone", "--nproc-per-node", "2"]
+    with launched([*start, f"launch/{program}", *arguments], tmp_path / "log") as running:
+        running.wait_for(lambda output: steps_of(output) >= 2)
+        ranks = running.tree()[1:]
+        running.process.kill()  # it can tell nobody
+        for rank in ranks:
+            rank.wait(300)
+        assert "the same command resumes" in (tmp_path / "log").read_text()
+    steps = len(trainer_log(tmp_path / "run"))
+    assert steps >= 2
+    run(command(tmp_path, text, "run", steps + 1), tmp_path / "resumed.log")
+    assert len(trainer_log(tmp_path / "run")) == steps + 1
+
+
+@pytest.mark.parametrize(
+    ("override", "said"),
+    [
+        ("model.vocab_size=10", "model.vocab_size: got 10, but the tokenizer has"),
+        ("data.sequence_length=64", "data.sequence_length: got 64, but the model has 32 positions"),
+        ("training.per_device_train_batch_size=5000", "a step takes 10000"),
+        ("data.sources=[{path: parquet, data_files: gone.parquet}]", "gone.parquet"),
+    ],
+)
+def test_what_cannot_train_ends_before_it_begins(
+    tmp_path: Path, text: dict[str, Any], override: str, said: str
+) -> None:
+    log = tmp_path / "log"
+    with Ranks(command(tmp_path, text, "run", 3, override), log) as ranks:
+        ranks.wait_for(lambda output: "error: " in output)
+    errors = [line for line in log.read_text().splitlines() if line.startswith("error: ")]
+    assert len(errors) == 1
+    assert said in errors[0]
