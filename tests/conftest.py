@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fnmatch
 import gc
 import os
 from collections.abc import Callable, Iterable, Iterator
@@ -53,7 +54,9 @@ def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "namespaces: on two hosts, network namespaces of this machine; needs root")
     for name, what in TIERS.items():
         config.addinivalue_line("markers", f"{name}: {what} (set by folder)")
-    config.addinivalue_line("markers", "checks(sizes, maker): a test for each check that maker(size, config) lists")
+    config.addinivalue_line(
+        "markers", "checks(sizes, maker, slow=()): a test for each check that maker(size, config) lists; slow: patterns"
+    )
 
 
 def pytest_itemcollected(item: pytest.Item) -> None:
@@ -91,22 +94,26 @@ Maker = Callable[[int, pytest.Config], Iterable[tuple[str, Any]]]
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    """`@pytest.mark.checks(size, maker)` on a test with the argument `outcome`: a test per check, one set of ranks."""
+    """`@pytest.mark.checks(size, maker)` on a test with the argument `outcome`: a test per check, one set of ranks.
+
+    Checks are slow by a mark of the function, or where "size-name" matches a pattern of `slow`.
+    """
     marker = metafunc.definition.get_closest_marker("checks")
     if marker is None:
         return
     sizes, maker = marker.args
+    slow = marker.kwargs.get("slow", ())
     checks = [
-        pytest.param((size, maker, name), id=f"{size}-{name}", marks=_marks(check))
+        pytest.param((size, maker, name), id=f"{size}-{name}", marks=_marks(f"{size}-{name}", check, slow))
         for size in (sizes if isinstance(sizes, tuple) else (sizes,))
         for name, check in maker(size, metafunc.config)
     ]
     metafunc.parametrize("outcome", checks, indirect=True)
 
 
-def _marks(check: Any) -> list[pytest.Mark]:
-    """`@pytest.mark.slow` on a check is a mark of its test."""
-    return getattr(getattr(check, "func", check), "pytestmark", [])
+def _marks(name: str, check: Any, slow: Iterable[str]) -> list[Any]:
+    matched = any(fnmatch.fnmatchcase(name, pattern) for pattern in slow)
+    return [pytest.mark.slow] if matched else getattr(getattr(check, "func", check), "pytestmark", [])
 
 
 @dataclass
