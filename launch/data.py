@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from itertools import chain, islice
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 import xxhash
@@ -26,7 +26,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedToken
 
 END_OF_TEXT = "<|endoftext|>"
 
-Texts = Dataset | IterableDataset
+Texts: TypeAlias = "Dataset | IterableDataset"
 
 
 @dataclass
