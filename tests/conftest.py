@@ -72,9 +72,10 @@ def pytest_itemcollected(item: pytest.Item) -> None:
 @pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     if not config.getoption("--full") and "slow" not in config.option.markexpr:
-        slow = [item for item in items if item.get_closest_marker("slow")]
+        on_a_gpu = config.getoption("--gpu")
+        slow = [i for i in items if i.get_closest_marker("slow") and not (on_a_gpu and i.get_closest_marker("gpu"))]
         config.hook.pytest_deselected(items=slow)
-        items[:] = [item for item in items if not item.get_closest_marker("slow")]
+        items[:] = [item for item in items if item not in set(slow)]
     if config.getoption("--gpu"):
         if (reason := why_no_gpu()) is not None:
             raise pytest.UsageError(f"--gpu: {reason}")

@@ -35,8 +35,8 @@ Check = Callable[[Rank], None]
 
 @dataclass(frozen=True)
 class Eager:
-    """A check in which DeepSpeed's Muon runs as it is written, since compiling it takes a minute, and in fp32: where the
-    CPU has instructions for fp16 it takes those, and a difference in the last bit becomes 2**-11."""
+    """A check in which DeepSpeed's Muon runs as it is written, since compiling it takes a minute, and in fp32: where
+    the CPU has instructions for fp16 it takes those, and a difference in the last bit becomes 2**-11."""
 
     check: Check
 
@@ -297,6 +297,6 @@ def _cases(size: int, options: pytest.Config) -> Iterator[tuple[str, Any]]:
         yield check.__name__, Eager(check)
 
 
-@pytest.mark.checks((2, 3), _cases)
+@pytest.mark.checks((2, 3), _cases, slow=["*Momentum8bit*", "*Adafactor*", "*Lamb*", "*offload*", "2-resumes-*"])
 def test_whole_tensors(outcome: str | None) -> None:
     assert outcome is None, outcome
