@@ -13,6 +13,7 @@ import pytest
 from hypothesis import settings
 
 from tests.helpers.gpus import ON_THE_CPU, why_no_gpu
+from tests.helpers.programs import START_UP
 from tests.helpers.properties import THOROUGH
 from tests.helpers.repository import TESTS
 from tests.helpers.shared_memory import sweep_segments
@@ -65,8 +66,8 @@ def pytest_itemcollected(item: pytest.Item) -> None:
         item.add_marker(tier)
     if tier == "fuzz" or item.get_closest_marker("namespaces"):
         item.add_marker("slow")
-    if tier == "launcher":  # a program that did not come to its end; each rerun is in the summary
-        item.add_marker(pytest.mark.flaky(reruns=1, only_rerun=["TimeoutExpired"]))
+    if tier == "launcher":  # each rerun is in the summary: it may have been a deadlock
+        item.add_marker(pytest.mark.flaky(reruns=1, only_rerun=[f"{START_UP}: time limit"]))
 
 
 @pytest.hookimpl(trylast=True)

@@ -137,6 +137,7 @@ def test_the_export_is_the_dense_model_that_was_evaluated(tmp_path: Path, text: 
 
 
 @pytest.mark.parametrize("launcher", ["deepspeed", "torchrun"])
+@pytest.mark.slow
 def test_a_run_whose_launcher_is_gone_saves_and_stops(tmp_path: Path, text: dict[str, Any], launcher: str) -> None:
     program, *arguments = command(tmp_path, text, "run", 1_000_000)
     scripts = Path(sys.executable).parent
