@@ -13,7 +13,7 @@ import torch
 import yaml
 from transformers import AutoModelForCausalLM
 
-from launch.data import Data, collate, load_blocks
+from data import Data, collate, load_blocks
 from tests.helpers.programs import NUM_RANKS, launched, run
 from tests.helpers.repository import ROOT
 

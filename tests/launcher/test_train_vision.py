@@ -68,7 +68,10 @@ def test_images_of_a_folder_are_trained_and_the_export_has_the_accuracy_that_was
     overrides = [f"data.path={images}", "training.per_device_train_batch_size=6", "training.learning_rate=0.01"]
     run(command(tmp_path, "run", 4, *overrides), tmp_path / "log")
     folder = tmp_path / "run" / "hf"
-    model, processor = AutoModelForImageClassification.from_pretrained(folder), AutoImageProcessor.from_pretrained(folder)
+    model, processor = (
+        AutoModelForImageClassification.from_pretrained(folder),
+        AutoImageProcessor.from_pretrained(folder),
+    )
     test = load_dataset(str(images), split="test")
     with torch.no_grad():
         chosen = model.eval()(**processor([*test["image"]], return_tensors="pt")).logits.argmax(-1)
