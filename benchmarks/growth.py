@@ -27,10 +27,10 @@ from benchmarks.common.device import device, device_name
 from benchmarks.common.models import NARROW
 from benchmarks.common.provenance import write_result
 from benchmarks.common.ranks import option_parser
+from benchmarks.common.traffic_counter import TrafficCounter
 from benchmarks.systems.nobody_else import enter_world
 from benchmarks.systems.subjects import Subject
 from sdp_deepspeed.config import MODES
-from sdp_deepspeed.measure.traffic import TrafficCounter
 
 BUCKET = 500_000  # elements; more than eight layers have
 COVERAGE = 0.5

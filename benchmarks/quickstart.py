@@ -20,8 +20,8 @@ from transformers import Trainer, TrainerCallback
 ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT), str(ROOT / "launch")]
 import pretrain  # noqa: E402
+from benchmarks.common.measured_step import StepFigures, measured_step  # noqa: E402
 from recipe import read_recipe  # noqa: E402
-from sdp_deepspeed.measure.step import StepFigures, measured_step  # noqa: E402
 
 FILE = "measured.json"
 

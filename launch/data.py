@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from itertools import chain, islice
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 import xxhash
@@ -26,7 +26,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedToken
 
 END_OF_TEXT = "<|endoftext|>"
 
-Texts = Dataset | IterableDataset
+Texts: TypeAlias = "Dataset | IterableDataset"
 
 
 @dataclass
@@ -192,13 +192,13 @@ class Stream:
     def loader(self, batch_size: int) -> DataLoader[Any]:
         return DataLoader(self.blocks, batch_size, collate_fn=collate)
 
-    def save(self, folder: str) -> None:
+    def save(self, folder: str | Path) -> None:
         path = self._path(folder)
         path.with_suffix(".tmp").write_text(json.dumps(self.blocks.state_dict()))
         path.with_suffix(".tmp").rename(path)
 
-    def load(self, folder: str) -> None:
+    def load(self, folder: str | Path) -> None:
         self.blocks.load_state_dict(json.loads(self._path(folder).read_text()))
 
-    def _path(self, folder: str) -> Path:
+    def _path(self, folder: str | Path) -> Path:
         return Path(folder, f"stream_{self.rank}.json")

@@ -1,8 +1,8 @@
 """ResNets for small images: Transformers' own layers behind a 3x3 stem without pooling, widened on request.
 
 The stem of Transformers' ResNet takes three quarters of each side away before the first layer, which leaves 8 of the 32
-pixels of CIFAR. Its layers are untouched, so their description (`convolutional.py`) holds here too. Importing this module
-registers the model type with Transformers' automatic classes.
+pixels of CIFAR. Its layers are untouched, so their description (`convolutional.py`) holds here too. Importing this
+module registers the model type with Transformers' automatic classes.
 """
 
 from __future__ import annotations

@@ -53,7 +53,7 @@ def test_six_kills(tmp_path: Path) -> None:
     assert "was not saved" in str(outcomes[1].survivor_error)  # the other rank says what was lost
 
 
-def test_killed_preparations_and_exports(tmp_path: Path) -> None:
+def test_killed_exports(tmp_path: Path) -> None:
     run = Faults(tmp_path, seed=0)
     assert run.cycle(Kill((), "", 0)).problems == []
     faults = FileFaults(tmp_path / "files", tmp_path / "checkpoints", seed=0)

@@ -89,7 +89,8 @@ def with_everything_at_once(rank: Rank) -> None:
     if rank.rank == 0:
         lines = (rank.folder / "csv" / "Train_Samples_subnetwork_loss.csv").read_text().splitlines()[1:]
         seen = [float(line.split(",")[1]) for line in lines]
-        assert seen == pytest.approx([logs["subnetwork_loss"] for logs in steps[1:]], rel=1e-3)  # the first step is not written
+        logged = [logs["subnetwork_loss"] for logs in steps[1:]]  # the first step is not written
+        assert seen == pytest.approx(logged, rel=1e-3)
     assert recorder.logs[-2 if "eval_loss" in recorder.logs[-1] else -1].keys()
     assert any("train_subnetwork_loss" in logs for logs in recorder.logs)
 

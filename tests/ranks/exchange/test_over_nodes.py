@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 import torch
 
+from benchmarks.common.traffic_counter import TrafficCounter
 from sdp_deepspeed.config import MODES
-from sdp_deepspeed.measure.traffic import TrafficCounter
 from sdp_deepspeed.plan.plan import Plan
 from tests.helpers.models import llama
 from tests.helpers.oracle import check_case

@@ -13,6 +13,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor
 
 import sdp_deepspeed
+from benchmarks.common.traffic_counter import TrafficCounter
 from sdp_deepspeed.estimate.sharded import ShardedSetup, estimate_sharded
 from sdp_deepspeed.fsdp import (
     clip_grad_norm_,
@@ -23,7 +24,6 @@ from sdp_deepspeed.fsdp import (
     save_pretrained,
     sharded_model_of,
 )
-from sdp_deepspeed.measure.traffic import TrafficCounter
 from tests.helpers.models import TOKENS, family, llama, loss_of
 from tests.helpers.ranks import Check, Rank
 from tests.helpers.sharded import check_against_reference, gathered_state, sharded

@@ -15,9 +15,9 @@ import torch
 from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from benchmarks.common.measured_step import measured_step
 from sdp_deepspeed.config import MODES
 from sdp_deepspeed.engine import apply_plan
-from sdp_deepspeed.measure.step import measured_step
 from sdp_deepspeed.plan.plan import Plan
 from sdp_deepspeed.units import Unit
 from tests.helpers.live_tensors import Watch, present_lacking, stepped_elements, stored_bytes, unit_bytes

@@ -11,10 +11,10 @@ import pytest
 import torch
 from torch import nn
 
+from benchmarks.common.measured_step import watched_host_memory
 from sdp_deepspeed.deferred_init import fills
 from sdp_deepspeed.deferred_init.materialize import default_dtype
 from sdp_deepspeed.deferred_init.operation import Ref
-from sdp_deepspeed.measure.step import watched_host_memory
 from sdp_deepspeed.plan.tensors import named_tensors
 from tests.helpers.deferred_models import BUILDERS, small_fills, unbuilt, values_of
 from tests.helpers.models import FAMILIES, family

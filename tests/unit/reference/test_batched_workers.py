@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from sdp_deepspeed.config import KEY, MODES, parse
-from sdp_deepspeed.measure.flops import FlopCounter
+from sdp_deepspeed.estimate.flops import FlopCounter
 from sdp_deepspeed.plan.plan import Plan
 from sdp_deepspeed.plan.planner import plan_model
 from sdp_deepspeed.reference.batched_workers import BatchedReference
