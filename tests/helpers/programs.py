@@ -74,10 +74,10 @@ def run(arguments: Sequence[str], log: Path, size: int = NUM_RANKS) -> str:
 
 def _run(rank: int, size: int, port: int, log: Path, arguments: list[str]) -> None:
     output = os.open(log, os.O_WRONLY | os.O_APPEND)
-    for stream in (1, 2):
-        os.dup2(output, stream)
-    for stream in (sys.stdout, sys.stderr):
-        stream.reconfigure(line_buffering=True)  # type: ignore[union-attr]
+    for number in (1, 2):
+        os.dup2(output, number)
+    stdout: Any = sys.stdout
+    stdout.reconfigure(line_buffering=True)
     os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(size), "PATH": PATH}
     os.environ |= {"MASTER_ADDR": "localhost", "MASTER_PORT": str(port)}
     sys.path.insert(0, str(ROOT / "launch"))
