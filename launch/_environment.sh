@@ -33,7 +33,7 @@ else
   done
   if [ ! -x .venv/bin/python ] && python_fits "$python"; then
     say "making a virtual environment in .venv with $("$python" --version)"
-    "$python" -m venv .venv
+    "$python" -m venv .venv || { rm -rf .venv && return 1; } # Debian: without python3-venv it is half done
   fi
   # shellcheck source=/dev/null
   [ ! -x .venv/bin/python ] || source .venv/bin/activate
