@@ -123,7 +123,7 @@ def _checks(size: int, options: pytest.Config) -> Iterator[tuple[str, Any]]:
     yield "messages", links_carry_messages
 
 
-@pytest.mark.checks(SIZE, _checks)
+@pytest.mark.checks(SIZE, _checks, slow=["6-few*", "6-replicas", "6-bytes", "6-messages", "*-block-0"])
 def test_over_nodes(outcome: str | None) -> None:
     assert outcome is None, outcome
 

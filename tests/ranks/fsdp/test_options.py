@@ -240,6 +240,6 @@ def _checks(size: int, config: pytest.Config) -> list[tuple[str, Check]]:
     return [(getattr(check, "__name__", "check"), check) for check in checks]
 
 
-@pytest.mark.checks(SIZE, _checks)
+@pytest.mark.checks(SIZE, _checks, slow=["2-compiled"])
 def test_options(outcome: str | None) -> None:
     assert outcome is None, outcome
