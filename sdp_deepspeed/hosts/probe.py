@@ -157,14 +157,13 @@ def _plan_hash(shape: Mapping[str, Any], config: Mapping[str, Any], slots: Seque
         return None
     import torch
 
-    from sdp_deepspeed.plan.placement import Network
     from sdp_deepspeed.plan.planner import plan_model
     from sdp_deepspeed.training.model import build_model
 
     with torch.device("meta"):
         model = build_model(shape, seed=0)
     nodes = tuple(node for node, count in enumerate(slots) for _ in range(count))
-    plan, _ = plan_model(model, block, len(nodes), Network(nodes))
+    plan, _ = plan_model(model, block, len(nodes))
     return plan.hash
 
 

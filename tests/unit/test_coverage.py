@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from sdp_deepspeed.config import KEY, parse
-from sdp_deepspeed.coverage import CoverageRule, HoldersRule
+from sdp_deepspeed.plan.coverage import CoverageRule, HoldersRule
 
 
 def read(**block: Any) -> Any:

@@ -14,7 +14,6 @@ import pytest
 from sdp_deepspeed.config import KEY, parse
 from sdp_deepspeed.hosts import probe as module
 from sdp_deepspeed.hosts.probe import Probe
-from sdp_deepspeed.plan.placement import Network
 from sdp_deepspeed.plan.planner import plan_model
 from sdp_deepspeed.training.model import build_model
 from tests.helpers.repository import ROOT
@@ -42,7 +41,7 @@ def options(folder: Path, **changed: Any) -> list[str]:
 def test_settings_have_the_plan_that_the_run_will_make(tmp_path: Path) -> None:
     block = parse(CONFIG)
     assert block is not None
-    expected, _ = plan_model(build_model(MODEL, seed=1), block, 4, Network((0, 0, 1, 1)))
+    expected, _ = plan_model(build_model(MODEL, seed=1), block, 4)
     found = Probe().settings(options(tmp_path), [2, 2])
     assert found["plan"] == expected.hash
     assert found["run folder"] == str(tmp_path / "runs" / "mine")
