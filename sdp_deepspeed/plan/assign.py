@@ -11,8 +11,8 @@ from __future__ import annotations
 import random
 from collections.abc import Iterable, Sequence
 from functools import lru_cache
-from itertools import combinations
-from math import comb, gcd
+from itertools import combinations, permutations, product
+from math import comb, factorial, gcd, prod
 
 import numpy as np
 from numpy.typing import NDArray
@@ -25,6 +25,7 @@ Block = tuple[int, ...]
 
 MAX_SETS_PER_RANK = 8
 _BALANCED = 1.05  # FLOPs, max over mean
+_FEW_WAYS = 1000
 _MAX_TRIES, _MAX_WORK = 8, 4096  # tries; units times subnetworks in all of them
 _WAYS = (
     "together",  # units that make up no round of their kind share rounds
@@ -366,17 +367,25 @@ def _spread(blocks: tuple[Block, ...], k: int, count: int, before: tuple[Holders
 
 
 def _permuted(deal: _Deal, costs: Sequence[UnitCost], seed: int) -> tuple[Holders, ...]:
-    """Shuffle the sets of equal units of one round, and rename all subnetworks by a rotation that keeps the sets."""
-    shuffler, chosen = random.Random(seed), list(deal.chosen)
-    for units in deal.rounds:
-        alike: dict[tuple[UnitCost, int], list[int]] = {}
+    """Let equal units of a round trade their sets, and rename all subnetworks by a rotation that keeps the sets.
+
+    Where there are few ways to trade, seeds that follow each other take different ones, until all were taken.
+    """
+    alike: dict[tuple[int, UnitCost, int], list[int]] = {}
+    for number, units in enumerate(deal.rounds):
         for unit in units:
-            alike.setdefault((costs[unit], len(chosen[unit])), []).append(unit)
-        for same in alike.values():
-            sets = [chosen[unit] for unit in same]
-            shuffler.shuffle(sets)
-            for unit, one in zip(same, sets, strict=True):
-                chosen[unit] = one
-    turn = shuffler.randrange(deal.k)
-    turned = {one: tuple(sorted((number + turn) % deal.k for number in one)) for one in {*chosen}}
-    return tuple(turned[one] for one in chosen) if {*turned.values()} == {*chosen} else tuple(chosen)
+            alike.setdefault((number, costs[unit], len(deal.chosen[unit])), []).append(unit)
+    order, sets = [unit for units in alike.values() for unit in units], dict(enumerate(deal.chosen))
+    pools, shuffler = [[sets[unit] for unit in units] for units in alike.values()], random.Random(seed)
+    if prod(factorial(len(pool)) for pool in pools) <= _FEW_WAYS:
+        ways = list(dict.fromkeys(product(*map(permutations, pools))))
+        random.Random(0).shuffle(ways)
+        pools, turn = list(map(list, ways[seed % len(ways)])), 0
+    else:
+        for pool in pools:
+            shuffler.shuffle(pool)
+        turn = shuffler.randrange(deal.k)
+    sets.update(zip(order, (one for pool in pools for one in pool), strict=True))
+    turned = {one: tuple(sorted((number + turn) % deal.k for number in one)) for one in {*sets.values()}}
+    keeps = {*turned.values()} == {*turned}
+    return tuple(turned[one] if keeps else one for one in sets.values())

@@ -49,7 +49,6 @@ def test_rules_and_one_that_stands_alone() -> None:
         ({"holders": [{"holders": 2.5}]}, r"holders\[0\]\.holders: got 2\.5, expected a whole number"),
         ({"holders": [{"coverage": 0.5}]}, r"holders\[0\]\.coverage: unknown key"),
         ({"holders": [{"holders": 2}], "coverage": 0.5}, "got 0.5 and rules, expected one of both"),
-        ({"holders": [{"holders": 2}], "assignment": "cyclic"}, 'got rules, but assignment "cyclic" takes one number'),
         ({"coverage": {"coverage": 0.5}, "assignment": "a.json"}, "the plan 'a.json' decides that; remove it"),
     ],
 )
