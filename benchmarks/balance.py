@@ -70,7 +70,7 @@ def records(k: int) -> Iterator[dict[str, Any]]:
 
 def measure(model: nn.Module, choice: dict[str, Any], k: int) -> dict[str, Any]:
     """Of one plan: max / mean over subnetworks of FLOPs and bytes, and what bounds them."""
-    block = parse({KEY: choice})
+    block = parse({KEY: choice | {"subnetworks": k}})
     assert block is not None
     try:
         plan, _ = plan_model(model, block, k)
