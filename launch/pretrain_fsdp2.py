@@ -112,7 +112,7 @@ def main() -> None:
     policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32) if args.bf16 else MixedPrecisionPolicy()
     block = recipe.block if recipe.block.get("enabled", True) else {"coverage": 1.0, "granularity": "layer"}
     sharded = sharded_model_of(sdp_deepspeed.fully_shard(model, None, block, mp_policy=policy))
-    options = {"lr": args.learning_rate, "betas": (0.9, 0.95), "weight_decay": args.weight_decay}
+    options: dict[str, Any] = {"lr": args.learning_rate, "betas": (0.9, 0.95), "weight_decay": args.weight_decay}
     optimizer = torch.optim.AdamW(param_groups(model), **options)
     scheduler = get_scheduler(args.lr_scheduler_type, optimizer, args.warmup_steps, args.max_steps)
     checkpoints = CheckpointManager(model, optimizer, scheduler)

@@ -13,7 +13,6 @@ from typing import Any
 import pytest
 import torch
 import yaml
-from datasets import Dataset
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from tests.helpers.ports import free_port
@@ -65,9 +64,10 @@ def text(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "cache"))
     draw = random.Random(0)
     words = ["".join(draw.choices("abcdef", k=3)) for _ in range(40)]
-    rows = [{"text": " ".join(draw.choices(words, k=24))} for _ in range(40)]
-    Dataset.from_list(rows).to_parquet(str(tmp_path / "text.parquet"), batch_size=5)
-    return {"path": "parquet", "data_files": str(tmp_path / "text.parquet")}
+    for index in range(8):
+        rows = [{"text": " ".join(draw.choices(words, k=24))} for _ in range(5)]
+        (tmp_path / f"text{index}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return {"path": "json", "data_files": str(tmp_path / "text*.jsonl")}
 
 
 def command(folder: Path, source: dict[str, Any], output: str, steps: int, *overrides: str) -> list[str]:

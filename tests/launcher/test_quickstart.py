@@ -23,10 +23,10 @@ def test_the_quickstart_trains_compares_and_samples(tmp_path: Path) -> None:
             if path.name not in ("launch", "runs", "_environment.sh"):
                 (checkout / path.relative_to(ROOT)).symlink_to(path)
     (checkout / "launch/_environment.sh").write_text(INSTALLED)
-    programs = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
+    commands = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
     done = subprocess.run(
         ["bash", str(checkout / "launch/quickstart.sh")],
-        env=os.environ | {"PATH": programs, "DS_ACCELERATOR": "cpu", "QUICKSTART_STEPS": "6", "PYTHONPATH": str(ROOT)},
+        env=os.environ | {"PATH": commands, "DS_ACCELERATOR": "cpu", "QUICKSTART_STEPS": "6", "PYTHONPATH": str(ROOT)},
         capture_output=True,
         text=True,
         timeout=1200,

@@ -104,18 +104,9 @@ SEQUENCES = {
             Phase({"subnetworks": 2}, 1),
             Phase({"holders": 2, "seed": 1}),
             Phase({"holders": 2, "seed": 2}),
-            Phase({"subnetworks": 2, "assignment": "cyclic"} | NEURON),
+            Phase({"subnetworks": 2} | NEURON),
             Phase({"holders": 2, "neuron_groups": 8} | NEURON | BACKWARD, 0),
         ],
-    ),
-    "placement": Sequence_(
-        4,
-        [
-            Phase({"subnetworks": 2, "placement": "packed"}, 1),
-            Phase({"subnetworks": 2, "placement": "spread"}),  # with the hash of before
-        ],
-        model=statistics,
-        loss=statistics_loss,
     ),
 }
 
