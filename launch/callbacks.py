@@ -16,7 +16,8 @@ from transformers import TrainerCallback, TrainerState
 class StopSignal:
     """Whether any rank was asked to stop: by SIGTERM, by Ctrl-C, or because its launcher is gone.
 
-    The first signal asks; a second one of the same kind ends the process as usual.
+    Further signals change nothing: the Ctrl-C of a terminal reaches a rank twice, since `torchrun` passes it on. What
+    does not end is killed by its launcher.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -24,11 +25,7 @@ class StopSignal:
         self.launcher = psutil.Process(os.getppid())
         self.command = self._command()
         for number in (signal.SIGTERM, signal.SIGINT):
-            signal.signal(number, self._ask)
-
-    def _ask(self, number: int, _: Any) -> None:
-        self.asked.fill_(1)
-        signal.signal(number, signal.SIG_DFL)
+            signal.signal(number, lambda *_: self.asked.fill_(1))
 
     def _command(self) -> int | None:
         """The process of the `deepspeed` command, which starts the launcher; SIGTERM ends it alone."""

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from itertools import chain, islice
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 import xxhash
@@ -26,7 +26,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedToken
 
 END_OF_TEXT = "<|endoftext|>"
 
-Texts = Dataset | IterableDataset
+Texts: TypeAlias = "Dataset | IterableDataset"
 
 
 @dataclass
@@ -187,7 +187,8 @@ class Stream:
     """
 
     def __init__(self, blocks: IterableDataset, rank: int, world_size: int) -> None:
-        self.rank, self.blocks = rank, split_dataset_by_node(blocks, rank, world_size).repeat(None)
+        self.rank, self.world_size = rank, world_size
+        self.blocks = split_dataset_by_node(blocks, rank, world_size).repeat(None)
 
     def loader(self, batch_size: int) -> DataLoader[Any]:
         return DataLoader(self.blocks, batch_size, collate_fn=collate)
@@ -198,6 +199,15 @@ class Stream:
         path.with_suffix(".tmp").rename(path)
 
     def load(self, folder: str | Path) -> None:
+        """
+        Raises:
+            ValueError: the checkpoint was saved by another number of ranks.
+        """
+        saved = len([*Path(folder).glob("stream_*.json")])
+        if saved != self.world_size:
+            raise ValueError(
+                f"{folder}: a stream of {saved} ranks cannot resume on {self.world_size}; use {saved} ranks"
+            )
         self.blocks.load_state_dict(json.loads(self._path(folder).read_text()))
 
     def _path(self, folder: str | Path) -> Path:

@@ -93,7 +93,10 @@ def run(trainer: Trainer) -> None:
     """Train from the last checkpoint on; at the end evaluate and export the dense model."""
     args, checkpoint = trainer.args, last_checkpoint(trainer.args.output_dir)
     if checkpoint is not None and isinstance(trainer, StreamTrainer):
-        trainer.stream.load(checkpoint)
+        try:
+            trainer.stream.load(checkpoint)
+        except ValueError as error:
+            fail(error)
     trainer.train(resume_from_checkpoint=checkpoint)
     state = trainer.state
     if state.global_step >= state.max_steps:

@@ -1,32 +1,32 @@
-"""Train an image classifier of Transformers with or without subnetworks: Transformers' Trainer on images.
+"""Train an image classifier with Transformers' Trainer and subnetwork data parallelism.
 
     deepspeed --num_gpus 4 launch/train_vision.py configs/recipes/digits.yaml
-    deepspeed --num_gpus 8 launch/train_vision.py configs/recipes/cifar10.yaml sdp=off training.output_dir=runs/zero1
+    deepspeed --num_gpus 4 launch/train_vision.py configs/recipes/digits.yaml sdp=off    # plain ZeRO-1
 
-SIGTERM and Ctrl-C save and stop; the same command resumes.
+`torchrun`, `accelerate launch` and `srun` start it as well. The same command resumes a run that was stopped. The
+checkpoints and the exported model (`hf`) are in `training.output_dir`.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 import torch
-import torch.distributed as dist
 from datasets import ClassLabel, Dataset, DatasetDict, Features, Image, load_dataset
 from PIL import ImageOps
 from PIL.Image import Image as Picture
-from PIL.Image import Resampling
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils.data import DataLoader, Sampler, Subset
 from transformers import AutoModelForImageClassification, Trainer, set_seed
 from transformers.models.bit.image_processing_pil_bit import BitImageProcessorPil
 
 import sdp_deepspeed.architectures.small_image_resnet  # registers its model type
-from callbacks import StopTogether, last_checkpoint
+from callbacks import StopTogether
+from pretrain import SECTIONS, run
 from recipe import Recipe, fail, model_config, read_recipe, section_of, training_arguments
 
 STATISTICS_BATCHES = 16  # of each rank, for the batch norms of the dense model
@@ -34,15 +34,15 @@ STATISTICS_BATCHES = 16  # of each rank, for the batch norms of the dense model
 
 @dataclass
 class Images:
-    """The section `data`.
+    """The section `data` of a recipe.
 
     Args:
-        path: what `datasets.load_dataset` takes (a name on the hub, a folder of images or parquet files), or "digits".
-        name: the configuration of the data set, if it has several.
+        path: what `load_dataset` takes (the name of a data set, a folder of images or parquet files), or "digits".
         size: height and width of what the model sees, in pixels.
-        crop: "padded": a window of the image after `padding` black pixels on each side; "resized": a random part of
-            the image; "none".
-        flip: whether half of the images are mirrored.
+        name: the configuration of the data set, if it has several.
+        padding: black pixels on each side, of which training takes a random window; None takes a random part of each
+            image, as usual for ImageNet.
+        flip: whether training mirrors half of the images.
         mean, std: of pixels between 0 and 1, to normalize them.
     """
 
@@ -53,28 +53,26 @@ class Images:
     test_split: str = "test"
     image_column: str = "image"
     label_column: str = "label"
-    crop: Literal["padded", "resized", "none"] = "padded"
-    padding: int = 4
+    padding: int | None = 4
     flip: bool = True
-    mean: tuple[float, ...] = (0.5, 0.5, 0.5)
-    std: tuple[float, ...] = (0.5, 0.5, 0.5)
+    mean: tuple[float, float, float] = (0.5, 0.5, 0.5)
+    std: tuple[float, float, float] = (0.5, 0.5, 0.5)
+
+    def load(self) -> tuple[Dataset, Dataset]:
+        splits = digits() if self.path == "digits" else load_dataset(self.path, self.name)
+        return splits[self.train_split], splits[self.test_split]
 
     def processor(self) -> BitImageProcessorPil:
         """What test images go through; it is saved beside the model."""
-        edge = self.size * 8 // 7 if self.crop == "resized" else self.size  # 256 for 224
-        crop_size = {"height": self.size, "width": self.size}
-        size = {"shortest_edge": edge}
-        return BitImageProcessorPil(size=size, crop_size=crop_size, image_mean=[*self.mean], image_std=[*self.std])
-
-
-def load_splits(data: Images) -> tuple[Dataset, Dataset]:
-    """Training and test images."""
-    splits = digits() if data.path == "digits" else load_dataset(data.path, data.name)
-    return splits[data.train_split], splits[data.test_split]
+        edge = self.size * 8 // 7 if self.padding is None else self.size  # 256 for 224
+        crop = {"height": self.size, "width": self.size}
+        return BitImageProcessorPil(
+            size={"shortest_edge": edge}, crop_size=crop, image_mean=[*self.mean], image_std=[*self.std]
+        )
 
 
 def digits() -> DatasetDict:
-    """Scikit-learn's 1797 handwritten digits of 8 x 8 pixels; a fifth for the test."""
+    """Scikit-learn's 1797 handwritten digits of 8 x 8 pixels, a fifth of them for the test."""
     from sklearn.datasets import load_digits
 
     found = load_digits()
@@ -84,25 +82,9 @@ def digits() -> DatasetDict:
     return rows.train_test_split(0.2, seed=0, stratify_by_column="label")
 
 
-def crop_padded(picture: Picture, size: int, padding: int, random: np.random.Generator) -> Picture:
-    padded = ImageOps.expand(ImageOps.fit(picture, (size, size)), padding)
-    left, top = random.integers(2 * padding + 1, size=2).tolist()
-    return padded.crop((left, top, left + size, top + size))
-
-
-def crop_resized(picture: Picture, size: int, random: np.random.Generator) -> Picture:
-    """8% to 100% of the area with an aspect ratio of 3:4 to 4:3, as usual for ImageNet."""
-    area = random.uniform(0.08, 1) * picture.width * picture.height
-    ratio = math.exp(random.uniform(math.log(3 / 4), math.log(4 / 3)))
-    width, height = min(math.sqrt(area * ratio), picture.width), min(math.sqrt(area / ratio), picture.height)
-    left, top = random.uniform(0, picture.width - width), random.uniform(0, picture.height - height)
-    box = (left, top, left + width, top + height)
-    return picture.resize((size, size), Resampling.BILINEAR, box=box, reducing_gap=2)
-
-
 class Pixels(torch.utils.data.Dataset[dict[str, Any]]):
-    """Inputs of the model. Key `index` gives an image as it is tested; key `(epoch, index)` augments it, with random
-    numbers of (seed, epoch, index) alone: no worker process, number of ranks or resumption changes them."""
+    """Inputs of the model. Key `index` gives an image as it is tested. Key `(epoch, index)` augments it with random
+    numbers of (seed, epoch, index) alone, so that no worker process, number of ranks or resumption changes it."""
 
     def __init__(self, rows: Dataset, data: Images, seed: int) -> None:
         self.rows, self.data, self.seed, self.processor = rows, data, seed, data.processor()
@@ -111,63 +93,67 @@ class Pixels(torch.utils.data.Dataset[dict[str, Any]]):
         return len(self.rows)
 
     def __getitem__(self, key: int | tuple[int, int]) -> dict[str, Any]:
-        row = self.rows[key if isinstance(key, int) else key[1]]
-        picture, label = row[self.data.image_column].convert("RGB"), row[self.data.label_column]
-        cut = isinstance(key, tuple) and self.data.crop != "none"
+        row, is_test = self.rows[key if isinstance(key, int) else key[1]], isinstance(key, int)
+        picture = row[self.data.image_column].convert("RGB")
         if isinstance(key, tuple):
             picture = self.augment(picture, np.random.default_rng((self.seed, *key)))
-        options = {"do_resize": not cut, "do_center_crop": not cut, "return_tensors": "pt"}
-        return {"pixel_values": self.processor(picture, **options)["pixel_values"][0], "labels": label}
+        pixels = self.processor(picture, do_resize=is_test, do_center_crop=is_test, return_tensors="pt")
+        return {"pixel_values": pixels["pixel_values"][0], "labels": row[self.data.label_column]}
 
     def augment(self, picture: Picture, random: np.random.Generator) -> Picture:
-        if self.data.crop == "padded":
-            picture = crop_padded(picture, self.data.size, self.data.padding, random)
-        elif self.data.crop == "resized":
-            picture = crop_resized(picture, self.data.size, random)
+        size = (self.data.size, self.data.size)
+        if self.data.padding is None:  # 8% to 100% of the area with an aspect ratio of 3:4 to 4:3
+            area = random.uniform(0.08, 1) * picture.width * picture.height
+            ratio = math.exp(random.uniform(-1, 1) * math.log(4 / 3))
+            width, height = min(math.sqrt(area * ratio), picture.width), min(math.sqrt(area / ratio), picture.height)
+            left, top = random.random() * (picture.width - width), random.random() * (picture.height - height)
+            picture = picture.resize(size, box=(left, top, left + width, top + height), reducing_gap=2)
+        else:
+            picture = ImageOps.expand(ImageOps.fit(picture, size), self.data.padding)
+            left, top = random.integers(2 * self.data.padding + 1, size=2).tolist()
+            picture = picture.crop((left, top, left + self.data.size, top + self.data.size))
         return ImageOps.mirror(picture) if self.data.flip and random.random() < 0.5 else picture
 
 
 class EpochSampler(Sampler[tuple[int, int]]):
-    """Keys `(epoch, index)` of whole global batches, in an order of (seed, epoch) alone. The epoch is where the Trainer
-    stands: its own sampler loses it when a run is resumed."""
+    """Keys `(epoch, index)` of whole steps, in an order of (seed, epoch) alone; the epoch is the Trainer's."""
 
-    def __init__(self, trainer: Trainer, num_images: int, global_batch: int) -> None:
-        if num_images < global_batch:
-            raise ValueError(f"{num_images} training images are less than a global batch of {global_batch}: lower it")
-        self.trainer, self.num_images, self.length = trainer, num_images, num_images // global_batch * global_batch
+    def __init__(self, trainer: Trainer) -> None:
+        args, self.trainer = trainer.args, trainer
+        step = args.train_batch_size * args.gradient_accumulation_steps * args.world_size
+        self.length = len(trainer.train_dataset) // step * step
+        if self.length == 0:
+            fail(f"data: {len(trainer.train_dataset)} images, but a step takes {step}; give more or smaller batches")
 
     def __len__(self) -> int:
         return self.length
 
     def __iter__(self) -> Iterator[tuple[int, int]]:
         epoch = int(self.trainer.state.epoch or 0)
-        order = np.random.default_rng((self.trainer.args.seed, epoch)).permutation(self.num_images)
+        order = np.random.default_rng((self.trainer.args.seed, epoch)).permutation(len(self.trainer.train_dataset))
         yield from ((epoch, index) for index in order[: self.length].tolist())
 
 
 class VisionTrainer(Trainer):
-    """Fixes the order of images, and evaluates with batch norms of the dense model."""
+    """Evaluates with batch norms of the dense model; training has seen those of subnetworks."""
 
     def _get_train_sampler(self, train_dataset: Any = None) -> EpochSampler:
-        args = self.args
-        global_batch = args.train_batch_size * args.gradient_accumulation_steps * args.world_size
-        return EpochSampler(self, len(self.train_dataset), global_batch)
+        return EpochSampler(self)
 
     def evaluate(self, *arguments: Any, **options: Any) -> dict[str, float]:
-        engine = self.model_wrapped
-        plan = getattr(engine, "plan", None)
+        plan = getattr(self.model_wrapped, "plan", None)
         if plan and plan.trains_subnetworks and any(isinstance(module, _BatchNorm) for module in self.model.modules()):
-            sdp_deepspeed.reestimate_batch_norm(engine, self.training_batches(), num_batches=STATISTICS_BATCHES)
+            batches = self.statistics_batches()
+            sdp_deepspeed.reestimate_batch_norm(self.model_wrapped, batches, num_batches=STATISTICS_BATCHES)
         return super().evaluate(*arguments, **options)
 
-    def training_batches(self) -> Iterator[dict[str, torch.Tensor]]:
-        """Some for this rank, the same at each evaluation."""
+    def statistics_batches(self) -> Iterator[dict[str, torch.Tensor]]:
+        """Training images for this rank, the same at each evaluation."""
         args, size = self.args, len(self.train_dataset)
-        chosen = np.random.default_rng(args.seed).permutation(size)[args.process_index :: args.world_size]
-        keys = [(0, int(index)) for index in np.resize(chosen, STATISTICS_BATCHES * args.train_batch_size)]
-        loader = DataLoader(Subset(self.train_dataset, keys), args.train_batch_size, generator=torch.Generator())
-        for batch in loader:
-            yield {"pixel_values": batch["pixel_values"].to(args.device, next(self.model.parameters()).dtype)}
+        mine = np.random.default_rng(args.seed).permutation(size)[args.process_index :: args.world_size]
+        keys: Any = [(0, index) for index in np.resize(mine, STATISTICS_BATCHES * args.train_batch_size).tolist()]
+        for batch in DataLoader(Subset(self.train_dataset, keys), args.train_batch_size, generator=torch.Generator()):
+            yield {"pixel_values": batch["pixel_values"].to(args.device, self.model.dtype)}
 
 
 def top1(predictions: Any) -> dict[str, float]:
@@ -177,13 +163,13 @@ def top1(predictions: Any) -> dict[str, float]:
 def build_trainer(recipe: Recipe) -> VisionTrainer:
     """Data, model and Trainer of a run; every rank calls it."""
     data, args = section_of(Images, recipe.data, "data"), training_arguments(recipe)
-    with args.main_process_first(desc="preparing the data"):
+    with args.main_process_first(local=args.save_on_each_node, desc="preparing the data"):
         try:
-            train, test = load_splits(data)
+            train, test = data.load()
         except (ValueError, OSError) as error:
             fail(error)
     labels = train.features[data.label_column]
-    names = labels.names if isinstance(labels, ClassLabel) else sorted(map(str, train.unique(data.label_column)))
+    names = labels.names if isinstance(labels, ClassLabel) else [*map(str, range(max(train[data.label_column]) + 1))]
     config = model_config(recipe, id2label=dict(enumerate(names)), label2id={name: i for i, name in enumerate(names)})
     set_seed(args.seed)
     return VisionTrainer(
@@ -198,19 +184,12 @@ def build_trainer(recipe: Recipe) -> VisionTrainer:
     )
 
 
-def main(arguments: Sequence[str] | None = None) -> None:
-    recipe = read_recipe(str(__doc__), ("model", "data", "training", "deepspeed"), arguments)
-    trainer = build_trainer(recipe)
-    folder = trainer.args.output_dir
-    trainer.train(resume_from_checkpoint=last_checkpoint(folder))
-    if trainer.state.global_step >= trainer.state.max_steps:
-        metrics = trainer.evaluate()  # of the dense model
-        trainer.log_metrics("eval", metrics)
-        trainer.save_metrics("eval", metrics)
-        trainer.save_model(f"{folder}/hf")
-    elif trainer.is_world_process_zero():
-        print(f"stopped after step {trainer.state.global_step}; the same command resumes the run", flush=True)
-    dist.destroy_process_group()
+def main() -> None:
+    recipe = read_recipe(str(__doc__), SECTIONS)
+    if recipe.prepare_only:
+        section_of(Images, recipe.data, "data").load()
+    else:
+        run(build_trainer(recipe))
 
 
 if __name__ == "__main__":

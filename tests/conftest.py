@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fnmatch
 import gc
 import os
 from collections.abc import Callable, Iterable, Iterator
@@ -12,6 +13,7 @@ import pytest
 from hypothesis import settings
 
 from tests.helpers.gpus import ON_THE_CPU, why_no_gpu
+from tests.helpers.programs import START_UP
 from tests.helpers.properties import THOROUGH
 from tests.helpers.repository import TESTS
 from tests.helpers.shared_memory import sweep_segments
@@ -53,7 +55,9 @@ def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "namespaces: on two hosts, network namespaces of this machine; needs root")
     for name, what in TIERS.items():
         config.addinivalue_line("markers", f"{name}: {what} (set by folder)")
-    config.addinivalue_line("markers", "checks(sizes, maker): a test for each check that maker(size, config) lists")
+    config.addinivalue_line(
+        "markers", "checks(sizes, maker, slow=()): a test for each check that maker(size, config) lists; slow: patterns"
+    )
 
 
 def pytest_itemcollected(item: pytest.Item) -> None:
@@ -62,16 +66,17 @@ def pytest_itemcollected(item: pytest.Item) -> None:
         item.add_marker(tier)
     if tier == "fuzz" or item.get_closest_marker("namespaces"):
         item.add_marker("slow")
-    if tier == "launcher":  # a program that did not come to its end; each rerun is in the summary
-        item.add_marker(pytest.mark.flaky(reruns=1, only_rerun=["TimeoutExpired"]))
+    if tier == "launcher":  # each rerun is in the summary: it may have been a deadlock
+        item.add_marker(pytest.mark.flaky(reruns=1, only_rerun=[f"{START_UP}: time limit"]))
 
 
 @pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     if not config.getoption("--full") and "slow" not in config.option.markexpr:
-        slow = [item for item in items if item.get_closest_marker("slow")]
+        on_a_gpu = config.getoption("--gpu")
+        slow = [i for i in items if i.get_closest_marker("slow") and not (on_a_gpu and i.get_closest_marker("gpu"))]
         config.hook.pytest_deselected(items=slow)
-        items[:] = [item for item in items if not item.get_closest_marker("slow")]
+        items[:] = [item for item in items if item not in set(slow)]
     if config.getoption("--gpu"):
         if (reason := why_no_gpu()) is not None:
             raise pytest.UsageError(f"--gpu: {reason}")
@@ -91,22 +96,26 @@ Maker = Callable[[int, pytest.Config], Iterable[tuple[str, Any]]]
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    """`@pytest.mark.checks(size, maker)` on a test with the argument `outcome`: a test per check, one set of ranks."""
+    """`@pytest.mark.checks(size, maker)` on a test with the argument `outcome`: a test per check, one set of ranks.
+
+    Checks are slow by a mark of the function, or where "size-name" matches a pattern of `slow`.
+    """
     marker = metafunc.definition.get_closest_marker("checks")
     if marker is None:
         return
     sizes, maker = marker.args
+    slow = marker.kwargs.get("slow", ())
     checks = [
-        pytest.param((size, maker, name), id=f"{size}-{name}", marks=_marks(check))
+        pytest.param((size, maker, name), id=f"{size}-{name}", marks=_marks(f"{size}-{name}", check, slow))
         for size in (sizes if isinstance(sizes, tuple) else (sizes,))
         for name, check in maker(size, metafunc.config)
     ]
     metafunc.parametrize("outcome", checks, indirect=True)
 
 
-def _marks(check: Any) -> list[pytest.Mark]:
-    """`@pytest.mark.slow` on a check is a mark of its test."""
-    return getattr(getattr(check, "func", check), "pytestmark", [])
+def _marks(name: str, check: Any, slow: Iterable[str]) -> list[Any]:
+    matched = any(fnmatch.fnmatchcase(name, pattern) for pattern in slow)
+    return [pytest.mark.slow] if matched else getattr(getattr(check, "func", check), "pytestmark", [])
 
 
 @dataclass

@@ -21,6 +21,7 @@ from tests.helpers.repository import ROOT
 
 NUM_RANKS = 2
 TIME_LIMIT = 300.0  # seconds, for what hangs
+START_UP = "a launcher and its ranks until their first steps"  # runs once more at a time limit (tests/conftest.py)
 # DeepSpeed looks for its own ninja on PATH.
 PATH = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
 
@@ -73,10 +74,10 @@ def run(arguments: Sequence[str], log: Path, size: int = NUM_RANKS) -> str:
 
 def _run(rank: int, size: int, port: int, log: Path, arguments: list[str]) -> None:
     output = os.open(log, os.O_WRONLY | os.O_APPEND)
-    for stream in (1, 2):
-        os.dup2(output, stream)
-    for stream in (sys.stdout, sys.stderr):
-        stream.reconfigure(line_buffering=True)  # type: ignore[union-attr]
+    for number in (1, 2):
+        os.dup2(output, number)
+    stdout: Any = sys.stdout
+    stdout.reconfigure(line_buffering=True)
     os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(size), "PATH": PATH}
     os.environ |= {"MASTER_ADDR": "localhost", "MASTER_PORT": str(port)}
     sys.path.insert(0, str(ROOT / "launch"))
@@ -116,7 +117,7 @@ class Launched:
 
     def wait_for(self, condition: Callable[[str], bool]) -> None:
         """Until the output is as wanted."""
-        _wait_for(condition, self.log, lambda: self.process.poll() is None)
+        _wait_for(condition, self.log, lambda: self.process.poll() is None, f"{START_UP}: ")
 
     def finish(self) -> tuple[int, str]:
         """Exit code and output, once it has ended."""
@@ -124,11 +125,11 @@ class Launched:
         return code, self.log.read_text()
 
 
-def _wait_for(condition: Callable[[str], bool], log: Path, is_alive: Callable[[], bool]) -> None:
+def _wait_for(condition: Callable[[str], bool], log: Path, is_alive: Callable[[], bool], what: str = "") -> None:
     deadline = time.monotonic() + TIME_LIMIT
     while not condition(log.read_text()):
         assert is_alive(), f"it ended:\n{log.read_text()[-4000:]}"
-        assert time.monotonic() < deadline, f"time limit:\n{log.read_text()[-4000:]}"
+        assert time.monotonic() < deadline, f"{what}time limit:\n{log.read_text()[-4000:]}"
         time.sleep(0.05)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import sys
 from pathlib import Path
 from typing import Any
@@ -76,7 +77,8 @@ def test_a_run_that_was_stopped_goes_on_as_if_it_had_not_been(tmp_path: Path) ->
     start = [*torchrun, f"launch/{program}", *arguments]
     with launched(start, tmp_path / "stopped.log", PYTHONPATH=without_deepspeed(tmp_path)) as running:
         running.wait_for(lambda output: '{"step": 3,' in output)
-        running.process.terminate()
+        for process in running.tree():  # Ctrl-C in a terminal; torchrun passes it on to the ranks
+            process.send_signal(signal.SIGINT)
         _, output = running.finish()
     assert "the same command resumes" in output
     before = logged(output)

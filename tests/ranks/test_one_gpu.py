@@ -37,6 +37,8 @@ from tests.helpers.oracle_grid import Case, possible
 from tests.helpers.ranks import CPU, Place, Rank
 from tests.helpers.training import assert_identical, dense_state, engine_of, micro_step, train
 
+pytestmark = pytest.mark.slow
+
 BF16 = {"bf16": {"enabled": True}}
 FAKE_RANK, FAKE_SIZE = 3, 8
 BUCKET = 100_000

@@ -288,6 +288,6 @@ def _cases(_size: int, _options: pytest.Config) -> Iterator[tuple[str, Any]]:
         yield other.__name__, other
 
 
-@pytest.mark.checks(2, _cases)
+@pytest.mark.checks(2, _cases, slow=["2-*-stage[02]-*", "2-backward-*", "2-muon*"])
 def test_two_ranks(outcome: str | None) -> None:
     assert outcome is None, outcome

@@ -268,6 +268,6 @@ def _cases(size: int, options: pytest.Config) -> Iterator[tuple[str, Check]]:
         yield check.__name__, check
 
 
-@pytest.mark.checks(2, _cases)
+@pytest.mark.checks(2, _cases, slow=["*/llama", "*/qwen*", "*/gpt_neox*", "*/mistral"])
 def test_two_ranks(outcome: str | None) -> None:
     assert outcome is None, outcome

@@ -291,6 +291,20 @@ def _checks(size: int, config: pytest.Config) -> list[tuple[str, Check]]:
     return [given_back, *CASES.items(), *((name, peak) for name, peak in PEAKS.items() if full or name[5:] in SAMPLED)]
 
 
-@pytest.mark.checks(2, _checks)
+@pytest.mark.checks(
+    2,
+    _checks,
+    slow=[
+        "2-peak-stage0*",
+        "2-peak-stage2-forward*",
+        "2-peak-*neuron",
+        "2-*stage0*",
+        "2-*client*",
+        "2-stage2*",
+        "2-*mixed",
+        "2-*streamed",
+        "2-*fp32",
+    ],
+)
 def test_live_tensors(outcome: str | None) -> None:
     assert outcome is None, outcome

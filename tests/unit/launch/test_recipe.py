@@ -12,9 +12,11 @@ import yaml
 from transformers import TrainingArguments
 
 from data import Data
+from pretrain_fsdp2 import Training
 from recipe import Recipe, model_config, read_recipe, section_of
 from sdp_deepspeed.config import KEY
 from tests.helpers.repository import ROOT
+from train_vision import Images
 
 SECTIONS = ("model", "data", "training", "deepspeed")
 MINIMAL: dict[str, Any] = {
@@ -133,7 +135,9 @@ def test_our_own_recipes_are_valid(path: Path) -> None:
     keys = yaml.safe_load(path.read_text())
     recipe = read_recipe("", [*keys], [str(path)])
     assert recipe.block
-    section_of(TrainingArguments, recipe.training | {"use_cpu": True}, "training")
-    if "sources" in recipe.data:
-        section_of(Data, recipe.data, "data")
-        model_config(recipe)
+    if KEY in keys:
+        section_of(Training, recipe.training, "training")
+    else:
+        section_of(TrainingArguments, recipe.training | {"use_cpu": True}, "training")
+    section_of(Data if "sources" in recipe.data else Images, recipe.data, "data")
+    model_config(recipe)

@@ -94,7 +94,7 @@ def test_weights_in_fp32_are_the_masters(folder: Path, tmp_path: Path) -> None:
 
 
 def run(*arguments: object) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "sdp_deepspeed.checkpoint", *map(str, arguments)]
+    command = [sys.executable, "-m", "sdp_deepspeed", "checkpoint", *map(str, arguments)]
     return subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
 
 
