@@ -27,7 +27,6 @@ from benchmarks.common.provenance import write_result
 from sdp_deepspeed.architectures import constrained_branches, locate_branches, unit_costs
 from sdp_deepspeed.architectures.image_flops import flops_per_element
 from sdp_deepspeed.config import KEY, SubnetworkConfig, parse
-from sdp_deepspeed.plan.counts import resolve
 from sdp_deepspeed.plan.plan import Plan
 from sdp_deepspeed.plan.planner import make_plan, plan_model
 
@@ -71,7 +70,7 @@ def records(k: int) -> Iterator[dict[str, Any]]:
 
 def measure(model: nn.Module, choice: dict[str, Any], k: int) -> dict[str, Any]:
     """Of one plan: max / mean over subnetworks of FLOPs and bytes, and what bounds them."""
-    block = parse({KEY: choice})
+    block = parse({KEY: choice | {"subnetworks": k}})
     assert block is not None
     try:
         plan, _ = plan_model(model, block, k)
@@ -122,7 +121,7 @@ def plan_by_weights(model: nn.Module, plan: Plan, block: SubnetworkConfig) -> Pl
     branches, k = constrained_branches(plan.units, locate_branches(model)), plan.num_subnetworks
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # that it is not connected, which the other plan's warning says
-        return make_plan(plan.units, alike, resolve(block, k), block, k, branches)
+        return make_plan(plan.units, alike, [*map(len, plan.holders)], block, k, k, branches)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

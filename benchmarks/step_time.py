@@ -5,7 +5,7 @@
     OMP_NUM_THREADS=1 deepspeed --num_gpus 2 benchmarks/step_time.py --all-modes --stage 1 2 --output ...
     OMP_NUM_THREADS=1 deepspeed --num_gpus 2 benchmarks/step_time.py --stage 2 --overlap --bucket 5e5 --output ...
     OMP_NUM_THREADS=1 deepspeed --num_gpus 2 benchmarks/step_time.py --optimizer Muon --stage 1 2 --output ...
-    RANKS=4 benchmarks/namespaces.sh benchmarks/step_time.py --stage 2 1 --subnetworks 4 --knows-nodes --bucket 2e6 ...
+    RANKS=4 benchmarks/namespaces.sh benchmarks/step_time.py --stage 2 1 --subnetworks 4 --bucket 2e6 ...
 
 `--ddp` adds PyTorch's DDP without DeepSpeed, which sends the bytes of C = 1 and overlaps them always.
 
@@ -82,9 +82,6 @@ def contestants(stage: int, modes: tuple[Mode, ...], arguments: argparse.Namespa
     if subnetworks is not None:
         for mode in modes:
             yield Contestant(stage, mode, max(1, subnetworks // 2) / subnetworks, subnetworks)
-    if arguments.knows_nodes:
-        for mode in modes:
-            yield Contestant(stage, mode, max(1, size // 2) / size, assignment="auto")
 
 
 def name_of(contestant: Contestant, *, several_stages: bool) -> str:
@@ -92,8 +89,7 @@ def name_of(contestant: Contestant, *, several_stages: bool) -> str:
         return f"zero{contestant.stage}"
     stage = f" + ZeRO-{contestant.stage}" if several_stages else ""
     replicas = f", {contestant.subnetworks} subnetworks" if contestant.subnetworks else ""
-    plan = ", plan that knows the nodes" if contestant.assignment == "auto" else ""
-    return f"{contestant.mode}{stage} C={contestant.coverage:g}{replicas}{plan}"
+    return f"{contestant.mode}{stage} C={contestant.coverage:g}{replicas}"
 
 
 def target(contestant: Contestant, baseline_stage: int) -> float | None:
@@ -218,7 +214,6 @@ def main() -> None:
     parser.add_argument("--stage", type=int, nargs="+", default=[1], choices=(0, 1, 2))
     parser.add_argument("--optimizer", choices=list(OPTIMIZERS), default="AdamW")
     parser.add_argument("--subnetworks", type=int, help="one more of each mode, with fewer subnetworks than ranks")
-    parser.add_argument("--knows-nodes", action="store_true", help='one more of each mode, with assignment "auto"')
     parser.add_argument("--overlap", action="store_true", help="everybody without and with overlap_comm")
     parser.add_argument("--ddp", action="store_true", help="PyTorch's DDP too")
     parser.add_argument("--all-to-all-of-gloo", action="store_true", help="send one way after the other, to compare")

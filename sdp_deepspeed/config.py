@@ -11,7 +11,7 @@ from typing import Any, Literal, NamedTuple, get_args
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
 from sdp_deepspeed.config_errors import explain, normalized
-from sdp_deepspeed.coverage import Coverage, CoverageRule, Holders, HoldersRule
+from sdp_deepspeed.plan.coverage import Coverage, CoverageRule, Holders, HoldersRule
 from sdp_deepspeed.schedule import blocks_of_phases
 
 KEY = "subnetwork_data_parallel"
@@ -73,12 +73,11 @@ class SubnetworkConfig(BaseModel):
         description='a whole number of holders per unit, at least 1, or rules such as [{"units": "mlp", "holders": 2}]',
     )
     subnetworks: Literal["auto"] | int = Field(
-        default="auto", description='"auto" (one for each data-parallel rank) or a whole number of at least 1'
+        default="auto",
+        description='"auto" (one per data-parallel rank, fewer above eight holders) or a whole number of at least 1',
     )
     granularity: Literal["sublayer", "layer"] = Field(default="sublayer", description='"sublayer" or "layer"')
-    assignment: str = Field(
-        default="balanced", description='"balanced", "auto", "cyclic", or the path of a plan ending in .json'
-    )
+    assignment: str = Field(default="auto", description='"auto" or the path of a plan ending in .json')
     shared: tuple[str, ...] = Field(
         default=(), strict=False, description="a list of regular expressions of parameter names (Python's re)"
     )
@@ -87,9 +86,6 @@ class SubnetworkConfig(BaseModel):
     evaluation: Evaluation = Field(
         default="auto",
         description='"auto" (resident where memory allows, else prefetch), "resident", "prefetch" or "stream"',
-    )
-    placement: Literal["auto", "packed", "spread"] = Field(
-        default="auto", description='"auto" (fewer bytes between nodes), "packed" or "spread"'
     )
     seed: int = Field(default=0, ge=0, description="a whole number of at least 0")
     allow_optimizer: bool | Literal["whole_tensors"] = Field(
@@ -134,7 +130,7 @@ class SubnetworkConfig(BaseModel):
     @field_validator("assignment")
     @classmethod
     def _known_assignment(cls, value: str) -> str:
-        if value not in ("balanced", "auto", "cyclic") and not value.endswith(".json"):
+        if value != "auto" and not value.endswith(".json"):
             raise ValueError
         return value
 
@@ -203,35 +199,21 @@ def _validated(block: Mapping[str, Any], path: str) -> SubnetworkConfig:
         raise ValueError(explain(error, block, KEY, _MODELS).replace(KEY, path)) from None
 
 
-def nothing_to_place(config: SubnetworkConfig, who: str) -> str:
-    """What is wrong with a placement where there are no replicas."""
-    return (
-        f"{KEY}.placement: got {config.placement!r}, but {who} have no replicas to place; remove it, or set "
-        f"{KEY}.subnetworks below the number of data-parallel ranks"
-    )
-
-
 def _contradictions(config: SubnetworkConfig) -> list[str]:
     """Settings that contradict each other or would have no effect."""
     problems = []
     if config.coverage is not None and config.holders is not None:
         got = f"{_words(config.coverage)} and {_words(config.holders)}"
         problems.append(f"{KEY}.coverage and {KEY}.holders: got {got}, expected one of both")
-    if config.redraw_interval is not None and config.assignment not in ("balanced", "auto"):
+    if config.redraw_interval is not None and config.plan_path is not None:
         problems.append(
-            f"{KEY}.redraw_interval: got {config.redraw_interval}, but assignment {config.assignment!r} is always the "
-            'same; use "balanced" or "auto"'
+            f"{KEY}.redraw_interval: got {config.redraw_interval}, but the plan {config.plan_path!r} never changes; "
+            'use assignment "auto"'
         )
     rules = next((name for name in ("coverage", "holders") if isinstance(getattr(config, name), tuple)), None)
     if config.plan_path is None:
         if config.coverage is None and config.holders is None:
             problems.append(f"{KEY}: neither coverage nor holders is given; add one, such as {KEY}.coverage: 0.5")
-        if config.assignment == "cyclic" and config.seed:
-            problems.append(f'{KEY}.seed: got {config.seed}, but assignment "cyclic" has no use for it; remove it')
-        if config.assignment == "cyclic" and rules:
-            problems.append(f'{KEY}.{rules}: got rules, but assignment "cyclic" takes one number; use "balanced"')
-        if config.subnetworks == "auto" and config.placement != "auto":
-            problems.append(nothing_to_place(config, 'subnetworks "auto" (one for each data-parallel rank)'))
         return problems + _without_effect(config)
     for name in ("granularity", "shared", "neuron_groups", "seed", *([rules] if rules else [])):
         if getattr(config, name) != SubnetworkConfig.model_fields[name].default:

@@ -41,14 +41,12 @@ class Contestant:
         stage: of ZeRO.
         coverage: C, of the contestants that have a mode.
         subnetworks: k, if there are fewer than ranks.
-        assignment: the block's, if it is not "balanced".
     """
 
     stage: int
     mode: Mode | None = None
     coverage: float = 1.0
     subnetworks: int | None = None
-    assignment: str | None = None
 
     @property
     def name(self) -> str:
@@ -79,7 +77,6 @@ class Contestant:
         if self.mode is not None:
             config[KEY] = {"coverage": self.coverage, **self.mode._asdict()}
             config[KEY] |= {"subnetworks": self.subnetworks} if self.subnetworks else {}
-            config[KEY] |= {"assignment": self.assignment} if self.assignment else {}
         return config
 
 

@@ -14,7 +14,6 @@ from sdp_deepspeed.estimate.precision import Precision
 from sdp_deepspeed.exchange.routes import routes_back
 from sdp_deepspeed.layout.buckets import build_buckets, build_segments, default_bucket_elements
 from sdp_deepspeed.layout.nodes import Nodes
-from sdp_deepspeed.plan.placement import Network
 from sdp_deepspeed.plan.planner import plan_model
 from sdp_deepspeed.plan.tensors import dense_tensors
 
@@ -48,7 +47,7 @@ def exchanged(
     config = parse({KEY: dict(block)})
     assert config is not None
     labels = [rank // ranks_per_node for rank in range(num_ranks)]
-    plan, _ = plan_model(model, config, num_ranks, Network(tuple(labels), precision.wire, precision.weights))
+    plan, _ = plan_model(model, config, num_ranks)
     tensors = [replace(info, group=0) for info in dense_tensors(model) if info.kind == "parameter"]
     nodes, limit = Nodes.of(labels), default_bucket_elements(tensors, plan)
     segments = build_segments(tensors, plan, max_elements=limit, nodes=nodes)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import logging
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain
 
@@ -35,7 +35,6 @@ from sdp_deepspeed.masking.mask import Mask
 from sdp_deepspeed.masking.passes import DensePasses, HeldUnits
 from sdp_deepspeed.masking.synchronized import Holders, synchronize, synchronized_over
 from sdp_deepspeed.masking.tried import Tried, own_layers
-from sdp_deepspeed.plan.placement import Network
 from sdp_deepspeed.plan.plan import Plan
 from sdp_deepspeed.plan.planner import plan_model
 from sdp_deepspeed.plan.tensors import TensorInfo, dense_tensors, named_tensors
@@ -52,7 +51,7 @@ class ModelAtStart:
         module: on `device`, or without storage yet (`deferred`).
         device: where the weights belong.
         stage: ZeRO's.
-        network: nodes of the ranks; a function because gathering them is a collective.
+        nodes: of the ranks; a function because gathering them is a collective.
         before_autotp: what AutoTP's division has left no trace of; None if AutoTP did not divide the module.
         deferred: what makes the weights of a module without storage; None if they are there.
     """
@@ -60,7 +59,7 @@ class ModelAtStart:
     module: nn.Module
     device: torch.device
     stage: int
-    network: Callable[[], Network]
+    nodes: Callable[[], tuple[Hashable, ...]]
     before_autotp: ModelBeforeAutoTP | None = None
     deferred: DeferredModel | None = None
 
@@ -109,13 +108,13 @@ class ChosenPlan:
 
     Args:
         plan: in the dense model's coordinates.
-        network: the nodes of the ranks.
+        nodes: of the ranks.
         costs: of its units on this rank.
         warnings: for the user.
     """
 
     plan: Plan
-    network: Network
+    nodes: tuple[Hashable, ...]
     costs: Sequence[UnitCost]
     warnings: Sequence[str]
 
@@ -126,7 +125,12 @@ class ChosenPlan:
 
     @classmethod
     def of(
-        cls, module: nn.Module, block: SubnetworkConfig, network: Network, parallel: TensorParallel, num_ranks: int
+        cls,
+        module: nn.Module,
+        block: SubnetworkConfig,
+        nodes: tuple[Hashable, ...],
+        parallel: TensorParallel,
+        num_ranks: int,
     ) -> ChosenPlan:
         """
         Args:
@@ -135,10 +139,8 @@ class ChosenPlan:
         Raises:
             ValueError: a block that does not fit the model or the number of ranks.
         """
-        plan, warnings = plan_model(
-            module, block, num_ranks, network, branches=parallel.branches, shards=parallel.shards
-        )
-        return cls(plan, network, unit_costs(module, parallel.shards.local_plan(plan).units), warnings)
+        plan, warnings = plan_model(module, block, num_ranks, branches=parallel.branches, shards=parallel.shards)
+        return cls(plan, nodes, unit_costs(module, parallel.shards.local_plan(plan).units), warnings)
 
     def rank_model(
         self, module: nn.Module, tensors: Sequence[TensorInfo], parallel: TensorParallel, rank: int
@@ -155,7 +157,7 @@ class ChosenPlan:
             views=PieceViews(named_tensors(module)),
             rank=rank,
             shards=parallel.shards,
-            on_nodes=Nodes.of(self.network.nodes),
+            on_nodes=Nodes.of(self.nodes),
         )
 
 
@@ -171,7 +173,7 @@ def apply_plan(
         ValueError, RuntimeError: on all ranks: what one of them cannot divide, plan or mask, or what is not the same on
             all of them.
     """
-    module, network = start.module, start.network()
+    module, nodes = start.module, start.nodes()
 
     def divide_plan_and_mask() -> tuple[TensorParallel, ChosenPlan, Mask, Tried, dict[str, Holders]]:
         check_groups(groups)
@@ -182,12 +184,12 @@ def apply_plan(
         tensors = dense_tensors(module)
         parallel = build_tensor_parallel(module, groups.tp_group, start.before_autotp, stage=start.stage)
         # Plan: which units the model has, and which subnetwork holds which.
-        chosen = ChosenPlan.of(module, block, network, parallel, groups.dp_group.size)
+        chosen = ChosenPlan.of(module, block, nodes, parallel, groups.dp_group.size)
         model = chosen.rank_model(module, tensors, parallel, groups.dp_group.rank)
         branches = parallel.branches if groups.tp_group is None else []  # part of a layer cannot be tried out
         plans = [chosen.plan] if branches else []
         if own_layers(module, branches):
-            later_plans = (ChosenPlan.of(module, each, network, parallel, groups.dp_group.size) for each in later)
+            later_plans = (ChosenPlan.of(module, each, nodes, parallel, groups.dp_group.size) for each in later)
             plans += [each.plan for each in later_plans]
         notes = [check_descriptions(module, branches, plan, start.device) for plan in plans]
         chosen = replace(chosen, warnings=[*chosen.warnings, *dict.fromkeys(chain.from_iterable(notes))])

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import socket
-from collections.abc import Mapping
+from collections.abc import Hashable, Mapping
 from typing import Any
 
 import torch
@@ -21,7 +21,6 @@ from sdp_deepspeed.distributed.receive_first import ReceiveFirst
 from sdp_deepspeed.distributed.step_limit import take_limit_of_the_run
 from sdp_deepspeed.engine.host_engine import HostConfig, HostEngine
 from sdp_deepspeed.optimizer.settings import Offload, OptimizerSettings
-from sdp_deepspeed.plan.placement import Network, node_of_process
 from sdp_deepspeed.tensor_parallel.model import tp_group_of
 
 
@@ -96,12 +95,16 @@ def rank_groups(engine: HostEngine, world: Communicator, host: HostGroup, last_a
     return RankGroups(dp_group, world, host, last_acts, tp_group_of(engine.mpu, host))
 
 
-def network_of(engine: HostEngine, dp_group: Gatherer, tp_group: Gatherer | None = None) -> Network:
-    """Nodes of the ranks, and bytes per element as the exchange sends them; all ranks call it."""
-    rounds = engine.gradient_accumulation_steps() if engine.zero_optimization_stage() == 2 else 1
-    return Network.gather(
-        dp_group,
-        tp_group=tp_group,
-        gradient_bytes=rounds * engine.communication_data_type.itemsize,
-        weight_bytes=engine.get_data_types()[0].itemsize,
-    )
+def node_of_process(environment: Mapping[str, str], hostname: str) -> str:
+    """A label of the node that a process runs on: the host's name, which cloned machines share, and the launcher's
+    number of the node (torchrun's, or DeepSpeed's), which MPI does not give."""
+    numbers = [environment[name] for name in ("GROUP_RANK", "CROSS_RANK") if name in environment]
+    return "/".join([hostname, *numbers[:1]])
+
+
+def nodes_of_ranks(dp_group: Gatherer, tp_group: Gatherer | None = None) -> tuple[Hashable, ...]:
+    """The node of each data-parallel rank, or the nodes of its tensor-parallel group; every rank calls it."""
+    node: Hashable = node_of_process(os.environ, socket.gethostname())
+    if tp_group is not None:
+        node = tuple(tp_group.gather_objects(node))
+    return tuple(dp_group.gather_objects(node))

@@ -30,7 +30,7 @@ from sdp_deepspeed.distributed.last_acts import LastActs, make_last_acts
 from sdp_deepspeed.distributed.lifeline import watch_ranks
 from sdp_deepspeed.engine.apply_plan import AppliedPlan, ModelAtStart, apply_plan
 from sdp_deepspeed.engine.consistency import check_holders_agree
-from sdp_deepspeed.engine.deepspeed_settings import loss_scaler, network_of, optimizer_settings, rank_groups
+from sdp_deepspeed.engine.deepspeed_settings import loss_scaler, nodes_of_ranks, optimizer_settings, rank_groups
 from sdp_deepspeed.engine.dense_export import install_save
 from sdp_deepspeed.engine.full_tensors import FullTensors, install_full_access
 from sdp_deepspeed.engine.given import Given
@@ -147,7 +147,7 @@ class SubnetworkEngine(ScheduleCalls):
             model,
             self.device,
             stage=int(self.zero_optimization_stage()),
-            network=partial(network_of, self, groups.dp_group, groups.tp_group),
+            nodes=partial(nodes_of_ranks, groups.dp_group, groups.tp_group),
             before_autotp=self._before_autotp,
             deferred=self._deferred,
         )

@@ -27,7 +27,7 @@ from sdp_deepspeed.distributed.last_acts import LastActs
 from sdp_deepspeed.distributed.monitored_barrier import Meetings, Phase
 from sdp_deepspeed.engine.apply_plan import ChosenPlan, install_dense_view, tell
 from sdp_deepspeed.engine.consistency import check_same_plan
-from sdp_deepspeed.engine.deepspeed_settings import network_of, optimizer_settings, resolved_config
+from sdp_deepspeed.engine.deepspeed_settings import nodes_of_ranks, optimizer_settings, resolved_config
 from sdp_deepspeed.engine.dense_calls import DenseCalls
 from sdp_deepspeed.engine.dense_export import install_save
 from sdp_deepspeed.engine.half_way import who_ended_is_named, wholly_or_never
@@ -152,8 +152,8 @@ class ReplanCalls(DenseCalls):
         ranks = self._meetings
         config = run_on_all_ranks(ranks, partial(self._check, given))
         check_same_block(config, self.zero_optimization_stage(), ranks)
-        network = network_of(self, *self._groups())
-        chosen = run_on_all_ranks(ranks, partial(self._choose, config, network))
+        nodes = nodes_of_ranks(*self._groups())
+        chosen = run_on_all_ranks(ranks, partial(self._choose, config, nodes))
         check_same_plan(chosen.plan, ranks)
         return config, chosen
 
@@ -185,11 +185,11 @@ class ReplanCalls(DenseCalls):
             log_dist(warning, ranks=[0])
         return config
 
-    def _choose(self, config: SubnetworkConfig, network: Any) -> ChosenPlan:
+    def _choose(self, config: SubnetworkConfig, nodes: Any) -> ChosenPlan:
         """The plan, of which everything was tried that could be refused."""
         applied = self._applied
         with applied.mask.shaped_as_built():
-            chosen = ChosenPlan.of(self.module, config, network, applied.parallel, self.dp_group.size)
+            chosen = ChosenPlan.of(self.module, config, nodes, applied.parallel, self.dp_group.size)
             refuse_untried(applied, chosen.plan)
             model = self._rank_model(chosen)
             Mask(self.module, model, applied.parallel.branches, scales=_scales(config)).check()

@@ -23,7 +23,7 @@ from sdp_deepspeed.architectures import LocatedBranch, locate_branches, unit_cos
 from sdp_deepspeed.config import KEY, SubnetworkConfig
 from sdp_deepspeed.deferred_init.init import PROGRAM
 from sdp_deepspeed.deferred_init.materialize import DeferredModel, check_initialized_alike
-from sdp_deepspeed.distributed.agreement import Among, Gatherer, OneRank, run_on_all_ranks
+from sdp_deepspeed.distributed.agreement import Gatherer, OneRank, run_on_all_ranks
 from sdp_deepspeed.distributed.communicator import Communicator
 from sdp_deepspeed.distributed.store_gatherer import StoreGatherer
 from sdp_deepspeed.engine.consistency import check_holders_agree, check_same_plan
@@ -53,7 +53,6 @@ from sdp_deepspeed.masking.compiled import compile_in_place
 from sdp_deepspeed.masking.description_check import check_descriptions
 from sdp_deepspeed.masking.synchronized import Holders, synchronize, synchronized_over
 from sdp_deepspeed.messages import quoted
-from sdp_deepspeed.plan.placement import Network
 from sdp_deepspeed.plan.plan import Plan
 from sdp_deepspeed.plan.planner import plan_model
 from sdp_deepspeed.plan.tensors import dense_tensors, named_tensors
@@ -90,15 +89,6 @@ class Start:
         return (
             torch.device(kind) if kind == "cpu" else torch.device(kind, torch.get_device_module(kind).current_device())
         )
-
-    def network(self, *, gradient_bytes: int, weight_bytes: int) -> Network:
-        """Of the data-parallel ranks; every rank calls it."""
-        dp, tp, own = self.ranks, None, self.mesh.get_local_rank()
-        if self.tensor_parallel is not None:
-            place = self.tensor_parallel.place(self.ranks.rank)
-            dp = Among(self.ranks, place, rank=own, size=self.mesh.size())
-            tp = Among(self.ranks, own, rank=place, size=self.tensor_parallel.size)
-        return Network.gather(dp, tp_group=tp, gradient_bytes=gradient_bytes, weight_bytes=weight_bytes)
 
 
 def fully_shard(
@@ -160,16 +150,13 @@ def shard(start: Start, wrapped: Collection[str] = ()) -> ShardedModel:
         wrapped: names of modules whose wrappers are off for the moment.
     """
     module, mesh = start.module, start.mesh
-    policy = start.options.mp_policy
-    weights = policy.param_dtype or next(module.parameters()).dtype
-    network = start.network(gradient_bytes=(policy.reduce_dtype or weights).itemsize, weight_bytes=weights.itemsize)
     state_names = run_on_all_ranks(start.ranks, partial(_state_names, module))
     tensor_parallel = start.tensor_parallel
     deferred = run_on_all_ranks(start.ranks, partial(_deferred, module)) if tensor_parallel is None else None
 
     def plan_and_mask() -> tuple[tuple[Plan, float, ShardedMask, list[LocatedBranch]], list[ShardedUnit], Synchronized]:
         branches = locate_branches(module)
-        plan, warnings = plan_model(module, start.block, mesh.size(), network, branches=branches)
+        plan, warnings = plan_model(module, start.block, mesh.size(), branches=branches)
         check_not_ignored(module, plan, start.options.ignored_params)
         check_buffers(module, plan)
         if tensor_parallel is not None:

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import dataclasses
-import warnings
 from collections.abc import Sequence
-from math import prod
+from dataclasses import replace
 
 from torch import nn
 
@@ -17,29 +15,18 @@ from sdp_deepspeed.architectures import (
     unit_costs,
     units_of_branches,
 )
-from sdp_deepspeed.config import SubnetworkConfig
-from sdp_deepspeed.messages import listed
-from sdp_deepspeed.plan.assignment import methods as assignment
-from sdp_deepspeed.plan.assignment.graph import incidence, is_connected
-from sdp_deepspeed.plan.counts import PlanCounts, resolve
-from sdp_deepspeed.plan.holders import holders_of_units, in_words
-from sdp_deepspeed.plan.placement import Network, nodes_of_subnetworks
+from sdp_deepspeed.config import KEY, SubnetworkConfig
+from sdp_deepspeed.plan.assign import MAX_SETS_PER_RANK, assign, num_components
+from sdp_deepspeed.plan.coverage import Given, default_subnetworks, holders_of_units, in_words, whole_holders
 from sdp_deepspeed.plan.plan import Plan
 from sdp_deepspeed.plan.shards import UNDIVIDED, Shards
-from sdp_deepspeed.plan.weighing import weigh
 from sdp_deepspeed.units import Unit, UnitCost, check_pieces
-
-_OTHER_NODES = (
-    "the plan {path!r} was made for ranks on other nodes: it trains the same here, but may send more between nodes "
-    'than a new plan by assignment "auto"'
-)
 
 
 def plan_model(
     model: nn.Module,
     block: SubnetworkConfig,
     data_parallel_size: int,
-    network: Network | None = None,
     *,
     branches: Sequence[LocatedBranch] | None = None,
     shards: Shards | None = None,
@@ -50,149 +37,143 @@ def plan_model(
         model: whole, or what a tensor-parallel rank has of it; on the meta device too.
         block: a parsed config block.
         data_parallel_size: D.
-        network: nodes of the ranks, for the placement of replicas and assignment "auto"; None puts all ranks on one.
         branches: the model's residual branches; None finds them.
         shards: what a tensor-parallel rank has; None if the model is whole.
 
     Raises:
         ValueError: a block, or a plan that it names, which does not fit the model or the number of ranks.
     """
-    counts = resolve(block, data_parallel_size)
     branches = locate_branches(model) if branches is None else branches
     shards = shards or UNDIVIDED
-    units = units_of_branches(
-        branches,
-        strategy=block.strategy,
-        granularity=block.granularity,
-        shared=block.shared,
-        neuron_groups=block.neuron_groups,
-        num_subnetworks=counts.num_subnetworks,
-    )
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        names, costs = constrained_branches(units, branches), unit_costs(model, units)
-        dense_units = [shards.dense_unit(unit) for unit in units]
-        layers = layers_of_units(units, branches)
-        plan = make_plan(dense_units, costs, counts, block, data_parallel_size, names, layers)
+    if block.plan_path is not None:
+        plan = read_plan(block, data_parallel_size)
+    else:
+        k = num_subnetworks(block, data_parallel_size)
+        units = units_of_branches(
+            branches,
+            strategy=block.strategy,
+            granularity=block.granularity,
+            shared=block.shared,
+            neuron_groups=block.neuron_groups,
+            num_subnetworks=k,
+        )
+        layers, num_layers = layers_of_units(units, branches)
+        names = [unit.name for unit in units]
+        numbers = holders_of_units(*_given(block), k, names, layers, num_layers)
+        costs, constrained = unit_costs(model, units), constrained_branches(units, branches)
+        dense = [shards.dense_unit(unit) for unit in units]
+        plan = make_plan(dense, costs, numbers, block, k, data_parallel_size, constrained)
     tensors = dict(model.named_parameters()) | dict(model.named_buffers())
     shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
     shapes |= {name: division.shape for name, division in shards.divisions.items()}
     check_pieces(plan.units, lambda piece: shapes.get(piece.parameter))
-    messages = [str(warning.message) for warning in caught]
-    network = network or Network((0,) * data_parallel_size)
-    if counts.num_replicas > 1 or len(set(network.nodes)) > 1:
-        elements, num_shared = _trainable_elements(model, shards.local_plan(plan))
-        nodes = nodes_of_subnetworks(network, plan.num_subnetworks, block.placement)
-
-        def place(plan: Plan) -> Plan:
-            return plan.place(elements, num_shared, network, block.placement)
-
-        plan = place(plan)
-        if block.assignment == "auto":
-            plan = weigh(plan, costs, names, nodes, place)
-        elif plan.node_of_subnetwork not in (None, nodes):
-            messages.append(_OTHER_NODES.format(path=block.plan_path))
-    return plan, messages
-
-
-def _trainable_elements(model: nn.Module, plan: Plan) -> tuple[list[int], int]:
-    """Of each unit, and of what is shared."""
-    shapes = {name: tuple(parameter.shape) for name, parameter in model.named_parameters() if parameter.requires_grad}
-    elements = [
-        sum(piece.num_elements(shapes[piece.parameter]) for piece in unit.pieces if piece.parameter in shapes)
-        for unit in plan.units
-    ]
-    return elements, sum(map(prod, shapes.values())) - sum(elements)
+    return plan, _warnings(plan)
 
 
 def make_plan(
     units: Sequence[Unit],
     costs: Sequence[UnitCost],
-    counts: PlanCounts,
-    config: SubnetworkConfig,
+    num_holders: Sequence[int],
+    block: SubnetworkConfig,
+    k: int,
     data_parallel_size: int,
     branches: Sequence[str | None] | None = None,
-    layers: tuple[Sequence[int], int] | None = None,
 ) -> Plan:
-    """The plan that the config block asks for, the same on every rank; replicas are neighbors until `Plan.place`.
+    """The plan of units with so many holders each.
 
     Args:
-        units: the model's units; a plan given by path brings its own, the caller checks that they fit the model.
-        costs: cost of each unit.
-        counts: from `counts.resolve`.
-        config: the block.
-        data_parallel_size: D.
-        branches: for each unit the branch of which every subnetwork must keep a unit (heads or neuron groups of one
-            layer), None for block units; None if all are block units.
-        layers: for each unit the index of its layer, and how many the model has; None puts all into one.
+        branches: for each unit the branch of which every subnetwork needs a unit (heads or neurons), None for blocks.
 
     Raises:
-        ValueError: too few units, or too few of a branch, for all subnetworks, or a plan given by path that contradicts
-            the config (that each subnetwork has a unit of each branch there is checked with the model).
+        ValueError: a subnetwork without a unit, or without one of a branch.
     """
-    k = counts.num_subnetworks
-    ranks = tuple(rank * k // data_parallel_size for rank in range(data_parallel_size))
-    if config.plan_path is not None:
-        plan = dataclasses.replace(Plan.load(config.plan_path), subnetwork_of_rank=ranks)
-        _check_agreement(plan, counts, config)
-    else:
-        p = holders_of_units(config, k, [unit.name for unit in units], *(layers or ([0] * len(units), 1)))
-        if config.assignment == "cyclic":
-            holders = assignment.cyclic(len(units), num_subnetworks=k, num_holders=p[0], branches=branches)
-        else:
-            holders = assignment.balanced(costs, num_subnetworks=k, num_holders=p, seed=config.seed, branches=branches)
-        _check_numbers(units, holders, p)
-        number = p[0] if len({*p}) == 1 else None
-        plan = Plan(config.regime, config.strategy, k, number, config.seed, tuple(units), holders, ranks)
-    _warn_if_disconnected(plan)
-    return plan
+    holders = assign(costs, num_holders, k, seed=block.seed, branches=branches)
+    _check_reach(holders, k, "the model", "a deeper model, finer units")
+    for branch in dict.fromkeys(name for name in branches or () if name is not None):
+        own = [one for one, name in zip(holders, branches or (), strict=True) if name == branch]
+        _check_reach(own, k, f"branch {branch!r}", 'more neuron_groups, strategy "block" for that part')
+    number = num_holders[0] if len({*num_holders}) == 1 else None
+    ranks = _subnetwork_of_rank(k, data_parallel_size)
+    return Plan(block.regime, block.strategy, k, number, block.seed, tuple(units), holders, ranks)
 
 
-def _check_numbers(units: Sequence[Unit], holders: Sequence[Sequence[int]], p: Sequence[int]) -> None:
-    """A table knows no rules: only here could a search be caught that gave a unit another p than was asked for."""
+def _check_reach(holders: Sequence[tuple[int, ...]], k: int, what: str, remedy: str) -> None:
+    if len({subnetwork for one in {*holders} for subnetwork in one}) < k:
+        words = in_words([*map(len, holders)])
+        raise ValueError(
+            f"{what}: {len(holders)} units with {words} cannot give each of {k} subnetworks one; "
+            f"use more holders, fewer subnetworks, {remedy}"
+        )
+
+
+def read_plan(block: SubnetworkConfig, data_parallel_size: int) -> Plan:
+    """The plan that `assignment` names, for this number of ranks.
+
+    Raises:
+        ValueError: it cannot be read, contradicts the block, or its subnetworks do not divide the ranks.
+    """
+    assert block.plan_path is not None
+    plan = Plan.load(block.plan_path)
+    k = plan.num_subnetworks
+    pairs = {
+        "regime": (plan.regime, block.regime),
+        "strategy": (plan.strategy, block.strategy),
+        "subnetworks": (k, k if block.subnetworks == "auto" else block.subnetworks),
+        "holders": (plan.num_holders, plan.num_holders),
+    }
+    given, path = _given(block)
+    if given is not None and not isinstance(given, tuple):
+        pairs["holders"] = (plan.num_holders, whole_holders(given, k, path))
     wrong = [
-        f"{unit.name!r} has {len(subnetworks)} holders instead of {number}"
-        for unit, subnetworks, number in zip(units, holders, p, strict=True)
-        if len(subnetworks) != number
+        f"{name} is {mine!r} in the plan and {asked!r} here" for name, (mine, asked) in pairs.items() if mine != asked
     ]
     if wrong:
-        raise RuntimeError(f"plan: {listed(wrong)}; an error of sdp_deepspeed, please report it")
+        raise ValueError(f"{KEY}.assignment: {block.plan_path!r} contradicts the config: {'; '.join(wrong)}")
+    _check_divides(k, data_parallel_size, f"{KEY}.assignment: {block.plan_path!r} has")
+    return replace(plan, subnetwork_of_rank=_subnetwork_of_rank(k, data_parallel_size))
 
 
-def _check_agreement(plan: Plan, counts: PlanCounts, config: SubnetworkConfig) -> None:
-    pairs = {
-        "regime": (plan.regime, config.regime),
-        "strategy": (plan.strategy, config.strategy),
-        "subnetworks": (plan.num_subnetworks, counts.num_subnetworks),
-        "holders": (plan.num_holders or "not one number", counts.num_holders or "not one number"),
-    }
-    wrong = [f"{name} is {a!r} in the plan and {b!r} here" for name, (a, b) in pairs.items() if a != b]
-    if wrong:
+def num_subnetworks(block: SubnetworkConfig, data_parallel_size: int) -> int:
+    """k: what the block says; by default one per rank, fewer where a unit would have more than eight holders.
+
+    Raises:
+        ValueError: k does not divide the number of ranks.
+    """
+    if block.subnetworks == "auto":
+        return default_subnetworks(_given(block)[0], data_parallel_size, MAX_SETS_PER_RANK)
+    _check_divides(int(block.subnetworks), data_parallel_size, f"{KEY}.subnetworks: got")
+    return int(block.subnetworks)
+
+
+def _check_divides(k: int, num_ranks: int, where: str) -> None:
+    if num_ranks % k:
+        divisors = ", ".join(str(d) for d in range(1, num_ranks + 1) if num_ranks % d == 0)
         raise ValueError(
-            f"assignment: the plan {config.plan_path!r} contradicts the config: {'; '.join(wrong)}. "
-            "Change the config, or make a plan for it"
+            f"{where} {k} subnetworks, which do not divide the {num_ranks} data-parallel ranks; possible: {divisors}"
         )
 
 
-def _warn_if_disconnected(plan: Plan) -> None:
-    k, num_units, numbers = plan.num_subnetworks, len(plan.units), [*map(len, plan.holders)]
-    if is_connected(incidence(plan.holders, k)):
-        return
+def _given(block: SubnetworkConfig) -> tuple[Given, str]:
+    if block.holders is not None:
+        return block.holders, f"{KEY}.holders"
+    return block.coverage, f"{KEY}.coverage"  # type: ignore[return-value]  # one of both, or a plan that is read
+
+
+def _subnetwork_of_rank(k: int, data_parallel_size: int) -> tuple[int, ...]:
+    """Replicas are neighbors: launchers number ranks node by node, so a subnetwork's are packed into few nodes."""
+    return tuple(rank * k // data_parallel_size for rank in range(data_parallel_size))
+
+
+def _warnings(plan: Plan) -> list[str]:
+    k, numbers = plan.num_subnetworks, [*map(len, plan.holders)]
+    if num_components(plan.holders, k) == 1:
+        return []
     if k == 2:
-        warnings.warn(
-            "2 subnetworks share no unit below coverage 1 (spectral gap 0): they exchange shared parameters only. That "
-            f"suits a trial; to train at coverage {plan.coverage:.4g} take 4 ranks or more, whose subnetworks share "
-            "units",
-            stacklevel=3,
-        )
-        return
-    finer = ', or use finer units: granularity "sublayer", or for MLPs cut by neurons more neuron_groups' * (
-        sum(numbers) > num_units
-    )
-    warnings.warn(
-        f"{num_units} units with {in_words(numbers)} do not connect {k} subnetworks (spectral gap 0): "
-        "some of them never exchange anything but shared parameters. "
-        f"Connecting them takes {k - 1} or more of holders - 1, added up over units, here {sum(numbers) - num_units}: "
-        f"raise holders{finer}",
-        stacklevel=3,
-    )
+        return [
+            "2 subnetworks share no unit below coverage 1 (spectral gap 0): they exchange shared parameters only. "
+            f"To train at coverage {plan.coverage:.4g} take 4 ranks or more"
+        ]
+    return [
+        f"{len(numbers)} units with {in_words(numbers)} do not connect {k} subnetworks (spectral gap 0): some never "
+        "exchange anything but shared parameters. Raise holders, or use finer units"
+    ]

@@ -16,7 +16,6 @@ from transformers.pytorch_utils import Conv1D
 
 from sdp_deepspeed.architectures import LocatedBranch, branches_of_units, locate_branches, units_of_branches
 from sdp_deepspeed.masking.mask import Mask
-from sdp_deepspeed.plan.assignment import methods as assignment
 from sdp_deepspeed.plan.plan import Plan
 from sdp_deepspeed.plan.tensors import TensorInfo, pieces_by_tensor
 from sdp_deepspeed.reference.virtual_workers import zero_lacking
@@ -69,7 +68,10 @@ def plan_of(model: nn.Module, regime: str = "forward", strategy: Any = "neuron",
     branches = locate_branches(model)
     units = units_of_branches(branches, strategy=strategy, num_subnetworks=NUM_GROUPS, **choice)
     names = branches_of_units(units, branches)
-    holders = assignment.cyclic(len(units), num_subnetworks=2, num_holders=1, branches=names)
+    order = list(
+        dict.fromkeys(names)
+    )  # of each branch the units in turn, of the next one beginning with the other worker
+    holders = tuple(((order.index(name) + names[:unit].count(name)) % 2,) for unit, name in enumerate(names))
     return Plan(regime, strategy, 2, 1, 0, tuple(units), holders, RANKS)
 
 

@@ -23,6 +23,8 @@ from tests.helpers.oracle_grid import Case, possible
 from tests.helpers.ranks import CPU, Place, Rank, run_ranks
 from tests.helpers.training import assert_identical, dense_state, engine_of, train
 
+pytestmark = pytest.mark.slow
+
 
 def every_combination(size: int) -> Iterator[Case]:
     """Modes x stages x precisions at C = 1/2."""

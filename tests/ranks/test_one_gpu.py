@@ -22,10 +22,11 @@ from torch import nn
 
 import sdp_deepspeed
 from benchmarks.common.fake_world import fake_world
+from benchmarks.common.measured_step import measured_step
 from sdp_deepspeed.config import MODES, Mode
+from sdp_deepspeed.engine.held_bytes import optimizer_tensors
 from sdp_deepspeed.estimate.per_rank import Setup, estimate
 from sdp_deepspeed.estimate.precision import Precision
-from sdp_deepspeed.measure.step import measured_step, optimizer_tensors
 from sdp_deepspeed.plan.plan import Plan
 from sdp_deepspeed.plan.tensors import dense_tensors
 from sdp_deepspeed.support.combinations import AXES, refusals_of
@@ -35,6 +36,8 @@ from tests.helpers.oracle import CaseCheck
 from tests.helpers.oracle_grid import Case, possible
 from tests.helpers.ranks import CPU, Place, Rank
 from tests.helpers.training import assert_identical, dense_state, engine_of, micro_step, train
+
+pytestmark = pytest.mark.slow
 
 BF16 = {"bf16": {"enabled": True}}
 FAKE_RANK, FAKE_SIZE = 3, 8

@@ -53,12 +53,12 @@ def test_defaults() -> None:
     assert (config.subnetworks, config.granularity, config.assignment, config.shared) == (
         "auto",
         "sublayer",
-        "balanced",
+        "auto",
         (),
     )
     assert (config.neuron_groups, config.dense_branch_scale, config.seed) == (None, "none", 0)
     assert config.lr_by_coverage == "none"
-    assert (config.placement, config.evaluation) == ("auto", "auto")
+    assert config.evaluation == "auto"
     assert not config.allow_optimizer
     assert not config.check_agreement
 
@@ -72,8 +72,7 @@ def test_every_key_is_read() -> None:
         "subnetworks": 4,
         "granularity": "layer",
         "evaluation": "prefetch",
-        "placement": "spread",
-        "assignment": "cyclic",
+        "assignment": "auto",
         "shared": [r"layers\.0\."],
         "neuron_groups": 3,
         "dense_branch_scale": "coverage",
@@ -168,15 +167,15 @@ def test_unknown_key_like_no_other_lists_all() -> None:
         (
             "regime",
             "auto",
-            '"auto" is only possible for subnetworks, assignment, placement, evaluation and total_steps',
+            '"auto" is only possible for subnetworks, assignment, evaluation and total_steps',
         ),
         ("strategy", "blocks", '"block", "neuron"'),
         ("strategy", {"mlp": "blocks"}, '"block", "neuron"'),
         ("strategy", {}, '"block", "neuron"'),
-        ("subnetworks", 0, '"auto" (one for each'),
-        ("subnetworks", "all", '"auto" (one for each'),
+        ("subnetworks", 0, '"auto" (one per'),
+        ("subnetworks", "all", '"auto" (one per'),
         ("granularity", "sub-layer", '"sublayer" or "layer"'),
-        ("assignment", "random", '"balanced", "auto", "cyclic", or the path'),
+        ("assignment", "cyclic", '"auto" or the path'),
         ("shared", "layers", "a list of regular expressions"),
         ("shared", ["(", "a"], "'(' does not compile"),
         ("neuron_groups", 0, "at least 1"),
@@ -185,7 +184,6 @@ def test_unknown_key_like_no_other_lists_all() -> None:
         ("lr_by_coverage", 0.5, '"none", "sqrt" or "linear"'),
         ("seed", -1, "at least 0"),
         ("seed", "auto", '"auto" is only possible for'),
-        ("placement", "near", '"packed" or "spread"'),
         ("evaluation", "residant", '"resident", "prefetch" or "stream"'),
         ("evaluation", True, '"auto" (resident where memory allows'),
         ("allow_optimizer", 1, "true or false"),
@@ -212,7 +210,6 @@ def test_one_of_coverage_and_holders() -> None:
 
 
 def test_settings_without_effect_are_errors() -> None:
-    assert f"{KEY}.seed: got 1" in message({KEY: {"coverage": 0.5, "assignment": "cyclic", "seed": 1}})
     for name, value in [("granularity", "layer"), ("shared", ["a"]), ("neuron_groups", 2), ("seed", 1)]:
         text = message({KEY: {"assignment": "plan.json", name: value}})
         assert text.startswith(f"{KEY}.{name}: ")

@@ -12,7 +12,7 @@ from sdp_deepspeed.atomic_files import regular
 from sdp_deepspeed.checkpoint.storage.chunk_files import SafetensorsReader
 from sdp_deepspeed.checkpoint.storage.manifest import verify
 from sdp_deepspeed.checkpoint.storage.names import PLAN, WEIGHT
-from sdp_deepspeed.plan.holders import in_words
+from sdp_deepspeed.plan.coverage import in_words
 from sdp_deepspeed.sizes import bytes_text
 
 

@@ -70,7 +70,7 @@ READERS = {
     "stage0_layers": Run(2, stage=0, block=LAYERS),
     "backward_block_bf16": Run(2, precision="bf16", block=BACKWARD),
     "backward_neuron_by_rules": Run(3, stage=2, block=BACKWARD | NEURON | BY_RULES, bucket=64),
-    "four_replicas_cyclic": Run(4, block={"subnetworks": 2, "assignment": "cyclic"}),
+    "four_replicas": Run(4, block={"subnetworks": 2}),
     "tensor_parallel_bf16": Run(4, tp=2, precision="bf16"),
     "offload": Run(2, offload=True),
 }
@@ -162,10 +162,10 @@ def outcomes(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRe
 
 
 def _sources(reader: str, options: pytest.Config) -> Iterator[str]:
-    """Of each reader two, so that each writer is read; all with --full-grid."""
+    """Of each reader two, so that each writer is read; all with --full."""
     first = list(READERS).index(reader)
     for index, source in enumerate(WRITERS):
-        if options.getoption("--full-grid") or (index - first) % len(WRITERS) in (0, 3):
+        if options.getoption("--full") or (index - first) % len(WRITERS) in (0, 3):
             yield source
 
 

@@ -30,8 +30,6 @@ EXTRAS = {
     "groups-forward": Extra(Case(3, 2, "forward", "neuron", "gpt2"), {"neuron_groups": 5}),
     "groups-backward": Extra(Case(3, 1, "backward", "neuron", "llama_odd"), {"neuron_groups": 20}),
     # Windows of neighbors instead of the balanced search.
-    "cyclic-forward": Extra(Case(3, 2, "forward", "neuron", "gpt_neox"), {"assignment": "cyclic"}),
-    "cyclic-backward": Extra(Case(3, 2, "backward", "block", "qwen2"), {"assignment": "cyclic"}),
     "seed": Extra(Case(3, 1, "forward", "neuron", "qwen2", optimizer="SGD"), {"seed": 5}),
     # Only one part, the parts the other way round, and units that stay shared.
     "mlp-only": Extra(Case(3, 2, "forward", "neuron", "llama_biases"), {"strategy": {"mlp": "neuron"}}),

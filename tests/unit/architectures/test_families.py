@@ -12,7 +12,6 @@ from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 
 from sdp_deepspeed import architectures
 from sdp_deepspeed.architectures import Branch, locate_branches, registry, unit_costs, units_of_branches
-from sdp_deepspeed.plan.assignment import methods as assignment
 from sdp_deepspeed.plan.plan import Plan
 from sdp_deepspeed.reference.virtual_workers import zero_lacking
 from tests.helpers import models
@@ -25,7 +24,7 @@ NUM_LAYERS = 3
 def plan_of(model: nn.Module, *, granularity: str = "sublayer", shared: tuple[str, ...] = ()) -> Plan:
     """Two workers, each unit held by one of them in turn."""
     units = units_of_branches(locate_branches(model), granularity=granularity, shared=shared)
-    holders = assignment.cyclic(len(units), num_subnetworks=2, num_holders=1)
+    holders = tuple((unit % 2,) for unit in range(len(units)))
     return Plan("forward", "block", 2, 1, 0, tuple(units), holders, (0, 1))
 
 

@@ -211,6 +211,7 @@ def test_dropout_at_the_end_of_a_body_runs_once_on_the_sum_of_its_halves() -> No
     ("name", "regime", "strategy"),
     [("falcon_grouped", "forward", "block"), ("opt", "forward", "block"), ("opt", "backward", "neuron")],
 )
+@pytest.mark.slow
 def test_compilers_follow(name: str, regime: str, strategy: str) -> None:
     """What is added in place, dropped by a function, or kept from one body for another."""
     dense = build(name)

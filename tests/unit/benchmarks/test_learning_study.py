@@ -26,7 +26,7 @@ from benchmarks.study.rates import TUNING_SEED, tuned_rate
 from benchmarks.study.store import Store
 from benchmarks.study.subjects import STUDIES, SUBJECTS, Study, Subject
 from sdp_deepspeed.config import KEY, MODES, Mode, parse
-from sdp_deepspeed.measure.flops import FlopCounter
+from sdp_deepspeed.estimate.flops import FlopCounter
 from sdp_deepspeed.plan.planner import plan_model
 from tests.helpers.masked_modules import masked
 

@@ -15,7 +15,6 @@ from sdp_deepspeed.engine.apply_plan import ChosenPlan
 from sdp_deepspeed.engine.schedule_table import PhaseRow, schedule_table, setup_of
 from sdp_deepspeed.estimate.per_rank import estimate
 from sdp_deepspeed.optimizer.settings import Offload, OptimizerSettings
-from sdp_deepspeed.plan.placement import Network
 from sdp_deepspeed.plan.planner import plan_model
 from sdp_deepspeed.plan.tensors import TensorInfo, dense_tensors
 from sdp_deepspeed.schedule import Phase
@@ -34,7 +33,7 @@ def row(phase: Phase, settings: OptimizerSettings = SETTINGS, **block: Any) -> P
     config = parse({KEY: block})
     assert config is not None
     plan, warnings = plan_model(model, config, 4)
-    chosen = ChosenPlan(plan, Network(("one",) * 4), unit_costs(model, plan.units), warnings)
+    chosen = ChosenPlan(plan, ("one",) * 4, unit_costs(model, plan.units), warnings)
     optimizer = torch.optim.Adam(model.parameters())
     setup = setup_of(settings, torch.float32, optimizer, accumulation=2)
     return PhaseRow.of(phase, chosen, optimized(model), setup, (3, 2))

@@ -15,7 +15,7 @@ from sdp_deepspeed.estimate.precision import Precision
 from sdp_deepspeed.exchange.routes import routes_back
 from sdp_deepspeed.layout.buckets import build_buckets, build_segments
 from sdp_deepspeed.layout.nodes import Nodes
-from sdp_deepspeed.plan.assignment import methods as assignment
+from sdp_deepspeed.plan.assign import assign
 from sdp_deepspeed.plan.plan import Plan
 from sdp_deepspeed.plan.tensors import NOT_OPTIMIZED, TensorInfo
 from sdp_deepspeed.units import Piece, Unit, UnitCost
@@ -36,7 +36,7 @@ def plan_of(num_layers: int, size: int, holders: int, regime: str = "forward", r
     units = tuple(
         Unit(f"layers.{i}", tuple(Piece(f"layers.{i}.{n}", None, 0, 20) for n in "ab")) for i in range(num_layers)
     )
-    rows = assignment.balanced([UnitCost(40, 160, 80)] * num_layers, num_subnetworks=k, num_holders=holders)
+    rows = assign([UnitCost(40, 160, 80)] * num_layers, [holders] * num_layers, k)
     return Plan(regime, "block", k, holders, 0, units, rows, tuple(rank * k // size for rank in range(size)))
 
 

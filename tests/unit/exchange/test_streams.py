@@ -125,6 +125,7 @@ MISTAKES: list[tuple[Any, str, Callable[..., Any], tuple[int, ...]]] = [
     ("where", "method", "instead", "stage"),
     [(where, method, instead, stage) for where, method, instead, stages in MISTAKES for stage in stages],
 )
+@pytest.mark.slow
 def test_mistakes_on_a_gpu_are_noticed(where: Any, method: str, instead: Callable[..., Any], stage: int) -> None:
     toy = toy_of(3, 4, "forward", 40, "one", stage=stage, overlap=1, num_streams=2, checks_order=True, **HARD)
     with mock.patch.object(where, method, instead), pytest.raises(AssertionError, match=r"without a wait|was freed"):
@@ -139,6 +140,7 @@ def test_mistakes_on_a_gpu_are_noticed(where: Any, method: str, instead: Callabl
         (Exchange, "_travel", given_back_too_early, "sent tensor was changed|received tensor was written to"),
     ],
 )
+@pytest.mark.slow
 def test_mistakes_on_a_cpu_are_noticed(
     where: Any, method: str, instead: Callable[..., Any], what: str, stage: int
 ) -> None:

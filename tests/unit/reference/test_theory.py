@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from sdp_deepspeed.architectures import locate_branches, unit_costs, units_of_branches
-from sdp_deepspeed.plan.assignment import methods as assignment
+from sdp_deepspeed.plan.assign import assign
 from sdp_deepspeed.plan.plan import Plan
 from sdp_deepspeed.reference.theory import (
     Gradients,
@@ -34,7 +34,7 @@ LAYERS = ["model.layers.0", "model.layers.1"]
 
 def plan_of(model: nn.Module, strategy: str, k: int, p: int, regime: str = "backward", replicas: int = 1) -> Plan:
     units = units_of_branches(locate_branches(model), strategy=strategy, num_subnetworks=k)
-    holders = assignment.cyclic(len(units), num_subnetworks=k, num_holders=p)
+    holders = assign(unit_costs(model, units), [p] * len(units), k)
     return Plan(regime, strategy, k, p, 0, tuple(units), holders, tuple(i // replicas for i in range(k * replicas)))
 
 
@@ -185,6 +185,7 @@ EACH_STRATEGY_AND_P = pytest.mark.parametrize(
 
 
 @EACH_STRATEGY_AND_P
+@pytest.mark.slow
 def test_mean_over_placements_is_exact(strategy: str, p: int) -> None:
     """fp32 averages of gradients that differ by about their own size: a few EPS of relative error in T."""
     distances, size, plan, _ = real_distances(strategy, p, "holders")

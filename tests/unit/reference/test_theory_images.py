@@ -16,11 +16,13 @@ import torch
 from torch import nn
 from transformers import ResNetConfig, ResNetForImageClassification
 
-from sdp_deepspeed.architectures import locate_branches, units_of_branches
-from sdp_deepspeed.plan.assignment import methods as assignment
+from sdp_deepspeed.architectures import locate_branches, unit_costs, units_of_branches
+from sdp_deepspeed.plan.assign import assign
 from sdp_deepspeed.plan.plan import Plan
 from sdp_deepspeed.reference.theory import Gradients, dense_gradients, deviation, distance, mean, similarity
 from sdp_deepspeed.reference.virtual_workers import local_gradients, masked_average
+
+pytestmark = pytest.mark.slow
 
 EPS = 2.0**-24  # unit roundoff of fp32
 K = 4
@@ -47,7 +49,7 @@ def loss_of(model: nn.Module, seed: int) -> torch.Tensor:
 
 def plan_of(model: nn.Module, regime: str, strategy: str, p: int) -> Plan:
     units = units_of_branches(locate_branches(model), strategy=strategy, num_subnetworks=K)
-    holders = assignment.cyclic(len(units), num_subnetworks=K, num_holders=p)
+    holders = assign(unit_costs(model, units), [p] * len(units), K)
     return Plan(regime, strategy, K, p, 0, tuple(units), holders, tuple(range(K)))
 
 

@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
-from sdp_deepspeed.plan.assignment import methods as assignment
+from sdp_deepspeed.plan.assign import Holders, incidence, translates
 from sdp_deepspeed.plan.plan import Plan
 from sdp_deepspeed.reference.theory import dense_gradients, deviation, distance, mean, permitted
 from sdp_deepspeed.reference.virtual_workers import held_mask, masked_average
@@ -22,13 +22,13 @@ from tests.helpers.models import loss_of
 from tests.helpers.properties import examples
 
 
-def synthetic(holders: assignment.Holders, k: int, weights: Sequence[int]) -> tuple[nn.Module, Plan]:
+def synthetic(holders: Sequence[Holders], k: int, weights: Sequence[int]) -> tuple[nn.Module, Plan]:
     """Units of `weights` elements, each a parameter of its own."""
     model = nn.Module()
     for unit, weight in enumerate(weights):
         model.register_parameter(f"u{unit}", nn.Parameter(torch.zeros(weight)))
     units = tuple(Unit(name, (Piece(name, None, 0, p.numel()),)) for name, p in model.named_parameters())
-    return model, Plan("backward", "block", k, len(holders[0]), 0, units, holders, tuple(range(k)))
+    return model, Plan("backward", "block", k, len(holders[0]), 0, units, tuple(holders), tuple(range(k)))
 
 
 def distance_of(model: nn.Module, plan: Plan, gradients: Sequence[dict[str, torch.Tensor]]) -> tuple[float, float]:
@@ -48,24 +48,24 @@ def drift(model: nn.Module, coefficients: Sequence[float]) -> list[dict[str, tor
 
 def gossip(plan: Plan, weights: Sequence[int]) -> np.ndarray:
     """W, row by row as plan/README.md writes it."""
-    table = assignment.incidence(plan.holders, plan.num_subnetworks)
+    table = incidence(plan.holders, plan.num_subnetworks)
     overlaps = table.T @ np.diag(weights) @ table / len(plan.holders[0])
     return overlaps / overlaps.sum(axis=1, keepdims=True)
 
 
 @st.composite
-def tables(draw: st.DrawFn) -> tuple[assignment.Holders, int, list[int]]:
+def tables(draw: st.DrawFn) -> tuple[tuple[Holders, ...], int, list[int]]:
     k = draw(st.integers(2, 6))
     p = draw(st.integers(1, k))
     choice = st.sampled_from(list(itertools.combinations(range(k), p)))
-    holders = assignment.cyclic(k, num_subnetworks=k, num_holders=p) + tuple(draw(st.lists(choice, max_size=6)))
+    holders = translates(tuple(range(p)), k) + tuple(draw(st.lists(choice, max_size=6)))
     return holders, k, draw(st.lists(st.integers(1, 9), min_size=len(holders), max_size=len(holders)))
 
 
 @given(tables(), st.integers(0, 2**31))
 @examples(60)
 def test_the_proposition_for_any_table_weights_and_gradients(
-    table: tuple[assignment.Holders, int, list[int]], seed: int
+    table: tuple[tuple[Holders, ...], int, list[int]], seed: int
 ) -> None:
     """(a), (b) and (d); fp32 gradients of size 7, fp64 sums: absolute errors far below 1e-3 of V."""
     holders, k, weights = table
@@ -96,7 +96,7 @@ def test_no_better_bound_for_any_placement() -> None:
 
 def test_drift_along_the_second_eigenvector_reaches_the_bound() -> None:
     """Six workers in a ring, p = 2: lambda_2 = (1 + cos 60 degrees) / 2 = 3/4, eigenvector cos(60 degrees * i)."""
-    model, plan = synthetic(assignment.cyclic(6, num_subnetworks=6, num_holders=2), 6, [3] * 6)
+    model, plan = synthetic(translates((0, 1), 6), 6, [3] * 6)
     assert 1 - plan.spectral_gap() == pytest.approx(0.75)
     apart, size = distance_of(model, plan, drift(model, np.cos(np.arange(6) * np.pi / 3).tolist()))
     assert permitted(plan).drift == pytest.approx(permitted(plan).on_average) == pytest.approx(0.75 / 3)

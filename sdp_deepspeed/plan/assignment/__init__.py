@@ -1,1 +1,0 @@
-"""How units are assigned to subnetworks."""

@@ -1,0 +1,211 @@
+"""Coverage by name and depth: the rules that `coverage` and `holders` may be, and how many holders they give each unit.
+
+The first rule that matches a unit decides; a unit that none matches stays whole.
+"""
+
+from __future__ import annotations
+
+import re
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from fractions import Fraction
+from typing import Annotated, Any, Generic, Literal, TypeVar
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Discriminator, Field, Tag, field_validator, model_validator
+
+from sdp_deepspeed.messages import listed
+
+Share = Annotated[float, Field(gt=0, le=1)]
+Count = Annotated[int, Field(ge=1)]
+Number = TypeVar("Number", bound=float)
+_TOLERANCE = 1e-4  # 0.3333 means 1/3
+_STEPS = 8  # of a profile: each number of holders has holder sets of its own
+
+
+class _Rule(BaseModel, ABC, Generic[Number]):
+    """A rule; a field's description is what its error message says was expected.
+
+    Args:
+        units: regular expression of unit names (Python's re.search); all units if it is left out.
+        profile: "linear": from `first`, of the first layer of the model, to `last`, of the last one.
+        first, last: both ends of a profile.
+        whole_ends: so many layers at either end of the model stay whole, whatever the numbers say.
+    """
+
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
+
+    units: str = Field(default="", description="a regular expression of unit names (Python's re)")
+    profile: Literal["linear"] | None = Field(default=None, description='"linear"')
+    first: Number | None = Field(default=None, description="a number as of all units, of the first layer")
+    last: Number | None = Field(default=None, description="a number as of all units, of the last layer")
+    whole_ends: int = Field(default=0, ge=0, description="a whole number of layers")
+
+    @property
+    @abstractmethod
+    def flat(self) -> Number | None:
+        """The one number for all units; None with a profile."""
+
+    @property
+    def ends(self) -> tuple[Number, Number]:
+        """What the first and the last layer of the model have; the same without a profile."""
+        first, last = (self.flat, self.flat) if self.profile is None else (self.first, self.last)
+        assert first is not None, "_says_one_thing refuses such a rule"
+        assert last is not None, "_says_one_thing refuses such a rule"
+        return first, last
+
+    @field_validator("units")
+    @classmethod
+    def _compiles(cls, value: str) -> str:
+        try:
+            re.compile(value)
+        except re.error:
+            raise ValueError from None
+        return value
+
+    @model_validator(mode="after")
+    def _says_one_thing(self) -> _Rule[Number]:
+        given = [self.flat is not None, self.profile is not None, self.first is not None, self.last is not None]
+        if given not in ([True, False, False, False], [False, True, True, True]):
+            raise ValueError
+        return self
+
+
+class CoverageRule(_Rule[Share]):
+    """Of a list in `coverage`."""
+
+    coverage: Share | None = Field(default=None, description="a number above 0 and at most 1")
+
+    @property
+    def flat(self) -> float | None:
+        return self.coverage
+
+
+class HoldersRule(_Rule[Count]):
+    """Of a list in `holders`."""
+
+    holders: Count | None = Field(default=None, description="a whole number of at least 1")
+
+    @property
+    def flat(self) -> int | None:
+        return self.holders
+
+
+def _tag(value: Any) -> str:
+    return RULES if isinstance(value, tuple) else "number"
+
+
+def _as_tuple(value: Any) -> Any:
+    """JSON has lists; one rule may stand alone."""
+    return (value,) if isinstance(value, dict) else tuple(value) if isinstance(value, list) and value else value
+
+
+RULES = "rules"  # in the location of pydantic's errors
+_EITHER = Discriminator(_tag), BeforeValidator(_as_tuple)
+Coverage = Annotated[Annotated[Share, Tag("number")] | Annotated[tuple[CoverageRule, ...], Tag(RULES)], *_EITHER]
+Holders = Annotated[Annotated[Count, Tag("number")] | Annotated[tuple[HoldersRule, ...], Tag(RULES)], *_EITHER]
+Given = float | tuple[CoverageRule, ...] | tuple[HoldersRule, ...]
+"""A share (float), a count (int), or rules of one of both."""
+
+
+def holders_of_units(
+    given: Given, path: str, k: int, names: Sequence[str], layers: Sequence[int], num_layers: int
+) -> tuple[int, ...]:
+    """p of each unit.
+
+    Args:
+        given: `coverage` or `holders` of the block.
+        path: of `given`, for messages.
+        k: number of subnetworks.
+        names: of the units.
+        layers: for each unit the index of its layer, counted from the model's first.
+        num_layers: of the model; the first and the last ones may have no unit.
+
+    Raises:
+        ValueError: more than k holders, coverage that is no whole number of holders, or a rule that decides nothing.
+    """
+    if not isinstance(given, tuple):
+        return (whole_holders(given, k, path),) * len(names)
+    found, last = [k] * len(names), num_layers - 1
+    undecided = set(range(len(names)))
+    rules: tuple[CoverageRule | HoldersRule, ...] = given
+    for index, rule in enumerate(rules):
+        where = f"{path}[{index}]"
+        matched = [unit for unit, name in enumerate(names) if re.search(rule.units, name)]
+        mine = [unit for unit in matched if unit in undecided]
+        undecided.difference_update(mine)
+        cut = [unit for unit in mine if min(layers[unit], last - layers[unit]) >= rule.whole_ends]
+        if not matched:
+            raise ValueError(f"{where}.units: {rule.units!r} matches no unit; names are like {listed(names, limit=3)}")
+        if not mine:
+            raise ValueError(f"{where}: earlier rules match all units that {rule.units!r} matches; the first decides")
+        if not cut:
+            raise ValueError(
+                f"{where}.whole_ends: got {rule.whole_ends}, which keeps all units of the rule whole; "
+                f"the model has {num_layers} layers"
+            )
+        for unit in cut:
+            found[unit] = _holders_by_rule(rule, k, layers[unit], last, where)
+    return tuple(found)
+
+
+def _holders_by_rule(rule: CoverageRule | HoldersRule, k: int, layer: int, last: int, path: str) -> int:
+    """p at a layer: of a profile the nearest of k / 8, 2 k / 8, ..., k; of two the larger."""
+    if rule.profile is None:
+        return whole_holders(rule.ends[0], k, path)
+    if isinstance(rule, HoldersRule):
+        first, final = (Fraction(whole_holders(number, k, path), k) for number in rule.ends)
+    else:
+        first, final = (Fraction(repr(number)) for number in rule.ends)
+    share = first + (final - first) * Fraction(layer, max(1, last))
+    steps = min(k, _STEPS)
+    return min((k * i // steps for i in range(steps, 0, -1)), key=lambda p: abs(Fraction(p, k) - share))
+
+
+def whole_holders(given: float, k: int, path: str) -> int:
+    """p of a share of k subnetworks (float) or of a count (int).
+
+    Raises:
+        ValueError: a share that is no whole number of holders, with the nearest that are; a count above k.
+    """
+    if isinstance(given, int):
+        if given > k:
+            raise ValueError(f"{path}: got {given}, but there are only {k} subnetworks; choose 1 to {k}")
+        return given
+    p = round(given * k)
+    if p >= 1 and abs(given - p / k) <= _TOLERANCE:
+        return p
+    nearest = sorted(sorted(range(1, k + 1), key=lambda n: abs(n / k - given))[:4])
+    raise ValueError(
+        f"{path}: {given:g} of {k} subnetworks is {given * k:g} holders per unit, not a whole number; "
+        f"nearest that are: {', '.join(f'{round(n / k, 4):g} (holders {n})' for n in nearest)}"
+    )
+
+
+def default_subnetworks(given: Given, num_ranks: int, most: int) -> int:
+    """k where the block says "auto": one per rank, fewer where a share would be of more than `most` subnetworks.
+
+    Args:
+        given: `coverage` or `holders` of the block; counts are the user's own choice.
+        num_ranks: D, of which k is a divisor.
+        most: number of holders that is not exceeded if a divisor allows that.
+    """
+    rules = given if isinstance(given, tuple) else ()
+    shares = [given] if isinstance(given, float) else [end for rule in rules for end in rule.ends]
+    shares = [share for share in shares if isinstance(share, float) and share < 1]
+    whole = [rule.flat for rule in rules if isinstance(rule, CoverageRule)] if rules else [given]
+    divisors = [k for k in range(num_ranks, 0, -1) if num_ranks % k == 0]
+    fits = [k for k in divisors if all(_is_whole(share, k) for share in whole if isinstance(share, float))]
+    few = [k for k in fits if all(round(share * k) <= most for share in shares)]
+    return next(iter([*few, *fits[-1:] * bool(shares)]), num_ranks)
+
+
+def _is_whole(share: float, k: int) -> bool:
+    return round(share * k) >= 1 and abs(share - round(share * k) / k) <= _TOLERANCE
+
+
+def in_words(numbers: Sequence[int]) -> str:
+    """How many holders units have: one number each, or different ones."""
+    found = sorted({*numbers})
+    if len(found) == 1:
+        return f"{found[0]} holders each"
+    return f"{found[0]} to {found[-1]} holders, {sum(numbers)} in all" if found else "no holders"

@@ -1,0 +1,116 @@
+"""From a model and the block to a plan."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from sdp_deepspeed.architectures import unit_costs
+from sdp_deepspeed.config import KEY, SubnetworkConfig, parse
+from sdp_deepspeed.plan.plan import Plan
+from sdp_deepspeed.plan.planner import plan_model
+from tests.helpers.models import SPECIMENS, llama
+
+COVERAGES = (0.25, 0.5, 0.75)
+
+
+def block(**settings: Any) -> SubnetworkConfig:
+    config = parse({KEY: settings})
+    assert config is not None
+    return config
+
+
+def plan_of(num_ranks: int = 4, num_layers: int = 4, **settings: Any) -> Plan:
+    return plan_model(llama(num_layers), block(**settings), num_ranks)[0]
+
+
+def test_the_same_on_every_rank_and_another_with_another_seed() -> None:
+    plans = [plan_of(coverage=0.5, seed=seed) for seed in (0, 0, 1)]
+    assert plans[0] == plans[1]
+    assert plans[0].hash != plans[2].hash
+    assert {*plans[0].holders} == {*plans[2].holders}
+
+
+def test_replicas_are_neighbors() -> None:
+    plan = plan_of(8, coverage=0.5, subnetworks=4)
+    assert plan.subnetwork_of_rank == (0, 0, 1, 1, 2, 2, 3, 3)
+    assert (plan.hash, plan.spectral_gap()) == (plan_of(4, coverage=0.5).hash, plan_of(4, coverage=0.5).spectral_gap())
+    assert len(plan.ranks_of(0)) == 4
+    assert plan_of(64, 8, coverage=0.5).num_subnetworks == 16
+    assert plan_of(3, coverage=1.0, subnetworks=1).holders == ((0,),) * 8
+    with pytest.raises(ValueError, match=r"got 3 subnetworks, which do not divide the 4 .* possible: 1, 2, 4"):
+        plan_of(4, coverage=1.0, subnetworks=3)
+
+
+@pytest.mark.parametrize("family", SPECIMENS)
+@pytest.mark.parametrize("strategy", ["block", "neuron"])
+def test_every_family_is_balanced_where_its_units_allow_it(family: str, strategy: str) -> None:
+    """As evenly as units of one size could be: nobody holds more than one unit above the mean."""
+    model = SPECIMENS[family].build()
+    for coverage in COVERAGES:
+        try:
+            plan, _ = plan_model(model, block(coverage=coverage, strategy=strategy), 4)
+        except ValueError:
+            continue
+        flops = [cost.flops for cost in unit_costs(model, plan.units)]
+        mean = sum(flops) * coverage / 4 * 4
+        assert plan.imbalance(flops) <= 1.05 + max(flops) / mean, coverage
+
+
+@pytest.mark.parametrize("strategy", ["block", "neuron"])
+def test_coverage_by_depth_and_by_name(strategy: str) -> None:
+    rules = [{"units": "attention", "coverage": 0.75}, {"profile": "linear", "first": 0.5, "last": 1.0}]
+    plan = plan_of(coverage=rules, strategy=strategy)
+    for unit, holders in zip(plan.units, plan.holders, strict=True):
+        layer = int(unit.name.split(".")[2])
+        assert len(holders) == (3 if "attention" in unit.name else {0: 2, 1: 3, 2: 3, 3: 4}[layer]), unit.name
+    assert plan_of(coverage=[{"units": "mlp", "coverage": 0.5}, {"coverage": 0.5}]).hash == plan_of(coverage=0.5).hash
+
+
+def test_layers_without_units_are_ends_too() -> None:
+    """Of six layers the first and the last are shared: no other takes their place."""
+    plan = plan_of(6, 6, coverage={"coverage": 0.5, "whole_ends": 2}, shared=[r"layers\.[05]\."])
+    numbers = {int(unit.name.split(".")[2]): len(one) for unit, one in zip(plan.units, plan.holders, strict=True)}
+    assert numbers == {1: 6, 2: 3, 3: 3, 4: 6}
+
+
+def test_a_plan_by_path(tmp_path: Path) -> None:
+    """Any table, for any number of ranks that its subnetworks divide."""
+    path = str(tmp_path / "plan.json")
+    mine = replace(plan_of(coverage=0.5), holders=((0, 1), (2, 3), (0, 3), (1, 2)) * 2)
+    mine.save(path)
+    assert plan_of(assignment=path) == mine
+    assert plan_of(8, assignment=path) == replace(mine, subnetwork_of_rank=(0, 0, 1, 1, 2, 2, 3, 3))
+    for settings, expected in (
+        ({"regime": "backward"}, "regime is 'forward' in the plan and 'backward' here"),
+        ({"strategy": "neuron"}, "strategy is 'block' in the plan and 'neuron' here"),
+        ({"holders": 1}, "holders is 2 in the plan and 1 here"),
+        ({"coverage": 1.0}, "holders is 2 in the plan and 4 here"),
+        ({"subnetworks": 2}, "subnetworks is 4 in the plan and 2 here"),
+    ):
+        with pytest.raises(ValueError, match=expected):
+            plan_of(assignment=path, **settings)
+    with pytest.raises(ValueError, match="has 4 subnetworks, which do not divide the 6"):
+        plan_of(6, assignment=path)
+    with pytest.raises(ValueError, match="the model has no parameter named"):
+        plan_of(4, 2, assignment=path)
+
+
+def test_too_few_units() -> None:
+    with pytest.raises(
+        ValueError, match="the model: 4 units with 1 holders each cannot give each of 5 subnetworks one"
+    ):
+        plan_of(5, 2, holders=1)
+    with pytest.raises(ValueError, match=r"branch 'model\.layers\.0\.mlp': 2 units with 1 holders each"):
+        plan_of(4, 2, holders=1, strategy={"mlp": "neuron"}, neuron_groups=2)
+
+
+def test_warnings_where_subnetworks_are_not_connected() -> None:
+    assert plan_model(llama(4), block(coverage=0.5), 4)[1] == []
+    (one,) = plan_model(llama(4), block(coverage=0.5), 2)[1]
+    assert "2 subnetworks share no unit" in one
+    (one,) = plan_model(llama(4), block(holders=1), 4)[1]
+    assert "8 units with 1 holders each do not connect 4 subnetworks" in one
