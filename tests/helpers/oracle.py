@@ -8,6 +8,7 @@ Of the engine only public calls are used: `deepspeed.initialize`, forward, `back
 from __future__ import annotations
 
 import itertools
+import math
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
@@ -262,9 +263,9 @@ class Run:
             assert difference <= tolerance * expected[name].double().abs().max(), name
 
     def check_compute(self, sample: Sample) -> None:
-        """A forward and a backward pass need what the dense model needs, without what this worker lacks; with activation
-        checkpointing, which need not run all again, at most that. One kernel of attention, of which torch knows the
-        FLOPs; which of them runs depends else on what has a gradient."""
+        """A forward and a backward pass need what the dense model needs, without what this worker lacks; with
+        activation checkpointing, which need not run all again, at most that and a few forward passes. One kernel of
+        attention, of which torch knows the FLOPs; which of them runs depends else on what has a gradient."""
         case, engine = self.case, self.engine
         if case.tensor_parallel > 1:
             return
@@ -280,8 +281,9 @@ class Run:
                 checkpoint(case, model)
                 with FlopCounterMode(display=False) as counter:
                     loss_of(case, model, sample).backward()
-                again = counter.get_total_flops() - dense.total
-                assert found <= expected + again, (found, expected, dense.total, again)
+                forward = sum(dense.own.values())
+                again = math.ceil((counter.get_total_flops() - dense.total) / forward)  # layers may be nested
+                assert found <= expected + again * forward, (found, expected, dense.total, again)
 
     def check_storage(self) -> None:
         """Of what a worker lacks it stores nothing (forward regime)."""
@@ -371,7 +373,13 @@ def drift(case: Case) -> float:
 
 
 def master_drift(case: Case) -> float:
-    return 0.05
+    """Of fp32 masters of weights in 16 bits, relative to their way: a gradient is rounded where it is computed, after
+    each micro-batch, on the wire and where the average is kept, so four times at most, by half a unit in the last
+    place; weights that round the other way are allowed as much again. A worker that has a block has all of it, and
+    lacking ones add exact zeros: sums in fp32 of the same gradients differ by their order alone, and a tenth of one
+    rounding is left for single weights that round the other way."""
+    is_exact = case.precision == "bf16+fp32" and case.regime == "forward" and case.strategy == "block"
+    return (0.1 if is_exact else 4) * rounding(case)
 
 
 def tensor_tolerance(case: Case, expected: torch.Tensor, moved: torch.Tensor) -> float:

@@ -50,7 +50,7 @@ ARCHITECTURES = (
     "phi3",  # fused projections
     "t5",  # two stacks, cross attention, a bias that the first layer computes for all
     "mixtral",  # experts
-    "resnet",  # batch norms
+    "resnet_bottleneck",  # batch norms
     "swin",
 )
 AXES: dict[str, tuple[Any, ...]] = {
@@ -251,7 +251,7 @@ def why_not(case: Case) -> str | None:
 
     The names of axes that are to blame begin the text, so that a reader finds which pairs are missing.
     """
-    image = case.model in ("resnet", "swin")
+    is_resnet = case.model.startswith("resnet")
     reasons = {
         # One is a part of the other.
         "ranks, tensor_parallel, replicas: no whole number of subnetworks": case.ranks
@@ -268,7 +268,7 @@ def why_not(case: Case) -> str | None:
         "units, strategy: no groups of neurons": case.units == "groups" and case.strategy in ("block", "mixed"),
         "units, strategy: one strategy of one part": case.units == "mlp" and case.strategy not in ("block", "neuron"),
         "granularity, units: a layer has both parts": case.granularity == "layer" and case.units != "all",
-        "dense_branch_scale, model: a norm would undo it": case.dense_branch_scale == "coverage" and case.model == "resnet",
+        "dense_branch_scale, model: a norm would undo it": case.dense_branch_scale == "coverage" and is_resnet,
         "dense_branch_scale, regime": case.dense_branch_scale == "coverage" and case.regime == "backward",
         "evaluation, regime": case.evaluation == "stream" and case.regime == "backward",
         "rules, holders: one more than there are": case.rules != "none" and case.is_whole,
@@ -278,18 +278,19 @@ def why_not(case: Case) -> str | None:
         and (case.units, case.model) == ("shared", "llama_one_layer"),
         # Architectures.
         "tensor_parallel, model": case.tensor_parallel > 1 and case.model not in _DIVISIBLE,
-        "checkpointing, model: not in Transformers": case.checkpointing != "none" and case.model == "resnet",
-        "strategy, model: a ResNet has no attention": case.model == "resnet" and case.strategy not in ("block", "neuron"),
-        "rules, units, model: nor an MLP": case.model == "resnet" and (case.rules == "parts" or case.units in ("shared", "mlp")),
+        "checkpointing, model: not in Transformers": case.checkpointing != "none" and is_resnet,
+        "strategy, model: a ResNet has no attention": is_resnet and case.strategy not in ("block", "neuron"),
+        "rules, units, model: nor an MLP": is_resnet and (case.rules == "parts" or case.units in ("shared", "mlp")),
         "rules, model: one layer has no depth": case.rules == "depth" and case.model == "llama_one_layer",
         "units, model: experts have a multiple of 4 neurons": case.units == "groups" and case.model == "mixtral",
-        "granularity, model: an image model's layers": case.granularity == "layer" and image,
+        "granularity, model: an image model's layers": case.granularity == "layer"
+        and (is_resnet or case.model == "swin"),
         # Rounding.
         "optimizer, precision: Adam turns signs of rounding into steps": case.precision != "fp32"
         and case.optimizer != "SGD",
         "optimizer, model": case.optimizer == "AdamW" and case.model in BLOWN_UP,
         "precision, model: few numbers to normalize, or an expert that rounding chooses": case.precision != "fp32"
-        and case.model in ("resnet", "mixtral"),
+        and (is_resnet or case.model == "mixtral"),
     }
     for reason, applies in reasons.items():
         if applies:
@@ -390,6 +391,15 @@ def other_families() -> tuple[Case, ...]:
     return tuple(found)
 
 
+# Learning rates by coverage: where all holders step the same, in host memory, and of whole tensors.
+RATES = (
+    Case(3, 1, stage=0, optimizer="SGD", precision="bf16", rules="parts", lr_by_coverage="linear"),
+    Case(3, 1, "backward", "neuron", stage=2, offload="cpu", rules="parts", lr_by_coverage="sqrt"),
+    Case(3, 1, optimizer="Lamb", rules="parts", lr_by_coverage="linear"),
+)
+
+
 def cases(*, full: bool) -> tuple[Case, ...]:
     """What is run: the sample, or with `--full` a part of the grid and the other families too."""
-    return tuple(dict.fromkeys((*sample(), *grid()[:NUM_FULL], *other_families()))) if full else sample()
+    more = (*grid()[:NUM_FULL], *other_families()) if full else ()
+    return tuple(dict.fromkeys((*sample(), *RATES, *more)))

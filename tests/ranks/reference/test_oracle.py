@@ -11,7 +11,7 @@ from tests.helpers.oracle_grid import SIZES, cases
 
 
 def is_full(config: pytest.Config) -> bool:
-    return bool(config.getoption("--full-grid"))
+    return bool(config.getoption("--full"))
 
 
 def _cases(size: int, config: pytest.Config) -> list[tuple[str, Any]]:

@@ -10,16 +10,18 @@ LOW = ("bf16", "bf16+fp32", "autocast", "fp16")
 # By two axes the pairs that cannot be met, each for a reason of `why_not`. What two ranks, or four in pairs, lack some
 # of is held by one.
 IMPOSSIBLE = {
-    ("model", "strategy"): {("resnet", "mixed"), ("resnet", "opposite")},
-    ("model", "granularity"): {("llama_one_layer", "layer"), ("resnet", "layer"), ("swin", "layer")},
-    ("model", "tensor_parallel"): {(name, 2) for name in ("llama_odd", "gpt2", "phi3", "mixtral", "resnet", "swin")},
-    ("model", "rules"): {("llama_one_layer", "depth"), ("resnet", "parts")},
-    ("model", "units"): {("resnet", "shared"), ("resnet", "mlp"), ("mixtral", "groups")},
-    ("model", "precision"): {(name, precision) for name in ("mixtral", "resnet") for precision in LOW},
-    ("model", "wire"): {("mixtral", "fp32"), ("resnet", "fp32")},
-    ("model", "optimizer"): {("swin", "AdamW")},
-    ("model", "checkpointing"): {("resnet", "reentrant"), ("resnet", "non-reentrant")},
-    ("model", "dense_branch_scale"): {("resnet", "coverage")},
+    ("model", "strategy"): {("resnet_bottleneck", "mixed"), ("resnet_bottleneck", "opposite")},
+    ("model", "granularity"): {("llama_one_layer", "layer"), ("resnet_bottleneck", "layer"), ("swin", "layer")},
+    ("model", "tensor_parallel"): {
+        (name, 2) for name in ("llama_odd", "gpt2", "phi3", "mixtral", "resnet_bottleneck", "swin")
+    },
+    ("model", "rules"): {("llama_one_layer", "depth"), ("resnet_bottleneck", "parts")},
+    ("model", "units"): {("resnet_bottleneck", "shared"), ("resnet_bottleneck", "mlp"), ("mixtral", "groups")},
+    ("model", "precision"): {(name, precision) for name in ("mixtral", "resnet_bottleneck") for precision in LOW},
+    ("model", "wire"): {("mixtral", "fp32"), ("resnet_bottleneck", "fp32")},
+    ("model", "optimizer"): {("swin", "AdamW"), ("resnet_bottleneck", "AdamW")},
+    ("model", "checkpointing"): {("resnet_bottleneck", "reentrant"), ("resnet_bottleneck", "non-reentrant")},
+    ("model", "dense_branch_scale"): {("resnet_bottleneck", "coverage")},
     ("regime", "dense_branch_scale"): {("backward", "coverage")},
     ("regime", "evaluation"): {("backward", "stream")},
     ("strategy", "granularity"): {(name, "layer") for name in ("neuron", "mixed", "opposite")},
