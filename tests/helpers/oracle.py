@@ -196,8 +196,8 @@ class Run:
         assert found == norm or abs(found - norm) <= norm_tolerance(case, number) * norm, (number, found, norm)
         assert engine.get_lr()[0] == rate, (number, engine.get_lr(), rate)
         if case.precision == "fp16":
-            found, expected = (engine.optimizer.cur_scale, engine.skipped_steps), (scale, int(number >= OVERFLOWS))
-            assert found == expected, (number, found, expected)
+            now = engine.optimizer.cur_scale, engine.skipped_steps
+            assert now == (scale, int(number >= OVERFLOWS)), (number, now, scale)
 
     def _step_reference(self, step: Sequence[Sequence[Sample]]) -> tuple[list[list[float]], float, float, float]:
         losses, norm = self.reference.step(step)
@@ -377,9 +377,11 @@ def master_drift(case: Case) -> float:
     each micro-batch, on the wire and where the average is kept, so four times at most, by half a unit in the last
     place; weights that round the other way are allowed as much again. A worker that has a block has all of it, and
     lacking ones add exact zeros: sums in fp32 of the same gradients differ by their order alone, and a tenth of one
-    rounding is left for single weights that round the other way."""
-    is_exact = case.precision == "bf16+fp32" and case.regime == "forward" and case.strategy == "block"
-    return (0.1 if is_exact else 4) * rounding(case)
+    rounding is left for single weights that round the other way. T5 does not scale its scores, and its neurons switch
+    off and on: five times as much (2% of its way seen in bf16)."""
+    if case.precision == "bf16+fp32" and case.regime == "forward" and case.strategy == "block":
+        return 0.1 * rounding(case)
+    return (20 if case.model == "t5" else 4) * rounding(case)
 
 
 def tensor_tolerance(case: Case, expected: torch.Tensor, moved: torch.Tensor) -> float:
