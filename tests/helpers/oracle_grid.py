@@ -282,7 +282,8 @@ def why_not(case: Case) -> str | None:
         "strategy, model: a ResNet has no attention": is_resnet and case.strategy not in ("block", "neuron"),
         "rules, units, model: nor an MLP": is_resnet and (case.rules == "parts" or case.units in ("shared", "mlp")),
         "rules, model: one layer has no depth": case.rules == "depth" and case.model == "llama_one_layer",
-        "units, model: experts have a multiple of 4 neurons": case.units == "groups" and case.model == "mixtral",
+        "units, model: experts have a multiple of 4 neurons, a bottleneck has 3": case.units == "groups"
+        and (is_resnet or case.model == "mixtral"),
         "granularity, model: an image model's layers": case.granularity == "layer"
         and (is_resnet or case.model == "swin"),
         # Rounding.
@@ -291,6 +292,9 @@ def why_not(case: Case) -> str | None:
         "optimizer, model": case.optimizer == "AdamW" and case.model in BLOWN_UP,
         "precision, model: few numbers to normalize, or an expert that rounding chooses": case.precision != "fp32"
         and (is_resnet or case.model == "mixtral"),
+        "precision, model, tensor_parallel: T5's loss is in 16 bits, of sums in two halves": case.model == "t5"
+        and case.tensor_parallel > 1
+        and case.precision in ("bf16", "bf16+fp32", "fp16"),
     }
     for reason, applies in reasons.items():
         if applies:

@@ -16,7 +16,12 @@ IMPOSSIBLE = {
         (name, 2) for name in ("llama_odd", "gpt2", "phi3", "mixtral", "resnet_bottleneck", "swin")
     },
     ("model", "rules"): {("llama_one_layer", "depth"), ("resnet_bottleneck", "parts")},
-    ("model", "units"): {("resnet_bottleneck", "shared"), ("resnet_bottleneck", "mlp"), ("mixtral", "groups")},
+    ("model", "units"): {
+        ("resnet_bottleneck", "shared"),
+        ("resnet_bottleneck", "mlp"),
+        ("resnet_bottleneck", "groups"),
+        ("mixtral", "groups"),
+    },
     ("model", "precision"): {(name, precision) for name in ("mixtral", "resnet_bottleneck") for precision in LOW},
     ("model", "wire"): {("mixtral", "fp32"), ("resnet_bottleneck", "fp32")},
     ("model", "optimizer"): {("swin", "AdamW"), ("resnet_bottleneck", "AdamW")},
