@@ -31,19 +31,13 @@ def block_of(number: int) -> dict[str, Any]:
     return block | ({"granularity": "layer"} if strategy == "block" else {})
 
 
-def transformers_own(model: Any, *, use_reentrant: bool) -> None:
-    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": use_reentrant})
-
-
 def deepspeeds(model: Any, function: Callable[..., Any]) -> None:
     settings = config() | {"activation_checkpointing": {"synchronize_checkpoint_boundary": True}}
     deepspeed.checkpointing.configure(None, deepspeed_config=settings)
     model._set_gradient_checkpointing(enable=True, gradient_checkpointing_func=function)
 
 
-KINDS: dict[str, Callable[[Any], None]] = {
-    "reentrant": lambda model: transformers_own(model, use_reentrant=True),
-    "not reentrant": lambda model: transformers_own(model, use_reentrant=False),
+KINDS: dict[str, Callable[[Any], None]] = {  # those of Transformers are in the oracle's sample
     "DeepSpeed's": lambda model: deepspeeds(model, deepspeed.checkpointing.checkpoint),
     "DeepSpeed's, not reentrant": lambda model: deepspeeds(model, deepspeed.checkpointing.non_reentrant_checkpoint),
 }

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Iterator
-from copy import deepcopy
 from typing import Any
 
 import deepspeed
@@ -15,10 +13,9 @@ from deepspeed.profiling.flops_profiler.profiler import FlopsProfiler, get_modul
 from torch import nn
 
 from sdp_deepspeed.config import MODES
-from sdp_deepspeed.reference.virtual_workers import Reference
 from tests.helpers.models import SPECIMENS, batches, config, loss_of, without_block
 from tests.helpers.ranks import Rank
-from tests.helpers.training import SGD, assert_identical, dense_state, engine_of, gathered, micro_step, sgd, train
+from tests.helpers.training import SGD, assert_identical, dense_state, engine_of, gathered, sgd, train
 
 AUTOCAST = {"torch_autocast": {"enabled": True, "dtype": "bfloat16"}}
 
@@ -27,39 +24,6 @@ def plain(settings: dict[str, Any]) -> dict[str, Any]:
     """The same without our block."""
     settings = without_block(settings)
     return settings | {"zero_allow_untested_optimizer": True}
-
-
-def autocast_loss(model: Any, batch: torch.Tensor) -> torch.Tensor:
-    with torch.autocast("cpu", torch.bfloat16):
-        return loss_of(model, batch)
-
-
-def autocast(rank: Rank) -> None:
-    """Against the oracle, in its own autocast. Weights, gradients and what is sent stay fp32, so agreement is to fp32
-    rounding; but a body in two parts (backward, neuron) rounds each to bf16, and their sum once more."""
-    for number, ((regime, strategy), name) in enumerate(zip(MODES, ("llama", "gpt2") * 2, strict=True)):
-        tolerance = 2**-8 if (regime, strategy) == ("backward", "neuron") else 1e-5
-        model = SPECIMENS[name].build()
-        dense = deepcopy(model)
-        settings = sgd(stage=number % 3, clip=0.5, regime=regime, strategy=strategy, check_agreement=True)
-        engine = engine_of(settings | AUTOCAST, model)
-        reference = Reference(dense, engine.plan, _sgd, autocast_loss, 0.5)
-        start = deepcopy(dense.state_dict())
-        for step in itertools.islice(batches(rank.size, 1), 3):
-            losses, norm = reference.step(step)
-            assert micro_step(engine, step[rank.rank][0]) == pytest.approx(losses[rank.rank][0], rel=tolerance)
-            assert engine.get_global_grad_norm() == pytest.approx(norm, rel=tolerance)
-        state = dense_state(engine)
-        off = sum(float((state[key] - value).norm()) for key, value in dense.state_dict().items())
-        moved = sum(float((start[key] - value).norm()) for key, value in dense.state_dict().items())
-        assert off <= 4 * tolerance * moved
-        assert {value.dtype for value in state.values()} == {torch.float32}
-        with torch.no_grad():
-            assert engine(step[0][0]).logits.dtype == torch.bfloat16
-
-
-def _sgd(named: dict[str, nn.Parameter]) -> torch.optim.Optimizer:
-    return torch.optim.SGD(named.values(), lr=0.1)
 
 
 def autocast_at_full_coverage(rank: Rank) -> None:
@@ -163,7 +127,6 @@ def timers_and_prints(rank: Rank) -> None:
 
 def _cases(size: int, options: pytest.Config) -> Iterator[tuple[str, Any]]:
     for check in (
-        autocast,
         autocast_at_full_coverage,
         flops_are_the_subnetworks,
         flops_profiler_by_config,

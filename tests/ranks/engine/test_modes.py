@@ -60,13 +60,11 @@ def branches_are_scaled(rank: Rank) -> None:
     """Evaluation and export have the factor, training never sees it; shared units have none."""
     by_rules = {"holders": [{"units": "mlp", "holders": 1}, {"units": r"0\.attention", "holders": 2}]}
     cases: list[tuple[str, dict[str, Any]]] = [
-        ("llama_biases", by_rules),
         (
             "llama_biases",
             {"strategy": "neuron", "neuron_groups": 4, "shared": [r"mlp\.group_1$", r"0\.attention\.head_2$"]},
         ),
         ("gpt2", {"strategy": "neuron", **by_rules}),
-        ("gpt_neox_parallel", {"strategy": MIXED, "shared": [r"layers\.1\.mlp"]}),
     ]
     for number, (name, choice) in enumerate(cases):
         block = {"holders": 1 + number % (rank.size - 1), **choice}

@@ -113,18 +113,6 @@ def overlap_changes_no_bit(rank: Rank) -> None:
         same_bits(make, [0, 1], accumulation=2, num_steps=3)
 
 
-def bucket_sizes_change_no_bit(rank: Rank) -> None:
-    """Two ranks, so that a sum has one order. No clipping: the norm sums over buckets."""
-    states = []
-    for size in (50, 700, 10**9):
-        engine = engine_of(stage_2(2, bucket=size))
-        assert (len(engine.optimizer.exchange.buckets) == 1) == (size == 10**9)
-        train(engine, num_steps=2, accumulation=2)
-        states.append(dense_state(engine))
-    assert_identical(states[0], states[2])
-    assert_identical(states[1], states[2])
-
-
 def as_stage_1(rank: Rank) -> None:
     """With one micro-batch the same bits, with overlap too: the same sums. (With several, stage 2 averages each before
     it adds.)"""
@@ -135,22 +123,6 @@ def as_stage_1(rank: Rank) -> None:
         return settings
 
     same_bits(make, [1, 2, 3], accumulation=1, num_steps=3)
-
-
-def accumulation_by_the_caller(rank: Rank) -> None:
-    """`step` takes whatever backward passes there were."""
-    states = []
-    for managed in (True, False):
-        engine = engine_of(stage_2(3) | {"managed_gradient_accumulation": managed})
-        for batch in own_batches(rank, 3):
-            engine.backward(loss_of(engine, batch))
-            if managed:
-                engine.step()
-        if not managed:
-            engine.step()
-        assert engine.global_steps == 1
-        states.append(dense_state(engine))
-    assert_identical(*states)
 
 
 def torch_style_backward(rank: Rank) -> None:
@@ -271,8 +243,6 @@ def _cases(size: int, options: pytest.Config) -> Iterator[tuple[str, Any]]:
         buckets_leave_during_backward,
         only_owned_shards_stay,
         overlap_changes_no_bit,
-        bucket_sizes_change_no_bit,
-        accumulation_by_the_caller,
         torch_style_backward,
         without_gradient_on_some_ranks,
         a_backward_pass_that_fails,
