@@ -203,6 +203,19 @@ def _cases(size: int, options: pytest.Config) -> Iterator[tuple[str, Any]]:
         yield check.__name__, check
 
 
-@pytest.mark.checks((2, 3), _cases, slow=["2-channels*", "2-plans*", "2-the_dense*", "2-starts*", "*zero0*", "2-1of2*"])
+@pytest.mark.checks(
+    (2, 3),
+    _cases,
+    slow=[
+        "2-channels*",
+        "2-plans*",
+        "2-the_dense*",
+        "2-starts*",
+        "*zero0*",
+        "2-1of2*",
+        "2-statistics*",
+        "3-*neuron*zero2*",
+    ],
+)
 def test_engine(outcome: str | None) -> None:
     assert outcome is None, outcome

@@ -27,6 +27,7 @@ from tests.helpers.oracle_grid import (
 )
 
 
+@pytest.mark.slow
 def test_every_model_is_trained_in_every_mode() -> None:
     found = {(case.model, case.regime, case.strategy) for case in sample() if case.holders < case.num_subnetworks}
     assert found == set(itertools.product(SPECIMENS, ("forward", "backward"), ("block", "neuron", "mixed")))
@@ -82,6 +83,7 @@ def test_every_pair_of_settings_is_in_the_sample() -> None:
             assert ("lacking", (("mode", " ".join(mode)), trait)) in everything
 
 
+@pytest.mark.slow
 def test_sample_is_small_and_the_same_each_time() -> None:
     """Its size decides how long the suite takes; ranks of different processes must not choose differently."""
     assert len(sample()) <= 95
