@@ -70,8 +70,11 @@ def replicas_are_neighbors(rank: Rank) -> None:
 
 
 def plans_that_differ(rank: Rank) -> None:
-    """Between ranks: of another model, with the same settings."""
-    refusal(RuntimeError, lambda: engine_of(settings_of(), llama(2 + rank.rank // 3)), "rank 3 made another plan")
+    """One rank reads another file under the same name of a setting."""
+    plan, path = engine_of(sgd(holders=1, subnetworks=2)).plan, rank.folder / f"plan_{rank.rank}.json"
+    holders = tuple((1 - one,) for (one,) in plan.holders) if rank.rank == 3 else plan.holders
+    replace(plan, holders=holders).save(path)
+    refusal(RuntimeError, lambda: engine_of(sgd(assignment=str(path))), "rank 3 made another plan than rank 0")
 
 
 def plan_given_back(rank: Rank) -> None:
