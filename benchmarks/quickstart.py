@@ -67,12 +67,12 @@ class MeasureSteps(TrainerCallback):
 
 def table(subject: Path, plain: Path) -> str:
     """What a worker holds, computes and sends in each phase and in the whole run, beside the plain run."""
-    columns: dict[str, list[str]] = {"": ["steps", "model state", "peak memory", "PFLOPs", "sent", "dense loss"]}
+    columns: dict[str, list[str]] = {"": ["steps", "model state", "peak memory", "TFLOPs", "sent", "dense loss"]}
     for folder in (subject, plain):
         phases = [*json.loads((folder / FILE).read_text()).values()]
         loss = json.loads((folder / "eval_results.json").read_text())["eval_loss"]
         if len(phases) > 1:
-            columns |= {f"{folder.name}, phase {index}": _column([one], "") for index, one in enumerate(phases)}
+            columns |= {f"phase {number}": _column([one], "") for number, one in enumerate(phases, 1)}
         columns[folder.name] = _column(phases, f"{loss:.3f}")
     widths = [max(map(len, (name, *cells))) for name, cells in columns.items()]
     rows = [[*columns], *map(list, zip(*columns.values(), strict=True))]
@@ -87,7 +87,7 @@ def _column(phases: list[dict[str, int]], loss: str) -> list[str]:
         f"{steps}",
         f"{state:.1f} MiB",
         f"{peak:.1f} MiB",
-        f"{total['flops'] / 1e15:.4f}",
+        f"{total['flops'] / 1e12:.2f}",
         f"{total['sent'] / 1e6:.0f} MB",
         loss,
     ]

@@ -7,13 +7,14 @@ no loader there becomes a function such as `standard_library` below.
 from __future__ import annotations
 
 import json
-import os
 import sysconfig
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import chain, islice
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any, TypeAlias
 
 import torch
@@ -141,14 +142,16 @@ def _tokenizer(data: Data, sources: list[Texts], folder: Path) -> PreTrainedToke
         return AutoTokenizer.from_pretrained(data.tokenizer)
     saved = folder / "tokenizer"
     if not saved.is_dir():
+        folder.mkdir(parents=True, exist_ok=True)
         share = data.tokenizer_documents // len(sources) + 1
         texts = (row["text"] for source in sources for row in islice(source, share))
         bpe = ByteLevelBPETokenizer()
         bpe.train_from_iterator(texts, data.vocab_size, special_tokens=[END_OF_TEXT], show_progress=False)
         new = PreTrainedTokenizerFast(tokenizer_object=bpe._tokenizer, eos_token=END_OF_TEXT, pad_token=END_OF_TEXT)
-        partial_folder = folder / f"tokenizer.{os.getpid()}"
-        new.save_pretrained(partial_folder)
-        partial_folder.rename(saved)
+        with TemporaryDirectory(dir=folder) as unfinished:
+            new.save_pretrained(f"{unfinished}/tokenizer")
+            with suppress(OSError):  # another node was faster
+                Path(unfinished, "tokenizer").rename(saved)
     return AutoTokenizer.from_pretrained(saved)
 
 

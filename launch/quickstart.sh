@@ -13,7 +13,7 @@ source launch/_environment.sh deepspeed
 
 # A step of subnetworks with whole ends takes 0.667 of a dense step's FLOPs: half of the steps at 0.667 and half at 1 are
 # 5/6 as many plain ones.
-readonly workers=4 steps=${QUICKSTART_STEPS:-96}
+readonly workers=4 steps=${QUICKSTART_STEPS:-120}
 readonly recipe=configs/recipes/quickstart.yaml folder=${QUICKSTART_FOLDER:-runs}/quickstart
 
 gpus=$(python -c 'import torch; print(torch.cuda.device_count())')
@@ -41,6 +41,7 @@ python benchmarks/quickstart.py --table "$folder" "${folder}_zero1"
 say "4/4 the trained model, loaded by Transformers alone from $folder/hf"
 python -c '
 import sys
-from transformers import pipeline
+from transformers import pipeline, set_seed
+set_seed(0)
 generate = pipeline("text-generation", sys.argv[1])
-print(generate("def ", max_new_tokens=60, do_sample=False, repetition_penalty=1.2, return_full_text=True)[0]["generated_text"])' "$folder/hf"
+print(generate("def ", max_new_tokens=60, do_sample=True, top_p=0.8)[0]["generated_text"])' "$folder/hf"

@@ -14,10 +14,11 @@ import json
 import os
 import re
 import sys
+import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Any, NoReturn, TypeVar, get_type_hints
+from typing import Any, ClassVar, NoReturn, TypeVar, get_type_hints
 
 import torch
 import yaml
@@ -52,9 +53,15 @@ class Recipe:
 
 
 class _Loader(yaml.SafeLoader):
-    """Reads 3e-4 as a number, as YAML 1.2 and JSON do."""
+    """YAML 1.2 in two points: 3e-4 is a number, and of words only true and false are booleans."""
+
+    yaml_implicit_resolvers: ClassVar[dict[str, Any]] = {
+        first: [(tag, pattern) for tag, pattern in rules if tag != "tag:yaml.org,2002:bool"]
+        for first, rules in yaml.SafeLoader.yaml_implicit_resolvers.items()
+    }
 
 
+_Loader.add_implicit_resolver("tag:yaml.org,2002:bool", re.compile("(true|True|TRUE|false|False|FALSE)$"), list("tTfF"))
 _Loader.add_implicit_resolver(
     "tag:yaml.org,2002:float", re.compile(r"[-+]?[0-9]+(\.[0-9]*)?[eE][-+]?[0-9]+$"), list("-+0123456789")
 )
@@ -64,6 +71,8 @@ def fail(message: object) -> NoReturn:
     """End the program on every rank; the first one says why."""
     if os.environ.get("RANK", "0") == "0":
         print(f"error: {message}", file=sys.stderr, flush=True)
+    else:
+        time.sleep(5)  # launchers end all ranks when one has failed: not before the first one has spoken
     sys.exit(2)
 
 
@@ -115,8 +124,8 @@ def _override(found: dict[str, Any], override: str, sections: Sequence[str]) -> 
     keys, value = path.split("."), yaml.load(text, _Loader)
     if keys[0] == "sdp":
         keys[:1] = [KEY] if KEY in sections else ["deepspeed", KEY]
-        if isinstance(value, bool) and keys[-1] == KEY:
-            keys.append("enabled")
+        if keys[-1] == KEY and value in ("on", "off"):
+            keys, value = [*keys, "enabled"], value == "on"
     _check_keys(keys[:1], sections, "overrides")
     if keys == ["deepspeed"] and isinstance(value, str):
         value = _read_json(Path(value))

@@ -20,6 +20,7 @@ PRIVATE_NAMES: tuple[tuple[str, str], ...] = (
     ("deepspeed.checkpoint", "SubparamShape"),
     ("deepspeed.checkpoint.ds_to_universal", "main"),
     ("deepspeed.checkpoint.utils", "clone_tensors_for_torch_save"),
+    ("deepspeed.comm", "TorchBackend.__init__"),
     ("deepspeed.comm", "all_to_all_single"),
     ("deepspeed.comm", "irecv"),
     ("deepspeed.comm", "isend"),

@@ -11,10 +11,9 @@ SEGMENTS = "/dev/shm/deepspeed_allreduce_buffer_"  # + user, MASTER_ADDR, MASTER
 
 def patch_backend() -> None:
     """Unlink a run's segments as soon as all its ranks have mapped them, with and without our block."""
-    from deepspeed.comm import comm
-    from deepspeed.comm.torch import TorchBackend
+    from deepspeed import comm
 
-    original = TorchBackend.__init__
+    original = comm.TorchBackend.__init__
     if hasattr(original, "__wrapped__"):  # patched before
         return
 
@@ -23,7 +22,7 @@ def patch_backend() -> None:
         original(self, *args, **kwargs)
         unlink_segments()
 
-    TorchBackend.__init__ = __init__
+    comm.TorchBackend.__init__ = __init__
     if comm.is_initialized():  # before this import
         unlink_segments()
 

@@ -29,11 +29,10 @@ from sdp_deepspeed.estimate.per_rank import Setup, estimate
 from sdp_deepspeed.estimate.precision import Precision
 from sdp_deepspeed.plan.plan import Plan
 from sdp_deepspeed.plan.tensors import dense_tensors
-from sdp_deepspeed.support.combinations import AXES, refusals_of
 from tests.helpers.checkpointed_runs import settings_of, stepped
 from tests.helpers.models import batches, config, llama
 from tests.helpers.oracle import CaseCheck
-from tests.helpers.oracle_grid import Case, possible
+from tests.helpers.oracle_grid import AXES, Case, possible
 from tests.helpers.ranks import CPU, Place, Rank
 from tests.helpers.training import assert_identical, dense_state, engine_of, micro_step, train
 
@@ -61,7 +60,7 @@ def settings_of_one_rank() -> Iterator[Case]:
 
 def cases_of_one_rank() -> list[Case]:
     """Without those that start-up refuses."""
-    return [case for case in settings_of_one_rank() if not refusals_of(case.combination) and possible(case)]
+    return [case for case in settings_of_one_rank() if possible(case)]
 
 
 @dataclass(frozen=True)

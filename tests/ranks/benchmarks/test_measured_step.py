@@ -23,6 +23,8 @@ from tests.helpers.models import batches, config, llama, loss_of
 from tests.helpers.ranks import Rank
 from tests.helpers.training import engine_of, micro_step, own_batches
 
+pytestmark = pytest.mark.slow
+
 ELEMENTS = 12  # of the vectors that the traffic checks send
 BYTES = 4 * ELEMENTS
 

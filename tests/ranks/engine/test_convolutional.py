@@ -193,6 +193,8 @@ def _cases(size: int, options: pytest.Config) -> Iterator[tuple[str, Any]]:
         yield check.__name__, check
 
 
-@pytest.mark.checks(2, _cases, slow=["2-channels*", "2-plans*", "2-the_dense*", "2-starts*", "2-1of2*"])
+@pytest.mark.checks(
+    2, _cases, slow=["2-channels*", "2-plans*", "2-the_dense*", "2-starts*", "2-1of2*", "2-statistics*"]
+)
 def test_engine(outcome: str | None) -> None:
     assert outcome is None, outcome

@@ -30,6 +30,8 @@ from sdp_deepspeed.estimate.flops import FlopCounter
 from sdp_deepspeed.plan.planner import plan_model
 from tests.helpers.masked_modules import masked
 
+pytestmark = pytest.mark.slow
+
 SIZE = Size(width=64, depth=2, length=16)  # as many heads as a quarter of four workers needs
 STUDY = Study(num_workers=4, rows=2, num_validation_rows=4, points=2, reference=SIZE)
 HALF = Subject(SIZE, {"schedule": [{"until": 0.5, "coverage": 0.5}, {"coverage": 1.0}]})

@@ -34,6 +34,7 @@ def build_for_real(build: Callable[[], nn.Module]) -> tuple[dict[str, torch.Tens
 
 
 @pytest.mark.parametrize("name", MODELS)
+@pytest.mark.slow
 def test_bits_and_random_stream_are_those_of_the_real_build(name: str) -> None:
     expected, state = build_for_real(MODELS[name])
     found = values_of(*unbuilt(MODELS[name], seed=3))

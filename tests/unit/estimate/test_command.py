@@ -112,6 +112,7 @@ def test_a_run(capsys: pytest.CaptureFixture[str]) -> None:
     assert "warning" not in printed
 
 
+@pytest.mark.slow
 def test_the_config_of_a_run_may_be_a_file_beside_it(capsys: pytest.CaptureFixture[str]) -> None:
     whole = printed_of(capsys)
     Path("ds.json").write_text(json.dumps(CONFIG | SCHEDULE))
@@ -136,6 +137,7 @@ def figures(printed: str) -> dict[str, float]:
     return {name.strip(): float(value.split()[0]) for name, value in rows}
 
 
+@pytest.mark.slow
 def test_each_phase_of_a_schedule_is_a_run_of_its_own(capsys: pytest.CaptureFixture[str]) -> None:
     config = CONFIG | {"gradient_accumulation_steps": 2}
     phases = [{"coverage": 0.5, "until": 0.001}, {"coverage": 0.75, "until": 0.002}]

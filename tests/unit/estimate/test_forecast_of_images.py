@@ -17,6 +17,8 @@ from sdp_deepspeed.plan.planner import plan_model
 from sdp_deepspeed.plan.tensors import dense_tensors
 from tests.helpers.masked_modules import Saved
 
+pytestmark = pytest.mark.slow
+
 RANKS, MICRO, SIZE = 2, 3, 32
 SHAPE: dict[str, Any] = {
     "model_type": "resnet",

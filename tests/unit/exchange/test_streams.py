@@ -153,6 +153,7 @@ def test_mistakes_on_a_cpu_are_noticed(
 @pytest.mark.parametrize("num_streams", [0, 2])
 @pytest.mark.parametrize("nodes", ["one", "halves"])
 @pytest.mark.parametrize("stage", [0, 1, 2])
+@pytest.mark.slow
 def test_real_streams(stage: int, nodes: str, num_streams: int, device: str) -> None:
     """On a GPU collectives run on streams of their own, after random pauses: whoever reads what was received without
     having waited on the right stream, or gives a buffer back too early, gets something else. On a CPU the same code

@@ -116,7 +116,7 @@ def shards(folder: Path, tag: str) -> dict[str, Any]:
     return {"path": "json", "data_files": str(folder / f"{tag}*.jsonl")}
 
 
-@pytest.mark.parametrize("position", [0, 1, 7, 23])
+@pytest.mark.parametrize("position", [7, *(pytest.param(position, marks=pytest.mark.slow) for position in (0, 1, 23))])
 def test_a_stream_goes_on_where_it_was_saved(tmp_path: Path, position: int) -> None:
     settings = data(shards(tmp_path, "alpha"), shards(tmp_path, "beta"), streaming=True)
     streams = [Stream(load_blocks(settings, 0, tmp_path).train, rank, 2) for rank in range(2)]

@@ -53,6 +53,12 @@ def test_sdp_off_disables_the_block(read: Read, word: str, enabled: bool) -> Non
     assert read(f"sdp={word}").block == {"coverage": 0.5, "enabled": enabled}
 
 
+def test_words_stay_words(read: Read) -> None:
+    """YAML 1.1 would take `no` for a boolean."""
+    recipe = read("training.eval_strategy=no", "training.bf16=true")
+    assert (recipe.training["eval_strategy"], recipe.training["bf16"]) == ("no", True)
+
+
 def test_the_launchers_local_rank_is_accepted(read: Read) -> None:
     assert read("--local_rank=1", "training.max_steps=7").training["max_steps"] == 7
 
@@ -85,6 +91,7 @@ def test_only_the_first_rank_says_why(
     read: Read, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("RANK", "1")
+    monkeypatch.setattr("recipe.time.sleep", lambda _: None)
     with pytest.raises(SystemExit):
         read("training.max_steps")
     assert capsys.readouterr().err == ""

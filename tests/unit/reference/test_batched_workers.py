@@ -23,6 +23,8 @@ from tests.helpers.mixtures import MIXTURES
 from tests.helpers.models import LENGTH, MIXED, SPECIMENS, VOCABULARY, batches, loss_of
 from tests.helpers.more_models import ALL_SPECIMENS
 
+pytestmark = pytest.mark.slow
+
 Block = dict[str, Any]
 DEPTH: Block = {"coverage": [{"profile": "linear", "first": 1.0, "last": 0.25}]}
 
