@@ -20,10 +20,12 @@ from typing import Any
 import deepspeed
 import torch
 import torch.distributed as dist
+import torch.utils.checkpoint
 from deepspeed.utils import safe_get_full_fp32_param
 from torch import nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
+from transformers import PreTrainedModel
 
 import sdp_deepspeed  # noqa: F401  (installs the import hook)
 from sdp_deepspeed.reference.compute import dense_flops, worker_flops
@@ -59,9 +61,14 @@ def make_optimizer(name: str, groups: list[dict[str, Any]]) -> torch.optim.Optim
 
 
 def optimizer_of(case: Case, named: dict[str, nn.Parameter]) -> torch.optim.Optimizer:
-    if case.groups == 1:
-        return make_optimizer(case.optimizer, [{"params": list(named.values())}])
-    return make_optimizer(case.optimizer, two_groups(named))
+    """Of one param group, or two: matrices decay, the rest does not, and has half the learning rate. That of a ResNet
+    is small: batch norms of few numbers blow up what rounding makes of a long step."""
+    groups = two_groups(named) if case.groups == 2 else [{"params": list(named.values())}]
+    optimizer = make_optimizer(case.optimizer, groups)
+    if case.optimizer not in WHOLE_TENSORS:
+        for number, group in enumerate(optimizer.param_groups):
+            group["lr"] /= (1 + number) * (10 if case.model.startswith("resnet") else 1)
+    return optimizer
 
 
 def scheduler_of(case: Case, optimizer: Any) -> Any:
@@ -72,8 +79,7 @@ def scheduler_of(case: Case, optimizer: Any) -> Any:
 def loss_of(case: Case, model: Any, sample: Sample) -> torch.Tensor:
     """As a user computes it; the engine casts by itself, the reference has to be told."""
     tokens, factor = sample
-    is_engine = hasattr(model, "backward")
-    cast = case.precision == "autocast" and not is_engine
+    cast = case.precision == "autocast" and isinstance(model, PreTrainedModel)
     with torch.autocast("cpu", torch.bfloat16) if cast else nullcontext():
         loss = models.loss_of(model, tokens)
     return loss if factor == 1 else loss * factor
@@ -83,9 +89,8 @@ def steps_of(case: Case) -> Iterator[list[list[Sample]]]:
     """Per step and worker the micro-batches."""
     number = NUM_STEPS + (case.precision == "fp16")
     for index, step in enumerate(itertools.islice(batches(case.num_workers, case.accumulation), number)):
-        spoiled = case.precision == "fp16" and index == OVERFLOWS
         samples = [[(tokens, 1.0) for tokens in own] for own in step]
-        if spoiled:
+        if case.precision == "fp16" and index == OVERFLOWS:
             samples[-1][-1] = samples[-1][-1][0], TOO_LARGE
         yield samples
 
@@ -121,7 +126,10 @@ def start(case: Case, model: nn.Module, **block: Any) -> Any:
 
 
 def reference_of(case: Case, dense: nn.Module, plan: Any) -> Reference:
-    settings = PRECISIONS[case.precision].get("fp16", {})
+    scale = None
+    if case.precision == "fp16":
+        settings = PRECISIONS["fp16"]["fp16"]
+        scale = LossScale(2.0 ** settings["initial_scale_power"], settings["loss_scale_window"])
     return Reference(
         dense,
         plan,
@@ -130,9 +138,7 @@ def reference_of(case: Case, dense: nn.Module, plan: Any) -> Reference:
         case.clip,
         lr_by_coverage=case.lr_by_coverage,
         sum_in_fp32=case.precision == "bf16+fp32",
-        loss_scale=LossScale(2.0 ** settings["initial_scale_power"], settings["loss_scale_window"])
-        if settings
-        else None,
+        loss_scale=scale,
         make_scheduler=partial(scheduler_of, case) if case.scheduler != "none" else None,
     )
 
@@ -181,7 +187,7 @@ class Run:
     def train_step(self, number: int, step: Sequence[Sequence[Sample]]) -> None:
         """A step of both, compared loss by loss."""
         case, engine, samples = self.case, self.engine, step[self.worker]
-        losses, norm, scale, rate = from_rank_0(lambda: self._step_reference(step))
+        losses, norm, scale, rates = from_rank_0(lambda: self._step_reference(step))
         for sample, expected in zip(samples, losses[self.worker], strict=True):
             loss = loss_of(case, engine, sample)
             engine.backward(loss)
@@ -194,15 +200,16 @@ class Run:
             engine.step()
         found = float(engine.get_global_grad_norm())
         assert found == norm or abs(found - norm) <= norm_tolerance(case, number) * norm, (number, found, norm)
-        assert engine.get_lr()[0] == rate, (number, engine.get_lr(), rate)
+        assert engine.get_lr() == rates, (number, engine.get_lr(), rates)
         if case.precision == "fp16":
             now = engine.optimizer.cur_scale, engine.skipped_steps
             assert now == (scale, int(number >= OVERFLOWS)), (number, now, scale)
 
-    def _step_reference(self, step: Sequence[Sequence[Sample]]) -> tuple[list[list[float]], float, float, float]:
+    def _step_reference(self, step: Sequence[Sequence[Sample]]) -> tuple[list[list[float]], float, float, list[float]]:
+        """Losses, norm, and of the next step loss scale and learning rates."""
         losses, norm = self.reference.step(step)
         scale = self.reference.loss_scale.value if self.reference.loss_scale else 1.0
-        return losses, norm, scale, self.reference.optimizer.param_groups[0]["lr"]
+        return losses, norm, scale, [group["lr"] for group in self.reference.optimizer.param_groups]
 
     def compare_dense(self, step: Sequence[Sequence[Sample]]) -> None:
         """In evaluation the engine is the dense model, whatever this rank holds; then its weights and buffers."""
@@ -312,10 +319,16 @@ class Run:
 
 
 def checkpoint(case: Case, model: Any) -> None:
-    """Have the layers of a model recompute their activations, if the case says so."""
-    if case.checkpointing != "none":
-        options = {"use_reentrant": case.checkpointing == "reentrant"}
-        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=options)
+    """Have the layers of a model recompute their activations, if the case says so; and, reentrant, its head in two
+    halves, whose gradients come one after the other."""
+    if case.checkpointing == "none":
+        return
+    is_reentrant = case.checkpointing == "reentrant"
+    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": is_reentrant})
+    head = model.get_output_embeddings()
+    if is_reentrant and head is not None:
+        run = partial(torch.utils.checkpoint.checkpoint, head.forward, use_reentrant=True)
+        head.forward = lambda hidden: torch.cat([run(half) for half in hidden.chunk(2)])
 
 
 @torch.no_grad()
@@ -366,6 +379,7 @@ def is_exact(case: Case) -> bool:
     """In 16 bits, whether gradients are the reference's bit for bit while weights are: a worker that has a block has
     all of it, lacking ones add exact zeros, and sums are in fp32."""
     sums_in_fp32 = case.precision in ("bf16+fp32", "autocast") and case.tensor_parallel == 1
+    sums_in_fp32 = sums_in_fp32 and case.checkpointing != "reentrant"  # which adds up those of two halves
     return sums_in_fp32 and case.regime == "forward" and case.strategy == "block"
 
 
