@@ -122,5 +122,5 @@ class Mixture(Specimen):
         return cls(model, config, num_heads=heads, num_layers=options["num_hidden_layers"], name=name)
 
     def build(self) -> nn.Module:
-        model: nn.Module = mixture(self.name)
+        model: nn.Module = mixture(self.name, **self.options)
         return model
