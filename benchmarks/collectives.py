@@ -22,8 +22,8 @@ sys.path.insert(0, str(Path(__file__).parents[1]))  # the repository's root
 from benchmarks.common.contestants import Contestant, engine_of, everybody, train
 from benchmarks.common.models import NARROW, num_parameters
 from benchmarks.common.ranks import gather, option_parser, run, show
+from benchmarks.common.traffic_counter import TrafficCounter
 from benchmarks.systems.subjects import possible
-from sdp_deepspeed.measure.traffic import TrafficCounter
 
 ONE_BUCKET = 4_000_000  # elements; more than any of the models has
 

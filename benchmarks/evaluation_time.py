@@ -26,10 +26,10 @@ import torch.distributed as dist
 sys.path.insert(0, str(Path(__file__).parents[1]))  # the repository's root
 from benchmarks.common.contestants import Contestant, engine_of, train
 from benchmarks.common.device import seconds as now
+from benchmarks.common.measured_step import watched_host_memory
 from benchmarks.common.models import WIDE
 from benchmarks.common.ranks import gather, option_parser, run, show
 from sdp_deepspeed.config import MODES, Mode
-from sdp_deepspeed.measure.step import watched_host_memory
 
 WAYS = ("stream", "prefetch", "resident")
 BASELINE = "stream"

@@ -22,10 +22,10 @@ import torch.distributed as dist
 
 sys.path.insert(0, str(Path(__file__).parents[1]))  # the repository's root
 from benchmarks.common.contestants import PRECISIONS, STAGES, Contestant, bytes_of, engine_of, everybody, train
+from benchmarks.common.measured_step import measured_step
 from benchmarks.common.models import SEQUENCE_LENGTH, SMALL
 from benchmarks.common.ranks import gather, option_parser, run, show
 from sdp_deepspeed.estimate.formulas import bytes_per_parameter
-from sdp_deepspeed.measure.step import measured_step
 from sdp_deepspeed.plan.plan import Plan
 
 BUCKET_ELEMENTS = 2_000_000  # at the default of 5e8, stock ZeRO allocates buffers that dwarf this model

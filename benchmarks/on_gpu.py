@@ -8,7 +8,7 @@
 
 `values` and `streams` are tests marked gpu; --select and --minutes fit them into what time there is. `sizes` goes on
 where the file ends, so that the same call again does the rest. Under DS_ACCELERATOR=cpu each section does a little of
-it on the CPU. For a machine without a network see `launch/offline.sh`.
+it on the CPU.
 """
 
 from __future__ import annotations
@@ -29,6 +29,7 @@ from xml.etree import ElementTree
 
 sys.path.insert(0, str(Path(__file__).parents[1]))  # the repository's root
 from benchmarks.common.device import device, device_name
+from benchmarks.common.models import LLAMAS
 from benchmarks.common.provenance import write_result
 
 ROOT = Path(__file__).parents[1]
@@ -96,7 +97,7 @@ def run_bandwidth(arguments: argparse.Namespace) -> dict[str, Any]:
 def run_sizes(arguments: argparse.Namespace, write: Callable[[dict[str, Any]], None]) -> dict[str, Any]:
     """Cells that the output lacks, until time is over; the file has each as soon as it is there."""
     from benchmarks.common.fake_world import fake_world
-    from benchmarks.sizes.cells import RANK, WORLD_SIZE, cells, is_done, measure, read_shape
+    from benchmarks.sizes.cells import RANK, WORLD_SIZE, cells, is_done, measure, shape_of
 
     on_gpu, path = device().type == "cuda", Path(arguments.output)
     sequence = {} if on_gpu else {"sequence": 16}
@@ -113,7 +114,7 @@ def run_sizes(arguments: argparse.Namespace, write: Callable[[dict[str, Any]], N
     with fake_world(RANK, WORLD_SIZE):
         while todo and datetime.now(tz=UTC) < end:
             cell = todo.pop(0)
-            results.append(measure(cell, read_shape(cell.size), repeats=arguments.repeats if on_gpu else 1))
+            results.append(measure(cell, shape_of(cell.size), repeats=arguments.repeats if on_gpu else 1))
             write({"results": results})
             print(f"{cell.name}: {results[-1]['took_seconds']:.0f} s; {len(todo)} to do", flush=True)
     return {"is_complete": not todo, "results": results}
@@ -128,7 +129,7 @@ def main() -> int:
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--sequence", type=int, default=2048, help="tokens of a step")
     parser.add_argument("--rows", type=int, default=4, help="sizes: of a micro-batch")
-    parser.add_argument("--sizes", nargs="+", default=["134M", "500M", "1B"], help="of configs/models")
+    parser.add_argument("--sizes", nargs="+", choices=list(LLAMAS), default=["134M", "500M", "1B"])
     parser.add_argument("--select", default="", help="which tests, as pytest's -k; which cells of sizes, as a pattern")
     arguments = parser.parse_args()
     facts = {"what": f"gpu_{arguments.section}", "device": device_name(), "arguments": vars(arguments)}

@@ -24,11 +24,11 @@ import torch.distributed as dist
 
 sys.path.insert(0, str(Path(__file__).parents[1]))  # the repository's root
 from benchmarks.common.contestants import PRECISIONS, Contestant, bytes_of, engine_of, everybody, train
+from benchmarks.common.measured_step import measured_step
 from benchmarks.common.models import LARGE
 from benchmarks.common.ranks import gather, option_parser, run, show
 from benchmarks.tables.counts import worst_share
 from sdp_deepspeed.estimate.per_rank import Precision
-from sdp_deepspeed.measure.step import measured_step
 
 SEQUENCE_LENGTH = 8
 LIMIT = 1.1  # of state and two buckets

@@ -32,6 +32,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 sys.path.insert(0, str(Path(__file__).parents[1]))  # the repository's root
 from benchmarks.common.links import Link, lines_of, rate
+from benchmarks.common.models import LLAMAS
 from benchmarks.common.provenance import write_result
 from benchmarks.common.traffic import Traffic, exchanged, rings
 from sdp_deepspeed.config import KEY
@@ -165,7 +166,7 @@ def checked_between_nodes(fast: Mapping[str, Any], slow: Mapping[str, Any]) -> d
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0], allow_abbrev=False)
     parser.add_argument("--output", required=True, help="where the raw figures go, as JSON")
-    parser.add_argument("--model", type=Path, default=ROOT / "configs/models/1B.json", help="a Llama's config.json")
+    parser.add_argument("--model", choices=list(LLAMAS), default="1B", help="a Llama")
     parser.add_argument("--measured", nargs="*", default=["1_gbit", "100_mbit"], help="links, as results are named")
     options = parser.parse_args(arguments)
     results = ROOT / "benchmarks/results"
@@ -173,7 +174,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     def read(name: str) -> Any:
         return json.loads((results / f"{name}.json").read_text(encoding="utf-8"))
 
-    shape = read_shape(options.model)
+    shape = LLAMAS[options.model]
     checks = [
         checked(read(f"step_{link}"), read(f"link_rates_{link}"), read("step_fast_link")) for link in options.measured
     ]
@@ -189,12 +190,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     rows = predicted(shape)
     result = {"what": "predicted_links", "model": shape, "facts": facts, "predicted": rows, "checks": checks}
     result["between_nodes"] = checked_between_nodes(read("between_nodes"), read("between_nodes_250_mbit"))
-    write_result(options.output, {**result, "arguments": {"model": options.model.stem, "measured": options.measured}})
-
-
-def read_shape(path: Path) -> dict[str, Any]:
-    shape: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
-    return shape
+    write_result(options.output, {**result, "arguments": {"model": options.model, "measured": options.measured}})
 
 
 if __name__ == "__main__":

@@ -65,7 +65,8 @@ def figures_of_rank(start: Start) -> dict[str, Any]:
 
     import sdp_deepspeed
     from benchmarks.common.contestants import Contestant
-    from sdp_deepspeed.measure.step import resident_bytes, watched_host_memory
+    from benchmarks.common.measured_step import watched_host_memory
+    from sdp_deepspeed.engine.held_bytes import resident_bytes
 
     mode = None if start.contestant == BASELINE else Mode("forward", "block")
     config = Contestant(1, mode, start.coverage).config(start.precision, bucket=BUCKET_ELEMENTS)

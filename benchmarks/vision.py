@@ -23,20 +23,16 @@ sys.path.insert(0, str(Path(__file__).parents[1]))  # the repository's root
 from benchmarks.common.ranks import option_parser, run, show
 from benchmarks.common.refusing import refusing
 from benchmarks.systems.group import Setting, measure
-from benchmarks.systems.images import image_subjects, random_images, shape_of
+from benchmarks.systems.images import RESNET_18, image_subjects, random_images
 from benchmarks.systems.subjects import BASELINE
 from sdp_deepspeed.command_parser import read_json
-from sdp_deepspeed.vision.shapes import try_model
-
-MODEL = Path(__file__).parents[1] / "configs/vision/models/resnet18.json"
 
 
 def measured(arguments: argparse.Namespace) -> dict[str, Any]:
     """Everybody, in one group."""
     with refusing():
-        given = read_json(arguments.model, "--model")
-        shape = shape_of(given, arguments.size)
-        try_model(shape, arguments.size)
+        shape = RESNET_18 if arguments.model is None else read_json(arguments.model, "--model")
+    name = "resnet18" if arguments.model is None else arguments.model.stem
     setting = Setting(
         shape=shape,
         precision="fp32",
@@ -48,13 +44,13 @@ def measured(arguments: argparse.Namespace) -> dict[str, Any]:
     )
     subjects, load = image_subjects(dist.get_world_size()), os.getloadavg()[0]
     size = sum(map(prod, subjects[0].dense_shapes(shape).values()))
-    show(f"{arguments.model.name}, {size / 1e6:.1f}M parameters (load {load:.1f}):")
+    show(f"{name}, {size / 1e6:.1f}M parameters (load {load:.1f}):")
     return {
         "what": "vision",
         "ranks": dist.get_world_size(),
         "baseline": BASELINE,
-        "model": given | {"name": arguments.model.stem, "num_parameters": size},
-        "arguments": vars(arguments) | {"model": arguments.model.stem},
+        "model": shape | {"name": name, "num_parameters": size},
+        "arguments": vars(arguments) | {"model": name},
         "load": load,
         "subjects": measure(subjects, setting),
     }
@@ -62,7 +58,7 @@ def measured(arguments: argparse.Namespace) -> dict[str, Any]:
 
 def main() -> None:
     parser = option_parser(__doc__)
-    parser.add_argument("--model", type=Path, default=MODEL, help="a Transformers config with model_type, as JSON")
+    parser.add_argument("--model", type=Path, help="JSON: a Transformers config with model_type (a ResNet-18)")
     parser.add_argument("--micro-batch", type=int, default=8, help="images of each rank")
     parser.add_argument("--size", type=int, default=32, help="pixels of an image's side")
     parser.add_argument("--bucket", type=float, default=2e6, help="elements, for all who have buckets")

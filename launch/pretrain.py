@@ -1,18 +1,123 @@
-"""Pre-train a decoder with or without subnetwork data parallelism, under DeepSpeed or FSDP2.
+"""Pre-train a causal language model with Transformers' Trainer and subnetwork data parallelism.
 
-    deepspeed --num_gpus 4 launch/pretrain.py --model configs/models/tiny.json \
-        --deepspeed_config configs/quickstart.json --run-folder runs/first --steps 200
-    torchrun --nproc-per-node 8 launch/pretrain.py --host fsdp2 --model configs/models/134M.json \
-        --deepspeed_config configs/recipes/134M-forward-block-4of8.json --run-folder runs/second --steps 200
+    deepspeed --num_gpus 4 launch/pretrain.py configs/recipes/quickstart.yaml
+    deepspeed --num_gpus 4 launch/pretrain.py configs/recipes/quickstart.yaml sdp=off    # plain ZeRO-1
 
-Ctrl-C or SIGTERM saves and stops; the same command resumes. `--help` lists the options.
+`torchrun`, `accelerate launch` and `srun` start it as well. The same command resumes a run that was stopped. The
+checkpoints, the tokenizer and the exported model (`hf`) are in `training.output_dir`.
 """
 
 from __future__ import annotations
 
-import sys
+import os
+from pathlib import Path
+from typing import Any
 
-from sdp_deepspeed.training.main import main
+import torch.distributed as dist
+from datasets import Dataset, IterableDataset
+from transformers import AutoModelForCausalLM, PreTrainedModel, Trainer, TrainingArguments, set_seed
+
+import sdp_deepspeed  # noqa: F401  # makes DeepSpeed honor the block
+from callbacks import StopTogether, last_checkpoint
+from data import Blocks, Data, Stream, collate, load_blocks
+from recipe import Recipe, fail, model_config, read_recipe, section_of, training_arguments
+
+SECTIONS = ("model", "data", "training", "deepspeed")
+
+
+class StreamTrainer(Trainer):
+    """Trains on a stream, whose place is saved with each checkpoint."""
+
+    def __init__(self, *arguments: Any, train_dataset: IterableDataset, **options: Any) -> None:
+        super().__init__(*arguments, train_dataset=train_dataset, **options)
+        self.stream = Stream(train_dataset, self.args.process_index, self.args.world_size)
+
+    def get_train_dataloader(self) -> Any:
+        return self.stream.loader(self.args.per_device_train_batch_size)
+
+    def _save_checkpoint(self, model: Any, trial: Any) -> None:
+        folder = Path(self.args.output_dir, f"checkpoint-{self.state.global_step}")
+        folder.mkdir(parents=True, exist_ok=True)
+        self.stream.save(folder)
+        super()._save_checkpoint(model, trial)  # the Trainer's own state comes last and completes the checkpoint
+
+
+def build_model(recipe: Recipe, blocks: Blocks, data: Data) -> PreTrainedModel:
+    """A model with random weights, of the recipe's sizes and the tokenizer's vocabulary."""
+    tokenizer = blocks.tokenizer
+    special = {f"{name}_token_id": getattr(tokenizer, f"{name}_token_id") for name in ("bos", "eos", "pad")}
+    config = model_config(recipe, vocab_size=len(tokenizer), **special)
+    if config.vocab_size < len(tokenizer):
+        fail(f"model.vocab_size: got {config.vocab_size}, but the tokenizer has {len(tokenizer)} tokens")
+    if getattr(config, "max_position_embeddings", data.sequence_length) < data.sequence_length:
+        positions = config.max_position_embeddings
+        fail(f"data.sequence_length: got {data.sequence_length}, but the model has {positions} positions")
+    return AutoModelForCausalLM.from_config(config)
+
+
+def whole_steps(blocks: Dataset, args: TrainingArguments) -> Dataset:
+    """Without the rest that fills no step, so that an epoch is the same on any number of ranks."""
+    batch = args.per_device_train_batch_size * args.gradient_accumulation_steps * args.world_size
+    if len(blocks) < batch:
+        fail(f"data: {len(blocks)} blocks, but a step takes {batch}; give more text or smaller batches")
+    return blocks.select(range(len(blocks) // batch * batch))
+
+
+def build_trainer(recipe: Recipe) -> Trainer:
+    """Data, model and Trainer of a run; every rank calls it."""
+    data, args = section_of(Data, recipe.data, "data"), training_arguments(recipe)
+    with args.main_process_first(local=args.save_on_each_node, desc="preparing the data"):
+        try:
+            blocks = load_blocks(data, args.seed, Path(args.output_dir))
+        except (ValueError, OSError) as error:
+            fail(error)
+    if data.streaming:
+        args.ignore_data_skip = True  # the stream goes on by its own state
+        if args.max_steps <= 0:
+            fail("training.max_steps: needed, since a stream has no length")
+    else:
+        blocks.train = whole_steps(blocks.train, args)
+    set_seed(args.seed)
+    return (StreamTrainer if data.streaming else Trainer)(
+        build_model(recipe, blocks, data),
+        args,
+        data_collator=collate,
+        train_dataset=blocks.train,
+        eval_dataset=blocks.validation,
+        processing_class=blocks.tokenizer,
+        callbacks=[StopTogether()],
+    )
+
+
+def run(trainer: Trainer) -> None:
+    """Train from the last checkpoint on; at the end evaluate and export the dense model."""
+    args, checkpoint = trainer.args, last_checkpoint(trainer.args.output_dir)
+    if checkpoint is not None and isinstance(trainer, StreamTrainer):
+        try:
+            trainer.stream.load(checkpoint)
+        except ValueError as error:
+            fail(error)
+    trainer.train(resume_from_checkpoint=checkpoint)
+    state = trainer.state
+    if state.global_step >= state.max_steps:
+        evaluated = [logs for logs in state.log_history if "eval_loss" in logs and logs["step"] == state.global_step]
+        trainer.save_metrics("eval", evaluated[-1] if evaluated else trainer.evaluate())
+        trainer.save_model(os.path.join(args.output_dir, "hf"))
+    elif trainer.is_world_process_zero():
+        print(f"stopped after step {state.global_step}; the same command resumes the run", flush=True)
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def main() -> None:
+    assert __doc__ is not None
+    recipe = read_recipe(__doc__, SECTIONS)
+    if recipe.prepare_only:
+        data, seed = section_of(Data, recipe.data, "data"), recipe.training.get("seed", 42)
+        load_blocks(data, seed, Path(recipe.training["output_dir"]))
+    else:
+        run(build_trainer(recipe))
+
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

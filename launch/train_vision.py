@@ -1,18 +1,196 @@
-"""Train an image classifier with or without subnetwork data parallelism, under DeepSpeed or FSDP2.
+"""Train an image classifier with Transformers' Trainer and subnetwork data parallelism.
 
-    deepspeed --num_gpus 4 launch/train_vision.py --dataset digits --model configs/vision/models/digits.json \
-        --deepspeed_config configs/vision/digits.json --run-folder runs/digits --epochs 40
-    deepspeed --num_gpus 8 launch/train_vision.py --dataset cifar10 --model configs/vision/models/resnet18.json \
-        --deepspeed_config configs/vision/recipes/resnet-forward-neuron-4of8.json --run-folder runs/cifar10 --epochs 200
+    deepspeed --num_gpus 4 launch/train_vision.py configs/recipes/digits.yaml
+    deepspeed --num_gpus 4 launch/train_vision.py configs/recipes/digits.yaml sdp=off    # plain ZeRO-1
 
-Ctrl-C or SIGTERM saves and stops; the same command resumes. `--help` lists the options.
+`torchrun`, `accelerate launch` and `srun` start it as well. The same command resumes a run that was stopped. The
+checkpoints and the exported model (`hf`) are in `training.output_dir`.
 """
 
 from __future__ import annotations
 
-import sys
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
 
-from sdp_deepspeed.vision.main import main
+import numpy as np
+import torch
+from datasets import ClassLabel, Dataset, DatasetDict, Features, Image, load_dataset
+from PIL import ImageOps
+from PIL.Image import Image as Picture
+from torch.nn.modules.batchnorm import _BatchNorm
+from torch.utils.data import DataLoader, Sampler, Subset
+from transformers import AutoModelForImageClassification, Trainer, set_seed
+from transformers.models.bit.image_processing_pil_bit import BitImageProcessorPil
+
+import sdp_deepspeed.architectures.small_image_resnet  # registers its model type
+from callbacks import StopTogether
+from pretrain import SECTIONS, run
+from recipe import Recipe, fail, model_config, read_recipe, section_of, training_arguments
+
+STATISTICS_BATCHES = 16  # of each rank, for the batch norms of the dense model
+
+
+@dataclass
+class Images:
+    """The section `data` of a recipe.
+
+    Args:
+        path: what `load_dataset` takes (the name of a data set, a folder of images or parquet files), or "digits".
+        size: height and width of what the model sees, in pixels.
+        name: the configuration of the data set, if it has several.
+        padding: black pixels on each side, of which training takes a random window; None takes a random part of each
+            image, as usual for ImageNet.
+        flip: whether training mirrors half of the images.
+        mean, std: of pixels between 0 and 1, to normalize them.
+    """
+
+    path: str
+    size: int
+    name: str | None = None
+    train_split: str = "train"
+    test_split: str = "test"
+    image_column: str = "image"
+    label_column: str = "label"
+    padding: int | None = 4
+    flip: bool = True
+    mean: tuple[float, float, float] = (0.5, 0.5, 0.5)
+    std: tuple[float, float, float] = (0.5, 0.5, 0.5)
+
+    def load(self) -> tuple[Dataset, Dataset]:
+        splits = digits() if self.path == "digits" else load_dataset(self.path, self.name)
+        return splits[self.train_split], splits[self.test_split]
+
+    def processor(self) -> BitImageProcessorPil:
+        """What test images go through; it is saved beside the model."""
+        edge = self.size * 8 // 7 if self.padding is None else self.size  # 256 for 224
+        crop = {"height": self.size, "width": self.size}
+        return BitImageProcessorPil(
+            size={"shortest_edge": edge}, crop_size=crop, image_mean=[*self.mean], image_std=[*self.std]
+        )
+
+
+def digits() -> DatasetDict:
+    """Scikit-learn's 1797 handwritten digits of 8 x 8 pixels, a fifth of them for the test."""
+    from sklearn.datasets import load_digits
+
+    found = load_digits()
+    pixels = np.rint(found.images * (255 / 16)).astype(np.uint8)
+    features = Features({"image": Image(), "label": ClassLabel(num_classes=10)})
+    rows = Dataset.from_dict({"image": [*pixels], "label": found.target}, features=features)
+    return rows.train_test_split(0.2, seed=0, stratify_by_column="label")
+
+
+class Pixels(torch.utils.data.Dataset[dict[str, Any]]):
+    """Inputs of the model. Key `index` gives an image as it is tested. Key `(epoch, index)` augments it with random
+    numbers of (seed, epoch, index) alone, so that no worker process, number of ranks or resumption changes it."""
+
+    def __init__(self, rows: Dataset, data: Images, seed: int) -> None:
+        self.rows, self.data, self.seed, self.processor = rows, data, seed, data.processor()
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def __getitem__(self, key: int | tuple[int, int]) -> dict[str, Any]:
+        row, is_test = self.rows[key if isinstance(key, int) else key[1]], isinstance(key, int)
+        picture = row[self.data.image_column].convert("RGB")
+        if isinstance(key, tuple):
+            picture = self.augment(picture, np.random.default_rng((self.seed, *key)))
+        pixels = self.processor(picture, do_resize=is_test, do_center_crop=is_test, return_tensors="pt")
+        return {"pixel_values": pixels["pixel_values"][0], "labels": row[self.data.label_column]}
+
+    def augment(self, picture: Picture, random: np.random.Generator) -> Picture:
+        size = (self.data.size, self.data.size)
+        if self.data.padding is None:  # 8% to 100% of the area with an aspect ratio of 3:4 to 4:3
+            area = random.uniform(0.08, 1) * picture.width * picture.height
+            ratio = math.exp(random.uniform(-1, 1) * math.log(4 / 3))
+            width, height = min(math.sqrt(area * ratio), picture.width), min(math.sqrt(area / ratio), picture.height)
+            left, top = random.random() * (picture.width - width), random.random() * (picture.height - height)
+            picture = picture.resize(size, box=(left, top, left + width, top + height), reducing_gap=2)
+        else:
+            picture = ImageOps.expand(ImageOps.fit(picture, size), self.data.padding)
+            left, top = random.integers(2 * self.data.padding + 1, size=2).tolist()
+            picture = picture.crop((left, top, left + self.data.size, top + self.data.size))
+        return ImageOps.mirror(picture) if self.data.flip and random.random() < 0.5 else picture
+
+
+class EpochSampler(Sampler[tuple[int, int]]):
+    """Keys `(epoch, index)` of whole steps, in an order of (seed, epoch) alone; the epoch is the Trainer's."""
+
+    def __init__(self, trainer: Trainer) -> None:
+        args, self.trainer = trainer.args, trainer
+        step = args.train_batch_size * args.gradient_accumulation_steps * args.world_size
+        self.length = len(trainer.train_dataset) // step * step
+        if self.length == 0:
+            fail(f"data: {len(trainer.train_dataset)} images, but a step takes {step}; give more or smaller batches")
+
+    def __len__(self) -> int:
+        return self.length
+
+    def __iter__(self) -> Iterator[tuple[int, int]]:
+        epoch = int(self.trainer.state.epoch or 0)
+        order = np.random.default_rng((self.trainer.args.seed, epoch)).permutation(len(self.trainer.train_dataset))
+        yield from ((epoch, index) for index in order[: self.length].tolist())
+
+
+class VisionTrainer(Trainer):
+    """Evaluates with batch norms of the dense model; training has seen those of subnetworks."""
+
+    def _get_train_sampler(self, train_dataset: Any = None) -> EpochSampler:
+        return EpochSampler(self)
+
+    def evaluate(self, *arguments: Any, **options: Any) -> dict[str, float]:
+        plan = getattr(self.model_wrapped, "plan", None)
+        if plan and plan.trains_subnetworks and any(isinstance(module, _BatchNorm) for module in self.model.modules()):
+            batches = self.statistics_batches()
+            sdp_deepspeed.reestimate_batch_norm(self.model_wrapped, batches, num_batches=STATISTICS_BATCHES)
+        return super().evaluate(*arguments, **options)
+
+    def statistics_batches(self) -> Iterator[dict[str, torch.Tensor]]:
+        """Training images for this rank, the same at each evaluation."""
+        args, size = self.args, len(self.train_dataset)
+        mine = np.random.default_rng(args.seed).permutation(size)[args.process_index :: args.world_size]
+        keys: Any = [(0, index) for index in np.resize(mine, STATISTICS_BATCHES * args.train_batch_size).tolist()]
+        for batch in DataLoader(Subset(self.train_dataset, keys), args.train_batch_size, generator=torch.Generator()):
+            yield {"pixel_values": batch["pixel_values"].to(args.device, self.model.dtype)}
+
+
+def top1(predictions: Any) -> dict[str, float]:
+    return {"top1": float((predictions.predictions == predictions.label_ids).mean())}
+
+
+def build_trainer(recipe: Recipe) -> VisionTrainer:
+    """Data, model and Trainer of a run; every rank calls it."""
+    data, args = section_of(Images, recipe.data, "data"), training_arguments(recipe)
+    with args.main_process_first(local=args.save_on_each_node, desc="preparing the data"):
+        try:
+            train, test = data.load()
+        except (ValueError, OSError) as error:
+            fail(error)
+    labels = train.features[data.label_column]
+    names = labels.names if isinstance(labels, ClassLabel) else [*map(str, range(max(train[data.label_column]) + 1))]
+    config = model_config(recipe, id2label=dict(enumerate(names)), label2id={name: i for i, name in enumerate(names)})
+    set_seed(args.seed)
+    return VisionTrainer(
+        AutoModelForImageClassification.from_config(config),
+        args,
+        train_dataset=Pixels(train, data, args.seed),
+        eval_dataset=Pixels(test, data, args.seed),
+        processing_class=data.processor(),
+        compute_metrics=top1,
+        preprocess_logits_for_metrics=lambda logits, _: logits.argmax(-1),
+        callbacks=[StopTogether()],
+    )
+
+
+def main() -> None:
+    recipe = read_recipe(str(__doc__), SECTIONS)
+    if recipe.prepare_only:
+        section_of(Images, recipe.data, "data").load()
+    else:
+        run(build_trainer(recipe))
+
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

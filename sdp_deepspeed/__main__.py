@@ -11,23 +11,17 @@ from sdp_deepspeed.version import __version__
 
 # Verb: the module that has its `configure`, imported when the verb is asked for; what it is for.
 VERBS: dict[str, tuple[str, str]] = {
-    "estimate": ("sdp_deepspeed.training.estimate_command", "memory and traffic, before anything runs"),
-    "support": ("sdp_deepspeed.support.__main__", "what works together with subnetworks, and what is refused"),
-    "hosts": ("sdp_deepspeed.hosts.__main__", "check the hosts of a run on many nodes before it starts"),
-    "data": ("sdp_deepspeed.data.__main__", "tokenize a corpus before a run needs it"),
-    "report": ("sdp_deepspeed.training.report_table", "runs side by side: a table, and plots of their losses"),
-    "arm": ("sdp_deepspeed.arming", "honor the block also where a program forgets the import"),
+    "estimate": ("sdp_deepspeed.estimate.command", "memory and traffic, before anything runs"),
     "checkpoint": ("sdp_deepspeed.checkpoint.__main__", "inspect, export and convert checkpoints"),
 }
 _DESCRIPTION = "Subnetwork data parallelism for DeepSpeed: what there is to do beside a training run."
 _EXAMPLES = """\
 examples:
-  sdp estimate --ranks 8 --coverage 0.5
-  sdp report runs/mine runs/baseline
+  sdp estimate --ranks 8 configs/recipes/llama_134m.yaml
   sdp checkpoint export runs/mine/checkpoints hf/
   sdp VERB --help
 
-A run itself is started by the launcher: deepspeed --num_gpus 4 launch/pretrain.py --help
+A run itself is started by a launcher: deepspeed --num_gpus 4 launch/pretrain.py RECIPE
 """
 
 

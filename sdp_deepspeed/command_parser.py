@@ -6,7 +6,7 @@ import argparse
 import json
 import os
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -35,9 +35,6 @@ class Parser(argparse.ArgumentParser):
         raise ValueError(f"{message} ({self.prog} --help lists the options)")
 
 
-Configure = Callable[[Parser], None]  # adds a verb's arguments, and as the default of `run` what takes them
-
-
 def run_command(parser: Parser, arguments: Sequence[str] | None) -> int:
     """Parse, and call what the verb set as `run`.
 
@@ -51,7 +48,7 @@ def run_command(parser: Parser, arguments: Sequence[str] | None) -> int:
         options = parser.parse_args(arguments)
         code: int = options.run(options)
         sys.stdout.flush()
-    except BrokenPipeError:  # whoever read our output has enough of it, as in `sdp support | head`
+    except BrokenPipeError:  # whoever read our output has enough of it, as in `sdp estimate | head`
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
     except (OSError, RuntimeError, ValueError) as error:
@@ -65,15 +62,6 @@ def run_command(parser: Parser, arguments: Sequence[str] | None) -> int:
     except KeyboardInterrupt:
         return _INTERRUPTED_EXIT_CODE
     return code
-
-
-def run_old_form(verb: str, configure: Configure, arguments: Sequence[str] | None = None) -> int:
-    """`python -m sdp_deepspeed.VERB`, which works for one version more and names its successor."""
-    old = f"python -m sdp_deepspeed.{verb}"
-    print(f"{old} is now called: sdp {verb} (or python -m sdp_deepspeed {verb})", file=sys.stderr)
-    parser = Parser(prog=old)
-    configure(parser)
-    return run_command(parser, arguments)
 
 
 def positive(text: str) -> int:

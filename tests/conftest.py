@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fnmatch
 import gc
 import os
 from collections.abc import Callable, Iterable, Iterator
@@ -9,10 +10,13 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
+from hypothesis import settings
 
-import tests.helpers.properties  # noqa: F401  (Hypothesis' profiles)
 from tests.helpers.gpus import ON_THE_CPU, why_no_gpu
+from tests.helpers.programs import START_UP
+from tests.helpers.properties import THOROUGH
 from tests.helpers.repository import TESTS
+from tests.helpers.shared_memory import sweep_segments
 
 TIERS = {
     "unit": "one process, seconds for all of it",
@@ -26,7 +30,10 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")  # on small tensors threads only c
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
-        "--full-grid", action="store_true", help="run every case of the oracle grid, not a pairwise sample"
+        *("--full", "--full-grid"),
+        action="store_true",
+        dest="full_grid",
+        help="tests marked slow too, every case of the oracle grid, and thorough properties",
     )
     parser.addoption("--gpu", action="store_true", help="tests marked gpu run on a GPU; all others stay on the CPU")
     parser.addoption(
@@ -42,20 +49,34 @@ def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line(
         "markers", "gpu: on a GPU with --gpu; else its ranks are on the CPU, or it is skipped if it has none"
     )
+    config.addinivalue_line("markers", "slow: sleeps, kills, waits for a time limit, or repeats others; with --full")
+    if config.getoption("--full"):
+        settings.load_profile(THOROUGH)
     config.addinivalue_line("markers", "namespaces: on two hosts, network namespaces of this machine; needs root")
     for name, what in TIERS.items():
         config.addinivalue_line("markers", f"{name}: {what} (set by folder)")
-    config.addinivalue_line("markers", "checks(sizes, maker): a test for each check that maker(size, config) lists")
+    config.addinivalue_line(
+        "markers", "checks(sizes, maker, slow=()): a test for each check that maker(size, config) lists; slow: patterns"
+    )
 
 
 def pytest_itemcollected(item: pytest.Item) -> None:
     tier = item.path.relative_to(TESTS).parts[0]
     if tier in TIERS:
         item.add_marker(tier)
+    if tier == "fuzz" or item.get_closest_marker("namespaces"):
+        item.add_marker("slow")
+    if tier == "launcher":  # each rerun is in the summary: it may have been a deadlock
+        item.add_marker(pytest.mark.flaky(reruns=1, only_rerun=[f"{START_UP}: time limit"]))
 
 
 @pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if not config.getoption("--full") and "slow" not in config.option.markexpr:
+        on_a_gpu = config.getoption("--gpu")
+        slow = [i for i in items if i.get_closest_marker("slow") and not (on_a_gpu and i.get_closest_marker("gpu"))]
+        config.hook.pytest_deselected(items=slow)
+        items[:] = [item for item in items if item not in set(slow)]
     if config.getoption("--gpu"):
         if (reason := why_no_gpu()) is not None:
             raise pytest.UsageError(f"--gpu: {reason}")
@@ -75,17 +96,26 @@ Maker = Callable[[int, pytest.Config], Iterable[tuple[str, Any]]]
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    """`@pytest.mark.checks(size, maker)` on a test with the argument `outcome`: a test per check, one set of ranks."""
+    """`@pytest.mark.checks(size, maker)` on a test with the argument `outcome`: a test per check, one set of ranks.
+
+    Checks are slow by a mark of the function, or where "size-name" matches a pattern of `slow`.
+    """
     marker = metafunc.definition.get_closest_marker("checks")
     if marker is None:
         return
     sizes, maker = marker.args
+    slow = marker.kwargs.get("slow", ())
     checks = [
-        (size, maker, name)
+        pytest.param((size, maker, name), id=f"{size}-{name}", marks=_marks(f"{size}-{name}", check, slow))
         for size in (sizes if isinstance(sizes, tuple) else (sizes,))
-        for name, _ in maker(size, metafunc.config)
+        for name, check in maker(size, metafunc.config)
     ]
-    metafunc.parametrize("outcome", checks, ids=[f"{size}-{name}" for size, _, name in checks], indirect=True)
+    metafunc.parametrize("outcome", checks, indirect=True)
+
+
+def _marks(name: str, check: Any, slow: Iterable[str]) -> list[Any]:
+    matched = any(fnmatch.fnmatchcase(name, pattern) for pattern in slow)
+    return [pytest.mark.slow] if matched else getattr(getattr(check, "func", check), "pytestmark", [])
 
 
 @dataclass
@@ -127,6 +157,13 @@ def outcome(request: pytest.FixtureRequest, place: Any) -> str | None:
     return _RUNS[size, maker].outcome(name)
 
 
-def pytest_sessionfinish() -> None:
+def pytest_sessionstart(session: pytest.Session) -> None:
+    if not hasattr(session.config, "workerinput"):
+        sweep_segments()
+
+
+def pytest_sessionfinish(session: pytest.Session) -> None:
     for run in _RUNS.values():
         run.outcomes.close()  # type: ignore[attr-defined]  # a run that was interrupted leaves no ranks behind
+    if not hasattr(session.config, "workerinput"):
+        sweep_segments()

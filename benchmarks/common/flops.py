@@ -1,6 +1,6 @@
 """What one rank does in one step, counted instead of timed: floating-point operations and bytes sent.
 
-Counts do not depend on the machine's noise. What operations are is in `sdp_deepspeed/measure/flops.py`.
+Counts do not depend on the machine's noise. What operations are is in `sdp_deepspeed/estimate/flops.py`.
 """
 
 from __future__ import annotations
@@ -8,8 +8,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from sdp_deepspeed.measure.flops import FlopCounter
-from sdp_deepspeed.measure.traffic import TrafficCounter
+from benchmarks.common.traffic_counter import TrafficCounter
+from sdp_deepspeed.estimate.flops import FlopCounter
 
 
 def count_work(step: Callable[[], object]) -> dict[str, Any]:

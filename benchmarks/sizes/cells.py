@@ -6,26 +6,23 @@ run but those of collectives (`common/fake_world.py`); cells are independent, an
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from statistics import median
 from typing import Any
 
 import torch
 
 from benchmarks.common.device import device, device_name, seconds
-from benchmarks.common.models import Shape
+from benchmarks.common.models import LLAMAS, Shape
 from benchmarks.sizes.largest import DeviceMemory, device_memory, guessed_rows, largest
 from benchmarks.sizes.peaks import peak_flops
 from benchmarks.sizes.subjects import BUCKET, SUBJECTS, EngineRank, Rank, collect
+from sdp_deepspeed.estimate.flops import FlopCounter
 from sdp_deepspeed.estimate.per_rank import Setup, estimate
 from sdp_deepspeed.estimate.precision import Precision
-from sdp_deepspeed.measure.flops import FlopCounter
 
-ROOT = Path(__file__).parents[2]
 RANK, WORLD_SIZE = 3, 8
 GB = 10**9
 LIMITS = (24, 40, 80)  # GB of tensors and what lies between them; such GPUs have 2**30 for 10**9, and need the rest
@@ -35,7 +32,7 @@ LIMITS = (24, 40, 80)  # GB of tensors and what lies between them; such GPUs hav
 class Cell:
     """
     Args:
-        size: a name of `configs/models`.
+        size: a name of LLAMAS.
         subject: of SUBJECTS.
         checkpointing: of activations, each layer by itself.
         rows: of a micro-batch.
@@ -76,13 +73,9 @@ def cells(sizes: Sequence[str], select: str, *, rows: int, sequence: int) -> Ite
     yield from chosen
 
 
-def read_shape(size: str) -> Shape:
-    """Of a model of `configs/models`, without a cache of keys and values, which only generation needs."""
-    path = ROOT / f"configs/models/{size}.json"
-    if not path.is_file():
-        raise ValueError(f"--sizes: there is no {path.name} in configs/models")
-    shape = json.loads(path.read_text(encoding="utf-8")) | {"use_cache": False}
-    return {key: value for key, value in shape.items() if key not in ("model_type", "architectures")}
+def shape_of(size: str) -> Shape:
+    """Of a model of LLAMAS, without a cache of keys and values, which only generation needs."""
+    return LLAMAS[size] | {"use_cache": False}
 
 
 def is_done(cell: Cell, results: Sequence[Mapping[str, Any]]) -> bool:

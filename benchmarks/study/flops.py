@@ -1,4 +1,4 @@
-"""Floating-point operations of a step by formula, as `sdp_deepspeed/measure/flops.py` counts them.
+"""Floating-point operations of a step by formula, as `sdp_deepspeed/estimate/flops.py` counts them.
 
 Matrix products and attention, forward and backward, the head included; per token, over all workers. The forward regime
 leaves out what a worker lacks; the backward regime only the gradients of its weights. Recomputing attention in its

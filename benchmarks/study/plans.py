@@ -14,10 +14,10 @@ from benchmarks.study.flops import kept_flops, plan_flops
 from benchmarks.study.model import build, config_of
 from benchmarks.study.subjects import Study, Subject
 from sdp_deepspeed.config import KEY, SubnetworkConfig, parse
+from sdp_deepspeed.estimate.forecast import Forecast, forecast
 from sdp_deepspeed.plan.plan import Plan
 from sdp_deepspeed.plan.planner import plan_model
 from sdp_deepspeed.schedule import Schedule
-from sdp_deepspeed.training.forecast import Forecast, forecast
 
 _DENSE: Mapping[str, Any] = {"coverage": 1.0}
 _PARTS = 100  # of a run, over which a rate that changes is averaged

@@ -15,15 +15,15 @@ import torch.distributed as dist
 
 from benchmarks.common.contestants import Batch, bytes_of, inputs_of, train
 from benchmarks.common.device import device
+from benchmarks.common.measured_step import measured_step
 from benchmarks.common.models import Shape, num_parameters
 from benchmarks.common.ranks import gather, show
+from benchmarks.common.traffic_counter import TrafficCounter
 from benchmarks.peak_memory import live_tensors
 from benchmarks.step_time import is_linked, link_use, slowest
 from benchmarks.systems.bounds import everything_whole, of_plan, of_sharded_plan, weights_sharded
 from benchmarks.systems.split import split_step
 from benchmarks.systems.subjects import Subject
-from sdp_deepspeed.measure.step import measured_step
-from sdp_deepspeed.measure.traffic import TrafficCounter
 
 SAME_LOSS = 1e-5  # of two that train the same in fp32, in each of their first steps
 _KEPT = ("weights", "gradients", "optimizer", "peak", "peak_backward", "peak_step", "activations", "flops", "sent")

@@ -1,5 +1,5 @@
-"""Image classifiers side by side: PyTorch's DDP, stock ZeRO-1, and the method with ZeRO-1, with the optimizer of
-configs/vision/recipes at a rate that changes little, and gradients clipped as everywhere here."""
+"""Image classifiers side by side: PyTorch's DDP, stock ZeRO-1, and the method with ZeRO-1, with SGD
+at a rate that changes little, and gradients clipped as everywhere here."""
 
 from __future__ import annotations
 
@@ -10,17 +10,17 @@ from typing import Any
 import deepspeed
 import torch
 import torch.distributed as dist
-from transformers import AutoModelForImageClassification
+from transformers import AutoConfig, AutoModelForImageClassification
 
+import sdp_deepspeed.architectures.small_image_resnet  # noqa: F401  registers the model type
 from benchmarks.common.contestants import Batch, Contestant
 from benchmarks.common.device import device
 from benchmarks.common.models import Shape
 from benchmarks.systems.plain import CLIPPING, PlainEngine, in_ddp
 from benchmarks.systems.subjects import BASELINE, Subject, possible
 from sdp_deepspeed.config import MODES
-from sdp_deepspeed.training.model import build_model
-from sdp_deepspeed.vision.shapes import full_shape
 
+RESNET_18: Shape = {"model_type": "sdp_small_image_resnet", "stage_sizes": [64, 128, 256, 512], "depths": [2, 2, 2, 2]}
 NUM_CLASSES = 10
 STAGE = 1
 COVERAGES = {"forward": (0.5, 0.25), "backward": (0.5,)}  # of each regime's modes
@@ -56,12 +56,9 @@ def classifier(shape: Shape) -> torch.nn.Module:
     Args:
         shape: a Transformers config with `model_type`, whose images may have any size.
     """
-    return build_model(shape, seed=0, auto_class=AutoModelForImageClassification).train()
-
-
-def shape_of(shape: Shape, image_size: int) -> Shape:
-    """With classes, and the size of images where the model type knows one."""
-    return full_shape(shape, [str(number) for number in range(NUM_CLASSES)], image_size)
+    torch.manual_seed(0)
+    config = AutoConfig.for_model(**shape, num_labels=NUM_CLASSES)
+    return AutoModelForImageClassification.from_config(config).train()
 
 
 def image_subjects(num_ranks: int) -> list[Subject]:

@@ -87,7 +87,7 @@ class Subject:
         if self.contestant.stage == 3:
             config["zero_optimization"] |= sharded_weights(shape)
         engine = build_engine(shape, config)
-        if self.contestant.stage == 3:  # weights that measure/step.py would not find
+        if self.contestant.stage == 3:  # weights that common/measured_step.py would not find
             engine.lacking_tensors = lambda: [parameter.ds_tensor for parameter in engine.module.parameters()]
         return engine
 

@@ -137,6 +137,5 @@ def _faults(result: Result) -> str:
 
 
 def _works(result: Result) -> str:
-    names = {"prepare": "preparations of data", "export": "exports"}
-    counts = result.get("kills_of_works_on_files", {})
-    return "".join(f", {counts[kind]} kills of {name}" for kind, name in names.items() if kind in counts)
+    count = result.get("kills_of_exports", result.get("kills_of_works_on_files", {}).get("export"))
+    return f", {count} kills of exports" if count else ""

@@ -16,7 +16,6 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).parents[2]))  # the repository's root
 from benchmarks.tables.balance import balance
 from benchmarks.tables.counts import collectives, faults, model_state, peak_memory
-from benchmarks.tables.digits import digits
 from benchmarks.tables.gpu import bandwidth, sizes, steps, tests
 from benchmarks.tables.learning import learning_study
 from benchmarks.tables.links import link_rates, predicted_links
@@ -24,12 +23,10 @@ from benchmarks.tables.markdown import Result
 from benchmarks.tables.plots import draw_all
 from benchmarks.tables.readme import RESULTS, ROOT, filled
 from benchmarks.tables.replans import replan_time
-from benchmarks.tables.similarity import similarity
 from benchmarks.tables.startup import startup, startup_time
 from benchmarks.tables.systems import growth, scaling, side_by_side
 from benchmarks.tables.time_to_loss import time_to_loss
 from benchmarks.tables.times import checkpoint_time, evaluation, host_time, step_time
-from benchmarks.tables.tokens import tokenize_speed
 from benchmarks.tables.vision import vision
 from sdp_deepspeed.command_parser import read_json
 
@@ -45,7 +42,6 @@ IN_FULL: dict[str, Callable[[Result], str]] = {
     "model_state": model_state,
     "peak_memory": peak_memory,
     "collectives": collectives,
-    "similarity": similarity,
     "balance": balance,
     "vision": vision,
     "learning_study": learning_study,
@@ -55,8 +51,6 @@ IN_FULL: dict[str, Callable[[Result], str]] = {
     "side_by_side": side_by_side,
     "scaling": scaling,
     "growth": growth,
-    "digits": digits,
-    "tokenize_speed": tokenize_speed,
     "gpu_values": tests,
     "gpu_streams": tests,
     "gpu_steps": steps,

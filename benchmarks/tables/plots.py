@@ -6,7 +6,6 @@ from collections.abc import Callable
 from pathlib import Path
 
 from benchmarks.tables.plot_learning import plot_few_data, plot_learning
-from benchmarks.tables.plot_similarity import plot_similarity
 from benchmarks.tables.plot_systems import plot_growth, plot_scaling, plot_side_by_side
 from benchmarks.tables.readme import BLOCKS, RESULTS, read
 
@@ -14,8 +13,6 @@ PLOTS: dict[str, tuple[Callable[..., None], tuple[str, ...]]] = {
     "side_by_side": (plot_side_by_side, BLOCKS["systems-time"].files),
     "scaling": (plot_scaling, BLOCKS["scaling"].files),
     "growth": (plot_growth, BLOCKS["growth"].files),
-    "similarity": (plot_similarity, BLOCKS["similarity"].files),
-    "similarity_images": (plot_similarity, BLOCKS["similarity-images"].files),
     "learning": (plot_learning, BLOCKS["learning"].files),
     "few_data": (plot_few_data, BLOCKS["learning-few-data"].files),
 }

@@ -10,7 +10,6 @@ from pathlib import Path
 
 from benchmarks.tables.balance import balance
 from benchmarks.tables.counts import collectives, faults, model_state, peak_shares
-from benchmarks.tables.digits import digits
 from benchmarks.tables.hosts import hosts_memory, hosts_time
 from benchmarks.tables.learning import few_data, learning, rates
 from benchmarks.tables.links import (
@@ -22,13 +21,11 @@ from benchmarks.tables.links import (
 )
 from benchmarks.tables.markdown import Result
 from benchmarks.tables.replans import replan_time
-from benchmarks.tables.similarity import similarity
 from benchmarks.tables.startup import given_back, startup_side_by_side, startup_time
 from benchmarks.tables.summary import summary
 from benchmarks.tables.systems import growth, memory_and_bytes, scaling, times
 from benchmarks.tables.time_to_loss import time_to_loss
 from benchmarks.tables.times import between_nodes, checkpoint_time, evaluation, host_time, overlap, step_ratios
-from benchmarks.tables.tokens import tokenize_speed
 from benchmarks.tables.vision import vision
 
 ROOT = Path(__file__).parents[2]
@@ -82,11 +79,7 @@ BLOCKS = {
     "checkpoints": Block(checkpoint_time, ("checkpoints_4_ranks",)),
     "replans": Block(replan_time, ("replan_4_ranks",)),
     "kills": Block(faults, ("faults", "faults_4_ranks")),
-    "tokens": Block(tokenize_speed, ("tokenize_speed",)),
-    "similarity": Block(similarity, ("similarity",)),
-    "similarity-images": Block(similarity, ("similarity_images",)),
     "balance": Block(balance, ("balance",)),
-    "digits": Block(digits, ("digits",)),
     "vision": Block(vision, ("vision_4_ranks",)),
     "learning": Block(learning, ("learning",)),
     "learning-headers": Block(partial(learning, study="headers"), ("learning",)),

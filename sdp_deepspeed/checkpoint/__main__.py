@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import argparse
-import sys
 from pathlib import Path
 
-from sdp_deepspeed.command_parser import Parser, run_old_form
+from sdp_deepspeed.command_parser import Parser
 from sdp_deepspeed.sizes import byte_count
 
 
@@ -75,7 +74,3 @@ def _from_zero(options: argparse.Namespace) -> int:
 
     print(convert(options.checkpoint, options.out, tag=options.tag))
     return 0
-
-
-if __name__ == "__main__":
-    sys.exit(run_old_form("checkpoint", configure))

@@ -58,23 +58,6 @@ def patch_trainer() -> None:
     host.Trainer.create_accelerator_and_postprocess = checked
 
 
-def patch_launcher() -> None:
-    """`accelerate launch` refuses a block in the FSDP part of its config file, which it would not hand on; where the
-    environment is armed, as it imports nothing of a user's."""
-    from accelerate.commands.config.config_args import ClusterConfig
-
-    made = ClusterConfig.__post_init__
-    if hasattr(made, "__wrapped__"):
-        return
-
-    @wraps(made)
-    def checked(self: Any) -> Any:
-        refuse_block(self.fsdp_config, "fsdp_config of Accelerate's config file")
-        return made(self)
-
-    ClusterConfig.__post_init__ = checked
-
-
 def patch_accelerator() -> None:
     """`Accelerator` refuses models of ours, and says under FSDP what it trains."""
     from accelerate.accelerator import Accelerator

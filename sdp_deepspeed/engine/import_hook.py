@@ -26,7 +26,6 @@ def arm() -> None:
     patches = {
         "deepspeed": _patch_deepspeed,
         "accelerate.accelerator": _patch_accelerate,
-        "accelerate.commands.config.config_args": fsdp_refusals.patch_launcher,
         "transformers.trainer": _patch_trainer,
     }
     for name, patch in patches.items():
@@ -42,7 +41,7 @@ def arm() -> None:
 class _AfterImport:
     """Finds the hosts as everybody does, and patches each once its import is complete.
 
-    Of no base class: `importlib.abc` takes longer to import than all of ours, which `sdp arm` has every Python do.
+    Of no base class: `importlib.abc` takes longer to import than all of ours.
     """
 
     def __init__(self, waiting: dict[str, Callable[[], None]]) -> None:
@@ -87,7 +86,9 @@ def _patch_deepspeed() -> None:
     from deepspeed.utils import logger
 
     from sdp_deepspeed.engine.abandoned_builds import remove_abandoned_builds
+    from sdp_deepspeed.engine.shared_memory import patch_backend
 
+    patch_backend()
     for text in remove_abandoned_builds():  # now, because the first operator is built before any engine
         logger.warning(text)
     if "__new__" not in vars(DeepSpeedEngine):

@@ -20,6 +20,7 @@ PRIVATE_NAMES: tuple[tuple[str, str], ...] = (
     ("deepspeed.checkpoint", "SubparamShape"),
     ("deepspeed.checkpoint.ds_to_universal", "main"),
     ("deepspeed.checkpoint.utils", "clone_tensors_for_torch_save"),
+    ("deepspeed.comm", "TorchBackend.__init__"),
     ("deepspeed.comm", "all_to_all_single"),
     ("deepspeed.comm", "irecv"),
     ("deepspeed.comm", "isend"),
@@ -97,15 +98,13 @@ PRIVATE_NAMES: tuple[tuple[str, str], ...] = (
     ("torch.utils._pytree", "tree_map"),
     ("torch.utils._pytree", "tree_map_only"),
 )
-# What measurements and the training program need besides.
+# What only some programs need.
 PRIVATE_NAMES_OF_TOOLS: tuple[tuple[str, str], ...] = (
-    ("accelerate.commands.config.config_args", "ClusterConfig.__post_init__"),
     ("deepspeed.runtime.config", "DeepSpeedConfig"),
     ("deepspeed.runtime.config", "DeepSpeedConfigError"),
     ("torch", "ops.aten._scaled_dot_product_flash_attention_for_cpu"),
     ("torch", "ops.aten._scaled_dot_product_flash_attention_for_cpu_backward"),
     ("torch._subclasses.fake_tensor", "FakeTensorMode"),
-    ("torch.distributed._tools.mem_tracker", "MemTracker._track_module_params_and_buffers"),
     ("transformers", "PreTrainedModel._keys_to_ignore_on_load_unexpected"),
     ("transformers.conversion_mapping", "get_checkpoint_conversion_mapping"),
     ("transformers.integrations.deepspeed", "HfTrainerDeepSpeedConfig.trainer_config_finalize"),
@@ -133,8 +132,6 @@ PRIVATE_ATTRIBUTES: tuple[tuple[str, str], ...] = (
     ("torch.distributed.algorithms._checkpoint.checkpoint_wrapper", "_checkpoint_wrapped_module"),
     ("torch.distributed.algorithms._checkpoint.checkpoint_wrapper", "checkpoint_impl"),
     ("torch._dynamo.eval_frame", "dynamo_ctx"),
-    ("torch.distributed._tools.mem_tracker", "_peak_mem"),
-    ("torch.distributed._tools.mem_tracker", "_peak_mem_snap"),
     ("torch.optim.lr_scheduler", "_last_lr"),
     ("torch.optim.lr_scheduler", "_schedulers"),
     ("transformers.configuration_utils", "_experts_implementation"),

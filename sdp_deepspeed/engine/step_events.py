@@ -17,14 +17,14 @@ import torch
 
 from sdp_deepspeed.distributed.agreement import Gatherer
 from sdp_deepspeed.distributed.communicator import Communicator
-from sdp_deepspeed.measure.step import (
+from sdp_deepspeed.engine.held_bytes import (
     gradient_tensors,
     optimizer_tensors,
     resident_bytes,
     storage_bytes,
     weight_tensors,
 )
-from sdp_deepspeed.measure.step_watch import StepWatch, clock_of
+from sdp_deepspeed.engine.step_watch import StepWatch, clock_of
 from sdp_deepspeed.plan.plan import Plan
 
 PREFIX = "Train/Samples"  # DeepSpeed's own; all events have samples as their step
@@ -119,14 +119,10 @@ class StepEvents:
         ranks: all of them.
         interval: steps between two that are written, the same on every rank.
         dp_group: whose exchange is metered; None for an engine of DeepSpeed's own.
-
-    Attributes:
-        sent: bytes that this rank sends in a step, where the exchange is not metered and someone else has counted.
     """
 
     def __init__(self, engine: Any, ranks: Gatherer, *, interval: int, dp_group: Communicator | None = None) -> None:
         self.interval = interval
-        self.sent: int | None = None
         self._engine, self._ranks, self._dp_group = engine, ranks, dp_group
         self._watch = StepWatch(clock_of(engine.device))
         self._watches = -1  # the step that is watched from its beginning
@@ -226,7 +222,7 @@ class StepEvents:
             seconds=seconds,
             own_seconds=own_seconds,
             exchange_seconds=waits if is_metered else None,
-            sent=self._watch.sent if is_metered else self.sent,
+            sent=self._watch.sent if is_metered else None,
             weights=storage_bytes(weight_tensors(engine), seen),
             gradients=self._gradients,
             optimizer=storage_bytes(optimizer_tensors(engine), seen),

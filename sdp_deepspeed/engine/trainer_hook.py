@@ -12,7 +12,8 @@ _NAMES = {"loss": "subnetwork_loss", "train_loss": "train_subnetwork_loss"}
 
 
 def patch_trainer() -> None:
-    """Label training losses as what they are, and count the dense model's parameters; for engines of ours only."""
+    """Log training losses under the name of what they are, with coverage and phase, and count the dense model's
+    parameters; for engines of ours only."""
     import transformers.trainer as host
 
     log, count = host.Trainer.log, getattr(host, "get_model_param_count", None)
@@ -22,7 +23,9 @@ def patch_trainer() -> None:
     @wraps(log)
     def labelled_log(self: Any, logs: dict[str, float], *args: Any, **kwargs: Any) -> Any:
         if is_ours(self.model_wrapped):
-            logs.update({_NAMES[name]: logs[name] for name in _of_subnetworks(self) if name in logs})
+            if "loss" in logs:
+                logs |= {"coverage": self.model_wrapped.coverage, "phase": self.model_wrapped.phase}
+            logs |= {_NAMES[name]: logs.pop(name) for name in _of_subnetworks(self) if name in logs}
         return log(self, logs, *args, **kwargs)
 
     @wraps(count)

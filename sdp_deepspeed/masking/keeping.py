@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import torch
 
-from sdp_deepspeed.measure.free_memory import FreeMemory
+from sdp_deepspeed.masking.free_memory import FreeMemory
 from sdp_deepspeed.sizes import bytes_text
 
 BEGINS_ABOVE, STAYS_ABOVE = 1 / 4, 1 / 8  # of the memory

@@ -20,11 +20,11 @@ from sdp_deepspeed.exchange.exchange import Steps
 from sdp_deepspeed.exchange.unit_fetcher import UnitFetcher
 from sdp_deepspeed.layout.places import in_order
 from sdp_deepspeed.masking.batch_norm import RunningStatistics
+from sdp_deepspeed.masking.free_memory import free_memory
 from sdp_deepspeed.masking.keeping import Decision, Vote, decide, fingerprint
 from sdp_deepspeed.masking.mask import Mask
 from sdp_deepspeed.masking.part import DenseTensors
 from sdp_deepspeed.masking.part_stream import PartStream, Targets
-from sdp_deepspeed.measure.free_memory import free_memory
 
 _WANTS = {"auto": None, "resident": True, "prefetch": False, "stream": False}
 

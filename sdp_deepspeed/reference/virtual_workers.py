@@ -6,7 +6,7 @@ The oracle that judges the engine. It is slow and holds everything; nothing but 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, field
 from typing import Any
@@ -15,8 +15,7 @@ import torch
 from torch import nn
 
 from sdp_deepspeed.plan.plan import Plan
-from sdp_deepspeed.plan.tensors import named_tensors
-from sdp_deepspeed.units import Unit
+from sdp_deepspeed.units import Piece
 
 _RATES: Mapping[str, Callable[[float], float]] = {
     "none": lambda coverage: 1.0,
@@ -26,13 +25,24 @@ _RATES: Mapping[str, Callable[[float], float]] = {
 LossFunction = Callable[[nn.Module, Any], torch.Tensor]
 
 
+def pieces_with_holders(plan: Plan, kind: str) -> Iterator[tuple[Piece, tuple[int, ...]]]:
+    """All that the oracle reads of a plan's table: each piece of each unit with the subnetworks that hold it.
+
+    Args:
+        kind: "parameter" or "buffer".
+    """
+    for unit, holders in zip(plan.units, plan.holders, strict=True):
+        for piece in unit.pieces:
+            if piece.kind == kind:
+                yield piece, holders
+
+
 @torch.no_grad()
 def zero_lacking(model: nn.Module, plan: Plan, subnetwork: int) -> None:
     """Set all pieces of the units that `subnetwork` lacks to zero, in place."""
-    tensors = named_tensors(model)
-    for index, unit in enumerate(plan.units):
-        if not plan.holds(index, subnetwork):
-            for piece in unit.pieces:
+    for kind, tensors in (("parameter", dict(model.named_parameters())), ("buffer", dict(model.named_buffers()))):
+        for piece, holders in pieces_with_holders(plan, kind):
+            if subnetwork not in holders:
                 piece.narrow(tensors[piece.parameter]).zero_()
 
 
@@ -40,36 +50,26 @@ def divisors(model: nn.Module, plan: Plan) -> dict[str, torch.Tensor]:
     """Number of holding ranks of each element, shaped like each parameter."""
     num_ranks = len(plan.subnetwork_of_rank)
     counts = {name: torch.full_like(p, float(num_ranks), dtype=torch.float32) for name, p in model.named_parameters()}
-    for index, unit in enumerate(plan.units):
-        for piece in unit.pieces:
-            if piece.kind == "parameter":
-                piece.narrow(counts[piece.parameter]).fill_(float(len(plan.ranks_of(index))))
+    for piece, holders in pieces_with_holders(plan, "parameter"):
+        num_holders = sum(subnetwork in holders for subnetwork in plan.subnetwork_of_rank)
+        piece.narrow(counts[piece.parameter]).fill_(float(num_holders))
     return counts
 
 
 def held_mask(model: nn.Module, plan: Plan, subnetwork: int) -> dict[str, torch.Tensor]:
     """Ones where `subnetwork` holds the element or it is shared, zeros elsewhere, shaped like each parameter."""
     masks = {name: torch.ones_like(p, dtype=torch.float32) for name, p in model.named_parameters()}
-
-    def clear(unit: Unit) -> None:
-        for piece in unit.pieces:
-            if piece.kind == "parameter":
-                piece.narrow(masks[piece.parameter]).zero_()
-
-    for index, unit in enumerate(plan.units):
-        if not plan.holds(index, subnetwork):
-            clear(unit)
+    for piece, holders in pieces_with_holders(plan, "parameter"):
+        if subnetwork not in holders:
+            piece.narrow(masks[piece.parameter]).zero_()
     return masks
 
 
 def rate_factors(model: nn.Module, plan: Plan, rule: str) -> dict[str, torch.Tensor]:
     """What the learning rate of each element is multiplied by, shaped like each parameter."""
     factors = {name: torch.ones_like(p, dtype=torch.float64) for name, p in model.named_parameters()}
-    for index, unit in enumerate(plan.units):
-        coverage = len(plan.holders[index]) / plan.num_subnetworks
-        for piece in unit.pieces:
-            if piece.kind == "parameter":
-                piece.narrow(factors[piece.parameter]).fill_(_RATES[rule](coverage))
+    for piece, holders in pieces_with_holders(plan, "parameter"):
+        piece.narrow(factors[piece.parameter]).fill_(_RATES[rule](len(holders) / plan.num_subnetworks))
     return factors
 
 
@@ -77,11 +77,9 @@ def rate_factors(model: nn.Module, plan: Plan, rule: str) -> dict[str, torch.Ten
 def idle_buffers(model: nn.Module, plan: Plan, subnetwork: int) -> dict[str, torch.Tensor]:
     """True where a worker of `subnetwork` does not run the element, shaped like each buffer."""
     idle = {name: torch.zeros_like(buffer, dtype=torch.bool) for name, buffer in model.named_buffers()}
-    for index, unit in enumerate(plan.units):
-        if plan.regime == "forward" and not plan.holds(index, subnetwork):
-            for piece in unit.pieces:
-                if piece.kind == "buffer":
-                    piece.narrow(idle[piece.parameter]).fill_(True)
+    for piece, holders in pieces_with_holders(plan, "buffer"):
+        if plan.regime == "forward" and subnetwork not in holders:
+            piece.narrow(idle[piece.parameter]).fill_(True)
     return idle
 
 
@@ -106,12 +104,17 @@ def local_gradients(
     micro_batches: Sequence[Any],
     loss_of: LossFunction,
     buffers: dict[str, torch.Tensor] | None = None,
+    *,
+    sum_in_fp32: bool = False,
+    loss_scale: float = 1.0,
 ) -> tuple[list[float], dict[str, torch.Tensor]]:
     """Losses and mean fp32 gradients of one virtual worker over its micro-batches; zeros for what it lacks.
 
     Args:
         buffers: the worker's own, such as running statistics, which go on here; what it lacks stays as it is. None for
             those of `model`, which stay as they are.
+        sum_in_fp32: gradients of micro-batches are added in fp32, else in the weights' dtype.
+        loss_scale: what each loss is multiplied by before its backward pass; gradients are divided by it again.
     """
     subnetwork = plan.subnetwork_of_rank[rank]
     worker = deepcopy(model)
@@ -122,18 +125,24 @@ def local_gradients(
     if plan.regime == "forward":
         zero_lacking(worker, plan, subnetwork)
     losses = []
+    sums: dict[str, torch.Tensor] = {}
     for batch in micro_batches:
         loss = loss_of(worker, batch)
         losses.append(loss.item())
-        (loss / len(micro_batches)).backward()
+        (loss * loss_scale / len(micro_batches)).backward()
+        for name, p in worker.named_parameters() if sum_in_fp32 else ():
+            if p.grad is not None:
+                sums[name] = sums.get(name, 0) + p.grad.float()
+                p.grad = None
     if buffers is not None:
         idle = idle_buffers(model, plan, subnetwork)
         for name, buffer in worker.named_buffers():
             buffers[name] = torch.where(idle[name], buffers[name], buffer)
     masks = held_mask(model, plan, subnetwork)
+    if not sum_in_fp32:
+        sums = {name: p.grad.float() for name, p in worker.named_parameters() if p.grad is not None}
     gradients = {
-        name: torch.zeros_like(p, dtype=torch.float32) if p.grad is None else p.grad.float() * masks[name]
-        for name, p in worker.named_parameters()
+        name: sums[name] / loss_scale * mask if name in sums else torch.zeros_like(mask) for name, mask in masks.items()
     }
     return losses, gradients
 
@@ -152,6 +161,41 @@ def norm(average: Mapping[str, torch.Tensor]) -> float:
 
 
 @dataclass
+class LossScale:
+    """The dynamic loss scale of fp16, as DeepSpeed's ZeRO optimizers have it without `consecutive_hysteresis`.
+
+    Args:
+        value: 2 ** `initial_scale_power`.
+        window: steps without overflow after which it doubles; the first after an overflow does not count.
+        hysteresis: overflows in a row of good steps that it takes until it is halved.
+        smallest: `min_loss_scale`.
+    """
+
+    value: float
+    window: int
+    hysteresis: int = 1
+    smallest: float = 1.0
+    num_steps: int = field(default=0, init=False)
+    last_overflow: int = field(default=-1, init=False)
+
+    def __post_init__(self) -> None:
+        self.left = self.hysteresis
+
+    def update(self, overflow: bool) -> None:
+        """After each step, also one that was left out."""
+        if overflow:
+            self.last_overflow = self.num_steps
+            if self.left == 1:
+                self.value = max(self.value / 2, self.smallest)
+            else:
+                self.left -= 1
+        elif (good := self.num_steps - self.last_overflow - 1) > 0 and good % self.window == 0:
+            self.left = self.hysteresis
+            self.value *= 2
+        self.num_steps += 1
+
+
+@dataclass
 class Reference:
     """Training of `k` virtual workers in one process.
 
@@ -164,6 +208,9 @@ class Reference:
         later: plans by the number of steps after which they hold.
         lr_by_coverage: as in the block.
         later_rates: the same, by the number of steps after which it holds.
+        sum_in_fp32: as `data_types.grad_accum_dtype: "fp32"`.
+        loss_scale: of fp16; a step whose gradients are not finite is left out.
+        make_scheduler: from the optimizer to a scheduler, which every step that is taken moves on.
 
     Attributes:
         buffers: each rank's own, by dense name, once there was a step; running statistics are averaged in each.
@@ -177,6 +224,9 @@ class Reference:
     later: Mapping[int, Plan] = field(default_factory=dict)
     lr_by_coverage: str = "none"
     later_rates: Mapping[int, str] = field(default_factory=dict)
+    sum_in_fp32: bool = False
+    loss_scale: LossScale | None = None
+    make_scheduler: Callable[[torch.optim.Optimizer], Any] | None = None
     num_steps: int = field(default=0, init=False)
     buffers: list[dict[str, torch.Tensor]] = field(default_factory=list, init=False)
     masters: dict[str, nn.Parameter] = field(init=False)
@@ -184,6 +234,7 @@ class Reference:
     def __post_init__(self) -> None:
         self.masters = {name: nn.Parameter(p.detach().float().clone()) for name, p in self.model.named_parameters()}
         self.optimizer = self.make_optimizer(self.masters)
+        self.scheduler = self.make_scheduler(self.optimizer) if self.make_scheduler else None
 
     def step(self, batches: Sequence[Sequence[Any]]) -> tuple[list[list[float]], float]:
         """One step.
@@ -192,17 +243,24 @@ class Reference:
             batches: per rank its micro-batches.
 
         Returns:
-            Per rank its losses, and the norm of the averaged dense gradient before clipping.
+            Per rank its losses, and the norm of the averaged dense gradient before clipping; infinity where it is not
+            finite, and then the step was left out.
         """
         self.plan = self.later.get(self.num_steps, self.plan)
         self.lr_by_coverage = self.later_rates.get(self.num_steps, self.lr_by_coverage)
         self.num_steps += 1
         losses, average = self.averaged_gradients(batches)
         total = norm(average)
+        if self.loss_scale is not None:
+            self.loss_scale.update(not math.isfinite(total))
+            if not math.isfinite(total):
+                return losses, math.inf
         factor = max(1.0, (total + 1e-6) / self.clip) if self.clip > 0 else 1.0
         for name, master in self.masters.items():
             master.grad = average[name] / factor
         self._step_by_coverage()
+        if self.scheduler is not None:
+            self.scheduler.step()
         with torch.no_grad():
             for name, parameter in self.model.named_parameters():
                 parameter.copy_(self.masters[name])
@@ -213,12 +271,29 @@ class Reference:
         if not self.buffers:
             self.buffers = [{name: b.clone() for name, b in self.model.named_buffers()} for _ in batches]
         results = [
-            local_gradients(self.model, self.plan, rank, own, self.loss_of, self.buffers[rank])
+            local_gradients(
+                self.model,
+                self.plan,
+                rank,
+                own,
+                self.loss_of,
+                self.buffers[rank],
+                sum_in_fp32=self.sum_in_fp32,
+                loss_scale=self.loss_scale.value if self.loss_scale else 1.0,
+            )
             for rank, own in enumerate(batches)
         ]
         average_statistics(self.model, self.plan, self.buffers)
         average = masked_average(self.model, self.plan, [gradients for _, gradients in results])
         return [losses for losses, _ in results], average
+
+    def dense_buffers(self) -> dict[str, torch.Tensor]:
+        """The dense model's: each element as a rank that runs it has it."""
+        found = dict(self.buffers[0])
+        for rank, subnetwork in enumerate(self.plan.subnetwork_of_rank):
+            for name, idle in idle_buffers(self.model, self.plan, subnetwork).items():
+                found[name] = torch.where(idle, found[name], self.buffers[rank][name])
+        return found
 
     def _step_by_coverage(self) -> None:
         """Step the whole model once for each factor of the learning rate; each element is as that of its own leaves

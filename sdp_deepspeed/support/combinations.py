@@ -1,4 +1,4 @@
-"""What the support matrix combines with what, as data, and how many combinations are allowed.
+"""The settings that combine with each other, as data: the axes of the oracle grid.
 
 A combination is allowed if no row of the table refuses its config, which is what start-up asks too.
 """
@@ -6,7 +6,6 @@ A combination is allowed if no row of the table refuses its config, which is wha
 from __future__ import annotations
 
 import itertools
-from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cache
@@ -14,7 +13,7 @@ from typing import Any
 
 from sdp_deepspeed.config import KEY, parse
 from sdp_deepspeed.support.rows import Row
-from sdp_deepspeed.support.table import TABLE, matching_rows
+from sdp_deepspeed.support.table import matching_rows
 
 STRATEGIES: Mapping[str, Any] = {
     "block": "block",
@@ -102,25 +101,3 @@ def refusals_of(combination: Combination) -> tuple[Row, ...]:
 def all_combinations() -> Iterator[Combination]:
     """Every combination of the axes' values, in their order."""
     return (Combination(*values) for values in itertools.product(*AXES.values()))
-
-
-@dataclass(frozen=True)
-class CombinationCounts:
-    """How many combinations are allowed, and what refuses the others (some are refused by several rows).
-
-    Args:
-        refused_by: rows, each with the number of combinations that it refuses.
-    """
-
-    num_allowed: int
-    num_combinations: int
-    refused_by: tuple[tuple[Row, int], ...]
-
-
-@cache
-def count_combinations() -> CombinationCounts:
-    """Counted over all of them."""
-    refusals = [refusals_of(combination) for combination in all_combinations()]
-    counts = Counter(row.what for rows in refusals for row in rows)
-    refused_by = tuple((row, counts[row.what]) for row in TABLE if counts[row.what])
-    return CombinationCounts(sum(not rows for rows in refusals), len(refusals), refused_by)

@@ -27,8 +27,7 @@ _BLOCK_REFUSED: Mapping[str, str] = {
     "bits of holders compared after each step": "each element is stored once, so holders cannot disagree; remove the "
     "key",
     "permission for unknown optimizers": "any optimizer over DTensors may step them; remove the key",
-    "limit for silent ranks": "ranks are watched by the process group's own time limit; remove the key "
-    "(`launch/pretrain.py --host fsdp2` takes it)",
+    "limit for silent ranks": "ranks are watched by the process group's own time limit; remove the key",
 }
 
 

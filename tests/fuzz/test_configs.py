@@ -9,7 +9,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from sdp_deepspeed.config import KEY, parse
-from sdp_deepspeed.data.config import DataConfig
 from sdp_deepspeed.plan.planner import num_subnetworks
 from sdp_deepspeed.support.combinations import Combination, all_combinations
 from sdp_deepspeed.support.refusals import refuse_unsupported, without_effect
@@ -93,24 +92,6 @@ def test_whole_configs(config: Any) -> None:
             without_effect(block, config)
 
     assert refusal_of(start) != ""
-
-
-@fuzzed()
-@given(
-    mutated(
-        st.just({"source": "files", "path": "x", "text_column": "text", "sequence_length": 8, "seed": 1})
-        | st.just({"source": "stdlib", "max_bytes": 10, "vocab_size": 300, "validation_fraction": 0.1})
-        | st.just({"tokenize": "during", "shuffle_window": 9, "workers": 2, "validation_blocks": 3})
-        | st.just({"sources": [{"max_bytes": 5, "weight": 2}, {"source": "hub", "path": "x"}], "validation_blocks": 3})
-    )
-)
-def test_data(values: Any) -> None:
-    refusal = refusal_of(lambda: DataConfig.from_dict(values))
-    if refusal is not None:
-        assert refusal.startswith("data: ")
-        return
-    config = DataConfig.from_dict(values)
-    assert all(one.sources is None for one in config.each_source())
 
 
 def test_something_is_accepted() -> None:

@@ -1,4 +1,4 @@
-"""Text files that were cut short at any byte: used as if they were whole, absent or older, or refused by their name."""
+"""Text files that were cut short at any byte: used as if they were whole or absent, or refused by their name."""
 
 from __future__ import annotations
 
@@ -51,8 +51,8 @@ def outcome(file: WrittenFile, read: Callable[[Path], object], content: bytes) -
 
 @cache
 def expected(file: WrittenFile, read: Callable[[Path], object]) -> list[object]:
-    """What a reader may return: as of the file as it was written, as without it, and as of an older one."""
-    found = [read(written(file.write)), *file.older, REFUSED]
+    """What a reader may return: as of the file as it was written, and as without it."""
+    found = [read(written(file.write)), REFUSED]
     with copied(file) as folder:
         (folder / file.path).unlink()
         with suppress(Exception):  # of any kind: it is not this that is asked here

@@ -10,7 +10,7 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 
-from sdp_deepspeed.measure.free_memory import FreeMemory
+from sdp_deepspeed.masking.free_memory import FreeMemory
 from tests.helpers.training import Recording
 
 PLENTY, LITTLE = FreeMemory("here", 2**40, 0, 2**40), FreeMemory("here", 2**20, 0, 2**40)

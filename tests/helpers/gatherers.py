@@ -7,7 +7,7 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
-TIMEOUT = 60.0
+TIMEOUT = 240.0
 
 
 class ThreadGatherer:

@@ -1,4 +1,4 @@
-"""Small sets of images with the columns that those of the hub have, on disk in each form that `datasets` reads."""
+"""Small sets of images as `datasets` has them."""
 
 from __future__ import annotations
 
@@ -21,26 +21,10 @@ def rows(num: int, *, size: int = 8, width: int | None = None, seed: int = 0) ->
     return {"img": [Image.fromarray(image) for image in pixels], "label": labels}
 
 
-def dataset(num: int, *, image: str = "img", label: str = "label", named: bool = True, **shape: int) -> Any:
+def dataset(num: int, **shape: int) -> Any:
     found = rows(num, **shape)
-    kind = datasets.ClassLabel(names=list(CLASSES)) if named else datasets.Value("int64")
-    features = datasets.Features({image: datasets.Image(), label: kind})
-    return datasets.Dataset.from_dict({image: found["img"], label: found["label"]}, features=features)
-
-
-def write_disk(folder: Path, num_train: int = 12, num_test: int = 7, **options: Any) -> Path:
-    """As `save_to_disk`."""
-    splits = {"train": dataset(num_train, **options), "test": dataset(num_test, **options | {"seed": 1})}
-    datasets.DatasetDict(splits).save_to_disk(str(folder))
-    return folder
-
-
-def write_parquet(folder: Path, num_train: int = 12, num_test: int = 7, **options: Any) -> Path:
-    """As the hub's mirrors."""
-    folder.mkdir(parents=True)
-    for name, num, seed in (("train", num_train, 0), ("test", num_test, 1)):
-        dataset(num, **options | {"seed": seed}).to_parquet(str(folder / f"{name}-00000-of-00001.parquet"))
-    return folder
+    features = datasets.Features({"img": datasets.Image(), "label": datasets.ClassLabel(names=list(CLASSES))})
+    return datasets.Dataset.from_dict(found, features=features)
 
 
 def write_folders(folder: Path, num_train: int = 12, num_test: int = 7, **shape: int) -> Path:

@@ -30,12 +30,12 @@ class Watch:
             gc.freeze()
 
     def settled_bytes(self, limit: int) -> int:
-        """As `num_bytes`, once it is at most `limit`, or after five seconds.
+        """As `num_bytes`, once it is at most `limit`, or after a minute.
 
         A gloo thread lets go of a collective's tensors only some time after it is done, later on a busy machine. What
         a rank keeps, it keeps for ever.
         """
-        deadline = time.monotonic() + 5
+        deadline = time.monotonic() + 60
         while (found := self.num_bytes()) > limit and time.monotonic() < deadline:
             time.sleep(0.05)
         return found

@@ -27,7 +27,6 @@ from transformers import (
 )
 
 from tests.helpers.models import VOCABULARY, Specimen, scrambled
-from tests.helpers.oracle_grid import Case
 
 _SHAPE: dict[str, Any] = {
     "vocab_size": VOCABULARY,
@@ -111,19 +110,17 @@ def _built(name: str, options: tuple[tuple[str, Any], ...]) -> nn.Module:
 
 
 @dataclass(frozen=True)
-class _Mixture(Specimen):
+class Mixture(Specimen):
+    """One of MIXTURES, as a model that the oracle trains."""
+
     name: str = ""
+
+    @classmethod
+    def of(cls, name: str) -> Mixture:
+        model, config, options = MIXTURES[name]
+        heads = options.get("num_key_value_heads", options["num_attention_heads"])
+        return cls(model, config, num_heads=heads, num_layers=options["num_hidden_layers"], name=name)
 
     def build(self) -> nn.Module:
         model: nn.Module = mixture(self.name)
         return model
-
-
-@dataclass(frozen=True)
-class MixtureCase(Case):
-    """A case of the oracle whose model is one of MIXTURES."""
-
-    @property
-    def specimen(self) -> Specimen:
-        model, config, _ = MIXTURES[self.model]
-        return _Mixture(model, config, name=self.model)

@@ -1,9 +1,17 @@
-"""The engine against `reference/`: one case runs both over a few steps and compares everything."""
+"""The engine against `reference/`: one case runs both over a few steps and compares everything.
+
+Of the engine only public calls are used: `deepspeed.initialize`, forward, `backward`, `step`, `plan`, `dense()`,
+`get_global_grad_norm`, `get_lr`, `skipped_steps`, the loss scale, the parameters of its module, and DeepSpeed's
+`safe_get_full_fp32_param`.
+"""
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+import math
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from copy import deepcopy
 from dataclasses import dataclass
 from functools import partial
@@ -12,21 +20,32 @@ from typing import Any
 import deepspeed
 import torch
 import torch.distributed as dist
+from deepspeed.utils import safe_get_full_fp32_param
 from torch import nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils.flop_counter import FlopCounterMode
 
 import sdp_deepspeed  # noqa: F401  (installs the import hook)
-from sdp_deepspeed.checkpoint.state.boxes import Box
-from sdp_deepspeed.reference.virtual_workers import Reference
+from sdp_deepspeed.reference.compute import dense_flops, worker_flops
+from sdp_deepspeed.reference.virtual_workers import LossScale, Reference, pieces_with_holders
+from tests.helpers import models
 from tests.helpers.fp16_runs import fp16_is_supported
-from tests.helpers.models import batches, loss_of, two_groups
-from tests.helpers.oracle_grid import BUCKETS, Case, by_rules, full_grid, other_families, sample
+from tests.helpers.models import batches, two_groups
+from tests.helpers.oracle_grid import KEY, PRECISIONS, Case
 from tests.helpers.ranks import Rank
 from tests.helpers.whole_tensors import WHOLE_TENSORS
 
 # Moments, momentum and what the exchange returned all act from the second step on; test_parity.py takes more.
 NUM_STEPS = 3
 DTYPES = {"bf16": torch.bfloat16, "bf16+fp32": torch.bfloat16, "fp16": torch.float16}  # of weights, else fp32
-LOSS_SCALE = 128  # static: gradients near 1e-2 leave the range in which fp16 has 11 bits neither above nor below
+# In fp16 the second step overflows, on the last worker, and is left out: there is one more. The scale goes 128, 128,
+# 64, 64, 128.
+OVERFLOWS, TOO_LARGE = 1, 1e30
+# Modules whose outputs are added to the stream, which `dense_branch_scale` scales.
+OUTPUTS = ("o_proj", "down_proj", "c_proj", "attention.dense", "dense_4h_to_h", "Attention.o", "Dense.wo", "fc2")
+
+SLACK = 256  # bytes of padding that flat buffers may have; the smallest unit has more
+Sample = tuple[torch.Tensor, float]  # tokens, and what their loss is multiplied by
 
 
 def make_optimizer(name: str, groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
@@ -39,82 +58,281 @@ def make_optimizer(name: str, groups: list[dict[str, Any]]) -> torch.optim.Optim
     return torch.optim.SGD(groups, lr=0.1, momentum=0.9)
 
 
-def deepspeed_config(case: Case, **block: Any) -> dict[str, Any]:
-    """The combination's config with what the case has beside it; `block` comes before the case's own."""
-    result = case.combination.config(case.ranks, case.holders)
-    result["subnetwork_data_parallel"] = case.block | block
-    result["zero_optimization"] |= dict.fromkeys(("reduce_bucket_size", "allgather_bucket_size"), BUCKETS[case.buckets])
-    result |= {"gradient_clipping": case.clip, "zero_allow_untested_optimizer": True}
-    if case.optimizer == "Momentum8bit":
-        result["subnetwork_data_parallel"]["allow_optimizer"] = "whole_tensors"
-    if case.offload != "none":
-        result["zero_force_ds_cpu_optimizer"] = False  # PyTorch's optimizers step in host memory too
-    if case.precision == "fp16":
-        result["fp16"]["loss_scale"] = LOSS_SCALE
-    if case.model.startswith("resnet") and case.precision == "bf16":  # batch norms take one dtype only
-        result.setdefault("data_types", {})["buffer_dtype"] = "bf16"
-    if case.wire != "weights":
-        result["communication_data_type"] = case.wire
-    return result
+def optimizer_of(case: Case, named: dict[str, nn.Parameter]) -> torch.optim.Optimizer:
+    if case.groups == 1:
+        return make_optimizer(case.optimizer, [{"params": list(named.values())}])
+    return make_optimizer(case.optimizer, two_groups(named))
+
+
+def scheduler_of(case: Case, optimizer: Any) -> Any:
+    """From a third of the learning rate to all of it in the third step."""
+    return torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: min(1.0, (step + 1) / NUM_STEPS))
+
+
+def loss_of(case: Case, model: Any, sample: Sample) -> torch.Tensor:
+    """As a user computes it; the engine casts by itself, the reference has to be told."""
+    tokens, factor = sample
+    is_engine = hasattr(model, "backward")
+    cast = case.precision == "autocast" and not is_engine
+    with torch.autocast("cpu", torch.bfloat16) if cast else nullcontext():
+        loss = models.loss_of(model, tokens)
+    return loss if factor == 1 else loss * factor
+
+
+def steps_of(case: Case) -> Iterator[list[list[Sample]]]:
+    """Per step and worker the micro-batches."""
+    number = NUM_STEPS + (case.precision == "fp16")
+    for index, step in enumerate(itertools.islice(batches(case.num_workers, case.accumulation), number)):
+        spoiled = case.precision == "fp16" and index == OVERFLOWS
+        samples = [[(tokens, 1.0) for tokens in own] for own in step]
+        if spoiled:
+            samples[-1][-1] = samples[-1][-1][0], TOO_LARGE
+        yield samples
+
+
+@contextmanager
+def on_nodes(case: Case, rank: Rank) -> Iterator[None]:
+    """The launcher's number of a node decides, since all ranks of a test are on one host."""
+    if case.nodes == 1:
+        yield
+        return
+    os.environ["GROUP_RANK"] = str(rank.rank * case.nodes // rank.size)
+    try:
+        yield
+    finally:
+        del os.environ["GROUP_RANK"]
 
 
 def start(case: Case, model: nn.Module, **block: Any) -> Any:
-    """An engine with a client optimizer of two param groups."""
-    optimizer = make_optimizer(case.optimizer, two_groups(dict(model.named_parameters())))
+    """An engine with a client optimizer, and scheduler."""
+    optimizer = optimizer_of(case, dict(model.named_parameters()))
+    config = case.config
+    config[KEY] |= block
+    if case.optimizer == "Momentum8bit":
+        config[KEY]["allow_optimizer"] = "whole_tensors"
     with fp16_is_supported():
-        engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=deepspeed_config(case, **block))
+        engine, *_ = deepspeed.initialize(
+            model=model,
+            optimizer=optimizer,
+            config=config,
+            lr_scheduler=partial(scheduler_of, case) if case.scheduler != "none" else None,
+        )
     return engine
 
 
+def reference_of(case: Case, dense: nn.Module, plan: Any) -> Reference:
+    settings = PRECISIONS[case.precision].get("fp16", {})
+    return Reference(
+        dense,
+        plan,
+        partial(optimizer_of, case),
+        partial(loss_of, case),
+        case.clip,
+        lr_by_coverage=case.lr_by_coverage,
+        sum_in_fp32=case.precision == "bf16+fp32",
+        loss_scale=LossScale(2.0 ** settings["initial_scale_power"], settings["loss_scale_window"])
+        if settings
+        else None,
+        make_scheduler=partial(scheduler_of, case) if case.scheduler != "none" else None,
+    )
+
+
 def check_case(case: Case, rank: Rank, **block: Any) -> None:
-    """Train both and compare losses of each micro-step, norms, and halfway and in the end the dense model.
+    """Train both; compare losses of each micro-step, norms, and halfway and in the end the dense model.
 
     Args:
-        block: keys of the config block, before the case's own.
+        block: keys of the config block, over the case's own.
     """
     model = case.specimen.build()
     dense = deepcopy(model).to(DTYPES.get(case.precision, torch.float32))
-    engine = start(case, model, check_agreement=True, **block)
+    checkpoint(case, model)
+    with on_nodes(case, rank):
+        engine = start(case, model, **({"check_agreement": True} | block))
     dense.to(engine.device)
-    worker = engine.dp_group.rank  # tensor-parallel ranks are one: the same batches, one copy of a subnetwork
-    reference = Reference(
-        dense,
-        engine.plan,
-        lambda named: make_optimizer(case.optimizer, two_groups(named)),
-        loss_of,
-        case.clip,
-        lr_by_coverage=case.lr_by_coverage,
-    )
-    initial = {name: value.detach().float().clone() for name, value in dense.state_dict().items()}
-    for number, step in enumerate(itertools.islice(batches(case.num_workers, case.accumulation), NUM_STEPS)):
-        losses, norm = from_rank_0(partial(reference.step, step))
-        train_step(case, engine, step[worker], losses[worker])
-        found = engine.get_global_grad_norm()
-        assert abs(found - norm) <= norm_tolerance(case, number) * norm, (found, norm)
-        if number in (NUM_STEPS // 2, NUM_STEPS - 1):  # halfway: training goes on as if nobody had looked
-            dense.load_state_dict(from_rank_0(dense.state_dict))
-            stored = engine.rank_state().weights.stored_weights()
-            tolerance = 1e-5 if case.precision == "fp32" else 4 * NUM_STEPS * rounding(case)
-            compare_statistics(stored, from_rank_0(lambda: reference.buffers)[worker], tolerance)
-            take_buffers(engine, dense)
-            compare_evaluation(case, engine, dense, step[worker][0])
-            compare_tensors(case, engine, dense, initial)
+    run = Run(case, engine, reference_of(case, dense, engine.plan), rank.rank // case.tensor_parallel)
+    run.check_storage()
+    for number, step in enumerate(steps_of(case)):
+        run.train_step(number, step)
+        if number == NUM_STEPS // 2:  # training goes on as if nobody had looked
+            run.compare_dense(step)
+    run.compare_dense(step)
+    run.check_storage()
+    run.check_compute(step[run.worker][0])
 
 
-def train_step(case: Case, engine: Any, micro_batches: Sequence[torch.Tensor], expected: Sequence[float]) -> None:
-    """A step of the engine, compared loss by loss."""
-    for batch, loss_expected in zip(micro_batches, expected, strict=True):
-        loss = loss_of(engine, batch)
-        engine.backward(loss)
-        if not case.by_caller:
+@dataclass
+class Run:
+    """An engine and the reference, which runs on rank 0 alone, not on each of few cores again.
+
+    Args:
+        worker: this rank's number among the data-parallel ranks; tensor-parallel ones are one worker together.
+    """
+
+    case: Case
+    engine: Any
+    reference: Reference
+    worker: int
+
+    def __post_init__(self) -> None:
+        self.dense = self.reference.model
+        self.subnetwork = self.reference.plan.subnetwork_of_rank[self.worker]
+        self.initial = {name: p.detach().float().clone() for name, p in self.dense.named_parameters()}
+
+    def train_step(self, number: int, step: Sequence[Sequence[Sample]]) -> None:
+        """A step of both, compared loss by loss."""
+        case, engine, samples = self.case, self.engine, step[self.worker]
+        losses, norm, scale, rate = from_rank_0(lambda: self._step_reference(step))
+        for sample, expected in zip(samples, losses[self.worker], strict=True):
+            loss = loss_of(case, engine, sample)
+            engine.backward(loss)
+            self.check_gradients()
+            if not case.by_caller:
+                engine.step()
+            close = abs(loss.item() - expected) <= loss_tolerance(case) * sample[1]
+            assert close or loss.item() == expected, (loss.item(), expected)
+        if case.by_caller:
             engine.step()
-        assert abs(loss.item() - loss_expected) <= loss_tolerance(case), (loss.item(), loss_expected)
-    if case.by_caller:
-        engine.step()
+        found = float(engine.get_global_grad_norm())
+        assert found == norm or abs(found - norm) <= norm_tolerance(case, number) * norm, (number, found, norm)
+        assert engine.get_lr()[0] == rate, (number, engine.get_lr(), rate)
+        if case.precision == "fp16":
+            now = engine.optimizer.cur_scale, engine.skipped_steps
+            assert now == (scale, int(number >= OVERFLOWS)), (number, now, scale)
+
+    def _step_reference(self, step: Sequence[Sequence[Sample]]) -> tuple[list[list[float]], float, float, float]:
+        losses, norm = self.reference.step(step)
+        scale = self.reference.loss_scale.value if self.reference.loss_scale else 1.0
+        return losses, norm, scale, self.reference.optimizer.param_groups[0]["lr"]
+
+    def compare_dense(self, step: Sequence[Sequence[Sample]]) -> None:
+        """In evaluation the engine is the dense model, whatever this rank holds; then its weights and buffers."""
+        case, engine, (tokens, _) = self.case, self.engine, step[self.worker][0]
+        weights, buffers, masters = from_rank_0(
+            lambda: (
+                dict(self.dense.named_parameters()),
+                self.reference.dense_buffers(),
+                self.reference.masters if case.precision in DTYPES else {},
+            )
+        )
+        expected = deepcopy(self.dense)
+        expected.load_state_dict(weights | buffers, strict=False)
+        if case.dense_branch_scale == "coverage":
+            scale_branches(expected, engine.plan)
+        with engine.dense(resident=True):
+            state = {name: value.detach().clone() for name, value in engine.module.state_dict().items()}
+        self.compare_weights(state, expected)
+        self.compare_statistics(state, buffers)
+        if masters and case.tensor_parallel == 1:
+            self.compare_masters(masters)
+        engine.eval()
+        expected.eval()
+        with torch.no_grad():
+            losses = [loss_of(case, model, (tokens, 1.0)).item() for model in (engine, expected)]
+        engine.train()
+        assert abs(losses[0] - losses[1]) <= loss_tolerance(case), losses
+
+    def compare_weights(self, state: Mapping[str, torch.Tensor], expected: nn.Module) -> None:
+        """All together within the drift of what they moved (fp32), each tensor within its rounding."""
+        assert state.keys() == expected.state_dict().keys()
+        differences, moves = [], []
+        for name, parameter in expected.named_parameters():
+            value = parameter.detach().float()
+            assert state[name].shape == value.shape, name
+            differences.append((state[name].float() - value).norm())
+            moves.append((value - self.initial[name]).norm())
+            assert differences[-1] <= tensor_tolerance(self.case, value, moves[-1]), (name, differences[-1], moves[-1])
+        if self.case.precision == "fp32":
+            assert torch.stack(differences).norm() <= drift(self.case) * torch.stack(moves).norm()
+
+    def compare_masters(self, masters: Mapping[str, torch.Tensor]) -> None:
+        """Of weights in 16 bits; they are not rounded to those, so only rounding of gradients tells them apart."""
+        differences, moves = [], []
+        for name, parameter in self.engine.module.named_parameters():
+            found = safe_get_full_fp32_param(parameter)
+            differences.append((found - masters[name].detach()).norm())
+            moves.append((masters[name].detach() - self.initial[name]).norm())
+        found, moved = torch.stack(differences).norm(), torch.stack(moves).norm()
+        assert found <= master_drift(self.case) * moved, (found, moved, found / moved)
+
+    def compare_statistics(self, state: Mapping[str, torch.Tensor], expected: Mapping[str, torch.Tensor]) -> None:
+        """Of batch norms: means over the ranks that run them. In fp32 sums of a few hundred activations in another
+        order; in 16 bits those may round the other way, as the statistics may in each step, and what they are of."""
+        tolerance = 1e-5 if self.case.precision == "fp32" else 4 * NUM_STEPS * rounding(self.case)
+        for name in expected.keys() & state.keys():
+            difference = (state[name].double() - expected[name].double()).abs().max()
+            assert difference <= tolerance * expected[name].double().abs().max(), name
+
+    def check_compute(self, sample: Sample) -> None:
+        """A forward and a backward pass need what the dense model needs, without what this worker lacks; with
+        activation checkpointing, which need not run all again, at most that and a few forward passes. One kernel of
+        attention, of which torch knows the FLOPs; which of them runs depends else on what has a gradient."""
+        case, engine = self.case, self.engine
+        if case.tensor_parallel > 1:
+            return
+        model = deepcopy(self.dense).train()
+        with sdpa_kernel(SDPBackend.MATH):
+            dense = dense_flops(model, lambda: loss_of(case, model, sample))
+            with FlopCounterMode(display=False) as counter:
+                engine.backward(loss_of(case, engine, sample))
+            found, expected = counter.get_total_flops(), worker_flops(model, engine.plan, self.subnetwork, dense)
+            if case.checkpointing == "none":
+                assert found == expected, (found, expected, dense.total)
+            else:
+                checkpoint(case, model)
+                with FlopCounterMode(display=False) as counter:
+                    loss_of(case, model, sample).backward()
+                forward = sum(dense.own.values())
+                again = math.ceil((counter.get_total_flops() - dense.total) / forward)  # layers may be nested
+                assert found <= expected + again * forward, (found, expected, dense.total, again)
+
+    def check_storage(self) -> None:
+        """Of what a worker lacks it stores nothing (forward regime)."""
+        if self.case.tensor_parallel > 1:
+            return
+        tensors = [*self.engine.module.parameters(), *self.engine.module.buffers()]
+        storages = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}
+        whole = [*self.dense.named_parameters(), *self.dense.named_buffers()]
+        lacking = self._lacking_bytes() if self.case.regime == "forward" else 0
+        allowed = sum(tensor.nbytes for _, tensor in whole) - lacking
+        assert sum(storages.values()) <= allowed + SLACK, (sum(storages.values()), allowed)
+
+    def check_gradients(self) -> None:
+        """Nor a gradient, in both regimes."""
+        if self.case.tensor_parallel > 1:
+            return
+        found = sum(p.grad.nbytes for p in self.engine.module.parameters() if p.grad is not None)
+        allowed = sum(p.nbytes for p in self.dense.parameters()) - self._lacking_bytes("parameter")
+        assert found <= allowed, (found, allowed)
+
+    def _lacking_bytes(self, *kinds: str) -> int:
+        plan, tensors = self.engine.plan, dict(self.dense.named_parameters()) | dict(self.dense.named_buffers())
+        return sum(
+            piece.narrow(tensors[piece.parameter]).numel() * tensors[piece.parameter].element_size()
+            for kind in kinds or ("parameter", "buffer")
+            for piece, holders in pieces_with_holders(plan, kind)
+            if self.subnetwork not in holders
+        )
+
+
+def checkpoint(case: Case, model: Any) -> None:
+    """Have the layers of a model recompute their activations, if the case says so."""
+    if case.checkpointing != "none":
+        options = {"use_reentrant": case.checkpointing == "reentrant"}
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=options)
+
+
+@torch.no_grad()
+def scale_branches(dense: nn.Module, plan: Any) -> None:
+    """As `dense_branch_scale: "coverage"`: output projections of each unit times its coverage, by their names."""
+    tensors = dict(dense.named_parameters())
+    for piece, holders in pieces_with_holders(plan, "parameter"):
+        name = piece.parameter
+        if name.endswith(OUTPUTS) or name.rpartition(".")[0].endswith(OUTPUTS):
+            piece.narrow(tensors[name]).mul_(len(holders) / plan.num_subnetworks)
 
 
 def from_rank_0(work: Callable[[], Any]) -> Any:
-    """What `work` returns there, on every rank: the reference runs once, not on each of few cores again."""
+    """What `work` returns there, on every rank."""
     result = [work() if dist.get_rank() == 0 else None]
     dist.broadcast_object_list(result, src=0)
     return result[0]
@@ -128,8 +346,10 @@ def rounding(case: Case) -> float:
 def loss_tolerance(case: Case) -> float:
     """fp32: sums of a few thousand terms in another order. Else weights have 8 significant bits (fp16: 11), so a weight
     that rounds the other way is off by 2**-8 of itself; a loss near log(61) = 4.1 averages over thousands of them, and
-    stays within 2**-8 of it."""
-    return 1e-5 if case.precision == "fp32" else 4.1 * rounding(case)
+    stays within 2**-8 of it. T5 and Swin compute it in 16 bits, where two neighbors above 4 are 2**-5 apart."""
+    if case.precision == "fp32":
+        return 1e-5
+    return (8 if case.model in ("t5", "swin") else 4.1) * rounding(case)
 
 
 def norm_tolerance(case: Case, step: int) -> float:
@@ -143,58 +363,6 @@ def norm_tolerance(case: Case, step: int) -> float:
     return 1e-5 if case.precision == "fp32" else (6 if step else 3) * rounding(case)
 
 
-@torch.no_grad()
-def compare_evaluation(case: Case, engine: Any, dense: nn.Module, batch: torch.Tensor) -> None:
-    """In evaluation the engine is the dense model, whatever this rank holds."""
-    engine.eval()
-    loss, expected = loss_of(engine, batch).item(), loss_of(dense.eval(), batch).item()
-    engine.train()
-    dense.train()
-    assert abs(loss - expected) <= loss_tolerance(case), (loss, expected)
-
-
-def compare_statistics(
-    stored: Iterable[tuple[str, Box, torch.Tensor]], expected: Mapping[str, torch.Tensor], tolerance: float
-) -> None:
-    """Of batch norms, as far as this rank has them: means over the ranks that run them. In fp32 sums of a few hundred
-    activations in another order; in 16 bits those may round the other way, as the statistics may in each step, and what
-    they are of.
-
-    Args:
-        stored: by dense name and place.
-    """
-    for name, box, values in stored:
-        if name in expected:
-            whole = expected[name].to(values.device)
-            own = whole[box.slices_in(Box.whole(whole.shape))]
-            assert (values - own).abs().max() <= tolerance * whole.abs().max(), name
-
-
-@torch.no_grad()
-def take_buffers(engine: Any, dense: nn.Module) -> None:
-    """Statistics of the dense model are those of some workers."""
-    with engine.dense(resident=True):
-        own = dict(engine.module.named_buffers())
-        for name, buffer in dense.named_buffers():
-            buffer.copy_(own[name])
-
-
-def compare_tensors(case: Case, engine: Any, dense: nn.Module, initial: dict[str, torch.Tensor]) -> None:
-    """The dense weights: all together within the drift of what they moved (fp32), each tensor within its rounding."""
-    with engine.dense(resident=True):
-        state = {name: value.detach().float().clone() for name, value in engine.module.state_dict().items()}
-    assert state.keys() == initial.keys()
-    differences, moves = [], []
-    for name, value in dense.named_parameters():
-        expected = value.detach().float()
-        assert state[name].shape == expected.shape, name
-        differences.append((state[name] - expected).norm())
-        moves.append((expected - initial[name]).norm())
-        assert differences[-1] <= tensor_tolerance(case, expected, moves[-1]), (name, differences[-1], moves[-1])
-    if case.precision == "fp32":
-        assert torch.stack(differences).norm() <= drift(case) * torch.stack(moves).norm()
-
-
 def drift(case: Case) -> float:
     """Of fp32 weights, relative to their way: 1e-5 is 170 roundings of 2**-24. Tensor-parallel ranks add up each
     activation in another order than the reference; under SGD that stays below 1e-5 too (4e-6 seen), but AdamW, for
@@ -202,6 +370,18 @@ def drift(case: Case) -> float:
     of whole tensors: five Newton-Schulz iterations stretch what is small by up to 3.4445**5 = 485."""
     small_counts = (case.tensor_parallel > 1 and case.optimizer == "AdamW") or case.optimizer in WHOLE_TENSORS
     return 1e-4 if small_counts else 1e-5
+
+
+def master_drift(case: Case) -> float:
+    """Of fp32 masters of weights in 16 bits, relative to their way: a gradient is rounded where it is computed, after
+    each micro-batch, on the wire and where the average is kept, so four times at most, by half a unit in the last
+    place; weights that round the other way are allowed as much again. A worker that has a block has all of it, and
+    lacking ones add exact zeros: sums in fp32 of the same gradients differ by their order alone, and a tenth of one
+    rounding is left for single weights that round the other way. T5 does not scale its scores, and its neurons switch
+    off and on: five times as much (2% of its way seen in bf16)."""
+    if case.precision == "bf16+fp32" and case.regime == "forward" and case.strategy == "block":
+        return 0.1 * rounding(case)
+    return (20 if case.model == "t5" else 4) * rounding(case)
 
 
 def tensor_tolerance(case: Case, expected: torch.Tensor, moved: torch.Tensor) -> float:
@@ -212,14 +392,6 @@ def tensor_tolerance(case: Case, expected: torch.Tensor, moved: torch.Tensor) ->
     if case.precision == "fp32":
         return drift(case) * float(moved) + NUM_STEPS * rounding(case) * size
     return rounding(case) * (size + 0.05 * 2**8 * float(moved))
-
-
-def cases(size: int, *, full: bool) -> Iterator[tuple[str, Any]]:
-    """Checks of one world size by name: the whole grid, or its share of the sample."""
-    grid = full_grid(size) if full else sample()
-    found = [case for case in (*grid, *other_families(full=full), *by_rules()) if case.ranks == size]
-    for case in sorted(found, key=lambda case: case.tensor_parallel):  # DeepSpeed never forgets a group of AutoTP's
-        yield str(case), CaseCheck(case)
 
 
 @dataclass(frozen=True)

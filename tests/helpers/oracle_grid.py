@@ -1,6 +1,7 @@
-"""The oracle grid: what is compared with `reference/`, and the small sample of it that every run takes.
+"""The oracle's cases: a table of axes, what cannot be combined, and the samples of it that are run.
 
-It is made of the support matrix: every allowed combination, on every number of holders that it can have.
+The gate runs the sample: each pair of values of two axes that can be combined is in some case of it. `--full` runs a
+thousand cases more and every family of models in every mode.
 """
 
 from __future__ import annotations
@@ -10,37 +11,103 @@ import heapq
 import itertools
 import operator
 import random
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from functools import cache
 from typing import Any
 
-from sdp_deepspeed.support.combinations import Combination, all_combinations, refusals_of
 from tests.helpers import more_models
-from tests.helpers.models import SPECIMENS, Specimen
+from tests.helpers.mixtures import MIXTURES, Mixture
+from tests.helpers.models import Specimen
 from tests.helpers.more_models import ALL_SPECIMENS
 
+KEY = "subnetwork_data_parallel"
 SIZES = (2, 3, 4)
-BUCKETS = {"one": 10**6, "many": 700}  # elements; a model of SPECIMENS has some 4,000 to 10,000
-# Of models that two tensor-parallel ranks divide; AutoTP does not list GPT-2, and llama_odd has three heads.
-EVEN = {"vocab_size": 62, "intermediate_size": 28}
-INDIVISIBLE = ("gpt2", "llama_odd")
-FIELDS = ("regime", "strategy", "stage", "precision", "tensor_parallel", "offload", "replicas", "overlap")
+BUCKETS = {"one": 10**6, "many": 700}  # elements; the models have some 4,000 to 10,000
+NUM_CASES = 1500  # of the grid, from which the sample is chosen
+NUM_FULL = 1000
+NUM_MICRO_BATCHES = 3  # of a step with accumulation: a first, one between, a last
+STRATEGIES: dict[str, Any] = {
+    "block": "block",
+    "neuron": "neuron",
+    "mixed": {"attention": "neuron", "mlp": "block"},
+    "opposite": {"attention": "block", "mlp": "neuron"},
+}
+PRECISIONS: dict[str, dict[str, Any]] = {
+    "fp32": {},
+    "bf16": {"bf16": {"enabled": True}},
+    "bf16+fp32": {"bf16": {"enabled": True}, "data_types": {"grad_accum_dtype": "fp32"}},
+    "autocast": {"torch_autocast": {"enabled": True, "dtype": "bfloat16"}},
+    "fp16": {"fp16": {"enabled": True, "initial_scale_power": 7, "loss_scale_window": 1, "hysteresis": 1}},
+}
+MODELS: dict[str, Specimen] = {**ALL_SPECIMENS, **{name: Mixture.of(name) for name in MIXTURES}}
+# What the sample trains of each kind of architecture. All others run in full, and in every mode in one process:
+# tests/unit/architectures.
+ARCHITECTURES = (
+    "llama_odd",  # 3 heads and 29 neurons: 2 and 4 do not divide them
+    "llama_one_layer",
+    "gpt2",  # tied embeddings, biases, Conv1D
+    "gpt_neox_parallel",  # both branches read the same input
+    "phi3",  # fused projections
+    "t5",  # two stacks, cross attention, a bias that the first layer computes for all
+    "mixtral",  # experts
+    "resnet_bottleneck",  # batch norms
+    "swin",
+)
+AXES: dict[str, tuple[Any, ...]] = {
+    "model": ARCHITECTURES,
+    "regime": ("forward", "backward"),
+    "strategy": tuple(STRATEGIES),
+    "granularity": ("sublayer", "layer"),
+    "ranks": SIZES,
+    "tensor_parallel": (1, 2),
+    "replicas": (1, 2),
+    "nodes": (1, 2),
+    "holders": (1, 2, 3, 4),
+    "rules": ("none", "parts", "depth"),
+    "units": ("all", "shared", "groups", "mlp"),
+    "seed": (0, 5),
+    "stage": (0, 1, 2),
+    "overlap": (False, True),
+    "accumulation": (1, NUM_MICRO_BATCHES),
+    "by_caller": (False, True),
+    "buckets": tuple(BUCKETS),
+    "precision": tuple(PRECISIONS),
+    "wire": ("weights", "fp32"),
+    "offload": ("none", "cpu"),
+    "clip": (0.0, 0.5),
+    "optimizer": ("SGD", "AdamW"),
+    "groups": (1, 2),
+    "scheduler": ("none", "warmup"),
+    "checkpointing": ("none", "reentrant", "non-reentrant"),
+    "dense_branch_scale": ("none", "coverage"),
+    "evaluation": ("auto", "stream"),
+}
 
 
 @dataclass(frozen=True)
 class Case:
-    """A combination of the support matrix with what it is tried on.
+    """A value of each axis. What a case has that its name does not say is the default.
 
     Args:
-        holders: p, of `num_subnetworks`.
-        model: of ALL_SPECIMENS.
+        ranks: n; data-parallel ranks are D = n / tensor_parallel, subnetworks k = D / replicas.
+        holders: p.
+        model: of MODELS.
+        stage: of ZeRO.
         accumulation: micro-batches of a step.
-        by_caller: who ends a step of several micro-batches.
+        optimizer: "SGD" (with momentum), "AdamW", or of `whole_tensors.WHOLE_TENSORS`.
+        precision: of PRECISIONS.
+        clip: `gradient_clipping`.
+        overlap: `overlap_comm`.
+        by_caller: the caller ends a step of several micro-batches, not the engine.
         buckets: "one" has room for all, "many" are small.
         wire: dtype of gradients on it, "weights" for theirs.
+        rules: "parts": MLPs have p holders and other units one more; "depth": from k in the first layer to p in the
+            last one.
+        units: "shared": the MLP of the first layer is in none; "groups": more groups of neurons than subnetworks;
+            "mlp": the strategy is that of MLPs, attention is in none.
+        groups: param groups of the optimizer.
+        nodes: how many the ranks seem to be on.
         lr_by_coverage: of the block.
-        by_rules: MLPs have `holders`, other units one holder more.
     """
 
     ranks: int
@@ -61,24 +128,42 @@ class Case:
     by_caller: bool = False
     buckets: str = "one"
     wire: str = "weights"
-    by_rules: bool = False
+    rules: str = "none"
+    units: str = "all"
+    seed: int = 0
+    groups: int = 2
+    scheduler: str = "none"
+    checkpointing: str = "none"
+    dense_branch_scale: str = "none"
+    evaluation: str = "auto"
+    nodes: int = 1
     lr_by_coverage: str = "none"
 
     def __str__(self) -> str:
-        words = [f"{self.holders}of{self.num_subnetworks}", self.regime, self.strategy, self.model, self.granularity]
+        words = [f"{self.holders}of{self.num_subnetworks}", self.regime, self.strategy, self.model]
         words += [f"zero{self.stage}", f"x{self.accumulation}", self.optimizer, self.precision, f"clip{self.clip}"]
-        words += [f"tp{self.tensor_parallel}"] * (self.tensor_parallel > 1) + [f"r{self.replicas}"] * (
-            self.replicas > 1
-        )
-        words += ["offload"] * (self.offload != "none") + ["overlap"] * self.overlap + ["caller"] * self.by_caller
-        words += ["rules"] * self.by_rules + [f"lr_{self.lr_by_coverage}"] * (self.lr_by_coverage != "none")
-        words += ["buckets"] * (self.buckets == "many") + [f"wire_{self.wire}"] * (self.wire != "weights")
-        return "-".join(words)
-
-    @property
-    def combination(self) -> Combination:
-        accumulation = "none" if self.accumulation == 1 else "caller" if self.by_caller else "engine"
-        return Combination(**{name: getattr(self, name) for name in FIELDS}, accumulation=accumulation)
+        special = {
+            "granularity": self.granularity,
+            "tensor_parallel": f"tp{self.tensor_parallel}",
+            "offload": "offload",
+            "replicas": f"r{self.replicas}",
+            "overlap": "overlap",
+            "by_caller": "caller",
+            "buckets": "buckets",
+            "wire": f"wire_{self.wire}",
+            "rules": f"by_{self.rules}",
+            "units": self.units,
+            "seed": f"seed{self.seed}",
+            "groups": f"groups{self.groups}",
+            "scheduler": self.scheduler,
+            "checkpointing": self.checkpointing,
+            "dense_branch_scale": "scaled",
+            "evaluation": self.evaluation,
+            "nodes": f"nodes{self.nodes}",
+            "lr_by_coverage": f"lr_{self.lr_by_coverage}",
+        }
+        defaults = {field.name: field.default for field in fields(self)}
+        return "-".join(words + [word for name, word in special.items() if getattr(self, name) != defaults[name]])
 
     @property
     def num_workers(self) -> int:
@@ -87,204 +172,238 @@ class Case:
 
     @property
     def num_subnetworks(self) -> int:
+        """k."""
         return self.num_workers // self.replicas
 
     @property
+    def is_whole(self) -> bool:
+        """Whether all units have all holders."""
+        return self.holders == self.num_subnetworks
+
+    @property
     def specimen(self) -> Specimen:
-        specimen = ALL_SPECIMENS[self.model]
         if self.tensor_parallel == 1:
-            return specimen
-        if self.model in more_models.SPECIMENS:
-            return more_models.even(self.model)
-        return replace(specimen, options={**specimen.options, **EVEN})
+            return MODELS[self.model]
+        return even(self.model)
 
     @property
     def block(self) -> dict[str, Any]:
-        """The config block. Granularity is said where it has an effect only."""
-        rules = [{"units": "mlp", "holders": self.holders}, {"holders": self.holders + 1}]
-        block = {"holders": rules if self.by_rules else self.holders} | self.combination.block(self.ranks)
-        block |= {"granularity": self.granularity} if self.granularity != "sublayer" else {}
-        return block | ({"lr_by_coverage": self.lr_by_coverage} if self.lr_by_coverage != "none" else {})
+        """The config block. What has its default value is left out."""
+        holders: Any = self.holders
+        if self.rules == "parts":
+            holders = [{"units": "mlp", "holders": self.holders}, {"holders": self.holders + 1}]
+        elif self.rules == "depth":
+            holders = [{"profile": "linear", "first": self.num_subnetworks, "last": self.holders}]
+        block = {"holders": holders, "regime": self.regime, "strategy": STRATEGIES[self.strategy]}
+        block |= {"strategy": {"mlp": self.strategy}} if self.units == "mlp" else {}
+        block |= {"subnetworks": self.num_subnetworks} if self.replicas > 1 else {}
+        block |= {"shared": [r"0\.mlp"]} if self.units == "shared" else {}
+        block |= {"neuron_groups": self.num_subnetworks + 2} if self.units == "groups" else {}
+        for name in ("granularity", "seed", "dense_branch_scale", "evaluation", "lr_by_coverage"):
+            if getattr(self, name) != type(self).__dataclass_fields__[name].default:
+                block[name] = getattr(self, name)
+        return block
+
+    @property
+    def config(self) -> dict[str, Any]:
+        """The DeepSpeed config, without an optimizer and a scheduler, which the caller makes."""
+        zero: dict[str, Any] = {"stage": self.stage, "overlap_comm": self.overlap}
+        zero |= dict.fromkeys(("reduce_bucket_size", "allgather_bucket_size"), BUCKETS[self.buckets])
+        zero |= {"offload_optimizer": {"device": self.offload}} if self.offload != "none" else {}
+        result = {
+            "train_micro_batch_size_per_gpu": 2,
+            "gradient_accumulation_steps": self.accumulation,
+            "gradient_clipping": self.clip,
+            "zero_optimization": zero,
+            "zero_allow_untested_optimizer": True,
+            KEY: self.block,
+            **PRECISIONS[self.precision],
+        }
+        if self.model.startswith("resnet") and self.precision == "bf16":  # batch norms take one dtype only
+            result["data_types"] = {"buffer_dtype": "bf16"}
+        result |= {"managed_gradient_accumulation": False} if self.by_caller else {}
+        result |= {"tensor_parallel": {"autotp_size": self.tensor_parallel}} if self.tensor_parallel > 1 else {}
+        result |= {"communication_data_type": self.wire} if self.wire != "weights" else {}
+        result |= {"zero_force_ds_cpu_optimizer": False} if self.offload != "none" else {}  # PyTorch's step there too
+        return result
 
 
-@cache
-def full_grid(size: int) -> tuple[Case, ...]:
-    """Every allowed combination with each number of holders, and every model in every mode under two typical settings.
-
-    What a combination leaves open (model, optimizer, clipping, buckets, wire) is drawn, with a seed.
-    """
-    draw = random.Random(size)
-    grid = [
-        _drawn(draw, size, holders, combination)
-        for combination in allowed_combinations()
-        if size % (combination.tensor_parallel * combination.replicas) == 0
-        for holders in range(1, combination.num_subnetworks(size) + 1)
-    ]
-    modes = itertools.product(range(1, size + 1), ("forward", "backward"), ("block", "neuron", "mixed"))
-    for mode, model, granularity in itertools.product(modes, SPECIMENS, ("sublayer", "layer")):
-        plain = Case(size, *mode, model, granularity)
-        grid += [plain, replace(plain, stage=0, accumulation=3, optimizer="SGD", clip=0.0)]
-    return tuple(case for case in dict.fromkeys(grid) if possible(case))
-
-
+# Of models that two tensor-parallel ranks divide; AutoTP does not list GPT-2, and llama_odd has three heads.
+EVEN = {"vocab_size": 62, "intermediate_size": 28}
+INDIVISIBLE = ("gpt2", "llama_odd")
+_DIVISIBLE = ("llama", "llama_one_layer", "gpt_neox_parallel", "t5")  # of ARCHITECTURES
 # In which AdamW blows rounding up: gradients that are nothing else, norms that start at 0 (1.5e-5 of their way), batch
 # norms of few numbers, and scores of 10 to 26 before the softmax (cosines times 10, a bias of up to 16), which are
 # rounded more than those of 1.
-_BLOWN_UP = (*more_models.KEY_BIASES, "gemma3", "resnet_bottleneck", "swinv2")
+BLOWN_UP = (*more_models.KEY_BIASES, "gemma3", "resnet_bottleneck", "swinv2", "qwen2_moe")
 
 
-@cache
-def other_families(*, full: bool = False) -> tuple[Case, ...]:
-    """The families of `more_models`, each in one regime, by turns, with neurons where its heads can be cut; some with
-    tensor parallelism. In full every mode of each."""
-    found = []
-    for number, name in enumerate(name for name in more_models.SPECIMENS if full or name not in more_models.TWINS):
-        strategies = ("block",) if name in more_models.UNCUT else ("neuron", "block")
-        modes = list(itertools.product(strategies, ("forward", "backward")))
-        for strategy, regime in modes if full else [modes[number % 2]]:
-            optimizer = "SGD" if name in _BLOWN_UP else "AdamW"
-            case = Case(2, 1, regime, strategy, name, stage=number % 3, optimizer=optimizer)
-            found.append(replace(case, ranks=3, holders=2) if number % 8 == 0 else case)
-    # Norms and factors after a branch; arguments by head; several bodies.
-    for name, regime, strategy, optimizer in (
-        ("granite", "forward", "neuron", "AdamW"),
-        ("gemma2", "backward", "block", "AdamW"),
-        ("t5", "forward", "neuron", "AdamW"),
-        ("opt", "backward", "neuron", "SGD"),
-    ):
-        found.append(Case(4, 1, regime, strategy, name, tensor_parallel=2, optimizer=optimizer))
-    return tuple(found)
+def even(name: str) -> Specimen:
+    """A model that two tensor-parallel ranks can divide."""
+    if name in more_models.SPECIMENS:
+        return more_models.even(name)
+    specimen = MODELS[name]
+    return replace(specimen, options={**specimen.options, **EVEN})
 
 
-@cache
-def by_rules() -> tuple[Case, ...]:
-    """Units with different numbers of holders: every mode, stage and precision, replicas, tensor parallelism; some with
-    learning rates of their own."""
-    found = [
-        Case(3, 1, "forward", "block", buckets="many", lr_by_coverage="sqrt"),
-        Case(3, 2, "forward", "neuron", stage=2, accumulation=3, lr_by_coverage="linear"),
-        Case(3, 1, "backward", "block", stage=2, optimizer="SGD", precision="bf16", lr_by_coverage="sqrt"),
-        Case(3, 1, "backward", "neuron", "gpt2", stage=0),
-        Case(4, 2, "forward", "neuron", optimizer="SGD", precision="bf16", overlap=True, lr_by_coverage="linear"),
-        Case(4, 1, "backward", "mixed", stage=1, accumulation=3),
-        Case(4, 1, "forward", "mixed", stage=0, replicas=2, lr_by_coverage="sqrt"),
-        Case(4, 1, "forward", "neuron", tensor_parallel=2, lr_by_coverage="linear"),
-    ]
-    return tuple(replace(case, by_rules=True) for case in found)
+def why_not(case: Case) -> str | None:
+    """What keeps a case from being run, or its result from being compared tightly; None if nothing does.
 
-
-@cache
-def allowed_combinations() -> tuple[Combination, ...]:
-    """What start-up does not refuse."""
-    return tuple(combination for combination in all_combinations() if not refusals_of(combination))
-
-
-def _drawn(draw: random.Random, size: int, holders: int, combination: Combination) -> Case:
-    """The combination on a model that it can run with; the last draw stays if none of many can."""
-    known = {name: getattr(combination, name) for name in FIELDS}
-    accumulation: dict[str, Any] = {
-        "accumulation": 1 if combination.accumulation == "none" else 3,
-        "by_caller": combination.accumulation == "caller",
+    The names of axes that are to blame begin the text, so that a reader finds which pairs are missing.
+    """
+    is_resnet = case.model.startswith("resnet")
+    reasons = {
+        # One is a part of the other.
+        "ranks, tensor_parallel, replicas: no whole number of subnetworks": case.ranks
+        % (case.tensor_parallel * case.replicas),
+        "holders: more than subnetworks": case.holders > case.num_subnetworks,
+        "nodes: more than ranks": case.nodes > case.num_workers or case.tensor_parallel > 1 < case.nodes,
+        "by_caller, overlap, stage: DeepSpeed refuses it too": case.by_caller and case.overlap and case.stage < 2,
+        "by_caller, accumulation: one micro-batch": case.by_caller and case.accumulation == 1,
+        "wire, precision: gradients are fp32 already": case.wire == "fp32" and case.precision == "fp32",
+        # Refused at start, since it would have no effect or DeepSpeed has it not.
+        "offload, stage": case.offload == "cpu" and case.stage == 0,
+        "precision, stage": case.precision == "bf16+fp32" and case.stage == 0,
+        "granularity, strategy: a layer is one block": case.granularity == "layer" and case.strategy != "block",
+        "units, strategy: no groups of neurons": case.units == "groups" and case.strategy in ("block", "mixed"),
+        "units, strategy: one strategy of one part": case.units == "mlp" and case.strategy not in ("block", "neuron"),
+        "granularity, units: a layer has both parts": case.granularity == "layer" and case.units != "all",
+        "dense_branch_scale, model: a norm would undo it": case.dense_branch_scale == "coverage" and is_resnet,
+        "dense_branch_scale, regime": case.dense_branch_scale == "coverage" and case.regime == "backward",
+        "evaluation, regime": case.evaluation == "stream" and case.regime == "backward",
+        "rules, holders: one more than there are": case.rules != "none" and case.is_whole,
+        "rules, granularity: layers have no parts": case.rules == "parts" and case.granularity == "layer",
+        "rules, units: one part": case.rules == "parts" and case.units == "mlp",
+        "rules, units, model: no MLP is left": case.rules == "parts"
+        and (case.units, case.model) == ("shared", "llama_one_layer"),
+        # Architectures.
+        "tensor_parallel, model": case.tensor_parallel > 1 and case.model not in _DIVISIBLE,
+        "checkpointing, model: not in Transformers": case.checkpointing != "none" and is_resnet,
+        "strategy, model: a ResNet has no attention": is_resnet and case.strategy not in ("block", "neuron"),
+        "rules, units, model: nor an MLP": is_resnet and (case.rules == "parts" or case.units in ("shared", "mlp")),
+        "rules, model: one layer has no depth": case.rules == "depth" and case.model == "llama_one_layer",
+        "units, model: experts have a multiple of 4 neurons, a bottleneck has 3": case.units == "groups"
+        and (is_resnet or case.model == "mixtral"),
+        "granularity, model: an image model's layers": case.granularity == "layer"
+        and (is_resnet or case.model == "swin"),
+        # Rounding.
+        "optimizer, precision: Adam turns signs of rounding into steps": case.precision != "fp32"
+        and case.optimizer != "SGD",
+        "optimizer, model": case.optimizer == "AdamW" and case.model in BLOWN_UP,
+        "precision, model: few numbers to normalize, or an expert that rounding chooses": case.precision != "fp32"
+        and (is_resnet or case.model == "mixtral"),
+        "precision, model, tensor_parallel: T5's loss is in 16 bits, of sums in two halves": case.model == "t5"
+        and case.tensor_parallel > 1
+        and case.precision in ("bf16", "bf16+fp32", "fp16"),
     }
-    for _ in range(100):
-        case = Case(
-            size,
-            holders,
-            **known,
-            **accumulation,
-            model=draw.choice(list(SPECIMENS)),
-            granularity=draw.choice(("sublayer", "layer")),
-            optimizer=draw.choice(("AdamW", "SGD")),
-            clip=draw.choice((0.0, 0.5)),
-            buckets=draw.choice(list(BUCKETS)),
-            wire=draw.choice(("weights", "fp32")),
-        )
-        if possible(case):
-            break
-    return case
+    for reason, applies in reasons.items():
+        if applies:
+            return reason
+    if num_scarce_units(case) * case.holders < case.num_subnetworks:
+        return "too few units for each subnetwork to have one"
+    return None
 
 
 def possible(case: Case) -> bool:
-    """Whether the case is one that can run, or whose result can be compared tightly."""
-    if case.precision != "fp32" and case.optimizer != "SGD":  # bf16 drifts under AdamW, between stock stages too
-        return False
-    if case.granularity == "layer" and case.strategy != "block":  # a layer is one unit of the block strategy only
-        return False
-    if case.precision == "fp32" and case.wire == "fp32":  # the same as "weights"
-        return False
-    if case.tensor_parallel > 1 and case.model in INDIVISIBLE:
-        return False
-    return num_scarce_units(case) * case.holders >= case.num_subnetworks
+    return why_not(case) is None
 
 
 def num_scarce_units(case: Case) -> int:
     """Units that must go round: each worker needs one of them. Neurons have `ranks` groups, so they always do."""
     specimen = case.specimen
     if case.strategy == "block":
-        if specimen.num_blocks is not None:
-            return specimen.num_blocks
-        return specimen.num_layers * (2 if case.granularity == "sublayer" else 1)
+        blocks = specimen.num_layers * (2 if case.granularity == "sublayer" and case.units != "mlp" else 1)
+        blocks = blocks if specimen.num_blocks is None else specimen.num_blocks // (1 + (case.units == "mlp"))
+        return blocks - (case.units == "shared")
+    if case.strategy == "opposite" or case.units == "mlp":
+        return case.num_subnetworks
     return specimen.num_heads // case.tensor_parallel or case.num_subnetworks
 
 
-def pairwise(cases: Sequence[Case]) -> list[Case]:
-    """A small subset in which every pair of traits that the cases have occurs; greedy and deterministic: next is the
-    first case that adds most. What a case adds never grows, so a count from before is a bound."""
-    _, masks = pair_masks(cases)
-    wanted = functools.reduce(operator.or_, masks)
-    bounds = [(-mask.bit_count(), index) for index, mask in enumerate(masks)]
-    heapq.heapify(bounds)
-    chosen: list[Case] = []
-    while wanted:
-        bound, index = bounds[0]
-        added = (masks[index] & wanted).bit_count()
-        if added == -bound:
-            chosen.append(cases[index])
-            wanted &= ~masks[index]
-        heapq.heapreplace(bounds, (-(masks[index] & wanted).bit_count(), index))
-    return chosen
+@cache
+def grid() -> tuple[Case, ...]:
+    """Cases that can be run, with a seed: of each architecture and layout of ranks by turns, where a random walk ends
+    along cases that can be run."""
+    draw = random.Random(0)
+    layouts = ((2, 1, 1), (3, 1, 1), (4, 1, 1), (4, 1, 2), (4, 2, 1))
+    starts = [
+        Case(ranks, 1 if ranks == 2 else 2, model=model, tensor_parallel=parallel, replicas=replicas, optimizer="SGD")
+        for model in ARCHITECTURES
+        for ranks, parallel, replicas in layouts
+    ]
+    others = [name for name in AXES if name not in ("model", "ranks", "tensor_parallel", "replicas")]
+    found = dict[Case, None]()
+    for case in itertools.cycle(filter(possible, starts)):
+        for name in draw.choices(others, k=2 * len(others)):
+            other = replace(case, **{name: draw.choice(AXES[name])})
+            case = other if possible(other) else case
+        found[case] = None
+        if len(found) == NUM_CASES:
+            return tuple(found)
+    raise AssertionError("a cycle never ends")
 
 
-def pairs_of(cases: Sequence[Case]) -> set[Any]:
-    """Pairs of traits that occur, and counts of ranks and holders; where units are lacking, the pairs once more, since
-    C = 1 would be the easy way to meet them."""
-    meanings, masks = pair_masks(cases)
-    found = functools.reduce(operator.or_, masks)
-    return {meaning for bit, meaning in enumerate(meanings) if found >> bit & 1}
+def traits(case: Case) -> list[tuple[str, Any]]:
+    """Values of the axes; holders as one, some or all, since 3 of 3 has more in common with 4 of 4 than with 3 of 4."""
+    holders = "all" if case.is_whole else "one" if case.holders == 1 else "some"
+    return [(name, holders if name == "holders" else getattr(case, name)) for name in AXES]
 
 
-def pair_masks(cases: Sequence[Case]) -> tuple[list[Any], list[int]]:
-    """What `pairs_of` gives, and some that do not occur, in a fixed order; and per case a mask of its own."""
-    traits = [_traits(case) for case in cases]
-    trait_of = list(dict.fromkeys(itertools.chain(*traits)))
-    numbers = {trait: number for number, trait in enumerate(trait_of)}
-    width = len(trait_of)
-    counts = list(dict.fromkeys((case.ranks, case.holders) for case in cases))
-    masks = []
-    for case, names in zip(cases, traits, strict=True):
-        mask = later = 0
-        for number in reversed([numbers[name] for name in names]):
-            mask |= later << number * width
-            later |= 1 << number
-        if case.holders < case.num_subnetworks:
-            mask |= mask << width * width
-        masks.append(mask | 1 << 2 * width * width + counts.index((case.ranks, case.holders)))
-    named = list(itertools.product(trait_of, repeat=2))
-    return [*named, *(("lacking", pair) for pair in named), *counts], masks
-
-
-def _traits(case: Case) -> list[tuple[str, Any]]:
-    """By name. A mode is one trait, so that every model meets every mode; holders are one, some, or all, since
-    p = 3 of 3 has more in common with 4 of 4 than with 3 of 4."""
-    traits = dict(vars(case))
-    traits["mode"] = f"{traits.pop('regime')} {traits.pop('strategy')}"
-    traits["holders"] = {case.num_subnetworks: "all", 1: "one"}.get(case.holders, "some")
-    return sorted(traits.items())
+def pairs_of(case: Case) -> set[Any]:
+    """Pairs of traits that count as met by a case: where nothing is lacking only those with that, since C = 1 would be
+    the easy way to meet all others."""
+    pairs = itertools.combinations(traits(case), 2)
+    return {pair for pair in pairs if not case.is_whole or ("holders", "all") in pair}
 
 
 @cache
 def sample() -> tuple[Case, ...]:
-    """The default cases of all world sizes together: a pair need not occur on each. Where there is a choice it falls on
-    2 holders of 3: several holders, something lacking, and shards of uneven length."""
-    grid = [case for size in SIZES for case in full_grid(size)]
-    return tuple(pairwise(sorted(grid, key=lambda case: (case.ranks, case.holders) != (3, 2))))
+    """A small subset of the grid in which every pair occurs that occurs there: greedy, next is the first case that adds
+    most. What a case adds never grows, so a count from before is a bound."""
+    numbers: dict[Any, int] = {}
+    masks = [sum(1 << numbers.setdefault(pair, len(numbers)) for pair in pairs_of(case)) for case in grid()]
+    wanted = functools.reduce(operator.or_, masks)
+    bounds = [(-mask.bit_count(), index) for index, mask in enumerate(masks)]
+    heapq.heapify(bounds)
+    chosen = []
+    while wanted:
+        bound, index = bounds[0]
+        if (masks[index] & wanted).bit_count() == -bound:
+            chosen.append(grid()[index])
+            wanted &= ~masks[index]
+        heapq.heapreplace(bounds, (-(masks[index] & wanted).bit_count(), index))
+    return tuple(chosen)
+
+
+@cache
+def other_families() -> tuple[Case, ...]:
+    """Every model that is not in the sample, in every mode that it has; some with tensor parallelism."""
+    found = []
+    for number, name in enumerate(name for name in MODELS if name not in ARCHITECTURES):
+        strategies = ("block",) if name in more_models.UNCUT or name == "olmoe" else ("neuron", "block")
+        for strategy, regime in itertools.product(strategies, ("forward", "backward")):
+            optimizer = "SGD" if name in BLOWN_UP or name in MIXTURES else "AdamW"
+            case = Case(2, 1, regime, strategy, name, stage=number % 3, optimizer=optimizer)
+            found.append(replace(case, ranks=3, holders=2) if number % 8 == 0 else case)
+    # Norms and factors after a branch; arguments by head; several bodies.
+    for name, regime, strategy, optimizer in (
+        ("granite", "forward", "neuron", "AdamW"),
+        ("gemma2", "backward", "block", "AdamW"),
+        ("opt", "backward", "neuron", "SGD"),
+    ):
+        found.append(Case(4, 1, regime, strategy, name, tensor_parallel=2, optimizer=optimizer))
+    return tuple(found)
+
+
+# Learning rates by coverage: where all holders step the same, in host memory, and of whole tensors.
+RATES = (
+    Case(3, 1, stage=0, optimizer="SGD", precision="bf16", rules="parts", lr_by_coverage="linear"),
+    Case(3, 1, "backward", "neuron", stage=2, offload="cpu", rules="parts", lr_by_coverage="sqrt"),
+    Case(3, 1, optimizer="Lamb", rules="parts", lr_by_coverage="linear"),
+)
+
+
+def cases(*, full: bool) -> tuple[Case, ...]:
+    """What is run: the sample, or with `--full` a part of the grid and the other families too."""
+    more = (*grid()[:NUM_FULL], *other_families()) if full else ()
+    return tuple(dict.fromkeys((*sample(), *RATES, *more)))

@@ -11,6 +11,7 @@ interpreters, as CUDA may not be forked.
 
 from __future__ import annotations
 
+import faulthandler
 import gc
 import multiprocessing
 import os
@@ -30,10 +31,12 @@ from unittest import mock
 
 from tests.helpers.gpus import ON_A_GPU, ON_THE_CPU
 
-COLLECTIVE_TIMEOUT = timedelta(seconds=60)
-TIMEOUT = 120.0  # seconds, of one check
-ALLOWANCE = 20.0  # seconds for each of many checks: all of them, if the tree is broken, and not `TIMEOUT` for each
-PATIENCE = 20.0  # seconds that ranks have to notice that one of them died
+# The slowest check takes ten seconds on an idle machine. What hangs ends by TIMEOUT, with the stacks of all ranks.
+TIMEOUT = 240.0  # seconds, of one check
+COLLECTIVE_TIMEOUT = timedelta(seconds=2 * TIMEOUT)
+ALLOWANCE = 40.0  # seconds for each of many checks: all of them, if the tree is broken, and not `TIMEOUT` for each
+PATIENCE = 60.0  # seconds that ranks have to notice that one of them died
+TIME_LIMIT = "time limit"
 
 # What checks import, as the server can import it: this folder is not on its path. What it lacks, a rank imports itself.
 IMPORTED = ["torch", "deepspeed", "accelerate", "transformers", "sdp_deepspeed.engine.engine", "hypothesis", "pytest"]
@@ -115,6 +118,8 @@ def _until_one_fails(
         try:
             for name, _ in checks:
                 why = reports.outcome(name, timeout)
+                if why == TIME_LIMIT:
+                    why += _stacks(processes, Path(folder))
                 yield name, why
                 if why is not None:
                     break
@@ -140,7 +145,7 @@ class _Reports:
         deadline = time.monotonic() + timeout
         while name not in self._failed and self._passed[name] < len(self._processes):
             if not self._ranks or time.monotonic() > deadline:
-                return self._dead() or "time limit"
+                return self._dead() or TIME_LIMIT
             for reader in connection.wait(list(self._ranks), timeout=1):
                 self._read(reader)
             if len(self._ranks) < len(self._processes):  # who waits for a rank that is gone notices soon, or never
@@ -166,6 +171,17 @@ class _Reports:
             process.join(timeout=max(0.0, last - time.monotonic()))
         ended = [(rank, process.exitcode) for rank, process in enumerate(self._processes) if process.exitcode != 1]
         return "\n".join(f"rank {rank} died without a word: {code}" for rank, code in ended if code is not None)
+
+
+def _stacks(processes: Sequence[Any], folder: Path) -> str:
+    """Where each rank is; one that has not begun has none."""
+    begun = [(process, folder / f"stack-{rank}") for rank, process in enumerate(processes)]
+    begun = [(process, file) for process, file in begun if file.exists() and process.is_alive()]
+    for process, _ in begun:
+        os.kill(process.pid, signal.SIGUSR1)
+    for process, _ in begun:
+        process.join(timeout=1)  # faulthandler writes at once, also where Python waits in C++
+    return "".join(f"\n{file.name}:\n{file.read_text()}" for _, file in begun)
 
 
 def _end(processes: Sequence[Any]) -> None:
@@ -203,6 +219,8 @@ def _drop_engines(dist: Any) -> None:
 
 def _rank_main(rank: int, size: int, folder: str, checks: Sequence[Named], reports: Any, backend: str) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    stacks = (Path(folder) / f"stack-{rank}").open("w")
+    faulthandler.register(signal.SIGUSR1, stacks)
     on_a_gpu = os.environ["DS_ACCELERATOR"] != "cpu"
     local_rank = 0 if on_a_gpu else rank  # which is the number of its GPU
     os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(size), "LOCAL_RANK": str(local_rank), "OMP_NUM_THREADS": "1"}

@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from sdp_deepspeed.distributed.communicator import Communicator
 
-TIMEOUT = timedelta(seconds=20)
+TIMEOUT = timedelta(seconds=240)
 
 
 class ThreadGroup:

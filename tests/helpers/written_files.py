@@ -28,27 +28,12 @@ from sdp_deepspeed.checkpoint.storage.names import (
     MODEL_CONFIG,
     PLAN,
 )
-from sdp_deepspeed.data.background import problem_path, raise_problem, write_problem
-from sdp_deepspeed.data.config import DataConfig
-from sdp_deepspeed.data.demand import DemandOfOthers, waiting_for
-from sdp_deepspeed.data.journal import JOURNAL, Journal
-from sdp_deepspeed.data.prepare import prepare
-from sdp_deepspeed.data.prepared import PreparedData, PreparedDataError
-from sdp_deepspeed.data.stream_writer import Wanted
-from sdp_deepspeed.data.tokenizer import identity, train_tokenizer
 from sdp_deepspeed.folder_lock import LOCK, FolderInUseError
 from sdp_deepspeed.plan.plan import Plan
-from sdp_deepspeed.training.metrics_log import MetricsLog
-from sdp_deepspeed.training.report_table import load_report
-from sdp_deepspeed.training.run_folder import RunFolder
-from sdp_deepspeed.training.same_run import check_same_run
-from tests.helpers.example_reports import report
 from tests.helpers.other_jobs import left_by
 from tests.helpers.trained_states import checkpointer_of, one_rank
 
 TAGS = ("step_1", "step_10")  # the first one is what `latest` says when it is cut
-RECORDS: tuple[dict[str, Any], ...] = ({"step": 1, "loss": 2.5}, {"step": 2, "kind": "\u00fc"}, {"step": 3})
-SETTINGS = {"model": {"model_type": "llama"}, "seed": 1}
 
 
 @dataclass(frozen=True, eq=False)
@@ -57,38 +42,19 @@ class WrittenFile:
 
     Args:
         path: below the folder that `write` gets.
-        writers: functions that write it, as `tests/unit/repository/test_writing.py` spells them.
         write: makes the file, and what its readers need beside it.
         read: each of them uses the folder; what they return can be compared.
         error: what a reader may raise; (): a cut must not stop it.
-        older: results that are right, too, as an earlier file has them.
     """
 
     path: str
-    writers: tuple[str, ...]
     write: Callable[[Path], object]
     read: tuple[Callable[[Path], object], ...]
     error: type[Exception] | tuple[()] = ValueError
-    older: tuple[object, ...] = ()
 
 
-def _run_folder(folder: Path) -> RunFolder:
-    return RunFolder(folder, writes=True)
-
-
-def _write_run(folder: Path) -> None:
-    run = _run_folder(folder)
-    run.write_json("config.json", SETTINGS)
-    run.write_json("report.json", report("mine", scale=3))
-    one_rank().plan.save(run.plan)
-    for record in RECORDS:
-        run.metrics.append(record)
-
-
-def _resumed_metrics(folder: Path) -> list[dict[str, Any]]:
-    log = MetricsLog(folder / "metrics.jsonl", writes=True)
-    log.drop_after(RECORDS[-1]["step"])
-    return log.read()
+def _write_plan(folder: Path) -> None:
+    one_rank().plan.save(folder / "plan.json")
 
 
 class _Config:
@@ -149,58 +115,6 @@ def _write_universal(folder: Path) -> None:
     write_text(folder / LATEST_UNIVERSAL, name)
 
 
-def _write_prepared(folder: Path) -> None:
-    """With a tokenizer that somebody gave, since those have more files."""
-    text = folder / "text.txt"
-    text.write_text("\n\n".join(f"document {number} \u00fc" for number in range(60)))
-    tokenizer = train_tokenizer(text.read_text().split("\n\n"), 280)
-    tokenizer.chat_template = "{{ messages }}"
-    tokenizer.save_pretrained(folder / "given")
-    config = DataConfig(
-        source="files",
-        path=str(text),
-        text_documents="paragraph",
-        tokenizer=str(folder / "given"),
-        cache_dir=str(folder / "cache"),
-    )
-    prepare(config).rename(folder / "prepared")
-
-
-def _prepared(folder: Path) -> object:
-    prepared = PreparedData.load(folder / "prepared", wait_seconds=0)
-    tokenizer = prepared.tokenizer()
-    return prepared.identity, prepared.vocab_size, prepared.counts, identity(tokenizer), tokenizer.chat_template
-
-
-def _parts(folder: Path) -> int:
-    journal = Journal(folder / "prepared")
-    journal.refresh()
-    return len(journal)
-
-
-def _write_problem(folder: Path) -> None:
-    write_problem(problem_path(folder / "data-0", "job"), ValueError("no column"))
-
-
-def _problem(folder: Path) -> str | None:
-    try:
-        raise_problem(problem_path(folder / "data-0", "job"))
-    except ValueError as error:
-        return str(error)
-    return None
-
-
-def _write_demand(folder: Path) -> None:
-    with waiting_for(folder / "data-0") as say:
-        say(Wanted(validation=1))
-        (path,) = folder.iterdir()
-        path.rename(folder / ".data-0.wanted.job")
-
-
-def _demand(folder: Path) -> object:
-    return DemandOfOthers(folder / "data-0")()
-
-
 def _write_lock(folder: Path) -> None:
     left_by(folder)
 
@@ -217,26 +131,10 @@ def _is_refused_while_held(folder: Path) -> bool:
     return not folder_lock.is_held_by_others(folder)  # it has left now
 
 
-_TO_RUN = "training/run_folder.py: RunFolder.write_json"
-_TO_EXPORT = (
-    "checkpoint/interop/export.py: _write_json",
-    "engine/dense_export.py: DenseExport.save_pretrained.write",
-    "fsdp/full_state.py: save_pretrained",
-    "training/engines.py: _save_stock",
-    "training/fsdp_engine.py: ShardedEngine.save_pretrained",
-)
 _IN_CHECKPOINT = (_loaded_tag, _load_newest, _described)
 
 
-def _config_of_run(folder: Path) -> object:
-    return check_same_run(_run_folder(folder), SETTINGS)
-
-
-def _report_of_run(folder: Path) -> object:
-    return _run_folder(folder).read_json("report.json")
-
-
-def _plan_of_run(folder: Path) -> object:
+def _load_plan(folder: Path) -> object:
     return Plan.load(folder / "plan.json")
 
 
@@ -244,55 +142,16 @@ def _universal(folder: Path) -> object:
     return universal_tag(folder, None)
 
 
-def _document(name: str) -> WrittenFile:
-    """For people, and vouched for by the manifest."""
-    return WrittenFile(f"{TAGS[-1]}/{name}", ("checkpoint/save.py: _write_all",), _write_checkpoints, (_described,))
-
-
-def _of_tokenizer(name: str) -> WrittenFile:
-    path, writers = f"prepared/tokenizer/{name}", ("data/cache.py: _save", "data/prepare.py: _saved")
-    return WrittenFile(path, writers, _write_prepared, (_prepared,), PreparedDataError)
-
-
 WRITTEN_FILES: tuple[WrittenFile, ...] = (
-    WrittenFile("config.json", (_TO_RUN,), _write_run, (_config_of_run,)),
-    WrittenFile("report.json", (_TO_RUN,), _write_run, (_report_of_run, load_report)),
-    WrittenFile("plan.json", ("plan/plan.py: Plan.save",), _write_run, (_plan_of_run,)),
-    WrittenFile(
-        "metrics.jsonl",
-        ("training/metrics_log.py: MetricsLog.append", "training/metrics_log.py: MetricsLog.drop_after"),
-        _write_run,
-        (_resumed_metrics,),
-        error=(),
-        older=tuple(list(RECORDS[:number]) for number in range(len(RECORDS))),
+    WrittenFile("plan.json", _write_plan, (_load_plan,)),
+    *(WrittenFile(f"{TAGS[-1]}/{name}", _write_checkpoints, _IN_CHECKPOINT) for name in (MANIFEST, INDEX)),
+    *(  # for people, and vouched for by the manifest
+        WrittenFile(f"{TAGS[-1]}/{name}", _write_checkpoints, (_described,))
+        for name in (PLAN, CONFIG, MODEL_CONFIG, GENERATION_CONFIG)
     ),
-    WrittenFile(
-        f"{TAGS[-1]}/{MANIFEST}",
-        ("checkpoint/storage/manifest.py: write_manifest", "checkpoint/storage/folder.py: publish"),
-        _write_checkpoints,
-        _IN_CHECKPOINT,
-    ),
-    WrittenFile(
-        f"{TAGS[-1]}/{INDEX}",
-        ("checkpoint/storage/chunk_files.py: SafetensorsWriter.finish",),
-        _write_checkpoints,
-        _IN_CHECKPOINT,
-    ),
-    *(_document(name) for name in (PLAN, CONFIG, MODEL_CONFIG, GENERATION_CONFIG)),
-    WrittenFile(LATEST, ("checkpoint/storage/folder.py: publish",), _write_checkpoints, (_loaded_tag, _found_tag)),
-    WrittenFile(LATEST_UNIVERSAL, ("checkpoint/interop/from_zero.py: convert",), _write_universal, (_universal,)),
-    WrittenFile("hf/config.json", _TO_EXPORT, _write_export, (_hidden_size,), OSError),
-    WrittenFile("hf/model.safetensors.index.json", _TO_EXPORT, _write_export, (_load_export,)),
-    WrittenFile(
-        "prepared/meta.json", ("data/prepared.py: PreparedData.save",), _write_prepared, (_prepared,), PreparedDataError
-    ),
-    WrittenFile(
-        f"prepared/{JOURNAL}", ("data/journal.py: Journal.append",), _write_prepared, (_parts,), older=(0,), error=()
-    ),
-    WrittenFile(
-        ".data-0.job.problem", ("data/background.py: write_problem",), _write_problem, (_problem,), PreparedDataError
-    ),
-    WrittenFile(".data-0.wanted.job", ("data/demand.py: waiting_for.say",), _write_demand, (_demand,), error=()),
-    *(_of_tokenizer(name) for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja")),
-    WrittenFile(LOCK, ("folder_lock.py: _take",), _write_lock, (_is_refused_while_held,), error=()),
+    WrittenFile(LATEST, _write_checkpoints, (_loaded_tag, _found_tag)),
+    WrittenFile(LATEST_UNIVERSAL, _write_universal, (_universal,)),
+    WrittenFile("hf/config.json", _write_export, (_hidden_size,), OSError),
+    WrittenFile("hf/model.safetensors.index.json", _write_export, (_load_export,)),
+    WrittenFile(LOCK, _write_lock, (_is_refused_while_held,), error=()),
 )

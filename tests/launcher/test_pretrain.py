@@ -1,269 +1,177 @@
-"""launch/pretrain.py as a user runs it: under the deepspeed launcher, interrupted, resumed, wrong."""
+"""launch/pretrain.py: stopped and resumed, mapped and streamed, on other numbers of ranks, without its launcher."""
 
 from __future__ import annotations
 
 import json
 import os
+import random
 import signal
-import subprocess
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
-import psutil
 import pytest
 import torch
-from transformers import AutoModelForCausalLM
+import yaml
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from sdp_deepspeed.config import KEY
-from sdp_deepspeed.data import DataConfig, build
-from sdp_deepspeed.data.prepare import prepare
-from tests.helpers.launched_runs import (
-    NUM_RANKS,
-    TIME_LIMIT,
-    Forked,
-    Running,
-    command,
-    finish,
-    launched,
-    read_metrics,
-    train_records,
-)
-from tests.helpers.repository import ROOT
+from tests.helpers.ports import free_port
+from tests.helpers.programs import Ranks, launched, run, trainer_log
 
-MODEL = {
-    "model_type": "llama",
-    "vocab_size": 300,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 4,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 32,
+LENGTH = 16
+RECIPE: dict[str, Any] = {
+    "model": {
+        "model_type": "llama",
+        "hidden_size": 16,
+        "intermediate_size": 32,
+        "num_hidden_layers": 4,
+        "num_attention_heads": 2,
+        "max_position_embeddings": 32,
+    },
+    "data": {
+        "sequence_length": LENGTH,
+        "vocab_size": 300,
+        "validation_fraction": 0.1,
+        "validation_blocks": 8,
+    },
+    "training": {
+        "per_device_train_batch_size": 4,
+        "learning_rate": 1e-2,
+        "lr_scheduler_type": "constant",  # rates do not depend on when the run is to end
+        "logging_steps": 1,
+        "save_steps": 1000,
+        "disable_tqdm": True,
+        "report_to": "none",
+    },
+    "deepspeed": {
+        "train_micro_batch_size_per_gpu": "auto",
+        "gradient_accumulation_steps": "auto",
+        "gradient_clipping": "auto",
+        "optimizer": {"type": "AdamW", "params": {"lr": "auto", "weight_decay": "auto", "torch_adam": True}},
+        "zero_optimization": {"stage": 1},
+        # A phase ends in the middle of the second epoch, and draws change during the first one.
+        "subnetwork_data_parallel": {
+            "schedule": [{"until_step": 16, "coverage": 0.5}, {"coverage": 1.0}],
+            "redraw_interval": 4,
+        },
+    },
 }
-DEEPSPEED: dict[str, Any] = {
-    "train_micro_batch_size_per_gpu": 2,
-    "gradient_accumulation_steps": 2,
-    "gradient_clipping": 1.0,
-    "optimizer": {"type": "AdamW", "params": {"lr": 1e-3, "torch_adam": True}},
-    "zero_optimization": {"stage": 1},
-    KEY: {"coverage": 0.5},
-}
-# Four steps of the dense model; then subnetworks of another strategy in larger micro-batches, drawn anew after steps
-# 6, 9, ...
-SCHEDULED: dict[str, Any] = {
-    "schedule": [
-        {"until_step": 4, "coverage": 1.0},
-        {"coverage": 0.5, "strategy": "neuron", "train_micro_batch_size_per_gpu": 4},
-    ],
-    "redraw_interval": 3,
-}
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """JSON files for a run of milliseconds per step; the data are prepared once for all runs."""
-    folder = tmp_path_factory.mktemp("launch")
-    data = {"source": "stdlib", "max_bytes": 300_000, "vocab_size": 300, "sequence_length": 32}
-    data |= {"validation_fraction": 0.1, "validation_blocks": 5, "cache_dir": str(folder / "cache")}
-    monitor = {"steps_per_print": 2, "csv_monitor": {"enabled": True, "output_path": str(folder), "job_name": "csv"}}
-    scheduled = DEEPSPEED | monitor | {KEY: SCHEDULED}
-    for name, content in (("model", MODEL), ("deepspeed", DEEPSPEED), ("scheduled", scheduled), ("data", data)):
-        (folder / f"{name}.json").write_text(json.dumps(content))
-    return folder
+@pytest.fixture
+def text(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+    """A source of some 90 blocks of LENGTH tokens: at 8 a step an epoch has about 11 steps."""
+    monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "cache"))
+    draw = random.Random(0)
+    words = ["".join(draw.choices("abcdef", k=3)) for _ in range(40)]
+    for index in range(8):
+        rows = [{"text": " ".join(draw.choices(words, k=24))} for _ in range(5)]
+        (tmp_path / f"text{index}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return {"path": "json", "data_files": str(tmp_path / "text*.jsonl")}
 
 
-def interrupt(running: Running, how: str) -> None:
-    if how == "ctrl-c":  # the terminal signals the whole group, and the user is impatient
-        os.killpg(running.process.pid, signal.SIGINT)
-        time.sleep(0.2)
-        os.killpg(running.process.pid, signal.SIGINT)
-    else:  # "sigterm", what a scheduler sends to the command that it started
-        running.process.terminate()
+def command(folder: Path, source: dict[str, Any], output: str, steps: int, *overrides: str) -> list[str]:
+    recipe = folder / "recipe.yaml"
+    recipe.write_text(yaml.safe_dump(RECIPE | {"data": RECIPE["data"] | {"sources": [source]}}))
+    settings = [f"training.output_dir={folder / output}", f"training.max_steps={steps}"]
+    return ["pretrain.py", str(recipe), *settings, *overrides]
 
 
-def run_and_interrupt(folder: Path, run: str, how: str, *extra: str) -> int:
-    """Start a long run, interrupt it after some steps; the last step that was made. No process is left over."""
-    with launched(folder, run, "--steps", "100000", *extra) as running:
-        running.wait_for_step(folder / run / "metrics.jsonl", 5)
-        processes = running.tree()
-        interrupt(running, how)
-        _, alive = psutil.wait_procs(processes, timeout=60)
-        assert not alive, running.explain()
-        assert "the same command resumes" in running.log.read_text(), running.explain()
-    last = max(train_records(folder, run))
-    tag = (folder / run / "checkpoints" / "latest").read_text().strip()
-    assert tag == f"step_{last:08d}", "the last step is the one that was saved"
-    assert not (folder / run / "report.json").exists()
-    return last
+def steps_of(output: str) -> int:
+    return output.count("'grad_norm'")
 
 
-def test_an_interrupted_run_resumes_as_if_nothing_had_happened(folder: Path) -> None:
-    """Inside a phase of a schedule, too."""
-    scheduled = ("--deepspeed_config", str(folder / "scheduled.json"))
-    stopped_at = run_and_interrupt(folder, "interrupted", "ctrl-c", *scheduled)
-    steps = str(stopped_at + 5)
-    with Forked(folder, "interrupted", "--steps", steps, *scheduled) as running:
-        codes, said = running.finish()
-    assert codes == [0, 0], running.explain()
-    assert f"resuming at step {stopped_at}: SDP 1/2 forward x neuron + ZeRO-1 (phase 2 of 2)" in said
-    said = finish(folder, "straight", "--steps", steps, *scheduled, launcher="torchrun")
-    assert "starting: dense + ZeRO-1 (phase 1 of 2) on 2 ranks" in said
-    assert "step 4: phase 2 of 2, SDP 1/2 forward x neuron + ZeRO-1, micro-batches of 4 (re-planned in " in said
-    resumed, straight = train_records(folder, "interrupted"), train_records(folder, "straight")
-    for field in ("loss", "loss_of", "gradient_norm", "learning_rate", "epoch"):
-        assert [r[field] for r in resumed.values()] == [r[field] for r in straight.values()], field
-    weights = [(folder / run / "hf" / "model.safetensors").read_bytes() for run in ("interrupted", "straight")]
-    assert weights[0] == weights[1]
-    assert [r["loss_of"] for r in resumed.values()][:6] == ["dense"] * 4 + ["subnetwork"] * 2
-    assert [r["first_step"] for r in read_metrics(folder, "interrupted", "figures")] == [1, 5, stopped_at + 1]
-    check_phases(folder, int(steps))
-    check_what_a_run_leaves(folder / "interrupted", int(steps))
-    check_monitor(folder, "straight", int(steps))
-    check_evaluation_is_of_the_exported_model(folder, "interrupted", int(steps))
-    check_killed_after_the_last_save(folder, "straight", int(steps), *scheduled)
-    again = subprocess.run(
-        [sys.executable, *command(folder, "interrupted", "--steps", steps, *scheduled)[5:]],
-        cwd=ROOT,
-        env=os.environ | {"RANK": "0", "WORLD_SIZE": str(NUM_RANKS), "PYTHONPATH": str(ROOT)},
-        capture_output=True,
-        text=True,
-        timeout=TIME_LIMIT,
+def exported(folder: Path) -> bytes:
+    return (folder / "hf" / "model.safetensors").read_bytes()
+
+
+@pytest.mark.parametrize("size", [2, pytest.param(4, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("streaming", [False, True])
+def test_a_run_that_was_stopped_goes_on_as_if_it_had_not_been(
+    tmp_path: Path, text: dict[str, Any], streaming: bool, size: int
+) -> None:
+    options = [f"data.streaming={streaming}", f"training.per_device_train_batch_size={8 // size}"]
+    with Ranks(command(tmp_path, text, "stopped", 1_000_000, *options), tmp_path / "stopped.log", size) as ranks:
+        ranks.wait_for(lambda output: steps_of(output) >= 5)  # in the first epoch and phase, between two draws
+        os.kill(ranks.processes[1].pid or 0, signal.SIGTERM)  # one is asked, all stop
+        assert "the same command resumes" in ranks.finish()
+    stopped_at = len(trainer_log(tmp_path / "stopped"))
+    steps = max(18, stopped_at + 3)
+    run(command(tmp_path, text, "stopped", steps, *options), tmp_path / "resumed.log", size)
+    run(command(tmp_path, text, "straight", steps, *options), tmp_path / "straight.log", size)
+    resumed, straight = (
+        [entry | {"epoch": None} for entry in trainer_log(tmp_path / name)]  # of a stream it is a share of max_steps
+        for name in ("stopped", "straight")
     )
-    assert f"has its {steps} steps already" in again.stdout, "a finished run is not trained again"
+    assert len(straight) == steps
+    assert resumed == straight
+    assert {"subnetwork_loss", "loss"} <= {name for entry in straight for name in entry}, "both phases"
+    assert exported(tmp_path / "stopped") == exported(tmp_path / "straight")
 
 
-def check_phases(folder: Path, steps: int) -> None:
-    """Both runs record the same plans, and report what each phase was."""
-    names = ("step", "phase", "coverage", "plan_hash")
-    records = [read_metrics(folder, run, "phase") for run in ("interrupted", "straight")]
-    first, second = ([[record[name] for name in names] for record in each] for each in records)
-    assert first == second
-    # A draw may be the one before.
-    assert [step for step, *_ in first[:2]] == [0, 4]
-    assert {step for step, *_ in first[2:]} <= set(range(6, steps + 1, 3))
-    assert len({plan_hash for *_, plan_hash in first}) > 2
-    report = json.loads((folder / "interrupted" / "report.json").read_text())
-    assert report["label"] == "dense, then SDP 1/2 forward x neuron + ZeRO-1"
-    assert [part["steps"] for part in report["phases"]] == [4, steps - 4]
-    assert report["coverage"] == pytest.approx((4 + 0.5 * (steps - 4)) / steps)
-    flops = [sum(rank["flops"] for rank in part["ranks"]) for part in report["phases"]]
-    assert flops[1] < flops[0]
-    assert report["flops"] == flops[0] * 4 + flops[1] * (steps - 4)
+def test_the_order_of_samples_is_the_same_on_any_number_of_ranks(tmp_path: Path, text: dict[str, Any]) -> None:
+    """At C = 1 the same global batches give the same losses, with other ranks from the middle of an epoch on."""
+    whole = ["sdp.schedule=null", "sdp.redraw_interval=null", "sdp.coverage=1.0"]
+    run(command(tmp_path, text, "two", 14, *whole), tmp_path / "two.log")
+    for ranks, steps in ((2, 7), (1, 14)):
+        sizes = [f"training.per_device_train_batch_size={8 // ranks // 2}", "training.gradient_accumulation_steps=2"]
+        run(command(tmp_path, text, "other", steps, *whole, *sizes), tmp_path / f"{ranks}.log", ranks)
+    losses = [[entry["loss"] for entry in trainer_log(tmp_path / name)] for name in ("two", "other")]
+    assert len(losses[0]) == 14
+    assert losses[1] == pytest.approx(losses[0], abs=2e-4)  # rounding of sums, in fp32
 
 
-def check_evaluation_is_of_the_exported_model(folder: Path, run: str, steps: int) -> None:
-    """The recorded loss is that of the dense model: Transformers alone finds it with the exported weights."""
-    data = DataConfig.from_dict(json.loads((folder / "data.json").read_text()))
-    validation = build(data, micro_batch=1, rank=0, world_size=1).validation
-    assert validation is not None
-    model = AutoModelForCausalLM.from_pretrained(folder / run / "hf")
+def test_the_export_is_the_dense_model_that_was_evaluated(tmp_path: Path, text: dict[str, Any]) -> None:
+    run(command(tmp_path, text, "run", 3), tmp_path / "log")
+    folder = tmp_path / "run"
+    model, tokenizer = AutoModelForCausalLM.from_pretrained(folder / "hf"), AutoTokenizer.from_pretrained(folder / "hf")
+    assert model.config.vocab_size == len(tokenizer)
+    from data import Data, load_blocks
+
+    rows = load_blocks(Data([text], **RECIPE["data"]), 42, folder).validation
+    ids = torch.tensor([row["input_ids"] for row in rows])
     with torch.no_grad():
-        terms = [(model(**inputs).loss.item() * weight, weight) for inputs, weight in validation]
-    recorded = read_metrics(folder, run, "evaluation")[-1]
-    loss_sum, num_tokens = map(sum, zip(*terms, strict=True))
-    assert (recorded["step"], recorded["num_tokens"]) == (steps, num_tokens)
-    assert recorded["dense_validation_loss"] == pytest.approx(loss_sum / num_tokens, abs=1e-4)
+        loss = model.eval()(ids, labels=ids).loss.item()
+    measured = json.loads((folder / "eval_results.json").read_text())["eval_loss"]
+    assert measured == pytest.approx(loss, rel=1e-5)  # fp32, other batches
 
 
-def check_monitor(folder: Path, run: str, steps: int) -> None:
-    last = {path.stem: path.read_text().split()[-1] for path in (folder / "csv").glob("*.csv")}  # this run's
-    dense, watched = read_metrics(folder, run, "evaluation")[-1], train_records(folder, run)[steps // 2 * 2]
-    assert last["Validation_Samples_dense_loss"] == f"{steps * 8},{dense['dense_validation_loss']}"
-    assert float(last["Train_Samples_subnetwork_loss"].split(",")[1]) == pytest.approx(watched["loss"], rel=1e-5)
+@pytest.mark.parametrize("launcher", ["deepspeed", pytest.param("torchrun", marks=pytest.mark.slow)])
+def test_a_run_whose_launcher_is_gone_saves_and_stops(tmp_path: Path, text: dict[str, Any], launcher: str) -> None:
+    program, *arguments = command(tmp_path, text, "run", 1_000_000)
+    scripts = Path(sys.executable).parent
+    if launcher == "deepspeed":
+        start = [str(scripts / "deepspeed"), "--num_gpus", "2", "--master_port", str(free_port())]
+    else:
+        start = [str(scripts / "torchrun"), "--standalone", "--nproc-per-node", "2"]
+    with launched([*start, f"launch/{program}", *arguments], tmp_path / "log") as running:
+        running.wait_for(lambda output: steps_of(output) >= 2)
+        ranks = running.tree()[1:]
+        running.process.terminate()  # torchrun tells the ranks; the deepspeed command ends alone
+        for rank in ranks:
+            rank.wait(300)
+        assert "the same command resumes" in (tmp_path / "log").read_text()
+    steps = len(trainer_log(tmp_path / "run"))
+    assert steps >= 2
+    run(command(tmp_path, text, "run", steps + 1), tmp_path / "resumed.log")
+    assert len(trainer_log(tmp_path / "run")) == steps + 1
 
 
-def check_killed_after_the_last_save(folder: Path, run: str, steps: int, *extra: str) -> None:
-    """A run that was killed between its last checkpoint and its last evaluation ends with the same report."""
-    report, metrics = folder / run / "report.json", folder / run / "metrics.jsonl"
-    whole = json.loads(report.read_text())
-    report.unlink()
-    *kept, last = metrics.read_text().splitlines(keepends=True)
-    assert '"kind": "evaluation"' in last
-    metrics.write_text("".join(kept))
-    with Forked(folder, run, "--steps", str(steps), *extra) as running:
-        assert running.finish()[0] == [0, 0], running.explain()
-    evaluations = read_metrics(folder, run, "evaluation")
-    assert [record["step"] for record in evaluations][-1] == steps
-    assert len(evaluations) == len({record["step"] for record in evaluations}), "no evaluation twice"
-    assert json.loads(report.read_text()) == whole, "measured figures and the final evaluation included"
-
-
-def check_what_a_run_leaves(run: Path, steps: int) -> None:
-    names = {path.name for path in run.iterdir()}
-    assert {"config.json", "plan.json", "metrics.jsonl", "report.json", "checkpoints", "hf"} <= names
-    report = json.loads((run / "report.json").read_text())
-    assert report["steps"] == steps
-    assert report["plan_hash"] == json.loads((run / "plan.json").read_text())["hash"]
-    assert len(report["ranks"]) == NUM_RANKS
-    assert all(rank["peak"] > rank["weights"] > 0 and rank["sent"] > 0 for rank in report["ranks"])
-    sample = subprocess.run(
-        [sys.executable, "launch/sample.py", str(run / "hf"), "def ", "--tokens", "5"],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        timeout=TIME_LIMIT,
-    )
-    assert sample.returncode == 0, sample.stderr
-    assert "LlamaForCausalLM" in sample.stdout
-    assert "def " in sample.stdout
-
-
-def test_sigterm_to_the_command_saves_plain_deepspeed_too(folder: Path) -> None:
-    run_and_interrupt(folder, "baseline", "sigterm", "--baseline")
-    assert train_records(folder, "baseline")[1]["loss_of"] == "dense"
-    assert not (folder / "baseline" / "plan.json").exists()
-
-
-def test_a_mistake_in_the_block_is_told_once_without_a_traceback(folder: Path) -> None:
-    wrong = folder / "wrong.json"
-    wrong.write_text(json.dumps(DEEPSPEED | {KEY: {"coverag": 0.5}}))
-    with launched(folder, "wrong", "--steps", "3", "--deepspeed_config", str(wrong)) as running:
-        assert running.wait() == 2, running.explain()
-        output = running.log.read_text()
-    errors = [line for line in output.splitlines() if line.startswith("error")]
-    assert len(errors) == 1, running.explain()
-    assert f"{KEY}.coverag" in errors[0]
-    assert "Traceback" not in output
-    assert not (folder / "wrong" / "config.json").exists()
-
-
-def test_damaged_data_are_told_once_without_a_traceback(folder: Path) -> None:
-    data = json.loads((folder / "data.json").read_text()) | {"cache_dir": str(folder / "damaged_cache")}
-    (folder / "damaged.json").write_text(json.dumps(data))
-    prepared = prepare(DataConfig.from_dict(data))
-    (prepared / "meta.json").write_text('{"identity": ')
-    with launched(folder, "damaged", "--steps", "3", "--data", str(folder / "damaged.json")) as running:
-        assert running.wait() == 2, running.explain()
-        output = running.log.read_text()
-    errors = [line for line in output.splitlines() if line.startswith("error")]
-    assert len(errors) == 1, running.explain()
-    assert f"{prepared / 'meta.json'} cannot be read" in errors[0]
-    assert f"delete {prepared}" in errors[0]
-    assert "Traceback" not in output
-
-
-def test_a_folder_that_cannot_be_made_is_one_error_on_all_ranks(folder: Path) -> None:
-    (folder / "occupied").write_text("a file")
-    with launched(folder, "occupied/run", "--steps", "3", log="occupied.run") as running:
-        assert running.wait() == 2, running.explain()
-        output = running.log.read_text()
-    errors = [line for line in output.splitlines() if line.startswith("error")]
-    assert len(errors) == 1, running.explain()
-    assert f"--run-folder: cannot make {folder / 'occupied/run'}: Not a directory; choose another" in errors[0]
-    assert "Traceback" not in output
-    assert "terminate called" not in output
-
-
-def test_a_full_disk_ends_all_ranks_with_one_error(folder: Path) -> None:
-    metrics = folder / "full" / "metrics.jsonl"
-    with Forked(folder, "full", "--steps", "100000") as running:
-        running.wait_for_step(metrics, 3)
-        (folder / "full_device").symlink_to("/dev/full")
-        os.replace(folder / "full_device", metrics)
-        codes, output = running.finish()
-    assert codes == [1, 1], running.explain()
-    assert output.count("error: ") == 1, running.explain()
-    assert f"error: cannot write {metrics}: No space left on device; make it possible" in output
-    assert "Traceback" not in output
+@pytest.mark.parametrize(
+    ("override", "said"),
+    [
+        ("model.vocab_size=10", "model.vocab_size: got 10, but the tokenizer has"),
+        ("data.sequence_length=64", "data.sequence_length: got 64, but the model has 32 positions"),
+        ("training.per_device_train_batch_size=5000", "a step takes 10000"),
+        ("data.sources=[{path: parquet, data_files: gone.parquet}]", "gone.parquet"),
+    ],
+)
+def test_what_cannot_train_ends_before_it_begins(
+    tmp_path: Path, text: dict[str, Any], override: str, said: str
+) -> None:
+    log = tmp_path / "log"
+    with Ranks(command(tmp_path, text, "run", 3, override), log) as ranks:
+        ranks.wait_for(lambda output: "error: " in output)
+    errors = [line for line in log.read_text().splitlines() if line.startswith("error: ")]
+    assert len(errors) == 1
+    assert said in errors[0]

@@ -1,4 +1,4 @@
-"""launch/train_vision.py as a user runs it: digits, stopped and resumed, and on the other host."""
+"""launch/train_vision.py on scikit-learn's digits: stopped and resumed, exported, and without subnetworks."""
 
 from __future__ import annotations
 
@@ -6,85 +6,86 @@ import json
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
-from PIL import Image
+import yaml
+from datasets import load_dataset
 from transformers import AutoImageProcessor, AutoModelForImageClassification
 
-from sdp_deepspeed.config import KEY
-from sdp_deepspeed.vision.config import ImageConfig
-from sdp_deepspeed.vision.splits import open_splits
-from tests.helpers.launched_runs import NUM_RANKS, Forked, read_metrics, train_records
+import sdp_deepspeed.architectures.small_image_resnet  # noqa: F401  # its model type
+from tests.helpers.image_data import write_folders
+from tests.helpers.programs import Ranks, run, trainer_log
 
 pytest.importorskip("sklearn")
-# Its batch norms are estimated anew before evaluations and the export, from NUM_BATCHES of each rank.
-MODEL = {"model_type": "resnet", "embedding_size": 8, "hidden_sizes": [8, 16], "depths": [3, 3], "layer_type": "basic"}
-NUM_BATCHES = 5
-DEEPSPEED: dict[str, Any] = {
-    "train_micro_batch_size_per_gpu": 8,
-    "optimizer": {"type": "AdamW", "params": {"lr": 3e-3, "torch_adam": True}},
-    "scheduler": {"type": "WarmupCosineLR", "params": {"total_num_steps": 12, "warmup_num_steps": 3}},
-    "zero_optimization": {"stage": 1},
-    KEY: {"coverage": 0.5},
+PROGRAM = "train_vision.py"
+RECIPE: dict[str, Any] = {
+    "model": {"model_type": "sdp_small_image_resnet", "embedding_size": 4, "stage_sizes": [4, 8], "depths": [2, 2]},
+    "data": {"path": "digits", "size": 8, "padding": 1},
+    "training": {
+        "per_device_train_batch_size": 64,  # 11 steps in an epoch
+        "learning_rate": 3e-3,
+        "lr_scheduler_type": "constant",  # rates do not depend on when the run is to end
+        "logging_steps": 1,
+        "disable_tqdm": True,
+        "report_to": "none",
+    },
+    "deepspeed": {
+        "train_micro_batch_size_per_gpu": "auto",
+        "gradient_accumulation_steps": "auto",
+        "gradient_clipping": "auto",
+        "zero_optimization": {"stage": 1},
+        "optimizer": {"type": "AdamW", "params": {"lr": "auto", "weight_decay": "auto", "torch_adam": True}},
+        "subnetwork_data_parallel": {"coverage": 0.5, "strategy": "neuron"},
+    },
 }
-WARMUP = (1, 2, 3)  # steps whose rates do not depend on the schedule's length
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("vision")
-    auto = json.loads(json.dumps(DEEPSPEED).replace('"total_num_steps": 12', '"total_num_steps": "auto"'))
-    files = ("model", MODEL), ("deepspeed", DEEPSPEED), ("auto", auto), ("data", {"dataset": "digits"})
-    for name, content in files:
-        (folder / f"{name}.json").write_text(json.dumps(content))
-    return folder
+def command(folder: Path, output: str, steps: int, *overrides: str) -> list[str]:
+    recipe = folder / "recipe.yaml"
+    recipe.write_text(yaml.safe_dump(RECIPE))
+    settings = [f"training.output_dir={folder / output}", f"training.max_steps={steps}"]
+    return [PROGRAM, str(recipe), *settings, *overrides]
 
 
-def finish(folder: Path, run: str, *extra: str) -> str:
-    extra = (*extra, "--label-smoothing", "0.1", "--batch-norm-batches", str(NUM_BATCHES))
-    with Forked(folder, run, *extra, program="train_vision.py") as running:
-        found, output = running.finish()
-        assert found == [0] * NUM_RANKS, running.explain()
-    return output
+def test_a_run_that_was_stopped_goes_on_as_if_it_had_not_been(tmp_path: Path) -> None:
+    with Ranks(command(tmp_path, "stopped", 1_000_000), tmp_path / "stopped.log") as ranks:
+        ranks.wait_for(lambda output: output.count("'grad_norm'") >= 13)  # in the second epoch
+        ranks.processes[1].terminate()  # all stop together
+        assert "the same command resumes" in ranks.finish()
+    stopped_at = len(trainer_log(tmp_path / "stopped"))
+    steps = stopped_at + 2
+    run(command(tmp_path, "stopped", steps), tmp_path / "resumed.log")
+    run(command(tmp_path, "straight", steps), tmp_path / "straight.log")
+    resumed, straight = trainer_log(tmp_path / "stopped"), trainer_log(tmp_path / "straight")
+    assert len(straight) == steps
+    assert resumed == straight
+    exported = [(tmp_path / name / "hf" / "model.safetensors").read_bytes() for name in ("stopped", "straight")]
+    assert exported[0] == exported[1]
 
 
-def test_digits_are_resumed_as_if_nothing_had_happened(folder: Path) -> None:
-    said = finish(folder, "resumed", "--steps", "5")
-    assert "starting: SDP 1/2 + ZeRO-1 on 2 ranks, 16 images per step, 1437 training images of 8 x 8, 360 for" in said
-    assert f'exported: AutoModelForImageClassification.from_pretrained("{folder}/resumed/hf") loads it, with' in said
-    assert "resuming at step 5: " in finish(folder, "resumed", "--steps", "9")
-    said = finish(folder, "straight", "--epochs", "0.1")
-    assert "step 0: dense validation loss 2." in said
-    resumed, straight = train_records(folder, "resumed"), train_records(folder, "straight")
-    assert len(straight) == 9, "a tenth of 1437 images, 16 in a step"
-    for field in ("loss", "gradient_norm", "learning_rate", "epoch"):
-        assert [r[field] for r in resumed.values()] == [r[field] for r in straight.values()], field
-    assert straight[9]["images_per_second"] > 0
-    weights = [(folder / run / "hf" / "model.safetensors").read_bytes() for run in ("resumed", "straight")]
-    assert weights[0] == weights[1]
-    assert "come from subnetworks" not in said
-    check_the_exported_model(folder / "straight")
-    finish(folder, "sharded", "--host", "fsdp2", "--steps", "4", "--deepspeed_config", str(folder / "auto.json"))
-    losses = [train_records(folder, "sharded")[step]["loss"] for step in WARMUP]
-    assert losses == pytest.approx([straight[step]["loss"] for step in WARMUP], abs=1e-5), "the other host"
-
-
-def check_the_exported_model(run: Path) -> None:
-    """Transformers alone finds the recorded accuracy, with the processor beside the model."""
-    model = AutoModelForImageClassification.from_pretrained(run / "hf").eval()
-    counts = [int(buffer) for name, buffer in model.named_buffers() if name.endswith("num_batches_tracked")]
-    assert counts == [NUM_BATCHES] * len(counts)
-    processor = AutoImageProcessor.from_pretrained(run / "hf")
-    test = open_splits(ImageConfig(dataset="digits").filled()).test
-    pictures = [Image.fromarray(np.array(image)) for image in test.images(range(len(test)))]
+def test_images_of_a_folder_are_trained_and_the_export_has_the_accuracy_that_was_measured(tmp_path: Path) -> None:
+    images = write_folders(tmp_path / "images", num_train=24, num_test=18)
+    overrides = [f"data.path={images}", "training.per_device_train_batch_size=6", "training.learning_rate=0.01"]
+    run(command(tmp_path, "run", 4, *overrides), tmp_path / "log")
+    folder = tmp_path / "run" / "hf"
+    model, processor = (
+        AutoModelForImageClassification.from_pretrained(folder),
+        AutoImageProcessor.from_pretrained(folder),
+    )
+    test = load_dataset(str(images), split="test")
     with torch.no_grad():
-        logits = model(**processor(pictures, return_tensors="pt")).logits
-    labels = torch.from_numpy(test.labels)
-    report, last = json.loads((run / "report.json").read_text()), read_metrics(run.parent, run.name, "evaluation")[-1]
-    assert last["num_images"] == 360
-    assert (report["dense_top1"], report["images_per_step"]) == (last["dense_top1"], 16)
-    assert last["dense_top1"] == pytest.approx((logits.argmax(1) == labels).float().mean().item(), abs=1 / 360)
-    loss = torch.nn.functional.cross_entropy(logits, labels).item()
-    assert last["dense_validation_loss"] == pytest.approx(loss, abs=1e-4)
-    assert model.config.id2label[7] == "7"
+        chosen = model.eval()(**processor([*test["image"]], return_tensors="pt")).logits.argmax(-1)
+    measured = json.loads((tmp_path / "run" / "eval_results.json").read_text())["eval_top1"]
+    assert measured == pytest.approx((chosen == torch.tensor(test["label"])).float().mean().item())
+    assert model.config.id2label == dict(enumerate(test.features["label"].names))
+
+
+def test_sdp_off_trains_as_full_coverage(tmp_path: Path) -> None:
+    off, full = (
+        run(command(tmp_path, name, 2, override), tmp_path / f"{name}.log")
+        for name, override in (("off", "sdp=off"), ("full", "sdp.coverage=1.0"))
+    )
+    assert "coverage" in full
+    assert "coverage" not in off
+    losses = [[entry["loss"] for entry in trainer_log(tmp_path / name)] for name in ("off", "full")]
+    assert losses[0] == pytest.approx(losses[1], abs=1e-4)  # rounding: the gradients are summed in another order

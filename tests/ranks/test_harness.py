@@ -22,6 +22,8 @@ from tests.helpers.gpus import ON_THE_CPU
 from tests.helpers.ranks import IMPORTED, Rank, run_ranks
 from tests.helpers.training import gathered
 
+pytestmark = pytest.mark.slow
+
 LIMIT = 10.0  # seconds of one check here; it includes the start of its ranks
 
 
@@ -86,7 +88,7 @@ DO_NOT_PASS = {
     fails_elsewhere: ["rank 0 of 2", "another thing"],
     dies: ["rank 0 died without a word: -9"],
     ends: ["rank 0 died without a word: 0", "rank 1 died without a word: 0"],
-    hangs: ["time limit"],
+    hangs: ["time limit", "stack-0:", "stack-1:", "in hangs"],
 }
 
 
@@ -124,6 +126,6 @@ def test_a_tree_in_which_everything_hangs_ends(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(ranks, "ALLOWANCE", 0.1)
     begin = time.monotonic()
     first, *others = outcomes(*[hangs] * 50, timeout=2)
-    assert first == "time limit"
+    assert str(first).startswith("time limit")
     assert set(others) == {"did not run: the checks before it took the time of all"}
     assert time.monotonic() - begin < 30

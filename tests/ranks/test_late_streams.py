@@ -19,6 +19,8 @@ from tests.helpers.oracle_grid import Case
 from tests.helpers.ranks import Place, Rank, run_ranks
 from tests.helpers.staged_gloo import StagedGloo
 
+pytestmark = pytest.mark.slow
+
 
 @dataclass(frozen=True)
 class WithLateStreams:

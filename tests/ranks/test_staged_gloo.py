@@ -15,6 +15,8 @@ from tests.helpers.oracle import CaseCheck
 from tests.helpers.oracle_grid import Case
 from tests.helpers.ranks import Check, Place, Rank, run_ranks
 
+pytestmark = pytest.mark.slow
+
 
 def collectives(group: Any, rank: Rank) -> Iterator[torch.Tensor]:
     """What each gives on this rank."""

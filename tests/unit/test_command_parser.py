@@ -9,7 +9,7 @@ import pytest
 
 import sdp_deepspeed
 from sdp_deepspeed.__main__ import VERBS, main
-from sdp_deepspeed.command_parser import Parser, positive, read_json, run_command, run_old_form
+from sdp_deepspeed.command_parser import Parser, read_json, run_command
 
 
 def one_line(text: str) -> str:
@@ -45,12 +45,7 @@ def test_version(capsys: pytest.CaptureFixture[str]) -> None:
         ("", "required: VERB (sdp --help"),
         ("estimat", "invalid choice: 'estimat'"),
         ("--verbose", "(sdp --help lists the options)"),
-        ("estimate --rank 8", "unrecognized arguments: --rank 8"),
-        ("report", "required: RUN (sdp report --help lists the options)"),
-        ("report nowhere", "nowhere is no folder"),
-        ("data", "required: config (sdp data --help"),
-        ("data nowhere.json", "config: cannot read nowhere.json: No such file or directory"),
-        ("support nowhere.md", "nowhere.md"),
+        ("estimate --rank 8", "unrecognized arguments: --rank"),
         ("checkpoint", "required: ACTION (sdp checkpoint --help"),
         ("checkpoint inspect nowhere", "nowhere"),
         ("checkpoint export nowhere", "required: out (sdp checkpoint export --help"),
@@ -87,20 +82,6 @@ def test_exit_codes(capsys: pytest.CaptureFixture[str]) -> None:
     assert outcome(KeyboardInterrupt()) == 130
     with pytest.raises(KeyError):
         outcome(KeyError("a bug of ours keeps its traceback"))
-
-
-def test_an_old_form_says_what_it_is_called_now(capsys: pytest.CaptureFixture[str]) -> None:
-    def configure(parser: Parser) -> None:
-        parser.add_argument("--count", type=positive, default=1)
-        parser.set_defaults(run=lambda options: print(options.count) or 0)
-
-    assert run_old_form("verb", configure, ["--count", "3"]) == 0
-    printed = capsys.readouterr()
-    assert printed.out == "3\n"
-    assert printed.err == "python -m sdp_deepspeed.verb is now called: sdp verb (or python -m sdp_deepspeed verb)\n"
-    assert run_old_form("verb", configure, ["--count", "0"]) == 2
-    *_, said = capsys.readouterr().err.splitlines()
-    assert said.startswith("error: argument --count: expected a whole number above 0, got '0'")
 
 
 def test_files_that_are_no_json_object(tmp_path: Path) -> None:

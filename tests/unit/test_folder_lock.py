@@ -166,6 +166,7 @@ def beating(path: Path) -> Iterator[None]:
     thread.join()
 
 
+@pytest.mark.slow
 def test_an_owner_elsewhere_that_shows_life_has_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(folder_lock, "DEAD_SECONDS", 1.0)
     with beating(left_by(tmp_path, **ELSEWHERE)):
@@ -174,6 +175,7 @@ def test_an_owner_elsewhere_that_shows_life_has_it(tmp_path: Path, monkeypatch: 
             hold(tmp_path)
 
 
+@pytest.mark.slow
 def test_an_owner_elsewhere_that_shows_none_is_followed(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     left_by(tmp_path, **ELSEWHERE)
     hold(tmp_path)
@@ -189,6 +191,7 @@ def test_long_silence_needs_no_waiting(tmp_path: Path, caplog: pytest.LogCapture
     assert not caplog.text
 
 
+@pytest.mark.slow
 def test_without_locks_of_the_file_system_life_decides(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(folder_lock, "flock", lambda handle: False)
     monkeypatch.setattr(folder_lock, "DEAD_SECONDS", 1.0)
@@ -208,6 +211,7 @@ if len(sys.argv) == 2:
 """
 
 
+@pytest.mark.slow
 def test_a_killed_process_has_it_no_more(tmp_path: Path) -> None:
     command = [sys.executable, "-c", _OWNER, str(tmp_path)]
     with subprocess.Popen(command, stdout=subprocess.PIPE, cwd=ROOT, start_new_session=True) as process:
@@ -224,11 +228,13 @@ def test_a_killed_process_has_it_no_more(tmp_path: Path) -> None:
             os.killpg(process.pid, signal.SIGKILL)  # an error if its child has ended, without which nothing is shown
 
 
+@pytest.mark.slow
 def test_a_process_that_ends_leaves_nothing(tmp_path: Path) -> None:
     subprocess.run([sys.executable, "-c", _OWNER, str(tmp_path), "ends"], check=True, cwd=ROOT)
     assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.slow
 def test_an_owner_beats(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     hold(tmp_path)
     os.utime(tmp_path / LOCK, (0, 0))

@@ -16,7 +16,7 @@ _OURS = "this is a checkpoint of sdp_deepspeed"
 MODEL_FILE = "mp_rank_00_model_states.pt"  # what DeepSpeedEngine.load_checkpoint opens
 OPTIMIZER_FILE = "sdp_deepspeed_optim_states.pt"  # what zero_to_fp32 opens, as any file with this ending
 TO_RESUME = (
-    f"({_OURS}: `import sdp_deepspeed` before deepspeed.initialize, or once `sdp arm`, with the block "
+    f"({_OURS}: `import sdp_deepspeed` before deepspeed.initialize, with the block "
     "subnetwork_data_parallel in the config; for plain DeepSpeed `sdp checkpoint export` writes the weights)"
 )
 TO_EXPORT = f"no files ({_OURS}: use `sdp checkpoint export <this folder> <new folder>`) instead"

@@ -17,6 +17,8 @@ from benchmarks.tables.links import link_rates as link_table
 from benchmarks.tables.time_to_loss import time_to_loss as loss_table
 from tests.helpers.ranks import Rank
 
+pytestmark = pytest.mark.slow
+
 
 def refused(words: str) -> Any:
     """By a line of the first rank."""

@@ -28,6 +28,8 @@ from tests.helpers.ranks import Rank
 from tests.helpers.trained_states import names_in
 from tests.helpers.training import assert_identical, dense_state, engine_of, refusal, train
 
+pytestmark = pytest.mark.slow
+
 PAGE = os.sysconf("SC_PAGE_SIZE")
 LARGEST = 2**15  # bytes of a file: chunks of tensors have more, all others less, the rendezvous of the ranks too
 
@@ -51,7 +53,7 @@ def test_six_kills(tmp_path: Path) -> None:
     assert "was not saved" in str(outcomes[1].survivor_error)  # the other rank says what was lost
 
 
-def test_killed_preparations_and_exports(tmp_path: Path) -> None:
+def test_killed_exports(tmp_path: Path) -> None:
     run = Faults(tmp_path, seed=0)
     assert run.cycle(Kill((), "", 0)).problems == []
     faults = FileFaults(tmp_path / "files", tmp_path / "checkpoints", seed=0)

@@ -15,10 +15,10 @@ from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import sdp_deepspeed
+from benchmarks.common.measured_step import watched_host_memory
 from sdp_deepspeed.config import MODES
 from sdp_deepspeed.deferred_init import materialize
 from sdp_deepspeed.engine import apply_plan, consistency
-from sdp_deepspeed.measure.step import watched_host_memory
 from tests.helpers.deferred_models import small_fills
 from tests.helpers.live_tensors import stored_bytes
 from tests.helpers.models import FAMILIES, VOCABULARY, config, family, llama, two_groups
@@ -268,6 +268,6 @@ def _cases(size: int, options: pytest.Config) -> Iterator[tuple[str, Check]]:
         yield check.__name__, check
 
 
-@pytest.mark.checks(2, _cases)
+@pytest.mark.checks(2, _cases, slow=["*/llama", "*/qwen*", "*/gpt_neox*", "*/mistral"])
 def test_two_ranks(outcome: str | None) -> None:
     assert outcome is None, outcome

@@ -13,6 +13,8 @@ import pytest
 from tests.helpers.ports import free_port
 from tests.helpers.repository import ROOT
 
+pytestmark = pytest.mark.slow
+
 LIMIT = 8.0  # seconds of silence; who is named beside a silent rank has shown no sign for five of them
 TIME_LIMIT = 120.0
 

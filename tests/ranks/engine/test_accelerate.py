@@ -137,6 +137,7 @@ def backward_regime_saves_alone(rank: Rank) -> None:
     gathered(None)
 
 
+@pytest.mark.slow
 def rank_0_alone_names_who_is_missing(rank: Rank) -> None:
     """Last, because the barrier's group is broken afterward."""
     with mock.patch("sdp_deepspeed.distributed.monitored_barrier.TIMEOUT", timedelta(seconds=2)):

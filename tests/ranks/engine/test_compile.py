@@ -147,6 +147,6 @@ def _cases(size: int, options: pytest.Config) -> Iterator[tuple[str, Any]]:
 
 
 @pytest.mark.gpu
-@pytest.mark.checks(2, _cases)
+@pytest.mark.checks(2, _cases, slow=["2-engine_compile", "2-compiled_layers", "2-wrapped_before"])
 def test_two_ranks(outcome: str | None) -> None:
     assert outcome is None, outcome

@@ -25,17 +25,6 @@ from tests.helpers.training import assert_identical, dense_state, engine_of, gat
 MODES = tuple(itertools.product(("forward", "backward"), ("block", "neuron")))
 
 
-def oracle_cases(size: int) -> Iterator[Case]:
-    """All modes and stages, on two ranks with one holder each, on three with two; in bf16 with small steps."""
-    for (regime, strategy), stage in itertools.product(MODES, (0, 1, 2)):
-        if size == 2:
-            yield Case(2, 1, regime, strategy, "resnet", stage=stage)
-        else:
-            yield Case(3, 2, regime, strategy, "resnet_bottleneck", stage=stage, accumulation=3, optimizer="SGD")
-    for regime, strategy in MODES if size == 2 else ():
-        yield Case(2, 1, regime, strategy, "resnet", optimizer="SGD", precision="bf16", clip=0.1)
-
-
 def start(regime: str, strategy: str, name: str = "resnet", **block: Any) -> Any:
     return engine_of(sgd(regime=regime, strategy=strategy, **block), SPECIMENS[name].build())
 
@@ -197,12 +186,15 @@ CHECKS: tuple[Check, ...] = (
 
 
 def _cases(size: int, options: pytest.Config) -> Iterator[tuple[str, Any]]:
-    for case in oracle_cases(size):
+    for regime, strategy in MODES:  # small steps: batch norms of few numbers; in fp32 it is in the oracle's sample
+        case = Case(2, 1, regime, strategy, "resnet", optimizer="SGD", precision="bf16", clip=0.1)
         yield str(case), CaseCheck(case)
-    for check in CHECKS if size == 2 else ():
+    for check in CHECKS:
         yield check.__name__, check
 
 
-@pytest.mark.checks((2, 3), _cases)
+@pytest.mark.checks(
+    2, _cases, slow=["2-channels*", "2-plans*", "2-the_dense*", "2-starts*", "2-1of2*", "2-statistics*"]
+)
 def test_engine(outcome: str | None) -> None:
     assert outcome is None, outcome

@@ -1,11 +1,9 @@
-"""Mixtures of experts in the engine: against the reference in all modes, export, checkpoints, models without storage,
-auxiliary losses; and descriptions that are not true, refused on all ranks."""
+"""Mixtures of experts in the engine: export, checkpoints, models without storage, auxiliary losses; and descriptions
+that are not true, refused on all ranks."""
 
 from __future__ import annotations
 
-import itertools
 from contextlib import nullcontext
-from dataclasses import replace
 from functools import partial
 from typing import Any
 from unittest import mock
@@ -17,9 +15,8 @@ import sdp_deepspeed
 from sdp_deepspeed import architectures
 from sdp_deepspeed.architectures import registry
 from sdp_deepspeed.config import MODES
-from tests.helpers.mixtures import MIXTURES, MixtureCase, mixture
+from tests.helpers.mixtures import MIXTURES, mixture
 from tests.helpers.models import batches, config, loss_of
-from tests.helpers.oracle import CaseCheck
 from tests.helpers.own_layers import GPT, Block, NanoBlock, attention_of, mlp_of
 from tests.helpers.ranks import Check, Rank
 from tests.helpers.training import assert_identical, dense_state, engine_of, refusal, train
@@ -137,15 +134,9 @@ def _checks(size: int, options: pytest.Config) -> list[tuple[str, Check]]:
         auxiliary_losses,
         descriptions_that_are_not_true,
     ]
-    found = [(check.__name__, check) for check in checks]
-    for name, mode in itertools.product(("mixtral", "qwen2_moe"), MODES):
-        case = MixtureCase(size, 1, *mode, model=name, stage=2 if name == "mixtral" else 1, accumulation=3)
-        if name == "qwen2_moe":  # biases of keys have a gradient of rounding alone, which AdamW blows up
-            case = replace(case, optimizer="SGD", clip=0.0)
-        found.append((str(case), CaseCheck(case)))
-    return found
+    return [(check.__name__, check) for check in checks]
 
 
-@pytest.mark.checks(2, _checks)
+@pytest.mark.checks(2, _checks, slow=["2-1of2-*-zero1-*"])
 def test_two_ranks(outcome: str | None) -> None:
     assert outcome is None, outcome

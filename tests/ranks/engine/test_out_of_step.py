@@ -20,6 +20,8 @@ from tests.helpers.models import loss_of
 from tests.helpers.ranks import Rank, run_ranks
 from tests.helpers.training import engine_of, micro_step, own_batches, refusal, sgd, train
 
+pytestmark = pytest.mark.slow
+
 QUICK: dict[str, Any] = {
     "BEAT_SECONDS": 0.1,
     "NOTICE_SECONDS": 0.3,

@@ -158,6 +158,6 @@ def _cases(size: int, options: pytest.Config) -> Iterator[tuple[str, Any]]:
 
 
 @pytest.mark.gpu
-@pytest.mark.checks((2, 3), _cases)
+@pytest.mark.checks((2, 3), _cases, slow=["*zero0*", "2-*-x1-*"])
 def test_full_coverage_is_plain_deepspeed(outcome: str | None) -> None:
     assert outcome is None, outcome

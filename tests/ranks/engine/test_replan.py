@@ -248,6 +248,21 @@ def _cases(size: int, options: pytest.Config) -> Iterator[tuple[str, Check]]:
         yield "one_rank_s_names", one_rank_s_names
 
 
-@pytest.mark.checks((2, 3, 4), _cases)
+@pytest.mark.checks(
+    (2, 3, 4),
+    _cases,
+    slow=[
+        "2-the_dense*",
+        "*bf16*",
+        "3-depth*",
+        "4-placement",
+        "3-fp32*",
+        "2-learning*",
+        "2-adagrad",
+        "2-whole*",
+        "2-memory",
+        "2-before*",
+    ],
+)
 def test_replan(outcome: str | None) -> None:
     assert outcome is None, outcome

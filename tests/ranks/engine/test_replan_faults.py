@@ -25,6 +25,8 @@ from tests.helpers.replanned_runs import Phase, Sequence_, assert_same_run
 from tests.helpers.training import assert_identical, dense_state, refusal
 from tests.ranks.engine.test_out_of_step import QUICK
 
+pytestmark = pytest.mark.slow
+
 # Buckets so small that values travel in many rounds.
 RUN = Sequence_(3, [Phase({}, 1)], "bf16", config={"zero_optimization": {"stage": 1, "reduce_bucket_size": 1024}})
 NEW: dict[str, Any] = {"holders": 2, "strategy": "neuron"}

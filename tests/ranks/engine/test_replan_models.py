@@ -74,6 +74,6 @@ def _cases(size: int, options: pytest.Config) -> Iterator[tuple[str, Check]]:
     yield "fp16", fp16
 
 
-@pytest.mark.checks(2, _cases)
+@pytest.mark.checks(2, _cases, slow=["2-deepspeeds*", "2-fp16", "2-offload*", "2-scaled"])
 def test_replan_models(outcome: str | None) -> None:
     assert outcome is None, outcome

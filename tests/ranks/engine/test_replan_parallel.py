@@ -101,6 +101,6 @@ def _cases(size: int, options: pytest.Config) -> Iterator[tuple[str, Check]]:
     yield "a_stage_that_shards_cannot_have", a_stage_that_shards_cannot_have
 
 
-@pytest.mark.checks(4, _cases)
+@pytest.mark.checks(4, _cases, slow=["4-of_its_author", "4-sums*", "4-uneven*", "4-schedule*"])
 def test_replan_parallel(outcome: str | None) -> None:
     assert outcome is None, outcome

@@ -15,8 +15,8 @@ from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_st
 from torch import nn
 from torch.optim.swa_utils import AveragedModel
 
+from benchmarks.common.measured_step import measured_step
 from sdp_deepspeed import Init
-from sdp_deepspeed.measure.step import measured_step
 from tests.helpers.models import TOKENS, llama
 from tests.helpers.ranks import Rank
 from tests.helpers.replanned_runs import Phase, Sequence_, assert_same_run

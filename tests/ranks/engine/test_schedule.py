@@ -236,6 +236,6 @@ def _cases(size: int, options: pytest.Config) -> Iterator[tuple[str, Check]]:
         yield "all_phases_are_shown", all_phases_are_shown
 
 
-@pytest.mark.checks((2, 3, 4), _cases)
+@pytest.mark.checks((2, 3, 4), _cases, slow=["2-drawn", "3-drawn", "2-a_load*", "2-callers*", "2-what*", "2-random*"])
 def test_schedule(outcome: str | None) -> None:
     assert outcome is None, outcome

@@ -82,6 +82,7 @@ def the_block_on_one_rank(rank: Rank) -> None:
     train(engine_of(config(holders=1)), num_steps=1)
 
 
+@pytest.mark.slow
 def a_rank_that_is_late(rank: Rank) -> None:
     time.sleep(0.5 * rank.rank)
     train(engine_of(config(holders=1)), num_steps=1)

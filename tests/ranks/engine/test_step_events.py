@@ -14,10 +14,9 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from sdp_deepspeed.measure.step import measured_step, storage_bytes, weight_tensors
-from sdp_deepspeed.measure.traffic import TrafficCounter
-from sdp_deepspeed.training.deepspeed_host import world_of
-from sdp_deepspeed.training.monitors import count_sent, step_events_of, write_evaluation, write_throughput
+from benchmarks.common.measured_step import measured_step
+from benchmarks.common.traffic_counter import TrafficCounter
+from sdp_deepspeed.engine.held_bytes import storage_bytes, weight_tensors
 from tests.helpers.ranks import Rank
 from tests.helpers.training import engine_of, gathered, sgd, train
 
@@ -163,27 +162,6 @@ def _step_and_replan(engine: Any) -> None:
         engine.replan({"coverage": 1.0})
 
 
-def plain_deepspeed(rank: Rank) -> None:
-    """The training program's baseline gets the same, but for what only our exchange knows."""
-    sys.modules["wandb"] = Wandb()
-    settings = {key: value for key, value in sgd(2).items() if key != "subnetwork_data_parallel"}
-    engine = engine_of(settings | monitors(rank, "plain") | {"zero_allow_untested_optimizer": True})
-    events = step_events_of(engine, world_of(engine))
-    assert events is not None
-    count_sent(events, {"sent": 100 + rank.rank})
-    for first in range(2):
-        train(engine, num_steps=1, accumulation=2, first=first)
-        write_throughput(engine, events, "tokens", 7.0)
-    write_evaluation(engine, events, 3.5)
-    dist.barrier()
-    found = written(rank, "plain")
-    assert "Train_Samples_exchange_seconds_least" not in found
-    assert found["Train_Samples_sent_bytes"] == {2 * BATCH: 101}
-    assert found["Train_Samples_tokens_per_second"] == {2 * BATCH: 7.0}
-    assert found["Validation_Samples_dense_loss"] == {2 * BATCH: 3.5}
-    assert found["Train_Samples_train_loss"].keys() == {2 * BATCH}
-
-
 def without_a_monitor(rank: Rank) -> None:
     engine = engine_of(sgd())
     assert engine.step_events is None
@@ -192,7 +170,7 @@ def without_a_monitor(rank: Rank) -> None:
 
 
 def _cases(size: int, options: pytest.Config) -> Iterator[tuple[str, Any]]:
-    for check in (ours, a_step_that_ends_with_a_replan, plain_deepspeed, without_a_monitor):
+    for check in (ours, a_step_that_ends_with_a_replan, without_a_monitor):
         yield check.__name__, check
 
 

@@ -83,13 +83,14 @@ def with_everything_at_once(rank: Rank) -> None:
         expected = torch.cat([final(**batch_of(row)).logits for row in rows(4)])
     # Of the dense model, in bf16: 8 bits, after a few sums.
     torch.testing.assert_close(torch.tensor(predicted.predictions[0:4]), expected.float(), rtol=0.05, atol=0.05)
-    steps = [logs for logs in recorder.logs if "loss" in logs]
+    steps = [logs for logs in recorder.logs if "subnetwork_loss" in logs]
     assert len(steps) == 4
+    assert all("loss" not in logs and logs["coverage"] == trainer.model_wrapped.coverage for logs in steps)
     if rank.rank == 0:
         lines = (rank.folder / "csv" / "Train_Samples_subnetwork_loss.csv").read_text().splitlines()[1:]
         seen = [float(line.split(",")[1]) for line in lines]
-        assert seen == pytest.approx([logs["loss"] for logs in steps[1:]], rel=1e-3)  # the first step is not written
-    assert all(logs["subnetwork_loss"] == logs["loss"] for logs in steps)
+        logged = [logs["subnetwork_loss"] for logs in steps[1:]]  # the first step is not written
+        assert seen == pytest.approx(logged, rel=1e-3)
     assert recorder.logs[-2 if "eval_loss" in recorder.logs[-1] else -1].keys()
     assert any("train_subnetwork_loss" in logs for logs in recorder.logs)
 

@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 import torch
 
+from benchmarks.common.traffic_counter import TrafficCounter
 from sdp_deepspeed.config import MODES
-from sdp_deepspeed.measure.traffic import TrafficCounter
 from sdp_deepspeed.plan.plan import Plan
 from tests.helpers.models import llama
 from tests.helpers.oracle import check_case
@@ -125,7 +125,7 @@ def _checks(size: int, options: pytest.Config) -> Iterator[tuple[str, Any]]:
     yield "messages", links_carry_messages
 
 
-@pytest.mark.checks(SIZE, _checks)
+@pytest.mark.checks(SIZE, _checks, slow=["6-few*", "6-replicas", "6-bytes", "6-messages", "*-block-0"])
 def test_over_nodes(outcome: str | None) -> None:
     assert outcome is None, outcome
 

@@ -26,6 +26,8 @@ from sdp_deepspeed.plan.planner import plan_model
 from tests.helpers.ranks import Check, Rank
 from tests.helpers.sharded import sharded
 
+pytestmark = pytest.mark.slow
+
 SIZE = 4
 NUM_LAYERS = 4
 
@@ -178,10 +180,10 @@ KINDS: dict[str, dict[str, Any]] = {
 
 
 def _checks(size: int, config: pytest.Config) -> list[tuple[str, Check]]:
-    """With --full-grid 200 random plans more, a quarter of each kind."""
+    """With --full 200 random plans more, a quarter of each kind."""
     run: Any = runs_to_its_end
     checks = [(kind, partial(run, **options)) for kind, options in KINDS.items()]
-    if config.getoption("--full-grid"):
+    if config.getoption("--full"):
         parts = [range(first, first + 10) for first in range(2, 52, 10)]
         checks += [
             (f"{kind}_from_{seeds.start}", partial(run, **options, seeds=seeds, seconds=0.002))

@@ -210,6 +210,6 @@ def _cases(size: int, config: pytest.Config) -> list[tuple[str, Check]]:
     ]
 
 
-@pytest.mark.checks((2, 3, 4), _cases)
+@pytest.mark.checks((2, 3, 4), _cases, slow=["4-frozen", "2-llama", "3-gpt2", "4-order"])
 def test_on_ranks(outcome: str | None) -> None:
     assert outcome is None, outcome

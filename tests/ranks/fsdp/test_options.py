@@ -13,6 +13,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor
 
 import sdp_deepspeed
+from benchmarks.common.traffic_counter import TrafficCounter
 from sdp_deepspeed.estimate.sharded import ShardedSetup, estimate_sharded
 from sdp_deepspeed.fsdp import (
     clip_grad_norm_,
@@ -23,7 +24,6 @@ from sdp_deepspeed.fsdp import (
     save_pretrained,
     sharded_model_of,
 )
-from sdp_deepspeed.measure.traffic import TrafficCounter
 from tests.helpers.models import TOKENS, family, llama, loss_of
 from tests.helpers.ranks import Check, Rank
 from tests.helpers.sharded import check_against_reference, gathered_state, sharded
@@ -240,6 +240,6 @@ def _checks(size: int, config: pytest.Config) -> list[tuple[str, Check]]:
     return [(getattr(check, "__name__", "check"), check) for check in checks]
 
 
-@pytest.mark.checks(SIZE, _checks)
+@pytest.mark.checks(SIZE, _checks, slow=["2-compiled"])
 def test_options(outcome: str | None) -> None:
     assert outcome is None, outcome

@@ -102,6 +102,8 @@ def _cases(size: int, config: pytest.Config) -> list[tuple[str, Check]]:
     return list(made.items())
 
 
-@pytest.mark.checks((2, 3, 4), _cases)
+@pytest.mark.checks(
+    (2, 3, 4), _cases, slow=["3-bottleneck", "3-swin", "3-convnext", "2-resnet", "3-llama", "4-parallel"]
+)
 def test_on_ranks(outcome: str | None) -> None:
     assert outcome is None, outcome

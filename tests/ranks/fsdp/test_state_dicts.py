@@ -152,6 +152,6 @@ def _cases(size: int, config: pytest.Config) -> list[tuple[str, Check]]:
     return list(made.items())
 
 
-@pytest.mark.checks((4,), _cases)
+@pytest.mark.checks((4,), _cases, slow=["4-goes_on_replicas", "4-goes_on_block"])
 def test_on_ranks(outcome: str | None) -> None:
     assert outcome is None, outcome

@@ -179,6 +179,6 @@ def _checks(size: int, config: pytest.Config) -> list[tuple[str, Check]]:
     return [(getattr(check, "__name__", "check"), check) for check in CHECKS]
 
 
-@pytest.mark.checks(4, _checks)
+@pytest.mark.checks(4, _checks, slow=["4-goes_on_elsewhere", "4-from_hugging*"])
 def test_on_ranks(outcome: str | None) -> None:
     assert outcome is None, outcome

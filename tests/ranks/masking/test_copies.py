@@ -18,6 +18,8 @@ from tests.helpers.models import config, llama, loss_of
 from tests.helpers.ranks import Check, Rank
 from tests.helpers.training import assert_identical, dense_state, engine_of, refusal, train
 
+pytestmark = pytest.mark.slow
+
 SIZE = 3
 
 

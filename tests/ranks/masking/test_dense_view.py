@@ -236,6 +236,7 @@ def a_failing_forward_returns_memory(rank: Rank) -> None:
     engine.train()
 
 
+@pytest.mark.slow
 def a_rank_that_never_comes_is_named(rank: Rank) -> None:
     """Last, because the barrier's group is broken afterward; `refusal` cannot be used, since rank 1 sees no error."""
     with mock.patch("sdp_deepspeed.distributed.monitored_barrier.TIMEOUT", timedelta(seconds=2)):

@@ -15,9 +15,9 @@ import torch
 from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from benchmarks.common.measured_step import measured_step
 from sdp_deepspeed.config import MODES
 from sdp_deepspeed.engine import apply_plan
-from sdp_deepspeed.measure.step import measured_step
 from sdp_deepspeed.plan.plan import Plan
 from sdp_deepspeed.units import Unit
 from tests.helpers.live_tensors import Watch, present_lacking, stepped_elements, stored_bytes, unit_bytes
@@ -286,11 +286,25 @@ SAMPLED = (  # all pairs of stage, regime and strategy
 
 def _checks(size: int, config: pytest.Config) -> list[tuple[str, Check]]:
     """Peaks take long, as a tracker sees every tensor; all of them if the whole grid is asked for."""
-    full = config.getoption("full_grid")
+    full = config.getoption("--full")
     given_back = (given_back_before_the_optimizer.__name__, given_back_before_the_optimizer)
     return [given_back, *CASES.items(), *((name, peak) for name, peak in PEAKS.items() if full or name[5:] in SAMPLED)]
 
 
-@pytest.mark.checks(2, _checks)
+@pytest.mark.checks(
+    2,
+    _checks,
+    slow=[
+        "2-peak-stage0*",
+        "2-peak-stage2-forward*",
+        "2-peak-*neuron",
+        "2-*stage0*",
+        "2-*client*",
+        "2-stage2*",
+        "2-*mixed",
+        "2-*streamed",
+        "2-*fp32",
+    ],
+)
 def test_live_tensors(outcome: str | None) -> None:
     assert outcome is None, outcome

@@ -291,6 +291,6 @@ def _checks(size: int, config: pytest.Config) -> list[tuple[str, Check]]:
     return [(check.__name__, check) for check in CHECKS]
 
 
-@pytest.mark.checks(SIZE, _checks)
+@pytest.mark.checks(SIZE, _checks, slow=["3-what_stays*", "3-ranks_may*", "3-a_rank_that_fails*"])
 def test_evaluation(outcome: str | None) -> None:
     assert outcome is None, outcome

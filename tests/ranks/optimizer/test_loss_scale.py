@@ -208,6 +208,6 @@ def _cases(size: int, options: pytest.Config) -> Iterator[tuple[str, Any]]:
         yield check.__name__, check
 
 
-@pytest.mark.checks(2, _cases)
+@pytest.mark.checks(2, _cases, slow=["2-the_scaler_resumes", "2-losses_must*"])
 def test_two_ranks(outcome: str | None) -> None:
     assert outcome is None, outcome

@@ -63,6 +63,6 @@ def _cases(size: int, options: pytest.Config) -> Iterator[tuple[str, Any]]:
         yield str(case), case
 
 
-@pytest.mark.checks((2, 3), _cases)
+@pytest.mark.checks((2, 3), _cases, slow=["*bucket1000000000*"])
 def test_slices(outcome: str | None) -> None:
     assert outcome is None, outcome

@@ -119,7 +119,7 @@ def _checks(size: int, options: pytest.Config) -> Iterator[tuple[str, Any]]:
         yield check.__name__, check
 
 
-@pytest.mark.checks(SIZE, _checks)
+@pytest.mark.checks(SIZE, _checks, slow=["4-*-mixed", "4-all*", "4-one-*", "4-dense_model"])
 def test_replicas(outcome: str | None) -> None:
     assert outcome is None, outcome
 

@@ -1,4 +1,4 @@
-"""The engine agrees with the reference: a pairwise sample, or `--full-grid`."""
+"""The engine agrees with the reference: a sample that has every pair of settings, or with `--full` a thousand cases."""
 
 from __future__ import annotations
 
@@ -6,12 +6,18 @@ from typing import Any
 
 import pytest
 
-from tests.helpers import oracle
-from tests.helpers.oracle_grid import SIZES
+from tests.helpers.oracle import CaseCheck
+from tests.helpers.oracle_grid import SIZES, cases
+
+
+def is_full(config: pytest.Config) -> bool:
+    return bool(config.getoption("--full"))
 
 
 def _cases(size: int, config: pytest.Config) -> list[tuple[str, Any]]:
-    return list(oracle.cases(size, full=config.getoption("--full-grid")))
+    """DeepSpeed never forgets a group of AutoTP's: those cases come last."""
+    found = [case for case in cases(full=is_full(config)) if case.ranks == size]
+    return [(str(case), CaseCheck(case)) for case in sorted(found, key=lambda case: case.tensor_parallel)]
 
 
 @pytest.mark.gpu

@@ -18,6 +18,8 @@ from tests.helpers.ranks import Rank
 from tests.helpers.support_examples import HINTS, REFUSED, WORKS, ds_config
 from tests.helpers.training import engine_of, refusal, train
 
+pytestmark = pytest.mark.slow
+
 ROWS = {row.what: row for row in TABLE}  # checks carry names: rows ask by functions, which cannot be sent
 SHARDED_ROWS = {row.what: row for row in FSDP2_TABLE}
 DIVIDES = "tensor parallelism (AutoTP)"  # comes last: DeepSpeed never forgets a group of AutoTP's

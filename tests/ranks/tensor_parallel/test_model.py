@@ -209,6 +209,10 @@ def _checks(size: int, config: pytest.Config) -> list[tuple[str, Check]]:
     return [(str(case), case) for case in CASES] + [(check.__name__, check) for check in CHECKS]
 
 
-@pytest.mark.checks(4, _checks)
+@pytest.mark.checks(
+    4,
+    _checks,
+    slow=["4-own*", "*_61*", "4-mistral*", "4-llama_biases-forward*", "4-qwen2-*", "4-generates", "4-evaluation*"],
+)
 def test_on_two_workers_of_two_ranks(outcome: str | None) -> None:
     assert outcome is None, outcome

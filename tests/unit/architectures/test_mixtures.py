@@ -102,6 +102,7 @@ def test_every_kind_of_product_of_experts(name: str, regime: str, implementation
 
 
 @pytest.mark.parametrize(("regime", "strategy"), [("forward", "block"), ("backward", "neuron")])
+@pytest.mark.slow
 def test_compilers_follow(regime: str, strategy: str) -> None:
     """A router that runs once for two halves too, in one graph."""
     model = mixture("mixtral")

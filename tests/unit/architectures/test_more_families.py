@@ -129,6 +129,7 @@ def test_what_is_lacking_has_no_storage_and_what_is_in_no_unit_is_a_norm(name: s
 # What else a module keeps or hands on in a pass: several bodies, arguments by head, dropout at the end, narrow configs.
 @pytest.mark.parametrize("name", ["bert", "falcon_grouped", "gemma2", "opt", "phi", "phi3", "starcoder2", "t5"])
 @pytest.mark.parametrize("reentrant", [True, False])
+@pytest.mark.slow
 def test_gradient_checkpointing_changes_nothing(name: str, reentrant: bool) -> None:
     dense = build(name)
     for regime, strategy in (("forward", "block"), ("forward", "neuron"), ("backward", "neuron")):
@@ -146,6 +147,7 @@ def test_gradient_checkpointing_changes_nothing(name: str, reentrant: bool) -> N
 
 
 @pytest.mark.parametrize("name", SPECIMENS)
+@pytest.mark.slow
 def test_the_dense_model_comes_back_whole_and_loads_without_us(name: str, tmp_path: Path) -> None:
     """And what was lent is given back; a copy of a subnetwork is that subnetwork."""
     dense = build(name).eval()
@@ -175,6 +177,7 @@ def test_the_dense_model_comes_back_whole_and_loads_without_us(name: str, tmp_pa
 
 
 @pytest.mark.parametrize("name", SPECIMENS)
+@pytest.mark.slow
 def test_dropout_between_a_lacking_branch_and_its_addition(name: str) -> None:
     specimen = SPECIMENS[name]
     sizes = dict(specimen.options)
@@ -211,6 +214,7 @@ def test_dropout_at_the_end_of_a_body_runs_once_on_the_sum_of_its_halves() -> No
     ("name", "regime", "strategy"),
     [("falcon_grouped", "forward", "block"), ("opt", "forward", "block"), ("opt", "backward", "neuron")],
 )
+@pytest.mark.slow
 def test_compilers_follow(name: str, regime: str, strategy: str) -> None:
     """What is added in place, dropped by a function, or kept from one body for another."""
     dense = build(name)

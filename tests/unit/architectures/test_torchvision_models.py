@@ -135,6 +135,7 @@ def test_stochastic_depth(torchvision: Any, name: str) -> None:
 
 
 @pytest.mark.parametrize("strategy", ["block", "neuron"])
+@pytest.mark.slow
 def test_compilers_follow(dense: nn.Module, name: str, strategy: str) -> None:
     plan = plan_of(dense, strategy=strategy if strategy == "block" else strategy_of(name))
     expected_loss, expected = loss_and_gradients(masked(dense, plan, 0)[0].train(), tokens())

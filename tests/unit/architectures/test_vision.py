@@ -96,6 +96,7 @@ def test_both_halves_of_a_branch_are_dropped_together(name: str) -> None:
 
 @pytest.mark.parametrize("name", ["convnext", "dinov2", "dinov2_swiglu", "swin", "swinv2"])
 @pytest.mark.parametrize(("regime", "strategy"), [("forward", "block"), ("forward", "neuron"), ("backward", "neuron")])
+@pytest.mark.slow
 def test_compilers_follow(name: str, regime: str, strategy: str) -> None:
     dense = build(name)
     plan = plan_of(dense, regime, strategy)

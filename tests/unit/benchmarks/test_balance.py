@@ -18,6 +18,8 @@ from benchmarks.common.best_balance import best_maximum
 from benchmarks.tables.balance import balance as table_of
 from tests.helpers.properties import examples
 
+pytestmark = pytest.mark.slow
+
 
 @examples(30)
 @given(st.lists(st.sampled_from((3, 5, 9)), min_size=1, max_size=4), st.integers(2, 4), st.integers(1, 3))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 import time
 from types import SimpleNamespace
 from unittest import mock
@@ -11,7 +10,6 @@ import pytest
 import torch
 
 from benchmarks.common import device
-from tests.helpers.repository import ROOT
 
 
 def accelerator(name: str) -> mock.Mock:
@@ -51,14 +49,3 @@ def test_what_ran_on_a_gpu_is_told_from_what_started_it() -> None:
         SimpleNamespace(name="Optimizer.step", device_type=kinds.CUDA, is_user_annotation=True),
     ]
     assert device.device_events(mock.Mock(**{"events.return_value": [*others, kernel]})) == [kernel]
-
-
-def test_no_script_reads_another_clock_or_chooses_a_backend() -> None:
-    """But those that stay on the CPU, are about gloo, only time themselves or pretend a slow network."""
-    exempt = {"common/device.py", "evaluation_time.py", "startup_memory.py", "startup_time.py", "fault_injection.py"}
-    exempt |= {"tokenize_speed.py", "link_rates.py", "common/links.py", "group_cost.py", "digits.py"}
-    folder = ROOT / "benchmarks"
-    for script in folder.rglob("*.py"):
-        if str(script.relative_to(folder)) not in exempt:
-            found = re.findall(r"perf_counter|time\.time\(|monotonic|\"gloo\"", script.read_text(encoding="utf-8"))
-            assert not found, (script, found)

@@ -20,7 +20,9 @@ from benchmarks.study.pause import Resources
 from benchmarks.study.plans import Planner
 from benchmarks.study.subjects import SUBJECTS, Study, Subject
 from benchmarks.study.text import Corpus
-from sdp_deepspeed.measure.flops import FlopCounter
+from sdp_deepspeed.estimate.flops import FlopCounter
+
+pytestmark = pytest.mark.slow
 
 SIZE = Size(width=64, depth=2, length=16)
 STUDY = Study(num_workers=4, rows=2, num_validation_rows=4, points=2, reference=SIZE)

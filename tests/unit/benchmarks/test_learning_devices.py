@@ -21,6 +21,8 @@ from benchmarks.study.pause import Resources
 from benchmarks.study.subjects import STUDIES, SUBJECTS, Study, Subject
 from benchmarks.study.text import Corpus
 
+pytestmark = pytest.mark.slow
+
 SIZE = Size(width=64, depth=2, length=16)
 STUDY = Study(num_workers=4, rows=2, num_validation_rows=4, points=2, reference=SIZE)
 HALF: dict[str, Any] = {"schedule": [{"until": 0.5, "coverage": 0.5}, {"coverage": 1.0}]}

@@ -26,9 +26,11 @@ from benchmarks.study.rates import TUNING_SEED, tuned_rate
 from benchmarks.study.store import Store
 from benchmarks.study.subjects import STUDIES, SUBJECTS, Study, Subject
 from sdp_deepspeed.config import KEY, MODES, Mode, parse
-from sdp_deepspeed.measure.flops import FlopCounter
+from sdp_deepspeed.estimate.flops import FlopCounter
 from sdp_deepspeed.plan.planner import plan_model
 from tests.helpers.masked_modules import masked
+
+pytestmark = pytest.mark.slow
 
 SIZE = Size(width=64, depth=2, length=16)  # as many heads as a quarter of four workers needs
 STUDY = Study(num_workers=4, rows=2, num_validation_rows=4, points=2, reference=SIZE)

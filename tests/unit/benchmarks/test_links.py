@@ -1,11 +1,10 @@
-"""Links by hand: the line through times, how one is used, and their tables."""
+"""Links by hand: the line through times, and how one is used."""
 
 from __future__ import annotations
 
 import pytest
 
 from benchmarks.common.links import BURST, Link, fitted, lines_of, rate, use
-from benchmarks.tables.links import link_rates, one_way
 from benchmarks.tables.readme import ROOT
 
 
@@ -56,23 +55,3 @@ def test_the_use_of_a_link_over_time() -> None:
     """Looks at 0, 1, 3, 4 and 8 seconds; the highest rate is 100 a second, so that less than 10 is nothing."""
     looks = [(0.0, 0, 0), (1.0, 100, 90), (3.0, 300, 92), (4.0, 301, 112), (8.0, 330, 112)]
     assert use(looks) == {"both": 1.0, "one": 3.0, "none": 4.0}
-
-
-def test_variants_of_the_one_way_link() -> None:
-    seconds = {"zero2": [1.0, 1.0, 1.0], "forward x block C=1": [0.5, 0.5, 0.5]}
-    use = {"forward x block C=1": [{"both": 0.1, "one": 0.2, "none": 0.3}]}
-    facts = {"ranks": 2, "link": "1gbit", "seconds": seconds, "link_use": use, "model": {"num_parameters": 100}}
-    arguments = [{"bucket": 10, "all_to_all_of_gloo": True}, {"bucket": 1000}]
-    settings = ["net.ipv4.tcp_slow_start_after_idle=0", None]
-    runs = [facts | {"arguments": own, "link_setting": s} for own, s in zip(arguments, settings, strict=True)]
-    assert one_way(*runs).splitlines()[4:] == [
-        "| gloo's all-to-all, window kept when idle | 1000 | 500 | 0.50 (0.50 to 0.50) | 100 | 200 | 300 |",
-        "| receives first, one bucket | 1000 | 500 | 0.50 (0.50 to 0.50) | 100 | 200 | 300 |",
-    ]
-
-
-def test_rates_of_a_link() -> None:
-    """Half a second, and ten bytes a second."""
-    seconds = {"all_reduce": {str(n): [0.5 + n / 10] * 3 for n in (2**20, 2**22)}}
-    rates = {"seconds": seconds, "link": "1gbit", "ranks": 2, "nodes": 2}
-    assert link_rates(rates).splitlines()[-1] == "| all_reduce | 500.00 | 0.0 |"

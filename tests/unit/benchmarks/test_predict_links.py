@@ -13,7 +13,6 @@ from benchmarks.common.links import Link
 from benchmarks.common.models import NARROW, num_parameters
 from benchmarks.common.traffic import Traffic, exchanged, rings
 from benchmarks.predict_links import PRECISION, checked, checked_between_nodes, compute_seconds, seconds_on_levels
-from benchmarks.tables.links import predicted_beside_measured, predicted_between_nodes, predicted_links
 from sdp_deepspeed.config import KEY, parse
 from sdp_deepspeed.estimate.per_rank import Setup, estimate
 from sdp_deepspeed.plan.planner import plan_model
@@ -117,12 +116,6 @@ def test_a_check_by_hand() -> None:
     assert check["steps"] == {
         "sdp C=1": {"predicted": pytest.approx(4.0), "measured": 4.0, "without link": 1.0},
     }
-    fast = {"ranks": 2, "seconds": {"sdp C=1": [1.0, 1.0, 1.0]}}
-    assert predicted_beside_measured({"checks": [check]}, fast, measured).splitlines()[2:] == [
-        "|  | without a slow link | predicted, slow | measured | ratio |",
-        "| --- | --- | --- | --- | --- |",
-        "| forward x block, C = 1 | 1.00 (1.00 to 1.00) | 4.00 | 4.00 (3.00 to 5.00) | 1.00 |",
-    ]
 
 
 def test_a_check_between_nodes_by_hand() -> None:
@@ -145,16 +138,3 @@ def test_a_check_between_nodes_by_hand() -> None:
     assert own["predicted"]["bytes"] == pytest.approx(num_bytes, rel=0.05)
     assert own["predicted"]["longer"] == pytest.approx(3e-6 * own["predicted"]["bytes"])
     assert (plain["measured"], own["measured"]["longer"]) == ({"bytes": 100, "longer": 3.0}, 1.0)
-    plain["predicted"] = {"bytes": 110.0, "longer": 1.5}
-    assert predicted_between_nodes({"between_nodes": found}).splitlines()[4] == (
-        "| ZeRO-2 | 0.0 | 0.0 | 1.10 | 1.50 | 3.00 | 0.50 |"
-    )
-
-
-def test_the_table_of_predictions() -> None:
-    systems = {"DDP": {"compute": 0.2, "link": 0.3}, "sdp C=0.5": {"compute": 0.1, "link": 0.05}}
-    facts = {"tokens": 16, "flops_per_second": 4e14, "ranks_per_node": 8, "subnetworks": 8}
-    rows = [{"gpus": 64, "between": "25 GB/s", "systems": systems}]
-    table = predicted_links({"facts": facts, "predicted": rows, "arguments": {"model": "1B"}}).splitlines()
-    assert table[2] == "|  | DDP | C = 1/2 |"
-    assert table[-1] == "| 64 GPUs, 25 GB/s | 500 (300) | 150 (100) |"

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from benchmarks.sizes import cells as cells_module
-from benchmarks.sizes.cells import GB, Cell, cells, is_done, measure, read_shape
+from benchmarks.sizes.cells import GB, Cell, cells, is_done, measure, shape_of
 from benchmarks.sizes.largest import MOST_ROWS, guessed_rows, largest
 from benchmarks.sizes.peaks import peak_flops
 from benchmarks.sizes.subjects import SUBJECTS
@@ -129,7 +129,7 @@ def measured(monkeypatch: pytest.MonkeyPatch, memory: FakeMemory) -> Measured:
     monkeypatch.setitem(SUBJECTS, "pretended", build)
     monkeypatch.setattr(cells_module, "device_memory", lambda: memory)
     monkeypatch.setattr(cells_module, "peak_flops", lambda name: 1e9)
-    return Measured(measure(CELL, read_shape("tiny"), repeats=3), ranks)
+    return Measured(measure(CELL, shape_of("tiny"), repeats=3), ranks)
 
 
 @pytest.mark.parametrize("bends", [10**6, 12])
@@ -175,8 +175,6 @@ def test_cells_are_chosen_by_name() -> None:
         list(cells(["134M"], "nothing", rows=4, sequence=8))
     with pytest.raises(ValueError, match=r"'\(' is no regular expression"):
         list(cells(["134M"], "(", rows=4, sequence=8))
-    with pytest.raises(ValueError, match=r"no 2B\.json"):
-        read_shape("2B")
 
 
 def test_what_is_done_is_done_on_this_device() -> None:

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import argparse
 from fractions import Fraction
-from typing import Any
 
 import pytest
 
-from benchmarks.tables.time_to_loss import crossing, hits, seconds_per_step, time_to_loss
+from benchmarks.tables.time_to_loss import crossing
 from benchmarks.time_to_loss import RUNS, config_of
 from sdp_deepspeed.config import KEY
 
@@ -69,31 +68,3 @@ def test_a_crossing_by_hand() -> None:
     assert crossing(curve, 2.0) == (20, 9.0)
     assert crossing(curve, 3.0) == (10, 4.0)
     assert crossing(curve, 1.9) is None
-
-
-def run_of(name: str, seed: int, *points: tuple[int, float, float]) -> dict[str, Any]:
-    return {"name": name, "seed": seed, "steps": points[-1][0], "curve": [list(point) for point in points]}
-
-
-def test_the_table_by_hand() -> None:
-    """ZeRO-2 ends with 2.0 and 3.0: the goals are a hundredth higher. A loss that is never low enough has no time."""
-    results = [
-        run_of("zero2", 0, (1, 5.0, 2.51), (2, 10.0, 2.0)),
-        run_of("zero2", 1, (1, 5.0, 3.005), (2, 10.0, 3.0)),
-        run_of("sdp C=1", 0, (1, 2.0, 2.51), (2, 4.0, 2.01)),
-        run_of("sdp C=1", 1, (1, 2.0, 9.0), (2, 4.0, 3.1)),
-    ]
-    facts = {"ranks": 4, "model": {"num_parameters": 700_000}, "sequence_length": 8, "link": "1gbit"}
-    result = {"results": results, "arguments": {"micro_batch": 1}, **facts}
-    assert seconds_per_step(result, "sdp C=1") == {0: 2.0, 1: 2.0}
-    first = 1 + 0.5 / 0.51
-    assert hits(result, "zero2") == {0: pytest.approx((first, 5 * first)), 1: (1, 5.0)}
-    assert hits(result, "sdp C=1") == {0: pytest.approx((2, 4.0)), 1: None}
-    rows = time_to_loss(result).splitlines()[2:]
-    assert rows[0] == (
-        "|  | steps | dense loss at the end | ms per step, 1gbit | share | step of the hit | seconds | share |"
-    )
-    assert rows[2:] == [
-        "| ZeRO-2 | 2 | 2.500 | 5000 | 1.00 | 1 | 7.5 | 1.00 |",
-        "| forward x block, C = 1 | 2 | 2.555 | 2000 | 0.40 | 2 | 4.0 (1 of 2 seeds) | 0.40 |",
-    ]

@@ -73,7 +73,7 @@ def test_writing_begins_while_the_rest_is_copied(tmp_path: Path, monkeypatch: py
 
     def reached(arrivals: Arrivals, num_bytes: int) -> None:
         reach(arrivals, num_bytes)
-        seen.append(begun.wait(60 if all(seen) else 0))
+        seen.append(begun.wait(240 if all(seen) else 0))
 
     monkeypatch.setattr(HashedFile, "write", written)
     monkeypatch.setattr(Arrivals, "reach", reached)
@@ -116,7 +116,7 @@ def test_two_engines_of_one_process_take_turns(tmp_path: Path, monkeypatch: pyte
     monkeypatch.setattr(files, "open_staging", seen)
     behind = checkpointer_of(trained(), asynchronous=True)
     behind.save(tmp_path, "behind", {})
-    assert publishing.wait(60)
+    assert publishing.wait(240)
     checkpointer_of(trained()).save(tmp_path, "other", {})
     behind.wait()
     assert overtaken == [False]

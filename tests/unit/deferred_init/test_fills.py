@@ -11,10 +11,10 @@ import pytest
 import torch
 from torch import nn
 
+from benchmarks.common.measured_step import watched_host_memory
 from sdp_deepspeed.deferred_init import fills
 from sdp_deepspeed.deferred_init.materialize import default_dtype
 from sdp_deepspeed.deferred_init.operation import Ref
-from sdp_deepspeed.measure.step import watched_host_memory
 from sdp_deepspeed.plan.tensors import named_tensors
 from tests.helpers.deferred_models import BUILDERS, small_fills, unbuilt, values_of
 from tests.helpers.models import FAMILIES, family
@@ -63,6 +63,7 @@ def test_bits_and_random_stream(name: str, num_threads: int) -> None:
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("init", [nn.init.normal_, partial(nn.init.uniform_, a=-0.1, b=0.3), nn.init.kaiming_uniform_])
+@pytest.mark.slow
 def test_a_large_tensor(init: Callable[[torch.Tensor], object], dtype: torch.dtype, filled: mock.Mock) -> None:
     """As large as it must be to be divided; three stretches."""
     build = partial(one_weight, (LARGE // 16, 16), init, dtype=dtype)

@@ -10,14 +10,12 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from transformers import LlamaConfig
 
 import sdp_deepspeed
+from benchmarks.common.measured_step import watched_host_memory
 from sdp_deepspeed.deferred_init.materialize import DeferredModel
 from sdp_deepspeed.deferred_init.operation import Ref
-from sdp_deepspeed.measure.step import watched_host_memory
 from sdp_deepspeed.plan.tensors import named_tensors
-from sdp_deepspeed.training.model import build_model, may_defer
 from tests.helpers.deferred_models import BUILDERS, Holder, unbuilt, values_of
 from tests.helpers.models import FAMILIES, family, llama
 from tests.helpers.more_models import ALL_SPECIMENS
@@ -29,9 +27,6 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
 }
 
 
-AUTO_TP = {"tensor_parallel": {"autotp_size": 2}}
-
-
 def build_for_real(build: Callable[[], nn.Module]) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
     torch.manual_seed(3)
     model = build()
@@ -39,6 +34,7 @@ def build_for_real(build: Callable[[], nn.Module]) -> tuple[dict[str, torch.Tens
 
 
 @pytest.mark.parametrize("name", MODELS)
+@pytest.mark.slow
 def test_bits_and_random_stream_are_those_of_the_real_build(name: str) -> None:
     expected, state = build_for_real(MODELS[name])
     found = values_of(*unbuilt(MODELS[name], seed=3))
@@ -253,23 +249,3 @@ def test_models_on_the_meta_device_get_a_program(name: str) -> None:
     found = {n: v.view(storages[v.storage]) if isinstance(v, Ref) else v for n, v in deferred._values.items()}
     assert found.keys() == expected.keys()
     assert [n for n in expected if not torch.equal(found[n], expected[n])] == []
-
-
-def test_the_training_program_defers_for_our_engine_only() -> None:
-    """Its weights are those that it always had."""
-    shape = LlamaConfig(vocab_size=61, hidden_size=16, intermediate_size=24, num_hidden_layers=2, num_attention_heads=4)
-    found = {}
-    for deferred in (False, True):
-        model = build_model(shape.to_dict(), seed=5, deferred=deferred)
-        assert all(hasattr(parameter, "_sdp_program") for parameter in model.parameters()) == deferred
-        program = getattr(model.get_parameter("lm_head.weight"), "_sdp_program", None)
-        found[deferred] = values_of(model, program) if program else named_tensors(model)
-    assert [name for name, tensor in found[False].items() if not torch.equal(tensor, found[True][name])] == []
-    block = {"subnetwork_data_parallel": {"coverage": 0.5}}
-    configs: tuple[dict[str, Any], ...] = (
-        {},
-        block,
-        {"subnetwork_data_parallel": {"coverage": 0.5, "enabled": False}},
-        block | AUTO_TP,
-    )
-    assert [may_defer(config) for config in configs] == [False, True, False, False]

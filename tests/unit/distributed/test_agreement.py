@@ -110,6 +110,7 @@ def test_rank_0_works_for_all(poll_seconds: float | None) -> None:
     assert worked == [0]
 
 
+@pytest.mark.slow
 def test_long_work_meets_the_others_often_and_its_error_travels() -> None:
     gatherings: list[int] = []
 

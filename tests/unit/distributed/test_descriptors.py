@@ -54,7 +54,7 @@ print(resource.getrlimit(resource.RLIMIT_NOFILE)[0])
 def test_the_limit_of_torchruns_agent_is_raised_where_it_keeps_the_store(keeps_the_store: str, limit: int) -> None:
     environment = os.environ | {"TORCHELASTIC_USE_AGENT_STORE": keeps_the_store}
     command = [sys.executable, "-c", AGENT]
-    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=60)
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300)
     assert done.stdout == f"{limit}\n", done.stderr
 
 

@@ -11,6 +11,8 @@ from sdp_deepspeed.distributed import exits
 from tests.helpers.last_acts import of_ranks
 from tests.helpers.repository import ROOT
 
+pytestmark = pytest.mark.slow
+
 PROGRAM = """
 import atexit, sys, threading
 from sdp_deepspeed.distributed.exits import error_at_end, error_of_exit, go_on, remember_exits

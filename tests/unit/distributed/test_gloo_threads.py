@@ -46,6 +46,7 @@ def busy(done: threading.Event, seconds: float = 0.3) -> Callable[[], None]:
     return work
 
 
+@pytest.mark.slow
 def test_a_thread_at_work_is_waited_for() -> None:
     done = threading.Event()
     started(busy(done))
@@ -53,6 +54,7 @@ def test_a_thread_at_work_is_waited_for() -> None:
     assert done.is_set()
 
 
+@pytest.mark.slow
 def test_a_thread_that_never_rests_is_given_up() -> None:
     done = threading.Event()
     started(busy(done, seconds=2.0))
@@ -61,6 +63,7 @@ def test_a_thread_that_never_rests_is_given_up() -> None:
     done.wait()
 
 
+@pytest.mark.slow
 def test_threads_of_others_and_threads_at_rest_do_not_count() -> None:
     done, released = threading.Event(), threading.Event()
     started(busy(done, seconds=2.0), name="another")

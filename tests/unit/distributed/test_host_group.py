@@ -88,6 +88,7 @@ def test_collectives_of_another_thread_are_not_disturbed() -> None:
     assert in_threads(work, SIZE) == [expected] * SIZE
 
 
+@pytest.mark.slow
 def test_messages_of_two_channels_are_never_taken_for_one_another() -> None:
     """The first rank receives them in another order than the others sent them."""
     groups = hosts()
@@ -109,6 +110,7 @@ def test_messages_of_two_channels_are_never_taken_for_one_another() -> None:
     assert in_threads(work, SIZE) == [[["0"] * SIZE, ["1"] * SIZE]] * SIZE
 
 
+@pytest.mark.slow
 def test_who_does_not_come_is_an_error_within_the_limit() -> None:
     groups = hosts()
 
@@ -120,6 +122,7 @@ def test_who_does_not_come_is_an_error_within_the_limit() -> None:
     in_threads(work, SIZE)
 
 
+@pytest.mark.slow
 def test_who_has_ended_is_noticed_at_once_and_others_are_still_heard() -> None:
     groups = hosts()
     channels = [groups[rank].channel(Channel.BARRIER, [0, 2]) for rank in (0, 2)]

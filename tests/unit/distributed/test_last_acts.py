@@ -19,6 +19,8 @@ from sdp_deepspeed.distributed import last_acts
 from sdp_deepspeed.distributed.last_acts import LastActs, make_last_acts
 from tests.helpers.last_acts import of_ranks, threads, waiting
 
+pytestmark = pytest.mark.slow
+
 BROKEN = "Connection closed by peer"
 
 

@@ -9,6 +9,8 @@ import pytest
 from sdp_deepspeed.distributed import last_acts
 from tests.helpers.last_acts import of_ranks, threads, waiting
 
+pytestmark = pytest.mark.slow
+
 
 def test_nobody_warns_in_the_first_minute() -> None:
     said: list[str] = []

@@ -18,6 +18,8 @@ import torch.distributed as dist
 from sdp_deepspeed.distributed import lifeline
 from sdp_deepspeed.distributed.lifeline import Lifeline
 
+pytestmark = pytest.mark.slow
+
 LIMIT = 10.0
 LOOK = 2.0  # seconds
 SILENT = "nothing was heard of rank {} for 10 seconds"

@@ -19,6 +19,8 @@ from sdp_deepspeed.distributed import last_acts, monitored_barrier
 from sdp_deepspeed.distributed.last_acts import LastActs
 from sdp_deepspeed.distributed.monitored_barrier import Meetings, MonitoredBarrier, Phase
 
+pytestmark = pytest.mark.slow
+
 SECONDS = 0.02
 ADVICE = r"did not come: all ranks do this together: call it on every rank.* Last seen: rank 1 began its step"
 

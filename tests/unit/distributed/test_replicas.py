@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 import torch
 
+from benchmarks.common.measured_step import watched_host_memory
 from sdp_deepspeed.distributed import replicas
 from sdp_deepspeed.distributed.replicas import differing_replicas, digests
-from sdp_deepspeed.measure.step import watched_host_memory
 from tests.helpers.gatherers import outcomes_of
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.int64, torch.bool, torch.uint8)

@@ -12,7 +12,6 @@ from typing import Any
 import pytest
 import torch
 from accelerate import Accelerator
-from accelerate.commands.config.config_args import ClusterConfig, load_config_from_file
 from accelerate.state import AcceleratorState, PartialState
 from accelerate.utils import DistributedType
 from torch import nn
@@ -20,7 +19,7 @@ from transformers import Trainer, TrainingArguments
 
 import sdp_deepspeed  # noqa: F401  patches all of them
 from sdp_deepspeed.config import KEY
-from sdp_deepspeed.engine.fsdp_refusals import SHARDED, patch_accelerator, patch_launcher, patch_trainer
+from sdp_deepspeed.engine.fsdp_refusals import SHARDED, patch_accelerator, patch_trainer
 
 BLOCK: dict[str, Any] = {KEY: {"coverage": 0.5}}
 REFUSAL = f"{KEY}: has no effect in fsdp_config of .*sdp_deepspeed.fully_shard"
@@ -53,21 +52,6 @@ def test_the_trainer_refuses_a_block_in_its_fsdp_config(tmp_path: Path) -> None:
     others: list[Any] = [None, {}, {"version": 2, "state_dict_type": "SHARDED_STATE_DICT"}, {KEY: {"enabled": False}}]
     for config in others:
         trainer(tmp_path, config)
-
-
-def test_a_launcher_refuses_a_block_that_it_would_not_hand_on(tmp_path: Path) -> None:
-    path = tmp_path / "accelerate.json"
-    config: dict[str, Any] = {
-        "compute_environment": "LOCAL_MACHINE",
-        "distributed_type": "FSDP",
-        "mixed_precision": "no",
-    }
-    config |= {"num_processes": 2, "debug": False, "use_cpu": True, "fsdp_config": {"fsdp_version": 2}}
-    path.write_text(json.dumps(config))
-    assert isinstance(load_config_from_file(str(path)), ClusterConfig)
-    path.write_text(json.dumps(config | {"fsdp_config": {"fsdp_version": 2, **BLOCK}}))
-    with pytest.raises(ValueError, match=REFUSAL):
-        load_config_from_file(str(path))
 
 
 def test_an_accelerator_refuses_models_that_were_sharded_by_us(accelerator: Accelerator) -> None:
@@ -105,11 +89,10 @@ def test_fsdp_of_accelerate_is_said_to_train_the_dense_model(
 
 
 def test_hosts_of_other_versions_and_those_patched_before_are_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    patched = (Accelerator.prepare, ClusterConfig.__post_init__, Trainer.create_accelerator_and_postprocess)
+    patched = (Accelerator.prepare, Trainer.create_accelerator_and_postprocess)
     patch_accelerator()
-    patch_launcher()
     patch_trainer()
-    assert patched == (Accelerator.prepare, ClusterConfig.__post_init__, Trainer.create_accelerator_and_postprocess)
+    assert patched == (Accelerator.prepare, Trainer.create_accelerator_and_postprocess)
     monkeypatch.delattr(Trainer, "create_accelerator_and_postprocess")
     patch_trainer()
     assert not hasattr(Trainer, "create_accelerator_and_postprocess")

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from sdp_deepspeed.engine.step_events import RankFigures, StepEvents, events_of, write_step_events
+from sdp_deepspeed.engine.step_events import RankFigures, events_of, write_step_events
 
 FIGURES = RankFigures(
     loss=2.0,
@@ -212,12 +212,3 @@ def test_an_evaluation_is_no_part_of_a_step(monkeypatch: pytest.MonkeyPatch) -> 
     engine.module.eval()
     engine.train()
     assert begun == [1, 1]
-
-
-def test_bytes_that_someone_else_counted() -> None:
-    engine = Engine()
-    events = StepEvents(engine, Ranks(), interval=1)
-    events.install()
-    events.sent = 77
-    run(engine, 2)
-    assert ("Train/Samples/sent_bytes", 77.0, 16) in engine.monitor.written

@@ -69,6 +69,7 @@ class SubnetworkEngine:
 
     def __init__(self, trains: bool) -> None:
         self.plan = SimpleNamespace(trains_subnetworks=trains)
+        self.coverage, self.phase = 0.5, 0
 
 
 def labelled(trainer: Any, *, before: bool | None, after: bool, name: str = "loss") -> bool:
@@ -78,7 +79,7 @@ def labelled(trainer: Any, *, before: bool | None, after: bool, name: str = "los
         note_step(trainer)
     trainer.model_wrapped, logs = SubnetworkEngine(after), {name: 1.0}
     transformers.trainer.Trainer.log(trainer, logs)
-    return len(logs) == 2
+    return f"{name.removesuffix('loss')}subnetwork_loss" in logs
 
 
 def a_trainer() -> Any:

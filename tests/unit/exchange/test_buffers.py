@@ -8,9 +8,9 @@ from unittest import mock
 import pytest
 import torch
 
+from benchmarks.common.measured_step import watched_host_memory
 from sdp_deepspeed.exchange.buffers import Buffers
 from sdp_deepspeed.exchange.streams import GpuStreams
-from sdp_deepspeed.measure.step import watched_host_memory
 from tests.helpers.stream_order import pretended_streams, stream_order
 
 CPU = torch.device("cpu")

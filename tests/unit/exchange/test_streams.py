@@ -125,6 +125,7 @@ MISTAKES: list[tuple[Any, str, Callable[..., Any], tuple[int, ...]]] = [
     ("where", "method", "instead", "stage"),
     [(where, method, instead, stage) for where, method, instead, stages in MISTAKES for stage in stages],
 )
+@pytest.mark.slow
 def test_mistakes_on_a_gpu_are_noticed(where: Any, method: str, instead: Callable[..., Any], stage: int) -> None:
     toy = toy_of(3, 4, "forward", 40, "one", stage=stage, overlap=1, num_streams=2, checks_order=True, **HARD)
     with mock.patch.object(where, method, instead), pytest.raises(AssertionError, match=r"without a wait|was freed"):
@@ -139,6 +140,7 @@ def test_mistakes_on_a_gpu_are_noticed(where: Any, method: str, instead: Callabl
         (Exchange, "_travel", given_back_too_early, "sent tensor was changed|received tensor was written to"),
     ],
 )
+@pytest.mark.slow
 def test_mistakes_on_a_cpu_are_noticed(
     where: Any, method: str, instead: Callable[..., Any], what: str, stage: int
 ) -> None:
@@ -151,6 +153,7 @@ def test_mistakes_on_a_cpu_are_noticed(
 @pytest.mark.parametrize("num_streams", [0, 2])
 @pytest.mark.parametrize("nodes", ["one", "halves"])
 @pytest.mark.parametrize("stage", [0, 1, 2])
+@pytest.mark.slow
 def test_real_streams(stage: int, nodes: str, num_streams: int, device: str) -> None:
     """On a GPU collectives run on streams of their own, after random pauses: whoever reads what was received without
     having waited on the right stream, or gives a buffer back too early, gets something else. On a CPU the same code

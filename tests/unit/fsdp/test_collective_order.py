@@ -50,6 +50,7 @@ def test_units_that_run_into_each_other_are_not() -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.slow
 def test_no_rank_waits_for_ever(kind: str) -> None:
     """What FSDP2 itself issues on random holder sets, gathering ahead, has one order."""
     for seed in range(NUM_SEEDS):

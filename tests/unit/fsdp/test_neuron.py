@@ -69,8 +69,8 @@ def assert_same_gradients(module: Any, branches: list[SplitBranch], expected: di
 
 @pytest.mark.parametrize("name", [*NAMES, *MORE])
 def test_a_split_model_is_the_dense_one_with_zeroed_pieces(name: str, pytestconfig: pytest.Config) -> None:
-    if name not in (*NAMES, *SAMPLE) and not pytestconfig.getoption("--full-grid"):
-        pytest.skip("one of many families: with --full-grid")
+    if name not in (*NAMES, *SAMPLE) and not pytestconfig.getoption("--full"):
+        pytest.skip("one of many families: with --full")
     dense, strategy = built(name)
     plan = overlapping_plan(dense, strategy)
     for rank in RANKS:

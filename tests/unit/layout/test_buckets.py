@@ -184,6 +184,7 @@ def test_owners_send_at_the_same_time() -> None:
     assert max(bucket_load(bucket, 4) for bucket in buckets) <= 400
 
 
+@pytest.mark.slow
 def test_what_waits_is_bounded_on_many_ranks() -> None:
     """Beside it there may be the tensor that was one too many, and what is stepped element by element."""
     (tensors, plan), nodes = random_decoder(64, 32, 32, seed=0), Nodes.of([rank // 8 for rank in range(64)])
@@ -219,6 +220,7 @@ def packed(layout: Layout) -> list[tuple[int, int]]:
 
 
 @given(backward_layouts)
+@pytest.mark.slow
 def test_buffers_are_bounded_in_the_backward_regime(layout: Layout) -> None:
     """A shard is rounded up to whole elements, and goes to all other ranks; a limit below their number cannot hold."""
     limit, others = max(layout.max_elements, layout.size), layout.size - 1
@@ -281,6 +283,7 @@ def test_copies_by_hand(labels: str, holders: tuple[int, ...], expected: dict[st
 
 
 @given(st.integers(0, 100_000), st.sampled_from(sorted(NODES)), st.sampled_from(["holders", "others", "all"]))
+@pytest.mark.slow
 def test_nobody_packs_more_than_it_is_counted_with(seed: int, nodes: str, receivers: Receivers) -> None:
     """By the routes themselves, but for shards that are rounded up to whole elements."""
     layout = placed(random_layout(seed, 8), nodes)

@@ -206,6 +206,7 @@ def test_other_groups_and_uncut_batch_norms_are_refused() -> None:
 
 
 @pytest.mark.parametrize("mode", [("forward", "block"), ("forward", "neuron"), ("backward", "neuron")])
+@pytest.mark.slow
 def test_compilers_follow(mode: tuple[str, str]) -> None:
     dense = build("bottleneck")
     plan = plan_of(dense, *mode)

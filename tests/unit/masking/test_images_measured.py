@@ -22,6 +22,8 @@ from sdp_deepspeed.architectures.image_flops import flops_per_element
 from sdp_deepspeed.plan.plan import Plan
 from tests.helpers.masked_modules import NUM_GROUPS, RANKS, Saved, masked, plan_of
 
+pytestmark = pytest.mark.slow
+
 aten = torch.ops.aten
 ROWS, SIZE, WIDTHS = 3, 32, (12, 24)
 STRATEGIES = ("block", "neuron")

@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 import torch
 
+from sdp_deepspeed.masking.free_memory import FreeMemory
 from sdp_deepspeed.masking.keeping import Vote, decide, fingerprint
-from sdp_deepspeed.measure.free_memory import FreeMemory
 
 CPU = torch.device("cpu")
 

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from sdp_deepspeed.config import KEY, MODES, parse
-from sdp_deepspeed.measure.flops import FlopCounter
+from sdp_deepspeed.estimate.flops import FlopCounter
 from sdp_deepspeed.plan.plan import Plan
 from sdp_deepspeed.plan.planner import plan_model
 from sdp_deepspeed.reference.batched_workers import BatchedReference
@@ -22,6 +22,8 @@ from sdp_deepspeed.reference.virtual_workers import Reference
 from tests.helpers.mixtures import MIXTURES
 from tests.helpers.models import LENGTH, MIXED, SPECIMENS, VOCABULARY, batches, loss_of
 from tests.helpers.more_models import ALL_SPECIMENS
+
+pytestmark = pytest.mark.slow
 
 Block = dict[str, Any]
 DEPTH: Block = {"coverage": [{"profile": "linear", "first": 1.0, "last": 0.25}]}
@@ -76,6 +78,7 @@ def test_one_plan(name: str, block: Block) -> None:
 
 
 @pytest.mark.parametrize("mode", MODES, ids=str)
+@pytest.mark.slow
 def test_plans_that_change(mode: Any) -> None:
     """Coverage that grows, by depth too, then everything; and the same coverage drawn anew."""
     own = mode._asdict()
@@ -87,6 +90,7 @@ def test_plans_that_change(mode: Any) -> None:
 
 
 @pytest.mark.parametrize("mode", MODES, ids=str)
+@pytest.mark.slow
 def test_other_counts(mode: Any) -> None:
     """One holder of each unit; three workers, two of which hold it; two replicas of each of two; two micro-batches."""
     own = mode._asdict()
@@ -96,6 +100,7 @@ def test_other_counts(mode: Any) -> None:
 
 
 @pytest.mark.parametrize("rule", ["sqrt", "linear"])
+@pytest.mark.slow
 def test_rates_by_coverage_and_clipping(rule: str) -> None:
     for mode in MODES:
         assert_agree(*both("llama", [mode._asdict() | DEPTH], 4, lr_by_coverage=rule, clip=0.1), 4)

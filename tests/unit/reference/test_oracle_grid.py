@@ -1,114 +1,84 @@
-"""What the oracle's sample must have, and which of its cases cannot be."""
+"""The sample of the oracle has every pair of settings that can be combined."""
 
 from __future__ import annotations
 
 import itertools
-import warnings
-from functools import cache
 
-import pytest
-from torch import nn
+from tests.helpers.oracle_grid import AXES, MODELS, SIZES, Case, cases, grid, pairs_of, possible, sample, traits
 
-from sdp_deepspeed.config import KEY, parse
-from sdp_deepspeed.plan.planner import plan_model
-from sdp_deepspeed.support.combinations import AXES
-from tests.helpers import more_models, oracle
-from tests.helpers.models import SPECIMENS
-from tests.helpers.oracle_grid import (
-    SIZES,
-    Case,
-    allowed_combinations,
-    full_grid,
-    num_scarce_units,
-    other_families,
-    pairs_of,
-    possible,
-    sample,
-)
-
-
-def test_every_model_is_trained_in_every_mode() -> None:
-    found = {(case.model, case.regime, case.strategy) for case in sample() if case.holders < case.num_subnetworks}
-    assert found == set(itertools.product(SPECIMENS, ("forward", "backward"), ("block", "neuron", "mixed")))
-
-
-def test_every_other_family_is_trained_on_ranks_with_neurons_if_it_can() -> None:
-    """In all modes in one process: tests/unit/architectures/test_more_families.py."""
-    lacking = [case for case in other_families() if case.holders < case.num_subnetworks]
-    names = more_models.SPECIMENS.keys() - set(more_models.TWINS)
-    assert {case.model for case in lacking} == names
-    assert {(case.regime, case.strategy) for case in lacking} == {
-        *itertools.product(("forward", "backward"), ("block", "neuron"))
-    }
-    assert {case.model for case in other_families() if case.strategy == "neuron"} == (names - set(more_models.UNCUT))
-    assert all(map(possible, other_families(full=True)))
-    modes = {(case.model, case.regime, case.strategy) for case in other_families(full=True)}
-    assert {(case.model, case.regime, case.strategy) for case in other_families()} < modes
-
-
-def test_the_grid_is_every_allowed_combination() -> None:
-    grid = [case for size in SIZES for case in full_grid(size)]
-    assert {case.combination for case in grid} == set(allowed_combinations())
-    assert len({str(case) for case in grid}) == len(set(grid))
-    for case in grid[::97]:
-        ours, combination = oracle.deepspeed_config(case), case.combination.config(case.ranks, case.holders)
-        assert {key: ours[key] for key in combination if key not in ("zero_optimization", "fp16", KEY)} == {
-            key: value for key, value in combination.items() if key not in ("zero_optimization", "fp16", KEY)
-        }
-        assert ours["zero_optimization"].items() >= combination["zero_optimization"].items()
-        assert ours[KEY].items() >= combination[KEY].items()
+LOW = ("bf16", "bf16+fp32", "autocast", "fp16")
+# By two axes the pairs that cannot be met, each for a reason of `why_not`. What two ranks, or four in pairs, lack some
+# of is held by one.
+IMPOSSIBLE = {
+    ("model", "strategy"): {("resnet_bottleneck", "mixed"), ("resnet_bottleneck", "opposite")},
+    ("model", "granularity"): {("llama_one_layer", "layer"), ("resnet_bottleneck", "layer"), ("swin", "layer")},
+    ("model", "tensor_parallel"): {
+        (name, 2) for name in ("llama_odd", "gpt2", "phi3", "mixtral", "resnet_bottleneck", "swin")
+    },
+    ("model", "rules"): {("llama_one_layer", "depth"), ("resnet_bottleneck", "parts")},
+    ("model", "units"): {
+        ("resnet_bottleneck", "shared"),
+        ("resnet_bottleneck", "mlp"),
+        ("resnet_bottleneck", "groups"),
+        ("mixtral", "groups"),
+    },
+    ("model", "precision"): {(name, precision) for name in ("mixtral", "resnet_bottleneck") for precision in LOW},
+    ("model", "wire"): {("mixtral", "fp32"), ("resnet_bottleneck", "fp32")},
+    ("model", "optimizer"): {("swin", "AdamW"), ("resnet_bottleneck", "AdamW")},
+    ("model", "checkpointing"): {("resnet_bottleneck", "reentrant"), ("resnet_bottleneck", "non-reentrant")},
+    ("model", "dense_branch_scale"): {("resnet_bottleneck", "coverage")},
+    ("regime", "dense_branch_scale"): {("backward", "coverage")},
+    ("regime", "evaluation"): {("backward", "stream")},
+    ("strategy", "granularity"): {(name, "layer") for name in ("neuron", "mixed", "opposite")},
+    ("strategy", "units"): {("block", "groups"), ("mixed", "groups"), ("mixed", "mlp"), ("opposite", "mlp")},
+    ("granularity", "units"): {("layer", "shared"), ("layer", "groups"), ("layer", "mlp")},
+    ("granularity", "rules"): {("layer", "parts")},
+    ("ranks", "tensor_parallel"): {(2, 2), (3, 2)},
+    ("ranks", "replicas"): {(2, 2), (3, 2)},
+    ("ranks", "holders"): {(2, "some")},
+    ("tensor_parallel", "replicas"): {(2, 2)},
+    ("tensor_parallel", "nodes"): {(2, 2)},
+    ("tensor_parallel", "holders"): {(2, "some")},
+    ("replicas", "holders"): {(2, "some")},
+    ("holders", "rules"): {("all", "parts"), ("all", "depth")},
+    ("rules", "units"): {("parts", "mlp")},
+    ("stage", "precision"): {(0, "bf16+fp32")},
+    ("stage", "offload"): {(0, "cpu")},
+    ("accumulation", "by_caller"): {(1, True)},
+    ("precision", "wire"): {("fp32", "fp32")},
+    ("precision", "optimizer"): {(precision, "AdamW") for precision in LOW},
+    ("wire", "optimizer"): {("fp32", "AdamW")},
+}
 
 
 def test_every_pair_of_settings_is_in_the_sample() -> None:
-    everything = pairs_of([case for size in SIZES for case in full_grid(size)])
-    assert everything == pairs_of(sample())
-    assert {(size, holders) for size in SIZES for holders in range(1, size + 1)} <= everything
-    axes = {name: values for name, values in AXES.items() if name not in ("regime", "strategy", "accumulation")}
-    missing = {
-        pair
-        for one, other in itertools.combinations(sorted(axes), 2)
-        for pair in itertools.product(*([(name, value) for value in axes[name]] for name in (one, other)))
-        if ("lacking", pair) not in everything
-    }
-    # What is refused, and what leaves one subnetwork on four ranks: that has nothing to lack.
-    assert missing == {
-        (("offload", "cpu"), ("stage", 0)),
-        (("precision", "bf16+fp32"), ("stage", 0)),
-        (("replicas", 2), ("tensor_parallel", 2)),
-    }
-    assert (("replicas", 2), ("tensor_parallel", 2)) in everything
-    for mode in itertools.product(("forward", "backward"), ("block", "neuron", "mixed")):
-        for trait in itertools.chain(*([(name, value) for value in axes[name]] for name in axes)):
-            assert ("lacking", (("mode", " ".join(mode)), trait)) in everything
+    """Where something is lacking, but for pairs with C = 1."""
+    found = set().union(*map(pairs_of, sample()))
+    axes = AXES | {"holders": ("one", "some", "all")}
+    missing = {}
+    for names in itertools.combinations(axes, 2):
+        pairs = set(itertools.product(*(axes[name] for name in names)))
+        if left := {pair for pair in pairs if tuple(zip(names, pair, strict=True)) not in found}:
+            missing[names] = left
+    assert missing == IMPOSSIBLE
 
 
-def test_sample_is_small_and_the_same_each_time() -> None:
-    """Its size decides how long the suite takes; ranks of different processes must not choose differently."""
-    assert len(sample()) <= 95
-    full_grid.cache_clear()
+def test_the_sample_is_small_and_its_names_tell_cases_apart() -> None:
+    """Its size decides how long the gate takes."""
+    assert len(sample()) <= 75
+    assert all(map(possible, grid()))
+    assert len({(case.ranks, str(case)) for case in cases(full=True)}) == len(cases(full=True))
+
+
+def test_it_is_the_same_each_time() -> None:
+    """Ranks, and workers of pytest, must not choose differently."""
     assert sample.__wrapped__() == sample()
 
 
-@cache
-def built(model: str) -> nn.Module:
-    return SPECIMENS[model].build()
+def test_every_model_runs_in_full() -> None:
+    assert {case.model for case in cases(full=True)} == set(MODELS)
 
 
-@pytest.mark.parametrize("model", SPECIMENS)
-@pytest.mark.parametrize("strategy", ["block", "neuron", "mixed"])
-def test_cases_are_left_out_when_no_plan_exists_only(model: str, strategy: str) -> None:
-    """Too few units or heads is an error, one more holder is none; and with a plan every worker has its share."""
-    for size, granularity in itertools.product(SIZES, ("sublayer", "layer") if strategy == "block" else ("sublayer",)):
-        for holders in range(1, size + 1):
-            case = Case(size, holders, "forward", strategy, model, granularity)
-            block = parse({KEY: case.block})
-            assert block is not None
-            if not possible(case):
-                with pytest.raises(ValueError, match="holders"):
-                    plan_model(built(model), block, size)
-                assert num_scarce_units(case) * holders < size
-                continue
-            with warnings.catch_warnings():
-                warnings.simplefilter("ignore")
-                plan, _ = plan_model(built(model), block, size)
-            assert all(plan.units_of(subnetwork) for subnetwork in range(size))
+def test_traits_are_all_axes() -> None:
+    assert [name for name, _ in traits(Case(2, 1))] == list(AXES)
+    assert {case.ranks for case in sample()} == {*SIZES}

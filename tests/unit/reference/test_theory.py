@@ -185,6 +185,7 @@ EACH_STRATEGY_AND_P = pytest.mark.parametrize(
 
 
 @EACH_STRATEGY_AND_P
+@pytest.mark.slow
 def test_mean_over_placements_is_exact(strategy: str, p: int) -> None:
     """fp32 averages of gradients that differ by about their own size: a few EPS of relative error in T."""
     distances, size, plan, _ = real_distances(strategy, p, "holders")

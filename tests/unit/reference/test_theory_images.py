@@ -22,6 +22,8 @@ from sdp_deepspeed.plan.plan import Plan
 from sdp_deepspeed.reference.theory import Gradients, dense_gradients, deviation, distance, mean, similarity
 from sdp_deepspeed.reference.virtual_workers import local_gradients, masked_average
 
+pytestmark = pytest.mark.slow
+
 EPS = 2.0**-24  # unit roundoff of fp32
 K = 4
 PLACEMENTS = list(itertools.permutations(range(K)))

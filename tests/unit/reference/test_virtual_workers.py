@@ -10,6 +10,7 @@ from torch import nn
 
 from sdp_deepspeed.plan.plan import Plan
 from sdp_deepspeed.reference.virtual_workers import (
+    LossScale,
     Reference,
     divisors,
     held_mask,
@@ -221,3 +222,48 @@ def test_low_precision_weights_follow_fp32_masters() -> None:
         reference.step([[0.0], [0.0], [0.0]])  # dc = 1, all else 0
         assert reference.masters["c"].item() == 1 - (step + 1) * 2**-10
     assert model.c.item() == 1 - 2**-7
+
+
+def test_sums_of_micro_batches_in_fp32() -> None:
+    """dc of each is 1, thirds of it are 0.333984375 in bf16 (8 bits), and so is their sum only if it is not rounded:
+    the second partial sum 0.66796875 is exact, the third 1.001953125 becomes 1 in bf16."""
+    model = Neurons().to(torch.bfloat16)
+    sums = [
+        local_gradients(model, neurons(), 0, [0.0] * 3, loss_of, sum_in_fp32=in_fp32)[1]["c"].item()
+        for in_fp32 in (False, True)
+    ]
+    assert sums == [1.0, 3 * 0.333984375]
+
+
+def test_a_loss_scale_cancels_and_follows_overflows() -> None:
+    """Steps 0 to 5, of which 1 and 4 overflow: halved there, doubled after two good steps, but the first after an
+    overflow does not count."""
+    model, scale = TwoLayers(), LossScale(8.0, window=2)
+    reference = Reference(
+        model, two_layers("forward"), lambda named: torch.optim.SGD(named.values(), lr=0.0), loss_of, loss_scale=scale
+    )
+    norms, values = [], []
+    for x in (1.0, math.inf, 1.0, 1.0, math.inf, 1.0, 1.0, 1.0):
+        norms.append(reference.step([[x], [2.0], [4.0]])[1])
+        values.append(scale.value)
+    assert values == [8, 4, 4, 4, 2, 2, 2, 4]
+    size = math.sqrt(sum(value**2 for value in EXPECTED["forward"].values()))
+    assert [norm == math.inf for norm in norms] == [False, True, False, False, True, False, False, False]
+    assert norms[0] == norms[-1] == pytest.approx(size, rel=1e-6)
+
+
+def test_a_scheduler_moves_with_the_steps_that_are_taken() -> None:
+    model = TwoLayers()
+    reference = Reference(
+        model,
+        two_layers("forward"),
+        lambda named: torch.optim.SGD(named.values(), lr=1.0),
+        loss_of,
+        loss_scale=LossScale(1.0, window=10),
+        make_scheduler=lambda optimizer: torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 2.0**-step),
+    )
+    rates = []
+    for x in (0.0, math.inf, 0.0):
+        reference.step([[x], [0.0], [0.0]])
+        rates.append(reference.optimizer.param_groups[0]["lr"])
+    assert rates == [0.5, 0.5, 0.25]

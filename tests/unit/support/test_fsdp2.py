@@ -7,9 +7,7 @@ import pytest
 from sdp_deepspeed.config import KEY
 from sdp_deepspeed.support.block import BLOCK
 from sdp_deepspeed.support.fsdp2 import FSDP2_TABLE, refused_of_block
-from sdp_deepspeed.support.matrix import host_rows
 from sdp_deepspeed.support.rows import Row
-from sdp_deepspeed.support.table import TABLE
 from tests.helpers.fsdp2_examples import ELSEWHERE, REFUSED, WORKS, example_of
 from tests.helpers.repository import TESTS
 from tests.helpers.support_examples import ids
@@ -41,13 +39,3 @@ def test_what_is_started_elsewhere_is_there(what: str) -> None:
     text = (TESTS / file).read_text(encoding="utf-8")
     assert f"def {check}(" in text
     assert text.count(check) > 1, "a check that nothing runs"
-
-
-def test_one_line_for_both_hosts() -> None:
-    lines = {line[0]: line for line in host_rows()}
-    assert len(lines) == len(host_rows()) == len({row.what for row in (*TABLE, *FSDP2_TABLE)})
-    assert lines["backward regime"][2:4] == ("works", "refused")
-    assert lines["ZeRO stage 1"][2:4] == ("works", "–")
-    assert lines["offload of parameters"][1] == "`zero_optimization.offload_param`, `offload_policy`"
-    assert lines["offload of parameters"][4] == "it needs stage 3; FSDP2: with gradients and optimizer"
-    assert lines["parameters without a dim"][2:] == ("–", "refused", "FSDP2 cannot shard it")

@@ -1,0 +1,217 @@
+"""Turn text into blocks of tokens for a causal language model, with `datasets` alone.
+
+To add a source of data, add an entry to `sources` of the recipe: it takes what `datasets.load_dataset` takes. What has
+no loader there becomes a function such as `standard_library` below.
+"""
+
+from __future__ import annotations
+
+import json
+import sysconfig
+from collections.abc import Iterator
+from contextlib import suppress
+from dataclasses import dataclass, field
+from functools import partial
+from itertools import chain, islice
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any, TypeAlias
+
+import torch
+import xxhash
+from datasets import Dataset, IterableDataset, interleave_datasets, load_dataset
+from datasets.distributed import split_dataset_by_node
+from tokenizers import ByteLevelBPETokenizer
+from torch.utils.data import DataLoader
+from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast
+
+END_OF_TEXT = "<|endoftext|>"
+
+Texts: TypeAlias = "Dataset | IterableDataset"
+
+
+@dataclass
+class Data:
+    """The section `data` of a recipe.
+
+    Args:
+        sources: each what `load_dataset` takes (`path`: the name of a data set, a folder, or json, parquet, text with
+            `data_files`), or `path: standard_library`; also `text_column` (default "text") and `weight`, its share of
+            the blocks.
+        sequence_length: tokens of a block.
+        tokenizer: name or folder; None trains a byte-level BPE on the first `tokenizer_documents` documents.
+        vocab_size: of the tokenizer that is trained.
+        validation_fraction: share of the documents that is held out, chosen by the hash of the text.
+        validation_blocks: how many of the held-out blocks an evaluation takes, at most.
+        streaming: read and tokenize while training, instead of once before it. Needs `max_steps`.
+        num_proc: processes that tokenize (not with streaming).
+    """
+
+    sources: list[dict[str, Any]]
+    sequence_length: int
+    tokenizer: str | None = None
+    vocab_size: int = 32_000
+    tokenizer_documents: int = 20_000
+    validation_fraction: float = 0.005
+    validation_blocks: int = 512
+    streaming: bool = False
+    num_proc: int | None = None
+
+    def __post_init__(self) -> None:
+        if not self.sources:
+            raise ValueError("sources: empty; name at least one, such as {path: standard_library}")
+        if not 0 < self.validation_fraction < 1:
+            raise ValueError(f"validation_fraction: got {self.validation_fraction}, expected a number between 0 and 1")
+
+
+@dataclass
+class Blocks:
+    """What a run trains on and evaluates with; rows have the one column `input_ids`, of one length."""
+
+    tokenizer: PreTrainedTokenizerBase
+    train: Texts
+    validation: list[dict[str, list[int]]] = field(repr=False)
+
+
+def load_blocks(data: Data, seed: int, folder: Path) -> Blocks:
+    """Tokenizer and blocks; mapped data are prepared once and found in the cache of `datasets` afterwards.
+
+    Args:
+        folder: of the run; a tokenizer that is trained is kept there, so that a resumed run has the same one.
+
+    Raises:
+        ValueError: there is no text, no such column, or nothing to evaluate with.
+    """
+    sources = [_load_source(source, data.streaming, seed) for source in data.sources]
+    splits = [_split(texts, data.validation_fraction) for texts in sources]
+    tokenizer = _tokenizer(data, [train for train, _ in splits], folder)
+    train = [_pack(texts, tokenizer, data) for texts, _ in splits]
+    validation = [_pack(texts, tokenizer, data) for _, texts in splits]
+    weights = [float(source.get("weight", 1)) for source in data.sources]
+    share = -(-data.validation_blocks // len(validation))
+    held_out = [row for texts in validation for row in islice(texts, share)]
+    blocks = Blocks(tokenizer, _mix(train, weights, seed), held_out)
+    if not blocks.validation:
+        raise ValueError("data: no block is held out; give more text or a larger validation_fraction")
+    return blocks
+
+
+def _load_source(source: dict[str, Any], streaming: bool, seed: int) -> Texts:
+    """Documents in the one column `text`."""
+    options = {"split": "train"} | source
+    options.pop("weight", None)
+    column = options.pop("text_column", "text")
+    if options["path"] == "standard_library":
+        texts: Texts = Dataset.from_generator(standard_library)
+        texts = texts.to_iterable_dataset(num_shards=64) if streaming else texts
+    else:
+        texts = load_dataset(streaming=streaming, **options)
+    if column not in (texts.column_names or [column]):
+        raise ValueError(f"data: no column {column!r} in {options['path']}, only {texts.column_names}; set text_column")
+    texts = texts.select_columns([column])
+    texts = texts if column == "text" else texts.rename_column(column, "text")
+    if isinstance(texts, IterableDataset):  # shards in random order, ten of them in turns: documents need no buffer
+        texts = texts.reshard().shuffle(seed, buffer_size=1, max_buffer_input_shards=10)
+    return texts
+
+
+def standard_library() -> Iterator[dict[str, str]]:
+    """Python's own source: text that is on every machine. Tests, tables and what pip installed are left out."""
+    skipped = {"test", "tests", "idle_test", "encodings", "site-packages", "dist-packages", "__pycache__"}
+    root = Path(sysconfig.get_path("stdlib"))
+    for path in sorted(root.rglob("*.py")):
+        if skipped.isdisjoint(path.relative_to(root).parts) and path.stat().st_size < 400_000:
+            yield {"text": path.read_text(encoding="utf-8", errors="ignore")}
+
+
+def _split(texts: Texts, fraction: float) -> tuple[Texts, Texts]:
+    """Documents to train on, and those held out. Copies of a document are on the same side."""
+
+    def is_held_out(text: str, fraction: float, wanted: bool) -> bool:
+        return (xxhash.xxh64_intdigest(text.encode()) < fraction * 2**64) == wanted
+
+    train, held_out = (
+        texts.filter(partial(is_held_out, fraction=fraction, wanted=wanted), input_columns="text")
+        for wanted in (False, True)
+    )
+    return train, held_out
+
+
+def _tokenizer(data: Data, sources: list[Texts], folder: Path) -> PreTrainedTokenizerBase:
+    if data.tokenizer is not None:
+        return AutoTokenizer.from_pretrained(data.tokenizer)
+    saved = folder / "tokenizer"
+    if not saved.is_dir():
+        folder.mkdir(parents=True, exist_ok=True)
+        share = data.tokenizer_documents // len(sources) + 1
+        texts = (row["text"] for source in sources for row in islice(source, share))
+        bpe = ByteLevelBPETokenizer()
+        bpe.train_from_iterator(texts, data.vocab_size, special_tokens=[END_OF_TEXT], show_progress=False)
+        new = PreTrainedTokenizerFast(tokenizer_object=bpe._tokenizer, eos_token=END_OF_TEXT, pad_token=END_OF_TEXT)
+        with TemporaryDirectory(dir=folder) as unfinished:
+            new.save_pretrained(f"{unfinished}/tokenizer")
+            with suppress(OSError):  # another node was faster
+                Path(unfinished, "tokenizer").rename(saved)
+    return AutoTokenizer.from_pretrained(saved)
+
+
+def _pack(texts: Texts, tokenizer: PreTrainedTokenizerBase, data: Data) -> Texts:
+    """Blocks of `sequence_length` tokens, one document after the other; the rest of each thousand documents is left
+    out."""
+
+    def pack(batch: dict[str, list[str]], tokenizer: Any, length: int) -> dict[str, list[list[int]]]:
+        documents = tokenizer(batch["text"], add_special_tokens=False, return_attention_mask=False)["input_ids"]
+        ids = list(chain.from_iterable([*document, tokenizer.eos_token_id] for document in documents))
+        return {"input_ids": [ids[i : i + length] for i in range(0, len(ids) - length + 1, length)]}
+
+    function = partial(pack, tokenizer=tokenizer, length=data.sequence_length)
+    options = {"num_proc": data.num_proc} if isinstance(texts, Dataset) else {}
+    return texts.map(function, batched=True, remove_columns=["text"], **options)
+
+
+def _mix(sources: list[Texts], weights: list[float], seed: int) -> Texts:
+    """Blocks of all sources, drawn by weight; a source that ends early begins again."""
+    if len(sources) == 1:
+        return sources[0]
+    shares = [weight / sum(weights) for weight in weights]
+    return interleave_datasets(sources, shares, seed, stopping_strategy="all_exhausted")
+
+
+def collate(rows: list[dict[str, list[int]]]) -> dict[str, torch.Tensor]:
+    """A batch for a causal language model: `input_ids` and `labels`, both [batch, length]."""
+    ids = torch.tensor([row["input_ids"] for row in rows])
+    return {"input_ids": ids, "labels": ids}
+
+
+class Stream:
+    """One rank's part of streamed blocks, without end, with a place that can be saved between two batches.
+
+    It reads in the process of the rank (no workers: they would die of the SIGTERM that asks the run to save).
+    """
+
+    def __init__(self, blocks: IterableDataset, rank: int, world_size: int) -> None:
+        self.rank, self.world_size = rank, world_size
+        self.blocks = split_dataset_by_node(blocks, rank, world_size).repeat(None)
+
+    def loader(self, batch_size: int) -> DataLoader[Any]:
+        return DataLoader(self.blocks, batch_size, collate_fn=collate)
+
+    def save(self, folder: str | Path) -> None:
+        path = self._path(folder)
+        path.with_suffix(".tmp").write_text(json.dumps(self.blocks.state_dict()))
+        path.with_suffix(".tmp").rename(path)
+
+    def load(self, folder: str | Path) -> None:
+        """
+        Raises:
+            ValueError: the checkpoint was saved by another number of ranks.
+        """
+        saved = len([*Path(folder).glob("stream_*.json")])
+        if saved != self.world_size:
+            raise ValueError(
+                f"{folder}: a stream of {saved} ranks cannot resume on {self.world_size}; use {saved} ranks"
+            )
+        self.blocks.load_state_dict(json.loads(self._path(folder).read_text()))
+
+    def _path(self, folder: str | Path) -> Path:
+        return Path(folder, f"stream_{self.rank}.json")

@@ -1,0 +1,82 @@
+"""Tensors that a live engine holds on one rank, and their bytes; of our engine, and of DeepSpeed's own."""
+
+from __future__ import annotations
+
+import resource
+import sys
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import torch
+from torch.distributed.tensor import DTensor
+
+# Where DeepSpeed 0.19.8's optimizers keep gradients besides `parameter.grad` (private names).
+HOST_GRADIENT_ATTRIBUTES = ("averaged_gradients", "all_grad_tensors", "fp32_groups_gradients_flat")
+
+
+def tensors_in(tree: Any) -> Iterator[torch.Tensor]:
+    """All tensors in nested dicts, lists and tuples; whatever else is there is passed over."""
+    if isinstance(tree, torch.Tensor):
+        yield tree
+    elif isinstance(tree, dict):
+        for value in tree.values():
+            yield from tensors_in(value)
+    elif isinstance(tree, list | tuple):
+        for value in tree:
+            yield from tensors_in(value)
+
+
+def storage_bytes(tensors: Iterable[torch.Tensor], seen: set[int] | None = None) -> int:
+    """Bytes of the storages behind `tensors`, each storage once; `seen` carries those that were counted before. Of a
+    tensor that is sharded over ranks (FSDP2) this rank's shard counts."""
+    seen = set() if seen is None else seen
+    total = 0
+    for tensor in tensors:
+        storage = (tensor.to_local() if isinstance(tensor, DTensor) else tensor).untyped_storage()
+        if storage.nbytes() and storage.data_ptr() not in seen:
+            seen.add(storage.data_ptr())
+            total += storage.nbytes()
+    return total
+
+
+def weight_tensors(engine: Any) -> list[torch.Tensor]:
+    """The module's parameters as they lie in memory, and what a rank stores beside them (backward regime)."""
+    lacking = getattr(engine, "lacking_tensors", None)  # our engine tells by itself
+    return [parameter.data for parameter in engine.module.parameters()] + (lacking() if lacking else [])
+
+
+def inner_optimizer(engine: Any) -> Any:
+    """The torch optimizer that steps, below DeepSpeed's wrappers."""
+    optimizer = engine.optimizer
+    while isinstance(getattr(optimizer, "optimizer", None), torch.optim.Optimizer):
+        optimizer = optimizer.optimizer
+    return optimizer
+
+
+def optimizer_tensors(engine: Any) -> list[torch.Tensor]:
+    """Moments, and the tensors that are stepped (the master copy, unless they are the weights themselves).
+
+    These are the state's keys too: ZeRO-3 has them in param groups only while it steps them.
+    """
+    optimizer = inner_optimizer(engine)
+    stepped = [parameter.data for group in optimizer.param_groups for parameter in group["params"]]
+    stepped += [key.data for key in list(optimizer.state) if isinstance(key, torch.Tensor)]
+    return stepped + [tensor for state in list(optimizer.state.values()) for tensor in tensors_in(state)]
+
+
+def gradient_tensors(engine: Any) -> list[torch.Tensor]:
+    """Gradients that are alive now: of the module, of the tensors that are stepped, and in the host's own buffers."""
+    parameters = list(engine.module.parameters())
+    parameters += [p for group in inner_optimizer(engine).param_groups for p in group["params"]]
+    held = [parameter.grad for parameter in parameters if parameter.grad is not None]
+    ours = getattr(engine.optimizer, "gradient_tensors", None)  # our optimizer tells by itself
+    names = () if ours else HOST_GRADIENT_ATTRIBUTES
+    for source in [ours() if ours else None, *(getattr(engine.optimizer, name, None) for name in names)]:
+        held += tensors_in(source)
+    return held
+
+
+def resident_bytes() -> int:
+    """Largest resident set of this process since its start."""
+    largest = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return largest if sys.platform == "darwin" else largest * 1024

@@ -1,0 +1,46 @@
+"""DeepSpeed's communication operator for CPUs maps 66 MiB of shared memory per rank; its segments outlive the run."""
+
+from __future__ import annotations
+
+from functools import wraps
+from pathlib import Path
+from typing import Any
+
+SEGMENTS = "/dev/shm/deepspeed_allreduce_buffer_"  # + user, MASTER_ADDR, MASTER_PORT, rank
+
+
+def patch_backend() -> None:
+    """Unlink a run's segments as soon as all its ranks have mapped them, with and without our block."""
+    from deepspeed import comm
+
+    original = comm.TorchBackend.__init__
+    if hasattr(original, "__wrapped__"):  # patched before
+        return
+
+    @wraps(original)
+    def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
+        original(self, *args, **kwargs)
+        unlink_segments()
+
+    comm.TorchBackend.__init__ = __init__
+    if comm.is_initialized():  # before this import
+        unlink_segments()
+
+
+def unlink_segments() -> None:
+    """The last rank to come unlinks what it has mapped: the segments of all ranks, and of no other job.
+
+    Each rank calls it once. No rank waits: the operator is only active when all ranks are on one machine, and each has
+    mapped all segments when its constructor returns.
+    """
+    import torch.distributed as dist
+
+    maps = Path("/proc/self/maps")
+    lines = maps.read_text(encoding="utf-8", errors="replace").splitlines() if maps.exists() else []
+    segments = {line[line.index(SEGMENTS) :] for line in lines if SEGMENTS in line and not line.endswith(" (deleted)")}
+    if not segments:
+        return
+    store: Any = dist.distributed_c10d._get_default_store()
+    if store.add("sdp_deepspeed/mapped_segments", 1) == dist.get_world_size():
+        for segment in segments:
+            Path(segment).unlink(missing_ok=True)

@@ -1,1 +1,0 @@
-"""Checks of the hosts of a run before its long start: `sdp hosts`."""

@@ -1,1 +1,0 @@
-"""Bytes and traffic of a live engine."""

@@ -1,0 +1,113 @@
+"""launch/pretrain_fsdp2.py: under torchrun without DeepSpeed, stopped and resumed, and on other numbers of ranks."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import yaml
+from transformers import AutoModelForCausalLM
+
+from data import Data, collate, load_blocks
+from tests.helpers.programs import NUM_RANKS, launched, run
+from tests.helpers.repository import ROOT
+
+PROGRAM = "pretrain_fsdp2.py"
+RECIPE: dict[str, Any] = {
+    "model": {
+        "model_type": "llama",
+        "hidden_size": 16,
+        "intermediate_size": 24,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+        "max_position_embeddings": 16,
+    },
+    "data": {
+        "vocab_size": 280,
+        "sequence_length": 16,
+        "validation_fraction": 0.3,
+        "validation_blocks": 5,  # not a multiple of the ranks' batches
+    },
+    "training": {
+        "per_device_train_batch_size": 2,
+        "gradient_accumulation_steps": 2,
+        "learning_rate": 1e-2,
+        "lr_scheduler_type": "constant",  # rates do not depend on when the run is to end
+        "logging_steps": 1,
+    },
+    "subnetwork_data_parallel": {"coverage": 0.5},
+}
+
+
+def command(folder: Path, output: str, steps: int, *overrides: str) -> list[str]:
+    text = folder / "text.txt"
+    text.write_text("\n".join(f"{number} squared is {number * number}, as anybody can see." for number in range(40)))
+    data = RECIPE["data"] | {"sources": [{"path": "text", "data_files": str(text)}]}
+    (folder / "recipe.yaml").write_text(yaml.safe_dump(RECIPE | {"data": data}))
+    settings = [f"training.output_dir={folder / output}", f"training.max_steps={steps}"]
+    return [PROGRAM, str(folder / "recipe.yaml"), *settings, *overrides]
+
+
+def logged(output: str) -> dict[int, dict[str, Any]]:
+    """By step."""
+    found: dict[int, dict[str, Any]] = {}
+    for line in output.splitlines():
+        if line.startswith('{"step"'):
+            values = json.loads(line)
+            found.setdefault(values["step"], {}).update(values)
+    return found
+
+
+def without_deepspeed(folder: Path) -> str:
+    """A PYTHONPATH with which nothing can import DeepSpeed."""
+    (folder / "path").mkdir()
+    (folder / "path" / "sitecustomize.py").write_text('import sys\nsys.modules["deepspeed"] = None\n')
+    return os.pathsep.join([str(folder / "path"), str(ROOT)])
+
+
+def test_a_run_that_was_stopped_goes_on_as_if_it_had_not_been(tmp_path: Path) -> None:
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(NUM_RANKS)]
+    program, *arguments = command(tmp_path, "stopped", 1_000_000)
+    start = [*torchrun, f"launch/{program}", *arguments]
+    with launched(start, tmp_path / "stopped.log", PYTHONPATH=without_deepspeed(tmp_path)) as running:
+        running.wait_for(lambda output: '{"step": 3,' in output)
+        for process in running.tree():  # Ctrl-C in a terminal; torchrun passes it on to the ranks
+            process.send_signal(signal.SIGINT)
+        _, output = running.finish()
+    assert "the same command resumes" in output
+    before = logged(output)
+    steps = max(before) + 2
+    after = logged(run(command(tmp_path, "stopped", steps), tmp_path / "resumed.log"))
+    straight = logged(run(command(tmp_path, "straight", steps), tmp_path / "straight.log"))
+    assert before | after == straight
+    assert list(straight) == list(range(1, steps + 1))
+    exported = [tmp_path / name / "hf" for name in ("stopped", "straight")]
+    weights = [(folder / "model.safetensors").read_bytes() for folder in exported]
+    assert weights[0] == weights[1]
+    check_the_exported_loss(exported[0], straight[steps]["eval_loss"], tmp_path)
+
+
+def check_the_exported_loss(exported: Path, recorded: float, folder: Path) -> None:
+    """Transformers alone finds the loss of the dense model that was logged, on all held-out blocks."""
+    data = yaml.safe_load((folder / "recipe.yaml").read_text())["data"]
+    held_out = load_blocks(Data(**data), 42, folder / "straight").validation
+    assert len(held_out) == data["validation_blocks"]
+    with torch.no_grad():
+        loss = AutoModelForCausalLM.from_pretrained(exported)(**collate(held_out)).loss
+    assert recorded == pytest.approx(loss.item(), abs=1e-5)  # rounding of fp32
+
+
+def test_steps_have_the_same_samples_on_any_number_of_ranks(tmp_path: Path) -> None:
+    """Without subnetworks the number of ranks does not matter, through more than an epoch."""
+    steps = 12
+    two = logged(run(command(tmp_path, "two", steps, "sdp=off"), tmp_path / "two.log"))
+    overrides = ("sdp=off", "training.per_device_train_batch_size=4")
+    one = logged(run(command(tmp_path, "one", steps, *overrides), tmp_path / "one.log", size=1))
+    for step in range(1, steps + 1):
+        assert one[step]["loss"] == pytest.approx(two[step]["loss"], abs=1e-4), step  # rounding

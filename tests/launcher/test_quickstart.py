@@ -1,0 +1,38 @@
+"""launch/quickstart.sh with few steps, in an environment that is there."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+from tests.helpers.repository import ROOT
+
+INSTALLED = """
+say() { printf '==> %s\\n' "$*"; }
+build_cpu_operators() { :; }
+"""
+
+
+def test_the_quickstart_trains_compares_and_samples(tmp_path: Path) -> None:
+    checkout = tmp_path / "checkout"
+    (checkout / "launch").mkdir(parents=True)
+    for place in (ROOT, ROOT / "launch"):
+        for path in place.iterdir():
+            if path.name not in ("launch", "runs", "_environment.sh"):
+                (checkout / path.relative_to(ROOT)).symlink_to(path)
+    (checkout / "launch/_environment.sh").write_text(INSTALLED)
+    commands = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
+    done = subprocess.run(
+        ["bash", str(checkout / "launch/quickstart.sh")],
+        env=os.environ | {"PATH": commands, "DS_ACCELERATOR": "cpu", "QUICKSTART_STEPS": "6", "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        timeout=1200,
+    )
+    assert done.returncode == 0, f"{done.stdout[-4000:]}\n{done.stderr[-4000:]}"
+    said = done.stdout[done.stdout.index("==> 3/4") :]
+    assert "quickstart_zero1" in said
+    assert "\ndef " in said[said.index("==> 4/4") :]
+    assert (checkout / "runs/quickstart/hf/model.safetensors").exists()

@@ -1,0 +1,164 @@
+"""Blocks of tokens from local files, mapped and streamed."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import pytest
+from datasets import Dataset, config
+
+from data import Data, Stream, collate, load_blocks
+
+LENGTH = 16
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(config, "HF_DATASETS_CACHE", tmp_path / "cache")
+
+
+def documents(tag: str, number: int = 60) -> Iterator[dict[str, str]]:
+    for index in range(number):
+        yield {"text": f"{tag} " * (30 + index % 7) + f"document {index}"}
+
+
+def source(folder: Path, kind: str, tag: str = "alpha", column: str = "text") -> dict[str, Any]:
+    rows = [{column: row["text"]} for row in documents(tag)]
+    path = folder / f"{tag}.{kind}"
+    if kind == "jsonl":
+        path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    elif kind == "parquet":
+        Dataset.from_list(rows).to_parquet(str(path), batch_size=8)
+    else:
+        path.write_text("\n".join(row[column] for row in rows))
+    return {"path": {"jsonl": "json", "txt": "text"}.get(kind, kind), "data_files": str(path)}
+
+
+def data(*sources: dict[str, Any], **options: Any) -> Data:
+    return Data(list(sources), LENGTH, vocab_size=300, **({"validation_fraction": 0.2} | options))
+
+
+def texts(blocks: Any, rows: Any) -> str:
+    return "".join(blocks.tokenizer.batch_decode([row["input_ids"] for row in rows]))
+
+
+@pytest.mark.parametrize(
+    ("kind", "streaming"),
+    [
+        ("jsonl", False),
+        ("parquet", False),
+        ("txt", False),
+        ("jsonl", True),
+        ("txt", True),
+        pytest.param("parquet", True, marks=pytest.mark.slow),  # its readers take 5 seconds to end
+    ],
+)
+def test_files_become_blocks_of_one_length(tmp_path: Path, kind: str, streaming: bool) -> None:
+    blocks = load_blocks(data(source(tmp_path, kind), streaming=streaming), 0, tmp_path)
+    rows = [*blocks.train]
+    assert {len(row["input_ids"]) for row in [*rows, *blocks.validation]} == {LENGTH}
+    assert texts(blocks, rows).count(blocks.tokenizer.eos_token) > 40, "one after each document"
+    assert {*collate(rows[:3])} == {"input_ids", "labels"}
+
+
+def test_a_document_and_its_copies_are_on_one_side(tmp_path: Path) -> None:
+    one = source(tmp_path, "jsonl")
+    copies = [json.loads(line) for line in Path(one["data_files"]).read_text().splitlines()]
+    again = tmp_path / "again.jsonl"
+    again.write_text("".join(json.dumps(row) + "\n" for row in reversed(copies)))
+    blocks = load_blocks(data(one, {"path": "json", "data_files": str(again)}), 0, tmp_path)
+    trained, held_out = (
+        {word for word in texts(blocks, rows).split("document ")[1:] if word[:2].strip()}
+        for rows in (blocks.train, blocks.validation)
+    )
+    numbers = [
+        {word.split("<")[0].split("alpha")[0].strip() for word in words if "<" in word} for words in (trained, held_out)
+    ]
+    assert numbers[0]
+    assert numbers[1]
+    assert not numbers[0] & numbers[1]
+
+
+def test_blocks_are_drawn_by_weight(tmp_path: Path) -> None:
+    heavy, light = source(tmp_path, "jsonl", "heavy") | {"weight": 3}, source(tmp_path, "jsonl", "light")
+    blocks = load_blocks(data(heavy, light), 0, tmp_path)
+    text = texts(blocks, islice(blocks.train, 200))
+    assert 2 < text.count("heavy") / text.count("light") < 4.5  # 3 in the mean; 200 draws have a deviation of 0.5
+
+
+def test_a_trained_tokenizer_is_kept_with_the_run(tmp_path: Path) -> None:
+    first = load_blocks(data(source(tmp_path, "jsonl")), 0, tmp_path)
+    other = load_blocks(data(source(tmp_path, "jsonl", "other")), 0, tmp_path)
+    assert first.tokenizer.get_vocab() == other.tokenizer.get_vocab()
+    named = load_blocks(
+        data(source(tmp_path, "jsonl"), tokenizer=str(tmp_path / "tokenizer")), 0, tmp_path / "elsewhere"
+    )
+    assert named.tokenizer.get_vocab() == first.tokenizer.get_vocab()
+
+
+def test_prepared_blocks_are_found_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    settings = data(source(tmp_path, "jsonl"))
+    first = load_blocks(settings, 0, tmp_path)
+    monkeypatch.setattr("data.xxhash.xxh64_intdigest", None)  # what is not in the cache would call it
+    again = load_blocks(settings, 0, tmp_path)
+    assert again.train[:] == first.train[:]
+
+
+def shards(folder: Path, tag: str) -> dict[str, Any]:
+    """Files, which a stream reads in random order (of parquet files it is row groups)."""
+    rows = [*documents(tag)]
+    for index in range(6):
+        (folder / f"{tag}{index}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows[index::6]))
+    return {"path": "json", "data_files": str(folder / f"{tag}*.jsonl")}
+
+
+@pytest.mark.parametrize("position", [7, *(pytest.param(position, marks=pytest.mark.slow) for position in (0, 1, 23))])
+def test_a_stream_goes_on_where_it_was_saved(tmp_path: Path, position: int) -> None:
+    settings = data(shards(tmp_path, "alpha"), shards(tmp_path, "beta"), streaming=True)
+    streams = [Stream(load_blocks(settings, 0, tmp_path).train, rank, 2) for rank in range(2)]
+    expected = []
+    for stream in streams:
+        batches = iter(stream.loader(3))
+        _ = [*islice(batches, position)]
+        stream.save(tmp_path)
+        expected.append([batch["input_ids"].tolist() for batch in islice(batches, 20)])
+    for rank in range(2):
+        again = Stream(load_blocks(settings, 0, tmp_path).train, rank, 2)
+        again.load(tmp_path)
+        assert [batch["input_ids"].tolist() for batch in islice(again.loader(3), 20)] == expected[rank]
+
+
+def test_ranks_of_a_stream_read_different_text(tmp_path: Path) -> None:
+    blocks = load_blocks(data(shards(tmp_path, "alpha"), streaming=True), 0, tmp_path).train
+    batches = [next(iter(Stream(blocks, rank, 2).loader(20)))["input_ids"].tolist() for rank in range(2)]
+    both = [{tuple(row) for row in batch} for batch in batches]
+    assert len(both[0] & both[1]) <= 2, "text that repeats itself"
+
+
+def test_a_stream_does_not_go_on_on_another_number_of_ranks(tmp_path: Path) -> None:
+    blocks = load_blocks(data(shards(tmp_path, "alpha"), streaming=True), 0, tmp_path).train
+    for rank in range(2):
+        Stream(blocks, rank, 2).save(tmp_path)
+    with pytest.raises(ValueError, match="2 ranks cannot resume on 4"):
+        Stream(blocks, 0, 4).load(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "said"),
+    [
+        ({"path": "json", "data_files": "nowhere.jsonl"}, "nowhere.jsonl"),
+        ({"text_column": "body"}, "no column 'body'"),
+    ],
+)
+def test_wrong_sources_are_refused(tmp_path: Path, wrong: dict[str, Any], said: str) -> None:
+    with pytest.raises((ValueError, OSError), match=said):
+        load_blocks(data(source(tmp_path, "jsonl") | wrong), 0, tmp_path)
+
+
+def test_something_must_be_held_out(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="no block is held out"):
+        load_blocks(data(source(tmp_path, "jsonl"), validation_fraction=1e-9), 0, tmp_path)
