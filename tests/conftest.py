@@ -30,9 +30,8 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")  # on small tensors threads only c
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
-        *("--full", "--full-grid"),
+        "--full",
         action="store_true",
-        dest="full_grid",
         help="tests marked slow too, every case of the oracle grid, and thorough properties",
     )
     parser.addoption("--gpu", action="store_true", help="tests marked gpu run on a GPU; all others stay on the CPU")
@@ -73,8 +72,8 @@ def pytest_itemcollected(item: pytest.Item) -> None:
 @pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     if not config.getoption("--full") and "slow" not in config.option.markexpr:
-        on_a_gpu = config.getoption("--gpu")
-        slow = [i for i in items if i.get_closest_marker("slow") and not (on_a_gpu and i.get_closest_marker("gpu"))]
+        for_gpus = config.getoption("--gpu") or "gpu" in config.option.markexpr
+        slow = [i for i in items if i.get_closest_marker("slow") and not (for_gpus and i.get_closest_marker("gpu"))]
         config.hook.pytest_deselected(items=slow)
         items[:] = [item for item in items if item not in set(slow)]
     if config.getoption("--gpu"):

@@ -26,6 +26,7 @@ Block = tuple[int, ...]
 MAX_SETS_PER_RANK = 8
 _BALANCED = 1.05  # FLOPs, max over mean
 _FEW_WAYS = 1000
+_MAX_TURNS = 128  # of ways at random: their number times k
 _MAX_TRIES, _MAX_WORK = 8, 4096  # tries; units times subnetworks in all of them
 _WAYS = (
     "together",  # units that make up no round of their kind share rounds
@@ -184,11 +185,18 @@ def assign(
     branches = [None] * len(costs) if branches is None else branches
     for unit, (cost, p, branch) in enumerate(zip(costs, num_holders, branches, strict=True)):
         kinds.setdefault((p, cost if branch is None else branch), []).append(unit)
-    rest = sum(len(units) % num_subnetworks for (_, kind), units in kinds.items() if isinstance(kind, UnitCost))
-    tries = min(_MAX_TRIES, 1 + _MAX_WORK // (1 + rest * num_subnetworks))
-    ways = [(way, i) for way in _WAYS for i in range(tries if "together" in way else 1)] if rest else [(_WAYS[0], 0)]
-    deals = [_deal(costs, kinds, num_subnetworks, way, shuffle) for way, shuffle in ways]
-    return _permuted(min(deals, key=_Deal.flaws) if rest else deals[0], costs, seed)
+    k = num_subnetworks
+    rest = sum(len(units) % k for (_, kind), units in kinds.items() if isinstance(kind, UnitCost))
+    tries, best = min(_MAX_TRIES, 1 + _MAX_WORK // (1 + rest * k)), None
+    ways = [(way, i) for way in _WAYS for i in range(tries if rest and "together" in way else 1)]
+    for way, shuffle in ways:
+        deal = _deal(costs, kinds, k, way, shuffle)
+        flaws = deal.flaws()
+        best = (flaws, deal) if best is None or flaws < best[0] else best
+        if not rest and best[0][:2] == (1, 0):
+            break
+    assert best is not None
+    return _permuted(best[1], costs, seed)
 
 
 def _deal(
@@ -207,7 +215,7 @@ def _deal(
         steps = {
             k // gcd(len(units), k)
             for (n, kind), units in kinds.items()
-            if n == p and (len(units) * p < 2 * k if isinstance(kind, str) else way in ("exact", "spread"))
+            if n == p and (way in ("exact", "spread") or (isinstance(kind, str) and len(units) * p < 2 * k))
         }
         even = tuple(sorted(step for step in steps if p % step == 0))
         deal.blocks[p] = (tuple(range(p)),) if "windows" in way else base_blocks(k, p, most, even)
@@ -226,13 +234,16 @@ def _deal(
         elif units[whole:]:
             deal.give_spread(units[whole:], p)
     deal.give_by_load(left, random.Random(shuffle) if shuffle else None)
+    deal.rebalance(
+        [(p, units[len(units) // k * k :], isinstance(kind, str)) for (p, kind), units in kinds.items() if p < k]
+    )
     return deal
 
 
 def _amounts(costs: Sequence[UnitCost]) -> Ints:
     """What to balance: FLOPs, and a little of the bytes; whole numbers, so that all machines decide alike."""
     flops, size = max(1, *(c.flops for c in costs), 1), max(1, *(c.num_bytes for c in costs), 1)
-    return np.array([(cost.flops << 16) // flops + (cost.num_bytes << 10) // size for cost in costs], dtype=np.int64)
+    return np.array([(cost.flops << 16) // flops + (cost.num_bytes << 6) // size for cost in costs], dtype=np.int64)
 
 
 class _Deal:
@@ -274,18 +285,24 @@ class _Deal:
         """Give to units of a kind whole rounds and evenly spread translates, turned to where loads are least."""
         k, whole = self.k, len(units) // self.k
         parts = [(block, t) for block in [self.next_block(p) for _ in range(whole)] for t in range(k)]
+        rests: list[list[tuple[Block, int]]] = [[]]
         if len(units) % k:
             first = self.next_block(p)
-            parts += _spread((first, *(block for block in self.blocks[p] if block != first)), k, len(units) % k)
-        added = self.amounts[units] @ np.stack([_table(block, k)[t] for block, t in parts])
-        loads = added[(np.arange(k) - np.arange(k)[:, None]) % k] @ (self._loads - self._loads.min())
-        turns, used = np.flatnonzero(loads == loads.min()), np.zeros(k, dtype=np.int64)
-        for block, t in parts[whole * k :]:  # of turns that load alike the one whose sets are used the least
-            used += np.roll(self._used.setdefault(block, np.zeros(k, dtype=np.int64)), -t)
-        turn = int(turns[used[turns].argmin()])
-        for block, t in parts[whole * k :]:
+            blocks = (first, *(block for block in self.blocks[p] if block != first))
+            rests = _spread(blocks, k, len(units) % k, num_drawn=_MAX_TURNS // k)
+        turns, above, best = (np.arange(k) - np.arange(k)[:, None]) % k, self._loads - self._loads.min(), []
+        for rest in rests:
+            added = self.amounts[units] @ np.stack([_table(block, k)[t] for block, t in (*parts, *rest)])
+            change, used = 2 * added[turns] @ above + (added**2).sum(), np.zeros(k, dtype=np.int64)
+            for block, t in rest:  # of what loads alike the sets that are used the least
+                used += self._used.setdefault(block, np.zeros(k, dtype=np.int64))[(t + np.arange(k)) % k]
+            turn = int(np.lexsort((used, change))[0])
+            best.append((int(change[turn]), int(used[turn]), turn))
+        chosen = min(range(len(rests)), key=best.__getitem__)
+        turn = best[chosen][-1]
+        for block, t in rests[chosen]:
             self._used[block][(t + turn) % k] += 1
-        self.give(units, [translates(block, k)[(t + turn) % k] for block, t in parts])
+        self.give(units, [translates(block, k)[(t + turn) % k] for block, t in (*parts, *rests[chosen])])
 
     def give_by_load(self, units_and_holders: list[tuple[int, int]], shuffler: random.Random | None) -> None:
         """Give to blocks that share rounds: the heaviest first, each the set with the least load."""
@@ -296,74 +313,103 @@ class _Deal:
             free[p] = [one for _ in range(count // self.k) for one in translates(self.next_block(p), self.k)]
             if count % self.k:
                 before = [one for one in (*self.chosen, *(one for sets in free.values() for one in sets)) if one]
-                parts = _spread(self.blocks[p], self.k, count % self.k, tuple(dict.fromkeys(before)))
+                parts = _spread(self.blocks[p], self.k, count % self.k, tuple(dict.fromkeys(before)))[0]
                 free[p] += [translates(block, self.k)[t] for block, t in parts]
             if shuffler is not None:
                 shuffler.shuffle(free[p])
         sets, loads = [], self._loads.copy()
         for unit, p in order:
-            sets.append(free[p].pop(min(range(len(free[p])), key=lambda i: loads[list(free[p][i])].sum())))
+            least = 0 if shuffler else min(range(len(free[p])), key=lambda i: loads[list(free[p][i])].sum())
+            sets.append(free[p].pop(least))
             loads[list(sets[-1])] += self.amounts[unit]
         if order:
             units = [unit for unit, _ in order]
-            sets, loads = _traded(self.amounts[units], sets, loads)
-            if loads.max() * self.k > _BALANCED * loads.sum():
-                spare = [one for p in free for block in self.blocks[p] for one in translates(block, self.k)]
-                others = [one for one in self.chosen if one]
-                moved, _ = _traded(self.amounts[units], sets, loads, spare)
-                if num_components([*others, *moved], self.k) <= num_components([*others, *sets], self.k):
-                    sets = moved
-            self.give(units, sets)
+            self.give(units, _traded(self.amounts[units], sets, loads)[0])
+
+    def rebalance(self, rests: list[tuple[int, list[int], bool]]) -> None:
+        """Let single units change to another translate as long as FLOPs are not balanced and that lowers the squares of
+        the loads.
+
+        Args:
+            rests: of each kind p, the units that make up no round, and whether they are of one branch, of which every
+                subnetwork keeps a unit.
+        """
+        k, chosen, loads = self.k, list(self.chosen), self._loads.copy()
+        all_sets = {p: [one for block in blocks for one in translates(block, k)] for p, blocks in self.blocks.items()}
+        tables = {p: incidence(sets, k) for p, sets in all_sets.items()}
+        for _ in range(_MAX_TRIES):
+            before = list(chosen)
+            for p, units, is_branch in rests:
+                held = incidence([chosen[unit] for unit in units] if is_branch else chosen, k).sum(axis=0)
+                for unit in units if loads.max() * k > _BALANCED * loads.sum() else ():
+                    own, amount = incidence([chosen[unit]], k)[0], self.amounts[unit]
+                    rows = tables[p] - own
+                    change = amount * (2 * rows @ (loads - loads.min()) + amount * (rows**2).sum(axis=1))
+                    change[~tables[p][:, held == own].all(axis=1)] = 0  # a subnetwork would be left without a unit
+                    best = int(change.argmin())
+                    if change[best] < 0:
+                        chosen[unit] = all_sets[p][best]
+                        loads, held = loads + amount * rows[best], held + rows[best]
+            blocks = [unit for _, units, is_branch in rests if not is_branch for unit in units]
+            if chosen == before or not blocks:
+                break
+            sets, loads = _traded(self.amounts[blocks], [chosen[unit] for unit in blocks], loads)
+            for unit, one in zip(blocks, sets, strict=True):
+                chosen[unit] = one
+        if num_components(chosen, k) <= num_components(self.chosen, k):
+            self.chosen, self._loads = chosen, loads
 
 
-def _traded(
-    amounts: Ints, sets: Sequence[Holders], loads: Ints, spare: Sequence[Holders] = ()
-) -> tuple[list[Holders], Ints]:
-    """Sets that units have after they traded them with each other, or for `spare` ones, as long as that lowers the
-    squares of the loads; and these loads, [k]."""
-    found, table, num_units = [*sets, *spare], incidence([*sets, *spare], len(loads)), len(sets)
-    amounts, sizes = np.concatenate([amounts, np.zeros(len(spare), dtype=np.int64)]), table.sum(axis=1)
-    improves = True
+def _traded(amounts: Ints, sets: list[Holders], loads: Ints) -> tuple[list[Holders], Ints]:
+    """Sets that units have after pairs of them traded as long as that lowers the squares of loads; and loads, [k]."""
+    table, order, improves = incidence(sets, len(loads)), np.arange(len(sets)), True
+    sizes = table.sum(axis=1)
     while improves:
         improves = False
-        for i in range(num_units):
+        for i in range(len(sets)):
             more, rows = (amounts - amounts[i]) * (sizes == sizes[i]), table[i] - table
             change = more * (2 * rows @ (loads - loads.min()) + more * (rows**2).sum(axis=1))
             j = int(change.argmin())
             if change[j] < 0:
                 improves, loads = True, loads + more[j] * rows[j]
-                table[[i, j]], found[i], found[j] = table[[j, i]], found[j], found[i]
-    return found[:num_units], loads
+                table[[i, j]], order[[i, j]] = table[[j, i]], order[[j, i]]
+    return [sets[place] for place in order], loads
 
 
 @lru_cache(maxsize=512)
-def _spread(blocks: tuple[Block, ...], k: int, count: int, before: tuple[Holders, ...] = ()) -> list[tuple[Block, int]]:
-    """Fewer than k translates (B, t) of one of `blocks`; of a window of neighbors where only that reaches or connects
-    more.
+def _spread(
+    blocks: tuple[Block, ...], k: int, count: int, before: tuple[Holders, ...] = (), num_drawn: int = 0
+) -> list[list[tuple[Block, int]]]:
+    """Some ways to take fewer than k translates (B, t) of one of `blocks`, the most even one first; of a window of
+    neighbors where only that reaches or connects more.
 
     Args:
         before: sets that exist; together with them as many subnetworks as possible have a unit, are connected, and have
             equally many units.
+        num_drawn: ways at random, of each block.
     """
     held = incidence(before, k).sum(axis=0)
 
     def options(block: Block) -> list[list[tuple[Block, int]]]:
-        """Translates at equal distances, and each in turn the one that meets the fewest others."""
+        """Translates at equal distances, each in turn the one that meets the fewest others, and some at random."""
         table = _table(block, k)
         first, loads, greedy = int((table @ held).argmin()), held.copy(), []
         for _ in range(count):
             greedy.append(int((table @ (loads + (loads > 0) * k * (count + len(before)))).argmin()))
             loads += table[greedy[-1]]
-        return [[(block, (first + i * k // count) % k) for i in range(count)], [(block, t) for t in greedy]]
+        shuffler = random.Random(0)
+        drawn = [shuffler.sample(range(k), count) for _ in range(num_drawn)]
+        return [[(block, t % k) for t in ts] for ts in ([first + i * k // count for i in range(count)], greedy, *drawn)]
 
     def flaws(option: list[tuple[Block, int]]) -> tuple[int, int, int]:
         loads = held + np.stack([_table(block, k)[t] for block, t in option]).sum(axis=0)
         sets = [*before, *(translates(block, k)[t] for block, t in option)]
         return int((loads == 0).sum()), num_components(sets, k), int((loads**2).sum())
 
-    best = min((option for block in blocks for option in options(block)), key=flaws)
-    window = min(options(tuple(range(len(blocks[0])))), key=flaws)
-    return window if flaws(window)[:2] < flaws(best)[:2] else best
+    found = sorted((option for block in blocks for option in options(block)), key=flaws)
+    windows = sorted(options(tuple(range(len(blocks[0])))), key=flaws)
+    best = min(found, windows, key=lambda options: flaws(options[0])[:2])
+    return [option for option in best if flaws(option)[:2] == flaws(best[0])[:2]]
 
 
 def _permuted(deal: _Deal, costs: Sequence[UnitCost], seed: int) -> tuple[Holders, ...]:

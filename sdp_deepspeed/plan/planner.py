@@ -88,10 +88,10 @@ def make_plan(
         ValueError: a subnetwork without a unit, or without one of a branch.
     """
     holders = assign(costs, num_holders, k, seed=block.seed, branches=branches)
-    _check_reach(holders, k, "the model", "a deeper model, finer units")
+    _check_reach(holders, k, "the model", "fewer subnetworks, or finer units")
     for branch in dict.fromkeys(name for name in branches or () if name is not None):
         own = [one for one, name in zip(holders, branches or (), strict=True) if name == branch]
-        _check_reach(own, k, f"branch {branch!r}", 'more neuron_groups, strategy "block" for that part')
+        _check_reach(own, k, f"branch {branch!r}", 'more neuron_groups, or strategy "block" for that part')
     number = num_holders[0] if len({*num_holders}) == 1 else None
     ranks = _subnetwork_of_rank(k, data_parallel_size)
     return Plan(block.regime, block.strategy, k, number, block.seed, tuple(units), holders, ranks)
@@ -99,10 +99,10 @@ def make_plan(
 
 def _check_reach(holders: Sequence[tuple[int, ...]], k: int, what: str, remedy: str) -> None:
     if len({subnetwork for one in {*holders} for subnetwork in one}) < k:
-        words = in_words([*map(len, holders)])
+        words, least = in_words([*map(len, holders)]), -(-k // max(1, len(holders)))
         raise ValueError(
             f"{what}: {len(holders)} units with {words} cannot give each of {k} subnetworks one; "
-            f"use more holders, fewer subnetworks, {remedy}"
+            f"use {least} or more holders, {remedy}"
         )
 
 

@@ -283,6 +283,9 @@ def why_not(case: Case) -> str | None:
         "strategy, model: a ResNet has no attention": is_resnet and case.strategy not in ("block", "neuron"),
         "rules, units, model: nor an MLP": is_resnet and (case.rules == "parts" or case.units in ("shared", "mlp")),
         "rules, model: one layer has no depth": case.rules == "depth" and case.model == "llama_one_layer",
+        "rules, model: experts have a multiple of 4 neurons": case.rules == "depth"
+        and case.model == "mixtral"
+        and case.strategy in ("neuron", "opposite"),
         "units, model: experts have a multiple of 4 neurons, a bottleneck has 3": case.units == "groups"
         and (is_resnet or case.model == "mixtral"),
         "granularity, model: an image model's layers": case.granularity == "layer"

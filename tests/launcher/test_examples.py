@@ -26,7 +26,11 @@ LAUNCHERS = {
 
 @pytest.mark.parametrize(
     ("script", "launcher", "hf"),
-    [("with_trainer", "torchrun", "hf"), ("with_accelerate", "accelerate", ""), ("with_fsdp2", "torchrun", "hf")],
+    [
+        pytest.param("with_trainer", "torchrun", "hf", marks=pytest.mark.slow),  # launch/pretrain.py is one, too
+        ("with_accelerate", "accelerate", ""),
+        pytest.param("with_fsdp2", "torchrun", "hf", marks=pytest.mark.slow),  # and launch/pretrain_fsdp2.py
+    ],
 )
 def test_an_example_trains_and_saves_the_dense_model(script: str, launcher: str, hf: str, tmp_path: Path) -> None:
     helpers = [str(ROOT / "tests/helpers/on_the_cpu.py")] if script == "with_accelerate" else []

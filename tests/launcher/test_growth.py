@@ -8,8 +8,12 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from benchmarks.tables.systems import growth
 from tests.helpers.repository import ROOT
+
+pytestmark = pytest.mark.slow
 
 
 def test_one_rank_of_eight(tmp_path: Path) -> None:
@@ -21,7 +25,7 @@ def test_one_rank_of_eight(tmp_path: Path) -> None:
         env=os.environ | {"DS_ACCELERATOR": "cpu"},
         capture_output=True,
         text=True,
-        timeout=240,
+        timeout=600,
         check=False,
     )
     assert done.returncode == 0, done.stderr

@@ -9,8 +9,12 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from tests.helpers.gpus import ON_THE_CPU
 from tests.helpers.repository import ROOT
+
+pytestmark = pytest.mark.slow
 
 
 def run(folder: Path, *arguments: str, code: int = 0, within: tuple[str, ...] = ()) -> tuple[dict[str, Any], str]:
@@ -23,7 +27,7 @@ def run(folder: Path, *arguments: str, code: int = 0, within: tuple[str, ...] = 
         cwd=folder,
         capture_output=True,
         text=True,
-        timeout=240,
+        timeout=600,
     )
     assert done.returncode == code, (done.returncode, done.stdout, done.stderr)
     result = json.loads(output.read_text(encoding="utf-8"))

@@ -80,6 +80,7 @@ def test_images_of_a_folder_are_trained_and_the_export_has_the_accuracy_that_was
     assert model.config.id2label == dict(enumerate(test.features["label"].names))
 
 
+@pytest.mark.slow  # the oracle has C = 1 beside data parallelism
 def test_sdp_off_trains_as_full_coverage(tmp_path: Path) -> None:
     off, full = (
         run(command(tmp_path, name, 2, override), tmp_path / f"{name}.log")

@@ -70,7 +70,9 @@ def strategies_that_do_not_fit(rank: Rank) -> None:
     refusal(ValueError, start(strategy={"ff": "neuron"}), "strategy: 'ff' is no part", "'attention', 'mlp'")
     refusal(ValueError, start(strategy="neuron", neuron_groups=25), "neuron_groups: got 25", "24 neurons")
     refusal(ValueError, start(strategy={"attention": "neuron"}, neuron_groups=2), "only heads are cut")
-    refusal(ValueError, start(strategy="neuron", neuron_groups=1), "mlp", "of that branch", "neuron_groups")
+    refusal(
+        ValueError, start(strategy="neuron", neuron_groups=1), "mlp", "give each of 2 subnetworks one", "neuron_groups"
+    )
     for name in ("granularity", "neuron_groups"):
         value: Any = "layer" if name == "granularity" else 2
         strategy = "neuron" if name == "granularity" else "block"

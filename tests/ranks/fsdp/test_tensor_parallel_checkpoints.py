@@ -134,7 +134,7 @@ def writes_each_element_once(rank: Rank) -> None:
             trained = dict(build().named_parameters())
             moments = {f"{kind}/{name}" for kind in ("exp_avg", "exp_avg_sq") for name in trained}
             assert dense.keys() - weights.keys() == moments
-            assert all(any("norm" in key for key in of_rank) for of_rank in states)
+            assert sum(any("norm" in key for key in of_rank) for of_rank in states) > 1
 
 
 def persistent(model: nn.Module) -> set[str]:

@@ -14,8 +14,6 @@ from sdp_deepspeed.plan.plan import Plan
 from sdp_deepspeed.plan.planner import plan_model
 from tests.helpers.models import SPECIMENS, llama
 
-COVERAGES = (0.25, 0.5, 0.75)
-
 
 def block(**settings: Any) -> SubnetworkConfig:
     config = parse({KEY: settings})
@@ -48,16 +46,14 @@ def test_replicas_are_neighbors() -> None:
 @pytest.mark.parametrize("family", SPECIMENS)
 @pytest.mark.parametrize("strategy", ["block", "neuron"])
 def test_every_family_is_balanced_where_its_units_allow_it(family: str, strategy: str) -> None:
-    """As evenly as units of one size could be: nobody holds more than one unit above the mean."""
     model = SPECIMENS[family].build()
-    for coverage in COVERAGES:
+    for coverage in (0.5, 0.75):
         try:
             plan, _ = plan_model(model, block(coverage=coverage, strategy=strategy), 4)
-        except ValueError:
+        except ValueError:  # too few heads or blocks
             continue
         flops = [cost.flops for cost in unit_costs(model, plan.units)]
-        mean = sum(flops) * coverage / 4 * 4
-        assert plan.imbalance(flops) <= 1.05 + max(flops) / mean, coverage
+        assert plan.imbalance(flops) <= 1.05 or len(flops) < 4, coverage
 
 
 @pytest.mark.parametrize("strategy", ["block", "neuron"])
