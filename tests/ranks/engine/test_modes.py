@@ -279,6 +279,6 @@ def _checks(size: int, config: pytest.Config) -> list[tuple[str, Check]]:
     return [(check.__name__, check) for check in CHECKS[size]]
 
 
-@pytest.mark.checks((2, 3), _checks, slow=["2-branches_are_scaled"])
+@pytest.mark.checks((2, 3), _checks, slow=["2-*", "3-branches_are_scaled"])
 def test_modes(outcome: str | None) -> None:
     assert outcome is None, outcome

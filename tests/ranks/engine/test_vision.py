@@ -117,6 +117,6 @@ def _cases(size: int, options: pytest.Config) -> Iterator[tuple[str, Any]]:
     yield "scaled_branches", scaled_branches_are_those_that_coverage_says
 
 
-@pytest.mark.checks((2,), _cases, slow=["*swinv2", "*plans_change*", "*starts_without*", "*dense_model*"])
+@pytest.mark.checks((2,), _cases, slow=["*swinv2", "*plans_change*", "*starts_without*", "*dense_model*", "*convnext"])
 def test_engine(outcome: str | None) -> None:
     assert outcome is None, outcome

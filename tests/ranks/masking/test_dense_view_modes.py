@@ -243,6 +243,7 @@ def _checks(size: int, config: pytest.Config) -> list[tuple[str, Check]]:
     return [(check.__name__, check) for check in CHECKS]
 
 
-@pytest.mark.checks(SIZE, _checks, slow=["3-generates*"])
+@pytest.mark.slow  # repeats test_dense_view in each mode
+@pytest.mark.checks(SIZE, _checks)
 def test_dense_view_in_all_modes(outcome: str | None) -> None:
     assert outcome is None, outcome

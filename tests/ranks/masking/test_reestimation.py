@@ -278,6 +278,6 @@ def _checks(size: int, config: pytest.Config) -> list[tuple[str, Check]]:
     return [(check.__name__, check) for check in CHECKS]
 
 
-@pytest.mark.checks(SIZE, _checks, slow=["3-of_resnets", "3-in_16_bits", "3-mistakes", "3-averages*"])
+@pytest.mark.checks(SIZE, _checks, slow=["3-of_resnets", "3-in_16_bits", "3-mistakes", "3-averages*", "3-an_export*"])
 def test_reestimation(outcome: str | None) -> None:
     assert outcome is None, outcome

@@ -183,6 +183,6 @@ def _cases(size: int, options: pytest.Config) -> Iterator[tuple[str, Any]]:
         yield check.__name__, check
 
 
-@pytest.mark.checks(2, _cases, slow=["2-it_resumes"])
+@pytest.mark.checks(2, _cases, slow=["2-it_resumes", "2-the_same_bits*"])
 def test_two_ranks(outcome: str | None) -> None:
     assert outcome is None, outcome

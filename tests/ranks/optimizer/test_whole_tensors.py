@@ -297,6 +297,6 @@ def _cases(size: int, options: pytest.Config) -> Iterator[tuple[str, Any]]:
         yield check.__name__, Eager(check)
 
 
-@pytest.mark.checks((2, 3), _cases, slow=["*Momentum8bit*", "*Adafactor*", "*Lamb*", "*offload*", "2-resumes-*"])
+@pytest.mark.checks((2, 3), _cases, slow=["*Momentum8bit*", "*Adafactor*", "*Lamb*", "*offload*", "2-*", "*-bf16-*"])
 def test_whole_tensors(outcome: str | None) -> None:
     assert outcome is None, outcome

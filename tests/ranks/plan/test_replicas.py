@@ -92,6 +92,7 @@ def _checks(size: int, options: pytest.Config) -> Iterator[tuple[str, Any]]:
         yield check.__name__, check
 
 
-@pytest.mark.checks(SIZE, _checks, slow=["4-dense_model"])
+@pytest.mark.slow  # an axis of the oracle
+@pytest.mark.checks(SIZE, _checks)
 def test_replicas(outcome: str | None) -> None:
     assert outcome is None, outcome
