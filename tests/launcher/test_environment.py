@@ -44,7 +44,7 @@ def source_script(checkout: Path, then: str = "", **environment: str) -> tuple[i
     if "VIRTUAL_ENV" in environment:
         settings["PATH"] = f"{environment['VIRTUAL_ENV']}/bin:{settings['PATH']}"
     command = ["bash", "-c", f"set -euo pipefail; source launch/_environment.sh test; {then}"]
-    done = subprocess.run(command, cwd=checkout, env=settings, capture_output=True, text=True, timeout=300)
+    done = subprocess.run(command, cwd=checkout, env=settings, capture_output=True, text=True, timeout=600)
     return done.returncode, done.stdout + done.stderr, log.read_text().splitlines() if log.exists() else []
 
 

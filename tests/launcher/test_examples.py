@@ -37,7 +37,7 @@ def test_an_example_trains_and_saves_the_dense_model(script: str, launcher: str,
     program = [*helpers, str(ROOT / f"launch/examples/{script}.py")]
     command = [sys.executable, "-m", *LAUNCHERS[launcher], str(free_port()), *program, str(tmp_path), "--steps", "8"]
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu"}
-    done = subprocess.run(command, capture_output=True, text=True, timeout=300, env=environment, cwd=tmp_path)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=600, env=environment, cwd=tmp_path)
     assert done.returncode == 0, f"{' '.join(command)}\n{done.stdout[-4000:]}\n{done.stderr[-4000:]}"
     assert "2 subnetworks, 1 holders each (coverage 0.5)" in done.stdout + done.stderr  # the plan's table
     assert ("2 holders each (coverage 1)" in done.stdout) == (script == "with_trainer"), "whose schedule ends dense"
@@ -49,7 +49,7 @@ def test_an_example_trains_and_saves_the_dense_model(script: str, launcher: str,
         loss = float(model(input_ids=held_out, labels=held_out).loss)
     if script == "with_fsdp2":
         again = subprocess.run(
-            [*command[:-1], "9"], capture_output=True, text=True, timeout=300, env=environment, cwd=tmp_path
+            [*command[:-1], "9"], capture_output=True, text=True, timeout=600, env=environment, cwd=tmp_path
         )
         assert f"goes on from {tmp_path / 'step-8'}\n" in again.stdout, again.stderr[-4000:]
         assert {path.name for path in tmp_path.glob("step-*")} == {"step-8", "step-9"}

@@ -50,7 +50,7 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, str
         for order, folder in folders.items()
     }
     for order, process in running.items():
-        output, _ = process.communicate(timeout=300)
+        output, _ = process.communicate(timeout=600)
         assert process.returncode == 0, f"{order} first:\n{output[-4000:]}"
     return {order: json.loads((folder / "results.json").read_text()) for order, folder in folders.items()}
 
@@ -65,7 +65,7 @@ def test_who_builds_the_engine(results: dict[str, dict[str, str]], first: str, n
 def run(code: str) -> list[str]:
     """Lines that a Python program prints."""
     command = [sys.executable, "-c", code]
-    found = subprocess.run(command, capture_output=True, text=True, timeout=300, env=ENVIRONMENT)
+    found = subprocess.run(command, capture_output=True, text=True, timeout=600, env=ENVIRONMENT)
     assert found.returncode == 0, found.stderr
     return found.stdout.splitlines()
 

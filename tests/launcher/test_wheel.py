@@ -13,7 +13,7 @@ from tests.helpers.repository import ROOT
 
 def run(*command: object, **environment: str) -> str:
     done = subprocess.run(
-        list(map(str, command)), env=os.environ | environment, capture_output=True, text=True, timeout=300, cwd="/"
+        list(map(str, command)), env=os.environ | environment, capture_output=True, text=True, timeout=600, cwd="/"
     )
     assert done.returncode == 0, done.stderr
     return done.stdout
