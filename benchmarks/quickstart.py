@@ -43,15 +43,14 @@ class MeasureSteps(TrainerCallback):
             self.figures[phase] = self.measuring.enter_context(measured_step(engine))
 
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        """Written at once: a run that is killed later resumes without another measured step of this phase."""
         self.measuring.close()
-
-    def on_train_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         engine: Any = self.trainer.model_wrapped
         schedule = getattr(engine, "schedule", None)
         phases = [schedule.phase_after(step) if schedule else 0 for step in range(state.max_steps)]
-        for phase in sorted(self.figures):
+        for phase, own in self.figures.items():
             everyone: list[Any] = [None] * dist.get_world_size()
-            dist.all_gather_object(everyone, self.figures[phase])
+            dist.all_gather_object(everyone, own)
             figures = {
                 "steps": phases.count(phase),
                 "state": max(one.weights + one.gradients + one.optimizer for one in everyone),
@@ -63,6 +62,7 @@ class MeasureSteps(TrainerCallback):
                 path = Path(args.output_dir, FILE)
                 known = json.loads(path.read_text()) if path.exists() else {}
                 path.write_text(json.dumps(known | {str(phase): figures}, indent=1))
+        self.figures.clear()
 
 
 def table(subject: Path, plain: Path) -> str:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import signal
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,35 +23,50 @@ class StopSignal:
     """
 
     def __init__(self, device: torch.device) -> None:
-        self.asked = torch.zeros((), device=device)
+        self.device, self.asked = device, False
         self.launcher = psutil.Process(os.getppid())
         self.command = self._command()
         for number in (signal.SIGTERM, signal.SIGINT):
-            signal.signal(number, lambda *_: self.asked.fill_(1))
+            signal.signal(number, self._ask)
+
+    def _ask(self, *_: Any) -> None:
+        self.asked = True
 
     def _command(self) -> int | None:
         """The process of the `deepspeed` command, which starts the launcher; SIGTERM ends it alone."""
         try:
             command = self.launcher.parent()
-            return command.pid if command is not None and "deepspeed" in " ".join(command.cmdline()) else None
+            names = [] if command is None else [Path(argument).name for argument in command.cmdline()[:2]]
+            return command.pid if command is not None and "deepspeed" in names else None
         except psutil.Error:
             return None
 
     def on_any_rank(self) -> bool:
         """Collective: every rank calls it between two steps, and all get the same answer."""
         if os.getppid() != self.launcher.pid or self._command() != self.command:
-            self.asked.fill_(1)
-        asked = self.asked.clone()
+            self.asked = True
+        asked = torch.tensor(float(self.asked), device=self.device)
         if dist.is_initialized():
             dist.all_reduce(asked, dist.ReduceOp.MAX)
         return bool(asked)
 
 
+def _outlive_a_stop(worker: int, then: Callable[[int], None] | None) -> None:
+    """In a worker of a dataloader: a signal that asks the run to stop reaches it too, and must not end it at once."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, lambda number, _: signal.signal(number, signal.SIG_DFL))
+    if then is not None:
+        then(worker)
+
+
 class StopTogether(TrainerCallback):
     """When one rank is asked to stop, all ranks finish the step, save, and stop."""
 
-    def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+    def on_train_begin(self, args: Any, state: Any, control: Any, train_dataloader: Any = None, **_: Any) -> None:
         self.signal = StopSignal(args.device)
+        loader = getattr(train_dataloader, "base_dataloader", train_dataloader)  # behind Accelerate's
+        if getattr(loader, "num_workers", 0):
+            loader.worker_init_fn = partial(_outlive_a_stop, then=loader.worker_init_fn)
 
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         if self.signal.on_any_rank():
@@ -59,8 +76,8 @@ class StopTogether(TrainerCallback):
 
 def last_checkpoint(folder: str | Path) -> str | None:
     """The newest complete checkpoint that the Trainer saved in a run's folder: its state is written last."""
-    found = sorted(Path(folder).glob("checkpoint-*"), key=lambda path: int(path.name.rpartition("-")[2]), reverse=True)
-    for path in found:
+    found = [path for path in Path(folder).glob("checkpoint-*") if path.name.removeprefix("checkpoint-").isdigit()]
+    for path in sorted(found, key=lambda path: int(path.name.removeprefix("checkpoint-")), reverse=True):
         try:
             TrainerState.load_from_json(str(path / "trainer_state.json"))
         except (OSError, ValueError):

@@ -7,6 +7,7 @@ no loader there becomes a function such as `standard_library` below.
 from __future__ import annotations
 
 import json
+import os
 import sysconfig
 from collections.abc import Iterator
 from contextlib import suppress
@@ -60,6 +61,9 @@ class Data:
     def __post_init__(self) -> None:
         if not self.sources:
             raise ValueError("sources: empty; name at least one, such as {path: standard_library}")
+        for source in self.sources:
+            if "path" not in source or not float(source.get("weight", 1)) > 0:
+                raise ValueError(f"sources: got {source}; each needs a path, and a weight above 0 if it has one")
         if not 0 < self.validation_fraction < 1:
             raise ValueError(f"validation_fraction: got {self.validation_fraction}, expected a number between 0 and 1")
 
@@ -86,14 +90,27 @@ def load_blocks(data: Data, seed: int, folder: Path) -> Blocks:
     splits = [_split(texts, data.validation_fraction) for texts in sources]
     tokenizer = _tokenizer(data, [train for train, _ in splits], folder)
     train = [_pack(texts, tokenizer, data) for texts, _ in splits]
-    validation = [_pack(texts, tokenizer, data) for _, texts in splits]
+    validation = [_pack(texts, tokenizer, data, batch_size=20) for _, texts in splits]
     weights = [float(source.get("weight", 1)) for source in data.sources]
-    share = -(-data.validation_blocks // len(validation))
-    held_out = [row for texts in validation for row in islice(texts, share)]
-    blocks = Blocks(tokenizer, _mix(train, weights, seed), held_out)
+    blocks = Blocks(tokenizer, _mix(train, weights, seed), _held_out(data, validation, folder))
     if not blocks.validation:
-        raise ValueError("data: no block is held out; give more text or a larger validation_fraction")
+        raise ValueError("no block is held out; give more text or a larger validation_fraction")
     return blocks
+
+
+def _held_out(data: Data, sources: list[Texts], folder: Path) -> list[dict[str, list[int]]]:
+    """Blocks of all sources; those of streams are kept with the run, since finding them means reading much text."""
+    saved = folder / "held_out.json"
+    if data.streaming and saved.exists():
+        rows: list[dict[str, list[int]]] = json.loads(saved.read_text())
+        return rows
+    share = -(-data.validation_blocks // len(sources))
+    rows = [row for texts in sources for row in islice(texts, share)]
+    if data.streaming:
+        unfinished = saved.with_suffix(f".{os.getpid()}")
+        unfinished.write_text(json.dumps(rows))
+        unfinished.rename(saved)
+    return rows
 
 
 def _load_source(source: dict[str, Any], streaming: bool, seed: int) -> Texts:
@@ -106,8 +123,8 @@ def _load_source(source: dict[str, Any], streaming: bool, seed: int) -> Texts:
         texts = texts.to_iterable_dataset(num_shards=64) if streaming else texts
     else:
         texts = load_dataset(streaming=streaming, **options)
-    if column not in (texts.column_names or [column]):
-        raise ValueError(f"data: no column {column!r} in {options['path']}, only {texts.column_names}; set text_column")
+    if column not in (texts.column_names or [column]):  # of some streams they are not known yet
+        raise ValueError(f"no column {column!r} in {options['path']}, only {texts.column_names}; set text_column")
     texts = texts.select_columns([column])
     texts = texts if column == "text" else texts.rename_column(column, "text")
     if isinstance(texts, IterableDataset):  # shards in random order, ten of them in turns: documents need no buffer
@@ -155,8 +172,8 @@ def _tokenizer(data: Data, sources: list[Texts], folder: Path) -> PreTrainedToke
     return AutoTokenizer.from_pretrained(saved)
 
 
-def _pack(texts: Texts, tokenizer: PreTrainedTokenizerBase, data: Data) -> Texts:
-    """Blocks of `sequence_length` tokens, one document after the other; the rest of each thousand documents is left
+def _pack(texts: Texts, tokenizer: PreTrainedTokenizerBase, data: Data, batch_size: int = 1000) -> Texts:
+    """Blocks of `sequence_length` tokens, one document after the other; the rest of each batch of documents is left
     out."""
 
     def pack(batch: dict[str, list[str]], tokenizer: Any, length: int) -> dict[str, list[list[int]]]:
@@ -166,7 +183,7 @@ def _pack(texts: Texts, tokenizer: PreTrainedTokenizerBase, data: Data) -> Texts
 
     function = partial(pack, tokenizer=tokenizer, length=data.sequence_length)
     options = {"num_proc": data.num_proc} if isinstance(texts, Dataset) else {}
-    return texts.map(function, batched=True, remove_columns=["text"], **options)
+    return texts.map(function, batched=True, batch_size=batch_size, remove_columns=["text"], **options)
 
 
 def _mix(sources: list[Texts], weights: list[float], seed: int) -> Texts:
@@ -191,7 +208,9 @@ class Stream:
 
     def __init__(self, blocks: IterableDataset, rank: int, world_size: int) -> None:
         self.rank, self.world_size = rank, world_size
-        self.blocks = split_dataset_by_node(blocks, rank, world_size).repeat(None)
+        # By shards (files, row groups) each rank tokenizes its own ones only; else every rank tokenizes everything.
+        strategy: Any = "shards" if blocks.num_shards >= world_size else "examples"
+        self.blocks = split_dataset_by_node(blocks, rank, world_size, strategy).repeat(None)
 
     def loader(self, batch_size: int) -> DataLoader[Any]:
         return DataLoader(self.blocks, batch_size, collate_fn=collate)
@@ -207,6 +226,8 @@ class Stream:
             ValueError: the checkpoint was saved by another number of ranks.
         """
         saved = len([*Path(folder).glob("stream_*.json")])
+        if not saved:
+            raise ValueError(f"{folder}: no stream was saved; data.streaming was false then")
         if saved != self.world_size:
             raise ValueError(
                 f"{folder}: a stream of {saved} ranks cannot resume on {self.world_size}; use {saved} ranks"

@@ -63,14 +63,19 @@ def whole_steps(blocks: Dataset, args: TrainingArguments) -> Dataset:
     return blocks.select(range(len(blocks) // batch * batch))
 
 
+def prepare(data: Data, seed: int, folder: str | Path) -> Blocks:
+    """`load_blocks`, or the end of the program with what is wrong."""
+    try:
+        return load_blocks(data, seed, Path(folder))
+    except (ValueError, TypeError, OSError) as error:
+        fail(f"data: {error}")
+
+
 def build_trainer(recipe: Recipe) -> Trainer:
     """Data, model and Trainer of a run; every rank calls it."""
     data, args = section_of(Data, recipe.data, "data"), training_arguments(recipe)
     with args.main_process_first(local=args.save_on_each_node, desc="preparing the data"):
-        try:
-            blocks = load_blocks(data, args.seed, Path(args.output_dir))
-        except (ValueError, OSError) as error:
-            fail(error)
+        blocks = prepare(data, args.seed, args.output_dir)
     if data.streaming:
         args.ignore_data_skip = True  # the stream goes on by its own state
         if args.max_steps <= 0:
@@ -114,7 +119,7 @@ def main() -> None:
     recipe = read_recipe(__doc__, SECTIONS)
     if recipe.prepare_only:
         data, seed = section_of(Data, recipe.data, "data"), recipe.training.get("seed", 42)
-        load_blocks(data, seed, Path(recipe.training["output_dir"]))
+        prepare(data, seed, recipe.training.get("output_dir", "trainer_output"))
     else:
         run(build_trainer(recipe))
 

@@ -26,8 +26,8 @@ from transformers import get_scheduler, set_seed
 
 import sdp_deepspeed
 from callbacks import StopSignal
-from data import Data, collate, load_blocks
-from pretrain import build_model
+from data import Data, collate
+from pretrain import build_model, prepare
 from recipe import fail, read_recipe, section_of
 from sdp_deepspeed.config import KEY
 from sdp_deepspeed.fsdp import CheckpointManager, clip_grad_norm_, param_groups, save_pretrained, sharded_model_of
@@ -99,13 +99,13 @@ def main() -> None:
     args, data = section_of(Training, recipe.training, "training"), section_of(Data, recipe.data, "data")
     folder = Path(args.output_dir)
     if recipe.prepare_only:
-        load_blocks(data, args.seed, folder)
+        prepare(data, args.seed, folder)
         return
     # Accelerate starts the process group and the trackers; it does not see the model.
     accelerator = Accelerator(cpu=not torch.cuda.is_available(), log_with=args.report_to or None, project_dir=folder)
     accelerator.init_trackers("pretrain_fsdp2")
     with accelerator.main_process_first():
-        blocks = load_blocks(data, args.seed, folder)
+        blocks = prepare(data, args.seed, folder)
     set_seed(args.seed)
     with sdp_deepspeed.Init():  # no rank ever holds the whole model
         model: Any = build_model(recipe, blocks, data)

@@ -102,10 +102,10 @@ def read_recipe(description: str, sections: Sequence[str], arguments: Sequence[s
         found["deepspeed"] = _read_json(folder / found["deepspeed"])
     for override in options.overrides:
         _override(found, override, sections)
-    for name, section in found.items():
-        if not isinstance(section, dict):
-            fail(f"{name}: got {section!r}, expected a mapping")
-    holder = found if KEY in sections else found.get("deepspeed", {})
+    for name in sections:
+        if not isinstance(found.get(name), dict):
+            fail(f"{options.recipe}: section {name}: got {found.get(name)!r}, expected a mapping")
+    holder = found if KEY in sections else found["deepspeed"]
     try:
         parse(holder)
     except ValueError as error:
@@ -121,7 +121,11 @@ def _override(found: dict[str, Any], override: str, sections: Sequence[str]) -> 
     path, equals, text = override.partition("=")
     if not equals:
         fail(f"{override!r}: expected key=value, such as training.max_steps=20")
-    keys, value = path.split("."), yaml.load(text, _Loader)
+    keys = path.split(".")
+    try:
+        value = yaml.load(text, _Loader)
+    except yaml.YAMLError as error:
+        fail(f"{override!r}: {error}")
     if keys[0] == "sdp":
         keys[:1] = [KEY] if KEY in sections else ["deepspeed", KEY]
         if keys[-1] == KEY and value in ("on", "off"):

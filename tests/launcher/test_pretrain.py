@@ -171,7 +171,9 @@ def test_what_cannot_train_ends_before_it_begins(
 ) -> None:
     log = tmp_path / "log"
     with Ranks(command(tmp_path, text, "run", 3, override), log) as ranks:
-        ranks.wait_for(lambda output: "error: " in output)
+        for process in ranks.processes:
+            process.join(300)
+        assert [process.exitcode for process in ranks.processes] == [2, 2]
     errors = [line for line in log.read_text().splitlines() if line.startswith("error: ")]
     assert len(errors) == 1
     assert said in errors[0]

@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 import torch
 import yaml
@@ -48,9 +49,12 @@ def command(folder: Path, output: str, steps: int, *overrides: str) -> list[str]
 
 
 def test_a_run_that_was_stopped_goes_on_as_if_it_had_not_been(tmp_path: Path) -> None:
-    with Ranks(command(tmp_path, "stopped", 1_000_000), tmp_path / "stopped.log") as ranks:
+    workers = "training.dataloader_num_workers=1"  # the launchers' signals reach them, too
+    with Ranks(command(tmp_path, "stopped", 1_000_000, workers), tmp_path / "stopped.log") as ranks:
         ranks.wait_for(lambda output: output.count("'grad_norm'") >= 13)  # in the second epoch
-        ranks.processes[1].terminate()  # all stop together
+        asked = psutil.Process(ranks.processes[1].pid)
+        for process in [*asked.children(recursive=True), asked]:  # one rank is asked, all stop together
+            process.terminate()
         assert "the same command resumes" in ranks.finish()
     stopped_at = len(trainer_log(tmp_path / "stopped"))
     steps = stopped_at + 2

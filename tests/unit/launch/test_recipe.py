@@ -76,6 +76,8 @@ def test_a_deepspeed_file_is_read_beside_the_recipe(read: Read, tmp_path: Path) 
         (["sdp.coverige=0.5"], "coverage"),
         (["deepspeed=missing.json"], "missing.json"),
         (["training.max_steps.more=1"], "has no keys"),
+        (["data.sources=[{path: x"], "data.sources"),
+        (["deepspeed=null"], "section deepspeed: got None"),
     ],
 )
 def test_wrong_overrides_are_refused(
@@ -104,7 +106,9 @@ def test_only_the_first_rank_says_why(
         (TrainingArguments, {"max_steps": "many"}, "training.max_steps"),
         (Data, {"sources": [], "sequence_length": 8}, "sources: empty"),
         (Data, {"sources": [{}], "sequence_length": "long"}, "sequence_length"),
-        (Data, {"sources": [{}], "sequence_length": 8, "validation_fraction": 1.5}, "between 0 and 1"),
+        (Data, {"sources": [{"name": "x"}], "sequence_length": 8}, "each needs a path"),
+        (Data, {"sources": [{"path": "x", "weight": 0}], "sequence_length": 8}, "a weight above 0"),
+        (Data, {"sources": [{"path": "x"}], "sequence_length": 8, "validation_fraction": 1.5}, "between 0 and 1"),
     ],
 )
 def test_sections_are_checked(
@@ -139,10 +143,10 @@ def test_a_model_may_have_the_name_of_a_config(read: Read, tmp_path: Path) -> No
 @pytest.mark.parametrize("path", sorted((ROOT / "configs" / "recipes").glob("*.yaml")), ids=lambda path: path.stem)
 def test_our_own_recipes_are_valid(path: Path) -> None:
     """Sections, the block, and the model with its sizes."""
-    keys = yaml.safe_load(path.read_text())
-    recipe = read_recipe("", [*keys], [str(path)])
+    is_fsdp2 = KEY in yaml.safe_load(path.read_text())
+    recipe = read_recipe("", [*SECTIONS[:3], KEY] if is_fsdp2 else SECTIONS, [str(path)])
     assert recipe.block
-    if KEY in keys:
+    if is_fsdp2:
         section_of(Training, recipe.training, "training")
     else:
         section_of(TrainingArguments, recipe.training | {"use_cpu": True}, "training")
