@@ -22,7 +22,7 @@ say "ruff format --check"
 ruff format --check .
 say "mypy"
 mypy
-say "pytest ${arguments[*]:-}; the 25 slowest at the end"
+say "pytest${arguments[*]:+ ${arguments[*]}}; the 25 slowest at the end"
 # Ranks and programs wait for more than half of their time: two workers for each core. In the order of names, programs
 # come first and the many quick tests last, so that all workers end together.
 exec python -m pytest "${arguments[@]}" --numprocesses 4 --dist loadfile --no-loadscope-reorder --durations 25

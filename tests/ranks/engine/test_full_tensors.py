@@ -155,6 +155,6 @@ def _cases(size: int, options: pytest.Config) -> Iterator[tuple[str, Any]]:
     yield "refused", what_cannot_be_answered_is_refused
 
 
-@pytest.mark.checks(2, _cases)
+@pytest.mark.checks(2, _cases, slow=["2-reference [2-5]"])
 def test_two_ranks(outcome: str | None) -> None:
     assert outcome is None, outcome

@@ -22,6 +22,8 @@ from tests.helpers.ranks import Rank
 from tests.helpers.replanned_runs import Phase, Sequence_, assert_same_run
 from tests.helpers.training import assert_identical, dense_state, refusal
 
+pytestmark = pytest.mark.slow
+
 CUT: dict[str, Any] = {"regime": "backward", "strategy": "neuron"}
 RUN, RUN_BF16 = (Sequence_(2, [Phase({}, 1)], precision) for precision in ("fp32", "bf16"))
 

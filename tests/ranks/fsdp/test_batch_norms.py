@@ -129,6 +129,6 @@ def _checks(size: int, config: pytest.Config) -> list[tuple[str, Check]]:
     return [(check.__name__, check) for check in CHECKS]
 
 
-@pytest.mark.checks(SIZE, _checks)
+@pytest.mark.checks(SIZE, _checks, slow=["3-re_estimation", "3-an_export*"])
 def test_batch_norms(outcome: str | None) -> None:
     assert outcome is None, outcome

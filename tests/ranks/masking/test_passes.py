@@ -20,6 +20,8 @@ from tests.helpers.models import MIXED, family, llama
 from tests.helpers.ranks import Check, Rank
 from tests.helpers.training import Recording, refusal, train
 
+pytestmark = pytest.mark.slow
+
 SIZE = 3
 WAYS = ("auto", "resident", "prefetch", "stream")
 

@@ -179,6 +179,6 @@ def _checks(size: int, config: pytest.Config) -> list[tuple[str, Check]]:
     return [(check.__name__, check) for check in CHECKS]
 
 
-@pytest.mark.checks(SIZE, _checks)
+@pytest.mark.checks(SIZE, _checks, slow=["3-with_fsdp2", "3-copies*", "3-trained*"])
 def test_synchronized(outcome: str | None) -> None:
     assert outcome is None, outcome

@@ -290,6 +290,6 @@ def _cases(size: int, options: pytest.Config) -> Iterator[tuple[str, Any]]:
         yield check.__name__, check
 
 
-@pytest.mark.checks(2, _cases)
+@pytest.mark.checks(2, _cases, slow=["2-Adagrad-1", "2-Adam"])
 def test_two_ranks(outcome: str | None) -> None:
     assert outcome is None, outcome
