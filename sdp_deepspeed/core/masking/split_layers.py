@@ -16,7 +16,7 @@ fused projections, positions of heads) has to know of the parts, and a body runs
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -57,7 +57,7 @@ class Ranges:
         return torch.cat([next(sides[is_held]) for is_held in self.held], dim)
 
 
-def _cat(runs: Sequence[torch.Tensor], dim: int) -> torch.Tensor:
+def _cat(runs: list[torch.Tensor], dim: int) -> torch.Tensor:
     return runs[0] if len(runs) == 1 else torch.cat(runs, dim)
 
 
