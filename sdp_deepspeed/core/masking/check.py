@@ -25,7 +25,10 @@ def check_plan(model: nn.Module, plan: Plan, branches: Sequence[LocatedBranch]) 
     names = branches_of_units(plan.units, branches)
     by_name = {branch.name: branch for branch in branches}
     constrained = {name for name in constrained_branches(plan.units, branches) if name is not None}
-    cut = {name: [i for i, other in enumerate(names) if other == name] for name in names if name is not None}
+    cut: dict[str, list[int]] = {}
+    for index, name in enumerate(names):
+        if name is not None:
+            cut.setdefault(name, []).append(index)
     for name, units in cut.items():
         for index in units:
             _check_cells(plan.units[index], by_name[name])

@@ -6,6 +6,7 @@ has; one without any router has none.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -30,6 +31,12 @@ def check_experts(model: nn.Module, plan: Plan, branches: Sequence[LocatedBranch
         ValueError: by the branch and the subnetwork.
     """
     parameters = dict(model.named_parameters())
+    in_units: Counter[str] = Counter()  # of each parameter how many indices of its cut dim are in units
+    held: Counter[tuple[str, int]] = Counter()  # and those that a subnetwork has of these
+    for unit, holders in zip(plan.units, plan.holders, strict=True):
+        for piece in (piece for piece in unit.pieces if piece.dim is not None):
+            in_units[piece.parameter] += piece.length
+            held.update({(piece.parameter, subnetwork): piece.length for subnetwork in holders})
     for branch in branches:
         experts = branch.description.experts
         if experts is None or not has_experts(model.get_submodule(branch.layer), branch.description):
@@ -41,13 +48,7 @@ def check_experts(model: nn.Module, plan: Plan, branches: Sequence[LocatedBranch
         for tensor in outputs:
             step = _BYTES // parameters[tensor.parameter].element_size()
             for subnetwork in range(plan.num_subnetworks):
-                lacking = sum(
-                    piece.length
-                    for index, unit in enumerate(plan.units)
-                    if not plan.holds(index, subnetwork)
-                    for piece in unit.pieces
-                    if piece.parameter == tensor.parameter and piece.dim is not None
-                )
+                lacking = in_units[tensor.parameter] - held[tensor.parameter, subnetwork]
                 if lacking % step or (lacking and tensor.size % step):
                     raise ValueError(
                         f"{branch.name!r}: subnetwork {subnetwork} has {tensor.size - lacking} of {tensor.size}; "

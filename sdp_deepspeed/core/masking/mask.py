@@ -34,7 +34,7 @@ class Mask:
 
     Args:
         model: whole, on its final device.
-        plan: that fits it.
+        plan: whose pieces are of this model's tensors (of a tensor-parallel rank's, where it has parts).
         rank: data-parallel.
 
     Attributes:
@@ -50,6 +50,8 @@ class Mask:
     """
 
     def __init__(self, model: nn.Module, plan: Plan, rank: int) -> None:
+        if "_sdp_masked" in vars(model):
+            raise RuntimeError("the model is masked already: undo its mask, or take a new model")
         self.model, self.plan, self.rank = model, plan, rank
         self.branches = locate_branches(model)
         self.parameters: dict[str, nn.Parameter] = dict(model.named_parameters())
@@ -128,7 +130,7 @@ class Mask:
         for name, gradient in self._gradients.items():
             self.parameters[name].grad = gradient
         self._gradients.clear()
-        self.is_applied = True
+        vars(self.model)["_sdp_masked"] = self.is_applied = True
 
     @torch.inference_mode(False)
     @torch.no_grad()
@@ -161,6 +163,7 @@ class Mask:
         for hook in self._hooks:
             hook.remove()
         self._masked, self._sizes, self._hooks, self._reshaped = [], [], [], []
+        del vars(self.model)["_sdp_masked"]
         self.is_applied = False
 
     # ---- the two regimes ----------------------------------------------------------------------------------------

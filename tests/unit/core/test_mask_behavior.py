@@ -15,9 +15,11 @@ from transformers import DynamicCache
 from sdp_deepspeed import architectures
 from sdp_deepspeed.architectures import Branch, Cut, InnerLayers, registry
 from sdp_deepspeed.core.masking import Mask
+from sdp_deepspeed.core.masking.batch_norm import average_running_statistics, reestimate
 from sdp_deepspeed.core.masking.description import check_description
 from sdp_deepspeed.core.masking.scale import scaled
 from sdp_deepspeed.reference.held_rows import scaled_branches
+from sdp_deepspeed.reference.virtual_workers import average_statistics
 from tests.helpers import models
 from tests.helpers.core_masks import (
     MODES,
@@ -218,6 +220,49 @@ def test_the_dense_model_scaled_by_coverage(name: str) -> None:
             assert torch.equal(models.loss_of(model, tokens()), models.loss_of(dense, tokens()))
 
 
+@modes
+def test_hooks_on_gradients_stay(regime: str, strategy: str) -> None:
+    dense = build("llama")
+    model, mask = masked(dense, plan_of(dense, regime, strategy), 0)
+    fired: list[str] = []
+    for name, parameter in model.named_parameters():
+        if parameter.requires_grad:
+            parameter.register_post_accumulate_grad_hook(lambda _, name=name: fired.append(name))
+    run(model)
+    first, fired[:] = sorted(fired), []
+    mask.undo()
+    mask.apply()
+    run(model)
+    assert sorted(fired) == first
+
+
+def test_a_masked_model_is_not_masked_again() -> None:
+    dense = build("llama")
+    plan = plan_of(dense, "backward", "block")
+    model, mask = masked(dense, plan, 0)
+    with pytest.raises(RuntimeError, match="masked already"):
+        Mask(model, plan, 0)
+    mask.undo()
+    Mask(model, plan, 1).apply()
+
+
+def test_linear_layers_of_autotp_are_split() -> None:
+    """Without a group they compute what `nn.Linear` does."""
+    layers = pytest.importorskip("deepspeed.module_inject.layers")
+    dense = build("llama_biases")
+    plan, expected = plan_of(dense, "backward", "neuron"), run(deepcopy(dense))
+    for layer in dense.model.layers:
+        for own in (layer.self_attn, layer.mlp):
+            for name, child in [*own.named_children()]:
+                if isinstance(child, nn.Linear):
+                    kind = layers.LinearAllreduce if name in ("o_proj", "down_proj") else layers.LinearLayer
+                    setattr(own, name, kind(child, None))
+    model, mask = masked(dense, plan, 0)
+    loss, _, found = run(model)
+    assert_close(loss, expected[0])
+    assert_gradients(mask, found, expected[2])
+
+
 def test_plans_that_are_no_plan_of_the_model_are_refused() -> None:
     dense = build("llama")
     plan = plan_of(dense, "forward", "neuron")
@@ -362,3 +407,50 @@ def test_statistics_of_batch_norms(regime: str, strategy: str, is_frozen: bool) 
                 assert_close(mask.view(piece).double(), piece.narrow(wanted[name]).double())
     moved = [not torch.equal(a, b) for a, b in zip(model.buffers(), before.buffers(), strict=True) if a.numel()]
     assert all(moved) if not is_frozen else not any(moved)
+
+
+@modes
+def test_running_statistics_are_means_over_the_ranks_that_run_a_norm(
+    regime: str, strategy: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of two ranks, one after the other: what each adds to an all-reduce is recorded, then the result is handed out."""
+    describe(Cut("norm", 0))
+    dense = Model(lambda: nn.BatchNorm1d(9)).double()
+    plan = plan_of(dense, regime, strategy)
+    masks = [masked(dense, plan, rank)[1] for rank in (0, 1)]
+    whole = []
+    for rank, mask in enumerate(masks):
+        mask.model.train()(batch().double() * (rank + 1))
+        one = expected_of(dense, plan, rank).train()
+        one(batch().double() * (rank + 1))
+        whole.append({name: buffer.clone() for name, buffer in one.named_buffers()})
+    average_statistics(dense, plan, whole)
+    sent: list[list[torch.Tensor]] = [[], []]
+    for rank in (0, 1):
+        monkeypatch.setattr(
+            torch.distributed, "all_reduce", lambda t, *_, rank=rank, **__: sent[rank].append(t.clone())
+        )
+        average_running_statistics(deepcopy(masks[rank]), None, torch.device("cpu"))
+    for rank in (0, 1):
+        results = iter([sent[0][0] + sent[1][0], sent[0][1].maximum(sent[1][1])])
+        monkeypatch.setattr(
+            torch.distributed, "all_reduce", lambda t, *_, results=results, **__: t.copy_(next(results))
+        )
+        average_running_statistics(masks[rank], None, torch.device("cpu"))
+        for name, pieces in masks[rank].buffer_pieces.items():
+            for piece, _ in pieces:
+                if masks[rank].stored(piece):
+                    assert_close(masks[rank].view(piece).double(), piece.narrow(whole[rank][name]).double())
+
+
+def test_statistics_are_estimated_anew() -> None:
+    """As by `torch.optim.swa_utils.update_bn`, but for a norm's input in evaluation mode; modes come back."""
+    model = Model(lambda: nn.BatchNorm1d(9)).train()
+    model.stem.eval()
+    expected = deepcopy(model)
+    torch.optim.swa_utils.update_bn([batch(), 2 * batch()], expected)
+    reestimate(model, [batch(), 2 * batch()])
+    for name, buffer in model.named_buffers():
+        assert_close(buffer.double(), dict(expected.named_buffers())[name].double())
+    assert not model.stem.training
+    assert all(layer.body.norm.training and layer.body.norm.momentum == 0.1 for layer in model.layers)
