@@ -1,0 +1,1 @@
+"""The core of the second edition: masking and parallelism on process groups of holders, free of DeepSpeed."""

@@ -1,0 +1,119 @@
+"""What is refused before a plan is applied, and in a masked module's forward pass."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from torch import nn
+
+from sdp_deepspeed.architectures import LocatedBranch, branches_of_units, constrained_branches
+from sdp_deepspeed.architectures.branch import BATCH_NORMS
+from sdp_deepspeed.config import KEY
+from sdp_deepspeed.messages import quoted
+from sdp_deepspeed.plan.plan import Plan
+from sdp_deepspeed.units import Unit
+
+
+def check_plan(model: nn.Module, plan: Plan, branches: Sequence[LocatedBranch]) -> None:
+    """Refuse a plan whose units are not whole branches, or neurons or heads of one, and norms that cannot be masked.
+
+    Raises:
+        ValueError: by the unit, the branch or the norm.
+    """
+    blocks_of_units(plan, branches)
+    names = branches_of_units(plan.units, branches)
+    by_name = {branch.name: branch for branch in branches}
+    constrained = {name for name in constrained_branches(plan.units, branches) if name is not None}
+    cut: dict[str, list[int]] = {}
+    for index, name in enumerate(names):
+        if name is not None:
+            cut.setdefault(name, []).append(index)
+    for name, units in cut.items():
+        for index in units:
+            _check_cells(plan.units[index], by_name[name])
+        without = set(range(plan.num_subnetworks)).difference(*[plan.holders[index] for index in units])
+        if without and name in constrained:
+            raise ValueError(
+                f"plan: subnetwork {min(without)} has no unit of {name!r}; every one needs a group of neurons or a head"
+            )
+        if any(plan.coverage_of(index) < 1 for index in units):
+            _check_norms(model, by_name[name])
+    if not plan.is_whole:
+        _refuse_synchronized_norms(model, plan)
+
+
+def blocks_of_units(plan: Plan, branches: Sequence[LocatedBranch]) -> dict[int, list[LocatedBranch]]:
+    """The branches that each block unit is made of, by its index.
+
+    Raises:
+        ValueError: a unit that is neither made of whole branches nor of neurons or heads.
+    """
+    return {
+        index: _members(plan.units[index], branches)
+        for index, name in enumerate(branches_of_units(plan.units, branches))
+        if name is None
+    }
+
+
+def _members(unit: Unit, branches: Sequence[LocatedBranch]) -> list[LocatedBranch]:
+    own = {(piece.kind, piece.parameter) for piece in unit.pieces if piece.dim is None}
+    members = [
+        branch
+        for branch in branches
+        if branch.is_bypassed and branch.pieces and own.issuperset((p.kind, p.parameter) for p in branch.pieces)
+    ]
+    left_over = {p.parameter for p in unit.pieces} - {p.parameter for branch in members for p in branch.pieces}
+    if left_over or not members:
+        raise ValueError(
+            f"plan: unit {unit.name!r} is neither whole branches bypassed by an identity, nor neurons or heads of one "
+            f"(left over: {quoted(sorted(left_over))})"
+        )
+    return members
+
+
+def _check_cells(unit: Unit, branch: LocatedBranch) -> None:
+    output = next(tensor for tensor in branch.cut_tensors if tensor.cut.is_output)
+    width = output.size // branch.num_cells
+    expected = {
+        cell_piece
+        for piece in unit.pieces
+        if piece.parameter == output.parameter
+        for cell_piece in branch.pieces_of_cells(range(piece.start // width, (piece.start + piece.length) // width))
+    }
+    if differing := sorted({piece.parameter for piece in expected.symmetric_difference(unit.pieces)}):
+        raise ValueError(
+            f"plan: unit {unit.name!r} takes other neurons or heads of {quoted(differing)} than of {output.parameter!r}"
+        )
+
+
+def _check_norms(model: nn.Module, branch: LocatedBranch) -> None:
+    """A norm over neurons or channels that several workers hold would be over those of one."""
+    inner = branch.description.inner
+    assert inner is not None
+    if inner.heads is not None:
+        return
+    known = [*(cut.module for cut in inner.cuts), *inner.tail, *inner.before, *inner.per_head]
+    places = tuple(f"{branch.root}.{path}." for path in known)
+    for body in branch.bodies:
+        for name, module in model.get_submodule(body).named_modules(prefix=body):
+            is_norm = "norm" in type(module).__name__.lower() and not isinstance(module, BATCH_NORMS)
+            if is_norm and not f"{name}.".startswith(places):
+                raise ValueError(
+                    f"{name} ({type(module).__name__}) runs between cut neurons and normalizes over them; use "
+                    f'the strategy "block" for the part {branch.description.name!r}'
+                )
+
+
+def _refuse_synchronized_norms(model: nn.Module, plan: Plan) -> None:
+    """Ranks that lack the unit would not come to its collectives."""
+    for index, unit in enumerate(plan.units):
+        for name in {piece.parameter.rpartition(".")[0] for piece in unit.pieces}:
+            if plan.coverage_of(index) < 1 and isinstance(model.get_submodule(name), nn.SyncBatchNorm):
+                raise ValueError(f"{KEY}: {name} is a SyncBatchNorm in the unit {unit.name!r}; use BatchNorm there")
+
+
+def refuse_cache(_: nn.Module, __: Any, kwargs: Mapping[str, Any]) -> None:
+    """A hook before the forward of a subnetwork: a cache of keys and values has the held heads of the held layers."""
+    if kwargs.get("past_key_values") is not None:
+        raise RuntimeError("past_key_values: a subnetwork cannot use a cache; generate from the dense model (dense())")

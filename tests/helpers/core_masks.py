@@ -1,0 +1,146 @@
+"""Models, plans and comparisons for the tests of masks, in one process and without an engine."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from copy import deepcopy
+from functools import cache
+from typing import Any
+
+import torch
+from torch import nn
+
+from sdp_deepspeed.architectures import branches_of_units, locate_branches, units_of_branches
+from sdp_deepspeed.core.masking import Mask
+from sdp_deepspeed.plan.plan import Plan
+from sdp_deepspeed.reference.virtual_workers import zero_lacking
+from sdp_deepspeed.units import Piece
+from tests.helpers import mixtures, models, more_models
+
+# Orders of activations that a mistake would mix up: blocks fused in one projection, heads interleaved with their
+# queries, keys and values, products of gates and ups.
+FUSED = ("glm", "phi3", "modernbert", "t5", "gpt2", "gpt_neox", "falcon_grouped", "gpt_oss", "qwen3_moe", "deepseek_v2")
+NAMES = tuple(dict.fromkeys([*FUSED, *models.SPECIMENS, *more_models.SPECIMENS, *mixtures.MIXTURES]))
+MODES: tuple[tuple[str, str], ...] = tuple((r, s) for r in ("forward", "backward") for s in ("block", "neuron"))
+# Narrower products and sums of parts add in another order: at most 61 terms, each rounded by 2**-24 of a partial sum,
+# in a few products one after the other.
+ROUNDING = 2.0**-16
+
+Gradients = Mapping[str, torch.Tensor]
+
+
+def build(name: str) -> Any:
+    """No bias is zero and no norm is one, so that a forgotten one is seen."""
+    return deepcopy(_built(name))
+
+
+@cache
+def _built(name: str) -> nn.Module:
+    if name in mixtures.MIXTURES:
+        model: nn.Module = mixtures.mixture(name)
+    else:
+        model = models.scrambled(more_models.ALL_SPECIMENS[name].build())
+    # Batch norms over a few pixels blow rounding up, to a percent of the loss in fp32.
+    return (model.double() if "resnet" in name else model).train()
+
+
+def strategy_of(name: str, strategy: str) -> Any:
+    """Attention as blocks where its heads cannot be cut."""
+    is_cut = name not in (*more_models.UNCUT, "olmoe")
+    return strategy if strategy == "block" or is_cut else {"attention": "block", "mlp": "neuron"}
+
+
+def plan_of(model: nn.Module, regime: str, strategy: Any, **choice: Any) -> Plan:
+    """Two workers. Each unit is held by one of them in turn, so one has neurons before and after the other's."""
+    branches = locate_branches(model)
+    units = units_of_branches(branches, strategy=strategy, **{"neuron_groups": None, "num_subnetworks": 3, **choice})
+    names = branches_of_units(units, branches)
+    order = list(dict.fromkeys(names))
+    holders = tuple(((order.index(name) + names[:unit].count(name)) % 2,) for unit, name in enumerate(names))
+    return Plan(regime, strategy, 2, 1, 0, tuple(units), holders, (0, 1))
+
+
+def tokens(seed: int = 3) -> torch.Tensor:
+    return next(models.batches(1, 1, seed))[0][0]
+
+
+def run(model: Any, **inputs: Any) -> tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]:
+    """Loss, logits and gradients."""
+    output = model(**models.inputs_of(model, tokens()), **inputs)
+    output.loss.backward()
+    gradients = {n.removeprefix("_orig_mod."): p.grad for n, p in model.named_parameters() if p.grad is not None}
+    return output.loss.detach(), output.logits.detach(), gradients
+
+
+def expected_of(dense: nn.Module, plan: Plan, rank: int) -> nn.Module:
+    """What a rank's subnetwork must compute: the dense model, of the forward regime with its lacking pieces zeroed."""
+    model = deepcopy(dense)
+    if plan.regime == "forward":
+        zero_lacking(model, plan, rank)
+    return model
+
+
+def masked(dense: nn.Module, plan: Plan, rank: int) -> tuple[Any, Mask]:
+    model = deepcopy(dense)
+    mask = Mask(model, plan, rank)
+    mask.apply()
+    return model, mask
+
+
+def assert_close(found: torch.Tensor, expected: torch.Tensor, largest: float | None = None) -> None:
+    """To rounding of the largest element, of `expected` unless it is given."""
+    assert found.shape == expected.shape
+    atol = ROUNDING * (float(expected.abs().max()) if largest is None else largest)
+    torch.testing.assert_close(found, expected, rtol=ROUNDING, atol=atol)
+
+
+def assert_gradients(mask: Mask, found: Gradients, expected: Gradients) -> None:
+    """What is trained has the expected gradient, and nothing else has one; what no pass reads has zero or none.
+
+    Sums may cancel (keys' biases): rounding is that of a 64th of the model's largest gradient, if that is more.
+    """
+    floor = max(float(gradient.abs().max()) for gradient in expected.values()) / 64
+    for name, pieces in mask.pieces.items():
+        trained = [piece for piece, _ in pieces if mask.trained(piece)]
+        if name not in found:
+            assert not any(piece.narrow(expected[name]).any() for piece in trained if name in expected), name
+            continue
+        assert trained, f"{name} is lacking and has a gradient"
+        assert found[name].numel() == sum(piece.num_elements(mask.shapes[name]) for piece in trained), name
+        for piece in trained:
+            largest = max(floor, float(expected[name].abs().max()))
+            assert_close(mask.view(piece, found[name]), piece.narrow(expected[name]), largest)
+
+
+def fetch(mask: Mask, dense: nn.Module) -> None:
+    """Write what the rank had no values of into an undone mask, as its holders would."""
+    values = dict(dense.named_parameters()) | dict(dense.named_buffers())
+    for pieces in (*mask.pieces.values(), *mask.buffer_pieces.values()):
+        for piece, _ in pieces:
+            if not mask.is_held(piece):
+                mask.view(piece).copy_(piece.narrow(values[piece.parameter].detach()))
+
+
+def lacking_pieces(mask: Mask) -> list[Piece]:
+    pieces = (*mask.pieces.values(), *mask.buffer_pieces.values())
+    return [piece for of_tensor in pieces for piece, _ in of_tensor if not mask.is_held(piece)]
+
+
+def stored_bytes(model: nn.Module) -> int:
+    """Of all storages that are reachable from a model's modules, each once."""
+    storages: dict[int, int] = {}
+    for module in model.modules():
+        for value in (*module._parameters.values(), *module._buffers.values(), *_tensors_in(vars(module))):
+            if value is not None:
+                storages[value.untyped_storage().data_ptr()] = value.untyped_storage().nbytes()
+    return sum(storages.values())
+
+
+def _tensors_in(value: Any, depth: int = 4) -> list[torch.Tensor]:
+    if isinstance(value, torch.Tensor):
+        return [value]
+    if isinstance(value, nn.Module) or not depth:
+        return []
+    items = value.values() if isinstance(value, dict) else value if isinstance(value, list | tuple) else ()
+    items = vars(value).values() if not items and type(value).__module__.startswith("sdp_deepspeed") else items
+    return [tensor for item in items for tensor in _tensors_in(item, depth - 1)]
