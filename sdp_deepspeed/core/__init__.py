@@ -1,0 +1,1 @@
+"""The host-independent core of subnetwork data parallelism."""
