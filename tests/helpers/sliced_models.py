@@ -136,7 +136,7 @@ class SlicedMask:
         """This rank's, of the slices that it holds; `reference_gradients` has the same for the dense model."""
         used = [name for name, parameter in self.parameters.items() if parameter.requires_grad]
         twice = self.model.used_twice
-        total = torch.zeros((), requires_grad=is_reentrant)
+        total = torch.zeros((), requires_grad=True)
         for name in [*used, *([twice] if twice in used else [])]:
             if (name, self.rank, micro_step) in self.model.missing:
                 continue

@@ -192,11 +192,13 @@ class Bucket:
         self.shard: torch.nn.Parameter | None = None
         self.gradient: torch.Tensor | None = None
 
-    def place_weights(self, flat: torch.Tensor) -> None:
-        self.weights, self.weight_slots = flat, self._slots(flat)
+    def place_weights(self, buffer: torch.Tensor) -> None:
+        self.weights = buffer[: self.layout.size]
+        self.weight_slots = self._slots(buffer)
 
-    def place_gradients(self, flat: torch.Tensor) -> None:
-        self.gradients, self.gradient_slots = flat, self._slots(flat)
+    def place_gradients(self, buffer: torch.Tensor) -> None:
+        self.gradients = buffer[: self.layout.size]
+        self.gradient_slots = self._slots(buffer)
 
     def _slots(self, flat: torch.Tensor) -> list[torch.Tensor]:
         return [flat[s.start : s.start + s.num_elements].view(s.shape) for s in self.layout.slices]

@@ -82,7 +82,7 @@ class ShardedOptimizer:
         regime: Literal["forward", "backward"],
         stage: Literal[0, 1, 2],
         clip: float = 0.0,
-        bucket_size: int = 500_000_000,
+        bucket_size: int = 50_000_000,
         overlap: bool = False,
         gradient_dtype: torch.dtype | None = None,
         wire_dtype: torch.dtype | None = None,
@@ -129,25 +129,38 @@ class ShardedOptimizer:
     # ---- memory ----------------------------------------------------------------------------------------------------
 
     def _place_buffers(self) -> None:
-        """Allocate flat buffers, make whole tensors views of them, create the shards."""
-        dtypes = {bucket.layout.dtype for bucket in self.buckets} | {self._dtype_of(b) for b in self._held}
-        largest = max(bucket.layout.size for bucket in self.buckets)
-        pools = {dtype: self._buffer("pool", dtype, largest) for dtype in dtypes}
+        """Allocate flat buffers, make whole tensors views of them, create the shards.
+
+        Weights of cut tensors, and gradients that wait in `.grad`, are in flat buffers only while their bucket is sent:
+        one buffer for each dtype has them by turns.
+        """
+        largest: defaultdict[torch.dtype, int] = defaultdict(int)
+        for bucket in self.buckets:
+            dtypes = [] if bucket.layout.is_whole else [bucket.layout.dtype]
+            dtypes += [] if self._keeps_gradients(bucket) else [self._dtype_of(bucket)]
+            for dtype in dtypes:
+                largest[dtype] = max(largest[dtype], bucket.layout.size)
+        pools = {dtype: self._buffer("pool", dtype, size) for dtype, size in largest.items()}
         for bucket in self.buckets:
             layout = bucket.layout
-            whole = layout.is_whole
-            new = torch.zeros(layout.size, dtype=layout.dtype, device=self._device) if whole else pools[layout.dtype]
-            bucket.place_weights(new[: layout.size])
+            is_whole, keeps = layout.is_whole, self._keeps_gradients(bucket)
+            bucket.place_weights(self._zeros(layout.dtype, layout.size) if is_whole else pools[layout.dtype])
             with torch.no_grad():
                 bucket.load_weights(self.mask.view)
-            if whole:
-                self._point_at_slots(bucket)
+            if is_whole:
+                for part, slot in zip(layout.slices, bucket.weight_slots, strict=True):
+                    self._parameters[part.piece.parameter].data = slot
             if bucket.group is not None:
                 bucket.make_shard()
                 dtype = self._dtype_of(bucket)
-                keeps = self._takes_gradients_early(bucket) or self.stage == 0
-                flat = torch.zeros(layout.size, dtype=dtype, device=self._device) if keeps else pools[dtype]
-                bucket.place_gradients(flat[: layout.size])
+                bucket.place_gradients(self._zeros(dtype, layout.size) if keeps else pools[dtype])
+
+    def _zeros(self, dtype: torch.dtype, size: int) -> torch.Tensor:
+        return torch.zeros(size, dtype=dtype, device=self._device)
+
+    def _keeps_gradients(self, bucket: Bucket) -> bool:
+        """Whether the bucket has a gradient buffer of its own."""
+        return self._takes_gradients_early(bucket) or self.stage == 0
 
     def _dtype_of(self, bucket: Bucket) -> torch.dtype:
         return self._gradient_dtype or bucket.layout.dtype
@@ -155,10 +168,6 @@ class ShardedOptimizer:
     def _takes_gradients_early(self, bucket: Bucket) -> bool:
         """Whether gradients are summed in the bucket; else in `.grad`, until the bucket is reduced."""
         return self.stage < 2 and (bucket.layout.is_whole or self._dtype_of(bucket) != bucket.layout.dtype)
-
-    def _point_at_slots(self, bucket: Bucket) -> None:
-        for part, slot in zip(bucket.layout.slices, bucket.weight_slots, strict=True):
-            self._parameters[part.piece.parameter].data = slot
 
     def _buffer(self, use: str, dtype: torch.dtype, size: int) -> torch.Tensor:
         """A flat buffer that is kept and has one use at a time."""
@@ -316,14 +325,13 @@ class ShardedOptimizer:
             flat = self._buffer("wire", wire, bucket.layout.size).copy_(flat)
         if wire == torch.float16:  # the sum may overflow where the mean does not
             flat.div_(num_holders)
-        is_kept = self._takes_gradients_early(bucket) or self.stage == 0
         if bucket.owns_all:
             if num_holders > 1:
                 dist.all_reduce(flat, group=bucket.group.process_group)
             average = flat if flat is bucket.gradients and flat.dtype == dtype else flat.to(dtype, copy=True)
         else:
             average = bucket.shard_of(bucket.gradients)
-            if not is_kept or average.dtype != dtype:
+            if not self._keeps_gradients(bucket) or average.dtype != dtype:
                 average = torch.empty_like(average, dtype=dtype)
             received = self._buffer("received", wire, flat.numel()) if bucket.group.uses_all_to_all else None
             reduce_scatter(average, flat, bucket.group, received)
@@ -394,7 +402,11 @@ class ShardedOptimizer:
             return
         ranges: defaultdict[tuple[int, torch.dtype], list[Bucket]] = defaultdict(list)
         for bucket in self.buckets:
-            ranges[bucket.layout.depth_range, bucket.layout.dtype].append(bucket)
+            if bucket.owns_all and len(bucket.layout.holders) == self.groups.data_parallel.size:
+                bucket.store_shard()  # every rank has stepped it
+                bucket.store_weights(self.mask.view)
+            else:
+                ranges[bucket.layout.depth_range, bucket.layout.dtype].append(bucket)
         for (_, dtype), buckets in ranges.items():
             self._return_range(buckets, dtype)
 
