@@ -1,1 +1,1 @@
-"""The core of the second edition: masking and parallelism on process groups of holders, free of DeepSpeed."""
+"""The second edition's core, beside the rooms that it replaces: masking, and the exchange over groups of holders."""

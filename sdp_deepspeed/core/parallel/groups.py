@@ -1,0 +1,156 @@
+"""Process groups and their collectives: a group for each holder set, the data-parallel group, a gloo group for control.
+
+Holder sets name data-parallel indices, 0 to D - 1. With tensor parallelism each tensor-parallel rank has data-parallel
+ranks, and so process groups, of its own.
+"""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Collection, Hashable, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+Holders = tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class HolderGroup:
+    """The holders of some slices, of which this rank is one.
+
+    Args:
+        holders: data-parallel indices in ascending order, at most D of them.
+        process_group: of these ranks; None for a single holder, which communicates with nobody.
+        position: index of this rank in `holders`.
+        uses_all_to_all: whether a reduce-scatter is sent as an all-to-all: over gloo, inside one node.
+    """
+
+    holders: Holders
+    process_group: Any
+    position: int
+    uses_all_to_all: bool = False
+
+    @property
+    def size(self) -> int:
+        return len(self.holders)
+
+
+class Groups:
+    """This rank's process groups. All ranks of the default group construct it together, with the same arguments.
+
+    `dist.new_group` is a collective of all ranks, so every rank calls it for every set, in one order. Equal sets share
+    a group, and a set of all data-parallel ranks is the data-parallel group.
+
+    Args:
+        holder_sets: all sets that occur in the plan; ascending data-parallel indices.
+        ranks: global ranks in the order of data-parallel indices, a list for each tensor-parallel rank. Default: all
+            ranks, without tensor parallelism.
+        nodes: of each global rank what names its node. Default: host names, gathered over the control group.
+        timeout: of the groups. Default: the backend's.
+
+    Attributes:
+        rank: this rank's data-parallel index.
+        data_parallel: the group of all data-parallel ranks that share this rank's part of tensors.
+        tensor_parallel_rank: which list of `ranks` this rank is in.
+        control: gloo group of all ranks, for barriers and objects.
+        num_groups: process groups that this rank is a member of, control included, the default group not.
+    """
+
+    def __init__(
+        self,
+        holder_sets: Collection[Holders],
+        *,
+        ranks: Sequence[Sequence[int]] | None = None,
+        nodes: Sequence[Hashable] | None = None,
+        timeout: timedelta | None = None,
+    ) -> None:
+        everyone, me = list(range(dist.get_world_size())), dist.get_rank()
+        ranks = [everyone] if ranks is None else ranks
+        self.control = dist.new_group(backend="gloo", timeout=timeout)
+        self._created = [self.control]
+        if nodes is None:
+            nodes = [""] * len(everyone)
+            dist.all_gather_object(nodes, socket.gethostname(), group=self.control)
+        self._groups: dict[Holders, HolderGroup] = {}
+        for tensor_parallel_rank, members in enumerate(ranks):
+            all_indices = tuple(range(len(members)))
+            for holders in sorted({all_indices, *holder_sets}):
+                global_ranks = [members[index] for index in holders]
+                group = self._process_group(global_ranks, everyone, timeout)
+                if me in members:
+                    self.rank, self.tensor_parallel_rank = list(members).index(me), tensor_parallel_rank
+                if me in global_ranks:
+                    on_one_node = len({nodes[rank] for rank in global_ranks}) == 1
+                    is_gloo = group is not None and dist.get_backend(group) == "gloo"
+                    position = global_ranks.index(me)
+                    self._groups[holders] = HolderGroup(holders, group, position, on_one_node and is_gloo)
+            if me in members:
+                self.data_parallel = self._groups[all_indices]
+        self.num_groups = len(self._created)
+
+    def _process_group(self, ranks: list[int], everyone: list[int], timeout: timedelta | None) -> Any:
+        if len(ranks) == 1:
+            return None
+        if ranks == everyone:
+            return dist.group.WORLD
+        group = dist.new_group(ranks, timeout=timeout)
+        if dist.get_rank() in ranks:
+            self._created.append(group)
+        return group
+
+    def of(self, holders: Holders) -> HolderGroup | None:
+        """The group of a holder set; None if this rank is no holder."""
+        return self._groups.get(holders)
+
+    def close(self) -> None:
+        """Destroy all groups but the default one."""
+        for group in self._created:
+            dist.destroy_process_group(group)
+        self._created.clear()
+
+
+def reduce_scatter(output: torch.Tensor, flat: torch.Tensor, group: HolderGroup, received: torch.Tensor | None) -> None:
+    """Sum `flat` over the holders; each gets its shard. The sum is in fp32 where the collective leaves it to us.
+
+    Args:
+        output: [shard size], of any dtype; may be this holder's part of `flat`.
+        flat: [holders * shard size] in the dtype on the wire.
+        received: like `flat`, overwritten; needed where `group.uses_all_to_all`.
+    """
+    if group.size == 1:
+        if output.data_ptr() != flat.data_ptr():
+            output.copy_(flat)
+    elif group.uses_all_to_all:  # gloo's reduce-scatter is an all-reduce on the wire
+        assert received is not None
+        dist.all_to_all_single(received, flat, group=group.process_group)
+        first, *others = received.view(group.size, -1)
+        if flat.dtype == output.dtype:
+            torch.add(first, others[0], out=output)
+            others = others[1:]
+        else:
+            output.copy_(first)
+        for other in others:
+            output.add_(other)
+    else:
+        same = output if output.dtype == flat.dtype else torch.empty_like(output, dtype=flat.dtype)
+        if hasattr(dist, "reduce_scatter_single"):  # torch 2.13
+            dist.reduce_scatter_single(same, flat, group=group.process_group)
+        else:
+            dist.reduce_scatter_tensor(same, flat, group=group.process_group)
+        if same is not output:
+            output.copy_(same)
+
+
+def all_gather(flat: torch.Tensor, shard: torch.Tensor, group: HolderGroup) -> None:
+    """Fill `flat` [ranks * shard size] with the shards of all ranks; `shard` may be this rank's part of it."""
+    if group.size == 1:
+        if flat.data_ptr() != shard.data_ptr():
+            flat.copy_(shard)
+    elif hasattr(dist, "all_gather_single"):  # torch 2.13
+        dist.all_gather_single(flat, shard, group=group.process_group)
+    else:
+        dist.all_gather_into_tensor(flat, shard, group=group.process_group)

@@ -1,0 +1,48 @@
+"""The gradient norm of the dense model, and clipping.
+
+The norm is that of the averaged gradient. Every parameter counts once, whatever its number of holders, replicas and
+tensor-parallel ranks: each rank adds the squares of the shards that it owns, tensors that tensor-parallel ranks have in
+common only on the first of them, and one reduction over all ranks adds these sums. An infinite or NaN gradient anywhere
+makes the norm infinite or NaN on every rank, before anybody updates a weight.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import torch.distributed as dist
+
+
+def gradient_norm(owned: Sequence[torch.Tensor], device: torch.device) -> torch.Tensor:
+    """L2 norm over all ranks. Every rank calls it.
+
+    Args:
+        owned: averaged gradients of the shards that this rank owns, those that count elsewhere left out.
+        device: where the backend of the default group takes tensors.
+
+    Returns:
+        float64 scalar, the same on all ranks.
+    """
+    squares = torch.zeros((), dtype=torch.float64, device=device)
+    if owned:
+        squares += torch.stack(torch._foreach_norm(owned)).double().square().sum()
+    if dist.get_world_size() > 1:
+        dist.all_reduce(squares)
+    return squares.sqrt()
+
+
+def scale_gradients(gradients: Sequence[torch.Tensor], norm: torch.Tensor, clip: float, loss_scale: float) -> None:
+    """Divide gradients by the loss scale, and further down to a norm of `clip` where theirs is greater; in place.
+
+    Args:
+        norm: of the gradients without the loss scale.
+        clip: greatest norm; 0 does not clip.
+    """
+    if not gradients:
+        return
+    if clip > 0:
+        factor = ((norm + 1e-6) / clip).clamp_(min=1.0) * loss_scale  # 1e-6 as in DeepSpeed
+        torch._foreach_mul_(list(gradients), factor.reciprocal().float())
+    elif loss_scale != 1.0:
+        torch._foreach_mul_(list(gradients), 1.0 / loss_scale)

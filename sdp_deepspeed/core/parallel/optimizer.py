@@ -1,0 +1,444 @@
+"""The optimizer, sharded over the holders of each slice (ZeRO stages 0, 1 and 2).
+
+A step, for every bucket that this rank holds:
+
+1. gradients are averaged over the holders. Stage 0: an all-reduce, and every holder has the average. Stages 1 and 2: a
+   reduce-scatter, and each holder has the average of the shard that it owns. Stages 0 and 1 do this after the last
+   micro-step, stage 2 in every backward pass, where owners add up their shards and local gradients are freed;
+2. the norm of the whole gradient is taken (norm.py), gradients are clipped, or the step is skipped;
+3. the optimizer steps fp32 shards, element by element;
+4. weights return. Forward regime: an all-gather over the holders. Backward regime: every rank runs the whole model, so
+   for each depth range one all-gather over all data-parallel ranks, of what each of them owns in it.
+
+Order of collectives
+--------------------
+All ranks have one list of buckets (`plan_buckets`), sorted by (depth at which the last gradient is ready, holders,
+param group and dtype). Each rank goes through those that it holds in this order, in every phase: averages of a backward
+pass, the norm, weights. A bucket that is complete early waits for its turn; shared tensors have their turn like others.
+Each collective is issued with `async_op=False` on one stream, so that the next one starts after it has ended and two of
+a rank's communicators never run at once.
+
+This cannot deadlock. Give each collective the key (number of the phase, place in the list); its members agree on the
+key, and each rank issues its collectives by ascending key. Suppose that some collective never ends, and take the one
+with the smallest key. All collectives with smaller keys have ended, so none of its members waits in another one: each
+is inside it, or computes and will be. Hence all members arrive, and it ends: a contradiction. Collectives of the host
+between one data-parallel index's own ranks (tensor parallelism) leave this true: these ranks hold the same buckets, so
+all of them insert such a collective at the same place of the order.
+
+The list depends on facts that all ranks share, never on which gradients came: at the end of a backward pass the
+remaining buckets are reduced in order, with zeros where no gradient came (experts without tokens, skipped branches).
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections import defaultdict
+from collections.abc import Collection, Iterator, Mapping
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+
+from sdp_deepspeed.core.parallel.buckets import Bucket, plan_buckets
+from sdp_deepspeed.core.parallel.groups import Groups, all_gather, reduce_scatter
+from sdp_deepspeed.core.parallel.norm import gradient_norm, scale_gradients
+
+
+class ShardedOptimizer:
+    """Steps any elementwise optimizer on the shards that this rank owns. Every rank constructs it, with equal options.
+
+    Args:
+        optimizer: of the dense model's parameters, not stepped yet. Its param groups get this rank's shards in place of
+            parameters; other options stay.
+        mask: this rank's subnetwork. Its `parameters` (by dense name), `pieces` (of each tensor, with their holders, in
+            the order of the forward pass), `shapes` (of dense tensors) and `view(piece, of)` are used.
+        groups: process groups of all holder sets.
+        param_groups: index of the param group of each tensor to be trained, by dense name. The same on all ranks, so
+            without parameters that the user froze and with those that only the mask froze here.
+        regime: where weights return to.
+        stage: ZeRO's.
+        clip: greatest gradient norm; 0 does not clip.
+        bucket_size: elements that a rank reduces at a time, at most, unless a single tensor has more.
+        overlap: whether buckets are reduced during backward, as soon as they are complete and their turn has come.
+        gradient_dtype: in which gradients of micro-steps are summed. Default: the weights'.
+        wire_dtype: in which they are sent. Default: that in which they are summed.
+        late: tensors that get several gradients in one backward pass (used in several segments of reentrant activation
+            checkpointing): reduced at its end. The same on all ranks.
+        replicated: tensors that are equal on all tensor-parallel ranks; the norm counts them once.
+
+    Attributes:
+        is_last_micro_step: whether the coming backward pass is the last before `step`. The host sets it.
+        norm: of the last step's averaged gradient before clipping; None before the first step.
+        buckets: those that this rank holds; in the backward regime all.
+    """
+
+    def __init__(
+        self,
+        optimizer: torch.optim.Optimizer,
+        mask: Any,
+        groups: Groups,
+        param_groups: Mapping[str, int],
+        *,
+        regime: Literal["forward", "backward"],
+        stage: Literal[0, 1, 2],
+        clip: float = 0.0,
+        bucket_size: int = 50_000_000,
+        overlap: bool = False,
+        gradient_dtype: torch.dtype | None = None,
+        wire_dtype: torch.dtype | None = None,
+        late: Collection[str] = (),
+        replicated: Collection[str] = (),
+    ) -> None:
+        self.optimizer, self.mask, self.groups = optimizer, mask, groups
+        self.regime, self.stage, self.clip, self.overlap = regime, stage, clip, overlap
+        self.is_last_micro_step = True
+        self.norm: torch.Tensor | None = None
+        self._gradient_dtype, self._wire_dtype, self._late = gradient_dtype, wire_dtype, frozenset(late)
+        self._parameters = {name: mask.parameters[name] for name in param_groups}
+        self._device = next(iter(self._parameters.values())).device
+        layouts = plan_buckets(
+            {name: found for name, found in mask.pieces.items() if name in param_groups},
+            mask.shapes,
+            {name: parameter.dtype for name, parameter in self._parameters.items()},
+            param_groups,
+            bucket_size=bucket_size,
+            late=late,
+            replicated=replicated,
+        )
+        buckets = [Bucket(layout, groups.of(layout.holders), owns_all=stage == 0) for layout in layouts]
+        self.buckets = [b for b in buckets if b.group is not None or regime == "backward"]
+        self._held = [b for b in buckets if b.group is not None]  # in the order of collectives
+        self._next = 0  # of `_held`, the first that has not been reduced
+        self._num_reduced_passes = 0  # backward passes of this step that stage 2 has reduced
+        self._scratch: dict[tuple[str, torch.dtype], torch.Tensor] = {}
+        self._stream = torch.cuda.Stream(self._device) if overlap and self._device.type == "cuda" else None
+
+        self._slots_of: defaultdict[str, list[tuple[int, int]]] = defaultdict(list)  # (index in `_held`, slice)
+        for index, bucket in enumerate(self._held):
+            for number, part in enumerate(bucket.layout.slices):
+                self._slots_of[part.piece.parameter].append((index, number))
+        self._place_buffers()
+        self._hooks = [
+            self._parameters[name].register_post_accumulate_grad_hook(
+                lambda parameter, name=name: self._on_gradient(name)  # type: ignore[misc]
+            )
+            for name in self._slots_of
+        ]
+        self._give_shards_to_optimizer()
+
+    # ---- memory ----------------------------------------------------------------------------------------------------
+
+    def _place_buffers(self) -> None:
+        """Allocate flat buffers, make whole tensors views of them, create the shards.
+
+        Weights of cut tensors, and gradients that wait in `.grad`, are in flat buffers only while their bucket is sent:
+        one buffer for each dtype has them by turns.
+        """
+        largest: defaultdict[torch.dtype, int] = defaultdict(int)
+        for bucket in self.buckets:
+            dtypes = [] if bucket.layout.is_whole else [bucket.layout.dtype]
+            dtypes += [] if self._keeps_gradients(bucket) else [self._dtype_of(bucket)]
+            for dtype in dtypes:
+                largest[dtype] = max(largest[dtype], bucket.layout.size)
+        pools = {dtype: self._buffer("pool", dtype, size) for dtype, size in largest.items()}
+        for bucket in self.buckets:
+            layout = bucket.layout
+            is_whole, keeps = layout.is_whole, self._keeps_gradients(bucket)
+            bucket.place_weights(self._zeros(layout.dtype, layout.size) if is_whole else pools[layout.dtype])
+            with torch.no_grad():
+                bucket.load_weights(self.mask.view)
+            if is_whole:
+                for part, slot in zip(layout.slices, bucket.weight_slots, strict=True):
+                    self._parameters[part.piece.parameter].data = slot
+            if bucket.group is not None:
+                bucket.make_shard()
+                dtype = self._dtype_of(bucket)
+                bucket.place_gradients(self._zeros(dtype, layout.size) if keeps else pools[dtype])
+
+    def _zeros(self, dtype: torch.dtype, size: int) -> torch.Tensor:
+        return torch.zeros(size, dtype=dtype, device=self._device)
+
+    def _keeps_gradients(self, bucket: Bucket) -> bool:
+        """Whether the bucket has a gradient buffer of its own."""
+        return self._takes_gradients_early(bucket) or self.stage == 0
+
+    def _dtype_of(self, bucket: Bucket) -> torch.dtype:
+        return self._gradient_dtype or bucket.layout.dtype
+
+    def _takes_gradients_early(self, bucket: Bucket) -> bool:
+        """Whether gradients are summed in the bucket; else in `.grad`, until the bucket is reduced."""
+        return self.stage < 2 and (bucket.layout.is_whole or self._dtype_of(bucket) != bucket.layout.dtype)
+
+    def _buffer(self, use: str, dtype: torch.dtype, size: int) -> torch.Tensor:
+        """A flat buffer that is kept and has one use at a time."""
+        kept = self._scratch.get((use, dtype))
+        if kept is None or kept.numel() < size:
+            kept = self._scratch[use, dtype] = torch.empty(size, dtype=dtype, device=self._device)
+        return kept[:size]
+
+    def _give_shards_to_optimizer(self) -> None:
+        """Options stay. Some optimizers create state in their constructor: shards get theirs with the same values."""
+        states = dict(self.optimizer.state)
+        self.optimizer.state.clear()
+        for index, options in enumerate(self.optimizer.param_groups):
+            template = next(((p, states[p]) for p in options["params"] if p.numel() and states.get(p)), None)
+            options["params"] = [b.shard for b in self._held if b.layout.param_group == index]
+            for shard in options["params"] if template is not None else ():
+                parameter, state = template
+                self.optimizer.state[shard] = {
+                    key: torch.full_like(shard, value.flatten()[0].item())
+                    if torch.is_tensor(value) and value.dim() and value.shape == parameter.shape
+                    else value.clone()
+                    if torch.is_tensor(value)
+                    else value
+                    for key, value in state.items()
+                }
+
+    @torch.no_grad()
+    def refresh_shards(self) -> None:
+        """Take weights that were changed from outside (a checkpoint) into the shards."""
+        for bucket in self._held:
+            assert bucket.shard is not None
+            if bucket.layout.is_whole:
+                self._relink(bucket)
+            else:
+                bucket.load_weights(self.mask.view)
+            bucket.shard.copy_(bucket.stepped_part(bucket.weights))
+
+    def _relink(self, bucket: Bucket) -> None:
+        """Tensors whose `.data` was replaced from outside are views of the bucket again, with their new values."""
+        for part, slot in zip(bucket.layout.slices, bucket.weight_slots, strict=True):
+            parameter = self._parameters[part.piece.parameter]
+            if parameter.data_ptr() != slot.data_ptr():
+                slot.copy_(parameter.detach())
+                parameter.data = slot
+
+    # ---- gradients -------------------------------------------------------------------------------------------------
+
+    def _on_gradient(self, name: str) -> None:
+        """A tensor's gradient of this backward pass has been added to its `.grad`."""
+        indices = {index for index, _ in self._slots_of[name]}
+        if min(indices) < self._next:
+            raise RuntimeError(
+                f"a gradient of {name!r} came after its average was taken; list tensors with several gradients in "
+                "`late`, call step() before the next backward pass"
+            )
+        self._take_early(name)
+        if self.overlap and name not in self._late and (self.stage == 2 or self.is_last_micro_step):
+            for index in indices:
+                self._held[index].waits_for.discard(name)
+            self._reduce(only_complete=True)
+
+    def _take_early(self, name: str) -> None:
+        """Move a gradient into its slots: copy it and let `.grad` be the slot, or add it up in another dtype."""
+        parameter = self._parameters[name]
+        for index, number in self._slots_of[name]:
+            bucket = self._held[index]
+            slot = bucket.gradient_slots[number]
+            if not self._takes_gradients_early(bucket) or parameter.grad.data_ptr() == slot.data_ptr():
+                return
+            if slot.dtype == parameter.grad.dtype:
+                slot.copy_(parameter.grad)
+                parameter.grad = slot
+                return
+            gradient = self.mask.view(bucket.layout.slices[number].piece, parameter.grad)
+            if bucket.filled[number]:
+                slot.add_(gradient)
+            else:
+                slot.copy_(gradient)
+                bucket.filled[number] = True
+        parameter.grad = None
+
+    @torch.no_grad()
+    def finish_backward(self) -> None:
+        """The host calls this once after each backward pass, on every rank: remaining buckets are reduced, in stages 0
+        and 1 if this is the last micro-step and backward overlaps (else `step` does it)."""
+        if self.stage == 2:
+            self._reduce(only_complete=False)
+            self._num_reduced_passes += 1
+            self._restart()
+        elif self.overlap and self.is_last_micro_step:
+            self._reduce(only_complete=False)
+
+    def _restart(self) -> None:
+        self._next = 0
+        for bucket in self._held:
+            bucket.waits_for.update(bucket.names)
+            bucket.filled = [False] * len(bucket.filled)
+
+    def _reduce(self, *, only_complete: bool) -> None:
+        """Average buckets in order: those that are complete and whose turn has come, or all that remain."""
+        while self._next < len(self._held):
+            bucket = self._held[self._next]
+            if only_complete and bucket.waits_for:
+                return
+            with self._beside():
+                self._pack(bucket)
+                self._average(bucket)
+            self._next += 1
+
+    @contextlib.contextmanager
+    def _beside(self) -> Iterator[None]:
+        """The block runs on the side stream, after what the current stream has been given so far."""
+        if self._stream is None:
+            yield
+            return
+        self._stream.wait_stream(torch.cuda.current_stream(self._device))
+        with torch.cuda.stream(self._stream):
+            yield
+
+    def _pack(self, bucket: Bucket) -> None:
+        """Fill the slots that have no gradient yet, zeros where none came; free `.grad` of tensors that are done."""
+        sources, targets, empty = [], [], []
+        for (piece, _, _), slot, is_filled in zip(
+            bucket.layout.slices, bucket.gradient_slots, bucket.filled, strict=True
+        ):
+            gradient = self._parameters[piece.parameter].grad
+            if is_filled:
+                continue
+            if gradient is None:
+                empty.append(slot)
+                continue
+            source = self.mask.view(piece, gradient)
+            if source.data_ptr() != slot.data_ptr():
+                if self._stream is not None:
+                    gradient.record_stream(self._stream)
+                sources.append(source)
+                targets.append(slot)
+        if sources:
+            torch._foreach_copy_(targets, sources)
+        if empty:
+            torch._foreach_zero_(empty)
+        bucket.gradients[bucket.layout.num_elements :].zero_()
+        if not (self.stage < 2 and bucket.layout.is_whole):
+            for name in bucket.names:
+                if self._slots_of[name][-1][0] == self._next:  # no later bucket has a part of it
+                    self._parameters[name].grad = None
+
+    def _average(self, bucket: Bucket) -> None:
+        """The mean of the gradients over the holders: their sum, divided by their number."""
+        assert bucket.group is not None
+        assert bucket.shard is not None
+        flat, num_holders, dtype = bucket.gradients, bucket.group.size, bucket.shard.dtype
+        wire = self._wire_dtype or flat.dtype
+        if wire != flat.dtype:
+            flat = self._buffer("wire", wire, bucket.layout.size).copy_(flat)
+        if wire == torch.float16:  # the sum may overflow where the mean does not
+            flat.div_(num_holders)
+        if bucket.owns_all:
+            if num_holders > 1:
+                dist.all_reduce(flat, group=bucket.group.process_group)
+            average = flat if flat is bucket.gradients and flat.dtype == dtype else flat.to(dtype, copy=True)
+        else:
+            average = bucket.shard_of(bucket.gradients)
+            if not self._keeps_gradients(bucket) or average.dtype != dtype:
+                average = torch.empty_like(average, dtype=dtype)
+            received = self._buffer("received", wire, flat.numel()) if bucket.group.uses_all_to_all else None
+            reduce_scatter(average, flat, bucket.group, received)
+        if wire != torch.float16:
+            average.div_(num_holders)
+        bucket.gradient = average if bucket.gradient is None else bucket.gradient.add_(average)
+
+    def zero_grad(self) -> None:
+        """Drop this step's gradients."""
+        for parameter in self._parameters.values():
+            parameter.grad = None
+        for bucket in self._held:
+            assert bucket.shard is not None
+            bucket.gradient = bucket.shard.grad = None
+        self._num_reduced_passes = 0
+        self._restart()
+
+    # ---- the step --------------------------------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def step(self, loss_scale: float = 1.0, *, check_overflow: bool = False) -> bool:
+        """Average what has not been averaged, clip, update, return weights, drop gradients. Every rank calls it.
+
+        Args:
+            loss_scale: by which losses were multiplied.
+            check_overflow: skip the update, on all ranks, if the gradient is not finite on one.
+
+        Returns:
+            Whether weights were updated.
+        """
+        if self.stage < 2:
+            self._reduce(only_complete=False)
+        elif not self._num_reduced_passes:
+            self.finish_backward()
+        if self._stream is not None:
+            torch.cuda.current_stream(self._device).wait_stream(self._stream)
+        gradients = [bucket.gradient for bucket in self._held if bucket.gradient is not None]
+        self.norm = gradient_norm(self._owned_gradients(), self._device) / loss_scale
+        if check_overflow and not torch.isfinite(self.norm):
+            self.zero_grad()
+            return False
+        scale_gradients(gradients, self.norm, self.clip, loss_scale)
+        for bucket in self.buckets:
+            if bucket.layout.is_whole:
+                self._relink(bucket)
+        for bucket, gradient in zip(self._held, gradients, strict=True):
+            assert bucket.shard is not None
+            bucket.shard.grad = gradient
+        self.optimizer.step()
+        self._return_weights()
+        self.zero_grad()
+        return True
+
+    def _owned_gradients(self) -> list[torch.Tensor]:
+        """Of each shard that counts in this rank's part of the norm; in stage 0 too each holder has one shard."""
+        counted = [b for b in self._held if not b.layout.is_replicated or self.groups.tensor_parallel_rank == 0]
+        return [b.shard_of(b.gradient) if b.owns_all else b.gradient for b in counted if b.gradient is not None]
+
+    def _return_weights(self) -> None:
+        """Write updated shards into the module's tensors: the holders', or in the backward regime everybody's."""
+        if self.regime == "forward":
+            for bucket in self._held:
+                assert bucket.group is not None
+                bucket.store_shard()
+                if not bucket.owns_all:
+                    all_gather(bucket.weights, bucket.shard_of(bucket.weights), bucket.group)
+                bucket.store_weights(self.mask.view)
+            return
+        ranges: defaultdict[tuple[int, torch.dtype], list[Bucket]] = defaultdict(list)
+        for bucket in self.buckets:
+            if bucket.owns_all and len(bucket.layout.holders) == self.groups.data_parallel.size:
+                bucket.store_shard()  # every rank has stepped it
+                bucket.store_weights(self.mask.view)
+            else:
+                ranges[bucket.layout.depth_range, bucket.layout.dtype].append(bucket)
+        for (_, dtype), buckets in ranges.items():
+            self._return_range(buckets, dtype)
+
+    def _return_range(self, buckets: list[Bucket], dtype: torch.dtype) -> None:
+        """All-gather over the data-parallel ranks what each owns of some buckets, padded to the largest count."""
+        everyone = self.groups.data_parallel
+        counts = [0] * everyone.size
+        places: list[list[int]] = []  # of each bucket's shards, where they begin in what their owners send
+        for bucket in buckets:
+            places.append([counts[rank] for rank in bucket.layout.holders])
+            for rank in bucket.layout.holders:
+                counts[rank] += bucket.layout.shard_size
+        largest, me = max(counts), self.groups.rank
+        received = self._buffer("returned", dtype, largest * everyone.size)
+        sent = received[me * largest : (me + 1) * largest]
+        for bucket, starts in zip(buckets, places, strict=True):
+            if bucket.group is not None:
+                assert bucket.shard is not None
+                mine = bucket.shard_of(bucket.shard.detach()) if bucket.owns_all else bucket.shard.detach()
+                start = starts[bucket.group.position]
+                sent[start : start + mine.numel()].copy_(mine)
+        all_gather(received, sent, everyone)
+        for bucket, starts in zip(buckets, places, strict=True):
+            shards, values = [], []
+            for position, (rank, start) in enumerate(zip(bucket.layout.holders, starts, strict=True)):
+                shards.append(bucket.shard_of(bucket.weights, position))
+                values.append(received[rank * largest + start :][: bucket.layout.shard_size])
+            torch._foreach_copy_(shards, values)
+            bucket.store_weights(self.mask.view)
+
+    def close(self) -> None:
+        """Remove the hooks; the module's tensors and the optimizer's shards stay as they are."""
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks.clear()
