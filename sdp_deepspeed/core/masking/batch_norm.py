@@ -97,6 +97,7 @@ def reestimate(model: nn.Module, batches: Iterable[Any], group: Any = None) -> N
     if group is not None:
         for norm in norms:
             for statistic in (norm.running_mean, norm.running_var):
+                assert statistic is not None  # `norms` have running statistics
                 total = statistic.double()
                 dist.all_reduce(total, group=group)
                 statistic.copy_(total / dist.get_world_size(group))

@@ -112,7 +112,7 @@ def plan_buckets(
         late: tensors that get several gradients in one backward pass; their buckets come last.
         replicated: tensors that are equal on all tensor-parallel ranks.
     """
-    backward_order = [name for name in reversed(pieces) if name in param_groups]
+    backward_order = [name for name in reversed([*pieces]) if name in param_groups]
     in_turn = [name for name in backward_order if name not in late]
     at_the_end = [name for name in backward_order if name in late]
     ranges = [
@@ -129,7 +129,8 @@ def plan_buckets(
                 members[key].append((depth, piece))
         in_order = sorted(members.items(), key=lambda item: (item[1][-1][0], *item[0][:2], str(item[0][2:])))
         layouts += [
-            BucketLayout(depth_range, *key, _slices([piece for _, piece in found], shapes)) for key, found in in_order
+            BucketLayout(depth_range, *key, _slices([piece for _, piece in found], shapes))  # type: ignore[call-arg]
+            for key, found in in_order
         ]
     return layouts
 

@@ -120,7 +120,7 @@ class ShardedOptimizer:
         self._place_buffers()
         self._hooks = [
             self._parameters[name].register_post_accumulate_grad_hook(
-                lambda parameter, name=name: self._on_gradient(name)  # type: ignore[misc]
+                lambda parameter, name=name: self._on_gradient(name)
             )
             for name in self._slots_of
         ]
@@ -183,8 +183,10 @@ class ShardedOptimizer:
         for index, options in enumerate(self.optimizer.param_groups):
             template = next(((p, states[p]) for p in options["params"] if p.numel() and states.get(p)), None)
             options["params"] = [b.shard for b in self._held if b.layout.param_group == index]
-            for shard in options["params"] if template is not None else ():
-                parameter, state = template
+            if template is None:
+                continue
+            parameter, state = template
+            for shard in options["params"]:
                 self.optimizer.state[shard] = {
                     key: torch.full_like(shard, value.flatten()[0].item())
                     if torch.is_tensor(value) and value.dim() and value.shape == parameter.shape

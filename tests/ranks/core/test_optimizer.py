@@ -31,6 +31,8 @@ from tests.helpers.sliced_models import (
     sliced_model,
 )
 
+pytestmark = pytest.mark.slow  # until this is the core that an engine trains with
+
 MODES: list[tuple[Regime, Strategy]] = [
     ("forward", "block"),
     ("forward", "neuron"),

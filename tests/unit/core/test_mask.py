@@ -20,6 +20,8 @@ from tests.helpers.core_masks import (
     strategy_of,
 )
 
+pytestmark = pytest.mark.slow  # until this is the core that an engine trains with
+
 
 def assert_masked(name: str, regime: str, strategy: str, rank: int, granularity: str) -> None:
     dense = build(name)
