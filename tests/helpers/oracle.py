@@ -45,7 +45,6 @@ DTYPES = {"bf16": torch.bfloat16, "bf16+fp32": torch.bfloat16, "fp16": torch.flo
 OVERFLOWS, TOO_LARGE = 1, 1e30
 # Modules whose outputs are added to the stream, which `dense_branch_scale` scales.
 OUTPUTS = ("o_proj", "down_proj", "c_proj", "attention.dense", "dense_4h_to_h", "Attention.o", "Dense.wo", "fc2")
-
 SLACK = 256  # bytes of padding that flat buffers may have; the smallest unit has more
 Sample = tuple[torch.Tensor, float]  # tokens, and what their loss is multiplied by
 
@@ -80,7 +79,7 @@ def loss_of(case: Case, model: Any, sample: Sample) -> torch.Tensor:
     """As a user computes it; the engine casts by itself, the reference has to be told."""
     tokens, factor = sample
     cast = case.precision == "autocast" and isinstance(model, PreTrainedModel)
-    with torch.autocast("cpu", torch.bfloat16) if cast else nullcontext():
+    with torch.autocast(model.device.type, torch.bfloat16) if cast else nullcontext():
         loss = models.loss_of(model, tokens)
     return loss if factor == 1 else loss * factor
 
