@@ -1,7 +1,7 @@
 """Pre-train a causal language model with FSDP2 and subnetwork data parallelism, in a loop like torchtitan's.
 
     torchrun --nproc-per-node 4 launch/pretrain_fsdp2.py configs/recipes/quickstart_fsdp2.yaml
-    torchrun --nproc-per-node 4 launch/pretrain_fsdp2.py configs/recipes/quickstart_fsdp2.yaml sdp=off    # plain FSDP2
+    torchrun --nproc-per-node 4 launch/pretrain_fsdp2.py configs/recipes/quickstart_fsdp2.yaml sdp=off    # C = 1
 
 DeepSpeed is not needed. The same command resumes a run that was stopped; all is in `training.output_dir`.
 """
