@@ -12,7 +12,7 @@ import logging
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
-from weakref import WeakSet
+from weakref import WeakKeyDictionary, WeakSet
 
 import torch
 import torch.distributed as dist
@@ -21,6 +21,7 @@ from torch import nn
 from sdp_deepspeed.config import KEY
 from sdp_deepspeed.core.masking.batch_norm import average_running_statistics, running_statistics
 from sdp_deepspeed.core.masking.mask import Mask
+from sdp_deepspeed.core.masking.partial import PartialTensor
 from sdp_deepspeed.core.masking.scale import scaled
 from sdp_deepspeed.core.parallel.groups import Groups
 from sdp_deepspeed.units import Piece
@@ -161,7 +162,7 @@ class DenseView:
 
     def _install(self) -> None:
         """In evaluation the first forward pass without gradients makes the model dense, whatever part of it runs; a
-        state dict of a subnetwork is refused."""
+        state dict of a subnetwork can be taken, but not used."""
         model = self.mask.model
         containers = {""}
         for branch in self.mask.branches:
@@ -203,27 +204,30 @@ class DenseView:
 
     def _install_refusals(self, model: nn.Module) -> None:
         view, owned = self, WeakSet(model.modules())
-        lacking = {
-            name
-            for name, pieces in (*self.mask.pieces.items(), *self.mask.buffer_pieces.items())
-            if any(len(holders) < self._groups.data_parallel.size for _, holders in pieces)
-            and (self.mask.plan.regime == "forward" or pieces[0][0].dim is not None)
-        }
-        partial = {name.rpartition(".")[0] for name in lacking}
-        partial = {".".join(name.split(".")[:end]) for name in partial for end in range(len(name.split(".")) + 1)}
+        lacking: dict[str, list[str]] = {}  # by module, its tensors of which ranks have a part
+        for name, pieces in (*self.mask.pieces.items(), *self.mask.buffer_pieces.items()):
+            is_partial = self.mask.plan.regime == "forward" or pieces[0][0].dim is not None
+            if is_partial and any(len(holders) < self._groups.data_parallel.size for _, holders in pieces):
+                owner, _, own = name.rpartition(".")
+                lacking.setdefault(owner, []).append(own)
 
-        def refuse(module: nn.Module, what: str) -> None:
+        def hide(module: nn.Module, state: dict[str, Any], prefix: str, _: Any) -> None:
             if module in owned and not view.is_resident:
+                for own in names[module]:
+                    if prefix + own in state:
+                        state[prefix + own] = PartialTensor.of(prefix + own)
+
+        def refuse(module: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> None:
+            if module in owned and not view.is_resident and any(prefix + own in state for own in names[module]):
                 raise RuntimeError(
-                    f"{what}: this rank has a subnetwork only; call it inside `with engine.dense():` on all ranks"
+                    f"load_state_dict: this rank has a part of {prefix}{names[module][0]} only; load inside `with "
+                    "engine.dense():` on all ranks"
                 )
 
-        for name in sorted(partial):
-            module = model.get_submodule(name)
-            self._handles += [
-                module.register_state_dict_pre_hook(lambda module, *_: refuse(module, "state_dict")),
-                module.register_load_state_dict_pre_hook(lambda module, *_: refuse(module, "load_state_dict")),
-            ]
+        names = WeakKeyDictionary({model.get_submodule(owner): own for owner, own in lacking.items()})
+        for module in list(names):
+            self._handles.append(module.register_state_dict_post_hook(hide))
+            self._handles.append(module.register_load_state_dict_pre_hook(refuse))
 
     def close(self) -> None:
         """Remove the hooks."""

@@ -126,11 +126,14 @@ def _new(cls: type, *args: Any, **kwargs: Any) -> Any:
 def _new_core(cls: type, *args: Any, **kwargs: Any) -> Any:
     from deepspeed.runtime.engine import DeepSpeedEngine
 
-    from sdp_deepspeed.core.engine.engine import SubnetworkEngine
+    from sdp_deepspeed.core.engine.engine import SubnetworkEngine, refuse_cut
     from sdp_deepspeed.core.engine.start import agreed_block
 
     block = agreed_block(kwargs.get("config"), kwargs)
     if block is None:
+        model = kwargs.get("model", args[1] if len(args) > 1 else None)
+        if model is not None:
+            refuse_cut(model)
         return object.__new__(cls)
     engine = object.__new__(SubnetworkEngine if cls is DeepSpeedEngine else cls)
     object.__setattr__(engine, "block", block)

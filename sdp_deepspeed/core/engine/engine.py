@@ -1,8 +1,9 @@
 """SubnetworkEngine: DeepSpeed's engine with each rank's module cut down to its subnetwork.
 
-DeepSpeed's constructor casts the module, moves it and makes it equal on all ranks. Then the plan is made and the mask
-applied (`_configure_distributed_model`); then the optimizer is built, of the parameters as the user gave them, and
-handed to the sharded optimizer (`_configure_zero_optimizer`).
+DeepSpeed's constructor casts the module, moves it and makes it equal on all ranks. Then the plan is made
+(`_configure_distributed_model`). Then DeepSpeed or the user builds the optimizer, of the whole model, so that all ranks
+have the same param groups; only then the mask is applied, and the sharded optimizer takes over
+(`_configure_zero_optimizer`).
 """
 
 from __future__ import annotations
@@ -10,10 +11,12 @@ from __future__ import annotations
 import itertools
 import logging
 import sys
-from collections.abc import Iterator
+import weakref
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Self
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
@@ -25,9 +28,12 @@ from sdp_deepspeed.architectures import unit_costs
 from sdp_deepspeed.config import KEY, SubnetworkConfig
 from sdp_deepspeed.core.dense import DenseView
 from sdp_deepspeed.core.engine.optimizer import SubnetworkOptimizer
+from sdp_deepspeed.core.engine.refusals import refuse_config, refuse_model
 from sdp_deepspeed.core.engine.settings import loss_scaler, sharded_options, skips_overflow
+from sdp_deepspeed.core.masking.compiled import compile_in_place
 from sdp_deepspeed.core.masking.mask import Mask
-from sdp_deepspeed.core.parallel.agree import Meetings, gather_objects, run_on_all_ranks
+from sdp_deepspeed.core.masking.replaced import KnownParameters
+from sdp_deepspeed.core.parallel.agree import Meetings, check_agreement, gather_objects, run_on_all_ranks
 from sdp_deepspeed.core.parallel.groups import Groups
 from sdp_deepspeed.core.parallel.optimizer import ShardedOptimizer
 from sdp_deepspeed.plan.plan import Plan
@@ -62,10 +68,18 @@ class SubnetworkEngine(DeepSpeedEngine):
             args, model, rest, options: of DeepSpeed's engine; `block` is set before (hook.py).
         """
         self._control = dist.new_group(backend="gloo") if dist.is_initialized() else None
-        parameters = options.get("model_parameters")
-        if parameters is not None:  # a filter by `requires_grad` is read before the mask freezes what this rank lacks
-            options["model_parameters"] = [_with_list(group) for group in parameters]
+
+        def prepare() -> nn.Module:
+            _make_whole(model)
+            refuse_config(self.block, options["config"], options["config_class"])
+            refuse_model(model)
+            return compile_in_place(model)
+
+        model = run_on_all_ranks(prepare, self._control)
         super().__init__(args, model, *rest, **options)
+        if self.optimizer is None:
+            raise ValueError(f"{KEY} needs an optimizer: name one in the config, or give deepspeed.initialize one")
+        _engines[model] = weakref.ref(self)
 
     # ---- construction -------------------------------------------------------------------------------------------
 
@@ -86,11 +100,31 @@ class SubnetworkEngine(DeepSpeedEngine):
                 _announce(f"{KEY}\n{self.plan.table(costs)}")
 
         run_on_all_ranks(plan_and_mask, self._control)
-        if len({*gather_objects(self.plan.hash, self._control)}) > 1:
-            raise RuntimeError("ranks made different plans: give all ranks the same model, config and versions")
+        hashes = gather_objects(self.plan.hash, self._control)
+        if other := [rank for rank, found in enumerate(hashes) if found != hashes[0]]:
+            raise RuntimeError(
+                f"rank {other[0]} made another plan than rank 0; give all ranks the same model, config and versions"
+            )
         holder_sets = {holders for pieces in self.mask.pieces.values() for _, holders in pieces}
         self.groups = Groups(holder_sets, ranks=every, control=self._control)
         self._meetings = Meetings(f"sdp_deepspeed/meetings/{next(_numbers)}")
+
+    def _configure_optimizer(self, client_optimizer: Any, model_parameters: Any) -> None:
+        """As DeepSpeed's; an error of one rank is raised on all."""
+        if client_optimizer is not None and not isinstance(client_optimizer, torch.optim.Optimizer):
+            parameters = list(self.module.parameters()) if model_parameters is None else list(model_parameters)
+            built = run_on_all_ranks(lambda: client_optimizer(parameters), self._control)
+            client_optimizer = lambda _: built  # noqa: E731 (DeepSpeed asks whether it is a function)
+        super()._configure_optimizer(client_optimizer, model_parameters)
+
+    def _do_optimizer_sanity_check(self, basic_optimizer: Any) -> str:
+        return ZERO_OPTIMIZATION  # every stage and precision takes our optimizer
+
+    def _configure_zero_optimizer(self, optimizer: Any) -> SubnetworkOptimizer:
+        param_groups = self._param_groups(optimizer)
+        given = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+        frozen = [name for name, p in self.mask.parameters.items() if id(p) in given and not self.mask.trainable[name]]
+        self._known_parameters = KnownParameters(self.module, self.mask.parameters, frozen)
         self.mask.apply()
         self.dense_view = DenseView(
             self.mask,
@@ -100,27 +134,11 @@ class SubnetworkEngine(DeepSpeedEngine):
             changed=lambda: self.optimizer.refresh_fp32_params(),
             is_scaled=self.block.dense_branch_scale == "coverage",
         )
-
-    def _configure_basic_optimizer(self, model_parameters: Any) -> Any:
-        """DeepSpeed's, of the parameters that required gradients before the mask froze what this rank lacks."""
-        frozen = [n for n, p in self.mask.parameters.items() if self.mask.trainable[n] and not p.requires_grad]
-        for name in frozen:
-            self.mask.parameters[name].requires_grad_(True)
-        try:
-            return super()._configure_basic_optimizer(model_parameters)
-        finally:
-            for name in frozen:
-                self.mask.parameters[name].requires_grad_(False)
-
-    def _do_optimizer_sanity_check(self, basic_optimizer: Any) -> str:
-        return ZERO_OPTIMIZATION  # every stage and precision takes our optimizer
-
-    def _configure_zero_optimizer(self, optimizer: Any) -> SubnetworkOptimizer:
         sharded = ShardedOptimizer(
             optimizer,
             self.mask,
             self.groups,
-            self._param_groups(optimizer),
+            param_groups,
             regime="backward" if self.plan.regime == "backward" else "forward",
             **sharded_options(self),
         )
@@ -150,8 +168,9 @@ class SubnetworkEngine(DeepSpeedEngine):
             return {name: index_of[name] for name in trained}
 
         found = run_on_all_ranks(find, self._control)
-        if any(other != found for other in gather_objects(found, self._control)):
-            raise RuntimeError("ranks have different param groups: give all ranks the same optimizer and requires_grad")
+        options = [{key: value for key, value in group.items() if key != "params"} for group in optimizer.param_groups]
+        facts = [f"{type(optimizer).__name__} {options}", *(f"{item}" for item in found.items())]
+        _refuse_difference("param groups", gather_objects(facts, self._control))
         return found
 
     # ---- training -----------------------------------------------------------------------------------------------
@@ -184,7 +203,10 @@ class SubnetworkEngine(DeepSpeedEngine):
         self._refuse_dense("step")
         if self.is_gradient_accumulation_boundary() or not self.managed_gradient_accumulation():
             self._meetings.passing()
+            self._known_parameters.check()
         super().step(lr_kwargs)
+        if self.block.check_agreement and self._step_applied:
+            run_on_all_ranks(lambda: check_agreement(self.mask, self.groups), self._control)
 
     # ---- the dense model ----------------------------------------------------------------------------------------
 
@@ -219,17 +241,51 @@ class SubnetworkEngine(DeepSpeedEngine):
         if self.dense_view.is_resident:
             raise RuntimeError(f"{call} inside engine.dense(): leave it first, on all ranks")
 
+    def release(self) -> None:
+        """Give the dense model back, for another engine; this one trains no more. Every rank calls it."""
+        self.dense_view.make_resident("deepspeed.initialize")
+        self.dense_view.close()
+        self.optimizer.destroy()
+
     def held_tensors(self) -> dict[str, torch.Tensor]:
         """Parameters and buffers that this rank stores for its subnetwork, by dense name."""
         tensors: dict[str, torch.Tensor] = {**self.mask.parameters, **self.mask.buffers}
         return {name: tensor.detach() for name, tensor in tensors.items() if tensor.numel()}
 
 
-def _with_list(group: Any) -> Any:
-    """A param group whose parameters may be read again; a parameter as it is."""
-    if isinstance(group, dict) and isinstance(group.get("params"), Iterator):
-        return {**group, "params": list(group["params"])}
-    return group
+_engines: WeakKeyDictionary[nn.Module, weakref.ref[SubnetworkEngine]] = WeakKeyDictionary()  # by their module
+
+
+def _make_whole(model: nn.Module) -> None:
+    """A model that an earlier engine cut is dense again, and the earlier engine is at its end.
+
+    Raises:
+        ValueError: a copy, or a part, of such a model.
+    """
+    earlier = _engines.pop(model, lambda: None)()
+    if earlier is not None:
+        earlier.release()
+    refuse_cut(model)
+
+
+def refuse_cut(model: nn.Module) -> None:
+    """ValueError for a model of which an engine of ours has made a subnetwork."""
+    if any("_sdp_masked" in vars(module) for module in model.modules()):
+        raise ValueError(
+            f"{KEY}: an earlier engine cut this model down to subnetworks: build the model anew, or copy it with "
+            "copy.deepcopy inside `with engine.dense():`"
+        )
+
+
+def _refuse_difference(what: str, facts: Sequence[Sequence[str]]) -> None:
+    """RuntimeError with the first fact on which a rank differs from rank 0."""
+    for rank, own in enumerate(facts):
+        pairs = itertools.zip_longest(facts[0], own, fillvalue="nothing")
+        if differing := next((pair for pair in pairs if pair[0] != pair[1]), None):
+            raise RuntimeError(
+                f"rank {rank} has other {what} than rank 0: {differing[1]} there, {differing[0]} on rank 0. Give all "
+                "ranks the same model, optimizer and requires_grad"
+            )
 
 
 def _announce(text: str) -> None:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Callable
 from datetime import timedelta
 from typing import Any, TypeVar
 
+import torch
 import torch.distributed as dist
 
 from sdp_deepspeed.messages import listed
@@ -51,6 +53,29 @@ def run_on_all_ranks(work: Callable[[], T], group: Any = None) -> T:
         error = problem
     raise_on_all_ranks(error, group)
     return result
+
+
+def check_agreement(mask: Any, groups: Any) -> None:
+    """Compare bit by bit what data-parallel ranks store of each slice. Slow; for `check_agreement`.
+
+    Raises:
+        RuntimeError: by name, slices of which two ranks have different values.
+    """
+    own = {
+        piece: zlib.crc32(mask.view(piece).contiguous().flatten().view(torch.uint8).cpu().numpy())
+        for pieces in (*mask.pieces.values(), *mask.buffer_pieces.values())
+        for piece, _ in pieces
+        if mask.stored(piece)
+    }
+    gathered = gather_objects((groups.tensor_parallel_rank, groups.rank, own), groups.control)
+    sums_of = {rank: sums for number, rank, sums in gathered if number == groups.tensor_parallel_rank}
+    for piece in dict.fromkeys(piece for sums in sums_of.values() for piece in sums):
+        ranks = [rank for rank, sums in sums_of.items() if piece in sums]
+        if len({sums_of[rank][piece] for rank in ranks}) > 1:
+            where = "" if piece.dim is None else f"[dim {piece.dim}, {piece.start}:+{piece.length}]"
+            raise RuntimeError(
+                f"holders do not agree on {piece.parameter}{where} (ranks {listed(ranks)}): training has diverged"
+            )
 
 
 class Meetings:
