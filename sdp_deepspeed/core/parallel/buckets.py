@@ -21,8 +21,10 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
+from torch import nn
 
 from sdp_deepspeed.core.parallel.groups import HolderGroup, Holders
+from sdp_deepspeed.core.parallel.offload import HostShard
 from sdp_deepspeed.units import Piece
 
 Pieces = Mapping[str, Sequence[tuple[Piece, Holders]]]
@@ -176,6 +178,7 @@ class Bucket:
         waits_for: names of tensors whose gradients have not come in this backward pass.
         shard: what the optimizer steps: fp32, flat, a view of `weights` where that is possible.
         gradient: the average for `shard`, once it is there.
+        host: with CPU offload the memory of `shard` and `gradient`.
     """
 
     def __init__(self, layout: BucketLayout, group: HolderGroup | None, *, owns_all: bool) -> None:
@@ -183,8 +186,9 @@ class Bucket:
         self.names = list(dict.fromkeys(part.piece.parameter for part in layout.slices))
         self.waits_for = set(self.names)
         self.filled = [False] * len(layout.slices)
-        self.shard: torch.nn.Parameter | None = None
+        self.shard: nn.Parameter | None = None
         self.gradient: torch.Tensor | None = None
+        self.host: HostShard | None = None
 
     def place_weights(self, buffer: torch.Tensor) -> None:
         self.weights = buffer[: self.layout.size]
@@ -214,19 +218,38 @@ class Bucket:
         self.weights[self.layout.num_elements :].zero_()
         torch._foreach_copy_(self.weight_slots, [view(part.piece) for part in self.layout.slices])
 
-    def make_shard(self) -> None:
-        """Create `shard` from `weights`; for cut tensors and low precision it is a copy."""
-        dtype = torch.promote_types(self.layout.dtype, torch.float32)
+    def make_shard(self, *, offload: bool = False, pin_memory: bool = False) -> None:
+        """Create `shard` from `weights`; a copy for cut tensors and low precision, and with offload to host memory."""
         values = self.stepped_part(self.weights)
-        is_view = self.layout.is_whole and dtype == values.dtype
-        self.shard = torch.nn.Parameter(values if is_view else values.to(dtype, copy=True))
+        dtype = torch.promote_types(values.dtype, torch.float32)
+        if offload:
+            self.host = HostShard(values, pin_memory=pin_memory)
+            self.shard = nn.Parameter(self.host.weights)
+        else:
+            is_view = self.layout.is_whole and dtype == values.dtype
+            self.shard = nn.Parameter(values if is_view else values.to(dtype, copy=True))
+
+    @property
+    def steps_in_place(self) -> bool:
+        """Whether `shard` is a view of `weights`."""
+        assert self.shard is not None
+        return self.shard.data_ptr() == self.stepped_part(self.weights).data_ptr()
+
+    def refresh_shard(self) -> None:
+        """Take into `shard` the elements of `weights` that are not its rounding any more."""
+        assert self.shard is not None
+        if not self.steps_in_place:
+            shard = self.shard.detach()
+            values = self.stepped_part(self.weights).to(shard.device)
+            shard.copy_(torch.where(shard.to(values.dtype) == values, shard, values.to(shard.dtype)))
 
     def store_shard(self) -> None:
         """Round `shard` into `weights`."""
         assert self.shard is not None
-        part = self.stepped_part(self.weights)
-        if part.data_ptr() != self.shard.data_ptr():
-            part.copy_(self.shard.detach())
+        if self.host is not None:
+            self.host.send_weights(self.stepped_part(self.weights))
+        elif not self.steps_in_place:
+            self.stepped_part(self.weights).copy_(self.shard.detach())
 
     def store_weights(self, view: Callable[[Piece], torch.Tensor]) -> None:
         """Copy `weights` into cut tensors; whole ones are views of it."""

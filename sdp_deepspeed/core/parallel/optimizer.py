@@ -45,6 +45,8 @@ import torch.distributed as dist
 from sdp_deepspeed.core.parallel.buckets import Bucket, plan_buckets
 from sdp_deepspeed.core.parallel.groups import Groups, all_gather, reduce_scatter
 from sdp_deepspeed.core.parallel.norm import gradient_norm, scale_gradients
+from sdp_deepspeed.core.parallel.offload import Moved, move_back, move_to_host
+from sdp_deepspeed.core.parallel.param_groups import replace_parameters
 
 
 class ShardedOptimizer:
@@ -66,6 +68,8 @@ class ShardedOptimizer:
         gradient_dtype: in which gradients of micro-steps are summed. Default: the weights'.
         wire_dtype: in which they are sent. Default: that in which they are summed.
         replicated: tensors that are equal on all tensor-parallel ranks; the norm counts them once.
+        offload: whether the optimizer steps shards in host memory, with their gradients and its state (CPU offload).
+        pin_memory: of that memory, if weights are on a GPU.
 
     Attributes:
         is_last_micro_step: whether the coming backward pass is the last before `step`. The host sets it.
@@ -88,11 +92,14 @@ class ShardedOptimizer:
         gradient_dtype: torch.dtype | None = None,
         wire_dtype: torch.dtype | None = None,
         replicated: Collection[str] = (),
+        offload: bool = False,
+        pin_memory: bool = False,
     ) -> None:
         self.optimizer, self.mask, self.groups = optimizer, mask, groups
         self.regime, self.stage, self.clip, self.overlap = regime, stage, clip, overlap
         self.is_last_micro_step = True
         self.norm: torch.Tensor | None = None
+        self._offload, self._pin_memory = offload, pin_memory
         self._gradient_dtype, self._wire_dtype = gradient_dtype, wire_dtype
         self._parameters = {name: mask.parameters[name] for name in param_groups}
         self._device = next(iter(self._parameters.values())).device
@@ -126,7 +133,16 @@ class ShardedOptimizer:
             )
             for name in self._slots_of
         ]
-        self._give_shards_to_optimizer()
+        replace_parameters(
+            optimizer,
+            [
+                [bucket.shard for bucket in self._held if bucket.shard is not None and bucket.layout.param_group == i]
+                for i in range(len(optimizer.param_groups))
+            ],
+        )
+        self._num_param_groups = len(optimizer.param_groups)
+        self._moved: Moved = []
+        self._is_offloaded = False
 
     # ---- memory ----------------------------------------------------------------------------------------------------
 
@@ -153,7 +169,7 @@ class ShardedOptimizer:
                 for part, slot in zip(layout.slices, bucket.weight_slots, strict=True):
                     self._parameters[part.piece.parameter].data = slot
             if bucket.group is not None:
-                bucket.make_shard()
+                bucket.make_shard(offload=self._offload, pin_memory=self._pin_memory)
                 dtype = self._dtype_of(bucket)
                 bucket.place_gradients(self._zeros(dtype, layout.size) if keeps else pools[dtype])
 
@@ -178,36 +194,28 @@ class ShardedOptimizer:
             kept = self._scratch[use, dtype] = torch.empty(size, dtype=dtype, device=self._device)
         return kept[:size]
 
-    def _give_shards_to_optimizer(self) -> None:
-        """Options stay. Some optimizers create state in their constructor: shards get theirs with the same values."""
-        states = dict(self.optimizer.state)
-        self.optimizer.state.clear()
-        for index, options in enumerate(self.optimizer.param_groups):
-            template = next(((p, states[p]) for p in options["params"] if p.numel() and states.get(p)), None)
-            options["params"] = [b.shard for b in self._held if b.layout.param_group == index]
-            if template is None:
-                continue
-            parameter, state = template
-            for shard in options["params"]:
-                self.optimizer.state[shard] = {
-                    key: torch.full_like(shard, value.flatten()[0].item())
-                    if torch.is_tensor(value) and value.dim() and value.shape == parameter.shape
-                    else value.clone()
-                    if torch.is_tensor(value)
-                    else value
-                    for key, value in state.items()
-                }
-
     @torch.no_grad()
     def refresh_shards(self) -> None:
-        """Take weights that were changed from outside (a checkpoint) into the shards."""
+        """Take weights that were changed from outside (a dense view, a checkpoint) into the shards. fp32 values stay
+        where the weight is still their rounding."""
         for bucket in self._held:
-            assert bucket.shard is not None
             if bucket.layout.is_whole:
                 self._relink(bucket)
             else:
                 bucket.load_weights(self.mask.view)
-            bucket.shard.copy_(bucket.stepped_part(bucket.weights))
+            bucket.refresh_shard()
+
+    def offload_states(self, *, states: bool = True, masters: bool = True, pin_memory: bool = False) -> None:
+        """Move the optimizer's state and fp32 copies of weights to host memory, until `reload_states`."""
+        tensors = [value for state in self.optimizer.state.values() for value in state.values()] if states else []
+        tensors += [bucket.shard for bucket in self._held if masters and not bucket.steps_in_place]
+        self._moved += move_to_host(filter(torch.is_tensor, tensors), pin_memory=pin_memory)
+        self._is_offloaded = True
+
+    def reload_states(self) -> None:
+        """Move back what `offload_states` moved."""
+        move_back(self._moved)
+        self._moved, self._is_offloaded = [], False
 
     def _relink(self, bucket: Bucket) -> None:
         """Tensors whose `.data` was replaced from outside are views of the bucket again, with their new values."""
@@ -348,7 +356,10 @@ class ShardedOptimizer:
             reduce_scatter(average, flat, bucket.group, received)
         if wire != torch.float16:
             average.div_(num_holders)
-        bucket.gradient = average if bucket.gradient is None else bucket.gradient.add_(average)
+        if bucket.host is not None:
+            bucket.gradient = bucket.host.receive_gradient(average, adds=bucket.gradient is not None)
+        else:
+            bucket.gradient = average if bucket.gradient is None else bucket.gradient.add_(average)
 
     def zero_grad(self) -> None:
         """Drop this step's gradients."""
@@ -373,12 +384,21 @@ class ShardedOptimizer:
         Returns:
             Whether weights were updated.
         """
+        if len(self.optimizer.param_groups) != self._num_param_groups:
+            raise RuntimeError(
+                f"the optimizer has {len(self.optimizer.param_groups)} param groups, {self._num_param_groups} when the "
+                "engine was built; add them before deepspeed.initialize: gradients of others are not averaged"
+            )
+        if self._is_offloaded:
+            raise RuntimeError("the optimizer's state is in host memory; call reload_states() before step()")
         if self.stage < 2:
             self._reduce(only_complete=False)
         elif not self._num_reduced_passes:
             self.finish_backward()
         if self._stream is not None:
             torch.cuda.current_stream(self._device).wait_stream(self._stream)
+        if self._offload and self._device.type == "cuda":  # the host reads gradients
+            torch.cuda.current_stream(self._device).synchronize()
         gradients = [bucket.gradient for bucket in self._held if bucket.gradient is not None]
         self.norm = gradient_norm(self._owned_gradients(), self._device) / loss_scale
         if check_overflow and not torch.isfinite(self.norm):
@@ -435,10 +455,9 @@ class ShardedOptimizer:
         sent = received[me * largest : (me + 1) * largest]
         for bucket, starts in zip(buckets, places, strict=True):
             if bucket.group is not None:
-                assert bucket.shard is not None
-                mine = bucket.shard_of(bucket.shard.detach()) if bucket.owns_all else bucket.shard.detach()
+                bucket.store_shard()
                 start = starts[bucket.group.position]
-                sent[start : start + mine.numel()].copy_(mine)
+                sent[start : start + bucket.layout.shard_size].copy_(bucket.shard_of(bucket.weights))
         all_gather(received, sent, everyone)
         for bucket, starts in zip(buckets, places, strict=True):
             shards, values = [], []

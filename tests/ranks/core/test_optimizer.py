@@ -17,6 +17,7 @@ import torch.distributed as dist
 
 from sdp_deepspeed.core.parallel.groups import Groups
 from sdp_deepspeed.core.parallel.optimizer import ShardedOptimizer
+from sdp_deepspeed.core.parallel.param_groups import param_group_indices
 from sdp_deepspeed.units import Piece
 from tests.helpers.collective_log import Issued, check_order
 from tests.helpers.ranks import Rank
@@ -50,6 +51,7 @@ class Case(NamedTuple):
     optimizer: str = "sgd"
     overlap: bool = False
     bucket_size: int = 40
+    offload: bool = False
 
 
 AXES: tuple[tuple[Any, ...], ...] = (
@@ -60,6 +62,7 @@ AXES: tuple[tuple[Any, ...], ...] = (
     ("sgd", "adamw"),
     (False, True),
     (1, 40, 10**6),
+    (False, True),
 )
 EVERY_CASE = [Case(*values) for values in itertools.product(*AXES)]
 
@@ -98,6 +101,7 @@ def sharded(
         clip=case.clip,
         bucket_size=case.bucket_size,
         overlap=case.overlap,
+        offload=case.offload,
         **options,
     )
     return mask, optimizer
@@ -244,23 +248,129 @@ def replaced_data_and_kept_gradients(rank: Rank) -> None:
     groups.close()
 
 
-def optimizers_with_initial_state(rank: Rank) -> None:
-    """Adagrad creates its state in its constructor."""
+def refreshed_shards_keep_what_was_not_changed(rank: Rank) -> None:
+    """fp32 shards go on from where they were, in bits, unless a weight is not their rounding any more."""
     model = sliced_model(rank.size, "neuron")
     groups = Groups(model.holder_sets)
+    for stage, offload in itertools.product((0, 1), (False, True)):
+        case = Case(stage, dtype=torch.bfloat16, offload=offload)
+        runs = [sharded(model, rank, "backward", case, groups) for _ in range(2)]
+        for run in runs:
+            train_step(*run, case, 0)
+        runs[1][1].refresh_shards()
+        for run in runs:
+            train_step(*run, case, 1)
+        shards = [[bucket.shard for bucket in optimizer.buckets if bucket.shard is not None] for _, optimizer in runs]
+        for shard, expected in zip(*reversed(shards), strict=True):
+            assert torch.equal(shard, expected)
+            assert shard.numel() < 4 or not torch.equal(shard, shard.bfloat16().float())
+        with torch.no_grad():
+            runs[1][0].view(model.pieces["embed"][0][0])[0] = 8.0
+        runs[1][1].refresh_shards()
+        case = case._replace(optimizer="sgd", num_micro_steps=0)
+        runs[1][1].optimizer.param_groups[0] |= {"lr": 0.0}
+        assert runs[1][1].step()
+        assert torch.equal(runs[1][0].parameters["embed"][0], torch.full((3,), 8.0, dtype=torch.bfloat16))
+        assert torch.equal(runs[1][0].parameters["embed"][1:], runs[0][0].parameters["embed"][1:])
+    groups.close()
 
-    def make(params: Any) -> torch.optim.Optimizer:
+
+def clients_optimizer(rank: Rank) -> None:
+    """Built from the dense model before masking, with groups and a schedule; Adagrad creates its state at once."""
+    model = sliced_model(rank.size, "neuron")
+    # of the last group rank 0 has nothing
+    unit = Piece("spare", None, 0, 12), tuple(range(1, rank.size))
+    shapes, pieces = {**model.shapes, "spare": torch.Size((4, 3))}, {**model.pieces, "spare": [unit]}
+    frozen = {"layer1.norm", "layer2.up"}
+    sliced = SlicedModel(shapes, pieces, {**model.groups, "spare": 0}, model.used_twice, model.missing)
+    groups = Groups(sliced.holder_sets)
+
+    def adagrad(params: Any) -> torch.optim.Optimizer:
         return torch.optim.Adagrad(params, lr=0.01, initial_accumulator_value=0.5)
 
-    mask = SlicedMask(model, rank.rank, "forward", torch.float32)
-    optimizer = ShardedOptimizer(
-        make(param_groups(model, mask.parameters)), mask, groups, model.groups, regime="forward", stage=1
-    )
-    reference = Reference(model, rank.size, make, torch.float32, 0.0)
-    for step in range(NUM_STEPS):
-        train_step(mask, optimizer, Case(), step)
+    def adam(params: Any) -> torch.optim.Optimizer:
+        return torch.optim.Adam(params, lr=0.01, eps=1e-2)
+
+    def make(kind: Any, parameters: dict[str, torch.nn.Parameter]) -> tuple[torch.optim.Optimizer, Any]:
+        names = [name for name in parameters if name not in ("spare", "scale", "layer0.norm")]
+        optimizer = kind([{"params": [parameters[n] for n in names if "bias" in n], "weight_decay": 0.0}])
+        optimizer.add_param_group({"params": [p for n, p in parameters.items() if n in names and "bias" not in n]})
+        optimizer.param_groups[1] |= {"lr": 0.02, "weight_decay": 0.1}
+        optimizer.add_param_group({"params": [parameters["spare"]], "lr": 0.03})
+        return optimizer, torch.optim.lr_scheduler.LambdaLR(
+            optimizer, [lambda s: 1.0, lambda s: 0.5**s, lambda s: s + 1]
+        )
+
+    for kind, stage, regime in itertools.product((adagrad, adam), (0, 1, 2), ("forward", "backward")):
+        parameters = {name: torch.nn.Parameter(dense) for name, dense in sliced.dense().items()}
+        trainable = {name: name not in frozen for name in parameters}
+        optimizer, schedule = make(kind, parameters)
+        mask = SlicedMask(sliced, rank.rank, regime, torch.float32, parameters)
+        for name in frozen:
+            parameters[name].requires_grad_(False)
+        indices = param_group_indices(optimizer, parameters, trainable)
+        assert indices == {
+            name: 2 if name == "spare" else 0 if "bias" in name else 1
+            for name in parameters
+            if name not in (*frozen, "scale", "layer0.norm")
+        }
+        options: dict[str, Any] = {"regime": regime, "stage": stage, "bucket_size": 40}
+        engine = ShardedOptimizer(optimizer, mask, groups, indices, **options)
+        assert len(optimizer.param_groups[2]["params"]) == (0 if rank.rank == 0 else 1)
+        reference = Reference(sliced, rank.size, adam, torch.float32, 0.0)
+        reference.optimizer, reference_schedule = make(kind, reference.masters)
+        reference.untrained = sliced.shapes.keys() - indices.keys()
+        for step in range(3):
+            train_step(mask, engine, Case(stage), step)
+            schedule.step()
+            reference.step(1, step)
+            reference_schedule.step()
+            assert float(engine.norm) == pytest.approx(reference.norm, rel=1e-5)  # type: ignore[arg-type]
+        assert_equal_weights(mask, reference, Case(), regime)
+        engine.close()
+    optimizer.add_param_group({"params": [torch.nn.Parameter(torch.zeros(1))]})
+    with pytest.raises(RuntimeError, match="4 param groups, 3 when"):
+        engine.step()
+    groups.close()
+
+
+def states_on_the_host_between_steps(rank: Rank) -> None:
+    """A step needs them back, and they are as they were."""
+    model = sliced_model(rank.size, "neuron")
+    groups = Groups(model.holder_sets)
+    case = Case(dtype=torch.bfloat16, optimizer="adamw")
+    mask, optimizer = sharded(model, rank, "forward", case, groups)
+    reference = Reference(model, rank.size, make_optimizer("adamw"), case.dtype, 0.0)
+    for step in range(2):
+        train_step(mask, optimizer, case, step)
         reference.step(1, step)
-    assert_equal_weights(mask, reference, Case(), "forward")
+        optimizer.offload_states()
+        with pytest.raises(RuntimeError, match=r"call reload_states\(\)"):
+            optimizer.step()
+        optimizer.reload_states()
+    assert_equal_weights(mask, reference, case, "forward")
+    groups.close()
+
+
+def with_deepspeeds_cpu_adam(rank: Rank) -> None:
+    """On host shards; it multiplies and adds in one rounding, so that it differs from PyTorch's by 2^-24 a step."""
+    from deepspeed.ops.adam import DeepSpeedCPUAdam
+
+    model = sliced_model(rank.size, "neuron")
+    groups = Groups(model.holder_sets)
+    options: dict[str, Any] = {"lr": 0.01, "eps": 1e-2, "weight_decay": 0.1}
+    for stage, dtype in itertools.product((1, 2), (torch.float32, torch.bfloat16)):
+        mask = SlicedMask(model, rank.rank, "forward", dtype)
+        client = DeepSpeedCPUAdam(param_groups(model, mask.parameters), **options)
+        more: dict[str, Any] = {"stage": stage, "clip": 1.0, "offload": True}
+        optimizer = ShardedOptimizer(client, mask, groups, model.groups, regime="forward", **more)
+        reference = Reference(model, rank.size, lambda given: torch.optim.AdamW(given, **options), dtype, 1.0)
+        case = Case(stage, 2, dtype=dtype)
+        for step in range(NUM_STEPS):
+            train_step(mask, optimizer, case, step)
+            reference.step(2, step)
+        assert_equal_weights(mask, reference, case, "forward")
+        optimizer.close()
     groups.close()
 
 
@@ -377,7 +487,10 @@ def _checks(size: int, options: pytest.Config) -> Iterator[tuple[str, Any]]:
             several_gradients,
             overflow_skips_the_step,
             replaced_data_and_kept_gradients,
-            optimizers_with_initial_state,
+            refreshed_shards_keep_what_was_not_changed,
+            clients_optimizer,
+            states_on_the_host_between_steps,
+            with_deepspeeds_cpu_adam,
             between_nodes,
             sends_the_least,
         ):
