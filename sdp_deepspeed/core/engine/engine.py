@@ -12,7 +12,6 @@ import logging
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
-from functools import partial
 from pathlib import Path
 from typing import Any, Self
 
@@ -31,6 +30,7 @@ from sdp_deepspeed.core.masking.mask import Mask
 from sdp_deepspeed.core.parallel.agree import Meetings, gather_objects, run_on_all_ranks
 from sdp_deepspeed.core.parallel.groups import Groups
 from sdp_deepspeed.core.parallel.optimizer import ShardedOptimizer
+from sdp_deepspeed.core.parallel.optimizer_kinds import check_optimizer
 from sdp_deepspeed.core.parallel.param_groups import param_group_indices
 from sdp_deepspeed.plan.plan import Plan
 from sdp_deepspeed.plan.planner import plan_model
@@ -136,7 +136,12 @@ class SubnetworkEngine(DeepSpeedEngine):
 
     def _param_groups(self, optimizer: torch.optim.Optimizer) -> dict[str, int]:
         """Index of the param group of each parameter to be trained, by dense name; the same on all ranks."""
-        find = partial(param_group_indices, optimizer, self.mask.parameters, self.mask.trainable)
+
+        def find() -> dict[str, int]:
+            allow = self.block.allow_optimizer or self.zero_allow_untested_optimizer()
+            check_optimizer(type(optimizer), allow=bool(allow))
+            return param_group_indices(optimizer, self.mask.parameters, self.mask.trainable)
+
         found = run_on_all_ranks(find, self._control)
         if any(other != found for other in gather_objects(found, self._control)):
             raise RuntimeError("ranks have different param groups: give all ranks the same optimizer and requires_grad")

@@ -10,6 +10,9 @@ nothing would overlap with backward, and ZeRO stage 2 would keep all gradients.
 
 Whole tensors need no packing: they are views of their bucket's flat weight buffer, their gradients are views of its
 flat gradient buffer. The slices of a cut tensor have several holder sets, so they are copied to and from flat buffers.
+
+An optimizer that updates each tensor as a whole (Muon) cannot step a shard of equal size. Its tensors are dealt to the
+holders, each bucket has those of one owner, which receives their gradients and sends their weights.
 """
 
 from __future__ import annotations
@@ -58,6 +61,8 @@ class BucketLayout:
         dtype: of the weights.
         is_whole: whether the slices are whole tensors; else they are parts of cut ones.
         is_replicated: whether all tensor-parallel ranks have the same values.
+        owner: data-parallel index of the holder that steps all of it, for an optimizer of whole tensors; None if each
+            holder steps a shard.
         slices: in the order in which their gradients become ready.
     """
 
@@ -67,6 +72,7 @@ class BucketLayout:
     dtype: torch.dtype
     is_whole: bool
     is_replicated: bool
+    owner: int | None
     slices: tuple[Slice, ...]
 
     @property
@@ -75,18 +81,22 @@ class BucketLayout:
         return last.start + last.num_elements
 
     @property
-    def shard_size(self) -> int:
-        """Elements that each holder owns, padding included."""
-        return -(-self.num_elements // len(self.holders))
-
-    @property
     def size(self) -> int:
-        """Elements of the flat buffer: `num_elements`, and zeros up to a multiple of the number of holders."""
-        return self.shard_size * len(self.holders)
+        """Elements of the flat buffer: `num_elements`, and zeros up to what shards of equal size need."""
+        if self.owner is not None:
+            return self.num_elements
+        return -(-self.num_elements // len(self.holders)) * len(self.holders)
+
+    def shard_range(self, position: int) -> tuple[int, int]:
+        """First and end element of what the holder at `position` owns, padding included."""
+        if self.owner is not None:
+            return 0, self.size if self.holders[position] == self.owner else 0
+        size = self.size // len(self.holders)
+        return position * size, (position + 1) * size
 
     def owned(self, position: int) -> Iterator[tuple[Slice, int, int]]:
         """Parts of slices in the shard of the holder at `position`: slice, first and end element within the slice."""
-        first, end = position * self.shard_size, (position + 1) * self.shard_size
+        first, end = self.shard_range(position)
         for part in self.slices:
             start, stop = max(first - part.start, 0), min(end - part.start, part.num_elements)
             if start < stop:
@@ -101,6 +111,7 @@ def plan_buckets(
     *,
     bucket_size: int,
     replicated: Collection[str] = (),
+    stepped_whole: Collection[str] = (),
 ) -> list[BucketLayout]:
     """All buckets of the model in the static global order of their collectives.
 
@@ -111,7 +122,9 @@ def plan_buckets(
         param_groups: index of the param group of each tensor that is trained; others are in no bucket.
         bucket_size: elements that a rank holds in one depth range, at most, unless a single tensor has more.
         replicated: tensors that are equal on all tensor-parallel ranks.
+        stepped_whole: tensors that one rank's optimizer must step as a whole; none of them is cut.
     """
+    owners = _deal({name: pieces[name][0] for name in pieces if name in param_groups and name in stepped_whole})
     backward_order = [name for name in reversed([*pieces]) if name in param_groups]
     ranges = _depth_ranges(backward_order, pieces, shapes, bucket_size)
     layouts: list[BucketLayout] = []
@@ -120,7 +133,7 @@ def plan_buckets(
         for depth, name in enumerate(names):
             for piece, holders in pieces[name]:
                 is_whole = piece.dim is None
-                key = holders, param_groups[name], dtypes[name], is_whole, name in replicated
+                key = holders, param_groups[name], dtypes[name], is_whole, name in replicated, owners.get(name)
                 members[key].append((depth, piece))
         in_order = sorted(members.items(), key=lambda item: (item[1][-1][0], *item[0][:2], str(item[0][2:])))
         layouts += [
@@ -151,6 +164,16 @@ def _depth_ranges(
     return ranges
 
 
+def _deal(tensors: Mapping[str, tuple[Piece, Holders]]) -> dict[str, int]:
+    """The owner of each whole tensor: the largest first, to the holder that has the fewest elements so far."""
+    load: defaultdict[int, int] = defaultdict(int)
+    owners = {}
+    for name, (piece, holders) in sorted(tensors.items(), key=lambda item: -item[1][0].length):
+        owners[name] = min(holders, key=lambda rank: (load[rank], rank))
+        load[owners[name]] += piece.length
+    return owners
+
+
 def _slices(pieces: Sequence[Piece], shapes: Mapping[str, Sequence[int]]) -> tuple[Slice, ...]:
     slices: list[Slice] = []
     start = 0
@@ -174,9 +197,10 @@ class Bucket:
         weights: flat [size] in the weights' dtype.
         gradients: flat [size] in the dtype in which gradients are summed.
         weight_slots, gradient_slots: of each slice its view into these, in the slice's shape.
+        parameters: what the optimizer steps: the shard, or for an optimizer of whole tensors its tensors.
         filled: for each slice whether its slot has the sum of this step's gradients so far.
         waits_for: names of tensors whose gradients have not come in this backward pass.
-        shard: what the optimizer steps: fp32, flat, a view of `weights` where that is possible.
+        shard: what the optimizer steps: fp32, flat, may be empty, a view of `weights` where that is possible.
         gradient: the average for `shard`, once it is there.
         host: with CPU offload the memory of `shard` and `gradient`.
     """
@@ -187,6 +211,7 @@ class Bucket:
         self.waits_for = set(self.names)
         self.filled = [False] * len(layout.slices)
         self.shard: nn.Parameter | None = None
+        self.parameters: list[nn.Parameter] = []
         self.gradient: torch.Tensor | None = None
         self.host: HostShard | None = None
 
@@ -206,8 +231,8 @@ class Bucket:
         if position is None:
             assert self.group is not None
             position = self.group.position
-        size = self.layout.shard_size
-        return flat[position * size : (position + 1) * size]
+        first, end = self.layout.shard_range(position)
+        return flat[first:end]
 
     def stepped_part(self, flat: torch.Tensor) -> torch.Tensor:
         """The part of a flat buffer that this rank's optimizer steps."""
@@ -228,6 +253,23 @@ class Bucket:
         else:
             is_view = self.layout.is_whole and dtype == values.dtype
             self.shard = nn.Parameter(values if is_view else values.to(dtype, copy=True))
+        self.parameters = [self.shard]
+        if self.layout.owner is not None:
+            self.parameters = [nn.Parameter(tensor) for tensor in self._stepped_tensors(self.shard.detach())]
+
+    def set_gradients(self, gradient: torch.Tensor | None) -> None:
+        """Give the optimizer the gradient of `shard`; None takes it away."""
+        gradients: Sequence[torch.Tensor | None] = [gradient]
+        if gradient is None:
+            gradients = [None] * len(self.parameters)
+        elif self.layout.owner is not None:
+            gradients = self._stepped_tensors(gradient)
+        for parameter, own in zip(self.parameters, gradients, strict=True):
+            parameter.grad = own
+
+    def _stepped_tensors(self, flat: torch.Tensor) -> list[torch.Tensor]:
+        """The whole tensors in what this rank steps: all or none."""
+        return self._slots(flat) if flat.numel() else []
 
     @property
     def steps_in_place(self) -> bool:

@@ -6,7 +6,8 @@ A step, for every bucket that this rank holds:
    reduce-scatter, and each holder has the average of the shard that it owns. Stages 0 and 1 do this after the last
    micro-step, stage 2 in every backward pass, where owners add up their shards and local gradients are freed;
 2. the norm of the whole gradient is taken (norm.py), gradients are clipped, or the step is skipped;
-3. the optimizer steps fp32 shards, element by element;
+3. the optimizer steps fp32 shards, element by element. One that updates whole tensors (Muon) steps those that this rank
+   owns: their gradients are reduced to it, their weights broadcast from it;
 4. weights return. Forward regime: an all-gather over the holders. Backward regime: every rank runs the whole model, so
    for each depth range one all-gather over all data-parallel ranks, of what each of them owns in it.
 
@@ -43,14 +44,15 @@ import torch
 import torch.distributed as dist
 
 from sdp_deepspeed.core.parallel.buckets import Bucket, plan_buckets
-from sdp_deepspeed.core.parallel.groups import Groups, all_gather, reduce_scatter
+from sdp_deepspeed.core.parallel.groups import Groups, all_gather, broadcast, reduce, reduce_scatter
 from sdp_deepspeed.core.parallel.norm import gradient_norm, scale_gradients
 from sdp_deepspeed.core.parallel.offload import Moved, move_back, move_to_host
+from sdp_deepspeed.core.parallel.optimizer_kinds import groups_of_whole_tensors
 from sdp_deepspeed.core.parallel.param_groups import replace_parameters
 
 
 class ShardedOptimizer:
-    """Steps any elementwise optimizer on the shards that this rank owns. Every rank constructs it, with equal options.
+    """Steps an optimizer on what this rank owns, shards or whole tensors. Every rank constructs it, with equal options.
 
     Args:
         optimizer: of the dense model's parameters, not stepped yet. Its param groups get this rank's shards in place of
@@ -110,6 +112,7 @@ class ShardedOptimizer:
             param_groups,
             bucket_size=bucket_size,
             replicated=replicated,
+            stepped_whole=self._stepped_whole(param_groups, replicated),
         )
         buckets = [Bucket(layout, groups.of(layout.holders), owns_all=stage == 0) for layout in layouts]
         self.buckets = [b for b in buckets if b.group is not None or regime == "backward"]
@@ -136,13 +139,38 @@ class ShardedOptimizer:
         replace_parameters(
             optimizer,
             [
-                [bucket.shard for bucket in self._held if bucket.shard is not None and bucket.layout.param_group == i]
+                [
+                    parameter
+                    for bucket in self._held
+                    if bucket.layout.param_group == i
+                    for parameter in bucket.parameters
+                ]
                 for i in range(len(optimizer.param_groups))
             ],
         )
         self._num_param_groups = len(optimizer.param_groups)
         self._moved: Moved = []
         self._is_offloaded = False
+
+    def _stepped_whole(self, param_groups: Mapping[str, int], replicated: Collection[str]) -> list[str]:
+        """Tensors that the optimizer must step as a whole.
+
+        Raises:
+            ValueError: it cannot; the same on all ranks.
+        """
+        whole_groups = groups_of_whole_tensors(self.optimizer)
+        names = [name for name, index in param_groups.items() if index in whole_groups]
+        for name in names:
+            if len(self.mask.shapes[name]) < 2:  # DeepSpeed's would take its gradient for an update
+                why = "is no matrix; put it into a param group that AdamW steps (DeepSpeed's Muon: use_muon=False)"
+            elif self.mask.pieces[name][0][0].dim is not None:
+                why = "is cut into neurons or heads; use block units for it, or an elementwise optimizer"
+            elif self.groups.tensor_parallel_size > 1 and name not in replicated:
+                why = "is divided among tensor-parallel ranks; use an elementwise optimizer"
+            else:
+                continue
+            raise ValueError(f"{type(self.optimizer).__name__} updates whole matrices, and {name!r} {why}")
+        return names
 
     # ---- memory ----------------------------------------------------------------------------------------------------
 
@@ -349,11 +377,14 @@ class ShardedOptimizer:
                 dist.all_reduce(flat, group=bucket.group.process_group)
             average = flat if flat is bucket.gradients and flat.dtype == dtype else flat.to(dtype, copy=True)
         else:
-            average = bucket.shard_of(bucket.gradients)
+            average, owner = bucket.shard_of(bucket.gradients), bucket.layout.owner
             if not self._keeps_gradients(bucket) or average.dtype != dtype:
                 average = torch.empty_like(average, dtype=dtype)
-            received = self._buffer("received", wire, flat.numel()) if bucket.group.uses_all_to_all else None
-            reduce_scatter(average, flat, bucket.group, received)
+            if owner is not None:
+                reduce(average, flat, bucket.group, owner)
+            else:
+                received = self._buffer("received", wire, flat.numel()) if bucket.group.uses_all_to_all else None
+                reduce_scatter(average, flat, bucket.group, received)
         if wire != torch.float16:
             average.div_(num_holders)
         if bucket.host is not None:
@@ -366,8 +397,8 @@ class ShardedOptimizer:
         for parameter in self._parameters.values():
             parameter.grad = None
         for bucket in self._held:
-            assert bucket.shard is not None
-            bucket.gradient = bucket.shard.grad = None
+            bucket.gradient = None
+            bucket.set_gradients(None)
         self._num_reduced_passes = 0
         self._restart()
 
@@ -409,8 +440,7 @@ class ShardedOptimizer:
             if bucket.layout.is_whole:
                 self._relink(bucket)
         for bucket, gradient in zip(self._held, gradients, strict=True):
-            assert bucket.shard is not None
-            bucket.shard.grad = gradient
+            bucket.set_gradients(gradient)
         self.optimizer.step()
         self._return_weights()
         self.zero_grad()
@@ -427,7 +457,9 @@ class ShardedOptimizer:
             for bucket in self._held:
                 assert bucket.group is not None
                 bucket.store_shard()
-                if not bucket.owns_all:
+                if not bucket.owns_all and bucket.layout.owner is not None:
+                    broadcast(bucket.weights, bucket.group, bucket.layout.owner)
+                elif not bucket.owns_all:
                     all_gather(bucket.weights, bucket.shard_of(bucket.weights), bucket.group)
                 bucket.store_weights(self.mask.view)
             return
@@ -448,22 +480,23 @@ class ShardedOptimizer:
         places: list[list[int]] = []  # of each bucket's shards, where they begin in what their owners send
         for bucket in buckets:
             places.append([counts[rank] for rank in bucket.layout.holders])
-            for rank in bucket.layout.holders:
-                counts[rank] += bucket.layout.shard_size
+            for position, rank in enumerate(bucket.layout.holders):
+                first, end = bucket.layout.shard_range(position)
+                counts[rank] += end - first
         largest, me = max(counts), self.groups.rank
         received = self._buffer("returned", dtype, largest * everyone.size)
         sent = received[me * largest : (me + 1) * largest]
         for bucket, starts in zip(buckets, places, strict=True):
             if bucket.group is not None:
                 bucket.store_shard()
-                start = starts[bucket.group.position]
-                sent[start : start + bucket.layout.shard_size].copy_(bucket.shard_of(bucket.weights))
+                start, shard = starts[bucket.group.position], bucket.shard_of(bucket.weights)
+                sent[start : start + shard.numel()].copy_(shard)
         all_gather(received, sent, everyone)
         for bucket, starts in zip(buckets, places, strict=True):
             shards, values = [], []
             for position, (rank, start) in enumerate(zip(bucket.layout.holders, starts, strict=True)):
                 shards.append(bucket.shard_of(bucket.weights, position))
-                values.append(received[rank * largest + start :][: bucket.layout.shard_size])
+                values.append(received[rank * largest + start :][: shards[-1].numel()])
             torch._foreach_copy_(shards, values)
             bucket.store_weights(self.mask.view)
 

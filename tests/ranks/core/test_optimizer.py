@@ -334,6 +334,86 @@ def clients_optimizer(rank: Rank) -> None:
     groups.close()
 
 
+def muon(rank: Rank) -> None:
+    """DeepSpeed's, which has Adam for other tensors: matrices are stepped whole, by one holder each. It iterates in
+    fp32 here, so that its update is about as exact as the gradient."""
+    from deepspeed.runtime.zero.muon.muon_optimizer import MuonWithAuxAdam
+
+    def make(groups: Any) -> torch.optim.Optimizer:
+        matrices, others = groups
+        made: torch.optim.Optimizer = MuonWithAuxAdam(
+            [{**matrices, "use_muon": True, "lr": 0.02}, {**others, "use_muon": False, "lr": 1e-2, "eps": 1e-2}],
+            adam_optimizer=torch.optim.AdamW,
+        )
+        return made
+
+    model = sliced_model(rank.size, "block", num_layers=5)
+    groups = Groups(model.holder_sets)
+    in_fp32 = mock.patch("deepspeed.runtime.zero.muon.original_muon.ns_compute_dtype", return_value=torch.float32)
+    for regime, stage, offload in itertools.product(("forward", "backward"), (0, 1, 2), (False, True)):
+        case = Case(stage, 2, overlap=True, offload=offload, bucket_size=40)
+        mask = SlicedMask(model, rank.rank, regime, torch.float32)  # type: ignore[arg-type]
+        options: dict[str, Any] = {"regime": regime, "stage": stage, "bucket_size": 40, "overlap": True, "clip": 1.0}
+        client = make(param_groups(model, mask.parameters))
+        optimizer = ShardedOptimizer(client, mask, groups, model.groups, offload=offload, **options)
+        reference = Reference(model, rank.size, make, torch.float32, 1.0)
+        with torch.compiler.set_stance("force_eager"), in_fp32:
+            for step in range(NUM_STEPS):
+                train_step(mask, optimizer, case, step)
+                reference.step(2, step)
+        assert float(optimizer.norm) == pytest.approx(reference.norm, rel=1e-5)  # type: ignore[arg-type]
+        assert_equal_weights(mask, reference, case, regime)  # type: ignore[arg-type]
+        if stage:
+            owned: list[Any] = [None] * rank.size
+            dist.all_gather_object(owned, sum(p.numel() for p in client.param_groups[0]["params"]))
+            total = sum(shape.numel() for name, shape in model.shapes.items() if model.groups[name] == 0)
+            assert sum(owned) == total
+            assert max(owned) <= total / rank.size + max(shape.numel() for shape in model.shapes.values())
+        optimizer.close()
+    groups.close()
+
+
+def torchs_muon(rank: Rank) -> None:
+    """It iterates in bf16, where the last bit of a gradient may be one of 2^-8; sums of two ranks have no such bit."""
+    model = sliced_model(rank.size, "block", num_layers=2)
+    groups = Groups(model.holder_sets)
+    indices = {name: 0 for name, shape in model.shapes.items() if len(shape) == 2}
+
+    def make(given: Any) -> torch.optim.Optimizer:
+        return torch.optim.Muon([p for group in given for p in group["params"] if p.dim() == 2], lr=0.02)
+
+    for stage in (0, 1, 2):
+        parameters = {name: torch.nn.Parameter(dense) for name, dense in model.dense().items()}
+        client = torch.optim.Muon([parameters[name] for name in indices], lr=0.02)
+        mask = SlicedMask(model, rank.rank, "forward", torch.float32, parameters)
+        options: dict[str, Any] = {"regime": "forward", "stage": stage}
+        optimizer = ShardedOptimizer(client, mask, groups, indices, **options)
+        reference = Reference(model, rank.size, make, torch.float32, 0.0)
+        reference.untrained = model.shapes.keys() - indices.keys()
+        for step in range(NUM_STEPS):
+            train_step(mask, optimizer, Case(stage), step)
+            reference.step(1, step)
+        assert_equal_weights(mask, reference, Case(stage), "forward")
+        optimizer.close()
+    groups.close()
+
+
+def whole_tensors_that_no_rank_has(rank: Rank) -> None:
+    """Errors on all ranks, by name."""
+    for strategy, last, words in (
+        ("neuron", "layer0.up", "'layer0.up' is cut into neurons"),
+        ("block", "layer0.norm", "'layer0.norm' is no matrix"),
+    ):
+        model = sliced_model(rank.size, strategy)  # type: ignore[arg-type]
+        groups = Groups(model.holder_sets)
+        mask = SlicedMask(model, rank.rank, "forward", torch.float32)
+        client = torch.optim.Muon([torch.nn.Parameter(torch.zeros(1, 1))], lr=0.1)
+        client.param_groups[0]["params"] = [*mask.parameters.values()]  # past PyTorch's own check
+        with pytest.raises(ValueError, match=words):
+            ShardedOptimizer(client, mask, groups, {"embed": 0, last: 0}, regime="forward", stage=1)
+        groups.close()
+
+
 def states_on_the_host_between_steps(rank: Rank) -> None:
     """A step needs them back, and they are as they were."""
     model = sliced_model(rank.size, "neuron")
@@ -480,6 +560,8 @@ def _checks(size: int, options: pytest.Config) -> Iterator[tuple[str, Any]]:
         cases = EVERY_CASE if is_full else _sample(4 * size + index)
         yield f"{regime}-{strategy}", partial(agrees, regime=regime, strategy=strategy, cases=cases)
     yield "random_plans", partial(random_plans, seeds=range(200 if is_full else 10))
+    if size == 2:
+        yield "torchs_muon", torchs_muon
     if size == 3:
         for function in (
             odd_sizes,
@@ -489,6 +571,8 @@ def _checks(size: int, options: pytest.Config) -> Iterator[tuple[str, Any]]:
             replaced_data_and_kept_gradients,
             refreshed_shards_keep_what_was_not_changed,
             clients_optimizer,
+            muon,
+            whole_tensors_that_no_rank_has,
             states_on_the_host_between_steps,
             with_deepspeeds_cpu_adam,
             between_nodes,
