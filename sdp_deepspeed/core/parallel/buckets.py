@@ -185,6 +185,25 @@ def _slices(pieces: Sequence[Piece], shapes: Mapping[str, Sequence[int]]) -> tup
     return tuple(slices)
 
 
+class ShardPart(NamedTuple):
+    """Elements `start` to `stop` of a slice, in what an optimizer steps.
+
+    Args:
+        parameter: what the optimizer steps.
+        first: where they begin in it; flat.
+    """
+
+    slice: Slice
+    start: int
+    stop: int
+    parameter: nn.Parameter
+    first: int
+
+    def of(self, tensor: torch.Tensor) -> torch.Tensor:
+        """The elements in the parameter, or in a tensor that is laid out like it; flat, a view."""
+        return tensor.detach().view(-1)[self.first : self.first + self.stop - self.start]
+
+
 class Bucket:
     """One rank's memory for a bucket.
 
@@ -266,6 +285,24 @@ class Bucket:
             gradients = self._stepped_tensors(gradient)
         for parameter, own in zip(self.parameters, gradients, strict=True):
             parameter.grad = own
+
+    def parts(self, *, owned: bool) -> Iterator[ShardPart]:
+        """What this rank's optimizer steps, by slice.
+
+        Args:
+            owned: only what this rank owns, so that each element is some rank's once; in stage 0 that is less.
+        """
+        assert self.group is not None
+        position = self.group.position
+        ranges = self.layout.owned(position)
+        if self.owns_all and not owned:
+            ranges = ((part, 0, part.num_elements) for part in self.layout.slices)
+        before = 0 if self.owns_all else self.layout.shard_range(position)[0]
+        for part, start, stop in ranges:
+            if self.layout.owner is not None:
+                yield ShardPart(part, start, stop, self.parameters[self.layout.slices.index(part)], start)
+            else:
+                yield ShardPart(part, start, stop, self.parameters[0], part.start + start - before)
 
     def _stepped_tensors(self, flat: torch.Tensor) -> list[torch.Tensor]:
         """The whole tensors in what this rank steps: all or none."""

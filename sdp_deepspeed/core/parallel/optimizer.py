@@ -76,7 +76,8 @@ class ShardedOptimizer:
     Attributes:
         is_last_micro_step: whether the coming backward pass is the last before `step`. The host sets it.
         norm: of the last step's averaged gradient before clipping; None before the first step.
-        buckets: those that this rank holds; in the backward regime all.
+        held: buckets of which this rank is a holder, in the order of collectives.
+        buckets: these; in the backward regime all.
     """
 
     def __init__(
@@ -116,7 +117,7 @@ class ShardedOptimizer:
         )
         buckets = [Bucket(layout, groups.of(layout.holders), owns_all=stage == 0) for layout in layouts]
         self.buckets = [b for b in buckets if b.group is not None or regime == "backward"]
-        self._held = [b for b in buckets if b.group is not None]  # in the order of collectives
+        self.held = [b for b in buckets if b.group is not None]
         self._next = 0  # of `_held`, the first that has not been reduced
         self._is_first_pass = True  # of backward: nothing is reduced before its end
         self._seen: set[str] = set()  # tensors whose gradient has come in this pass
@@ -126,7 +127,7 @@ class ShardedOptimizer:
         self._stream = torch.cuda.Stream(self._device) if overlap and self._device.type == "cuda" else None
 
         self._slots_of: defaultdict[str, list[tuple[int, int]]] = defaultdict(list)  # (index in `_held`, slice)
-        for index, bucket in enumerate(self._held):
+        for index, bucket in enumerate(self.held):
             for number, part in enumerate(bucket.layout.slices):
                 self._slots_of[part.piece.parameter].append((index, number))
         self._place_buffers()
@@ -139,12 +140,7 @@ class ShardedOptimizer:
         replace_parameters(
             optimizer,
             [
-                [
-                    parameter
-                    for bucket in self._held
-                    if bucket.layout.param_group == i
-                    for parameter in bucket.parameters
-                ]
+                [parameter for bucket in self.held if bucket.layout.param_group == i for parameter in bucket.parameters]
                 for i in range(len(optimizer.param_groups))
             ],
         )
@@ -226,7 +222,7 @@ class ShardedOptimizer:
     def refresh_shards(self) -> None:
         """Take weights that were changed from outside (a dense view, a checkpoint) into the shards. fp32 values stay
         where the weight is still their rounding."""
-        for bucket in self._held:
+        for bucket in self.held:
             if bucket.layout.is_whole:
                 self._relink(bucket)
             else:
@@ -236,7 +232,7 @@ class ShardedOptimizer:
     def offload_states(self, *, states: bool = True, masters: bool = True, pin_memory: bool = False) -> None:
         """Move the optimizer's state and fp32 copies of weights to host memory, until `reload_states`."""
         tensors = [value for state in self.optimizer.state.values() for value in state.values()] if states else []
-        tensors += [bucket.shard for bucket in self._held if masters and not bucket.steps_in_place]
+        tensors += [bucket.shard for bucket in self.held if masters and not bucket.steps_in_place]
         self._moved += move_to_host(filter(torch.is_tensor, tensors), pin_memory=pin_memory)
         self._is_offloaded = True
 
@@ -270,14 +266,14 @@ class ShardedOptimizer:
         waits = self._is_first_pass or name in self._repeated
         if self.overlap and not waits and (self.stage == 2 or self.is_last_micro_step):
             for index in indices:
-                self._held[index].waits_for.discard(name)
+                self.held[index].waits_for.discard(name)
             self._reduce(only_complete=True)
 
     def _take_early(self, name: str) -> None:
         """Move a gradient into its slots: copy it and let `.grad` be the slot, or add it up in another dtype."""
         parameter = self._parameters[name]
         for index, number in self._slots_of[name]:
-            bucket = self._held[index]
+            bucket = self.held[index]
             slot = bucket.gradient_slots[number]
             if not self._takes_gradients_early(bucket) or parameter.grad.data_ptr() == slot.data_ptr():
                 return
@@ -309,14 +305,14 @@ class ShardedOptimizer:
     def _restart(self) -> None:
         self._next = 0
         self._seen.clear()
-        for bucket in self._held:
+        for bucket in self.held:
             bucket.waits_for.update(bucket.names)
             bucket.filled = [False] * len(bucket.filled)
 
     def _reduce(self, *, only_complete: bool) -> None:
         """Average buckets in order: those that are complete and whose turn has come, or all that remain."""
-        while self._next < len(self._held):
-            bucket = self._held[self._next]
+        while self._next < len(self.held):
+            bucket = self.held[self._next]
             if only_complete and bucket.waits_for:
                 return
             with self._beside():
@@ -392,11 +388,23 @@ class ShardedOptimizer:
         else:
             bucket.gradient = average if bucket.gradient is None else bucket.gradient.add_(average)
 
+    @torch.no_grad()
+    def average_gradients(self) -> None:
+        """Average what has not been averaged, after the last micro-step; `step` does it. Every rank calls it."""
+        if self.stage < 2:
+            self._reduce(only_complete=False)
+        elif not self._num_reduced_passes:
+            self.finish_backward()
+        if self._stream is not None:
+            torch.cuda.current_stream(self._device).wait_stream(self._stream)
+        if self._offload and self._device.type == "cuda":  # the host reads gradients
+            torch.cuda.current_stream(self._device).synchronize()
+
     def zero_grad(self) -> None:
         """Drop this step's gradients."""
         for parameter in self._parameters.values():
             parameter.grad = None
-        for bucket in self._held:
+        for bucket in self.held:
             bucket.gradient = None
             bucket.set_gradients(None)
         self._num_reduced_passes = 0
@@ -422,15 +430,8 @@ class ShardedOptimizer:
             )
         if self._is_offloaded:
             raise RuntimeError("the optimizer's state is in host memory; call reload_states() before step()")
-        if self.stage < 2:
-            self._reduce(only_complete=False)
-        elif not self._num_reduced_passes:
-            self.finish_backward()
-        if self._stream is not None:
-            torch.cuda.current_stream(self._device).wait_stream(self._stream)
-        if self._offload and self._device.type == "cuda":  # the host reads gradients
-            torch.cuda.current_stream(self._device).synchronize()
-        gradients = [bucket.gradient for bucket in self._held if bucket.gradient is not None]
+        self.average_gradients()
+        gradients = [bucket.gradient for bucket in self.held if bucket.gradient is not None]
         self.norm = gradient_norm(self._owned_gradients(), self._device) / loss_scale
         if check_overflow and not torch.isfinite(self.norm):
             self.zero_grad()
@@ -439,7 +440,7 @@ class ShardedOptimizer:
         for bucket in self.buckets:
             if bucket.layout.is_whole:
                 self._relink(bucket)
-        for bucket, gradient in zip(self._held, gradients, strict=True):
+        for bucket, gradient in zip(self.held, gradients, strict=True):
             bucket.set_gradients(gradient)
         self.optimizer.step()
         self._return_weights()
@@ -448,13 +449,13 @@ class ShardedOptimizer:
 
     def _owned_gradients(self) -> list[torch.Tensor]:
         """Of each shard that counts in this rank's part of the norm; in stage 0 too each holder has one shard."""
-        counted = [b for b in self._held if not b.layout.is_replicated or self.groups.tensor_parallel_rank == 0]
+        counted = [b for b in self.held if not b.layout.is_replicated or self.groups.tensor_parallel_rank == 0]
         return [b.shard_of(b.gradient) if b.owns_all else b.gradient for b in counted if b.gradient is not None]
 
     def _return_weights(self) -> None:
         """Write updated shards into the module's tensors: the holders', or in the backward regime everybody's."""
         if self.regime == "forward":
-            for bucket in self._held:
+            for bucket in self.held:
                 assert bucket.group is not None
                 bucket.store_shard()
                 if not bucket.owns_all and bucket.layout.owner is not None:

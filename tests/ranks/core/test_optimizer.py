@@ -7,6 +7,7 @@ import math
 import random
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple
 from unittest import mock
@@ -463,6 +464,52 @@ def between_nodes(rank: Rank) -> None:
     groups.close()
 
 
+def tensor_parallel_ranks(rank: Rank) -> None:
+    """2 data-parallel times 2 tensor-parallel ranks: the norm counts what these have in common once, and that stays
+    equal, in bits."""
+    base = sliced_model(2, "neuron")
+    divided = [name for name in base.shapes if name.partition(".")[2] in ("up", "bias", "down")]
+    names = {name: (f"0/{name}", f"1/{name}") if name in divided else (name,) for name in base.shapes}
+    whole, own = SlicedModel({}, {}, {}, "embed"), SlicedModel({}, {}, {}, "embed")
+    tensor_parallel_rank = rank.rank % 2
+    for name, parts in names.items():
+        for index, part in enumerate(parts):
+            pieces = [(replace(piece, parameter=part), holders) for piece, holders in base.pieces[name]]
+            for model in (whole, own) if len(parts) == 1 or index == tensor_parallel_rank else (whole,):
+                model.shapes[part], model.groups[part], model.pieces[part] = (
+                    base.shapes[name],
+                    base.groups[name],
+                    pieces,
+                )
+    groups = Groups(own.holder_sets, ranks=[[0, 2], [1, 3]])
+    assert (groups.rank, groups.tensor_parallel_rank) == divmod(rank.rank, 2)
+    for stage, regime, overlap in itertools.product((0, 1, 2), ("forward", "backward"), (False, True)):
+        case = Case(stage, 2, clip=1.0, overlap=overlap)
+        mask = SlicedMask(own, groups.rank, regime, case.dtype)  # type: ignore[arg-type]
+        options: dict[str, Any] = {"regime": regime, "stage": stage, "overlap": overlap, "clip": 1.0, "bucket_size": 40}
+        optimizer = ShardedOptimizer(
+            make_optimizer("sgd")(param_groups(own, mask.parameters)),
+            mask,
+            groups,
+            own.groups,
+            replicated=[name for name in own.shapes if "/" not in name],
+            **options,
+        )
+        reference = Reference(whole, 2, make_optimizer("sgd"), case.dtype, case.clip)
+        for step in range(NUM_STEPS):
+            train_step(mask, optimizer, case, step)
+            reference.step(2, step)
+            assert float(optimizer.norm) == pytest.approx(reference.norm, rel=1e-5)  # type: ignore[arg-type]
+        reference.masters = {name: master for name, master in reference.masters.items() if name in own.shapes}
+        assert_equal_weights(mask, reference, case, regime)  # type: ignore[arg-type]
+        replicated = [mask.parameters[name].tolist() for name in own.shapes if "/" not in name]
+        every: list[Any] = [None] * rank.size
+        dist.all_gather_object(every, replicated)
+        assert every == [replicated] * rank.size
+        optimizer.close()
+    groups.close()
+
+
 class Traffic:
     """Collectives that this rank issues, and the elements that it sends in them at least."""
 
@@ -562,6 +609,8 @@ def _checks(size: int, options: pytest.Config) -> Iterator[tuple[str, Any]]:
     yield "random_plans", partial(random_plans, seeds=range(200 if is_full else 10))
     if size == 2:
         yield "torchs_muon", torchs_muon
+    if size == 4:
+        yield "tensor_parallel_ranks", tensor_parallel_ranks
     if size == 3:
         for function in (
             odd_sizes,
