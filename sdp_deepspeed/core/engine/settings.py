@@ -15,6 +15,7 @@ def sharded_options(engine: Any) -> dict[str, Any]:
     model_dtype, accumulation_dtype = engine.get_data_types()
     zero = engine._config.zero_config
     has_size = "reduce_bucket_size" in zero.model_fields_set
+    offload = zero.offload_optimizer
     sums_in_fp32 = accumulation_dtype == torch.float32 and model_dtype != torch.float32
     return {
         "stage": int(engine.zero_optimization_stage()),
@@ -23,6 +24,8 @@ def sharded_options(engine: Any) -> dict[str, Any]:
         "overlap": bool(engine.zero_overlap_comm()),
         "gradient_dtype": torch.float32 if sums_in_fp32 else None,
         "wire_dtype": engine.communication_data_type,
+        "offload": offload is not None and offload.device == "cpu",
+        "pin_memory": offload is not None and offload.pin_memory,
     }
 
 
