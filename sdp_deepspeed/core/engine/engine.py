@@ -22,22 +22,26 @@ import torch
 import torch.distributed as dist
 from deepspeed.runtime.engine import ZERO_OPTIMIZATION, DeepSpeedEngine
 from deepspeed.utils import log_dist, logger
+from deepspeed.utils.bwc import bwc_tensor_model_parallel_group, bwc_tensor_model_parallel_world_size
 from torch import nn
 
-from sdp_deepspeed.architectures import unit_costs
+from sdp_deepspeed.architectures import locate_branches, unit_costs
 from sdp_deepspeed.config import KEY, SubnetworkConfig
 from sdp_deepspeed.core.dense import DenseView
+from sdp_deepspeed.core.engine.full_access import install_full_access
 from sdp_deepspeed.core.engine.optimizer import SubnetworkOptimizer
 from sdp_deepspeed.core.engine.refusals import refuse_config, refuse_model
 from sdp_deepspeed.core.engine.settings import loss_scaler, sharded_options, skips_overflow
 from sdp_deepspeed.core.masking.compiled import compile_in_place
 from sdp_deepspeed.core.masking.mask import Mask
 from sdp_deepspeed.core.masking.replaced import KnownParameters
+from sdp_deepspeed.core.masking.scale import output_scales
 from sdp_deepspeed.core.parallel.agree import Meetings, check_agreement, gather_objects, run_on_all_ranks
 from sdp_deepspeed.core.parallel.groups import Groups
 from sdp_deepspeed.core.parallel.optimizer import ShardedOptimizer
 from sdp_deepspeed.core.parallel.optimizer_kinds import check_optimizer
 from sdp_deepspeed.core.parallel.param_groups import param_group_indices
+from sdp_deepspeed.core.parallel.tensor_parallel import TensorParallel, WholeModel, of_author, of_autotp
 from sdp_deepspeed.plan.plan import Plan
 from sdp_deepspeed.plan.planner import plan_model
 
@@ -63,6 +67,7 @@ class SubnetworkEngine(DeepSpeedEngine):
     groups: Groups
     optimizer: SubnetworkOptimizer
     phase = 0
+    _before_autotp: WholeModel | None = None
 
     def __init__(self, args: Any, model: nn.Module, *rest: Any, **options: Any) -> None:
         """
@@ -82,6 +87,8 @@ class SubnetworkEngine(DeepSpeedEngine):
         if self.optimizer is None:
             raise ValueError(f"{KEY} needs an optimizer: name one in the config, or give deepspeed.initialize one")
         _engines[model] = weakref.ref(self)
+        for name in self.optimizer.sharded.trained:
+            install_full_access(self.mask.parameters[name], name, self)
 
     # ---- construction -------------------------------------------------------------------------------------------
 
@@ -91,10 +98,16 @@ class SubnetworkEngine(DeepSpeedEngine):
         members = dist.get_process_group_ranks(group)
         every = sorted({tuple(ranks) for ranks in gather_objects(members, self._control)})
 
+        self._tensor_parallel = self._find_tensor_parallel()
+        branches, shards = self._tensor_parallel.branches, self._tensor_parallel.shards
+
         def plan_and_mask() -> None:
-            self.plan, warnings = plan_model(self.module, self.block, len(members))
-            self.mask = Mask(self.module, self.plan, members.index(dist.get_rank()))
-            costs = unit_costs(self.module, self.plan.units)
+            self.plan, warnings = plan_model(self.module, self.block, len(members), branches=branches, shards=shards)
+            local = shards.local_plan(self.plan)
+            self.mask = Mask(self.module, local, members.index(dist.get_rank()), branches)
+            if self.block.dense_branch_scale == "coverage":
+                output_scales(self.mask)  # raises
+            costs = unit_costs(self.module, local.units)
             self.coverage = self.plan.mean_coverage([cost.flops for cost in costs])
             for warning in warnings:
                 log_dist(f"{KEY}: {warning}", ranks=[0], level=logging.WARNING)
@@ -110,6 +123,39 @@ class SubnetworkEngine(DeepSpeedEngine):
         holder_sets = {holders for pieces in self.mask.pieces.values() for _, holders in pieces}
         self.groups = Groups(holder_sets, ranks=every, control=self._control)
         self._meetings = Meetings(f"sdp_deepspeed/meetings/{next(_numbers)}")
+
+    def _configure_tensor_parallel(self, model: nn.Module, tp_config: Any) -> Any:
+        size = int(self.autotp_size())
+        if dist.get_world_size() % size:
+            raise ValueError(
+                f"tensor_parallel.autotp_size: got {size}, which does not divide the {dist.get_world_size()} ranks"
+            )
+        self._before_autotp = WholeModel.of(model)
+        try:
+            return super()._configure_tensor_parallel(model, tp_config)
+        except AssertionError as error:
+            raise ValueError(
+                f"tensor_parallel.autotp_size: DeepSpeed's AutoTP cannot divide a {type(model).__name__}: {error}. Use "
+                "a Llama, Mistral, Qwen2, Qwen3 or GPT-NeoX, or remove tensor_parallel"
+            ) from error
+
+    def _find_tensor_parallel(self) -> TensorParallel:
+        """This rank's part in a tensor-parallel group, of AutoTP or of an `mpu` object."""
+        mpu, control = self.mpu, self._control
+        if mpu is None or bwc_tensor_model_parallel_world_size(mpu) < 2:
+            return TensorParallel(locate_branches(self.module))
+        group, members = bwc_tensor_model_parallel_group(mpu), dist.get_world_size(self.seq_data_parallel_group)
+        if members * dist.get_world_size(group) != dist.get_world_size():
+            raise ValueError(
+                f"mpu: {members} data-parallel times {dist.get_world_size(group)} tensor-parallel ranks are not the "
+                f"{dist.get_world_size()} ranks that run, and there can be no other kind"
+            )
+        whole = self._before_autotp
+        found = (
+            of_author(self.module, group, control) if whole is None else of_autotp(self.module, whole, group, control)
+        )
+        found.check_replicated(dict(self.module.named_parameters()), control)
+        return found
 
     def _configure_optimizer(self, client_optimizer: Any, model_parameters: Any) -> None:
         """As DeepSpeed's; an error of one rank is raised on all."""
@@ -128,6 +174,7 @@ class SubnetworkEngine(DeepSpeedEngine):
         frozen = [name for name, p in self.mask.parameters.items() if id(p) in given and not self.mask.trainable[name]]
         self._known_parameters = KnownParameters(self.module, self.mask.parameters, frozen)
         self.mask.apply()
+        self._tensor_parallel.sum_partial_gradients(self.mask.parameters)
         self.dense_view = DenseView(
             self.mask,
             self.groups,
@@ -142,6 +189,7 @@ class SubnetworkEngine(DeepSpeedEngine):
             self.groups,
             param_groups,
             regime="backward" if self.plan.regime == "backward" else "forward",
+            replicated=self._tensor_parallel.replicated(self.mask.parameters),
             **sharded_options(self),
         )
         return SubnetworkOptimizer(
@@ -154,10 +202,10 @@ class SubnetworkEngine(DeepSpeedEngine):
 
     def _param_groups(self, optimizer: torch.optim.Optimizer) -> dict[str, int]:
         """Index of the param group of each parameter to be trained, by dense name; the same on all ranks."""
+        allow = bool(self.block.allow_optimizer or self.zero_allow_untested_optimizer())
 
         def find() -> dict[str, int]:
-            allow = self.block.allow_optimizer or self.zero_allow_untested_optimizer()
-            check_optimizer(type(optimizer), allow=bool(allow))
+            check_optimizer(type(optimizer), allow=allow)
             return param_group_indices(optimizer, self.mask.parameters, self.mask.trainable)
 
         found = run_on_all_ranks(find, self._control)

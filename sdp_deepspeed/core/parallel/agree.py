@@ -56,14 +56,14 @@ def run_on_all_ranks(work: Callable[[], T], group: Any = None) -> T:
 
 
 def check_agreement(mask: Any, groups: Any) -> None:
-    """Compare bit by bit what data-parallel ranks store of each slice. Slow; for `check_agreement`.
+    """Compare bit by bit what data-parallel ranks store of each slice of parameters. Slow; for `check_agreement`.
 
     Raises:
         RuntimeError: by name, slices of which two ranks have different values.
     """
     own = {
         piece: zlib.crc32(mask.view(piece).contiguous().flatten().view(torch.uint8).cpu().numpy())
-        for pieces in (*mask.pieces.values(), *mask.buffer_pieces.values())
+        for pieces in mask.pieces.values()
         for piece, _ in pieces
         if mask.stored(piece)
     }

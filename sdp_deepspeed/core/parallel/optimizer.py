@@ -76,6 +76,7 @@ class ShardedOptimizer:
     Attributes:
         is_last_micro_step: whether the coming backward pass is the last before `step`. The host sets it.
         norm: of the last step's averaged gradient before clipping; None before the first step.
+        trained: dense names of the tensors that the optimizer trains.
         held: buckets of which this rank is a holder, in the order of collectives.
         buckets: these; in the backward regime all.
     """
@@ -104,6 +105,7 @@ class ShardedOptimizer:
         self.norm: torch.Tensor | None = None
         self._offload, self._pin_memory = offload, pin_memory
         self._gradient_dtype, self._wire_dtype = gradient_dtype, wire_dtype
+        self.trained = list(param_groups)
         self._parameters = {name: mask.parameters[name] for name in param_groups}
         self._device = next(iter(self._parameters.values())).device
         layouts = plan_buckets(
