@@ -30,8 +30,6 @@ from sdp_deepspeed.core.masking.mask import Mask
 from sdp_deepspeed.core.parallel.agree import Meetings, gather_objects, run_on_all_ranks
 from sdp_deepspeed.core.parallel.groups import Groups
 from sdp_deepspeed.core.parallel.optimizer import ShardedOptimizer
-from sdp_deepspeed.core.parallel.optimizer_kinds import check_optimizer
-from sdp_deepspeed.core.parallel.param_groups import param_group_indices
 from sdp_deepspeed.plan.plan import Plan
 from sdp_deepspeed.plan.planner import plan_model
 
@@ -136,11 +134,20 @@ class SubnetworkEngine(DeepSpeedEngine):
 
     def _param_groups(self, optimizer: torch.optim.Optimizer) -> dict[str, int]:
         """Index of the param group of each parameter to be trained, by dense name; the same on all ranks."""
+        names = {id(parameter): name for name, parameter in self.mask.parameters.items()}
 
         def find() -> dict[str, int]:
-            allow = self.block.allow_optimizer or self.zero_allow_untested_optimizer()
-            check_optimizer(type(optimizer), allow=bool(allow))
-            return param_group_indices(optimizer, self.mask.parameters, self.mask.trainable)
+            index_of = {}
+            for index, group in enumerate(optimizer.param_groups):
+                for parameter in group["params"]:
+                    if id(parameter) not in names:
+                        raise ValueError(
+                            f"optimizer param group {index} has a parameter of shape {tuple(parameter.shape)} that the "
+                            "model does not have; build the optimizer from this model's parameters"
+                        )
+                    index_of[names[id(parameter)]] = index
+            trained = [name for name in self.mask.parameters if self.mask.trainable[name] and name in index_of]
+            return {name: index_of[name] for name in trained}
 
         found = run_on_all_ranks(find, self._control)
         if any(other != found for other in gather_objects(found, self._control)):
