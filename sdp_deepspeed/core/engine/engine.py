@@ -13,7 +13,7 @@ import logging
 import sys
 import weakref
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any, Self
 from weakref import WeakKeyDictionary
@@ -42,6 +42,7 @@ from sdp_deepspeed.core.parallel.optimizer import ShardedOptimizer
 from sdp_deepspeed.core.parallel.optimizer_kinds import check_optimizer
 from sdp_deepspeed.core.parallel.param_groups import param_group_indices
 from sdp_deepspeed.core.parallel.tensor_parallel import TensorParallel, WholeModel, of_author, of_autotp
+from sdp_deepspeed.core.parallel.whole_state_dicts import WholeStateDicts
 from sdp_deepspeed.plan.plan import Plan
 from sdp_deepspeed.plan.planner import plan_model
 
@@ -68,6 +69,7 @@ class SubnetworkEngine(DeepSpeedEngine):
     optimizer: SubnetworkOptimizer
     phase = 0
     _before_autotp: WholeModel | None = None
+    _state_dicts: WholeStateDicts | None = None  # under tensor parallelism
 
     def __init__(self, args: Any, model: nn.Module, *rest: Any, **options: Any) -> None:
         """
@@ -104,7 +106,7 @@ class SubnetworkEngine(DeepSpeedEngine):
         def plan_and_mask() -> None:
             self.plan, warnings = plan_model(self.module, self.block, len(members), branches=branches, shards=shards)
             local = shards.local_plan(self.plan)
-            self.mask = Mask(self.module, local, members.index(dist.get_rank()), branches)
+            self.mask = Mask(self.module, local, members.index(dist.get_rank()), branches=branches)
             if self.block.dense_branch_scale == "coverage":
                 output_scales(self.mask)  # raises
             costs = unit_costs(self.module, local.units)
@@ -151,10 +153,12 @@ class SubnetworkEngine(DeepSpeedEngine):
                 f"{dist.get_world_size()} ranks that run, and there can be no other kind"
             )
         whole = self._before_autotp
-        found = (
-            of_author(self.module, group, control) if whole is None else of_autotp(self.module, whole, group, control)
-        )
+        if whole is None:
+            found = of_author(self.module, group, control)
+        else:
+            found = of_autotp(self.module, whole, group, control)
         found.check_replicated(dict(self.module.named_parameters()), control)
+        self._state_dicts = WholeStateDicts(self.module, found.shards, group)
         return found
 
     def _configure_optimizer(self, client_optimizer: Any, model_parameters: Any) -> None:
@@ -262,19 +266,23 @@ class SubnetworkEngine(DeepSpeedEngine):
     def dense(self, *, resident: bool | None = None) -> Iterator[None]:
         """Context in which `module` is the dense model; all ranks enter and leave together. The next step starts from
         the weights as they are left. For gradients of the dense model use `torch.autograd.grad`."""
-        with self.dense_view.resident():
+        with self.dense_view.resident(), self._whole_state_dicts():
             yield
+
+    def _whole_state_dicts(self) -> AbstractContextManager[None]:
+        return nullcontext() if self._state_dicts is None else self._state_dicts.whole()
 
     def save_pretrained(self, folder: str | Path, tokenizer: Any = None, **options: Any) -> None:
         """Write the dense model as the module's own `save_pretrained` does; all ranks call it, rank 0 writes."""
 
         def write() -> None:
+            state = {} if self._state_dicts is None else {"state_dict": self.module.state_dict()}  # a collective
             if dist.get_rank() == 0:
-                self.module.save_pretrained(str(folder), **options)
+                self.module.save_pretrained(str(folder), **state, **options)
                 if tokenizer is not None:
                     tokenizer.save_pretrained(str(folder))
 
-        with self.dense_view.resident("save_pretrained"):
+        with self.dense_view.resident("save_pretrained"), self._whole_state_dicts():
             run_on_all_ranks(write, self._control)
 
     def _refuse_dense(self, call: str) -> None:
