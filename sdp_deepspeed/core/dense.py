@@ -222,8 +222,8 @@ class DenseView:
         def refuse(module: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> None:
             if module in owned and not view.is_resident and any(prefix + own in state for own in names[module]):
                 raise RuntimeError(
-                    f"load_state_dict: this rank has a part of {prefix}{next(iter(names[module]))} only; load inside `with "
-                    "engine.dense():` on all ranks"
+                    f"load_state_dict: this rank has a part of {prefix}{next(iter(names[module]))} only; load inside "
+                    "`with engine.dense():` on all ranks"
                 )
 
         names = WeakKeyDictionary({model.get_submodule(owner): own for owner, own in lacking.items()})

@@ -12,7 +12,7 @@ import itertools
 import logging
 import sys
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any, Self
@@ -20,6 +20,7 @@ from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
+from deepspeed import comm as deepspeed_comm  # its comms logger sees our collectives
 from deepspeed.runtime.engine import ZERO_OPTIMIZATION, DeepSpeedEngine
 from deepspeed.utils import log_dist, logger
 from deepspeed.utils.bwc import bwc_tensor_model_parallel_group, bwc_tensor_model_parallel_world_size
@@ -29,9 +30,11 @@ from sdp_deepspeed.architectures import locate_branches, unit_costs
 from sdp_deepspeed.config import KEY, SubnetworkConfig
 from sdp_deepspeed.core.dense import DenseView
 from sdp_deepspeed.core.engine.full_access import install_full_access
+from sdp_deepspeed.core.engine.monitor import StepEvents
 from sdp_deepspeed.core.engine.optimizer import SubnetworkOptimizer
 from sdp_deepspeed.core.engine.refusals import refuse_config, refuse_model
 from sdp_deepspeed.core.engine.settings import loss_scaler, sharded_options, skips_overflow
+from sdp_deepspeed.core.masking.batch_norm import average_dense_statistics, reestimate
 from sdp_deepspeed.core.masking.compiled import compile_in_place
 from sdp_deepspeed.core.masking.mask import Mask
 from sdp_deepspeed.core.masking.replaced import KnownParameters
@@ -82,6 +85,8 @@ class SubnetworkEngine(DeepSpeedEngine):
             _make_whole(model)
             refuse_config(self.block, options["config"], options["config_class"])
             refuse_model(model)
+            if options.get("mesh_device") is not None:
+                raise ValueError(f"{KEY}: mesh_param asks for sequence parallelism, which is not possible; remove it")
             return compile_in_place(model)
 
         model = run_on_all_ranks(prepare, self._control)
@@ -89,6 +94,7 @@ class SubnetworkEngine(DeepSpeedEngine):
         if self.optimizer is None:
             raise ValueError(f"{KEY} needs an optimizer: name one in the config, or give deepspeed.initialize one")
         _engines[model] = weakref.ref(self)
+        self._step_events = StepEvents.of(self)
         for name in self.optimizer.sharded.trained:
             install_full_access(self.mask.parameters[name], name, self)
 
@@ -123,7 +129,7 @@ class SubnetworkEngine(DeepSpeedEngine):
                 f"rank {other[0]} made another plan than rank 0; give all ranks the same model, config and versions"
             )
         holder_sets = {holders for pieces in self.mask.pieces.values() for _, holders in pieces}
-        self.groups = Groups(holder_sets, ranks=every, control=self._control)
+        self.groups = Groups(holder_sets, ranks=every, control=self._control, comm=deepspeed_comm)
         self._meetings = Meetings(f"sdp_deepspeed/meetings/{next(_numbers)}")
 
     def _configure_tensor_parallel(self, model: nn.Module, tp_config: Any) -> Any:
@@ -158,6 +164,12 @@ class SubnetworkEngine(DeepSpeedEngine):
         else:
             found = of_autotp(self.module, whole, group, control)
         found.check_replicated(dict(self.module.named_parameters()), control)
+        uneven = [name for name, division in found.shards.divisions.items() if not division.is_even]
+        if uneven and int(self.zero_optimization_stage()) == 2:  # ranks of a group would have other buckets
+            raise ValueError(
+                f"zero_optimization.stage: got 2, but tensor-parallel ranks do not divide {uneven[0]!r} evenly; pad the "
+                "vocabulary (resize_token_embeddings), or use stage 1"
+            )
         self._state_dicts = WholeStateDicts(self.module, found.shards, group)
         return found
 
@@ -236,6 +248,7 @@ class SubnetworkEngine(DeepSpeedEngine):
         self._refuse_dense("backward")
         if self.optimizer.sharded.stage == 2:
             self._meetings.passing()
+        self._step_events.note(loss)
         return super().backward(loss, *options, **more)
 
     def zero_grad(self) -> None:
@@ -250,6 +263,8 @@ class SubnetworkEngine(DeepSpeedEngine):
             self._meetings.passing()
             self._known_parameters.check()
         super().step(lr_kwargs)
+        if self._step_applied:
+            self._step_events.write()
         if self.block.check_agreement and self._step_applied:
             run_on_all_ranks(lambda: check_agreement(self.mask, self.groups), self._control)
 
@@ -284,6 +299,23 @@ class SubnetworkEngine(DeepSpeedEngine):
 
         with self.dense_view.resident("save_pretrained"), self._whole_state_dicts():
             run_on_all_ranks(write, self._control)
+
+    def reestimate_batch_norm(self, batches: Iterable[Any], *, num_batches: int) -> int:
+        """As `sdp_deepspeed.reestimate_batch_norm`, of this engine's dense model."""
+
+        def take() -> list[Any]:
+            own = list(itertools.islice(batches, num_batches))
+            if len(own) < num_batches or num_batches < 1:
+                raise ValueError(f"num_batches: got {num_batches}, but there are {len(own)}; give each rank as many")
+            return own
+
+        with torch.random.fork_rng(), self.dense_view.resident("reestimate_batch_norm"):
+            own = run_on_all_ranks(take, self._control)
+            num_norms = run_on_all_ranks(lambda: reestimate(self.module, own), self._control)
+            average_dense_statistics(self.module, self.seq_data_parallel_group)
+        if not num_norms:
+            log_dist(f"{KEY}: the model has no batch norms with running statistics", ranks=[0])
+        return num_norms
 
     def _refuse_dense(self, call: str) -> None:
         self.dense_view.end_evaluation()

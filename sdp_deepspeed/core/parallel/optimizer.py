@@ -41,7 +41,6 @@ from collections.abc import Collection, Iterator, Mapping
 from typing import Any, Literal
 
 import torch
-import torch.distributed as dist
 
 from sdp_deepspeed.core.parallel.buckets import Bucket, plan_buckets
 from sdp_deepspeed.core.parallel.groups import Groups, all_gather, broadcast, reduce, reduce_scatter
@@ -372,7 +371,7 @@ class ShardedOptimizer:
             flat.div_(num_holders)
         if bucket.owns_all:
             if num_holders > 1:
-                dist.all_reduce(flat, group=bucket.group.process_group)
+                bucket.group.comm.all_reduce(flat, group=bucket.group.process_group)
             average = flat if flat is bucket.gradients and flat.dtype == dtype else flat.to(dtype, copy=True)
         else:
             average, owner = bucket.shard_of(bucket.gradients), bucket.layout.owner
