@@ -300,6 +300,15 @@ class SubnetworkEngine(DeepSpeedEngine):
         with self.dense_view.resident("save_pretrained"), self._whole_state_dicts():
             run_on_all_ranks(write, self._control)
 
+    def save_16bit_model(
+        self, save_dir: str, save_filename: str = "pytorch_model.bin", exclude_frozen_parameters: bool = False
+    ) -> bool:
+        """As DeepSpeed's, of the dense model."""
+        save = super().save_16bit_model
+        with self.dense_view.resident("save_16bit_model"), self._whole_state_dicts():
+            run_on_all_ranks(lambda: save(save_dir, save_filename, exclude_frozen_parameters), self._control)
+        return True
+
     def reestimate_batch_norm(self, batches: Iterable[Any], *, num_batches: int) -> int:
         """As `sdp_deepspeed.reestimate_batch_norm`, of this engine's dense model."""
 
