@@ -34,14 +34,30 @@ from __future__ import annotations
 import contextlib
 from collections import defaultdict
 from collections.abc import Collection, Iterator, Mapping
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import torch
 import torch.distributed as dist
 
-from sdp_deepspeed.core.parallel.buckets import Bucket, plan_buckets
+from sdp_deepspeed.core.parallel.buckets import Bucket, Slice, plan_buckets
 from sdp_deepspeed.core.parallel.groups import Groups, all_gather, reduce_scatter
 from sdp_deepspeed.core.parallel.norm import gradient_norm, scale_gradients
+
+
+class ShardPart(NamedTuple):
+    """Elements [start, stop) of a slice, which are those from `first` on in the flat tensor `shard`, or in a moment of
+    it."""
+
+    bucket: Bucket
+    shard: torch.nn.Parameter
+    slice: Slice
+    start: int
+    stop: int
+    first: int
+
+    def of(self, flat: torch.Tensor) -> torch.Tensor:
+        """The elements in the shard, or in a tensor that is laid out like it; flat, a view."""
+        return flat.detach()[self.first : self.first + self.stop - self.start]
 
 
 class ShardedOptimizer:
@@ -69,6 +85,7 @@ class ShardedOptimizer:
     Attributes:
         is_last_micro_step: whether the coming backward pass is the last before `step`. The host sets it.
         norm: of the last step's averaged gradient before clipping; None before the first step.
+        param_groups: as above.
         buckets: those that this rank holds; in the backward regime all.
     """
 
@@ -94,6 +111,7 @@ class ShardedOptimizer:
         self.is_last_micro_step = True
         self.norm: torch.Tensor | None = None
         self._gradient_dtype, self._wire_dtype, self._late = gradient_dtype, wire_dtype, frozenset(late)
+        self.param_groups = dict(param_groups)
         self._parameters = {name: mask.parameters[name] for name in param_groups}
         self._device = next(iter(self._parameters.values())).device
         layouts = plan_buckets(
@@ -444,3 +462,34 @@ class ShardedOptimizer:
         for hook in self._hooks:
             hook.remove()
         self._hooks.clear()
+
+    # ---- state, for checkpoints and re-planning --------------------------------------------------------------------
+
+    @torch.no_grad()
+    def shard_parts(self, *, owned: bool) -> list[ShardPart]:
+        """What this rank's optimizer steps, by slice.
+
+        Args:
+            owned: only what this rank owns, so that each element is some rank's once; in stage 0 that is less.
+        """
+        for bucket in self.buckets:
+            if bucket.layout.is_whole:
+                self._relink(bucket)
+        parts = []
+        for bucket in self._held:
+            assert bucket.group is not None
+            assert bucket.shard is not None
+            before = 0 if bucket.owns_all else bucket.group.position * bucket.layout.shard_size
+            if bucket.owns_all and not owned:
+                ranges = [(part, 0, part.num_elements) for part in bucket.layout.slices]
+            else:
+                ranges = list(bucket.layout.owned(bucket.group.position))
+            for part, start, stop in ranges:
+                parts.append(ShardPart(bucket, bucket.shard, part, start, stop, part.start + start - before))
+        return parts
+
+    @torch.no_grad()
+    def return_weights(self) -> None:
+        """Write shards that were changed from outside (a checkpoint) into the module's tensors, as after a step. Every
+        rank calls it."""
+        self._return_weights()
