@@ -24,7 +24,7 @@ import torch
 from torch.distributed.checkpoint import FileSystemReader, FileSystemWriter
 from torch.distributed.checkpoint.filesystem import FileSystem
 from torch.distributed.checkpoint.metadata import Metadata
-from torch.distributed.checkpoint.planner import LoadPlanner
+from torch.distributed.checkpoint.planner import LoadPlanner, SavePlan, SavePlanner
 
 from sdp_deepspeed.atomic_files import sync, write_text
 
@@ -47,7 +47,8 @@ def check_tag(tag: str) -> None:
 
 
 def lock_folder(folder: Path) -> filelock.BaseFileLock | None:
-    """Make the folder, and take its lock: no other job writes to it until the lock is released or this process ends.
+    """Make the folder, and take its lock: no other job writes to it until the lock is released or forgotten, or this
+    process ends.
 
     Returns:
         None where the file system knows no locks.
@@ -274,6 +275,15 @@ class Writer(FileSystemWriter):
     @property
     def checksums(self) -> Checksums:
         return self._files.checksums
+
+    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Any:
+        """torch.save's own checksums, which no reader looks at, are left out: together they would cost a third."""
+        kept = torch.serialization.get_crc32_options()
+        torch.serialization.set_crc32_options(False)
+        try:
+            return super().write_data(plan, planner)
+        finally:
+            torch.serialization.set_crc32_options(kept)
 
     def storage_meta(self) -> None:
         """Nothing of this machine's paths is stored."""
