@@ -159,6 +159,26 @@ def options_of_groups(rank: Rank) -> None:
         assert [(g["lr"], g["initial_lr"], g["foreach"]) for g in groups] == [(0.5, 0.7, None)] * 2
 
 
+def moved(rank: Rank) -> None:
+    """From memory to memory, in place: the same as saved and loaded, whatever both layouts are."""
+    manager = CheckpointManager()
+    layouts = [layout for layout in (WRITERS | READERS).values() if layout.size == rank.size]
+    for index, (old, new) in enumerate(itertools.permutations(layouts, 2)):
+        new = replace(new, dtype=old.dtype)
+        with training(old) as run:
+            run.train(2)
+            manager.save(rank.folder / str(index), "tag", run.state, {})
+            with training(new) as loaded:
+                manager.load(rank.folder / str(index), "tag", loaded.state)
+                expected = loaded.tensors()
+            taken = take_state(run.state)
+            run.undo({name: value for name, value in dense_weights(rank, index).items()})
+            with training(new, run.model, run.optimizer.optimizer) as other:
+                give_state(taken, other.state, torch.device("cpu"))
+                assert_identical(other.tensors(), expected)
+                other.train(1)
+
+
 @pytest.fixture(scope="module")
 def outcomes(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> dict[str, str | None]:
     """Of all writers, then of all readers, with one set of ranks for each number."""
