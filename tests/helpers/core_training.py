@@ -16,6 +16,7 @@ from sdp_deepspeed.config import SubnetworkConfig
 from sdp_deepspeed.core.checkpoint.boxes import LoadPlanner, State, add_box
 from sdp_deepspeed.core.checkpoint.files import Reader
 from sdp_deepspeed.core.checkpoint.state import RankState
+from sdp_deepspeed.core.dense import DenseView
 from sdp_deepspeed.core.masking import Mask
 from sdp_deepspeed.core.parallel.groups import Groups
 from sdp_deepspeed.core.parallel.optimizer import ShardedOptimizer
@@ -51,15 +52,23 @@ def small_model(dtype: torch.dtype) -> Any:
 class Training:
     """One rank of a run; all ranks make one."""
 
-    def __init__(self, layout: Layout, model: Any = None) -> None:
+    def __init__(self, layout: Layout, earlier: Training | None = None) -> None:
+        """
+        Args:
+            earlier: whose model, dense, and optimizer go on.
+        """
         self.layout, self.steps = layout, 0
-        self.model: Any = small_model(layout.dtype) if model is None else model
+        self.model: Any = small_model(layout.dtype) if earlier is None else earlier.model
         block = SubnetworkConfig(**({} if "holders" in layout.block else {"holders": 1}) | dict(layout.block))
         named = {name: p for name, p in self.model.named_parameters() if p.requires_grad}
         group_of = {name: int(p.dim() < 2) for name, p in named.items()}
         groups: list[list[Any]] = [[p for name, p in named.items() if group_of[name] == index] for index in range(2)]
         options = {"lr": 0.01} if layout.optimizer is torch.optim.AdamW else {"lr": 0.01, "momentum": 0.9}
-        optimizer = layout.optimizer([{"params": groups[0]}, {"params": groups[1], "weight_decay": 0.0}], **options)
+        optimizer: Any = layout.optimizer(
+            [{"params": groups[0]}, {"params": groups[1], "weight_decay": 0.0}], **options
+        )
+        if earlier is not None:
+            optimizer = earlier.state.optimizer.optimizer
         plan, _ = plan_model(self.model, block, layout.size)
         self.mask = Mask(self.model, plan, dist.get_rank())
         self.groups = Groups({holders for found in self.mask.pieces.values() for _, holders in found})
@@ -101,14 +110,20 @@ class Training:
                     found[f"{key}.{index}"] = value.clone()
         return found
 
+    def end(self) -> None:
+        """The model is dense again."""
+        view = DenseView(self.mask, self.groups, torch.device("cpu"), meet=lambda _: None, changed=lambda: None)
+        view.make_resident()
+        view.close()
+
     def close(self) -> None:
         self.optimizer.close()
         self.groups.close()
 
 
 @contextmanager
-def training(layout: Layout, model: Any = None) -> Iterator[Training]:
-    run = Training(layout, model)
+def training(layout: Layout, earlier: Training | None = None) -> Iterator[Training]:
+    run = Training(layout, earlier)
     yield run
     run.close()
 

@@ -102,18 +102,30 @@ def random_model(size: int, seed: int) -> SlicedModel:
 
 
 class SlicedMask:
-    """What `core.parallel` uses of a mask: stored tensors, held slices of a cut one first."""
+    """What `core.parallel` uses of a mask: stored tensors, held slices of a cut one first.
 
-    def __init__(self, model: SlicedModel, rank: int, regime: Regime, dtype: torch.dtype) -> None:
+    Args:
+        parameters: the dense model's, which are masked in place. Default: new ones.
+    """
+
+    def __init__(
+        self,
+        model: SlicedModel,
+        rank: int,
+        regime: Regime,
+        dtype: torch.dtype,
+        parameters: Mapping[str, nn.Parameter] | None = None,
+    ) -> None:
         self.model, self.rank, self.shapes, self.pieces = model, rank, model.shapes, model.pieces
-        self.parameters: dict[str, nn.Parameter] = {}
+        self.parameters = dict(parameters or {name: nn.Parameter(dense) for name, dense in model.dense().items()})
         self._where: dict[Piece, tuple[torch.Tensor, int]] = {}
         for name, dense in model.dense().items():
             held = [piece for piece, holders in self.pieces[name] if rank in holders]
             other = [piece for piece, holders in self.pieces[name] if rank not in holders]
             is_cut = self.pieces[name][0][0].dim is not None
             stored = _joined(held, dense) if is_cut else dense if held or regime == "backward" else dense.new_empty(0)
-            self.parameters[name] = nn.Parameter(stored.to(dtype), requires_grad=bool(held))
+            self.parameters[name].data = stored.to(dtype, copy=True)
+            self.parameters[name].requires_grad_(bool(held))
             self._place(held if is_cut or held else other, self.parameters[name])
             if is_cut and regime == "backward" and other:
                 self._place(other, _joined(other, dense).to(dtype))
@@ -168,13 +180,18 @@ def _add_term(total: torch.Tensor, x: torch.Tensor, a: torch.Tensor, b: torch.Te
 
 
 class Reference:
-    """Literal, in one process: each rank's dense gradients, each piece's mean over its holders, `torch.optim`."""
+    """Literal, in one process: each rank's dense gradients, each piece's mean over its holders, `torch.optim`.
+
+    Attributes:
+        untrained: names of tensors that the optimizer leaves out.
+    """
 
     def __init__(self, model: SlicedModel, size: int, make: Any, dtype: torch.dtype, clip: float) -> None:
         self.model, self.size, self.dtype, self.clip = model, size, dtype, clip
         self.masters = {name: nn.Parameter(dense.to(dtype).float()) for name, dense in model.dense().items()}
         self.optimizer = make(param_groups(model, self.masters))
         self.norm = 0.0
+        self.untrained: Collection[str] = ()
 
     def step(self, num_micro_steps: int, step: int) -> None:
         means = {name: torch.zeros_like(master) for name, master in self.masters.items()}
@@ -184,8 +201,9 @@ class Reference:
                 for piece, holders in found:
                     if rank in holders:
                         piece.narrow(means[name]).add_(piece.narrow(gradients[name]) / len(holders))
-        for name, master in self.masters.items():
-            master.grad = means[name]
+        means = {name: mean for name, mean in means.items() if name not in self.untrained}
+        for name, mean in means.items():
+            self.masters[name].grad = mean
         self.norm = float(torch.stack([mean.double().square().sum() for mean in means.values()]).sum().sqrt())
         if self.clip and self.norm > self.clip:
             for mean in means.values():

@@ -16,8 +16,6 @@ from torch.distributed.checkpoint import DefaultLoadPlanner, DefaultSavePlanner
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata, MetadataIndex, TensorProperties
 from torch.distributed.checkpoint.planner import ReadItem, TensorWriteData, WriteItem, WriteItemType
 
-from sdp_deepspeed.units import Piece
-
 
 @dataclass(frozen=True)
 class Boxes:
@@ -93,11 +91,6 @@ def row_major_boxes(shape: Sequence[int], start: int, stop: int) -> Iterator[tup
     if low < high:
         yield (low, *(0 for _ in inner)), (high - low, *inner)
     yield from row_major_boxes(shape, high * row, stop)
-
-
-def first_index(piece: Piece, num_dims: int) -> tuple[int, ...]:
-    """Of a piece in its dense tensor."""
-    return tuple(piece.start if dim == piece.dim else 0 for dim in range(num_dims))
 
 
 class SavePlanner(DefaultSavePlanner):

@@ -109,7 +109,7 @@ def publish(folder: Path, tag: str, checksums: Checksums, *, latest: bool, keep_
     """
     written, final, replaced = folder / f"{tag}{WRITING}", folder / tag, folder / f"{tag}{REPLACED}"
     content = {"format": FORMAT, "saved_at": time.time_ns(), "files": checksums}
-    write_text(written / CHECKSUMS, json.dumps(content))
+    write_text(written / CHECKSUMS, json.dumps(content | {"own": _crc_of(content)}))
     if final.exists():
         os.rename(final, replaced)
     os.rename(written, final)
@@ -179,16 +179,20 @@ def read_checksums(path: Path) -> dict[str, Any]:
     file = path / CHECKSUMS
     try:
         content = json.loads(file.read_text(encoding="utf-8"))
-        names, found = content["files"], content["format"]
-        if not isinstance(names, dict) or any("/" in name for name in names) or INDEX not in names:
-            raise KeyError("files")
+        own, names, found = content.pop("own"), content["files"], content["format"]
+        if own != _crc_of(content) or any("/" in name for name in names) or INDEX not in names:
+            raise ValueError("its checksum is not the one it was written with")
     except FileNotFoundError:
         raise ValueError(f"{path} is no complete checkpoint: {CHECKSUMS} is missing") from None
-    except (ValueError, KeyError, TypeError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise ValueError(f"{file} is damaged: {error!r}") from None
     if found != FORMAT:
         raise ValueError(f"{file} has format {found}, expected {FORMAT}; use the version that wrote it")
     return content
+
+
+def _crc_of(content: Mapping[str, Any]) -> int:
+    return zlib.crc32(json.dumps(content, sort_keys=True).encode())
 
 
 def problem_of(file: Path, expected: Sequence[int], *, read: bool = True) -> str | None:

@@ -8,11 +8,11 @@ of `torch.save` in uint8 tensors, read with `weights_only=True`: nothing that is
 from __future__ import annotations
 
 import io
+import json
 import logging
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -23,11 +23,12 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
 
 from sdp_deepspeed.core.checkpoint import files
-from sdp_deepspeed.core.checkpoint.agreement import gathered, meet, raised_on_all_ranks
 from sdp_deepspeed.core.checkpoint.boxes import LoadPlanner, SavePlanner, State, add_box, on_host
+from sdp_deepspeed.core.checkpoint.hugging_face import model_facts
 from sdp_deepspeed.core.checkpoint.random_state import random_state, restore_random_state
 from sdp_deepspeed.core.checkpoint.state import (
     RankState,
+    Targets,
     live_buffers,
     make_targets,
     optimizer_facts,
@@ -35,9 +36,10 @@ from sdp_deepspeed.core.checkpoint.state import (
     scalars,
     written_state,
 )
+from sdp_deepspeed.core.parallel.agree import gather_objects, run_on_all_ranks
 
 logger = logging.getLogger("sdp_deepspeed")
-COMMON = "common"
+COMMON, RANK = "common", "rank"
 
 
 @dataclass(frozen=True)
@@ -54,25 +56,18 @@ class Loaded:
 
 
 class CheckpointManager:
-    """Checkpoints of one run. Every rank makes one, and every rank calls each method.
+    """Checkpoints of one run. Every rank makes one, and every rank calls each method; the caller has made sure that all
+    ranks come (`agree.Meetings`).
 
     Args:
         asynchronous: whether `save` returns when the state has been copied to host memory. Such a save communicates
             over a group of its own, while the run goes on.
         keep_last: number of checkpoints that stay in a folder; None keeps all.
-        timeout: for which ranks wait for others to call the same method.
         verify: whether files are compared with their checksums before they are loaded.
     """
 
-    def __init__(
-        self,
-        *,
-        asynchronous: bool = False,
-        keep_last: int | None = None,
-        timeout: timedelta = timedelta(seconds=60),
-        verify: bool = True,
-    ) -> None:
-        self._keep_last, self._timeout, self._verify = keep_last, timeout, verify
+    def __init__(self, *, asynchronous: bool = False, keep_last: int | None = None, verify: bool = True) -> None:
+        self._keep_last, self._verify = keep_last, verify
         self._executor = ThreadPoolExecutor(1, "sdp_checkpoint") if asynchronous else None
         self._group = dist.new_group(backend="gloo") if asynchronous else None
         self._saving: Future[None] | None = None
@@ -100,29 +95,30 @@ class CheckpointManager:
         Raises:
             ValueError: on all ranks: a tag that is no name or differs between ranks, `common` with other objects, a
                 folder that another job writes to.
-            RuntimeError: on all ranks: it cannot be written; checkpoints before it are as they were. A rank did not
-                call it. An asynchronous save before it failed.
+            RuntimeError: on all ranks: it cannot be written; checkpoints before it are as they were. Or an asynchronous
+                save before it could not be.
         """
-        control = state.groups.control
-        meet(f"save checkpoint {tag!r} to {folder}", control, self._timeout)
+        control, is_first = state.groups.control, dist.get_rank() == 0
+        _refuse_difference(f"save {tag!r} in {folder}", control)
         self.wait()
-        with raised_on_all_ranks(control):
-            numbers = scalars(state)
-        every_scalars = gathered(numbers, control)
-        with raised_on_all_ranks(control):
+        numbers = gather_objects(run_on_all_ranks(lambda: scalars(state), control), control)
+
+        def prepare() -> State:
             files.check_tag(tag)
-            whole = {"common": dict(common), "layout": state.layout, "ranks": dist.get_world_size()}
-            whole["optimizer"] = optimizer_facts(state, every_scalars)
-            own = {"random": random_state(), "buffers": live_buffers(state)}
             tensors = written_state(state, exclude_frozen=exclude_frozen)
-            if dist.get_rank() == 0:
-                _add_bytes(tensors, COMMON, _plain_bytes(whole))
-            _add_bytes(tensors, f"rank/{dist.get_rank()}", _plain_bytes(own))
-            if dist.get_rank() == 0:
+            own = {"random": random_state(), "buffers": live_buffers(state)}
+            _add_bytes(tensors, f"{RANK}/{dist.get_rank()}", _plain_bytes(own))
+            whole = _plain_bytes(_facts(state, numbers) | {"common": dict(common)})
+            if is_first:
+                _add_bytes(tensors, COMMON, whole)
                 self._take_lock(folder)
                 files.open_new(folder, tag)
-            if self._executor is not None:
-                tensors = on_host(tensors)
+            return tensors if self._executor is None else on_host(tensors)
+
+        try:
+            tensors = run_on_all_ranks(prepare, control)
+        except OSError as error:
+            raise RuntimeError(f"checkpoint {folder / tag} was not saved: {error}") from error
         if self._executor is None:
             self._write(folder, tag, tensors, latest, control)
         else:
@@ -142,23 +138,24 @@ class CheckpointManager:
         self._lock = None
 
     def _write(self, folder: Path, tag: str, tensors: State, latest: bool, group: Any) -> None:
-        writer = files.Writer(folder / f"{tag}{files.WRITING}")
+        """Every rank runs it, in a thread of its own if saving is asynchronous."""
+        is_first, writer = dist.get_rank() == 0, files.Writer(folder / f"{tag}{files.WRITING}")
+
+        def publish() -> None:
+            if is_first:
+                files.publish(folder, tag, checksums, latest=latest, keep_last=self._keep_last)
+
         try:
             try:
                 dcp.save(tensors, storage_writer=writer, planner=SavePlanner(), process_group=group)
             except CheckpointException as error:
                 raise RuntimeError(_in_words(error)) from None
-            checksums: files.Checksums = {}
-            for of_rank in gathered(writer.checksums, group):
-                checksums |= of_rank
-            with raised_on_all_ranks(group):
-                if dist.get_rank(group) == 0:
-                    files.publish(folder, tag, checksums, latest=latest, keep_last=self._keep_last)
+            checksums = {name: found for own in gather_objects(writer.checksums, group) for name, found in own.items()}
+            run_on_all_ranks(publish, group)
         except Exception as error:
-            if dist.get_rank(group) == 0:
-                files.abandon(folder, tag)
             text = f"checkpoint {folder / tag} was not saved, earlier ones are intact: {error}"
-            if self._executor is not None and dist.get_rank(group) == 0:
+            if is_first:
+                files.abandon(folder, tag)
                 logger.error(text)
             raise RuntimeError(text) from error
 
@@ -191,7 +188,7 @@ class CheckpointManager:
         state: RankState,
         *,
         optimizer_states: bool = True,
-        progress: bool = True,
+        own_state: bool = True,
         strict: bool = True,
     ) -> Loaded | None:
         """Restore a checkpoint that any layout wrote.
@@ -199,7 +196,7 @@ class CheckpointManager:
         Args:
             tag: None for the one that `latest` names; where that is damaged, for the newest complete one.
             optimizer_states: whether moments, step counts and options of the optimizer are loaded.
-            progress: whether ranks go on with their own random numbers and buffers, where the layout is the same.
+            own_state: whether ranks go on with their own random numbers and buffers, where the layout is the same.
             strict: tensors must be those of the model.
 
         Returns:
@@ -207,27 +204,30 @@ class CheckpointManager:
 
         Raises:
             ValueError: on all ranks, before anything is changed: it is missing, damaged, or of another model.
-            RuntimeError: on all ranks: a rank did not call it, or a file could not be read after all had been verified;
-                the state of this run is then undefined.
+            RuntimeError: on all ranks: a file could not be read after all had been verified; weights are undefined.
         """
         control = state.groups.control
-        meet(f"load checkpoint {tag!r} from {folder}", control, self._timeout)
+        _refuse_difference(f"load {tag!r} from {folder}", control)
         self.wait()
         path = self._choose(folder, tag, control)
         if path is None:
             return None
         reader = files.Reader(path)
-        with raised_on_all_ranks(control):
-            whole = _read_bytes(reader, COMMON)
-            stored = reader.read_metadata().state_dict_metadata
-            tensors = {k: v for k, v in stored.items() if k != COMMON and not k.startswith("rank/")}
-            targets = make_targets(state, tensors, whole["optimizer"] if optimizer_states else None, strict=strict)
-            is_same = whole["layout"] == state.layout and whole["ranks"] == dist.get_world_size()
-            own = _read_bytes(reader, f"rank/{dist.get_rank()}") if is_same and progress else None
-        with raised_on_all_ranks(control):
+
+        def prepare() -> tuple[Targets, dict[str, Any], dict[str, Any] | None]:
+            whole = read_bytes(reader, COMMON)
+            optimizer = whole["optimizer"] if optimizer_states else None
+            targets = make_targets(state, dense_tensors(reader), optimizer, strict=strict)
+            is_same = own_state and whole["layout"] == state.layout and whole["ranks"] == dist.get_world_size()
+            return targets, whole, read_bytes(reader, f"{RANK}/{dist.get_rank()}") if is_same else None
+
+        def read() -> None:
             reader.read(LoadPlanner(), targets.boxes)
             if targets.moments is not None:
                 restore_optimizer(state, targets, whole["optimizer"])
+
+        targets, whole, own = run_on_all_ranks(prepare, control)
+        run_on_all_ranks(read, control)
         state.optimizer.return_weights()
         if own is not None:
             restore_random_state(own["random"])
@@ -237,15 +237,14 @@ class CheckpointManager:
 
     def _choose(self, folder: Path, tag: str | None, control: Any) -> Path | None:
         """The folder of the checkpoint to load."""
-        tags = [tag] if tag is not None else files.tags_to_try(folder) if dist.get_rank() == 0 else []
-        problems: list[str] = []
-        for name in gathered(tags, control)[0]:
+        is_first, problems = dist.get_rank() == 0, list[str]()
+        tags = run_on_all_ranks(lambda: files.tags_to_try(folder) if tag is None and is_first else [tag], control)
+        for name in gather_objects(tags, control)[0]:
             path = files.path_of(folder, name)
-            found = list(
-                dict.fromkeys(problem for of_rank in gathered(self._problems(path), control) for problem in of_rank)
-            )
+            of_ranks = gather_objects(self._problems(path), control)
+            found = list(dict.fromkeys(problem for of_rank in of_ranks for problem in of_rank))
             if not found:
-                if problems and dist.get_rank() == 0:
+                if problems and is_first:
                     logger.warning("%s; loading %s", "; ".join(problems), path)
                 return path
             problems += found[:3]
@@ -256,12 +255,35 @@ class CheckpointManager:
     def _problems(self, path: Path) -> list[str]:
         """What is wrong with a checkpoint, as far as this rank looks: each at its share of the files."""
         try:
-            content = files.read_checksums(path)
+            found = files.read_checksums(path)["files"]
         except (OSError, ValueError) as error:
             return [str(error)]
-        mine = sorted(content["files"].items())[dist.get_rank() :: dist.get_world_size()]
-        found = [files.problem_of(path / name, expected, read=self._verify) for name, expected in mine]
-        return [problem for problem in found if problem is not None]
+        mine = sorted(found.items())[dist.get_rank() :: dist.get_world_size()]
+        return [p for name, sums in mine if (p := files.problem_of(path / name, sums, read=self._verify)) is not None]
+
+
+def _refuse_difference(call: str, control: Any) -> None:
+    """ValueError on all ranks if they do not do the same."""
+    calls = gather_objects(f"{call}", control)
+    if other := next((rank for rank, found in enumerate(calls) if found != calls[0]), None):
+        raise ValueError(f"checkpoint: rank 0 was to {calls[0]}, rank {other} to {calls[other]}; do the same on all")
+
+
+def _facts(state: RankState, numbers: Sequence[Any]) -> dict[str, Any]:
+    """What readers must know beside the tensors.
+
+    Args:
+        numbers: `scalars` of all ranks.
+    """
+    tensors: dict[str, torch.Tensor] = {**state.mask.parameters, **state.mask.buffers}
+    return {
+        "optimizer": optimizer_facts(state, numbers),
+        "layout": state.layout,
+        "ranks": dist.get_world_size(),
+        "plan": json.dumps(state.mask.plan.to_json()),
+        "dtypes": {name: str(tensor.dtype).removeprefix("torch.") for name, tensor in tensors.items()},
+        "model": model_facts(state.mask.model),
+    }
 
 
 def _plain_bytes(content: Mapping[str, Any]) -> bytes:
@@ -289,7 +311,7 @@ def _add_bytes(state: State, key: str, content: bytes) -> None:
     add_box(state, key, [len(content)], [0], torch.frombuffer(bytearray(content), dtype=torch.uint8))
 
 
-def _read_bytes(reader: files.Reader, key: str) -> dict[str, Any]:
+def read_bytes(reader: files.Reader, key: str) -> dict[str, Any]:
     """What `_plain_bytes` wrote."""
     stored = reader.read_metadata().state_dict_metadata
     if key not in stored:
@@ -300,6 +322,12 @@ def _read_bytes(reader: files.Reader, key: str) -> dict[str, Any]:
     reader.read(LoadPlanner(), state)
     content: dict[str, Any] = torch.load(io.BytesIO(values.numpy().tobytes()), map_location="cpu", weights_only=True)
     return content
+
+
+def dense_tensors(reader: files.Reader) -> dict[str, Any]:
+    """DCP's metadata of the tensors of a checkpoint, by key."""
+    stored = reader.read_metadata().state_dict_metadata
+    return {key: found for key, found in stored.items() if key != COMMON and not key.startswith(f"{RANK}/")}
 
 
 def _in_words(error: CheckpointException) -> str:

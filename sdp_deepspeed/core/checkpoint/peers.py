@@ -21,7 +21,6 @@ from torch.distributed.checkpoint.metadata import (
 )
 from torch.distributed.checkpoint.planner import ReadItem
 
-from sdp_deepspeed.core.checkpoint.agreement import gathered, raised_on_all_ranks
 from sdp_deepspeed.core.checkpoint.boxes import LoadPlanner, State
 from sdp_deepspeed.core.checkpoint.state import (
     Facts,
@@ -32,6 +31,7 @@ from sdp_deepspeed.core.checkpoint.state import (
     scalars,
     written_state,
 )
+from sdp_deepspeed.core.parallel.agree import gather_objects, run_on_all_ranks
 
 _BYTES = 2**28  # of the dense tensors that are exchanged at a time
 
@@ -51,12 +51,8 @@ class TakenState:
 def take_state(state: RankState) -> TakenState:
     """Of the layout that ends. Every rank calls it."""
     control = state.groups.control
-    with raised_on_all_ranks(control):
-        numbers = scalars(state)
-    every_scalars = gathered(numbers, control)
-    with raised_on_all_ranks(control):
-        taken = TakenState(written_state(state), optimizer_facts(state, every_scalars))
-    return taken
+    numbers = gather_objects(run_on_all_ranks(lambda: scalars(state), control), control)
+    return run_on_all_ranks(lambda: TakenState(written_state(state), optimizer_facts(state, numbers)), control)
 
 
 def give_state(taken: TakenState, state: RankState, device: torch.device) -> int:
@@ -73,8 +69,8 @@ def give_state(taken: TakenState, state: RankState, device: torch.device) -> int
     """
     control = state.groups.control
     offers = Offers(taken.tensors, control)
-    with raised_on_all_ranks(control):
-        targets = make_targets(state, offers.metadata.state_dict_metadata, taken.optimizer)
+    stored = offers.metadata.state_dict_metadata
+    targets = run_on_all_ranks(lambda: make_targets(state, stored, taken.optimizer), control)
     num_bytes = fill(targets.boxes, taken.tensors, offers, device)
     restore_optimizer(state, targets, taken.optimizer)
     state.optimizer.return_weights()
@@ -101,7 +97,7 @@ class Offers:
             (key, tuple(boxes.shape), boxes.dtype, [(tuple(o), tuple(v.shape)) for o, v in boxes.parts.items()])
             for key, boxes in state.items()
         ]
-        for rank, of_rank in enumerate(gathered(mine, control)):
+        for rank, of_rank in enumerate(gather_objects(mine, control)):
             for key, shape, dtype, boxes in of_rank:
                 info = tensors.setdefault(key, TensorStorageMetadata(TensorProperties(dtype), torch.Size(shape), []))
                 for offsets, sizes in boxes:
@@ -125,10 +121,8 @@ def fill(wanted: State, offered: State, offers: Offers, device: torch.device) ->
     """
     size, me = dist.get_world_size(), dist.get_rank()
     planner = LoadPlanner()
-    with raised_on_all_ranks(offers.control):
-        planner.set_up_planner(wanted, offers.metadata)
-        items = planner.create_local_plan().items
-        _check_covered(wanted, items)
+    planner.set_up_planner(wanted, offers.metadata)
+    items = run_on_all_ranks(lambda: _items(planner, wanted), offers.control)
     asked: list[list[ReadItem]] = [[] for _ in range(size)]  # of this rank, by owner
     for item in sorted(items, key=lambda item: item.storage_index.fqn):
         asked[offers.owner[item.storage_index.fqn, _offset(item.storage_index)]].append(item)
@@ -152,13 +146,16 @@ def fill(wanted: State, offered: State, offers: Offers, device: torch.device) ->
     return sent
 
 
-def _check_covered(wanted: State, items: list[ReadItem]) -> None:
+def _items(planner: LoadPlanner, wanted: State) -> list[ReadItem]:
+    """What fills the wanted boxes."""
+    items = planner.create_local_plan().items
     found: dict[str, int] = {}
     for item in items:
         found[item.dest_index.fqn] = found.get(item.dest_index.fqn, 0) + item.lengths.numel()
     for key, boxes in wanted.items():
         if found.get(key, 0) != sum(values.numel() for values in boxes.parts.values()):
             raise ValueError(f"{key!r}: ranks have {found.get(key, 0)} of the elements that are to be moved")
+    return items
 
 
 def _offset(index: MetadataIndex) -> torch.Size:

@@ -14,10 +14,11 @@ from typing import Any
 
 import torch
 
-from sdp_deepspeed.core.checkpoint.boxes import State, add_box, first_index, row_major_boxes
+from sdp_deepspeed.core.checkpoint.boxes import State, add_box, row_major_boxes
 from sdp_deepspeed.core.masking import Mask
+from sdp_deepspeed.core.parallel.buckets import ShardPart
 from sdp_deepspeed.core.parallel.groups import Groups
-from sdp_deepspeed.core.parallel.optimizer import ShardedOptimizer, ShardPart
+from sdp_deepspeed.core.parallel.optimizer import ShardedOptimizer
 from sdp_deepspeed.messages import quoted
 from sdp_deepspeed.plan.shards import UNDIVIDED, Shards
 from sdp_deepspeed.units import Piece
@@ -64,14 +65,25 @@ class RankState:
         division = self.shards.divisions.get(name)
         return tuple(self.mask.shapes[name] if division is None else division.shape)
 
+    def key(self, kind: str, name: str) -> str:
+        """Of a dense tensor, or a moment of it. One that is divided among tensor-parallel ranks nobody knows how, as
+        flat parts side by side, is another tensor for each number of ranks."""
+        return f"{kind}/{name}" if self.is_known(name) else f"{kind}/{name}@{self.shards.size}"
+
+    def is_known(self, name: str) -> bool:
+        division = self.shards.divisions.get(name)
+        return division is None or division.is_known
+
     def writes(self, name: str) -> bool:
         """Whether this tensor-parallel rank writes its part of a tensor; of a replicated one, the first does."""
         return name in self.shards.divisions or self.groups.tensor_parallel_rank == 0
 
     def offsets(self, piece: Piece) -> list[int]:
         """First index of a piece in the dense tensor."""
-        offsets = list(first_index(piece, len(self.mask.shapes[piece.parameter])))
-        if division := self.shards.divisions.get(piece.parameter):
+        division = self.shards.divisions.get(piece.parameter)
+        num_dims = len(self.shape(piece.parameter))
+        offsets = [piece.start if dim == piece.dim else 0 for dim in range(num_dims)]
+        if division is not None:
             offsets[division.dim] += sum(division.lengths[: self.shards.index])
         return offsets
 
@@ -88,31 +100,39 @@ def written_state(state: RankState, *, exclude_frozen: bool = False) -> State:
     result: State = {}
     for part in state.optimizer.shard_parts(owned=True):
         if state.writes(part.slice.piece.parameter):
-            _add_range(result, state, WEIGHT, part, part.shard)
-            own = state.optimizer.optimizer.state.get(part.shard, {})
-            for key in _moments(own, part.shard):
+            _add_range(result, state, WEIGHT, part, part.parameter)
+            own = state.optimizer.optimizer.state.get(part.parameter, {})
+            for key in _moments(own, part.parameter):
                 _add_range(result, state, key, part, own[key])
     for piece, holders, values in _other_pieces(state):
         name, mask = piece.parameter, state.mask
         is_left_out = exclude_frozen and piece.kind == "parameter" and not mask.trainable[name]
         if state.writes(name) and holders[0] == mask.rank and not is_left_out:
-            add_box(result, f"{WEIGHT}/{name}", state.shape(name), state.offsets(piece), values)
+            _add_piece(result, state, piece, values)
     return result
+
+
+def _add_piece(result: State, state: RankState, piece: Piece, values: torch.Tensor) -> None:
+    """Add the box of a piece of a weight or a buffer."""
+    name = piece.parameter
+    values = values if state.is_known(name) else values.view(-1)
+    add_box(result, state.key(WEIGHT, name), state.shape(name), state.offsets(piece), values)
 
 
 def _add_range(result: State, state: RankState, key: str, part: ShardPart, flat: torch.Tensor) -> None:
     """Add the boxes of a part of a shard, or of a moment of it."""
     name, values = part.slice.piece.parameter, part.of(flat)
     shape, origin, first = state.shape(name), state.offsets(part.slice.piece), 0
-    for offsets, sizes in row_major_boxes(part.slice.shape, part.start, part.stop):
+    own_shape = part.slice.shape if state.is_known(name) else (part.slice.num_elements,)
+    for offsets, sizes in row_major_boxes(own_shape, part.start, part.stop):
         view = values[first : first + torch.Size(sizes).numel()].view(sizes)
-        add_box(result, f"{key}/{name}", shape, [a + b for a, b in zip(origin, offsets, strict=True)], view)
+        add_box(result, state.key(key, name), shape, [a + b for a, b in zip(origin, offsets, strict=True)], view)
         first += view.numel()
 
 
-def _moments(own: Mapping[str, Any], shard: torch.Tensor) -> list[str]:
-    """Keys of an optimizer's state that has a value for each element of a shard."""
-    return [key for key, value in own.items() if torch.is_tensor(value) and value.shape == shard.shape]
+def _moments(own: Mapping[str, Any], parameter: torch.Tensor) -> list[str]:
+    """Keys of an optimizer's state that has a value for each element of what it steps."""
+    return [key for key, value in own.items() if torch.is_tensor(value) and value.shape == parameter.shape]
 
 
 def _other_pieces(state: RankState) -> Iterator[tuple[Piece, tuple[int, ...], torch.Tensor]]:
@@ -155,8 +175,8 @@ def persistent_buffers(model: torch.nn.Module) -> set[str]:
 
 
 def scalars(state: RankState) -> list[dict[str, float] | None]:
-    """Of each param group, state that is one number for a shard: the highest in the group, whose shards are stepped
-    together. None where this rank steps nothing of the group.
+    """Of each param group, state that is one number: the highest in the group, which is stepped together. None where
+    this rank steps nothing of the group.
 
     Raises:
         ValueError: state that is neither a number nor one for each element.
@@ -165,14 +185,14 @@ def scalars(state: RankState) -> list[dict[str, float] | None]:
     result: list[dict[str, float] | None] = []
     for group in optimizer.param_groups:
         found: dict[str, float] = {}
-        for shard in group["params"]:
-            own = optimizer.state.get(shard, {})
-            for key in own.keys() - _moments(own, shard):
+        for parameter in group["params"]:
+            own = optimizer.state.get(parameter, {})
+            for key in own.keys() - _moments(own, parameter):
                 value = own[key]
                 if torch.is_tensor(value) and value.numel() != 1:
                     raise ValueError(
-                        f"{type(optimizer).__name__} keeps {key!r} of shape {tuple(value.shape)} for a shard of "
-                        f"{shard.numel()} elements; expected one value for each element, or one for all"
+                        f"{type(optimizer).__name__} keeps {key!r} of shape {tuple(value.shape)} for "
+                        f"{tuple(parameter.shape)}; expected one value for each element, or one for all"
                     )
                 if value is not None:
                     found[key] = max(found.get(key, 0), value.item() if torch.is_tensor(value) else value)
@@ -209,7 +229,7 @@ class Targets:
 
     Args:
         boxes: of live weights, and of new moments.
-        moments: by shard; None leaves the optimizer's state as it is.
+        moments: by what the optimizer steps; None leaves the optimizer's state as it is.
     """
 
     boxes: State
@@ -230,11 +250,11 @@ def make_targets(state: RankState, stored: Mapping[str, Any], facts: Facts | Non
     _check_names(state, stored, strict=strict)
     boxes: State = {}
     for piece, _, values in _other_pieces(state):
-        add_box(boxes, f"{WEIGHT}/{piece.parameter}", state.shape(piece.parameter), state.offsets(piece), values)
+        _add_piece(boxes, state, piece, values)
     moments = None if facts is None else _new_moments(state, stored, facts)
     for part in state.optimizer.shard_parts(owned=False):
-        _add_range(boxes, state, WEIGHT, part, part.shard)
-        for key, flat in (moments or {}).get(part.shard, {}).items():
+        _add_range(boxes, state, WEIGHT, part, part.parameter)
+        for key, flat in (moments or {}).get(part.parameter, {}).items():
             _add_range(boxes, state, key, part, flat)
     return Targets({key: found for key, found in boxes.items() if key in stored}, moments)
 
@@ -242,16 +262,15 @@ def make_targets(state: RankState, stored: Mapping[str, Any], facts: Facts | Non
 def _check_names(state: RankState, stored: Mapping[str, Any], *, strict: bool) -> None:
     mask = state.mask
     tensors = mask.parameters | {n: mask.buffers[n] for n in persistent_buffers(mask.model) if n in mask.buffers}
-    expected = {name for name in tensors if torch.Size(state.shape(name)).numel()}
-    names = {key.partition("/")[2] for key in stored if key.startswith(f"{WEIGHT}/")}
-    missing, unknown = sorted(expected - names), sorted(names - expected)
+    key_of = {name: state.key(WEIGHT, name) for name in tensors if torch.Size(state.shape(name)).numel()}
+    names = {key for key in stored if key.startswith(f"{WEIGHT}/")}
+    missing, unknown = sorted({*key_of.values()} - names), sorted(names - {*key_of.values()})
     if strict and (missing or unknown):
         raise ValueError(
             f"checkpoint of another model: {len(missing)} tensors are missing in it ({quoted(missing)}), "
             f"{len(unknown)} are not in the model ({quoted(unknown)})"
         )
-    for name in expected & names:
-        found = stored[f"{WEIGHT}/{name}"]
+    for name, found in ((name, stored[key]) for name, key in key_of.items() if key in stored):
         if tuple(found.size) != state.shape(name):
             raise ValueError(
                 f"checkpoint of another model: {name!r} has shape {tuple(found.size)} in it and {state.shape(name)} "
@@ -273,26 +292,24 @@ def _new_moments(
             f"the optimizer state in the checkpoint is of {facts['kind']}, the optimizer is {_kind(optimizer)}; "
             "load without optimizer states"
         )
-    keys_of: dict[str, set[str]] = {}
-    for key, _, name in (text.partition("/") for text in stored):
-        if key != WEIGHT:
-            keys_of.setdefault(name, set()).add(key)
+    kinds_of: dict[str, set[str]] = {}
+    for kind, _, name in (text.partition("/") for text in stored):
+        if kind != WEIGHT:
+            kinds_of.setdefault(name, set()).add(kind)
     result: dict[torch.nn.Parameter, dict[str, torch.Tensor]] = {}
-    first_of: dict[torch.nn.Parameter, str] = {}
     for part in state.optimizer.shard_parts(owned=False):
         name = part.slice.piece.parameter
-        keys, first = keys_of.get(name, set()), first_of.setdefault(part.shard, name)
-        if keys != keys_of.get(first, set()):
-            raise ValueError(
-                f"the checkpoint has optimizer state {sorted(keys)} of {name!r} and "
-                f"{sorted(keys_of.get(first, set()))} of {first!r}, which are stepped together; load without "
-                "optimizer states"
-            )
-        if part.shard not in result:
-            result[part.shard] = {
-                key: torch.zeros_like(part.shard.detach(), dtype=stored[f"{key}/{name}"].properties.dtype)
-                for key in sorted(keys)
+        kinds = kinds_of.get(state.key("", name)[1:], set())
+        if part.parameter not in result:
+            result[part.parameter] = {
+                kind: torch.zeros_like(part.parameter.detach(), dtype=stored[state.key(kind, name)].properties.dtype)
+                for kind in sorted(kinds)
             }
+        if kinds != (others := result[part.parameter].keys()):
+            raise ValueError(
+                f"the checkpoint has optimizer state {sorted(kinds)} of {name!r} and {sorted(others)} of others that "
+                "are stepped with it; load without optimizer states"
+            )
     return result
 
 
@@ -300,22 +317,22 @@ def restore_optimizer(state: RankState, targets: Targets, facts: Facts) -> None:
     """Give the optimizer its new moments, step counts, and options where both runs group parameters alike."""
     optimizer = state.optimizer.optimizer
     assert targets.moments is not None
-    shards = [shard for group in optimizer.param_groups for shard in group["params"]]
-    name_of = {part.shard: part.slice.piece.parameter for part in state.optimizer.shard_parts(owned=False)}
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    name_of = {part.parameter: part.slice.piece.parameter for part in state.optimizer.shard_parts(owned=False)}
     states: dict[int, dict[str, Any]] = {}
-    for index, shard in enumerate(shards):
-        group = facts["groups"].get(name_of.get(shard))
+    for index, parameter in enumerate(parameters):
+        group = facts["groups"].get(name_of.get(parameter))
         numbers = {} if group is None else facts["scalars"][group]
-        if numbers or targets.moments.get(shard):
-            states[index] = targets.moments.get(shard, {}) | _as_kept(optimizer, numbers)
+        if numbers or targets.moments.get(parameter):
+            states[index] = targets.moments.get(parameter, {}) | _as_kept(optimizer, numbers)
     groups = optimizer.param_groups
     optimizer.load_state_dict({"state": states, "param_groups": _options(state, facts)})
     for kept, loaded in zip(groups, optimizer.param_groups, strict=True):  # others may have them
         kept.clear()
         kept.update(loaded)
     optimizer.param_groups = groups
-    for shard, moments in targets.moments.items():  # PyTorch gave them the shard's dtype
-        optimizer.state[shard].update(moments)
+    for parameter, moments in targets.moments.items():  # PyTorch gave them the parameter's dtype
+        optimizer.state[parameter].update(moments)
 
 
 def _as_kept(optimizer: torch.optim.Optimizer, numbers: Mapping[str, float]) -> dict[str, Any]:

@@ -130,7 +130,9 @@ class Mask:
         for name, gradient in self._gradients.items():
             self.parameters[name].grad = gradient
         self._gradients.clear()
-        vars(self.model)["_sdp_masked"] = self.is_applied = True
+        for module in self.model.modules() if not self.plan.is_whole else ():
+            vars(module)["_sdp_masked"] = True
+        self.is_applied = True
 
     @torch.inference_mode(False)
     @torch.no_grad()
@@ -163,7 +165,8 @@ class Mask:
         for hook in self._hooks:
             hook.remove()
         self._masked, self._sizes, self._hooks, self._reshaped = [], [], [], []
-        del vars(self.model)["_sdp_masked"]
+        for module in self.model.modules():
+            vars(module).pop("_sdp_masked", None)
         self.is_applied = False
 
     # ---- the two regimes ----------------------------------------------------------------------------------------

@@ -10,6 +10,9 @@ nothing would overlap with backward, and ZeRO stage 2 would keep all gradients.
 
 Whole tensors need no packing: they are views of their bucket's flat weight buffer, their gradients are views of its
 flat gradient buffer. The slices of a cut tensor have several holder sets, so they are copied to and from flat buffers.
+
+An optimizer that updates each tensor as a whole (Muon) cannot step a shard of equal size. Its tensors are dealt to the
+holders, each bucket has those of one owner, which receives their gradients and sends their weights.
 """
 
 from __future__ import annotations
@@ -21,8 +24,10 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
+from torch import nn
 
 from sdp_deepspeed.core.parallel.groups import HolderGroup, Holders
+from sdp_deepspeed.core.parallel.offload import HostShard
 from sdp_deepspeed.units import Piece
 
 Pieces = Mapping[str, Sequence[tuple[Piece, Holders]]]
@@ -56,6 +61,8 @@ class BucketLayout:
         dtype: of the weights.
         is_whole: whether the slices are whole tensors; else they are parts of cut ones.
         is_replicated: whether all tensor-parallel ranks have the same values.
+        owner: data-parallel index of the holder that steps all of it, for an optimizer of whole tensors; None if each
+            holder steps a shard.
         slices: in the order in which their gradients become ready.
     """
 
@@ -65,6 +72,7 @@ class BucketLayout:
     dtype: torch.dtype
     is_whole: bool
     is_replicated: bool
+    owner: int | None
     slices: tuple[Slice, ...]
 
     @property
@@ -73,18 +81,22 @@ class BucketLayout:
         return last.start + last.num_elements
 
     @property
-    def shard_size(self) -> int:
-        """Elements that each holder owns, padding included."""
-        return -(-self.num_elements // len(self.holders))
-
-    @property
     def size(self) -> int:
-        """Elements of the flat buffer: `num_elements`, and zeros up to a multiple of the number of holders."""
-        return self.shard_size * len(self.holders)
+        """Elements of the flat buffer: `num_elements`, and zeros up to what shards of equal size need."""
+        if self.owner is not None:
+            return self.num_elements
+        return -(-self.num_elements // len(self.holders)) * len(self.holders)
+
+    def shard_range(self, position: int) -> tuple[int, int]:
+        """First and end element of what the holder at `position` owns, padding included."""
+        if self.owner is not None:
+            return 0, self.size if self.holders[position] == self.owner else 0
+        size = self.size // len(self.holders)
+        return position * size, (position + 1) * size
 
     def owned(self, position: int) -> Iterator[tuple[Slice, int, int]]:
         """Parts of slices in the shard of the holder at `position`: slice, first and end element within the slice."""
-        first, end = position * self.shard_size, (position + 1) * self.shard_size
+        first, end = self.shard_range(position)
         for part in self.slices:
             start, stop = max(first - part.start, 0), min(end - part.start, part.num_elements)
             if start < stop:
@@ -98,8 +110,8 @@ def plan_buckets(
     param_groups: Mapping[str, int],
     *,
     bucket_size: int,
-    late: Collection[str] = (),
     replicated: Collection[str] = (),
+    stepped_whole: Collection[str] = (),
 ) -> list[BucketLayout]:
     """All buckets of the model in the static global order of their collectives.
 
@@ -109,23 +121,19 @@ def plan_buckets(
         dtypes: of the weights.
         param_groups: index of the param group of each tensor that is trained; others are in no bucket.
         bucket_size: elements that a rank holds in one depth range, at most, unless a single tensor has more.
-        late: tensors that get several gradients in one backward pass; their buckets come last.
         replicated: tensors that are equal on all tensor-parallel ranks.
+        stepped_whole: tensors that one rank's optimizer must step as a whole; none of them is cut.
     """
+    owners = _deal({name: pieces[name][0] for name in pieces if name in param_groups and name in stepped_whole})
     backward_order = [name for name in reversed([*pieces]) if name in param_groups]
-    in_turn = [name for name in backward_order if name not in late]
-    at_the_end = [name for name in backward_order if name in late]
-    ranges = [
-        *_depth_ranges(in_turn, pieces, shapes, bucket_size),
-        *_depth_ranges(at_the_end, pieces, shapes, bucket_size),
-    ]
+    ranges = _depth_ranges(backward_order, pieces, shapes, bucket_size)
     layouts: list[BucketLayout] = []
     for depth_range, names in enumerate(ranges):
         members: defaultdict[tuple[Any, ...], list[tuple[int, Piece]]] = defaultdict(list)
         for depth, name in enumerate(names):
             for piece, holders in pieces[name]:
                 is_whole = piece.dim is None
-                key = holders, param_groups[name], dtypes[name], is_whole, name in replicated
+                key = holders, param_groups[name], dtypes[name], is_whole, name in replicated, owners.get(name)
                 members[key].append((depth, piece))
         in_order = sorted(members.items(), key=lambda item: (item[1][-1][0], *item[0][:2], str(item[0][2:])))
         layouts += [
@@ -156,6 +164,16 @@ def _depth_ranges(
     return ranges
 
 
+def _deal(tensors: Mapping[str, tuple[Piece, Holders]]) -> dict[str, int]:
+    """The owner of each whole tensor: the largest first, to the holder that has the fewest elements so far."""
+    load: defaultdict[int, int] = defaultdict(int)
+    owners = {}
+    for name, (piece, holders) in sorted(tensors.items(), key=lambda item: -item[1][0].length):
+        owners[name] = min(holders, key=lambda rank: (load[rank], rank))
+        load[owners[name]] += piece.length
+    return owners
+
+
 def _slices(pieces: Sequence[Piece], shapes: Mapping[str, Sequence[int]]) -> tuple[Slice, ...]:
     slices: list[Slice] = []
     start = 0
@@ -165,6 +183,25 @@ def _slices(pieces: Sequence[Piece], shapes: Mapping[str, Sequence[int]]) -> tup
         slices.append(Slice(piece, start, shape))
         start += slices[-1].num_elements
     return tuple(slices)
+
+
+class ShardPart(NamedTuple):
+    """Elements `start` to `stop` of a slice, in what an optimizer steps.
+
+    Args:
+        parameter: what the optimizer steps.
+        first: where they begin in it; flat.
+    """
+
+    slice: Slice
+    start: int
+    stop: int
+    parameter: nn.Parameter
+    first: int
+
+    def of(self, tensor: torch.Tensor) -> torch.Tensor:
+        """The elements in the parameter, or in a tensor that is laid out like it; flat, a view."""
+        return tensor.detach().view(-1)[self.first : self.first + self.stop - self.start]
 
 
 class Bucket:
@@ -179,10 +216,12 @@ class Bucket:
         weights: flat [size] in the weights' dtype.
         gradients: flat [size] in the dtype in which gradients are summed.
         weight_slots, gradient_slots: of each slice its view into these, in the slice's shape.
+        parameters: what the optimizer steps: the shard, or for an optimizer of whole tensors its tensors.
         filled: for each slice whether its slot has the sum of this step's gradients so far.
         waits_for: names of tensors whose gradients have not come in this backward pass.
-        shard: what the optimizer steps: fp32, flat, a view of `weights` where that is possible.
+        shard: what the optimizer steps: fp32, flat, may be empty, a view of `weights` where that is possible.
         gradient: the average for `shard`, once it is there.
+        host: with CPU offload the memory of `shard` and `gradient`.
     """
 
     def __init__(self, layout: BucketLayout, group: HolderGroup | None, *, owns_all: bool) -> None:
@@ -190,8 +229,10 @@ class Bucket:
         self.names = list(dict.fromkeys(part.piece.parameter for part in layout.slices))
         self.waits_for = set(self.names)
         self.filled = [False] * len(layout.slices)
-        self.shard: torch.nn.Parameter | None = None
+        self.shard: nn.Parameter | None = None
+        self.parameters: list[nn.Parameter] = []
         self.gradient: torch.Tensor | None = None
+        self.host: HostShard | None = None
 
     def place_weights(self, buffer: torch.Tensor) -> None:
         self.weights = buffer[: self.layout.size]
@@ -209,8 +250,8 @@ class Bucket:
         if position is None:
             assert self.group is not None
             position = self.group.position
-        size = self.layout.shard_size
-        return flat[position * size : (position + 1) * size]
+        first, end = self.layout.shard_range(position)
+        return flat[first:end]
 
     def stepped_part(self, flat: torch.Tensor) -> torch.Tensor:
         """The part of a flat buffer that this rank's optimizer steps."""
@@ -221,19 +262,73 @@ class Bucket:
         self.weights[self.layout.num_elements :].zero_()
         torch._foreach_copy_(self.weight_slots, [view(part.piece) for part in self.layout.slices])
 
-    def make_shard(self) -> None:
-        """Create `shard` from `weights`; for cut tensors and low precision it is a copy."""
-        dtype = torch.promote_types(self.layout.dtype, torch.float32)
+    def make_shard(self, *, offload: bool = False, pin_memory: bool = False) -> None:
+        """Create `shard` from `weights`; a copy for cut tensors and low precision, and with offload to host memory."""
         values = self.stepped_part(self.weights)
-        is_view = self.layout.is_whole and dtype == values.dtype
-        self.shard = torch.nn.Parameter(values if is_view else values.to(dtype, copy=True))
+        dtype = torch.promote_types(values.dtype, torch.float32)
+        if offload:
+            self.host = HostShard(values, pin_memory=pin_memory)
+            self.shard = nn.Parameter(self.host.weights)
+        else:
+            is_view = self.layout.is_whole and dtype == values.dtype
+            self.shard = nn.Parameter(values if is_view else values.to(dtype, copy=True))
+        self.parameters = [self.shard]
+        if self.layout.owner is not None:
+            self.parameters = [nn.Parameter(tensor) for tensor in self._stepped_tensors(self.shard.detach())]
+
+    def set_gradients(self, gradient: torch.Tensor | None) -> None:
+        """Give the optimizer the gradient of `shard`; None takes it away."""
+        gradients: Sequence[torch.Tensor | None] = [gradient]
+        if gradient is None:
+            gradients = [None] * len(self.parameters)
+        elif self.layout.owner is not None:
+            gradients = self._stepped_tensors(gradient)
+        for parameter, own in zip(self.parameters, gradients, strict=True):
+            parameter.grad = own
+
+    def parts(self, *, owned: bool) -> Iterator[ShardPart]:
+        """What this rank's optimizer steps, by slice.
+
+        Args:
+            owned: only what this rank owns, so that each element is some rank's once; in stage 0 that is less.
+        """
+        assert self.group is not None
+        position = self.group.position
+        ranges = self.layout.owned(position)
+        if self.owns_all and not owned:
+            ranges = ((part, 0, part.num_elements) for part in self.layout.slices)
+        before = 0 if self.owns_all else self.layout.shard_range(position)[0]
+        for part, start, stop in ranges:
+            if self.layout.owner is not None:
+                yield ShardPart(part, start, stop, self.parameters[self.layout.slices.index(part)], start)
+            else:
+                yield ShardPart(part, start, stop, self.parameters[0], part.start + start - before)
+
+    def _stepped_tensors(self, flat: torch.Tensor) -> list[torch.Tensor]:
+        """The whole tensors in what this rank steps: all or none."""
+        return self._slots(flat) if flat.numel() else []
+
+    @property
+    def steps_in_place(self) -> bool:
+        """Whether `shard` is a view of `weights`."""
+        assert self.shard is not None
+        return self.shard.data_ptr() == self.stepped_part(self.weights).data_ptr()
+
+    def refresh_shard(self) -> None:
+        """Take into `shard` the elements of `weights` that are not its rounding any more."""
+        assert self.shard is not None
+        if not self.steps_in_place:
+            shard = self.shard.detach()
+            values = self.stepped_part(self.weights).to(shard.device)
+            shard.copy_(torch.where(shard.to(values.dtype) == values, shard, values.to(shard.dtype)))
 
     def store_shard(self) -> None:
         """Round `shard` into `weights`."""
         assert self.shard is not None
-        part = self.stepped_part(self.weights)
-        if part.data_ptr() != self.shard.data_ptr():
-            part.copy_(self.shard.detach())
+        if self.host is not None:
+            self.host.send_weights(self.stepped_part(self.weights))
+        elif not self.steps_in_place:
+            self.stepped_part(self.weights).copy_(self.shard.detach())
 
     def store_weights(self, view: Callable[[Piece], torch.Tensor]) -> None:
         """Copy `weights` into cut tensors; whole ones are views of it."""

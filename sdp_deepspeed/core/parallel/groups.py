@@ -50,12 +50,14 @@ class Groups:
         ranks: global ranks in the order of data-parallel indices, a list for each tensor-parallel rank. Default: all
             ranks, without tensor parallelism.
         nodes: of each global rank what names its node. Default: host names, gathered over the control group.
+        control: a gloo group of all ranks, if there is one. Default: a new one.
         timeout: of the groups. Default: the backend's.
 
     Attributes:
         rank: this rank's data-parallel index.
         data_parallel: the group of all data-parallel ranks that share this rank's part of tensors.
         tensor_parallel_rank: which list of `ranks` this rank is in.
+        tensor_parallel_size: number of these lists.
         control: gloo group of all ranks, for barriers and objects.
         num_groups: process groups that this rank is a member of, control included, the default group not.
     """
@@ -66,11 +68,13 @@ class Groups:
         *,
         ranks: Sequence[Sequence[int]] | None = None,
         nodes: Sequence[Hashable] | None = None,
+        control: Any = None,
         timeout: timedelta | None = None,
     ) -> None:
         everyone, me = list(range(dist.get_world_size())), dist.get_rank()
         ranks = [everyone] if ranks is None else ranks
-        self.control = dist.new_group(backend="gloo", timeout=timeout)
+        self.tensor_parallel_size = len(ranks)
+        self.control = control or dist.new_group(backend="gloo", timeout=timeout)
         self._created = [self.control]
         if nodes is None:
             nodes = [""] * len(everyone)
@@ -154,3 +158,25 @@ def all_gather(flat: torch.Tensor, shard: torch.Tensor, group: HolderGroup) -> N
         dist.all_gather_single(flat, shard, group=group.process_group)
     else:
         dist.all_gather_into_tensor(flat, shard, group=group.process_group)
+
+
+def reduce(output: torch.Tensor, flat: torch.Tensor, group: HolderGroup, owner: int) -> None:
+    """Sum `flat` over the holders into `output` of the owner; the others' outputs are empty. `flat` is overwritten.
+
+    Args:
+        owner: data-parallel index.
+    """
+    if group.size > 1:
+        dist.reduce(flat, _global_rank(group, owner), group=group.process_group)
+    if output.numel() and output.data_ptr() != flat.data_ptr():
+        output.copy_(flat)
+
+
+def broadcast(flat: torch.Tensor, group: HolderGroup, owner: int) -> None:
+    """Send the owner's `flat` to all holders."""
+    if group.size > 1:
+        dist.broadcast(flat, _global_rank(group, owner), group=group.process_group)
+
+
+def _global_rank(group: HolderGroup, owner: int) -> int:
+    return dist.get_global_rank(group.process_group, group.holders.index(owner))

@@ -18,7 +18,8 @@ def gradient_norm(owned: Sequence[torch.Tensor], device: torch.device) -> torch.
     """L2 norm over all ranks. Every rank calls it.
 
     Args:
-        owned: averaged gradients of the shards that this rank owns, those that count elsewhere left out.
+        owned: averaged gradients of the shards that this rank owns, those that count elsewhere left out; all on one
+            device.
         device: where the backend of the default group takes tensors.
 
     Returns:
@@ -26,7 +27,7 @@ def gradient_norm(owned: Sequence[torch.Tensor], device: torch.device) -> torch.
     """
     squares = torch.zeros((), dtype=torch.float64, device=device)
     if owned:
-        squares += torch.stack(torch._foreach_norm([*owned])).double().square().sum()
+        squares += torch.stack(torch._foreach_norm([*owned])).double().square().sum().to(device)
     if dist.get_world_size() > 1:
         dist.all_reduce(squares)
     return squares.sqrt()
@@ -43,6 +44,6 @@ def scale_gradients(gradients: Sequence[torch.Tensor], norm: torch.Tensor, clip:
         return
     if clip > 0:
         factor = ((norm + 1e-6) / clip).clamp_(min=1.0) * loss_scale  # 1e-6 as in DeepSpeed
-        torch._foreach_mul_(list(gradients), factor.reciprocal().float())
+        torch._foreach_mul_(list(gradients), factor.reciprocal().float().to(gradients[0].device))
     elif loss_scale != 1.0:
         torch._foreach_mul_(list(gradients), 1.0 / loss_scale)

@@ -6,7 +6,8 @@ A step, for every bucket that this rank holds:
    reduce-scatter, and each holder has the average of the shard that it owns. Stages 0 and 1 do this after the last
    micro-step, stage 2 in every backward pass, where owners add up their shards and local gradients are freed;
 2. the norm of the whole gradient is taken (norm.py), gradients are clipped, or the step is skipped;
-3. the optimizer steps fp32 shards, element by element;
+3. the optimizer steps fp32 shards, element by element. One that updates whole tensors (Muon) steps those that this rank
+   owns: their gradients are reduced to it, their weights broadcast from it;
 4. weights return. Forward regime: an all-gather over the holders. Backward regime: every rank runs the whole model, so
    for each depth range one all-gather over all data-parallel ranks, of what each of them owns in it.
 
@@ -25,6 +26,9 @@ is inside it, or computes and will be. Hence all members arrive, and it ends: a 
 between one data-parallel index's own ranks (tensor parallelism) leave this true: these ranks hold the same buckets, so
 all of them insert such a collective at the same place of the order.
 
+When a rank takes its turn is its own affair: a tensor that gets several gradients in one backward pass keeps its
+bucket to the end of the pass, on the ranks that saw it happen; the first pass, which shows that, reduces nothing early.
+
 The list depends on facts that all ranks share, never on which gradients came: at the end of a backward pass the
 remaining buckets are reduced in order, with zeros where no gradient came (experts without tokens, skipped branches).
 """
@@ -34,34 +38,21 @@ from __future__ import annotations
 import contextlib
 from collections import defaultdict
 from collections.abc import Collection, Iterator, Mapping
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
 
-from sdp_deepspeed.core.parallel.buckets import Bucket, Slice, plan_buckets
-from sdp_deepspeed.core.parallel.groups import Groups, all_gather, reduce_scatter
+from sdp_deepspeed.core.parallel.buckets import Bucket, ShardPart, plan_buckets
+from sdp_deepspeed.core.parallel.groups import Groups, all_gather, broadcast, reduce, reduce_scatter
 from sdp_deepspeed.core.parallel.norm import gradient_norm, scale_gradients
-
-
-class ShardPart(NamedTuple):
-    """Elements [start, stop) of a slice, which are those from `first` on in the flat tensor `shard`, or in a moment of
-    it."""
-
-    bucket: Bucket
-    shard: torch.nn.Parameter
-    slice: Slice
-    start: int
-    stop: int
-    first: int
-
-    def of(self, flat: torch.Tensor) -> torch.Tensor:
-        """The elements in the shard, or in a tensor that is laid out like it; flat, a view."""
-        return flat.detach()[self.first : self.first + self.stop - self.start]
+from sdp_deepspeed.core.parallel.offload import Moved, move_back, move_to_host
+from sdp_deepspeed.core.parallel.optimizer_kinds import groups_of_whole_tensors
+from sdp_deepspeed.core.parallel.param_groups import replace_parameters
 
 
 class ShardedOptimizer:
-    """Steps any elementwise optimizer on the shards that this rank owns. Every rank constructs it, with equal options.
+    """Steps an optimizer on what this rank owns, shards or whole tensors. Every rank constructs it, with equal options.
 
     Args:
         optimizer: of the dense model's parameters, not stepped yet. Its param groups get this rank's shards in place of
@@ -78,15 +69,16 @@ class ShardedOptimizer:
         overlap: whether buckets are reduced during backward, as soon as they are complete and their turn has come.
         gradient_dtype: in which gradients of micro-steps are summed. Default: the weights'.
         wire_dtype: in which they are sent. Default: that in which they are summed.
-        late: tensors that get several gradients in one backward pass (used in several segments of reentrant activation
-            checkpointing): reduced at its end. The same on all ranks.
         replicated: tensors that are equal on all tensor-parallel ranks; the norm counts them once.
+        offload: whether the optimizer steps shards in host memory, with their gradients and its state (CPU offload).
+        pin_memory: of that memory, if weights are on a GPU.
 
     Attributes:
         is_last_micro_step: whether the coming backward pass is the last before `step`. The host sets it.
         norm: of the last step's averaged gradient before clipping; None before the first step.
+        held: buckets of which this rank is a holder, in the order of collectives.
+        buckets: these; in the backward regime all.
         param_groups: as above.
-        buckets: those that this rank holds; in the backward regime all.
     """
 
     def __init__(
@@ -103,14 +95,16 @@ class ShardedOptimizer:
         overlap: bool = False,
         gradient_dtype: torch.dtype | None = None,
         wire_dtype: torch.dtype | None = None,
-        late: Collection[str] = (),
         replicated: Collection[str] = (),
+        offload: bool = False,
+        pin_memory: bool = False,
     ) -> None:
         self.optimizer, self.mask, self.groups = optimizer, mask, groups
         self.regime, self.stage, self.clip, self.overlap = regime, stage, clip, overlap
         self.is_last_micro_step = True
         self.norm: torch.Tensor | None = None
-        self._gradient_dtype, self._wire_dtype, self._late = gradient_dtype, wire_dtype, frozenset(late)
+        self._offload, self._pin_memory = offload, pin_memory
+        self._gradient_dtype, self._wire_dtype = gradient_dtype, wire_dtype
         self.param_groups = dict(param_groups)
         self._parameters = {name: mask.parameters[name] for name in param_groups}
         self._device = next(iter(self._parameters.values())).device
@@ -120,19 +114,22 @@ class ShardedOptimizer:
             {name: parameter.dtype for name, parameter in self._parameters.items()},
             param_groups,
             bucket_size=bucket_size,
-            late=late,
             replicated=replicated,
+            stepped_whole=self._stepped_whole(param_groups, replicated),
         )
         buckets = [Bucket(layout, groups.of(layout.holders), owns_all=stage == 0) for layout in layouts]
         self.buckets = [b for b in buckets if b.group is not None or regime == "backward"]
-        self._held = [b for b in buckets if b.group is not None]  # in the order of collectives
+        self.held = [b for b in buckets if b.group is not None]
         self._next = 0  # of `_held`, the first that has not been reduced
+        self._is_first_pass = True  # of backward: nothing is reduced before its end
+        self._seen: set[str] = set()  # tensors whose gradient has come in this pass
+        self._repeated: set[str] = set()  # those that have got several in one pass
         self._num_reduced_passes = 0  # backward passes of this step that stage 2 has reduced
         self._scratch: dict[tuple[str, torch.dtype], torch.Tensor] = {}
         self._stream = torch.cuda.Stream(self._device) if overlap and self._device.type == "cuda" else None
 
         self._slots_of: defaultdict[str, list[tuple[int, int]]] = defaultdict(list)  # (index in `_held`, slice)
-        for index, bucket in enumerate(self._held):
+        for index, bucket in enumerate(self.held):
             for number, part in enumerate(bucket.layout.slices):
                 self._slots_of[part.piece.parameter].append((index, number))
         self._place_buffers()
@@ -142,7 +139,36 @@ class ShardedOptimizer:
             )
             for name in self._slots_of
         ]
-        self._give_shards_to_optimizer()
+        replace_parameters(
+            optimizer,
+            [
+                [parameter for bucket in self.held if bucket.layout.param_group == i for parameter in bucket.parameters]
+                for i in range(len(optimizer.param_groups))
+            ],
+        )
+        self._num_param_groups = len(optimizer.param_groups)
+        self._moved: Moved = []
+        self._is_offloaded = False
+
+    def _stepped_whole(self, param_groups: Mapping[str, int], replicated: Collection[str]) -> list[str]:
+        """Tensors that the optimizer must step as a whole.
+
+        Raises:
+            ValueError: it cannot; the same on all ranks.
+        """
+        whole_groups = groups_of_whole_tensors(self.optimizer)
+        names = [name for name, index in param_groups.items() if index in whole_groups]
+        for name in names:
+            if len(self.mask.shapes[name]) < 2:  # DeepSpeed's would take its gradient for an update
+                why = "is no matrix; put it into a param group that AdamW steps (DeepSpeed's Muon: use_muon=False)"
+            elif self.mask.pieces[name][0][0].dim is not None:
+                why = "is cut into neurons or heads; use block units for it, or an elementwise optimizer"
+            elif self.groups.tensor_parallel_size > 1 and name not in replicated:
+                why = "is divided among tensor-parallel ranks; use an elementwise optimizer"
+            else:
+                continue
+            raise ValueError(f"{type(self.optimizer).__name__} updates whole matrices, and {name!r} {why}")
+        return names
 
     # ---- memory ----------------------------------------------------------------------------------------------------
 
@@ -169,7 +195,7 @@ class ShardedOptimizer:
                 for part, slot in zip(layout.slices, bucket.weight_slots, strict=True):
                     self._parameters[part.piece.parameter].data = slot
             if bucket.group is not None:
-                bucket.make_shard()
+                bucket.make_shard(offload=self._offload, pin_memory=self._pin_memory)
                 dtype = self._dtype_of(bucket)
                 bucket.place_gradients(self._zeros(dtype, layout.size) if keeps else pools[dtype])
 
@@ -194,36 +220,28 @@ class ShardedOptimizer:
             kept = self._scratch[use, dtype] = torch.empty(size, dtype=dtype, device=self._device)
         return kept[:size]
 
-    def _give_shards_to_optimizer(self) -> None:
-        """Options stay. Some optimizers create state in their constructor: shards get theirs with the same values."""
-        states = dict(self.optimizer.state)
-        self.optimizer.state.clear()
-        for index, options in enumerate(self.optimizer.param_groups):
-            template = next(((p, states[p]) for p in options["params"] if p.numel() and states.get(p)), None)
-            options["params"] = [b.shard for b in self._held if b.layout.param_group == index]
-            if template is None:
-                continue
-            parameter, state = template
-            for shard in options["params"]:
-                self.optimizer.state[shard] = {
-                    key: torch.full_like(shard, value.flatten()[0].item())
-                    if torch.is_tensor(value) and value.dim() and value.shape == parameter.shape
-                    else value.clone()
-                    if torch.is_tensor(value)
-                    else value
-                    for key, value in state.items()
-                }
-
     @torch.no_grad()
     def refresh_shards(self) -> None:
-        """Take weights that were changed from outside (a checkpoint) into the shards."""
-        for bucket in self._held:
-            assert bucket.shard is not None
+        """Take weights that were changed from outside (a dense view, a checkpoint) into the shards. fp32 values stay
+        where the weight is still their rounding."""
+        for bucket in self.held:
             if bucket.layout.is_whole:
                 self._relink(bucket)
             else:
                 bucket.load_weights(self.mask.view)
-            bucket.shard.copy_(bucket.stepped_part(bucket.weights))
+            bucket.refresh_shard()
+
+    def offload_states(self, *, states: bool = True, masters: bool = True, pin_memory: bool = False) -> None:
+        """Move the optimizer's state and fp32 copies of weights to host memory, until `reload_states`."""
+        tensors = [value for state in self.optimizer.state.values() for value in state.values()] if states else []
+        tensors += [bucket.shard for bucket in self.held if masters and not bucket.steps_in_place]
+        self._moved += move_to_host(filter(torch.is_tensor, tensors), pin_memory=pin_memory)
+        self._is_offloaded = True
+
+    def reload_states(self) -> None:
+        """Move back what `offload_states` moved."""
+        move_back(self._moved)
+        self._moved, self._is_offloaded = [], False
 
     def _relink(self, bucket: Bucket) -> None:
         """Tensors whose `.data` was replaced from outside are views of the bucket again, with their new values."""
@@ -240,20 +258,24 @@ class ShardedOptimizer:
         indices = {index for index, _ in self._slots_of[name]}
         if min(indices) < self._next:
             raise RuntimeError(
-                f"a gradient of {name!r} came after its average was taken; list tensors with several gradients in "
-                "`late`, call step() before the next backward pass"
+                f"a gradient of {name!r} came after its average was taken; call step() before the next backward pass, "
+                "or switch overlap_comm off if the model now uses a parameter in several checkpointed segments"
             )
+        if name in self._seen:  # as reentrant activation checkpointing has it, once for each segment that uses it
+            self._repeated.add(name)
+        self._seen.add(name)
         self._take_early(name)
-        if self.overlap and name not in self._late and (self.stage == 2 or self.is_last_micro_step):
+        waits = self._is_first_pass or name in self._repeated
+        if self.overlap and not waits and (self.stage == 2 or self.is_last_micro_step):
             for index in indices:
-                self._held[index].waits_for.discard(name)
+                self.held[index].waits_for.discard(name)
             self._reduce(only_complete=True)
 
     def _take_early(self, name: str) -> None:
         """Move a gradient into its slots: copy it and let `.grad` be the slot, or add it up in another dtype."""
         parameter = self._parameters[name]
         for index, number in self._slots_of[name]:
-            bucket = self._held[index]
+            bucket = self.held[index]
             slot = bucket.gradient_slots[number]
             if not self._takes_gradients_early(bucket) or parameter.grad.data_ptr() == slot.data_ptr():
                 return
@@ -273,6 +295,8 @@ class ShardedOptimizer:
     def finish_backward(self) -> None:
         """The host calls this once after each backward pass, on every rank: remaining buckets are reduced, in stages 0
         and 1 if this is the last micro-step and backward overlaps (else `step` does it)."""
+        self._is_first_pass = False
+        self._seen.clear()
         if self.stage == 2:
             self._reduce(only_complete=False)
             self._num_reduced_passes += 1
@@ -282,14 +306,15 @@ class ShardedOptimizer:
 
     def _restart(self) -> None:
         self._next = 0
-        for bucket in self._held:
+        self._seen.clear()
+        for bucket in self.held:
             bucket.waits_for.update(bucket.names)
             bucket.filled = [False] * len(bucket.filled)
 
     def _reduce(self, *, only_complete: bool) -> None:
         """Average buckets in order: those that are complete and whose turn has come, or all that remain."""
-        while self._next < len(self._held):
-            bucket = self._held[self._next]
+        while self._next < len(self.held):
+            bucket = self.held[self._next]
             if only_complete and bucket.waits_for:
                 return
             with self._beside():
@@ -350,22 +375,40 @@ class ShardedOptimizer:
                 dist.all_reduce(flat, group=bucket.group.process_group)
             average = flat if flat is bucket.gradients and flat.dtype == dtype else flat.to(dtype, copy=True)
         else:
-            average = bucket.shard_of(bucket.gradients)
+            average, owner = bucket.shard_of(bucket.gradients), bucket.layout.owner
             if not self._keeps_gradients(bucket) or average.dtype != dtype:
                 average = torch.empty_like(average, dtype=dtype)
-            received = self._buffer("received", wire, flat.numel()) if bucket.group.uses_all_to_all else None
-            reduce_scatter(average, flat, bucket.group, received)
+            if owner is not None:
+                reduce(average, flat, bucket.group, owner)
+            else:
+                received = self._buffer("received", wire, flat.numel()) if bucket.group.uses_all_to_all else None
+                reduce_scatter(average, flat, bucket.group, received)
         if wire != torch.float16:
             average.div_(num_holders)
-        bucket.gradient = average if bucket.gradient is None else bucket.gradient.add_(average)
+        if bucket.host is not None:
+            bucket.gradient = bucket.host.receive_gradient(average, adds=bucket.gradient is not None)
+        else:
+            bucket.gradient = average if bucket.gradient is None else bucket.gradient.add_(average)
+
+    @torch.no_grad()
+    def average_gradients(self) -> None:
+        """Average what has not been averaged, after the last micro-step; `step` does it. Every rank calls it."""
+        if self.stage < 2:
+            self._reduce(only_complete=False)
+        elif not self._num_reduced_passes:
+            self.finish_backward()
+        if self._stream is not None:
+            torch.cuda.current_stream(self._device).wait_stream(self._stream)
+        if self._offload and self._device.type == "cuda":  # the host reads gradients
+            torch.cuda.current_stream(self._device).synchronize()
 
     def zero_grad(self) -> None:
         """Drop this step's gradients."""
         for parameter in self._parameters.values():
             parameter.grad = None
-        for bucket in self._held:
-            assert bucket.shard is not None
-            bucket.gradient = bucket.shard.grad = None
+        for bucket in self.held:
+            bucket.gradient = None
+            bucket.set_gradients(None)
         self._num_reduced_passes = 0
         self._restart()
 
@@ -382,13 +425,15 @@ class ShardedOptimizer:
         Returns:
             Whether weights were updated.
         """
-        if self.stage < 2:
-            self._reduce(only_complete=False)
-        elif not self._num_reduced_passes:
-            self.finish_backward()
-        if self._stream is not None:
-            torch.cuda.current_stream(self._device).wait_stream(self._stream)
-        gradients = [bucket.gradient for bucket in self._held if bucket.gradient is not None]
+        if len(self.optimizer.param_groups) != self._num_param_groups:
+            raise RuntimeError(
+                f"the optimizer has {len(self.optimizer.param_groups)} param groups, {self._num_param_groups} when the "
+                "engine was built; add them before deepspeed.initialize: gradients of others are not averaged"
+            )
+        if self._is_offloaded:
+            raise RuntimeError("the optimizer's state is in host memory; call reload_states() before step()")
+        self.average_gradients()
+        gradients = [bucket.gradient for bucket in self.held if bucket.gradient is not None]
         self.norm = gradient_norm(self._owned_gradients(), self._device) / loss_scale
         if check_overflow and not torch.isfinite(self.norm):
             self.zero_grad()
@@ -397,9 +442,8 @@ class ShardedOptimizer:
         for bucket in self.buckets:
             if bucket.layout.is_whole:
                 self._relink(bucket)
-        for bucket, gradient in zip(self._held, gradients, strict=True):
-            assert bucket.shard is not None
-            bucket.shard.grad = gradient
+        for bucket, gradient in zip(self.held, gradients, strict=True):
+            bucket.set_gradients(gradient)
         self.optimizer.step()
         self._return_weights()
         self.zero_grad()
@@ -407,16 +451,18 @@ class ShardedOptimizer:
 
     def _owned_gradients(self) -> list[torch.Tensor]:
         """Of each shard that counts in this rank's part of the norm; in stage 0 too each holder has one shard."""
-        counted = [b for b in self._held if not b.layout.is_replicated or self.groups.tensor_parallel_rank == 0]
+        counted = [b for b in self.held if not b.layout.is_replicated or self.groups.tensor_parallel_rank == 0]
         return [b.shard_of(b.gradient) if b.owns_all else b.gradient for b in counted if b.gradient is not None]
 
     def _return_weights(self) -> None:
         """Write updated shards into the module's tensors: the holders', or in the backward regime everybody's."""
         if self.regime == "forward":
-            for bucket in self._held:
+            for bucket in self.held:
                 assert bucket.group is not None
                 bucket.store_shard()
-                if not bucket.owns_all:
+                if not bucket.owns_all and bucket.layout.owner is not None:
+                    broadcast(bucket.weights, bucket.group, bucket.layout.owner)
+                elif not bucket.owns_all:
                     all_gather(bucket.weights, bucket.shard_of(bucket.weights), bucket.group)
                 bucket.store_weights(self.mask.view)
             return
@@ -437,23 +483,23 @@ class ShardedOptimizer:
         places: list[list[int]] = []  # of each bucket's shards, where they begin in what their owners send
         for bucket in buckets:
             places.append([counts[rank] for rank in bucket.layout.holders])
-            for rank in bucket.layout.holders:
-                counts[rank] += bucket.layout.shard_size
+            for position, rank in enumerate(bucket.layout.holders):
+                first, end = bucket.layout.shard_range(position)
+                counts[rank] += end - first
         largest, me = max(counts), self.groups.rank
         received = self._buffer("returned", dtype, largest * everyone.size)
         sent = received[me * largest : (me + 1) * largest]
         for bucket, starts in zip(buckets, places, strict=True):
             if bucket.group is not None:
-                assert bucket.shard is not None
-                mine = bucket.shard_of(bucket.shard.detach()) if bucket.owns_all else bucket.shard.detach()
-                start = starts[bucket.group.position]
-                sent[start : start + mine.numel()].copy_(mine)
+                bucket.store_shard()
+                start, shard = starts[bucket.group.position], bucket.shard_of(bucket.weights)
+                sent[start : start + shard.numel()].copy_(shard)
         all_gather(received, sent, everyone)
         for bucket, starts in zip(buckets, places, strict=True):
             shards, values = [], []
             for position, (rank, start) in enumerate(zip(bucket.layout.holders, starts, strict=True)):
                 shards.append(bucket.shard_of(bucket.weights, position))
-                values.append(received[rank * largest + start :][: bucket.layout.shard_size])
+                values.append(received[rank * largest + start :][: shards[-1].numel()])
             torch._foreach_copy_(shards, values)
             bucket.store_weights(self.mask.view)
 
@@ -467,26 +513,11 @@ class ShardedOptimizer:
 
     @torch.no_grad()
     def shard_parts(self, *, owned: bool) -> list[ShardPart]:
-        """What this rank's optimizer steps, by slice.
-
-        Args:
-            owned: only what this rank owns, so that each element is some rank's once; in stage 0 that is less.
-        """
+        """`Bucket.parts` of all buckets that this rank holds, with the values that the module has now."""
         for bucket in self.buckets:
             if bucket.layout.is_whole:
                 self._relink(bucket)
-        parts = []
-        for bucket in self._held:
-            assert bucket.group is not None
-            assert bucket.shard is not None
-            before = 0 if bucket.owns_all else bucket.group.position * bucket.layout.shard_size
-            if bucket.owns_all and not owned:
-                ranges = [(part, 0, part.num_elements) for part in bucket.layout.slices]
-            else:
-                ranges = list(bucket.layout.owned(bucket.group.position))
-            for part, start, stop in ranges:
-                parts.append(ShardPart(bucket, bucket.shard, part, start, stop, part.start + start - before))
-        return parts
+        return [part for bucket in self.held for part in bucket.parts(owned=owned)]
 
     @torch.no_grad()
     def return_weights(self) -> None:

@@ -7,6 +7,7 @@ import math
 import random
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple
 from unittest import mock
@@ -17,6 +18,7 @@ import torch.distributed as dist
 
 from sdp_deepspeed.core.parallel.groups import Groups
 from sdp_deepspeed.core.parallel.optimizer import ShardedOptimizer
+from sdp_deepspeed.core.parallel.param_groups import param_group_indices
 from sdp_deepspeed.units import Piece
 from tests.helpers.collective_log import Issued, check_order
 from tests.helpers.ranks import Rank
@@ -50,6 +52,7 @@ class Case(NamedTuple):
     optimizer: str = "sgd"
     overlap: bool = False
     bucket_size: int = 40
+    offload: bool = False
 
 
 AXES: tuple[tuple[Any, ...], ...] = (
@@ -60,6 +63,7 @@ AXES: tuple[tuple[Any, ...], ...] = (
     ("sgd", "adamw"),
     (False, True),
     (1, 40, 10**6),
+    (False, True),
 )
 EVERY_CASE = [Case(*values) for values in itertools.product(*AXES)]
 
@@ -98,6 +102,7 @@ def sharded(
         clip=case.clip,
         bucket_size=case.bucket_size,
         overlap=case.overlap,
+        offload=case.offload,
         **options,
     )
     return mask, optimizer
@@ -177,14 +182,12 @@ def sums_in_fp32(rank: Rank) -> None:
 
 
 def several_gradients(rank: Rank) -> None:
-    """Reentrant checkpointing gives a tensor that two segments use two gradients: it is reduced at the end, or the
-    second one is an error."""
+    """Reentrant checkpointing gives a tensor that two segments use two gradients: it is reduced at the end."""
     model = sliced_model(rank.size, "block")
     groups = Groups(model.holder_sets)
-    late = {"optimizer_options": {"late": ["embed"]}}
     for stage in (0, 1, 2):
         case = Case(stage, 2, overlap=True, bucket_size=1)
-        check_case(rank, model, "forward", case, groups, is_reentrant=True, **late)
+        check_case(rank, model, "forward", case, groups, is_reentrant=True)
         check_case(rank, model, "forward", case._replace(overlap=False), groups, is_reentrant=True)
     groups.close()
 
@@ -246,23 +249,209 @@ def replaced_data_and_kept_gradients(rank: Rank) -> None:
     groups.close()
 
 
-def optimizers_with_initial_state(rank: Rank) -> None:
-    """Adagrad creates its state in its constructor."""
+def refreshed_shards_keep_what_was_not_changed(rank: Rank) -> None:
+    """fp32 shards go on from where they were, in bits, unless a weight is not their rounding any more."""
     model = sliced_model(rank.size, "neuron")
     groups = Groups(model.holder_sets)
+    for stage, offload in itertools.product((0, 1), (False, True)):
+        case = Case(stage, dtype=torch.bfloat16, offload=offload)
+        runs = [sharded(model, rank, "backward", case, groups) for _ in range(2)]
+        for run in runs:
+            train_step(*run, case, 0)
+        runs[1][1].refresh_shards()
+        for run in runs:
+            train_step(*run, case, 1)
+        shards = [[bucket.shard for bucket in optimizer.buckets if bucket.shard is not None] for _, optimizer in runs]
+        for shard, expected in zip(*reversed(shards), strict=True):
+            assert torch.equal(shard, expected)
+            assert shard.numel() < 4 or not torch.equal(shard, shard.bfloat16().float())
+        with torch.no_grad():
+            runs[1][0].view(model.pieces["embed"][0][0])[0] = 8.0
+        runs[1][1].refresh_shards()
+        case = case._replace(optimizer="sgd", num_micro_steps=0)
+        runs[1][1].optimizer.param_groups[0] |= {"lr": 0.0}
+        assert runs[1][1].step()
+        assert torch.equal(runs[1][0].parameters["embed"][0], torch.full((3,), 8.0, dtype=torch.bfloat16))
+        assert torch.equal(runs[1][0].parameters["embed"][1:], runs[0][0].parameters["embed"][1:])
+    groups.close()
 
-    def make(params: Any) -> torch.optim.Optimizer:
+
+def clients_optimizer(rank: Rank) -> None:
+    """Built from the dense model before masking, with groups and a schedule; Adagrad creates its state at once."""
+    model = sliced_model(rank.size, "neuron")
+    # of the last group rank 0 has nothing
+    unit = Piece("spare", None, 0, 12), tuple(range(1, rank.size))
+    shapes, pieces = {**model.shapes, "spare": torch.Size((4, 3))}, {**model.pieces, "spare": [unit]}
+    frozen = {"layer1.norm", "layer2.up"}
+    sliced = SlicedModel(shapes, pieces, {**model.groups, "spare": 0}, model.used_twice, model.missing)
+    groups = Groups(sliced.holder_sets)
+
+    def adagrad(params: Any) -> torch.optim.Optimizer:
         return torch.optim.Adagrad(params, lr=0.01, initial_accumulator_value=0.5)
 
-    mask = SlicedMask(model, rank.rank, "forward", torch.float32)
-    optimizer = ShardedOptimizer(
-        make(param_groups(model, mask.parameters)), mask, groups, model.groups, regime="forward", stage=1
-    )
-    reference = Reference(model, rank.size, make, torch.float32, 0.0)
-    for step in range(NUM_STEPS):
-        train_step(mask, optimizer, Case(), step)
+    def adam(params: Any) -> torch.optim.Optimizer:
+        return torch.optim.Adam(params, lr=0.01, eps=1e-2)
+
+    def make(kind: Any, parameters: dict[str, torch.nn.Parameter]) -> tuple[torch.optim.Optimizer, Any]:
+        names = [name for name in parameters if name not in ("spare", "scale", "layer0.norm")]
+        optimizer = kind([{"params": [parameters[n] for n in names if "bias" in n], "weight_decay": 0.0}])
+        optimizer.add_param_group({"params": [p for n, p in parameters.items() if n in names and "bias" not in n]})
+        optimizer.param_groups[1] |= {"lr": 0.02, "weight_decay": 0.1}
+        optimizer.add_param_group({"params": [parameters["spare"]], "lr": 0.03})
+        return optimizer, torch.optim.lr_scheduler.LambdaLR(
+            optimizer, [lambda s: 1.0, lambda s: 0.5**s, lambda s: s + 1]
+        )
+
+    for kind, stage, regime in itertools.product((adagrad, adam), (0, 1, 2), ("forward", "backward")):
+        parameters = {name: torch.nn.Parameter(dense) for name, dense in sliced.dense().items()}
+        trainable = {name: name not in frozen for name in parameters}
+        optimizer, schedule = make(kind, parameters)
+        mask = SlicedMask(sliced, rank.rank, regime, torch.float32, parameters)
+        for name in frozen:
+            parameters[name].requires_grad_(False)
+        indices = param_group_indices(optimizer, parameters, trainable)
+        assert indices == {
+            name: 2 if name == "spare" else 0 if "bias" in name else 1
+            for name in parameters
+            if name not in (*frozen, "scale", "layer0.norm")
+        }
+        options: dict[str, Any] = {"regime": regime, "stage": stage, "bucket_size": 40}
+        engine = ShardedOptimizer(optimizer, mask, groups, indices, **options)
+        assert len(optimizer.param_groups[2]["params"]) == (0 if rank.rank == 0 else 1)
+        reference = Reference(sliced, rank.size, adam, torch.float32, 0.0)
+        reference.optimizer, reference_schedule = make(kind, reference.masters)
+        reference.untrained = sliced.shapes.keys() - indices.keys()
+        for step in range(3):
+            train_step(mask, engine, Case(stage), step)
+            schedule.step()
+            reference.step(1, step)
+            reference_schedule.step()
+            assert float(engine.norm) == pytest.approx(reference.norm, rel=1e-5)  # type: ignore[arg-type]
+        assert_equal_weights(mask, reference, Case(), regime)
+        engine.close()
+    optimizer.add_param_group({"params": [torch.nn.Parameter(torch.zeros(1))]})
+    with pytest.raises(RuntimeError, match="4 param groups, 3 when"):
+        engine.step()
+    groups.close()
+
+
+def muon(rank: Rank) -> None:
+    """DeepSpeed's, which has Adam for other tensors: matrices are stepped whole, by one holder each. It iterates in
+    fp32 here, so that its update is about as exact as the gradient."""
+    from deepspeed.runtime.zero.muon.muon_optimizer import MuonWithAuxAdam
+
+    def make(groups: Any) -> torch.optim.Optimizer:
+        matrices, others = groups
+        made: torch.optim.Optimizer = MuonWithAuxAdam(
+            [{**matrices, "use_muon": True, "lr": 0.02}, {**others, "use_muon": False, "lr": 1e-2, "eps": 1e-2}],
+            adam_optimizer=torch.optim.AdamW,
+        )
+        return made
+
+    model = sliced_model(rank.size, "block", num_layers=5)
+    groups = Groups(model.holder_sets)
+    in_fp32 = mock.patch("deepspeed.runtime.zero.muon.original_muon.ns_compute_dtype", return_value=torch.float32)
+    for regime, stage, offload in itertools.product(("forward", "backward"), (0, 1, 2), (False, True)):
+        case = Case(stage, 2, overlap=True, offload=offload, bucket_size=40)
+        mask = SlicedMask(model, rank.rank, regime, torch.float32)  # type: ignore[arg-type]
+        options: dict[str, Any] = {"regime": regime, "stage": stage, "bucket_size": 40, "overlap": True, "clip": 1.0}
+        client = make(param_groups(model, mask.parameters))
+        optimizer = ShardedOptimizer(client, mask, groups, model.groups, offload=offload, **options)
+        reference = Reference(model, rank.size, make, torch.float32, 1.0)
+        with torch.compiler.set_stance("force_eager"), in_fp32:
+            for step in range(NUM_STEPS):
+                train_step(mask, optimizer, case, step)
+                reference.step(2, step)
+        assert float(optimizer.norm) == pytest.approx(reference.norm, rel=1e-5)  # type: ignore[arg-type]
+        assert_equal_weights(mask, reference, case, regime)  # type: ignore[arg-type]
+        if stage:
+            owned: list[Any] = [None] * rank.size
+            dist.all_gather_object(owned, sum(p.numel() for p in client.param_groups[0]["params"]))
+            total = sum(shape.numel() for name, shape in model.shapes.items() if model.groups[name] == 0)
+            assert sum(owned) == total
+            assert max(owned) <= total / rank.size + max(shape.numel() for shape in model.shapes.values())
+        optimizer.close()
+    groups.close()
+
+
+def torchs_muon(rank: Rank) -> None:
+    """It iterates in bf16, where the last bit of a gradient may be one of 2^-8; sums of two ranks have no such bit."""
+    model = sliced_model(rank.size, "block", num_layers=2)
+    groups = Groups(model.holder_sets)
+    indices = {name: 0 for name, shape in model.shapes.items() if len(shape) == 2}
+
+    def make(given: Any) -> torch.optim.Optimizer:
+        return torch.optim.Muon([p for group in given for p in group["params"] if p.dim() == 2], lr=0.02)
+
+    for stage in (0, 1, 2):
+        parameters = {name: torch.nn.Parameter(dense) for name, dense in model.dense().items()}
+        client = torch.optim.Muon([parameters[name] for name in indices], lr=0.02)
+        mask = SlicedMask(model, rank.rank, "forward", torch.float32, parameters)
+        options: dict[str, Any] = {"regime": "forward", "stage": stage}
+        optimizer = ShardedOptimizer(client, mask, groups, indices, **options)
+        reference = Reference(model, rank.size, make, torch.float32, 0.0)
+        reference.untrained = model.shapes.keys() - indices.keys()
+        for step in range(NUM_STEPS):
+            train_step(mask, optimizer, Case(stage), step)
+            reference.step(1, step)
+        assert_equal_weights(mask, reference, Case(stage), "forward")
+        optimizer.close()
+    groups.close()
+
+
+def whole_tensors_that_no_rank_has(rank: Rank) -> None:
+    """Errors on all ranks, by name."""
+    for strategy, last, words in (
+        ("neuron", "layer0.up", "'layer0.up' is cut into neurons"),
+        ("block", "layer0.norm", "'layer0.norm' is no matrix"),
+    ):
+        model = sliced_model(rank.size, strategy)  # type: ignore[arg-type]
+        groups = Groups(model.holder_sets)
+        mask = SlicedMask(model, rank.rank, "forward", torch.float32)
+        client = torch.optim.Muon([torch.nn.Parameter(torch.zeros(1, 1))], lr=0.1)
+        client.param_groups[0]["params"] = [*mask.parameters.values()]  # past PyTorch's own check
+        with pytest.raises(ValueError, match=words):
+            ShardedOptimizer(client, mask, groups, {"embed": 0, last: 0}, regime="forward", stage=1)
+        groups.close()
+
+
+def states_on_the_host_between_steps(rank: Rank) -> None:
+    """A step needs them back, and they are as they were."""
+    model = sliced_model(rank.size, "neuron")
+    groups = Groups(model.holder_sets)
+    case = Case(dtype=torch.bfloat16, optimizer="adamw")
+    mask, optimizer = sharded(model, rank, "forward", case, groups)
+    reference = Reference(model, rank.size, make_optimizer("adamw"), case.dtype, 0.0)
+    for step in range(2):
+        train_step(mask, optimizer, case, step)
         reference.step(1, step)
-    assert_equal_weights(mask, reference, Case(), "forward")
+        optimizer.offload_states()
+        with pytest.raises(RuntimeError, match=r"call reload_states\(\)"):
+            optimizer.step()
+        optimizer.reload_states()
+    assert_equal_weights(mask, reference, case, "forward")
+    groups.close()
+
+
+def with_deepspeeds_cpu_adam(rank: Rank) -> None:
+    """On host shards; it multiplies and adds in one rounding, so that it differs from PyTorch's by 2^-24 a step."""
+    from deepspeed.ops.adam import DeepSpeedCPUAdam
+
+    model = sliced_model(rank.size, "neuron")
+    groups = Groups(model.holder_sets)
+    options: dict[str, Any] = {"lr": 0.01, "eps": 1e-2, "weight_decay": 0.1}
+    for stage, dtype in itertools.product((1, 2), (torch.float32, torch.bfloat16)):
+        mask = SlicedMask(model, rank.rank, "forward", dtype)
+        client = DeepSpeedCPUAdam(param_groups(model, mask.parameters), **options)
+        more: dict[str, Any] = {"stage": stage, "clip": 1.0, "offload": True}
+        optimizer = ShardedOptimizer(client, mask, groups, model.groups, regime="forward", **more)
+        reference = Reference(model, rank.size, lambda given: torch.optim.AdamW(given, **options), dtype, 1.0)
+        case = Case(stage, 2, dtype=dtype)
+        for step in range(NUM_STEPS):
+            train_step(mask, optimizer, case, step)
+            reference.step(2, step)
+        assert_equal_weights(mask, reference, case, "forward")
+        optimizer.close()
     groups.close()
 
 
@@ -272,6 +461,52 @@ def between_nodes(rank: Rank) -> None:
     groups = Groups(model.holder_sets, nodes=range(rank.size))
     for stage, dtype in itertools.product((1, 2), (torch.float32, torch.bfloat16)):
         check_case(rank, model, "backward", Case(stage, 2, 1.0, dtype), groups)
+    groups.close()
+
+
+def tensor_parallel_ranks(rank: Rank) -> None:
+    """2 data-parallel times 2 tensor-parallel ranks: the norm counts what these have in common once, and that stays
+    equal, in bits."""
+    base = sliced_model(2, "neuron")
+    divided = [name for name in base.shapes if name.partition(".")[2] in ("up", "bias", "down")]
+    names = {name: (f"0/{name}", f"1/{name}") if name in divided else (name,) for name in base.shapes}
+    whole, own = SlicedModel({}, {}, {}, "embed"), SlicedModel({}, {}, {}, "embed")
+    tensor_parallel_rank = rank.rank % 2
+    for name, parts in names.items():
+        for index, part in enumerate(parts):
+            pieces = [(replace(piece, parameter=part), holders) for piece, holders in base.pieces[name]]
+            for model in (whole, own) if len(parts) == 1 or index == tensor_parallel_rank else (whole,):
+                model.shapes[part], model.groups[part], model.pieces[part] = (
+                    base.shapes[name],
+                    base.groups[name],
+                    pieces,
+                )
+    groups = Groups(own.holder_sets, ranks=[[0, 2], [1, 3]])
+    assert (groups.rank, groups.tensor_parallel_rank) == divmod(rank.rank, 2)
+    for stage, regime, overlap in itertools.product((0, 1, 2), ("forward", "backward"), (False, True)):
+        case = Case(stage, 2, clip=1.0, overlap=overlap)
+        mask = SlicedMask(own, groups.rank, regime, case.dtype)  # type: ignore[arg-type]
+        options: dict[str, Any] = {"regime": regime, "stage": stage, "overlap": overlap, "clip": 1.0, "bucket_size": 40}
+        optimizer = ShardedOptimizer(
+            make_optimizer("sgd")(param_groups(own, mask.parameters)),
+            mask,
+            groups,
+            own.groups,
+            replicated=[name for name in own.shapes if "/" not in name],
+            **options,
+        )
+        reference = Reference(whole, 2, make_optimizer("sgd"), case.dtype, case.clip)
+        for step in range(NUM_STEPS):
+            train_step(mask, optimizer, case, step)
+            reference.step(2, step)
+            assert float(optimizer.norm) == pytest.approx(reference.norm, rel=1e-5)  # type: ignore[arg-type]
+        reference.masters = {name: master for name, master in reference.masters.items() if name in own.shapes}
+        assert_equal_weights(mask, reference, case, regime)  # type: ignore[arg-type]
+        replicated = [mask.parameters[name].tolist() for name in own.shapes if "/" not in name]
+        every: list[Any] = [None] * rank.size
+        dist.all_gather_object(every, replicated)
+        assert every == [replicated] * rank.size
+        optimizer.close()
     groups.close()
 
 
@@ -372,6 +607,10 @@ def _checks(size: int, options: pytest.Config) -> Iterator[tuple[str, Any]]:
         cases = EVERY_CASE if is_full else _sample(4 * size + index)
         yield f"{regime}-{strategy}", partial(agrees, regime=regime, strategy=strategy, cases=cases)
     yield "random_plans", partial(random_plans, seeds=range(200 if is_full else 10))
+    if size == 2:
+        yield "torchs_muon", torchs_muon
+    if size == 4:
+        yield "tensor_parallel_ranks", tensor_parallel_ranks
     if size == 3:
         for function in (
             odd_sizes,
@@ -379,7 +618,12 @@ def _checks(size: int, options: pytest.Config) -> Iterator[tuple[str, Any]]:
             several_gradients,
             overflow_skips_the_step,
             replaced_data_and_kept_gradients,
-            optimizers_with_initial_state,
+            refreshed_shards_keep_what_was_not_changed,
+            clients_optimizer,
+            muon,
+            whole_tensors_that_no_rank_has,
+            states_on_the_host_between_steps,
+            with_deepspeeds_cpu_adam,
             between_nodes,
             sends_the_least,
         ):

@@ -134,7 +134,12 @@ def test_damage_is_named(tmp_path: Path) -> None:
         (tmp_path / "tag" / files.CHECKSUMS).write_text(text)
         with pytest.raises(ValueError, match=r"checksums.json is damaged"):
             files.read_checksums(tmp_path / "tag")
-    (tmp_path / "tag" / files.CHECKSUMS).write_text(json.dumps({"format": 2, "files": {files.INDEX: [0, 0]}}))
+
+
+def test_another_format_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with monkeypatch.context() as patch:
+        patch.setattr(files, "FORMAT", 2)
+        save(tmp_path, "tag", "abc")
     with pytest.raises(ValueError, match="has format 2, expected 1"):
         files.read_checksums(tmp_path / "tag")
 
@@ -145,7 +150,7 @@ def test_a_full_disk_is_named(tmp_path: Path) -> None:
         pytest.raises(OSError, match=f"No space left on device: '{tmp_path / 'data'}'"),
         files.Writer(tmp_path).fs.create_stream(tmp_path / "data", "wb") as stream,
     ):
-        torch.save(torch.zeros(10**5), stream)
+        torch.save(torch.zeros(10**5), stream)  # type: ignore[arg-type]
 
 
 class Runs:

@@ -1,0 +1,76 @@
+"""Param groups of a client's optimizer: which dense tensors it trains, and shards in place of its parameters."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+
+def param_group_indices(
+    optimizer: torch.optim.Optimizer, parameters: Mapping[str, nn.Parameter], trainable: Mapping[str, bool]
+) -> dict[str, int]:
+    """The param group of each tensor that an optimizer trains, by dense name. The caller compares it between ranks.
+
+    Args:
+        optimizer: of the model's Parameters, not stepped yet. A parameter in none of its groups is not trained.
+        parameters: of the model, by dense name; masked or not.
+        trainable: by dense name, whether the user left it trainable. What only the mask froze here is trained.
+
+    Raises:
+        ValueError: the optimizer was stepped before, or has a parameter that the model does not have.
+    """
+    if any(_was_stepped(state) for state in optimizer.state.values()):
+        raise ValueError(
+            f"{type(optimizer).__name__} has state of earlier steps, which belongs to whole parameters: pass a new "
+            "optimizer and load a checkpoint afterwards"
+        )
+    names = {id(parameter): name for name, parameter in parameters.items()}
+    indices: dict[str, int] = {}
+    for index, group in enumerate(optimizer.param_groups):
+        for parameter in group["params"]:
+            if id(parameter) not in names:
+                raise ValueError(
+                    f"optimizer: param group {index} has a parameter of shape {tuple(parameter.shape)} that the model "
+                    "does not have; build the optimizer from this model's parameters"
+                )
+            indices[names[id(parameter)]] = index
+    return {name: indices[name] for name in parameters if name in indices and trainable[name]}
+
+
+def _was_stepped(state: Mapping[str, Any]) -> bool:
+    """Adagrad has state when it is constructed, with a step count of 0."""
+    return bool(state) and float(state.get("step", 1)) > 0
+
+
+def replace_parameters(optimizer: torch.optim.Optimizer, shards: Sequence[Sequence[nn.Parameter]]) -> None:
+    """Let an optimizer step shards in place of parameters; groups, empty ones too, and their options stay.
+
+    State that was created with the optimizer has one value for all elements: each shard gets that of the first
+    parameter of its group.
+
+    Args:
+        shards: of each param group.
+    """
+    states = dict(optimizer.state)
+    optimizer.state.clear()
+    for group, own in zip(optimizer.param_groups, shards, strict=True):
+        initial: Mapping[str, Any] = next(
+            (states[p] for p in group["params"] if states.get(p) and _has_values(states[p])), {}
+        )
+        group["params"] = list(own)
+        for shard in own if initial else ():
+            optimizer.state[shard] = {key: _initial_value(value, shard) for key, value in initial.items()}
+
+
+def _has_values(state: Mapping[str, Any]) -> bool:
+    """Masking empties what this rank lacks, also before an optimizer is built."""
+    return all(value.numel() for value in state.values() if torch.is_tensor(value))
+
+
+def _initial_value(value: Any, shard: torch.Tensor) -> Any:
+    if not torch.is_tensor(value):
+        return value
+    return torch.full_like(shard, value.flatten()[0].item()) if value.dim() else value.clone()
