@@ -52,13 +52,16 @@ def small_model(dtype: torch.dtype) -> Any:
 class Training:
     """One rank of a run; all ranks make one."""
 
-    def __init__(self, layout: Layout, earlier: Training | None = None) -> None:
+    def __init__(self, layout: Layout, earlier: Training | None = None, model: Any = None) -> None:
         """
         Args:
             earlier: whose model, dense, and optimizer go on.
+            model: default: `small_model`.
         """
         self.layout, self.steps = layout, 0
-        self.model: Any = small_model(layout.dtype) if earlier is None else earlier.model
+        self.model: Any = small_model(layout.dtype) if model is None else model.to(layout.dtype)
+        if earlier is not None:
+            self.model = earlier.model
         block = SubnetworkConfig(**({} if "holders" in layout.block else {"holders": 1}) | dict(layout.block))
         named = {name: p for name, p in self.model.named_parameters() if p.requires_grad}
         group_of = {name: int(p.dim() < 2) for name, p in named.items()}
@@ -96,7 +99,8 @@ class Training:
             self.optimizer.finish_backward()
             self.optimizer.step()
             losses.append(loss.item())
-            self.model.seen += dist.get_rank() + 1
+            if hasattr(self.model, "seen"):
+                self.model.seen += dist.get_rank() + 1
         self.steps += num_steps
         return losses
 
@@ -122,8 +126,8 @@ class Training:
 
 
 @contextmanager
-def training(layout: Layout, earlier: Training | None = None) -> Iterator[Training]:
-    run = Training(layout, earlier)
+def training(layout: Layout, earlier: Training | None = None, model: Any = None) -> Iterator[Training]:
+    run = Training(layout, earlier, model)
     yield run
     run.close()
 

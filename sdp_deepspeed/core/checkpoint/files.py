@@ -167,6 +167,29 @@ def _named(folder: Path) -> str | None:
     return tag
 
 
+@contextmanager
+def new_folder(out: Path) -> Iterator[Path]:
+    """An empty folder to write to, which becomes `out` when the block ends well, and goes when it does not.
+
+    Raises:
+        ValueError: `out` is there already and not an empty folder.
+    """
+    if out.exists() and not (out.is_dir() and not any(out.iterdir())):
+        raise ValueError(f"{out} is there already; give a new folder")
+    written = out.with_name(f"{out.name}{WRITING}")
+    _remove(written)
+    written.mkdir(parents=True)
+    try:
+        yield written
+        for path in (*written.iterdir(), written):
+            sync(path)
+        os.rename(written, out)
+    except BaseException:
+        _remove(written)
+        raise
+    sync(out.parent)
+
+
 # ---- checksums ------------------------------------------------------------------------------------------------------
 
 
