@@ -95,7 +95,7 @@ class SubnetworkEngine(DeepSpeedEngine):
             raise ValueError(f"{KEY} needs an optimizer: name one in the config, or give deepspeed.initialize one")
         _engines[model] = weakref.ref(self)
         self._step_events = StepEvents.of(self)
-        for name in self.optimizer.sharded.trained:
+        for name in self.optimizer.sharded.param_groups:
             install_full_access(self.mask.parameters[name], name, self)
 
     # ---- construction -------------------------------------------------------------------------------------------

@@ -44,7 +44,7 @@ from typing import Any, Literal
 import torch
 import torch.distributed as dist
 
-from sdp_deepspeed.core.parallel.buckets import Bucket, plan_buckets
+from sdp_deepspeed.core.parallel.buckets import Bucket, ShardPart, plan_buckets
 from sdp_deepspeed.core.parallel.groups import Groups, all_gather, broadcast, reduce, reduce_scatter
 from sdp_deepspeed.core.parallel.norm import gradient_norm, scale_gradients
 from sdp_deepspeed.core.parallel.offload import Moved, move_back, move_to_host
@@ -78,9 +78,9 @@ class ShardedOptimizer:
     Attributes:
         is_last_micro_step: whether the coming backward pass is the last before `step`. The host sets it.
         norm: of the last step's averaged gradient before clipping; None before the first step.
-        trained: dense names of the tensors that the optimizer trains.
         held: buckets of which this rank is a holder, in the order of collectives.
         buckets: these; in the backward regime all.
+        param_groups: as above.
     """
 
     def __init__(
@@ -107,7 +107,7 @@ class ShardedOptimizer:
         self.norm: torch.Tensor | None = None
         self._offload, self._pin_memory = offload, pin_memory
         self._gradient_dtype, self._wire_dtype = gradient_dtype, wire_dtype
-        self.trained = list(param_groups)
+        self.param_groups = dict(param_groups)
         self._parameters = {name: mask.parameters[name] for name in param_groups}
         self._device = next(iter(self._parameters.values())).device
         layouts = plan_buckets(
@@ -534,3 +534,19 @@ class ShardedOptimizer:
         for hook in self._hooks:
             hook.remove()
         self._hooks.clear()
+
+    # ---- state, for checkpoints and re-planning --------------------------------------------------------------------
+
+    @torch.no_grad()
+    def shard_parts(self, *, owned: bool) -> list[ShardPart]:
+        """`Bucket.parts` of all buckets that this rank holds, with the values that the module has now."""
+        for bucket in self.buckets:
+            if bucket.layout.is_whole:
+                self._relink(bucket)
+        return [part for bucket in self.held for part in bucket.parts(owned=owned)]
+
+    @torch.no_grad()
+    def return_weights(self) -> None:
+        """Write shards that were changed from outside (a checkpoint) into the module's tensors, as after a step. Every
+        rank calls it."""
+        self._return_weights()

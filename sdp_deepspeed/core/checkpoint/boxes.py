@@ -1,0 +1,119 @@
+"""Boxes of dense tensors, and how `torch.distributed.checkpoint` (DCP) writes and reads them.
+
+A shard is a flat range of a slice's elements in row-major order. In the dense tensor that is a few boxes, and boxes are
+what DCP keys its chunks by, so that a checkpoint does not know who wrote it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch.distributed.checkpoint import DefaultLoadPlanner, DefaultSavePlanner
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata, MetadataIndex, TensorProperties
+from torch.distributed.checkpoint.planner import ReadItem, TensorWriteData, WriteItem, WriteItemType
+
+
+@dataclass(frozen=True)
+class Boxes:
+    """Some boxes of one dense tensor and where their elements are on this rank. DCP takes it as a sharded tensor.
+
+    Args:
+        shape: of the dense tensor.
+        dtype: of the elements.
+        parts: by each box's first index, a tensor in the box's shape.
+    """
+
+    shape: torch.Size
+    dtype: torch.dtype
+    parts: dict[torch.Size, torch.Tensor] = field(default_factory=dict)
+
+    def size(self) -> torch.Size:
+        """DCP compares it with what was stored."""
+        return self.shape
+
+    def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
+        return [ChunkStorageMetadata(offsets, values.shape) for offsets, values in self.parts.items()]
+
+    def __create_write_items__(self, name: str, _: Any) -> list[WriteItem]:
+        properties = TensorProperties(self.dtype)
+        return [
+            WriteItem(
+                MetadataIndex(name, chunk.offsets),
+                WriteItemType.SHARD,
+                tensor_data=TensorWriteData(chunk, properties, self.shape),
+            )
+            for chunk in self.__create_chunk_list__()
+        ]
+
+
+State = dict[str, Boxes]
+
+
+def add_box(state: State, key: str, shape: Sequence[int], offsets: Sequence[int], values: torch.Tensor) -> None:
+    """Add a box of a dense tensor of `shape` to `state[key]`; empty ones are left out."""
+    if values.numel():
+        state.setdefault(key, Boxes(torch.Size(shape), values.dtype)).parts[torch.Size(offsets)] = values
+
+
+def on_host(state: State) -> State:
+    """The same boxes of copies in host memory."""
+    result: State = {}
+    for key, boxes in state.items():
+        flat = torch.cat([values.reshape(-1) for values in boxes.parts.values()]).cpu()
+        copies = flat.split([values.numel() for values in boxes.parts.values()])
+        parts = {
+            offsets: copy.view(values.shape)
+            for (offsets, values), copy in zip(boxes.parts.items(), copies, strict=True)
+        }
+        result[key] = Boxes(boxes.shape, boxes.dtype, parts)
+    return result
+
+
+def row_major_boxes(shape: Sequence[int], start: int, stop: int) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:
+    """Elements [start, stop) in row-major order as boxes (first index, sizes), in this order."""
+    if start >= stop:
+        return
+    if not shape:
+        yield (), ()
+        return
+    row, inner = math.prod(shape[1:]), tuple(shape[1:])
+    first, last = start // row, (stop - 1) // row
+    if first == last and stop - start < row:
+        for offsets, sizes in row_major_boxes(inner, start - first * row, stop - first * row):
+            yield (first, *offsets), (1, *sizes)
+        return
+    low, high = -(-start // row), stop // row
+    yield from row_major_boxes(shape, start, low * row)
+    if low < high:
+        yield (low, *(0 for _ in inner)), (high - low, *inner)
+    yield from row_major_boxes(shape, high * row, stop)
+
+
+class SavePlanner(DefaultSavePlanner):
+    """DCP's, for `Boxes`."""
+
+    def __init__(self) -> None:
+        super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
+
+    def lookup_object(self, index: MetadataIndex) -> torch.Tensor:
+        return self.state_dict[index.fqn].parts[index.offset]
+
+
+class LoadPlanner(DefaultLoadPlanner):
+    """DCP's, for `Boxes` and without pickles."""
+
+    def set_up_planner(
+        self, state_dict: Mapping[str, Any], metadata: Metadata | None = None, is_coordinator: bool = False
+    ) -> None:
+        self.state_dict, self.metadata, self.is_coordinator = dict(state_dict), metadata, is_coordinator
+        self.flatten_state_dict = False
+
+    def lookup_tensor(self, index: MetadataIndex) -> torch.Tensor:
+        return self.state_dict[index.fqn].parts[index.offset]
+
+    def load_bytes(self, read_item: ReadItem, value: Any) -> None:
+        raise ValueError(f"{read_item.storage_index.fqn!r} is stored as a pickle; expected a tensor")
