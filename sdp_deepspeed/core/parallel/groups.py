@@ -79,7 +79,7 @@ class Groups:
         ranks = [everyone] if ranks is None else ranks
         self.tensor_parallel_size = len(ranks)
         self.control = control or dist.new_group(backend="gloo", timeout=timeout)
-        self._created = [self.control]
+        self._created = [] if control is self.control else [self.control]
         if nodes is None:
             nodes = [""] * len(everyone)
             dist.all_gather_object(nodes, socket.gethostname(), group=self.control)

@@ -529,6 +529,12 @@ class ShardedOptimizer:
             torch._foreach_copy_(shards, values)
             bucket.store_weights(self.mask.view)
 
+    def has_gradients(self) -> bool:
+        """Whether there are gradients of a step that has begun."""
+        return any(bucket.gradient is not None or any(bucket.filled) for bucket in self.held) or any(
+            parameter.grad is not None for parameter in self._parameters.values()
+        )
+
     def close(self) -> None:
         """Remove the hooks; the module's tensors and the optimizer's shards stay as they are."""
         for hook in self._hooks:
