@@ -113,7 +113,11 @@ def _refuse_synchronized_norms(model: nn.Module, plan: Plan) -> None:
                 raise ValueError(f"{KEY}: {name} is a SyncBatchNorm in the unit {unit.name!r}; use BatchNorm there")
 
 
-def refuse_cache(_: nn.Module, __: Any, kwargs: Mapping[str, Any]) -> None:
-    """A hook before the forward of a subnetwork: a cache of keys and values has the held heads of the held layers."""
-    if kwargs.get("past_key_values") is not None:
+def refuse_cache(_: nn.Module, __: Any, kwargs: Mapping[str, Any] | None = None) -> None:
+    """A hook before the forward of a subnetwork: a cache of keys and values has the held heads of the held layers.
+
+    Args:
+        kwargs: None where another hook of this very call has removed it, because the module is dense now.
+    """
+    if kwargs is not None and kwargs.get("past_key_values") is not None:
         raise RuntimeError("past_key_values: a subnetwork cannot use a cache; generate from the dense model (dense())")

@@ -78,8 +78,8 @@ def router_refusal(model: nn.Module, plan: Plan, branches: Sequence[LocatedBranc
     if any(getattr(config, _FLAG, False) is True for config in configs):
         raise ValueError(text)
 
-    def refuse(module: nn.Module, _: Any, kwargs: Mapping[str, Any]) -> None:
-        if kwargs.get(_FLAG) and module.training:
+    def refuse(module: nn.Module, _: Any, kwargs: Mapping[str, Any] | None = None) -> None:
+        if module.training and kwargs is not None and kwargs.get(_FLAG):
             raise ValueError(text)
 
     return refuse

@@ -98,7 +98,6 @@ def plan_buckets(
     param_groups: Mapping[str, int],
     *,
     bucket_size: int,
-    late: Collection[str] = (),
     replicated: Collection[str] = (),
 ) -> list[BucketLayout]:
     """All buckets of the model in the static global order of their collectives.
@@ -109,16 +108,10 @@ def plan_buckets(
         dtypes: of the weights.
         param_groups: index of the param group of each tensor that is trained; others are in no bucket.
         bucket_size: elements that a rank holds in one depth range, at most, unless a single tensor has more.
-        late: tensors that get several gradients in one backward pass; their buckets come last.
         replicated: tensors that are equal on all tensor-parallel ranks.
     """
     backward_order = [name for name in reversed([*pieces]) if name in param_groups]
-    in_turn = [name for name in backward_order if name not in late]
-    at_the_end = [name for name in backward_order if name in late]
-    ranges = [
-        *_depth_ranges(in_turn, pieces, shapes, bucket_size),
-        *_depth_ranges(at_the_end, pieces, shapes, bucket_size),
-    ]
+    ranges = _depth_ranges(backward_order, pieces, shapes, bucket_size)
     layouts: list[BucketLayout] = []
     for depth_range, names in enumerate(ranges):
         members: defaultdict[tuple[Any, ...], list[tuple[int, Piece]]] = defaultdict(list)

@@ -50,6 +50,7 @@ class Groups:
         ranks: global ranks in the order of data-parallel indices, a list for each tensor-parallel rank. Default: all
             ranks, without tensor parallelism.
         nodes: of each global rank what names its node. Default: host names, gathered over the control group.
+        control: a gloo group of all ranks, if there is one. Default: a new one.
         timeout: of the groups. Default: the backend's.
 
     Attributes:
@@ -66,11 +67,12 @@ class Groups:
         *,
         ranks: Sequence[Sequence[int]] | None = None,
         nodes: Sequence[Hashable] | None = None,
+        control: Any = None,
         timeout: timedelta | None = None,
     ) -> None:
         everyone, me = list(range(dist.get_world_size())), dist.get_rank()
         ranks = [everyone] if ranks is None else ranks
-        self.control = dist.new_group(backend="gloo", timeout=timeout)
+        self.control = control or dist.new_group(backend="gloo", timeout=timeout)
         self._created = [self.control]
         if nodes is None:
             nodes = [""] * len(everyone)

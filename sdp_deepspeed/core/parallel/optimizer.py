@@ -25,6 +25,9 @@ is inside it, or computes and will be. Hence all members arrive, and it ends: a 
 between one data-parallel index's own ranks (tensor parallelism) leave this true: these ranks hold the same buckets, so
 all of them insert such a collective at the same place of the order.
 
+When a rank takes its turn is its own affair: a tensor that gets several gradients in one backward pass keeps its
+bucket to the end of the pass, on the ranks that saw it happen; the first pass, which shows that, reduces nothing early.
+
 The list depends on facts that all ranks share, never on which gradients came: at the end of a backward pass the
 remaining buckets are reduced in order, with zeros where no gradient came (experts without tokens, skipped branches).
 """
@@ -62,8 +65,6 @@ class ShardedOptimizer:
         overlap: whether buckets are reduced during backward, as soon as they are complete and their turn has come.
         gradient_dtype: in which gradients of micro-steps are summed. Default: the weights'.
         wire_dtype: in which they are sent. Default: that in which they are summed.
-        late: tensors that get several gradients in one backward pass (used in several segments of reentrant activation
-            checkpointing): reduced at its end. The same on all ranks.
         replicated: tensors that are equal on all tensor-parallel ranks; the norm counts them once.
 
     Attributes:
@@ -86,14 +87,13 @@ class ShardedOptimizer:
         overlap: bool = False,
         gradient_dtype: torch.dtype | None = None,
         wire_dtype: torch.dtype | None = None,
-        late: Collection[str] = (),
         replicated: Collection[str] = (),
     ) -> None:
         self.optimizer, self.mask, self.groups = optimizer, mask, groups
         self.regime, self.stage, self.clip, self.overlap = regime, stage, clip, overlap
         self.is_last_micro_step = True
         self.norm: torch.Tensor | None = None
-        self._gradient_dtype, self._wire_dtype, self._late = gradient_dtype, wire_dtype, frozenset(late)
+        self._gradient_dtype, self._wire_dtype = gradient_dtype, wire_dtype
         self._parameters = {name: mask.parameters[name] for name in param_groups}
         self._device = next(iter(self._parameters.values())).device
         layouts = plan_buckets(
@@ -102,13 +102,15 @@ class ShardedOptimizer:
             {name: parameter.dtype for name, parameter in self._parameters.items()},
             param_groups,
             bucket_size=bucket_size,
-            late=late,
             replicated=replicated,
         )
         buckets = [Bucket(layout, groups.of(layout.holders), owns_all=stage == 0) for layout in layouts]
         self.buckets = [b for b in buckets if b.group is not None or regime == "backward"]
         self._held = [b for b in buckets if b.group is not None]  # in the order of collectives
         self._next = 0  # of `_held`, the first that has not been reduced
+        self._is_first_pass = True  # of backward: nothing is reduced before its end
+        self._seen: set[str] = set()  # tensors whose gradient has come in this pass
+        self._repeated: set[str] = set()  # those that have got several in one pass
         self._num_reduced_passes = 0  # backward passes of this step that stage 2 has reduced
         self._scratch: dict[tuple[str, torch.dtype], torch.Tensor] = {}
         self._stream = torch.cuda.Stream(self._device) if overlap and self._device.type == "cuda" else None
@@ -222,11 +224,15 @@ class ShardedOptimizer:
         indices = {index for index, _ in self._slots_of[name]}
         if min(indices) < self._next:
             raise RuntimeError(
-                f"a gradient of {name!r} came after its average was taken; list tensors with several gradients in "
-                "`late`, call step() before the next backward pass"
+                f"a gradient of {name!r} came after its average was taken; call step() before the next backward pass, "
+                "or switch overlap_comm off if the model now uses a parameter in several checkpointed segments"
             )
+        if name in self._seen:  # as reentrant activation checkpointing has it, once for each segment that uses it
+            self._repeated.add(name)
+        self._seen.add(name)
         self._take_early(name)
-        if self.overlap and name not in self._late and (self.stage == 2 or self.is_last_micro_step):
+        waits = self._is_first_pass or name in self._repeated
+        if self.overlap and not waits and (self.stage == 2 or self.is_last_micro_step):
             for index in indices:
                 self._held[index].waits_for.discard(name)
             self._reduce(only_complete=True)
@@ -255,6 +261,8 @@ class ShardedOptimizer:
     def finish_backward(self) -> None:
         """The host calls this once after each backward pass, on every rank: remaining buckets are reduced, in stages 0
         and 1 if this is the last micro-step and backward overlaps (else `step` does it)."""
+        self._is_first_pass = False
+        self._seen.clear()
         if self.stage == 2:
             self._reduce(only_complete=False)
             self._num_reduced_passes += 1
@@ -264,6 +272,7 @@ class ShardedOptimizer:
 
     def _restart(self) -> None:
         self._next = 0
+        self._seen.clear()
         for bucket in self._held:
             bucket.waits_for.update(bucket.names)
             bucket.filled = [False] * len(bucket.filled)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
 
 import pytest
 import torch
@@ -14,9 +13,9 @@ from tests.helpers.sliced_models import SlicedModel, random_model, sliced_model
 pytestmark = pytest.mark.slow  # until this is the core that an engine trains with
 
 
-def _planned(model: SlicedModel, bucket_size: int, late: Sequence[str] = ()) -> list[BucketLayout]:
+def _planned(model: SlicedModel, bucket_size: int) -> list[BucketLayout]:
     dtypes = {name: torch.bfloat16 if "norm" in name else torch.float32 for name in model.shapes}
-    return plan_buckets(model.pieces, model.shapes, dtypes, model.groups, bucket_size=bucket_size, late=late)
+    return plan_buckets(model.pieces, model.shapes, dtypes, model.groups, bucket_size=bucket_size)
 
 
 @pytest.mark.parametrize("seed", range(40))
@@ -48,13 +47,11 @@ def test_no_rank_holds_more_than_the_bucket_size_in_a_depth_range() -> None:
     assert len(tensors) == 1, "as few ranges as possible"
 
 
-def test_order_is_that_of_backward_with_late_tensors_last() -> None:
+def test_order_is_that_of_backward() -> None:
     model = sliced_model(3, "block", num_layers=4)
     names = list(model.shapes)
-    layouts = _planned(model, 25, late=["head"])
-    last_ready = [min(names.index(part.piece.parameter) for part in layout.slices) for layout in layouts]
-    assert {part.piece.parameter for part in layouts[-1].slices} == {"head"}
-    assert last_ready[:-1] == sorted(last_ready[:-1], reverse=True)
+    last_ready = [min(names.index(part.piece.parameter) for part in each.slices) for each in _planned(model, 25)]
+    assert last_ready == sorted(last_ready, reverse=True)
 
 
 def test_tensors_of_other_dtypes_and_replicas_have_their_own_buckets() -> None:

@@ -1,0 +1,1 @@
+"""The DeepSpeed host: an engine whose module is a rank's subnetwork."""

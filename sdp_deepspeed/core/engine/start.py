@@ -1,0 +1,125 @@
+"""What all ranks must have alike, compared before an engine is built: the block, and what decides the training.
+
+Ranks meet through the store of the default process group, since a rank whose config lacks the block builds DeepSpeed's
+own engine and would come to no collective of ours.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from enum import Enum
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from deepspeed.accelerator import get_accelerator
+
+from sdp_deepspeed.config import KEY, SubnetworkConfig, parse
+from sdp_deepspeed.messages import listed
+from sdp_deepspeed.version import __version__
+
+# Of DeepSpeed's config what decides the training. Ranks may log and profile as they like.
+_COMPARED = (
+    *("zero_optimization", "bf16", "fp16", "torch_autocast", "data_types", "communication_data_type"),
+    *("gradient_accumulation_steps", "managed_gradient_accumulation", "gradient_clipping", "optimizer", "scheduler"),
+    *("tensor_parallel", "sequence_parallel_size"),
+)
+_NO_BLOCK = "no block"
+_numbers = itertools.count()  # of engines: all ranks build them together, so that all count them alike
+
+
+def agreed_block(config: Any, options: Mapping[str, Any]) -> SubnetworkConfig | None:
+    """The block of a config that all ranks have alike; None for an engine of DeepSpeed's own.
+
+    Args:
+        config: DeepSpeed's, loaded.
+        options: of the engine's constructor.
+
+    Raises:
+        ValueError: what is wrong with the block on one of the ranks, or what differs between them.
+        RuntimeError: another rank has a config without the block.
+    """
+    error = block = None
+    try:
+        block = parse(config) if isinstance(config, Mapping) else None
+    except ValueError as problem:
+        error = f"{problem}"
+    has_optimizer = options.get("optimizer") is not None or "optimizer" in (config or {})
+    if block is not None and not has_optimizer:
+        block = None  # a model that is not trained, as a reference or a reward model
+    if not dist.is_initialized() or dist.get_world_size() == 1:
+        if error is not None:
+            raise ValueError(error)
+        return block
+    store: Any = dist.distributed_c10d._get_default_store()
+    rank, size, number = dist.get_rank(), dist.get_world_size(), next(_numbers)
+    values = {} if block is None else _comparable(block, config, options)
+    text = json.dumps({"error": error, "values": values if error is None else {}})
+    store.set(f"sdp_deepspeed/engine/{number}/{rank}", _NO_BLOCK if block is None and error is None else text)
+    if block is None and error is None:
+        return None
+    keys = [f"sdp_deepspeed/engine/{number}/{other}" for other in range(size)]
+    store.wait(keys)
+    texts = [value.decode() for value in store.multi_get(keys)]
+    _check(texts)
+    return block
+
+
+def _check(texts: Sequence[str]) -> None:
+    without = [rank for rank, text in enumerate(texts) if text == _NO_BLOCK]
+    if without:
+        raise RuntimeError(
+            f"rank {listed(without)} has a config without {KEY!r}, or with enabled: false. Give all ranks the same"
+        )
+    found = [json.loads(text) for text in texts]
+    failed = [rank for rank, one in enumerate(found) if one["error"] is not None]
+    if failed:
+        where = f" [on rank {listed(failed)}]" if len(failed) < len(found) else ""
+        raise ValueError(found[failed[0]]["error"] + where)
+    if len(set(texts)) > 1:
+        raise ValueError(_difference([one["values"] for one in found]))
+
+
+def _comparable(block: SubnetworkConfig, config: Mapping[str, Any], options: Mapping[str, Any]) -> dict[str, str]:
+    """What must be the same on all ranks, by JSON path, as JSON."""
+    own = block.model_dump()
+    if block.plan_path is not None:  # nodes may keep it in folders of their own; the plan itself is compared later
+        own["assignment"] = "<a plan>"
+    tree = {
+        KEY: own | {"schedule": config[KEY].get("schedule")},
+        **{key: config[key] for key in _COMPARED if key in config},
+        "lr_scheduler (argument)": type(options.get("lr_scheduler")).__qualname__,
+        "version of sdp_deepspeed": __version__,
+        "accelerator": get_accelerator().device_name(),
+    }
+    return {path: json.dumps(value, default=_words, skipkeys=True) for path, value in _leaves(tree)}
+
+
+def _words(value: Any) -> str:
+    """Of what is no JSON; never an address in memory, which differs between ranks."""
+    return str(value) if isinstance(value, (torch.dtype, Enum)) else type(value).__qualname__
+
+
+def _leaves(tree: Mapping[str, Any], path: str = "") -> Iterator[tuple[str, Any]]:
+    for key in sorted(tree, key=str):
+        if isinstance(tree[key], Mapping):
+            yield from _leaves(tree[key], f"{path}{key}.")
+        else:
+            yield f"{path}{key}", tree[key]
+
+
+def _difference(values: Sequence[Mapping[str, str]]) -> str:
+    """The message for settings that differ, from those of each rank by JSON path."""
+    lines = []
+    for path in sorted({path for own in values for path in own}):
+        ranks: dict[str, list[int]] = {}
+        for rank, own in enumerate(values):
+            ranks.setdefault(own.get(path, "absent"), []).append(rank)
+        if len(ranks) > 1:
+            lines.append(f"{path} is {' and '.join([f'{v} on rank {listed(own)}' for v, own in ranks.items()][:5])}")
+    return (
+        f"ranks were given different settings: {listed(lines, separator='; ')}. Give all ranks the same config and "
+        "arguments"
+    )

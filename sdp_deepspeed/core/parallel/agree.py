@@ -1,0 +1,118 @@
+"""Errors and meetings of all ranks: one rank's error is everybody's, and nobody waits for a rank that will not come."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any, TypeVar
+
+import torch.distributed as dist
+
+from sdp_deepspeed.messages import listed
+
+T = TypeVar("T")
+
+_KINDS = (ValueError, RuntimeError, OSError)  # what callers tell apart; every other error travels as a RuntimeError
+
+
+def gather_objects(value: object, group: Any = None) -> list[Any]:
+    """One small picklable object of every rank of a group with a CPU backend, in rank order."""
+    if not dist.is_initialized():
+        return [value]
+    found: list[Any] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(found, value, group=group)
+    return found
+
+
+def raise_on_all_ranks(error: Exception | None, group: Any = None) -> None:
+    """Raise on every rank if any rank has an error. Every rank of the group calls it.
+
+    Raises:
+        the first rank's error, which names the ranks that have one unless all have.
+    """
+    kind = next((known for known in _KINDS if isinstance(error, known)), None)
+    text = f"{error}" if kind else f"{type(error).__name__}: {error}"
+    reports = gather_objects(None if error is None else ((kind or RuntimeError).__name__, text), group)
+    failed = {rank: report for rank, report in enumerate(reports) if report is not None}
+    if not failed:
+        return
+    name, text = failed[min(failed)]
+    if len(failed) < len(reports):
+        text = f"{text} [on rank {listed(failed)}]"
+    raise next(known for known in _KINDS if known.__name__ == name)(text) from error
+
+
+def run_on_all_ranks(work: Callable[[], T], group: Any = None) -> T:
+    """Run `work` on every rank of a group; an error on some of them is raised on all."""
+    error: Exception | None = None
+    try:
+        result = work()
+    except Exception as problem:  # of any kind: the others wait for this rank
+        error = problem
+    raise_on_all_ranks(error, group)
+    return result
+
+
+class Meetings:
+    """Where all ranks come together for a call that needs all of them: the dense model, a checkpoint.
+
+    A rank that waits looks, once a second, where the others are. One that has gone on to another training step will not
+    come, so that the waiting rank ends with its name instead of a time limit. All of it goes through the store of the
+    default process group.
+
+    Args:
+        name: of these meetings in the store, the same on all ranks.
+    """
+
+    def __init__(self, name: str) -> None:
+        self._store: Any = dist.distributed_c10d._get_default_store()
+        self._rank, self._size, self._name = dist.get_rank(), dist.get_world_size(), name
+        self._num_passes = self._num_meetings = 0
+
+    def passing(self) -> None:
+        """This rank begins another backward pass or step: whoever waits for it in a meeting waits in vain."""
+        if self._size > 1:
+            self._num_passes += 1
+            self._store.set(f"{self._name}/{self._rank}", f"{self._num_meetings} {self._num_passes}")
+
+    def meet(self, what: str) -> None:
+        """Wait for all ranks.
+
+        Args:
+            what: the call, for the message.
+
+        Raises:
+            RuntimeError: a rank went on without it.
+        """
+        if self._size == 1:
+            return
+        key = f"{self._name}/meeting/{self._num_meetings}"
+        here = self._store.add(key, 1)
+        if here == self._size:
+            self._store.set(f"{key}/all", what)
+        while not self._has_come(f"{key}/all"):
+            if gone := self._gone():
+                raise RuntimeError(
+                    f"{what}: rank {listed(gone)} went on with training while rank {self._rank} waits here; "
+                    "all ranks must call it"
+                )
+        self._num_meetings += 1
+        self._num_passes = 0
+
+    def _has_come(self, key: str) -> bool:
+        try:
+            self._store.wait([key], timedelta(seconds=1))
+        except dist.DistStoreError:
+            return False
+        return True
+
+    def _gone(self) -> list[int]:
+        """Ranks that have begun a pass since the last meeting that this rank has not begun."""
+        others = [rank for rank in range(self._size) if rank != self._rank]
+        known = [rank for rank in others if self._store.check([f"{self._name}/{rank}"])]
+        found = []
+        for rank in known:
+            meetings, passes = map(int, self._store.get(f"{self._name}/{rank}").split())
+            if meetings == self._num_meetings and passes > self._num_passes:
+                found.append(rank)
+        return found
