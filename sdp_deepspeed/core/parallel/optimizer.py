@@ -17,7 +17,8 @@ All ranks have one list of buckets (`plan_buckets`), sorted by (depth at which t
 param group and dtype). Each rank goes through those that it holds in this order, in every phase: averages of a backward
 pass, the norm, weights. A bucket that is complete early waits for its turn; shared tensors have their turn like others.
 Each collective is issued with `async_op=False` on one stream, so that the next one starts after it has ended and two of
-a rank's communicators never run at once.
+a rank's communicators never run at once. Where ranks exchange shards directly (`groups.exchange`), these messages are
+one collective: it has ended on a rank when all that it sends and receives there has.
 
 This cannot deadlock. Give each collective the key (number of the phase, place in the list); its members agree on the
 key, and each rank issues its collectives by ascending key. Suppose that some collective never ends, and take the one
@@ -49,7 +50,7 @@ from sdp_deepspeed.core.parallel.groups import Groups, all_gather, broadcast, re
 from sdp_deepspeed.core.parallel.norm import gradient_norm, scale_gradients
 from sdp_deepspeed.core.parallel.offload import Moved, move_back, move_to_host
 from sdp_deepspeed.core.parallel.optimizer_kinds import groups_of_whole_tensors
-from sdp_deepspeed.core.parallel.param_groups import replace_parameters
+from sdp_deepspeed.core.parallel.param_groups import prefer_fused, replace_parameters
 
 
 class ShardedOptimizer:
@@ -150,6 +151,8 @@ class ShardedOptimizer:
                 for i in range(len(optimizer.param_groups))
             ],
         )
+        if stage > 0:  # in stage 0 holders must agree in bits, and a CPU's fused kernel rounds by where elements lie
+            prefer_fused(optimizer)
         self._num_param_groups = len(optimizer.param_groups)
         self._moved: Moved = []
         self._is_offloaded = False
@@ -407,7 +410,7 @@ class ShardedOptimizer:
             if owner is not None:
                 reduce(average, flat, bucket.group, owner)
             else:
-                received = self._buffer("received", wire, flat.numel()) if bucket.group.uses_all_to_all else None
+                received = self._buffer("received", wire, flat.numel()) if bucket.group.exchanges_directly else None
                 reduce_scatter(average, flat, bucket.group, received)
         if wire != torch.float16:
             average.div_(num_holders)
