@@ -3,7 +3,6 @@ steps the fractions of a schedule are of."""
 
 from __future__ import annotations
 
-import os
 import warnings
 from functools import wraps
 from math import prod
@@ -102,13 +101,9 @@ def _refuse_batches(config: Any) -> None:
 
 def num_parameters(engine: Any, trainable_only: bool) -> int:
     """Of the dense model, whatever this rank has of it."""
-    if os.environ.get("SDP_CORE") == "new":
-        mask = engine.mask
-        names = [name for name in mask.parameters if mask.trainable[name] or not trainable_only]
-        return sum(mask.shapes[name].numel() for name in names)
-    chunks = engine.rank_chunks()
-    infos = (info for info in engine.optimizer.model.tensors if info.trainable or not trainable_only)
-    return sum(prod(chunks.shape(info.name)) for info in infos)
+    mask = engine.mask
+    names = [name for name in mask.parameters if mask.trainable[name] or not trainable_only]
+    return sum(prod(mask.shapes[name]) for name in names)
 
 
 def is_ours(model: Any) -> bool:

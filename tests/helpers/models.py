@@ -24,7 +24,6 @@ from transformers import (
 )
 
 from sdp_deepspeed.config import KEY
-from sdp_deepspeed.support.combinations import STRATEGIES
 
 MIXED = STRATEGIES["mixed"]
 VOCABULARY = 61  # a prime: divides by nothing

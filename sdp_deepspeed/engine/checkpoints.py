@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from sdp_deepspeed.core.checkpoint.manager import CheckpointManager
-from sdp_deepspeed.core.engine.replan import follow_schedule, rank_state
+from sdp_deepspeed.engine.replan import follow_schedule, rank_state
 
 _COUNTERS = ("global_steps", "global_samples", "micro_steps", "skipped_steps")
 

@@ -17,8 +17,8 @@ from deepspeed.utils import log_dist
 from sdp_deepspeed.config import KEY, SubnetworkConfig, parse
 from sdp_deepspeed.core.checkpoint.peers import give_state, take_state
 from sdp_deepspeed.core.checkpoint.state import RankState
-from sdp_deepspeed.core.engine.refusals import refuse_config
 from sdp_deepspeed.core.parallel.agree import gather_objects, run_on_all_ranks
+from sdp_deepspeed.engine.refusals import refuse_config
 from sdp_deepspeed.messages import quoted
 from sdp_deepspeed.schedule import FIXED, OF_SCHEDULE, Schedule, merged, with_stage
 
