@@ -246,9 +246,9 @@ class SubnetworkEngine(DeepSpeedEngine):
         holder_sets = {holders for pieces in mask.pieces.values() for _, holders in pieces}
         self.groups = Groups(holder_sets, ranks=every, control=self._control, comm=deepspeed_comm)
         mask.apply()
-        if self._deferred is not None:
-            seed = gather_objects(self._deferred.seed, self._control)[0]
-            run_on_all_ranks(lambda: self._deferred.materialize(mask, self.device, seed), self._control)
+        if (deferred := self._deferred) is not None:
+            seed = gather_objects(deferred.seed, self._control)[0]
+            run_on_all_ranks(lambda: deferred.materialize(mask, self.device, seed), self._control)
             self._deferred = None
         self._partial_sums = self.tensor_parallel.sum_partial_gradients(mask.parameters)
         self.dense_view = DenseView(
