@@ -336,6 +336,7 @@ class Reader(FileSystemReader):
         assert self.metadata is not None
         return self.metadata
 
+    @torch.no_grad()
     def read(self, planner: LoadPlanner, state: Mapping[str, Any]) -> None:
         """Fill the boxes of a state. No collective.
 

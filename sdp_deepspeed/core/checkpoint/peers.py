@@ -106,6 +106,7 @@ class Offers:
         self.metadata = Metadata(tensors)
 
 
+@torch.no_grad()
 def fill(wanted: State, offered: State, offers: Offers, device: torch.device) -> int:
     """Fill boxes of this rank from those of all ranks. Every rank calls it.
 
