@@ -261,7 +261,7 @@ class SumModule(Mixin):
 def _like(parameter: torch.Tensor, value: torch.Tensor) -> nn.Parameter:
     """Another value, with what users noted on a parameter."""
     result = nn.Parameter(value.contiguous(), requires_grad=parameter.requires_grad)
-    vars(result).update({name: noted for name, noted in vars(parameter).items()})
+    vars(result).update(vars(parameter))
     return result
 
 
