@@ -39,9 +39,10 @@ def logits(model: Any, rank: Rank) -> torch.Tensor:
 
 
 def stored(engine: Any) -> dict[str, torch.Tensor]:
-    """All that this rank stores, buffers too, as the dense model has it."""
-    pieces = engine.rank_state().weights.stored_weights()
-    return {f"{name}{box}": values.detach().clone() for name, box, values in pieces}
+    """All that this rank stores, buffers too, by the pieces of the plan."""
+    mask = engine.mask
+    pieces = [piece for name in mask.shapes for piece, _ in mask.pieces_of(name) if mask.stored(piece)]
+    return {f"{piece.parameter}[{piece.dim}, {piece.start}]": mask.view(piece).clone() for piece in pieces}
 
 
 def resumes_bit_for_bit_or_in_another_mode(rank: Rank) -> None:
@@ -67,20 +68,14 @@ def resumes_bit_for_bit_or_in_another_mode(rank: Rank) -> None:
 def the_dense_model_is_whole_and_loads_without_us(rank: Rank) -> None:
     for regime, strategy in MODES:
         folder = rank.folder / f"{regime}_{strategy}"
-        expected: torch.Tensor | None = None
-        ways = [{"evaluation": way} for way in ("resident", "prefetch", "stream")] if regime == "forward" else [{}]
-        for way in ways:
-            engine = start(regime, strategy, "resnet_bottleneck", **way)
-            train(engine, num_steps=2)
-            found = logits(engine, rank)
-            assert expected is None or torch.equal(found, expected)
-            expected = found
-            with engine.dense(resident=True):
-                assert torch.equal(logits(engine.module, rank), found)
+        engine = start(regime, strategy, "resnet_bottleneck")
+        train(engine, num_steps=2)
+        expected = logits(engine, rank)
+        with engine.dense():
+            assert torch.equal(logits(engine.module, rank), expected)
         engine.save_pretrained(folder)
         dist.barrier()
         loaded = ResNetForImageClassification.from_pretrained(folder)
-        assert expected is not None
         assert torch.equal(logits(loaded, rank), expected)
         assert {n: v.shape for n, v in dense_state(engine).items()} == shapes(SPECIMENS["resnet_bottleneck"].build())
 
@@ -94,19 +89,19 @@ def statistics_of_a_dense_pass_in_training_mode_stay(rank: Rank) -> None:
     for regime, strategy in MODES:
         engine = start(regime, strategy)
         before = stored(engine)
-        with engine.dense(resident=True), torch.no_grad():
+        with engine.dense(), torch.no_grad():
             engine.module.train()
             loss_of(engine.module, next(batches(1, 1))[0][0])
             expected = {name: buffer.clone() for name, buffer in engine.module.named_buffers()}
         changed = {name for name, value in stored(engine).items() if not torch.equal(value, before[name])}
-        assert changed == {name for name in before if name.partition("Box")[0] in expected}
+        assert changed == {name for name in before if name.partition("[")[0] in expected}
         assert_identical(expected, {name: dense_state(engine)[name] for name in expected})
     engine = start("backward", "neuron")
     before = stored(engine)
     with torch.no_grad():
         loss_of(engine, next(batches(1, 1))[0][0])
     changed = {name for name, value in stored(engine).items() if not torch.equal(value, before[name])}
-    assert {name.partition("Box")[0] for name in changed} == expected.keys()
+    assert {name.partition("[")[0] for name in changed} == expected.keys()
 
 
 def starts_without_the_dense_model(rank: Rank) -> None:
@@ -142,9 +137,8 @@ def channels_last() -> nn.Module:
 
 
 def assert_channels_last(engine: Any) -> None:
-    views = engine._applied.model.views
-    tensors = [*engine.module.parameters(), *views.lacking.values()]
-    assert all(tensor.is_contiguous(memory_format=torch.channels_last) for tensor in tensors if tensor.dim() == 4)
+    tensors = [parameter for parameter in engine.module.parameters() if parameter.dim() == 4]
+    assert all(tensor.is_contiguous(memory_format=torch.channels_last) for tensor in tensors)
 
 
 def channels_last_stays(rank: Rank) -> None:
@@ -159,7 +153,7 @@ def channels_last_stays(rank: Rank) -> None:
             found.append(train(engine, num_steps=2))
             if build is channels_last:
                 assert_channels_last(engine)
-                with engine.dense(resident=True):
+                with engine.dense():
                     assert_channels_last(engine)
                 assert_channels_last(engine)
         assert found[0] == pytest.approx(found[1], rel=1e-5 if precision == "fp32" else 2**-6)

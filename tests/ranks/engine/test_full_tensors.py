@@ -5,10 +5,8 @@ from __future__ import annotations
 import itertools
 import pickle
 from collections.abc import Iterator, Mapping
-from dataclasses import replace
 from functools import partial
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch
@@ -138,13 +136,10 @@ def what_cannot_be_answered_is_refused(rank: Rank) -> None:
     with pytest.raises(RuntimeError, match="averaged over its holders"):
         safe_set_full_grad(lacking, torch.zeros(24, 16))
     engine.step()
-    with engine.dense(resident=True):
-        refusal(RuntimeError, lambda: safe_get_full_fp32_param(parameter), "inside engine.dense(resident=True)")
+    with engine.dense():
+        refusal(RuntimeError, lambda: safe_get_full_fp32_param(parameter), "inside engine.dense()")
     with pytest.raises(RuntimeError, match=r"engine that trained 'model.layers.0.mlp.up_proj.weight' is gone"):
         safe_get_full_fp32_param(pickle.loads(pickle.dumps(parameter)))
-    divided = replace(engine._applied, parallel=mock.Mock(group=object()))
-    with mock.patch.object(engine, "_applied", divided):
-        refusal(ValueError, lambda: safe_get_full_fp32_param(parameter), "tensor parallelism", "save_checkpoint")
 
 
 def _cases(size: int, options: pytest.Config) -> Iterator[tuple[str, Any]]:

@@ -34,7 +34,7 @@ def plain_engines_of_what_only_ours_can_train(rank: Rank) -> None:
     for regime, strategy in MODES:
         model: Any = llama()
         engine = engine_of(config(holders=1, regime=regime, strategy=strategy), model)
-        with engine.dense(resident=True):
+        with engine.dense():
             whole = deepcopy(model)
         layer = model.model.layers[0]
         others = (model, nn.Sequential(layer), layer.mlp if strategy == "neuron" else model.model)

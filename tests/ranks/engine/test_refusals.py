@@ -17,7 +17,7 @@ from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 
 from sdp_deepspeed import architectures
 from sdp_deepspeed.architectures import registry
-from sdp_deepspeed.engine.consistency import check_holders_agree
+from sdp_deepspeed.core.parallel.agree import check_agreement
 from sdp_deepspeed.plan.plan import Plan
 from tests.helpers.dense_views import assert_refused_in_use
 from tests.helpers.models import config, family, llama
@@ -245,7 +245,7 @@ def a_tampered_holder_is_noticed(rank: Rank) -> None:
         if rank.rank == 1:
             with torch.no_grad():
                 engine.module.get_parameter(name).view(-1)[0] += 1e-3
-        engine.optimizer._send_weights = lambda: None
+        engine.optimizer.sharded._return_weights = lambda: None
         refusal(RuntimeError, partial(train, engine, num_steps=1), "holders do not agree", "diverged")
 
 
@@ -257,8 +257,8 @@ def a_stale_copy_is_noticed(rank: Rank) -> None:
         index = next(index for index, unit in enumerate(engine.plan.units) if "0.mlp" in unit.name)
         if not engine.plan.holds_rank(index, rank.rank):
             piece = engine.plan.units[index].pieces[strategy == "block"]
-            engine._applied.model.views.weight_view(piece).add_(1e-3)
-        said = refusal(RuntimeError, partial(check_holders_agree, engine._applied.model, engine.dp_group))
+            engine.mask.view(piece).add_(1e-3)
+        said = refusal(RuntimeError, partial(check_agreement, engine.mask, engine.groups))
         assert said == f"holders do not agree on model.layers.0.{name} (ranks 0, 1): training has diverged"
 
 
