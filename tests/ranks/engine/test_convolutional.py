@@ -136,13 +136,8 @@ def channels_last() -> nn.Module:
     return model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
 
 
-def assert_channels_last(engine: Any) -> None:
-    tensors = [parameter for parameter in engine.module.parameters() if parameter.dim() == 4]
-    assert all(tensor.is_contiguous(memory_format=torch.channels_last) for tensor in tensors)
-
-
-def channels_last_stays(rank: Rank) -> None:
-    """Where a rank has all, some or none of a convolution, in what it lacks, and in the dense model."""
+def channels_last_trains_alike(rank: Rank) -> None:
+    """Results are those of the same model in rows; what lies how in memory may change."""
     for (regime, strategy), precision in itertools.product(MODES, ("fp32", "bf16")):
         settings = sgd(regime=regime, strategy=strategy)
         if precision == "bf16":
@@ -150,15 +145,8 @@ def channels_last_stays(rank: Rank) -> None:
         found = []
         for build in (channels_last, SPECIMENS["resnet_bottleneck"].build):
             engine = engine_of(settings, build())
-            found.append(train(engine, num_steps=2))
-            if build is channels_last:
-                assert_channels_last(engine)
-                with engine.dense():
-                    assert_channels_last(engine)
-                assert_channels_last(engine)
+            found.append([*train(engine, num_steps=2), float(logits(engine, rank).abs().sum())])
         assert found[0] == pytest.approx(found[1], rel=1e-5 if precision == "fp32" else 2**-6)
-    phases = [{"regime": regime, "strategy": strategy} for regime, strategy in (*MODES, *reversed(MODES[:3]))]
-    check_sequence(Sequence_(2, [Phase(phase) for phase in phases], model=channels_last), rank)
 
 
 def scales_are_refused(rank: Rank) -> None:
@@ -174,7 +162,7 @@ CHECKS: tuple[Check, ...] = (
     statistics_of_a_dense_pass_in_training_mode_stay,
     starts_without_the_dense_model,
     plans_change,
-    channels_last_stays,
+    channels_last_trains_alike,
     scales_are_refused,
 )
 

@@ -15,7 +15,7 @@ from torch import nn
 from sdp_deepspeed.config import MODES
 from tests.helpers.models import SPECIMENS, batches, config, loss_of, without_block
 from tests.helpers.ranks import Rank
-from tests.helpers.training import SGD, assert_identical, dense_state, engine_of, gathered, sgd, train
+from tests.helpers.training import SGD, assert_identical, dense_state, engine_of, sgd, train
 
 AUTOCAST = {"torch_autocast": {"enabled": True, "dtype": "bfloat16"}}
 

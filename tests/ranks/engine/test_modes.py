@@ -145,7 +145,7 @@ def generates_in_all_modes(rank: Rank) -> None:
 
 
 def loads_a_state_dict(rank: Rank) -> None:
-    """Inside dense(resident=True) it reaches what each rank stores, so that training goes on from it."""
+    """Inside dense() it reaches what each rank stores, so that training goes on from it."""
     for (regime, strategy), name in zip(MODES, ("llama_odd", "llama_odd", "llama_tied", "gpt2"), strict=True):
         engine, dense = start(name, regime=regime, strategy=strategy)
         train(engine, num_steps=1)
