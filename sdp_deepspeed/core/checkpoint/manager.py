@@ -326,7 +326,7 @@ def read_bytes(reader: files.Reader, key: str) -> dict[str, Any]:
     if key not in stored:
         raise ValueError(f"{reader.path} has no {key!r}; expected a checkpoint of sdp_deepspeed")
     state: State = {}
-    values = torch.empty(stored[key].size, dtype=torch.uint8)  # type: ignore[union-attr]
+    values = torch.empty(stored[key].size, dtype=torch.uint8, device="cpu")  # type: ignore[union-attr]
     add_box(state, key, values.shape, [0], values)
     reader.read(LoadPlanner(), state)
     content: dict[str, Any] = torch.load(io.BytesIO(values.numpy().tobytes()), map_location="cpu", weights_only=True)

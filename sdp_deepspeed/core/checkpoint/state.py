@@ -339,7 +339,7 @@ def _as_kept(optimizer: torch.optim.Optimizer, numbers: Mapping[str, float]) -> 
     """PyTorch's optimizers count in fp32 tensors, DeepSpeed's in integers."""
     home = type(optimizer).__module__
     if home.startswith("torch."):
-        return {key: torch.tensor(value, dtype=torch.float32) for key, value in numbers.items()}
+        return {key: torch.tensor(value, dtype=torch.float32, device="cpu") for key, value in numbers.items()}
     return {key: int(value) for key, value in numbers.items()} if home.startswith("deepspeed") else dict(numbers)
 
 

@@ -85,10 +85,13 @@ def a_function_that_fails_on_one_rank(rank: Rank) -> None:
 
 
 def an_unknown_optimizer_is_refused(rank: Rank) -> None:
-    def other(parameters: Any) -> torch.optim.Optimizer:
-        return torch.optim.NAdam(parameters)
+    class Mine(torch.optim.SGD):
+        pass
 
-    refusal(ValueError, lambda: engine_of(config(holders=1), optimizer=other), "NAdam")
+    def other(parameters: Any) -> torch.optim.Optimizer:
+        return Mine(parameters)
+
+    refusal(ValueError, lambda: engine_of(config(holders=1), optimizer=other), "Mine")
 
 
 def _cases(size: int, options: pytest.Config) -> Iterator[tuple[str, Any]]:
