@@ -317,13 +317,15 @@ class SubnetworkEngine(DeepSpeedEngine):
     def clip_fp32_gradients(self) -> None:
         """Nothing: the optimizer clips by the norm of the averaged dense gradient."""
 
-    def backward(self, loss: torch.Tensor, *options: Any, **more: Any) -> Any:
+    def backward(
+        self, loss: torch.Tensor, retain_graph: bool = False, scale_wrt_gas: bool = True, **options: Any
+    ) -> Any:
         """As DeepSpeed's."""
         self._refuse_dense("backward")
         if self.optimizer.sharded.stage == 2:
             self._meetings.passing()
-        self._step_events.note(loss)
-        return super().backward(loss, *options, **more)
+        self._step_events.note(loss, is_share=not scale_wrt_gas)
+        return super().backward(loss, retain_graph, scale_wrt_gas, **options)
 
     def zero_grad(self) -> None:
         """As DeepSpeed's; at stage 2 all ranks call it together, since averages are spread over them."""

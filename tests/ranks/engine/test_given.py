@@ -26,7 +26,7 @@ def trainable(model: nn.Module) -> Iterator[nn.Parameter]:
 def groups(model: nn.Module) -> Iterator[dict[str, Any]]:
     """Lazy outside and inside."""
     for is_matrix in (True, False):
-        chosen = (p for p in model.parameters() if p.requires_grad and (p.dim() >= 2) == is_matrix)
+        chosen = filter(lambda p, side=is_matrix: p.requires_grad and (p.dim() >= 2) == side, model.parameters())
         yield {"params": chosen, "weight_decay": 0.1 if is_matrix else 0.0}
 
 

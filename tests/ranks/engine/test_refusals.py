@@ -53,7 +53,8 @@ def a_scale_that_one_branch_does_not_allow(rank: Rank) -> None:
     with mock.patch.dict(registry._DESCRIPTIONS):
         architectures.register(LlamaDecoderLayer, attention, replace(mlp, inner=None))
         wrong = config(holders=1, dense_branch_scale="coverage")
-        refusal(ValueError, lambda: engine_of(wrong, model), "dense_branch_scale", "layers.0.mlp' describes no output projection")
+        words = ("dense_branch_scale", "layers.0.mlp' describes no output projection")
+        refusal(ValueError, lambda: engine_of(wrong, model), *words)
         assert_identical(dict(model.named_parameters()), dict(other.named_parameters()))
         assert all(parameter.requires_grad for parameter in model.parameters())
         engine, fresh = engine_of(config(holders=1), model), engine_of(config(holders=1), other)
