@@ -461,9 +461,14 @@ class SubnetworkEngine(DeepSpeedEngine):
     @contextmanager
     def dense(self, *, resident: bool | None = None) -> Iterator[None]:
         """Context in which `module` is the dense model; all ranks enter and leave together. The next step starts from
-        the weights as they are left. For gradients of the dense model use `torch.autograd.grad`."""
+        the weights as they are left. For gradients of the dense model use `torch.autograd.grad`.
+
+        Raises:
+            RuntimeError: Parameters were replaced (`load_state_dict(assign=True)`).
+        """
         with self.dense_view.resident(), self._whole_state_dicts():
             yield
+            self._known_parameters.check()
 
     def _whole_state_dicts(self) -> AbstractContextManager[None]:
         return nullcontext() if self._state_dicts is None else self._state_dicts.whole()

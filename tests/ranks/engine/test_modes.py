@@ -81,9 +81,9 @@ def branches_are_scaled(rank: Rank) -> None:
             assert torch.equal(logits(engine.module, batch), expected)
         engine.save_pretrained(folder)
         assert torch.equal(logits(loaded_from(folder), batch), expected)
-        assert_identical(copies(engine), before)
         plain.train()
         engine.train()
+        assert_identical(copies(engine), before)
         assert train(engine, num_steps=1, first=1) == train(plain, num_steps=1, first=1)
         assert_identical(copies(engine), copies(plain))
 
@@ -113,7 +113,8 @@ def exports_the_references_dense_model(rank: Rank) -> None:
             reference.step(step)
         train(engine, num_steps=2)
         folder = rank.folder / f"{name}_{regime}"
-        assert_refused_in_use(engine.module.state_dict(), r"partial.*engine\.dense\(\)")
+        if regime == "forward":
+            assert_refused_in_use(engine.module.state_dict(), r"partial.*engine\.dense\(\)")
         state = dense_state(engine)
         shapes = {key: value.shape for key, value in dense.state_dict().items()}
         assert {key: value.shape for key, value in state.items()} == shapes

@@ -66,9 +66,12 @@ def loaded_weights_are_taken_over(rank: Rank) -> None:
         assert not present_lacking(engine)
         assert_identical(dense_state(engine), given)
         train(engine, num_steps=1, first=1)
-        with engine.dense():
-            engine.module.load_state_dict(given, assign=True)
-        refusal(RuntimeError, partial(train, engine, num_steps=1), "does not have the Parameters")
+        refusal(RuntimeError, partial(assign, engine, given), "does not have the Parameters")
+
+
+def assign(engine: Any, state: dict[str, torch.Tensor]) -> None:
+    with engine.dense():
+        engine.module.load_state_dict(state, assign=True)
 
 
 def masters_follow_what_is_left(rank: Rank) -> None:
