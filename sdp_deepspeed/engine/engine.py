@@ -131,8 +131,12 @@ class SubnetworkEngine(DeepSpeedEngine):
     # ---- construction -------------------------------------------------------------------------------------------
 
     def _broadcast_model(self) -> None:
-        if self._deferred is None:  # else each rank makes the same weights
-            super()._broadcast_model()
+        if self._deferred is not None:
+            return  # each rank makes the same weights
+        for parameter in self.module.parameters():  # DeepSpeed cannot send channels-last ones; buckets are row-major
+            if not parameter.is_contiguous() or (parameter.dim() and parameter.stride(-1) != 1):
+                parameter.data = parameter.data.clone(memory_format=torch.contiguous_format)
+        super()._broadcast_model()
 
     def _configure_distributed_model(self, model: nn.Module) -> None:
         super()._configure_distributed_model(model)
@@ -341,7 +345,9 @@ class SubnetworkEngine(DeepSpeedEngine):
         self._refuse_dense("step")
         if self.is_gradient_accumulation_boundary() or not self.managed_gradient_accumulation():
             by_caller = self._is_gradient_accumulation_boundary is not None or not self.managed_gradient_accumulation()
-            if by_caller and self.optimizer.sharded.stage == 2:  # each backward pass of a rank needs those of the others
+            if (
+                by_caller and self.optimizer.sharded.stage == 2
+            ):  # each backward pass of a rank needs those of the others
                 self._meetings.meet("engine.step")
             self._meetings.passing()
             self._known_parameters.check()
