@@ -98,7 +98,7 @@ def estimate_statistics(model: nn.Module, batches: Iterable[Any]) -> dict[_Batch
     try:
         for batch in batches:
             _call(model, batch)
-        counts = {norm: norm.num_batches_tracked.clone() for norm in sums}
+        counts = {norm: getattr(norm, _COUNT).clone() for norm in sums}
         found = {norm: [*(total / counts[norm] for total in totals), counts[norm]] for norm, totals in sums.items()}
         return {norm: found.get(norm) or [value.double() for value in before[norm]] for norm in norms}
     finally:

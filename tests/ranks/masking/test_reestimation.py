@@ -195,10 +195,11 @@ def batches_of_all_kinds(rank: Rank) -> None:
 
 
 def mistakes(rank: Rank) -> None:
-    """One error on all ranks, and the statistics are as they were."""
+    """One error on all ranks, and the statistics are those of before."""
     for regime in ("forward", "backward"):
         engine = engine_of(settings(holders=2, regime=regime), Net())
         train(engine, rank.rank, num_steps=1)
+        dense_state(engine)  # takes the means over the ranks, which stay
         before = statistics_of(engine.module)
         own = [images for images, _ in batches(rank.rank, NUM - (rank.rank == 1), seed=9)]
         words = ("num_batches: got 3", "there are 2", "[on rank 1]")
