@@ -204,24 +204,26 @@ class DenseView:
 
     def _install_refusals(self, model: nn.Module) -> None:
         view, owned = self, WeakSet(model.modules())
-        lacking: dict[str, list[str]] = {}  # by module, its tensors of which ranks have a part
+        lacking: dict[str, dict[str, str]] = {}  # by module, its tensors of which ranks have a part, with their names
         for name, pieces in (*self.mask.pieces.items(), *self.mask.buffer_pieces.items()):
             is_partial = self.mask.plan.regime == "forward" or pieces[0][0].dim is not None
             if is_partial and any(len(holders) < self._groups.data_parallel.size for _, holders in pieces):
                 owner, _, own = name.rpartition(".")
-                lacking.setdefault(owner, []).append(own)
+                lacking.setdefault(owner, {})[own] = name
 
         def hide(module: nn.Module, state: dict[str, Any], prefix: str, _: Any) -> None:
             if module in owned and not view.is_resident:
-                for own in names[module]:
-                    if prefix + own in state:
+                for own, name in names[module].items():
+                    if prefix + own in state and view.mask.plan.regime == "forward":
                         state[prefix + own] = PartialTensor.of(prefix + own)
+                    elif prefix + own in state:
+                        state[prefix + own] = view.mask.joined(name)
 
         def refuse(module: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> None:
             if module in owned and not view.is_resident and any(prefix + own in state for own in names[module]):
                 raise RuntimeError(
-                    f"load_state_dict: this rank has a part of {prefix}{names[module][0]} only; load inside `with "
-                    "engine.dense():` on all ranks"
+                    f"load_state_dict: this rank has a part of {prefix}{next(iter(names[module]))} only; load inside "
+                    "`with engine.dense():` on all ranks"
                 )
 
         names = WeakKeyDictionary({model.get_submodule(owner): own for owner, own in lacking.items()})

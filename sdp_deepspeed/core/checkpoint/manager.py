@@ -32,6 +32,7 @@ from sdp_deepspeed.core.checkpoint.state import (
     live_buffers,
     make_targets,
     optimizer_facts,
+    restore_buffers,
     restore_optimizer,
     scalars,
     written_state,
@@ -231,8 +232,7 @@ class CheckpointManager:
         state.optimizer.return_weights()
         if own is not None:
             restore_random_state(own["random"])
-            for name, buffer in live_buffers(state).items():
-                buffer.copy_(own["buffers"][name])
+            restore_buffers(state, own["buffers"])
         return Loaded(path, whole["common"])
 
     def _choose(self, folder: Path, tag: str | None, control: Any) -> Path | None:

@@ -161,6 +161,12 @@ def live_buffers(state: RankState) -> dict[str, torch.Tensor]:
     return {name: buffer.detach() for name, buffer in state.mask.model.named_buffers() if name in stored}
 
 
+def restore_buffers(state: RankState, buffers: Mapping[str, torch.Tensor]) -> None:
+    """Inverse of `live_buffers`."""
+    for name, buffer in live_buffers(state).items():
+        buffer.copy_(buffers[name])
+
+
 def persistent_buffers(model: torch.nn.Module) -> set[str]:
     """Names of buffers that state dicts have."""
     return {

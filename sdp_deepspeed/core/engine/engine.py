@@ -12,32 +12,40 @@ import itertools
 import logging
 import sys
 import weakref
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any, Self
 from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
+from deepspeed import comm as deepspeed_comm  # its comms logger sees our collectives
 from deepspeed.runtime.engine import ZERO_OPTIMIZATION, DeepSpeedEngine
 from deepspeed.utils import log_dist, logger
+from deepspeed.utils.bwc import bwc_tensor_model_parallel_group, bwc_tensor_model_parallel_world_size
 from torch import nn
 
-from sdp_deepspeed.architectures import unit_costs
+from sdp_deepspeed.architectures import locate_branches, unit_costs
 from sdp_deepspeed.config import KEY, SubnetworkConfig
 from sdp_deepspeed.core.dense import DenseView
+from sdp_deepspeed.core.engine.full_access import install_full_access
+from sdp_deepspeed.core.engine.monitor import StepEvents
 from sdp_deepspeed.core.engine.optimizer import SubnetworkOptimizer
 from sdp_deepspeed.core.engine.refusals import refuse_config, refuse_model
 from sdp_deepspeed.core.engine.settings import loss_scaler, sharded_options, skips_overflow
+from sdp_deepspeed.core.masking.batch_norm import average_dense_statistics, reestimate
 from sdp_deepspeed.core.masking.compiled import compile_in_place
 from sdp_deepspeed.core.masking.mask import Mask
 from sdp_deepspeed.core.masking.replaced import KnownParameters
+from sdp_deepspeed.core.masking.scale import output_scales
 from sdp_deepspeed.core.parallel.agree import Meetings, check_agreement, gather_objects, run_on_all_ranks
 from sdp_deepspeed.core.parallel.groups import Groups
 from sdp_deepspeed.core.parallel.optimizer import ShardedOptimizer
 from sdp_deepspeed.core.parallel.optimizer_kinds import check_optimizer
 from sdp_deepspeed.core.parallel.param_groups import param_group_indices
+from sdp_deepspeed.core.parallel.tensor_parallel import TensorParallel, WholeModel, of_author, of_autotp
+from sdp_deepspeed.core.parallel.whole_state_dicts import WholeStateDicts
 from sdp_deepspeed.plan.plan import Plan
 from sdp_deepspeed.plan.planner import plan_model
 
@@ -63,6 +71,8 @@ class SubnetworkEngine(DeepSpeedEngine):
     groups: Groups
     optimizer: SubnetworkOptimizer
     phase = 0
+    _before_autotp: WholeModel | None = None
+    _state_dicts: WholeStateDicts | None = None  # under tensor parallelism
 
     def __init__(self, args: Any, model: nn.Module, *rest: Any, **options: Any) -> None:
         """
@@ -75,6 +85,8 @@ class SubnetworkEngine(DeepSpeedEngine):
             _make_whole(model)
             refuse_config(self.block, options["config"], options["config_class"])
             refuse_model(model)
+            if options.get("mesh_device") is not None:
+                raise ValueError(f"{KEY}: mesh_param asks for sequence parallelism, which is not possible; remove it")
             return compile_in_place(model)
 
         model = run_on_all_ranks(prepare, self._control)
@@ -82,6 +94,9 @@ class SubnetworkEngine(DeepSpeedEngine):
         if self.optimizer is None:
             raise ValueError(f"{KEY} needs an optimizer: name one in the config, or give deepspeed.initialize one")
         _engines[model] = weakref.ref(self)
+        self._step_events = StepEvents.of(self)
+        for name in self.optimizer.sharded.trained:
+            install_full_access(self.mask.parameters[name], name, self)
 
     # ---- construction -------------------------------------------------------------------------------------------
 
@@ -91,10 +106,16 @@ class SubnetworkEngine(DeepSpeedEngine):
         members = dist.get_process_group_ranks(group)
         every = sorted({tuple(ranks) for ranks in gather_objects(members, self._control)})
 
+        self._tensor_parallel = self._find_tensor_parallel()
+        branches, shards = self._tensor_parallel.branches, self._tensor_parallel.shards
+
         def plan_and_mask() -> None:
-            self.plan, warnings = plan_model(self.module, self.block, len(members))
-            self.mask = Mask(self.module, self.plan, members.index(dist.get_rank()))
-            costs = unit_costs(self.module, self.plan.units)
+            self.plan, warnings = plan_model(self.module, self.block, len(members), branches=branches, shards=shards)
+            local = shards.local_plan(self.plan)
+            self.mask = Mask(self.module, local, members.index(dist.get_rank()), branches=branches)
+            if self.block.dense_branch_scale == "coverage":
+                output_scales(self.mask)  # raises
+            costs = unit_costs(self.module, local.units)
             self.coverage = self.plan.mean_coverage([cost.flops for cost in costs])
             for warning in warnings:
                 log_dist(f"{KEY}: {warning}", ranks=[0], level=logging.WARNING)
@@ -108,8 +129,49 @@ class SubnetworkEngine(DeepSpeedEngine):
                 f"rank {other[0]} made another plan than rank 0; give all ranks the same model, config and versions"
             )
         holder_sets = {holders for pieces in self.mask.pieces.values() for _, holders in pieces}
-        self.groups = Groups(holder_sets, ranks=every, control=self._control)
+        self.groups = Groups(holder_sets, ranks=every, control=self._control, comm=deepspeed_comm)
         self._meetings = Meetings(f"sdp_deepspeed/meetings/{next(_numbers)}")
+
+    def _configure_tensor_parallel(self, model: nn.Module, tp_config: Any) -> Any:
+        size = int(self.autotp_size())
+        if dist.get_world_size() % size:
+            raise ValueError(
+                f"tensor_parallel.autotp_size: got {size}, which does not divide the {dist.get_world_size()} ranks"
+            )
+        self._before_autotp = WholeModel.of(model)
+        try:
+            return super()._configure_tensor_parallel(model, tp_config)
+        except AssertionError as error:
+            raise ValueError(
+                f"tensor_parallel.autotp_size: DeepSpeed's AutoTP cannot divide a {type(model).__name__}: {error}. Use "
+                "a Llama, Mistral, Qwen2, Qwen3 or GPT-NeoX, or remove tensor_parallel"
+            ) from error
+
+    def _find_tensor_parallel(self) -> TensorParallel:
+        """This rank's part in a tensor-parallel group, of AutoTP or of an `mpu` object."""
+        mpu, control = self.mpu, self._control
+        if mpu is None or bwc_tensor_model_parallel_world_size(mpu) < 2:
+            return TensorParallel(locate_branches(self.module))
+        group, members = bwc_tensor_model_parallel_group(mpu), dist.get_world_size(self.seq_data_parallel_group)
+        if members * dist.get_world_size(group) != dist.get_world_size():
+            raise ValueError(
+                f"mpu: {members} data-parallel times {dist.get_world_size(group)} tensor-parallel ranks are not the "
+                f"{dist.get_world_size()} ranks that run, and there can be no other kind"
+            )
+        whole = self._before_autotp
+        if whole is None:
+            found = of_author(self.module, group, control)
+        else:
+            found = of_autotp(self.module, whole, group, control)
+        found.check_replicated(dict(self.module.named_parameters()), control)
+        uneven = [name for name, division in found.shards.divisions.items() if not division.is_even]
+        if uneven and int(self.zero_optimization_stage()) == 2:  # ranks of a group would have other buckets
+            raise ValueError(
+                f"zero_optimization.stage: got 2, but tensor-parallel ranks do not divide {uneven[0]!r} evenly; pad the "
+                "vocabulary (resize_token_embeddings), or use stage 1"
+            )
+        self._state_dicts = WholeStateDicts(self.module, found.shards, group)
+        return found
 
     def _configure_optimizer(self, client_optimizer: Any, model_parameters: Any) -> None:
         """As DeepSpeed's; an error of one rank is raised on all."""
@@ -128,6 +190,7 @@ class SubnetworkEngine(DeepSpeedEngine):
         frozen = [name for name, p in self.mask.parameters.items() if id(p) in given and not self.mask.trainable[name]]
         self._known_parameters = KnownParameters(self.module, self.mask.parameters, frozen)
         self.mask.apply()
+        self._tensor_parallel.sum_partial_gradients(self.mask.parameters)
         self.dense_view = DenseView(
             self.mask,
             self.groups,
@@ -142,6 +205,7 @@ class SubnetworkEngine(DeepSpeedEngine):
             self.groups,
             param_groups,
             regime="backward" if self.plan.regime == "backward" else "forward",
+            replicated=self._tensor_parallel.replicated(self.mask.parameters),
             **sharded_options(self),
         )
         return SubnetworkOptimizer(
@@ -154,10 +218,10 @@ class SubnetworkEngine(DeepSpeedEngine):
 
     def _param_groups(self, optimizer: torch.optim.Optimizer) -> dict[str, int]:
         """Index of the param group of each parameter to be trained, by dense name; the same on all ranks."""
+        allow = bool(self.block.allow_optimizer or self.zero_allow_untested_optimizer())
 
         def find() -> dict[str, int]:
-            allow = self.block.allow_optimizer or self.zero_allow_untested_optimizer()
-            check_optimizer(type(optimizer), allow=bool(allow))
+            check_optimizer(type(optimizer), allow=allow)
             return param_group_indices(optimizer, self.mask.parameters, self.mask.trainable)
 
         found = run_on_all_ranks(find, self._control)
@@ -184,6 +248,7 @@ class SubnetworkEngine(DeepSpeedEngine):
         self._refuse_dense("backward")
         if self.optimizer.sharded.stage == 2:
             self._meetings.passing()
+        self._step_events.note(loss)
         return super().backward(loss, *options, **more)
 
     def zero_grad(self) -> None:
@@ -198,6 +263,8 @@ class SubnetworkEngine(DeepSpeedEngine):
             self._meetings.passing()
             self._known_parameters.check()
         super().step(lr_kwargs)
+        if self._step_applied:
+            self._step_events.write()
         if self.block.check_agreement and self._step_applied:
             run_on_all_ranks(lambda: check_agreement(self.mask, self.groups), self._control)
 
@@ -214,20 +281,50 @@ class SubnetworkEngine(DeepSpeedEngine):
     def dense(self, *, resident: bool | None = None) -> Iterator[None]:
         """Context in which `module` is the dense model; all ranks enter and leave together. The next step starts from
         the weights as they are left. For gradients of the dense model use `torch.autograd.grad`."""
-        with self.dense_view.resident():
+        with self.dense_view.resident(), self._whole_state_dicts():
             yield
+
+    def _whole_state_dicts(self) -> AbstractContextManager[None]:
+        return nullcontext() if self._state_dicts is None else self._state_dicts.whole()
 
     def save_pretrained(self, folder: str | Path, tokenizer: Any = None, **options: Any) -> None:
         """Write the dense model as the module's own `save_pretrained` does; all ranks call it, rank 0 writes."""
 
         def write() -> None:
+            state = {} if self._state_dicts is None else {"state_dict": self.module.state_dict()}  # a collective
             if dist.get_rank() == 0:
-                self.module.save_pretrained(str(folder), **options)
+                self.module.save_pretrained(str(folder), **state, **options)
                 if tokenizer is not None:
                     tokenizer.save_pretrained(str(folder))
 
-        with self.dense_view.resident("save_pretrained"):
+        with self.dense_view.resident("save_pretrained"), self._whole_state_dicts():
             run_on_all_ranks(write, self._control)
+
+    def save_16bit_model(
+        self, save_dir: str, save_filename: str = "pytorch_model.bin", exclude_frozen_parameters: bool = False
+    ) -> bool:
+        """As DeepSpeed's, of the dense model."""
+        save = super().save_16bit_model
+        with self.dense_view.resident("save_16bit_model"), self._whole_state_dicts():
+            run_on_all_ranks(lambda: save(save_dir, save_filename, exclude_frozen_parameters), self._control)
+        return True
+
+    def reestimate_batch_norm(self, batches: Iterable[Any], *, num_batches: int) -> int:
+        """As `sdp_deepspeed.reestimate_batch_norm`, of this engine's dense model."""
+
+        def take() -> list[Any]:
+            own = list(itertools.islice(batches, num_batches))
+            if len(own) < num_batches or num_batches < 1:
+                raise ValueError(f"num_batches: got {num_batches}, but there are {len(own)}; give each rank as many")
+            return own
+
+        with torch.random.fork_rng(), self.dense_view.resident("reestimate_batch_norm"):
+            own = run_on_all_ranks(take, self._control)
+            num_norms = run_on_all_ranks(lambda: reestimate(self.module, own), self._control)
+            average_dense_statistics(self.module, self.seq_data_parallel_group)
+        if not num_norms:
+            log_dist(f"{KEY}: the model has no batch norms with running statistics", ranks=[0])
+        return num_norms
 
     def _refuse_dense(self, call: str) -> None:
         self.dense_view.end_evaluation()

@@ -68,19 +68,21 @@ def average_running_statistics(mask: Mask, group: Any, device: torch.device) -> 
 
 
 @torch.no_grad()
-def reestimate(model: nn.Module, batches: Iterable[Any], group: Any = None) -> None:
-    """Running statistics of the dense model, whose activations are not those of the subnetworks: means over `batches`
-    of all ranks of `group`, as by `torch.optim.swa_utils.update_bn`. Batch norms normalize with their batch; all else
-    is in evaluation mode.
+def reestimate(model: nn.Module, batches: Iterable[Any]) -> int:
+    """Running statistics of the dense model, whose activations are not those of the subnetworks: means over `batches`,
+    as by `torch.optim.swa_utils.update_bn`. Batch norms normalize with their batch; all else is in evaluation mode.
 
     Args:
         model: dense (`Mask.undo`).
-        batches: keyword arguments of the model, or its one argument; as many on every rank.
-        group: None for no other ranks.
+        batches: each a dict of keyword arguments of the model, a tuple or list of arguments, or the one argument.
+
+    Returns:
+        How many batch norms there are.
     """
-    norms = [m for m in model.modules() if isinstance(m, _BatchNorm) and m.running_mean is not None]
+    norms = _tracking(model)
     modes = {module: module.training for module in model.modules()}
     momenta = {norm: norm.momentum for norm in norms}
+    before = {norm: [getattr(norm, name).clone() for name in (*_MEANS, _COUNT)] for norm in norms}
     model.eval()
     for norm in norms:
         norm.reset_running_stats()
@@ -88,16 +90,39 @@ def reestimate(model: nn.Module, batches: Iterable[Any], group: Any = None) -> N
         norm.momentum = None  # a cumulative mean
     try:
         for batch in batches:
-            model(**batch) if isinstance(batch, dict) else model(batch)
+            _call(model, batch)
+    except BaseException:
+        for norm, values in before.items():
+            for name, value in zip((*_MEANS, _COUNT), values, strict=True):
+                getattr(norm, name).copy_(value)
+        raise
     finally:
         for module, training in modes.items():
             module.training = training
         for norm, momentum in momenta.items():
             norm.momentum = momentum
-    if group is not None:
-        for norm in norms:
-            for statistic in (norm.running_mean, norm.running_var):
-                assert statistic is not None  # `norms` have running statistics
-                total = statistic.double()
-                dist.all_reduce(total, group=group)
-                statistic.copy_(total / dist.get_world_size(group))
+    return len(norms)
+
+
+@torch.no_grad()
+def average_dense_statistics(model: nn.Module, group: Any) -> None:
+    """Make the running means and variances of a dense model those over all ranks of a group, each of which has run as
+    many batches."""
+    for norm in _tracking(model):
+        for name in _MEANS:
+            total = getattr(norm, name).double()
+            dist.all_reduce(total, group=group)
+            getattr(norm, name).copy_(total / dist.get_world_size(group))
+
+
+def _tracking(model: nn.Module) -> list[_BatchNorm]:
+    return [m for m in model.modules() if isinstance(m, _BatchNorm) and m.running_mean is not None]
+
+
+def _call(model: nn.Module, batch: Any) -> None:
+    if isinstance(batch, dict):
+        model(**batch)
+    elif isinstance(batch, (tuple, list)):
+        model(*batch)
+    else:
+        model(batch)

@@ -36,6 +36,7 @@ class Mask:
         model: whole, on its final device.
         plan: whose pieces are of this model's tensors (of a tensor-parallel rank's, where it has parts).
         rank: data-parallel.
+        branches: residual branches, as a tensor-parallel rank has them. Default: those that the model has.
 
     Attributes:
         parameters, buffers: of the model, by dense name.
@@ -49,11 +50,13 @@ class Mask:
         ValueError: the plan does not fit the model, or the model has what cannot be masked.
     """
 
-    def __init__(self, model: nn.Module, plan: Plan, rank: int) -> None:
+    def __init__(
+        self, model: nn.Module, plan: Plan, rank: int, *, branches: Sequence[LocatedBranch] | None = None
+    ) -> None:
         if "_sdp_masked" in vars(model):
             raise RuntimeError("the model is masked already: undo its mask, or take a new model")
         self.model, self.plan, self.rank = model, plan, rank
-        self.branches = locate_branches(model)
+        self.branches = locate_branches(model) if branches is None else branches
         self.parameters: dict[str, nn.Parameter] = dict(model.named_parameters())
         self.buffers: dict[str, torch.Tensor] = dict(model.named_buffers())
         tensors: dict[str, torch.Tensor] = {**self.parameters, **self.buffers}
@@ -103,6 +106,13 @@ class Mask:
             assert self.is_held(piece), "what is frozen has no gradient"
             tensor = of
         return tensor.detach() if piece.dim is None else tensor.detach().narrow(piece.dim, start, piece.length)
+
+    def joined(self, name: str) -> torch.Tensor:
+        """A copy of the dense tensor, of which this rank has all pieces (backward regime)."""
+        dense = self._tensor(name).detach().new_empty(self.shapes[name])
+        for piece, _ in self._pieces_of(name):
+            piece.narrow(dense).copy_(self.view(piece))
+        return dense
 
     def _locate_whole(self) -> None:
         """Every piece where it lies in the dense model."""

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import time
 import zlib
 from collections.abc import Callable
-from datetime import timedelta
 from typing import Any, TypeVar
 
 import torch
@@ -56,14 +56,14 @@ def run_on_all_ranks(work: Callable[[], T], group: Any = None) -> T:
 
 
 def check_agreement(mask: Any, groups: Any) -> None:
-    """Compare bit by bit what data-parallel ranks store of each slice. Slow; for `check_agreement`.
+    """Compare bit by bit what data-parallel ranks store of each slice of parameters. Slow; for `check_agreement`.
 
     Raises:
         RuntimeError: by name, slices of which two ranks have different values.
     """
     own = {
         piece: zlib.crc32(mask.view(piece).contiguous().flatten().view(torch.uint8).cpu().numpy())
-        for pieces in (*mask.pieces.values(), *mask.buffer_pieces.values())
+        for pieces in mask.pieces.values()
         for piece, _ in pieces
         if mask.stored(piece)
     }
@@ -81,7 +81,7 @@ def check_agreement(mask: Any, groups: Any) -> None:
 class Meetings:
     """Where all ranks come together for a call that needs all of them: the dense model, a checkpoint.
 
-    A rank that waits looks, once a second, where the others are. One that has gone on to another training step will not
+    A rank that waits looks where the others are. One that has gone on to another training step will not
     come, so that the waiting rank ends with its name instead of a time limit. All of it goes through the store of the
     default process group.
 
@@ -107,7 +107,7 @@ class Meetings:
             what: the call, for the message.
 
         Raises:
-            RuntimeError: a rank went on without it.
+            RuntimeError: a rank went on without it, or does not come within the store's time limit.
         """
         if self._size == 1:
             return
@@ -115,21 +115,19 @@ class Meetings:
         here = self._store.add(key, 1)
         if here == self._size:
             self._store.set(f"{key}/all", what)
-        while not self._has_come(f"{key}/all"):
-            if gone := self._gone():
+        deadline, pause = time.monotonic() + self._store.timeout.total_seconds(), 0.001  # seconds
+        while not self._store.check([f"{key}/all"]):
+            if time.monotonic() > deadline:
+                raise RuntimeError(f"{what}: not all ranks have come within the time limit of the process group")
+            time.sleep(pause)
+            pause = min(2 * pause, 0.1)
+            if pause == 0.1 and (gone := self._gone()):
                 raise RuntimeError(
                     f"{what}: rank {listed(gone)} went on with training while rank {self._rank} waits here; "
                     "all ranks must call it"
                 )
         self._num_meetings += 1
         self._num_passes = 0
-
-    def _has_come(self, key: str) -> bool:
-        try:
-            self._store.wait([key], timedelta(seconds=1))
-        except dist.DistStoreError:
-            return False
-        return True
 
     def _gone(self) -> list[int]:
         """Ranks that have begun a pass since the last meeting that this rank has not begun."""

@@ -27,12 +27,14 @@ class HolderGroup:
         process_group: of these ranks; None for a single holder, which communicates with nobody.
         position: index of this rank in `holders`.
         uses_all_to_all: whether a reduce-scatter is sent as an all-to-all: over gloo, inside one node.
+        comm: `torch.distributed`, or a module with its functions that logs them (`deepspeed.comm`).
     """
 
     holders: Holders
     process_group: Any
     position: int
     uses_all_to_all: bool = False
+    comm: Any = dist
 
     @property
     def size(self) -> int:
@@ -51,6 +53,7 @@ class Groups:
             ranks, without tensor parallelism.
         nodes: of each global rank what names its node. Default: host names, gathered over the control group.
         control: a gloo group of all ranks, if there is one. Default: a new one.
+        comm: of the collectives, see `HolderGroup`.
         timeout: of the groups. Default: the backend's.
 
     Attributes:
@@ -69,6 +72,7 @@ class Groups:
         ranks: Sequence[Sequence[int]] | None = None,
         nodes: Sequence[Hashable] | None = None,
         control: Any = None,
+        comm: Any = dist,
         timeout: timedelta | None = None,
     ) -> None:
         everyone, me = list(range(dist.get_world_size())), dist.get_rank()
@@ -91,7 +95,7 @@ class Groups:
                     on_one_node = len({nodes[rank] for rank in global_ranks}) == 1
                     is_gloo = group is not None and dist.get_backend(group) == "gloo"
                     position = global_ranks.index(me)
-                    self._groups[holders] = HolderGroup(holders, group, position, on_one_node and is_gloo)
+                    self._groups[holders] = HolderGroup(holders, group, position, on_one_node and is_gloo, comm)
             if me in members:
                 self.data_parallel = self._groups[all_indices]
         self.num_groups = len(self._created)
@@ -130,7 +134,7 @@ def reduce_scatter(output: torch.Tensor, flat: torch.Tensor, group: HolderGroup,
             output.copy_(flat)
     elif group.uses_all_to_all:  # gloo's reduce-scatter is an all-reduce on the wire
         assert received is not None
-        dist.all_to_all_single(received, flat, group=group.process_group)
+        group.comm.all_to_all_single(received, flat, group=group.process_group)
         first, *others = received.view(group.size, -1)
         if flat.dtype == output.dtype:
             torch.add(first, others[0], out=output)
@@ -141,10 +145,8 @@ def reduce_scatter(output: torch.Tensor, flat: torch.Tensor, group: HolderGroup,
             output.add_(other)
     else:
         same = output if output.dtype == flat.dtype else torch.empty_like(output, dtype=flat.dtype)
-        if hasattr(dist, "reduce_scatter_single"):  # torch 2.13
-            dist.reduce_scatter_single(same, flat, group=group.process_group)
-        else:
-            dist.reduce_scatter_tensor(same, flat, group=group.process_group)
+        single = getattr(group.comm, "reduce_scatter_single", None)  # torch 2.13
+        (single or group.comm.reduce_scatter_tensor)(same, flat, group=group.process_group)
         if same is not output:
             output.copy_(same)
 
@@ -154,10 +156,9 @@ def all_gather(flat: torch.Tensor, shard: torch.Tensor, group: HolderGroup) -> N
     if group.size == 1:
         if flat.data_ptr() != shard.data_ptr():
             flat.copy_(shard)
-    elif hasattr(dist, "all_gather_single"):  # torch 2.13
-        dist.all_gather_single(flat, shard, group=group.process_group)
     else:
-        dist.all_gather_into_tensor(flat, shard, group=group.process_group)
+        single = getattr(group.comm, "all_gather_single", None)  # torch 2.13
+        (single or group.comm.all_gather_into_tensor)(flat, shard, group=group.process_group)
 
 
 def reduce(output: torch.Tensor, flat: torch.Tensor, group: HolderGroup, owner: int) -> None:
@@ -167,7 +168,7 @@ def reduce(output: torch.Tensor, flat: torch.Tensor, group: HolderGroup, owner: 
         owner: data-parallel index.
     """
     if group.size > 1:
-        dist.reduce(flat, _global_rank(group, owner), group=group.process_group)
+        group.comm.reduce(flat, _global_rank(group, owner), group=group.process_group)
     if output.numel() and output.data_ptr() != flat.data_ptr():
         output.copy_(flat)
 
@@ -175,7 +176,7 @@ def reduce(output: torch.Tensor, flat: torch.Tensor, group: HolderGroup, owner: 
 def broadcast(flat: torch.Tensor, group: HolderGroup, owner: int) -> None:
     """Send the owner's `flat` to all holders."""
     if group.size > 1:
-        dist.broadcast(flat, _global_rank(group, owner), group=group.process_group)
+        group.comm.broadcast(flat, _global_rank(group, owner), group=group.process_group)
 
 
 def _global_rank(group: HolderGroup, owner: int) -> int:

@@ -27,7 +27,8 @@ between one data-parallel index's own ranks (tensor parallelism) leave this true
 all of them insert such a collective at the same place of the order.
 
 When a rank takes its turn is its own affair: a tensor that gets several gradients in one backward pass keeps its
-bucket to the end of the pass, on the ranks that saw it happen; the first pass, which shows that, reduces nothing early.
+bucket to the end of the pass, on the ranks that saw it happen. The first pass shows which do. In stages 0 and 1 it
+reduces nothing early; stage 2 cannot wait, so after it all ranks agree on buckets that are reduced once more.
 
 The list depends on facts that all ranks share, never on which gradients came: at the end of a backward pass the
 remaining buckets are reduced in order, with zeros where no gradient came (experts without tokens, skipped branches).
@@ -66,7 +67,8 @@ class ShardedOptimizer:
         stage: ZeRO's.
         clip: greatest gradient norm; 0 does not clip.
         bucket_size: elements that a rank reduces at a time, at most, unless a single tensor has more.
-        overlap: whether buckets are reduced during backward, as soon as they are complete and their turn has come.
+        overlap: whether stages 0 and 1 reduce buckets during backward, as soon as they are complete and their turn has
+            come, as stage 2 does always; and, on a GPU, on a stream of its own.
         gradient_dtype: in which gradients of micro-steps are summed. Default: the weights'.
         wire_dtype: in which they are sent. Default: that in which they are summed.
         replicated: tensors that are equal on all tensor-parallel ranks; the norm counts them once.
@@ -76,6 +78,7 @@ class ShardedOptimizer:
     Attributes:
         is_last_micro_step: whether the coming backward pass is the last before `step`. The host sets it.
         norm: of the last step's averaged gradient before clipping; None before the first step.
+        trained: dense names of the tensors that the optimizer trains.
         held: buckets of which this rank is a holder, in the order of collectives.
         buckets: these; in the backward regime all.
         param_groups: as above.
@@ -105,7 +108,7 @@ class ShardedOptimizer:
         self.norm: torch.Tensor | None = None
         self._offload, self._pin_memory = offload, pin_memory
         self._gradient_dtype, self._wire_dtype = gradient_dtype, wire_dtype
-        self.param_groups = dict(param_groups)
+        self.trained, self.param_groups = list(param_groups), dict(param_groups)
         self._parameters = {name: mask.parameters[name] for name in param_groups}
         self._device = next(iter(self._parameters.values())).device
         layouts = plan_buckets(
@@ -120,8 +123,10 @@ class ShardedOptimizer:
         buckets = [Bucket(layout, groups.of(layout.holders), owns_all=stage == 0) for layout in layouts]
         self.buckets = [b for b in buckets if b.group is not None or regime == "backward"]
         self.held = [b for b in buckets if b.group is not None]
+        self._numbers = [number for number, bucket in enumerate(buckets) if bucket.group is not None]  # of `held`
+        self._num_buckets = len(buckets)  # of all ranks
         self._next = 0  # of `_held`, the first that has not been reduced
-        self._is_first_pass = True  # of backward: nothing is reduced before its end
+        self._is_first_pass = True  # of backward
         self._seen: set[str] = set()  # tensors whose gradient has come in this pass
         self._repeated: set[str] = set()  # those that have got several in one pass
         self._num_reduced_passes = 0  # backward passes of this step that stage 2 has reduced
@@ -256,17 +261,19 @@ class ShardedOptimizer:
     def _on_gradient(self, name: str) -> None:
         """A tensor's gradient of this backward pass has been added to its `.grad`."""
         indices = {index for index, _ in self._slots_of[name]}
-        if min(indices) < self._next:
-            raise RuntimeError(
-                f"a gradient of {name!r} came after its average was taken; call step() before the next backward pass, "
-                "or switch overlap_comm off if the model now uses a parameter in several checkpointed segments"
-            )
         if name in self._seen:  # as reentrant activation checkpointing has it, once for each segment that uses it
             self._repeated.add(name)
         self._seen.add(name)
+        if min(indices) < self._next:
+            if self.stage == 2 and self._is_first_pass:
+                return  # `_reduce_again` takes it
+            raise RuntimeError(
+                f"a gradient of {name!r} came after its average was taken; call step() before the next backward pass; "
+                "a model that begins to checkpoint activations needs a new engine"
+            )
         self._take_early(name)
-        waits = self._is_first_pass or name in self._repeated
-        if self.overlap and not waits and (self.stage == 2 or self.is_last_micro_step):
+        overlaps = self.overlap and self.is_last_micro_step and not self._is_first_pass
+        if (self.stage == 2 or overlaps) and name not in self._repeated:
             for index in indices:
                 self.held[index].waits_for.discard(name)
             self._reduce(only_complete=True)
@@ -295,10 +302,12 @@ class ShardedOptimizer:
     def finish_backward(self) -> None:
         """The host calls this once after each backward pass, on every rank: remaining buckets are reduced, in stages 0
         and 1 if this is the last micro-step and backward overlaps (else `step` does it)."""
-        self._is_first_pass = False
+        is_first, self._is_first_pass = self._is_first_pass, False
         self._seen.clear()
         if self.stage == 2:
             self._reduce(only_complete=False)
+            if is_first:
+                self._reduce_again()
             self._num_reduced_passes += 1
             self._restart()
         elif self.overlap and self.is_last_micro_step:
@@ -321,6 +330,24 @@ class ShardedOptimizer:
                 self._pack(bucket)
                 self._average(bucket)
             self._next += 1
+
+    def _reduce_again(self) -> None:
+        """Buckets with tensors that got another gradient after their average was taken, on some rank."""
+        left = [any(self._parameters[name].grad is not None for name in bucket.names) for bucket in self.held]
+        flags = torch.zeros(self._num_buckets, dtype=torch.int32, device=self._device)
+        flags[[number for number, is_left in zip(self._numbers, left, strict=True) if is_left]] = 1
+        group = self.groups.data_parallel
+        if group.size > 1:
+            dist.all_reduce(flags, dist.ReduceOp.MAX, group=group.process_group)
+        again = flags.nonzero().flatten().tolist()
+        for index, (number, bucket) in enumerate(zip(self._numbers, self.held, strict=True)):
+            if number in again:
+                self._next = index
+                self._repeated.update(bucket.names)
+                bucket.filled = [False] * len(bucket.filled)
+                with self._beside():
+                    self._pack(bucket)
+                    self._average(bucket)
 
     @contextlib.contextmanager
     def _beside(self) -> Iterator[None]:
@@ -372,7 +399,7 @@ class ShardedOptimizer:
             flat.div_(num_holders)
         if bucket.owns_all:
             if num_holders > 1:
-                dist.all_reduce(flat, group=bucket.group.process_group)
+                bucket.group.comm.all_reduce(flat, group=bucket.group.process_group)
             average = flat if flat is bucket.gradients and flat.dtype == dtype else flat.to(dtype, copy=True)
         else:
             average, owner = bucket.shard_of(bucket.gradients), bucket.layout.owner

@@ -24,8 +24,8 @@ def param_group_indices(
     """
     if any(_was_stepped(state) for state in optimizer.state.values()):
         raise ValueError(
-            f"{type(optimizer).__name__} has state of earlier steps, which belongs to whole parameters: pass a new "
-            "optimizer and load a checkpoint afterwards"
+            f"{type(optimizer).__name__} already holds state of earlier steps, which belongs to whole parameters; "
+            "pass a new optimizer, and load a checkpoint afterwards"
         )
     names = {id(parameter): name for name, parameter in parameters.items()}
     indices: dict[str, int] = {}

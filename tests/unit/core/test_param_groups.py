@@ -44,5 +44,5 @@ def test_a_stepped_optimizer_is_refused(kind: Any) -> None:
     assert param_group_indices(optimizer, parameters, trainable) == dict.fromkeys("abcd", 0)
     parameters["b"].grad = torch.ones(2)
     optimizer.step()
-    with pytest.raises(ValueError, match=f"{kind.__name__} has state of earlier steps"):
+    with pytest.raises(ValueError, match=f"{kind.__name__} already holds state"):
         param_group_indices(optimizer, parameters, trainable)

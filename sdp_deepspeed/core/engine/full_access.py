@@ -1,0 +1,60 @@
+"""`deepspeed.utils.safe_get_full_fp32_param` and its like, of parameters that an engine of ours trains."""
+
+from __future__ import annotations
+
+import weakref
+from typing import Any
+
+import torch
+from torch import nn
+
+from sdp_deepspeed.core.parallel.full_tensors import read_full, write_full
+
+
+def install_full_access(parameter: nn.Parameter, name: str, engine: Any) -> None:
+    """Give a parameter what DeepSpeed's functions look for; all ranks call those together.
+
+    Args:
+        name: dense.
+        engine: has the optimizer, as `optimizer.sharded`.
+    """
+    access, target = _Access(engine, name), parameter
+    vars(target).update(
+        _hp_mapping=None,  # there: DeepSpeed's functions then call the methods
+        _hp_grad=access,  # not None: they do not return this rank's own gradient
+        get_full_hp_param=access.get,
+        set_full_hp_param=access.set,
+        get_full_hp_grad=access.get_gradient,
+        set_full_hp_grad=access.set_gradient,
+    )
+
+
+class _Access:
+    """Methods of one Parameter; keeps nothing alive. A pickled Parameter has no engine."""
+
+    def __init__(self, engine: Any, name: str) -> None:
+        self._engine = (lambda: None) if engine is None else weakref.ref(engine)
+        self._name = name
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _Access, (None, self._name)
+
+    def _optimizer(self) -> Any:
+        engine = self._engine()
+        if engine is None:
+            raise RuntimeError(f"the engine that trained {self._name!r} is gone")
+        return engine.optimizer.sharded
+
+    def get(self, optim_state_key: str | None = None) -> torch.Tensor:
+        kind: Any = "weight" if optim_state_key is None else "state"
+        return read_full(self._optimizer(), self._name, kind, optim_state_key or "")
+
+    def set(self, value: torch.Tensor, optim_state_key: str | None = None) -> None:
+        kind: Any = "weight" if optim_state_key is None else "state"
+        write_full(self._optimizer(), self._name, value, kind, optim_state_key or "")
+
+    def get_gradient(self) -> torch.Tensor:
+        return read_full(self._optimizer(), self._name, "gradient")
+
+    def set_gradient(self, value: torch.Tensor) -> None:
+        write_full(self._optimizer(), self._name, value, "gradient")

@@ -1,0 +1,74 @@
+"""State dicts of a model that tensor-parallel ranks divide: whole tensors on every rank, when they are asked for."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from sdp_deepspeed.plan.shards import Division, Shards
+
+
+class WholeStateDicts:
+    """Gathers and narrows what goes through `state_dict` and `load_state_dict` of a model and of its parts.
+
+    Args:
+        model: divided.
+        shards: who stores what.
+        group: the tensor-parallel process group.
+    """
+
+    def __init__(self, model: nn.Module, shards: Shards, group: Any) -> None:
+        self._shards, self._group, self._are_whole = shards, group, False
+        names = {id(p): name for name, p in model.named_parameters() if name in shards.divisions}
+        for module in model.modules():
+            own = {key: names[id(p)] for key, p in module._parameters.items() if id(p) in names}
+            if own:
+                module.register_state_dict_post_hook(partial(self._gather, own))
+                module.register_load_state_dict_pre_hook(partial(self._narrow, own))
+
+    @contextmanager
+    def whole(self) -> Iterator[None]:
+        """In the block `state_dict` gives whole tensors, a collective of the group, and `load_state_dict` takes them;
+        outside both mean this rank's shards."""
+        before, self._are_whole = self._are_whole, True
+        try:
+            yield
+        finally:
+            self._are_whole = before
+
+    @torch.no_grad()
+    def _gather(self, own: Mapping[str, str], _: nn.Module, state: dict[str, Any], prefix: str, *__: Any) -> None:
+        for attribute, name in own.items() if self._are_whole else ():
+            key = prefix + attribute
+            if key != name and name in state:  # tied to what is there already
+                state[key] = state[name]
+            elif key in state:
+                state[key] = self._whole(name, state[key].detach())
+
+    def _whole(self, name: str, shard: torch.Tensor) -> torch.Tensor:
+        division = self._shards.divisions[name]
+        if not division.is_known:
+            raise RuntimeError(
+                f"{name} is divided among tensor-parallel ranks along an unknown dim; set its attribute partition_dim, "
+                "so that state dicts can be gathered"
+            )
+        whole = shard.new_zeros(division.shape)
+        self._own_part(division, whole).copy_(shard)
+        dist.all_reduce(whole, group=self._group)  # exact, as all others add zeros; shards need not have one size
+        return whole
+
+    def _narrow(self, own: Mapping[str, str], _: nn.Module, state: dict[str, Any], prefix: str, *__: Any) -> None:
+        for attribute, name in own.items() if self._are_whole else ():
+            key, division = prefix + attribute, self._shards.divisions[name]
+            if key in state and tuple(state[key].shape) == division.shape:
+                state[key] = self._own_part(division, state[key])
+
+    def _own_part(self, division: Division, whole: torch.Tensor) -> torch.Tensor:
+        index = self._shards.index
+        return whole.narrow(division.dim, sum(division.lengths[:index]), division.lengths[index])
