@@ -78,8 +78,13 @@ class DenseView:
 
     @torch.inference_mode(False)
     @torch.no_grad()
-    def make_resident(self, what: str = "the dense model") -> None:
-        """Make the module the dense model. Every rank calls it, unless it is dense already."""
+    def make_resident(self, what: str = "the dense model", *, scales: bool = True) -> None:
+        """Make the module the dense model. Every rank calls it, unless it is dense already.
+
+        Args:
+            what: the call that needs it, for messages.
+            scales: whether branches are scaled, where they are to be.
+        """
         if self.is_resident:
             return
         if self.is_collective:
@@ -88,7 +93,7 @@ class DenseView:
         self.mask.undo()
         if self.mask.plan.regime == "forward":
             self._fetch()
-        if self._is_scaled:
+        if self._is_scaled and scales:
             self._scaled.enter_context(scaled(self.mask))
 
     @torch.no_grad()

@@ -235,6 +235,15 @@ class CheckpointManager:
             restore_buffers(state, own["buffers"])
         return Loaded(path, whole["common"])
 
+    def common_of(self, folder: Path, tag: str | None, control: Any) -> dict[str, Any] | None:
+        """What `save` was given for the whole run, without loading anything; None if the folder has no checkpoint."""
+        self.wait()
+        path = self._choose(folder, tag, control)
+        if path is None:
+            return None
+        found: dict[str, Any] = run_on_all_ranks(lambda: read_bytes(files.Reader(path), COMMON)["common"], control)
+        return found
+
     def _choose(self, folder: Path, tag: str | None, control: Any) -> Path | None:
         """The folder of the checkpoint to load."""
         is_first, problems = dist.get_rank() == 0, list[str]()

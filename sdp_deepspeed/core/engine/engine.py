@@ -12,7 +12,7 @@ import itertools
 import logging
 import sys
 import weakref
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any, Self
@@ -28,13 +28,24 @@ from torch import nn
 
 from sdp_deepspeed.architectures import locate_branches, unit_costs
 from sdp_deepspeed.config import KEY, SubnetworkConfig
+from sdp_deepspeed.core.checkpoint.hugging_face import load_pretrained
+from sdp_deepspeed.core.checkpoint.manager import CheckpointManager
 from sdp_deepspeed.core.dense import DenseView
+from sdp_deepspeed.core.engine.checkpoints import load, new_manager, save
 from sdp_deepspeed.core.engine.full_access import install_full_access
 from sdp_deepspeed.core.engine.monitor import StepEvents
 from sdp_deepspeed.core.engine.optimizer import SubnetworkOptimizer
 from sdp_deepspeed.core.engine.refusals import refuse_config, refuse_model
+from sdp_deepspeed.core.engine.replan import (
+    Replanned,
+    blocks_of_schedule,
+    follow_schedule,
+    new_config,
+    rank_state,
+    replan,
+)
 from sdp_deepspeed.core.engine.settings import loss_scaler, sharded_options, skips_overflow
-from sdp_deepspeed.core.masking.batch_norm import average_dense_statistics, reestimate
+from sdp_deepspeed.core.masking.batch_norm import average_dense_statistics, average_running_statistics, reestimate
 from sdp_deepspeed.core.masking.compiled import compile_in_place
 from sdp_deepspeed.core.masking.mask import Mask
 from sdp_deepspeed.core.masking.replaced import KnownParameters
@@ -48,6 +59,7 @@ from sdp_deepspeed.core.parallel.tensor_parallel import TensorParallel, WholeMod
 from sdp_deepspeed.core.parallel.whole_state_dicts import WholeStateDicts
 from sdp_deepspeed.plan.plan import Plan
 from sdp_deepspeed.plan.planner import plan_model
+from sdp_deepspeed.schedule import Schedule
 
 _numbers = itertools.count()  # of engines: all ranks build them together, so that all count them alike
 
@@ -61,7 +73,9 @@ class SubnetworkEngine(DeepSpeedEngine):
         coverage: C of the plan, units weighted by their FLOPs.
         mask: this rank's subnetwork.
         groups: process groups.
-        phase: of the schedule.
+        tensor_parallel: this rank's part in a tensor-parallel group.
+        schedule: of plans; None if the plan does not change over time.
+        phase, draw: of the schedule, that the engine is laid out for.
     """
 
     block: SubnetworkConfig
@@ -69,8 +83,11 @@ class SubnetworkEngine(DeepSpeedEngine):
     coverage: float
     mask: Mask
     groups: Groups
+    tensor_parallel: TensorParallel
+    checkpoints: CheckpointManager
     optimizer: SubnetworkOptimizer
-    phase = 0
+    schedule: Schedule | None
+    phase = draw = 0
     _before_autotp: WholeModel | None = None
     _state_dicts: WholeStateDicts | None = None  # under tensor parallelism
 
@@ -95,42 +112,52 @@ class SubnetworkEngine(DeepSpeedEngine):
             raise ValueError(f"{KEY} needs an optimizer: name one in the config, or give deepspeed.initialize one")
         _engines[model] = weakref.ref(self)
         self._step_events = StepEvents.of(self)
-        for name in self.optimizer.sharded.trained:
+        self.checkpoints = new_manager(self)
+        for name in self.optimizer.sharded.param_groups:
             install_full_access(self.mask.parameters[name], name, self)
 
     # ---- construction -------------------------------------------------------------------------------------------
 
     def _configure_distributed_model(self, model: nn.Module) -> None:
         super()._configure_distributed_model(model)
-        group = self.seq_data_parallel_group
-        members = dist.get_process_group_ranks(group)
-        every = sorted({tuple(ranks) for ranks in gather_objects(members, self._control)})
+        self.tensor_parallel = self._find_tensor_parallel()
+        self._meetings = Meetings(f"sdp_deepspeed/meetings/{next(_numbers)}")
+        self.schedule = run_on_all_ranks(lambda: Schedule.of(self.config, KEY), self._control)
+        for later in blocks_of_schedule(self.schedule):  # what would be wrong with them is said now
+            self.plan_and_mask(later, tells=False)
+        self.plan, self.mask = self.plan_and_mask(self.block)
 
-        self._tensor_parallel = self._find_tensor_parallel()
-        branches, shards = self._tensor_parallel.branches, self._tensor_parallel.shards
+    def plan_and_mask(self, block: SubnetworkConfig, *, tells: bool = True) -> tuple[Plan, Mask]:
+        """The plan of a block, and this rank's mask, not applied; every rank calls it while the module is dense.
 
-        def plan_and_mask() -> None:
-            self.plan, warnings = plan_model(self.module, self.block, len(members), branches=branches, shards=shards)
-            local = shards.local_plan(self.plan)
-            self.mask = Mask(self.module, local, members.index(dist.get_rank()), branches=branches)
-            if self.block.dense_branch_scale == "coverage":
-                output_scales(self.mask)  # raises
-            costs = unit_costs(self.module, local.units)
-            self.coverage = self.plan.mean_coverage([cost.flops for cost in costs])
-            for warning in warnings:
+        Args:
+            tells: whether plan and warnings are logged.
+
+        Raises:
+            ValueError: on all ranks, what does not fit the model or the number of ranks.
+        """
+        branches, shards = self.tensor_parallel.branches, self.tensor_parallel.shards
+        members = self._members()
+
+        def make() -> tuple[Plan, Mask]:
+            plan, warnings = plan_model(self.module, block, len(members), branches=branches, shards=shards)
+            local = shards.local_plan(plan)
+            mask = Mask(self.module, local, members.index(dist.get_rank()), branches=branches)
+            if block.dense_branch_scale == "coverage":
+                output_scales(mask)  # raises
+            for warning in warnings if tells else ():
                 log_dist(f"{KEY}: {warning}", ranks=[0], level=logging.WARNING)
-            if dist.get_rank() == 0:
-                _announce(f"{KEY}\n{self.plan.table(costs)}")
+            if tells and dist.get_rank() == 0:
+                _announce(f"{KEY}\n{plan.table(unit_costs(self.module, local.units))}")
+            return plan, mask
 
-        run_on_all_ranks(plan_and_mask, self._control)
-        hashes = gather_objects(self.plan.hash, self._control)
+        plan, mask = run_on_all_ranks(make, self._control)
+        hashes = gather_objects(plan.hash, self._control)
         if other := [rank for rank, found in enumerate(hashes) if found != hashes[0]]:
             raise RuntimeError(
                 f"rank {other[0]} made another plan than rank 0; give all ranks the same model, config and versions"
             )
-        holder_sets = {holders for pieces in self.mask.pieces.values() for _, holders in pieces}
-        self.groups = Groups(holder_sets, ranks=every, control=self._control, comm=deepspeed_comm)
-        self._meetings = Meetings(f"sdp_deepspeed/meetings/{next(_numbers)}")
+        return plan, mask
 
     def _configure_tensor_parallel(self, model: nn.Module, tp_config: Any) -> Any:
         size = int(self.autotp_size())
@@ -167,8 +194,8 @@ class SubnetworkEngine(DeepSpeedEngine):
         uneven = [name for name, division in found.shards.divisions.items() if not division.is_even]
         if uneven and int(self.zero_optimization_stage()) == 2:  # ranks of a group would have other buckets
             raise ValueError(
-                f"zero_optimization.stage: got 2, but tensor-parallel ranks do not divide {uneven[0]!r} evenly; pad the "
-                "vocabulary (resize_token_embeddings), or use stage 1"
+                f"zero_optimization.stage: got 2, but tensor-parallel ranks do not divide {uneven[0]!r} evenly; pad "
+                "the vocabulary (resize_token_embeddings), or use stage 1"
             )
         self._state_dicts = WholeStateDicts(self.module, found.shards, group)
         return found
@@ -185,36 +212,61 @@ class SubnetworkEngine(DeepSpeedEngine):
         return ZERO_OPTIMIZATION  # every stage and precision takes our optimizer
 
     def _configure_zero_optimizer(self, optimizer: Any) -> SubnetworkOptimizer:
-        param_groups = self._param_groups(optimizer)
         given = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
         frozen = [name for name, p in self.mask.parameters.items() if id(p) in given and not self.mask.trainable[name]]
         self._known_parameters = KnownParameters(self.module, self.mask.parameters, frozen)
-        self.mask.apply()
-        self._tensor_parallel.sum_partial_gradients(self.mask.parameters)
-        self.dense_view = DenseView(
-            self.mask,
-            self.groups,
-            self.device,
-            meet=self._meetings.meet,
-            changed=lambda: self.optimizer.refresh_fp32_params(),
-            is_scaled=self.block.dense_branch_scale == "coverage",
-        )
-        sharded = ShardedOptimizer(
-            optimizer,
-            self.mask,
-            self.groups,
-            param_groups,
-            regime="backward" if self.plan.regime == "backward" else "forward",
-            replicated=self._tensor_parallel.replicated(self.mask.parameters),
-            **sharded_options(self),
-        )
+        self._param_group_of = self._param_groups(optimizer)
         return SubnetworkOptimizer(
-            sharded,
+            self._apply(self.block, self.plan, self.mask, optimizer),
             loss_scaler(self),
             skips_overflow=skips_overflow(self),
             reports_norm=bool(self.zero_compute_grad_norm()),
             process_group=self.seq_data_parallel_group,
         )
+
+    def _apply(
+        self, block: SubnetworkConfig, plan: Plan, mask: Mask, optimizer: torch.optim.Optimizer
+    ) -> ShardedOptimizer:
+        """Make the dense module this rank's subnetwork, and an optimizer step this rank's shards of it."""
+        self.block, self.plan, self.mask = block, plan, mask
+        costs = unit_costs(self.module, mask.plan.units)
+        self.coverage = plan.mean_coverage([cost.flops for cost in costs])
+        every = sorted({tuple(ranks) for ranks in gather_objects(self._members(), self._control)})
+        holder_sets = {holders for pieces in mask.pieces.values() for _, holders in pieces}
+        self.groups = Groups(holder_sets, ranks=every, control=self._control, comm=deepspeed_comm)
+        mask.apply()
+        self._partial_sums = self.tensor_parallel.sum_partial_gradients(mask.parameters)
+        self.dense_view = DenseView(
+            mask,
+            self.groups,
+            self.device,
+            meet=self._meetings.meet,
+            changed=lambda: self.optimizer.refresh_fp32_params(),
+            is_scaled=block.dense_branch_scale == "coverage",
+        )
+        return ShardedOptimizer(
+            optimizer,
+            mask,
+            self.groups,
+            self._param_group_of,
+            regime="backward" if plan.regime == "backward" else "forward",
+            replicated=self.tensor_parallel.replicated(mask.parameters),
+            **sharded_options(self),
+        )
+
+    def lay_out(self, block: SubnetworkConfig, plan: Plan, mask: Mask) -> None:
+        """Under another plan, without the optimizer's state; every rank calls it while the module is dense."""
+        self.dense_view.close()
+        self.optimizer.sharded.close()
+        self.groups.close()
+        for handle in self._partial_sums:
+            handle.remove()
+        self.optimizer.state.clear()
+        self.optimizer.sharded = self._apply(block, plan, mask, self.optimizer.optimizer)
+
+    def _members(self) -> list[int]:
+        """Global ranks of the data-parallel group."""
+        return dist.get_process_group_ranks(self.seq_data_parallel_group)
 
     def _param_groups(self, optimizer: torch.optim.Optimizer) -> dict[str, int]:
         """Index of the param group of each parameter to be trained, by dense name; the same on all ranks."""
@@ -267,6 +319,103 @@ class SubnetworkEngine(DeepSpeedEngine):
             self._step_events.write()
         if self.block.check_agreement and self._step_applied:
             run_on_all_ranks(lambda: check_agreement(self.mask, self.groups), self._control)
+        follow_schedule(self, self.global_steps)
+
+    def replan(self, block: Mapping[str, Any], *, stage: int | None = None) -> Replanned:
+        """Go on under another plan, from the end of a step; all ranks call it with the same keys.
+
+        The dense model, fp32 masters and moments are the same numbers afterwards, wherever they are; step counts, the
+        learning rate, the loss scale, data and random numbers go on. A Parameter may have another shape than before.
+
+        Args:
+            block: keys of the config's block that change.
+            stage: ZeRO's from now on; None leaves it.
+
+        Raises:
+            ValueError, RuntimeError: on all ranks, before anything is changed.
+        """
+        return replan(self, run_on_all_ranks(lambda: new_config(self, block, stage), self._control), stage)
+
+    # ---- checkpoints --------------------------------------------------------------------------------------------
+
+    def save_checkpoint(
+        self,
+        save_dir: str,
+        tag: str | None = None,
+        client_state: Mapping[str, Any] | None = None,
+        save_latest: bool = True,
+        exclude_frozen_parameters: bool = False,
+    ) -> bool:
+        """As DeepSpeed's, of the dense model; all ranks call it, and it loads on any layout. With the block's
+        `checkpoint.asynchronous` it returns when everything is copied to host memory.
+
+        Raises:
+            ValueError: client state that could not be loaded safely.
+            RuntimeError: on all ranks, if it cannot be written; earlier checkpoints are as they were. On those that
+                wait, if a rank does not call it.
+        """
+        self._before_checkpoint("save_checkpoint")
+        options = {"latest": save_latest, "exclude_frozen": exclude_frozen_parameters}
+        save(self, Path(save_dir), tag, client_state or {}, **options)
+        return True
+
+    def load_checkpoint(
+        self,
+        load_dir: str,
+        tag: str | None = None,
+        load_module_strict: bool = True,
+        load_optimizer_states: bool = True,
+        load_lr_scheduler_states: bool = True,
+        load_module_only: bool = False,
+        custom_load_fn: Any = None,
+    ) -> tuple[str | None, dict[str, Any] | None]:
+        """As DeepSpeed's, on the layout that wrote it or on another one; all ranks call it. With a schedule the engine
+        is in the phase of the checkpoint's step afterwards.
+
+        Returns:
+            Path of the checkpoint and the client state; (None, None) if `load_dir` has no checkpoint.
+
+        Raises:
+            ValueError: on all ranks, before anything is changed: it is damaged, or of another model.
+        """
+        if custom_load_fn is not None:
+            raise ValueError("load_checkpoint: custom_load_fn is not possible; load with load_module_strict=False")
+        self._before_checkpoint("load_checkpoint")
+        found = load(
+            self,
+            Path(load_dir),
+            None if tag is None else str(tag),
+            module_only=load_module_only,
+            scheduler=load_lr_scheduler_states,
+            optimizer_states=load_optimizer_states and not load_module_only,
+            strict=load_module_strict,
+        )
+        follow_schedule(self, self.global_steps)
+        return found
+
+    def load_pretrained(self, folder: str | Path) -> None:
+        """Start from a local folder in Hugging Face format (safetensors); every rank calls it and reads what it holds.
+        The optimizer's moments, counters and the learning rate's schedule stay as they are.
+
+        Raises:
+            ValueError: on all ranks, before anything is changed: files are missing or damaged, or of another model.
+        """
+        self._before_checkpoint("load_pretrained")
+        load_pretrained(rank_state(self), Path(folder))
+
+    def wait_for_checkpoint(self) -> None:
+        """Until a checkpoint that is written in the background is complete; all ranks call it, before they leave.
+
+        Raises:
+            RuntimeError: on all ranks, if it could not be written.
+        """
+        self.checkpoints.wait()
+
+    def _before_checkpoint(self, call: str) -> None:
+        self._refuse_dense(call)
+        self._known_parameters.check()
+        self._meetings.meet(call)
+        average_running_statistics(self.mask, self.seq_data_parallel_group, self.device)
 
     # ---- the dense model ----------------------------------------------------------------------------------------
 

@@ -74,6 +74,10 @@ class SubnetworkOptimizer(ZeROOptimizer):
         """Drop all gradients since the last step; at stage 2 all ranks call it together."""
         self.sharded.zero_grad()
 
+    def has_gradients(self) -> bool:
+        """Whether there are gradients of a step that has begun."""
+        return self.sharded.has_gradients()
+
     # ---- loss scale ---------------------------------------------------------------------------------------------
 
     @property

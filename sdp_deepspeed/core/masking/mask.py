@@ -110,19 +110,26 @@ class Mask:
     def joined(self, name: str) -> torch.Tensor:
         """A copy of the dense tensor, of which this rank has all pieces (backward regime)."""
         dense = self._tensor(name).detach().new_empty(self.shapes[name])
-        for piece, _ in self._pieces_of(name):
+        for piece, _ in self.pieces_of(name):
             piece.narrow(dense).copy_(self.view(piece))
         return dense
+
+    def tensors(self) -> list[torch.Tensor]:
+        """Parameters, buffers, and what layers that are split have beside them."""
+        frozen = [tensor for module in self._masked for tensor in getattr(module._sdp_state, "frozen", {}).values()]
+        rest = [tensor for tensor, _ in self._where.values()]
+        every = (*self.parameters.values(), *self.buffers.values(), *frozen, *rest)
+        return list({id(tensor): tensor for tensor in every}.values())
 
     def _locate_whole(self) -> None:
         """Every piece where it lies in the dense model."""
         for name in self.shapes:
-            self._where |= {piece: (self._tensor(name), piece.start) for piece, _ in self._pieces_of(name)}
+            self._where |= {piece: (self._tensor(name), piece.start) for piece, _ in self.pieces_of(name)}
 
     def _tensor(self, name: str) -> torch.Tensor:
         return self.parameters[name] if name in self.parameters else self.buffers[name]
 
-    def _pieces_of(self, name: str) -> Pieces:
+    def pieces_of(self, name: str) -> Pieces:
         return self.pieces[name] if name in self.pieces else self.buffer_pieces[name]
 
     # ---- apply and undo -----------------------------------------------------------------------------------------
@@ -159,7 +166,7 @@ class Mask:
             dense = torch.empty_strided(
                 self.shapes[name], self._strides[name], dtype=tensor.dtype, device=tensor.device
             ).zero_()
-            for piece, _ in self._pieces_of(name):
+            for piece, _ in self.pieces_of(name):
                 if self.stored(piece):
                     piece.narrow(dense).copy_(self.view(piece))
             if tensor.grad is not None:
@@ -214,7 +221,7 @@ class Mask:
         Args:
             is_multiplied: by the layer itself, also where it is lacking: one zero is read as all of it.
         """
-        tensor, pieces = self._tensor(name), [piece for piece, _ in self._pieces_of(name)]
+        tensor, pieces = self._tensor(name), [piece for piece, _ in self.pieces_of(name)]
         held = [piece for piece in pieces if self.is_held(piece)]
         if held == pieces:
             return

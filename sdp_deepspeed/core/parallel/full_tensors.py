@@ -77,7 +77,7 @@ def _prepare(optimizer: ShardedOptimizer, kind: Kind, key: str) -> None:
         own = {k for p, state in states for k, v in state.items() if torch.is_tensor(v) and v.shape == p.shape}
         known = sorted(set().union(*gather_objects(own, optimizer.groups.control)))
         if key not in known:
-            words = f"it has {listed(known)}" if known else "it has none before its first step"
+            words = f"it has {listed(known)}" if known else "before the first step there is none"
             raise ValueError(f"the optimizer has no state {key!r} for single elements: {words}")
 
 

@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 
 Holders = tuple[int, ...]
+_TAG = 0x5D9  # of messages between two ranks
 
 
 @dataclass(frozen=True)
@@ -26,14 +27,16 @@ class HolderGroup:
         holders: data-parallel indices in ascending order, at most D of them.
         process_group: of these ranks; None for a single holder, which communicates with nobody.
         position: index of this rank in `holders`.
-        uses_all_to_all: whether a reduce-scatter is sent as an all-to-all: over gloo, inside one node.
+        exchanges_directly: whether ranks send each other their shards, over gloo inside one node. There its own
+            reduce-scatter is an all-reduce on the wire, and its all-gather takes twice the time. Between nodes its ring
+            crosses a slow link less often.
         comm: `torch.distributed`, or a module with its functions that logs them (`deepspeed.comm`).
     """
 
     holders: Holders
     process_group: Any
     position: int
-    uses_all_to_all: bool = False
+    exchanges_directly: bool = False
     comm: Any = dist
 
     @property
@@ -79,7 +82,7 @@ class Groups:
         ranks = [everyone] if ranks is None else ranks
         self.tensor_parallel_size = len(ranks)
         self.control = control or dist.new_group(backend="gloo", timeout=timeout)
-        self._created = [self.control]
+        self._created = [] if control is self.control else [self.control]
         if nodes is None:
             nodes = [""] * len(everyone)
             dist.all_gather_object(nodes, socket.gethostname(), group=self.control)
@@ -121,44 +124,58 @@ class Groups:
         self._created.clear()
 
 
+def exchange(arriving: Sequence[torch.Tensor], leaving: Sequence[torch.Tensor], group: HolderGroup) -> None:
+    """Send `leaving[i]` to the holder at position i, and receive `arriving[i]` from it; this holder's own are not used.
+
+    Receives are posted first. Gloo's all-to-all posts sends first, so that one direction waits for the other.
+    """
+    ranks = dist.get_process_group_ranks(group.process_group)
+    peers = [(group.position + step) % group.size for step in range(1, group.size)]  # not all send to the same one
+    works = [group.comm.irecv(arriving[p], ranks[p], group.process_group, _TAG) for p in reversed(peers)]
+    works += [group.comm.isend(leaving[p], ranks[p], group.process_group, _TAG) for p in peers]
+    for work in works:
+        work.wait()
+
+
 def reduce_scatter(output: torch.Tensor, flat: torch.Tensor, group: HolderGroup, received: torch.Tensor | None) -> None:
     """Sum `flat` over the holders; each gets its shard. The sum is in fp32 where the collective leaves it to us.
 
     Args:
         output: [shard size], of any dtype; may be this holder's part of `flat`.
         flat: [holders * shard size] in the dtype on the wire.
-        received: like `flat`, overwritten; needed where `group.uses_all_to_all`.
+        received: like `flat`, overwritten; needed where `group.exchanges_directly`.
     """
-    if group.size == 1:
-        if output.data_ptr() != flat.data_ptr():
-            output.copy_(flat)
-    elif group.uses_all_to_all:  # gloo's reduce-scatter is an all-reduce on the wire
-        assert received is not None
-        group.comm.all_to_all_single(received, flat, group=group.process_group)
-        first, *others = received.view(group.size, -1)
-        if flat.dtype == output.dtype:
-            torch.add(first, others[0], out=output)
-            others = others[1:]
-        else:
-            output.copy_(first)
-        for other in others:
-            output.add_(other)
-    else:
+    if group.size > 1 and not group.exchanges_directly:
         same = output if output.dtype == flat.dtype else torch.empty_like(output, dtype=flat.dtype)
         single = getattr(group.comm, "reduce_scatter_single", None)  # torch 2.13
         (single or group.comm.reduce_scatter_tensor)(same, flat, group=group.process_group)
         if same is not output:
             output.copy_(same)
+        return
+    leaving = flat.view(group.size, -1)
+    own = leaving[group.position]
+    if output.data_ptr() != own.data_ptr():
+        output.copy_(own)
+    if group.size > 1:
+        assert received is not None
+        arriving = received.view(group.size, -1)
+        exchange(arriving.unbind(), leaving.unbind(), group)
+        for position in range(group.size):
+            if position != group.position:
+                output.add_(arriving[position])
 
 
 def all_gather(flat: torch.Tensor, shard: torch.Tensor, group: HolderGroup) -> None:
     """Fill `flat` [ranks * shard size] with the shards of all ranks; `shard` may be this rank's part of it."""
-    if group.size == 1:
-        if flat.data_ptr() != shard.data_ptr():
-            flat.copy_(shard)
-    else:
+    if group.size > 1 and not group.exchanges_directly:
         single = getattr(group.comm, "all_gather_single", None)  # torch 2.13
         (single or group.comm.all_gather_into_tensor)(flat, shard, group=group.process_group)
+        return
+    parts = flat.view(group.size, -1).unbind()
+    if parts[group.position].data_ptr() != shard.data_ptr():
+        parts[group.position].copy_(shard)
+    if group.size > 1:
+        exchange(parts, [shard] * group.size, group)
 
 
 def reduce(output: torch.Tensor, flat: torch.Tensor, group: HolderGroup, owner: int) -> None:

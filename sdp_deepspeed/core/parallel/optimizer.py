@@ -17,7 +17,8 @@ All ranks have one list of buckets (`plan_buckets`), sorted by (depth at which t
 param group and dtype). Each rank goes through those that it holds in this order, in every phase: averages of a backward
 pass, the norm, weights. A bucket that is complete early waits for its turn; shared tensors have their turn like others.
 Each collective is issued with `async_op=False` on one stream, so that the next one starts after it has ended and two of
-a rank's communicators never run at once.
+a rank's communicators never run at once. Where ranks exchange shards directly (`groups.exchange`), these messages are
+one collective: it has ended on a rank when all that it sends and receives there has.
 
 This cannot deadlock. Give each collective the key (number of the phase, place in the list); its members agree on the
 key, and each rank issues its collectives by ascending key. Suppose that some collective never ends, and take the one
@@ -49,7 +50,7 @@ from sdp_deepspeed.core.parallel.groups import Groups, all_gather, broadcast, re
 from sdp_deepspeed.core.parallel.norm import gradient_norm, scale_gradients
 from sdp_deepspeed.core.parallel.offload import Moved, move_back, move_to_host
 from sdp_deepspeed.core.parallel.optimizer_kinds import groups_of_whole_tensors
-from sdp_deepspeed.core.parallel.param_groups import replace_parameters
+from sdp_deepspeed.core.parallel.param_groups import prefer_fused, replace_parameters
 
 
 class ShardedOptimizer:
@@ -78,7 +79,6 @@ class ShardedOptimizer:
     Attributes:
         is_last_micro_step: whether the coming backward pass is the last before `step`. The host sets it.
         norm: of the last step's averaged gradient before clipping; None before the first step.
-        trained: dense names of the tensors that the optimizer trains.
         held: buckets of which this rank is a holder, in the order of collectives.
         buckets: these; in the backward regime all.
         param_groups: as above.
@@ -108,7 +108,7 @@ class ShardedOptimizer:
         self.norm: torch.Tensor | None = None
         self._offload, self._pin_memory = offload, pin_memory
         self._gradient_dtype, self._wire_dtype = gradient_dtype, wire_dtype
-        self.trained, self.param_groups = list(param_groups), dict(param_groups)
+        self.param_groups = dict(param_groups)
         self._parameters = {name: mask.parameters[name] for name in param_groups}
         self._device = next(iter(self._parameters.values())).device
         layouts = plan_buckets(
@@ -151,6 +151,8 @@ class ShardedOptimizer:
                 for i in range(len(optimizer.param_groups))
             ],
         )
+        if stage > 0:  # in stage 0 holders must agree in bits, and a CPU's fused kernel rounds by where elements lie
+            prefer_fused(optimizer)
         self._num_param_groups = len(optimizer.param_groups)
         self._moved: Moved = []
         self._is_offloaded = False
@@ -408,7 +410,7 @@ class ShardedOptimizer:
             if owner is not None:
                 reduce(average, flat, bucket.group, owner)
             else:
-                received = self._buffer("received", wire, flat.numel()) if bucket.group.uses_all_to_all else None
+                received = self._buffer("received", wire, flat.numel()) if bucket.group.exchanges_directly else None
                 reduce_scatter(average, flat, bucket.group, received)
         if wire != torch.float16:
             average.div_(num_holders)
@@ -529,6 +531,12 @@ class ShardedOptimizer:
                 values.append(received[rank * largest + start :][: shards[-1].numel()])
             torch._foreach_copy_(shards, values)
             bucket.store_weights(self.mask.view)
+
+    def has_gradients(self) -> bool:
+        """Whether there are gradients of a step that has begun."""
+        return any(bucket.gradient is not None or any(bucket.filled) for bucket in self.held) or any(
+            parameter.grad is not None for parameter in self._parameters.values()
+        )
 
     def close(self) -> None:
         """Remove the hooks; the module's tensors and the optimizer's shards stay as they are."""

@@ -38,7 +38,7 @@ def reads_and_writes(rank: Rank) -> None:
         client = adam(param_groups(model, mask.parameters))
         optimizer = ShardedOptimizer(client, mask, groups, model.groups, bucket_size=40, **options)
         reference = Reference(model, rank.size, adam, torch.float32, 0.0)
-        with pytest.raises(ValueError, match="none before its first step"):
+        with pytest.raises(ValueError, match="before the first step"):
             read_full(optimizer, "embed", "state", "exp_avg")
 
         def backward(step: int, optimizer: ShardedOptimizer = optimizer, mask: SlicedMask = mask) -> None:

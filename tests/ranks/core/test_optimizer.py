@@ -6,7 +6,7 @@ import itertools
 import math
 import random
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple
@@ -16,6 +16,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from sdp_deepspeed.core.parallel import groups as process_groups
 from sdp_deepspeed.core.parallel.groups import Groups
 from sdp_deepspeed.core.parallel.optimizer import ShardedOptimizer
 from sdp_deepspeed.core.parallel.param_groups import param_group_indices
@@ -511,6 +512,9 @@ def tensor_parallel_ranks(rank: Rank) -> None:
     groups.close()
 
 
+_exchange = process_groups.exchange
+
+
 class Traffic:
     """Collectives that this rank issues, and the elements that it sends in them at least."""
 
@@ -521,8 +525,9 @@ class Traffic:
     def __enter__(self) -> Traffic:
         self._patches = [
             mock.patch.object(dist, name, self._logged(name, getattr(dist, name)))
-            for name in ("all_to_all_single", "all_gather_single", "all_reduce")
+            for name in ("reduce_scatter_single", "all_gather_single", "all_reduce")
         ]
+        self._patches.append(mock.patch.object(process_groups, "exchange", self._exchange))
         for patch in self._patches:
             patch.start()
         return self
@@ -530,6 +535,14 @@ class Traffic:
     def __exit__(self, *_: object) -> None:
         for patch in self._patches:
             patch.stop()
+
+    def _exchange(
+        self, arriving: Sequence[torch.Tensor], leaving: Sequence[torch.Tensor], group: process_groups.HolderGroup
+    ) -> None:
+        ranks = tuple(dist.get_process_group_ranks(group.process_group))
+        self.log.append((ranks, "exchange", leaving[0].numel()))
+        self.sent += sum(part.numel() for position, part in enumerate(leaving) if position != group.position)
+        _exchange(arriving, leaving, group)
 
     def _logged(self, name: str, original: Any) -> Any:
         def call(*tensors: torch.Tensor, group: Any = None) -> Any:

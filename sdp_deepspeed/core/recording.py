@@ -1,0 +1,165 @@
+"""Operations on meta tensors, recorded so that any of the tensors can be computed later, by itself.
+
+An operation that draws random numbers is seeded by its place in the recording: values depend on the recording and the
+seed alone, not on which tensors are computed, or in which order.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections import defaultdict
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves, tree_map_only
+
+_BLANK = {f"aten::{name}" for name in ("empty", "empty_strided", "empty_like", "new_empty", "new_empty_strided")}
+# In-place operations that leave nothing of their target as it was.
+_REPLACING = {f"aten::{name}_" for name in ("normal", "uniform", "zero", "fill", "copy", "exponential", "bernoulli")}
+
+
+@dataclass(frozen=True)
+class Ref:
+    """A tensor without data: a view into the storage of that number."""
+
+    storage: int
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    offset: int
+    dtype: torch.dtype
+
+    def view(self, storage: torch.UntypedStorage) -> torch.Tensor:
+        empty = torch.empty(0, dtype=self.dtype, device=storage.device)
+        return empty.set_(storage, self.offset, self.shape, self.stride)
+
+
+@dataclass(frozen=True)
+class Operation:
+    """A call, with Refs in the place of meta tensors.
+
+    Args:
+        outputs: those with a storage of their own, by position.
+        reads: storages whose values it needs.
+        replaces: storages of whose earlier values it leaves nothing.
+    """
+
+    call: Callable[..., Any]
+    args: tuple[Any, ...]
+    kwargs: Mapping[str, Any]
+    outputs: Mapping[int, Ref]
+    reads: frozenset[int]
+    replaces: frozenset[int]
+    is_random: bool
+
+
+def is_meta(value: Any) -> bool:
+    """Whether it is a tensor without data, also where `Tensor.is_meta` is overridden."""
+    return isinstance(value, torch.Tensor) and value.untyped_storage().device.type == "meta"
+
+
+class Recording(TorchDispatchMode):
+    """Inside, what is done to meta tensors is recorded."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._operations: list[Operation] = []
+        self._writers: dict[int, list[int]] = defaultdict(list)  # by storage, indices of operations
+        self._storages: list[torch.UntypedStorage] = []  # kept: while one lives, no other has its address
+        self._numbers: dict[int, int] = {}
+
+    def ref(self, tensor: torch.Tensor) -> Ref:
+        storage = tensor.untyped_storage()
+        number = self._numbers.setdefault(storage._cdata, len(self._storages))
+        if number == len(self._storages):
+            self._storages.append(storage)
+        return Ref(number, tuple(tensor.shape), tensor.stride(), int(tensor.storage_offset()), tensor.dtype)
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None) -> Any:
+        kwargs = dict(kwargs or {})
+        result = func(*args, **kwargs)
+        if not func.is_view and any(map(is_meta, tree_leaves((args, kwargs, result)))):
+            self._record(func, args, kwargs, result)
+        return result
+
+    def _record(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> None:
+        name, arguments = func._schema.name, func._schema.arguments
+        values = dict(zip((argument.name for argument in arguments), args, strict=False)) | kwargs
+        written = [values.get(a.name) for a in arguments if a.alias_info is not None and a.alias_info.is_write]
+        targets = [self.ref(tensor) for tensor in tree_leaves(written) if isinstance(tensor, torch.Tensor)]
+        replaced = [ref for ref in targets if name in _REPLACING and self._is_whole(ref)]
+        names = {argument.name for argument in arguments}
+        if "device" in names:
+            kwargs["device"] = "cpu"
+        if {"device", "dtype"} <= names:  # the default dtype may be another one later
+            kwargs["dtype"] = result.dtype
+        kwargs.pop("generator", None)
+        args, kwargs = tree_map_only(torch.Tensor, self._without_data, (args, kwargs))
+        inputs = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Ref)]
+        known = {ref.storage for ref in inputs}
+        results = {i: self.ref(leaf) for i, leaf in enumerate(tree_leaves(result)) if isinstance(leaf, torch.Tensor)}
+        outputs = {position: ref for position, ref in results.items() if ref.storage not in known}
+        if name in _BLANK:
+            return
+        reads = frozenset(ref.storage for ref in inputs if ref not in replaced)
+        new = frozenset(ref.storage for ref in (*replaced, *outputs.values())) - reads
+        for storage in {ref.storage for ref in (*targets, *outputs.values())}:
+            self._writers[storage].append(len(self._operations))
+        is_random = torch.Tag.nondeterministic_seeded in func.tags
+        self._operations.append(Operation(func, args, kwargs, outputs, reads, new, is_random))
+
+    def _is_whole(self, ref: Ref) -> bool:
+        num_bytes = torch.Size(ref.shape).numel() * ref.dtype.itemsize
+        return num_bytes == self._storages[ref.storage].nbytes() and 0 not in ref.stride
+
+    def _without_data(self, tensor: torch.Tensor) -> Ref | torch.Tensor:
+        return self.ref(tensor) if is_meta(tensor) else tensor.detach().clone()
+
+    def is_written(self, ref: Ref) -> bool:
+        """Whether something wrote to the tensor's storage."""
+        return ref.storage in self._writers
+
+    @torch.no_grad()
+    def value(self, ref: Ref, seed: int) -> torch.Tensor:
+        """Compute a tensor on the CPU, and what it depends on; of its storage NaN where nothing wrote to it. Random
+        numbers are PyTorch's, whose state changes.
+
+        It is what the same operations on the CPU give, but for other random numbers.
+        """
+        memory: dict[int, torch.UntypedStorage] = {}
+
+        def with_data(ref: Ref) -> torch.Tensor:
+            if ref.storage not in memory:
+                num_bytes = self._storages[ref.storage].nbytes()
+                blank = torch.full((num_bytes,), 255, dtype=torch.uint8, device="cpu")  # NaN in each floating dtype
+                memory[ref.storage] = blank.untyped_storage()
+            return ref.view(memory[ref.storage])
+
+        for index in self._needed_for(ref.storage):
+            operation = self._operations[index]
+            if operation.is_random:
+                digest = hashlib.sha256(f"{seed}:{index}".encode()).digest()
+                torch.default_generator.manual_seed(int.from_bytes(digest[:8], "little"))
+            args, kwargs = tree_map_only(Ref, with_data, (operation.args, operation.kwargs))
+            results = tree_leaves(operation.call(*args, **kwargs))
+            memory |= {ref.storage: results[i].untyped_storage() for i, ref in operation.outputs.items()}
+        return with_data(ref)
+
+    def _needed_for(self, storage: int) -> list[int]:
+        """Indices of the operations that a storage's values come from, ascending."""
+        needed: set[int] = set()
+        waiting = [(storage, len(self._operations))]
+        while waiting:
+            storage, end = waiting.pop()
+            for index in reversed(self._writers.get(storage, ())):
+                if index >= end:
+                    continue
+                operation = self._operations[index]
+                if index not in needed:
+                    needed.add(index)
+                    waiting += [(read, index) for read in operation.reads if read != storage]
+                if storage in operation.replaces:
+                    break
+        return sorted(needed)
