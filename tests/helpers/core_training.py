@@ -27,7 +27,8 @@ from tests.helpers.models import batches, llama
 
 
 def adamw(matrices: list[Any], vectors: list[Any]) -> torch.optim.Optimizer:
-    return torch.optim.AdamW([{"params": matrices}, {"params": vectors, "weight_decay": 0.0}], lr=0.01)
+    groups: list[dict[str, Any]] = [{"params": matrices}, {"params": vectors, "weight_decay": 0.0}]
+    return torch.optim.AdamW(groups, lr=0.01)
 
 
 def sgd(matrices: list[Any], vectors: list[Any]) -> torch.optim.Optimizer:

@@ -250,7 +250,8 @@ class CheckpointManager:
         tags = run_on_all_ranks(lambda: files.tags_to_try(folder) if tag is None and is_first else [tag], control)
         for name in gather_objects(tags, control)[0]:
             path = files.path_of(folder, name)
-            of_ranks = gather_objects(self._problems(path), control)
+            share = {"rank": dist.get_rank(), "size": dist.get_world_size()}
+            of_ranks = gather_objects(files.problems_in(path, read=self._verify, **share), control)
             found = list(dict.fromkeys(problem for of_rank in of_ranks for problem in of_rank))
             if not found:
                 if problems and is_first:
@@ -260,15 +261,6 @@ class CheckpointManager:
         if problems:
             raise ValueError(f"{folder} has no complete checkpoint{f' {tag!r}' if tag else ''}: {'; '.join(problems)}")
         return None
-
-    def _problems(self, path: Path) -> list[str]:
-        """What is wrong with a checkpoint, as far as this rank looks: each at its share of the files."""
-        try:
-            found = files.read_checksums(path)["files"]
-        except (OSError, ValueError) as error:
-            return [str(error)]
-        mine = sorted(found.items())[dist.get_rank() :: dist.get_world_size()]
-        return [p for name, sums in mine if (p := files.problem_of(path / name, sums, read=self._verify)) is not None]
 
 
 def _refuse_difference(call: str, control: Any) -> None:

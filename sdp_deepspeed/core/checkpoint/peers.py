@@ -136,7 +136,7 @@ def fill(wanted: State, offered: State, offers: Offers, device: torch.device) ->
     size, me = dist.get_world_size(), dist.get_rank()
     planner = LoadPlanner()
     planner.set_up_planner(wanted, offers.metadata)
-    items = run_on_all_ranks(lambda: _items(planner, wanted), offers.control)
+    items = run_on_all_ranks(planner.create_local_plan, offers.control).items
     asked: list[list[ReadItem]] = [[] for _ in range(size)]  # of this rank, by owner
     for item in sorted(items, key=lambda item: item.storage_index.fqn):
         asked[offers.owner[item.storage_index.fqn, _offset(item.storage_index)]].append(item)
@@ -158,18 +158,6 @@ def fill(wanted: State, offered: State, offers: Offers, device: torch.device) ->
             planner.resolve_tensor(item).copy_(values.view(item.lengths))
         sent += (packed.numel() - out_sizes[me]) * packed.itemsize
     return sent
-
-
-def _items(planner: LoadPlanner, wanted: State) -> list[ReadItem]:
-    """What fills the wanted boxes."""
-    items = planner.create_local_plan().items
-    found: dict[str, int] = {}
-    for item in items:
-        found[item.dest_index.fqn] = found.get(item.dest_index.fqn, 0) + item.lengths.numel()
-    for key, boxes in wanted.items():
-        if found.get(key, 0) != sum(values.numel() for values in boxes.parts.values()):
-            raise ValueError(f"{key!r}: ranks have {found.get(key, 0)} of the elements that are to be moved")
-    return items
 
 
 def _offset(index: MetadataIndex) -> torch.Size:
