@@ -34,7 +34,6 @@ def phases(draw: st.DrawFn, size: int) -> dict[str, Any]:
         "regime": draw(st.sampled_from(["forward", "backward"])),
         "strategy": draw(st.sampled_from(["block", "neuron"])),
         "seed": draw(st.integers(0, 3)),
-        "lr_by_coverage": draw(st.sampled_from(["none", "sqrt", "linear"])),
         "stage": draw(st.integers(0, 2)),
     }
     if draw(st.booleans()):
@@ -129,7 +128,6 @@ def check_schedule(drawn: Drawn, rank: Rank) -> None:
         loss_of,
         clip=0.5,
         later=plans,
-        later_rates={steps: phase_after(drawn, steps)["lr_by_coverage"] for steps in range(5)},
     )
     for steps in range(5):
         assert engine.plan.hash == plans[steps].hash, steps
