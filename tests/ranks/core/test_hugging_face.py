@@ -25,8 +25,6 @@ from tests.helpers.models import TOKENS, family, llama
 from tests.helpers.ranks import Rank
 from tests.helpers.training import assert_identical, refusal
 
-pytestmark = pytest.mark.slow  # until this is the core that an engine trains with
-
 CPU, BF16, NEURON = torch.device("cpu"), torch.bfloat16, {"strategy": "neuron"}
 LAYOUTS = {
     "blocks_bf16": Layout(2, dtype=BF16),
@@ -230,6 +228,6 @@ def _checks(size: int, options: pytest.Config) -> Iterator[tuple[str, Any]]:
         yield check.__name__, check
 
 
-@pytest.mark.checks(2, _checks)
+@pytest.mark.checks(2, _checks, slow=["*gpt_neox*", "*qwen3*"])
 def test_two_ranks(outcome: str | None) -> None:
     assert outcome is None, outcome

@@ -24,8 +24,6 @@ from torch.distributed.checkpoint.metadata import (
 from sdp_deepspeed.core.checkpoint import files
 from sdp_deepspeed.core.checkpoint.boxes import Boxes, LoadPlanner, add_box, row_major_boxes
 
-pytestmark = pytest.mark.slow  # until this is the core that an engine trains with
-
 
 def save(folder: Path, tag: str, content: str, **options: Any) -> None:
     """As rank 0 of one does."""

@@ -39,8 +39,6 @@ from tests.helpers.core_masks import (
     tokens,
 )
 
-pytestmark = pytest.mark.slow  # until this is the core that an engine trains with
-
 modes = pytest.mark.parametrize(("regime", "strategy"), MODES)
 
 

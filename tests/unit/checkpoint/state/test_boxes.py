@@ -1,50 +1,16 @@
-"""Boxes of fragments: in the fragment's order, disjoint, and all of it."""
+"""Boxes of dense tensors: what two have in common, and the rest."""
 
 from __future__ import annotations
 
 from math import prod
 
 import torch
-from hypothesis import example, given
+from hypothesis import given
 from hypothesis import strategies as st
 
-from sdp_deepspeed.checkpoint.state.boxes import Box, box_of, boxes_of, in_dense
-from sdp_deepspeed.checkpoint.state.rank_chunks import in_box
-from sdp_deepspeed.layout.fragments import Fragment
-from sdp_deepspeed.layout.places import in_order
+from sdp_deepspeed.checkpoint.state.boxes import Box, box_of, in_dense
 from sdp_deepspeed.plan.shards import Division, Shards
 from sdp_deepspeed.units import Piece
-
-
-@st.composite
-def fragments(draw: st.DrawFn) -> tuple[tuple[int, ...], Fragment]:
-    shape = tuple(draw(st.lists(st.integers(1, 5), max_size=4)))
-    dim = draw(st.sampled_from([None, *range(len(shape))]))
-    if dim is None:
-        piece = Piece("w", None, 0, prod(shape))
-    else:
-        start = draw(st.integers(0, shape[dim] - 1))
-        piece = Piece("w", dim, start, draw(st.integers(1, shape[dim] - start)))
-    size = piece.num_elements(shape)
-    begin = draw(st.integers(0, size))
-    return shape, Fragment(piece, begin, draw(st.integers(begin, size)))
-
-
-@given(fragments())
-@example(((3, 4), Fragment(Piece("w", 1, 1, 3), 0, 9)))
-@example(((2, 3, 4), Fragment(Piece("w", 2, 0, 4), 5, 23)))
-def test_a_fragment_is_its_boxes_one_after_the_other(case: tuple[tuple[int, ...], Fragment]) -> None:
-    shape, fragment = case
-    dense = torch.arange(prod(shape)).view(shape)
-    expected = in_order(fragment.piece, fragment.piece.narrow(dense)).reshape(-1)[fragment.start : fragment.stop]
-    boxes = list(boxes_of(fragment, shape))
-    assert len(boxes) <= max(1, 2 * len(shape) - 1)
-    start = 0
-    for box in boxes:
-        flat = expected[start : start + box.num_elements]
-        assert torch.equal(in_box(flat, box, fragment.piece.dim or 0), dense[box.slices_in(Box.whole(shape))])
-        start += box.num_elements
-    assert start == len(expected)
 
 
 @st.composite
