@@ -15,10 +15,10 @@ from unittest import mock
 
 import pytest
 import torch
+from sdp_deepspeed.checkpoint.state.optimizer_state import OptimizerState
 from torch import nn
 
 import sdp_deepspeed
-from sdp_deepspeed.checkpoint.state.optimizer_state import OptimizerState
 from sdp_deepspeed.checkpoint.storage.names import MASTER, WEIGHT
 from sdp_deepspeed.reference.virtual_workers import Reference
 from tests.helpers.dense_checkpoints import dense_tensors
