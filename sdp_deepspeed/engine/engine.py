@@ -360,7 +360,7 @@ class SubnetworkEngine(DeepSpeedEngine):
         if self._step_applied:
             self._step_events.write()
         if self.block.check_agreement and self._step_applied:
-            check_agreement(self.mask, self.groups)
+            run_on_all_ranks(lambda: check_agreement(self.mask, self.groups), self._control)
             held = self.held_tensors()
             run_on_all_ranks(lambda: self.tensor_parallel.check_replicated(held, self._control), self._control)
         follow_schedule(self, self.global_steps)
