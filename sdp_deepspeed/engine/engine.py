@@ -101,7 +101,7 @@ class SubnetworkEngine(DeepSpeedEngine):
         self._control = dist.new_group(backend="gloo") if dist.is_initialized() else None
 
         def prepare() -> nn.Module:
-            _make_whole(model)
+            self._frozen_before = _make_whole(model)
             refuse_config(self.block, options["config"], options["config_class"])
             refuse_model(model)
             if options.get("mesh_device") is not None:
@@ -292,6 +292,10 @@ class SubnetworkEngine(DeepSpeedEngine):
             return param_group_indices(optimizer, self.mask.parameters, self.mask.trainable)
 
         found = run_on_all_ranks(find, self._control)
+        every = {name: index for other in gather_objects(found, self._control) for name, index in other.items()}
+        # Whoever built the optimizer while an earlier engine's mask was there could not see what that had frozen.
+        found |= {name: index for name, index in every.items() if name in self._frozen_before}
+        found = {name: found[name] for name in self.mask.parameters if name in found}
         options = [{key: value for key, value in group.items() if key != "params"} for group in optimizer.param_groups]
         facts = [f"{type(optimizer).__name__} {options}", *(f"{item}" for item in found.items())]
         _refuse_difference("param groups", gather_objects(facts, self._control))
@@ -327,6 +331,9 @@ class SubnetworkEngine(DeepSpeedEngine):
         """As DeepSpeed's; at the boundary a collective of all ranks."""
         self._refuse_dense("step")
         if self.is_gradient_accumulation_boundary() or not self.managed_gradient_accumulation():
+            by_caller = self._is_gradient_accumulation_boundary is not None or not self.managed_gradient_accumulation()
+            if by_caller and self.optimizer.sharded.stage == 2:  # each backward pass of a rank needs those of the others
+                self._meetings.meet("engine.step")
             self._meetings.passing()
             self._known_parameters.check()
         super().step(lr_kwargs)
@@ -510,16 +517,23 @@ class SubnetworkEngine(DeepSpeedEngine):
 _engines: WeakKeyDictionary[nn.Module, weakref.ref[SubnetworkEngine]] = WeakKeyDictionary()  # by their module
 
 
-def _make_whole(model: nn.Module) -> None:
+def _make_whole(model: nn.Module) -> frozenset[str]:
     """A model that an earlier engine cut is dense again, and the earlier engine is at its end.
+
+    Returns:
+        Names of parameters that only the earlier mask had frozen on this rank.
 
     Raises:
         ValueError: a copy, or a part, of such a model.
     """
     earlier = _engines.pop(model, lambda: None)()
+    frozen: frozenset[str] = frozenset()
     if earlier is not None:
+        mask = earlier.mask
+        frozen = frozenset(n for n, p in mask.parameters.items() if mask.trainable[n] and not p.requires_grad)
         earlier.release()
     refuse_cut(model)
+    return frozen
 
 
 def refuse_cut(model: nn.Module) -> None:
