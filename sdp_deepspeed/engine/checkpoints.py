@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
+
+from deepspeed.utils import log_dist
 
 from sdp_deepspeed.core.checkpoint.manager import CheckpointManager
 from sdp_deepspeed.core.checkpoint.universal import load_universal, refuse_foreign, universal_tag
@@ -61,6 +64,8 @@ def load(
     run_on_all_ranks(lambda: refuse_foreign(folder, tag), control)
     found = engine.checkpoints.find(folder, tag, control)
     if found is None:
+        text = f"load_checkpoint: {folder} has no checkpoint, so nothing was loaded"
+        log_dist(text, ranks=[0], level=logging.WARNING)
         return None, None
     common = found.common
     if scheduler and not module_only:

@@ -131,10 +131,16 @@ class SubnetworkEngine(DeepSpeedEngine):
         super()._configure_distributed_model(model)
         self.tensor_parallel = self._find_tensor_parallel()
         self._meetings = Meetings(f"sdp_deepspeed/meetings/{next(_numbers)}")
-        self.schedule = run_on_all_ranks(lambda: Schedule.of(self.config, KEY), self._control)
+        self.schedule = run_on_all_ranks(self._find_schedule, self._control)
         for later in blocks_of_schedule(self.schedule):  # what would be wrong with them is said now
             self.plan_and_mask(later, tells=False)
         self.plan, self.mask = self.plan_and_mask(self.block)
+
+    def _find_schedule(self) -> Schedule | None:
+        schedule = Schedule.of(self.config, KEY)
+        if schedule is not None:
+            schedule.check_first(int(self.zero_optimization_stage()))
+        return schedule
 
     def plan_and_mask(self, block: SubnetworkConfig, *, tells: bool = True) -> tuple[Plan, Mask]:
         """The plan of a block, and this rank's mask, not applied; every rank calls it while the module is dense.
@@ -332,7 +338,9 @@ class SubnetworkEngine(DeepSpeedEngine):
         self._refuse_dense("step")
         if self.is_gradient_accumulation_boundary() or not self.managed_gradient_accumulation():
             by_caller = self._is_gradient_accumulation_boundary is not None or not self.managed_gradient_accumulation()
-            if by_caller and self.optimizer.sharded.stage == 2:  # each backward pass of a rank needs those of the others
+            if (
+                by_caller and self.optimizer.sharded.stage == 2
+            ):  # each backward pass of a rank needs those of the others
                 self._meetings.meet("engine.step")
             self._meetings.passing()
             self._known_parameters.check()

@@ -80,7 +80,7 @@ def find_checkpoint(path: Path, tag: str | None = None) -> tuple[Path, str | Non
 
 def _inspect(options: argparse.Namespace) -> int:
     if (old := _of_first_edition(options)) is not None:
-        return _describe_old(old)
+        return _describe_old(old, options)
     path, remark = find_checkpoint(options.checkpoint, options.tag)
     print("\n".join([f"checkpoint {path}", *_description(path), *([remark] if remark else [])]))
     return 0 if remark is None else 1
@@ -112,7 +112,7 @@ def _description(path: Path) -> Iterator[str]:
 
 def _verify(options: argparse.Namespace) -> int:
     if (old := _of_first_edition(options)) is not None:
-        return _describe_old(old)
+        return _describe_old(old, options)
     path, remark = find_checkpoint(options.checkpoint, options.tag)
     problems = [] if remark is None else [remark]
     problems += _damages(path)
@@ -169,12 +169,14 @@ def _of_first_edition(options: argparse.Namespace) -> Path | None:
     return find_old(path, tag) if is_old else None
 
 
-def _describe_old(path: Path) -> int:
+def _describe_old(path: Path, options: argparse.Namespace) -> int:
     from sdp_deepspeed.checkpoint.interop.describe import describe
+    from sdp_deepspeed.checkpoint.storage.folder import broken_latest
 
     lines, complete = describe(path)
-    print("\n".join(lines))
-    return 0 if complete else 1
+    remark = broken_latest(options.checkpoint, options.tag)
+    print("\n".join([*lines, *([f"{remark}; this is the newest complete one"] if remark else [])]))
+    return 0 if complete and remark is None else 1
 
 
 def _export_old(path: Path, options: argparse.Namespace) -> int:
