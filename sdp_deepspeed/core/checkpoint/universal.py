@@ -227,8 +227,8 @@ def universal_tag(folder: Path, tag: str | None) -> str | None:
         if own:
             return None
         raise ValueError(
-            f"{folder} has no {LATEST_UNIVERSAL} and no checkpoint of sdp_deepspeed; run `sdp checkpoint from-zero`, or "
-            "switch checkpoint.load_universal off"
+            f"{folder} has no {LATEST_UNIVERSAL} and no checkpoint of sdp_deepspeed; run `sdp checkpoint from-zero`, "
+            "or switch checkpoint.load_universal off"
         )
     named = pointer.read_text(encoding="utf-8").strip()
     if not is_universal(folder / named):
