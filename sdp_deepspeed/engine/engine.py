@@ -30,9 +30,15 @@ from sdp_deepspeed.architectures import locate_branches, unit_costs
 from sdp_deepspeed.config import KEY, SubnetworkConfig
 from sdp_deepspeed.core.checkpoint.hugging_face import load_pretrained
 from sdp_deepspeed.core.checkpoint.manager import CheckpointManager
+from sdp_deepspeed.core.checkpoint.random_state import random_state, restore_random_state
 from sdp_deepspeed.core.dense import DenseView
 from sdp_deepspeed.core.init import DeferredWeights
-from sdp_deepspeed.core.masking.batch_norm import average_dense_statistics, average_running_statistics, reestimate
+from sdp_deepspeed.core.masking.batch_norm import (
+    average_running_statistics,
+    estimate_statistics,
+    tracking_norms,
+    write_statistics,
+)
 from sdp_deepspeed.core.masking.compiled import compile_in_place
 from sdp_deepspeed.core.masking.mask import Mask
 from sdp_deepspeed.core.masking.replaced import KnownParameters
@@ -58,6 +64,7 @@ from sdp_deepspeed.engine.replan import (
     replan,
 )
 from sdp_deepspeed.engine.settings import loss_scaler, sharded_options, skips_overflow
+from sdp_deepspeed.messages import listed, quoted
 from sdp_deepspeed.plan.plan import Plan
 from sdp_deepspeed.plan.planner import plan_model
 from sdp_deepspeed.schedule import Schedule
@@ -124,8 +131,12 @@ class SubnetworkEngine(DeepSpeedEngine):
     # ---- construction -------------------------------------------------------------------------------------------
 
     def _broadcast_model(self) -> None:
-        if self._deferred is None:  # else each rank makes the same weights
-            super()._broadcast_model()
+        if self._deferred is not None:
+            return  # each rank makes the same weights
+        for parameter in self.module.parameters():  # DeepSpeed cannot send channels-last ones; buckets are row-major
+            if not parameter.is_contiguous() or (parameter.dim() and parameter.stride(-1) != 1):
+                parameter.data = parameter.data.clone(memory_format=torch.contiguous_format)
+        super()._broadcast_model()
 
     def _configure_distributed_model(self, model: nn.Module) -> None:
         super()._configure_distributed_model(model)
@@ -320,13 +331,15 @@ class SubnetworkEngine(DeepSpeedEngine):
     def clip_fp32_gradients(self) -> None:
         """Nothing: the optimizer clips by the norm of the averaged dense gradient."""
 
-    def backward(self, loss: torch.Tensor, *options: Any, **more: Any) -> Any:
+    def backward(
+        self, loss: torch.Tensor, retain_graph: bool = False, scale_wrt_gas: bool = True, **options: Any
+    ) -> Any:
         """As DeepSpeed's."""
         self._refuse_dense("backward")
         if self.optimizer.sharded.stage == 2:
             self._meetings.passing()
-        self._step_events.note(loss)
-        return super().backward(loss, *options, **more)
+        self._step_events.note(loss, is_share=not scale_wrt_gas)
+        return super().backward(loss, retain_graph, scale_wrt_gas, **options)
 
     def zero_grad(self) -> None:
         """As DeepSpeed's; at stage 2 all ranks call it together, since averages are spread over them."""
@@ -336,14 +349,14 @@ class SubnetworkEngine(DeepSpeedEngine):
     def step(self, lr_kwargs: Any = None) -> None:
         """As DeepSpeed's; at the boundary a collective of all ranks."""
         self._refuse_dense("step")
-        if self.is_gradient_accumulation_boundary() or not self.managed_gradient_accumulation():
-            by_caller = self._is_gradient_accumulation_boundary is not None or not self.managed_gradient_accumulation()
-            if (
-                by_caller and self.optimizer.sharded.stage == 2
-            ):  # each backward pass of a rank needs those of the others
+        is_managed = self.managed_gradient_accumulation()
+        if self.is_gradient_accumulation_boundary() or not is_managed:
+            by_caller = self._is_gradient_accumulation_boundary is not None or not is_managed
+            if by_caller and self.optimizer.sharded.stage == 2:  # ranks may have run other numbers of backward passes
                 self._meetings.meet("engine.step")
             self._meetings.passing()
             self._known_parameters.check()
+            self._refuse_frozen()
         super().step(lr_kwargs)
         if self._step_applied:
             self._step_events.write()
@@ -459,9 +472,14 @@ class SubnetworkEngine(DeepSpeedEngine):
     @contextmanager
     def dense(self, *, resident: bool | None = None) -> Iterator[None]:
         """Context in which `module` is the dense model; all ranks enter and leave together. The next step starts from
-        the weights as they are left. For gradients of the dense model use `torch.autograd.grad`."""
+        the weights as they are left. For gradients of the dense model use `torch.autograd.grad`.
+
+        Raises:
+            RuntimeError: Parameters were replaced (`load_state_dict(assign=True)`).
+        """
         with self.dense_view.resident(), self._whole_state_dicts():
             yield
+            self._known_parameters.check()
 
     def _whole_state_dicts(self) -> AbstractContextManager[None]:
         return nullcontext() if self._state_dicts is None else self._state_dicts.whole()
@@ -491,24 +509,46 @@ class SubnetworkEngine(DeepSpeedEngine):
     def reestimate_batch_norm(self, batches: Iterable[Any], *, num_batches: int) -> int:
         """As `sdp_deepspeed.reestimate_batch_norm`, of this engine's dense model."""
 
+        norms = tracking_norms(self.module)
+        if not norms:
+            log_dist(f"{KEY}: the model has no batch norms with running statistics", ranks=[0])
+            return 0
+
         def take() -> list[Any]:
             own = list(itertools.islice(batches, num_batches))
             if len(own) < num_batches or num_batches < 1:
                 raise ValueError(f"num_batches: got {num_batches}, but there are {len(own)}; give each rank as many")
             return own
 
-        with torch.random.fork_rng(), self.dense_view.resident("reestimate_batch_norm"):
-            own = run_on_all_ranks(take, self._control)
-            num_norms = run_on_all_ranks(lambda: reestimate(self.module, own), self._control)
-            average_dense_statistics(self.module, self.seq_data_parallel_group)
-        if not num_norms:
-            log_dist(f"{KEY}: the model has no batch norms with running statistics", ranks=[0])
-        return num_norms
+        before = random_state()  # batches and models may draw
+        try:
+            with self.dense_view.resident("reestimate_batch_norm"):
+                own = run_on_all_ranks(take, self._control)
+                numbers = gather_objects(num_batches, self._control)
+                if len(set(numbers)) > 1:
+                    raise ValueError(f"num_batches: got {listed(numbers)} on ranks in their order; give all the same")
+                found = run_on_all_ranks(lambda: estimate_statistics(self.module, own), self._control)
+                write_statistics(found, self.seq_data_parallel_group)
+        finally:
+            restore_random_state(before)
+        return len(norms)
 
     def _refuse_dense(self, call: str) -> None:
         self.dense_view.end_evaluation()
         if self.dense_view.is_resident:
             raise RuntimeError(f"{call} inside engine.dense(): leave it first, on all ranks")
+
+    def _refuse_frozen(self) -> None:
+        """DeepSpeed's stage 0 in fp32 does not step what was frozen after the start. At the other stages, and in low
+        precision, momentum and decay go on moving it, as they do here at every stage."""
+        sharded = self.optimizer.sharded
+        if sharded.stage == 0 and self.get_data_types()[0] == torch.float32:
+            names = dict.fromkeys(name for bucket in sharded.held for name in bucket.names)
+            if frozen := [name for name in names if not self.mask.parameters[name].requires_grad]:
+                raise RuntimeError(
+                    f"{quoted(frozen)} stopped requiring gradients, but momentum and decay would move it at ZeRO stage "
+                    "0: freeze it before deepspeed.initialize"
+                )
 
     def release(self) -> None:
         """Give the dense model back, for another engine; this one trains no more. Every rank calls it."""

@@ -15,8 +15,9 @@ _DEFAULT_INTERVAL = 10  # steps
 class StepEvents:
     """Writes loss, gradient norm and coverage of every `steps_per_print`-th step.
 
-    The loss is the mean over the ranks and the step's micro-batches of what went into `engine.backward`:
-    "subnetwork_loss" while ranks train subnetworks, else "train_loss".
+    The loss is the mean over the ranks and the step's micro-batches of what went into `engine.backward`; over
+    micro-batches the sum if the caller has divided already (`scale_wrt_gas=False`, as Transformers' Trainer). It is
+    called "subnetwork_loss" while ranks train subnetworks, else "train_loss".
 
     Args:
         engine: ours.
@@ -26,6 +27,7 @@ class StepEvents:
     def __init__(self, engine: Any, interval: int | None) -> None:
         self._engine, self._interval = engine, interval
         self._losses: list[torch.Tensor] = []
+        self._are_shares = False
 
     @classmethod
     def of(cls, engine: Any) -> StepEvents:
@@ -36,9 +38,15 @@ class StepEvents:
         interval = int(given) if given and math.isfinite(given) else _DEFAULT_INTERVAL  # Accelerate gives infinity
         return cls(engine, interval if enabled else None)
 
-    def note(self, loss: Any) -> None:
+    def note(self, loss: Any, *, is_share: bool) -> None:
+        """Before a backward pass.
+
+        Args:
+            is_share: whether the step's loss is the sum of its micro-batches' losses.
+        """
         if self._interval is not None and isinstance(loss, torch.Tensor):
             self._losses.append(loss.detach())
+            self._are_shares = is_share
 
     def write(self) -> None:
         """After a step; every rank calls it."""
@@ -46,7 +54,8 @@ class StepEvents:
         if self._interval is None or self._engine.global_steps % self._interval:
             return
         engine = self._engine
-        own = float(torch.stack(losses).float().mean()) if losses else math.nan
+        total = float(torch.stack(losses).float().sum()) if losses else math.nan
+        own = total if self._are_shares or not losses else total / len(losses)
         every = gather_objects(own, engine.groups.control)
         values = {
             "subnetwork_loss" if engine.plan.trains_subnetworks else "train_loss": sum(every) / len(every),

@@ -19,7 +19,7 @@ def sharded_options(engine: Any) -> dict[str, Any]:
     sums_in_fp32 = accumulation_dtype == torch.float32 and model_dtype != torch.float32
     return {
         "stage": int(engine.zero_optimization_stage()),
-        "clip": float(engine.gradient_clipping()),
+        "clip": float(engine.gradient_clipping() or 0),
         "bucket_size": int(engine.zero_reduce_bucket_size()) if has_size else _DEFAULT_BUCKET,
         "overlap": bool(engine.zero_overlap_comm()),
         "gradient_dtype": torch.float32 if sums_in_fp32 else None,

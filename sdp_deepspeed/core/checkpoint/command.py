@@ -115,14 +115,9 @@ def _verify(options: argparse.Namespace) -> int:
         return _describe_old(old, options)
     path, remark = find_checkpoint(options.checkpoint, options.tag)
     problems = [] if remark is None else [remark]
-    problems += _damages(path)
+    problems += files.problems_in(path)
     print("\n".join(problems or [f"{path} is complete: sizes and checksums of all files are right"]))
     return 1 if problems else 0
-
-
-def _damages(path: Path) -> list[str]:
-    sums = files.read_checksums(path)["files"]
-    return [problem for name, expected in sums.items() if (problem := files.problem_of(path / name, expected))]
 
 
 def _export(options: argparse.Namespace) -> int:
@@ -134,7 +129,7 @@ def _export(options: argparse.Namespace) -> int:
     if (old := _of_first_edition(options)) is not None:
         return _export_old(old, options)
     path, _ = find_checkpoint(options.checkpoint, options.tag)
-    if problems := _damages(path):
+    if problems := files.problems_in(path):
         raise ValueError("; ".join(problems))
     reader = files.Reader(path)
     dtype = torch.float32 if options.dtype == "fp32" else None

@@ -108,7 +108,7 @@ def dense_state_dict(
     dtypes = _dtypes({name: str(tensor.dtype).removeprefix("torch.") for name, tensor in own.items()}, dtype)
     stored: dict[str, Any] = offers.metadata.state_dict_metadata
     shapes = {key.partition("/")[2]: found.size for key, found in stored.items()} if dist.get_rank() == 0 else {}
-    tensors = {name: torch.empty(shape, dtype=dtypes[name]) for name, shape in shapes.items()}
+    tensors = {name: torch.empty(shape, dtype=dtypes[name], device="cpu") for name, shape in shapes.items()}
     fill(_whole(tensors), offered, offers, device)
     return tensors
 

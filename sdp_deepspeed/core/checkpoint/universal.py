@@ -269,7 +269,7 @@ def load_universal(state: RankState, path: Path, *, optimizer_states: bool = Tru
     """
 
     def prepare() -> tuple[_Universal, Any, Facts | None]:
-        stored = _Universal.open(path, state)
+        stored = _Universal.open(path, state, strict=strict)
         facts = stored.facts(state) if optimizer_states and stored.moments else None
         return stored, make_targets(state, stored.metadata.state_dict_metadata, facts, strict=strict), facts
 
@@ -306,7 +306,7 @@ class _Universal:
     optimizer: Mapping[str, Any]
 
     @classmethod
-    def open(cls, path: Path, state: RankState) -> _Universal:
+    def open(cls, path: Path, state: RankState, *, strict: bool) -> _Universal:
         if not is_universal(path):
             raise ValueError(f"{path} is no universal checkpoint: it has no {ZERO} or no {_MODEL}")
         model = _read(min(path.glob(_MODEL)))
@@ -314,7 +314,7 @@ class _Universal:
         by_name = {folder.name: folder for folder in (path / ZERO).iterdir() if folder.is_dir()}
         known = {*state.mask.parameters, *persistent_buffers(state.mask.model)}
         found, _, unknown = matched(by_name, state.mask.model, known)
-        if unknown:
+        if unknown and strict:
             raise ValueError(f"{path} is of another model, which has {quoted(unknown)}; build the model that was saved")
         result = cls(
             {}, {}, {n: by_name[m] for n, m in found.items()}, model, _read(optimizer) if optimizer.is_file() else {}

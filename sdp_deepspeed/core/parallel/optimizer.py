@@ -60,7 +60,8 @@ class ShardedOptimizer:
         optimizer: of the dense model's parameters, not stepped yet. Its param groups get this rank's shards in place of
             parameters; other options stay.
         mask: this rank's subnetwork. Its `parameters` (by dense name), `pieces` (of each tensor, with their holders, in
-            the order of the forward pass), `shapes` (of dense tensors) and `view(piece, of)` are used.
+            the order of the forward pass), `shapes` (of dense tensors), `is_applied` and
+            `view(piece, of)` are used.
         groups: process groups of all holder sets.
         param_groups: index of the param group of each tensor to be trained, by dense name. The same on all ranks, so
             without parameters that the user froze and with those that only the mask froze here.
@@ -262,6 +263,8 @@ class ShardedOptimizer:
 
     def _on_gradient(self, name: str) -> None:
         """A tensor's gradient of this backward pass has been added to its `.grad`."""
+        if not self.mask.is_applied:
+            raise RuntimeError("a backward pass inside engine.dense(): use torch.autograd.grad, or leave it first")
         indices = {index for index, _ in self._slots_of[name]}
         if name in self._seen:  # as reentrant activation checkpointing has it, once for each segment that uses it
             self._repeated.add(name)
@@ -537,6 +540,11 @@ class ShardedOptimizer:
         return any(bucket.gradient is not None or any(bucket.filled) for bucket in self.held) or any(
             parameter.grad is not None for parameter in self._parameters.values()
         )
+
+    def gradient_tensors(self) -> list[torch.Tensor]:
+        """Gradients besides those in `.grad`: averages, and the buffers in which they are summed."""
+        averages = [bucket.gradient for bucket in self.held if bucket.gradient is not None]
+        return averages + [bucket.gradients for bucket in self.held if self._keeps_gradients(bucket)]
 
     def close(self) -> None:
         """Remove the hooks; the module's tensors and the optimizer's shards stay as they are."""

@@ -101,7 +101,7 @@ def client_state_is_plain(rank: Rank) -> None:
     assert torch.equal(loaded.pop("t"), plain.pop("t"))
     assert loaded == plain
     save = partial(engine.save_checkpoint, str(rank.folder), tag="no", client_state={"strange": nn.Linear(1, 1)})
-    refusal(ValueError, save, "client state")
+    refusal(ValueError, save, "tensors, numbers")
     assert names_in(rank.folder) == ["global_step0", "latest"]
 
 

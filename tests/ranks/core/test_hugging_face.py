@@ -12,7 +12,6 @@ import pytest
 import torch
 import torch.distributed as dist
 from safetensors.torch import load_file, save_file
-from torch import nn
 from transformers import AutoModelForCausalLM
 
 from sdp_deepspeed.core.checkpoint import hugging_face
@@ -50,7 +49,7 @@ def exported(run: Training, rank: Rank, name: str, **options: Any) -> Path:
     return rank.folder / name
 
 
-def assert_loaded(folder: Path, **options: Any) -> nn.Module:
+def assert_loaded(folder: Path, **options: Any) -> Any:
     """As a user loads it; nothing is missing and nothing is left over."""
     model, info = AutoModelForCausalLM.from_pretrained(folder, output_loading_info=True, **options)
     assert not any(info[kind] for kind in ("missing_keys", "unexpected_keys", "mismatched_keys"))
