@@ -81,8 +81,8 @@ def what_cannot_be_is_told_at_start(rank: Rank) -> None:
     """On all ranks, by the engine's constructor."""
     phase = {"until_step": 2, "holders": 1}
     wrong: list[tuple[list[dict[str, Any]], str]] = [
-        ([phase, {"holders": 3}], "holders"),
-        ([phase, {"holders": 1, "subnetworks": 7}], "subnetworks"),
+        ([phase, {"holders": 3}], "schedule[1]"),
+        ([phase, {"holders": 1, "subnetworks": 7}], "schedule[1]"),
         ([phase, {"holders": 2, "train_micro_batch_size_per_gpu": 1}], "train_micro_batch_size_per_gpu: unknown key"),
         ([phase | {"stage": 2}, {"holders": 2}], "schedule[0].stage: got 2, but the config itself has 1"),
         ([{"until": 0.5, "holders": 1}, {"holders": 2}], "schedule[0].until: got 0.5"),
