@@ -61,11 +61,11 @@ from sdp_deepspeed.engine.optimizer import SubnetworkOptimizer
 from sdp_deepspeed.engine.refusals import refuse_config, refuse_model
 from sdp_deepspeed.engine.replan import (
     Replanned,
-    blocks_of_schedule,
     follow_schedule,
     new_config,
     rank_state,
     replan,
+    try_schedule,
 )
 from sdp_deepspeed.engine.settings import loss_scaler, sharded_options, skips_overflow
 from sdp_deepspeed.messages import listed, quoted
@@ -88,6 +88,7 @@ class SubnetworkEngine(DeepSpeedEngine):
         tensor_parallel: this rank's part in a tensor-parallel group.
         schedule: of plans; None if the plan does not change over time.
         phase, draw: of the schedule, that the engine is laid out for.
+        stage_of_config: ZeRO's, that the run begins with.
     """
 
     block: SubnetworkConfig
@@ -99,7 +100,7 @@ class SubnetworkEngine(DeepSpeedEngine):
     checkpoints: CheckpointManager
     optimizer: SubnetworkOptimizer
     schedule: Schedule | None
-    phase = draw = 0
+    phase = draw = stage_of_config = 0
     _before_autotp: WholeModel | None = None
     _deferred: DeferredWeights | None = None  # of a model that was built under `Init`
     _state_dicts: WholeStateDicts | None = None  # under tensor parallelism
@@ -146,11 +147,27 @@ class SubnetworkEngine(DeepSpeedEngine):
     def _configure_distributed_model(self, model: nn.Module) -> None:
         super()._configure_distributed_model(model)
         self.tensor_parallel = self._find_tensor_parallel()
+        self.stage_of_config = int(self.zero_optimization_stage())
+        self.refuse_stage(self.stage_of_config)
         self._meetings = Meetings(f"sdp_deepspeed/meetings/{next(_numbers)}")
-        self.schedule = run_on_all_ranks(lambda: Schedule.of(self.config, KEY), self._control)
-        for later in blocks_of_schedule(self.schedule):  # what would be wrong with them is said now
-            self.plan_and_mask(later, tells=False)
+        self.schedule = run_on_all_ranks(self._find_schedule, self._control)
+        try_schedule(self)
         self.plan, self.mask = self.plan_and_mask(self.block)
+
+    def refuse_stage(self, stage: int) -> None:
+        """ValueError for one of ZeRO's stages under which ranks of a tensor-parallel group would have other buckets."""
+        uneven = [name for name, division in self.tensor_parallel.shards.divisions.items() if not division.is_even]
+        if uneven and stage == 2:
+            raise ValueError(
+                f"zero_optimization.stage: got 2, but tensor-parallel ranks do not divide {uneven[0]!r} evenly; pad "
+                "the vocabulary (resize_token_embeddings), or use stage 1"
+            )
+
+    def _find_schedule(self) -> Schedule | None:
+        schedule = Schedule.of(self.config, KEY)
+        if schedule is not None:
+            schedule.check_first(self.stage_of_config)
+        return schedule
 
     def plan_and_mask(self, block: SubnetworkConfig, *, tells: bool = True) -> tuple[Plan, Mask]:
         """The plan of a block, and this rank's mask, not applied; every rank calls it while the module is dense.
@@ -218,12 +235,6 @@ class SubnetworkEngine(DeepSpeedEngine):
         else:
             found = of_autotp(self.module, whole, group, control)
         found.check_replicated(dict(self.module.named_parameters()), control)
-        uneven = [name for name, division in found.shards.divisions.items() if not division.is_even]
-        if uneven and int(self.zero_optimization_stage()) == 2:  # ranks of a group would have other buckets
-            raise ValueError(
-                f"zero_optimization.stage: got 2, but tensor-parallel ranks do not divide {uneven[0]!r} evenly; pad "
-                "the vocabulary (resize_token_embeddings), or use stage 1"
-            )
         self._state_dicts = WholeStateDicts(self.module, found.shards, group)
         return found
 
@@ -378,6 +389,7 @@ class SubnetworkEngine(DeepSpeedEngine):
         Raises:
             ValueError, RuntimeError: on all ranks, before anything is changed.
         """
+        self._meetings.meet("engine.replan")
         return replan(self, run_on_all_ranks(lambda: new_config(self, block, stage), self._control), stage)
 
     # ---- checkpoints --------------------------------------------------------------------------------------------

@@ -15,14 +15,25 @@ from pathlib import Path
 from typing import Any
 
 from tests.helpers.fault_ranks import STYLES, Death, Start, log_path, run_rank
-from tests.helpers.trained_states import names_in
+from tests.helpers.checkpointed_runs import names_in
 
 LAST_STEP = 8  # after it the run begins anew, in another style
 PRELOAD = ["torch", "deepspeed", "transformers.models.llama.modeling_llama", "sdp_deepspeed"]
 
 # Where a rank kills itself: words of the log, and what is done to files by rank 0 alone or by both.
 BY_BOTH = ["read", "write", "bytes", "saved", "loaded", "step", "save"]
-BY_RANK_0 = ["prepare", "manifest", "rename", "latest", "rename latest", "sync", "remove", "set aside", "prune"]
+BY_RANK_0 = [
+    "prepare",
+    "checksums",
+    "index",
+    "rename",
+    "latest",
+    "rename latest",
+    "sync",
+    "remove",
+    "set aside",
+    "prune",
+]
 # Where the driver does, some time after the word.
 TIMED = ["start", "load", "step", "save", "saved"]
 OF_STYLE = {"set aside": ("two tags in turn", "one tag"), "prune": ("a tag per step",)}

@@ -66,11 +66,18 @@ def lock_folder(folder: Path) -> filelock.BaseFileLock | None:
     except NotImplementedError:
         return None
     if is_first:  # what killed jobs left behind
-        for replaced in folder.glob(f"*{REPLACED}"):
+        for replaced in filter(_is_ours, folder.glob(f"*{REPLACED}")):
             _restore_or_remove(replaced)
-        for written in folder.glob(f"*{WRITING}"):
+        for written in filter(_is_ours, folder.glob(f"*{WRITING}")):
             _remove(written)
     return lock
+
+
+def _is_ours(path: Path) -> bool:
+    """Whether a folder has files of a checkpoint, complete or not, and no others."""
+    return path.is_dir() and all(
+        file.suffix == ".distcp" or file.name.startswith((INDEX, CHECKSUMS, f".{CHECKSUMS}")) for file in path.iterdir()
+    )
 
 
 def _restore_or_remove(replaced: Path) -> None:
