@@ -343,11 +343,10 @@ class SubnetworkEngine(DeepSpeedEngine):
     def step(self, lr_kwargs: Any = None) -> None:
         """As DeepSpeed's; at the boundary a collective of all ranks."""
         self._refuse_dense("step")
-        if self.is_gradient_accumulation_boundary() or not self.managed_gradient_accumulation():
-            by_caller = self._is_gradient_accumulation_boundary is not None or not self.managed_gradient_accumulation()
-            if (
-                by_caller and self.optimizer.sharded.stage == 2
-            ):  # each backward pass of a rank needs those of the others
+        is_managed = self.managed_gradient_accumulation()
+        if self.is_gradient_accumulation_boundary() or not is_managed:
+            by_caller = self._is_gradient_accumulation_boundary is not None or not is_managed
+            if by_caller and self.optimizer.sharded.stage == 2:  # ranks may have run other numbers of backward passes
                 self._meetings.meet("engine.step")
             self._meetings.passing()
             self._known_parameters.check()

@@ -218,12 +218,25 @@ def _crc_of(content: Mapping[str, Any]) -> int:
     return zlib.crc32(json.dumps(content, sort_keys=True).encode())
 
 
+def problems_in(path: Path, *, rank: int = 0, size: int = 1, read: bool = True) -> list[str]:
+    """What is wrong with a checkpoint.
+
+    Args:
+        rank, size: which share of the files is looked at.
+        read: whether their content is looked at, and not their sizes alone.
+    """
+    try:
+        found = sorted(read_checksums(path)["files"].items())[rank::size]
+    except (OSError, ValueError) as error:
+        return [str(error)]
+    return [text for name, sums in found if (text := problem_of(path / name, sums, read=read)) is not None]
+
+
 def problem_of(file: Path, expected: Sequence[int], *, read: bool = True) -> str | None:
     """What is wrong with a file of a checkpoint.
 
     Args:
         expected: bytes and CRC-32.
-        read: whether its content is looked at, and not its size alone.
     """
     size, checksum = expected
     try:

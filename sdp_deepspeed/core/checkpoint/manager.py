@@ -32,6 +32,7 @@ from sdp_deepspeed.core.checkpoint.state import (
     live_buffers,
     make_targets,
     optimizer_facts,
+    restore_buffers,
     restore_optimizer,
     scalars,
     written_state,
@@ -231,8 +232,7 @@ class CheckpointManager:
         state.optimizer.return_weights()
         if own is not None:
             restore_random_state(own["random"])
-            for name, buffer in live_buffers(state).items():
-                buffer.copy_(own["buffers"][name])
+            restore_buffers(state, own["buffers"])
         return Loaded(path, whole["common"])
 
     def common_of(self, folder: Path, tag: str | None, control: Any) -> dict[str, Any] | None:
@@ -250,7 +250,8 @@ class CheckpointManager:
         tags = run_on_all_ranks(lambda: files.tags_to_try(folder) if tag is None and is_first else [tag], control)
         for name in gather_objects(tags, control)[0]:
             path = files.path_of(folder, name)
-            of_ranks = gather_objects(self._problems(path), control)
+            share = {"rank": dist.get_rank(), "size": dist.get_world_size()}
+            of_ranks = gather_objects(files.problems_in(path, read=self._verify, **share), control)
             found = list(dict.fromkeys(problem for of_rank in of_ranks for problem in of_rank))
             if not found:
                 if problems and is_first:
@@ -260,15 +261,6 @@ class CheckpointManager:
         if problems:
             raise ValueError(f"{folder} has no complete checkpoint{f' {tag!r}' if tag else ''}: {'; '.join(problems)}")
         return None
-
-    def _problems(self, path: Path) -> list[str]:
-        """What is wrong with a checkpoint, as far as this rank looks: each at its share of the files."""
-        try:
-            found = files.read_checksums(path)["files"]
-        except (OSError, ValueError) as error:
-            return [str(error)]
-        mine = sorted(found.items())[dist.get_rank() :: dist.get_world_size()]
-        return [p for name, sums in mine if (p := files.problem_of(path / name, sums, read=self._verify)) is not None]
 
 
 def _refuse_difference(call: str, control: Any) -> None:

@@ -217,7 +217,7 @@ def load_universal(state: RankState, path: Path, *, optimizer_states: bool = Tru
     """
 
     def prepare() -> tuple[_Universal, Any, Facts | None]:
-        stored = _Universal.open(path, state)
+        stored = _Universal.open(path, state, strict=strict)
         facts = stored.facts(state) if optimizer_states and stored.moments else None
         return stored, make_targets(state, stored.metadata.state_dict_metadata, facts, strict=strict), facts
 
@@ -254,7 +254,7 @@ class _Universal:
     optimizer: Mapping[str, Any]
 
     @classmethod
-    def open(cls, path: Path, state: RankState) -> _Universal:
+    def open(cls, path: Path, state: RankState, *, strict: bool) -> _Universal:
         models = sorted(path.glob("*mp_rank_00_model_states.pt"))
         if not models or not (path / ZERO).is_dir():
             raise ValueError(f"{path} is no universal checkpoint: it has no {ZERO} or no *mp_rank_00_model_states.pt")
@@ -263,7 +263,7 @@ class _Universal:
         by_name = {folder.name: folder for folder in (path / ZERO).iterdir() if folder.is_dir()}
         known = {*state.mask.parameters, *persistent_buffers(state.mask.model)}
         found, _, unknown = matched(by_name, state.mask.model, known)
-        if unknown:
+        if unknown and strict:
             raise ValueError(f"{path} is of another model, which has {quoted(unknown)}; build the model that was saved")
         result = cls(
             {}, {}, {n: by_name[m] for n, m in found.items()}, model, _read(optimizer) if optimizer.is_file() else {}

@@ -16,7 +16,7 @@ import torch
 from sdp_deepspeed.core.checkpoint.manager import CheckpointManager
 from sdp_deepspeed.core.checkpoint.peers import give_state, take_state
 from sdp_deepspeed.core.checkpoint.state import written_state
-from tests.helpers.core_training import Layout, dense_of, dense_tensors, training
+from tests.helpers.core_training import Layout, dense_of, dense_tensors, muon, sgd, training
 from tests.helpers.ranks import Rank, run_ranks
 from tests.helpers.training import assert_identical, gathered, refusal
 
@@ -31,6 +31,7 @@ WRITERS = {
     "backward_neuron_stage0_bf16": Layout(2, stage=0, dtype=BF16, block=NEURON | BACKWARD),
     "three_bf16_by_rules": Layout(3, dtype=BF16, block=BY_RULES),
     "replicas": Layout(4, block={"subnetworks": 2}),
+    "tensor_parallel": Layout(4, tp=2, block={"strategy": {"attention": "block", "mlp": "neuron"}}),
 }
 READERS = {
     "dense": Layout(2, block={"holders": 2}),
@@ -39,6 +40,8 @@ READERS = {
     "backward_block_bf16": Layout(2, dtype=BF16, block=BACKWARD),
     "backward_neuron_by_rules": Layout(3, stage=2, block=BACKWARD | NEURON | BY_RULES, bucket_size=64),
     "four_replicas": Layout(4, block={"subnetworks": 2}),
+    "tensor_parallel_bf16": Layout(4, tp=2, dtype=BF16),
+    "offload": Layout(2, offload=True),
     "alone": Layout(1, block={"holders": 1, "subnetworks": 1}),
 }
 
@@ -65,7 +68,7 @@ def read(layout: Layout, source: str, folder: Path, rank: Rank) -> None:
         for pieces in run.mask.pieces.values():
             for piece, _ in pieces:
                 if run.mask.stored(piece):
-                    expected = piece.narrow(stored[f"weight/{piece.parameter}"]).to(layout.dtype)
+                    expected = piece.narrow(run.own_part(piece.parameter, stored)).to(layout.dtype)
                     assert torch.equal(run.mask.view(piece), expected), piece
         state = run.optimizer.optimizer.state
         assert {float(own["step"]) for own in state.values()} <= {3.0}
@@ -87,7 +90,13 @@ def draw() -> list[float]:
 def an_interrupted_run_goes_on(rank: Rank) -> None:
     """Bit for bit: losses, weights, masters, moments, each rank's own buffers and random numbers."""
     for number, layout in enumerate(
-        [Layout(2, 0), Layout(2, 1, block=BACKWARD), Layout(2, 1, BF16, NEURON), Layout(2, 2, BF16, BACKWARD | NEURON)]
+        [
+            Layout(2, stage=0),
+            Layout(2, block=BACKWARD),
+            Layout(2, dtype=BF16, block=NEURON),
+            Layout(2, stage=2, dtype=BF16, block=BACKWARD | NEURON),
+            Layout(2, optimizer=muon),
+        ]
     ):
         for asynchronous in (False, True):
             folder = rank.folder / f"{number}{asynchronous}"
@@ -138,7 +147,7 @@ def parts_of_a_checkpoint(rank: Rank) -> None:
         load = partial(manager.load, rank.folder, "trained", run.state)
         refusal(ValueError, load, "1 tensors are missing", "model.norm.weight")
         load(strict=False)
-    with training(Layout(2, optimizer=torch.optim.SGD)) as run:
+    with training(Layout(2, optimizer=sgd)) as run:
         before = run.tensors()
         load = partial(manager.load, rank.folder, "whole", run.state)
         refusal(ValueError, load, "optimizer state in the checkpoint is of Adam", "SGD")
