@@ -11,7 +11,6 @@ import torch
 from sdp_deepspeed.config import KEY, parse
 from sdp_deepspeed.estimate.formulas import sent_per_parameter
 from sdp_deepspeed.estimate.precision import Precision
-
 from sdp_deepspeed.layout.buckets import build_buckets, build_segments, default_bucket_elements
 from sdp_deepspeed.layout.nodes import Nodes
 from sdp_deepspeed.plan.planner import plan_model

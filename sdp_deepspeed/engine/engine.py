@@ -23,7 +23,11 @@ import torch.distributed as dist
 from deepspeed import comm as deepspeed_comm  # its comms logger sees our collectives
 from deepspeed.runtime.engine import ZERO_OPTIMIZATION, DeepSpeedEngine
 from deepspeed.utils import log_dist, logger
-from deepspeed.utils.bwc import bwc_tensor_model_parallel_group, bwc_tensor_model_parallel_world_size
+from deepspeed.utils.bwc import (
+    bwc_pipeline_parallel_world_size,
+    bwc_tensor_model_parallel_group,
+    bwc_tensor_model_parallel_world_size,
+)
 from torch import nn
 
 from sdp_deepspeed.architectures import locate_branches, unit_costs
@@ -113,6 +117,7 @@ class SubnetworkEngine(DeepSpeedEngine):
             refuse_model(model)
             if options.get("mesh_device") is not None:
                 raise ValueError(f"{KEY}: mesh_param asks for sequence parallelism, which is not possible; remove it")
+            _check_mpu(options.get("mpu"))
             if DeferredWeights.are_in(model):
                 self._deferred = DeferredWeights(model)
                 options["dont_change_device"] = True
@@ -356,6 +361,8 @@ class SubnetworkEngine(DeepSpeedEngine):
             self._step_events.write()
         if self.block.check_agreement and self._step_applied:
             run_on_all_ranks(lambda: check_agreement(self.mask, self.groups), self._control)
+            held = self.held_tensors()
+            run_on_all_ranks(lambda: self.tensor_parallel.check_replicated(held, self._control), self._control)
         follow_schedule(self, self.global_steps)
 
     def replan(self, block: Mapping[str, Any], *, stage: int | None = None) -> Replanned:
@@ -585,6 +592,15 @@ def refuse_cut(model: nn.Module) -> None:
             f"{KEY}: an earlier engine cut this model down to subnetworks: build the model anew, or copy it with "
             "copy.deepcopy inside `with engine.dense():`"
         )
+
+
+def _check_mpu(mpu: Any) -> None:
+    """ValueError for what an `mpu` object may name besides tensor and data parallelism."""
+    sizes = {"pipeline": 1 if mpu is None else bwc_pipeline_parallel_world_size(mpu)}
+    sizes["sequence"] = getattr(mpu, "get_sequence_parallel_world_size", lambda: 1)()
+    for what, size in sizes.items():
+        if size > 1:
+            raise ValueError(f"{KEY}: mpu has {size} {what}-parallel ranks; tensor and data parallelism are possible")
 
 
 def _refuse_difference(what: str, facts: Sequence[Sequence[str]]) -> None:

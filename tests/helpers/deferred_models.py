@@ -8,14 +8,14 @@ from copy import deepcopy
 from unittest import mock
 
 import torch
-from torch import nn
-from torch.nn import init
-
 from sdp_deepspeed.deferred_init import fills
 from sdp_deepspeed.deferred_init.init import Init
 from sdp_deepspeed.deferred_init.materialize import default_dtype
 from sdp_deepspeed.deferred_init.operation import Ref, address
 from sdp_deepspeed.deferred_init.program import Program
+from torch import nn
+from torch.nn import init
+
 from sdp_deepspeed.plan.tensors import named_tensors
 
 Tensors = dict[str, torch.Tensor]

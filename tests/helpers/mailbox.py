@@ -15,9 +15,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from tests.helpers.stream_order import order_here, stream_order
 
 from sdp_deepspeed.distributed.communicator import Communicator
-from tests.helpers.stream_order import order_here, stream_order
 from tests.helpers.threads import in_threads
 
 TIMEOUT = 240.0  # seconds

@@ -6,6 +6,8 @@ from collections.abc import Mapping, Sequence
 
 import torch
 from deepspeed.runtime.fp16.loss_scaler import LossScalerBase
+from sdp_deepspeed.optimizer.optimizer import SubnetworkOptimizer
+from sdp_deepspeed.optimizer.param_groups import agree_on_groups
 from torch import nn
 
 from sdp_deepspeed.architectures import LocatedBranch
@@ -14,8 +16,6 @@ from sdp_deepspeed.layout.nodes import Nodes
 from sdp_deepspeed.layout.places import PieceViews
 from sdp_deepspeed.layout.rank_model import RankModel
 from sdp_deepspeed.masking.mask import Mask
-from sdp_deepspeed.optimizer.optimizer import SubnetworkOptimizer
-from sdp_deepspeed.optimizer.param_groups import agree_on_groups
 from sdp_deepspeed.optimizer.settings import OptimizerSettings
 from sdp_deepspeed.plan.plan import Plan
 from sdp_deepspeed.plan.tensors import TensorInfo, named_tensors

@@ -7,11 +7,11 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from sdp_deepspeed.checkpoint.state.optimizer_state import OptimizerState
 from torch import nn
 
 from sdp_deepspeed.checkpoint.state import random_state
 from sdp_deepspeed.checkpoint.state.boxes import Box
-from sdp_deepspeed.checkpoint.state.optimizer_state import OptimizerState
 from tests.helpers.checkpointed_runs import settings_of, stepped
 from tests.helpers.models import batches, loss_of
 from tests.helpers.ranks import Rank

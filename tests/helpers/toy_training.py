@@ -11,18 +11,18 @@ from typing import Any
 
 import pytest
 import torch
+from sdp_deepspeed.optimizer.optimizer import SubnetworkOptimizer
+from tests.helpers.stream_order import MoreStreams, pretended_gpu
 from torch import nn
 
 from sdp_deepspeed.config import LearningRateRule
 from sdp_deepspeed.distributed.communicator import Communicator
 from sdp_deepspeed.exchange.exchange import Steps
 from sdp_deepspeed.layout.buckets import Bucket
-from sdp_deepspeed.optimizer.optimizer import SubnetworkOptimizer
 from sdp_deepspeed.optimizer.settings import OptimizerSettings
 from tests.helpers.mailbox import Mailbox, run_mail
 from tests.helpers.random_layouts import Layout, placed, random_layout
 from tests.helpers.rank_models import optimizer_of
-from tests.helpers.stream_order import MoreStreams, pretended_gpu
 
 Tensors = dict[str, torch.Tensor]
 

@@ -8,11 +8,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from sdp_deepspeed.checkpoint.state.optimizer_state import OptimizerState
+from sdp_deepspeed.optimizer.optimizer import SubnetworkOptimizer
 from torch import nn
 
 from sdp_deepspeed.checkpoint.checkpointer import Checkpointer
 from sdp_deepspeed.checkpoint.save import Saver
-from sdp_deepspeed.checkpoint.state.optimizer_state import OptimizerState
 from sdp_deepspeed.checkpoint.state.rank_chunks import RankChunks, persistent_buffers
 from sdp_deepspeed.checkpoint.state.trained_state import RankState
 from sdp_deepspeed.config import CheckpointOptions
@@ -20,7 +21,6 @@ from sdp_deepspeed.distributed.communicator import Communicator
 from sdp_deepspeed.folder_lock import LOCK
 from sdp_deepspeed.layout.places import PieceViews
 from sdp_deepspeed.layout.rank_model import RankModel
-from sdp_deepspeed.optimizer.optimizer import SubnetworkOptimizer
 from sdp_deepspeed.optimizer.settings import OptimizerSettings
 from sdp_deepspeed.plan.plan import Plan
 from sdp_deepspeed.plan.tensors import TensorInfo, named_tensors

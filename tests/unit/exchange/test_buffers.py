@@ -7,11 +7,11 @@ from unittest import mock
 
 import pytest
 import torch
+from tests.helpers.stream_order import pretended_streams, stream_order
 
 from benchmarks.common.measured_step import watched_host_memory
 from sdp_deepspeed.exchange.buffers import Buffers
 from sdp_deepspeed.exchange.streams import GpuStreams
-from tests.helpers.stream_order import pretended_streams, stream_order
 
 CPU = torch.device("cpu")
 SIZES = (10, 30, 20, 40, 5, 40, 1)  # elements

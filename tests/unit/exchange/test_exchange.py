@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 import torch
-
 from sdp_deepspeed.deferred_init.materialize import default_dtype
+
 from sdp_deepspeed.distributed.communicator import Communicator
 from sdp_deepspeed.exchange.exchange import Exchange, Steps
 from sdp_deepspeed.layout.fragments import num_elements
