@@ -9,7 +9,7 @@ from typing import Any
 from sdp_deepspeed.core.checkpoint.manager import CheckpointManager
 from sdp_deepspeed.core.engine.replan import follow_schedule, rank_state
 
-_COUNTERS = ("global_steps", "global_samples", "micro_steps", "skipped_steps")
+_COUNTERS = ("global_steps", "global_samples", "skipped_steps")
 
 
 def new_manager(engine: Any) -> CheckpointManager:
@@ -59,6 +59,7 @@ def load(
     if not module_only:
         for name, value in found.common["counters"].items():
             setattr(engine, name, value)
+        engine.micro_steps = engine.global_steps * engine.gradient_accumulation_steps()  # a step begins anew
         scaler = engine.optimizer.loss_scaler
         if scaler.dynamic and found.common["loss_scaler"].get("dynamic", True):  # not the 1 of a run in bf16 or fp32
             vars(scaler).update(found.common["loss_scaler"])
