@@ -313,10 +313,14 @@ class _ChecksummedFiles(FileSystem):
 
 
 class Writer(FileSystemWriter):
-    """DCP's, with a checksum of each file that this rank has written."""
+    """DCP's, with a checksum of each file that this rank has written.
 
-    def __init__(self, path: Path) -> None:
-        super().__init__(path, sync_files=False)  # `create_stream` syncs them
+    Args:
+        from_device: whether tensors are not in host memory; if all are, DCP starts no GPU to copy them.
+    """
+
+    def __init__(self, path: Path, *, from_device: bool = False) -> None:
+        super().__init__(path, sync_files=False, per_thread_copy_ahead=10_000_000 if from_device else 0)
         self.fs = self._files = _ChecksummedFiles()
 
     @property
@@ -329,6 +333,10 @@ class Writer(FileSystemWriter):
         torch.serialization.set_crc32_options(False)
         try:
             return super().write_data(plan, planner)
+        except OSError:
+            raise
+        except Exception as error:  # other ranks get it as a pickle
+            raise RuntimeError(f"{type(error).__name__}: {error}") from None
         finally:
             torch.serialization.set_crc32_options(kept)
 

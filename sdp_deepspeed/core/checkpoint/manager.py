@@ -10,6 +10,7 @@ from __future__ import annotations
 import io
 import json
 import logging
+import re
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
@@ -146,7 +147,9 @@ class CheckpointManager:
 
     def _write(self, folder: Path, tag: str, tensors: State, latest: bool, group: Any) -> None:
         """Every rank runs it, in a thread of its own if saving is asynchronous."""
-        is_first, writer = dist.get_rank() == 0, files.Writer(folder / f"{tag}{files.WRITING}")
+        is_first = dist.get_rank() == 0
+        is_on_device = any(not v.is_cpu for boxes in tensors.values() for v in boxes.parts.values())
+        writer = files.Writer(folder / f"{tag}{files.WRITING}", from_device=is_on_device)
 
         def publish() -> None:
             if is_first:
@@ -309,9 +312,10 @@ def _plain_bytes(content: Mapping[str, Any]) -> bytes:
         buffer.seek(0)
         plain = torch.load(buffer, map_location="cpu", weights_only=True)
     except Exception as error:
+        found = re.search(r"GLOBAL ([\w.]+)", str(error))
         raise ValueError(
-            "a checkpoint's client state and schedule: expected tensors, numbers, strings, lists and dicts only: "
-            f"{str(error).splitlines()[0]}"
+            "client_state and the schedule of a checkpoint may hold tensors, numbers, strings, lists and dicts only: "
+            f"{f'found {found[1]}' if found else str(error).splitlines()[0]}"
         ) from None
     buffer = io.BytesIO()
     torch.save(plain, buffer)
