@@ -1,4 +1,4 @@
-"""What systems send in a step: of the exchange as its plans and routes say, of all others as rings do."""
+"""What systems send in a step: of the engine as its buckets say, of all others as rings do."""
 
 from __future__ import annotations
 
@@ -10,9 +10,8 @@ import torch
 
 from sdp_deepspeed.config import KEY, parse
 from sdp_deepspeed.estimate.formulas import sent_per_parameter
+from sdp_deepspeed.estimate.per_rank import DEFAULT_BUCKET, buckets_of
 from sdp_deepspeed.estimate.precision import Precision
-from sdp_deepspeed.layout.buckets import build_buckets, build_segments, default_bucket_elements
-from sdp_deepspeed.layout.nodes import Nodes
 from sdp_deepspeed.plan.planner import plan_model
 from sdp_deepspeed.plan.tensors import dense_tensors
 

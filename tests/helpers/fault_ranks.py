@@ -25,8 +25,8 @@ import torch.distributed as dist
 
 from sdp_deepspeed.core.checkpoint import files
 from sdp_deepspeed.core.checkpoint.random_state import random_state
-from tests.helpers.models import LENGTH, VOCABULARY, config
 from tests.helpers.checkpointed_runs import names_in
+from tests.helpers.models import LENGTH, VOCABULARY, config
 from tests.helpers.training import engine_of, micro_step
 
 KEEP_LAST = 2

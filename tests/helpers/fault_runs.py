@@ -14,8 +14,8 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from tests.helpers.fault_ranks import STYLES, Death, Start, log_path, run_rank
 from tests.helpers.checkpointed_runs import names_in
+from tests.helpers.fault_ranks import STYLES, Death, Start, log_path, run_rank
 
 LAST_STEP = 8  # after it the run begins anew, in another style
 PRELOAD = ["torch", "deepspeed", "transformers.models.llama.modeling_llama", "sdp_deepspeed"]
