@@ -16,7 +16,7 @@ from sdp_deepspeed.config_errors import explain
 from sdp_deepspeed.messages import quoted
 
 # Keys that an engine reads once, when it is built.
-FIXED = ("enabled", "allow_optimizer", "silence_limit", "checkpoint")
+FIXED = ("enabled", "allow_optimizer", "checkpoint")
 # Keys that a phase cannot have either.
 OF_SCHEDULE = ("schedule", "redraw_interval", "total_steps")
 _EITHER = ("coverage", "holders")  # one says what the other would

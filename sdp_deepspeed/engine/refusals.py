@@ -82,13 +82,24 @@ def refuse_config(block: SubnetworkConfig, config: Mapping[str, Any], read: Any)
     """
     parts = {"zero_optimization": read.zero_config, "fp16": read.float16_config, "bf16": read.bfloat16_config}
     values = {key: part.model_dump(mode="json", exclude_unset=True) for key, part in parts.items()}
-    tree = {**config, **values}
+    refuse_settings(block, {**config, **values})
+
+
+def refuse_settings(block: SubnetworkConfig, tree: Mapping[str, Any]) -> None:
+    """Refuse settings by name.
+
+    Args:
+        tree: DeepSpeed's config, with values of the right types.
+
+    Raises:
+        ValueError: all that is refused, each with its JSON path.
+    """
     found = [
         f"{path}: got {value!r}, which is not possible with {KEY}: {why}"
         for path, is_refused, why in _REFUSED
         if (value := _lookup(tree, path)) is not None and is_refused(value)
     ]
-    if read.zero_config.compute_grad_norm is False and (config.get("gradient_clipping", 1.0) or 0) > 0:
+    if _lookup(tree, "zero_optimization.compute_grad_norm") is False and (tree.get("gradient_clipping", 1.0) or 0) > 0:
         found.append(
             "zero_optimization.compute_grad_norm: got False, but gradient_clipping needs the norm; set it to 0"
         )

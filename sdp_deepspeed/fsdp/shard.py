@@ -26,6 +26,7 @@ from sdp_deepspeed.distributed.agreement import Gatherer, OneRank, run_on_all_ra
 from sdp_deepspeed.distributed.communicator import Communicator
 from sdp_deepspeed.distributed.store_gatherer import StoreGatherer
 from sdp_deepspeed.engine.consistency import check_holders_agree, check_same_plan
+from sdp_deepspeed.engine.refusals import refuse_model
 from sdp_deepspeed.fsdp.block_units import block_units, shared_tensors
 from sdp_deepspeed.fsdp.collective_order import order_collectives
 from sdp_deepspeed.fsdp.dense_view import install_view
@@ -56,7 +57,6 @@ from sdp_deepspeed.messages import quoted
 from sdp_deepspeed.plan.plan import Plan
 from sdp_deepspeed.plan.planner import plan_model
 from sdp_deepspeed.plan.tensors import dense_tensors, named_tensors
-from sdp_deepspeed.support.refusals import refuse_shared_memory
 
 logger = logging.getLogger("sdp_deepspeed")
 T = TypeVar("T", bound=nn.Module)
@@ -162,7 +162,7 @@ def shard(start: Start, wrapped: Collection[str] = ()) -> ShardedModel:
         if tensor_parallel is not None:
             check_per_head(module, branches)
             tensor_parallel.take_local(module)
-            refuse_shared_memory(module)
+            refuse_model(module)
         warnings += check_descriptions(module, branches, plan, start.device)
         costs = unit_costs(module, plan.units)
         if start.ranks.rank == 0:
@@ -256,9 +256,7 @@ def _state_names(module: nn.Module) -> dict[str, str]:
 def _deferred(module: nn.Module) -> DeferredWeights | None:
     """What makes the weights of a model of `Init`; one that is on the meta device for FSDP2's own way stays there."""
     is_ours = any(hasattr(tensor, "_sdp_weights") for tensor in named_tensors(module).values())
-    deferred = DeferredWeights(module) if is_ours else None
-    refuse_shared_memory(module)
-    return deferred
+    return DeferredWeights(module) if is_ours else None
 
 
 def _checked(

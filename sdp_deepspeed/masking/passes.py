@@ -30,7 +30,7 @@ class Fetcher(Protocol):
     """Where parts come from; every rank calls `fetch` for the same parts in the same order."""
 
     def fetch(self, index: int, targets: Targets, num_rounds: int) -> Steps:
-        """What this rank lacks of a part, to where `targets` makes room; yields once, when the first collectives run."""
+        """What this rank lacks of a part, to where `targets` makes room; yields when the first collectives run."""
 
     def held(self) -> Iterator[torch.Tensor]:
         """All weights that other ranks get from this one."""

@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 import sdp_deepspeed
 from sdp_deepspeed.checkpoint.storage.names import COMMON
 from sdp_deepspeed.fsdp import CheckpointManager, param_groups, sharded_model_of
-from sdp_deepspeed.support.optimizers import HOW
+from sdp_deepspeed.fsdp.optimizer_chunks import HOW
 from tests.helpers.dense_checkpoints import dense_tensors
 from tests.helpers.models import batches, llama, loss_of, two_groups
 from tests.helpers.ranks import Rank

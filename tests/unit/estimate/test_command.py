@@ -21,7 +21,7 @@ def test_printed_table(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["estimate", "--ranks", "8", "--coverage", "0.5"]) == 0
     printed = capsys.readouterr().out
     assert table(bytes_per_parameter(8, 0.5, BF16), sent_per_parameter(8, 0.5, BF16)) in printed
-    assert "| SDP + ZeRO-2 | 1 | 0.25 | 1.5 | 2.75 | 1.5 |" in printed
+    assert "| SDP + ZeRO-2 | 1 | 0.5 | 1.5 | 3 | 1.5 |" in printed
     assert "nodes" not in printed
 
 
@@ -35,12 +35,12 @@ def test_table_between_nodes(capsys: pytest.CaptureFixture[str]) -> None:
 @pytest.mark.parametrize(
     ("flags", "row"),
     [
-        ("--dtype fp16", "| SDP + ZeRO-2 | 1 | 0.25 | 1.5 | 2.75 | 1.5 |"),
+        ("--dtype fp16", "| SDP + ZeRO-2 | 1 | 0.5 | 1.5 | 3 | 1.5 |"),
         ("--dtype fp32", "| SDP + ZeRO-2 | 2 | 0.5 | 1 | 3.5 | 3 |"),
         ("--accumulate-in-fp32", "| SDP + ZeRO-2 | 1 | 0.5 | 1.5 | 3 | 1.5 |"),
-        ("--accumulation 3", "| SDP + ZeRO-2 | 1 | 0.25 | 1.5 | 2.75 | 3 |"),
-        ("--regime backward", "| SDP + ZeRO-2 | 2 | 0.25 | 1.5 | 3.75 | 2.5 |"),
-        ("--offload", "| SDP + ZeRO-2 | 1 | 0.25 | 1.5 | 1.25 | 1.5 |"),
+        ("--accumulation 3", "| SDP + ZeRO-2 | 1 | 0.5 | 1.5 | 3 | 3 |"),
+        ("--regime backward", "| SDP + ZeRO-2 | 2 | 0.5 | 1.5 | 4 | 2.5 |"),
+        ("--offload", "| SDP + ZeRO-2 | 1 | 0.5 | 1.5 | 1.5 | 1.5 |"),
         ("--offload --dtype fp32", "| SDP + ZeRO-2 | 2 | 0.5 | 1.5 | 2.5 | 3 |"),
     ],
 )

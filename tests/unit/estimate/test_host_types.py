@@ -9,7 +9,7 @@ import pytest
 import torch
 from deepspeed.runtime.config import DeepSpeedConfig, DeepSpeedConfigError
 
-from sdp_deepspeed.support.host_types import refuse_wrong_types
+from sdp_deepspeed.estimate.host_types import refuse_wrong_types
 
 
 @pytest.mark.parametrize(
