@@ -8,18 +8,10 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-<<<<<<< HEAD
 import torch.distributed as dist
 from torch import nn
 
 from sdp_deepspeed.core.checkpoint.random_state import random_state
-=======
-from sdp_deepspeed.checkpoint.state.optimizer_state import OptimizerState
-from torch import nn
-
-from sdp_deepspeed.checkpoint.state import random_state
-from sdp_deepspeed.checkpoint.state.boxes import Box
->>>>>>> t1
 from tests.helpers.checkpointed_runs import settings_of, stepped
 from tests.helpers.models import batches, loss_of
 from tests.helpers.ranks import Rank
