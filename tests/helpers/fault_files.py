@@ -76,7 +76,7 @@ class FileFaults:
 
     def _finish(self) -> None:
         process = self._start()
-        process.join(60)
+        process.join(600)
         assert process.exitcode == 0, process.exitcode
 
     def _judge(self, outcome: FileOutcome, when: str, *, may_be_absent: bool) -> None:

@@ -56,7 +56,7 @@ class Start:
     num_steps: int = 4
     last: int = 20
     dies: tuple[int, Death] | None = None
-    limit: float = 60.0  # seconds
+    limit: float = 240.0  # seconds
 
     @property
     def checkpoints(self) -> Path:

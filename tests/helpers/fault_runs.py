@@ -105,7 +105,7 @@ class Faults:
     """
 
     def __init__(
-        self, folder: Path, *, seed: int, size: int = 2, limit: float = 60.0, style: str = "a tag per step"
+        self, folder: Path, *, seed: int, size: int = 2, limit: float = 240.0, style: str = "a tag per step"
     ) -> None:
         self._folder, self._limit, self._size = folder, limit, size
         self._numbers = random.Random(seed)
