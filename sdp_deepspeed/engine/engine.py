@@ -23,7 +23,11 @@ import torch.distributed as dist
 from deepspeed import comm as deepspeed_comm  # its comms logger sees our collectives
 from deepspeed.runtime.engine import ZERO_OPTIMIZATION, DeepSpeedEngine
 from deepspeed.utils import log_dist, logger
-from deepspeed.utils.bwc import bwc_tensor_model_parallel_group, bwc_tensor_model_parallel_world_size
+from deepspeed.utils.bwc import (
+    bwc_pipeline_parallel_world_size,
+    bwc_tensor_model_parallel_group,
+    bwc_tensor_model_parallel_world_size,
+)
 from torch import nn
 
 from sdp_deepspeed.architectures import locate_branches, unit_costs
@@ -57,11 +61,11 @@ from sdp_deepspeed.engine.optimizer import SubnetworkOptimizer
 from sdp_deepspeed.engine.refusals import refuse_config, refuse_model
 from sdp_deepspeed.engine.replan import (
     Replanned,
-    blocks_of_schedule,
     follow_schedule,
     new_config,
     rank_state,
     replan,
+    try_schedule,
 )
 from sdp_deepspeed.engine.settings import loss_scaler, sharded_options, skips_overflow
 from sdp_deepspeed.messages import listed, quoted
@@ -84,6 +88,7 @@ class SubnetworkEngine(DeepSpeedEngine):
         tensor_parallel: this rank's part in a tensor-parallel group.
         schedule: of plans; None if the plan does not change over time.
         phase, draw: of the schedule, that the engine is laid out for.
+        stage_of_config: ZeRO's, that the run begins with.
     """
 
     block: SubnetworkConfig
@@ -95,7 +100,7 @@ class SubnetworkEngine(DeepSpeedEngine):
     checkpoints: CheckpointManager
     optimizer: SubnetworkOptimizer
     schedule: Schedule | None
-    phase = draw = 0
+    phase = draw = stage_of_config = 0
     _before_autotp: WholeModel | None = None
     _deferred: DeferredWeights | None = None  # of a model that was built under `Init`
     _state_dicts: WholeStateDicts | None = None  # under tensor parallelism
@@ -113,6 +118,7 @@ class SubnetworkEngine(DeepSpeedEngine):
             refuse_model(model)
             if options.get("mesh_device") is not None:
                 raise ValueError(f"{KEY}: mesh_param asks for sequence parallelism, which is not possible; remove it")
+            _check_mpu(options.get("mpu"))
             if DeferredWeights.are_in(model):
                 self._deferred = DeferredWeights(model)
                 options["dont_change_device"] = True
@@ -141,11 +147,27 @@ class SubnetworkEngine(DeepSpeedEngine):
     def _configure_distributed_model(self, model: nn.Module) -> None:
         super()._configure_distributed_model(model)
         self.tensor_parallel = self._find_tensor_parallel()
+        self.stage_of_config = int(self.zero_optimization_stage())
+        self.refuse_stage(self.stage_of_config)
         self._meetings = Meetings(f"sdp_deepspeed/meetings/{next(_numbers)}")
-        self.schedule = run_on_all_ranks(lambda: Schedule.of(self.config, KEY), self._control)
-        for later in blocks_of_schedule(self.schedule):  # what would be wrong with them is said now
-            self.plan_and_mask(later, tells=False)
+        self.schedule = run_on_all_ranks(self._find_schedule, self._control)
+        try_schedule(self)
         self.plan, self.mask = self.plan_and_mask(self.block)
+
+    def refuse_stage(self, stage: int) -> None:
+        """ValueError for one of ZeRO's stages under which ranks of a tensor-parallel group would have other buckets."""
+        uneven = [name for name, division in self.tensor_parallel.shards.divisions.items() if not division.is_even]
+        if uneven and stage == 2:
+            raise ValueError(
+                f"zero_optimization.stage: got 2, but tensor-parallel ranks do not divide {uneven[0]!r} evenly; pad "
+                "the vocabulary (resize_token_embeddings), or use stage 1"
+            )
+
+    def _find_schedule(self) -> Schedule | None:
+        schedule = Schedule.of(self.config, KEY)
+        if schedule is not None:
+            schedule.check_first(self.stage_of_config)
+        return schedule
 
     def plan_and_mask(self, block: SubnetworkConfig, *, tells: bool = True) -> tuple[Plan, Mask]:
         """The plan of a block, and this rank's mask, not applied; every rank calls it while the module is dense.
@@ -213,12 +235,6 @@ class SubnetworkEngine(DeepSpeedEngine):
         else:
             found = of_autotp(self.module, whole, group, control)
         found.check_replicated(dict(self.module.named_parameters()), control)
-        uneven = [name for name, division in found.shards.divisions.items() if not division.is_even]
-        if uneven and int(self.zero_optimization_stage()) == 2:  # ranks of a group would have other buckets
-            raise ValueError(
-                f"zero_optimization.stage: got 2, but tensor-parallel ranks do not divide {uneven[0]!r} evenly; pad "
-                "the vocabulary (resize_token_embeddings), or use stage 1"
-            )
         self._state_dicts = WholeStateDicts(self.module, found.shards, group)
         return found
 
@@ -356,6 +372,8 @@ class SubnetworkEngine(DeepSpeedEngine):
             self._step_events.write()
         if self.block.check_agreement and self._step_applied:
             run_on_all_ranks(lambda: check_agreement(self.mask, self.groups), self._control)
+            held = self.held_tensors()
+            run_on_all_ranks(lambda: self.tensor_parallel.check_replicated(held, self._control), self._control)
         follow_schedule(self, self.global_steps)
 
     def replan(self, block: Mapping[str, Any], *, stage: int | None = None) -> Replanned:
@@ -371,6 +389,7 @@ class SubnetworkEngine(DeepSpeedEngine):
         Raises:
             ValueError, RuntimeError: on all ranks, before anything is changed.
         """
+        self._meetings.meet("engine.replan")
         return replan(self, run_on_all_ranks(lambda: new_config(self, block, stage), self._control), stage)
 
     # ---- checkpoints --------------------------------------------------------------------------------------------
@@ -585,6 +604,15 @@ def refuse_cut(model: nn.Module) -> None:
             f"{KEY}: an earlier engine cut this model down to subnetworks: build the model anew, or copy it with "
             "copy.deepcopy inside `with engine.dense():`"
         )
+
+
+def _check_mpu(mpu: Any) -> None:
+    """ValueError for what an `mpu` object may name besides tensor and data parallelism."""
+    sizes = {"pipeline": 1 if mpu is None else bwc_pipeline_parallel_world_size(mpu)}
+    sizes["sequence"] = getattr(mpu, "get_sequence_parallel_world_size", lambda: 1)()
+    for what, size in sizes.items():
+        if size > 1:
+            raise ValueError(f"{KEY}: mpu has {size} {what}-parallel ranks; tensor and data parallelism are possible")
 
 
 def _refuse_difference(what: str, facts: Sequence[Sequence[str]]) -> None:

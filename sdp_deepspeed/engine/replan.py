@@ -7,7 +7,8 @@ precision. The user's engine, optimizer, param groups, schedule and Parameters s
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -74,17 +75,23 @@ def replan(engine: Any, config: Mapping[str, Any], stage: int | None) -> Replann
     """
     begin, control = time.monotonic(), engine.groups.control
 
+    before = int(engine.zero_optimization_stage())
+    after = before if stage is None else stage
+
     def check() -> SubnetworkConfig:
         _refuse_run(engine)
+        engine.refuse_stage(after)
         refuse_config(found := _block_of(config), config, engine._config)
         return found
 
     block = run_on_all_ranks(check, control)
-    before = int(engine.zero_optimization_stage())
+    asked = gather_objects(f"{block!r}, stage {after}", control)
+    if other := [rank for rank, found in enumerate(asked) if found != asked[0]]:
+        raise ValueError(f"engine.replan: rank {other[0]} asks for {asked[other[0]]}, rank 0 for {asked[0]}")
     engine.checkpoints.wait()
     engine.dense_view.make_resident("engine.replan", scales=False)
     try:
-        _set_stage(engine, before if stage is None else stage)
+        _set_stage(engine, after)
         plan, mask = engine.plan_and_mask(block)
     except Exception:
         _set_stage(engine, before)
@@ -113,17 +120,44 @@ def follow_schedule(engine: Any, steps: int) -> None:
     phase, draw = schedule.phase_after(steps), schedule.draw_after(steps)
     is_other_draw = draw != engine.draw and not engine.plan.is_whole
     if phase != engine.phase or is_other_draw:
-        try:
-            replan(engine, schedule.config_after(steps), schedule.phases[phase].stage)
-        except (ValueError, RuntimeError) as error:
-            kind = ValueError if isinstance(error, ValueError) else RuntimeError
-            raise kind(f"{schedule.path_of(phase)}: {error}") from error
+        with _named(schedule.path_of(phase)):
+            replan(engine, schedule.config_after(steps), _stage_of(engine, phase))
     engine.phase, engine.draw = phase, draw
 
 
-def blocks_of_schedule(schedule: Schedule | None) -> Sequence[SubnetworkConfig]:
-    """Of all phases after the first, and of the first other draw."""
-    return [] if schedule is None else [_block_of(schedule.config_after(steps)) for steps in schedule.turns[1:]]
+def try_schedule(engine: Any) -> None:
+    """Look for what is wrong with phases after the first, and with the first other draw. Every rank calls it while the
+    module is dense.
+
+    Raises:
+        ValueError, RuntimeError: on all ranks, with the phase.
+    """
+    schedule: Schedule | None = engine.schedule
+    if schedule is None:
+        return
+    for steps in schedule.turns[1:]:
+        phase = schedule.phase_after(steps)
+        with _named(schedule.path_of(phase)):
+            config = schedule.config_after(steps)
+            block = _block_of(config)
+            run_on_all_ranks(lambda: refuse_config(block, config, engine._config), engine._control)  # noqa: B023
+            engine.refuse_stage(_stage_of(engine, phase))
+            engine.plan_and_mask(block, tells=False)
+
+
+@contextmanager
+def _named(path: str) -> Iterator[None]:
+    """Errors begin with what of the config asks for it."""
+    try:
+        yield
+    except (ValueError, RuntimeError) as error:
+        kind = ValueError if isinstance(error, ValueError) else RuntimeError
+        raise kind(f"{path}: {error}") from error
+
+
+def _stage_of(engine: Any, phase: int) -> int:
+    stage = engine.schedule.phases[phase].stage
+    return int(engine.stage_of_config if stage is None else stage)
 
 
 def _block_of(config: Mapping[str, Any]) -> SubnetworkConfig:
@@ -138,6 +172,8 @@ def _refuse_run(engine: Any) -> None:
     Raises:
         ValueError, RuntimeError: what makes re-planning impossible now.
     """
+    engine.dense_view.end_evaluation()
+    engine._known_parameters.check()
     if engine.dense_view.is_resident:
         raise RuntimeError("engine.replan inside engine.dense(): leave it first, on all ranks")
     if engine.optimizer.has_gradients():

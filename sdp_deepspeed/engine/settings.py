@@ -7,8 +7,6 @@ from typing import Any
 import torch
 from deepspeed.runtime.fp16.loss_scaler import CreateLossScaler, LossScalerBase
 
-_DEFAULT_BUCKET = 50_000_000  # elements; DeepSpeed's own default is one bucket for most models
-
 
 def sharded_options(engine: Any) -> dict[str, Any]:
     """Keyword arguments of `ShardedOptimizer`."""
@@ -20,7 +18,7 @@ def sharded_options(engine: Any) -> dict[str, Any]:
     return {
         "stage": int(engine.zero_optimization_stage()),
         "clip": float(engine.gradient_clipping() or 0),
-        "bucket_size": int(engine.zero_reduce_bucket_size()) if has_size else _DEFAULT_BUCKET,
+        "bucket_size": int(engine.zero_reduce_bucket_size()) if has_size else None,
         "overlap": bool(engine.zero_overlap_comm()),
         "gradient_dtype": torch.float32 if sums_in_fp32 else None,
         "wire_dtype": engine.communication_data_type,

@@ -74,7 +74,6 @@ def _patch_config() -> None:
         from sdp_deepspeed.config import KEY
         from sdp_deepspeed.total_steps import fill_total_steps, never_begins
 
-        _refuse_batches(self.config)
         if vars(self).get("sdp_fills_total_steps"):  # a Trainer may train again, for other steps
             self.config[KEY].pop("total_steps", None)
         self.sdp_fills_total_steps = fill_total_steps(self.config, num_training_steps)
@@ -83,20 +82,6 @@ def _patch_config() -> None:
         return finalize(self, args, model, num_training_steps)
 
     host.HfTrainerDeepSpeedConfig.trainer_config_finalize = finalize_phases
-
-
-def _refuse_batches(config: Any) -> None:
-    """ValueError for phases with batches of their own: those of the Trainer have one size."""
-    from sdp_deepspeed.config import KEY
-    from sdp_deepspeed.total_steps import phases_of
-
-    name = "train_micro_batch_size_per_gpu"
-    for index, phase in enumerate(phases_of(config)):
-        if name in phase:
-            raise ValueError(
-                f"{KEY}.schedule[{index}].{name}: got {phase[name]!r}, but batches of the Trainer have one size, its "
-                "per_device_train_batch_size; remove the key, or train in a loop of your own"
-            )
 
 
 def num_parameters(engine: Any, trainable_only: bool) -> int:

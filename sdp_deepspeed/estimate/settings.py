@@ -66,30 +66,16 @@ def micro_steps(config: Mapping[str, Any], num_ranks: int) -> tuple[int, int]:
     return micro, accumulation
 
 
-def configs_of_phases(config: Mapping[str, Any], num_ranks: int) -> list[Mapping[str, Any]]:
+def configs_of_phases(config: Mapping[str, Any]) -> list[Mapping[str, Any]]:
     """The config of each phase of a schedule, without a schedule; of a config without one itself.
 
     Raises:
-        ValueError: as `parse`, for a schedule whose steps nobody knows, or for micro-batches that do not divide.
+        ValueError: as `parse`, or for a schedule whose steps nobody knows.
     """
     schedule = None if parse(config) is None else Schedule.of(config, KEY)
     if schedule is None:
         return [config]
-    micro_batch, accumulation = micro_steps(config, num_ranks)
-    found: list[Mapping[str, Any]] = []
-    for index, phase in enumerate(schedule.phases):
-        own = phase.micro_batch or micro_batch
-        if micro_batch * accumulation % own:
-            raise ValueError(
-                f"{KEY}.schedule[{index}].train_micro_batch_size_per_gpu: got {own}, expected a divisor of "
-                f"{micro_batch * accumulation}, the samples that a rank takes in each step"
-            )
-        sizes = {
-            "train_micro_batch_size_per_gpu": own,
-            "gradient_accumulation_steps": micro_batch * accumulation // own,
-        }
-        found.append(schedule.config_after(phase.first_step - 1) | sizes)
-    return found
+    return [schedule.config_after(phase.first_step - 1) for phase in schedule.phases]
 
 
 def _part(config: Mapping[str, Any], key: str) -> Mapping[str, Any]:

@@ -116,7 +116,7 @@ class CheckpointManager:
         self._training = ShardedTraining(sharded, optimizer, lr_scheduler, world)
         self._training.check()
         options = sharded.block.checkpoint
-        self._checkpointer = Checkpointer.build(self._training, sharded.host, options=options, accepts_universal=False)
+        self._checkpointer = Checkpointer.build(self._training, sharded.host, options=options)
         self._is_checked = False  # its state, after the first step
         optimizer.register_step_post_hook(self._count)
 

@@ -66,11 +66,18 @@ def lock_folder(folder: Path) -> filelock.BaseFileLock | None:
     except NotImplementedError:
         return None
     if is_first:  # what killed jobs left behind
-        for replaced in folder.glob(f"*{REPLACED}"):
+        for replaced in filter(_is_ours, folder.glob(f"*{REPLACED}")):
             _restore_or_remove(replaced)
-        for written in folder.glob(f"*{WRITING}"):
+        for written in filter(_is_ours, folder.glob(f"*{WRITING}")):
             _remove(written)
     return lock
+
+
+def _is_ours(path: Path) -> bool:
+    """Whether a folder has files of a checkpoint, complete or not, and no others."""
+    return path.is_dir() and all(
+        file.suffix == ".distcp" or file.name.startswith((INDEX, CHECKSUMS, f".{CHECKSUMS}")) for file in path.iterdir()
+    )
 
 
 def _restore_or_remove(replaced: Path) -> None:
@@ -306,10 +313,14 @@ class _ChecksummedFiles(FileSystem):
 
 
 class Writer(FileSystemWriter):
-    """DCP's, with a checksum of each file that this rank has written."""
+    """DCP's, with a checksum of each file that this rank has written.
 
-    def __init__(self, path: Path) -> None:
-        super().__init__(path, sync_files=False)  # `create_stream` syncs them
+    Args:
+        from_device: whether tensors are not in host memory; if all are, DCP starts no GPU to copy them.
+    """
+
+    def __init__(self, path: Path, *, from_device: bool = False) -> None:
+        super().__init__(path, sync_files=False, per_thread_copy_ahead=10_000_000 if from_device else 0)
         self.fs = self._files = _ChecksummedFiles()
 
     @property
@@ -322,6 +333,10 @@ class Writer(FileSystemWriter):
         torch.serialization.set_crc32_options(False)
         try:
             return super().write_data(plan, planner)
+        except OSError:
+            raise
+        except Exception as error:  # other ranks get it as a pickle
+            raise RuntimeError(f"{type(error).__name__}: {error}") from None
         finally:
             torch.serialization.set_crc32_options(kept)
 

@@ -72,17 +72,19 @@ def export(
         tokenizer: folder whose tokenizer is added.
 
     Raises:
-        ValueError: `out` is there already.
+        ValueError: `out` is there already, or `tokenizer` has none.
     """
+    files = [tokenizer / name for name in TOKENIZER_FILES if (tokenizer / name).is_file()] if tokenizer else []
+    if tokenizer is not None and not files:
+        raise ValueError(f"{tokenizer} has no file of a tokenizer, such as tokenizer.json")
     stored: dict[str, Any] = reader.read_metadata().state_dict_metadata
     shapes = {key.partition("/")[2]: found.size for key, found in stored.items() if key.startswith(f"{WEIGHT}/")}
     with new_folder(out) as folder:
         tensors = _scratch_tensors(folder / "scratch", shapes, _dtypes(facts["dtypes"], dtype))
         reader.read(LoadPlanner(), _whole(tensors))
         _save(tensors, facts["model"], folder, max_shard_size)
-        for name in TOKENIZER_FILES if tokenizer is not None else ():
-            if (tokenizer / name).is_file():  # type: ignore[operator]
-                shutil.copyfile(tokenizer / name, folder / name)  # type: ignore[operator]
+        for file in files:
+            shutil.copyfile(file, folder / file.name)
 
 
 TOKENIZER_FILES = (

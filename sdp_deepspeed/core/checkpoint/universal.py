@@ -8,6 +8,7 @@ classes of DeepSpeed's own checkpoints. Needs DeepSpeed.
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import pickle
 import re
@@ -27,7 +28,7 @@ from deepspeed.utils.tensor_fragment import fragment_address
 from torch.distributed.checkpoint.metadata import Metadata
 
 from sdp_deepspeed.core.checkpoint.boxes import State
-from sdp_deepspeed.core.checkpoint.files import new_folder
+from sdp_deepspeed.core.checkpoint.files import complete_tags, new_folder, tags_to_try
 from sdp_deepspeed.core.checkpoint.hugging_face import matched, whole_metadata
 from sdp_deepspeed.core.checkpoint.state import (
     WEIGHT,
@@ -40,9 +41,10 @@ from sdp_deepspeed.core.checkpoint.state import (
 from sdp_deepspeed.core.parallel.agree import run_on_all_ranks
 from sdp_deepspeed.messages import quoted
 
+logger = logging.getLogger("sdp_deepspeed")
 ZERO, FP32, STEP, PARAM = "zero", "fp32", "step", "param"
 LATEST_UNIVERSAL = "latest_universal"
-_OPTIMIZERS = "*_optim_states.pt"
+_OPTIMIZERS, _MODEL = "*_optim_states.pt", "*mp_rank_00_model_states.pt"
 _OPTIONS = ("lr", "initial_lr", "betas", "eps", "weight_decay")  # not switches of one implementation
 COUNTERS = ("global_steps", "global_samples", "skipped_steps")
 # What DeepSpeed's engine puts beside the client's state into the model's file.
@@ -203,6 +205,56 @@ class Progress:
     client_state: dict[str, Any]
 
 
+def is_universal(path: Path) -> bool:
+    """Whether this is a checkpoint's folder in the universal format."""
+    return (path / ZERO).is_dir() and any(path.glob(_MODEL))
+
+
+def universal_tag(folder: Path, tag: str | None) -> str | None:
+    """The tag to load where it is in the universal format; None where it is to be loaded as one of ours.
+
+    Args:
+        folder: of all checkpoints.
+        tag: None for the one that `latest_universal` names.
+
+    Raises:
+        ValueError: `latest_universal` names none, or there is neither that file nor a checkpoint of ours.
+    """
+    if tag is not None:
+        return tag if is_universal(folder / tag) else None
+    pointer, own = folder / LATEST_UNIVERSAL, complete_tags(folder)
+    if not pointer.is_file():
+        if own:
+            return None
+        raise ValueError(
+            f"{folder} has no {LATEST_UNIVERSAL} and no checkpoint of sdp_deepspeed; run `sdp checkpoint from-zero`, "
+            "or switch checkpoint.load_universal off"
+        )
+    named = pointer.read_text(encoding="utf-8").strip()
+    if not is_universal(folder / named):
+        raise ValueError(f"{pointer} names {named!r}, which is no universal checkpoint; give its tag")
+    if own:
+        logger.warning("loading %s; switch checkpoint.load_universal off to go on from %s", folder / named, own[0])
+    return named
+
+
+def refuse_foreign(folder: Path, tag: str | None) -> None:
+    """ValueError for a checkpoint of DeepSpeed's.
+
+    Args:
+        folder: of all checkpoints.
+        tag: None for the one that `latest` names.
+    """
+    name = next(iter(tags_to_try(folder)), None) if tag is None else tag
+    if name is not None and any((folder / name).glob(_OPTIMIZERS)):
+        raise ValueError(
+            f"{folder / name} is a ZeRO checkpoint of DeepSpeed; run `sdp checkpoint from-zero {folder} OUT --tag "
+            f"{name}`, and load OUT with checkpoint.load_universal"
+        )
+    if name is not None and is_universal(folder / name):
+        raise ValueError(f"{folder / name} is in DeepSpeed's universal format; set checkpoint.load_universal")
+
+
 def load_universal(state: RankState, path: Path, *, optimizer_states: bool = True, strict: bool = True) -> Progress:
     """Restore masters, weights, moments and step counts. Every rank calls it.
 
@@ -255,10 +307,9 @@ class _Universal:
 
     @classmethod
     def open(cls, path: Path, state: RankState, *, strict: bool) -> _Universal:
-        models = sorted(path.glob("*mp_rank_00_model_states.pt"))
-        if not models or not (path / ZERO).is_dir():
-            raise ValueError(f"{path} is no universal checkpoint: it has no {ZERO} or no *mp_rank_00_model_states.pt")
-        model = _read(models[0])
+        if not is_universal(path):
+            raise ValueError(f"{path} is no universal checkpoint: it has no {ZERO} or no {_MODEL}")
+        model = _read(min(path.glob(_MODEL)))
         optimizer = path / ZERO / "optimizer_state.pt"
         by_name = {folder.name: folder for folder in (path / ZERO).iterdir() if folder.is_dir()}
         known = {*state.mask.parameters, *persistent_buffers(state.mask.model)}

@@ -18,9 +18,10 @@ holders, each bucket has those of one owner, which receives their gradients and 
 from __future__ import annotations
 
 import math
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, NamedTuple
 
 import torch
@@ -75,23 +76,25 @@ class BucketLayout:
     owner: int | None
     slices: tuple[Slice, ...]
 
-    @property
+    @cached_property
     def num_elements(self) -> int:
         last = self.slices[-1]
         return last.start + last.num_elements
 
     @property
+    def num_shards(self) -> int:
+        return 1 if self.owner is not None else len(self.holders)
+
+    @cached_property
     def size(self) -> int:
         """Elements of the flat buffer: `num_elements`, and zeros up to what shards of equal size need."""
-        if self.owner is not None:
-            return self.num_elements
-        return -(-self.num_elements // len(self.holders)) * len(self.holders)
+        return -(-self.num_elements // self.num_shards) * self.num_shards
 
     def shard_range(self, position: int) -> tuple[int, int]:
         """First and end element of what the holder at `position` owns, padding included."""
         if self.owner is not None:
             return 0, self.size if self.holders[position] == self.owner else 0
-        size = self.size // len(self.holders)
+        size = self.size // self.num_shards
         return position * size, (position + 1) * size
 
     def owned(self, position: int) -> Iterator[tuple[Slice, int, int]]:
@@ -109,7 +112,7 @@ def plan_buckets(
     dtypes: Mapping[str, torch.dtype],
     param_groups: Mapping[str, int],
     *,
-    bucket_size: int,
+    bucket_size: int | None = None,
     replicated: Collection[str] = (),
     stepped_whole: Collection[str] = (),
 ) -> list[BucketLayout]:
@@ -120,7 +123,9 @@ def plan_buckets(
         shapes: of the dense tensors.
         dtypes: of the weights.
         param_groups: index of the param group of each tensor that is trained; others are in no bucket.
-        bucket_size: elements that a rank holds in one depth range, at most, unless a single tensor has more.
+        bucket_size: elements that a rank holds in one depth range, at most, unless a single tensor has more. Default:
+            50 million, or a sixteenth of what a rank holds where that is more, since a rank has a bucket of each holder
+            set that it is in for every depth range.
         replicated: tensors that are equal on all tensor-parallel ranks.
         stepped_whole: tensors that one rank's optimizer must step as a whole; none of them is cut.
     """
@@ -144,23 +149,24 @@ def plan_buckets(
 
 
 def _depth_ranges(
-    names: Sequence[str], pieces: Pieces, shapes: Mapping[str, Sequence[int]], bucket_size: int
+    names: Sequence[str], pieces: Pieces, shapes: Mapping[str, Sequence[int]], bucket_size: int | None
 ) -> list[list[str]]:
     """Consecutive tensors of which no rank holds more than `bucket_size` elements."""
-    ranges: list[list[str]] = []
-    load: defaultdict[int, int] = defaultdict(int)  # elements by rank
+    held: dict[str, Counter[int]] = {name: Counter() for name in names}  # elements by rank
     for name in names:
-        own: defaultdict[int, int] = defaultdict(int)
         for piece, holders in pieces[name]:
-            size = piece.num_elements(shapes[name])
-            for rank in holders:
-                own[rank] += size
-        if not ranges or any(load[rank] + size > bucket_size for rank, size in own.items()):
+            held[name].update(dict.fromkeys(holders, piece.num_elements(shapes[name])))
+    if bucket_size is None:
+        total = sum(held.values(), Counter[int]())
+        bucket_size = max(50_000_000, max(total.values(), default=0) // 16)
+    ranges: list[list[str]] = []
+    load: Counter[int] = Counter()
+    for name in names:
+        if not ranges or any(load[rank] + size > bucket_size for rank, size in held[name].items()):
             ranges.append([])
             load.clear()
         ranges[-1].append(name)
-        for rank, size in own.items():
-            load[rank] += size
+        load.update(held[name])
     return ranges
 
 

@@ -51,6 +51,7 @@ from sdp_deepspeed.core.parallel.norm import gradient_norm, scale_gradients
 from sdp_deepspeed.core.parallel.offload import Moved, move_back, move_to_host
 from sdp_deepspeed.core.parallel.optimizer_kinds import groups_of_whole_tensors
 from sdp_deepspeed.core.parallel.param_groups import prefer_fused, replace_parameters
+from sdp_deepspeed.core.parallel.returns import plan_returns
 
 
 class ShardedOptimizer:
@@ -68,7 +69,7 @@ class ShardedOptimizer:
         regime: where weights return to.
         stage: ZeRO's.
         clip: greatest gradient norm; 0 does not clip.
-        bucket_size: elements that a rank reduces at a time, at most, unless a single tensor has more.
+        bucket_size: see `plan_buckets`.
         overlap: whether stages 0 and 1 reduce buckets during backward, as soon as they are complete and their turn has
             come, as stage 2 does always; and, on a GPU, on a stream of its own.
         gradient_dtype: in which gradients of micro-steps are summed. Default: the weights'.
@@ -95,7 +96,7 @@ class ShardedOptimizer:
         regime: Literal["forward", "backward"],
         stage: Literal[0, 1, 2],
         clip: float = 0.0,
-        bucket_size: int = 50_000_000,
+        bucket_size: int | None = None,
         overlap: bool = False,
         gradient_dtype: torch.dtype | None = None,
         wire_dtype: torch.dtype | None = None,
@@ -126,7 +127,7 @@ class ShardedOptimizer:
         self.held = [b for b in buckets if b.group is not None]
         self._numbers = [number for number, bucket in enumerate(buckets) if bucket.group is not None]  # of `held`
         self._num_buckets = len(buckets)  # of all ranks
-        self._next = 0  # of `_held`, the first that has not been reduced
+        self._next = 0  # of `held`, the first that has not been reduced
         self._is_first_pass = True  # of backward
         self._seen: set[str] = set()  # tensors whose gradient has come in this pass
         self._repeated: set[str] = set()  # those that have got several in one pass
@@ -134,11 +135,13 @@ class ShardedOptimizer:
         self._scratch: dict[tuple[str, torch.dtype], torch.Tensor] = {}
         self._stream = torch.cuda.Stream(self._device) if overlap and self._device.type == "cuda" else None
 
-        self._slots_of: defaultdict[str, list[tuple[int, int]]] = defaultdict(list)  # (index in `_held`, slice)
+        self._slots_of: defaultdict[str, list[tuple[int, int]]] = defaultdict(list)  # (index in `held`, slice)
         for index, bucket in enumerate(self.held):
             for number, part in enumerate(bucket.layout.slices):
                 self._slots_of[part.piece.parameter].append((index, number))
         self._place_buffers()
+        returned = [bucket for bucket in self.buckets if regime == "backward" and not self._all_step(bucket)]
+        self._returns = plan_returns(returned, groups.data_parallel.size, groups.rank)
         self._hooks = [
             self._parameters[name].register_post_accumulate_grad_hook(
                 lambda parameter, name=name: self._on_gradient(name)
@@ -486,6 +489,9 @@ class ShardedOptimizer:
         counted = [b for b in self.held if not b.layout.is_replicated or self.groups.tensor_parallel_rank == 0]
         return [b.shard_of(b.gradient) if b.owns_all else b.gradient for b in counted if b.gradient is not None]
 
+    def _all_step(self, bucket: Bucket) -> bool:
+        return bucket.owns_all and len(bucket.layout.holders) == self.groups.data_parallel.size
+
     def _return_weights(self) -> None:
         """Write updated shards into the module's tensors: the holders', or in the backward regime everybody's."""
         if self.regime == "forward":
@@ -498,42 +504,14 @@ class ShardedOptimizer:
                     all_gather(bucket.weights, bucket.shard_of(bucket.weights), bucket.group)
                 bucket.store_weights(self.mask.view)
             return
-        ranges: defaultdict[tuple[int, torch.dtype], list[Bucket]] = defaultdict(list)
         for bucket in self.buckets:
-            if bucket.owns_all and len(bucket.layout.holders) == self.groups.data_parallel.size:
-                bucket.store_shard()  # every rank has stepped it
-                bucket.store_weights(self.mask.view)
-            else:
-                ranges[bucket.layout.depth_range, bucket.layout.dtype].append(bucket)
-        for (_, dtype), buckets in ranges.items():
-            self._return_range(buckets, dtype)
-
-    def _return_range(self, buckets: list[Bucket], dtype: torch.dtype) -> None:
-        """All-gather over the data-parallel ranks what each owns of some buckets, padded to the largest count."""
-        everyone = self.groups.data_parallel
-        counts = [0] * everyone.size
-        places: list[list[int]] = []  # of each bucket's shards, where they begin in what their owners send
-        for bucket in buckets:
-            places.append([counts[rank] for rank in bucket.layout.holders])
-            for position, rank in enumerate(bucket.layout.holders):
-                first, end = bucket.layout.shard_range(position)
-                counts[rank] += end - first
-        largest, me = max(counts), self.groups.rank
-        received = self._buffer("returned", dtype, largest * everyone.size)
-        sent = received[me * largest : (me + 1) * largest]
-        for bucket, starts in zip(buckets, places, strict=True):
-            if bucket.group is not None:
+            if self._all_step(bucket):
                 bucket.store_shard()
-                start, shard = starts[bucket.group.position], bucket.shard_of(bucket.weights)
-                sent[start : start + shard.numel()].copy_(shard)
-        all_gather(received, sent, everyone)
-        for bucket, starts in zip(buckets, places, strict=True):
-            shards, values = [], []
-            for position, (rank, start) in enumerate(zip(bucket.layout.holders, starts, strict=True)):
-                shards.append(bucket.shard_of(bucket.weights, position))
-                values.append(received[rank * largest + start :][: shards[-1].numel()])
-            torch._foreach_copy_(shards, values)
-            bucket.store_weights(self.mask.view)
+                bucket.store_weights(self.mask.view)
+        everyone = self.groups.data_parallel
+        for returned in self._returns:
+            received = self._buffer("returned", returned.buckets[0].layout.dtype, returned.size * everyone.size)
+            returned.run(everyone, received, self.mask.view)
 
     def has_gradients(self) -> bool:
         """Whether there are gradients of a step that has begun."""

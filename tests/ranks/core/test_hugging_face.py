@@ -14,9 +14,7 @@ import torch.distributed as dist
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
-from sdp_deepspeed.command_parser import Parser, run_command
 from sdp_deepspeed.core.checkpoint import hugging_face
-from sdp_deepspeed.core.checkpoint.__main__ import configure
 from sdp_deepspeed.core.checkpoint.files import Reader
 from sdp_deepspeed.core.checkpoint.hugging_face import dense_state_dict, export, load_pretrained
 from sdp_deepspeed.core.checkpoint.manager import COMMON, CheckpointManager, read_bytes
@@ -99,29 +97,6 @@ def a_rank_reads_what_it_steps(rank: Rank) -> None:
         load_pretrained(run.state, folder)
         parameters = [p for group in run.optimizer.optimizer.param_groups for p in group["params"]]
         assert num_read <= sum(p.numel() for p in parameters)
-
-
-def the_commands(rank: Rank) -> None:
-    with training(Layout(2, dtype=BF16, block=NEURON), model=llama()) as run:
-        run.train(1)
-        CheckpointManager().save(rank.folder, "tag", run.state, {})
-    if rank.rank == 0:
-        assert sdp("verify", rank.folder) == 0
-        assert sdp("export", rank.folder / "tag", rank.folder / "out", "--dtype", "fp32") == 0
-        assert assert_loaded(rank.folder / "out").dtype == torch.float32
-        file = rank.folder / "tag" / "__1_0.distcp"
-        file.write_bytes(file.read_bytes()[:-1])
-        assert sdp("verify", rank.folder, "--tag", "tag") == 1
-        assert sdp("export", rank.folder, rank.folder / "other") == 2
-        assert sdp("verify", rank.folder / "out") == 2
-        assert not list(rank.folder.glob("other*"))
-    dist.barrier()
-
-
-def sdp(*arguments: object) -> int:
-    parser = Parser(prog="sdp checkpoint")
-    configure(parser)
-    return run_command(parser, [*map(str, arguments)])
 
 
 def tied(rank: Rank) -> None:
@@ -224,7 +199,7 @@ def _checks(size: int, options: pytest.Config) -> Iterator[tuple[str, Any]]:
         ("qwen3", "neurons_zero2"),
     ):
         yield f"{architecture}-{layout}", partial(in_and_out, architecture, layout)
-    for check in (a_rank_reads_what_it_steps, the_commands, tied, without_the_prefix, mistakes):
+    for check in (a_rank_reads_what_it_steps, tied, without_the_prefix, mistakes):
         yield check.__name__, check
 
 

@@ -26,7 +26,7 @@ def trainable(model: nn.Module) -> Iterator[nn.Parameter]:
 def groups(model: nn.Module) -> Iterator[dict[str, Any]]:
     """Lazy outside and inside."""
     for is_matrix in (True, False):
-        chosen = filter(lambda p, side=is_matrix: p.requires_grad and (p.dim() >= 2) == side, model.parameters())
+        chosen: Any = filter(lambda p, side=is_matrix: p.requires_grad and (p.dim() >= 2) == side, model.parameters())  # type: ignore[arg-type]
         yield {"params": chosen, "weight_decay": 0.1 if is_matrix else 0.0}
 
 
