@@ -90,6 +90,12 @@ def _counters(engine: Any) -> int:
     return sum(tensor.nbytes for tensor in optimizer_tensors(engine) if tensor.dim() == 0)
 
 
+def _buffers(engine: Any) -> int:
+    """Bytes of flat buffers; what gloo receives inside a node is left out, as other backends have none."""
+    kept = engine.optimizer.sharded._scratch.items()
+    return sum(buffer.nbytes for (use, _), buffer in kept if use != "received")
+
+
 def _settings(stage: int, extra: dict[str, Any], **block: Any) -> dict[str, Any]:
     return config(**block) | {"zero_optimization": {"stage": stage, "reduce_bucket_size": 100_000}} | extra
 
@@ -104,12 +110,9 @@ def subnetwork_as_estimated(
     assert figures.weights == expected.weights
     assert figures.gradients == expected.gradients
     assert figures.optimizer - _counters(engine) == expected.optimizer
-    exchanged = (figures.sent_by_operator or {}).get("alltoall_base_", 0)
-    padding = 63 * 4 * 3 * len(engine.optimizer.exchange.buckets) * (rank.size - 1)  # of large messages, at most
-    assert expected.sent_bytes <= exchanged <= expected.sent_bytes + padding
-    assert figures.sent - exchanged < 100, "beside the exchange only scalars travel"
+    assert 0 <= figures.sent - expected.sent_bytes < 100, "beside buckets only scalars travel"
     assert figures.peak >= figures.weights + figures.gradients + figures.optimizer
-    assert 0.4 * expected.buffers <= engine.optimizer.exchange.buffers.num_bytes <= expected.buffers
+    assert _buffers(engine) == expected.buffers
 
 
 @torch.compiler.set_stance("force_eager")
@@ -121,29 +124,23 @@ def muon_as_estimated(rank: Rank) -> None:
         )
         engine = engine_of(settings)
         figures = _measured(engine, rank)
-        tensors = with_groups(dense_tensors(llama()), "muon", every_tensor=False)
+        tensors = with_groups(dense_tensors(llama()), "muon")
         expected = estimate(engine.plan, tensors, setup_of(settings, 1))[rank.rank]
         assert (figures.weights, figures.gradients) == (expected.weights, expected.gradients), stage
         assert figures.optimizer - _counters(engine) == expected.optimizer, stage
-        exchanged = (figures.sent_by_operator or {}).get("alltoall_base_", 0)
-        padding = 63 * 4 * 3 * len(engine.optimizer.exchange.buckets) * (rank.size - 1)  # of large messages, at most
-        assert expected.sent_bytes <= exchanged <= expected.sent_bytes + padding, stage
 
 
 def buffers_as_estimated(rank: Rank) -> None:
-    """Many small buckets; they are kept, and count once."""
-    for stage, regime, overlap in itertools.product((0, 1, 2), ("forward", "backward"), (False, True)):
+    """Many small buckets use the same ones by turns."""
+    for stage, regime in itertools.product((0, 1, 2), ("forward", "backward")):
         settings = _settings(stage, {}, holders=1, regime=regime)
         settings["zero_optimization"] |= {"reduce_bucket_size": 900, "allgather_bucket_size": 900}
-        settings["zero_optimization"] |= {"overlap_comm": overlap}
         engine = engine_of(settings)
         for _ in range(3):
             micro_step(engine, own_batches(rank, 1)[0])
-        setup = Setup(stage, Precision.of("fp32"), bucket_elements=900, overlap=overlap)  # type: ignore[arg-type]
+        setup = Setup(stage, Precision.of("fp32"), bucket_elements=900)  # type: ignore[arg-type]
         expected = estimate(engine.plan, _infos(), setup)[rank.rank]
-        found = engine.optimizer.exchange.buffers.num_bytes
-        assert 0.4 * expected.buffers <= found <= expected.buffers, (stage, regime, overlap)
-        assert engine.optimizer.weight_exchange.buffers is engine.optimizer.exchange.buffers
+        assert _buffers(engine) == expected.buffers, (stage, regime)
 
 
 def plain_as_estimated(stage: int, extra: dict[str, Any], precision: Precision, rank: Rank) -> None:
