@@ -23,7 +23,19 @@ from tests.helpers import mixtures, models, more_models
 FUSED = ("glm", "phi3", "modernbert", "t5", "gpt2", "gpt_neox", "falcon_grouped", "gpt_oss", "qwen3_moe", "deepseek_v2")
 NAMES = tuple(dict.fromkeys([*FUSED, *models.SPECIMENS, *more_models.SPECIMENS, *mixtures.MIXTURES]))
 # The rest repeats them with other names of modules.
-IN_SHORT = ("glm", "phi3", "t5", "gpt2", "falcon_grouped", "gpt_oss", "deepseek_v2", "resnet", "llama_one_layer", "own", "tied")
+IN_SHORT = (
+    "glm",
+    "phi3",
+    "t5",
+    "gpt2",
+    "falcon_grouped",
+    "gpt_oss",
+    "deepseek_v2",
+    "resnet",
+    "llama_one_layer",
+    "own",
+    "tied",
+)
 MODES: tuple[tuple[str, str], ...] = tuple((r, s) for r in ("forward", "backward") for s in ("block", "neuron"))
 # Narrower products and sums of parts add in another order: at most 61 terms, each rounded by 2**-24 of a partial sum,
 # in a few products one after the other.
