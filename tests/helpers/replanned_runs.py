@@ -159,7 +159,7 @@ def assert_same_run(one: Any, other: Any) -> None:
     assert_identical({k: v.detach() for k, v in held.items()}, {k: v.detach() for k, v in expected.items()})
     assert [list(_strides(one))] == [list(_strides(other))]
     options, expected_options = ([_options(g) for g in e.optimizer.param_groups] for e in (one, other))
-    assert options == expected_options
+    assert options == expected_options, (options, expected_options)
     assert [p.requires_grad for p in one.module.parameters()] == [p.requires_grad for p in other.module.parameters()]
     assert one.global_steps == other.global_steps
 

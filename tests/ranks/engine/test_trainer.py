@@ -181,7 +181,7 @@ def checkpoints_of_plain_runs(rank: Rank) -> None:
     trainer_of(rank.folder / "plain", {"enabled": False}, **options).train()
     resumed = trainer_of(rank.folder / "a", {}, **options)
     checkpoint = str(rank.folder / "plain" / "checkpoint-2")
-    refusal(ValueError, lambda: resumed.train(resume_from_checkpoint=checkpoint), "no complete checkpoint")
+    refusal(ValueError, lambda: resumed.train(resume_from_checkpoint=checkpoint), "is a ZeRO checkpoint of DeepSpeed")
 
 
 def tensor_parallel(rank: Rank) -> None:

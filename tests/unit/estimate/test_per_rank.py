@@ -146,7 +146,7 @@ def test_frozen_and_unoptimized_parameters() -> None:
 @pytest.mark.parametrize("regime", ["forward", "backward"])
 @pytest.mark.parametrize("dim", [0, 1])
 def test_slices_have_a_copy_that_is_stepped(dim: int, regime: str, holders: int) -> None:
-    """In fp32 too, unless all ranks hold all: then the tensor is as good as shared."""
+    """In fp32 too, unless all ranks hold all: then the tensor is as good as shared, but for rows in no unit."""
     units = tuple(Unit(f"u{i}", (Piece("w", dim, *cut),)) for i, cut in enumerate([(0, 2), (2, 4)]))
     held = ((0,), (1,)) if holders == 1 else ((0, 1), (0, 1))
     plan = Plan(regime, "neuron", 2, holders, 0, units, held, (0, 1))
