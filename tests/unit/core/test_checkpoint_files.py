@@ -133,7 +133,7 @@ def test_damage_is_named(tmp_path: Path) -> None:
         assert words in str(files.problem_of(tmp_path / "tag" / "data.distcp", expected))
     assert files.problem_of(tmp_path / "tag" / "data.distcp", expected, read=False) is None
     (tmp_path / "tag" / "data.distcp").unlink()
-    assert "data is missing" in str(files.problem_of(tmp_path / "tag" / "data.distcp", expected))
+    assert "data.distcp is missing" in str(files.problem_of(tmp_path / "tag" / "data.distcp", expected))
     for text in ("{", "[]", json.dumps({"format": 1, "files": {"../x": [0, 0]}}), json.dumps({"format": 1})):
         (tmp_path / "tag" / files.CHECKSUMS).write_text(text)
         with pytest.raises(ValueError, match=r"checksums.json is damaged"):
@@ -151,7 +151,7 @@ def test_another_format_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPat
 def test_a_full_disk_is_named(tmp_path: Path) -> None:
     (tmp_path / "data.distcp").symlink_to("/dev/full")
     with (
-        pytest.raises(OSError, match=f"No space left on device: '{tmp_path / 'data'}'"),
+        pytest.raises(OSError, match=f"No space left on device: '{tmp_path / 'data.distcp'}'"),
         files.Writer(tmp_path).fs.create_stream(tmp_path / "data.distcp", "wb") as stream,
     ):
         torch.save(torch.zeros(10**5), stream)  # type: ignore[arg-type]
