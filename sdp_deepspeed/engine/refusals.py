@@ -10,6 +10,7 @@ import math
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
+import torch
 from torch import nn
 
 from sdp_deepspeed.config import KEY, SubnetworkConfig
@@ -138,16 +139,26 @@ def refuse_model(model: nn.Module) -> None:
 
 
 def _in_the_same_memory(model: nn.Module) -> Iterator[tuple[str, str]]:
-    """Pairs of names, one of which is trained, whose contiguous tensors overlap, or that are the same view."""
-    before: dict[Any, list[tuple[Any, Any, bool, str]]] = {}
+    """Pairs of names, one of which is trained, whose tensors have elements in common."""
+    before: dict[Any, list[tuple[str, nn.Parameter]]] = {}
     for name, parameter in model.named_parameters():
-        if not parameter.numel():
-            continue
-        start = parameter.storage_offset()
-        stop, is_trained = start + parameter.numel(), parameter.requires_grad
-        key = parameter.untyped_storage()._cdata
-        for other_start, other_stop, other_is_trained, other_name in before.get(key, ()):
-            overlaps = start < other_stop and other_start < stop
-            if overlaps and (is_trained or other_is_trained) and (parameter.is_contiguous() or start == other_start):
+        others = before.setdefault(parameter.untyped_storage()._cdata, []) if parameter.numel() else []
+        for other_name, other in others:
+            if (parameter.requires_grad or other.requires_grad) and _overlap(parameter, other):
                 yield other_name, name
-        before.setdefault(key, []).append((start, stop, is_trained, name))
+        others.append((name, parameter))
+
+
+def _overlap(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Whether views of one storage have elements in common; they may also lie between each other's."""
+    starts = [tensor.storage_offset() for tensor in (one, other)]
+    lengths = [
+        1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+        for tensor in (one, other)
+    ]
+    first, end = min(starts), max(starts[0] + lengths[0], starts[1] + lengths[1])
+    if end - first >= sum(lengths) or (one.is_contiguous() and other.is_contiguous()):
+        return end - first < sum(lengths)
+    marks = torch.zeros(end - first, dtype=torch.bool, device="cpu")
+    marks.as_strided(one.shape, one.stride(), starts[0] - first).fill_(True)
+    return bool(marks.as_strided(other.shape, other.stride(), starts[1] - first).any())
