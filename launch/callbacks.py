@@ -51,10 +51,14 @@ class StopSignal:
         return bool(asked)
 
 
+_STOPS = {signal.SIGINT, signal.SIGTERM}
+
+
 def _outlive_a_stop(worker: int, then: Callable[[int], None] | None) -> None:
     """In a worker of a dataloader: a signal that asks the run to stop reaches it too, and must not end it at once."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, lambda number, _: signal.signal(number, signal.SIG_DFL))
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, _STOPS)
     if then is not None:
         then(worker)
 
@@ -66,6 +70,8 @@ class StopTogether(TrainerCallback):
         self.signal = StopSignal(args.device)
         loader = getattr(train_dataloader, "base_dataloader", train_dataloader)  # behind Accelerate's
         if getattr(loader, "num_workers", 0):
+            # From its fork on: until PyTorch calls worker_init_fn, a worker would end by such a signal.
+            os.register_at_fork(after_in_child=lambda: signal.pthread_sigmask(signal.SIG_BLOCK, _STOPS))
             loader.worker_init_fn = partial(_outlive_a_stop, then=loader.worker_init_fn)
 
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:

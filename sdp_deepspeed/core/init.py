@@ -57,6 +57,8 @@ class Init:
         def note(module: nn.Module, *_: Any) -> None:
             modules[id(module)] = module
 
+        # PyTorch's list of functions that create tensors may be of a moment when Transformers had replaced some.
+        torch.utils._device._device_constructors.cache_clear()
         with ExitStack() as stack:
             _replace(stack, PreTrainedModel, "init_weights", _init_weights)
             _replace(stack, PreTrainedModel, "from_pretrained", _refuse_pretrained)
