@@ -16,7 +16,6 @@ import statistics
 import sys
 import time
 from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -25,16 +24,17 @@ import torch
 sys.path.insert(0, str(Path(__file__).parents[1]))  # the repository's root
 from benchmarks.common.contestants import Contestant, train
 from benchmarks.common.device import device, device_name
+from benchmarks.common.fake_world import fake_world
 from benchmarks.common.models import NARROW
 from benchmarks.common.provenance import write_result
 from benchmarks.common.ranks import option_parser
 from benchmarks.common.traffic_counter import TrafficCounter
-from benchmarks.systems.nobody_else import enter_world
 from benchmarks.systems.subjects import Subject
 from sdp_deepspeed.config import MODES
 
 BUCKET = 500_000  # elements; more than eight layers have
 COVERAGE = 0.5
+RANK = 3  # neither first nor last
 FORWARD = [mode for mode in MODES if mode.regime == "forward"]
 SUBNETWORKS = (8, 64)  # and where there are more ranks, replicas of them
 
@@ -45,8 +45,7 @@ def subjects(num_ranks: int) -> Iterator[Subject]:
     yield Subject("FSDP2")
     for mode, count in itertools.product(FORWARD, SUBNETWORKS):
         if count <= num_ranks:
-            contestant = Contestant(1, mode, COVERAGE, count)
-            yield Subject("DeepSpeed", contestant, (("silence_limit", None),))  # of others nothing is ever heard
+            yield Subject("DeepSpeed", Contestant(1, mode, COVERAGE, count))
 
 
 def measure(subject: Subject, num_layers: int, repeats: int) -> dict[str, Any]:
@@ -55,7 +54,7 @@ def measure(subject: Subject, num_layers: int, repeats: int) -> dict[str, Any]:
     engine = subject.build(shape, "fp32", micro_batch=1, bucket=BUCKET)
     building = time.thread_time() - start
     if hasattr(engine, "plan"):  # what nobody sent may be NaN, and the step would be skipped
-        engine.optimizer.settings = replace(engine.optimizer.settings, skip_overflow=False)
+        engine.optimizer.skips_overflow = False
     batch = torch.zeros(1, 8, dtype=torch.long)
     seconds = []
     for _ in range(2 + repeats):
@@ -85,13 +84,13 @@ def plan_facts(plan: Any) -> dict[str, Any]:
 
 def measure_all(arguments: argparse.Namespace) -> dict[str, Any]:
     torch.set_num_threads(1)
-    enter_world(arguments.ranks)
     results = []
-    for subject, layers in itertools.product(list(subjects(arguments.ranks)), arguments.layers):
-        results.append(measure(subject, layers, arguments.repeats))
-        row = results[-1]
-        times = f"{row['building_seconds']:.2f} s to build, {1e3 * statistics.median(row['seconds']):.1f} ms"
-        print(f"{row['name']}, {row['num_subnetworks']} subnetworks, {layers} layers: {times}", flush=True)
+    with fake_world(RANK, arguments.ranks):
+        for subject, layers in itertools.product(list(subjects(arguments.ranks)), arguments.layers):
+            results.append(measure(subject, layers, arguments.repeats))
+            row = results[-1]
+            times = f"{row['building_seconds']:.2f} s to build, {1e3 * statistics.median(row['seconds']):.1f} ms"
+            print(f"{row['name']}, {row['num_subnetworks']} subnetworks, {layers} layers: {times}", flush=True)
     facts = {"what": "growth", "ranks": arguments.ranks, "model": NARROW, "device": device_name()}
     return facts | {"results": results}
 

@@ -2,7 +2,6 @@
 
     python benchmarks/on_gpu.py values --output benchmarks/results/gpu_values.json        # against the reference
     python benchmarks/on_gpu.py streams --output benchmarks/results/gpu_streams.json      # lifetimes on real streams
-    python benchmarks/on_gpu.py steps --output benchmarks/results/gpu_steps.json          # kernels, idle time, memory
     python benchmarks/on_gpu.py bandwidth --output benchmarks/results/gpu_bandwidth.json  # NCCL by alignment
     python benchmarks/on_gpu.py sizes --output benchmarks/results/gpu_sizes.json          # 134M to 1B, rank 3 of 8
 
@@ -81,12 +80,6 @@ def read_report(path: Path) -> list[dict[str, Any]]:
     return tests
 
 
-def run_steps(arguments: argparse.Namespace) -> dict[str, Any]:
-    from benchmarks.worker_step import measure
-
-    return {"results": measure(sequence=arguments.sequence, repeats=arguments.repeats)}
-
-
 def run_bandwidth(arguments: argparse.Namespace) -> dict[str, Any]:
     from benchmarks.self_send import measure, why_not
 
@@ -122,7 +115,7 @@ def run_sizes(arguments: argparse.Namespace, write: Callable[[dict[str, Any]], N
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("section", choices=[*WHERE, "steps", "bandwidth", "sizes"])
+    parser.add_argument("section", choices=[*WHERE, "bandwidth", "sizes"])
     parser.add_argument("--output", required=True, help="where the raw figures go, as JSON")
     parser.add_argument("--processes", type=int, default=4, help="of pytest")
     parser.add_argument("--minutes", type=float, default=9.0, help="after which tests are stopped, no cell begins")
@@ -145,7 +138,7 @@ def main() -> int:
         except ValueError as error:
             sys.exit(f"error: {error}")
     else:
-        result = {"steps": run_steps, "bandwidth": run_bandwidth}[arguments.section](arguments)
+        result = run_bandwidth(arguments)
     write(result)
     outcomes = result.get("outcomes", {"passed": 1})
     if "not_measured" in result:

@@ -40,7 +40,7 @@ def __getattr__(name: str) -> Any:
 
         return Plan
     if name == "Init":
-        from sdp_deepspeed.deferred_init.init import Init
+        from sdp_deepspeed.core.init import Init
 
         return Init
     if name == "fully_shard":

@@ -15,13 +15,9 @@ from sdp_deepspeed.plan.coverage import Coverage, CoverageRule, Holders, Holders
 from sdp_deepspeed.schedule import blocks_of_phases
 
 KEY = "subnetwork_data_parallel"
-# Seconds without a sign of life of a rank, after which the others end; longer than what usually keeps the threads of a
-# process from running, and short enough for a minute in all.
-SILENCE_LIMIT = 45.0
 
 Regime = Literal["forward", "backward"]
 StrategyName = Literal["block", "neuron"]
-LearningRateRule = Literal["none", "sqrt", "linear"]
 Evaluation = Literal["auto", "resident", "prefetch", "stream"]
 """How the dense model's parts come to be on a rank while it evaluates (forward regime)."""
 
@@ -88,9 +84,7 @@ class SubnetworkConfig(BaseModel):
         description='"auto" (resident where memory allows, else prefetch), "resident", "prefetch" or "stream"',
     )
     seed: int = Field(default=0, ge=0, description="a whole number of at least 0")
-    allow_optimizer: bool | Literal["whole_tensors"] = Field(
-        default=False, description='true or false, or "whole_tensors" for one that updates each tensor by itself'
-    )
+    allow_optimizer: bool = Field(default=False, description="true or false")
     schedule: tuple[dict[str, Any], ...] | None = Field(
         default=None,
         strict=False,
@@ -102,13 +96,6 @@ class SubnetworkConfig(BaseModel):
         default=None, description='the number of steps of the whole run, or "auto" where the host fills it in'
     )
     check_agreement: bool = Field(default=False, description="true or false")
-    lr_by_coverage: LearningRateRule = Field(default="none", description='"none", "sqrt" or "linear"')
-    silence_limit: float | None = Field(
-        default=SILENCE_LIMIT,
-        ge=10,
-        allow_inf_nan=False,
-        description="a number of seconds, at least 10, or null for no limit",
-    )
     checkpoint: CheckpointOptions = Field(
         default=CheckpointOptions(), description='a mapping such as {"asynchronous": true, "keep_last": 3}'
     )

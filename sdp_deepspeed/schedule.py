@@ -16,11 +16,11 @@ from sdp_deepspeed.config_errors import explain
 from sdp_deepspeed.messages import quoted
 
 # Keys that an engine reads once, when it is built.
-FIXED = ("enabled", "allow_optimizer", "silence_limit", "checkpoint")
+FIXED = ("enabled", "allow_optimizer", "checkpoint")
 # Keys that a phase cannot have either.
 OF_SCHEDULE = ("schedule", "redraw_interval", "total_steps")
 _EITHER = ("coverage", "holders")  # one says what the other would
-_ZERO, _MICRO = "zero_optimization", "train_micro_batch_size_per_gpu"
+_ZERO = "zero_optimization"
 
 
 class _Ends(BaseModel):
@@ -31,9 +31,6 @@ class _Ends(BaseModel):
     until_step: int | None = Field(default=None, ge=1, description="the number of the phase's last step, at least 1")
     until: float | None = Field(default=None, gt=0, lt=1, description="a share of all steps, above 0 and below 1")
     stage: Literal[0, 1, 2] | None = Field(default=None, description="one of ZeRO's stages 0, 1 and 2")
-    train_micro_batch_size_per_gpu: int | None = Field(
-        default=None, ge=1, description="a whole number of samples, at least 1"
-    )
 
 
 @dataclass(frozen=True)
@@ -44,14 +41,12 @@ class Phase:
         until_step: its last one; None if it goes on to the end.
         block: keys of the block that it sets.
         stage: ZeRO's; None leaves the config's.
-        micro_batch: samples of a rank in a micro-step; None leaves the config's.
     """
 
     first_step: int
     until_step: int | None
     block: Mapping[str, Any]
     stage: int | None = None
-    micro_batch: int | None = None
 
 
 @dataclass(frozen=True)
@@ -92,22 +87,14 @@ class Schedule:
         pieces = zip(phases, starts, ends, strict=True)
         return cls(config, key, tuple(_phase(phase, first, last) for phase, first, last in pieces), interval)
 
-    def check_first(self, config: Mapping[str, int]) -> None:
-        """
-        Args:
-            config: stage and micro-batch that the run begins with, by the keys of a phase.
-
-        Raises:
-            ValueError: the first phase has others.
-        """
-        first = self.phases[0]
-        asked = {"stage": first.stage, _MICRO: first.micro_batch}
-        for name, value in asked.items():
-            if value not in (None, config[name]):
-                raise ValueError(
-                    f"{self.key}.schedule[0].{name}: got {value}, but the config itself has {config[name]}, with which "
-                    "the run begins; set it there"
-                )
+    def check_first(self, stage: int) -> None:
+        """ValueError if the first phase has another of ZeRO's stages than the config, with which the run begins."""
+        first = self.phases[0].stage
+        if first not in (None, stage):
+            raise ValueError(
+                f"{self.key}.schedule[0].stage: got {first}, but the config itself has {stage}, with which the run "
+                "begins; set it there"
+            )
 
     def path_of(self, phase: int) -> str:
         """What of the config asks for a phase."""
@@ -132,13 +119,8 @@ class Schedule:
         first_draw = [] if self.redraw_interval is None else [self.redraw_interval]
         return sorted({*(phase.first_step - 1 for phase in self.phases), *first_draw})
 
-    @property
-    def has_micro_batches(self) -> bool:
-        """Whether phases may differ in that."""
-        return any(phase.micro_batch is not None for phase in self.phases)
-
     def config_after(self, steps: int) -> dict[str, Any]:
-        """DeepSpeed's config for the step after so many: its block has no schedule; its batch sizes are as given."""
+        """DeepSpeed's config for the step after so many: its block has no schedule."""
         phase, draw = self.phases[self.phase_after(steps)], self.draw_after(steps)
         block = merged(_without_schedule(self.config[self.key]), phase.block)
         if draw:
@@ -196,7 +178,7 @@ def _without_schedule(block: Mapping[str, Any]) -> dict[str, Any]:
 
 def _phase(given: Mapping[str, Any], first: int, last: int | None) -> Phase:
     block = {name: value for name, value in given.items() if name not in _Ends.model_fields}
-    return Phase(first, last, block, given.get("stage"), given.get(_MICRO))
+    return Phase(first, last, block, given.get("stage"))
 
 
 def _problems(phases: Sequence[Mapping[str, Any]], path: str) -> Iterator[str]:

@@ -1,4 +1,4 @@
-"""What systems send in a step: of the exchange as its plans and routes say, of all others as rings do."""
+"""What systems send in a step: of the engine as its buckets say, of all others as rings do."""
 
 from __future__ import annotations
 
@@ -10,10 +10,8 @@ import torch
 
 from sdp_deepspeed.config import KEY, parse
 from sdp_deepspeed.estimate.formulas import sent_per_parameter
+from sdp_deepspeed.estimate.per_rank import DEFAULT_BUCKET, buckets_of
 from sdp_deepspeed.estimate.precision import Precision
-from sdp_deepspeed.exchange.routes import routes_back
-from sdp_deepspeed.layout.buckets import build_buckets, build_segments, default_bucket_elements
-from sdp_deepspeed.layout.nodes import Nodes
 from sdp_deepspeed.plan.planner import plan_model
 from sdp_deepspeed.plan.tensors import dense_tensors
 
@@ -39,30 +37,30 @@ class Traffic:
 def exchanged(
     model: torch.nn.Module, block: Mapping[str, Any], num_ranks: int, *, ranks_per_node: int, precision: Precision
 ) -> Traffic:
-    """What the exchange sends in a step with one micro-step; of the first node.
+    """What the engine sends in a step with one micro-step; of the first node. A ring of a holder set that is on several
+    nodes crosses each node's link with what one rank sends.
 
     Args:
         block: the config's.
     """
     config = parse({KEY: dict(block)})
     assert config is not None
-    labels = [rank // ranks_per_node for rank in range(num_ranks)]
     plan, _ = plan_model(model, config, num_ranks)
     tensors = [replace(info, group=0) for info in dense_tensors(model) if info.kind == "parameter"]
-    nodes, limit = Nodes.of(labels), default_bucket_elements(tensors, plan)
-    segments = build_segments(tensors, plan, max_elements=limit, nodes=nodes)
-    buckets = build_buckets(segments, nodes, max_elements=limit)
-    sent = {rank: [0, 0] for rank in nodes.ranks[0][:_LOOKED_AT]}  # between nodes, and inside
-    calls = [0, 0]
-    for rank in sent:
-        calls = [0, 0]
-        for bucket in buckets:
-            for level, route in enumerate(routes_back(bucket, rank, nodes, "holders")):
-                there, back = route.received.num_elements, route.sent.num_elements  # gradients go the way backward
-                sent[rank][level] += there * precision.wire + back * precision.weights
-                calls[level] += 2 * route.is_needed
-    between, inside = sum(of[0] for of in sent.values()), max(of[1] for of in sent.values())
-    return Traffic(inside, between, calls[1], calls[0])
+    inside = dict.fromkeys(range(min(ranks_per_node, _LOOKED_AT)), 0.0)
+    between, num_inside, num_between = 0.0, 0, 0
+    for bucket in buckets_of(plan, tensors, DEFAULT_BUCKET):
+        holders = bucket.holders
+        here = [rank for rank in holders if rank < ranks_per_node]
+        sent = bucket.num_elements * (len(holders) - 1) / len(holders) * (precision.wire + precision.weights)
+        if len(holders) > 1 and len(here) < len(holders):
+            num_between += 2
+            between += sent * bool(here)
+        elif len(holders) > 1:
+            num_inside += 2
+        for rank in inside.keys() & {*here}:
+            inside[rank] += sent
+    return Traffic(max(inside.values()), between, num_inside, num_between)
 
 
 def rings(num_parameters: int, num_ranks: int, *, num_layers: int, precision: Precision) -> dict[str, Traffic]:

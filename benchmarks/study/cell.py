@@ -140,7 +140,7 @@ class _Training:
                 known = plan
                 step_flops = self.planner.step_flops(plan) if self.subject.block else 0.0
             progress = self.step / self.num_steps
-            reference.plan, reference.lr_by_coverage = plan, config.lr_by_coverage
+            reference.plan = plan
             self._train_step(progress)
             self.flops += self.planner.tokens * (step_flops or self.planner.step_flops(None, progress))
             self.step += 1

@@ -104,8 +104,6 @@ _VARIANTS: dict[str, Block] = {
     "drawn every 10 steps": {**_HALF, "redraw_interval": 10},
     "scaled": {**_HALF, "dense_branch_scale": "coverage"},
     "scaled, drawn every step": {**_HALF, "redraw_interval": 1, "dense_branch_scale": "coverage"},
-    "lr sqrt": {**_HALF, "lr_by_coverage": "sqrt"},
-    "lr linear": {**_HALF, "lr_by_coverage": "linear"},
     "layers": {**_HALF, "granularity": "layer"},
 }
 

@@ -29,28 +29,22 @@ class Checkpointer:
         trained: the engine.
         saver: of all ranks.
         options: the block's `checkpoint`.
-        accepts_universal: whether DeepSpeed's universal format is loaded too (`checkpoint.load_universal`).
     """
 
-    def __init__(
-        self, trained: TrainedState, *, saver: Saver, options: CheckpointOptions, accepts_universal: bool
-    ) -> None:
+    def __init__(self, trained: TrainedState, *, saver: Saver, options: CheckpointOptions) -> None:
         self._trained = trained
         self._saver = saver
         self._options = options
-        self._accepts_universal = accepts_universal
 
     @classmethod
-    def build(
-        cls, trained: TrainedState, host: HostGroup, *, options: CheckpointOptions, accepts_universal: bool
-    ) -> Checkpointer:
+    def build(cls, trained: TrainedState, host: HostGroup, *, options: CheckpointOptions) -> Checkpointer:
         """
         Args:
             host: its collectives are the checkpointer's, which may work while others communicate.
         """
         report = partial(trained.log_on_rank_0, level=logging.ERROR)
         saver = Saver(Communicator(host.dist, host.group), host.group, report)
-        return cls(trained, saver=saver, options=options, accepts_universal=accepts_universal)
+        return cls(trained, saver=saver, options=options)
 
     def save(
         self,
@@ -111,14 +105,6 @@ class Checkpointer:
         trained = self._trained
         trained.before_checkpoint("load_checkpoint")
         self.wait()
-        if self._accepts_universal:
-            # Reads DeepSpeed's pickles, and so imports DeepSpeed.
-            from sdp_deepspeed.checkpoint.interop.load_universal import load_universal, universal_tag
-
-            look = translating_os_errors(partial(universal_tag, folder, tag))
-            universal = run_on_all_ranks(trained.world, look)
-            if universal is not None:
-                return str(folder / universal), load_universal(trained, folder / universal, options)
         name, warnings = select_checkpoint(folder, tag, trained.world)
         for warning in warnings:
             trained.log_on_rank_0(warning, logging.WARNING)

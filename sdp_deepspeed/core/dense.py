@@ -198,7 +198,7 @@ class DenseView:
                     view._warn()
 
         if not self.mask.plan.is_whole or self._is_scaled or running_statistics(self.mask):
-            self._handles += [module.register_forward_pre_hook(before_forward) for module in owned]
+            self._handles += [module.register_forward_pre_hook(before_forward, prepend=True) for module in owned]
         if not self.mask.plan.is_whole:
             self._install_refusals(model)
 

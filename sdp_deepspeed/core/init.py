@@ -176,11 +176,11 @@ def _defer_all(modules: Iterable[nn.Module], recording: Recording, seed: int) ->
         for tensor in (*module._parameters.values(), *module._buffers.values(), *plain):
             if type(tensor) in _DEFERRED:
                 if not is_meta(tensor):
-                    _give(tensor, tensor.detach().to("meta"))
+                    give(tensor, tensor.detach().to("meta"))
                 _defer(tensor, (recording, seed, recording.ref(tensor)))
 
 
-def _give(tensor: torch.Tensor, value: torch.Tensor) -> None:
+def give(tensor: torch.Tensor, value: torch.Tensor) -> None:
     """The same object on another device, for optimizers and whoever else has it. (`swap_tensors` refuses tensors with
     weak references, and `.data` another device.)"""
     torch._C._swap_tensor_impl(tensor, value.requires_grad_(tensor.requires_grad))
@@ -250,15 +250,24 @@ class DeferredWeights:
         random_state = torch.get_rng_state()
         for tensor in mask.tensors():
             if is_meta(tensor):
-                _give(tensor, _zeros_like(tensor, device))
+                give(tensor, _zeros_like(tensor, device))
         for name in self._refs:
             stored = [piece for piece, _ in mask.pieces_of(name) if mask.stored(piece)]
             dense = self.value(name, seed) if stored else None
             for piece in stored:
                 mask.view(piece).copy_(piece.narrow(dense))
+        self.restore_attributes(device, seed)
+        torch.set_rng_state(random_state)
+
+    @property
+    def names(self) -> list[str]:
+        """Dense names of the tensors."""
+        return list(self._refs)
+
+    def restore_attributes(self, device: torch.device, seed: int) -> None:
+        """Of tensors that are plain attributes of modules."""
         for module, key, ref in self._plain:
             setattr(module, key, self._recording.value(ref, seed).to(device))
-        torch.set_rng_state(random_state)
 
     def value(self, name: str, seed: int) -> torch.Tensor:
         """The initial value of a dense tensor on the CPU, in the dtype in which it was built. Draws from PyTorch's

@@ -1,203 +1,355 @@
 """SubnetworkEngine: DeepSpeed's engine with each rank's module cut down to its subnetwork.
 
-The order of the constructor is DeepSpeed's: the module is cast, moved and broadcast; then `apply_plan` makes it this
-rank's subnetwork; then the optimizer is built, which the masked averaging wraps. A model without storage is cast and
-cut down as it is; only then it gets what is left of it.
+DeepSpeed's constructor casts the module, moves it and makes it equal on all ranks. Then the plan is made
+(`_configure_distributed_model`). Then DeepSpeed or the user builds the optimizer, of the whole model, so that all ranks
+have the same param groups; only then the mask is applied, and the sharded optimizer takes over
+(`_configure_zero_optimizer`).
 """
 
 from __future__ import annotations
 
-from functools import partial
-from typing import Any
+import itertools
+import logging
+import sys
+import weakref
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from pathlib import Path
+from typing import Any, Self
+from weakref import WeakKeyDictionary
 
 import torch
-import torch.distributed
-from deepspeed import comm as deepspeed_comm
-from deepspeed.runtime.engine import ZERO_OPTIMIZATION
+import torch.distributed as dist
+from deepspeed import comm as deepspeed_comm  # its comms logger sees our collectives
+from deepspeed.runtime.engine import ZERO_OPTIMIZATION, DeepSpeedEngine
 from deepspeed.utils import log_dist, logger
+from deepspeed.utils.bwc import (
+    bwc_pipeline_parallel_world_size,
+    bwc_tensor_model_parallel_group,
+    bwc_tensor_model_parallel_world_size,
+)
 from torch import nn
 
-from sdp_deepspeed.checkpoint.checkpointer import Checkpointer
-from sdp_deepspeed.checkpoint.state.optimizer_state import OptimizerState
-from sdp_deepspeed.checkpoint.state.rank_chunks import RankChunks, persistent_buffers
-from sdp_deepspeed.checkpoint.state.trained_state import RankState
+from sdp_deepspeed.architectures import locate_branches, unit_costs
 from sdp_deepspeed.config import KEY, SubnetworkConfig
-from sdp_deepspeed.deferred_init.materialize import DeferredModel, check_deferred_alike, refuse_tensor_parallel
-from sdp_deepspeed.distributed.agreement import Gatherer, run_on_all_ranks
-from sdp_deepspeed.distributed.communicator import Communicator
-from sdp_deepspeed.distributed.host_group import Channel, HostGroup, make_host_group
-from sdp_deepspeed.distributed.last_acts import LastActs, make_last_acts
-from sdp_deepspeed.distributed.lifeline import watch_ranks
-from sdp_deepspeed.engine.apply_plan import AppliedPlan, ModelAtStart, apply_plan
-from sdp_deepspeed.engine.consistency import check_holders_agree
-from sdp_deepspeed.engine.deepspeed_settings import loss_scaler, nodes_of_ranks, optimizer_settings, rank_groups
-from sdp_deepspeed.engine.dense_export import install_save
-from sdp_deepspeed.engine.full_tensors import FullTensors, install_full_access
-from sdp_deepspeed.engine.given import Given
-from sdp_deepspeed.engine.memory_format import row_major
-from sdp_deepspeed.engine.schedule_calls import ScheduleCalls
-from sdp_deepspeed.engine.start import Start
-from sdp_deepspeed.engine.step_events import write_step_events
-from sdp_deepspeed.masking.compiled import compile_in_place
-from sdp_deepspeed.masking.other_weights import OtherWeights
-from sdp_deepspeed.masking.replaced import KnownParameters
-from sdp_deepspeed.optimizer.optimizer import SubnetworkOptimizer
-from sdp_deepspeed.optimizer.param_groups import agree_on_groups, as_given
+from sdp_deepspeed.core.checkpoint.hugging_face import load_pretrained
+from sdp_deepspeed.core.checkpoint.manager import CheckpointManager
+from sdp_deepspeed.core.checkpoint.random_state import random_state, restore_random_state
+from sdp_deepspeed.core.dense import DenseView
+from sdp_deepspeed.core.init import DeferredWeights
+from sdp_deepspeed.core.masking.batch_norm import (
+    average_running_statistics,
+    estimate_statistics,
+    tracking_norms,
+    write_statistics,
+)
+from sdp_deepspeed.core.masking.compiled import compile_in_place
+from sdp_deepspeed.core.masking.mask import Mask
+from sdp_deepspeed.core.masking.replaced import KnownParameters
+from sdp_deepspeed.core.masking.scale import output_scales
+from sdp_deepspeed.core.parallel.agree import Meetings, check_agreement, gather_objects, run_on_all_ranks
+from sdp_deepspeed.core.parallel.groups import Groups
+from sdp_deepspeed.core.parallel.optimizer import ShardedOptimizer
+from sdp_deepspeed.core.parallel.optimizer_kinds import check_optimizer
+from sdp_deepspeed.core.parallel.param_groups import param_group_indices
+from sdp_deepspeed.core.parallel.tensor_parallel import TensorParallel, WholeModel, of_author, of_autotp
+from sdp_deepspeed.core.parallel.whole_state_dicts import WholeStateDicts
+from sdp_deepspeed.engine.checkpoints import load, new_manager, save
+from sdp_deepspeed.engine.full_access import install_full_access
+from sdp_deepspeed.engine.monitor import StepEvents
+from sdp_deepspeed.engine.optimizer import SubnetworkOptimizer
+from sdp_deepspeed.engine.refusals import refuse_config, refuse_model
+from sdp_deepspeed.engine.replan import (
+    Replanned,
+    follow_schedule,
+    new_config,
+    rank_state,
+    replan,
+    try_schedule,
+)
+from sdp_deepspeed.engine.settings import loss_scaler, sharded_options, skips_overflow
+from sdp_deepspeed.messages import listed, quoted
 from sdp_deepspeed.plan.plan import Plan
-from sdp_deepspeed.support.refusals import refuse_optimizer, refuse_shared_memory
-from sdp_deepspeed.tensor_parallel.checks import check_size, translated_autotp_errors
-from sdp_deepspeed.tensor_parallel.model import ModelBeforeAutoTP
+from sdp_deepspeed.plan.planner import plan_model
+from sdp_deepspeed.schedule import Schedule
 
-_NO_OPTIMIZER = f"{KEY} needs an optimizer: name one in the config, or give deepspeed.initialize one"
+_numbers = itertools.count()  # of engines: all ranks build them together, so that all count them alike
 
 
-class SubnetworkEngine(ScheduleCalls):
+class SubnetworkEngine(DeepSpeedEngine):
     """What `deepspeed.initialize` returns for a config with the block `subnetwork_data_parallel`.
 
     Attributes:
         block: the parsed block.
         plan: who holds what, the same on every rank.
-        dp_group: the data-parallel group.
-        world: all ranks; more than the data-parallel group under tensor parallelism.
+        coverage: C of the plan, units weighted by their FLOPs.
+        mask: this rank's subnetwork.
+        groups: process groups.
+        tensor_parallel: this rank's part in a tensor-parallel group.
+        schedule: of plans; None if the plan does not change over time.
+        phase, draw: of the schedule, that the engine is laid out for.
+        stage_of_config: ZeRO's, that the run begins with.
     """
 
     block: SubnetworkConfig
-    dp_group: Communicator
-    world: Communicator
+    plan: Plan
+    coverage: float
+    mask: Mask
+    groups: Groups
+    tensor_parallel: TensorParallel
+    checkpoints: CheckpointManager
     optimizer: SubnetworkOptimizer
-    _ranks: Gatherer
-    _host: HostGroup
-    _last_acts: LastActs
-    _applied: AppliedPlan
-    _known_parameters: KnownParameters
-    _other_weights: OtherWeights
-    _given: Given
-    _before_autotp: ModelBeforeAutoTP | None = None
-    _deferred: DeferredModel | None = None  # until the model has storage
+    schedule: Schedule | None
+    phase = draw = stage_of_config = 0
+    _before_autotp: WholeModel | None = None
+    _deferred: DeferredWeights | None = None  # of a model that was built under `Init`
+    _state_dicts: WholeStateDicts | None = None  # under tensor parallelism
 
     def __init__(self, args: Any, model: nn.Module, *rest: Any, **options: Any) -> None:
-        start: Start = vars(self).pop("start")
-        assert start.block is not None, "the import hook builds this engine for configs with the block only"
-        object.__setattr__(self, "block", start.block)
-        object.__setattr__(self, "_ranks", start.ranks)
-        object.__setattr__(self, "schedule", start.schedule)
-        if start.schedule is not None:
-            options["config"] = start.schedule.config_after(0)
-        start.check(model, options)
+        """
+        Args:
+            args, model, rest, options: of DeepSpeed's engine; `block` is set before (hook.py).
+        """
+        self._control = dist.new_group(backend="gloo") if dist.is_initialized() else None
 
         def prepare() -> nn.Module:
-            prepared = compile_in_place(model)
-            object.__setattr__(self, "_deferred", DeferredModel.of(prepared))
-            refuse_shared_memory(prepared)  # a cast to another dtype would untie them without a word
-            object.__setattr__(self, "_given", Given.of(options))
-            return prepared
+            self._frozen_before = _make_whole(model)
+            refuse_config(self.block, options["config"], options["config_class"])
+            refuse_model(model)
+            if options.get("mesh_device") is not None:
+                raise ValueError(f"{KEY}: mesh_param asks for sequence parallelism, which is not possible; remove it")
+            _check_mpu(options.get("mpu"))
+            if DeferredWeights.are_in(model):
+                self._deferred = DeferredWeights(model)
+                options["dont_change_device"] = True
+            return compile_in_place(model)
 
-        model = run_on_all_ranks(start.ranks, prepare)
-        super().__init__(args, model, *rest, **(options | {"model_parameters": self._given.parameters}))
+        model = run_on_all_ranks(prepare, self._control)
+        super().__init__(args, model, *rest, **options)
         if self.optimizer is None:
-            raise ValueError(_NO_OPTIMIZER)
-        self._known_parameters = KnownParameters(self.module)
-        self._other_weights = OtherWeights(self.module, self._applied.mask)
-        install_save(self._export())
-        install_full_access(self, dict(self.module.named_parameters(remove_duplicate=False)))
-        self.checkpointer = Checkpointer.build(
-            self, self._host, options=start.block.checkpoint, accepts_universal=self.load_universal_checkpoint()
-        )
-        self.step_events = write_step_events(self, self.world, dp_group=self.dp_group)
-        self._begin_schedule()
+            raise ValueError(f"{KEY} needs an optimizer: name one in the config, or give deepspeed.initialize one")
+        _engines[model] = weakref.ref(self)
+        self._step_events = StepEvents.of(self)
+        self.checkpoints = new_manager(self)
+        for name in self.optimizer.sharded.param_groups:
+            install_full_access(self.mask.parameters[name], name, self)
 
-    @property
-    def plan(self) -> Plan:
-        """Who holds what, in the dense model's coordinates; the same on every rank."""
-        return self._applied.plan
-
-    @property
-    def coverage(self) -> float:
-        """C of the plan, units weighted by their FLOPs."""
-        return self._applied.coverage
-
-    @property
-    def tensor_parallel_layout(self) -> int:
-        """Ranks of a tensor-parallel group, 1 without."""
-        return self._applied.model.shards.size
-
-    def _configure_tensor_parallel(self, model: nn.Module, tp_config: Any) -> Any:
-        refuse_tensor_parallel(self._deferred)
-        check_size(int(self.autotp_size()), torch.distributed.get_world_size())
-        self._before_autotp = ModelBeforeAutoTP.of(model)
-        with translated_autotp_errors(model):
-            return super()._configure_tensor_parallel(model, tp_config)
+    # ---- construction -------------------------------------------------------------------------------------------
 
     def _broadcast_model(self) -> None:
-        if self._deferred is None:  # else each rank makes the same weights
-            with row_major(self.module.parameters()):
-                super()._broadcast_model()
+        if self._deferred is not None:
+            return  # each rank makes the same weights
+        for parameter in self.module.parameters():  # DeepSpeed cannot send channels-last ones; buckets are row-major
+            if not parameter.is_contiguous() or (parameter.dim() and parameter.stride(-1) != 1):
+                parameter.data = parameter.data.clone(memory_format=torch.contiguous_format)
+        super()._broadcast_model()
 
     def _configure_distributed_model(self, model: nn.Module) -> None:
-        self._host = make_host_group(torch.distributed, self._ranks, logger.warning)
-        self.world = Communicator(deepspeed_comm, objects=self._host.channel(Channel.WORLD))
-        check_deferred_alike(self._deferred, self.world)
-        self.dont_change_device |= self._deferred is not None
         super()._configure_distributed_model(model)
-        self._last_acts = make_last_acts(torch.distributed, self.seq_data_parallel_group, logger.warning)
-        watch_ranks(self, torch.distributed, self.world, self.block.silence_limit)
-        groups = rank_groups(self, self.world, self._host, self._last_acts)
-        self.dp_group = groups.dp_group
-        start = ModelAtStart(
-            model,
-            self.device,
-            stage=int(self.zero_optimization_stage()),
-            nodes=partial(nodes_of_ranks, groups.dp_group, groups.tp_group),
-            before_autotp=self._before_autotp,
-            deferred=self._deferred,
-        )
-        self._given = run_on_all_ranks(self.world, partial(self._given.built, model))
-        self._applied = apply_plan(start, self.block, groups, self._later_blocks())
-        self._deferred = None
+        self.tensor_parallel = self._find_tensor_parallel()
+        self.stage_of_config = int(self.zero_optimization_stage())
+        self.refuse_stage(self.stage_of_config)
+        self._meetings = Meetings(f"sdp_deepspeed/meetings/{next(_numbers)}")
+        self.schedule = run_on_all_ranks(self._find_schedule, self._control)
+        try_schedule(self)
+        self.plan, self.mask = self.plan_and_mask(self.block)
+
+    def refuse_stage(self, stage: int) -> None:
+        """ValueError for one of ZeRO's stages under which ranks of a tensor-parallel group would have other buckets."""
+        uneven = [name for name, division in self.tensor_parallel.shards.divisions.items() if not division.is_even]
+        if uneven and stage == 2:
+            raise ValueError(
+                f"zero_optimization.stage: got 2, but tensor-parallel ranks do not divide {uneven[0]!r} evenly; pad "
+                "the vocabulary (resize_token_embeddings), or use stage 1"
+            )
+
+    def _find_schedule(self) -> Schedule | None:
+        schedule = Schedule.of(self.config, KEY)
+        if schedule is not None:
+            schedule.check_first(self.stage_of_config)
+        return schedule
+
+    def plan_and_mask(self, block: SubnetworkConfig, *, tells: bool = True) -> tuple[Plan, Mask]:
+        """The plan of a block, and this rank's mask, not applied; every rank calls it while the module is dense.
+
+        Args:
+            tells: whether plan and warnings are logged.
+
+        Raises:
+            ValueError: on all ranks, what does not fit the model or the number of ranks.
+        """
+        branches, shards = self.tensor_parallel.branches, self.tensor_parallel.shards
+        members = self._members()
+
+        def make() -> tuple[Plan, Mask]:
+            plan, warnings = plan_model(self.module, block, len(members), branches=branches, shards=shards)
+            local = shards.local_plan(plan)
+            mask = Mask(self.module, local, members.index(dist.get_rank()), branches=branches)
+            if block.dense_branch_scale == "coverage":
+                output_scales(mask)  # raises
+            for warning in warnings if tells else ():
+                log_dist(f"{KEY}: {warning}", ranks=[0], level=logging.WARNING)
+            if tells and dist.get_rank() == 0:
+                _announce(f"{KEY}\n{plan.table(unit_costs(self.module, local.units))}")
+            return plan, mask
+
+        plan, mask = run_on_all_ranks(make, self._control)
+        hashes = gather_objects(plan.hash, self._control)
+        if other := [rank for rank, found in enumerate(hashes) if found != hashes[0]]:
+            raise RuntimeError(
+                f"rank {other[0]} made another plan than rank 0; give all ranks the same model, config and versions"
+            )
+        return plan, mask
+
+    def _configure_tensor_parallel(self, model: nn.Module, tp_config: Any) -> Any:
+        size = int(self.autotp_size())
+        if dist.get_world_size() % size:
+            raise ValueError(
+                f"tensor_parallel.autotp_size: got {size}, which does not divide the {dist.get_world_size()} ranks"
+            )
+        if self._deferred is not None:
+            raise ValueError("tensor_parallel divides weights that are there; build the model without Init")
+        self._before_autotp = WholeModel.of(model)
+        try:
+            return super()._configure_tensor_parallel(model, tp_config)
+        except AssertionError as error:
+            raise ValueError(
+                f"tensor_parallel.autotp_size: DeepSpeed's AutoTP cannot divide a {type(model).__name__}: {error}. Use "
+                "a Llama, Mistral, Qwen2, Qwen3 or GPT-NeoX, or remove tensor_parallel"
+            ) from error
+
+    def _find_tensor_parallel(self) -> TensorParallel:
+        """This rank's part in a tensor-parallel group, of AutoTP or of an `mpu` object."""
+        mpu, control = self.mpu, self._control
+        if mpu is None or bwc_tensor_model_parallel_world_size(mpu) < 2:
+            return TensorParallel(locate_branches(self.module))
+        group, members = bwc_tensor_model_parallel_group(mpu), dist.get_world_size(self.seq_data_parallel_group)
+        if members * dist.get_world_size(group) != dist.get_world_size():
+            raise ValueError(
+                f"mpu: {members} data-parallel times {dist.get_world_size(group)} tensor-parallel ranks are not the "
+                f"{dist.get_world_size()} ranks that run, and there can be no other kind"
+            )
+        whole = self._before_autotp
+        if whole is None:
+            found = of_author(self.module, group, control)
+        else:
+            found = of_autotp(self.module, whole, group, control)
+        found.check_replicated(dict(self.module.named_parameters()), control)
+        self._state_dicts = WholeStateDicts(self.module, found.shards, group)
+        return found
 
     def _configure_optimizer(self, client_optimizer: Any, model_parameters: Any) -> None:
-        kind = self.optimizer_name() if client_optimizer is None else type(client_optimizer)
-        if client_optimizer is None or isinstance(client_optimizer, torch.optim.Optimizer):
-            run_on_all_ranks(self.world, partial(refuse_optimizer, kind, self.block))
-        super()._configure_optimizer(self._given.optimizer, model_parameters)
-
-    def _configure_basic_optimizer(self, model_parameters: Any) -> Any:
-        with as_given(self._applied.model):
-            return super()._configure_basic_optimizer(model_parameters)
+        """As DeepSpeed's; an error of one rank is raised on all."""
+        if client_optimizer is not None and not isinstance(client_optimizer, torch.optim.Optimizer):
+            parameters = list(self.module.parameters()) if model_parameters is None else list(model_parameters)
+            built = run_on_all_ranks(lambda: client_optimizer(parameters), self._control)
+            client_optimizer = lambda _: built  # noqa: E731 (DeepSpeed asks whether it is a function)
+        super()._configure_optimizer(client_optimizer, model_parameters)
 
     def _do_optimizer_sanity_check(self, basic_optimizer: Any) -> str:
-        run_on_all_ranks(self.world, partial(refuse_optimizer, type(basic_optimizer), self.block))
         return ZERO_OPTIMIZATION  # every stage and precision takes our optimizer
 
     def _configure_zero_optimizer(self, optimizer: Any) -> SubnetworkOptimizer:
-        if optimizer is None:
-            raise ValueError(_NO_OPTIMIZER)
-        settings = optimizer_settings(self, self.block)
-        wrapped = SubnetworkOptimizer(
-            optimizer,
-            agree_on_groups(optimizer, self._applied.model, self.dp_group, settings=settings),
-            self.dp_group,
-            settings=settings,
-            tp_group=self._applied.parallel.group,
-            loss_scaler=loss_scaler(self),
+        given = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+        frozen = [name for name, p in self.mask.parameters.items() if id(p) in given and not self.mask.trainable[name]]
+        self._known_parameters = KnownParameters(self.module, self.mask.parameters, frozen)
+        self._param_group_of = self._param_groups(optimizer)
+        return SubnetworkOptimizer(
+            self._apply(self.block, self.plan, self.mask, optimizer),
+            loss_scaler(self),
+            skips_overflow=skips_overflow(self),
+            reports_norm=bool(self.zero_compute_grad_norm()),
+            process_group=self.seq_data_parallel_group,
         )
-        wrapped.install()
-        return wrapped
+
+    def _apply(
+        self, block: SubnetworkConfig, plan: Plan, mask: Mask, optimizer: torch.optim.Optimizer
+    ) -> ShardedOptimizer:
+        """Make the dense module this rank's subnetwork, and an optimizer step this rank's shards of it."""
+        self.block, self.plan, self.mask = block, plan, mask
+        costs = unit_costs(self.module, mask.plan.units)
+        self.coverage = plan.mean_coverage([cost.flops for cost in costs])
+        every = sorted({tuple(ranks) for ranks in gather_objects(self._members(), self._control)})
+        holder_sets = {holders for pieces in mask.pieces.values() for _, holders in pieces}
+        self.groups = Groups(holder_sets, ranks=every, control=self._control, comm=deepspeed_comm)
+        mask.apply()
+        if (deferred := self._deferred) is not None:
+            seed = gather_objects(deferred.seed, self._control)[0]
+            run_on_all_ranks(lambda: deferred.materialize(mask, self.device, seed), self._control)
+            self._deferred = None
+        self._partial_sums = self.tensor_parallel.sum_partial_gradients(mask.parameters)
+        self.dense_view = DenseView(
+            mask,
+            self.groups,
+            self.device,
+            meet=self._meetings.meet,
+            changed=lambda: self.optimizer.refresh_fp32_params(),
+            is_scaled=block.dense_branch_scale == "coverage",
+        )
+        return ShardedOptimizer(
+            optimizer,
+            mask,
+            self.groups,
+            self._param_group_of,
+            regime="backward" if plan.regime == "backward" else "forward",
+            replicated=self.tensor_parallel.replicated(mask.parameters),
+            **sharded_options(self),
+        )
+
+    def lay_out(self, block: SubnetworkConfig, plan: Plan, mask: Mask) -> None:
+        """Under another plan, without the optimizer's state; every rank calls it while the module is dense."""
+        self.dense_view.close()
+        self.optimizer.sharded.close()
+        self.groups.close()
+        for handle in self._partial_sums:
+            handle.remove()
+        self.optimizer.state.clear()
+        self.optimizer.sharded = self._apply(block, plan, mask, self.optimizer.optimizer)
+
+    def _members(self) -> list[int]:
+        """Global ranks of the data-parallel group."""
+        return dist.get_process_group_ranks(self.seq_data_parallel_group)
+
+    def _param_groups(self, optimizer: torch.optim.Optimizer) -> dict[str, int]:
+        """Index of the param group of each parameter to be trained, by dense name; the same on all ranks."""
+        allow = bool(self.block.allow_optimizer or self.zero_allow_untested_optimizer())
+
+        def find() -> dict[str, int]:
+            check_optimizer(type(optimizer), allow=allow)
+            return param_group_indices(optimizer, self.mask.parameters, self.mask.trainable)
+
+        found = run_on_all_ranks(find, self._control)
+        every = {name: index for other in gather_objects(found, self._control) for name, index in other.items()}
+        # Whoever built the optimizer while an earlier engine's mask was there could not see what that had frozen.
+        found |= {name: index for name, index in every.items() if name in self._frozen_before}
+        found = {name: found[name] for name in self.mask.parameters if name in found}
+        options = [{key: value for key, value in group.items() if key != "params"} for group in optimizer.param_groups]
+        facts = [f"{type(optimizer).__name__} {options}", *(f"{item}" for item in found.items())]
+        _refuse_difference("param groups", gather_objects(facts, self._control))
+        return found
+
+    # ---- training -----------------------------------------------------------------------------------------------
+
+    def _backward_prologue(self) -> None:
+        self.optimizer.sharded.is_last_micro_step = self.is_gradient_accumulation_boundary()
+        super()._backward_prologue()
 
     def allreduce_gradients(self, bucket_size: int = 0) -> None:
-        """After a backward pass; at stages 0 and 1 gradients stay local until `step`, where they are averaged."""
-        self.optimizer.end_backward()
+        """After a backward pass; called by DeepSpeed's engine."""
+        self.optimizer.sharded.finish_backward()
 
     def clip_fp32_gradients(self) -> None:
         """Nothing: the optimizer clips by the norm of the averaged dense gradient."""
 
-    def backward(self, loss: torch.Tensor, *options: Any, **more: Any) -> Any:
+    def backward(
+        self, loss: torch.Tensor, retain_graph: bool = False, scale_wrt_gas: bool = True, **options: Any
+    ) -> Any:
         """As DeepSpeed's."""
-        self._refuse_half_replanned("backward")  # others are to hear of that error, not of this call
-        with self._last_acts.doing(self._place("backward pass")):
-            self._refuse_resident("backward")  # what is refused is no pass, and others have none to match it
-            with self.optimizer.backward_pass():
-                return super().backward(loss, *options, **more)
+        self._refuse_dense("backward")
+        if self.optimizer.sharded.stage == 2:
+            self._meetings.passing()
+        self._step_events.note(loss, is_share=not scale_wrt_gas)
+        return super().backward(loss, retain_graph, scale_wrt_gas, **options)
 
     def zero_grad(self) -> None:
         """As DeepSpeed's; at stage 2 all ranks call it together, since averages are spread over them."""
@@ -205,57 +357,281 @@ class SubnetworkEngine(ScheduleCalls):
         self.optimizer.zero_grad()
 
     def step(self, lr_kwargs: Any = None) -> None:
-        """As DeepSpeed's; at the boundary a collective of all data-parallel ranks."""
-        self._refuse_half_replanned("step")
-        with self._last_acts.doing(self._place("step")):
-            self._refuse_resident("step")
+        """As DeepSpeed's; at the boundary a collective of all ranks."""
+        self._refuse_dense("step")
+        is_managed = self.managed_gradient_accumulation()
+        if self.is_gradient_accumulation_boundary() or not is_managed:
+            by_caller = self._is_gradient_accumulation_boundary is not None or not is_managed
+            if by_caller and self.optimizer.sharded.stage == 2:  # ranks may have run other numbers of backward passes
+                self._meetings.meet("engine.step")
+            self._meetings.passing()
             self._known_parameters.check()
-            self._look_at_caller()
-            super().step(lr_kwargs)
-            if self._step_applied:  # nobody needs others for it later: one rank may evaluate alone (backward regime)
-                self._applied.statistics.average()
+            self._refuse_frozen()
+        super().step(lr_kwargs)
+        if self._step_applied:
+            self._step_events.write()
         if self.block.check_agreement and self._step_applied:
-            holders_agree = partial(check_holders_agree, self._applied.with_statistics, self.dp_group)
-            replicas_agree = partial(self._applied.parallel.check_replicated, self.held_tensors())
-            run_on_all_ranks(self.world, holders_agree, replicas_agree)
-        self._follow_schedule(self.global_steps)
+            run_on_all_ranks(lambda: check_agreement(self.mask, self.groups), self._control)
+            held = self.held_tensors()
+            run_on_all_ranks(lambda: self.tensor_parallel.check_replicated(held, self._control), self._control)
+        follow_schedule(self, self.global_steps)
 
-    def held_tensors(self) -> dict[str, torch.Tensor]:
-        """Parameters and buffers that this rank stores for its subnetwork, by dense name; parts of them where neurons
-        or heads are cut, and "<name> (lacking)" for what it stores but does not train (backward regime)."""
-        return self._applied.mask.stored()
+    def replan(self, block: Mapping[str, Any], *, stage: int | None = None) -> Replanned:
+        """Go on under another plan, from the end of a step; all ranks call it with the same keys.
 
-    def lacking_tensors(self) -> list[torch.Tensor]:
-        """What this rank stores beside the module's parameters: neurons and heads that it does not train."""
-        return list(self._applied.model.views.lacking.values())
+        The dense model, fp32 masters and moments are the same numbers afterwards, wherever they are; step counts, the
+        learning rate, the loss scale, data and random numbers go on. A Parameter may have another shape than before.
 
-    def _place(self, what: str) -> str:
-        return f"its {what} (step {self.global_steps + 1}, micro-step {self.micro_steps + 1})"
-
-    def rank_chunks(self) -> RankChunks:
-        """Where this rank's parameters and persistent buffers lie in the dense model."""
-        model = self.optimizer.model
-        return RankChunks(model, persistent_buffers(self.module, model.views.shapes))
-
-    def rank_state(self) -> RankState:
-        """What checkpoints save and restore of this rank."""
-        rank_chunks = self.rank_chunks()
-        return RankState(rank_chunks, OptimizerState(self.optimizer, rank_chunks))
-
-    def log_on_rank_0(self, text: str, level: int) -> None:
-        """In DeepSpeed's log."""
-        log_dist(text, ranks=[0], level=level)
-
-    def full_tensors(self) -> FullTensors:
-        """What DeepSpeed's `safe_get_full_fp32_param` and its like read and write.
+        Args:
+            block: keys of the config's block that change.
+            stage: ZeRO's from now on; None leaves it.
 
         Raises:
-            ValueError: under tensor parallelism, where nobody has put it together.
+            ValueError, RuntimeError: on all ranks, before anything is changed.
         """
-        self._refuse_resident("safe_get_full_* or safe_set_full_*")
-        if self._applied.parallel.group is not None:
-            raise ValueError(
-                f"{KEY}: safe_get_full_* and safe_set_full_* of DeepSpeed are not possible under tensor parallelism; "
-                "read what engine.save_checkpoint wrote"
+        self._meetings.meet("engine.replan")
+        return replan(self, run_on_all_ranks(lambda: new_config(self, block, stage), self._control), stage)
+
+    # ---- checkpoints --------------------------------------------------------------------------------------------
+
+    def save_checkpoint(
+        self,
+        save_dir: str,
+        tag: str | None = None,
+        client_state: Mapping[str, Any] | None = None,
+        save_latest: bool = True,
+        exclude_frozen_parameters: bool = False,
+    ) -> bool:
+        """As DeepSpeed's, of the dense model; all ranks call it, and it loads on any layout. With the block's
+        `checkpoint.asynchronous` it returns when everything is copied to host memory.
+
+        Raises:
+            ValueError: client state that could not be loaded safely.
+            RuntimeError: on all ranks, if it cannot be written; earlier checkpoints are as they were. On those that
+                wait, if a rank does not call it.
+        """
+        self._before_checkpoint("save_checkpoint")
+        options = {"latest": save_latest, "exclude_frozen": exclude_frozen_parameters}
+        save(self, Path(save_dir), tag, client_state or {}, **options)
+        return True
+
+    def load_checkpoint(
+        self,
+        load_dir: str,
+        tag: str | None = None,
+        load_module_strict: bool = True,
+        load_optimizer_states: bool = True,
+        load_lr_scheduler_states: bool = True,
+        load_module_only: bool = False,
+        custom_load_fn: Any = None,
+    ) -> tuple[str | None, dict[str, Any] | None]:
+        """As DeepSpeed's, on the layout that wrote it or on another one; all ranks call it. With a schedule the engine
+        is in the phase of the checkpoint's step afterwards.
+
+        Returns:
+            Path of the checkpoint and the client state; (None, None) if `load_dir` has no checkpoint.
+
+        Raises:
+            ValueError: on all ranks, before anything is changed: it is damaged, or of another model.
+        """
+        if custom_load_fn is not None:
+            raise ValueError("load_checkpoint: custom_load_fn is not possible; load with load_module_strict=False")
+        self._before_checkpoint("load_checkpoint")
+        found = load(
+            self,
+            Path(load_dir),
+            None if tag is None else str(tag),
+            module_only=load_module_only,
+            scheduler=load_lr_scheduler_states,
+            optimizer_states=load_optimizer_states and not load_module_only,
+            strict=load_module_strict,
+        )
+        follow_schedule(self, self.global_steps)
+        return found
+
+    def load_pretrained(self, folder: str | Path) -> None:
+        """Start from a local folder in Hugging Face format (safetensors); every rank calls it and reads what it holds.
+        The optimizer's moments, counters and the learning rate's schedule stay as they are.
+
+        Raises:
+            ValueError: on all ranks, before anything is changed: files are missing or damaged, or of another model.
+        """
+        self._before_checkpoint("load_pretrained")
+        load_pretrained(rank_state(self), Path(folder))
+
+    def wait_for_checkpoint(self) -> None:
+        """Until a checkpoint that is written in the background is complete; all ranks call it, before they leave.
+
+        Raises:
+            RuntimeError: on all ranks, if it could not be written.
+        """
+        self.checkpoints.wait()
+
+    def _before_checkpoint(self, call: str) -> None:
+        self._refuse_dense(call)
+        self._known_parameters.check()
+        self._meetings.meet(call)
+        average_running_statistics(self.mask, self.seq_data_parallel_group, self.device)
+
+    # ---- the dense model ----------------------------------------------------------------------------------------
+
+    def train(self, mode: bool = True) -> Self:
+        """As DeepSpeed's; going back to training ends an evaluation of the dense model."""
+        if mode and "dense_view" in vars(self):
+            self.dense_view.end_evaluation()
+        super().train(mode)
+        return self
+
+    @contextmanager
+    def dense(self, *, resident: bool | None = None) -> Iterator[None]:
+        """Context in which `module` is the dense model; all ranks enter and leave together. The next step starts from
+        the weights as they are left. For gradients of the dense model use `torch.autograd.grad`.
+
+        Raises:
+            RuntimeError: Parameters were replaced (`load_state_dict(assign=True)`).
+        """
+        with self.dense_view.resident(), self._whole_state_dicts():
+            yield
+            self._known_parameters.check()
+
+    def _whole_state_dicts(self) -> AbstractContextManager[None]:
+        return nullcontext() if self._state_dicts is None else self._state_dicts.whole()
+
+    def save_pretrained(self, folder: str | Path, tokenizer: Any = None, **options: Any) -> None:
+        """Write the dense model as the module's own `save_pretrained` does; all ranks call it, rank 0 writes."""
+
+        def write() -> None:
+            state = {} if self._state_dicts is None else {"state_dict": self.module.state_dict()}  # a collective
+            if dist.get_rank() == 0:
+                self.module.save_pretrained(str(folder), **state, **options)
+                if tokenizer is not None:
+                    tokenizer.save_pretrained(str(folder))
+
+        with self.dense_view.resident("save_pretrained"), self._whole_state_dicts():
+            run_on_all_ranks(write, self._control)
+
+    def save_16bit_model(
+        self, save_dir: str, save_filename: str = "pytorch_model.bin", exclude_frozen_parameters: bool = False
+    ) -> bool:
+        """As DeepSpeed's, of the dense model."""
+        save = super().save_16bit_model
+        with self.dense_view.resident("save_16bit_model"), self._whole_state_dicts():
+            run_on_all_ranks(lambda: save(save_dir, save_filename, exclude_frozen_parameters), self._control)
+        return True
+
+    def reestimate_batch_norm(self, batches: Iterable[Any], *, num_batches: int) -> int:
+        """As `sdp_deepspeed.reestimate_batch_norm`, of this engine's dense model."""
+
+        norms = tracking_norms(self.module)
+        if not norms:
+            log_dist(f"{KEY}: the model has no batch norms with running statistics", ranks=[0])
+            return 0
+
+        def take() -> list[Any]:
+            own = list(itertools.islice(batches, num_batches))
+            if len(own) < num_batches or num_batches < 1:
+                raise ValueError(f"num_batches: got {num_batches}, but there are {len(own)}; give each rank as many")
+            return own
+
+        before = random_state()  # batches and models may draw
+        try:
+            with self.dense_view.resident("reestimate_batch_norm"):
+                own = run_on_all_ranks(take, self._control)
+                numbers = gather_objects(num_batches, self._control)
+                if len(set(numbers)) > 1:
+                    raise ValueError(f"num_batches: got {listed(numbers)} on ranks in their order; give all the same")
+                found = run_on_all_ranks(lambda: estimate_statistics(self.module, own), self._control)
+                write_statistics(found, self.seq_data_parallel_group)
+        finally:
+            restore_random_state(before)
+        return len(norms)
+
+    def _refuse_dense(self, call: str) -> None:
+        self.dense_view.end_evaluation()
+        if self.dense_view.is_resident:
+            raise RuntimeError(f"{call} inside engine.dense(): leave it first, on all ranks")
+
+    def _refuse_frozen(self) -> None:
+        """DeepSpeed's stage 0 in fp32 does not step what was frozen after the start. At the other stages, and in low
+        precision, momentum and decay go on moving it, as they do here at every stage."""
+        sharded = self.optimizer.sharded
+        if sharded.stage == 0 and self.get_data_types()[0] == torch.float32:
+            names = dict.fromkeys(name for bucket in sharded.held for name in bucket.names)
+            if frozen := [name for name in names if not self.mask.parameters[name].requires_grad]:
+                raise RuntimeError(
+                    f"{quoted(frozen)} stopped requiring gradients, but momentum and decay would move it at ZeRO stage "
+                    "0: freeze it before deepspeed.initialize"
+                )
+
+    def release(self) -> None:
+        """Give the dense model back, for another engine; this one trains no more. Every rank calls it."""
+        self.dense_view.make_resident("deepspeed.initialize")
+        self.dense_view.close()
+        self.optimizer.destroy()
+
+    def held_tensors(self) -> dict[str, torch.Tensor]:
+        """Parameters and buffers that this rank stores for its subnetwork, by dense name."""
+        tensors: dict[str, torch.Tensor] = {**self.mask.parameters, **self.mask.buffers}
+        return {name: tensor.detach() for name, tensor in tensors.items() if tensor.numel()}
+
+
+_engines: WeakKeyDictionary[nn.Module, weakref.ref[SubnetworkEngine]] = WeakKeyDictionary()  # by their module
+
+
+def _make_whole(model: nn.Module) -> frozenset[str]:
+    """A model that an earlier engine cut is dense again, and the earlier engine is at its end.
+
+    Returns:
+        Names of parameters that only the earlier mask had frozen on this rank.
+
+    Raises:
+        ValueError: a copy, or a part, of such a model.
+    """
+    earlier = _engines.pop(model, lambda: None)()
+    frozen: frozenset[str] = frozenset()
+    if earlier is not None:
+        mask = earlier.mask
+        frozen = frozenset(n for n, p in mask.parameters.items() if mask.trainable[n] and not p.requires_grad)
+        earlier.release()
+    refuse_cut(model)
+    return frozen
+
+
+def refuse_cut(model: nn.Module) -> None:
+    """ValueError for a model of which an engine of ours has made a subnetwork."""
+    if any("_sdp_masked" in vars(module) for module in model.modules()):
+        raise ValueError(
+            f"{KEY}: an earlier engine cut this model down to subnetworks: build the model anew, or copy it with "
+            "copy.deepcopy inside `with engine.dense():`"
+        )
+
+
+def _check_mpu(mpu: Any) -> None:
+    """ValueError for what an `mpu` object may name besides tensor and data parallelism."""
+    sizes = {"pipeline": 1 if mpu is None else bwc_pipeline_parallel_world_size(mpu)}
+    sizes["sequence"] = getattr(mpu, "get_sequence_parallel_world_size", lambda: 1)()
+    for what, size in sizes.items():
+        if size > 1:
+            raise ValueError(f"{KEY}: mpu has {size} {what}-parallel ranks; tensor and data parallelism are possible")
+
+
+def _refuse_difference(what: str, facts: Sequence[Sequence[str]]) -> None:
+    """RuntimeError with the first fact on which a rank differs from rank 0."""
+    for rank, own in enumerate(facts):
+        pairs = itertools.zip_longest(facts[0], own, fillvalue="nothing")
+        if differing := next((pair for pair in pairs if pair[0] != pair[1]), None):
+            raise RuntimeError(
+                f"rank {rank} has other {what} than rank 0: {differing[1]} there, {differing[0]} on rank 0. Give all "
+                "ranks the same model, optimizer and requires_grad"
             )
-        return FullTensors(self.optimizer, self.rank_chunks(), self.dp_group)
+
+
+def _announce(text: str) -> None:
+    """Print what a user should see once, though DeepSpeed's own level is warnings by default, and the Trainer's too. A
+    level above that, which somebody must have asked for, quiets this as well."""
+    own = logger.getChild("sdp_deepspeed")
+    if not own.handlers:
+        own.propagate = False
+        own.addHandler(logging.StreamHandler(sys.stdout))
+    own.setLevel(logging.INFO if logger.level <= logging.WARNING else logger.level)
+    own.info(text)

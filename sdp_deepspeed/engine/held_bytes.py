@@ -41,8 +41,12 @@ def storage_bytes(tensors: Iterable[torch.Tensor], seen: set[int] | None = None)
 
 def weight_tensors(engine: Any) -> list[torch.Tensor]:
     """The module's parameters as they lie in memory, and what a rank stores beside them (backward regime)."""
-    lacking = getattr(engine, "lacking_tensors", None)  # our engine tells by itself
-    return [parameter.data for parameter in engine.module.parameters()] + (lacking() if lacking else [])
+    mask = getattr(engine, "mask", None)
+    if mask is None:
+        beside = getattr(engine, "lacking_tensors", list)  # a benchmark's way to tell of shards (ZeRO-3)
+        return [*(parameter.data for parameter in engine.module.parameters()), *beside()]
+    buffers = {id(buffer) for buffer in mask.buffers.values()}
+    return [tensor.data for tensor in mask.tensors() if id(tensor) not in buffers]
 
 
 def inner_optimizer(engine: Any) -> Any:
@@ -69,10 +73,11 @@ def gradient_tensors(engine: Any) -> list[torch.Tensor]:
     parameters = list(engine.module.parameters())
     parameters += [p for group in inner_optimizer(engine).param_groups for p in group["params"]]
     held = [parameter.grad for parameter in parameters if parameter.grad is not None]
-    ours = getattr(engine.optimizer, "gradient_tensors", None)  # our optimizer tells by itself
-    names = () if ours else HOST_GRADIENT_ATTRIBUTES
-    for source in [ours() if ours else None, *(getattr(engine.optimizer, name, None) for name in names)]:
-        held += tensors_in(source)
+    sharded = getattr(engine.optimizer, "sharded", None)
+    if sharded is not None:
+        return held + sharded.gradient_tensors()
+    for name in HOST_GRADIENT_ATTRIBUTES:
+        held += tensors_in(getattr(engine.optimizer, name, None))
     return held
 
 

@@ -7,7 +7,6 @@ which calls it itself. Importing this module is cheap; DeepSpeed is patched when
 from __future__ import annotations
 
 import importlib.util
-import os
 import sys
 from collections.abc import Callable, Sequence
 from functools import wraps
@@ -102,32 +101,8 @@ def _new(cls: type, *args: Any, **kwargs: Any) -> Any:
     from deepspeed.runtime.engine import DeepSpeedEngine
 
     from sdp_deepspeed.config import KEY
-    from sdp_deepspeed.engine.start import Start
-
-    if os.environ.get("SDP_CORE") == "new":  # of the tests, until the new core is the only one
-        return _new_core(cls, *args, **kwargs)
-    start = Start.of(kwargs.get("config"))
-    if start.block is None:
-        _refuse_ours(kwargs.get("model", args[1] if len(args) > 1 else None))
-        return object.__new__(cls)
-    from sdp_deepspeed.engine.engine import SubnetworkEngine
-
-    ours: type = SubnetworkEngine
-    if cls is not DeepSpeedEngine and not issubclass(cls, ours):
-        raise ValueError(
-            f"{KEY}: {cls.__name__} is not supported (pipeline modules and the hybrid engine build their own); give "
-            "deepspeed.initialize an ordinary module, or remove the block"
-        )
-    engine = object.__new__(ours if cls is DeepSpeedEngine else cls)
-    object.__setattr__(engine, "start", start)
-    return engine
-
-
-def _new_core(cls: type, *args: Any, **kwargs: Any) -> Any:
-    from deepspeed.runtime.engine import DeepSpeedEngine
-
-    from sdp_deepspeed.core.engine.engine import SubnetworkEngine, refuse_cut
-    from sdp_deepspeed.core.engine.start import agreed_block
+    from sdp_deepspeed.engine.engine import SubnetworkEngine, refuse_cut
+    from sdp_deepspeed.engine.start import agreed_block
 
     block = agreed_block(kwargs.get("config"), kwargs)
     if block is None:
@@ -135,31 +110,15 @@ def _new_core(cls: type, *args: Any, **kwargs: Any) -> Any:
         if model is not None:
             refuse_cut(model)
         return object.__new__(cls)
-    engine = object.__new__(SubnetworkEngine if cls is DeepSpeedEngine else cls)
+    ours: type = SubnetworkEngine
+    if cls is not DeepSpeedEngine and not issubclass(cls, ours):
+        raise ValueError(
+            f"{KEY}: {cls.__name__} is not supported (pipeline modules and the hybrid engine build their own); give "
+            "deepspeed.initialize an ordinary module, or remove the block"
+        )
+    engine = object.__new__(ours if cls is DeepSpeedEngine else cls)
     object.__setattr__(engine, "block", block)
     return engine
-
-
-def _refuse_ours(model: Any) -> None:
-    """ValueError for a model that DeepSpeed's own engine would train in part, or not at all."""
-    from torch import nn
-
-    from sdp_deepspeed.config import KEY
-    from sdp_deepspeed.deferred_init.late_changes import is_watched
-    from sdp_deepspeed.masking.mixins import is_cut
-
-    if not isinstance(model, nn.Module):
-        return
-    if is_cut(model):
-        raise ValueError(
-            f"{KEY}: an earlier engine cut this model down to subnetworks, so plain DeepSpeed would train parts of it: "
-            "build the model anew, or copy it with copy.deepcopy inside `with engine.dense(resident=True):`"
-        )
-    if any(map(is_watched, model.parameters())):
-        raise ValueError(
-            f"{KEY}: this model was built under sdp_deepspeed.Init and has no weights yet; build it without, or give "
-            "the config the block"
-        )
 
 
 def _patch_accelerate() -> None:
@@ -181,7 +140,7 @@ def _patch_accelerate() -> None:
             return original(self, model, *args, **kwargs)
         from deepspeed.checkpoint.utils import clone_tensors_for_torch_save
 
-        with model.dense(resident=True):  # where state dicts are whole, also under tensor parallelism
+        with model.dense():  # where state dicts are whole, also under tensor parallelism
             return clone_tensors_for_torch_save(model.module.state_dict())
 
     fill = DeepSpeedPlugin.fill_match

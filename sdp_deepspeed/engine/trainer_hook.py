@@ -3,7 +3,6 @@ steps the fractions of a schedule are of."""
 
 from __future__ import annotations
 
-import os
 import warnings
 from functools import wraps
 from math import prod
@@ -75,7 +74,6 @@ def _patch_config() -> None:
         from sdp_deepspeed.config import KEY
         from sdp_deepspeed.total_steps import fill_total_steps, never_begins
 
-        _refuse_batches(self.config)
         if vars(self).get("sdp_fills_total_steps"):  # a Trainer may train again, for other steps
             self.config[KEY].pop("total_steps", None)
         self.sdp_fills_total_steps = fill_total_steps(self.config, num_training_steps)
@@ -86,29 +84,11 @@ def _patch_config() -> None:
     host.HfTrainerDeepSpeedConfig.trainer_config_finalize = finalize_phases
 
 
-def _refuse_batches(config: Any) -> None:
-    """ValueError for phases with batches of their own: those of the Trainer have one size."""
-    from sdp_deepspeed.config import KEY
-    from sdp_deepspeed.total_steps import phases_of
-
-    name = "train_micro_batch_size_per_gpu"
-    for index, phase in enumerate(phases_of(config)):
-        if name in phase:
-            raise ValueError(
-                f"{KEY}.schedule[{index}].{name}: got {phase[name]!r}, but batches of the Trainer have one size, its "
-                "per_device_train_batch_size; remove the key, or train in a loop of your own"
-            )
-
-
 def num_parameters(engine: Any, trainable_only: bool) -> int:
     """Of the dense model, whatever this rank has of it."""
-    if os.environ.get("SDP_CORE") == "new":
-        mask = engine.mask
-        names = [name for name in mask.parameters if mask.trainable[name] or not trainable_only]
-        return sum(mask.shapes[name].numel() for name in names)
-    chunks = engine.rank_chunks()
-    infos = (info for info in engine.optimizer.model.tensors if info.trainable or not trainable_only)
-    return sum(prod(chunks.shape(info.name)) for info in infos)
+    mask = engine.mask
+    names = [name for name in mask.parameters if mask.trainable[name] or not trainable_only]
+    return sum(prod(mask.shapes[name]) for name in names)
 
 
 def is_ours(model: Any) -> bool:

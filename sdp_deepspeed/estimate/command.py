@@ -86,7 +86,7 @@ def _of_a_run(options: argparse.Namespace) -> int:
     from sdp_deepspeed.estimate.settings import configs_of_phases
 
     run = read_run(options.recipe)
-    phases = configs_of_phases(run.config, options.ranks)
+    phases = configs_of_phases(run.config)
     for index, phase in enumerate(phases, start=1):
         figures = forecast(
             run.shape,

@@ -25,9 +25,11 @@ from transformers import (
     AutoModelForImageClassification,
 )
 
-from sdp_deepspeed.architectures import locate_branches, unit_costs
+from sdp_deepspeed.architectures import unit_costs
 from sdp_deepspeed.architectures.image_flops import image_shape, takes_images
 from sdp_deepspeed.config import KEY, parse
+from sdp_deepspeed.core.masking import Mask
+from sdp_deepspeed.engine.refusals import refuse_settings
 from sdp_deepspeed.estimate.flops import FlopCounter
 from sdp_deepspeed.estimate.per_rank import RankEstimate, estimate, plain
 from sdp_deepspeed.estimate.settings import (
@@ -40,14 +42,10 @@ from sdp_deepspeed.estimate.settings import (
     with_groups,
 )
 from sdp_deepspeed.estimate.sharded import estimate_sharded
-from sdp_deepspeed.layout.owners import refuse_cut
-from sdp_deepspeed.layout.places import PieceViews
-from sdp_deepspeed.layout.rank_model import RankModel
-from sdp_deepspeed.masking.mask import Mask
+from sdp_deepspeed.messages import quoted
 from sdp_deepspeed.plan.plan import Plan
 from sdp_deepspeed.plan.planner import plan_model
 from sdp_deepspeed.plan.tensors import TensorInfo, dense_tensors, named_tensors, pieces_by_tensor
-from sdp_deepspeed.support.refusals import refuse_unsupported
 
 # Model types of this package, by the module that registers them with Transformers.
 _OURS = {"sdp_small_image_resnet": "sdp_deepspeed.architectures.small_image_resnet"}
@@ -112,12 +110,11 @@ def forecast(
     setup, optimizer = setup_of(config, accumulation), optimizer_of(config)
     block = parse(config)
     if block is not None and sharded is None:
-        refuse_unsupported(block, config)
+        refuse_settings(block, config)
     fake, dtype = FakeTensorMode(allow_non_fake_inputs=True), _DTYPES[dtype_of(config)]
     model = _without_data(shape, fake, dtype=dtype, gradient_checkpointing=gradient_checkpointing)
     with fake:
-        every_tensor = block is not None and block.allow_optimizer == "whole_tensors"
-        tensors = with_groups(dense_tensors(model), optimizer, every_tensor=every_tensor)
+        tensors = with_groups(dense_tensors(model), optimizer)
         warnings: list[str] = []
         if block is None:
             refuse_plain(config)
@@ -125,11 +122,10 @@ def forecast(
         else:
             plan, warnings = plan_model(model, block, num_ranks)
             busiest = _busiest_rank(plan, model)
-            whole = [info for info in tensors if info.is_whole]
-            refuse_cut(whole, pieces_by_tensor(tensors, plan), f"recipe: deepspeed: optimizer.type {optimizer!r}")
+            _refuse_cut(plan, tensors, optimizer)
             per_rank = estimate(plan, tensors, setup) if sharded is None else estimate_sharded(plan, tensors, sharded)
             figures = per_rank[busiest]
-            cut_down(model, plan, tensors, busiest)
+            Mask(model, plan, busiest).apply()
         activations, flops = _one_micro_step(model, _inputs_of(model, micro, sequence_length))
     return Forecast(
         num_parameters=sum(prod(info.shape) for info in tensors),
@@ -200,10 +196,15 @@ def _busiest_rank(plan: Plan, model: nn.Module) -> int:
     return work.index(max(work))
 
 
-def cut_down(model: nn.Module, plan: Plan, tensors: Sequence[TensorInfo], rank: int) -> None:
-    """Make a whole model what `rank` has of it."""
-    own = RankModel(plan=plan, tensors=tuple(tensors), views=PieceViews(named_tensors(model)), rank=rank)
-    Mask(model, own, locate_branches(model)).apply()
+def _refuse_cut(plan: Plan, tensors: Sequence[TensorInfo], optimizer: str) -> None:
+    """ValueError if the plan cuts a tensor that the optimizer updates as a whole."""
+    whole = [info for info in tensors if info.is_whole]
+    cut = [name for (_, name), pieces in pieces_by_tensor(whole, plan).items() if pieces[0][0].dim is not None]
+    if cut:
+        raise ValueError(
+            f"recipe: deepspeed: optimizer.type {optimizer!r} updates whole matrices, and {quoted(cut)} are cut into "
+            "neurons or heads; use block units, or an elementwise optimizer"
+        )
 
 
 def _one_micro_step(model: nn.Module, inputs: Mapping[str, Any]) -> tuple[int, int]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from math import comb
 
-from sdp_deepspeed.estimate.precision import Precision
+from sdp_deepspeed.estimate.precision import FP32_BYTES, Precision
 
 SHARDED = ("ZeRO-1", "ZeRO-2", "SDP + ZeRO-1", "SDP + ZeRO-2")  # whose optimizer state may be offloaded
 _PLAIN_AND_OURS = (("DDP / ZeRO-0", "SDP, stage 0"), ("ZeRO-1", "SDP + ZeRO-1"), ("ZeRO-2", "SDP + ZeRO-2"))  # by stage
@@ -38,7 +38,7 @@ def bytes_per_parameter(
         "ZeRO-3, FSDP": (w / n, g / n, o / n),
         "SDP, stage 0": (held, g * c, o * c),
         "SDP + ZeRO-1": (held, g * c, o / n),
-        "SDP + ZeRO-2": (held, g / n, o / n),
+        "SDP + ZeRO-2": (held, FP32_BYTES / n, o / n),  # averages are fp32
         "SDP + FSDP2": (w / n, g / n, o / n),
     }
     if regime == "backward":
@@ -71,6 +71,7 @@ def sent_per_parameter(
         rounds = accumulation if stage == 2 else 1
         sent[plain] = to_all * (wire * rounds + weights)
         sent[ours] = to_holders * wire * rounds + returned * weights
+    sent["SDP, stage 0"] = 2 * to_holders * wire + (to_all * weights if regime == "backward" and coverage < 1 else 0)
     per_element = accumulation * (wire + 2 * weights)
     sent["ZeRO-3, FSDP"] = to_all * per_element
     if regime == "forward":

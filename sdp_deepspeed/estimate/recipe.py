@@ -13,8 +13,8 @@ from transformers import AutoConfig
 from sdp_deepspeed.command_parser import read_json
 from sdp_deepspeed.config import KEY
 from sdp_deepspeed.estimate.forecast import classifies_images
+from sdp_deepspeed.estimate.host_types import refuse_wrong_types
 from sdp_deepspeed.estimate.settings import refuse_unsharded, without_auto
-from sdp_deepspeed.support.host_types import refuse_wrong_types
 
 _TRAINER_BATCH = 8  # per_device_train_batch_size of TrainingArguments
 

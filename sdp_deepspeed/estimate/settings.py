@@ -8,13 +8,13 @@ from dataclasses import replace
 from typing import Any, Literal, cast
 
 from sdp_deepspeed.config import KEY, parse
+from sdp_deepspeed.core.parallel.optimizer_kinds import check_optimizer
 from sdp_deepspeed.estimate.per_rank import Setup
 from sdp_deepspeed.estimate.precision import Precision, num_moments
 from sdp_deepspeed.estimate.sharded import ShardedSetup
+from sdp_deepspeed.fsdp.refusals import refused_of_block
 from sdp_deepspeed.plan.tensors import TensorInfo
 from sdp_deepspeed.schedule import Schedule
-from sdp_deepspeed.support.fsdp2 import refused_of_block, why_refused
-from sdp_deepspeed.support.optimizers import WHOLE_TENSOR_OPTIMIZERS, is_known
 from sdp_deepspeed.total_steps import fill_total_steps
 
 _MANY_STEPS = 10**6  # of a run whose number of steps nobody says: each phase gets some
@@ -66,30 +66,16 @@ def micro_steps(config: Mapping[str, Any], num_ranks: int) -> tuple[int, int]:
     return micro, accumulation
 
 
-def configs_of_phases(config: Mapping[str, Any], num_ranks: int) -> list[Mapping[str, Any]]:
+def configs_of_phases(config: Mapping[str, Any]) -> list[Mapping[str, Any]]:
     """The config of each phase of a schedule, without a schedule; of a config without one itself.
 
     Raises:
-        ValueError: as `parse`, for a schedule whose steps nobody knows, or for micro-batches that do not divide.
+        ValueError: as `parse`, or for a schedule whose steps nobody knows.
     """
     schedule = None if parse(config) is None else Schedule.of(config, KEY)
     if schedule is None:
         return [config]
-    micro_batch, accumulation = micro_steps(config, num_ranks)
-    found: list[Mapping[str, Any]] = []
-    for index, phase in enumerate(schedule.phases):
-        own = phase.micro_batch or micro_batch
-        if micro_batch * accumulation % own:
-            raise ValueError(
-                f"{KEY}.schedule[{index}].train_micro_batch_size_per_gpu: got {own}, expected a divisor of "
-                f"{micro_batch * accumulation}, the samples that a rank takes in each step"
-            )
-        sizes = {
-            "train_micro_batch_size_per_gpu": own,
-            "gradient_accumulation_steps": micro_batch * accumulation // own,
-        }
-        found.append(schedule.config_after(phase.first_step - 1) | sizes)
-    return found
+    return [schedule.config_after(phase.first_step - 1) for phase in schedule.phases]
 
 
 def _part(config: Mapping[str, Any], key: str) -> Mapping[str, Any]:
@@ -134,7 +120,6 @@ def setup_of(config: Mapping[str, Any], accumulation: int) -> Setup:
         accumulation=accumulation,
         offload=_part(zero, "offload_optimizer").get("device") == "cpu",
         bucket_elements=zero.get("reduce_bucket_size"),
-        overlap=bool(zero.get("overlap_comm", False)),
         moments={_OF_MUON: 1} if optimizer == _MUON else {},
     )
 
@@ -149,15 +134,15 @@ def refuse_unsharded(config: Mapping[str, Any]) -> None:
         raise ValueError(f"FSDP2: give {KEY}; C = 1 is plain FSDP2")
     block = config[KEY]
     if block.get("schedule") is not None:
-        raise ValueError(f"FSDP2: {KEY}.schedule: {why_refused('coverage over time; no compiled modules')}")
+        raise ValueError(f"FSDP2: {KEY}.schedule: the plan cannot change while FSDP2 holds its shards; remove the key")
     parsed = parse({KEY: block})
-    refused = [] if parsed is None else [f"{row.path}: {row.note}" for row, _ in refused_of_block(parsed)]
+    refused = [] if parsed is None else list(refused_of_block(parsed))
     if dtype_of(config) == "fp16":
         refused.append('fp16: FSDP2 has no loss scale; take "bf16": {"enabled": true}')
     zero = _part(config, "zero_optimization")
     if any(_part(zero, name).get("device") in ("cpu", "nvme") for name in ("offload_optimizer", "offload_param")):
         refused.append("zero_optimization: offload cannot be estimated; leave it out")
-    if optimizer_of(config) in map(str.lower, WHOLE_TENSOR_OPTIMIZERS):
+    if optimizer_of(config) == _MUON:
         refused.append("optimizer.type: optimizers of whole tensors cannot be estimated; put AdamW in its place")
     if refused:
         raise ValueError(f"FSDP2: {'; '.join(refused)}")
@@ -185,22 +170,23 @@ def optimizer_of(config: Mapping[str, Any]) -> str:
         ValueError: its state has no formula here.
     """
     name = str(_part(config, "optimizer").get("type", "AdamW"))
-    if not is_known(name) or name.lower() == "adafactor":
+    try:
+        check_optimizer(name, allow=False)
+    except ValueError as error:
         raise ValueError(
-            f"recipe: deepspeed: optimizer.type {name!r} cannot be estimated: it keeps something else than moments of "
-            "each element, or is not known; put AdamW in its place for figures with two moments"
-        )
+            f"recipe: deepspeed: optimizer.type {name!r} cannot be estimated: {error}; put AdamW in its place for "
+            "figures with two moments"
+        ) from None
     return name.lower()
 
 
-def with_groups(tensors: Sequence[TensorInfo], optimizer: str, *, every_tensor: bool) -> list[TensorInfo]:
+def with_groups(tensors: Sequence[TensorInfo], optimizer: str) -> list[TensorInfo]:
     """Tensors with their param groups and who needs whole ones.
 
     Muon gets matrices but embeddings and the head, by DeepSpeed's rule, and its Adam the rest.
 
     Args:
         optimizer: as `optimizer_of`.
-        every_tensor: `allow_optimizer` is "whole_tensors".
     """
     if optimizer == _MUON:
         is_its = [len(info.shape) > 1 and not _NOT_MUONS.search(info.name) for info in tensors]
@@ -208,8 +194,7 @@ def with_groups(tensors: Sequence[TensorInfo], optimizer: str, *, every_tensor: 
         return [
             replace(info, group=group, is_whole=group == _OF_MUON) for info, group in zip(tensors, groups, strict=True)
         ]
-    is_whole = every_tensor or optimizer in map(str.lower, WHOLE_TENSOR_OPTIMIZERS)
-    return [replace(info, group=0, is_whole=is_whole) for info in tensors]
+    return [replace(info, group=0) for info in tensors]
 
 
 def dtype_of(config: Mapping[str, Any]) -> Literal["fp32", "bf16", "fp16"]:

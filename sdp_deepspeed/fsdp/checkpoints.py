@@ -18,6 +18,7 @@ from sdp_deepspeed.checkpoint.checkpointer import Checkpointer
 from sdp_deepspeed.checkpoint.load import LoadOptions
 from sdp_deepspeed.checkpoint.state.trained_state import RankState
 from sdp_deepspeed.config import KEY
+from sdp_deepspeed.core.parallel.optimizer_kinds import is_elementwise
 from sdp_deepspeed.distributed.communicator import Communicator
 from sdp_deepspeed.distributed.host_group import Channel
 from sdp_deepspeed.distributed.monitored_barrier import Phase
@@ -25,7 +26,6 @@ from sdp_deepspeed.fsdp.local_chunks import LocalChunks
 from sdp_deepspeed.fsdp.optimizer_chunks import ShardedOptimizerChunks
 from sdp_deepspeed.fsdp.sharded_model import ShardedModel, sharded_model_of
 from sdp_deepspeed.plan.plan import Plan
-from sdp_deepspeed.support.optimizers import is_elementwise
 
 logger = logging.getLogger("sdp_deepspeed")
 
@@ -116,7 +116,7 @@ class CheckpointManager:
         self._training = ShardedTraining(sharded, optimizer, lr_scheduler, world)
         self._training.check()
         options = sharded.block.checkpoint
-        self._checkpointer = Checkpointer.build(self._training, sharded.host, options=options, accepts_universal=False)
+        self._checkpointer = Checkpointer.build(self._training, sharded.host, options=options)
         self._is_checked = False  # its state, after the first step
         optimizer.register_step_post_hook(self._count)
 

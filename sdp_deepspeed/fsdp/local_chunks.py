@@ -15,7 +15,6 @@ from torch.distributed.tensor import DTensor, Shard
 
 from sdp_deepspeed.checkpoint.state.boxes import Box, in_dense
 from sdp_deepspeed.checkpoint.state.chunks import Chunks, StateDict
-from sdp_deepspeed.checkpoint.state.rank_chunks import persistent_buffers
 from sdp_deepspeed.checkpoint.storage.names import WEIGHT
 from sdp_deepspeed.fsdp.pieces import HeldTensor
 from sdp_deepspeed.fsdp.shard_regions import Part, parts_of_shard
@@ -225,3 +224,30 @@ def _replicated(
             writer = sorted(holders)[place], turn % shards.size
             parts = ((whole, whole),) if whole.num_elements else ()
             yield Replicated(LocalTensor(name, everything[name], parts), writer == (sharded.rank, shards.index))
+
+
+def persistent_buffers(
+    module: torch.nn.Module, shapes: Mapping[str, Sequence[int]], *, also: Collection[str] = ()
+) -> list[TensorInfo]:
+    """Buffers that state dicts have.
+
+    Args:
+        shapes: of the buffers before units were dropped, by name.
+        also: names of others, which come last: who writes a buffer depends on those before it.
+    """
+    persistent: list[TensorInfo] = []
+    others: list[TensorInfo] = []
+    for prefix, inner in module.named_modules():
+        for name, buffer in inner._buffers.items():
+            path = f"{prefix}.{name}" if prefix else name
+            if buffer is None:
+                continue
+            if name not in inner._non_persistent_buffers_set:
+                persistent.append(_buffer(path, shapes[path], buffer))
+            elif path in also:
+                others.append(_buffer(path, shapes[path], buffer))
+    return persistent + others
+
+
+def _buffer(path: str, shape: Sequence[int], buffer: torch.Tensor) -> TensorInfo:
+    return TensorInfo(path, tuple(shape), buffer.dtype, kind="buffer", trainable=False)

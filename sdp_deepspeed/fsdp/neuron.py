@@ -22,7 +22,6 @@ from torch.nn import functional
 from torch.utils._pytree import tree_map_only
 
 from sdp_deepspeed.architectures import LocatedBranch
-from sdp_deepspeed.deferred_init.init import PROGRAM
 from sdp_deepspeed.fsdp.narrow_copies import Changes, Heads, make_piece
 from sdp_deepspeed.fsdp.piece_table import PieceTable
 from sdp_deepspeed.fsdp.piece_values import PieceValues
@@ -262,7 +261,7 @@ class SumModule(Mixin):
 def _like(parameter: torch.Tensor, value: torch.Tensor) -> nn.Parameter:
     """Another value, with what users noted on a parameter."""
     result = nn.Parameter(value.contiguous(), requires_grad=parameter.requires_grad)
-    vars(result).update({name: noted for name, noted in vars(parameter).items() if name != PROGRAM})
+    vars(result).update(vars(parameter))
     return result
 
 

@@ -9,7 +9,7 @@ calls a param group is put together here: all that has the same options and the 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,11 +23,12 @@ from sdp_deepspeed.checkpoint.state.optimizer_metadata import (
     kind_of,
     refuse_another_kind,
 )
-from sdp_deepspeed.checkpoint.state.whole_state import moments_by_name
+from sdp_deepspeed.checkpoint.storage.names import MASTER, WEIGHT
 from sdp_deepspeed.fsdp.local_chunks import LocalChunks, LocalTensor, local_of
 from sdp_deepspeed.messages import listed
-from sdp_deepspeed.support.optimizers import HOW
 
+# Options that say how a step is computed and not what it is. No checkpoint decides them.
+HOW = ("fused", "foreach", "capturable", "differentiable")
 Kept = tuple[tuple[tuple[str, float], ...], tuple[str, ...]]
 """What an optimizer keeps for a tensor: its numbers, and the names of its moments; sorted."""
 Options = tuple[tuple[str, str], ...]
@@ -276,3 +277,13 @@ def _comparable(options: Mapping[str, Any]) -> Options:
         for key, value in sorted(options.items())
         if key not in HOW
     )
+
+
+def moments_by_name(stored: Iterable[str]) -> dict[str, list[str]]:
+    """Keys of the optimizer's tensors that a checkpoint has for each of the model's; in one pass, as a mixture may have
+    tens of thousands of tensors."""
+    found: dict[str, list[str]] = {}
+    for key, _, name in (text.partition("/") for text in sorted(stored)):
+        if key not in (WEIGHT, MASTER):
+            found.setdefault(name, []).append(key)
+    return found

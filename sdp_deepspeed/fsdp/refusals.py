@@ -1,4 +1,4 @@
-"""What `fully_shard` refuses, each with its reason, before anything is changed; support/fsdp2.py is its table."""
+"""What `fully_shard` refuses, each with its reason, before anything is changed."""
 
 from __future__ import annotations
 
@@ -15,16 +15,24 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from sdp_deepspeed.architectures import LocatedBranch, branches_of_units
 from sdp_deepspeed.config import KEY, SubnetworkConfig, parse
 from sdp_deepspeed.distributed.agreement import Gatherer
+from sdp_deepspeed.engine.refusals import refuse_model
 from sdp_deepspeed.fsdp.options import ShardOptions
 from sdp_deepspeed.fsdp.pieces import rows_of
 from sdp_deepspeed.fsdp.wrappers import is_wrapper
 from sdp_deepspeed.masking.mixins import is_cut
 from sdp_deepspeed.messages import listed, quoted
 from sdp_deepspeed.plan.plan import Plan
-from sdp_deepspeed.support.fsdp2 import refused_of_block, why_refused
-from sdp_deepspeed.support.refusals import refuse_modules
 
 _IMPL = "checkpoint_impl"  # of torch's checkpoint_wrapper
+_FIXED = "the plan cannot change while FSDP2 holds its shards; remove the key"
+# Keys of the block that only DeepSpeed's engine takes, and why.
+_REFUSED = {
+    "regime": "it gathers a unit among the ranks that average it, while all ranks would run it; use "
+    '"forward", or DeepSpeed',
+    "redraw_interval": _FIXED,
+    "check_agreement": "each element is stored once, so holders cannot disagree; remove the key",
+    "allow_optimizer": "any optimizer over DTensors may step them; remove the key",
+}
 
 
 def parsed(block: Mapping[str, Any] | None) -> SubnetworkConfig:
@@ -38,8 +46,7 @@ def parsed(block: Mapping[str, Any] | None) -> SubnetworkConfig:
     if KEY in block:
         raise ValueError(f"fully_shard: block: give what stands under {KEY!r}, not the config around it")
     if block.get("schedule") is not None:
-        why = why_refused("coverage over time; no compiled modules")
-        raise ValueError(f"{KEY}.schedule: not possible with FSDP2: {why}")
+        raise ValueError(f"{KEY}.schedule: not possible with FSDP2: {_FIXED}")
     config = parse({KEY: dict(block)})
     if config is None:
         raise ValueError(f"{KEY}.enabled: false leaves nothing to do here: call torch's own fully_shard")
@@ -52,11 +59,11 @@ def check_call(module: nn.Module, mesh: DeviceMesh | None, config: SubnetworkCon
     Raises:
         ValueError: all that is refused, a line for each.
     """
-    lines = [*_of_block(config), *_of_mesh(module, mesh), *_of_model(module), *_of_options(options)]
+    lines = [*refused_of_block(config), *_of_mesh(module, mesh), *_of_model(module), *_of_options(options)]
     lines += _of_tensor_parallelism(module, config, options)
     if lines:
         raise ValueError("\n".join(lines))
-    refuse_modules(module)
+    refuse_model(module)
 
 
 def check_not_ignored(module: nn.Module, plan: Plan, ignored: Collection[nn.Parameter]) -> None:
@@ -68,8 +75,10 @@ def check_not_ignored(module: nn.Module, plan: Plan, ignored: Collection[nn.Para
     of_units = {piece.parameter for unit in plan.units for piece in unit.pieces}
     names = sorted(name for name, parameter in module.named_parameters() if name in of_units and parameter in ignored)
     if names:
-        why = why_refused("ignored parameters, of units")
-        raise ValueError(f"fully_shard: ignored_params: {quoted(names)} is of a unit: {why}")
+        raise ValueError(
+            f"fully_shard: ignored_params: {quoted(names)} is of a unit: nobody would average it over those that hold "
+            "it; leave it to FSDP2, or match its unit's name in `shared`"
+        )
 
 
 def check_buffers(module: nn.Module, plan: Plan) -> None:
@@ -136,9 +145,12 @@ def check_same_settings(config: SubnetworkConfig, options: str, ranks: Gatherer)
         )
 
 
-def _of_block(config: SubnetworkConfig) -> Iterator[str]:
-    for row, value in refused_of_block(config):
-        yield f"{row.path}: got {value!r} ({row.what}), which is not possible with FSDP2: {row.note}"
+def refused_of_block(config: SubnetworkConfig) -> Iterator[str]:
+    """What a block asks for that is not possible, a line for each."""
+    for name, why in _REFUSED.items():
+        value = getattr(config, name)
+        if value != SubnetworkConfig.model_fields[name].default:
+            yield f"{KEY}.{name}: got {value!r}, which is not possible with FSDP2: {why}"
 
 
 def _of_mesh(module: nn.Module, mesh: DeviceMesh | None) -> Iterator[str]:
@@ -156,8 +168,10 @@ def _of_mesh(module: nn.Module, mesh: DeviceMesh | None) -> Iterator[str]:
     elif ranks != sorted(ranks):
         yield f"fully_shard: mesh: got ranks {ranks}, expected them in order"
     elif not has_dtensors and len(ranks) != size:
-        why = why_refused("a mesh of some of the ranks (pipeline stages)")
-        yield f"fully_shard: mesh: got ranks {ranks}, expected all {size} without tensor parallelism (DTensors): {why}"
+        yield (
+            f"fully_shard: mesh: got ranks {ranks}, expected all {size} without tensor parallelism (DTensors): every "
+            "rank trains a subnetwork"
+        )
 
 
 def _of_model(module: nn.Module) -> Iterator[str]:
@@ -188,8 +202,10 @@ def _of_tensor_parallelism(module: nn.Module, config: SubnetworkConfig, options:
         return
     strategies = [config.strategy] if isinstance(config.strategy, str) else list(config.strategy.values())
     if "neuron" in strategies:
-        why = why_refused("tensor parallelism of neurons and heads")
-        yield f'{KEY}.strategy: "neuron" is not possible with DTensors: {why}'
+        yield (
+            f'{KEY}.strategy: "neuron" is not possible with DTensors: styles of tensor parallelism divide whole '
+            'layers, and pieces would be layers of their own; use "block", or DeepSpeed with AutoTP'
+        )
     odd = [name for name, tensor in dtensors.items() if not _is_placed_as_usual(tensor)]
     if odd:
         yield (
@@ -198,8 +214,10 @@ def _of_tensor_parallelism(module: nn.Module, config: SubnetworkConfig, options:
         )
     without = [name for name, tensor in module.named_parameters() if tensor.is_meta]
     if without:
-        why = why_refused("tensor parallelism of a model without storage")
-        yield f"fully_shard: {quoted(without)} is on the meta device: {why}"
+        yield (
+            f"fully_shard: {quoted(without)} is on the meta device: with tensor parallelism the weights must be there, "
+            "since who initializes a part would not give it the dense model's values"
+        )
     if ignored := [name for name, tensor in dtensors.items() if tensor in options.ignored_params]:
         yield f"fully_shard: ignored_params: {quoted(ignored)} is a DTensor; leave it to FSDP2"
 
@@ -224,5 +242,7 @@ def _of_options(options: ShardOptions) -> Iterator[str]:
     policy = options.mp_policy
     for name in ("param_dtype", "reduce_dtype"):
         if getattr(policy, name) == torch.float16:
-            why = why_refused("fp16, dynamic loss scale")
-            yield f"fully_shard: mp_policy.{name}: got torch.float16, which is not possible with FSDP2 here: {why}"
+            yield (
+                f"fully_shard: mp_policy.{name}: got torch.float16, which is not possible with FSDP2 here: ranks with "
+                "different units would have to agree on a loss scale; use bfloat16"
+            )

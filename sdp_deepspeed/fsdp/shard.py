@@ -21,16 +21,17 @@ from torch.distributed.fsdp import fully_shard as torch_fully_shard
 
 from sdp_deepspeed.architectures import LocatedBranch, locate_branches, unit_costs
 from sdp_deepspeed.config import KEY, SubnetworkConfig
-from sdp_deepspeed.deferred_init.init import PROGRAM
-from sdp_deepspeed.deferred_init.materialize import DeferredModel, check_initialized_alike
+from sdp_deepspeed.core.init import DeferredWeights
 from sdp_deepspeed.distributed.agreement import Gatherer, OneRank, run_on_all_ranks
 from sdp_deepspeed.distributed.communicator import Communicator
 from sdp_deepspeed.distributed.store_gatherer import StoreGatherer
 from sdp_deepspeed.engine.consistency import check_holders_agree, check_same_plan
+from sdp_deepspeed.engine.refusals import refuse_model
 from sdp_deepspeed.fsdp.block_units import block_units, shared_tensors
 from sdp_deepspeed.fsdp.collective_order import order_collectives
 from sdp_deepspeed.fsdp.dense_view import install_view
 from sdp_deepspeed.fsdp.holder_meshes import device_type, make_meshes, mesh_of_shared
+from sdp_deepspeed.fsdp.materialize import materialize
 from sdp_deepspeed.fsdp.neuron_units import in_model_order, neuron_units
 from sdp_deepspeed.fsdp.options import ShardOptions
 from sdp_deepspeed.fsdp.pieces import ShardedUnit
@@ -56,7 +57,6 @@ from sdp_deepspeed.messages import quoted
 from sdp_deepspeed.plan.plan import Plan
 from sdp_deepspeed.plan.planner import plan_model
 from sdp_deepspeed.plan.tensors import dense_tensors, named_tensors
-from sdp_deepspeed.support.refusals import refuse_shared_memory
 
 logger = logging.getLogger("sdp_deepspeed")
 T = TypeVar("T", bound=nn.Module)
@@ -162,7 +162,7 @@ def shard(start: Start, wrapped: Collection[str] = ()) -> ShardedModel:
         if tensor_parallel is not None:
             check_per_head(module, branches)
             tensor_parallel.take_local(module)
-            refuse_shared_memory(module)
+            refuse_model(module)
         warnings += check_descriptions(module, branches, plan, start.device)
         costs = unit_costs(module, plan.units)
         if start.ranks.rank == 0:
@@ -184,8 +184,12 @@ def shard(start: Start, wrapped: Collection[str] = ()) -> ShardedModel:
     mask.apply_on(start.device, is_deferred=deferred is not None)
     if deferred is not None:
         world = Communicator(dist, mesh.get_group(), objects=start.ranks)
-        deferred.materialize(mask, start.device, world)
-        check_initialized_alike(lambda: check_holders_agree(mask.model, world))
+        seed = start.ranks.gather_objects(deferred.seed)[0]
+        run_on_all_ranks(start.ranks, lambda: materialize(deferred, mask, start.device, seed))
+        try:
+            check_holders_agree(mask.model, world)
+        except RuntimeError as error:
+            raise ValueError(f"{error}: inside sdp_deepspeed.Init build the same model on every rank") from error
         for part in mask.split:
             part.take_values()
     units = in_model_order(branches, blocks, neuron_units(module, mask.model, branches, mask.split))
@@ -249,12 +253,10 @@ def _state_names(module: nn.Module) -> dict[str, str]:
     return names
 
 
-def _deferred(module: nn.Module) -> DeferredModel | None:
+def _deferred(module: nn.Module) -> DeferredWeights | None:
     """What makes the weights of a model of `Init`; one that is on the meta device for FSDP2's own way stays there."""
-    is_ours = any(hasattr(tensor, PROGRAM) for tensor in named_tensors(module).values())
-    deferred = DeferredModel.of(module) if is_ours else None
-    refuse_shared_memory(module)
-    return deferred
+    is_ours = any(hasattr(tensor, "_sdp_weights") for tensor in named_tensors(module).values())
+    return DeferredWeights(module) if is_ours else None
 
 
 def _checked(

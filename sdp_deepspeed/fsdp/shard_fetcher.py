@@ -9,8 +9,7 @@ from typing import Any
 import torch
 
 from sdp_deepspeed.distributed.communicator import Communicator
-from sdp_deepspeed.exchange.exchange import Exchange, Steps
-from sdp_deepspeed.exchange.unit_fetcher import in_rounds
+from sdp_deepspeed.exchange.exchange import Exchange, Steps, in_rounds
 from sdp_deepspeed.fsdp.pieces import elements_of, shards
 from sdp_deepspeed.layout.buckets import Bucket
 from sdp_deepspeed.layout.cuts import Location
@@ -77,7 +76,7 @@ class ShardFetcher:
             self._buckets.append([Bucket(first + number, part) for number, part in enumerate(self._rounds(units))])
         every = [bucket for buckets in self._buckets for bucket in buckets]
         # A holder has its own shard only, and nothing to hand on to its neighbors: all ranks as on one node.
-        self._exchange = Exchange(every, dp_group, Nodes.one(dp_group.size), device=device, dtype=torch.float32)
+        self._exchange = Exchange(every, dp_group, Nodes.one(dp_group.size), device=device)
 
     def fetch(self, index: int, targets: Callable[[], Mapping[Piece, torch.Tensor]], num_rounds: int = 1) -> Steps:
         """Fetch what this rank lacks of the units of set `index`. Where it yields, once, the first rounds run.

@@ -14,11 +14,8 @@ from typing import Protocol
 import torch
 
 from sdp_deepspeed.config import Evaluation
-from sdp_deepspeed.distributed.communicator import Communicator
 from sdp_deepspeed.distributed.monitored_barrier import MonitoredBarrier, Phase
 from sdp_deepspeed.exchange.exchange import Steps
-from sdp_deepspeed.exchange.unit_fetcher import UnitFetcher
-from sdp_deepspeed.layout.places import in_order
 from sdp_deepspeed.masking.batch_norm import RunningStatistics
 from sdp_deepspeed.masking.free_memory import free_memory
 from sdp_deepspeed.masking.keeping import Decision, Vote, decide, fingerprint
@@ -33,33 +30,10 @@ class Fetcher(Protocol):
     """Where parts come from; every rank calls `fetch` for the same parts in the same order."""
 
     def fetch(self, index: int, targets: Targets, num_rounds: int) -> Steps:
-        """As `UnitFetcher.fetch`, of a part."""
+        """What this rank lacks of a part, to where `targets` makes room; yields when the first collectives run."""
 
     def held(self) -> Iterator[torch.Tensor]:
         """All weights that other ranks get from this one."""
-
-
-class HeldUnits:
-    """A `Fetcher` where each holder stores all of a unit.
-
-    Args:
-        mask: applied to a module.
-        dp_group: the data-parallel group, over which units travel.
-        device: of the module.
-    """
-
-    def __init__(self, mask: Mask, dp_group: Communicator, *, device: torch.device) -> None:
-        self._mask = mask
-        self._fetcher = UnitFetcher(mask.model, [part.units for part in mask.parts], dp_group, device=device)
-
-    def fetch(self, index: int, targets: Targets, num_rounds: int) -> Steps:
-        return self._fetcher.fetch(index, self._mask.model.views.weight_view, targets, num_rounds=num_rounds)
-
-    def held(self) -> Iterator[torch.Tensor]:
-        model = self._mask.model
-        units = (model.plan.units[unit] for part in self._mask.parts for unit in part.units if model.holds(unit))
-        names = {piece.parameter: piece for unit in units for piece in unit.pieces}
-        return (in_order(piece, model.views.tensors[name].detach()) for name, piece in names.items())
 
 
 class DensePasses:

@@ -9,10 +9,10 @@ Small p take several base blocks, as many as raise the gap and keep a rank in at
 from __future__ import annotations
 
 import random
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import lru_cache
-from itertools import combinations, permutations, product
-from math import comb, factorial, gcd, prod
+from itertools import combinations
+from math import comb, gcd
 
 import numpy as np
 from numpy.typing import NDArray
@@ -22,19 +22,13 @@ from sdp_deepspeed.units import UnitCost
 Ints = NDArray[np.int64]
 Holders = tuple[int, ...]
 Block = tuple[int, ...]
+Kind = tuple[int, str | None, UnitCost | None]  # p, branch, cost
 
 MAX_SETS_PER_RANK = 8
 _BALANCED = 1.05  # FLOPs, max over mean
-_FEW_WAYS = 1000
-_MAX_TURNS = 128  # of ways at random: their number times k
-_MAX_TRIES, _MAX_WORK = 8, 4096  # tries; units times subnetworks in all of them
-_WAYS = (
-    "together",  # units that make up no round of their kind share rounds
-    "exact",  # of each kind evenly spread translates where these are exactly balanced, the others together
-    "spread",  # of each kind evenly spread translates
-    "windows together",  # as "together", of windows of neighbors
-    "windows spread",
-)
+_TRIES, _WORK = 48, 12_000  # tries, at most; units that make up no round, times k, in all of them
+_SWEEPS, _GOOD = 4, 1.01  # of the local search, and the balance that ends it
+_NEED = 1 << 54  # more than any change of loads; times 256 it fits into int64
 _EXHAUSTIVE = 150_000  # candidates times k; beyond that a local search
 _SWAPS, _PATIENCE = 256, 6  # of the local search: candidates per step, steps without success
 
@@ -168,11 +162,13 @@ def assign(
     *,
     seed: int = 0,
     branches: Sequence[str | None] | None = None,
+    balance_elements: bool = False,
 ) -> tuple[Holders, ...]:
     """Holders of each unit, ascending; deterministic.
 
-    Of units of a kind as many as possible are dealt to all translates in turn. The rest is dealt in several ways; the
-    one is taken that connects the subnetworks, balances FLOPs within 5%, and has the largest spectral gap.
+    Units of a kind (blocks of equal cost, neurons or heads of a branch) are dealt to all translates in turn. Those that
+    make up no round begin with evenly spread translates, or random ones, and change to others while that balances. Of
+    several tries the one is taken that connects the subnetworks, balances within 5%, and has the largest spectral gap.
 
     Args:
         costs: of the units, in model order.
@@ -180,258 +176,134 @@ def assign(
         num_subnetworks: k.
         seed: permutes which of equal units gets which translate; the holder sets stay the same.
         branches: of units of neurons or heads the branch of which every subnetwork needs one; None for blocks.
+        balance_elements: as well as FLOPs the elements that each subnetwork's optimizer owns.
     """
-    kinds: dict[tuple[int, UnitCost | str], list[int]] = {}
-    branches = [None] * len(costs) if branches is None else branches
-    for unit, (cost, p, branch) in enumerate(zip(costs, num_holders, branches, strict=True)):
-        kinds.setdefault((p, cost if branch is None else branch), []).append(unit)
-    k = num_subnetworks
-    rest = sum(len(units) % k for (_, kind), units in kinds.items() if isinstance(kind, UnitCost))
-    tries, best = min(_MAX_TRIES, 1 + _MAX_WORK // (1 + rest * k)), None
-    ways = [(way, i) for way in _WAYS for i in range(tries if rest and "together" in way else 1)]
-    for way, shuffle in ways:
-        deal = _deal(costs, kinds, k, way, shuffle)
+    k, names = num_subnetworks, [None] * len(costs) if branches is None else branches
+    kinds: dict[Kind, list[int]] = {}
+    alike: dict[tuple[Kind, UnitCost], list[int]] = {}
+    for unit, (p, name, cost) in enumerate(zip(num_holders, names, costs, strict=True)):
+        kind = (p, name, cost if name is None else None)
+        kinds.setdefault(kind, []).append(unit)
+        alike.setdefault((kind, cost), []).append(unit)
+    amounts, weights = _amounts(costs, num_holders, balance_elements), [cost.num_parameters for cost in costs]
+    num_rest = sum(len(units) % k for (p, _, _), units in kinds.items() if p < k)
+    best: tuple[tuple[float, ...], list[Holders]] | None = None
+    for number in range(min(_TRIES, 3 + _WORK // (max(1, num_rest, len(costs) // 8) * k))):
+        deal = _Deal(kinds, amounts, k, number)
+        deal.balance()
         flaws = deal.flaws()
-        best = (flaws, deal) if best is None or flaws < best[0] else best
-        if not rest and best[0][:2] == (1, 0):
+        found = (*flaws, round(1 - spectral_gap(deal.holders, weights, k), 6)), deal.holders
+        best = found if best is None or found[0] < best[0] else best
+        if not num_rest and flaws[2] == 0:
             break
     assert best is not None
-    return _permuted(best[1], costs, seed)
-
-
-def _deal(
-    costs: Sequence[UnitCost], kinds: dict[tuple[int, UnitCost | str], list[int]], k: int, way: str, shuffle: int
-) -> _Deal:
-    """
-    Args:
-        kinds: units by p and by their cost (blocks) or branch.
-        way: of `_WAYS`.
-        shuffle: another number begins with another order of sets.
-    """
-    deal = _Deal(k, costs)
-    numbers = sorted({p for p, _ in kinds if p < k})
-    for p in numbers:
-        most = max(1, MAX_SETS_PER_RANK // (p * len(numbers)))
-        steps = {
-            k // gcd(len(units), k)
-            for (n, kind), units in kinds.items()
-            if n == p and (way in ("exact", "spread") or (isinstance(kind, str) and len(units) * p < 2 * k))
-        }
-        even = tuple(sorted(step for step in steps if p % step == 0))
-        deal.blocks[p] = (tuple(range(p)),) if "windows" in way else base_blocks(k, p, most, even)
-    left: list[tuple[int, int]] = []
-    for (p, kind), units in sorted(kinds.items(), key=lambda item: -int(deal.amounts[item[1]].sum())):
-        if p == k:
-            deal.give(units, [tuple(range(k))] * len(units))
-            continue
-        is_block = isinstance(kind, UnitCost)
-        whole = len(units) // k * k if is_block else 0
-        for start in range(0, whole, k):
-            deal.give(units[start : start + k], translates(deal.next_block(p), k))
-        is_exact = p * gcd(len(units), k) % k == 0  # evenly spread translates then load all alike
-        if is_block and ("together" in way or ("exact" in way and not is_exact)):
-            left += [(unit, p) for unit in units[whole:]]
-        elif units[whole:]:
-            deal.give_spread(units[whole:], p)
-    deal.give_by_load(left, random.Random(shuffle) if shuffle else None)
-    deal.rebalance(
-        [(p, units[len(units) // k * k :], isinstance(kind, str)) for (p, kind), units in kinds.items() if p < k]
-    )
-    return deal
-
-
-def _amounts(costs: Sequence[UnitCost]) -> Ints:
-    """What to balance: FLOPs, and a little of the bytes; whole numbers, so that all machines decide alike."""
-    flops, size = max(1, *(c.flops for c in costs), 1), max(1, *(c.num_bytes for c in costs), 1)
-    return np.array([(cost.flops << 16) // flops + (cost.num_bytes << 6) // size for cost in costs], dtype=np.int64)
+    return _permuted(best[1], list(alike.values()), k, seed)
 
 
 class _Deal:
-    """Units that have got their sets so far.
+    """One try.
 
     Args:
-        k: number of subnetworks.
-        costs: of the units, U of them.
+        kinds: units by p, branch (None for blocks) and cost (of blocks).
+        amounts: of the units, [U, m].
+        number: of the try. Units that make up no round take translates of flat blocks that are even in residue classes,
+            of the flattest blocks, and of windows of neighbors, in turn; from the sixth try on random ones. In every
+            fourth try others may change theirs too, as where neurons divide into unequal groups.
     """
 
-    def __init__(self, k: int, costs: Sequence[UnitCost]) -> None:
-        self.k, self.amounts = k, _amounts(costs)
-        self.blocks: dict[int, tuple[Block, ...]] = {}
-        self.chosen: list[Holders] = [()] * len(costs)
-        self.rounds: list[list[int]] = []  # units that may trade their sets if they are equal
-        self._loads, self._weights = np.zeros(k, dtype=np.int64), [cost.num_parameters for cost in costs]
-        self._used: dict[Block, Ints] = {}
-        self._num_rounds: dict[int, int] = {}
+    def __init__(self, kinds: Mapping[Kind, list[int]], amounts: Ints, k: int, number: int) -> None:
+        self.k, self._amounts = k, amounts
+        self._needs: dict[str | None, list[int]] = {None: [*range(len(amounts))]}  # every subnetwork needs one of each
+        for (_, name, _), units in kinds.items():
+            if name is not None:
+                self._needs.setdefault(name, []).extend(units)
+        self.holders: list[Holders] = [tuple(range(k))] * len(amounts)
+        self._movable: list[tuple[int, list[Holders], Ints, str | None]] = []  # unit, its choice, as a table; branch
+        shuffler, numbers = random.Random(number), sorted({p for p, _, _ in kinds if p < k})
+        self._max_sets = max(MAX_SETS_PER_RANK, *numbers, 0)
+        for p in numbers:
+            own = {kind: units for kind, units in kinds.items() if kind[0] == p}
+            steps = {k // gcd(len(u), k) for (_, name, _), u in own.items() if name is None or len(u) * p <= 2 * k}
+            even = tuple(sorted(step for step in steps if p % step == 0)) if number % 3 != 1 else ()
+            blocks = base_blocks(k, p, max(1, MAX_SETS_PER_RANK // (p * len(numbers))), even)
+            others = (tuple(range(p)),) if number % 3 == 2 else blocks
+            sets, choice = ([one for block in some for one in translates(block, k)] for some in (blocks, others))
+            table, num_dealt = np.concatenate([_table(block, k) for block in others]), 0
+            for (_, name, _), units in sorted(own.items(), key=lambda item: -int(amounts[item[1]].sum())):
+                whole, left, turn = len(units) // k * k, len(units) % k, shuffler.randrange(k)
+                begin = (num_dealt + whole) % len(choice)
+                places = [begin + (turn + i * k // left) % k for i in range(left)]
+                if number >= 6:
+                    places = shuffler.sample(range(len(choice)), left)
+                dealt = [sets[(num_dealt + i - i % k + (i + turn) % k) % len(sets)] for i in range(whole)]
+                dealt += [choice[i] for i in places]
+                for unit, one in zip(units, dealt, strict=True):
+                    self.holders[unit] = one
+                self._movable += [(unit, choice, table, name) for unit in units[0 if number % 4 == 3 else whole :]]
+                num_dealt += max(whole, k)
 
-    def flaws(self) -> tuple[int, int, float]:
-        """Components of the graph of subnetworks and units, imbalance in steps of 5%, 1 - spectral gap."""
-        excess = float(self._loads.max() * self.k / max(1, self._loads.sum())) - _BALANCED
-        gap = spectral_gap(self.chosen, self._weights, self.k)
-        return num_components(self.chosen, self.k), max(0, int(np.ceil(excess / 0.05))), round(1 - gap, 6)
-
-    def give(self, units: Sequence[int], sets: Sequence[Holders]) -> None:
-        """Give each of `units` its set."""
-        self.rounds.append(list(units))
-        self._loads += incidence(sets, self.k).T @ self.amounts[list(units)]
-        for unit, one in zip(units, sets, strict=True):
-            self.chosen[unit] = one
-
-    def next_block(self, p: int) -> Block:
-        """Of a round: the base blocks in turn."""
-        self._num_rounds[p] = self._num_rounds.get(p, -1) + 1
-        return self.blocks[p][self._num_rounds[p] % len(self.blocks[p])]
-
-    def give_spread(self, units: list[int], p: int) -> None:
-        """Give to units of a kind whole rounds and evenly spread translates, turned to where loads are least."""
-        k, whole = self.k, len(units) // self.k
-        parts = [(block, t) for block in [self.next_block(p) for _ in range(whole)] for t in range(k)]
-        rests: list[list[tuple[Block, int]]] = [[]]
-        if len(units) % k:
-            first = self.next_block(p)
-            blocks = (first, *(block for block in self.blocks[p] if block != first))
-            rests = _spread(blocks, k, len(units) % k, num_drawn=_MAX_TURNS // k)
-        turns, above, best = (np.arange(k) - np.arange(k)[:, None]) % k, self._loads - self._loads.min(), []
-        for rest in rests:
-            added = self.amounts[units] @ np.stack([_table(block, k)[t] for block, t in (*parts, *rest)])
-            change, used = 2 * added[turns] @ above + (added**2).sum(), np.zeros(k, dtype=np.int64)
-            for block, t in rest:  # of what loads alike the sets that are used the least
-                used += self._used.setdefault(block, np.zeros(k, dtype=np.int64))[(t + np.arange(k)) % k]
-            turn = int(np.lexsort((used, change))[0])
-            best.append((int(change[turn]), int(used[turn]), turn))
-        chosen = min(range(len(rests)), key=best.__getitem__)
-        turn = best[chosen][-1]
-        for block, t in rests[chosen]:
-            self._used[block][(t + turn) % k] += 1
-        self.give(units, [translates(block, k)[(t + turn) % k] for block, t in (*parts, *rests[chosen])])
-
-    def give_by_load(self, units_and_holders: list[tuple[int, int]], shuffler: random.Random | None) -> None:
-        """Give to blocks that share rounds: the heaviest first, each the set with the least load."""
-        order = sorted(units_and_holders, key=lambda item: -self.amounts[item[0]])
-        free: dict[int, list[Holders]] = {}
-        for p in sorted({p for _, p in order}, reverse=True):
-            count = sum(n == p for _, n in order)
-            free[p] = [one for _ in range(count // self.k) for one in translates(self.next_block(p), self.k)]
-            if count % self.k:
-                before = [one for one in (*self.chosen, *(one for sets in free.values() for one in sets)) if one]
-                parts = _spread(self.blocks[p], self.k, count % self.k, tuple(dict.fromkeys(before)))[0]
-                free[p] += [translates(block, self.k)[t] for block, t in parts]
-            if shuffler is not None:
-                shuffler.shuffle(free[p])
-        sets, loads = [], self._loads.copy()
-        for unit, p in order:
-            least = 0 if shuffler else min(range(len(free[p])), key=lambda i: loads[list(free[p][i])].sum())
-            sets.append(free[p].pop(least))
-            loads[list(sets[-1])] += self.amounts[unit]
-        if order:
-            units = [unit for unit, _ in order]
-            self.give(units, _traded(self.amounts[units], sets, loads)[0])
-
-    def rebalance(self, rests: list[tuple[int, list[int], bool]]) -> None:
-        """Let single units change to another translate as long as FLOPs are not balanced and that lowers the squares of
-        the loads.
-
-        Args:
-            rests: of each kind p, the units that make up no round, and whether they are of one branch, of which every
-                subnetwork keeps a unit.
-        """
-        k, chosen, loads = self.k, list(self.chosen), self._loads.copy()
-        all_sets = {p: [one for block in blocks for one in translates(block, k)] for p, blocks in self.blocks.items()}
-        tables = {p: incidence(sets, k) for p, sets in all_sets.items()}
-        for _ in range(_MAX_TRIES):
-            before = list(chosen)
-            for p, units, is_branch in rests:
-                held = incidence([chosen[unit] for unit in units] if is_branch else chosen, k).sum(axis=0)
-                for unit in units if loads.max() * k > _BALANCED * loads.sum() else ():
-                    own, amount = incidence([chosen[unit]], k)[0], self.amounts[unit]
-                    rows = tables[p] - own
-                    change = amount * (2 * rows @ (loads - loads.min()) + amount * (rows**2).sum(axis=1))
-                    change[~tables[p][:, held == own].all(axis=1)] = 0  # a subnetwork would be left without a unit
-                    best = int(change.argmin())
-                    if change[best] < 0:
-                        chosen[unit] = all_sets[p][best]
-                        loads, held = loads + amount * rows[best], held + rows[best]
-            blocks = [unit for _, units, is_branch in rests if not is_branch for unit in units]
-            if chosen == before or not blocks:
+    def balance(self) -> None:
+        """Let units change to the translates that lower the squares of loads the most, for a few sweeps. No subnetwork
+        loses the last unit that it needs, and the graph stays as connected as it is."""
+        k, holders = self.k, list(self.holders)
+        rows = incidence(holders, k)
+        loads = rows.T @ self._amounts
+        held = {name: rows[units].sum(axis=0) for name, units in self._needs.items()}
+        for _ in range(_SWEEPS):
+            if _imbalance(loads) <= _GOOD and all(counts.all() for counts in held.values()):
                 break
-            sets, loads = _traded(self.amounts[blocks], [chosen[unit] for unit in blocks], loads)
-            for unit, one in zip(blocks, sets, strict=True):
-                chosen[unit] = one
-        if num_components(chosen, k) <= num_components(self.chosen, k):
-            self.chosen, self._loads = chosen, loads
+            for unit, choice, table, name in self._movable:
+                change, amount, counts = table - rows[unit], self._amounts[unit], held[name]
+                lost = (counts + change == 0).sum(axis=1) - (counts == 0).sum()
+                gain = 2 * change @ (loads @ amount) + (change**2).sum(axis=1) * (amount @ amount) + lost * _NEED
+                best = int(gain.argmin())
+                if gain[best] < 0:
+                    holders[unit] = choice[best]
+                    loads += np.outer(change[best], amount)
+                    counts += change[best]
+                    rows[unit] = table[best]
+        if num_components(holders, k) <= num_components(self.holders, k):
+            self.holders = holders
+
+    def flaws(self) -> tuple[int, int, int, int]:
+        """The worst first: subnetworks without a unit that they need; components of the graph of subnetworks and units;
+        imbalance above 1.05, in steps of 5%; holder sets of one subnetwork above eight and p."""
+        k, rows = self.k, incidence(self.holders, self.k)
+        num_sets = int(incidence([*dict.fromkeys(self.holders)], k).sum(axis=0).max())
+        return (
+            sum(int((rows[units].sum(axis=0) == 0).sum()) for units in self._needs.values()),
+            num_components(self.holders, k),
+            max(0, int(np.ceil((_imbalance(rows.T @ self._amounts) - _BALANCED) / 0.05))),
+            max(0, num_sets - self._max_sets),
+        )
 
 
-def _traded(amounts: Ints, sets: list[Holders], loads: Ints) -> tuple[list[Holders], Ints]:
-    """Sets that units have after pairs of them traded as long as that lowers the squares of loads; and loads, [k]."""
-    table, order, improves = incidence(sets, len(loads)), np.arange(len(sets)), True
-    sizes = table.sum(axis=1)
-    while improves:
-        improves = False
-        for i in range(len(sets)):
-            more, rows = (amounts - amounts[i]) * (sizes == sizes[i]), table[i] - table
-            change = more * (2 * rows @ (loads - loads.min()) + more * (rows**2).sum(axis=1))
-            j = int(change.argmin())
-            if change[j] < 0:
-                improves, loads = True, loads + more[j] * rows[j]
-                table[[i, j]], order[[i, j]] = table[[j, i]], order[[j, i]]
-    return [sets[place] for place in order], loads
+def _imbalance(loads: Ints) -> float:
+    """Max over mean of loads, [k, m]; the worst of m."""
+    return float((loads.max(axis=0) * len(loads) / np.maximum(1, loads.sum(axis=0))).max())
 
 
-@lru_cache(maxsize=512)
-def _spread(
-    blocks: tuple[Block, ...], k: int, count: int, before: tuple[Holders, ...] = (), num_drawn: int = 0
-) -> list[list[tuple[Block, int]]]:
-    """Some ways to take fewer than k translates (B, t) of one of `blocks`, the most even one first; of a window of
-    neighbors where only that reaches or connects more.
+def _amounts(costs: Sequence[UnitCost], num_holders: Sequence[int], balance_elements: bool) -> Ints:
+    """What to balance, [U, 1 or 2]: FLOPs and a little of the bytes; elements that a holder owns. Whole numbers, so
+    that all machines decide alike."""
 
-    Args:
-        before: sets that exist; together with them as many subnetworks as possible have a unit, are connected, and have
-            equally many units.
-        num_drawn: ways at random, of each block.
-    """
-    held = incidence(before, k).sum(axis=0)
+    def shares(values: Sequence[int], scale: int) -> Ints:
+        total = max(1, sum(values))
+        return np.array([value * scale // total for value in values], dtype=np.int64)
 
-    def options(block: Block) -> list[list[tuple[Block, int]]]:
-        """Translates at equal distances, each in turn the one that meets the fewest others, and some at random."""
-        table = _table(block, k)
-        first, loads, greedy = int((table @ held).argmin()), held.copy(), []
-        for _ in range(count):
-            greedy.append(int((table @ (loads + (loads > 0) * k * (count + len(before)))).argmin()))
-            loads += table[greedy[-1]]
-        shuffler = random.Random(0)
-        drawn = [shuffler.sample(range(k), count) for _ in range(num_drawn)]
-        return [[(block, t % k) for t in ts] for ts in ([first + i * k // count for i in range(count)], greedy, *drawn)]
-
-    def flaws(option: list[tuple[Block, int]]) -> tuple[int, int, int]:
-        loads = held + np.stack([_table(block, k)[t] for block, t in option]).sum(axis=0)
-        sets = [*before, *(translates(block, k)[t] for block, t in option)]
-        return int((loads == 0).sum()), num_components(sets, k), int((loads**2).sum())
-
-    found = sorted((option for block in blocks for option in options(block)), key=flaws)
-    windows = sorted(options(tuple(range(len(blocks[0])))), key=flaws)
-    best = min(found, windows, key=lambda options: flaws(options[0])[:2])
-    return [option for option in best if flaws(option)[:2] == flaws(best[0])[:2]]
+    flops = shares([cost.flops for cost in costs], 1 << 21) + shares([cost.num_bytes for cost in costs], 1 << 13)
+    owned = [(cost.num_parameters << 16) // p for cost, p in zip(costs, num_holders, strict=True)]
+    return np.stack([flops, shares(owned, 1 << 21)][: 1 + balance_elements], axis=1)
 
 
-def _permuted(deal: _Deal, costs: Sequence[UnitCost], seed: int) -> tuple[Holders, ...]:
-    """Let equal units of a round trade their sets, and rename all subnetworks by a rotation that keeps the sets.
-
-    Where there are few ways to trade, seeds that follow each other take different ones, until all were taken.
-    """
-    alike: dict[tuple[int, UnitCost, int], list[int]] = {}
-    for number, units in enumerate(deal.rounds):
-        for unit in units:
-            alike.setdefault((number, costs[unit], len(deal.chosen[unit])), []).append(unit)
-    order, sets = [unit for units in alike.values() for unit in units], dict(enumerate(deal.chosen))
-    pools, shuffler = [[sets[unit] for unit in units] for units in alike.values()], random.Random(seed)
-    if prod(factorial(len(pool)) for pool in pools) <= _FEW_WAYS:
-        ways = list(dict.fromkeys(product(*map(permutations, pools))))
-        random.Random(0).shuffle(ways)
-        pools, turn = list(map(list, ways[seed % len(ways)])), 0
-    else:
-        for pool in pools:
-            shuffler.shuffle(pool)
-        turn = shuffler.randrange(deal.k)
-    sets.update(zip(order, (one for pool in pools for one in pool), strict=True))
-    turned = {one: tuple(sorted((number + turn) % deal.k for number in one)) for one in {*sets.values()}}
-    keeps = {*turned.values()} == {*turned}
-    return tuple(turned[one] if keeps else one for one in sets.values())
+def _permuted(holders: Sequence[Holders], alike: Sequence[list[int]], k: int, seed: int) -> tuple[Holders, ...]:
+    """Shuffle the sets of equal units, and rename all subnetworks by a rotation where that keeps the sets."""
+    shuffler, result = random.Random(seed), list(holders)
+    for units in alike:
+        sets = [holders[unit] for unit in units]
+        shuffler.shuffle(sets)
+        for unit, one in zip(units, sets, strict=True):
+            result[unit] = one
+    turn = shuffler.randrange(k)
+    turned = {one: tuple(sorted((number + turn) % k for number in one)) for one in {*result}}
+    return tuple(turned[one] for one in result) if {*turned.values()} == {*turned} else tuple(result)

@@ -87,7 +87,9 @@ def make_plan(
     Raises:
         ValueError: a subnetwork without a unit, or without one of a branch.
     """
-    holders = assign(costs, num_holders, k, seed=block.seed, branches=branches)
+    holders = assign(
+        costs, num_holders, k, seed=block.seed, branches=branches, balance_elements=block.regime == "backward"
+    )
     _check_reach(holders, k, "the model", "fewer subnetworks, or finer units")
     for branch in dict.fromkeys(name for name in branches or () if name is not None):
         own = [one for one, name in zip(holders, branches or (), strict=True) if name == branch]

@@ -17,11 +17,6 @@ from torch import nn
 from sdp_deepspeed.plan.plan import Plan
 from sdp_deepspeed.units import Piece
 
-_RATES: Mapping[str, Callable[[float], float]] = {
-    "none": lambda coverage: 1.0,
-    "sqrt": math.sqrt,
-    "linear": lambda coverage: coverage,
-}
 LossFunction = Callable[[nn.Module, Any], torch.Tensor]
 
 
@@ -63,14 +58,6 @@ def held_mask(model: nn.Module, plan: Plan, subnetwork: int) -> dict[str, torch.
         if subnetwork not in holders:
             piece.narrow(masks[piece.parameter]).zero_()
     return masks
-
-
-def rate_factors(model: nn.Module, plan: Plan, rule: str) -> dict[str, torch.Tensor]:
-    """What the learning rate of each element is multiplied by, shaped like each parameter."""
-    factors = {name: torch.ones_like(p, dtype=torch.float64) for name, p in model.named_parameters()}
-    for piece, holders in pieces_with_holders(plan, "parameter"):
-        piece.narrow(factors[piece.parameter]).fill_(_RATES[rule](len(holders) / plan.num_subnetworks))
-    return factors
 
 
 @torch.no_grad()
@@ -206,8 +193,6 @@ class Reference:
         loss_of: loss of a model on one micro-batch.
         clip: as `gradient_clipping` in a DeepSpeed config.
         later: plans by the number of steps after which they hold.
-        lr_by_coverage: as in the block.
-        later_rates: the same, by the number of steps after which it holds.
         sum_in_fp32: as `data_types.grad_accum_dtype: "fp32"`.
         loss_scale: of fp16; a step whose gradients are not finite is left out.
         make_scheduler: from the optimizer to a scheduler, which every step that is taken moves on.
@@ -222,8 +207,6 @@ class Reference:
     loss_of: LossFunction
     clip: float = 0.0
     later: Mapping[int, Plan] = field(default_factory=dict)
-    lr_by_coverage: str = "none"
-    later_rates: Mapping[int, str] = field(default_factory=dict)
     sum_in_fp32: bool = False
     loss_scale: LossScale | None = None
     make_scheduler: Callable[[torch.optim.Optimizer], Any] | None = None
@@ -247,7 +230,6 @@ class Reference:
             finite, and then the step was left out.
         """
         self.plan = self.later.get(self.num_steps, self.plan)
-        self.lr_by_coverage = self.later_rates.get(self.num_steps, self.lr_by_coverage)
         self.num_steps += 1
         losses, average = self.averaged_gradients(batches)
         total = norm(average)
@@ -258,7 +240,7 @@ class Reference:
         factor = max(1.0, (total + 1e-6) / self.clip) if self.clip > 0 else 1.0
         for name, master in self.masters.items():
             master.grad = average[name] / factor
-        self._step_by_coverage()
+        self.optimizer.step()
         if self.scheduler is not None:
             self.scheduler.step()
         with torch.no_grad():
@@ -294,28 +276,3 @@ class Reference:
             for name, idle in idle_buffers(self.model, self.plan, subnetwork).items():
                 found[name] = torch.where(idle, found[name], self.buffers[rank][name])
         return found
-
-    def _step_by_coverage(self) -> None:
-        """Step the whole model once for each factor of the learning rate; each element is as that of its own leaves
-        it. What an optimizer keeps does not depend on the rate, so it goes on from the step at factor 1."""
-        if self.lr_by_coverage == "none":
-            self.optimizer.step()
-            return
-        factors = rate_factors(self.model, self.plan, self.lr_by_coverage)
-        distinct = {float(factor) for of_tensor in factors.values() for factor in of_tensor.unique()} - {1.0}
-        others = {factor: self._stepped(factor) for factor in distinct}
-        self.optimizer.step()
-        with torch.no_grad():
-            for factor, masters in others.items():
-                for name, master in self.masters.items():
-                    master.copy_(torch.where(factors[name] == factor, masters[name], master))
-
-    def _stepped(self, factor: float) -> dict[str, nn.Parameter]:
-        """Masters after a step of a copy of them, and of the optimizer, at `factor` times the learning rate."""
-        masters, optimizer = deepcopy((self.masters, self.optimizer))
-        for name, master in masters.items():
-            master.grad = self.masters[name].grad
-        for group in optimizer.param_groups:
-            group["lr"] *= factor
-        optimizer.step()
-        return masters

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import torch
 
+from sdp_deepspeed.core.checkpoint.files import LOCK
 from tests.helpers.models import config
 
 WARMUP = {"type": "WarmupLR", "params": {"warmup_min_lr": 1e-3, "warmup_max_lr": 1e-2, "warmup_num_steps": 6}}
@@ -28,3 +30,8 @@ def stepped(engine: Any) -> dict[str, torch.Tensor]:
     for i, tensor in enumerate(tensors):
         result |= {f"{i}.{key}": torch.as_tensor(value).clone() for key, value in optimizer.state[tensor].items()}
     return result
+
+
+def names_in(folder: Path) -> list[str]:
+    """All but the lock, which is there while the process is."""
+    return sorted(path.name for path in folder.iterdir() if path.name != LOCK)

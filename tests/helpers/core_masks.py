@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from copy import deepcopy
 from functools import cache
 from typing import Any
 
+import pytest
 import torch
 from torch import nn
 
@@ -21,12 +22,31 @@ from tests.helpers import mixtures, models, more_models
 # queries, keys and values, products of gates and ups.
 FUSED = ("glm", "phi3", "modernbert", "t5", "gpt2", "gpt_neox", "falcon_grouped", "gpt_oss", "qwen3_moe", "deepseek_v2")
 NAMES = tuple(dict.fromkeys([*FUSED, *models.SPECIMENS, *more_models.SPECIMENS, *mixtures.MIXTURES]))
+# The rest repeats them with other names of modules.
+IN_SHORT = (
+    "glm",
+    "phi3",
+    "t5",
+    "gpt2",
+    "falcon_grouped",
+    "gpt_oss",
+    "deepseek_v2",
+    "resnet",
+    "llama_one_layer",
+    "own",
+    "tied",
+)
 MODES: tuple[tuple[str, str], ...] = tuple((r, s) for r in ("forward", "backward") for s in ("block", "neuron"))
 # Narrower products and sums of parts add in another order: at most 61 terms, each rounded by 2**-24 of a partial sum,
 # in a few products one after the other.
 ROUNDING = 2.0**-16
 
 Gradients = Mapping[str, torch.Tensor]
+
+
+def families(names: Iterable[str]) -> list[Any]:
+    """As parameters of a test, slow if they are not needed in short."""
+    return [pytest.param(name, marks=() if name in IN_SHORT else pytest.mark.slow) for name in names]
 
 
 def build(name: str) -> Any:

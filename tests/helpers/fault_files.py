@@ -12,7 +12,9 @@ import time
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from sdp_deepspeed.checkpoint.interop.export import ExportFormat, export
+from sdp_deepspeed.core.checkpoint.files import WRITING, Reader
+from sdp_deepspeed.core.checkpoint.hugging_face import export
+from sdp_deepspeed.core.checkpoint.manager import COMMON, read_bytes
 
 
 @dataclass
@@ -40,7 +42,7 @@ class FileFaults:
     def __init__(self, folder: Path, checkpoints: Path, *, seed: int) -> None:
         self._place, self._checkpoints, self._numbers = folder / "export", checkpoints, random.Random(seed)
         self._context = multiprocessing.get_context("forkserver")
-        self._context.set_forkserver_preload(["torch", "transformers", "sdp_deepspeed.checkpoint.interop.export"])
+        self._context.set_forkserver_preload(["torch", "transformers", "sdp_deepspeed.core.checkpoint.hugging_face"])
         self._place.mkdir(parents=True)
         began = time.monotonic()
         self._finish()
@@ -62,8 +64,8 @@ class FileFaults:
         self._judge(outcome, "after the kill", may_be_absent=outcome.was_killed)
         self._finish()
         self._judge(outcome, "after the next run", may_be_absent=False)
-        if hidden := [path.name for path in self._place.rglob(".*") if path.name != ".lock"]:
-            outcome.problems.append(f"the next run left {hidden}")
+        if left := [path.name for path in self._place.iterdir() if path.name != "hf"]:
+            outcome.problems.append(f"the next run left {left}")
         shutil.rmtree(self._place)
         return outcome
 
@@ -74,7 +76,7 @@ class FileFaults:
 
     def _finish(self) -> None:
         process = self._start()
-        process.join(60)
+        process.join(600)
         assert process.exitcode == 0, process.exitcode
 
     def _judge(self, outcome: FileOutcome, when: str, *, may_be_absent: bool) -> None:
@@ -91,14 +93,15 @@ def export_to(checkpoints: Path, target: Path) -> None:
     if target.exists():  # the kill came after all was done
         return
     newest = max(path for path in checkpoints.iterdir() if path.is_dir() and not path.name.startswith("."))
-    export(newest, target, ExportFormat(max_shard_bytes=4000), None)
+    reader = Reader(newest)
+    export(reader, read_bytes(reader, COMMON), target, max_shard_size="4KB")
 
 
 def digests(folder: Path) -> dict[str, str]:
-    """SHA-256 of each file that is not hidden and in no hidden folder, by its path."""
+    """SHA-256 of each file that is not being written, by its path."""
     found = {}
     for path in sorted(folder.rglob("*")):
         name = path.relative_to(folder)
-        if path.is_file() and not any(part.startswith(".") for part in name.parts):
+        if path.is_file() and not any(part.endswith(WRITING) for part in name.parts):
             found[str(name)] = hashlib.sha256(path.read_bytes()).hexdigest()
     return found

@@ -23,11 +23,10 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from sdp_deepspeed.checkpoint.state import random_state
-from sdp_deepspeed.checkpoint.storage.manifest import HashedFile
-from sdp_deepspeed.checkpoint.storage.names import LATEST, MANIFEST
+from sdp_deepspeed.core.checkpoint import files
+from sdp_deepspeed.core.checkpoint.random_state import random_state
+from tests.helpers.checkpointed_runs import names_in
 from tests.helpers.models import LENGTH, VOCABULARY, config
-from tests.helpers.trained_states import names_in
 from tests.helpers.training import engine_of, micro_step
 
 KEEP_LAST = 2
@@ -57,7 +56,7 @@ class Start:
     num_steps: int = 4
     last: int = 20
     dies: tuple[int, Death] | None = None
-    limit: float = 60.0  # seconds
+    limit: float = 240.0  # seconds
 
     @property
     def checkpoints(self) -> Path:
@@ -120,16 +119,17 @@ class Log:
                 self.die_at(place)
 
         sys.addaudithook(hook)
-        hashed_file: Any = HashedFile
-        write = hashed_file.write
+        written: Any = files._ChecksummedFile
+        write = written.write
 
-        def by_half(file: HashedFile, data: bytes | memoryview) -> None:
+        def by_half(file: Any, data: Any) -> int:
             if self.is_due("bytes"):
                 write(file, data[: len(data) // 2])
+                file.flush()
                 self.die()
-            write(file, data)
+            return int(write(file, data))
 
-        hashed_file.write = by_half
+        written.write = by_half
 
     def _line(self, text: str) -> None:
         os.write(self._file, f"{time.monotonic()} {text}\n".encode())
@@ -154,11 +154,12 @@ def place_of(event: str, arguments: tuple[Any, ...], root: str) -> str | None:
 
 
 def _rename(source: str, target: str) -> str:
-    if target.endswith(".replaced"):
+    if target.endswith(files.REPLACED):
         return "set aside"
-    if target.endswith(".removed"):
+    if target.endswith(files.WRITING):
         return "prune"
-    return "rename latest" if target.endswith(f"/{LATEST}") else "rename"
+    named = {files.LATEST: "rename latest", files.INDEX: "index", files.CHECKSUMS: "checksums"}
+    return named.get(target.rpartition("/")[2], "rename")
 
 
 def _open(path: str, mode: str | None) -> str:
@@ -167,7 +168,7 @@ def _open(path: str, mode: str | None) -> str:
     if "w" not in mode:
         return "read"
     name = path.rpartition("/")[2]
-    return {MANIFEST: "manifest", f".{LATEST}.writing": "latest"}.get(name, "write")
+    return {f".{files.CHECKSUMS}.writing": "checksums", f".{files.LATEST}.writing": "latest"}.get(name, "write")
 
 
 def run_rank(rank: int, size: int, start: Start) -> None:
@@ -220,12 +221,16 @@ def train(engine: Any, start: Start, log: Log, position: int) -> None:
 def check_tidy(start: Start) -> None:
     """Nothing is left of what earlier starts did not complete."""
     names = set(names_in(start.checkpoints))
-    tags = {name for name in names if not name.startswith(".")} - {LATEST}
+    tags = {name for name in names if not is_leftover(name)} - {files.LATEST}
     allowed = {"a tag per step": KEEP_LAST, "two tags in turn": 2, "one tag": 1}
     assert start.style is not None
     assert len(tags) <= allowed[start.style], names
     dist.barrier()  # nobody begins the next save before all have looked
-    assert not [name for name in names if name.startswith(".")], names
+    assert not [name for name in names if is_leftover(name)], names
+
+
+def is_leftover(name: str) -> bool:
+    return name.startswith(".") or name.endswith((files.WRITING, files.REPLACED))
 
 
 def digest(engine: Any) -> str:
@@ -238,7 +243,7 @@ def digest(engine: Any) -> str:
     result = hashlib.sha256(repr((engine.global_steps, engine.global_samples, engine.get_lr())).encode())
     for tensor in tensors:
         result.update(tensor.detach().contiguous().view(-1).view(torch.uint8).numpy().tobytes())
-    result.update(repr(random_state.capture()["python"]).encode())
+    result.update(repr(random_state()["python"]).encode())
     result.update(repr(np.random.get_state()).encode())
     result.update(torch.get_rng_state().numpy().tobytes())
     return result.hexdigest()

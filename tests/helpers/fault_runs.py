@@ -14,15 +14,26 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+from tests.helpers.checkpointed_runs import names_in
 from tests.helpers.fault_ranks import STYLES, Death, Start, log_path, run_rank
-from tests.helpers.trained_states import names_in
 
 LAST_STEP = 8  # after it the run begins anew, in another style
 PRELOAD = ["torch", "deepspeed", "transformers.models.llama.modeling_llama", "sdp_deepspeed"]
 
 # Where a rank kills itself: words of the log, and what is done to files by rank 0 alone or by both.
 BY_BOTH = ["read", "write", "bytes", "saved", "loaded", "step", "save"]
-BY_RANK_0 = ["prepare", "manifest", "rename", "latest", "rename latest", "sync", "remove", "set aside", "prune"]
+BY_RANK_0 = [
+    "prepare",
+    "checksums",
+    "index",
+    "rename",
+    "latest",
+    "rename latest",
+    "sync",
+    "remove",
+    "set aside",
+    "prune",
+]
 # Where the driver does, some time after the word.
 TIMED = ["start", "load", "step", "save", "saved"]
 OF_STYLE = {"set aside": ("two tags in turn", "one tag"), "prune": ("a tag per step",)}
@@ -94,7 +105,7 @@ class Faults:
     """
 
     def __init__(
-        self, folder: Path, *, seed: int, size: int = 2, limit: float = 60.0, style: str = "a tag per step"
+        self, folder: Path, *, seed: int, size: int = 2, limit: float = 240.0, style: str = "a tag per step"
     ) -> None:
         self._folder, self._limit, self._size = folder, limit, size
         self._numbers = random.Random(seed)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from sdp_deepspeed.optimizer.host_copies import HostCopies
+from sdp_deepspeed.checkpoint.state.host_copies import HostCopies
 
 
 class LateCopies(HostCopies):

@@ -24,9 +24,8 @@ from transformers import (
 )
 
 from sdp_deepspeed.config import KEY
-from sdp_deepspeed.support.combinations import STRATEGIES
 
-MIXED = STRATEGIES["mixed"]
+MIXED = {"attention": "neuron", "mlp": "block"}
 VOCABULARY = 61  # a prime: divides by nothing
 LENGTH = 8
 TOKENS = torch.arange(2 * LENGTH).view(2, LENGTH) * 5 % VOCABULARY  # where any will do

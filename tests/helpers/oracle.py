@@ -135,7 +135,6 @@ def reference_of(case: Case, dense: nn.Module, plan: Any) -> Reference:
         partial(optimizer_of, case),
         partial(loss_of, case),
         case.clip,
-        lr_by_coverage=case.lr_by_coverage,
         sum_in_fp32=case.precision == "bf16+fp32",
         loss_scale=scale,
         make_scheduler=partial(scheduler_of, case) if case.scheduler != "none" else None,

@@ -108,7 +108,6 @@ class Case:
             "mlp": the strategy is that of MLPs, attention is in none.
         groups: param groups of the optimizer.
         nodes: how many the ranks seem to be on.
-        lr_by_coverage: of the block.
     """
 
     ranks: int
@@ -138,7 +137,6 @@ class Case:
     dense_branch_scale: str = "none"
     evaluation: str = "auto"
     nodes: int = 1
-    lr_by_coverage: str = "none"
 
     def __str__(self) -> str:
         words = [f"{self.holders}of{self.num_subnetworks}", self.regime, self.strategy, self.model]
@@ -161,7 +159,6 @@ class Case:
             "dense_branch_scale": "scaled",
             "evaluation": self.evaluation,
             "nodes": f"nodes{self.nodes}",
-            "lr_by_coverage": f"lr_{self.lr_by_coverage}",
         }
         defaults = {field.name: field.default for field in fields(self)}
         return "-".join(words + [word for name, word in special.items() if getattr(self, name) != defaults[name]])
@@ -200,7 +197,7 @@ class Case:
         block |= {"subnetworks": self.num_subnetworks} if self.replicas > 1 else {}
         block |= {"shared": [r"0\.mlp"]} if self.units == "shared" else {}
         block |= {"neuron_groups": self.num_subnetworks + 2} if self.units == "groups" else {}
-        for name in ("granularity", "seed", "dense_branch_scale", "evaluation", "lr_by_coverage"):
+        for name in ("granularity", "seed", "dense_branch_scale", "evaluation"):
             if getattr(self, name) != type(self).__dataclass_fields__[name].default:
                 block[name] = getattr(self, name)
         return block
@@ -399,15 +396,7 @@ def other_families() -> tuple[Case, ...]:
     return tuple(found)
 
 
-# Learning rates by coverage: where all holders step the same, in host memory, and of whole tensors.
-RATES = (
-    Case(3, 1, stage=0, optimizer="SGD", precision="bf16", rules="parts", lr_by_coverage="linear"),
-    Case(3, 1, "backward", "neuron", stage=2, offload="cpu", rules="parts", lr_by_coverage="sqrt"),
-    Case(3, 1, optimizer="Lamb", rules="parts", lr_by_coverage="linear"),
-)
-
-
 def cases(*, full: bool) -> tuple[Case, ...]:
     """What is run: the sample, or with `--full` a part of the grid and the other families too."""
     more = (*grid()[:NUM_FULL], *other_families()) if full else ()
-    return tuple(dict.fromkeys((*sample(), *RATES, *more)))
+    return tuple(dict.fromkeys((*sample(), *more)))

@@ -20,33 +20,28 @@ from tests.helpers.ranks import Rank
 from tests.helpers.training import dense_state, engine_of, gathered
 
 SAMPLES = 4  # of a rank in a step
-OF_PHASE = ("until_step", "stage", "train_micro_batch_size_per_gpu")  # what a block has not
+OF_PHASE = ("until_step", "stage")  # what a block has not
 Drawn = Mapping[str, Any]
 
 
 @st.composite
 def phases(draw: st.DrawFn, size: int) -> dict[str, Any]:
-    """A phase's keys; its micro-batch divides SAMPLES."""
+    """A phase's keys."""
     some = st.integers(1, size)
     holders = draw(some | st.tuples(some, some).map(lambda ends: [{"units": r"layers\.0\.", "holders": ends[0]}]))
-    block = {
+    return {
         "holders": holders,
         "regime": draw(st.sampled_from(["forward", "backward"])),
         "strategy": draw(st.sampled_from(["block", "neuron"])),
         "seed": draw(st.integers(0, 3)),
-        "lr_by_coverage": draw(st.sampled_from(["none", "sqrt", "linear"])),
         "stage": draw(st.integers(0, 2)),
     }
-    if draw(st.booleans()):
-        block["train_micro_batch_size_per_gpu"] = draw(st.sampled_from([1, 2, 4]))
-    return block
 
 
 @st.composite
 def schedules(draw: st.DrawFn, size: int) -> dict[str, Any]:
     """Of five steps, with the precision of the run and what the config itself says."""
     first, *later = draw(st.lists(phases(size), min_size=2, max_size=3))
-    micro_batch = first.get("train_micro_batch_size_per_gpu", 2)
     ends = sorted(draw(st.sets(st.integers(1, 4), min_size=len(later), max_size=len(later))))
     interval = draw(st.none() | st.integers(1, 3))
     block = {
@@ -55,7 +50,7 @@ def schedules(draw: st.DrawFn, size: int) -> dict[str, Any]:
     return {
         "block": block | ({} if interval is None else {"redraw_interval": interval}),
         "stage": first["stage"],
-        "micro_batch": micro_batch,
+        "micro_batch": draw(st.sampled_from([1, 2, 4])),
         "precision": draw(st.sampled_from(["fp32", "bf16"])),
     }
 
@@ -105,7 +100,6 @@ def samples_of(step: int, size: int) -> torch.Tensor:
 
 
 def train_step(engine: Any, samples: torch.Tensor) -> list[float]:
-    """In micro-batches as the engine says before the step."""
     losses = []
     for batch in samples.split(engine.train_micro_batch_size_per_gpu()):
         loss = loss_of(engine, batch)
@@ -129,12 +123,11 @@ def check_schedule(drawn: Drawn, rank: Rank) -> None:
         loss_of,
         clip=0.5,
         later=plans,
-        later_rates={steps: phase_after(drawn, steps)["lr_by_coverage"] for steps in range(5)},
     )
     for steps in range(5):
         assert engine.plan.hash == plans[steps].hash, steps
         phase = drawn["block"]["schedule"][engine.phase]
-        assert engine.zero_optimization_stage() == engine.optimizer.settings.stage == phase["stage"]
+        assert engine.zero_optimization_stage() == engine.optimizer.sharded.stage == phase["stage"]
         micro_batch = engine.train_micro_batch_size_per_gpu()
         samples = samples_of(steps, rank.size)
         expected, norm = reference.step([own.split(micro_batch) for own in samples])

@@ -1,4 +1,4 @@
-"""A run of the FSDP2 host, with optimizer, schedule and checkpoints, and one of the DeepSpeed host that is like it."""
+"""A run of the FSDP2 host, with optimizer, schedule and checkpoints."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from torch.distributed.device_mesh import DeviceMesh
 import sdp_deepspeed
 from sdp_deepspeed.checkpoint.storage.names import COMMON
 from sdp_deepspeed.fsdp import CheckpointManager, param_groups, sharded_model_of
-from sdp_deepspeed.support.optimizers import HOW
+from sdp_deepspeed.fsdp.optimizer_chunks import HOW
 from tests.helpers.dense_checkpoints import dense_tensors
-from tests.helpers.models import batches, config, llama, loss_of, two_groups
+from tests.helpers.models import batches, llama, loss_of, two_groups
 from tests.helpers.ranks import Rank
-from tests.helpers.training import assert_identical, engine_of
+from tests.helpers.training import assert_identical
 
 
 class ShardedRun:
@@ -49,15 +49,6 @@ class ShardedRun:
             self.scheduler.step()
             losses.append(loss.item())
         return losses
-
-
-def deepspeed_run(*, bf16: bool = False, **block: Any) -> Any:
-    """A run of the DeepSpeed host."""
-    settings = config(**({"holders": 1} | block)) | ({"bf16": {"enabled": True}} if bf16 else {})
-    del settings["optimizer"]
-    model = llama(tied=True)
-    optimizer = torch.optim.AdamW(two_groups(dict(model.named_parameters())), lr=1e-2)
-    return engine_of(settings, model, optimizer=optimizer)
 
 
 def optimizer_in(folder: Path) -> dict[str, Any]:

@@ -108,6 +108,8 @@ class SlicedMask:
         parameters: the dense model's, which are masked in place. Default: new ones.
     """
 
+    is_applied = True
+
     def __init__(
         self,
         model: SlicedModel,

@@ -69,12 +69,13 @@ class OwnMLP(nn.Module):
     def __init__(self, group: Any) -> None:
         super().__init__()
         self.group = group
-        self.up, self.down = nn.Linear(16, 32), nn.Linear(32, 16)
+        self.up, self.down = nn.Linear(16, 32), nn.Linear(32, 16, bias=False)
+        self.bias = nn.Parameter(torch.randn(16))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         x = x if self.group is None else _Copied.apply(x, self.group)
-        y = torch.nn.functional.linear(torch.tanh(self.up(x)), self.down.weight)
-        return (y if self.group is None else _Summed.apply(y, self.group)) + self.down.bias
+        y = self.down(torch.tanh(self.up(x)))
+        return (y if self.group is None else _Summed.apply(y, self.group)) + self.bias
 
 
 class OwnLayer(nn.Module):
@@ -187,8 +188,8 @@ class Divided:
             clip=0.5,
             later=plans,
         )
-        worker = engine.dp_group.rank
-        assert (engine.dp_group.size, worker) == (rank.size // TP, rank.rank // TP)
+        worker = engine.groups.rank
+        assert (engine.groups.data_parallel.size, worker) == (rank.size // TP, rank.rank // TP)
         for step in itertools.islice(batches(rank.size // TP, self.accumulation), self.num_steps):
             plans[engine.global_steps] = engine.plan
             losses, norm = from_rank_0(partial(reference.step, step))

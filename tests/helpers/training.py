@@ -46,7 +46,7 @@ def dense_state(engine: Any) -> dict[str, torch.Tensor]:
     """The whole model on every rank (a collective); a plain engine's own weights."""
     if not hasattr(engine, "plan"):
         return {name: value.detach().clone() for name, value in engine.module.state_dict().items()}
-    with engine.dense(resident=True):
+    with engine.dense():
         return {name: value.detach().clone() for name, value in engine.module.state_dict().items()}
 
 
@@ -79,29 +79,6 @@ def refusal(kinds: type[BaseException] | tuple[type[BaseException], ...], work: 
     missing = [word for word in words if word not in own]
     assert not missing, (missing, own)
     return own
-
-
-class Recording:
-    """`torch.distributed` that writes down what an engine calls, among other events."""
-
-    def __init__(self) -> None:
-        self.events: list[str] = []
-
-    def __getattr__(self, name: str) -> Any:
-        function = getattr(dist, name)
-
-        def recorded(*args: Any, **kwargs: Any) -> Any:
-            self.events.append(name)
-            return function(*args, **kwargs)
-
-        return recorded
-
-    def watch(self, engine: Any, *names: str) -> None:
-        """Write down the engine's collectives, and when gradients of the parameters with these names arrive."""
-        engine.dp_group._dist = self
-        for name in names:
-            parameter = engine.module.get_parameter(name)
-            parameter.register_hook(lambda _, name=name: self.events.append(name))
 
 
 SGD = {"type": "SGD", "params": {"lr": 0.1}}

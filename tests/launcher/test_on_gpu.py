@@ -55,18 +55,6 @@ def test_what_takes_too_long_is_stopped(tmp_path: Path) -> None:
     assert not run(tmp_path, "values", "--minutes", "0.02", code=1, within=in_background)[0]["is_complete"]
 
 
-def test_a_step_without_peers(tmp_path: Path) -> None:
-    """Estimated bytes and operators are there; what only a GPU has is None."""
-    (case,) = run(tmp_path, "steps")[0]["results"]
-    assert case["estimate"]["state"] > case["estimate"]["weights"] > 0
-    for phase, operator in (("forward_backward", "aten::mm"), ("step", "aten::_fused_adamw_")):
-        figures = case["phases"][phase]
-        assert figures["num_kernels"] > 100
-        assert operator in figures["kernels"]
-        assert (figures["busy_seconds"], figures["idle_seconds"], figures["peak"]) == (None, None, None)
-        assert all(time["host_seconds"] > 0 for time in figures["times"])
-
-
 def test_bandwidth_needs_nccl(tmp_path: Path) -> None:
     result, printed = run(tmp_path, "bandwidth")
     assert result["results"] == []

@@ -1,4 +1,4 @@
-"""Where flat stretches of pieces lie in the dense model: boxes of its tensors, which is what checkpoints are keyed by.
+"""Where pieces lie in the dense model: boxes of its tensors, which is what checkpoints are keyed by.
 
 Pure: knows neither DeepSpeed nor torch.distributed.
 """
@@ -9,7 +9,6 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from math import prod
 
-from sdp_deepspeed.layout.fragments import Fragment
 from sdp_deepspeed.plan.shards import Shards
 from sdp_deepspeed.units import Piece
 
@@ -72,18 +71,6 @@ def box_of(piece: Piece, shape: Sequence[int]) -> Box:
     return Box(_with(whole.offsets, piece.dim, piece.start), _with(whole.sizes, piece.dim, piece.length))
 
 
-def boxes_of(fragment: Fragment, shape: Sequence[int]) -> Iterator[Box]:
-    """A fragment's elements as boxes, in the fragment's order: each box is one stretch of it.
-
-    Args:
-        shape: of the tensor that the fragment's piece is of.
-    """
-    whole, dim = box_of(fragment.piece, shape), fragment.piece.dim or 0
-    for box in _stretch(_dim_first(whole.sizes, dim), fragment.start, fragment.stop):
-        offsets, sizes = _dim_back(box.offsets, dim), _dim_back(box.sizes, dim)
-        yield Box(tuple(a + b for a, b in zip(offsets, whole.offsets, strict=True)), sizes)
-
-
 def in_dense(box: Box, piece: Piece, shards: Shards) -> Box:
     """A box of what a tensor-parallel rank has of a tensor, in the dense model."""
     division = shards.division_of(piece)
@@ -91,34 +78,6 @@ def in_dense(box: Box, piece: Piece, shards: Shards) -> Box:
         return box
     before = sum(division.lengths[: shards.index])
     return replace(box, offsets=_with(box.offsets, division.dim, box.offsets[division.dim] + before))
-
-
-def _stretch(sizes: Sizes, start: int, stop: int) -> Iterator[Box]:
-    """Elements [start, stop) in row-major order."""
-    if start >= stop:
-        return
-    if not sizes:
-        yield Box((), ())
-        return
-    row, inner = prod(sizes[1:]), sizes[1:]
-    first, last = start // row, (stop - 1) // row
-    if first == last:
-        for box in _stretch(inner, start - first * row, stop - first * row):
-            yield Box((first, *box.offsets), (1, *box.sizes))
-        return
-    low, high = -(-start // row), stop // row
-    yield from _stretch(sizes, start, low * row)
-    if low < high:
-        yield Box((low, *(0 for _ in inner)), (high - low, *inner))
-    yield from _stretch(sizes, high * row, stop)
-
-
-def _dim_first(sizes: Sizes, dim: int) -> Sizes:
-    return (sizes[dim], *sizes[:dim], *sizes[dim + 1 :]) if sizes else sizes
-
-
-def _dim_back(sizes: Sizes, dim: int) -> Sizes:
-    return (*sizes[1 : dim + 1], sizes[0], *sizes[dim + 1 :]) if sizes else sizes
 
 
 def _with(sizes: Sizes, dim: int, value: int) -> Sizes:

@@ -12,7 +12,7 @@ import torch
 
 from sdp_deepspeed.checkpoint.state.boxes import Box
 from sdp_deepspeed.checkpoint.state.chunks import Chunks, StateDict
-from sdp_deepspeed.optimizer.host_copies import HostCopies, Mark
+from sdp_deepspeed.checkpoint.state.host_copies import HostCopies, Mark
 
 SLAB_BYTES = 64 * 2**20
 

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch.distributed.checkpoint import DefaultLoadPlanner, DefaultSavePlanner
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata, MetadataIndex, TensorProperties
-from torch.distributed.checkpoint.planner import ReadItem, TensorWriteData, WriteItem, WriteItemType
+from torch.distributed.checkpoint.planner import LoadPlan, ReadItem, TensorWriteData, WriteItem, WriteItemType
 
 
 @dataclass(frozen=True)
@@ -111,6 +111,21 @@ class LoadPlanner(DefaultLoadPlanner):
     ) -> None:
         self.state_dict, self.metadata, self.is_coordinator = dict(state_dict), metadata, is_coordinator
         self.flatten_state_dict = False
+
+    def create_local_plan(self) -> LoadPlan:
+        """
+        Raises:
+            ValueError: elements that are to be filled are nowhere, which DCP would leave as they are.
+        """
+        plan = super().create_local_plan()
+        found: dict[str, int] = {}
+        for item in plan.items:
+            found[item.dest_index.fqn] = found.get(item.dest_index.fqn, 0) + item.lengths.numel()
+        for key, boxes in self.state_dict.items():
+            wanted = sum(values.numel() for values in boxes.parts.values())
+            if found.get(key, 0) != wanted:
+                raise ValueError(f"{key!r}: {found.get(key, 0)} of {wanted} elements are there")
+        return plan
 
     def lookup_tensor(self, index: MetadataIndex) -> torch.Tensor:
         return self.state_dict[index.fqn].parts[index.offset]

@@ -66,11 +66,18 @@ def lock_folder(folder: Path) -> filelock.BaseFileLock | None:
     except NotImplementedError:
         return None
     if is_first:  # what killed jobs left behind
-        for replaced in folder.glob(f"*{REPLACED}"):
+        for replaced in filter(_is_ours, folder.glob(f"*{REPLACED}")):
             _restore_or_remove(replaced)
-        for written in folder.glob(f"*{WRITING}"):
+        for written in filter(_is_ours, folder.glob(f"*{WRITING}")):
             _remove(written)
     return lock
+
+
+def _is_ours(path: Path) -> bool:
+    """Whether a folder has files of a checkpoint, complete or not, and no others."""
+    return path.is_dir() and all(
+        file.suffix == ".distcp" or file.name.startswith((INDEX, CHECKSUMS, f".{CHECKSUMS}")) for file in path.iterdir()
+    )
 
 
 def _restore_or_remove(replaced: Path) -> None:
@@ -218,12 +225,25 @@ def _crc_of(content: Mapping[str, Any]) -> int:
     return zlib.crc32(json.dumps(content, sort_keys=True).encode())
 
 
+def problems_in(path: Path, *, rank: int = 0, size: int = 1, read: bool = True) -> list[str]:
+    """What is wrong with a checkpoint.
+
+    Args:
+        rank, size: which share of the files is looked at.
+        read: whether their content is looked at, and not their sizes alone.
+    """
+    try:
+        found = sorted(read_checksums(path)["files"].items())[rank::size]
+    except (OSError, ValueError) as error:
+        return [str(error)]
+    return [text for name, sums in found if (text := problem_of(path / name, sums, read=read)) is not None]
+
+
 def problem_of(file: Path, expected: Sequence[int], *, read: bool = True) -> str | None:
     """What is wrong with a file of a checkpoint.
 
     Args:
         expected: bytes and CRC-32.
-        read: whether its content is looked at, and not its size alone.
     """
     size, checksum = expected
     try:
@@ -293,10 +313,14 @@ class _ChecksummedFiles(FileSystem):
 
 
 class Writer(FileSystemWriter):
-    """DCP's, with a checksum of each file that this rank has written."""
+    """DCP's, with a checksum of each file that this rank has written.
 
-    def __init__(self, path: Path) -> None:
-        super().__init__(path, sync_files=False)  # `create_stream` syncs them
+    Args:
+        from_device: whether tensors are not in host memory; if all are, DCP starts no GPU to copy them.
+    """
+
+    def __init__(self, path: Path, *, from_device: bool = False) -> None:
+        super().__init__(path, sync_files=False, per_thread_copy_ahead=10_000_000 if from_device else 0)
         self.fs = self._files = _ChecksummedFiles()
 
     @property
@@ -309,6 +333,10 @@ class Writer(FileSystemWriter):
         torch.serialization.set_crc32_options(False)
         try:
             return super().write_data(plan, planner)
+        except OSError:
+            raise
+        except Exception as error:  # other ranks get it as a pickle
+            raise RuntimeError(f"{type(error).__name__}: {error}") from None
         finally:
             torch.serialization.set_crc32_options(kept)
 
@@ -336,6 +364,7 @@ class Reader(FileSystemReader):
         assert self.metadata is not None
         return self.metadata
 
+    @torch.no_grad()
     def read(self, planner: LoadPlanner, state: Mapping[str, Any]) -> None:
         """Fill the boxes of a state. No collective.
 

@@ -10,7 +10,7 @@ import json
 import mmap
 import re
 import shutil
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -72,17 +72,19 @@ def export(
         tokenizer: folder whose tokenizer is added.
 
     Raises:
-        ValueError: `out` is there already.
+        ValueError: `out` is there already, or `tokenizer` has none.
     """
+    files = [tokenizer / name for name in TOKENIZER_FILES if (tokenizer / name).is_file()] if tokenizer else []
+    if tokenizer is not None and not files:
+        raise ValueError(f"{tokenizer} has no file of a tokenizer, such as tokenizer.json")
     stored: dict[str, Any] = reader.read_metadata().state_dict_metadata
     shapes = {key.partition("/")[2]: found.size for key, found in stored.items() if key.startswith(f"{WEIGHT}/")}
     with new_folder(out) as folder:
         tensors = _scratch_tensors(folder / "scratch", shapes, _dtypes(facts["dtypes"], dtype))
         reader.read(LoadPlanner(), _whole(tensors))
         _save(tensors, facts["model"], folder, max_shard_size)
-        for name in TOKENIZER_FILES if tokenizer is not None else ():
-            if (tokenizer / name).is_file():  # type: ignore[operator]
-                shutil.copyfile(tokenizer / name, folder / name)  # type: ignore[operator]
+        for file in files:
+            shutil.copyfile(file, folder / file.name)
 
 
 TOKENIZER_FILES = (
@@ -106,7 +108,7 @@ def dense_state_dict(
     dtypes = _dtypes({name: str(tensor.dtype).removeprefix("torch.") for name, tensor in own.items()}, dtype)
     stored: dict[str, Any] = offers.metadata.state_dict_metadata
     shapes = {key.partition("/")[2]: found.size for key, found in stored.items()} if dist.get_rank() == 0 else {}
-    tensors = {name: torch.empty(shape, dtype=dtypes[name]) for name, shape in shapes.items()}
+    tensors = {name: torch.empty(shape, dtype=dtypes[name], device="cpu") for name, shape in shapes.items()}
     fill(_whole(tensors), offered, offers, device)
     return tensors
 
@@ -211,7 +213,7 @@ class _Folder:
         stored = {found.name: found for file, names in _files(folder).items() for found in _tensors_of(file, names)}
         in_module, converted = _module_names(stored, model)
         known = {*state.mask.parameters, *persistent_buffers(model)}
-        found, repeated, unknown = _matched(in_module, model, known)
+        found, repeated, unknown = matched(in_module, model, known)
         missing = sorted(known - found.keys())
         if converted and missing:
             raise ValueError(
@@ -230,13 +232,9 @@ class _Folder:
 
     @property
     def metadata(self) -> Metadata:
-        tensors: dict[str, Any] = {}
-        for key, stored in self.tensors.items():
-            size = torch.Size(stored.shape)
-            chunk = ChunkStorageMetadata(torch.Size([0] * len(size)), size)
-            tensors[key] = TensorStorageMetadata(TensorProperties(dtype=stored.dtype), size, [chunk])
-        return Metadata(tensors)
+        return whole_metadata({key: (stored.shape, stored.dtype) for key, stored in self.tensors.items()})
 
+    @torch.no_grad()
     def read(self, state: State) -> None:
         """Fill boxes, reading no more than they have."""
         with ExitStack() as stack:
@@ -259,6 +257,19 @@ class _Folder:
                         f"{one.file.parent}: {one.name!r} and {other.name!r} differ, and the model ties them; build it "
                         "with tie_word_embeddings=false"
                     )
+
+
+def whole_metadata(tensors: Mapping[str, tuple[Sequence[int], torch.dtype]]) -> Metadata:
+    """DCP's, of whole tensors.
+
+    Args:
+        tensors: shape and dtype by key.
+    """
+    result: dict[str, Any] = {}
+    for key, (shape, dtype) in tensors.items():
+        chunk = ChunkStorageMetadata(torch.Size([0] * len(shape)), torch.Size(shape))
+        result[key] = TensorStorageMetadata(TensorProperties(dtype=dtype), torch.Size(shape), [chunk])
+    return Metadata(result)
 
 
 def _slice(opened: Any, stored: _Stored, offsets: Iterable[int], sizes: Iterable[int]) -> torch.Tensor:
@@ -327,7 +338,7 @@ def _module_names(stored: Iterable[str], model: nn.Module) -> tuple[dict[str, st
     return names, converted
 
 
-def _matched(
+def matched(
     stored: Collection[str], model: nn.Module, known: Collection[str]
 ) -> tuple[dict[str, str], list[tuple[str, str]], list[str]]:
     """Stored names by dense names: exact ones first, then with or without the prefix of the model without its head,

@@ -10,6 +10,7 @@ from __future__ import annotations
 import io
 import json
 import logging
+import re
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
@@ -32,6 +33,7 @@ from sdp_deepspeed.core.checkpoint.state import (
     live_buffers,
     make_targets,
     optimizer_facts,
+    restore_buffers,
     restore_optimizer,
     scalars,
     written_state,
@@ -43,16 +45,22 @@ COMMON, RANK = "common", "rank"
 
 
 @dataclass(frozen=True)
-class Loaded:
-    """A checkpoint that was loaded.
+class Found:
+    """A verified checkpoint.
 
     Args:
         path: its folder.
-        common: what `save` was given.
+        facts: what it has beside tensors, for the whole run.
     """
 
     path: Path
-    common: dict[str, Any]
+    facts: dict[str, Any]
+
+    @property
+    def common(self) -> dict[str, Any]:
+        """What `save` was given."""
+        common: dict[str, Any] = self.facts["common"]
+        return common
 
 
 class CheckpointManager:
@@ -139,7 +147,9 @@ class CheckpointManager:
 
     def _write(self, folder: Path, tag: str, tensors: State, latest: bool, group: Any) -> None:
         """Every rank runs it, in a thread of its own if saving is asynchronous."""
-        is_first, writer = dist.get_rank() == 0, files.Writer(folder / f"{tag}{files.WRITING}")
+        is_first = dist.get_rank() == 0
+        is_on_device = any(not v.is_cpu for boxes in tensors.values() for v in boxes.parts.values())
+        writer = files.Writer(folder / f"{tag}{files.WRITING}", from_device=is_on_device)
 
         def publish() -> None:
             if is_first:
@@ -181,68 +191,71 @@ class CheckpointManager:
 
     # ---- load -------------------------------------------------------------------------------------------------------
 
-    def load(
-        self,
-        folder: Path,
-        tag: str | None,
-        state: RankState,
-        *,
-        optimizer_states: bool = True,
-        own_state: bool = True,
-        strict: bool = True,
-    ) -> Loaded | None:
-        """Restore a checkpoint that any layout wrote.
+    def find(self, folder: Path, tag: str | None, control: Any) -> Found | None:
+        """The checkpoint to load, without changing anything.
 
         Args:
             tag: None for the one that `latest` names; where that is damaged, for the newest complete one.
-            optimizer_states: whether moments, step counts and options of the optimizer are loaded.
-            own_state: whether ranks go on with their own random numbers and buffers, where the layout is the same.
-            strict: tensors must be those of the model.
 
         Returns:
             None if the folder has no checkpoint.
 
         Raises:
-            ValueError: on all ranks, before anything is changed: it is missing, damaged, or of another model.
-            RuntimeError: on all ranks: a file could not be read after all had been verified; weights are undefined.
+            ValueError: on all ranks: it is missing or damaged.
         """
-        control = state.groups.control
         _refuse_difference(f"load {tag!r} from {folder}", control)
         self.wait()
         path = self._choose(folder, tag, control)
         if path is None:
             return None
-        reader = files.Reader(path)
+        return Found(path, run_on_all_ranks(lambda: read_bytes(files.Reader(path), COMMON), control))
 
-        def prepare() -> tuple[Targets, dict[str, Any], dict[str, Any] | None]:
-            whole = read_bytes(reader, COMMON)
-            optimizer = whole["optimizer"] if optimizer_states else None
+    def load(self, folder: Path, tag: str | None, state: RankState, **options: bool) -> Found | None:
+        """`find` and `restore`."""
+        found = self.find(folder, tag, state.groups.control)
+        if found is not None:
+            self.restore(found, state, **options)
+        return found
+
+    def restore(
+        self,
+        found: Found,
+        state: RankState,
+        *,
+        optimizer_states: bool = True,
+        own_state: bool = True,
+        strict: bool = True,
+    ) -> None:
+        """Restore a checkpoint that any layout wrote.
+
+        Args:
+            optimizer_states: whether moments, step counts and options of the optimizer are loaded.
+            own_state: whether ranks go on with their own random numbers and buffers, where the layout is the same.
+            strict: tensors must be those of the model.
+
+        Raises:
+            ValueError: on all ranks, before anything is changed: it is of another model.
+            RuntimeError: on all ranks: a file could not be read after all had been verified; weights are undefined.
+        """
+        control, facts, reader = state.groups.control, found.facts, files.Reader(found.path)
+
+        def prepare() -> tuple[Targets, dict[str, Any] | None]:
+            optimizer = facts["optimizer"] if optimizer_states else None
             targets = make_targets(state, dense_tensors(reader), optimizer, strict=strict)
-            is_same = own_state and whole["layout"] == state.layout and whole["ranks"] == dist.get_world_size()
-            return targets, whole, read_bytes(reader, f"{RANK}/{dist.get_rank()}") if is_same else None
+            is_same = own_state and facts["layout"] == state.layout and facts["ranks"] == dist.get_world_size()
+            return targets, read_bytes(reader, f"{RANK}/{dist.get_rank()}") if is_same else None
 
         def read() -> None:
             reader.read(LoadPlanner(), targets.boxes)
             if targets.moments is not None:
-                restore_optimizer(state, targets, whole["optimizer"])
+                restore_optimizer(state, targets, facts["optimizer"])
 
-        targets, whole, own = run_on_all_ranks(prepare, control)
+        targets, own = run_on_all_ranks(prepare, control)
         run_on_all_ranks(read, control)
         state.optimizer.return_weights()
         if own is not None:
             restore_random_state(own["random"])
-            for name, buffer in live_buffers(state).items():
-                buffer.copy_(own["buffers"][name])
-        return Loaded(path, whole["common"])
-
-    def common_of(self, folder: Path, tag: str | None, control: Any) -> dict[str, Any] | None:
-        """What `save` was given for the whole run, without loading anything; None if the folder has no checkpoint."""
-        self.wait()
-        path = self._choose(folder, tag, control)
-        if path is None:
-            return None
-        found: dict[str, Any] = run_on_all_ranks(lambda: read_bytes(files.Reader(path), COMMON)["common"], control)
-        return found
+            restore_buffers(state, own["buffers"])
 
     def _choose(self, folder: Path, tag: str | None, control: Any) -> Path | None:
         """The folder of the checkpoint to load."""
@@ -250,7 +263,8 @@ class CheckpointManager:
         tags = run_on_all_ranks(lambda: files.tags_to_try(folder) if tag is None and is_first else [tag], control)
         for name in gather_objects(tags, control)[0]:
             path = files.path_of(folder, name)
-            of_ranks = gather_objects(self._problems(path), control)
+            share = {"rank": dist.get_rank(), "size": dist.get_world_size()}
+            of_ranks = gather_objects(files.problems_in(path, read=self._verify, **share), control)
             found = list(dict.fromkeys(problem for of_rank in of_ranks for problem in of_rank))
             if not found:
                 if problems and is_first:
@@ -260,15 +274,6 @@ class CheckpointManager:
         if problems:
             raise ValueError(f"{folder} has no complete checkpoint{f' {tag!r}' if tag else ''}: {'; '.join(problems)}")
         return None
-
-    def _problems(self, path: Path) -> list[str]:
-        """What is wrong with a checkpoint, as far as this rank looks: each at its share of the files."""
-        try:
-            found = files.read_checksums(path)["files"]
-        except (OSError, ValueError) as error:
-            return [str(error)]
-        mine = sorted(found.items())[dist.get_rank() :: dist.get_world_size()]
-        return [p for name, sums in mine if (p := files.problem_of(path / name, sums, read=self._verify)) is not None]
 
 
 def _refuse_difference(call: str, control: Any) -> None:
@@ -307,9 +312,10 @@ def _plain_bytes(content: Mapping[str, Any]) -> bytes:
         buffer.seek(0)
         plain = torch.load(buffer, map_location="cpu", weights_only=True)
     except Exception as error:
+        found = re.search(r"GLOBAL ([\w.]+)", str(error))
         raise ValueError(
-            "a checkpoint's client state and schedule: expected tensors, numbers, strings, lists and dicts only: "
-            f"{str(error).splitlines()[0]}"
+            "client_state and the schedule of a checkpoint may hold tensors, numbers, strings, lists and dicts only: "
+            f"{f'found {found[1]}' if found else str(error).splitlines()[0]}"
         ) from None
     buffer = io.BytesIO()
     torch.save(plain, buffer)
@@ -326,7 +332,7 @@ def read_bytes(reader: files.Reader, key: str) -> dict[str, Any]:
     if key not in stored:
         raise ValueError(f"{reader.path} has no {key!r}; expected a checkpoint of sdp_deepspeed")
     state: State = {}
-    values = torch.empty(stored[key].size, dtype=torch.uint8)  # type: ignore[union-attr]
+    values = torch.empty(stored[key].size, dtype=torch.uint8, device="cpu")  # type: ignore[union-attr]
     add_box(state, key, values.shape, [0], values)
     reader.read(LoadPlanner(), state)
     content: dict[str, Any] = torch.load(io.BytesIO(values.numpy().tobytes()), map_location="cpu", weights_only=True)

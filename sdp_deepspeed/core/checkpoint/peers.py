@@ -25,8 +25,10 @@ from sdp_deepspeed.core.checkpoint.boxes import LoadPlanner, State
 from sdp_deepspeed.core.checkpoint.state import (
     Facts,
     RankState,
+    live_buffers,
     make_targets,
     optimizer_facts,
+    restore_buffers,
     restore_optimizer,
     scalars,
     written_state,
@@ -42,17 +44,26 @@ class TakenState:
 
     Args:
         tensors: views of the old shards, which nobody may write to until the state is given.
+        layout: with which it was taken.
+        buffers: copies of this rank's own; it keeps them where the layout stays.
     """
 
     tensors: State
     optimizer: Facts
+    layout: dict[str, Any]
+    buffers: dict[str, torch.Tensor]
 
 
 def take_state(state: RankState) -> TakenState:
     """Of the layout that ends. Every rank calls it."""
     control = state.groups.control
     numbers = gather_objects(run_on_all_ranks(lambda: scalars(state), control), control)
-    return run_on_all_ranks(lambda: TakenState(written_state(state), optimizer_facts(state, numbers)), control)
+
+    def take() -> TakenState:
+        buffers = {name: buffer.clone() for name, buffer in live_buffers(state).items()}
+        return TakenState(written_state(state), optimizer_facts(state, numbers), state.layout, buffers)
+
+    return run_on_all_ranks(take, control)
 
 
 def give_state(taken: TakenState, state: RankState, device: torch.device) -> int:
@@ -74,6 +85,8 @@ def give_state(taken: TakenState, state: RankState, device: torch.device) -> int
     num_bytes = fill(targets.boxes, taken.tensors, offers, device)
     restore_optimizer(state, targets, taken.optimizer)
     state.optimizer.return_weights()
+    if taken.layout == state.layout:
+        restore_buffers(state, taken.buffers)
     return num_bytes
 
 
@@ -106,6 +119,7 @@ class Offers:
         self.metadata = Metadata(tensors)
 
 
+@torch.no_grad()
 def fill(wanted: State, offered: State, offers: Offers, device: torch.device) -> int:
     """Fill boxes of this rank from those of all ranks. Every rank calls it.
 
@@ -122,7 +136,7 @@ def fill(wanted: State, offered: State, offers: Offers, device: torch.device) ->
     size, me = dist.get_world_size(), dist.get_rank()
     planner = LoadPlanner()
     planner.set_up_planner(wanted, offers.metadata)
-    items = run_on_all_ranks(lambda: _items(planner, wanted), offers.control)
+    items = run_on_all_ranks(planner.create_local_plan, offers.control).items
     asked: list[list[ReadItem]] = [[] for _ in range(size)]  # of this rank, by owner
     for item in sorted(items, key=lambda item: item.storage_index.fqn):
         asked[offers.owner[item.storage_index.fqn, _offset(item.storage_index)]].append(item)
@@ -144,18 +158,6 @@ def fill(wanted: State, offered: State, offers: Offers, device: torch.device) ->
             planner.resolve_tensor(item).copy_(values.view(item.lengths))
         sent += (packed.numel() - out_sizes[me]) * packed.itemsize
     return sent
-
-
-def _items(planner: LoadPlanner, wanted: State) -> list[ReadItem]:
-    """What fills the wanted boxes."""
-    items = planner.create_local_plan().items
-    found: dict[str, int] = {}
-    for item in items:
-        found[item.dest_index.fqn] = found.get(item.dest_index.fqn, 0) + item.lengths.numel()
-    for key, boxes in wanted.items():
-        if found.get(key, 0) != sum(values.numel() for values in boxes.parts.values()):
-            raise ValueError(f"{key!r}: ranks have {found.get(key, 0)} of the elements that are to be moved")
-    return items
 
 
 def _offset(index: MetadataIndex) -> torch.Size:

@@ -142,8 +142,9 @@ def _other_pieces(state: RankState) -> Iterator[tuple[Piece, tuple[int, ...], to
     persistent = persistent_buffers(mask.model)
     live: dict[str, torch.Tensor] = {n: p for n, p in mask.parameters.items() if n not in state.optimizer.param_groups}
     live |= {name: buffer for name, buffer in mask.model.named_buffers() if name in persistent}
+    pieces = mask.pieces | mask.buffer_pieces
     for name, tensor in live.items():
-        for piece, holders in (mask.pieces | mask.buffer_pieces)[name]:
+        for piece, holders in pieces[name]:
             if mask.stored(piece):
                 yield piece, holders, _view(mask, piece, tensor)
 
@@ -156,9 +157,14 @@ def _view(mask: Mask, piece: Piece, tensor: torch.Tensor) -> torch.Tensor:
 
 
 def live_buffers(state: RankState) -> dict[str, torch.Tensor]:
-    """Persistent buffers that this rank stores, as they are here: each rank may have seen other data."""
-    stored = {piece.parameter for piece, _, _ in _other_pieces(state) if piece.kind == "buffer"}
-    return {name: buffer.detach() for name, buffer in state.mask.model.named_buffers() if name in stored}
+    """Pieces of persistent buffers that this rank stores, as they are here: each rank may have seen other data."""
+    return {f"{p.parameter}@{p.start}": values for p, _, values in _other_pieces(state) if p.kind == "buffer"}
+
+
+def restore_buffers(state: RankState, buffers: Mapping[str, torch.Tensor]) -> None:
+    """Inverse of `live_buffers`."""
+    for key, values in live_buffers(state).items():
+        values.copy_(buffers[key])
 
 
 def persistent_buffers(model: torch.nn.Module) -> set[str]:
@@ -339,7 +345,7 @@ def _as_kept(optimizer: torch.optim.Optimizer, numbers: Mapping[str, float]) -> 
     """PyTorch's optimizers count in fp32 tensors, DeepSpeed's in integers."""
     home = type(optimizer).__module__
     if home.startswith("torch."):
-        return {key: torch.tensor(value, dtype=torch.float32) for key, value in numbers.items()}
+        return {key: torch.tensor(value, dtype=torch.float32, device="cpu") for key, value in numbers.items()}
     return {key: int(value) for key, value in numbers.items()} if home.startswith("deepspeed") else dict(numbers)
 
 

@@ -7,7 +7,7 @@ rounding, whether it is taken after each step or once before evaluation, export 
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -68,54 +68,63 @@ def average_running_statistics(mask: Mask, group: Any, device: torch.device) -> 
 
 
 @torch.no_grad()
-def reestimate(model: nn.Module, batches: Iterable[Any]) -> int:
+def estimate_statistics(model: nn.Module, batches: Iterable[Any]) -> dict[_BatchNorm, list[torch.Tensor]]:
     """Running statistics of the dense model, whose activations are not those of the subnetworks: means over `batches`,
     as by `torch.optim.swa_utils.update_bn`. Batch norms normalize with their batch; all else is in evaluation mode.
 
     Args:
-        model: dense (`Mask.undo`).
+        model: dense (`Mask.undo`); as before afterwards, its statistics too.
         batches: each a dict of keyword arguments of the model, a tuple or list of arguments, or the one argument.
 
     Returns:
-        How many batch norms there are.
+        Of each batch norm: mean, variance (both fp64) and number of batches; as they were if it did not run.
     """
-    norms = _tracking(model)
+    norms = tracking_norms(model)
     modes = {module: module.training for module in model.modules()}
-    momenta = {norm: norm.momentum for norm in norms}
     before = {norm: [getattr(norm, name).clone() for name in (*_MEANS, _COUNT)] for norm in norms}
+    momenta = {norm: norm.momentum for norm in norms}
+    sums: dict[_BatchNorm, list[torch.Tensor]] = {}
+
+    def add(norm: _BatchNorm, *_: Any) -> None:
+        own = [getattr(norm, name).double() for name in _MEANS]
+        sums[norm] = [total + value for total, value in zip(sums[norm], own, strict=True)] if norm in sums else own
+
+    hooks = [norm.register_forward_hook(add) for norm in norms]
     model.eval()
     for norm in norms:
         norm.reset_running_stats()
         norm.train()
-        norm.momentum = None  # a cumulative mean
+        norm.momentum = 1.0  # a batch's own statistics
     try:
         for batch in batches:
             _call(model, batch)
-    except BaseException:
-        for norm, values in before.items():
-            for name, value in zip((*_MEANS, _COUNT), values, strict=True):
-                getattr(norm, name).copy_(value)
-        raise
+        counts = {norm: getattr(norm, _COUNT).clone() for norm in sums}
+        found = {norm: [*(total / counts[norm] for total in totals), counts[norm]] for norm, totals in sums.items()}
+        return {norm: found.get(norm) or [value.double() for value in before[norm]] for norm in norms}
     finally:
+        for hook in hooks:
+            hook.remove()
         for module, training in modes.items():
             module.training = training
-        for norm, momentum in momenta.items():
-            norm.momentum = momentum
-    return len(norms)
+        for norm in norms:
+            norm.momentum = momenta[norm]
+            write_statistics({norm: before[norm]})
 
 
 @torch.no_grad()
-def average_dense_statistics(model: nn.Module, group: Any) -> None:
-    """Make the running means and variances of a dense model those over all ranks of a group, each of which has run as
-    many batches."""
-    for norm in _tracking(model):
-        for name in _MEANS:
-            total = getattr(norm, name).double()
-            dist.all_reduce(total, group=group)
-            getattr(norm, name).copy_(total / dist.get_world_size(group))
+def write_statistics(found: Mapping[_BatchNorm, Sequence[torch.Tensor]], group: Any = None) -> None:
+    """Set running means, variances and numbers of batches, the former to the means over the ranks of a group, each of
+    which has run as many batches."""
+    for norm, values in found.items():
+        for name, value in zip((*_MEANS, _COUNT), values, strict=True):
+            if group is not None and name != _COUNT:
+                dist.all_reduce(value, group=group)
+                value = value / dist.get_world_size(group)
+            getattr(norm, name).copy_(value)
 
 
-def _tracking(model: nn.Module) -> list[_BatchNorm]:
+def tracking_norms(model: nn.Module) -> list[_BatchNorm]:
+    """Batch norms with running statistics."""
     return [m for m in model.modules() if isinstance(m, _BatchNorm) and m.running_mean is not None]
 
 

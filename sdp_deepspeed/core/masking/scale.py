@@ -39,7 +39,7 @@ def output_scales(mask: Mask) -> list[tuple[Piece, float]]:
 @contextmanager
 def scaled(mask: Mask) -> Iterator[None]:
     """Until the end of the block the dense model (an undone mask) is the scaled one; then its weights are the same bits
-    as before.
+    as before. Elements that were changed meanwhile (loaded) are divided by the scale.
 
     Raises:
         ValueError: as `output_scales`.
@@ -49,13 +49,13 @@ def scaled(mask: Mask) -> Iterator[None]:
     with torch.no_grad():
         for piece, scale in output_scales(mask):
             view = mask.view(piece)
-            kept.append((view, view.clone()))
+            kept.append((view, view.clone(), scale))
             view.mul_(scale)
     try:
         yield
     finally:
-        for view, values in kept:
-            view.copy_(values)
+        for view, values, scale in kept:
+            view.copy_(torch.where(view == values * scale, values, view / scale))
 
 
 def _outputs(mask: Mask, branch: LocatedBranch) -> set[str]:

@@ -107,14 +107,16 @@ class Meetings:
             what: the call, for the message.
 
         Raises:
-            RuntimeError: a rank went on without it, or does not come within the store's time limit.
+            RuntimeError: a rank went on without it, does something else that needs all, or does not come within the
+                store's time limit.
         """
         if self._size == 1:
             return
         key = f"{self._name}/meeting/{self._num_meetings}"
-        here = self._store.add(key, 1)
-        if here == self._size:
-            self._store.set(f"{key}/all", what)
+        self._store.set(f"{key}/{self._rank}", what)
+        if self._store.add(key, 1) == self._size:
+            calls = [self._store.get(f"{key}/{rank}").decode() for rank in range(self._size)]
+            self._store.set(f"{key}/all", "; ".join(dict.fromkeys(calls)))
         deadline, pause = time.monotonic() + self._store.timeout.total_seconds(), 0.001  # seconds
         while not self._store.check([f"{key}/all"]):
             if time.monotonic() > deadline:
@@ -128,6 +130,8 @@ class Meetings:
                 )
         self._num_meetings += 1
         self._num_passes = 0
+        if (calls := self._store.get(f"{key}/all").decode()) != what:
+            raise RuntimeError(f"ranks do not call the same, but {calls}; all ranks must call each of them together")
 
     def _gone(self) -> list[int]:
         """Ranks that have begun a pass since the last meeting that this rank has not begun."""

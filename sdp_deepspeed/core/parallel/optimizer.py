@@ -62,7 +62,8 @@ class ShardedOptimizer:
         optimizer: of the dense model's parameters, not stepped yet. Its param groups get this rank's shards in place of
             parameters; other options stay.
         mask: this rank's subnetwork. Its `parameters` (by dense name), `pieces` (of each tensor, with their holders, in
-            the order of the forward pass), `shapes` (of dense tensors) and `view(piece, of)` are used.
+            the order of the forward pass), `shapes` (of dense tensors), `is_applied` and
+            `view(piece, of)` are used.
         groups: process groups of all holder sets.
         param_groups: index of the param group of each tensor to be trained, by dense name. The same on all ranks, so
             without parameters that the user froze and with those that only the mask froze here.
@@ -164,8 +165,9 @@ class ShardedOptimizer:
                 for i in range(len(optimizer.param_groups))
             ],
         )
+        self._fused: list[dict[str, Any]] = []  # param groups whose kernel was chosen here
         if stage > 0:  # in stage 0 holders must agree in bits, and a CPU's fused kernel rounds by where elements lie
-            prefer_fused(optimizer)
+            self._fused = prefer_fused(optimizer)
         self._num_param_groups = len(optimizer.param_groups)
         self._moved: Moved = []
         self._is_offloaded = False
@@ -275,6 +277,8 @@ class ShardedOptimizer:
 
     def _on_gradient(self, name: str) -> None:
         """A tensor's gradient of this backward pass has been added to its `.grad`."""
+        if not self.mask.is_applied:
+            raise RuntimeError("a backward pass inside engine.dense(): use torch.autograd.grad, or leave it first")
         indices = {index for index, _ in self._slots_of[name]}
         if name in self._seen:  # as reentrant activation checkpointing has it, once for each segment that uses it
             self._repeated.add(name)
@@ -542,11 +546,18 @@ class ShardedOptimizer:
             parameter.grad is not None for parameter in self._parameters.values()
         )
 
+    def gradient_tensors(self) -> list[torch.Tensor]:
+        """Gradients besides those in `.grad`: averages, and the buffers in which they are summed."""
+        averages = [bucket.gradient for bucket in self.held if bucket.gradient is not None]
+        return averages + [bucket.gradients for bucket in self.held if self._keeps_gradients(bucket)]
+
     def close(self) -> None:
         """Remove the hooks; the module's tensors and the optimizer's shards stay as they are."""
         for hook in self._hooks:
             hook.remove()
         self._hooks.clear()
+        for group in self._fused:
+            group["fused"] = None
 
     # ---- state, for checkpoints and re-planning --------------------------------------------------------------------
 

@@ -20,6 +20,11 @@ _OTHERS = {
 _WHOLE_TENSORS = {"Muon": "torch.optim", "MuonWithAuxAdam": "deepspeed.runtime.zero.muon"}
 
 
+def is_elementwise(name: str) -> bool:
+    """Whether optimizers of this name update each element by itself."""
+    return name.lower() in _ELEMENTWISE
+
+
 def check_optimizer(kind: type[torch.optim.Optimizer] | str, *, allow: bool) -> None:
     """Refuse optimizers whose sharded step may not be their step.
 
@@ -31,9 +36,7 @@ def check_optimizer(kind: type[torch.optim.Optimizer] | str, *, allow: bool) -> 
         ValueError: by name.
     """
     name = kind if isinstance(kind, str) else kind.__name__
-    known = name.lower() in _ELEMENTWISE or (
-        name.lower() == "muon" if isinstance(kind, str) else _updates_whole_tensors(kind)
-    )
+    known = is_elementwise(name) or (name.lower() == "muon" if isinstance(kind, str) else _updates_whole_tensors(kind))
     if name.lower() in _OTHERS:
         raise ValueError(
             f"optimizer {name!r} does not update each element by itself; use Adam, AdamW, SGD, Lion or "

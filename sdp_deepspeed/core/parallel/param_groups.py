@@ -76,10 +76,13 @@ def _initial_value(value: Any, shard: torch.Tensor) -> Any:
     return torch.full_like(shard, value.flatten()[0].item()) if value.dim() else value.clone()
 
 
-def prefer_fused(optimizer: torch.optim.Optimizer) -> None:
+def prefer_fused(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
     """Let PyTorch's Adam and AdamW step shards in one pass over memory; three times as fast on a CPU. Param groups for
-    which the user chose a kernel stay as they are."""
+    which the user chose a kernel stay as they are. Returns the others."""
+    chosen = []
     for group in optimizer.param_groups if type(optimizer) in (torch.optim.Adam, torch.optim.AdamW) else ():
         is_open = group["fused"] is None and group["foreach"] is None
         if is_open and not (group["capturable"] or group["differentiable"]):
             group["fused"] = all(shard.device.type in ("cpu", "cuda") for shard in group["params"])
+            chosen.append(group)
+    return chosen

@@ -11,14 +11,15 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 
-from sdp_deepspeed.checkpoint.state.boxes import Box
-from sdp_deepspeed.checkpoint.state.snapshot import step_counts, take_snapshot
-from tests.helpers.dense_checkpoints import dense_tensors
+from sdp_deepspeed.core.checkpoint.state import written_state
+from sdp_deepspeed.engine.replan import rank_state
+from tests.helpers.core_training import dense_of, dense_tensors
 from tests.helpers.models import batches, config
 from tests.helpers.ranks import Rank, run_ranks
 from tests.helpers.tensor_parallel_models import build
-from tests.helpers.training import dense_state, engine_of, gathered, micro_step
+from tests.helpers.training import assert_identical, dense_state, engine_of, gathered, micro_step
 
 ADAM = {"type": "AdamW", "params": {"lr": 1e-2, "weight_decay": 0.1, "torch_adam": True}}
 SCHEDULE = {"type": "WarmupLR", "params": {"warmup_min_lr": 1e-3, "warmup_max_lr": 1e-2, "warmup_num_steps": 6}}
@@ -76,70 +77,57 @@ READERS = {
 }
 
 
+def model() -> Any:
+    """Tied embeddings, a frozen parameter, and a buffer."""
+    found: Any = build("llama_tied")
+    found.model.norm.weight.requires_grad_(False)
+    found.register_buffer("seen", torch.arange(3.0))
+    return found
+
+
 def train(engine: Any, *, num_steps: int, first: int = 0, seed: int = 1) -> list[float]:
     """Tensor-parallel ranks take the same batches."""
-    own = engine.dp_group
-    steps = itertools.islice(batches(own.size, 1, seed), first, first + num_steps)
-    return [micro_step(engine, batch) for step in steps for batch in step[own.rank]]
+    group = engine.seq_data_parallel_group
+    steps = itertools.islice(batches(dist.get_world_size(group), 1, seed), first, first + num_steps)
+    return [micro_step(engine, batch) for step in steps for batch in step[dist.get_rank(group)]]
 
 
 def write(run: Run, name: str, folder: Path, rank: Rank) -> None:
-    engine = engine_of(run.settings(), build("llama_tied"))
+    """Each element of each dense tensor is written by one rank."""
+    engine = engine_of(run.settings(), model())
     train(engine, num_steps=3)
-    assert_written_once(engine)
+    parts = gathered(written_state(rank_state(engine)))
     engine.save_checkpoint(str(folder / name), client_state={"position": 3})
-    dense, stored = dense_state(engine), dense_tensors(folder / name / "global_step3")
-    for key, value in stored.items():  # masters lie as moments do
-        kind, _, parameter = key.partition("/")
-        if kind in ("weight", "master"):
-            assert torch.equal(value.to(dense[parameter].dtype), dense[parameter]), key
+    stored = dense_tensors(folder / name / "global_step3")
+    if rank.rank == 0:
+        assert_identical(stored, dense_of(parts))
+    assert_rounded(dense_state(engine), stored)
 
 
-def assert_written_once(engine: Any) -> None:
-    """Each element of each dense tensor by one rank; DCP would quietly leave out what two ranks write."""
-    snapshot = take_snapshot(engine, {}, gathered(step_counts(engine)), exclude_frozen=False)
-    own = [(key, chunks.shape, tuple(chunks.boxes())) for key, chunks in snapshot.chunks.items()]
-    times: dict[str, torch.Tensor] = {}
-    for key, shape, boxes in itertools.chain(*gathered(own)):
-        written = times.setdefault(key, torch.zeros(shape, dtype=torch.int32))
-        for box in boxes:
-            written[box.slices_in(Box.whole(shape))] += 1
-    wrong = [key for key, written in times.items() if not bool((written == 1).all())]
-    assert not wrong, wrong
-
-
-def read(run: Run, name: str, source: str, folder: Path, rank: Rank) -> None:
-    """What was loaded is what is saved again."""
-    engine = engine_of(run.settings(), build("llama_tied"))
+def read(run: Run, source: str, folder: Path, rank: Rank) -> None:
+    """Masters, moments and what is not trained are those that were saved, weights are rounded masters."""
+    engine = engine_of(run.settings(), model())
     train(engine, num_steps=1, seed=7)
     _, client_state = engine.load_checkpoint(str(folder / source))
     assert client_state == {"position": 3}
     assert (engine.global_steps, engine.lr_scheduler.last_batch_iteration) == (3, 2)
-    again = folder / f"{source}_{name}"
-    engine.save_checkpoint(str(again))
+    stored, parts = dense_tensors(folder / source / "global_step3"), gathered(written_state(rank_state(engine)))
     if rank.rank == 0:
-        assert_same_run(dense_tensors(folder / source / "global_step3"), dense_tensors(again / "global_step3"))
+        found = dense_of(parts)
+        assert {key.partition("/")[0] for key in found} == {"weight", "exp_avg", "exp_avg_sq"}
+        assert_identical(found, {key: value.to(found[key].dtype) for key, value in stored.items()})
+    assert_rounded(dense_state(engine), stored)
     assert {float(state["step"]) for state in engine.optimizer.state.values()} <= {3.0}
     losses = train(engine, num_steps=1, first=3)
     assert all(map(torch.isfinite, torch.tensor(losses)))
 
 
-def assert_same_run(before: Mapping[str, torch.Tensor], after: Mapping[str, torch.Tensor]) -> None:
-    """Weights as they were or rounded, masters and moments as they were."""
-
-    def exact(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        weights = {key: value for key, value in tensors.items() if key.startswith("weight/")}
-        return {key: tensors.get(key.replace("weight/", "master/"), value) for key, value in weights.items()}
-
-    moments = {key for key in before if not key.startswith(("weight/", "master/"))}
-    assert {key.partition("/")[0] for key in moments} == {"exp_avg", "exp_avg_sq"}
-    assert moments == {key for key in after if not key.startswith(("weight/", "master/"))}
-    assert all(torch.equal(before[key], after[key]) for key in moments)
-    one, other = exact(before), exact(after)
-    assert one.keys() == other.keys()
-    for key, value in one.items():
-        assert torch.equal(value.float(), other[key].float()), key
-        assert torch.equal(after[key], value.to(after[key].dtype)), key
+def assert_rounded(dense: Mapping[str, torch.Tensor], stored: Mapping[str, torch.Tensor]) -> None:
+    """The dense model is what was stored, in its own precision."""
+    weights = {key.removeprefix("weight/"): value for key, value in stored.items() if key.startswith("weight/")}
+    assert weights.keys() <= dense.keys()
+    for name, value in weights.items():
+        assert torch.equal(dense[name], value.to(dense[name].dtype)), name
 
 
 @pytest.fixture(scope="module")
@@ -152,7 +140,7 @@ def outcomes(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRe
         result |= run_ranks(size, checks)
     for size in (2, 3, 4):
         checks = [
-            (f"{source}-{name}", partial(read, run, name, source, folder))
+            (f"{source}-{name}", partial(read, run, source, folder))
             for name, run in READERS.items()
             if run.size == size
             for source in _sources(name, request.config)

@@ -21,8 +21,6 @@ from tests.helpers.core_training import Layout, Training, training
 from tests.helpers.ranks import Rank
 from tests.helpers.training import assert_identical, refusal
 
-pytestmark = pytest.mark.slow  # until this is the core that an engine trains with
-
 LARGEST = 2**15  # bytes of a file: tensors have more, all others less
 
 

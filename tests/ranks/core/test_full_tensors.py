@@ -16,8 +16,6 @@ from sdp_deepspeed.core.parallel.optimizer import ShardedOptimizer
 from tests.helpers.ranks import Rank
 from tests.helpers.sliced_models import Reference, SlicedMask, param_groups, sliced_model
 
-pytestmark = pytest.mark.slow  # until this is the core that an engine trains with
-
 NAMES = ("embed", "layer1.up", "layer1.down", "layer2.bias", "scale")
 
 

@@ -34,8 +34,6 @@ from tests.helpers.sliced_models import (
     sliced_model,
 )
 
-pytestmark = pytest.mark.slow  # until this is the core that an engine trains with
-
 MODES: list[tuple[Regime, Strategy]] = [
     ("forward", "block"),
     ("forward", "neuron"),
@@ -645,6 +643,6 @@ def _checks(size: int, options: pytest.Config) -> Iterator[tuple[str, Any]]:
             yield function.__name__, function
 
 
-@pytest.mark.checks((2, 3, 4), _checks)
+@pytest.mark.checks((2, 3, 4), _checks, slow=["2-*", "4-forward-*", "4-backward-*", "4-random_plans"])
 def test_ranks(outcome: str | None) -> None:
     assert outcome is None, outcome

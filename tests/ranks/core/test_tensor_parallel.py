@@ -28,8 +28,6 @@ from tests.helpers.oracle import from_rank_0, make_optimizer
 from tests.helpers.ranks import Rank
 from tests.helpers.tensor_parallel_models import TP, Divided, OwnModel, build, describe_own, mpu
 
-pytestmark = pytest.mark.slow  # until this is the core that an engine trains with
-
 CLIP, NUM_STEPS = 0.5, 2
 
 
@@ -146,7 +144,7 @@ CASES = (
 
 
 def _checks(size: int, options: pytest.Config) -> Iterator[tuple[str, Any]]:
-    for case in CASES:
+    for case in CASES if options.getoption("--full") else CASES[:3]:
         yield str(case), partial(trains, case=case)
     yield "what_cannot_be_divided", what_cannot_be_divided
 

@@ -1,4 +1,4 @@
-"""`torch.compile`: one graph in training, without breaks; the same results; the dense model is evaluated uncompiled.
+"""`torch.compile`: one graph in training, without breaks; the same results, of the dense model in evaluation too.
 
 Backends that are quick on a CPU: "eager" runs what was traced as it is, "aot_eager" traces backward too.
 """
@@ -17,7 +17,7 @@ from torch._dynamo.utils import counters
 from sdp_deepspeed.config import MODES, Mode
 from tests.helpers.models import SPECIMENS, batches, llama, loss_of
 from tests.helpers.ranks import Rank
-from tests.helpers.training import dense_state, engine_of, refusal, sgd, train
+from tests.helpers.training import dense_state, engine_of, sgd, train
 
 
 def layers_of(model: Any) -> Any:
@@ -64,11 +64,13 @@ def engine_compile(rank: Rank) -> None:
     for number, mode in enumerate(MODES):
         engines = [start(SPECIMENS["llama"].build(), (2, 1, 0, 2)[number], mode) for _ in range(2)]
         engines[0].compile(backend=("aot_eager", "eager", "eager", "aot_eager")[number])
-        compare(*engines)
+        losses = train(engines[0], num_steps=2)
         graphs, breaks = num_graphs()
         assert breaks == 0, (mode, dict(counters["graph_break"]))
         # In the backward regime a block's weights are frozen; that the first layer's input needs a gradient is news.
         assert 1 <= graphs <= 2, (mode, graphs)
+        assert losses == pytest.approx(train(engines[1], num_steps=2), rel=1e-5)
+        compare(*engines)
 
 
 def inductor(rank: Rank) -> None:
@@ -87,14 +89,16 @@ def wrapped_before(rank: Rank) -> None:
     engine = start(compiled, 2, MODES[3])
     assert engine.module is model
     expected = engine_of(sgd(stage=2, clip=0.5, regime="backward", strategy="neuron"), SPECIMENS["llama"].build())
-    compare(engine, expected)
+    train(engine, num_steps=1)
     assert num_graphs() == (1, 0)
+    train(expected, num_steps=1)
+    compare(engine, expected)
     assert list(dense_state(engine)) == names
 
 
 def compiled_layers(rank: Rank) -> None:
     """Each layer wrapped by itself, with checkpointing: layers that look alike share a graph, as without us."""
-    for mode, limit in zip(MODES, (4, 1, 4, 1), strict=True):  # a layer's two blocks are here or not: four cases
+    for mode, limit in zip(MODES, (4, 1, 4, 4), strict=True):  # of a layer's two parts, this one is held or that one
         model: Any = llama(6)
         model.config.use_cache = False
         layers = layers_of(model)
@@ -107,10 +111,7 @@ def compiled_layers(rank: Rank) -> None:
         assert 1 <= graphs <= limit, (mode, graphs)
         assert breaks == 0, (mode, dict(counters["graph_break"]))
         assert losses == pytest.approx(train(expected, num_steps=2), rel=1e-5)
-        assert evaluated(engine) == pytest.approx(evaluated(expected), rel=1e-5)
-        train(engine, num_steps=1)
-        if mode != ("backward", "block"):  # there the module is the dense model, and compiled for evaluation as ever
-            assert num_graphs() == (graphs, 0), (mode, num_graphs())
+        compare(engine, expected)
 
 
 def compiled_parts(rank: Rank) -> None:
@@ -125,22 +126,24 @@ def compiled_parts(rank: Rank) -> None:
         compare(engine, expected)
 
 
-def a_forward_of_its_own_is_refused(rank: Rank) -> None:
-    """Compiled as a method, it would go on with what this rank has."""
-    parts: list[tuple[str, Callable[[Any], nn.Module], tuple[str, str]]] = [
-        ("model.layers.0.mlp", lambda layer: layer.mlp, MODES[0]),
-        ("model.layers.0.mlp", lambda layer: layer.mlp, MODES[3]),
-        ("model.layers.0.mlp.down_proj", lambda layer: layer.mlp.down_proj, MODES[3]),
+def a_forward_of_its_own(rank: Rank) -> None:
+    """Compiled as a method: where it is replaced, and where it runs on what this rank has."""
+    parts: list[tuple[Callable[[Any], nn.Module], Mode]] = [
+        (lambda layer: layer.mlp, MODES[0]),
+        (lambda layer: layer.mlp, MODES[1]),
+        (lambda layer: layer.mlp.down_proj, MODES[3]),
     ]
-    for name, part, mode in parts:
+    for part, mode in parts:
         model = SPECIMENS["llama"].build()
         for layer in layers_of(model):
             part(layer).forward = torch.compile(part(layer).forward, backend="eager")
-        refusal(ValueError, lambda m=model, c=mode: start(m, 1, c), repr(name), "forward", "module.compile()")
+        engine = start(model, 1, mode)
+        expected = engine_of(sgd(clip=0.5, regime=mode.regime, strategy=mode.strategy), SPECIMENS["llama"].build())
+        compare(engine, expected)
 
 
 def _cases(size: int, options: pytest.Config) -> Iterator[tuple[str, Any]]:
-    for check in (engine_compile, wrapped_before, compiled_layers, compiled_parts, a_forward_of_its_own_is_refused):
+    for check in (engine_compile, wrapped_before, compiled_layers, compiled_parts, a_forward_of_its_own):
         yield check.__name__, check
     if options.getoption("--gpu"):
         yield "inductor", inductor

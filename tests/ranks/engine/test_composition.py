@@ -63,7 +63,7 @@ def check_checkpointing(number: int, fold: Callable[[Any, torch.Tensor], Any]) -
         runs = layer_runs(model)
         engine = engine_of(sgd(2, stage=stage, **block_of(number)), model)
         for step in itertools.islice(batches(2, 2), 2):
-            for batch in step[engine.dp_group.rank]:
+            for batch in step[engine.groups.rank]:
                 fold(engine, batch)
         assert engine.global_steps == 2
         assert len(runs) == 8 if recompute is None else len(runs) >= 12, (

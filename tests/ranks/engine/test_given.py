@@ -26,7 +26,7 @@ def trainable(model: nn.Module) -> Iterator[nn.Parameter]:
 def groups(model: nn.Module) -> Iterator[dict[str, Any]]:
     """Lazy outside and inside."""
     for is_matrix in (True, False):
-        chosen = (p for p in model.parameters() if p.requires_grad and (p.dim() >= 2) == is_matrix)
+        chosen: Any = filter(lambda p, side=is_matrix: p.requires_grad and (p.dim() >= 2) == side, model.parameters())  # type: ignore[arg-type]
         yield {"params": chosen, "weight_decay": 0.1 if is_matrix else 0.0}
 
 
@@ -85,10 +85,13 @@ def a_function_that_fails_on_one_rank(rank: Rank) -> None:
 
 
 def an_unknown_optimizer_is_refused(rank: Rank) -> None:
-    def other(parameters: Any) -> torch.optim.Optimizer:
-        return torch.optim.NAdam(parameters)
+    class Mine(torch.optim.SGD):
+        pass
 
-    refusal(ValueError, lambda: engine_of(config(holders=1), optimizer=other), "NAdam")
+    def other(parameters: Any) -> torch.optim.Optimizer:
+        return Mine(parameters)
+
+    refusal(ValueError, lambda: engine_of(config(holders=1), optimizer=other), "Mine")
 
 
 def _cases(size: int, options: pytest.Config) -> Iterator[tuple[str, Any]]:

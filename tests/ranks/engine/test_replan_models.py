@@ -37,7 +37,7 @@ IN_HOST_MEMORY = [
     Phase({}, 1),
     Phase(BACKWARD | NEURON, 2),
     Phase(NEURON | {"holders": 2}),
-    Phase({"lr_by_coverage": "sqrt"}, 1),
+    Phase({}, 1),
 ]
 SEQUENCES = {
     "checkpointed": Sequence_(2, AROUND, "bf16", model=checkpointed, config={"gradient_accumulation_steps": 2}),

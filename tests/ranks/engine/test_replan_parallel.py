@@ -5,17 +5,15 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from typing import Any
-from unittest import mock
 
 import pytest
 from torch import nn
 
-from sdp_deepspeed.engine import schedule_calls
 from tests.helpers.models import MIXED
 from tests.helpers.ranks import Rank
 from tests.helpers.replanned_runs import Phase, Sequence_, check_sequence
 from tests.helpers.tensor_parallel_models import OWN_SPECS, TP, Divided, OwnModel, build, describe_own, mpu
-from tests.helpers.training import gathered, refusal
+from tests.helpers.training import refusal
 
 Check = Callable[[Rank], None]
 NEURON, BACKWARD, CHECKED = {"strategy": "neuron"}, {"regime": "backward"}, {"check_agreement": True}
@@ -82,22 +80,11 @@ def a_stage_that_shards_cannot_have(rank: Rank) -> None:
     run.train(engine, 1)
 
 
-def the_table_counts_what_a_rank_has(rank: Rank) -> None:
-    """A shard of each tensor, not the tensor."""
-    with mock.patch.object(schedule_calls, "schedule_table", wraps=schedule_calls.schedule_table) as table:
-        engine = SCHEDULES[0].start()
-    weights = sum(p.numel() * p.element_size() for p in engine.module.parameters())
-    rows = table.call_args[0][0] if rank.rank == 0 else []
-    of_ranks = gathered((weights, [max(each.weights for each in row.ranks) for row in rows]))
-    assert of_ranks[0][1][0] == max(own for own, _ in of_ranks)
-
-
 def _cases(size: int, options: pytest.Config) -> Iterator[tuple[str, Check]]:
     for name, run in SEQUENCES.items():
         yield name, partial(check_sequence, run)
     for case in SCHEDULES:
         yield f"schedule-{case}", case
-    yield "the_table_counts_what_a_rank_has", the_table_counts_what_a_rank_has
     yield "a_stage_that_shards_cannot_have", a_stage_that_shards_cannot_have
 
 

@@ -2,25 +2,21 @@
 
 from __future__ import annotations
 
-import copy
+import os
 from collections.abc import Iterator
-from contextlib import nullcontext
-from dataclasses import replace
-from functools import partial
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state, safe_set_full_fp32_param
 from torch import nn
-from torch.optim.swa_utils import AveragedModel
 
-from benchmarks.common.measured_step import measured_step
 from sdp_deepspeed import Init
 from tests.helpers.models import TOKENS, llama
-from tests.helpers.ranks import Rank
+from tests.helpers.ranks import Rank, run_ranks
 from tests.helpers.replanned_runs import Phase, Sequence_, assert_same_run
-from tests.helpers.training import assert_identical, dense_state, refusal
+from tests.helpers.training import assert_identical, dense_state
 
 pytestmark = pytest.mark.slow
 
@@ -30,22 +26,20 @@ RUN, RUN_BF16 = (Sequence_(2, [Phase({}, 1)], precision) for precision in ("fp32
 
 def between_evaluations(rank: Rank) -> None:
     """Without going back to training: the next evaluation is of the same dense model, the run goes on as without."""
-    for evaluation in ("stream", "resident"):
-        engine, other = (RUN.engine(Phase({"evaluation": evaluation}), 1) for _ in range(2))
-        back = {"regime": "forward", "strategy": "block", "evaluation": evaluation}
-        for each in (engine, other):
-            RUN.train(each, 1)
-            each.eval()
-        with torch.no_grad():
-            expected = engine(TOKENS).logits
-            other(TOKENS)
-            for block in (CUT | {"evaluation": "auto"}, back):
-                engine.replan(block)
-                torch.testing.assert_close(engine(TOKENS).logits, expected, rtol=1e-5, atol=1e-5)
-        for each in (engine, other):
-            each.train()
-        assert RUN.train(engine, 2) == RUN.train(other, 2)
-        assert_same_run(engine, other)
+    engine, other = (RUN.engine(Phase({}), 1) for _ in range(2))
+    for each in (engine, other):
+        RUN.train(each, 1)
+        each.eval()
+    with torch.no_grad():
+        expected = engine(TOKENS).logits
+        other(TOKENS)
+        for block in (CUT, {"regime": "forward", "strategy": "block"}):
+            engine.replan(block)
+            torch.testing.assert_close(engine(TOKENS).logits, expected, rtol=1e-5, atol=1e-5)
+    for each in (engine, other):
+        each.train()
+    assert RUN.train(engine, 2) == RUN.train(other, 2)
+    assert_same_run(engine, other)
 
 
 def full_tensors(rank: Rank) -> None:
@@ -87,7 +81,7 @@ def loaded(rank: Rank) -> None:
     engine.replan(CUT)
     engine.save_checkpoint(str(rank.folder / "saved"))
     engine.replan({"coverage": 1.0})
-    with engine.dense(resident=True):
+    with engine.dense():
         engine.module.load_state_dict(given)
     engine.replan({"coverage": 0.5})
     assert_identical(dense_state(engine), given)
@@ -110,61 +104,29 @@ def from_no_storage(rank: Rank) -> None:
     assert_same_run(engine, other)
 
 
-def copies(rank: Rank) -> None:
-    """One that nobody can reach does not count; one of the dense model goes on as its average."""
-    engine = RUN.engine(Phase({}), 1)
-    gone = copy.deepcopy(engine.module)
-    gone.itself = [gone]
-    del gone
-    engine.replan({"holders": 2})
-    average = AveragedModel(engine.module)
-    engine.replan({"holders": 1})
-    with engine.dense(resident=True):
-        average.update_parameters(engine.module)
-    assert_identical(average.module.state_dict(), dense_state(engine))
-
-
-def measured(rank: Rank) -> None:
-    """A step that ends with a re-plan: its figures are those of an engine that keeps its plan, and the losses afterward
-    those of one that nobody measured."""
-    figures: list[Any] = []
-    losses = []
-    for replans, measures in ((False, True), (True, True), (True, False)):
-        engine = RUN.engine(Phase({}), 1)
-        RUN.train(engine, 1)
-        if replans:
-            engine.step = partial(_step_and_replan, engine)
-        with measured_step(engine) if measures else nullcontext() as found:
-            RUN.train(engine, 1)
-        if replans:
-            assert engine.__dict__.pop("step").func is _step_and_replan, "others get back what they put there"
-        assert not {"step", "_replan"} & vars(engine).keys()
-        assert engine.plan.is_whole == replans
-        losses.append(RUN.train(engine, 2))
-        figures.append(found)
-    kept, changed = figures[:2]
-    sent = kept.sent_by_operator | {"send": changed.sent - kept.sent, "recv_": 0}
-    assert changed.sent_by_operator == sent, "beside that only words by which ranks meet"
-    assert 0 <= sent["send"] < 1000 < kept.weights
-    assert replace(changed, process=0, sent=0, sent_by_operator={}) == replace(
-        kept, process=0, sent=0, sent_by_operator={}
-    )
-    assert losses[1] == losses[2]
-
-
-def _step_and_replan(engine: Any) -> None:
-    type(engine).step(engine)
-    engine.replan({"holders": 2})
-
-
 def compiled(rank: Rank) -> None:
-    engine = RUN.engine(Phase({}), 1)
+    """It is compiled anew for the shapes that are there."""
+    engine, other = RUN.engine(Phase({}), 1), RUN.engine(Phase(CUT), 1)
     engine.compile(backend="eager")
-    refusal(ValueError, lambda: engine.replan({"holders": 2}), "was compiled")
+    other.compile(backend="eager")
+    engine.replan(CUT)
+    assert RUN.train(engine, 2) == RUN.train(other, 2)
+    assert_same_run(engine, other)
+
+
+def death(rank: Rank) -> None:
+    """Of rank 1 in the middle: the others do not wait for a time limit."""
+    engine = RUN.engine(Phase({}), 1)
+    if rank.rank == 1:
+        with mock.patch("sdp_deepspeed.engine.replan.give_state", side_effect=lambda *_: os._exit(1)):
+            engine.replan(CUT)
+    with pytest.raises(RuntimeError):
+        engine.replan(CUT)
+    raise AssertionError("rank 0 has noticed")
 
 
 def _cases(size: int, options: pytest.Config) -> Iterator[tuple[str, Any]]:
-    uses = (between_evaluations, full_tensors, saved_in_the_background, loaded, from_no_storage, copies, measured)
+    uses = (between_evaluations, full_tensors, saved_in_the_background, loaded, from_no_storage)
     for use in (*uses, compiled):
         yield use.__name__, use
 
@@ -172,3 +134,7 @@ def _cases(size: int, options: pytest.Config) -> Iterator[tuple[str, Any]]:
 @pytest.mark.checks(2, _cases)
 def test_replan_uses(outcome: str | None) -> None:
     assert outcome is None, outcome
+
+
+def test_a_death_ends_all() -> None:
+    assert "rank 0 has noticed" in str(run_ranks(2, [("death", death)])["death"])

@@ -14,6 +14,7 @@ from torch.distributed.tensor import DTensor
 
 import sdp_deepspeed
 from benchmarks.common.traffic_counter import TrafficCounter
+from sdp_deepspeed.core.init import DeferredWeights
 from sdp_deepspeed.estimate.sharded import ShardedSetup, estimate_sharded
 from sdp_deepspeed.fsdp import (
     clip_grad_norm_,
@@ -118,10 +119,18 @@ def leaves_out_what_is_ignored(rank: Rank) -> None:
 
 
 def starts_from_init(rank: Rank) -> None:
+    torch.manual_seed(0)
     with sdp_deepspeed.Init():
         model = llama()
+    weights = DeferredWeights(copy := _built_again())
     state = gathered_state(sharded(model, ONE))
-    assert all(torch.equal(state[name], value) for name, value in llama().state_dict().items())
+    assert all(torch.equal(state[name], weights.value(name, weights.seed)) for name, _ in copy.named_parameters())
+
+
+def _built_again() -> Any:
+    torch.manual_seed(0)
+    with sdp_deepspeed.Init():
+        return llama()
 
 
 def starts_on_the_meta_device(rank: Rank) -> None:

@@ -20,8 +20,8 @@ from sdp_deepspeed.plan.tensors import named_tensors
 from tests.helpers.held_tensors import assembled
 from tests.helpers.models import llama, scrambled
 from tests.helpers.ranks import Check, Rank
-from tests.helpers.sharded_runs import ShardedRun, assert_same_run, deepspeed_run
-from tests.helpers.training import assert_identical, gathered, train
+from tests.helpers.sharded_runs import ShardedRun, assert_same_run
+from tests.helpers.training import assert_identical, gathered
 from tests.ranks.fsdp.test_tensor_parallel import LLAMA, Tower
 
 
@@ -78,7 +78,7 @@ def goes_on_as_uninterrupted(rank: Rank) -> None:
 
 
 def goes_on_elsewhere(rank: Rank) -> None:
-    """Without tensor parallelism, as blocks and as neurons, and under DeepSpeed; and back from each."""
+    """Without tensor parallelism, as blocks and as neurons, and back."""
     run, folder = divided(tied()), rank.folder / "elsewhere"
     run.train(rank, 2)
     run.checkpoints.save_checkpoint(folder / "divided")
@@ -91,12 +91,6 @@ def goes_on_elsewhere(rank: Rank) -> None:
     plain.checkpoints.save_checkpoint(folder / "further")
     carry(rank, folder / "further", back, folder / "back")
     assert_same_steps(plain, back)
-    engine = deepspeed_run()
-    carry(rank, folder / "divided", engine, folder / "deepspeed")
-    train(engine, num_steps=1, first=2)
-    engine.save_checkpoint(str(folder / "engine"))
-    carry(rank, folder / "engine", back, folder / "from_deepspeed")
-    back.train(rank, 1, first=3)
 
 
 def carry(rank: Rank, source: Path, run: Any, target: Path) -> None:

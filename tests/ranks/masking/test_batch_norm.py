@@ -1,18 +1,15 @@
-"""Running statistics of batch norms: means over the ranks that run a norm, after steps, at evaluation, when saved."""
+"""Running statistics of batch norms: means over the ranks that run a norm, at evaluation, in dense(), when saved."""
 
 from __future__ import annotations
 
 import itertools
-from typing import Any
 
 import pytest
 import torch
 
 from tests.helpers.batch_norms import Net, batches, means, settings, statistics_of, train
-from tests.helpers.models import llama
 from tests.helpers.ranks import Check, Rank
-from tests.helpers.training import Recording, assert_identical, dense_state, engine_of, gathered
-from tests.helpers.training import train as train_llama
+from tests.helpers.training import assert_identical, dense_state, engine_of, gathered
 
 SIZE = 3
 ROUNDING = 2.0**-23  # fp64 sums in another order, rounded to fp32
@@ -30,17 +27,18 @@ def assert_means(found: dict[str, torch.Tensor], before: list[dict[str, torch.Te
         assert all(torch.equal(value, values[0]) for value in values), name
 
 
-def after_each_step(rank: Rank) -> None:
+def in_the_dense_view(rank: Rank) -> None:
     """Norms of held units over their holders, shared ones over all ranks; in the backward regime all run everything."""
     for regime, stage, momentum in (("forward", 1, 0.1), ("forward", 0, None), ("backward", 2, 0.1)):
         config = settings(holders=2, regime=regime, check_agreement=True) | {"zero_optimization": {"stage": stage}}
         engine = engine_of(config, Net(momentum=momentum))
-        for images, classes in batches(rank.rank, 2):
-            engine.backward(engine(images, classes))
-            before = gathered(statistics_of(engine.module))
-            shared = [found["norm.running_mean"] for found in before]
-            assert not torch.equal(shared[0], shared[1]), "each rank has batches of its own"
-            engine.step()
+        train(engine, rank.rank, num_steps=2)
+        before = gathered(statistics_of(engine.module))
+        shared = [found["norm.running_mean"] for found in before]
+        assert not torch.equal(shared[0], shared[1]), "each rank has batches of its own"
+        for _ in range(2):  # averaging what is equal changes nothing
+            with engine.dense():
+                pass
             assert_means(statistics_of(engine.module), before)
         has_all = regime == "backward"
         held = [name for name in statistics_of(engine.module) if name.startswith("layers")]
@@ -48,57 +46,40 @@ def after_each_step(rank: Rank) -> None:
 
 
 def mean_of_means(rank: Rank) -> None:
-    """After every step or once at the end is the same: a plain moving average of the mean of the ranks' batches."""
+    """Once at the end is the same as after every step: a moving average of the mean of the ranks' batches."""
     engine = engine_of(settings(holders=2), Net())
     mean, inputs = torch.zeros(6), []
     engine.module.norm.register_forward_pre_hook(lambda _, args: inputs.append(args[0].detach().mean((0, 2, 3))))
     train(engine, rank.rank, num_steps=4)
     for of_step in zip(*gathered(inputs), strict=True):
         mean = 0.9 * mean + 0.1 * torch.stack(of_step).mean(0)
-    torch.testing.assert_close(engine.module.norm.running_mean, mean, rtol=1e-6, atol=1e-7)
+    torch.testing.assert_close(dense_state(engine)["norm.running_mean"], mean, rtol=1e-6, atol=1e-7)
 
 
 def counts_become_the_largest(rank: Rank) -> None:
     engine = engine_of(settings(holders=2), Net())
     engine.module.norm.num_batches_tracked.fill_(10 * rank.rank)
     train(engine, rank.rank, num_steps=1)
-    assert int(engine.module.norm.num_batches_tracked) == 10 * (SIZE - 1) + 1
+    assert int(dense_state(engine)["norm.num_batches_tracked"]) == 10 * (SIZE - 1) + 1
 
 
 def in_an_evaluation_between_steps(rank: Rank) -> None:
     """Also where micro-steps have come since the last step: the dense model is one, and training goes on with it."""
-    for evaluation in ("stream", "resident"):
-        engine = engine_of(settings(holders=2, accumulation=2, evaluation=evaluation), Net())
-        train(engine, rank.rank, num_steps=3)
-        before = gathered(statistics_of(engine.module))
-        images = batches(7, 1)[0][0]
-        engine.eval()
-        with torch.no_grad():
-            found = [engine(images) for _ in range(2)]
-        assert_means(statistics_of(engine.module), before)
-        dense = Net().eval()
-        dense.load_state_dict(dense_state(engine))
-        with torch.no_grad():
-            assert all(torch.equal(logits, dense(images)) for logits in found)
-        assert_identical(*itertools.islice(gathered(dense.state_dict()), 2))
-        engine.train()
-        train(engine, rank.rank, num_steps=1)
-
-
-def one_rank_evaluates_alone(rank: Rank) -> None:
-    """In the backward regime, after a step, without a collective, and what every rank would find."""
-    engine = engine_of(settings(holders=1, regime="backward"), Net())
-    train(engine, rank.rank, num_steps=2)
-    losses = []
-    if rank.rank == 1:
-        engine.eval()
-        with torch.no_grad():
-            losses = [engine(*batches(7, 1)[0]).item()]
-        engine.train()
-    expected = gathered(losses)[1][0]
+    engine = engine_of(settings(holders=2, accumulation=2), Net())
+    train(engine, rank.rank, num_steps=3)
+    before = gathered(statistics_of(engine.module))
+    images = batches(7, 1)[0][0]
     engine.eval()
     with torch.no_grad():
-        assert engine(*batches(7, 1)[0]).item() == expected
+        found = [engine(images) for _ in range(2)]
+    dense = Net().eval()
+    dense.load_state_dict(dense_state(engine))
+    with torch.no_grad():
+        assert all(torch.equal(logits, dense(images)) for logits in found)
+    assert_identical(*itertools.islice(gathered(dense.state_dict()), 2))
+    engine.train()
+    assert_means(statistics_of(engine.module), before)
+    train(engine, rank.rank, num_steps=1)
 
 
 def in_checkpoints(rank: Rank) -> None:
@@ -124,37 +105,19 @@ def under_another_plan(rank: Rank) -> None:
     state = dense_state(engine)
     engine.replan({"holders": 1, "seed": 5})
     assert_identical(dense_state(engine), state)
-    engine.backward(engine(*batches(rank.rank, 1)[0]))
+    train(engine, rank.rank, num_steps=1)
     before = gathered(statistics_of(engine.module))
-    engine.step()
+    dense_state(engine)
     assert_means(statistics_of(engine.module), before)
 
 
-def nothing_without_batch_norm(rank: Rank) -> None:
-    """Not one more collective; with it, one for each step."""
-    counts = []
-    for model, run in (
-        (llama(), train_llama),
-        (Net(), lambda engine, num_steps: train(engine, rank.rank, num_steps=num_steps)),
-    ):
-        engine: Any = engine_of(settings(holders=2) | {"gradient_clipping": 0.0}, model)
-        recording = Recording()
-        engine.dp_group._dist = recording
-        run(engine, num_steps=2)
-        counts.append(recording.events.count("all_reduce"))
-        assert len(engine._applied.statistics.norms) == (0 if len(counts) == 1 else 9)
-    assert counts[1] == counts[0] + 2
-
-
 CHECKS: list[Check] = [
-    after_each_step,
+    in_the_dense_view,
     mean_of_means,
     in_an_evaluation_between_steps,
     counts_become_the_largest,
-    one_rank_evaluates_alone,
     in_checkpoints,
     under_another_plan,
-    nothing_without_batch_norm,
 ]
 
 

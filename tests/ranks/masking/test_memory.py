@@ -1,4 +1,4 @@
-"""Lacking units have no storage, in no form, for the whole run: all live tensors of a rank are walked.
+"""Lacking units have no storage but in evaluation: all live tensors of a rank are walked.
 
 And within a step nothing is there twice: the peak is weights, gradients, optimizer state and two buckets.
 """
@@ -8,7 +8,6 @@ from __future__ import annotations
 import gc
 from dataclasses import dataclass
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch
@@ -17,9 +16,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from benchmarks.common.measured_step import measured_step
 from sdp_deepspeed.config import MODES
-from sdp_deepspeed.engine import apply_plan
-from sdp_deepspeed.plan.plan import Plan
-from sdp_deepspeed.units import Unit
+from sdp_deepspeed.engine.held_bytes import storage_bytes
 from tests.helpers.live_tensors import Watch, present_lacking, stepped_elements, stored_bytes, unit_bytes
 from tests.helpers.models import config, loss_of
 from tests.helpers.ranks import Check, Rank
@@ -47,15 +44,13 @@ class Memory:
     client: bool = False
     regime: str = "forward"
     strategy: Any = "block"
-    evaluation: str = "prefetch"
 
     @property
     def dtype(self) -> torch.dtype:
         return torch.float32 if self.precision == "fp32" else torch.bfloat16
 
     def settings(self) -> dict[str, Any]:
-        forward = {"evaluation": self.evaluation} if self.regime == "forward" else {}
-        result = config(coverage=0.5, regime=self.regime, strategy=self.strategy, **forward)
+        result = config(coverage=0.5, regime=self.regime, strategy=self.strategy)
         limits = dict.fromkeys(("reduce_bucket_size", "allgather_bucket_size"), BUCKET)
         result["zero_optimization"] = {"stage": self.stage, **limits}
         if self.precision != "fp32":
@@ -72,7 +67,7 @@ class Memory:
 
 
 def walk(case: Memory, watch: Watch) -> None:
-    """Start, step, evaluation in all its forms: never more than held, owned and two buckets."""
+    """Start, step, evaluation: never more than held, owned and buckets; in evaluation the dense model."""
     engine = start(case)
     check = Allowance(case, engine, watch)
     check("start", moments=0)
@@ -81,15 +76,11 @@ def walk(case: Memory, watch: Watch) -> None:
     train(engine)
     check("another step")
     evaluate(engine, check)
-    check("an evaluation")
     engine.train()
     check("the return to training")
     with engine.dense():
         evaluate(engine, check)
     check("engine.dense()")
-    with engine.dense(resident=True):
-        assert check.watch.num_bytes() >= sum(check.units), "a resident model is not all there"
-    check("engine.dense(resident=True)")
     engine.train()
     train(engine)
     check("a step after evaluations")
@@ -111,18 +102,20 @@ def train(engine: Any) -> None:
 
 
 class Allowance:
-    """What the plan lets this rank hold and own, and what the exchange keeps for what travels."""
+    """What the plan lets this rank hold and own, and the buffers for what travels."""
 
     def __init__(self, case: Memory, engine: Any, watch: Watch) -> None:
         dense = model_of_units(case.dtype)
+        rank, self._dtype = engine.groups.rank, case.dtype
         self.watch = watch
         self.units = unit_bytes(dense, engine.plan)
-        self.branches = branch_bytes(dense, engine.plan)
-        self._stored = stored_bytes(dense, engine.plan, engine.dp_group.rank)
-        self._stepped = stepped_elements(dense, engine.plan, engine.dp_group.rank, stage=case.stage)
-        self._master = 0 if case.precision == "fp32" else 4
+        lacking = [size for index, size in enumerate(self.units) if not engine.plan.holds_rank(index, rank)]
+        self.lacking = 0 if case.regime == "backward" else sum(lacking)
+        self._stored = stored_bytes(dense, engine.plan, rank)
+        self._stepped = stepped_elements(dense, engine.plan, rank, stage=case.stage)
+        held = stepped_elements(dense, engine.plan, rank, stage=0)
+        self._most_buffers = 4 * held * (case.stage < 2) + 12 * max(p.numel() for p in dense.parameters())
         self._engine = engine
-        self._num_parts = 2 if case.regime == "forward" and case.evaluation == "prefetch" else 1
         self.slack = 2 * BUCKET * 4
         assert self.slack < min(self.units) // 2
 
@@ -135,77 +128,37 @@ class Allowance:
         kept = torch.empty(min(self.units), dtype=torch.uint8)
         assert self.watch.num_bytes() > allowed + self.slack, f"after {when}: {len(kept)} bytes would not be seen"
 
-    def streamed(self, activations: int) -> int:
-        """In evaluation: one block that is lacking, or a second copy of one branch that is put together, and the next
-        one under way."""
-        extra = self._num_parts * max(self.branches.values(), default=0)
-        return self._state(moments=8) + extra + self.slack + activations
+    def in_evaluation(self, activations: int) -> int:
+        return self._state(moments=8) + self.lacking + self.slack + activations
 
     def _state(self, moments: int) -> int:
-        buffers = self._engine.optimizer.exchange.buffers.num_bytes
-        assert buffers <= 4 * BUCKET * 4  # for what leaves, for what arrives, for averages
-        return self._stored + self._stepped * (moments + self._master) + buffers
-
-
-def branch_bytes(dense: nn.Module, plan: Plan) -> dict[str, int]:
-    """Bytes of what becomes dense together, by name; frozen blocks always are."""
-    result: dict[str, int] = {}
-    for unit, size in zip(plan.units, unit_bytes(dense, plan), strict=True):
-        if plan.regime == "forward" or is_cut(unit):
-            result[branch_of(unit)] = result.get(branch_of(unit), 0) + size
-    return result
-
-
-def is_cut(unit: Unit) -> bool:
-    return any(piece.dim is not None for piece in unit.pieces)
-
-
-def branch_of(unit: Unit) -> str:
-    """A head's or group's branch; a block is one."""
-    return unit.name.rpartition(".")[0] if is_cut(unit) else unit.name
+        sharded = self._engine.optimizer.sharded
+        masters = sum(bucket.shard.nbytes for bucket in sharded.held if not bucket.steps_in_place)
+        assert masters <= 4 * self._stepped + self.slack
+        assert masters >= 4 * self._stepped * (self._dtype != torch.float32)
+        buffers = [bucket.gradients for bucket in sharded.held]
+        buffers += [bucket.weights for bucket in sharded.buckets if not bucket.layout.is_whole]
+        num_bytes = storage_bytes([*buffers, *sharded._scratch.values()])
+        assert num_bytes <= self._most_buffers + self.slack
+        return self._stored + self._stepped * moments + masters + num_bytes
 
 
 def evaluate(engine: Any, check: Allowance) -> None:
-    """What is lacking is there for one branch at a time, and nothing else that would matter."""
-    seen: set[str] = set()
-    plan, rank = engine.plan, engine.dp_group.rank
-    units = {unit.name: unit for unit in plan.units}
-
-    def look(*_: Any) -> None:
-        present = present_lacking(engine)
-        assert len({branch_of(units[name]) for name in present}) <= 1, present
-        seen.update(present)
-        limit = check.streamed(activations=4 * 4096)  # 4 tokens, some twenty vectors of 64 to 97 floats
-        assert check.watch.settled_bytes(limit) <= limit
-
-    layers = [module for module in engine.module.modules() if type(module).__name__ in ("LlamaAttention", "LlamaMLP")]
-    hooks = [module.register_forward_pre_hook(look) for module in layers]
+    """What is lacking is there once, and nothing else that would matter."""
     engine.eval()
     with torch.no_grad():
         engine(input_ids=torch.zeros(1, 4, dtype=torch.long))
-    for hook in hooks:
-        hook.remove()
-    lacking = [unit for index, unit in enumerate(plan.units) if not plan.holds_rank(index, rank)]
+    plan, rank = engine.plan, engine.groups.rank
+    lacking = {unit.name for index, unit in enumerate(plan.units) if not plan.holds_rank(index, rank)}
     assert lacking
-    assert seen == {unit.name for unit in lacking if branch_of(unit) in check.branches}
-
-
-def given_back_before_the_optimizer(rank: Rank) -> None:
-    """When free memory is given back, all that this rank lacks is free, and nothing of the optimizer is there."""
-    for case in (Memory(precision="bf16"), Memory(strategy="neuron"), Memory(regime="backward")):
-        stored = stored_bytes(model_of_units(case.dtype), start(case).plan, rank.rank)
-        allowed, seen = stored + 2 * BUCKET, list[int]()
-        with Watch() as watch, mock.patch.object(apply_plan, "give_back") as give_back:
-            give_back.side_effect = lambda _, watch=watch: seen.append(watch.settled_bytes(allowed))  # noqa: B023
-            engine = start(case)
-        give_back.assert_called_once_with(engine.device)
-        assert stored <= seen[0] <= allowed, (case, stored, seen)
+    if plan.regime == "forward":
+        assert present_lacking(engine) == lacking
+    limit = check.in_evaluation(activations=4 * 4096)  # 4 tokens, some twenty vectors of 64 to 97 floats
+    assert check.watch.settled_bytes(limit) <= limit
 
 
 CASES = {
     "stage1-fp32": Memory(),
-    "streamed": Memory(evaluation="stream"),
-    "neuron-streamed": Memory(strategy="neuron", evaluation="stream"),
     "stage0-fp32": Memory(stage=0),
     "stage1-fp32-client": Memory(client=True),
     "stage1-bf16": Memory(precision="bf16"),
@@ -287,8 +240,7 @@ SAMPLED = (  # all pairs of stage, regime and strategy
 def _checks(size: int, config: pytest.Config) -> list[tuple[str, Check]]:
     """Peaks take long, as a tracker sees every tensor; all of them if the whole grid is asked for."""
     full = config.getoption("--full")
-    given_back = (given_back_before_the_optimizer.__name__, given_back_before_the_optimizer)
-    return [given_back, *CASES.items(), *((name, peak) for name, peak in PEAKS.items() if full or name[5:] in SAMPLED)]
+    return [*CASES.items(), *((name, peak) for name, peak in PEAKS.items() if full or name[5:] in SAMPLED)]
 
 
 @pytest.mark.checks(
@@ -302,7 +254,6 @@ def _checks(size: int, config: pytest.Config) -> list[tuple[str, Check]]:
         "2-*client*",
         "2-stage2*",
         "2-*mixed",
-        "2-*streamed",
         "2-*fp32",
     ],
 )

@@ -37,7 +37,6 @@ def the_same_bits_as_without(rank: Rank) -> None:
         regime, states, norms = ("backward" if name == "fp32" else "forward"), [], []
         for device, pin in (("none", False), ("cpu", False), ("cpu", True)):
             engine = engine_of(settings_of(stage, device=device, pin=pin, regime=regime) | more)
-            assert (engine.optimizer.settings.offload is not None) == (device == "cpu")
             train(engine, num_steps=3, accumulation=2)
             states.append(dense_state(engine))
             norms.append(engine.get_global_grad_norm())
@@ -47,20 +46,19 @@ def the_same_bits_as_without(rank: Rank) -> None:
 
 
 def one_copy_in_host_memory(rank: Rank) -> None:
-    """One flat fp32 master per param group, apart from the weights also when these are fp32, and its two moments."""
+    """Shards are fp32 in memory of their own, apart from the weights also when these are fp32, with two moments."""
     for stage, more in itertools.product((1, 2), PRECISIONS.values()):
         engine = engine_of(settings_of(stage) | more)
         train(engine, num_steps=1, accumulation=2)
         weights = {tensor.untyped_storage().data_ptr() for tensor in engine.module.parameters()}
-        for group in engine.optimizer.groups:
-            (master,) = group.tensors
-            assert (master.dtype, master.device.type, master.numel()) == (torch.float32, "cpu", group.num_elements)
-            assert master.untyped_storage().data_ptr() not in weights
-            assert master.untyped_storage().nbytes() == 4 * group.num_elements
-            moments = [v for v in engine.optimizer.state[master].values() if v.numel() == group.num_elements]
-            assert [(v.dtype, v.device.type) for v in moments] == [(torch.float32, "cpu")] * 2
-            assert master.grad is None
-        assert set(engine.optimizer.state) == {group.tensors[0] for group in engine.optimizer.groups}
+        shards = [shard for group in engine.optimizer.param_groups for shard in group["params"]]
+        for shard in shards:
+            assert (shard.dtype, shard.device.type) == (torch.float32, "cpu")
+            assert shard.untyped_storage().data_ptr() not in weights
+            moments = [value for value in engine.optimizer.state[shard].values() if value.shape == shard.shape]
+            assert [(value.dtype, value.device.type) for value in moments] == [(torch.float32, "cpu")] * 2
+            assert shard.grad is None
+        assert set(engine.optimizer.state) == set(shards)
 
 
 def as_stock_zero_with_cpu_adam(rank: Rank) -> None:
@@ -146,9 +144,10 @@ def _module_state_dict(engine: Any, value: float) -> None:
 def looking_at_the_dense_model_changes_no_master(rank: Rank) -> None:
     engine = engine_of(settings_of(1) | PRECISIONS["bf16"])
     train(engine, num_steps=2, accumulation=2)
-    before = [group.tensors[0].detach().clone() for group in engine.optimizer.groups]
+    (group,) = engine.optimizer.param_groups
+    before = [shard.detach().clone() for shard in group["params"]]
     dense_state(engine)
-    after = [group.tensors[0].detach() for group in engine.optimizer.groups]
+    after = [shard.detach() for shard in group["params"]]
     assert all(map(torch.equal, before, after))
     assert not all(torch.equal(master, master.bfloat16().float()) for master in after)
 
@@ -164,7 +163,7 @@ def a_param_group_that_a_rank_owns_nothing_of(rank: Rank) -> None:
             settings = settings_of(stage, device=device, granularity="layer") | PRECISIONS["bf16"]
             del settings["optimizer"]
             engine = engine_of(settings, model, optimizer=optimizer, model_parameters=None)
-            assert [group.num_elements > 0 for group in engine.optimizer.groups].count(False) == 1
+            assert [bool(group["params"]) for group in engine.optimizer.param_groups].count(False) == 1
             train(engine, num_steps=2, accumulation=2)
             states.append(dense_state(engine))
         assert_identical(*states)

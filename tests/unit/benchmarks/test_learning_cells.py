@@ -92,7 +92,6 @@ CHANGES = {
     "rows": (Subject(SIZE, rows=1), 0),
     "half": (Subject(SIZE, HALF), 0),
     "half, another seed": (Subject(SIZE, HALF), 1),
-    "rates by coverage": (Subject(SIZE, {**HALF, "lr_by_coverage": "linear"}), 0),
     "backward": (Subject(SIZE, {**HALF, "regime": "backward"}), 0),
     "neurons": (Subject(SIZE, {**HALF, "strategy": "neuron"}), 0),
     "tail": (Subject(SIZE, TAIL), 0),

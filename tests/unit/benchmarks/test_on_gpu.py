@@ -11,7 +11,6 @@ import pytest
 from benchmarks import on_gpu
 from benchmarks.on_gpu import read_report
 from benchmarks.self_send import OFFSETS, pairs
-from benchmarks.worker_step import covered
 
 REPORT = """<testsuites><testsuite>
 <testcase classname="tests.ranks.test_gpu" name="test_a" time="1.5" />
@@ -34,11 +33,6 @@ def test_every_test_has_its_outcome_and_reason(tmp_path: Path) -> None:
     assert read_report(tmp_path / "none.xml") == []
 
 
-def test_time_in_which_a_kernel_ran_counts_once() -> None:
-    assert covered([]) == 0
-    assert covered([(5, 7), (0, 2), (1, 3), (1, 2)]) == 5
-
-
 def test_offsets_on_one_side_and_on_both() -> None:
     assert len(pairs()) == 3 * (len(OFFSETS) - 1) + 1
     assert {(0, 0), (0, 16), (16, 0), (16, 16)} <= set(pairs())
@@ -46,9 +40,9 @@ def test_offsets_on_one_side_and_on_both() -> None:
 
 def test_figures_of_another_section_are_not_gone_on_with(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     output = tmp_path / "raw.json"
-    output.write_text(json.dumps({"what": "gpu_steps", "results": []}), encoding="utf-8")
+    output.write_text(json.dumps({"what": "gpu_bandwidth", "results": []}), encoding="utf-8")
     monkeypatch.setattr(sys, "argv", ["on_gpu.py", "sizes", "--output", str(output)])
-    with pytest.raises(SystemExit, match=r"^error: --output .* has figures of gpu_steps; name another file$"):
+    with pytest.raises(SystemExit, match=r"^error: --output .* has figures of gpu_bandwidth; name another file$"):
         on_gpu.main()
     monkeypatch.setattr(sys, "argv", ["on_gpu.py", "sizes", "--output", str(tmp_path / "new"), "--select", "nothing"])
     with pytest.raises(SystemExit, match=r"^error: --select 'nothing' is in no name such as 'tiny, DDP'"):

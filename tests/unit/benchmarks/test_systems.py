@@ -9,10 +9,8 @@ import pytest
 from benchmarks.collectives import possible_contestants
 from benchmarks.systems.bounds import everything_whole, of_plan, of_sharded_plan, weights_sharded
 from benchmarks.systems.group import check_same_losses
-from benchmarks.systems.nobody_else import RANK, EchoStore
 from benchmarks.systems.subjects import groups, hosts, possible
 from sdp_deepspeed.config import MODES
-from sdp_deepspeed.distributed.store_gatherer import StoreGatherer
 from sdp_deepspeed.plan.plan import Plan
 from sdp_deepspeed.units import Piece, Unit
 
@@ -103,13 +101,3 @@ def test_who_makes_collectives(num_ranks: int, has_modes: bool) -> None:
     found = possible_contestants(0.5, num_ranks)
     assert [contestant.stage for contestant in found if contestant.mode is None] == [0, 1, 2]
     assert {contestant.mode for contestant in found if contestant.mode} == (set(MODES) if has_modes else set())
-
-
-def test_a_world_of_echoes() -> None:
-    """What a rank gathers there, others said too; nobody is waited for, and nobody has left."""
-    store = EchoStore()
-    ranks = StoreGatherer(store, "engine/1", (RANK, 512), what="a test", seconds=1)
-    assert ranks.gather_objects({"a": 1}) == [{"a": 1}] * 512
-    assert ranks.gather_objects("b") == ["b"] * 512
-    assert not store.check(["engine/1/left"])
-    assert [store.add("engines/3", 1) for _ in range(2)] == [1, 2]

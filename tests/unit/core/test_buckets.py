@@ -10,8 +10,6 @@ import torch
 from sdp_deepspeed.core.parallel.buckets import BucketLayout, plan_buckets
 from tests.helpers.sliced_models import SlicedModel, random_model, sliced_model
 
-pytestmark = pytest.mark.slow  # until this is the core that an engine trains with
-
 
 def _planned(model: SlicedModel, bucket_size: int) -> list[BucketLayout]:
     dtypes = {name: torch.bfloat16 if "norm" in name else torch.float32 for name in model.shapes}

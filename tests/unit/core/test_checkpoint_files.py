@@ -14,11 +14,15 @@ from typing import Any
 
 import pytest
 import torch
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    Metadata,
+    TensorProperties,
+    TensorStorageMetadata,
+)
 
 from sdp_deepspeed.core.checkpoint import files
-from sdp_deepspeed.core.checkpoint.boxes import row_major_boxes
-
-pytestmark = pytest.mark.slow  # until this is the core that an engine trains with
+from sdp_deepspeed.core.checkpoint.boxes import Boxes, LoadPlanner, add_box, row_major_boxes
 
 
 def save(folder: Path, tag: str, content: str, **options: Any) -> None:
@@ -176,3 +180,15 @@ def test_boxes_are_ranges_in_row_major_order(shape: tuple[int, ...]) -> None:
         ]
         assert torch.equal(torch.cat(boxes), dense.flatten()[start:stop])
         assert len(boxes) <= max(1, 2 * len(shape) - 1)
+
+
+def test_what_is_nowhere_is_not_left_as_it_is() -> None:
+    """DCP fills what its index has; here an index that lost a chunk."""
+    chunk = ChunkStorageMetadata(torch.Size([0, 0]), torch.Size([2, 3]))
+    stored = TensorStorageMetadata(TensorProperties(torch.float32), torch.Size([4, 3]), [chunk])
+    state: dict[str, Boxes] = {}
+    add_box(state, "weight/x", (4, 3), (1, 0), torch.zeros(2, 3))
+    planner = LoadPlanner()
+    planner.set_up_planner(state, Metadata({"weight/x": stored}))
+    with pytest.raises(ValueError, match="'weight/x': 3 of 6 elements are there"):
+        planner.create_local_plan()

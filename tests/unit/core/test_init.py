@@ -21,8 +21,6 @@ from tests.helpers import core_masks, mixtures, torchvision_models
 from tests.helpers.models import FAMILIES, family, llama
 from tests.helpers.more_models import ALL_SPECIMENS
 
-pytestmark = pytest.mark.slow  # until this is the core that an engine trains with
-
 CPU = torch.device("cpu")
 NUM_BUILDS = 4
 
@@ -122,7 +120,7 @@ def assert_initialized_alike(build: Callable[[], nn.Module]) -> None:
         assert abs(float(drawn.mean() - expected.mean())) <= 2**0.5 * error, name
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", core_masks.families(MODELS))
 def test_distribution_and_tables(name: str) -> None:
     assert_initialized_alike(MODELS[name])
 
@@ -145,7 +143,7 @@ def test_standard_deviations_of_large_tensors() -> None:
     assert deviations["c_proj"] == pytest.approx(deviations["c_fc"] / 8**0.5, rel=0.02)
 
 
-@pytest.mark.parametrize("name", core_masks.NAMES)
+@pytest.mark.parametrize("name", core_masks.families(core_masks.NAMES))
 def test_ranks_have_pieces_of_one_dense_model(name: str) -> None:
     """In every mode; and the masked module computes what one that was built without Init does."""
     build = SPECIMENS[name]

@@ -12,6 +12,7 @@ from tests.helpers.core_masks import (
     assert_gradients,
     build,
     expected_of,
+    families,
     lacking_pieces,
     masked,
     plan_of,
@@ -19,8 +20,6 @@ from tests.helpers.core_masks import (
     stored_bytes,
     strategy_of,
 )
-
-pytestmark = pytest.mark.slow  # until this is the core that an engine trains with
 
 
 def assert_masked(name: str, regime: str, strategy: str, rank: int, granularity: str) -> None:
@@ -42,7 +41,7 @@ def assert_masked(name: str, regime: str, strategy: str, rank: int, granularity:
 
 
 @pytest.mark.parametrize(("regime", "strategy"), MODES)
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", families(NAMES))
 def test_masked_is_zeroed_or_dense(name: str, regime: str, strategy: str) -> None:
     assert_masked(name, regime, strategy, 0, "sublayer")
     assert_masked(name, regime, strategy, 1, "sublayer" if name == "llama_one_layer" else "layer")

@@ -15,7 +15,11 @@ from transformers import DynamicCache
 from sdp_deepspeed import architectures
 from sdp_deepspeed.architectures import Branch, Cut, InnerLayers, registry
 from sdp_deepspeed.core.masking import Mask
-from sdp_deepspeed.core.masking.batch_norm import average_running_statistics, reestimate
+from sdp_deepspeed.core.masking.batch_norm import (
+    average_running_statistics,
+    estimate_statistics,
+    write_statistics,
+)
 from sdp_deepspeed.core.masking.description import check_description
 from sdp_deepspeed.core.masking.scale import scaled
 from sdp_deepspeed.reference.held_rows import scaled_branches
@@ -34,8 +38,6 @@ from tests.helpers.core_masks import (
     strategy_of,
     tokens,
 )
-
-pytestmark = pytest.mark.slow  # until this is the core that an engine trains with
 
 modes = pytest.mark.parametrize(("regime", "strategy"), MODES)
 
@@ -452,7 +454,7 @@ def test_statistics_are_estimated_anew() -> None:
     model.stem.eval()
     expected = deepcopy(model)
     torch.optim.swa_utils.update_bn([batch(), 2 * batch()], expected)
-    reestimate(model, [batch(), 2 * batch()])
+    write_statistics(estimate_statistics(model, [batch(), 2 * batch()]))
     for name, buffer in model.named_buffers():
         assert_close(buffer.double(), dict(expected.named_buffers())[name].double())
     assert not model.stem.training

@@ -9,8 +9,6 @@ import torch
 
 from sdp_deepspeed.core.parallel.optimizer_kinds import check_optimizer
 
-pytestmark = pytest.mark.slow  # until this is the core that an engine trains with
-
 
 class Mine(torch.optim.SGD):
     """Of a user."""

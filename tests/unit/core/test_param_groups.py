@@ -10,8 +10,6 @@ from torch import nn
 
 from sdp_deepspeed.core.parallel.param_groups import param_group_indices
 
-pytestmark = pytest.mark.slow  # until this is the core that an engine trains with
-
 
 def _parameters() -> dict[str, nn.Parameter]:
     return {name: nn.Parameter(torch.ones(2)) for name in "abcd"}

@@ -57,13 +57,6 @@ def test_a_phase_that_the_trainer_never_reaches_is_told_once() -> None:
         finalized(config_of(block), 8)
 
 
-def test_batches_of_the_trainer_have_one_size() -> None:
-    block = {"schedule": [{"until": 0.5, "coverage": 0.5}, {"coverage": 1.0, "train_micro_batch_size_per_gpu": 2}]}
-    with pytest.raises(ValueError, match=rf"^{KEY}\.schedule\[1\]\.train_micro_batch_size_per_gpu: got 2, .*one size"):
-        finalized(config_of(block), 7)
-    assert finalized(config_of(block | {"enabled": False}), 7) == block | {"enabled": False}
-
-
 class SubnetworkEngine:
     """The name is what it is known by."""
 

@@ -21,7 +21,7 @@ def test_printed_table(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["estimate", "--ranks", "8", "--coverage", "0.5"]) == 0
     printed = capsys.readouterr().out
     assert table(bytes_per_parameter(8, 0.5, BF16), sent_per_parameter(8, 0.5, BF16)) in printed
-    assert "| SDP + ZeRO-2 | 1 | 0.25 | 1.5 | 2.75 | 1.5 |" in printed
+    assert "| SDP + ZeRO-2 | 1 | 0.5 | 1.5 | 3 | 1.5 |" in printed
     assert "nodes" not in printed
 
 
@@ -35,12 +35,12 @@ def test_table_between_nodes(capsys: pytest.CaptureFixture[str]) -> None:
 @pytest.mark.parametrize(
     ("flags", "row"),
     [
-        ("--dtype fp16", "| SDP + ZeRO-2 | 1 | 0.25 | 1.5 | 2.75 | 1.5 |"),
+        ("--dtype fp16", "| SDP + ZeRO-2 | 1 | 0.5 | 1.5 | 3 | 1.5 |"),
         ("--dtype fp32", "| SDP + ZeRO-2 | 2 | 0.5 | 1 | 3.5 | 3 |"),
         ("--accumulate-in-fp32", "| SDP + ZeRO-2 | 1 | 0.5 | 1.5 | 3 | 1.5 |"),
-        ("--accumulation 3", "| SDP + ZeRO-2 | 1 | 0.25 | 1.5 | 2.75 | 3 |"),
-        ("--regime backward", "| SDP + ZeRO-2 | 2 | 0.25 | 1.5 | 3.75 | 2.5 |"),
-        ("--offload", "| SDP + ZeRO-2 | 1 | 0.25 | 1.5 | 1.25 | 1.5 |"),
+        ("--accumulation 3", "| SDP + ZeRO-2 | 1 | 0.5 | 1.5 | 3 | 3 |"),
+        ("--regime backward", "| SDP + ZeRO-2 | 2 | 0.5 | 1.5 | 4 | 2.5 |"),
+        ("--offload", "| SDP + ZeRO-2 | 1 | 0.5 | 1.5 | 1.5 | 1.5 |"),
         ("--offload --dtype fp32", "| SDP + ZeRO-2 | 2 | 0.5 | 1.5 | 2.5 | 3 |"),
     ],
 )
@@ -83,7 +83,6 @@ CONFIG: dict[str, Any] = {
     "bf16": {"enabled": "auto"},
     "zero_optimization": {"stage": 1, "reduce_bucket_size": 1000000},
 }
-UNEVEN = [{"until_step": 5}, {"train_micro_batch_size_per_gpu": 3}]
 SCHEDULE = {KEY: {"schedule": [{"coverage": 0.5, "until": 0.5}, {"coverage": 1.0}]}}
 
 
@@ -141,10 +140,9 @@ def figures(printed: str) -> dict[str, float]:
 def test_each_phase_of_a_schedule_is_a_run_of_its_own(capsys: pytest.CaptureFixture[str]) -> None:
     config = CONFIG | {"gradient_accumulation_steps": 2}
     phases = [{"coverage": 0.5, "until": 0.001}, {"coverage": 0.75, "until": 0.002}]
-    phases += [{"coverage": 1.0, "stage": 2, "train_micro_batch_size_per_gpu": 2}]
+    phases += [{"coverage": 1.0, "stage": 2}]
     alone = [config | {KEY: {"coverage": coverage}} for coverage in (0.5, 0.75, 1.0)]
     alone[2] |= {"zero_optimization": CONFIG["zero_optimization"] | {"stage": 2}}
-    alone[2] |= {"train_micro_batch_size_per_gpu": 2, "gradient_accumulation_steps": 4}
     texts = []
     for content in (config | {KEY: {"schedule": phases}}, *alone):
         write(deepspeed=content)
@@ -191,10 +189,6 @@ def test_a_run_on_images(capsys: pytest.CaptureFixture[str]) -> None:
         ({"deepspeed": CONFIG | {"bf16": 1}}, "bf16"),
         ({"deepspeed": CONFIG | {KEY: {"coverage": 0.4}}}, "0.4 of 4 subnetworks"),
         (SCHEDULE, "schedule: the plan cannot change"),
-        (
-            {"deepspeed": CONFIG | {KEY: {"coverage": 0.5, "schedule": UNEVEN}}},
-            "schedule[1].train_micro_batch_size_per_gpu: got 3",
-        ),
     ],
 )
 def test_mistakes(sections: dict[str, Any], words: str, capsys: pytest.CaptureFixture[str]) -> None:

@@ -9,7 +9,8 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from sdp_deepspeed.config import KEY, MODES, parse
-from sdp_deepspeed.estimate.forecast import Forecast, cut_down, forecast
+from sdp_deepspeed.core.masking import Mask
+from sdp_deepspeed.estimate.forecast import Forecast, forecast
 from sdp_deepspeed.estimate.per_rank import estimate
 from sdp_deepspeed.estimate.settings import setup_of
 from sdp_deepspeed.plan.planner import plan_model
@@ -64,7 +65,7 @@ def test_a_subnetwork_keeps_and_holds_what_real_tensors_do(mode: Any) -> None:
     found = []
     for rank in range(RANKS):
         real, tokens = llama(), torch.zeros((MICRO, LENGTH), dtype=torch.long)
-        cut_down(real, plan, dense_tensors(real), rank)
+        Mask(real, plan, rank).apply()
         buffers = [*real.buffers(), *(tensor for tensor in vars(real).values() if isinstance(tensor, torch.Tensor))]
         with Saved([*real.parameters(), *buffers]) as saved:
             real(input_ids=tokens, labels=tokens, use_cache=False)
@@ -99,21 +100,14 @@ def test_the_peak_is_in_backward_or_in_the_step() -> None:
     assert short.peak == short.rank.state + max(short.activations, short.rank.step_gradients)
 
 
-@pytest.mark.parametrize("optimizer", ["Muon", "Lamb"])
-def test_whole_tensors_have_one_owner_each(optimizer: str) -> None:
-    """In the units that a rank holds alone everything is its own; of the shared ones each is one rank's."""
-    config = {KEY: {"coverage": 0.5}, "optimizer": {"type": optimizer}, "zero_optimization": {"stage": 1}}
+def test_whole_tensors_have_one_owner_each() -> None:
+    """In the units that a rank holds alone everything is its own; Adam's shards of what is shared are halves."""
+    config = {KEY: {"coverage": 0.5}, "optimizer": {"type": "Muon"}, "zero_optimization": {"stage": 1}}
     figures = of(config)
     held = figures.rank.weights // 4
     shared = SHAPE["vocab_size"] * SHAPE["hidden_size"]  # the embedding, and as much the head
-    moments = figures.rank.optimizer // 4
-    if optimizer == "Lamb":  # the embedding or the head is another rank's; the final norm either's
-        assert moments in (2 * (held - shared), 2 * (held - shared - SHAPE["hidden_size"]))
-    else:  # half of what is shared has Adam's moments, and so have the norms of its own units
-        final, norms = SHAPE["hidden_size"], SHAPE["num_hidden_layers"] * SHAPE["hidden_size"]
-        matrices = held - 2 * shared - final - norms
-        assert moments == matrices + 2 * (norms + shared + final // 2)
-    with pytest.raises(
-        ValueError, match=f"optimizer.type '{optimizer.lower()}': it updates whole tensors, and .* are cut"
-    ):
+    final, norms = SHAPE["hidden_size"], SHAPE["num_hidden_layers"] * SHAPE["hidden_size"]
+    matrices = held - 2 * shared - final - norms
+    assert figures.rank.optimizer // 4 == matrices + 2 * (norms + shared + final // 2)
+    with pytest.raises(ValueError, match=r"'muon' updates whole matrices, and .* are cut"):
         of(config | {KEY: {"coverage": 0.5, "strategy": "neuron"}})

@@ -10,7 +10,8 @@ from transformers import AutoConfig, AutoModelForImageClassification
 
 from sdp_deepspeed.architectures.image_flops import flops_per_element
 from sdp_deepspeed.config import KEY, MODES, parse
-from sdp_deepspeed.estimate.forecast import classifies_images, cut_down, forecast
+from sdp_deepspeed.core.masking import Mask
+from sdp_deepspeed.estimate.forecast import classifies_images, forecast
 from sdp_deepspeed.estimate.per_rank import estimate
 from sdp_deepspeed.estimate.settings import setup_of
 from sdp_deepspeed.plan.planner import plan_model
@@ -65,7 +66,7 @@ def test_a_subnetwork_keeps_and_holds_what_real_tensors_do(mode: Any) -> None:
     per_rank, found = estimate(plan, dense_tensors(build()), setup_of(config, accumulation=2)), set()
     for rank in range(RANKS):
         real = build().train()
-        cut_down(real, plan, dense_tensors(real), rank)
+        Mask(real, plan, rank).apply()
         with Saved([*real.parameters(), *real.buffers()]) as saved:
             real(pixel_values=torch.zeros(MICRO, 3, SIZE, SIZE), labels=torch.zeros(MICRO, dtype=torch.long))
         found.add((saved.num_bytes, per_rank[rank].weights))

@@ -10,11 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from sdp_deepspeed.estimate.formulas import bytes_per_parameter, sent_per_parameter
-from sdp_deepspeed.estimate.per_rank import RankEstimate, Setup, estimate, plain
+from sdp_deepspeed.estimate.per_rank import Setup, estimate, plain
 from sdp_deepspeed.estimate.precision import Precision
-from sdp_deepspeed.exchange.routes import routes_back
-from sdp_deepspeed.layout.buckets import build_buckets, build_segments
-from sdp_deepspeed.layout.nodes import Nodes
 from sdp_deepspeed.plan.assign import assign
 from sdp_deepspeed.plan.plan import Plan
 from sdp_deepspeed.plan.tensors import NOT_OPTIMIZED, TensorInfo
@@ -66,7 +63,7 @@ def test_units_alone_follow_the_table(
 
 @pytest.mark.parametrize(
     ("stage", "precision", "per_element"),
-    [(0, FP32, 0), (0, BF16, 4), (1, FP32, 4), (1, BF16, 4), (1, SUMS, 4), (2, FP32, 0), (2, BF16, 4), (2, SUMS, 0)],
+    [(0, FP32, 0), (0, BF16, 4), (1, FP32, 0), (1, BF16, 4), (1, SUMS, 0), (2, FP32, 0), (2, BF16, 0)],
 )
 def test_gradients_that_the_step_adds(stage: Literal[0, 1, 2], precision: Precision, per_element: int) -> None:
     """Of what is stepped: all that is held at stage 0, a share of each tensor at the others."""
@@ -83,7 +80,7 @@ def test_offloaded_state_is_counted_apart(stage: Literal[1, 2]) -> None:
     on_device = estimate(plan, tensors, Setup(stage, FP32))[1]
     offloaded = estimate(plan, tensors, Setup(stage, FP32, offload=True))[1]
     assert on_device.host_optimizer == offloaded.optimizer == 0
-    assert offloaded.host_optimizer == on_device.optimizer // 8 * 12, "the master has to be where it is stepped"
+    assert offloaded.host_optimizer == on_device.optimizer // 8 * 16, "with a master and its gradient"
     assert offloaded.state == on_device.state - on_device.optimizer
     assert plain(tensors, Setup(stage, FP32, offload=True), num_ranks=4).optimizer == 0
 
@@ -114,30 +111,15 @@ def test_counts_element_by_element(data: st.DataObject) -> None:
     total = sum(prod(info.shape) for info in tensors)
     for rank, result in enumerate(ranks):
         held = sum(prod(info.shape) for info in tensors if rank in held_by.get(info.name, {rank}))
-        assert result.weights == 2 * (total if regime == "backward" else held)
-        assert stage == 2 or result.gradients == 2 * held
+        padding = size * len(tensors)  # of a bucket, of which there may be one for each tensor, at most an element each
+        assert 0 <= result.weights - 2 * (total if regime == "backward" else held) <= 2 * padding
+        assert stage == 2 or 0 <= result.gradients - 2 * held <= 2 * padding
         if stage == 0:
-            assert result.optimizer == 12 * held
+            assert 0 <= result.optimizer - 12 * held <= 12 * padding
     if stage:
-        assert sum(result.optimizer for result in ranks) == 12 * total
+        assert 0 <= sum(result.optimizer for result in ranks) - 12 * total <= 12 * padding
     if stage == 2:
-        assert sum(result.gradients for result in ranks) == 2 * total
-    check_traffic(ranks, plan, tensors, bucket)
-
-
-def check_traffic(ranks: tuple[RankEstimate, ...], plan: Plan, tensors: list[TensorInfo], bucket: int) -> None:
-    """The routes that the exchange takes send what the estimate says."""
-    size = len(ranks)
-    segments = build_segments(tensors, plan, max_elements=bucket)
-    all_receive_weights = plan.regime == "backward"
-    buckets = build_buckets(segments, Nodes.one(size), max_elements=bucket, all_receive_weights=all_receive_weights)
-    receivers: Any = "all" if all_receive_weights else "holders"
-    for rank, result in enumerate(ranks):
-        towards = [route for b in buckets for route in routes_back(b, rank, Nodes.one(size), "holders")]
-        back = [route for b in buckets for route in routes_back(b, rank, Nodes.one(size), receivers)]
-        assert result.sent_gradients == sum(sum(route.received.splits) for route in towards)
-        assert result.sent_back == sum(sum(route.sent.splits) for route in back)
-        assert result.sent_bytes == 2 * (result.sent_gradients + result.sent_back)
+        assert 0 <= sum(result.gradients for result in ranks) - 4 * total <= 4 * padding
 
 
 def test_wire_and_weights_have_their_own_dtypes() -> None:
@@ -163,13 +145,13 @@ def test_frozen_and_unoptimized_parameters() -> None:
 @pytest.mark.parametrize("holders", [1, 2])
 @pytest.mark.parametrize("regime", ["forward", "backward"])
 @pytest.mark.parametrize("dim", [0, 1])
-def test_slices_in_fp32_keep_no_master(dim: int, regime: str, holders: int) -> None:
-    """Rows and columns alike are stored so that they can be stepped in place; bf16 has a master of 4 bytes more."""
+def test_slices_have_a_copy_that_is_stepped(dim: int, regime: str, holders: int) -> None:
+    """In fp32 too, unless all ranks hold all: then the tensor is as good as shared, but for rows in no unit."""
     units = tuple(Unit(f"u{i}", (Piece("w", dim, *cut),)) for i, cut in enumerate([(0, 2), (2, 4)]))
     held = ((0,), (1,)) if holders == 1 else ((0, 1), (0, 1))
     plan = Plan(regime, "neuron", 2, holders, 0, units, held, (0, 1))
     stepped = [12, 24] if holders == 1 else [18, 18]
-    for precision, per_element in ((FP32, 8), (BF16, 12)):
+    for precision, per_element in ((FP32, 12 if holders == 1 else 8), (BF16, 12)):
         result = estimate(plan, [TensorInfo("w", (6, 6), "f", group=0)], Setup(1, precision))
         assert [rank.optimizer for rank in result] == [count * per_element for count in stepped]
 

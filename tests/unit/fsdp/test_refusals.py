@@ -36,11 +36,9 @@ def test_a_wrong_block(block: Any, words: tuple[str, ...]) -> None:
     ("more", "word"),
     [
         ({"regime": "backward"}, "regime"),
-        ({"lr_by_coverage": "sqrt"}, "lr_by_coverage"),
         ({"check_agreement": True}, "check_agreement"),
         ({"redraw_interval": 10}, "redraw_interval"),
         ({"allow_optimizer": True}, "allow_optimizer"),
-        ({"silence_limit": None}, "silence_limit"),
     ],
 )
 def test_what_of_the_block_is_not_possible(more: dict[str, Any], word: str) -> None:

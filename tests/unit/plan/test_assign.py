@@ -124,7 +124,7 @@ def test_branches_of_all_layers_together_are_balanced(heads: int, k: int, p: int
 
 
 @pytest.mark.parametrize("branch", [None, "mlp"])
-@pytest.mark.parametrize(("units", "k", "p"), [(4, 4, 2), (24, 8, 4), (30, 8, 3), (64, 16, 8)])
+@pytest.mark.parametrize(("units", "k", "p"), [(8, 4, 2), (24, 8, 4), (30, 8, 3), (64, 16, 8)])
 def test_another_seed_keeps_the_sets(units: int, k: int, p: int, branch: str | None) -> None:
     draws = [
         assign([MLP] * units, [p] * units, k, seed=seed, branches=[branch] * units if branch else None)
@@ -132,6 +132,16 @@ def test_another_seed_keeps_the_sets(units: int, k: int, p: int, branch: str | N
     ]
     assert len({*draws}) == 4
     assert len({frozenset(holders) for holders in draws}) == 1
+
+
+@pytest.mark.parametrize(("layers", "k", "p"), [(6, 4, 2), (12, 8, 4), (16, 8, 3)])
+def test_elements_are_balanced_too(layers: int, k: int, p: int) -> None:
+    """As in the backward regime, where FLOPs may be of few elements: of two kinds of units each has most of one."""
+    costs = [UnitCost(1000, 2000, 90), UnitCost(80, 160, 900), UnitCost(400, 800, 400)] * layers
+    holders = assign(costs, [p] * len(costs), k, balance_elements=True)
+    owned = incidence(holders, k).T @ [cost.num_parameters for cost in costs]
+    assert owned.max() <= 1.05 * owned.mean()
+    assert loads(holders, costs, k).max() <= 1.05 * loads(holders, costs, k).mean()
 
 
 def test_units_with_different_numbers_of_holders() -> None:

@@ -99,13 +99,6 @@ def test_other_counts(mode: Any) -> None:
     assert_agree(*both("llama", [own | {"holders": 1, "subnetworks": 2}], 4), 4)
 
 
-@pytest.mark.parametrize("rule", ["sqrt", "linear"])
-@pytest.mark.slow
-def test_rates_by_coverage_and_clipping(rule: str) -> None:
-    for mode in MODES:
-        assert_agree(*both("llama", [mode._asdict() | DEPTH], 4, lr_by_coverage=rule, clip=0.1), 4)
-
-
 def test_rows_in_mappings_and_a_frozen_parameter() -> None:
     slow, fast = both("llama", [FINE[MODES[0]]], 4)
     for reference in (slow, fast):

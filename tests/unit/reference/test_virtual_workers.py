@@ -123,44 +123,6 @@ def test_one_step_of_sgd(regime: str, clip: float) -> None:
         assert parameter.item() == pytest.approx(start - 0.1 * factor * EXPECTED[regime][name], rel=1e-5), name
 
 
-# p_u / k of the two layers is 2/3, and of the shared head 1.
-@pytest.mark.parametrize(("rule", "of_units"), [("sqrt", math.sqrt(2 / 3)), ("linear", 2 / 3), ("none", 1.0)])
-def test_a_step_at_rates_by_coverage(rule: str, of_units: float) -> None:
-    model = TwoLayers()
-    reference = Reference(
-        model,
-        two_layers("forward"),
-        lambda named: torch.optim.SGD(named.values(), lr=0.1),
-        loss_of,
-        lr_by_coverage=rule,
-    )
-    reference.step([[1.0], [2.0], [4.0]])
-    for (name, start), parameter in zip([("a", A), ("b", B), ("s", S)], model.parameters(), strict=True):
-        expected = start - 0.1 * (1.0 if name == "s" else of_units) * EXPECTED["forward"][name]
-        assert parameter.item() == pytest.approx(expected, rel=1e-6), name
-
-
-def test_rates_follow_subnetworks_and_not_replicas() -> None:
-    """k = 4, r = 2: neuron 0 in one subnetwork and neuron 1 in three have 1/4 and 3/4; neuron 2 is shared. Momentum
-    has no part of the rate: a second step with the gradient 1 is 1.5 times as long."""
-    units = tuple(Unit(f"neuron{j}", (Piece("v", 0, j, 1), Piece("u", 1, j, 1))) for j in range(2))
-    ranks = tuple(subnetwork for subnetwork in range(4) for _ in range(2))
-    plan = Plan("forward", "block", 4, None, 0, units, ((0,), (1, 2, 3)), ranks)
-    model = Neurons()
-    start = model.u.detach().clone()
-    reference = Reference(
-        model,
-        plan,
-        lambda named: torch.optim.SGD(named.values(), lr=1.0, momentum=0.5),
-        lambda worker, _: worker.get_parameter("u").sum(),
-        lr_by_coverage="linear",
-    )
-    reference.step([[None]] * 8)
-    assert (start - model.u.detach()).tolist() == [[0.25, 0.75, 1.0]]
-    reference.step([[None]] * 8)
-    assert (start - model.u.detach()).tolist() == [[0.25 * 2.5, 0.75 * 2.5, 2.5]]
-
-
 def test_micro_batches_are_averaged() -> None:
     """The loss is linear in x: micro-batches 0.5, 1, 1.5 give the gradients of their mean, 1."""
     plan = two_layers("forward")

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from sdp_deepspeed.checkpoint.interop.hugging_face_names import new_model
-from tests.helpers.trained_states import names_in
+from tests.helpers.checkpointed_runs import names_in
 
 SHARDS = ("model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors", "model.safetensors.index.json")
 SHARDED = ("config.json", *SHARDS)

@@ -9,8 +9,7 @@ from deepspeed.runtime.checkpoint_engine.torch_checkpoint_engine import TorchChe
 from deepspeed.runtime.state_dict_factory import SDLoaderFactory
 from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
 
-from sdp_deepspeed.checkpoint.interop.from_zero import convert
-from sdp_deepspeed.checkpoint.storage.manifest import read_manifest, write_manifest
+from sdp_deepspeed.checkpoint.storage.manifest import read_manifest
 from sdp_deepspeed.checkpoint.storage.signposts import MODEL_FILE, signposts
 
 
@@ -32,13 +31,6 @@ def test_plain_deepspeed_says_whose_it_is(checkpoint: Path) -> None:
 def test_zero_to_fp32_points_to_export(checkpoint: Path) -> None:
     with pytest.raises(ValueError, match=r"checkpoint of sdp_deepspeed: use `sdp checkpoint export"):
         get_fp32_state_dict_from_zero_checkpoint(str(checkpoint.parent))
-
-
-def test_from_zero_takes_no_checkpoint_of_ours(checkpoint: Path) -> None:
-    write_manifest(checkpoint, {})
-    for folder in (checkpoint, checkpoint.parent):
-        with pytest.raises(ValueError, match="is a checkpoint of sdp_deepspeed already"):
-            convert(folder, checkpoint.parent / "out")
 
 
 def test_a_checkpoint_of_deepspeeds_own_points_to_from_zero(tmp_path: Path) -> None:

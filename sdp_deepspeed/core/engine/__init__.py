@@ -1,1 +1,0 @@
-"""The DeepSpeed host: an engine whose module is a rank's subnetwork."""

@@ -1,0 +1,120 @@
+"""DeepSpeed's calls for checkpoints: what an engine adds to the tensors that `core.checkpoint` writes and reads."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from deepspeed.utils import log_dist
+
+from sdp_deepspeed.core.checkpoint.manager import CheckpointManager
+from sdp_deepspeed.core.checkpoint.universal import load_universal, refuse_foreign, universal_tag
+from sdp_deepspeed.core.parallel.agree import run_on_all_ranks
+from sdp_deepspeed.engine.replan import follow_schedule, rank_state
+from sdp_deepspeed.messages import quoted
+
+_COUNTERS = ("global_steps", "global_samples", "skipped_steps")
+
+
+def new_manager(engine: Any) -> CheckpointManager:
+    """As the block's `checkpoint` says; every rank calls it."""
+    options = engine.block.checkpoint
+    return CheckpointManager(asynchronous=options.asynchronous, keep_last=options.keep_last)
+
+
+def save(engine: Any, folder: Path, tag: str | None, client_state: Mapping[str, Any], **options: bool) -> None:
+    """Write a checkpoint; every rank calls it, see `CheckpointManager.save`.
+
+    Args:
+        tag: None for one that names the step.
+        client_state: the caller's.
+    """
+    scheduler = engine.lr_scheduler
+    scaler = {name: value for name, value in vars(engine.optimizer.loss_scaler).items() if _is_number(value)}
+    common = {
+        "counters": {name: getattr(engine, name) for name in _COUNTERS},
+        "lr_scheduler": scheduler.state_dict() if hasattr(scheduler, "state_dict") else None,
+        "loss_scaler": scaler,
+        "client_state": dict(client_state),
+    }
+    name = f"global_step{engine.global_steps}" if tag is None else str(tag)
+    engine.checkpoints.save(folder, name, rank_state(engine), common, **options)
+
+
+def load(
+    engine: Any, folder: Path, tag: str | None, *, module_only: bool, scheduler: bool, **options: bool
+) -> tuple[str | None, dict[str, Any] | None]:
+    """Restore a checkpoint; every rank calls it, see `CheckpointManager.restore`. Where the config says
+    `checkpoint.load_universal`, one in DeepSpeed's universal format too.
+
+    Args:
+        module_only: weights alone: counters, loss scale, schedule and random numbers stay as they are.
+        scheduler: whether the learning rate's schedule is restored.
+
+    Returns:
+        Path of the checkpoint and the client state; (None, None) if the folder has no checkpoint.
+    """
+    control = engine.groups.control
+    if engine.load_universal_checkpoint():
+        name = run_on_all_ranks(lambda: universal_tag(folder, tag), control)
+        if name is not None:
+            return _load_universal(engine, folder / name, module_only=module_only, scheduler=scheduler, **options)
+    run_on_all_ranks(lambda: refuse_foreign(folder, tag), control)
+    found = engine.checkpoints.find(folder, tag, control)
+    if found is None:
+        text = f"load_checkpoint: {folder} has no checkpoint, so nothing was loaded"
+        log_dist(text, ranks=[0], level=logging.WARNING)
+        return None, None
+    common = found.common
+    if scheduler and not module_only:
+        run_on_all_ranks(lambda: _check_scheduler(engine.lr_scheduler, common["lr_scheduler"]), control)
+    engine.optimizer.zero_grad()  # of a step of the run that is left
+    if not module_only:  # ranks go on with their own state under the same plan only
+        follow_schedule(engine, common["counters"]["global_steps"])
+    engine.checkpoints.restore(found, rank_state(engine), own_state=not module_only, **options)
+    if not module_only:
+        _restore_progress(engine, common["counters"], common["lr_scheduler"] if scheduler else None)
+        scaler = engine.optimizer.loss_scaler
+        if scaler.dynamic and common["loss_scaler"].get("dynamic", True):  # not the 1 of a run in bf16 or fp32
+            vars(scaler).update(common["loss_scaler"])
+    return str(found.path), common["client_state"]
+
+
+def _load_universal(
+    engine: Any, path: Path, *, module_only: bool, scheduler: bool, **options: bool
+) -> tuple[str, dict[str, Any]]:
+    engine.checkpoints.wait()
+    engine.optimizer.zero_grad()
+    found = load_universal(rank_state(engine), path, **options)
+    if not module_only:
+        _restore_progress(engine, found.counters, found.lr_scheduler if scheduler else None)
+    return str(path), found.client_state
+
+
+def _restore_progress(engine: Any, counters: Mapping[str, int], scheduler: Any) -> None:
+    """Set counters, and begin a step anew, which may have another number of micro-batches now.
+
+    Args:
+        scheduler: state of the learning rate's schedule; None leaves it.
+    """
+    for name, value in counters.items():
+        setattr(engine, name, value)
+    engine.micro_steps = engine.global_steps * engine.gradient_accumulation_steps()
+    if engine.lr_scheduler is not None and scheduler is not None:
+        engine.lr_scheduler.load_state_dict(scheduler)
+
+
+def _check_scheduler(scheduler: Any, stored: Any) -> None:
+    """ValueError for the state of another scheduler, with which this one would go on from its beginning."""
+    here = scheduler.state_dict() if hasattr(scheduler, "state_dict") else None
+    if stored and here and not stored.keys() & here.keys():
+        raise ValueError(
+            f"the checkpoint's LR scheduler has {quoted(sorted(stored))}, {type(scheduler).__name__} has "
+            f"{quoted(sorted(here))}; use the one that was saved, or load_lr_scheduler_states=False"
+        )
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, (bool, int, float))

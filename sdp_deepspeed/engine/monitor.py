@@ -1,0 +1,67 @@
+"""What DeepSpeed's monitors (TensorBoard, W&B, CSV, Comet) get beside the learning rate that DeepSpeed writes."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+
+from sdp_deepspeed.core.parallel.agree import gather_objects
+
+_DEFAULT_INTERVAL = 10  # steps
+
+
+class StepEvents:
+    """Writes loss, gradient norm and coverage of every `steps_per_print`-th step.
+
+    The loss is the mean over the ranks and the step's micro-batches of what went into `engine.backward`; over
+    micro-batches the sum if the caller has divided already (`scale_wrt_gas=False`, as Transformers' Trainer). It is
+    called "subnetwork_loss" while ranks train subnetworks, else "train_loss".
+
+    Args:
+        engine: ours.
+        interval: steps between two that are written; None writes none. The same on all ranks.
+    """
+
+    def __init__(self, engine: Any, interval: int | None) -> None:
+        self._engine, self._interval = engine, interval
+        self._losses: list[torch.Tensor] = []
+        self._are_shares = False
+
+    @classmethod
+    def of(cls, engine: Any) -> StepEvents:
+        """As rank 0, which writes, has a monitor; every rank calls it."""
+        enabled, given = gather_objects(
+            (bool(engine.monitor.enabled), engine.steps_per_print()), engine.groups.control
+        )[0]
+        interval = int(given) if given and math.isfinite(given) else _DEFAULT_INTERVAL  # Accelerate gives infinity
+        return cls(engine, interval if enabled else None)
+
+    def note(self, loss: Any, *, is_share: bool) -> None:
+        """Before a backward pass.
+
+        Args:
+            is_share: whether the step's loss is the sum of its micro-batches' losses.
+        """
+        if self._interval is not None and isinstance(loss, torch.Tensor):
+            self._losses.append(loss.detach())
+            self._are_shares = is_share
+
+    def write(self) -> None:
+        """After a step; every rank calls it."""
+        losses, self._losses = self._losses, []
+        if self._interval is None or self._engine.global_steps % self._interval:
+            return
+        engine = self._engine
+        total = float(torch.stack(losses).float().sum()) if losses else math.nan
+        own = total if self._are_shares or not losses else total / len(losses)
+        every = gather_objects(own, engine.groups.control)
+        values = {
+            "subnetwork_loss" if engine.plan.trains_subnetworks else "train_loss": sum(every) / len(every),
+            "gradient_norm": engine.get_global_grad_norm(),
+            "coverage": engine.coverage,
+        }
+        engine.monitor.write_events(
+            [(f"Train/Samples/{name}", float(v), engine.global_samples) for name, v in values.items() if v is not None]
+        )

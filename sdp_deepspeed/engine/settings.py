@@ -1,0 +1,46 @@
+"""What DeepSpeed's config asks of the sharded optimizer, read through DeepSpeed's engine."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from deepspeed.runtime.fp16.loss_scaler import CreateLossScaler, LossScalerBase
+
+
+def sharded_options(engine: Any) -> dict[str, Any]:
+    """Keyword arguments of `ShardedOptimizer`."""
+    model_dtype, accumulation_dtype = engine.get_data_types()
+    zero = engine._config.zero_config
+    has_size = "reduce_bucket_size" in zero.model_fields_set
+    offload = zero.offload_optimizer
+    sums_in_fp32 = accumulation_dtype == torch.float32 and model_dtype != torch.float32
+    return {
+        "stage": int(engine.zero_optimization_stage()),
+        "clip": float(engine.gradient_clipping() or 0),
+        "bucket_size": int(engine.zero_reduce_bucket_size()) if has_size else None,
+        "overlap": bool(engine.zero_overlap_comm()),
+        "gradient_dtype": torch.float32 if sums_in_fp32 else None,
+        "wire_dtype": engine.communication_data_type,
+        "offload": offload is not None and offload.device == "cpu",
+        "pin_memory": offload is not None and offload.pin_memory,
+    }
+
+
+def skips_overflow(engine: Any) -> bool:
+    """Whether a step with a gradient that is not finite is left out, as by DeepSpeed: in bf16 if the config says so, in
+    fp32 under ZeRO only."""
+    if engine.bfloat16_enabled():
+        return bool(engine._config.bfloat16_config.check_grad_overflow)
+    under_zero = int(engine.zero_optimization_stage()) > 0 and bool(engine.zero_compute_grad_norm())
+    return under_zero or bool(engine.fp16_enabled())
+
+
+def loss_scaler(engine: Any) -> LossScalerBase:
+    """DeepSpeed's own: static, dynamic, or one that scales by 1 without fp16."""
+    return CreateLossScaler(
+        engine.get_data_types()[0],
+        static_loss_scale=engine.loss_scale(),
+        dynamic_scaling=engine.dynamic_loss_scale(),
+        dynamic_loss_args=engine.dynamic_loss_scale_args(),
+    )

@@ -1,1 +1,0 @@
-"""The wrapped optimizer: what it averages, steps and sends back."""

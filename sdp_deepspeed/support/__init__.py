@@ -1,1 +1,0 @@
-"""What works together: one table, from which start-up refuses."""

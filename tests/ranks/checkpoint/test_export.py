@@ -1,0 +1,149 @@
+"""`sdp checkpoint`, and folders in Hugging Face format from an engine and back."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from safetensors.torch import load_file
+
+import sdp_deepspeed
+from sdp_deepspeed.__main__ import main as sdp
+from tests.helpers.models import TOKENS, config, family, llama
+from tests.helpers.ranks import Rank, run_ranks
+from tests.helpers.training import assert_identical, dense_state, engine_of, train
+
+RUNS: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama": ("llama", {"strategy": "neuron"}),
+    "gpt2_bf16": ("gpt2", {"strategy": "neuron"}),
+    "gpt_neox_bf16": ("gpt_neox", {}),
+}
+
+
+def tensors_in(path: Path) -> dict[str, torch.Tensor]:
+    return {name: value for file in path.glob("*.safetensors") for name, value in load_file(file).items()}
+
+
+def write(name: str, folder: Path, rank: Rank) -> None:
+    """A checkpoint, and beside it what the engine itself exports and answers."""
+    architecture, block = RUNS[name]
+    settings = config(holders=1, **block) | {"bf16": {"enabled": name.endswith("bf16")}}
+    engine = engine_of(settings, family(architecture))
+    train(engine, num_steps=2)
+    engine.save_checkpoint(str(folder / name))
+    engine.save_pretrained(folder / f"{name}_hf")
+    with engine.dense(), torch.no_grad():
+        logits = engine.module.eval()(input_ids=TOKENS).logits
+    if rank.rank == 0:
+        torch.save(logits, folder / f"{name}.pt")
+
+
+def start_from_a_folder(rank: Rank) -> None:
+    """Also of a model without weights, of which no rank ever has all."""
+    folder = rank.folder / "in"
+    if rank.rank == 0:
+        llama(seed=5).save_pretrained(folder)  # type: ignore[operator]
+    dist.barrier()
+    expected = llama(seed=5).bfloat16().state_dict()
+    with sdp_deepspeed.Init():
+        without_weights = llama()
+    for model in (llama(), without_weights):
+        engine = engine_of(config(holders=1, strategy="neuron") | {"bf16": {"enabled": True}}, model)
+        engine.load_pretrained(folder)
+        assert_identical(dense_state(engine), expected)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("checkpoints")
+    checks: list[Any] = [(name, partial(write, name, path)) for name in RUNS]
+    outcomes = run_ranks(2, [*checks, ("start_from_a_folder", start_from_a_folder)])
+    assert not any(outcomes.values()), next(filter(None, outcomes.values()))
+    return path
+
+
+@pytest.mark.parametrize("name", RUNS)
+def test_exported_model_is_the_engines_dense_model(name: str, folder: Path, tmp_path: Path) -> None:
+    from transformers import AutoModelForCausalLM
+
+    out = tmp_path / "out"
+    assert sdp(["checkpoint", "export", str(folder / name), str(out), "--max-shard-size", "4KB"]) == 0
+    assert len(list(out.glob("model-*-of-*.safetensors"))) > 2
+    assert_identical(tensors_in(out), tensors_in(folder / f"{name}_hf"))
+    model, info = AutoModelForCausalLM.from_pretrained(out, output_loading_info=True)
+    assert not any(info[kind] for kind in ("missing_keys", "unexpected_keys", "mismatched_keys"))
+    with torch.no_grad():
+        assert torch.equal(model.eval()(input_ids=TOKENS).logits, torch.load(folder / f"{name}.pt"))
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]
+
+
+def test_the_command(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "tokens").mkdir()
+    (tmp_path / "tokens" / "tokenizer.json").write_text("{}")
+    command = [sys.executable, "-m", "sdp_deepspeed", "checkpoint", "export", folder / "gpt2_bf16", tmp_path / "out"]
+    command += ["--dtype", "fp32", "--tokenizer", tmp_path / "tokens"]
+    subprocess.run(list(map(str, command)), check=True, timeout=300)
+    names = {path.name for path in (tmp_path / "out").iterdir()}
+    assert names == {"model.safetensors", "config.json", "generation_config.json", "tokenizer.json"}
+    masters, trained = tensors_in(tmp_path / "out"), tensors_in(folder / "gpt2_bf16_hf")
+    assert {value.dtype for value in masters.values()} == {torch.float32}
+    assert_identical({name: value.bfloat16() for name, value in masters.items()}, trained)
+    assert any(not torch.equal(value, value.bfloat16().float()) for value in masters.values())
+    assert sdp(["checkpoint", "inspect", str(folder / "llama")]) == 0
+    shown = capsys.readouterr().out
+    assert all(
+        words in shown for words in ("step 2, written by 2 ranks", "neuron strategy", "weight: 21", "exp_avg_sq")
+    )
+    assert sdp(["checkpoint", "verify", str(folder / "llama" / "global_step2")]) == 0
+
+
+def test_damage_is_found(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for file in (folder / "llama" / "global_step2").iterdir():
+        (tmp_path / "runs" / "tag").mkdir(parents=True, exist_ok=True)
+        (tmp_path / "runs" / "tag" / file.name).write_bytes(file.read_bytes())
+    file = tmp_path / "runs" / "tag" / "__1_0.distcp"
+    content = file.read_bytes()
+    file.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
+    (tmp_path / "runs" / "latest").write_text("tag")
+    assert sdp(["checkpoint", "verify", str(tmp_path / "runs")]) == 1
+    assert "__1_0.distcp is damaged" in capsys.readouterr().out
+    assert sdp(["checkpoint", "export", str(tmp_path / "runs"), str(tmp_path / "out")]) == 2
+    assert "__1_0.distcp is damaged" in capsys.readouterr().err
+    file.write_bytes(content)
+    (tmp_path / "runs" / "latest").write_text("lost")
+    for action in ("verify", "inspect"):
+        assert sdp(["checkpoint", action, str(tmp_path / "runs")]) == 1
+        assert "latest names 'lost'" in capsys.readouterr().out
+    assert [entry.name for entry in tmp_path.iterdir()] == ["runs"]
+
+
+def _mistakes(folder: Path, path: Path) -> Iterator[tuple[list[object], list[str]]]:
+    good, out = folder / "llama", path / "out"
+    yield ["export", path / "nowhere", out], ["no folder", "nowhere"]
+    yield ["export", path, out], ["no complete checkpoint"]
+    yield ["export", good, out, "--tag", "lost"], ["lost"]
+    yield ["export", good, good], ["is there already"]
+    yield ["export", good, out, "--max-shard-size", "0GB"], ["0GB", "5GB or 200MB"]
+    yield ["export", good, out, "--dtype", "fp8"], ["fp8"]
+    yield ["export", good, out, "--tokenizer", path], ["no file of a tokenizer"]
+    yield ["export", good], ["out"]
+    yield ["import", good], ["import"]
+    yield ["inspect", path / "nowhere"], ["no folder"]
+    yield ["verify", path], ["no complete checkpoint"]
+
+
+def test_mistakes_are_told_in_one_line(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for arguments, words in _mistakes(folder, tmp_path):
+        assert sdp(["checkpoint", *map(str, arguments)]) == 2, arguments
+        text = capsys.readouterr().err
+        assert text.startswith("error: ")
+        assert text.count("\n") == 1, text
+        assert all(word in text for word in words), text
+        assert not list(tmp_path.iterdir()), arguments

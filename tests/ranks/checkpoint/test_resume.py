@@ -1,0 +1,226 @@
+"""Save and resume on the same layout, through DeepSpeed's calls; other layouts are in test_reshard.py."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from tests.helpers.checkpointed_runs import names_in, settings_of, stepped
+from tests.helpers.models import llama
+from tests.helpers.ranks import Rank
+from tests.helpers.training import assert_identical, dense_state, engine_of, refusal, train
+
+
+def draw() -> list[float]:
+    """One number from each source of randomness that a checkpoint restores."""
+    return [torch.rand(1).item(), float(np.random.rand()), random.random()]
+
+
+def draw_after(seed: int) -> None:
+    torch.manual_seed(seed)
+    np.random.seed(seed)
+    random.seed(seed)
+    draw()
+
+
+def an_interrupted_run_goes_on(rank: Rank) -> None:
+    """Bit for bit: losses, weights, moments, masters, schedule, counters, random numbers."""
+    backward, neuron = {"regime": "backward"}, {"strategy": "neuron"}
+    cases: list[tuple[int, str, dict[str, Any]]] = [
+        (0, "fp32", {}),
+        (1, "fp32", backward),
+        (1, "bf16", neuron),
+        (0, "bf16", backward | neuron),
+        (2, "bf16+fp32", {}),
+        (2, "fp32", neuron | {"checkpoint": {"asynchronous": True}}),
+    ]
+    for stage, precision, block in cases:
+        folder = str(rank.folder / f"{stage}{precision}")
+        engine = engine_of(settings_of(stage, precision, **block))
+        train(engine, num_steps=3)
+        draw_after(rank.rank)
+        engine.save_checkpoint(folder, client_state={"position": 17, "name": "x"})
+        numbers, losses = draw(), train(engine, num_steps=3, first=3)
+        engine.wait_for_checkpoint()
+
+        resumed = engine_of(settings_of(stage, precision, **block))
+        train(resumed, num_steps=1, seed=9)  # its state is not the initial one
+        path, client_state = resumed.load_checkpoint(folder)
+        assert path == str(Path(folder) / "global_step3")
+        assert client_state == {"position": 17, "name": "x"}
+        assert (resumed.global_steps, resumed.global_samples) == (3, 3 * 2 * rank.size)
+        assert draw() == numbers
+        assert train(resumed, num_steps=3, first=3) == losses
+        assert resumed.get_lr() == engine.get_lr()
+        assert_identical(stepped(resumed), stepped(engine))
+        assert_identical(dense_state(resumed), dense_state(engine))
+
+
+def tags_and_latest(rank: Rank) -> None:
+    engine, states = engine_of(settings_of()), {}
+    for tag in ("first", "second", "first"):  # the third replaces the first
+        train(engine, num_steps=1)
+        engine.save_checkpoint(str(rank.folder), tag=tag)
+        states[tag] = dense_state(engine)
+    train(engine, num_steps=1)
+    engine.save_checkpoint(str(rank.folder), tag="third", save_latest=False)
+    loads: list[tuple[str | None, str]] = [(None, "first"), ("second", "second"), ("first", "first")]
+    for wanted, expected in loads:
+        path, client_state = engine.load_checkpoint(str(rank.folder), tag=wanted)
+        assert path == str(rank.folder / expected)
+        assert client_state == {}
+        assert_identical(dense_state(engine), states[expected])
+    dist.barrier()
+    assert names_in(rank.folder) == ["first", "latest", "second", "third"]
+
+
+def nothing_to_load(rank: Rank) -> None:
+    engine = engine_of(settings_of())
+    before = dense_state(engine)
+    assert engine.load_checkpoint(str(rank.folder)) == (None, None)
+    assert engine.load_checkpoint(str(rank.folder / "nowhere")) == (None, None)
+    refusal(ValueError, lambda: engine.load_checkpoint(str(rank.folder), tag="lost"), "lost")
+    assert_identical(dense_state(engine), before)
+
+
+def client_state_is_plain(rank: Rank) -> None:
+    engine = engine_of(settings_of())
+    plain: dict[str, Any] = {"t": torch.arange(3), "nested": [1, {"a": None, "b": (2.5, True)}]}
+    engine.save_checkpoint(str(rank.folder), client_state=plain)
+    _, loaded = engine.load_checkpoint(str(rank.folder))
+    assert loaded is not None
+    assert torch.equal(loaded.pop("t"), plain.pop("t"))
+    assert loaded == plain
+    save = partial(engine.save_checkpoint, str(rank.folder), tag="no", client_state={"strange": nn.Linear(1, 1)})
+    refusal(ValueError, save, "tensors, numbers")
+    assert names_in(rank.folder) == ["global_step0", "latest"]
+
+
+def parts_of_a_checkpoint(rank: Rank) -> None:
+    """bf16: after a load without optimizer states the masters follow the weights, or the next step undoes the load."""
+    folder = str(rank.folder)
+    for precision in ("fp32", "bf16"):
+        saved = engine_of(settings_of(1, precision))
+        train(saved, num_steps=3)
+        saved.save_checkpoint(folder)
+        weights = dense_state(saved)
+        for options in ({"load_module_only": True}, {"load_optimizer_states": False}):
+            engine = engine_of(settings_of(1, precision))
+            train(engine, num_steps=1, seed=4)
+            moments = {name: value for name, value in stepped(engine).items() if not name.startswith("stepped")}
+            engine.load_checkpoint(folder, **options)
+            assert_identical(dense_state(engine), weights)
+            after = stepped(engine)
+            assert_identical({name: after[name] for name in moments}, moments)
+            only = "load_module_only" in options
+            assert engine.global_steps == (1 if only else 3)
+            assert engine.lr_scheduler.last_batch_iteration == (0 if only else 2)
+            for group in engine.optimizer.param_groups:
+                group["lr"] = 0.0
+            engine.lr_scheduler = None
+            train(engine, num_steps=1)
+            assert_identical(dense_state(engine), weights)
+        engine = engine_of(settings_of(1, precision))
+        engine.load_checkpoint(folder, load_lr_scheduler_states=False)
+        assert engine.lr_scheduler.last_batch_iteration != 2
+        refusal(ValueError, partial(engine.load_checkpoint, folder, custom_load_fn=print), "custom_load_fn")
+
+
+def frozen_parameters_may_be_left_out(rank: Rank) -> None:
+    def with_frozen_embeddings() -> Any:
+        model: Any = llama()
+        model.get_input_embeddings().weight.requires_grad_(False)
+        return engine_of(settings_of(), model)
+
+    engine = with_frozen_embeddings()
+    train(engine, num_steps=2)
+    expected = dense_state(engine)
+    for excluded in (False, True):
+        folder = str(rank.folder / f"{excluded}")
+        engine.save_checkpoint(folder, exclude_frozen_parameters=excluded)
+        other = with_frozen_embeddings()
+        train(other, num_steps=1, seed=3)
+        if excluded:
+            refusal(ValueError, partial(other.load_checkpoint, folder), "1 tensors are missing")
+        other.load_checkpoint(folder, load_module_strict=not excluded)
+        assert_identical(dense_state(other), expected)
+        assert train(other, num_steps=1, first=2) == train_and_take_back(engine, folder)
+
+
+def train_and_take_back(engine: Any, folder: str) -> list[float]:
+    losses = train(engine, num_steps=1, first=2)
+    engine.load_checkpoint(folder, load_module_strict=False)
+    return losses
+
+
+def saving_behind_the_training(rank: Rank) -> None:
+    """What is saved is the state at the call, whatever steps follow; an error comes with the next call."""
+    engine = engine_of(settings_of(1, "bf16", checkpoint={"asynchronous": True}))
+    train(engine, num_steps=2)
+    expected = dense_state(engine)
+    engine.save_checkpoint(str(rank.folder), client_state={"position": 5})
+    train(engine, num_steps=2, first=2)
+    engine.wait_for_checkpoint()
+    assert engine.load_checkpoint(str(rank.folder)) == (str(rank.folder / "global_step2"), {"position": 5})
+    assert_identical(dense_state(engine), expected)
+    engine.save_checkpoint(str(rank.folder), tag="again")
+    assert engine.load_checkpoint(str(rank.folder))[0] == str(rank.folder / "again")
+
+
+def only_some_stay(rank: Rank) -> None:
+    """The newest is what was written last: after going back it is not what has more steps."""
+    engine = engine_of(settings_of(checkpoint={"keep_last": 3}))
+    folder = str(rank.folder)
+    for _ in range(3):
+        train(engine, num_steps=1)
+        engine.save_checkpoint(folder)
+    engine.load_checkpoint(folder, tag="global_step1")
+    engine.save_checkpoint(folder, tag="again")
+    dist.barrier()
+    assert names_in(rank.folder) == ["again", "global_step2", "global_step3", "latest"]
+    assert engine.load_checkpoint(folder)[0] == str(rank.folder / "again")
+
+
+@pytest.mark.slow
+def a_rank_alone_is_told(rank: Rank) -> None:
+    """At once where the other goes on with training, or does something else."""
+    engines = [engine_of(settings_of()) for _ in range(2)]
+    folder = str(rank.folder)
+    calls = [lambda: engines[0].save_checkpoint(folder), lambda: engines[0].load_checkpoint(folder)]
+    refusal(RuntimeError, calls[rank.rank], "save_checkpoint", "load_checkpoint")
+    if rank.rank == 0:
+        with pytest.raises(RuntimeError, match="rank 1 went on with training"):
+            engines[1].save_checkpoint(folder)
+    else:
+        engines[1]._meetings.passing()
+    dist.barrier()
+    assert not names_in(rank.folder)
+
+
+def _cases(size: int, options: pytest.Config) -> Iterator[tuple[str, Any]]:
+    for check in (
+        an_interrupted_run_goes_on,
+        tags_and_latest,
+        nothing_to_load,
+        client_state_is_plain,
+        parts_of_a_checkpoint,
+        frozen_parameters_may_be_left_out,
+        saving_behind_the_training,
+        only_some_stay,
+        a_rank_alone_is_told,
+    ):
+        yield check.__name__, check
+
+
+@pytest.mark.checks(2, _cases)
+def test_two_ranks(outcome: str | None) -> None:
+    assert outcome is None, outcome
