@@ -223,6 +223,7 @@ class Bucket:
         gradients: flat [size] in the dtype in which gradients are summed.
         weight_slots, gradient_slots: of each slice its view into these, in the slice's shape.
         parameters: what the optimizer steps: the shard, or for an optimizer of whole tensors its tensors.
+        places: of each slice its tensor and its index among the slices of that which are held.
         filled: for each slice whether its slot has the sum of this step's gradients so far.
         waits_for: names of tensors whose gradients have not come in this backward pass.
         shard: what the optimizer steps: fp32, flat, may be empty, a view of `weights` where that is possible.
@@ -233,6 +234,7 @@ class Bucket:
     def __init__(self, layout: BucketLayout, group: HolderGroup | None, *, owns_all: bool) -> None:
         self.layout, self.group, self.owns_all = layout, group, owns_all
         self.names = list(dict.fromkeys(part.piece.parameter for part in layout.slices))
+        self.places: list[tuple[str, int]] = []
         self.waits_for = set(self.names)
         self.filled = [False] * len(layout.slices)
         self.shard: nn.Parameter | None = None

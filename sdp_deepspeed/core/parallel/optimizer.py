@@ -39,7 +39,7 @@ from __future__ import annotations
 
 import contextlib
 from collections import defaultdict
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any, Literal
 
 import torch
@@ -52,6 +52,7 @@ from sdp_deepspeed.core.parallel.offload import Moved, move_back, move_to_host
 from sdp_deepspeed.core.parallel.optimizer_kinds import groups_of_whole_tensors
 from sdp_deepspeed.core.parallel.param_groups import prefer_fused, replace_parameters
 from sdp_deepspeed.core.parallel.returns import plan_returns
+from sdp_deepspeed.units import Piece
 
 
 class ShardedOptimizer:
@@ -139,6 +140,15 @@ class ShardedOptimizer:
         for index, bucket in enumerate(self.held):
             for number, part in enumerate(bucket.layout.slices):
                 self._slots_of[part.piece.parameter].append((index, number))
+        # of each tensor the dim that is cut, and the lengths of the slices that are held, which lie side by side
+        self._cuts: dict[str, tuple[int | None, list[int]]] = {}
+        places: dict[Piece, int] = {}
+        for name in self._slots_of:
+            held = [piece for piece, holders in mask.pieces[name] if groups.rank in holders]
+            self._cuts[name] = held[0].dim, [piece.length for piece in held]
+            places |= {piece: place for place, piece in enumerate(held)}
+        for bucket in self.held:
+            bucket.places = [(part.piece.parameter, places[part.piece]) for part in bucket.layout.slices]
         self._place_buffers()
         returned = [bucket for bucket in self.buckets if regime == "backward" and not self._all_step(bucket)]
         self._returns = plan_returns(returned, groups.data_parallel.size, groups.rank)
@@ -287,6 +297,11 @@ class ShardedOptimizer:
                 self.held[index].waits_for.discard(name)
             self._reduce(only_complete=True)
 
+    def _slices_of(self, name: str, tensor: torch.Tensor) -> Sequence[torch.Tensor]:
+        """What is held of a parameter, by slice, as views of the parameter or its gradient."""
+        dim, lengths = self._cuts[name]
+        return (tensor,) if dim is None else tensor.split(lengths, dim)
+
     def _take_early(self, name: str) -> None:
         """Move a gradient into its slots: copy it and let `.grad` be the slot, or add it up in another dtype."""
         parameter = self._parameters[name]
@@ -331,12 +346,13 @@ class ShardedOptimizer:
 
     def _reduce(self, *, only_complete: bool) -> None:
         """Average buckets in order: those that are complete and whose turn has come, or all that remain."""
+        views: dict[str, Sequence[torch.Tensor]] = {}
         while self._next < len(self.held):
             bucket = self.held[self._next]
             if only_complete and bucket.waits_for:
                 return
             with self._beside():
-                self._pack(bucket)
+                self._pack(bucket, views)
                 self._average(bucket)
             self._next += 1
 
@@ -355,7 +371,7 @@ class ShardedOptimizer:
                 self._repeated.update(bucket.names)
                 bucket.filled = [False] * len(bucket.filled)
                 with self._beside():
-                    self._pack(bucket)
+                    self._pack(bucket, {})
                     self._average(bucket)
 
     @contextlib.contextmanager
@@ -368,20 +384,24 @@ class ShardedOptimizer:
         with torch.cuda.stream(self._stream):
             yield
 
-    def _pack(self, bucket: Bucket) -> None:
-        """Fill the slots that have no gradient yet, zeros where none came; free `.grad` of tensors that are done."""
+    def _pack(self, bucket: Bucket, views: dict[str, Sequence[torch.Tensor]]) -> None:
+        """Fill the slots that have no gradient yet, zeros where none came; free `.grad` of tensors that are done.
+
+        Args:
+            views: of gradients, for the other buckets that are packed now.
+        """
         sources, targets, empty = [], [], []
-        for (piece, _, _), slot, is_filled in zip(
-            bucket.layout.slices, bucket.gradient_slots, bucket.filled, strict=True
-        ):
-            gradient = self._parameters[piece.parameter].grad
+        for (name, place), slot, is_filled in zip(bucket.places, bucket.gradient_slots, bucket.filled, strict=True):
+            gradient = self._parameters[name].grad
             if is_filled:
                 continue
             if gradient is None:
                 empty.append(slot)
                 continue
-            source = self.mask.view(piece, gradient)
-            if source.data_ptr() != slot.data_ptr():
+            if name not in views:
+                views[name] = self._slices_of(name, gradient)
+            source = views[name][place]
+            if not bucket.layout.is_whole or source.data_ptr() != slot.data_ptr():
                 if self._stream is not None:
                     gradient.record_stream(self._stream)
                 sources.append(source)
@@ -496,6 +516,7 @@ class ShardedOptimizer:
     def _return_weights(self) -> None:
         """Write updated shards into the module's tensors: the holders', or in the backward regime everybody's."""
         if self.regime == "forward":
+            views: dict[str, Sequence[torch.Tensor]] = {}
             for bucket in self.held:
                 assert bucket.group is not None
                 bucket.store_shard()
@@ -503,7 +524,12 @@ class ShardedOptimizer:
                     broadcast(bucket.weights, bucket.group, bucket.layout.owner)
                 elif not bucket.owns_all:
                     all_gather(bucket.weights, bucket.shard_of(bucket.weights), bucket.group)
-                bucket.store_weights(self.mask.view)
+                if not bucket.layout.is_whole:
+                    for name in bucket.names:
+                        if name not in views:
+                            views[name] = self._slices_of(name, self._parameters[name].detach())
+                    slices = [views[name][place] for name, place in bucket.places]
+                    torch._foreach_copy_(slices, bucket.weight_slots)
             return
         for bucket in self.buckets:
             if self._all_step(bucket):
