@@ -10,6 +10,7 @@ import math
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
+import torch
 from torch import nn
 
 from sdp_deepspeed.config import KEY, SubnetworkConfig
@@ -138,16 +139,29 @@ def refuse_model(model: nn.Module) -> None:
 
 
 def _in_the_same_memory(model: nn.Module) -> Iterator[tuple[str, str]]:
-    """Pairs of names, one of which is trained, whose contiguous tensors overlap, or that are the same view."""
+    """Pairs of names, one of which is trained, of tensors that have elements in common."""
+    parameters = dict(model.named_parameters())
     before: dict[Any, list[tuple[Any, Any, bool, str]]] = {}
-    for name, parameter in model.named_parameters():
+    for name, parameter in parameters.items():
         if not parameter.numel():
             continue
         start = parameter.storage_offset()
-        stop, is_trained = start + parameter.numel(), parameter.requires_grad
+        strides = zip(parameter.shape, parameter.stride(), strict=True)
+        stop, is_trained = start + 1 + sum((size - 1) * stride for size, stride in strides), parameter.requires_grad
         key = parameter.untyped_storage()._cdata
         for other_start, other_stop, other_is_trained, other_name in before.get(key, ()):
-            overlaps = start < other_stop and other_start < stop
-            if overlaps and (is_trained or other_is_trained) and (parameter.is_contiguous() or start == other_start):
+            may_overlap = start < other_stop and other_start < stop
+            if may_overlap and (is_trained or other_is_trained) and _overlap(parameter, parameters[other_name]):
                 yield other_name, name
         before.setdefault(key, []).append((start, stop, is_trained, name))
+
+
+def _overlap(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Of two views of one storage, also where one lies between the other's elements."""
+    places = [
+        torch.arange(t.untyped_storage().nbytes() // t.element_size(), device="cpu")
+        .as_strided(t.shape, t.stride(), int(t.storage_offset()))
+        .flatten()
+        for t in (one, other)
+    ]
+    return bool(torch.isin(*places).any())

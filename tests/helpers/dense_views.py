@@ -47,10 +47,10 @@ def whole_copy(engine: Any, like: nn.Module) -> nn.Module:
     return result
 
 
-def assert_refused_in_use(state: Mapping[str, torch.Tensor], match: str) -> None:
+def assert_refused_in_use(state: Mapping[str, torch.Tensor], match: str, kind: type = PartialTensor) -> None:
     """A state dict may be taken and thrown away; each way in which it is used ends in an error, and what is whole in it
     can be used."""
-    partial = [value for value in state.values() if isinstance(value, PartialTensor)]
+    partial = [value for value in state.values() if isinstance(value, kind)]
     assert partial
     uses: list[Callable[[torch.Tensor], Any]] = [
         torch.clone,
@@ -65,7 +65,7 @@ def assert_refused_in_use(state: Mapping[str, torch.Tensor], match: str) -> None
         with pytest.raises(RuntimeError, match=match):
             use(value)
     for value in state.values():
-        if not isinstance(value, PartialTensor):
+        if not isinstance(value, kind):
             value.clone()
 
 

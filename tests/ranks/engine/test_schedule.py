@@ -65,15 +65,14 @@ def random_numbers_of_each_rank(rank: Rank) -> None:
 
 
 def draws_follow_the_interval(rank: Rank) -> None:
-    drawn = GROWING | {"block": {"holders": 1, "strategy": "neuron", "redraw_interval": 2}}
-    engine, draws, plans = start(drawn), [], set()
+    drawn = GROWING | {"block": {"holders": 1, "redraw_interval": 2}}
+    engine, hashes, draws = start(drawn), set(), []
     for steps in range(6):
+        hashes.add(engine.plan.hash)
         draws.append(engine.draw)
-        plans.add((engine.draw, engine.plan.hash))
         train_step(engine, samples_of(steps, rank.size)[rank.rank])
     assert draws == [0, 0, 1, 1, 2, 2]
-    assert len(plans) == 3
-    assert len({found for _, found in plans}) > 1  # draws of few units may coincide
+    assert len(hashes) > 1
     assert engine.phase == 0
     whole = start(GROWING | {"block": {"holders": 2, "redraw_interval": 1}})
     with mock.patch("sdp_deepspeed.engine.replan.replan", side_effect=AssertionError("nothing to draw")):

@@ -146,11 +146,9 @@ def test_nothing_of_the_model_changes() -> None:
 def test_values_do_not_matter(how: str) -> None:
     expected = flops_per_element(BUILT["swin"]())
     if how == "init":
-        with sdp_deepspeed.Init() as program:
+        with sdp_deepspeed.Init():
             model = BUILT["swin"]()
-        num_operations = len(program.operations)
         assert flops_per_element(model) == expected
-        assert len(program.operations) == num_operations, "nothing was written down"
     else:
         with torch.device("meta" if how == "meta" else "cpu"):
             model = BUILT["swin"]()

@@ -28,7 +28,7 @@ from sdp_deepspeed.core.checkpoint.boxes import Boxes, LoadPlanner, add_box, row
 def save(folder: Path, tag: str, content: str, **options: Any) -> None:
     """As rank 0 of one does."""
     writer = files.Writer(files.open_new(folder, tag))
-    for name in ("data", files.INDEX):
+    for name in ("data.distcp", files.INDEX):
         with writer.fs.create_stream(Path(writer.path) / name, "wb") as stream:
             stream.write(content.encode())
     files.publish(folder, tag, writer.checksums, **{"latest": True, "keep_last": None} | options)
@@ -38,9 +38,9 @@ def content_of(folder: Path) -> str:
     """Of the checkpoint that a run would resume from."""
     path = files.path_of(folder, files.tags_to_try(folder)[0])
     found = files.read_checksums(path)["files"]
-    assert set(found) == {"data", files.INDEX}
+    assert set(found) == {"data.distcp", files.INDEX}
     assert [files.problem_of(path / name, expected) for name, expected in found.items()] == [None, None]
-    return (path / "data").read_text()
+    return (path / "data.distcp").read_text()
 
 
 def kill_at(number: int) -> None:
@@ -127,13 +127,13 @@ def test_what_is_no_checkpoint_is_not_replaced(tmp_path: Path) -> None:
 
 def test_damage_is_named(tmp_path: Path) -> None:
     save(tmp_path, "tag", "abc")
-    expected = files.read_checksums(tmp_path / "tag")["files"]["data"]
+    expected = files.read_checksums(tmp_path / "tag")["files"]["data.distcp"]
     for content, words in (("ab", "has 2 bytes and was written with 3"), ("abd", "its checksum is not")):
-        (tmp_path / "tag" / "data").write_text(content)
-        assert words in str(files.problem_of(tmp_path / "tag" / "data", expected))
-    assert files.problem_of(tmp_path / "tag" / "data", expected, read=False) is None
-    (tmp_path / "tag" / "data").unlink()
-    assert "data is missing" in str(files.problem_of(tmp_path / "tag" / "data", expected))
+        (tmp_path / "tag" / "data.distcp").write_text(content)
+        assert words in str(files.problem_of(tmp_path / "tag" / "data.distcp", expected))
+    assert files.problem_of(tmp_path / "tag" / "data.distcp", expected, read=False) is None
+    (tmp_path / "tag" / "data.distcp").unlink()
+    assert "data.distcp is missing" in str(files.problem_of(tmp_path / "tag" / "data.distcp", expected))
     for text in ("{", "[]", json.dumps({"format": 1, "files": {"../x": [0, 0]}}), json.dumps({"format": 1})):
         (tmp_path / "tag" / files.CHECKSUMS).write_text(text)
         with pytest.raises(ValueError, match=r"checksums.json is damaged"):
@@ -149,10 +149,10 @@ def test_another_format_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPat
 
 
 def test_a_full_disk_is_named(tmp_path: Path) -> None:
-    (tmp_path / "data").symlink_to("/dev/full")
+    (tmp_path / "data.distcp").symlink_to("/dev/full")
     with (
-        pytest.raises(OSError, match=f"No space left on device: '{tmp_path / 'data'}'"),
-        files.Writer(tmp_path).fs.create_stream(tmp_path / "data", "wb") as stream,
+        pytest.raises(OSError, match=f"No space left on device: '{tmp_path / 'data.distcp'}'"),
+        files.Writer(tmp_path).fs.create_stream(tmp_path / "data.distcp", "wb") as stream,
     ):
         torch.save(torch.zeros(10**5), stream)  # type: ignore[arg-type]
 
