@@ -194,7 +194,7 @@ def assign(
         flaws = deal.flaws()
         found = (*flaws, round(1 - spectral_gap(deal.holders, weights, k), 6)), deal.holders
         best = found if best is None or found[0] < best[0] else best
-        if not num_rest and flaws[2] == 0:
+        if not num_rest and not any(flaws[2:-1]):
             break
     assert best is not None
     return _permuted(best[1], list(alike.values()), k, seed)
@@ -250,7 +250,7 @@ class _Deal:
         loads = rows.T @ self._amounts
         held = {name: rows[units].sum(axis=0) for name, units in self._needs.items()}
         for _ in range(_SWEEPS):
-            if _imbalance(loads) <= _GOOD and all(counts.all() for counts in held.values()):
+            if _imbalance(loads).max() <= _GOOD and all(counts.all() for counts in held.values()):
                 break
             for unit, choice, table, name in self._movable:
                 change, amount, counts = table - rows[unit], self._amounts[unit], held[name]
@@ -265,22 +265,23 @@ class _Deal:
         if num_components(holders, k) <= num_components(self.holders, k):
             self.holders = holders
 
-    def flaws(self) -> tuple[int, int, int, int]:
+    def flaws(self) -> tuple[int, ...]:
         """The worst first: subnetworks without a unit that they need; components of the graph of subnetworks and units;
-        imbalance above 1.05, in steps of 5%; holder sets of one subnetwork above eight and p."""
+        imbalance above 1.05 of each amount, in steps of 5%; holder sets of one subnetwork above eight and p."""
         k, rows = self.k, incidence(self.holders, self.k)
         num_sets = int(incidence([*dict.fromkeys(self.holders)], k).sum(axis=0).max())
         return (
             sum(int((rows[units].sum(axis=0) == 0).sum()) for units in self._needs.values()),
             num_components(self.holders, k),
-            max(0, int(np.ceil((_imbalance(rows.T @ self._amounts) - _BALANCED) / 0.05))),
+            *(max(0, int(np.ceil((one - _BALANCED) / 0.05))) for one in _imbalance(rows.T @ self._amounts)),
             max(0, num_sets - self._max_sets),
         )
 
 
-def _imbalance(loads: Ints) -> float:
-    """Max over mean of loads, [k, m]; the worst of m."""
-    return float((loads.max(axis=0) * len(loads) / np.maximum(1, loads.sum(axis=0))).max())
+def _imbalance(loads: Ints) -> NDArray[np.float64]:
+    """Max over mean of loads [k, m]; [m]."""
+    imbalance: NDArray[np.float64] = loads.max(axis=0) * len(loads) / np.maximum(1, loads.sum(axis=0))
+    return imbalance
 
 
 def _amounts(costs: Sequence[UnitCost], num_holders: Sequence[int], balance_elements: bool) -> Ints:
