@@ -20,6 +20,8 @@ from tests.helpers.core_training import Layout, dense_of, dense_tensors, muon, s
 from tests.helpers.ranks import Rank, run_ranks
 from tests.helpers.training import assert_identical, gathered, refusal
 
+pytestmark = pytest.mark.slow  # the engine's own tests come by the same way
+
 NEURON, LAYERS, BACKWARD = {"strategy": "neuron"}, {"granularity": "layer"}, {"regime": "backward"}
 BY_RULES = {"holders": [{"units": "mlp", "holders": 1}, {"holders": 2}]}
 BF16 = torch.bfloat16

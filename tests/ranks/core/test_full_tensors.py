@@ -16,6 +16,8 @@ from sdp_deepspeed.core.parallel.optimizer import ShardedOptimizer
 from tests.helpers.ranks import Rank
 from tests.helpers.sliced_models import Reference, SlicedMask, param_groups, sliced_model
 
+pytestmark = pytest.mark.slow  # the engine's own tests come by the same way
+
 NAMES = ("embed", "layer1.up", "layer1.down", "layer2.bias", "scale")
 
 
