@@ -108,7 +108,7 @@ class SubnetworkEngine(DeepSpeedEngine):
     def __init__(self, args: Any, model: nn.Module, *rest: Any, **options: Any) -> None:
         """
         Args:
-            args, model, rest, options: of DeepSpeed's engine; `block` is set before (hook.py).
+            args, model, rest, options: of DeepSpeed's engine; `block` is set before (import_hook.py).
         """
         self._control = dist.new_group(backend="gloo") if dist.is_initialized() else None
 
