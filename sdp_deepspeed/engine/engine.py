@@ -565,9 +565,13 @@ class SubnetworkEngine(DeepSpeedEngine):
 
     def release(self) -> None:
         """Give the dense model back, for another engine; this one trains no more. Every rank calls it."""
-        self.dense_view.make_resident("deepspeed.initialize")
+        self._refuse_dense("deepspeed.initialize")
+        self.checkpoints.wait()
+        self.dense_view.make_resident("deepspeed.initialize", scales=False)
         self.dense_view.close()
         self.optimizer.destroy()
+        for handle in self._partial_sums:
+            handle.remove()
 
     def held_tensors(self) -> dict[str, torch.Tensor]:
         """Parameters and buffers that this rank stores for its subnetwork, by dense name."""
