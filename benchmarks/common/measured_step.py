@@ -16,14 +16,14 @@ import torch
 from torch.distributed._tools.mem_tracker import MemTracker
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 
-from benchmarks.common.traffic_counter import TrafficCounter
-from sdp_deepspeed.engine.held_bytes import (
+from benchmarks.common.held_bytes import (
     gradient_tensors,
     optimizer_tensors,
     resident_bytes,
     storage_bytes,
     weight_tensors,
 )
+from benchmarks.common.traffic_counter import TrafficCounter
 from sdp_deepspeed.estimate.flops import FlopCounter
 
 

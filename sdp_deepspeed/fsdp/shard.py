@@ -25,10 +25,10 @@ from sdp_deepspeed.core.init import DeferredWeights
 from sdp_deepspeed.distributed.agreement import Gatherer, OneRank, run_on_all_ranks
 from sdp_deepspeed.distributed.communicator import Communicator
 from sdp_deepspeed.distributed.store_gatherer import StoreGatherer
-from sdp_deepspeed.engine.consistency import check_holders_agree, check_same_plan
 from sdp_deepspeed.engine.refusals import refuse_model
 from sdp_deepspeed.fsdp.block_units import block_units, shared_tensors
 from sdp_deepspeed.fsdp.collective_order import order_collectives
+from sdp_deepspeed.fsdp.consistency import check_holders_agree, check_same_plan
 from sdp_deepspeed.fsdp.dense_view import install_view
 from sdp_deepspeed.fsdp.holder_meshes import device_type, make_meshes, mesh_of_shared
 from sdp_deepspeed.fsdp.materialize import materialize

@@ -22,9 +22,9 @@ from torch import nn
 
 import sdp_deepspeed
 from benchmarks.common.fake_world import fake_world
+from benchmarks.common.held_bytes import optimizer_tensors
 from benchmarks.common.measured_step import measured_step
 from sdp_deepspeed.config import MODES, Mode
-from sdp_deepspeed.engine.held_bytes import optimizer_tensors
 from sdp_deepspeed.estimate.per_rank import Setup, estimate
 from sdp_deepspeed.estimate.precision import Precision
 from sdp_deepspeed.plan.plan import Plan

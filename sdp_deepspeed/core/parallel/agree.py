@@ -81,8 +81,8 @@ def check_agreement(mask: Any, groups: Any) -> None:
 class Meetings:
     """Where all ranks come together for a call that needs all of them: the dense model, a checkpoint.
 
-    A rank that waits looks where the others are. One that has gone on to another training step will not
-    come, so that the waiting rank ends with its name instead of a time limit. All of it goes through the store of the
+    A rank that waits looks where the others are. One that has gone on to another training step will not come, so the
+    waiting rank ends with an error that names it, long before a time limit. All of it goes through the store of the
     default process group.
 
     Args:

@@ -11,10 +11,10 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from benchmarks.common.held_bytes import optimizer_tensors
 from benchmarks.common.measured_step import StepFigures, measured_step
 from benchmarks.common.traffic_counter import TrafficCounter
 from sdp_deepspeed.config import KEY
-from sdp_deepspeed.engine.held_bytes import optimizer_tensors
 from sdp_deepspeed.estimate.per_rank import Setup, estimate, plain
 from sdp_deepspeed.estimate.precision import Precision
 from sdp_deepspeed.estimate.settings import setup_of, with_groups

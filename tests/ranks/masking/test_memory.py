@@ -14,9 +14,9 @@ import torch
 from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from benchmarks.common.held_bytes import storage_bytes
 from benchmarks.common.measured_step import measured_step
 from sdp_deepspeed.config import MODES
-from sdp_deepspeed.engine.held_bytes import storage_bytes
 from tests.helpers.live_tensors import Watch, present_lacking, stepped_elements, stored_bytes, unit_bytes
 from tests.helpers.models import config, loss_of
 from tests.helpers.ranks import Check, Rank

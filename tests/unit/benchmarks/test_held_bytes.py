@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from sdp_deepspeed.engine.held_bytes import storage_bytes, tensors_in
+from benchmarks.common.held_bytes import storage_bytes, tensors_in
 
 
 def test_each_storage_counts_once() -> None:
