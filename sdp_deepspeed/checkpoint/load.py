@@ -9,7 +9,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from sdp_deepspeed.checkpoint.state import random_state
 from sdp_deepspeed.checkpoint.state.chunks import translated_dcp_errors
 from sdp_deepspeed.checkpoint.state.fill import fill
 from sdp_deepspeed.checkpoint.state.snapshot import COUNTERS, layout_metadata
@@ -20,6 +19,7 @@ from sdp_deepspeed.checkpoint.storage.chunk_files import SafetensorsReader
 from sdp_deepspeed.checkpoint.storage.errors import translating_os_errors
 from sdp_deepspeed.checkpoint.storage.names import COMMON, PLAN, rank_file
 from sdp_deepspeed.checkpoint.storage.plain_pickles import read_plain
+from sdp_deepspeed.core.checkpoint.random_state import restore_random_state
 from sdp_deepspeed.distributed.agreement import run_on_all_ranks, run_on_rank_0
 from sdp_deepspeed.distributed.communicator import Communicator
 from sdp_deepspeed.messages import MAX_LISTED, listed, quoted
@@ -148,7 +148,7 @@ def _restore_own(trained: TrainedState, path: Path, common: Mapping[str, Any]) -
             trained.log_on_rank_0(remark, logging.WARNING)
         return
     own = read_plain(path / rank_file(trained.world.rank))
-    random_state.restore(own["random"])
+    restore_random_state(own["random"])
     trained.rank_state().weights.restore_buffers(own["buffers"])
 
 

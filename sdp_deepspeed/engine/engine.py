@@ -34,7 +34,7 @@ from sdp_deepspeed.architectures import locate_branches, unit_costs
 from sdp_deepspeed.config import KEY, SubnetworkConfig
 from sdp_deepspeed.core.checkpoint.hugging_face import load_pretrained
 from sdp_deepspeed.core.checkpoint.manager import CheckpointManager
-from sdp_deepspeed.core.checkpoint.random_state import random_state, restore_random_state
+from sdp_deepspeed.core.checkpoint.random_state import unchanged_random_state
 from sdp_deepspeed.core.dense import DenseView
 from sdp_deepspeed.core.init import DeferredWeights
 from sdp_deepspeed.core.masking.batch_norm import (
@@ -119,6 +119,12 @@ class SubnetworkEngine(DeepSpeedEngine):
             if options.get("mesh_device") is not None:
                 raise ValueError(f"{KEY}: mesh_param asks for sequence parallelism, which is not possible; remove it")
             _check_mpu(options.get("mpu"))
+            if self.block.evaluation in ("prefetch", "stream"):
+                log_dist(
+                    f"{KEY}.evaluation: got {self.block.evaluation!r}, but the dense model is resident in evaluation",
+                    ranks=[0],
+                    level=logging.WARNING,
+                )
             if DeferredWeights.are_in(model):
                 self._deferred = DeferredWeights(model)
                 options["dont_change_device"] = True
@@ -521,7 +527,6 @@ class SubnetworkEngine(DeepSpeedEngine):
 
     def reestimate_batch_norm(self, batches: Iterable[Any], *, num_batches: int) -> int:
         """As `sdp_deepspeed.reestimate_batch_norm`, of this engine's dense model."""
-
         norms = tracking_norms(self.module)
         if not norms:
             log_dist(f"{KEY}: the model has no batch norms with running statistics", ranks=[0])
@@ -533,17 +538,13 @@ class SubnetworkEngine(DeepSpeedEngine):
                 raise ValueError(f"num_batches: got {num_batches}, but there are {len(own)}; give each rank as many")
             return own
 
-        before = random_state()  # batches and models may draw
-        try:
-            with self.dense_view.resident("reestimate_batch_norm"):
-                own = run_on_all_ranks(take, self._control)
-                numbers = gather_objects(num_batches, self._control)
-                if len(set(numbers)) > 1:
-                    raise ValueError(f"num_batches: got {listed(numbers)} on ranks in their order; give all the same")
-                found = run_on_all_ranks(lambda: estimate_statistics(self.module, own), self._control)
-                write_statistics(found, self.seq_data_parallel_group)
-        finally:
-            restore_random_state(before)
+        with unchanged_random_state(), self.dense_view.resident("reestimate_batch_norm"):  # batches and models may draw
+            own = run_on_all_ranks(take, self._control)
+            numbers = gather_objects(num_batches, self._control)
+            if len(set(numbers)) > 1:
+                raise ValueError(f"num_batches: got {listed(numbers)} on ranks in their order; give all the same")
+            found = run_on_all_ranks(lambda: estimate_statistics(self.module, own), self._control)
+            write_statistics(found, self.seq_data_parallel_group)
         return len(norms)
 
     def _refuse_dense(self, call: str) -> None:

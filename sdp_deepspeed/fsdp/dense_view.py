@@ -14,8 +14,8 @@ from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor
 
-from sdp_deepspeed.checkpoint.state import random_state
 from sdp_deepspeed.config import KEY
+from sdp_deepspeed.core.checkpoint.random_state import unchanged_random_state
 from sdp_deepspeed.distributed.communicator import Communicator
 from sdp_deepspeed.distributed.host_group import Channel, make_host_group
 from sdp_deepspeed.distributed.host_words import HostWords
@@ -81,7 +81,7 @@ def reestimate_batch_norm(module: nn.Module, batches: Iterable[Any], *, num_batc
     """
     sharded = sharded_model_of(module)
     reestimation = Reestimation(module, sharded.view, sharded.host.channel(Channel.WORLD), _log_on_rank_0)
-    with random_state.unchanged():
+    with unchanged_random_state():
         return reestimation.run(batches, num_batches)
 
 

@@ -22,6 +22,7 @@ from torch.distributed.fsdp import fully_shard as torch_fully_shard
 from sdp_deepspeed.architectures import LocatedBranch, locate_branches, unit_costs
 from sdp_deepspeed.config import KEY, SubnetworkConfig
 from sdp_deepspeed.core.init import DeferredWeights
+from sdp_deepspeed.core.masking.compiled import compile_in_place
 from sdp_deepspeed.distributed.agreement import Gatherer, OneRank, run_on_all_ranks
 from sdp_deepspeed.distributed.communicator import Communicator
 from sdp_deepspeed.distributed.store_gatherer import StoreGatherer
@@ -50,7 +51,6 @@ from sdp_deepspeed.fsdp.whole_layers import drop
 from sdp_deepspeed.fsdp.wrappers import without_wrappers
 from sdp_deepspeed.layout.places import PieceViews
 from sdp_deepspeed.layout.rank_model import RankModel
-from sdp_deepspeed.masking.compiled import compile_in_place
 from sdp_deepspeed.masking.description_check import check_descriptions
 from sdp_deepspeed.masking.synchronized import Holders, synchronize, synchronized_over
 from sdp_deepspeed.messages import quoted

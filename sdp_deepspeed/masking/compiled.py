@@ -1,4 +1,4 @@
-"""What `torch.compile` leaves in a model: wrappers in the module tree, and methods of its own on a module."""
+"""What `torch.compile` leaves on a module: methods of its own."""
 
 from __future__ import annotations
 
@@ -10,32 +10,6 @@ from sdp_deepspeed.architectures import LocatedBranch
 from sdp_deepspeed.config import KEY
 from sdp_deepspeed.masking.own_forward import runs_by_another_forward
 from sdp_deepspeed.messages import quoted
-
-
-def compile_in_place(model: nn.Module) -> nn.Module:
-    """`model` without the wrappers of `torch.compile`: what they wrap is compiled in place, as by `module.compile()`.
-
-    Names and classes are those of the model again, and what is mixed into a class later is seen by the compiler.
-
-    Returns:
-        The model itself, unless it was wrapped as a whole.
-    """
-    for parent in list(model.modules()):
-        for name in parent._modules:
-            while (child := parent._modules[name]) is not None and _is_wrapper(child):
-                parent._modules[name] = _unwrap(child)
-    return _unwrap(model) if _is_wrapper(model) else model
-
-
-def _is_wrapper(module: nn.Module) -> bool:
-    return "_orig_mod" in module._modules and hasattr(module, "dynamo_ctx")
-
-
-def _unwrap(wrapper: nn.Module) -> nn.Module:
-    inner = wrapper._modules["_orig_mod"]
-    assert inner is not None
-    inner._compiled_call_impl = wrapper.dynamo_ctx(inner._call_impl)  # type: ignore[operator]
-    return inner
 
 
 def check_forward(model: nn.Module, names: Iterable[str]) -> None:

@@ -10,11 +10,11 @@ from typing import Any
 
 import torch
 
-from sdp_deepspeed.checkpoint.state import random_state
 from sdp_deepspeed.checkpoint.state.chunks import StateDict
 from sdp_deepspeed.checkpoint.state.trained_state import TrainedState
 from sdp_deepspeed.checkpoint.storage.names import CONFIG, GENERATION_CONFIG, MODEL_CONFIG, PLAN
 from sdp_deepspeed.checkpoint.storage.plain_pickles import refusal_reason
+from sdp_deepspeed.core.checkpoint.random_state import random_state
 
 # Not micro_steps: gradients that wait for the end of an accumulation are not saved, so a step begins anew.
 COUNTERS = ("global_steps", "global_samples", "skipped_steps")
@@ -67,7 +67,7 @@ def take_snapshot(
         "optimizer": state.optimizer.metadata(counts),
         "same": layout_metadata(trained),
     }
-    own = {"random": random_state.capture(), "buffers": state.weights.own_buffers()}
+    own = {"random": random_state(), "buffers": state.weights.own_buffers()}
     return Snapshot(
         state.optimizer.written(exclude_frozen=exclude_frozen),
         _plain_bytes(own),

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
@@ -32,3 +33,13 @@ def restore_random_state(state: Mapping[str, Any]) -> None:
     np.random.set_state((kind, keys.numpy().astype(np.uint32), position, has_gauss, cached))
     version, words, gauss = state["python"]
     random.setstate((version, tuple(words), gauss))
+
+
+@contextmanager
+def unchanged_random_state() -> Iterator[None]:
+    """Context after which the generators draw what they would have drawn without it."""
+    before = random_state()
+    try:
+        yield
+    finally:
+        restore_random_state(before)

@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from sdp_deepspeed.checkpoint.state import random_state
+from sdp_deepspeed.core.checkpoint.random_state import random_state, restore_random_state
 from tests.helpers.gpus import untouched_gpus
 
 
@@ -18,14 +18,14 @@ def draw() -> list[float]:
 
 def test_numbers_go_on(tmp_path: Path) -> None:
     np.random.normal()  # one more is kept for the next call
-    torch.save(random_state.capture(), tmp_path / "state.pt")
+    torch.save(random_state(), tmp_path / "state.pt")
     numbers = draw()
-    random_state.restore(torch.load(tmp_path / "state.pt", weights_only=True))
+    restore_random_state(torch.load(tmp_path / "state.pt", weights_only=True))
     assert draw() == numbers
 
 
 def test_a_run_on_cpus_starts_no_gpu(tmp_path: Path) -> None:
     with untouched_gpus():
-        state = random_state.capture()
+        state = random_state()
         assert state["cuda"] is None
-        random_state.restore(state | {"cuda": torch.zeros(16, dtype=torch.uint8)})  # of a run on GPUs
+        restore_random_state(state | {"cuda": torch.zeros(16, dtype=torch.uint8)})  # of a run on GPUs
