@@ -55,7 +55,7 @@ def count(engine: Any) -> tuple[int, int]:
     plan: Plan | None = getattr(engine, "plan", None)
     shapes: Mapping[str, tuple[int, ...]] = {n: tuple(p.shape) for n, p in engine.module.named_parameters()}
     if plan is not None:
-        with engine.dense(resident=True):
+        with engine.dense():
             shapes = {name: tuple(parameter.shape) for name, parameter in engine.module.named_parameters()}
     pieces = [piece for unit in plan.units for piece in unit.pieces if piece.kind == "parameter"] if plan else []
     maskable = sum(piece.num_elements(shapes[piece.parameter]) for piece in pieces)

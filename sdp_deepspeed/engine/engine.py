@@ -373,8 +373,9 @@ class SubnetworkEngine(DeepSpeedEngine):
             self._meetings.passing()
             self._known_parameters.check()
             self._refuse_frozen()
+        before = self.global_steps
         super().step(lr_kwargs)
-        if self._step_applied:
+        if self.global_steps > before:
             self._step_events.write()
         if self.block.check_agreement and self._step_applied:
             run_on_all_ranks(lambda: check_agreement(self.mask, self.groups), self._control)
@@ -489,7 +490,7 @@ class SubnetworkEngine(DeepSpeedEngine):
         return self
 
     @contextmanager
-    def dense(self, *, resident: bool | None = None) -> Iterator[None]:
+    def dense(self) -> Iterator[None]:
         """Context in which `module` is the dense model; all ranks enter and leave together. The next step starts from
         the weights as they are left. For gradients of the dense model use `torch.autograd.grad`.
 

@@ -47,28 +47,25 @@ def be_there_and_back(engine: Any, _folder: Path) -> None:
 
 
 def read_the_dense_model(engine: Any, _folder: Path) -> None:
-    with engine.dense(resident=True):
+    with engine.dense():
         engine.module.state_dict()
 
 
 def leave_by_an_error(engine: Any, _folder: Path) -> None:
-    for resident in (False, True):
-        with suppress(Interrupted), engine.dense(resident=resident):
-            raise Interrupted
+    with suppress(Interrupted), engine.dense():
+        raise Interrupted
 
 
 def generate(engine: Any, _folder: Path) -> None:
     engine.eval()
-    with torch.no_grad(), engine.dense(resident=True):
+    with torch.no_grad(), engine.dense():
         engine.module.generate(PROMPT, max_new_tokens=2, do_sample=False, pad_token_id=0)
     engine.train()
 
 
 def step_where_it_is_refused(engine: Any, _folder: Path) -> None:
-    with engine.dense(resident=True):
-        if engine._applied.dense_view.is_resident:  # not where every rank has the dense model anyway
-            with pytest.raises(RuntimeError, match="resident"):
-                engine.step()
+    with engine.dense(), pytest.raises(RuntimeError, match="inside engine.dense"):
+        engine.step()
 
 
 def save(engine: Any, folder: Path) -> None:
@@ -92,7 +89,6 @@ def drop_gradients(engine: Any, _folder: Path) -> None:
 
 def look_around(engine: Any, _folder: Path) -> None:
     engine.held_tensors()
-    engine.lacking_tensors()
     engine.get_global_grad_norm()
     engine.get_lr()
 

@@ -219,7 +219,7 @@ class Run:
         expected.load_state_dict(weights | buffers, strict=False)
         if case.dense_branch_scale == "coverage":
             scale_branches(expected, engine.plan)
-        with engine.dense(resident=True):
+        with engine.dense():
             state = {name: value.detach().clone() for name, value in engine.module.state_dict().items()}
         self.compare_weights(state, expected)
         self.compare_statistics(state, buffers)

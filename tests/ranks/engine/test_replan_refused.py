@@ -47,7 +47,7 @@ def blocks(engine: Any) -> None:
 
 
 def in_the_middle(engine: Any) -> None:
-    with engine.dense(resident=True):
+    with engine.dense():
         refusal(RuntimeError, lambda: engine.replan({"holders": 2}), "inside engine.dense()")
     with engine.dense():
         refusal(RuntimeError, lambda: engine.replan({"holders": 2}), "inside engine.dense()")

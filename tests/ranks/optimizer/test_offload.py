@@ -124,20 +124,20 @@ def _held_tensors(engine: Any, value: float) -> None:
 
 
 def _resident_weights(engine: Any, value: float) -> None:
-    with engine.dense(resident=True), torch.no_grad():
+    with engine.dense(), torch.no_grad():
         for parameter in engine.module.parameters():
             parameter.fill_(value)
 
 
 def _resident_state_dict(engine: Any, value: float) -> None:
-    with engine.dense(resident=True):
+    with engine.dense():
         state = engine.module.state_dict()
         engine.module.load_state_dict({name: torch.full_like(tensor, value) for name, tensor in state.items()})
 
 
 def _module_state_dict(engine: Any, value: float) -> None:
     state = {name: torch.full_like(tensor, value) for name, tensor in dense_state(engine).items()}
-    with engine.dense(resident=True):
+    with engine.dense():
         engine.load_module_state_dict({"module": state})
 
 

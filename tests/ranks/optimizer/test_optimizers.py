@@ -239,7 +239,7 @@ def weights_loaded_from_outside_are_kept(rank: Rank) -> None:
     """With a master copy (bf16) the step starts from the loaded weights once it was told of them."""
     engine = engine_of(sgd(holders=1) | {"bf16": {"enabled": True}})
     train(engine, num_steps=1)
-    with engine.dense(resident=True):
+    with engine.dense():
         engine.module.load_state_dict({name: torch.zeros_like(v) for name, v in engine.module.state_dict().items()})
     engine.optimizer.refresh_fp32_params()
     train(engine, num_steps=1)

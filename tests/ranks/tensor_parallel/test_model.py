@@ -66,7 +66,7 @@ def state_dicts_are_whole_inside_only(rank: Rank) -> None:
         case = Divided("llama", block, settings={"top": {"bf16": {"enabled": True}}})
         engine, dense = case.start(), build("llama").to(torch.bfloat16)
         name = "model.layers.0.mlp.down_proj.weight"
-        with engine.dense(resident=True):
+        with engine.dense():
             assert_identical(engine.module.state_dict(), dense.state_dict())
             assert_identical(engine.module.model.layers.state_dict(), dense.get_submodule("model.layers").state_dict())
             other = {key: value + 1 for key, value in dense.state_dict().items()}
@@ -85,7 +85,7 @@ def generates(rank: Rank) -> None:
         engine = Divided("llama", block).start()
         expected = build("llama").eval().generate(BATCH, **options)  # type: ignore[operator]
         engine.eval()
-        with engine.dense(resident=True):
+        with engine.dense():
             assert torch.equal(engine.module.generate(BATCH, **options), expected)
         engine.train()
 
