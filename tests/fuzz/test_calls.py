@@ -64,7 +64,7 @@ def generate(engine: Any, _folder: Path) -> None:
 
 
 def step_where_it_is_refused(engine: Any, _folder: Path) -> None:
-    with engine.dense(), pytest.raises(RuntimeError, match="inside engine.dense"):
+    with engine.dense(), pytest.raises(RuntimeError, match=r"inside engine\.dense"):
         engine.step()
 
 
