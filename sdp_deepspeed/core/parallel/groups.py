@@ -57,7 +57,7 @@ class Groups:
         nodes: of each global rank what names its node. Default: host names, gathered over the control group.
         control: a gloo group of all ranks, if there is one. Default: a new one.
         comm: of the collectives, see `HolderGroup`.
-        timeout: of the groups. Default: the backend's.
+        timeout: of the groups. Default: that of the default group.
 
     Attributes:
         rank: this rank's data-parallel index.
@@ -81,12 +81,14 @@ class Groups:
         everyone, me = list(range(dist.get_world_size())), dist.get_rank()
         ranks = [everyone] if ranks is None else ranks
         self.tensor_parallel_size = len(ranks)
+        timeout = timeout or timeout_of_the_run()
         self.control = control or dist.new_group(backend="gloo", timeout=timeout)
         self._created = [] if control is self.control else [self.control]
         if nodes is None:
             nodes = [""] * len(everyone)
             dist.all_gather_object(nodes, socket.gethostname(), group=self.control)
         self._groups: dict[Holders, HolderGroup] = {}
+        self._single: Any = None
         for tensor_parallel_rank, members in enumerate(ranks):
             all_indices = tuple(range(len(members)))
             for holders in sorted({all_indices, *holder_sets}):
@@ -117,11 +119,26 @@ class Groups:
         """The group of a holder set; None if this rank is no holder."""
         return self._groups.get(holders)
 
+    def single(self) -> Any:
+        """A process group of this rank alone, for whoever cannot do without one."""
+        if self._single is None:
+            self._single = dist.new_group([dist.get_rank()], use_local_synchronization=True)
+            self._created.append(self._single)
+        return self._single
+
     def close(self) -> None:
         """Destroy all groups but the default one."""
         for group in self._created:
             dist.destroy_process_group(group)
         self._created.clear()
+
+
+def timeout_of_the_run() -> timedelta | None:
+    """Of the default group. Groups that are made without one get their backend's, whatever the run was started with."""
+    group = dist.group.WORLD
+    assert group is not None
+    options = group._get_backend(group._device_types[0]).options
+    return None if options is None else options._timeout  # a fake backend has none
 
 
 def exchange(arriving: Sequence[torch.Tensor], leaving: Sequence[torch.Tensor], group: HolderGroup) -> None:

@@ -22,7 +22,7 @@ from torch.distributed.checkpoint.metadata import (
 )
 
 from sdp_deepspeed.core.checkpoint import files
-from sdp_deepspeed.core.checkpoint.boxes import Boxes, LoadPlanner, add_box, row_major_boxes
+from sdp_deepspeed.core.checkpoint.boxes import Boxes, LoadPlanner, add_box
 
 
 def save(folder: Path, tag: str, content: str, **options: Any) -> None:

@@ -1,9 +1,9 @@
-"""`clip_grad_norm_` where parameters are sharded over several meshes: the norm of the averaged dense gradient."""
+"""What optimizers need where parameters are sharded over several meshes: the norm, and param groups."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -11,8 +11,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from sdp_deepspeed.fsdp.holder_meshes import UNDER_TENSOR_PARALLELISM, device_type
-from sdp_deepspeed.fsdp.sharded_model import is_sharded, sharded_model_of
+from sdp_deepspeed.fsdp.sharded_model import OF_SHARED, OF_UNITS, device_type, is_sharded, sharded_model_of
 
 
 @torch.no_grad()
@@ -78,7 +77,7 @@ def clip_grad_norm_(
 
 def _copied(parameters: Any, named: Sequence[torch.Tensor]) -> tuple[set[int], int]:
     """Parameters (their ids) that each tensor-parallel rank has, and how many these ranks are."""
-    of_axes = any(isinstance(p, DTensor) and p.device_mesh.mesh_dim_names in UNDER_TENSOR_PARALLELISM for p in named)
+    of_axes = any(isinstance(p, DTensor) and p.device_mesh.mesh_dim_names in (OF_UNITS, OF_SHARED) for p in named)
     if not of_axes:
         return set(), 1
     tp = sharded_model_of(parameters).tensor_parallel if is_sharded(parameters) else None
@@ -87,10 +86,8 @@ def _copied(parameters: Any, named: Sequence[torch.Tensor]) -> tuple[set[int], i
             "clip_grad_norm_: got parameters of a model under tensor parallelism; give the model that "
             "sdp_deepspeed.fully_shard returned, which knows of which of them each rank has a copy"
         )
-    sharded: Any = sharded_model_of(parameters)
-    # By their first names, which modules that were wrapped or compiled since have no more.
-    held = [t for t in sharded.held_tensors() if not tp.is_divided(t.name)]
-    return {id(sharded.parameter(tensor)) for tensor in held}, tp.size
+    sharded = sharded_model_of(parameters)  # type: ignore[arg-type]
+    return {id(sharded.parameter(part)) for part in sharded.held_parts() if not tp.is_divided(part.name)}, tp.size
 
 
 def _norms(local: Sequence[torch.Tensor], norm_type: float, *, foreach: bool | None) -> list[torch.Tensor]:
@@ -129,3 +126,40 @@ def _device(parameters: Iterable[Any]) -> torch.device:
     """Where collectives run, which is elsewhere than gradients that are offloaded."""
     kinds = (parameter.device_mesh.device_type for parameter in parameters if isinstance(parameter, DTensor))
     return torch.device(next(kinds, None) or device_type())
+
+
+# ---- param groups ---------------------------------------------------------------------------------------------------
+
+
+def param_groups(
+    parameters: nn.Module | Iterable[nn.Parameter] | Iterable[tuple[str, nn.Parameter]] | Iterable[Mapping[str, Any]],
+) -> list[dict[str, Any]]:
+    """What to give an optimizer: the same parameters and options, each group divided by the mesh of its parameters.
+
+    PyTorch's optimizers step all tensors of a group together (`foreach`, their default on GPUs, or `fused`), which
+    DTensors refuse if they are of several meshes. Parameters without storage, of units that this rank lacks, are left
+    out, so ranks may have other numbers of groups; a scheduler that takes a function for each group takes one for each
+    group of the result.
+
+    Args:
+        parameters: a model that `fully_shard` returned (what is gathered becomes shards first), its parameters, alone
+            or with names, or param groups of them.
+    """
+    if is_sharded(parameters):
+        sharded_model_of(parameters).reshard()  # type: ignore[arg-type]  # else what is gathered would be stepped
+    if isinstance(parameters, nn.Module):
+        parameters = parameters.parameters()
+    given: list[Any] = list(parameters)
+    groups = given if given and isinstance(given[0], Mapping) else [{"params": given}]
+    return [divided for group in groups for divided in _by_mesh(group)]
+
+
+def _by_mesh(group: Mapping[str, Any]) -> Iterable[dict[str, Any]]:
+    by_mesh: dict[Any, list[Any]] = {}
+    members: Any = group["params"]
+    for member in [members] if isinstance(members, nn.Parameter) else members:
+        parameter = member[1] if isinstance(member, tuple) else member
+        if parameter.numel():
+            mesh = parameter.device_mesh if isinstance(parameter, DTensor) else None
+            by_mesh.setdefault(mesh, []).append(member)
+    return [{**group, "params": own} for own in by_mesh.values()]
