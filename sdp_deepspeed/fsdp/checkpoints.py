@@ -15,8 +15,8 @@ from sdp_deepspeed.core.checkpoint.hugging_face import load_pretrained
 from sdp_deepspeed.core.checkpoint.state import Other, RankState, group_facts
 from sdp_deepspeed.core.parallel.agree import gather_objects, run_on_all_ranks
 from sdp_deepspeed.core.parallel.optimizer_kinds import is_elementwise
-from sdp_deepspeed.fsdp.parts import Box
-from sdp_deepspeed.fsdp.sharded_model import ShardedModel, sharded_model_of
+from sdp_deepspeed.fsdp.parts import Box, Part
+from sdp_deepspeed.fsdp.sharded_model import ShardedModel, local_of, sharded_model_of
 from sdp_deepspeed.fsdp.wrappers import without_wrappers
 from sdp_deepspeed.units import Piece
 
@@ -34,7 +34,7 @@ class SteppedBox(NamedTuple):
     def boxes(self, tensor: Any, *, flat: bool = False) -> Iterator[tuple[tuple[int, ...], torch.Tensor]]:
         """Where it is in the slice, and the view into a tensor that is sharded like the parameter."""
         assert not flat
-        yield self.box.offsets, tensor.detach().to_local()[self.box.inside]
+        yield self.box.offsets, local_of(tensor)[self.box.inside]
 
 
 class SteppedShards:
@@ -61,30 +61,41 @@ class SteppedShards:
         self.group_numbers = [known.index(text) if text in known else len(known) for text in texts]
 
     def _options_by_name(self) -> dict[str, str]:
-        parts = {id(self.sharded.parameter(part)): part for part in self.sharded.held_parts()}
-        lacking = {id(p) for p in self.sharded.module.parameters() if not p.numel()}
+        names = {id(self.sharded.parameter(part)): part.name for part in self._own_parts()}
+        lacking = {id(parameter) for parameter in self.sharded.module.parameters() if not parameter.numel()}
         result = {}
         for group in self.optimizer.param_groups:
             for parameter in group["params"]:
-                if id(parameter) in parts and parameter.requires_grad:
-                    result[parts[id(parameter)].name] = _options(group)
-                elif id(parameter) not in parts and id(parameter) not in lacking:
+                if id(parameter) in names and parameter.requires_grad:
+                    result[names[id(parameter)]] = _options(group)
+                elif id(parameter) not in names and id(parameter) not in lacking:
                     raise ValueError(
                         f"the optimizer steps a parameter of shape {tuple(parameter.shape)} that is not the sharded "
-                        "model's: make it after fully_shard, of its parameters, none of them in ignored_params"
+                        "model's; make it of parameters of the model after fully_shard"
                     )
         return result
 
+    def _own_parts(self) -> Iterator[Part]:
+        yield from self.sharded.held_parts()
+        yield from (self.sharded.parts[name][0] for name in self.sharded.ignored)
+
     def shard_parts(self, *, owned: bool) -> list[SteppedBox]:
-        """What this rank steps; each element is one rank's."""
+        """What this rank steps. Each element is one rank's, but for what FSDP2 ignores, which rank 0 owns."""
         return [
-            SteppedBox(parameter, box) for parameter, box in self.boxes() if box.piece.parameter in self.param_groups
+            SteppedBox(parameter, box)
+            for parameter, box, is_owned in self.boxes()
+            if box.piece.parameter in self.param_groups and (is_owned or not owned)
         ]
 
-    def boxes(self) -> Iterator[tuple[Any, Box]]:
-        for part in self.sharded.held_parts():
-            parameter = self.sharded.parameter(part)
-            yield from ((parameter, box) for box in part.boxes(self.sharded.rank))
+    def boxes(self) -> Iterator[tuple[Any, Box, bool]]:
+        """Of all parameters: the parameter, what this rank has of a slice, and whether it owns that."""
+        sharded = self.sharded
+        for part in sharded.held_parts():
+            parameter = sharded.parameter(part)
+            yield from ((parameter, box, True) for box in part.boxes(sharded.rank))
+        for (part,) in (sharded.parts[name] for name in sharded.ignored):
+            inside, zeros = tuple(slice(0, size) for size in part.shape), (0,) * len(part.shape)
+            yield sharded.parameter(part), Box(part.pieces[0], zeros, inside, part.shape), sharded.rank == 0
 
     def return_weights(self) -> None:
         """Nothing: what is stepped are the weights."""
@@ -110,17 +121,13 @@ class ShardedState(RankState):
 
     def others(self) -> Iterator[Other]:
         sharded = self.optimizer.sharded
-        for parameter, box in self.optimizer.boxes():
+        for parameter, box, is_owned in self.optimizer.boxes():
             if box.piece.parameter not in self.optimizer.param_groups:
-                yield Other(box.piece, True, box.offsets, parameter.detach().to_local()[box.inside])
-        for name in sharded.ignored:
-            (part,) = sharded.parts[name]
-            values = sharded.shard(part)
-            yield Other(part.pieces[0], sharded.rank == 0, (0,) * values.dim(), values)
+                yield Other(box.piece, is_owned, box.offsets, local_of(parameter)[box.inside])
         for name, buffer in self.live_buffers().items():
             for piece, holders in self.mask.pieces_of(name):
                 if self.mask.is_held(piece):
-                    values = self.mask.view(piece, buffer)
+                    values = self.mask.view(piece, local_of(buffer))
                     yield Other(piece, holders[0] == sharded.rank, (0,) * values.dim(), values)
 
 

@@ -19,7 +19,7 @@ from sdp_deepspeed.core.checkpoint.random_state import unchanged_random_state
 from sdp_deepspeed.core.masking.batch_norm import estimate_statistics, tracking_norms, write_statistics
 from sdp_deepspeed.core.parallel.agree import gather_objects, run_on_all_ranks
 from sdp_deepspeed.fsdp.checkpoints import state_of
-from sdp_deepspeed.fsdp.sharded_model import sharded_model_of
+from sdp_deepspeed.fsdp.sharded_model import local_of, sharded_model_of
 from sdp_deepspeed.fsdp.wrappers import without_wrappers
 from sdp_deepspeed.messages import listed
 
@@ -65,7 +65,7 @@ def full_state_dict(module: nn.Module) -> dict[str, torch.Tensor]:
     if dist.get_rank() != 0:
         return {}
     # Names that stand for one tensor (tied weights) stand for one here too.
-    return {n: values[of] if of in values else own[of].detach().cpu() for n, of in sharded.state_names.items()}
+    return {n: values[of] if of in values else local_of(own[of]).cpu() for n, of in sharded.state_names.items()}
 
 
 def save_pretrained(module: nn.Module, folder: str | Path, tokenizer: Any = None, **options: Any) -> None:

@@ -24,6 +24,7 @@ from torch.nn import functional
 from sdp_deepspeed.architectures import LocatedBranch
 from sdp_deepspeed.core.masking import Mask
 from sdp_deepspeed.core.masking.split_layers import Ranges, input_dim, is_conv1d, set_sizes, sizes_of
+from sdp_deepspeed.fsdp.state_dicts import PartsDict
 from sdp_deepspeed.units import Piece
 
 PARTS = "sdp_parts"  # name of the child of a layer that has the parts of its branches
@@ -175,7 +176,7 @@ def split_branch(mask: Mask, branch: LocatedBranch, parts: Mapping[str, Sequence
         return {}
     layer, modules = mask.model.get_submodule(branch.layer), dict[Holders, HolderPart]()
     if PARTS not in layer._modules:
-        layer.add_module(PARTS, nn.ModuleDict())
+        layer.add_module(PARTS, PartsDict())
     outputs = mask.output_biases()
     for owner, held_parts in owners.items():
         bias, is_sum = outputs.get(owner, ("", False))

@@ -29,7 +29,7 @@ from sdp_deepspeed.core.parallel.agree import Meetings, check_agreement, gather_
 from sdp_deepspeed.core.parallel.groups import Groups, timeout_of_the_run
 from sdp_deepspeed.engine.refusals import refuse_model
 from sdp_deepspeed.fsdp import state_dicts
-from sdp_deepspeed.fsdp.dense import DenseModel
+from sdp_deepspeed.fsdp.dense_model import DenseModel
 from sdp_deepspeed.fsdp.options import ShardOptions
 from sdp_deepspeed.fsdp.order import CollectiveOrder
 from sdp_deepspeed.fsdp.parts import Holders, parts_of
@@ -250,8 +250,8 @@ def _state_names(module: nn.Module) -> dict[str, str]:
     names = {name: first[id(tensor)] for name, tensor in tensors.items() if tensor is not None}
     if missing := sorted({name for name, _ in module.named_parameters()}.difference(names.values())):
         raise ValueError(
-            f"fully_shard: {quoted(missing)} has another name in the model's state dict; put what renames it (a wrapper "
-            "or a hook) on after fully_shard"
+            f"fully_shard: {quoted(missing)} has another name in the model's state dict; put what renames it, a "
+            "wrapper or a hook, on after fully_shard"
         )
     return names
 

@@ -18,7 +18,7 @@ from sdp_deepspeed.core.masking.batch_norm import average_running_statistics
 from sdp_deepspeed.core.parallel.agree import Meetings
 from sdp_deepspeed.core.parallel.groups import Groups
 from sdp_deepspeed.engine.fsdp_refusals import SHARDED
-from sdp_deepspeed.fsdp.dense import DenseModel
+from sdp_deepspeed.fsdp.dense_model import DenseModel
 from sdp_deepspeed.fsdp.parts import Part
 from sdp_deepspeed.fsdp.tensor_parallel import TensorParallel
 from sdp_deepspeed.plan.plan import Plan
@@ -94,9 +94,7 @@ class ShardedModel:
 
     def shard(self, part: Part) -> torch.Tensor:
         """This rank's shard of a held part, while that is sharded."""
-        parameter = self.parameter(part)
-        local: torch.Tensor = parameter.detach().to_local() if isinstance(parameter, DTensor) else parameter.detach()
-        return local
+        return local_of(self.parameter(part))
 
     def reshard(self) -> None:
         """Free what a forward pass has left gathered, so that parameters are shards."""
@@ -124,6 +122,12 @@ class ShardedModel:
         if self.has_trained:
             average_running_statistics(self.mask, self.groups.data_parallel.process_group, self.device)
             self.has_trained = False
+
+
+def local_of(tensor: Any) -> torch.Tensor:
+    """What this rank has of a DTensor, or of another tensor; detached."""
+    local: torch.Tensor = tensor.detach()
+    return local.to_local() if isinstance(local, DTensor) else local
 
 
 def attach(sharded: ShardedModel) -> None:

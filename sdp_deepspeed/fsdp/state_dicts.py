@@ -15,11 +15,10 @@ import torch
 from torch import nn
 
 from sdp_deepspeed.core.masking.partial import PartialTensor
-from sdp_deepspeed.fsdp.parts import PARTS
 
 _WAY = (
-    "save it with torch.distributed.checkpoint on all ranks or sdp_deepspeed.fsdp.CheckpointManager; the whole model is "
-    "sdp_deepspeed.fsdp.full_state_dict(model)"
+    "save it with torch.distributed.checkpoint on all ranks or sdp_deepspeed.fsdp.CheckpointManager; the whole model "
+    "is sdp_deepspeed.fsdp.full_state_dict(model)"
 )
 
 
@@ -74,6 +73,16 @@ class _PartsTensor(torch.Tensor):
         self.__reduce_ex__(4)
 
 
+class PartsDict(nn.ModuleDict):
+    """The parts of a layer's branches that this rank has."""
+
+    def get_extra_state(self) -> torch.Tensor:
+        return torch.zeros(1, dtype=torch.uint8, device="cpu").as_subclass(_PartsTensor)
+
+    def set_extra_state(self, state: Any) -> None:
+        """Nothing to set."""
+
+
 def install(model: nn.Module, lacking: Mapping[str, torch.Size]) -> None:
     """Have state dicts of a model say what this rank lacks, and have it load such state dicts, or the dense model's, of
     whose lacking tensors it takes nothing.
@@ -89,10 +98,6 @@ def install(model: nn.Module, lacking: Mapping[str, torch.Size]) -> None:
         module = model.get_submodule(owner)
         module.register_state_dict_post_hook(partial(_show, shapes))
         module.register_load_state_dict_pre_hook(partial(_leave, shapes))
-    for name, module in model.named_modules():
-        if name.endswith(f".{PARTS}"):
-            module.register_state_dict_post_hook(_add_mark)
-            module.register_load_state_dict_pre_hook(_remove_mark)
 
 
 def _show(shapes: Mapping[str, torch.Size], _: nn.Module, state: Any, prefix: str, *__: Any) -> None:
@@ -107,11 +112,3 @@ def _leave(shapes: Mapping[str, torch.Size], module: nn.Module, state: Any, pref
         given = state.get(prefix + name)
         if given is not None and given.size() == shape:
             state[prefix + name] = getattr(module, name)
-
-
-def _add_mark(_: nn.Module, state: Any, prefix: str, *__: Any) -> None:
-    state[f"{prefix}some"] = torch.zeros(1, dtype=torch.uint8, device="cpu").as_subclass(_PartsTensor)
-
-
-def _remove_mark(_: nn.Module, state: Any, prefix: str, *__: Any) -> None:
-    state.pop(f"{prefix}some", None)

@@ -21,9 +21,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Shard
 
 from sdp_deepspeed.architectures import LocatedBranch
+from sdp_deepspeed.core.masking.partial import PartialTensor
 from sdp_deepspeed.core.parallel.agree import gather_objects
 from sdp_deepspeed.fsdp.parts import chunk
-from sdp_deepspeed.fsdp.state_dicts import LackingTensor
 from sdp_deepspeed.messages import listed, quoted
 from sdp_deepspeed.plan.shards import Division, Shards
 
@@ -202,4 +202,4 @@ def _show_while_it_runs(module: nn.Module, wholes: dict[str, _Whole]) -> list[An
 def _refuse(wholes: dict[str, _Whole], _: nn.Module, state: Any, prefix: str, *__: Any) -> None:
     for name, whole in wholes.items():
         if whole.is_divided and prefix + name in state:
-            state[prefix + name] = LackingTensor.of(f"{prefix}{name}: {_REFUSAL}")
+            state[prefix + name] = PartialTensor.of(f"{prefix}{name}: {_REFUSAL}")

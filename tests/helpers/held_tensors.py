@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 import torch
-
-from sdp_deepspeed.checkpoint.state.boxes import Box
-from sdp_deepspeed.checkpoint.state.chunks import StateDict
 from sdp_deepspeed.fsdp.local_chunks import LocalChunks, LocalTensor
 from sdp_deepspeed.fsdp.pieces import HeldTensor, rows_of
 from sdp_deepspeed.fsdp.shard_regions import parts_of_shard
+
+from sdp_deepspeed.checkpoint.state.boxes import Box
+from sdp_deepspeed.checkpoint.state.chunks import StateDict
 from sdp_deepspeed.plan.tensors import TensorInfo
 
 Dense = Mapping[str, torch.Tensor]

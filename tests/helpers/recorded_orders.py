@@ -9,15 +9,15 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from sdp_deepspeed.fsdp.collective_order import order_collectives
+from sdp_deepspeed.fsdp.holder_meshes import make_meshes
+from sdp_deepspeed.fsdp.pieces import ShardedUnit
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils.checkpoint import checkpoint
 
-from sdp_deepspeed.fsdp.collective_order import order_collectives
-from sdp_deepspeed.fsdp.holder_meshes import make_meshes
-from sdp_deepspeed.fsdp.pieces import ShardedUnit
 from tests.helpers.collective_log import Issued, collectives_of_fsdp
 
 ROWS = 12  # of unit 0; each later unit has that many more, so that no two collectives of a group are alike

@@ -7,12 +7,12 @@ from copy import deepcopy
 from typing import Any
 
 import torch
-from torch import nn
-
-from sdp_deepspeed.architectures import branches_of_units, locate_branches, units_of_branches
 from sdp_deepspeed.fsdp.neuron import SplitBranch
 from sdp_deepspeed.fsdp.pieces import HeldTensor
 from sdp_deepspeed.fsdp.sharded_mask import ShardedMask
+from torch import nn
+
+from sdp_deepspeed.architectures import branches_of_units, locate_branches, units_of_branches
 from sdp_deepspeed.layout.places import PieceViews
 from sdp_deepspeed.layout.rank_model import RankModel
 from sdp_deepspeed.masking.part import DenseTensors

@@ -118,7 +118,7 @@ class RankState:
         return {
             "plan": plan.hash,
             "subnetwork_of_rank": list(plan.subnetwork_of_rank),
-            "tensor_parallel": self.shards.size,
+            "ranks": self.groups.ranks,
         }
 
     def shape(self, name: str) -> tuple[int, ...]:

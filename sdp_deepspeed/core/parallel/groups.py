@@ -60,6 +60,7 @@ class Groups:
         timeout: of the groups. Default: that of the default group.
 
     Attributes:
+        ranks: as given.
         rank: this rank's data-parallel index.
         data_parallel: the group of all data-parallel ranks that share this rank's part of tensors.
         tensor_parallel_rank: which list of `ranks` this rank is in.
@@ -80,6 +81,7 @@ class Groups:
     ) -> None:
         everyone, me = list(range(dist.get_world_size())), dist.get_rank()
         ranks = [everyone] if ranks is None else ranks
+        self.ranks = [list(members) for members in ranks]
         self.tensor_parallel_size = len(ranks)
         timeout = timeout or timeout_of_the_run()
         self.control = control or dist.new_group(backend="gloo", timeout=timeout)

@@ -53,6 +53,10 @@ class DenseModel:
     ) -> None:
         self._mask, self._parts, self._policy, self._tensor_parallel = mask, parts, policy, tensor_parallel
         self.scales = dict(output_scales(mask)) if is_scaled else {}
+        self._blank = {  # what stands for the parameters while no layer runs
+            id(p): nn.Parameter(torch.empty_like(p, device="meta"), requires_grad=p.requires_grad)
+            for p in mask.parameters.values()
+        }
         self._pairs: list[tuple[nn.Module, nn.Module]] = []  # of modules of the model, and of the second tree
         self.module = self._copy(mask.model, {})
         self._dtypes = {name: parameter.dtype for name, parameter in mask.parameters.items()}
@@ -78,17 +82,19 @@ class DenseModel:
             if isinstance(own := vars(module).get("forward"), MethodType) and own.__self__ is module:
                 vars(copied)["forward"] = MethodType(own.__func__, copied)
             copied._modules = {name: None if m is None else self._copy(m, made) for name, m in module._modules.items()}
-            copied._parameters = dict.fromkeys(module._parameters)
+            copied._parameters = {
+                name: None if p is None else self._blank[id(p)] for name, p in module._parameters.items()
+            }
         return made[id(module)]
 
-    def _find_places(self) -> dict[str, list[tuple[nn.Module, str]]]:
-        """By dense name of a parameter, where the second tree has it."""
+    def _find_places(self) -> dict[str, list[tuple[nn.Module, str, nn.Parameter]]]:
+        """By dense name of a parameter, where the second tree has it: module, name there, and its blank."""
         names = {id(parameter): name for name, parameter in self._mask.parameters.items()}
-        places: dict[str, list[tuple[nn.Module, str]]] = {name: [] for name in names.values()}
+        places: dict[str, list[tuple[nn.Module, str, nn.Parameter]]] = {name: [] for name in names.values()}
         for own, copied in self._pairs:
             for attribute, parameter in own._parameters.items():
                 if parameter is not None:
-                    places[names[id(parameter)]].append((copied, attribute))
+                    places[names[id(parameter)]].append((copied, attribute, self._blank[id(parameter)]))
         return places
 
     def _names_by_layer(self) -> tuple[dict[str, list[str]], list[str]]:
@@ -97,7 +103,7 @@ class DenseModel:
         inside = {path: {id(m) for m in self.module.get_submodule(path).modules()} for path in of_layers}
         of_root = []
         for name, places in self._places.items():
-            layers = [path for path, modules in inside.items() if all(id(module) in modules for module, _ in places)]
+            layers = [path for path, modules in inside.items() if all(id(module) in modules for module, _, _ in places)]
             if layers:
                 of_layers[min(layers, key=len)].append(name)  # the outer one, of layers inside of layers
             else:
@@ -167,9 +173,11 @@ class DenseModel:
             self._drop(names)
 
     def _follow_model(self) -> None:
-        """Hooks and modes are the model's."""
+        """Hooks and modes are the model's, but while statistics are estimated with others."""
+        if self._estimates:
+            return
         for own, copied in self._pairs:
-            copied.training = own.training if not self._estimates else copied.training
+            copied.training = own.training
             for table in _HOOKS if own is not self._mask.model else ():
                 hooks = {k: hook for k, hook in getattr(own, table).items() if not _is_of_the_subnetwork(hook)}
                 vars(copied)[table] = type(getattr(own, table))(hooks)
@@ -177,13 +185,13 @@ class DenseModel:
     def _set(self, values: Mapping[str, torch.Tensor]) -> None:
         for name, value in values.items():
             whole = value if self._tensor_parallel is None else self._tensor_parallel.around(name, value)
-            for module, attribute in self._places[name]:
+            for module, attribute, _ in self._places[name]:
                 module._parameters[attribute] = nn.Parameter(whole, requires_grad=False)
 
     def _drop(self, names: Iterable[str]) -> None:
         for name in names:
-            for module, attribute in self._places[name]:
-                module._parameters[attribute] = None
+            for module, attribute, blank in self._places[name]:
+                module._parameters[attribute] = blank
 
     # ---- gathering ----------------------------------------------------------------------------------------------
 
