@@ -26,7 +26,7 @@ from sdp_deepspeed.core.masking import Mask
 from sdp_deepspeed.core.masking.compiled import compile_in_place
 from sdp_deepspeed.core.masking.forwards import set_data
 from sdp_deepspeed.core.parallel.agree import Meetings, check_agreement, gather_objects, run_on_all_ranks
-from sdp_deepspeed.core.parallel.groups import Groups, timeout_of_the_run
+from sdp_deepspeed.core.parallel.groups import DESCRIPTION, Groups, timeout_of_the_run
 from sdp_deepspeed.engine.refusals import refuse_model
 from sdp_deepspeed.fsdp import state_dicts
 from sdp_deepspeed.fsdp.dense_model import DenseModel
@@ -93,7 +93,7 @@ def fully_shard(
         offload_policy or OffloadPolicy(),
         frozenset(ignored_params),
     )
-    control = dist.new_group(backend="gloo", timeout=timeout_of_the_run())
+    control = dist.new_group(backend="gloo", timeout=timeout_of_the_run(), group_desc=DESCRIPTION)
     try:
         config = run_on_all_ranks(partial(_checked, module, mesh, block, options), control)
         check_same_settings(config, options.in_words(module), control)

@@ -15,13 +15,12 @@ from torch.utils.flop_counter import FlopCounterMode
 from transformers.pytorch_utils import Conv1D
 
 from sdp_deepspeed.architectures import LocatedBranch, branches_of_units, locate_branches, units_of_branches
-from sdp_deepspeed.masking.mask import Mask
+from sdp_deepspeed.core.masking import Mask
 from sdp_deepspeed.plan.plan import Plan
 from sdp_deepspeed.plan.tensors import TensorInfo, pieces_by_tensor
 from sdp_deepspeed.reference.virtual_workers import zero_lacking
 from sdp_deepspeed.units import Piece
 from tests.helpers import models
-from tests.helpers.rank_models import mask_of
 
 NUM_GROUPS = 3  # of an MLP's neurons, for two workers: one has two groups with a gap between them, the other one
 NAMES = (*models.FAMILIES, "llama_biases", "llama_odd")
@@ -78,7 +77,9 @@ def plan_of(model: nn.Module, regime: str = "forward", strategy: Any = "neuron",
 def masked(model: nn.Module, plan: Plan, rank: int) -> tuple[Any, Mask]:
     """A copy of `model` as rank `rank` has it."""
     result = deepcopy(model)
-    return result, mask_of(result, locate_branches(result), infos(result), plan, rank)
+    mask = Mask(result, plan, rank)
+    mask.apply()
+    return result, mask
 
 
 def held_pieces(model: nn.Module, plan: Plan, rank: int) -> dict[str, list[Piece]]:
@@ -119,7 +120,7 @@ def assert_held_gradients(
         assert gradient.numel() == sum(piece.num_elements(expected[name].shape) for piece in pieces[name])
         for piece in pieces[name]:
             largest = float(expected[name].abs().max())
-            assert_close(mask.model.views.view_in(piece, gradient), piece.narrow(expected[name]), largest=largest)
+            assert_close(mask.view(piece, gradient), piece.narrow(expected[name]), largest=largest)
 
 
 def assert_same_as_zeroed(

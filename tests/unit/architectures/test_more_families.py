@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from sdp_deepspeed.architectures import locate_branches
-from sdp_deepspeed.masking.mask import Mask
+from sdp_deepspeed.core.masking import Mask
 from sdp_deepspeed.plan.tensors import named_tensors
 from sdp_deepspeed.units import Piece
 from tests.helpers import models

@@ -13,7 +13,7 @@ from torch import nn
 
 from sdp_deepspeed.architectures import locate_branches
 from sdp_deepspeed.architectures.families import is_of_package
-from sdp_deepspeed.masking.mask import Mask
+from sdp_deepspeed.core.masking import Mask
 from sdp_deepspeed.reference.virtual_workers import zero_lacking
 from sdp_deepspeed.units import Piece
 from tests.helpers import models
