@@ -86,7 +86,7 @@ def _copied(parameters: Any, named: Sequence[torch.Tensor]) -> tuple[set[int], i
             "clip_grad_norm_: got parameters of a model under tensor parallelism; give the model that "
             "sdp_deepspeed.fully_shard returned, which knows of which of them each rank has a copy"
         )
-    sharded = sharded_model_of(parameters)  # type: ignore[arg-type]
+    sharded = sharded_model_of(parameters)
     return {id(sharded.parameter(part)) for part in sharded.held_parts() if not tp.is_divided(part.name)}, tp.size
 
 

@@ -220,15 +220,14 @@ def _split_layer(
     if is_sum:
         _replace(layer, partial(_add_experts, layer, leaves, bias))
     elif not runs_in_parts:
-        _replace(
-            layer, partial(_join_parameters, layer, leaves, {n: (ranges[n], own[0].dim) for n, own in parts.items()})
-        )
+        cuts = {name: (ranges[name], own[0].dim or 0) for name, own in parts.items()}
+        _replace(layer, partial(_join_parameters, layer, leaves, cuts))
     else:
         assert weight is not None
         is_depthwise = sizes_of(layer, weight).get("groups", 1) > 1
         join = _add_outputs if dim == input_dim(layer) and not is_depthwise else _join_outputs
-        options = {"dim": -max(1, weight.dim() - 1), "ranges": ranges["weight"], "is_depthwise": is_depthwise}
-        _replace(layer, partial(join, layer, leaves, **options))
+        along = Along(-max(1, weight.dim() - 1), ranges["weight"], is_depthwise)
+        _replace(layer, partial(join, layer, leaves, along))
     for name in parts:
         parameter = layer._parameters.pop(name)
         assert parameter is not None
@@ -274,26 +273,36 @@ def _run_inside(modules: Sequence[HolderPart], inner: Callable[..., Any], *args:
     return inner(*args, **kwargs)
 
 
-def _join_outputs(
-    _: Any, leaves: Sequence[Any], __: Any, x: torch.Tensor, *, dim: int, ranges: Ranges, is_depthwise: bool
-) -> torch.Tensor:
+class Along(NamedTuple):
+    """How a layer is cut.
+
+    Args:
+        dim: of the activations, that runs over neurons, heads or channels.
+        ranges: along `dim`.
+        is_depthwise: whether it is a convolution of each channel by itself.
+    """
+
+    dim: int
+    ranges: Ranges
+    is_depthwise: bool
+
+
+def _join_outputs(_: Any, leaves: Sequence[Any], along: Along, __: Any, x: torch.Tensor) -> torch.Tensor:
     """Of a layer that is cut along its outputs, such as `up_proj`."""
-    inputs = ranges.split(x, dim) if is_depthwise else [x] * len(leaves)
-    return ranges.join([leaf(own) for leaf, own in zip(leaves, inputs, strict=True)], dim)
+    inputs = along.ranges.split(x, along.dim) if along.is_depthwise else [x] * len(leaves)
+    return along.ranges.join([leaf(own) for leaf, own in zip(leaves, inputs, strict=True)], along.dim)
 
 
-def _add_outputs(
-    layer: Any, leaves: Sequence[Any], _: Any, x: torch.Tensor, *, dim: int, ranges: Ranges, is_depthwise: bool
-) -> torch.Tensor:
+def _add_outputs(layer: Any, leaves: Sequence[Any], along: Along, _: Any, x: torch.Tensor) -> torch.Tensor:
     """Of a layer that is cut along its inputs, such as `down_proj`; its bias is added once."""
     total = None
-    for leaf, own in zip(leaves, ranges.split(x, dim), strict=True):
+    for leaf, own in zip(leaves, along.ranges.split(x, along.dim), strict=True):
         # Transformers' Conv1D cannot do without a bias.
         output = functional.linear(own, leaf.weight.t()) if is_conv1d(leaf) else leaf(own)
         total = output if total is None else total + output
     assert total is not None
     bias = layer._parameters.get("bias")
-    return total if bias is None else total + bias.view(-1, *[1] * (-dim - 1))
+    return total if bias is None else total + bias.view(-1, *[1] * (-along.dim - 1))
 
 
 def _add_experts(layer: Any, leaves: Sequence[Any], bias: str, _: Any, *args: Any, **kwargs: Any) -> torch.Tensor:

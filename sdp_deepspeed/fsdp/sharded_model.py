@@ -126,8 +126,8 @@ class ShardedModel:
 
 def local_of(tensor: Any) -> torch.Tensor:
     """What this rank has of a DTensor, or of another tensor; detached."""
-    local: torch.Tensor = tensor.detach()
-    return local.to_local() if isinstance(local, DTensor) else local
+    local: torch.Tensor = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+    return local.detach()
 
 
 def attach(sharded: ShardedModel) -> None:

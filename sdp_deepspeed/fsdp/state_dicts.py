@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from functools import partial
-from typing import Any, NoReturn
+from typing import Any, NoReturn, cast
 
 import torch
 from torch import nn
@@ -35,7 +35,7 @@ class LackingTensor(PartialTensor):
     def like(cls, refusal: str, shape: Sequence[int]) -> LackingTensor:
         made: Any = cls.of(refusal)
         made._dense_shape = torch.Size(shape)
-        return made  # type: ignore[no-any-return]
+        return cast(LackingTensor, made)
 
     @property
     def device(self) -> torch.device:  # type: ignore[override]

@@ -38,7 +38,8 @@ Facts = dict[str, Any]
 class Stepped(Protocol):
     """Some elements of a slice, in what an optimizer steps."""
 
-    parameter: torch.nn.Parameter
+    @property
+    def parameter(self) -> torch.nn.Parameter: ...
 
     @property
     def piece(self) -> Piece: ...
@@ -65,8 +66,11 @@ class Other(NamedTuple):
 class SteppedModel(Protocol):
     """What checkpoints need of an optimizer over shards (`ShardedOptimizer`, or FSDP2's)."""
 
-    optimizer: torch.optim.Optimizer
-    param_groups: dict[str, int]
+    @property
+    def optimizer(self) -> torch.optim.Optimizer: ...
+
+    @property
+    def param_groups(self) -> Mapping[str, int]: ...
 
     def shard_parts(self, *, owned: bool) -> Sequence[Stepped]: ...
 

@@ -6,11 +6,11 @@ from copy import deepcopy
 
 import pytest
 import torch
+from sdp_deepspeed.masking.mask import members_of
 from torch import nn
 
 from sdp_deepspeed import architectures
 from sdp_deepspeed.architectures import Branch, locate_branches, registry, units_of_branches
-from sdp_deepspeed.masking.mask import members_of
 from sdp_deepspeed.units import Piece, Unit
 from tests.helpers.convolutional_models import KINDS, build
 from tests.helpers.masked_modules import (

@@ -12,11 +12,11 @@ from typing import Any
 
 import pytest
 import torch
+from sdp_deepspeed.checkpoint.interop.transformers_names import FileNames
 from torch import nn
 
 from sdp_deepspeed.architectures import locate_branches, unit_costs, units_of_branches
 from sdp_deepspeed.architectures.active_experts import active_shares
-from sdp_deepspeed.checkpoint.interop.transformers_names import FileNames
 from sdp_deepspeed.config import KEY, parse
 from sdp_deepspeed.plan.planner import plan_model
 from sdp_deepspeed.units import Piece, check_pieces

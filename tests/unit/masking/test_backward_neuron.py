@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 import torch
+from sdp_deepspeed.masking.mask import Mask
+from sdp_deepspeed.masking.neuron import NeuronPart
 from transformers import DynamicCache, RobertaForCausalLM
 
 from sdp_deepspeed.architectures import locate_branches
-from sdp_deepspeed.masking.mask import Mask
-from sdp_deepspeed.masking.neuron import NeuronPart
 from tests.helpers import models
 from tests.helpers.masked_modules import (
     NAMES,

@@ -9,11 +9,11 @@ from typing import Any
 
 import pytest
 import torch
+from sdp_deepspeed.layout.places import PieceViews
 from torch import nn
 
 from sdp_deepspeed import architectures
 from sdp_deepspeed.architectures import Branch, Cut, InnerLayers, registry
-from sdp_deepspeed.layout.places import PieceViews
 from sdp_deepspeed.plan.plan import Plan
 from sdp_deepspeed.plan.tensors import TensorInfo, pieces_by_tensor
 from sdp_deepspeed.reference.virtual_workers import zero_lacking

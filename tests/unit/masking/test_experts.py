@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 import torch
+from sdp_deepspeed.masking.experts import check_grouped_products
 
 from sdp_deepspeed.architectures import locate_branches
-from sdp_deepspeed.masking.experts import check_grouped_products
 from sdp_deepspeed.plan.plan import Plan
 from sdp_deepspeed.reference.virtual_workers import zero_lacking
 from tests.helpers.masked_modules import (

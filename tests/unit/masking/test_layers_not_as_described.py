@@ -8,13 +8,13 @@ from typing import Any
 
 import pytest
 import torch
+from sdp_deepspeed.masking.block import output_names
 from torch import nn
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaMLP
 
 from sdp_deepspeed import architectures
 from sdp_deepspeed.architectures import locate_branches, registry, units_of_branches
 from sdp_deepspeed.config import KEY, parse
-from sdp_deepspeed.masking.block import output_names
 from sdp_deepspeed.plan.planner import plan_model
 from tests.helpers import models
 from tests.helpers.masked_modules import RANKS, assert_same_as_zeroed, build, plan_of

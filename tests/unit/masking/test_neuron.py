@@ -10,12 +10,12 @@ from typing import Any
 
 import pytest
 import torch
+from sdp_deepspeed.masking.neuron import NeuronPart
+from sdp_deepspeed.masking.part import Fetch
 from torch import nn
 from transformers.pytorch_utils import Conv1D
 
 from sdp_deepspeed.architectures import locate_branches
-from sdp_deepspeed.masking.neuron import NeuronPart
-from sdp_deepspeed.masking.part import Fetch
 from sdp_deepspeed.units import Piece
 from tests.helpers import models
 from tests.helpers.live_tensors import Watch

@@ -10,13 +10,13 @@ from typing import Any
 
 import pytest
 import torch
+from sdp_deepspeed.masking.mask import Mask
 from torch import nn
 from transformers.models.gemma2.modeling_gemma2 import Gemma2DecoderLayer
 
 from sdp_deepspeed import architectures
 from sdp_deepspeed.architectures import Branch, locate_branches, registry
 from sdp_deepspeed.config import KEY, parse
-from sdp_deepspeed.masking.mask import Mask
 from sdp_deepspeed.plan.plan import Plan
 from sdp_deepspeed.plan.planner import plan_model
 from tests.helpers import models
