@@ -12,10 +12,11 @@ import pytest
 import torch
 
 from sdp_deepspeed.fsdp import CheckpointManager, full_state_dict, save_pretrained
-from tests.helpers.models import batches, llama, loss_of
+from tests.helpers.models import batches, llama, loss_of, two_groups
+from tests.helpers.oracle import make_optimizer
 from tests.helpers.ranks import Rank, run_ranks
 from tests.helpers.sharded_runs import ShardedRun, assert_same_run
-from tests.helpers.training import assert_identical, gathered, refusal
+from tests.helpers.training import assert_identical, engine_of, gathered, refusal
 
 NEURON = {"strategy": "neuron"}
 BY_RULES = {"holders": [{"units": "mlp", "holders": 1}, {"holders": 2}]}
@@ -183,6 +184,35 @@ def from_hugging_face(rank: Rank) -> None:
     assert_identical(full_state_dict(other.model), full_state_dict(run.model))
 
 
+def across_hosts(rank: Rank) -> None:
+    """A run of the DeepSpeed host goes on here under another plan, and one of this host there."""
+
+    def engine(**block: Any) -> Any:
+        model = llama(tied=True, seed=5)
+        groups = make_optimizer("AdamW", two_groups(dict(model.named_parameters())))
+        settings = {"train_micro_batch_size_per_gpu": 2, "zero_optimization": {"stage": 1}}
+        return engine_of(settings | {"subnetwork_data_parallel": {"holders": 1} | block}, model, optimizer=groups)
+
+    here, there, folder = ShardedRun(**NEURON), engine(), rank.folder / "hosts"
+    for step in itertools.islice(batches(rank.size, 1), 2):
+        there.backward(loss_of(there, step[rank.rank][0]))
+        there.step()
+    there.save_checkpoint(folder / "there", "tag", client_state={"position": 2})
+    path, client_state = here.checkpoints.load_checkpoint(folder / "there")
+    assert (path, client_state, here.checkpoints.global_steps) == (str(folder / "there/tag"), {"position": 2}, 2)
+    here.checkpoints.save_checkpoint(folder / "here", "tag")
+    if rank.rank == 0:
+        assert_same_run(folder / "there/tag", folder / "here/tag")
+    here.train(rank, 1, first=2)
+    here.checkpoints.save_checkpoint(folder / "on", "tag")
+    back = engine(regime="backward")
+    back.load_checkpoint(folder / "on", load_lr_scheduler_states=False)
+    assert back.global_steps == 3
+    back.save_checkpoint(folder / "back", "tag")
+    if rank.rank == 0:
+        assert_same_run(folder / "on/tag", folder / "back/tag")
+
+
 def what_is_refused(rank: Rank) -> None:
     """On all ranks, before anything is changed, and training goes on."""
     run, folder = ShardedRun(), rank.folder / "refused"
@@ -219,6 +249,7 @@ CHECKS_ON_2 = {
     "background": in_the_background_and_pruned,
     "buffers": each_rank_has_its_buffers,
     "hugging_face": from_hugging_face,
+    "hosts": across_hosts,
     "refused": what_is_refused,
     "apart": one_saves_while_the_other_loads,
 }
