@@ -7,11 +7,12 @@ run forward passes of the dense model together, and as many of them.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from types import MethodType
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -26,7 +27,20 @@ from sdp_deepspeed.fsdp.tensor_parallel import TensorParallel
 
 _HOOKS = ("_forward_pre_hooks", "_forward_hooks")
 _NOT_OF_USERS = ("torch.distributed.fsdp", "sdp_deepspeed.fsdp")  # modules of hooks that belong to the subnetwork
-Item = tuple[int, torch.Tensor | None, torch.Tensor]  # rank that has some elements, these there, and where they go
+
+
+class Segment(NamedTuple):
+    """Elements that one rank sends to all.
+
+    Args:
+        rank: data-parallel index.
+        source: these, on that rank.
+    """
+
+    rank: int
+    dtype: torch.dtype
+    num_elements: int
+    source: torch.Tensor | None
 
 
 class DenseModel:
@@ -197,19 +211,27 @@ class DenseModel:
 
     def gather(self, names: Iterable[str]) -> dict[str, torch.Tensor]:
         """Dense parameters in the dtype in which FSDP2 computes, scaled; every rank calls it with the same names."""
-        me, values, items = self._groups.rank, dict[str, torch.Tensor](), list[Item]()
+        me, mask, found = self._groups.rank, self._mask, list[tuple[Part, list[Segment]]]()
         for name in names:
             dtype = self._policy.param_dtype or self._dtypes[name]
-            values[name] = torch.empty(self._mask.shapes[name], dtype=dtype, device=self._device)
             for part in self._parts[name]:
-                own = self._shard(part) if me in part.holders else None
+                own, segments = self._shard(part) if me in part.holders else None, list[Segment]()
                 for rank in part.holders:
-                    for box in part.boxes(rank):
-                        target = box.piece.narrow(values[name])
-                        for dim, (offset, size) in enumerate(zip(box.offsets, box.shape, strict=True)):
-                            target = target.narrow(dim, offset, size)
-                        items.append((rank, own[box.inside] if own is not None and rank == me else None, target))
-        self._exchange(items)
+                    start, stop = part.rows(rank)
+                    count = (stop - start) * math.prod(part.shape[1:])
+                    segments.append(Segment(rank, dtype, count, own if rank == me else None))
+                found.append((part, segments))
+        flat = iter(self._all_gather([segment for _, segments in found for segment in segments]))
+        values: dict[str, torch.Tensor] = {}
+        for part, segments in found:
+            whole = torch.cat([next(flat) for _ in segments]).view(part.shape)
+            if part.dim is None:
+                values[part.name] = whole
+                continue
+            dense = values.setdefault(part.name, whole.new_empty(mask.shapes[part.name]))
+            lengths = [piece.length for piece in part.pieces]
+            for piece, own in zip(part.pieces, whole.split(lengths, part.dim), strict=True):
+                piece.narrow(dense).copy_(own)
         for piece, scale in self.scales.items():
             if piece.parameter in values:
                 piece.narrow(values[piece.parameter]).mul_(scale)
@@ -217,7 +239,7 @@ class DenseModel:
 
     def _gather_buffers(self) -> None:
         """Those of units come from their holders; others are the model's own."""
-        items, mask = list[Item](), self._mask
+        mask, found = self._mask, list[tuple[torch.Tensor, Segment]]()
         for name, own, copied, attribute in self._buffers:
             live = own._buffers[attribute]
             if name not in self._partial:
@@ -226,27 +248,28 @@ class DenseModel:
                 assert live is not None
                 dense = torch.empty(mask.shapes[name], dtype=live.dtype, device=self._device)
                 copied._buffers[attribute] = dense
-                for piece, holders in mask.buffer_pieces[name]:
-                    source = mask.view(piece, live) if holders[0] == mask.rank else None
-                    items.append((holders[0], source, piece.narrow(dense)))
-        self._exchange(items)
+                for piece, (first, *_) in mask.buffer_pieces[name]:
+                    source, target = mask.view(piece, live) if first == mask.rank else None, piece.narrow(dense)
+                    found.append((target, Segment(first, dense.dtype, target.numel(), source)))
+        for (target, _), value in zip(found, self._all_gather([segment for _, segment in found]), strict=True):
+            target.copy_(value.view(target.shape))
 
-    def _exchange(self, items: Sequence[Item]) -> None:
-        """One all-gather for each dtype."""
-        group = self._groups.data_parallel
-        for dtype in dict.fromkeys(target.dtype for _, _, target in items):
-            sizes, places = [0] * group.size, []
-            own = [item for item in items if item[2].dtype == dtype]
-            for rank, _, target in own:
-                places.append(sizes[rank])
-                sizes[rank] += target.numel()
+    def _all_gather(self, segments: Sequence[Segment]) -> list[torch.Tensor]:
+        """Flat elements of each segment, by one all-gather for each dtype."""
+        group, result = self._groups.data_parallel, dict[int, torch.Tensor]()
+        for dtype in dict.fromkeys(segment.dtype for segment in segments):
+            sizes, places = [0] * group.size, list[tuple[int, Segment, int]]()
+            for index, segment in enumerate(segments):
+                if segment.dtype == dtype:
+                    places.append((index, segment, sizes[segment.rank]))
+                    sizes[segment.rank] += segment.num_elements
             flat = torch.empty((group.size, max(sizes)), dtype=dtype, device=self._device)
-            for (_, source, target), place in zip(own, places, strict=True):
-                if source is not None:
-                    flat[group.position, place : place + target.numel()].view(target.shape).copy_(source)
+            for index, segment, place in places:
+                result[index] = flat[segment.rank, place : place + segment.num_elements]
+                if segment.source is not None:
+                    result[index].view(segment.source.shape).copy_(segment.source)
             all_gather(flat.view(-1), flat[group.position], group)
-            for (rank, _, target), place in zip(own, places, strict=True):
-                target.copy_(flat[rank, place : place + target.numel()].view(target.shape))
+        return [result[index] for index in range(len(segments))]
 
 
 def _wrap(module: nn.Module, run: Callable[..., Any]) -> None:

@@ -23,6 +23,7 @@ from torch.nn import functional
 
 from sdp_deepspeed.architectures import LocatedBranch
 from sdp_deepspeed.core.masking import Mask
+from sdp_deepspeed.core.masking.forwards import set_data
 from sdp_deepspeed.core.masking.split_layers import Ranges, input_dim, is_conv1d, set_sizes, sizes_of
 from sdp_deepspeed.fsdp.state_dicts import PartsDict
 from sdp_deepspeed.units import Piece
@@ -231,7 +232,8 @@ def _split_layer(
     for name in parts:
         parameter = layer._parameters.pop(name)
         assert parameter is not None
-        vars(layer)[name] = parameter.detach().new_empty(0)  # for whoever asks for its dtype
+        set_data(parameter, parameter.new_empty(0))
+        vars(layer)[name] = parameter.detach()  # for whoever asks for its dtype
     return leaves
 
 

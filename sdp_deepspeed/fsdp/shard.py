@@ -9,6 +9,7 @@ import itertools
 import logging
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from contextlib import nullcontext
+from dataclasses import dataclass, field
 from functools import partial, wraps
 from typing import Any, TypeVar
 
@@ -26,7 +27,7 @@ from sdp_deepspeed.core.masking import Mask
 from sdp_deepspeed.core.masking.compiled import compile_in_place
 from sdp_deepspeed.core.masking.forwards import set_data
 from sdp_deepspeed.core.parallel.agree import Meetings, check_agreement, gather_objects, run_on_all_ranks
-from sdp_deepspeed.core.parallel.groups import DESCRIPTION, Groups, timeout_of_the_run
+from sdp_deepspeed.core.parallel.groups import CONTROL, Groups, timeout_of_the_run
 from sdp_deepspeed.engine.refusals import refuse_model
 from sdp_deepspeed.fsdp import state_dicts
 from sdp_deepspeed.fsdp.dense_model import DenseModel
@@ -43,7 +44,7 @@ from sdp_deepspeed.fsdp.refusals import (
 )
 from sdp_deepspeed.fsdp.sharded_model import OF_SHARED, OF_UNITS, ShardedModel, attach, device_type
 from sdp_deepspeed.fsdp.tensor_parallel import TensorParallel, check_per_head, columns_of
-from sdp_deepspeed.fsdp.units import Unit, held_units, units_of
+from sdp_deepspeed.fsdp.units import HeldUnit, Unit, held_units, units_of
 from sdp_deepspeed.fsdp.wrappers import without_wrappers
 from sdp_deepspeed.messages import listed, quoted
 from sdp_deepspeed.plan.plan import Plan
@@ -93,7 +94,7 @@ def fully_shard(
         offload_policy or OffloadPolicy(),
         frozenset(ignored_params),
     )
-    control = dist.new_group(backend="gloo", timeout=timeout_of_the_run(), group_desc=DESCRIPTION)
+    control = dist.new_group(backend="gloo", timeout=timeout_of_the_run(), group_desc=CONTROL)
     try:
         config = run_on_all_ranks(partial(_checked, module, mesh, block, options), control)
         check_same_settings(config, options.in_words(module), control)
@@ -101,7 +102,7 @@ def fully_shard(
         columns = columns_of(module, mesh, control)
         compile_in_place(module)
         with without_wrappers(module) as wrapped:
-            sharded = _shard(module, config, mesh, columns, options, wrapped, control)
+            sharded = _shard(Start(module, config, mesh, options, columns, wrapped, control))
     except Exception:
         dist.destroy_process_group(control)
         raise
@@ -120,118 +121,146 @@ def _checked(
     return config
 
 
-def _shard(
-    module: nn.Module,
-    block: SubnetworkConfig,
-    mesh: DeviceMesh,
-    columns: Sequence[tuple[int, ...]],
-    options: ShardOptions,
-    wrapped: Collection[str],
-    control: Any,
-) -> ShardedModel:
-    """Plan, mask, materialize, shard.
+@dataclass
+class Start:
+    """A model that is about to be sharded.
 
     Args:
+        mesh: the data-parallel ranks.
         columns: the data-parallel ranks of each tensor-parallel rank; none without tensor parallelism.
         wrapped: names of modules whose wrappers are off for the moment.
         control: gloo group of all ranks.
+        tensor_parallel: None without.
+        deferred: weights of a model that was built under `Init`; None if they are there, or on the meta device.
+        state_names: of its state dict, each with the dense name of its tensor.
+        plan: in the coordinates of the dense model.
+        mask: of the plan in those of this rank's tensors.
+        units: of all ranks.
     """
-    rank, device = mesh.get_local_rank(), _device_of(mesh)
-    tensor_parallel = TensorParallel(tuple(columns)) if columns else None
 
-    def prepare() -> tuple[Plan, Mask, list[Unit], DeferredWeights | None, dict[str, str]]:
-        state_names = _state_names(module)
-        is_deferred = any(hasattr(tensor, "_sdp_weights") for tensor in named_tensors(module).values())
-        deferred = DeferredWeights(module) if is_deferred else None
-        branches = locate_branches(module)
-        plan, warnings = plan_model(module, block, mesh.size(), branches=branches)
-        check_not_ignored(module, plan, options.ignored_params)
-        check_buffers(module, plan)
-        local = plan
-        if tensor_parallel is not None:
-            check_per_head(module, branches)
-            tensor_parallel.take_local(module)
-            refuse_model(module)
-            local = tensor_parallel.shards(_column_of(columns)).local_plan(plan)
-        mask = Mask(module, local, rank, branches=branches)
-        found = list(units_of(mask))
-        check_not_wrapped_inside(plan, branches, wrapped)
-        if dist.get_rank() == 0:
-            for warning in warnings:
-                logger.warning("%s: %s", KEY, warning)
-            logger.info("%s\n%s", KEY, plan.table(unit_costs(module, plan.units)))
-        return plan, mask, found, deferred, state_names
+    module: nn.Module
+    block: SubnetworkConfig
+    mesh: DeviceMesh
+    options: ShardOptions
+    columns: Sequence[tuple[int, ...]]
+    wrapped: Collection[str]
+    control: Any
+    tensor_parallel: TensorParallel | None = None
+    deferred: DeferredWeights | None = None
+    state_names: Mapping[str, str] = field(default_factory=dict)
+    plan: Plan = field(init=False)
+    mask: Mask = field(init=False)
+    units: Sequence[Unit] = ()
 
-    with tensor_parallel or nullcontext():
-        plan, mask, found, deferred, state_names = run_on_all_ranks(prepare, control)
-        _check_same_plan(plan, control)
-        parts = parts_of(mask)
-        is_scaled = block.dense_branch_scale == "coverage"
-        dense = run_on_all_ranks(
-            lambda: DenseModel(
-                mask, parts, is_scaled=is_scaled, policy=options.mp_policy, tensor_parallel=tensor_parallel
-            ),
-            control,
-        )
-    coverage = plan.mean_coverage([cost.flops for cost in unit_costs(module, mask.plan.units)])
-    lacking = _lacking(mask)
+    @property
+    def device(self) -> torch.device:
+        kind = self.mesh.device_type
+        is_cpu = kind == "cpu"
+        return torch.device(kind) if is_cpu else torch.device(kind, torch.get_device_module(kind).current_device())
+
+
+def _shard(start: Start) -> ShardedModel:
+    """Plan, mask, materialize, shard."""
+    module, options, control = start.module, start.options, start.control
+    start.tensor_parallel = TensorParallel(tuple(start.columns)) if start.columns else None
+    with start.tensor_parallel or nullcontext():
+        run_on_all_ranks(partial(_prepare, start), control)
+        _check_same_plan(start.plan, control)
+        mask, parts = start.mask, parts_of(start.mask)
+        is_scaled = start.block.dense_branch_scale == "coverage"
+        make = partial(DenseModel, mask, parts, is_scaled=is_scaled, policy=options.mp_policy)
+        dense = run_on_all_ranks(partial(make, tensor_parallel=start.tensor_parallel), control)
+    coverage = start.plan.mean_coverage([cost.flops for cost in unit_costs(module, mask.plan.units)])
     ignored = {name for name, parameter in mask.parameters.items() if parameter in options.ignored_params}
     holder_sets = {part.holders for own in parts.values() for part in own}
-    groups = Groups(holder_sets, ranks=columns or None, control=control)
-    if deferred is None:
-        for name in lacking & {name for name, tensor in named_tensors(module).items() if tensor.is_meta}:
-            tensor = mask.parameters[name] if name in mask.parameters else mask.buffers[name]
-            give(tensor, torch.empty_like(tensor, device=device))  # to_empty must not fill it
-    mask.apply()
-    if deferred is not None:
-        seed = gather_objects(deferred.seed, control)[0]
-        run_on_all_ranks(lambda: deferred.materialize(mask, device, seed), control)
-        check_agreement(mask, groups)
-    for name in lacking:
-        tensor = mask.parameters[name] if name in mask.parameters else mask.buffers[name]
-        if tensor.device != device:
-            tensor.data = tensor.data.to(device)
-    units = held_units(mask, found, parts)
-    meshes = _meshes({unit.holders for unit in units}, groups, mesh, is_divided=bool(columns))
-    for unit in units:
-        _shard_modules(unit.modules, meshes[unit.holders], options.arguments())
-    of_units = {id(parameter) for unit in units for m in unit.modules for parameter in m.parameters()}
-    state_dicts.install(module, {name: mask.shapes[name] for name in lacking})
-    shared_mesh = _named(mesh, OF_SHARED) if columns else mesh
-    left_out = [mask.parameters[name] for name in lacking if name in mask.parameters]
-    _shard_modules([module], shared_mesh, options.arguments(*left_out))
+    groups = Groups(holder_sets, ranks=start.columns or None, control=control)
+    _cut(start, groups)
+    units = held_units(mask, start.units, parts)
+    of_units = _wrap(start, units, groups)
     owners = {
         part.path: (module.get_submodule(part.path.rpartition(".")[0]), part.path.rpartition(".")[2])
         for own in parts.values()
         for part in own
-        if rank in part.holders
+        if mask.rank in part.holders
     }
     sharded = ShardedModel(
-        *(module, block, plan, mask, groups, mesh, device, parts, owners, [unit.modules for unit in units], dense),
-        *(state_names, frozenset(ignored), coverage, tensor_parallel, Meetings(f"sdp_deepspeed/fsdp/{next(_numbers)}")),
+        *(module, start.block, start.plan, mask, groups, start.mesh, start.device, parts, owners),
+        *([unit.modules for unit in units], dense, start.state_names, frozenset(ignored), coverage),
+        *(start.tensor_parallel, Meetings(f"sdp_deepspeed/fsdp/{next(_numbers)}")),
     )
-    everyone = tuple(range(mesh.size()))
-    whole = {
-        name: owners[name]
-        for name, (part, *_) in parts.items()
-        if part.path == name
-        and part.holders == everyone
-        and id(owners[name][0]._parameters[owners[name][1]]) not in of_units
-    }
-    dense.attach(groups, device, sharded.shard, whole)
-    dense.cast_like(module.get_submodule(path) for unit in found for path in unit.paths)
+    of_root = {part.path for own in parts.values() for part in own if len(part.holders) == groups.data_parallel.size}
+    whole = {path: owners[path] for path in of_root if id(owners[path][0]._parameters[owners[path][1]]) not in of_units}
+    dense.attach(groups, start.device, sharded.shard, whole)
+    dense.cast_like(module.get_submodule(path) for unit in start.units for path in unit.paths)
     CollectiveOrder(module, sharded.units)
     return sharded
 
 
-def _device_of(mesh: DeviceMesh) -> torch.device:
-    kind = mesh.device_type
-    return torch.device(kind) if kind == "cpu" else torch.device(kind, torch.get_device_module(kind).current_device())
+def _prepare(start: Start) -> None:
+    """What this rank can find out by itself; nothing is changed but DTensors, which are put back with an error.
+
+    Raises:
+        ValueError: what cannot be done.
+    """
+    module, options = start.module, start.options
+    start.state_names = _state_names(module)
+    if any(hasattr(tensor, "_sdp_weights") for tensor in named_tensors(module).values()):
+        start.deferred = DeferredWeights(module)
+    branches = locate_branches(module)
+    start.plan, warnings = plan_model(module, start.block, start.mesh.size(), branches=branches)
+    check_not_ignored(module, start.plan, options.ignored_params)
+    check_buffers(module, start.plan)
+    plan = start.plan
+    if start.tensor_parallel is not None:
+        check_per_head(module, branches)
+        start.tensor_parallel.take_local(module)
+        refuse_model(module)
+        column = next(index for index, ranks in enumerate(start.columns) if dist.get_rank() in ranks)
+        plan = start.tensor_parallel.shards(column).local_plan(plan)
+    start.mask = Mask(module, plan, start.mesh.get_local_rank(), branches=branches)
+    start.units = list(units_of(start.mask))
+    check_not_wrapped_inside(start.plan, branches, start.wrapped)
+    if dist.get_rank() == 0:
+        for warning in warnings:
+            logger.warning("%s: %s", KEY, warning)
+        logger.info("%s\n%s", KEY, start.plan.table(unit_costs(module, start.plan.units)))
 
 
-def _column_of(columns: Sequence[tuple[int, ...]]) -> int:
-    """Tensor-parallel index of this rank."""
-    return next(index for index, ranks in enumerate(columns) if dist.get_rank() in ranks)
+def _cut(start: Start, groups: Groups) -> None:
+    """Apply the mask, and give a model of `Init` what this rank holds. FSDP2 moves tensors to the device of the mesh; those
+    without elements are moved here."""
+    mask, deferred = start.mask, start.deferred
+    lacking = [mask.parameters.get(name, mask.buffers.get(name)) for name in _lacking(mask)]
+    for tensor in lacking if deferred is None else ():
+        if tensor is not None and tensor.is_meta:
+            give(tensor, torch.empty_like(tensor, device=start.device))  # `to_empty` leaves it alone
+    mask.apply()
+    if deferred is not None:
+        seed = gather_objects(deferred.seed, start.control)[0]
+        run_on_all_ranks(lambda: deferred.materialize(mask, start.device, seed), start.control)
+        check_agreement(mask, groups)
+    for tensor in lacking:
+        if tensor is not None and tensor.device != start.device:
+            tensor.data = tensor.data.to(start.device)
+
+
+def _wrap(start: Start, units: Sequence[HeldUnit], groups: Groups) -> set[int]:
+    """FSDP2 itself: each held unit over its holders, then what is left over all ranks.
+
+    Returns:
+        Ids of the parameters of units.
+    """
+    mask, options, mesh = start.mask, start.options, start.mesh
+    meshes = _meshes({unit.holders for unit in units}, groups, mesh, is_divided=bool(start.columns))
+    for unit in units:
+        _shard_modules(unit.modules, meshes[unit.holders], options.arguments())
+    of_units = [parameter for unit in units for module in unit.modules for parameter in module.parameters()]
+    lacking = _lacking(mask)
+    state_dicts.install(start.module, {name: mask.shapes[name] for name in lacking})
+    left_out = [mask.parameters[name] for name in lacking if name in mask.parameters]
+    shared_mesh = _named(mesh, OF_SHARED) if start.columns else mesh
+    _shard_modules([start.module], shared_mesh, options.arguments(*left_out))
+    return {id(parameter) for parameter in of_units if parameter not in options.ignored_params}
 
 
 def _state_names(module: nn.Module) -> dict[str, str]:
@@ -317,6 +346,9 @@ def _run_dense_in_evaluation(sharded: ShardedModel) -> None:
             return
         if sharded.is_dense:
             raise RuntimeError("inside sdp_deepspeed.fsdp.dense(model) call the model in eval() and torch.no_grad()")
+        if not torch.is_grad_enabled() and not sharded.has_warned:
+            sharded.has_warned = True
+            logger.warning("%s: in training mode a forward pass is a subnetwork's; the dense one needs eval()", KEY)
         sharded.meetings.passing()
         sharded.has_trained = True
 

@@ -68,6 +68,7 @@ class ShardedModel:
     tensor_parallel: TensorParallel | None
     meetings: Meetings
     is_dense: bool = False  # inside of `dense(model)`
+    has_warned: bool = False
     has_trained: bool = True  # since running statistics were averaged
 
     @property

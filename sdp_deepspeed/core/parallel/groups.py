@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 
 Holders = tuple[int, ...]
-DESCRIPTION = "sdp_deepspeed"  # of our groups, as PyTorch's own logs name them
+CONTROL, HOLDERS = "sdp_deepspeed_control", "sdp_deepspeed_holders"  # groups, as PyTorch's own logs name them
 _TAG = 0x5D9  # of messages between two ranks
 
 
@@ -85,7 +85,7 @@ class Groups:
         self.ranks = [list(members) for members in ranks]
         self.tensor_parallel_size = len(ranks)
         timeout = timeout or timeout_of_the_run()
-        self.control = control or dist.new_group(backend="gloo", timeout=timeout, group_desc=DESCRIPTION)
+        self.control = control or dist.new_group(backend="gloo", timeout=timeout, group_desc=CONTROL)
         self._created = [] if control is self.control else [self.control]
         if nodes is None:
             nodes = [""] * len(everyone)
@@ -113,7 +113,7 @@ class Groups:
             return None
         if ranks == everyone:
             return dist.group.WORLD
-        group = dist.new_group(ranks, timeout=timeout, group_desc=DESCRIPTION)
+        group = dist.new_group(ranks, timeout=timeout, group_desc=HOLDERS)
         if dist.get_rank() in ranks:
             self._created.append(group)
         return group
@@ -125,7 +125,7 @@ class Groups:
     def single(self) -> Any:
         """A process group of this rank alone, for whoever cannot do without one."""
         if self._single is None:
-            self._single = dist.new_group([dist.get_rank()], use_local_synchronization=True, group_desc=DESCRIPTION)
+            self._single = dist.new_group([dist.get_rank()], use_local_synchronization=True, group_desc=HOLDERS)
             self._created.append(self._single)
         return self._single
 
