@@ -227,8 +227,8 @@ def _prepare(start: Start) -> None:
 
 
 def _cut(start: Start, groups: Groups) -> None:
-    """Apply the mask, and give a model of `Init` what this rank holds. FSDP2 moves tensors to the device of the mesh; those
-    without elements are moved here."""
+    """Apply the mask, and give a model of `Init` what this rank holds. Tensors without elements are moved to the device
+    here, others by FSDP2."""
     mask, deferred = start.mask, start.deferred
     lacking = [mask.parameters.get(name, mask.buffers.get(name)) for name in _lacking(mask)]
     for tensor in lacking if deferred is None else ():
