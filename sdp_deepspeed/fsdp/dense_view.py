@@ -110,7 +110,7 @@ def install_view(sharded: ShardedModel, device: torch.device, policy: MixedPreci
     stored = partial(_local_buffer, sharded)
     statistics = RunningStatistics(sharded.module, mask.model, dp_group, device=device, stored=stored)
     passes = DensePasses(mask, sharded.fetcher, barrier, device=device, report=_log_on_rank_0, statistics=statistics)
-    sharded.view = ShardedView(sharded.module, mask, dp_group, barrier, passes, evaluation=sharded.block.evaluation)
+    sharded.view = ShardedView(sharded.module, mask, dp_group, barrier, passes)
     sharded.view.install()
     sharded.module.register_forward_hook(torch.compiler.disable(lambda *_: _free(sharded)))
     if statistics.norms and not mask.parts:

@@ -17,7 +17,6 @@ import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
-from sdp_deepspeed.config import Evaluation
 from sdp_deepspeed.distributed.agreement import raise_on_all_ranks
 from sdp_deepspeed.distributed.communicator import Communicator
 from sdp_deepspeed.distributed.monitored_barrier import MonitoredBarrier, Phase
@@ -54,7 +53,7 @@ class DenseView:
         barrier: MonitoredBarrier,
         passes: DensePasses,
         *,
-        evaluation: Evaluation = "auto",
+        evaluation: str = "auto",
     ) -> None:
         self._module = module
         self._mask = mask
@@ -62,7 +61,7 @@ class DenseView:
         self._barrier = barrier
         self._passes = passes
         self.statistics = passes.statistics  # of its batch norms
-        self._evaluation: Evaluation = evaluation
+        self._evaluation: str = evaluation
         self._mode: Mode = "subnetwork"
         self._replaceable: ReplaceableTensors | None = None
         self._in_forward = False  # of the whole model

@@ -13,7 +13,6 @@ from typing import Protocol
 
 import torch
 
-from sdp_deepspeed.config import Evaluation
 from sdp_deepspeed.distributed.monitored_barrier import MonitoredBarrier, Phase
 from sdp_deepspeed.exchange.exchange import Steps
 from sdp_deepspeed.masking.batch_norm import RunningStatistics
@@ -74,7 +73,7 @@ class DensePasses:
         """Whether there is something to `end`."""
         return self._stream.in_pass
 
-    def begin(self, evaluation: Evaluation) -> None:
+    def begin(self, evaluation: str) -> None:
         """A forward pass, once all ranks are there."""
         with _as_in_training():
             is_first = not self._barrier.num_forwards  # of an evaluation; of nothing that is kept
@@ -128,7 +127,7 @@ class DensePasses:
                 f"{self._mask.parts[where[0]].name}): {self._barrier.words.order}"
             )
 
-    def _vote(self, evaluation: Evaluation, found: torch.Tensor | None) -> Vote:
+    def _vote(self, evaluation: str, found: torch.Tensor | None) -> Vote:
         parts, kept = self._mask.parts, self._stream.kept
         return Vote(
             wants=False if evaluation == "auto" and self._gave_way else _WANTS[evaluation],

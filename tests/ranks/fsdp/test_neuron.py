@@ -134,7 +134,7 @@ def mixed_precision(rank: Rank) -> None:
     """The dense model is gathered, and computes, in the policy's dtype; outputs are cast, and state stays in fp32."""
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32, output_dtype=torch.float32)
     dense = SPECIMENS["llama_biases"].build()
-    model = sharded(deepcopy(dense), NEURON | {"evaluation": "stream"}, mp_policy=policy)
+    model = sharded(deepcopy(dense), NEURON, mp_policy=policy)
     model.model.norm.register_forward_pre_hook(lambda _, args: (args[0].bfloat16(),))
     outputs: list[Any] = []
     model.model.layers[0].mlp.register_forward_hook(lambda _, args, output: outputs.append(output.dtype))
@@ -157,7 +157,7 @@ def resident_and_frozen(rank: Rank) -> None:
     dense = SPECIMENS["gpt2"].build()
     for name, parameter in dense.named_parameters():
         parameter.requires_grad_("mlp.c_fc" not in name)
-    model = sharded(deepcopy(dense), NEURON | {"evaluation": "resident"}, reshard_after_forward=False)
+    model = sharded(deepcopy(dense), NEURON, reshard_after_forward=False)
     own = optimizer_of(model)
     for step in itertools.islice(batches(rank.size, 1), 2):
         compare_evaluation(model, dense, step[rank.rank][0])
