@@ -255,8 +255,8 @@ def plain(tensors: Sequence[TensorInfo], setup: Setup, *, num_ranks: int) -> Ran
     Args:
         num_ranks: n.
 
-    Stock stages 1 and 2 pad each param group to a multiple of 2n elements and keep an fp32 master for fp32 weights too; a
-    gradient that straddles two ranks' shards is kept whole by both (left out here). Traffic is the lower bound
+    Stock stages 1 and 2 pad each param group to a multiple of 2n elements and keep an fp32 master for fp32 weights too;
+    a gradient that straddles two ranks' shards is kept whole by both (left out here). Traffic is the lower bound
     2 (n-1) / n per element.
     """
     stage, precision = setup.stage, setup.precision
