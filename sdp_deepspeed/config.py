@@ -46,6 +46,7 @@ class CheckpointOptions(BaseModel):
 
     asynchronous: bool = Field(default=False, description="true or false")
     keep_last: int | None = Field(default=None, ge=1, description="a whole number of checkpoints to keep, at least 1")
+    verify: bool = Field(default=True, description="true or false")
 
 
 class SubnetworkConfig(BaseModel):

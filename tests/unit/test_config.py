@@ -76,7 +76,7 @@ def test_every_key_is_read() -> None:
         "seed": 0,
         "allow_optimizer": True,
         "check_agreement": True,
-        "checkpoint": {"asynchronous": True, "keep_last": 2},
+        "checkpoint": {"asynchronous": True, "keep_last": 2, "verify": False},
     }
     config = parse({KEY: settings})
     assert config is not None
