@@ -119,12 +119,6 @@ class SubnetworkEngine(DeepSpeedEngine):
             if options.get("mesh_device") is not None:
                 raise ValueError(f"{KEY}: mesh_param asks for sequence parallelism, which is not possible; remove it")
             _check_mpu(options.get("mpu"))
-            if self.block.evaluation in ("prefetch", "stream"):
-                log_dist(
-                    f"{KEY}.evaluation: got {self.block.evaluation!r}, but the dense model is resident in evaluation",
-                    ranks=[0],
-                    level=logging.WARNING,
-                )
             if DeferredWeights.are_in(model):
                 self._deferred = DeferredWeights(model)
                 options["dont_change_device"] = True

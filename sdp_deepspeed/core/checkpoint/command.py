@@ -43,7 +43,7 @@ def _configure_export(parser: Parser) -> None:
     parser.add_argument(
         "--max-shard-size", type=byte_count, default="5GB", help="of a file; also the memory that is needed (5GB)"
     )
-    parser.add_argument("--tokenizer", type=Path, help="a folder whose tokenizer is copied")
+    parser.add_argument("--tokenizer", type=Path, help="a folder whose tokenizer is added")
     parser.set_defaults(run=_export)
 
 

@@ -290,12 +290,10 @@ class Bucket:
     def _slots(self, flat: torch.Tensor) -> list[torch.Tensor]:
         return [flat[s.start : s.start + s.num_elements].view(s.shape) for s in self.layout.slices]
 
-    def shard_of(self, flat: torch.Tensor, position: int | None = None) -> torch.Tensor:
-        """The part of a flat buffer that one holder owns, by default this one."""
-        if position is None:
-            assert self.group is not None
-            position = self.group.position
-        first, end = self.layout.shard_range(position)
+    def shard_of(self, flat: torch.Tensor) -> torch.Tensor:
+        """The part of a flat buffer that this rank owns."""
+        assert self.group is not None
+        first, end = self.layout.shard_range(self.group.position)
         return flat[first:end]
 
     def stepped_part(self, flat: torch.Tensor) -> torch.Tensor:

@@ -216,10 +216,6 @@ def test_a_subclass_of_a_described_layer_is_described() -> None:
     assert architectures.branches_of(nn.Linear) is None
 
 
-def test_descriptions_by_the_old_name_of_inner_layers_work() -> None:
-    assert architectures.Inner is architectures.InnerLayers
-
-
 def test_shared_patterns() -> None:
     model = models.llama(NUM_LAYERS)
     units = plan_of(model, shared=(r"layers\.0\.", r"layers\.2\.(mlp|post_attention)")).units

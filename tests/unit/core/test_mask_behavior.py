@@ -12,7 +12,7 @@ from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import DynamicCache
 
-from sdp_deepspeed import architectures
+from sdp_deepspeed import architectures, check_description
 from sdp_deepspeed.architectures import Branch, Cut, InnerLayers, registry
 from sdp_deepspeed.core.masking import Mask
 from sdp_deepspeed.core.masking.batch_norm import (
@@ -20,7 +20,6 @@ from sdp_deepspeed.core.masking.batch_norm import (
     estimate_statistics,
     write_statistics,
 )
-from sdp_deepspeed.core.masking.description import check_description
 from sdp_deepspeed.core.masking.scale import scaled
 from sdp_deepspeed.reference.held_rows import scaled_branches
 from sdp_deepspeed.reference.virtual_workers import average_statistics
