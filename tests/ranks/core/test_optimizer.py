@@ -175,7 +175,7 @@ def sums_in_fp32(rank: Rank) -> None:
     for stage, regime, wire in pairwise((0, 1, 2), ("forward", "backward"), (None, torch.bfloat16)):
         case = Case(stage, 3, 1.0, torch.bfloat16, overlap=stage > 0)
         options = {"gradient_dtype": torch.float32, "wire_dtype": wire}
-        check_case(rank, model, regime, case, groups, optimizer_options=options)  # type: ignore[arg-type]
+        check_case(rank, model, regime, case, groups, optimizer_options=options)
     groups.close()
 
 
@@ -352,7 +352,7 @@ def muon(rank: Rank) -> None:
     in_fp32 = mock.patch("deepspeed.runtime.zero.muon.original_muon.ns_compute_dtype", return_value=torch.float32)
     for regime, stage, offload in pairwise(("forward", "backward"), (0, 1, 2), (False, True)):
         case = Case(stage, 2, overlap=True, offload=offload, bucket_size=40)
-        mask = SlicedMask(model, rank.rank, regime, torch.float32)  # type: ignore[arg-type]
+        mask = SlicedMask(model, rank.rank, regime, torch.float32)
         options: dict[str, Any] = {"regime": regime, "stage": stage, "bucket_size": 40, "overlap": True, "clip": 1.0}
         client = make(param_groups(model, mask.parameters))
         optimizer = ShardedOptimizer(client, mask, groups, model.groups, offload=offload, **options)
@@ -362,7 +362,7 @@ def muon(rank: Rank) -> None:
                 train_step(mask, optimizer, case, step)
                 reference.step(2, step)
         assert float(optimizer.norm) == pytest.approx(reference.norm, rel=1e-5)  # type: ignore[arg-type]
-        assert_equal_weights(mask, reference, case, regime)  # type: ignore[arg-type]
+        assert_equal_weights(mask, reference, case, regime)
         if stage:
             owned: list[Any] = [None] * rank.size
             dist.all_gather_object(owned, sum(p.numel() for p in client.param_groups[0]["params"]))
@@ -484,7 +484,7 @@ def tensor_parallel_ranks(rank: Rank) -> None:
     assert (groups.rank, groups.tensor_parallel_rank) == divmod(rank.rank, 2)
     for stage, regime, overlap in pairwise((0, 1, 2), ("forward", "backward"), (False, True)):
         case = Case(stage, 2, clip=1.0, overlap=overlap)
-        mask = SlicedMask(own, groups.rank, regime, case.dtype)  # type: ignore[arg-type]
+        mask = SlicedMask(own, groups.rank, regime, case.dtype)
         options: dict[str, Any] = {"regime": regime, "stage": stage, "overlap": overlap, "clip": 1.0, "bucket_size": 40}
         optimizer = ShardedOptimizer(
             make_optimizer("sgd")(param_groups(own, mask.parameters)),
@@ -500,7 +500,7 @@ def tensor_parallel_ranks(rank: Rank) -> None:
             reference.step(2, step)
             assert float(optimizer.norm) == pytest.approx(reference.norm, rel=1e-5)  # type: ignore[arg-type]
         reference.masters = {name: master for name, master in reference.masters.items() if name in own.shapes}
-        assert_equal_weights(mask, reference, case, regime)  # type: ignore[arg-type]
+        assert_equal_weights(mask, reference, case, regime)
         replicated = [mask.parameters[name].tolist() for name in own.shapes if "/" not in name]
         every: list[Any] = [None] * rank.size
         dist.all_gather_object(every, replicated)
