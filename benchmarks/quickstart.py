@@ -1,7 +1,6 @@
-"""Run launch/pretrain.py with one step of each phase measured, and set two such runs side by side.
+"""Run launch/pretrain.py with one step of each phase measured; quickstart_table.py sets two such runs side by side.
 
     deepspeed --num_gpus 4 benchmarks/quickstart.py configs/recipes/quickstart.yaml
-    python benchmarks/quickstart.py --table runs/quickstart runs/quickstart_zero1
 
 Measured steps are slower; nothing is timed. The figures, the most of all ranks, are in `measured.json` of the run.
 """
@@ -65,39 +64,8 @@ class MeasureSteps(TrainerCallback):
         self.figures.clear()
 
 
-def table(subject: Path, plain: Path) -> str:
-    """What a worker holds, computes and sends in each phase and in the whole run, beside the plain run."""
-    columns: dict[str, list[str]] = {"": ["steps", "model state", "peak memory", "TFLOPs", "sent", "dense loss"]}
-    for folder in (subject, plain):
-        phases = [*json.loads((folder / FILE).read_text()).values()]
-        loss = json.loads((folder / "eval_results.json").read_text())["eval_loss"]
-        if len(phases) > 1:
-            columns |= {f"phase {number}": _column([one], "") for number, one in enumerate(phases, 1)}
-        columns[folder.name] = _column(phases, f"{loss:.3f}")
-    widths = [max(map(len, (name, *cells))) for name, cells in columns.items()]
-    rows = [[*columns], *map(list, zip(*columns.values(), strict=True))]
-    return "\n".join("  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)) for row in rows)
-
-
-def _column(phases: list[dict[str, int]], loss: str) -> list[str]:
-    total = {name: sum(one["steps"] * one[name] for one in phases) for name in ("flops", "sent")}
-    state, peak = (max(one[name] for one in phases) / 2**20 for name in ("state", "peak"))
-    steps = sum(one["steps"] for one in phases)
-    return [
-        f"{steps}",
-        f"{state:.1f} MiB",
-        f"{peak:.1f} MiB",
-        f"{total['flops'] / 1e12:.2f}",
-        f"{total['sent'] / 1e6:.0f} MB",
-        loss,
-    ]
-
-
 def main() -> None:
     assert __doc__ is not None
-    if sys.argv[1:2] == ["--table"]:
-        print(table(*map(Path, sys.argv[2:])))
-        return
     trainer = pretrain.build_trainer(read_recipe(__doc__, pretrain.SECTIONS))
     trainer.add_callback(MeasureSteps(trainer))
     pretrain.run(trainer)

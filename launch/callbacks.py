@@ -70,6 +70,8 @@ class StopTogether(TrainerCallback):
         self.signal = StopSignal(args.device)
         loader = getattr(train_dataloader, "base_dataloader", train_dataloader)  # behind Accelerate's
         if getattr(loader, "num_workers", 0):
+            # Not by a fork server (Python 3.14's default): such a signal would end it, and with it its workers.
+            loader.multiprocessing_context = "fork"
             # From its fork on: until PyTorch calls worker_init_fn, a worker would end by such a signal.
             os.register_at_fork(after_in_child=lambda: signal.pthread_sigmask(signal.SIG_BLOCK, _STOPS))
             loader.worker_init_fn = partial(_outlive_a_stop, then=loader.worker_init_fn)

@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Trains a small Llama with subnetwork data parallelism on four workers, then with plain ZeRO-1 at equal FLOPs, and sets
 # them side by side. Everything is in runs/quickstart*; started again, it resumes, or shows the result again.
-# QUICKSTART_STEPS makes it shorter (launch/test.sh does).
+# QUICKSTART_STEPS and QUICKSTART_WORKERS make it smaller (launch/test.sh does).
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 if [ $# -gt 0 ]; then
@@ -13,7 +13,7 @@ source launch/_environment.sh deepspeed
 
 # A step of subnetworks with whole ends takes 0.667 of a dense step's FLOPs: half of the steps at 0.667 and half at 1 are
 # 5/6 as many plain ones.
-readonly workers=4 steps=${QUICKSTART_STEPS:-120}
+readonly workers=${QUICKSTART_WORKERS:-4} steps=${QUICKSTART_STEPS:-120}
 readonly recipe=configs/recipes/quickstart.yaml folder=${QUICKSTART_FOLDER:-runs}/quickstart
 
 gpus=$(python -c 'import torch; print(torch.cuda.device_count())')
@@ -36,7 +36,7 @@ say "2/4 plain ZeRO-1, the same model and data, as many FLOPs -> ${folder}_zero1
 pretrain "training.max_steps=$((steps * 5 / 6))" "training.output_dir=${folder}_zero1" sdp=off
 
 say "3/4 what a worker holds, computes and sends (the most of all workers; measured)"
-python benchmarks/quickstart.py --table "$folder" "${folder}_zero1"
+python benchmarks/quickstart_table.py "$folder" "${folder}_zero1"
 
 say "4/4 the trained model, loaded by Transformers alone from $folder/hf"
 python -c '

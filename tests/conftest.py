@@ -43,6 +43,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    gc.disable()  # until all is collected
     # Before anybody asks torch for GPUs, and for the programs that tests start.
     os.environ |= {"DS_ACCELERATOR": "cpu"} if config.getoption("--gpu") else ON_THE_CPU
     config.addinivalue_line(
@@ -89,6 +90,7 @@ def pytest_collection_finish() -> None:
     """What imports made stays until the end: the garbage collector need not walk through it again and again."""
     gc.collect()
     gc.freeze()
+    gc.enable()
 
 
 Maker = Callable[[int, pytest.Config], Iterable[tuple[str, Any]]]

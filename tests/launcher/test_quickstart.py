@@ -9,6 +9,7 @@ from pathlib import Path
 
 from tests.helpers.repository import ROOT
 
+SMALL = {"QUICKSTART_STEPS": "6", "QUICKSTART_WORKERS": "2"}
 INSTALLED = """
 say() { printf '==> %s\\n' "$*"; }
 build_cpu_operators() { :; }
@@ -26,7 +27,7 @@ def test_the_quickstart_trains_compares_and_samples(tmp_path: Path) -> None:
     commands = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
     done = subprocess.run(
         ["bash", str(checkout / "launch/quickstart.sh")],
-        env=os.environ | {"PATH": commands, "DS_ACCELERATOR": "cpu", "QUICKSTART_STEPS": "6", "PYTHONPATH": str(ROOT)},
+        env=os.environ | {"PATH": commands, "DS_ACCELERATOR": "cpu", "PYTHONPATH": str(ROOT)} | SMALL,
         capture_output=True,
         text=True,
         timeout=1200,

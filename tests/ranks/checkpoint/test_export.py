@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
@@ -90,9 +88,8 @@ def test_exported_model_is_the_engines_dense_model(name: str, folder: Path, tmp_
 def test_the_command(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     tokens = Tokenizer(WordLevel({"a": 0}, unk_token="a"))
     PreTrainedTokenizerFast(tokenizer_object=tokens).save_pretrained(tmp_path / "tokens")
-    command = [sys.executable, "-m", "sdp_deepspeed", "checkpoint", "export", folder / "gpt2_bf16", tmp_path / "out"]
-    command += ["--dtype", "fp32", "--tokenizer", tmp_path / "tokens"]
-    subprocess.run(list(map(str, command)), check=True, timeout=300)
+    options = ["--dtype", "fp32", "--tokenizer", str(tmp_path / "tokens")]
+    assert sdp(["checkpoint", "export", str(folder / "gpt2_bf16"), str(tmp_path / "out"), *options]) == 0
     names = {path.name for path in (tmp_path / "out").iterdir()}
     tokenizer = {"tokenizer.json", "tokenizer_config.json"}
     assert names == {"model.safetensors", "config.json", "generation_config.json", *tokenizer}

@@ -1,4 +1,4 @@
-"""All modes in the engine: scaled branches, export, generation, state dicts, checkpoints."""
+"""All modes in the engine: scaled branches, export, generation, state dicts."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from sdp_deepspeed.config import MODES
 from sdp_deepspeed.plan.plan import Plan
 from sdp_deepspeed.reference.virtual_workers import Reference
 from tests.helpers.dense_views import assert_refused_in_use, batch_of
-from tests.helpers.models import MIXED, batches, config, loss_of
+from tests.helpers.models import MIXED, batches, loss_of
 from tests.helpers.more_models import ALL_SPECIMENS
 from tests.helpers.ranks import Check, Rank
 from tests.helpers.training import assert_identical, dense_state, engine_of, refusal, sgd, train
@@ -177,25 +177,6 @@ def what_is_loaded_is_what_the_dense_model_has(rank: Rank) -> None:
             assert torch.allclose(state[key], value, rtol=4 * 2**-24, atol=0), key
 
 
-def an_interrupted_run_goes_on(rank: Rank) -> None:
-    """Losses, weights (held, lacking and dense) and the norm, bit for bit."""
-    for (regime, strategy), stage in zip(MODES, (0, 1, 1, 0), strict=True):
-        block = {"regime": regime, "strategy": strategy}
-        settings = config(holders=1, **block) | {"zero_optimization": {"stage": stage}}
-        engine = engine_of(settings, ALL_SPECIMENS["llama_biases"].build())
-        train(engine, num_steps=2)
-        folder = str(rank.folder / f"{regime}_{strategy}")
-        engine.save_checkpoint(folder)
-        resumed = engine_of(settings, ALL_SPECIMENS["llama_biases"].build())
-        train(resumed, num_steps=1, seed=9)
-        resumed.load_checkpoint(folder)
-        assert_identical(copies(resumed), copies(engine))
-        assert train(resumed, num_steps=2, first=2) == train(engine, num_steps=2, first=2)
-        assert resumed.get_global_grad_norm() == engine.get_global_grad_norm()
-        assert_identical(copies(resumed), copies(engine))
-        assert_identical(dense_state(resumed), dense_state(engine))
-
-
 def evaluation_in_the_backward_regime(rank: Rank) -> None:
     """After training with a key/value cache handed in, with padding, in eager attention: the dense model's logits."""
     from transformers import DynamicCache
@@ -270,7 +251,6 @@ CHECKS: dict[int, list[Check]] = {
         exports_the_references_dense_model,
         loads_a_state_dict,
         what_is_loaded_is_what_the_dense_model_has,
-        an_interrupted_run_goes_on,
     ],
 }
 

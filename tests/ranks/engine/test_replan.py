@@ -80,7 +80,6 @@ SEQUENCES = {
         [
             Phase({"subnetworks": 2}, 1),
             Phase({"holders": 2, "seed": 1}),
-            Phase({"holders": 2, "seed": 2}),
             Phase({"subnetworks": 2} | NEURON),
             Phase({"holders": 2, "neuron_groups": 8} | NEURON | BACKWARD, 0),
         ],

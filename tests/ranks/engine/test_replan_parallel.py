@@ -40,8 +40,7 @@ SEQUENCES = {
         "llama_biases",
         Phase(CHECKED, 1),
         Phase(NEURON, 2),
-        Phase(BACKWARD | NEURON),
-        Phase({"holders": 2}, 0),
+        Phase(BACKWARD | NEURON, 0),
         Phase(BACKWARD | {"seed": 2}, 1),
     ),
     "sums_of_partial_gradients": divided(

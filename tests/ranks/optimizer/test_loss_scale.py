@@ -74,7 +74,7 @@ def dynamic_as_zero_1(rank: Rank) -> None:
             rows, own = trace(rank, engine_of(settings_of(stage, DYNAMIC | more, holders=2)))
             assert rows == expected, stage
             compare_norms(own, norms)
-    for stage, regime in itertools.product((0, 1, 2), ("forward", "backward")):
+    for stage, regime in ((0, "backward"), (1, "forward"), (2, "backward")):
         rows, _ = trace(rank, engine_of(settings_of(stage, DYNAMIC, regime=regime, strategy="neuron")))
         assert rows == expected, (stage, regime)
     assert [min(path) for path in paths] == [16, 8]
