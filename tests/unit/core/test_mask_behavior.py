@@ -137,7 +137,7 @@ def test_activation_checkpointing_changes_nothing(name: str, regime: str, strate
     expected, (model, mask) = run(masked(dense, plan, 0)[0]), masked(dense, plan, 0)
     model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": reentrant})
     ran: list[int] = []
-    model.get_submodule(mask.branches[-1].bodies[0]).register_forward_pre_hook(lambda *_: ran.append(1))
+    model.get_submodule(mask.branches[0].bodies[0]).register_forward_pre_hook(lambda *_: ran.append(1))
     found = run(model)
     assert len(ran) == 2, "layers run again in backward"
     assert torch.equal(found[0], expected[0])

@@ -166,7 +166,7 @@ def test_backward_neurons_keep_no_inputs_of_frozen_ones(name: str) -> None:
         assert saved_of(dense) - saved_of(model, mask) == 4 * NUM_TOKENS * lacking > 0
 
 
-# ---- images: layers at different numbers of positions -----------------------------------------------------------------
+# ---- images: layers at different numbers of positions ---------------------------------------------------------------
 
 ROWS, SIZE, WIDTHS = 3, 32, (12, 24)
 aten = torch.ops.aten
