@@ -85,7 +85,8 @@ def tokens(seed: int = 3) -> torch.Tensor:
 
 
 def run(model: Any, **inputs: Any) -> tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]:
-    """Loss, logits and gradients."""
+    """Loss, logits and gradients, with the same random numbers each time."""
+    torch.manual_seed(3)
     output = model(**models.inputs_of(model, tokens()), **inputs)
     output.loss.backward()
     gradients = {n.removeprefix("_orig_mod."): p.grad for n, p in model.named_parameters() if p.grad is not None}
@@ -130,6 +131,21 @@ def assert_gradients(mask: Mask, found: Gradients, expected: Gradients) -> None:
         for piece in trained:
             largest = max(floor, float(expected[name].abs().max()))
             assert_close(mask.view(piece, found[name]), piece.narrow(expected[name]), largest)
+
+
+def assert_masked(dense: nn.Module, plan: Plan, rank: int, **inputs: Any) -> tuple[Any, Mask]:
+    """A subnetwork has the loss, the logits and the gradients that it must have.
+
+    Args:
+        inputs: of the model, beside tokens and labels.
+    """
+    expected_loss, expected_logits, expected = run(expected_of(dense, plan, rank), **inputs)
+    model, mask = masked(dense, plan, rank)
+    loss, logits, found = run(model, **inputs)
+    assert_close(loss, expected_loss)
+    assert_close(logits, expected_logits)
+    assert_gradients(mask, found, expected)
+    return model, mask
 
 
 def fetch(mask: Mask, dense: nn.Module) -> None:
