@@ -18,7 +18,7 @@ from tests.helpers.ranks import Rank, run_ranks
 from tests.helpers.sharded_runs import ShardedRun, assert_same_run
 from tests.helpers.training import assert_identical, engine_of, gathered, refusal
 
-NEURON = {"strategy": "neuron"}
+NEURON: dict[str, Any] = {"strategy": "neuron"}
 BY_RULES = {"holders": [{"units": "mlp", "holders": 1}, {"holders": 2}]}
 
 

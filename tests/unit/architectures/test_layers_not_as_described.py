@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-from sdp_deepspeed.masking.block import output_names
 from torch import nn
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaMLP
 
