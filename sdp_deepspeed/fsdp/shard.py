@@ -27,7 +27,7 @@ from sdp_deepspeed.core.masking import Mask
 from sdp_deepspeed.core.masking.compiled import compile_in_place
 from sdp_deepspeed.core.masking.forwards import set_data
 from sdp_deepspeed.core.parallel.agree import Meetings, check_agreement, gather_objects, run_on_all_ranks
-from sdp_deepspeed.core.parallel.groups import CONTROL, Groups, timeout_of_the_run
+from sdp_deepspeed.core.parallel.groups import CONTROL, Groups, group_of_one, timeout_of_the_run
 from sdp_deepspeed.engine.refusals import refuse_model
 from sdp_deepspeed.fsdp import state_dicts
 from sdp_deepspeed.fsdp.dense_model import DenseModel
@@ -313,7 +313,7 @@ def _meshes(
     for holders in sorted(holder_sets - {everyone}):
         own = groups.of(holders)
         assert own is not None
-        group = own.process_group or groups.single()
+        group = own.process_group or group_of_one()
         meshes[holders] = DeviceMesh.from_group(group, mesh.device_type, mesh_dim_names=axes)
     return meshes
 

@@ -91,7 +91,6 @@ class Groups:
             nodes = [""] * len(everyone)
             dist.all_gather_object(nodes, socket.gethostname(), group=self.control)
         self._groups: dict[Holders, HolderGroup] = {}
-        self._single: Any = None
         for tensor_parallel_rank, members in enumerate(ranks):
             all_indices = tuple(range(len(members)))
             for holders in sorted({all_indices, *holder_sets}):
@@ -122,18 +121,22 @@ class Groups:
         """The group of a holder set; None if this rank is no holder."""
         return self._groups.get(holders)
 
-    def single(self) -> Any:
-        """A process group of this rank alone, for whoever cannot do without one."""
-        if self._single is None:
-            self._single = dist.new_group([dist.get_rank()], use_local_synchronization=True, group_desc=HOLDERS)
-            self._created.append(self._single)
-        return self._single
-
     def close(self) -> None:
         """Destroy all groups but the default one."""
         for group in self._created:
             dist.destroy_process_group(group)
         self._created.clear()
+
+
+def group_of_one() -> Any:
+    """A process group of this rank alone, one for the process, for whoever cannot do without a group."""
+    known = dist.distributed_c10d._world.pg_map
+    if not (_of_one and _of_one[-1] in known):
+        _of_one.append(dist.new_group([dist.get_rank()], use_local_synchronization=True, group_desc=HOLDERS))
+    return _of_one[-1]
+
+
+_of_one: list[Any] = []
 
 
 def timeout_of_the_run() -> timedelta | None:
