@@ -139,7 +139,11 @@ def test_activation_checkpointing_changes_nothing(regime: str, strategy: str, re
 
 @pytest.mark.parametrize(
     ("name", "regime", "strategy"),
-    [("llama", *mode) for mode in MODES] + [("resnet", "backward", "neuron"), ("t5", "forward", "neuron")],
+    [
+        *[("llama", *mode) for mode in MODES],
+        pytest.param("resnet", "backward", "neuron", marks=pytest.mark.slow),
+        pytest.param("t5", "forward", "neuron", marks=pytest.mark.slow),
+    ],
 )
 def test_compilers_follow(name: str, regime: str, strategy: str) -> None:
     dense = build(name)
