@@ -23,6 +23,7 @@ ruff format --check .
 say "mypy"
 mypy
 say "pytest${arguments[*]:+ ${arguments[*]}}; the 25 slowest at the end"
-# Ranks and programs wait for more than half of their time: two workers for each core. In the order of names, programs
-# come first and the many quick tests last, so that all workers end together.
-exec python -m pytest "${arguments[@]}" --numprocesses 4 --dist loadfile --no-loadscope-reorder --durations 25
+# Ranks and programs wait for each other, so there are more workers than cores, but each takes half a minute of a core
+# to import everything. In the order of names, programs come first and the many quick tests last, so that all workers
+# end together.
+exec python -m pytest "${arguments[@]}" --numprocesses 3 --dist loadfile --no-loadscope-reorder --durations 25

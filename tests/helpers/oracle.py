@@ -36,7 +36,6 @@ from tests.helpers.fp16_runs import fp16_is_supported
 from tests.helpers.models import batches, two_groups
 from tests.helpers.oracle_grid import KEY, PRECISIONS, Case
 from tests.helpers.ranks import Rank
-from tests.helpers.whole_tensors import WHOLE_TENSORS
 
 # Moments, momentum and what the exchange returned all act from the second step on; test_parity.py takes more.
 NUM_STEPS = 3
@@ -55,8 +54,6 @@ def make_optimizer(name: str, groups: list[dict[str, Any]]) -> torch.optim.Optim
     GPT-2's key biases, would otherwise be blown up to steps of a size that means nothing."""
     if name == "AdamW":
         return torch.optim.AdamW(groups, lr=1e-2, eps=1e-4)
-    if name in WHOLE_TENSORS:
-        return WHOLE_TENSORS[name](groups)
     return torch.optim.SGD(groups, lr=0.1, momentum=0.9)
 
 
@@ -65,9 +62,8 @@ def optimizer_of(case: Case, named: dict[str, nn.Parameter]) -> torch.optim.Opti
     is small: batch norms of few numbers blow up what rounding makes of a long step."""
     groups = two_groups(named) if case.groups == 2 else [{"params": list(named.values())}]
     optimizer = make_optimizer(case.optimizer, groups)
-    if case.optimizer not in WHOLE_TENSORS:
-        for number, group in enumerate(optimizer.param_groups):
-            group["lr"] /= (1 + number) * (10 if case.model.startswith("resnet") else 1)
+    for number, group in enumerate(optimizer.param_groups):
+        group["lr"] /= (1 + number) * (10 if case.model.startswith("resnet") else 1)
     return optimizer
 
 
@@ -113,8 +109,6 @@ def start(case: Case, model: nn.Module, **block: Any) -> Any:
     optimizer = optimizer_of(case, dict(model.named_parameters()))
     config = case.config
     config[KEY] |= block
-    if case.optimizer == "Momentum8bit":
-        config[KEY]["allow_optimizer"] = "whole_tensors"
     with fp16_is_supported():
         engine, *_ = deepspeed.initialize(
             model=model,
@@ -225,7 +219,7 @@ class Run:
             state = {name: value.detach().clone() for name, value in engine.module.state_dict().items()}
         self.compare_weights(state, expected)
         self.compare_statistics(state, buffers)
-        if case.precision in DTYPES and case.tensor_parallel == 1 and case.optimizer not in WHOLE_TENSORS:
+        if case.precision in DTYPES and case.tensor_parallel == 1:
             self.compare_masters(masters)
         engine.eval()
         expected.eval()
@@ -382,8 +376,8 @@ def norm_tolerance(case: Case, step: int) -> float:
 
 def is_exact(case: Case) -> bool:
     """In 16 bits, whether gradients are the reference's bit for bit while weights are: a worker that has a block has
-    all of it, lacking ones add exact zeros, and sums are in fp32. A sum of micro-batches is rounded on a wire of 16 bits
-    (DeepSpeed's default), which stage 2 sends each of before it is added."""
+    all of it, lacking ones add exact zeros, and sums are in fp32. A wire of 16 bits, DeepSpeed's default, rounds sums of
+    micro-batches, which stage 2 sends one by one."""
     sums_in_fp32 = case.precision in ("bf16+fp32", "autocast") and case.tensor_parallel == 1
     sums_in_fp32 = sums_in_fp32 and case.checkpointing != "reentrant"  # which adds up those of two halves
     is_sent_rounded = case.precision == "bf16+fp32" and case.wire != "fp32" and case.accumulation > 1 and case.stage < 2
@@ -395,8 +389,7 @@ def drift(case: Case) -> float:
 
     fp32: 1e-5 is 170 roundings of 2**-24. Tensor-parallel ranks add up each activation in another order than the
     reference; under SGD that stays below 1e-5 too (4e-6 seen), but AdamW, for which the size of a gradient hardly
-    counts, makes it ten times as much (4e-5 seen). Nor does it count for optimizers of whole tensors: five
-    Newton-Schulz iterations stretch what is small by up to 3.4445**5 = 485.
+    counts, makes it ten times as much (4e-5 seen).
 
     16 bits: a gradient is rounded where it is computed, after each micro-batch, on the wire and where the average is
     kept, so four times at most, by half a unit in the last place; weights that round the other way are allowed as much
@@ -404,8 +397,7 @@ def drift(case: Case) -> float:
     nothing is rounded otherwise a tenth of one rounding is left, for single weights that round the other way later.
     """
     if case.precision == "fp32":
-        small_counts = (case.tensor_parallel > 1 and case.optimizer == "AdamW") or case.optimizer in WHOLE_TENSORS
-        return 1e-4 if small_counts else 1e-5
+        return 1e-4 if case.tensor_parallel > 1 and case.optimizer == "AdamW" else 1e-5
     return (0.1 if is_exact(case) else 20 if case.model == "t5" else 4) * rounding(case)
 
 

@@ -94,7 +94,7 @@ class Case:
         model: of MODELS.
         stage: of ZeRO.
         accumulation: micro-batches of a step.
-        optimizer: "SGD" (with momentum), "AdamW", or of `whole_tensors.WHOLE_TENSORS`.
+        optimizer: "SGD" (with momentum) or "AdamW".
         precision: of PRECISIONS.
         clip: `gradient_clipping`.
         overlap: `overlap_comm`.

@@ -74,6 +74,7 @@ READERS = {
     "four_replicas": Run(4, block={"subnetworks": 2}),
     "tensor_parallel_bf16": Run(4, tp=2, precision="bf16"),
     "offload": Run(2, offload=True),
+    "alone": Run(1),
 }
 
 
@@ -138,7 +139,7 @@ def outcomes(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRe
     for size in (2, 3, 4):
         checks = [(name, partial(write, run, name, folder)) for name, run in WRITERS.items() if run.size == size]
         result |= run_ranks(size, checks)
-    for size in (2, 3, 4):
+    for size in (1, 2, 3, 4):
         checks = [
             (f"{source}-{name}", partial(read, run, source, folder))
             for name, run in READERS.items()

@@ -28,13 +28,18 @@ NUM_STEPS = 2
 # With so large an eps a step is about proportional to the gradient; else rounding could turn steps around where
 # gradients are small.
 ADAM: dict[str, Any] = {"lr": 1e-2, "betas": (0.9, 0.99), "eps": 1e-2, "weight_decay": 0.0}
+BF16 = {"bf16": {"enabled": True}}
+OFFLOAD = {"zero_optimization": {"stage": 1, "offload_optimizer": {"device": "cpu"}, "reduce_bucket_size": 700}}
+OVERLAP = {"zero_optimization": {"stage": 2, "overlap_comm": True, "reduce_bucket_size": 700}}
 CASES: tuple[tuple[int, Mapping[str, Any], Mapping[str, Any]], ...] = (
     (1, {}, {}),
     (0, {"strategy": "neuron"}, {}),
     (2, {"strategy": "neuron"}, {}),
     (1, {"regime": "backward", "strategy": {"attention": "neuron", "mlp": "block"}}, {}),
-    (1, {}, {"bf16": {"enabled": True}}),
-    (2, {"regime": "backward"}, {"bf16": {"enabled": True}}),
+    (1, {}, BF16),
+    (2, {"regime": "backward"}, BF16),
+    (1, {"strategy": "neuron"}, OFFLOAD),
+    (2, {"regime": "backward", "strategy": "neuron"}, OVERLAP),
 )
 
 
@@ -53,7 +58,7 @@ def parameters(engine: Any) -> dict[str, torch.nn.Parameter]:
 def are_the_references(stage: int, block: Mapping[str, Any], more: Mapping[str, Any], rank: Rank) -> None:
     engine, dense = started(stage, block, more), llama()
     dense.get_parameter("model.norm.weight").requires_grad_(False)
-    dense.to(torch.bfloat16 if more else torch.float32)
+    dense.to(torch.bfloat16 if "bf16" in more else torch.float32)
     reference = Reference(dense, engine.plan, lambda named: torch.optim.Adam(named.values(), **ADAM), loss_of)
     for step in itertools.islice(batches(rank.size, 1), NUM_STEPS):
         reference.step(step)
@@ -61,7 +66,7 @@ def are_the_references(stage: int, block: Mapping[str, Any], more: Mapping[str, 
     weights = dense_state(engine)
     # fp32: torch's own tolerance, for sums of two ranks in another order. bf16: gradients have 8 bits, and a step
     # moves a weight by the learning rate at most.
-    close: dict[str, Any] = {"rtol": 2**-7, "atol": NUM_STEPS * ADAM["lr"] / 10} if more else {}
+    close: dict[str, Any] = {"rtol": 2**-7, "atol": NUM_STEPS * ADAM["lr"] / 10} if "bf16" in more else {}
     for name, parameter in parameters(engine).items():
         found = safe_get_full_fp32_param(parameter)
         if name == "model.norm.weight":  # nobody steps it: nothing, as from plain DeepSpeed
@@ -74,9 +79,9 @@ def are_the_references(stage: int, block: Mapping[str, Any], more: Mapping[str, 
             state = safe_get_full_optimizer_state(parameter, key)
             expected = reference.optimizer.state[reference.masters[name]][key]
             assert state.shape == expected.shape
-            rough: dict[str, Any] = {"rtol": 0.1, "atol": 1e-3} if more else {}
+            rough: dict[str, Any] = {"rtol": 0.1, "atol": 1e-3} if "bf16" in more else {}
             torch.testing.assert_close(state, expected, **rough)
-    if more:  # masters, not weights that were rounded
+    if "bf16" in more:  # masters, not weights that were rounded
         finer = safe_get_full_fp32_param(parameters(engine)["model.embed_tokens.weight"])
         assert not torch.equal(finer, finer.bfloat16().float())
 
