@@ -29,8 +29,8 @@ _COLLECTIVES = ("c10d", "_c10d_functional")  # the second are what DTensors call
 
 
 class ExchangeClock(TorchDispatchMode):
-    """Runs every collective to its end; receives and sends once there are as many of both, since a receive that is waited
-    for alone would wait for a send that nobody has begun.
+    """Runs every collective to its end; receives and sends once there are as many of both, since a receive alone would
+    wait for a send that nobody has begun.
 
     Attributes:
         total: seconds in collectives so far.
