@@ -13,7 +13,7 @@ from tests.helpers.batch_norms import Net, batches, means, statistics_of
 from tests.helpers.ranks import Check, Rank
 from tests.helpers.sharded import sharded
 from tests.helpers.training import assert_identical, gathered, refusal
-from tests.ranks.masking.test_reestimation import NUM, SIZE, oracle, similar
+from tests.ranks.engine.test_batch_norms import NUM, SIZE, oracle, similar
 
 SUMS = 2.0**-23  # of fp64 in another order, rounded to fp32
 

@@ -16,7 +16,6 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from benchmarks.common.held_bytes import storage_bytes
 from benchmarks.common.measured_step import measured_step
-from sdp_deepspeed.config import MODES
 from tests.helpers.live_tensors import Watch, present_lacking, stepped_elements, stored_bytes, unit_bytes
 from tests.helpers.models import config, loss_of
 from tests.helpers.ranks import Check, Rank
@@ -159,22 +158,13 @@ def evaluate(engine: Any, check: Allowance) -> None:
 
 CASES = {
     "stage1-fp32": Memory(),
-    "stage0-fp32": Memory(stage=0),
-    "stage1-fp32-client": Memory(client=True),
     "stage1-bf16": Memory(precision="bf16"),
-    "stage1-bf16+fp32": Memory(precision="bf16+fp32"),
-    "stage2-fp32": Memory(stage=2),
+    "stage1-bf16+fp32-client": Memory(precision="bf16+fp32", client=True),
     "stage2-neuron-bf16": Memory(stage=2, precision="bf16", strategy="neuron"),
-    "stage2-backward-bf16+fp32": Memory(stage=2, precision="bf16+fp32", regime="backward"),
     "backward": Memory(regime="backward"),
-    "backward-stage0-bf16": Memory(stage=0, precision="bf16", regime="backward"),
     "neuron": Memory(strategy="neuron"),
-    "neuron-stage0-bf16": Memory(stage=0, precision="bf16", strategy="neuron"),
-    "neuron-client-bf16+fp32": Memory(client=True, precision="bf16+fp32", strategy="neuron"),
-    "backward-neuron": Memory(regime="backward", strategy="neuron"),
     "backward-neuron-bf16": Memory(precision="bf16", regime="backward", strategy="neuron"),
-    "mixed": Memory(strategy={"attention": "neuron", "mlp": "block"}),
-    "backward-mixed": Memory(stage=0, regime="backward", strategy={"attention": "block", "mlp": "neuron"}),
+    "stage0-backward-mixed": Memory(stage=0, regime="backward", strategy={"attention": "block", "mlp": "neuron"}),
 }
 
 
@@ -220,42 +210,26 @@ class Peak:
             engine.step()
 
 
-PEAKS = {
-    f"peak-stage{stage}-{regime}-{strategy}": Peak(Memory(stage=stage, regime=regime, strategy=strategy))
-    for stage in (0, 1, 2)
-    for regime, strategy in MODES
+PEAKS = {  # all pairs of stage, regime and strategy
+    "peak-stage0-forward-block": Peak(Memory(stage=0)),
+    "peak-stage0-backward-neuron": Peak(Memory(stage=0, regime="backward", strategy="neuron")),
+    "peak-stage1-forward-block": Peak(Memory()),
+    "peak-stage1-backward-neuron": Peak(Memory(regime="backward", strategy="neuron")),
+    "peak-stage2-forward-neuron": Peak(Memory(stage=2, strategy="neuron")),
+    "peak-stage2-backward-block": Peak(Memory(stage=2, regime="backward")),
+    "peak-stage1-overlap": Peak(Memory(stage=1), accumulation=3, overlap=True),
+    "peak-stage2-overlap": Peak(Memory(stage=2), accumulation=3, overlap=True),
+    "peak-stage2-accumulation": Peak(Memory(stage=2, regime="backward"), accumulation=3),
 }
-PEAKS["peak-stage2-overlap"] = Peak(Memory(stage=2), accumulation=3, overlap=True)
-PEAKS["peak-stage1-overlap"] = Peak(Memory(stage=1), accumulation=3, overlap=True)
-PEAKS["peak-stage2-accumulation"] = Peak(Memory(stage=2, regime="backward"), accumulation=3)
-
-
-SAMPLED = (  # all pairs of stage, regime and strategy
-    *("stage0-forward-block", "stage0-backward-neuron"),
-    *("stage1-forward-block", "stage1-backward-neuron", "stage1-overlap"),
-    *("stage2-forward-neuron", "stage2-backward-block", "stage2-overlap", "stage2-accumulation"),
-)
 
 
 def _checks(size: int, config: pytest.Config) -> list[tuple[str, Check]]:
-    """Peaks take long, as a tracker sees every tensor; all of them if the whole grid is asked for."""
-    full = config.getoption("--full")
-    return [*CASES.items(), *((name, peak) for name, peak in PEAKS.items() if full or name[5:] in SAMPLED)]
+    """Peaks take long, as a tracker sees every tensor."""
+    return [*CASES.items(), *PEAKS.items()]
 
 
 @pytest.mark.checks(
-    2,
-    _checks,
-    slow=[
-        "2-peak-stage0*",
-        "2-peak-stage2-forward*",
-        "2-peak-*neuron",
-        "2-*stage0*",
-        "2-*client*",
-        "2-stage2*",
-        "2-*mixed",
-        "2-*fp32",
-    ],
+    2, _checks, slow=["2-*stage0*", "2-*client*", "2-stage2*", "2-peak-stage2-forward*", "2-peak-*neuron"]
 )
 def test_live_tensors(outcome: str | None) -> None:
     assert outcome is None, outcome
