@@ -1,7 +1,7 @@
 """What is refused under the FSDP of Accelerate and of Transformers' Trainer, which trains no subnetworks yet, and why.
 
 They would pass over a block in their config, and of a model of `sdp_deepspeed.fully_shard` each rank would clip by the
-norm of what it holds, step all meshes together, and save its own units (../fsdp/README.md).
+norm of what it holds, step all meshes together, and save its own units.
 """
 
 from __future__ import annotations

@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor
+from transformers import DynamicCache
 
 import sdp_deepspeed
 from benchmarks.common.traffic_counter import TrafficCounter
@@ -222,6 +223,19 @@ def is_exported(rank: Rank) -> None:
         assert torch.equal(model(input_ids=TOKENS).logits, expected)
 
 
+def generates(rank: Rank) -> None:
+    """The dense model does, with its cache; hooks that were put on since run."""
+    model, plain, called = sharded(llama(), ONE | {"strategy": "neuron"}), llama(), list[int]()
+    model.model.layers[0].mlp.register_forward_hook(lambda *_: called.append(1))
+    options = {"max_new_tokens": 4, "do_sample": False, "pad_token_id": 0}
+    found, expected = (each.eval().generate(TOKENS, **options) for each in (model, plain))
+    assert torch.equal(found, expected)
+    assert len(called) == 4
+    model.train()
+    with pytest.raises(RuntimeError, match="past_key_values"):
+        model(input_ids=TOKENS, past_key_values=DynamicCache())
+
+
 def is_refused(rank: Rank) -> None:
     """One rank's mistake is everybody's error, and nothing is changed."""
     model = llama()
@@ -239,7 +253,14 @@ def is_refused(rank: Rank) -> None:
 
 def _checks(size: int, config: pytest.Config) -> list[tuple[str, Check]]:
     checks: list[Check] = [checkpointed, compiled, offloaded, mixed_precision]
-    checks += [starts_from_init, starts_on_the_meta_device, steps_with_multi_tensor_kernels, is_exported, is_refused]
+    checks += [
+        starts_from_init,
+        starts_on_the_meta_device,
+        steps_with_multi_tensor_kernels,
+        is_exported,
+        generates,
+        is_refused,
+    ]
     checks += [stays_gathered, leaves_nothing_gathered, leaves_out_what_is_ignored, holds_and_sends_what_is_estimated]
     return [(getattr(check, "__name__", "check"), check) for check in checks]
 
