@@ -150,7 +150,8 @@ def take_buffers(model: Any, dense: nn.Module) -> None:
     if persistent := dict(dense.named_buffers()).keys() & dense.state_dict().keys():
         state = gathered_state(model)
         for name in persistent:
-            dense.get_buffer(name).copy_(own.get(name, state[name]))
+            found = own.get(name, state[name])
+            dense.get_buffer(name).copy_(found if found.shape == state[name].shape else state[name])
 
 
 def gathered_state(model: Any) -> dict[str, torch.Tensor]:

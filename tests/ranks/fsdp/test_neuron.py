@@ -17,7 +17,9 @@ from torch.distributed.fsdp import fully_shard as torch_fully_shard
 import sdp_deepspeed
 from sdp_deepspeed.fsdp import full_state_dict, sharded_model_of
 from tests.helpers.collective_log import Issued, check_order, collectives_of_fsdp
+from tests.helpers.mixtures import MIXTURES, mixture
 from tests.helpers.models import SPECIMENS, batches, family, loss_of
+from tests.helpers.more_models import ALL_SPECIMENS
 from tests.helpers.ranks import Check, Rank
 from tests.helpers.sharded import (
     NUM_STEPS,
@@ -41,7 +43,7 @@ def checkpointed(model: Any) -> None:
 
 def agrees_with_the_reference(rank: Rank, *, name: str, block: dict[str, Any], **options: Any) -> None:
     """Losses, norms, evaluation and weights; and this rank stores its shards of its pieces and no more."""
-    dense = SPECIMENS[name].build()
+    dense = mixture(name) if name in MIXTURES else ALL_SPECIMENS[name].build()
     shapes = {key: parameter.shape for key, parameter in dense.named_parameters()}
     model = check_against_reference(rank, dense, block, **options)
     stored = sharded_model_of(model)
@@ -179,6 +181,9 @@ def _cases(size: int, config: pytest.Config) -> list[tuple[str, Check]]:
             others = {"mixed_precision": mixed_precision, "starts_without_storage": starts_without_storage}
         case 3:
             by_reference["gpt2"] = {"name": "gpt2", "block": NEURON | {"coverage": 2 / 3, "neuron_groups": 5}}
+            by_reference |= {
+                name: {"name": name, "block": NEURON | {"coverage": 2 / 3}} for name in ("mixtral", "resnet")
+            }
             others = {"covers_everything": covers_everything, "deepspeed": agrees_with_the_deepspeed_host}
         case 4:
             by_reference |= {
@@ -198,6 +203,6 @@ def _cases(size: int, config: pytest.Config) -> list[tuple[str, Check]]:
     ]
 
 
-@pytest.mark.checks((2, 3, 4), _cases, slow=["4-frozen", "2-llama", "3-gpt2", "4-order"])
+@pytest.mark.checks((2, 3, 4), _cases, slow=["4-frozen", "3-resnet", "2-llama", "3-gpt2", "4-order"])
 def test_on_ranks(outcome: str | None) -> None:
     assert outcome is None, outcome
