@@ -19,6 +19,21 @@ from deepspeed import comm as deepspeed_comm
 from benchmarks.common.device import take_device
 
 
+class _EchoStore:
+    """A store in which all ranks say of themselves what this one says."""
+
+    def __init__(self, rank: int, size: int) -> None:
+        self._rank, self._size, self._store = rank, size, dist.HashStore()
+
+    def set(self, key: str, value: str) -> None:
+        prefix, _, own = key.rpartition("/")
+        for other in range(self._size) if own == str(self._rank) else [own]:
+            self._store.set(f"{prefix}/{other}" if prefix else key, value)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._store, name)
+
+
 @contextmanager
 def fake_world(rank: int, size: int) -> Iterator[None]:
     """The default group in the block; no other one may be there."""
@@ -31,6 +46,11 @@ def fake_world(rank: int, size: int) -> Iterator[None]:
     def fake_group(*arguments: Any, **options: Any) -> Any:
         return new_group(*arguments, **options | {"backend": "fake"})
 
+    store = _EchoStore(rank, size)
+
+    def default_store() -> Any:
+        return store
+
     def echo(found: list[Any], value: Any, group: Any = None) -> None:
         found[:] = [value] * len(found)
 
@@ -39,6 +59,7 @@ def fake_world(rank: int, size: int) -> Iterator[None]:
         # Functions: a mock would keep the engines that it was called with.
         stack.enter_context(mock.patch.object(dist, "new_group", fake_group))
         stack.enter_context(mock.patch.object(dist, "all_gather_object", echo))
+        stack.enter_context(mock.patch.object(dist.distributed_c10d, "_get_default_store", default_store))
         take_device()
         dist.init_process_group("fake", store=dist.HashStore(), rank=rank, world_size=size)
         stack.callback(dist.destroy_process_group)

@@ -91,7 +91,8 @@ def statistics_of_a_dense_pass_in_training_mode_stay(rank: Rank) -> None:
             expected = {name: buffer.clone() for name, buffer in engine.module.named_buffers()}
         changed = {name for name, value in stored(engine).items() if not torch.equal(value, before[name])}
         assert changed == {name for name in before if name.partition("[")[0] in expected}
-        assert_identical(expected, {name: dense_state(engine)[name] for name in expected})
+        state = dense_state(engine)
+        assert_identical(expected, {name: state[name] for name in expected})
     engine = start("backward", "neuron")
     before = stored(engine)
     with torch.no_grad():
