@@ -25,7 +25,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))  # the repository's root
 from benchmarks.common.links import lines_of
 from benchmarks.common.ranks import gather, option_parser, run, show
 from benchmarks.common.refusing import refusing
-from sdp_deepspeed.distributed.receive_first import ReceiveFirst
+from sdp_deepspeed.core.parallel.groups import HolderGroup, exchange
 
 LATE = ", a rank late"  # ends the names of those to which one rank comes later
 
@@ -33,18 +33,16 @@ LATE = ", a rank late"  # ends the names of those to which one rank comes later
 def primitives() -> dict[str, Callable[[int], Callable[[], None]]]:
     """By name what makes a collective in which each rank sends so many bytes."""
     size, rank = dist.get_world_size(), dist.get_rank()
-    in_pairs = ReceiveFirst(dist, range(size))
+    group = HolderGroup(tuple(range(size)), dist.group.WORLD, rank)
 
-    def all_to_all(functions: Any) -> Callable[[int], Callable[[], None]]:
-        def make(num_bytes: int) -> Callable[[], None]:
-            part = num_bytes // (size - 1)
-            splits = [0 if peer == rank else part for peer in range(size)]
-            sent, received = (torch.zeros(sum(splits), dtype=torch.uint8) for _ in range(2))
-            return lambda: functions.all_to_all_single(
-                received, sent, splits, splits, group=dist.group.WORLD, async_op=True
-            ).wait()
+    def all_to_all(num_bytes: int) -> Callable[[], None]:
+        splits = [0 if peer == rank else num_bytes // (size - 1) for peer in range(size)]
+        sent, received = (torch.zeros(sum(splits), dtype=torch.uint8) for _ in range(2))
+        return lambda: dist.all_to_all_single(received, sent, splits, splits) and None
 
-        return make
+    def in_pairs(num_bytes: int) -> Callable[[], None]:
+        sent, received = (torch.zeros((size, num_bytes // (size - 1)), dtype=torch.uint8) for _ in range(2))
+        return lambda: exchange(received.unbind(), sent.unbind(), group)
 
     def all_reduce(num_bytes: int) -> Callable[[], None]:
         values = torch.zeros(num_bytes * size // (2 * (size - 1)) // 4)  # what a ring sends
@@ -68,8 +66,8 @@ def primitives() -> dict[str, Callable[[int], Callable[[], None]]]:
         "one way": one_way,
         "all_reduce": all_reduce,
         "all_gather": all_gather,
-        "all_to_all of gloo": all_to_all(dist),
-        "all_to_all, receives first": all_to_all(in_pairs),
+        "all_to_all of gloo": all_to_all,
+        "all_to_all, receives first": in_pairs,
     }
 
 

@@ -12,7 +12,15 @@ from sdp_deepspeed.engine import import_hook
 from sdp_deepspeed.messages import NEEDS_DEEPSPEED, lacks_deepspeed
 from sdp_deepspeed.version import __version__
 
-__all__ = ["Init", "Plan", "__version__", "fully_shard", "initialize", "reestimate_batch_norm"]
+__all__ = [
+    "Init",
+    "Plan",
+    "__version__",
+    "check_description",
+    "fully_shard",
+    "initialize",
+    "reestimate_batch_norm",
+]
 
 import_hook.arm()
 
@@ -43,6 +51,10 @@ def __getattr__(name: str) -> Any:
         from sdp_deepspeed.core.init import Init
 
         return Init
+    if name == "check_description":
+        from sdp_deepspeed.core.masking.description import check_description
+
+        return check_description
     if name == "fully_shard":
         from sdp_deepspeed.fsdp.shard import fully_shard
 

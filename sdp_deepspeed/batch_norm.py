@@ -33,7 +33,7 @@ def reestimate_batch_norm(engine_or_model: Any, batches: Iterable[Any], *, num_b
     of_engine = getattr(engine_or_model, "reestimate_batch_norm", None)
     if callable(of_engine):
         return int(of_engine(batches, num_batches=num_batches))
-    from sdp_deepspeed.fsdp.dense_view import reestimate_batch_norm as of_sharded
+    from sdp_deepspeed.fsdp.export import reestimate_batch_norm as of_sharded
     from sdp_deepspeed.fsdp.sharded_model import is_sharded
 
     for module in (engine_or_model, getattr(engine_or_model, "module", None)):

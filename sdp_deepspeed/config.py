@@ -18,8 +18,6 @@ KEY = "subnetwork_data_parallel"
 
 Regime = Literal["forward", "backward"]
 StrategyName = Literal["block", "neuron"]
-Evaluation = Literal["auto", "resident", "prefetch", "stream"]
-"""How the dense model's parts come to be on a rank while it evaluates (forward regime)."""
 
 
 class Mode(NamedTuple):
@@ -48,6 +46,7 @@ class CheckpointOptions(BaseModel):
 
     asynchronous: bool = Field(default=False, description="true or false")
     keep_last: int | None = Field(default=None, ge=1, description="a whole number of checkpoints to keep, at least 1")
+    verify: bool = Field(default=True, description="true or false")
 
 
 class SubnetworkConfig(BaseModel):
@@ -79,10 +78,6 @@ class SubnetworkConfig(BaseModel):
     )
     neuron_groups: int | None = Field(default=None, ge=1, description="a whole number of groups, at least 1")
     dense_branch_scale: Literal["none", "coverage"] = Field(default="none", description='"none" or "coverage"')
-    evaluation: Evaluation = Field(
-        default="auto",
-        description='"auto" (resident where memory allows, else prefetch), "resident", "prefetch" or "stream"',
-    )
     seed: int = Field(default=0, ge=0, description="a whole number of at least 0")
     allow_optimizer: bool = Field(default=False, description="true or false")
     schedule: tuple[dict[str, Any], ...] | None = Field(

@@ -70,7 +70,7 @@ def _explain_one(
         return f"{path}: keys must be text"
     value: Any = reduce(getitem, keys, block)  # type: ignore[arg-type]  # lists have whole numbers for keys
     if value == "auto":
-        where = "is only possible for subnetworks, assignment, evaluation and total_steps"
+        where = "is only possible for subnetworks, assignment and total_steps"
         return f'{path}: "auto" {where}; expected {fields[name].description}'
     detail = f" ({message})" if kind == "value_error" and name == "shared" else ""
     return f"{path}: got {value!r}, expected {fields[name].description}{detail}"

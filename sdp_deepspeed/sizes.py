@@ -25,6 +25,6 @@ def bytes_text(count: int) -> str:
     return f"{count / unit:.{0 if unit == 1 else 2}f} {_UNITS[unit]}"
 
 
-def mib_text(count: float, *, digits: int = 2) -> str:
+def mib_text(count: float) -> str:
     """Of memory and traffic, always in one unit, so that a column can be compared: "0.25 MiB"."""
-    return f"{count / _MIB:.{digits}f} MiB"
+    return f"{count / _MIB:.2f} MiB"

@@ -29,7 +29,8 @@ _COLLECTIVES = ("c10d", "_c10d_functional")  # the second are what DTensors call
 
 
 class ExchangeClock(TorchDispatchMode):
-    """Runs every collective to its end.
+    """Runs every collective to its end; receives and sends once there are as many of both, since a receive alone would
+    wait for a send that nobody has begun.
 
     Attributes:
         total: seconds in collectives so far.
@@ -38,15 +39,21 @@ class ExchangeClock(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()
         self.total = 0.0
+        self._works: list[Any] = []
+        self._num_open = 0  # receives without a send
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func.namespace not in _COLLECTIVES:
             return func(*args, **(kwargs or {}))
         start = seconds()
         result = func(*args, **(kwargs or {}))
-        for part in result if isinstance(result, tuple | list) else (result,):
-            if isinstance(part, torch.ScriptObject):
-                dist.Work.unbox(part).wait()
+        parts = result if isinstance(result, tuple | list) else (result,)
+        self._works += [dist.Work.unbox(part) for part in parts if isinstance(part, torch.ScriptObject)]
+        self._num_open += {"recv_": 1, "send": -1}.get(func.overloadpacket.__name__, 0)
+        if not self._num_open:
+            for work in self._works:
+                work.wait()
+            self._works.clear()
         self.total += seconds() - start
         return result
 

@@ -26,7 +26,7 @@ from benchmarks.tables.replans import replan_time
 from benchmarks.tables.startup import startup, startup_time
 from benchmarks.tables.systems import growth, scaling, side_by_side
 from benchmarks.tables.time_to_loss import time_to_loss
-from benchmarks.tables.times import checkpoint_time, evaluation, host_time, step_time
+from benchmarks.tables.times import checkpoint_time, host_time, step_time
 from benchmarks.tables.vision import vision
 from sdp_deepspeed.command_parser import read_json
 
@@ -38,7 +38,6 @@ IN_FULL: dict[str, Callable[[Result], str]] = {
     "time_to_loss": time_to_loss,
     "replan_time": replan_time,
     "host_time": host_time,
-    "evaluation": evaluation,
     "model_state": model_state,
     "peak_memory": peak_memory,
     "collectives": collectives,

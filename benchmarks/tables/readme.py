@@ -25,7 +25,7 @@ from benchmarks.tables.startup import given_back, startup_side_by_side, startup_
 from benchmarks.tables.summary import summary
 from benchmarks.tables.systems import growth, memory_and_bytes, scaling, times
 from benchmarks.tables.time_to_loss import time_to_loss
-from benchmarks.tables.times import between_nodes, checkpoint_time, evaluation, host_time, overlap, step_ratios
+from benchmarks.tables.times import between_nodes, checkpoint_time, host_time, overlap, step_ratios
 from benchmarks.tables.vision import vision
 
 ROOT = Path(__file__).parents[2]
@@ -72,7 +72,6 @@ BLOCKS = {
     "predicted-links": Block(predicted_links, ("predicted_links",)),
     "time-to-loss": Block(time_to_loss, ("time_to_loss_1_gbit", "time_to_loss_100_mbit")),
     "between-nodes": Block(between_nodes, ("between_nodes", "between_nodes_250_mbit")),
-    "evaluation": Block(evaluation, ("evaluation_2_ranks", "evaluation_2_ranks_slow")),
     "host-time": Block(host_time, ("host_time",)),
     "growth": Block(growth, ("growth_8_ranks", "growth_64_ranks", "growth_512_ranks")),
     "collectives": Block(collectives, ("collectives_2_ranks",)),

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import itertools
 
-from benchmarks.common.models import num_parameters
-from benchmarks.tables.markdown import MIB, Result, for_readers, per_repeat, quartiles, span, table, with_spread
+from benchmarks.tables.markdown import Result, for_readers, per_repeat, quartiles, span, table, with_spread
 
 OVERLAP = ", overlap"  # as in step_time.py
 
@@ -168,30 +167,3 @@ def between_nodes(*results: Result) -> str:
 
 def _share_of_step(seconds: dict[str, list[float]], name: str, baseline: str) -> str:
     return "1" if name == baseline else with_spread(per_repeat(seconds[name], seconds[baseline]))
-
-
-def evaluation(*results: Result) -> str:
-    """Seconds of an evaluation in each way, a column for each network; the largest memory beside the subnetwork's."""
-    first = results[0]
-    arguments = first["arguments"]
-    rows = []
-    for number, row in enumerate(first["results"]):
-        for way in row["seconds"]:
-            cells = [_way_cell(result["results"][number]["seconds"], way, result["baseline"]) for result in results]
-            rows.append([row["mode"], way, *cells, f"{max(row['peak'][way]) / MIB:.0f}"])
-    facts = [f"{first['ranks']} ranks", f"{num_parameters(first['model']) / 1e6:.0f}M parameters in fp32"]
-    facts += [f"C = {arguments['coverage']:g}", f"batches of {arguments['batch']} x {arguments['length']}"]
-    caption = f"{', '.join(facts)} per rank; seconds, share of stream's:"
-    heads = ("", "way", *map(_network, results), "peak, MiB")
-    return f"{caption}\n\n" + table(heads, rows)
-
-
-def _network(result: Result) -> str:
-    bandwidth, number = result["arguments"]["bandwidth"], result["arguments"]["num_batches"]
-    return f"{f'as if {8 * bandwidth / 1e9:g} Gb/s per rank' if bandwidth else 'one machine'}, {number} batches"
-
-
-def _way_cell(seconds: dict[str, list[float]], way: str, baseline: str) -> str:
-    if way == baseline:
-        return with_spread(seconds[way])
-    return f"{with_spread(seconds[way])}, {with_spread(per_repeat(seconds[way], seconds[baseline]))}x"

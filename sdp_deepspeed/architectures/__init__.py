@@ -25,12 +25,6 @@ from sdp_deepspeed.architectures.strategies import (
     units_of_branches,
 )
 
-# First names of what is public, for descriptions that users have written.
-Inner = InnerLayers
-Site = LocatedBranch
-find_sites = locate_branches
-units_of_sites = units_of_branches
-
 for _layer_class, _description in FAMILIES.items():
     register(_layer_class, *_description)
 
@@ -38,19 +32,15 @@ __all__ = [
     "Branch",
     "Cut",
     "Experts",
-    "Inner",
     "InnerLayers",
     "LocatedBranch",
-    "Site",
     "branches_of",
     "branches_of_units",
     "constrained_branches",
-    "find_sites",
     "is_of_package",
     "layers_of_units",
     "locate_branches",
     "register",
     "unit_costs",
     "units_of_branches",
-    "units_of_sites",
 ]

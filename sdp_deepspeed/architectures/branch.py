@@ -68,13 +68,10 @@ class InnerLayers:
         caches: keyword arguments of the body that hold a key/value cache, which training has no use for; of one that
             holds several "NAME.ATTRIBUTE", the body's own.
         tail: submodules of the body that run on its output, such as dropout; each takes and returns one tensor.
-        before: submodules of the body that run before the cells and are not cut, of one that is a single module: they
-            run once where the cells run in two parts.
-        tail_dropout: attribute of the body with the rate at which it drops elements of its output without a submodule.
+        before: submodules of the body that run before the cells and are not cut, of one that is a single module.
         per_head: submodules of the body that run on each head alike, such as Qwen3's norms of queries and keys; their
             parameters are shared by all heads. A body may lack them.
         by_head: keyword arguments of the body that are None or tensors with the model's heads along dim 1.
-        undivided_reason: why the cells cannot run in two parts, as the backward regime has them; empty if they can.
     """
 
     cuts: tuple[Cut, ...]
@@ -83,10 +80,8 @@ class InnerLayers:
     caches: tuple[str, ...] = ()
     tail: tuple[str, ...] = ()
     before: tuple[str, ...] = ()
-    tail_dropout: str | None = None
     per_head: tuple[str, ...] = ()
     by_head: tuple[str, ...] = ()
-    undivided_reason: str = ""
 
 
 @dataclass(frozen=True)

@@ -40,12 +40,7 @@ _OLMO2 = (
     ),
     replace(_MLP, norm=None, after=("post_feedforward_layernorm",)),
 )
-_STARCODER2 = (
-    replace(ATTENTION, inner=replace(QKVO, tail_dropout="residual_dropout")),
-    replace(
-        _MLP, inner=InnerLayers((Cut("c_fc", 0), Cut("c_proj", 1, is_output=True)), tail_dropout="residual_dropout")
-    ),
-)
+_STARCODER2 = (ATTENTION, replace(_MLP, inner=InnerLayers((Cut("c_fc", 0), Cut("c_proj", 1, is_output=True)))))
 # One norm for both branches, which is neither's own: shared.
 _COHERE = (
     replace(

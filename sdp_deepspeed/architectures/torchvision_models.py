@@ -37,7 +37,6 @@ _CONVNEXT = (
     ),
 )
 _BYPASSED = (("downsample", None),)
-_ONE_RELU = "torchvision's layer runs its ReLU between the convolutions itself, so they cannot run in two parts"
 
 
 def _resnet(last: int) -> Branch:
@@ -50,7 +49,6 @@ def _resnet(last: int) -> Branch:
         inner=InnerLayers(
             (Cut(f"conv{last - 1}", 0), Cut(f"bn{last - 1}", 0), Cut(f"conv{last}", 1, is_output=True)),
             before=first[:-2],
-            undivided_reason=_ONE_RELU,
         ),
         bypassed=_BYPASSED,
     )

@@ -29,6 +29,10 @@ from sdp_deepspeed.units import Piece
 logger = logging.getLogger(__name__)
 
 _CHUNK_ELEMENTS = 2**24  # of one broadcast
+_PARTIAL = (
+    "this rank does not hold all of it, so the state dict is partial; take it inside `with engine.dense():` on every "
+    "rank, or use engine.save_checkpoint or engine.save_pretrained"
+)
 
 
 class DenseView:
@@ -220,7 +224,7 @@ class DenseView:
             if module in owned and not view.is_resident:
                 for own, name in names[module].items():
                     if prefix + own in state and view.mask.plan.regime == "forward":
-                        state[prefix + own] = PartialTensor.of(prefix + own)
+                        state[prefix + own] = PartialTensor.of(f"{prefix}{own}: {_PARTIAL}")
                     elif prefix + own in state:
                         state[prefix + own] = view.mask.joined(name)
 

@@ -21,7 +21,7 @@ _COUNTERS = ("global_steps", "global_samples", "skipped_steps")
 def new_manager(engine: Any) -> CheckpointManager:
     """As the block's `checkpoint` says; every rank calls it."""
     options = engine.block.checkpoint
-    return CheckpointManager(asynchronous=options.asynchronous, keep_last=options.keep_last)
+    return CheckpointManager(**options.model_dump())
 
 
 def save(engine: Any, folder: Path, tag: str | None, client_state: Mapping[str, Any], **options: bool) -> None:

@@ -48,7 +48,7 @@ from sdp_deepspeed.core.masking.mask import Mask
 from sdp_deepspeed.core.masking.replaced import KnownParameters
 from sdp_deepspeed.core.masking.scale import output_scales
 from sdp_deepspeed.core.parallel.agree import Meetings, check_agreement, gather_objects, run_on_all_ranks
-from sdp_deepspeed.core.parallel.groups import Groups
+from sdp_deepspeed.core.parallel.groups import CONTROL, Groups
 from sdp_deepspeed.core.parallel.optimizer import ShardedOptimizer
 from sdp_deepspeed.core.parallel.optimizer_kinds import check_optimizer
 from sdp_deepspeed.core.parallel.param_groups import param_group_indices
@@ -110,7 +110,7 @@ class SubnetworkEngine(DeepSpeedEngine):
         Args:
             args, model, rest, options: of DeepSpeed's engine; `block` is set before (import_hook.py).
         """
-        self._control = dist.new_group(backend="gloo") if dist.is_initialized() else None
+        self._control = dist.new_group(backend="gloo", group_desc=CONTROL) if dist.is_initialized() else None
 
         def prepare() -> nn.Module:
             self._frozen_before = _make_whole(model)
@@ -119,12 +119,6 @@ class SubnetworkEngine(DeepSpeedEngine):
             if options.get("mesh_device") is not None:
                 raise ValueError(f"{KEY}: mesh_param asks for sequence parallelism, which is not possible; remove it")
             _check_mpu(options.get("mpu"))
-            if self.block.evaluation in ("prefetch", "stream"):
-                log_dist(
-                    f"{KEY}.evaluation: got {self.block.evaluation!r}, but the dense model is resident in evaluation",
-                    ranks=[0],
-                    level=logging.WARNING,
-                )
             if DeferredWeights.are_in(model):
                 self._deferred = DeferredWeights(model)
                 options["dont_change_device"] = True

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Container, Mapping
 from typing import Any, NoReturn
 
 import torch
 from deepspeed.runtime.base_optimizer import ZeROOptimizer
 from deepspeed.runtime.fp16.loss_scaler import LossScalerBase
+from deepspeed.runtime.zero.offload_config import OffloadStateTypeEnum
 
 from sdp_deepspeed.core.parallel.optimizer import ShardedOptimizer
 
@@ -104,6 +105,19 @@ class SubnetworkOptimizer(ZeROOptimizer):
         self.sharded.refresh_shards()
 
     update_lp_params = empty_partition_cache = finalize_gradient_accumulation_boundary
+
+    def offload_states(
+        self, include: Container[OffloadStateTypeEnum] | None = None, *, pin_memory: bool = True, **_: Any
+    ) -> None:
+        """As DeepSpeed's, of masters and moments; weights and gradients stay where they are."""
+        self.sharded.offload_states(
+            states=include is None or OffloadStateTypeEnum.optim_states in include,
+            masters=include is None or OffloadStateTypeEnum.hp_params in include,
+            pin_memory=pin_memory,
+        )
+
+    def reload_states(self, **_: Any) -> None:
+        self.sharded.reload_states()
 
     def state_dict(self) -> dict[str, Any]:
         """To be thrown away, as hosts do that save the engine's own checkpoint (Lightning); whoever reads it gets an

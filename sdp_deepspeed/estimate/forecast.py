@@ -25,7 +25,7 @@ from transformers import (
     AutoModelForImageClassification,
 )
 
-from sdp_deepspeed.architectures import unit_costs
+from sdp_deepspeed.architectures import locate_branches, unit_costs
 from sdp_deepspeed.architectures.image_flops import image_shape, takes_images
 from sdp_deepspeed.config import KEY, parse
 from sdp_deepspeed.core.masking import Mask
@@ -123,7 +123,11 @@ def forecast(
             plan, warnings = plan_model(model, block, num_ranks)
             busiest = _busiest_rank(plan, model)
             _refuse_cut(plan, tensors, optimizer)
-            per_rank = estimate(plan, tensors, setup) if sharded is None else estimate_sharded(plan, tensors, sharded)
+            per_rank = (
+                estimate(plan, tensors, setup)
+                if sharded is None
+                else estimate_sharded(plan, tensors, sharded, locate_branches(model))
+            )
             figures = per_rank[busiest]
             Mask(model, plan, busiest).apply()
         activations, flops = _one_micro_step(model, _inputs_of(model, micro, sequence_length))

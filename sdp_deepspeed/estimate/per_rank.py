@@ -249,15 +249,15 @@ def _sent(run: _Run, held: Sequence[BucketLayout], rank: int) -> tuple[int, int,
     return gradients, to_holders if run.setup.stage == 0 else 0, weights
 
 
-def plain(tensors: Sequence[TensorInfo], setup: Setup, *, num_ranks: int, alignment: int = 2) -> RankEstimate:
+def plain(tensors: Sequence[TensorInfo], setup: Setup, *, num_ranks: int) -> RankEstimate:
     """The same figures for plain DeepSpeed; all ranks are alike.
 
     Args:
         num_ranks: n.
-        alignment: stages 1 and 2 pad each param group to a multiple of n times this many elements (stock: 2).
 
-    Stock stages 1 and 2 keep an fp32 master for fp32 weights too, and a gradient that straddles two ranks' shards is
-    kept whole by both (left out here). Traffic is the lower bound 2 (n-1) / n per element.
+    Stock stages 1 and 2 pad each param group to a multiple of 2n elements and keep an fp32 master for fp32 weights too;
+    a gradient that straddles two ranks' shards is kept whole by both (left out here). Traffic is the lower bound
+    2 (n-1) / n per element.
     """
     stage, precision = setup.stage, setup.precision
     parameters = [info for info in tensors if info.kind == "parameter"]
@@ -267,7 +267,7 @@ def plain(tensors: Sequence[TensorInfo], setup: Setup, *, num_ranks: int, alignm
             groups[info.group] = groups.get(info.group, 0) + prod(info.shape)
     whole, optimized = sum(prod(info.shape) for info in parameters), sum(groups.values())
     trained = sum(prod(info.shape) for info in parameters if info.trainable)
-    step = num_ranks * alignment if stage else 1
+    step = 2 * num_ranks if stage else 1
     padded = sum(-(-count // step) * step for count in groups.values())
     stepped = padded // (num_ranks if stage else 1)
     sent = optimized * (num_ranks - 1) // num_ranks

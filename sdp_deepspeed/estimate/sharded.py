@@ -11,6 +11,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from math import prod
 
+from sdp_deepspeed.architectures import LocatedBranch
 from sdp_deepspeed.estimate.per_rank import RankEstimate
 from sdp_deepspeed.estimate.precision import FP32_BYTES
 from sdp_deepspeed.plan.plan import Plan
@@ -73,24 +74,33 @@ class _Part:
         return -(-self.shape[0] // len(self.holders))
 
 
-def estimate_sharded(plan: Plan, tensors: Sequence[TensorInfo], setup: ShardedSetup) -> tuple[RankEstimate, ...]:
+def estimate_sharded(
+    plan: Plan, tensors: Sequence[TensorInfo], setup: ShardedSetup, branches: Sequence[LocatedBranch] = ()
+) -> tuple[RankEstimate, ...]:
     """One estimate for each rank. `sent_gradients` is reduced, `sent_back` gathered; `gathered` is what is whole at the
     peak: what is shared and two units, or all of them if they stay, and one unit's gradients before and on their way.
-    Exact but for biases and norms of branches whose neurons or heads all ranks hold, which are gathered with them and
-    are counted with what is shared.
 
     Args:
         plan: who holds what, forward regime.
         tensors: the dense model's in model order; buffers are passed over.
+        branches: of the model. One that every rank has whole is gathered by itself; without them it is counted with
+            what is shared.
     """
-    parts = list(_parts(plan, tensors))
+    parts = list(_parts(plan, tensors, branches))
     return tuple(_of_rank(parts, setup, rank) for rank in range(len(plan.subnetwork_of_rank)))
 
 
-def _parts(plan: Plan, tensors: Sequence[TensorInfo]) -> Iterator[_Part]:
+def _parts(plan: Plan, tensors: Sequence[TensorInfo], branches: Sequence[LocatedBranch]) -> Iterator[_Part]:
     parameters = [info for info in tensors if info.kind == "parameter"]
     unit_of = {piece.parameter: unit.name for unit in plan.units for piece in unit.pieces}
-    for (_, name), pieces in pieces_by_tensor(parameters, plan).items():
+    pieces_of = pieces_by_tensor(parameters, plan)
+    everyone = tuple(range(len(plan.subnetwork_of_rank)))
+    for branch in branches:
+        own = [p.parameter for body in branch.bodies for p in branch.pieces if p.parameter.startswith(f"{body}.")]
+        first = {name: pieces_of["parameter", name][0] for name in own if ("parameter", name) in pieces_of}
+        if all(holders == everyone and piece.dim is None for piece, holders in first.values()):
+            unit_of |= {name: unit_of.get(name, branch.name) for name in first}
+    for (_, name), pieces in pieces_of.items():
         info = next(info for info in parameters if info.name == name)
         if pieces[0][0].dim is None:
             yield _Part(info.shape, pieces[0][1], unit_of.get(name), info.trainable)

@@ -1,4 +1,4 @@
-"""The FSDP2 host: each unit is sharded over its holders (README.md beside this file). Imported when it is used."""
+"""The FSDP2 host: each unit is sharded over its holders. Imported when it is used."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ from typing import Any
 
 _MODULES = {
     "CheckpointManager": "checkpoints",
-    "clip_grad_norm_": "norm",
-    "dense": "dense_view",
-    "full_state_dict": "full_state",
+    "clip_grad_norm_": "clip",
+    "dense": "export",
+    "full_state_dict": "export",
     "fully_shard": "shard",
-    "param_groups": "mesh_groups",
-    "reestimate_batch_norm": "dense_view",
-    "save_pretrained": "full_state",
+    "param_groups": "clip",
+    "reestimate_batch_norm": "export",
+    "save_pretrained": "export",
     "sharded_model_of": "sharded_model",
 }
 __all__ = list(_MODULES)

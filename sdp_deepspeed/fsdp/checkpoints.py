@@ -1,97 +1,146 @@
-"""Checkpoints of a sharded model, in the format of the DeepSpeed host's: what one saves, the other resumes.
-
-The format, and what is guaranteed: ../checkpoint/README.md.
-"""
+"""Checkpoints of sharded models, in the format of both hosts (`core.checkpoint`)."""
 
 from __future__ import annotations
 
-import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
-import torch.distributed as dist
 from torch import nn
 
-from sdp_deepspeed.checkpoint.checkpointer import Checkpointer
-from sdp_deepspeed.checkpoint.load import LoadOptions
-from sdp_deepspeed.checkpoint.state.trained_state import RankState
-from sdp_deepspeed.config import KEY
+from sdp_deepspeed.core.checkpoint import manager
+from sdp_deepspeed.core.checkpoint.hugging_face import load_pretrained
+from sdp_deepspeed.core.checkpoint.state import Other, RankState, group_facts
+from sdp_deepspeed.core.parallel.agree import gather_objects, run_on_all_ranks
 from sdp_deepspeed.core.parallel.optimizer_kinds import is_elementwise
-from sdp_deepspeed.distributed.communicator import Communicator
-from sdp_deepspeed.distributed.host_group import Channel
-from sdp_deepspeed.distributed.monitored_barrier import Phase
-from sdp_deepspeed.fsdp.local_chunks import LocalChunks
-from sdp_deepspeed.fsdp.optimizer_chunks import ShardedOptimizerChunks
-from sdp_deepspeed.fsdp.sharded_model import ShardedModel, sharded_model_of
-from sdp_deepspeed.plan.plan import Plan
-
-logger = logging.getLogger("sdp_deepspeed")
+from sdp_deepspeed.fsdp.parts import Box, Part
+from sdp_deepspeed.fsdp.sharded_model import ShardedModel, local_of, sharded_model_of
+from sdp_deepspeed.fsdp.wrappers import without_wrappers
+from sdp_deepspeed.units import Piece
 
 
-class ShardedTraining:
-    """A sharded model and its optimizer as checkpoints see them: a `TrainedState`.
+class SteppedBox(NamedTuple):
+    """A box of a slice, in a parameter that an optimizer steps."""
 
-    Args:
-        sharded: the model.
-        optimizer: of its parameters.
-        lr_scheduler: None without one.
-        world: all ranks.
+    parameter: nn.Parameter
+    box: Box
+
+    @property
+    def piece(self) -> Piece:
+        return self.box.piece
+
+    def boxes(self, tensor: Any, *, flat: bool = False) -> Iterator[tuple[tuple[int, ...], torch.Tensor]]:
+        """Where it is in the slice, and the view into a tensor that is sharded like the parameter."""
+        assert not flat
+        yield self.box.offsets, local_of(tensor)[self.box.inside]
+
+
+class SteppedShards:
+    """An optimizer over the shards of a model, as checkpoints see it. Every rank constructs it.
 
     Attributes:
-        global_steps: of the optimizer, since it was made; what is loaded goes on.
+        param_groups: by dense name of what is stepped, number of its param group in the run: those with equal options
+            are one.
+        group_numbers: of each param group of the optimizer.
+
+    Raises:
+        ValueError: on all ranks: the optimizer steps parameters that are not the model's.
     """
 
-    def __init__(
-        self, sharded: ShardedModel, optimizer: torch.optim.Optimizer, lr_scheduler: Any, world: Communicator
-    ) -> None:
-        self.sharded = sharded
-        self.module = sharded.module
-        self.optimizer = optimizer
-        self.lr_scheduler = lr_scheduler
-        self.config = {KEY: sharded.block.model_dump(mode="json", exclude_unset=True)}
-        self.world = world
-        self.global_steps = self.global_samples = self.skipped_steps = self.micro_steps = 0
+    def __init__(self, sharded: ShardedModel, optimizer: torch.optim.Optimizer) -> None:
+        self.sharded, self.optimizer = sharded, optimizer
+        sharded.reshard()
+        control = sharded.groups.control
+        own = run_on_all_ranks(self._options_by_name, control)
+        by_name = {name: text for of_rank in gather_objects(own, control) for name, text in of_rank.items()}
+        known = list(dict.fromkeys(by_name[name] for name in sharded.parts if name in by_name))
+        self.param_groups = {name: known.index(by_name[name]) for name in sharded.parts if name in by_name}
+        texts = [_options(group) for group in optimizer.param_groups]
+        self.group_numbers = [known.index(text) if text in known else len(known) for text in texts]
+
+    def _options_by_name(self) -> dict[str, str]:
+        names = {id(self.sharded.parameter(part)): part.name for part in self._own_parts()}
+        lacking = {id(parameter) for parameter in self.sharded.module.parameters() if not parameter.numel()}
+        result = {}
+        for group in self.optimizer.param_groups:
+            for parameter in group["params"]:
+                if id(parameter) in names and parameter.requires_grad:
+                    result[names[id(parameter)]] = _options(group)
+                elif id(parameter) not in names and id(parameter) not in lacking:
+                    raise ValueError(
+                        f"the optimizer steps a parameter of shape {tuple(parameter.shape)} that is not the sharded "
+                        "model's; make it of parameters of the model after fully_shard"
+                    )
+        return result
+
+    def _own_parts(self) -> Iterator[Part]:
+        yield from self.sharded.held_parts()
+        yield from (self.sharded.parts[name][0] for name in self.sharded.ignored)
+
+    def shard_parts(self, *, owned: bool) -> list[SteppedBox]:
+        """What this rank steps. Each element is one rank's, but for what FSDP2 ignores, which rank 0 owns."""
+        return [
+            SteppedBox(parameter, box)
+            for parameter, box, is_owned in self.boxes()
+            if box.piece.parameter in self.param_groups and (is_owned or not owned)
+        ]
+
+    def boxes(self) -> Iterator[tuple[Any, Box, bool]]:
+        """Of all parameters: the parameter, what this rank has of a slice, and whether it owns that."""
+        sharded = self.sharded
+        for part in sharded.held_parts():
+            parameter = sharded.parameter(part)
+            yield from ((parameter, box, True) for box in part.boxes(sharded.rank))
+        for (part,) in (sharded.parts[name] for name in sharded.ignored):
+            inside, zeros = tuple(slice(0, size) for size in part.shape), (0,) * len(part.shape)
+            yield sharded.parameter(part), Box(part.pieces[0], zeros, inside, part.shape), sharded.rank == 0
+
+    def return_weights(self) -> None:
+        """Nothing: what is stepped are the weights."""
+
+
+def _options(group: Mapping[str, Any]) -> str:
+    return repr(sorted((key, value) for key, value in group.items() if key != "params"))
+
+
+@dataclass(frozen=True)
+class ShardedState(RankState):
+    """A sharded model in training, on one rank."""
+
+    optimizer: SteppedShards
 
     @property
-    def plan(self) -> Plan:
-        return self.sharded.plan
+    def model(self) -> nn.Module:
+        return self.optimizer.sharded.dense.module  # FSDP2 has changed the class of the other
 
     @property
-    def tensor_parallel_layout(self) -> int | list[list[int]]:
-        tensor_parallel = self.sharded.tensor_parallel
-        return 1 if tensor_parallel is None else tensor_parallel.layout
+    def group_numbers(self) -> list[int]:
+        return self.optimizer.group_numbers
 
-    def rank_state(self) -> RankState:
-        chunks = LocalChunks.of(self.sharded)
-        return RankState(chunks, ShardedOptimizerChunks(self.optimizer, chunks))
+    def others(self) -> Iterator[Other]:
+        sharded = self.optimizer.sharded
+        for parameter, box, is_owned in self.optimizer.boxes():
+            if box.piece.parameter not in self.optimizer.param_groups:
+                yield Other(box.piece, is_owned, box.offsets, local_of(parameter)[box.inside])
+        for name, buffer in self.live_buffers().items():
+            for piece, holders in self.mask.pieces_of(name):
+                if self.mask.is_held(piece):
+                    values = self.mask.view(piece, local_of(buffer))
+                    yield Other(piece, holders[0] == sharded.rank, (0,) * values.dim(), values)
 
-    def check(self) -> None:
-        """ValueError for what no checkpoint could hold: tensors or optimizers of others, or state of whole tensors."""
-        ShardedOptimizerChunks(self.optimizer, LocalChunks.of(self.sharded)).check()
 
-    def gradient_accumulation_steps(self) -> int:
-        """The user's loop counts, not we."""
-        return 1
+def state_of(sharded: ShardedModel, optimizer: torch.optim.Optimizer | None = None) -> ShardedState:
+    """Every rank calls it.
 
-    def before_restore(self, steps: int) -> None:
-        """Nothing: the plan stays."""
-
-    def before_checkpoint(self, call: str) -> None:
-        """Meet all ranks, and leave evaluation.
-
-        Raises:
-            RuntimeError: a rank does not come, which is named; or it is inside of the dense view.
-        """
-        view = self.sharded.view
-        if view.is_inside:  # where weights may be scaled
-            raise RuntimeError(f"{call} inside sdp_deepspeed.fsdp.dense: leave it first, on all ranks")
-        view.meet(Phase.SAVE if call == "save_checkpoint" else Phase.LOAD)
-
-    def log_on_rank_0(self, text: str, level: int) -> None:
-        if self.world.rank == 0:
-            logger.log(level, text)
+    Args:
+        optimizer: None if only the model matters.
+    """
+    if optimizer is None:
+        sharded.reshard()
+        optimizer = torch.optim.SGD([sharded.parameter(part) for part in sharded.held_parts()])
+    return ShardedState(sharded.mask, SteppedShards(sharded, optimizer), sharded.groups, sharded.shards)
 
 
 class CheckpointManager:
@@ -105,40 +154,35 @@ class CheckpointManager:
         optimizer: of its parameters; to be given before its first step, as its steps are counted from here on.
         lr_scheduler: what has a `state_dict` and a `load_state_dict`.
 
+    Attributes:
+        global_steps: of the optimizer so far, of the runs that this one resumes too; it names checkpoints without a
+            tag.
+
     Raises:
         ValueError: the model was not sharded by `sdp_deepspeed.fully_shard`, or the optimizer was made before that;
             at the first step, the optimizer's state is not one value for each element.
     """
 
     def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer, lr_scheduler: Any = None) -> None:
-        sharded = sharded_model_of(model)
-        world = Communicator(dist, objects=sharded.host.channel(Channel.WORLD))
-        self._training = ShardedTraining(sharded, optimizer, lr_scheduler, world)
-        self._training.check()
-        options = sharded.block.checkpoint
-        self._checkpointer = Checkpointer.build(self._training, sharded.host, options=options)
-        self._is_checked = False  # its state, after the first step
+        self._sharded, self._optimizer, self._lr_scheduler = sharded_model_of(model), optimizer, lr_scheduler
+        state_of(self._sharded, optimizer)  # checks it
+        options = self._sharded.block.checkpoint
+        self._manager = manager.CheckpointManager(asynchronous=options.asynchronous, keep_last=options.keep_last)
+        self.global_steps = 0
+        self._is_checked = False
         optimizer.register_step_post_hook(self._count)
 
     def _count(self, *_: Any) -> None:
-        self._training.global_steps += 1
-        if not (self._is_checked or is_elementwise(type(self._training.optimizer).__name__)):
+        self.global_steps += 1
+        if not (self._is_checked or is_elementwise(type(self._optimizer).__name__)):
             self._is_checked = True
-            self._training.check()  # now that it has state: at the first checkpoint hours would be lost
+            group_facts(state_of(self._sharded, self._optimizer))  # at the first checkpoint hours would be lost
 
-    @property
-    def global_steps(self) -> int:
-        """Steps of the optimizer so far, of the runs that this one resumes too; it names checkpoints without a tag."""
-        return self._training.global_steps
-
-    @property
-    def global_samples(self) -> int:
-        """Sequences so far, if the loop counts them here: DeepSpeed's monitors have them as their step."""
-        return self._training.global_samples
-
-    @global_samples.setter
-    def global_samples(self, number: int) -> None:
-        self._training.global_samples = number
+    def _state(self, call: str) -> ShardedState:
+        self._sharded.meetings.meet(call)
+        self._sharded.has_trained = self._sharded.has_trained and call != "load_checkpoint"
+        self._sharded.average_statistics()
+        return state_of(self._sharded, self._optimizer)
 
     def save_checkpoint(
         self,
@@ -164,8 +208,17 @@ class CheckpointManager:
             RuntimeError: on all ranks, if it cannot be written; earlier checkpoints are as they were. On those that
                 wait, if a rank does not call it.
         """
-        folder, exclude_frozen = Path(save_dir), exclude_frozen_parameters
-        self._checkpointer.save(folder, tag, client_state or {}, latest=save_latest, exclude_frozen=exclude_frozen)
+        with without_wrappers(self._sharded.module):
+            state = self._state("save_checkpoint")
+            common = {
+                "counters": {"global_steps": self.global_steps, "global_samples": 0, "skipped_steps": 0},
+                "lr_scheduler": None if self._lr_scheduler is None else self._lr_scheduler.state_dict(),
+                "loss_scaler": {},
+                "client_state": dict(client_state or {}),
+            }
+            name = f"global_step{self.global_steps}" if tag is None else str(tag)
+            options = {"latest": save_latest, "exclude_frozen": exclude_frozen_parameters}
+            self._manager.save(Path(save_dir), name, state, common, **options)
 
     def load_checkpoint(
         self,
@@ -193,11 +246,26 @@ class CheckpointManager:
             ValueError: on all ranks, before anything is changed: it is damaged, or of another model, optimizer or LR
                 scheduler.
         """
-        options = LoadOptions(load_optimizer_states, load_lr_scheduler_states, load_module_only, load_module_strict)
-        found = self._checkpointer.load(Path(load_dir), None if tag is None else str(tag), options)
-        if found[0] is not None and load_lr_scheduler_states and not load_module_only:
-            _fit_to_groups(self._training.lr_scheduler, self._training.optimizer.param_groups)
-        return found
+        with without_wrappers(self._sharded.module):
+            state = self._state("load_checkpoint")
+            found = self._manager.load(
+                Path(load_dir),
+                None if tag is None else str(tag),
+                state,
+                optimizer_states=load_optimizer_states and not load_module_only,
+                own_state=not load_module_only,
+                strict=load_module_strict,
+            )
+        if found is None:
+            return None, None
+        common = found.common
+        if not load_module_only:
+            self.global_steps = common["counters"]["global_steps"]
+            stored = common["lr_scheduler"]
+            if load_lr_scheduler_states and self._lr_scheduler is not None and stored is not None:
+                self._lr_scheduler.load_state_dict(stored)
+                _fit_to_groups(self._lr_scheduler, self._optimizer.param_groups)
+        return str(found.path), common["client_state"]
 
     def load_pretrained(self, folder: str | Path) -> None:
         """Start from a local folder in Hugging Face format (safetensors): every rank reads what it holds. The
@@ -206,7 +274,8 @@ class CheckpointManager:
         Raises:
             ValueError: on all ranks, before anything is changed: files are missing or damaged, or of another model.
         """
-        self._checkpointer.load_pretrained(Path(folder))
+        with without_wrappers(self._sharded.module):
+            load_pretrained(self._state("load_pretrained"), Path(folder))
 
     def wait_for_checkpoint(self) -> None:
         """Until a checkpoint that is written in the background is complete; all ranks call it, before they leave.
@@ -214,13 +283,12 @@ class CheckpointManager:
         Raises:
             RuntimeError: on all ranks, if it could not be written.
         """
-        self._checkpointer.wait()
+        self._manager.wait()
 
 
 def _fit_to_groups(lr_scheduler: Any, groups: Sequence[Mapping[str, Any]]) -> None:
     """Have a scheduler of PyTorch's, and those that it is made of, keep what each param group of this rank has: the run
-    that was saved may have divided its groups otherwise. Groups got their rates back by their parameters' names.
-    """
+    that was saved may have divided its groups otherwise. Groups got their rates back by their parameters' names."""
     if hasattr(lr_scheduler, "base_lrs"):
         lr_scheduler.base_lrs = [group["initial_lr"] for group in groups]
     if hasattr(lr_scheduler, "_last_lr"):

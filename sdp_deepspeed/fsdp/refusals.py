@@ -14,12 +14,11 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from sdp_deepspeed.architectures import LocatedBranch, branches_of_units
 from sdp_deepspeed.config import KEY, SubnetworkConfig, parse
-from sdp_deepspeed.distributed.agreement import Gatherer
+from sdp_deepspeed.core.parallel.agree import gather_objects
 from sdp_deepspeed.engine.refusals import refuse_model
 from sdp_deepspeed.fsdp.options import ShardOptions
-from sdp_deepspeed.fsdp.pieces import rows_of
+from sdp_deepspeed.fsdp.parts import chunk
 from sdp_deepspeed.fsdp.wrappers import is_wrapper
-from sdp_deepspeed.masking.mixins import is_cut
 from sdp_deepspeed.messages import listed, quoted
 from sdp_deepspeed.plan.plan import Plan
 
@@ -122,7 +121,7 @@ def _that_some_ranks_lack(plan: Plan) -> set[str]:
     return {piece.parameter for unit in lacking for piece in unit.pieces}
 
 
-def check_same_settings(config: SubnetworkConfig, options: str, ranks: Gatherer) -> None:
+def check_same_settings(config: SubnetworkConfig, options: str, control: Any) -> None:
     """Every rank calls it.
 
     Args:
@@ -134,7 +133,7 @@ def check_same_settings(config: SubnetworkConfig, options: str, ranks: Gatherer)
     own = config.model_dump() | {"options": options}
     if config.plan_path is not None:  # nodes may keep it in folders of their own; the plan itself is compared later
         own["assignment"] = "<a plan>"
-    every = ranks.gather_objects(own)
+    every = gather_objects(own, control)
     different = [name for name in own if any(other[name] != every[0][name] for other in every)]
     if different:
         first = different[0]
@@ -175,7 +174,7 @@ def _of_mesh(module: nn.Module, mesh: DeviceMesh | None) -> Iterator[str]:
 
 
 def _of_model(module: nn.Module) -> Iterator[str]:
-    if is_cut(module):
+    if "_sdp_masked" in vars(module):
         yield "fully_shard: this model was cut down to subnetworks before; build or load it anew"
     if is_wrapper(module):
         yield (
@@ -227,7 +226,7 @@ def _is_placed_as_usual(tensor: DTensor) -> bool:
     if mesh.ndim != 1 or not isinstance(placement, Shard | Replicate):
         return False
     if isinstance(placement, Shard):
-        start, stop = rows_of(mesh.get_local_rank(), mesh.size(), shape[placement.dim])
+        start, stop = chunk(shape[placement.dim], mesh.get_local_rank(), mesh.size())
         shape[placement.dim] = stop - start
     return list(tensor.to_local().shape) == shape
 

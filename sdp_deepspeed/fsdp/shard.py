@@ -5,11 +5,12 @@ The reduce-scatter of a unit averages over the ranks of its mesh, which are its 
 
 from __future__ import annotations
 
+import itertools
 import logging
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass
-from functools import partial
+from dataclasses import dataclass, field
+from functools import partial, wraps
 from typing import Any, TypeVar
 
 import torch
@@ -19,23 +20,20 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, OffloadPolicy
 from torch.distributed.fsdp import fully_shard as torch_fully_shard
 
-from sdp_deepspeed.architectures import LocatedBranch, locate_branches, unit_costs
+from sdp_deepspeed.architectures import locate_branches, unit_costs
 from sdp_deepspeed.config import KEY, SubnetworkConfig
-from sdp_deepspeed.core.init import DeferredWeights
+from sdp_deepspeed.core.init import DeferredWeights, give
+from sdp_deepspeed.core.masking import Mask
 from sdp_deepspeed.core.masking.compiled import compile_in_place
-from sdp_deepspeed.distributed.agreement import Gatherer, OneRank, run_on_all_ranks
-from sdp_deepspeed.distributed.communicator import Communicator
-from sdp_deepspeed.distributed.store_gatherer import StoreGatherer
+from sdp_deepspeed.core.masking.forwards import set_data
+from sdp_deepspeed.core.parallel.agree import Meetings, check_agreement, gather_objects, run_on_all_ranks
+from sdp_deepspeed.core.parallel.groups import CONTROL, Groups, group_of_one, timeout_of_the_run
 from sdp_deepspeed.engine.refusals import refuse_model
-from sdp_deepspeed.fsdp.block_units import block_units, shared_tensors
-from sdp_deepspeed.fsdp.collective_order import order_collectives
-from sdp_deepspeed.fsdp.consistency import check_holders_agree, check_same_plan
-from sdp_deepspeed.fsdp.dense_view import install_view
-from sdp_deepspeed.fsdp.holder_meshes import device_type, make_meshes, mesh_of_shared
-from sdp_deepspeed.fsdp.materialize import materialize
-from sdp_deepspeed.fsdp.neuron_units import in_model_order, neuron_units
+from sdp_deepspeed.fsdp import state_dicts
+from sdp_deepspeed.fsdp.dense_model import DenseModel
 from sdp_deepspeed.fsdp.options import ShardOptions
-from sdp_deepspeed.fsdp.pieces import ShardedUnit
+from sdp_deepspeed.fsdp.order import CollectiveOrder
+from sdp_deepspeed.fsdp.parts import Holders, parts_of
 from sdp_deepspeed.fsdp.refusals import (
     check_buffers,
     check_call,
@@ -44,51 +42,19 @@ from sdp_deepspeed.fsdp.refusals import (
     check_same_settings,
     parsed,
 )
-from sdp_deepspeed.fsdp.sharded_mask import ShardedMask
-from sdp_deepspeed.fsdp.sharded_model import ShardedModel, attach
+from sdp_deepspeed.fsdp.sharded_model import OF_SHARED, OF_UNITS, ShardedModel, attach, device_type
 from sdp_deepspeed.fsdp.tensor_parallel import TensorParallel, check_per_head, columns_of
-from sdp_deepspeed.fsdp.whole_layers import drop
+from sdp_deepspeed.fsdp.units import HeldUnit, Unit, held_units, units_of
 from sdp_deepspeed.fsdp.wrappers import without_wrappers
-from sdp_deepspeed.layout.places import PieceViews
-from sdp_deepspeed.layout.rank_model import RankModel
-from sdp_deepspeed.masking.description_check import check_descriptions
-from sdp_deepspeed.masking.synchronized import Holders, synchronize, synchronized_over
-from sdp_deepspeed.messages import quoted
+from sdp_deepspeed.messages import listed, quoted
 from sdp_deepspeed.plan.plan import Plan
 from sdp_deepspeed.plan.planner import plan_model
-from sdp_deepspeed.plan.tensors import dense_tensors, named_tensors
+from sdp_deepspeed.plan.tensors import named_tensors
 
 logger = logging.getLogger("sdp_deepspeed")
 T = TypeVar("T", bound=nn.Module)
-Synchronized = dict[str, Holders]
 
-
-@dataclass(frozen=True)
-class Start:
-    """A model that is about to be sharded.
-
-    Args:
-        module: whole; its weights are there, or on the meta device, or under `Init`.
-        block: parsed.
-        mesh: the data-parallel ranks.
-        ranks: all, for what they agree on.
-        options: for FSDP2.
-        tensor_parallel: what it is to units; None without.
-    """
-
-    module: nn.Module
-    block: SubnetworkConfig
-    mesh: DeviceMesh
-    ranks: Gatherer
-    options: ShardOptions
-    tensor_parallel: TensorParallel | None = None
-
-    @property
-    def device(self) -> torch.device:
-        kind = self.mesh.device_type
-        return (
-            torch.device(kind) if kind == "cpu" else torch.device(kind, torch.get_device_module(kind).current_device())
-        )
+_numbers = itertools.count()  # of models: all ranks shard them together, so that all count them alike
 
 
 def fully_shard(
@@ -104,7 +70,8 @@ def fully_shard(
     """Make a model this rank's subnetwork, sharded by FSDP2: each unit over its holders, all else over all ranks.
 
     Every rank calls it, with a whole model, before it makes an optimizer of the parameters that are left. The module is
-    changed in place; it is an FSDPModule afterwards, as after `torch.distributed.fsdp.fully_shard`.
+    changed in place; it is an FSDPModule afterwards, as after `torch.distributed.fsdp.fully_shard`. In evaluation mode
+    without gradients its forward pass is the dense model's.
 
     Args:
         module: the same on all ranks. On the meta device it stays there, as in FSDP2: call `to_empty` and initialize
@@ -119,120 +86,185 @@ def fully_shard(
         ValueError, RuntimeError: on all ranks, what one of them cannot do or what is not the same on all of them,
             before anything is changed.
     """
+    if not dist.is_initialized():
+        raise RuntimeError("sdp_deepspeed.fully_shard: call torch.distributed.init_process_group first")
     options = ShardOptions(
         reshard_after_forward,
         mp_policy or MixedPrecisionPolicy(),
         offload_policy or OffloadPolicy(),
         frozenset(ignored_params),
     )
-    ranks = _ranks()
-    config = run_on_all_ranks(ranks, partial(parsed, block), partial(_checked, module, mesh, block, options))
-    check_same_settings(config, options.in_words(module), ranks)
-    mesh = mesh or init_device_mesh(device_type(), (dist.get_world_size(),))
-    columns = columns_of(module, mesh, ranks)
-    compile_in_place(module)
-    start = Start(module, config, mesh, ranks, options, TensorParallel(columns) if columns else None)
-    with without_wrappers(module) as wrapped:
-        sharded = shard(start, wrapped)
-        order_collectives(sharded)
-        install_view(sharded, start.device, options.mp_policy)
+    control = dist.new_group(backend="gloo", timeout=timeout_of_the_run(), group_desc=CONTROL)
+    try:
+        config = run_on_all_ranks(partial(_checked, module, mesh, block, options), control)
+        check_same_settings(config, options.in_words(module), control)
+        mesh = mesh or init_device_mesh(device_type(), (dist.get_world_size(),))
+        columns = columns_of(module, mesh, control)
+        compile_in_place(module)
+        with without_wrappers(module) as wrapped:
+            sharded = _shard(Start(module, config, mesh, options, columns, wrapped, control))
+    except Exception:
+        dist.destroy_process_group(control)
+        raise
+    _run_dense_in_evaluation(sharded)
     attach(sharded)
-    if ranks.rank == 0:
-        groups = f"{sharded.num_groups} process groups for holder sets, rank 0 in {sharded.num_own_groups}"
-        logger.info("%s: %s", KEY, groups)
+    if dist.get_rank() == 0:
+        logger.info("%s: rank 0 is in %d process groups", KEY, sharded.groups.num_groups)
     return module
 
 
-def shard(start: Start, wrapped: Collection[str] = ()) -> ShardedModel:
-    """Plan, mask, materialize, shard.
+def _checked(
+    module: nn.Module, mesh: DeviceMesh | None, block: Mapping[str, Any] | None, options: ShardOptions
+) -> SubnetworkConfig:
+    config = parsed(block)
+    check_call(module, mesh, config, options)
+    return config
+
+
+@dataclass
+class Start:
+    """A model that is about to be sharded.
 
     Args:
+        mesh: the data-parallel ranks.
+        columns: the data-parallel ranks of each tensor-parallel rank; none without tensor parallelism.
         wrapped: names of modules whose wrappers are off for the moment.
+        control: gloo group of all ranks.
+        tensor_parallel: None without.
+        deferred: weights of a model that was built under `Init`; None if they are there, or on the meta device.
+        state_names: of its state dict, each with the dense name of its tensor.
+        plan: in the coordinates of the dense model.
+        mask: of the plan in those of this rank's tensors.
+        units: of all ranks.
     """
-    module, mesh = start.module, start.mesh
-    state_names = run_on_all_ranks(start.ranks, partial(_state_names, module))
-    tensor_parallel = start.tensor_parallel
-    deferred = run_on_all_ranks(start.ranks, partial(_deferred, module)) if tensor_parallel is None else None
 
-    def plan_and_mask() -> tuple[tuple[Plan, float, ShardedMask, list[LocatedBranch]], list[ShardedUnit], Synchronized]:
-        branches = locate_branches(module)
-        plan, warnings = plan_model(module, start.block, mesh.size(), branches=branches)
-        check_not_ignored(module, plan, start.options.ignored_params)
-        check_buffers(module, plan)
-        if tensor_parallel is not None:
-            check_per_head(module, branches)
-            tensor_parallel.take_local(module)
-            refuse_model(module)
-        warnings += check_descriptions(module, branches, plan, start.device)
-        costs = unit_costs(module, plan.units)
-        if start.ranks.rank == 0:
-            for warning in warnings:
-                logger.warning("%s: %s", KEY, warning)
-            logger.info("%s\n%s", KEY, plan.table(costs))
-        model = RankModel(plan, tuple(dense_tensors(module)), PieceViews(named_tensors(module)), mesh.get_local_rank())
-        mask = ShardedMask(module, model, branches, scales=start.block.dense_branch_scale == "coverage")
-        mask.check()
-        check_not_wrapped_inside(plan, branches, wrapped)
-        coverage = plan.mean_coverage([cost.flops for cost in costs])
-        synchronized = synchronized_over(module, model, branches)
-        return (plan, coverage, mask, branches), list(block_units(module, model, branches)), synchronized
+    module: nn.Module
+    block: SubnetworkConfig
+    mesh: DeviceMesh
+    options: ShardOptions
+    columns: Sequence[tuple[int, ...]]
+    wrapped: Collection[str]
+    control: Any
+    tensor_parallel: TensorParallel | None = None
+    deferred: DeferredWeights | None = None
+    state_names: Mapping[str, str] = field(default_factory=dict)
+    plan: Plan = field(init=False)
+    mask: Mask = field(init=False)
+    units: Sequence[Unit] = ()
 
-    with tensor_parallel or nullcontext():
-        planned, blocks, synchronized = run_on_all_ranks(start.ranks, plan_and_mask)
-        plan, coverage, mask, branches = planned
-        check_same_plan(plan, start.ranks)
-    mask.apply_on(start.device, is_deferred=deferred is not None)
-    if deferred is not None:
-        world = Communicator(dist, mesh.get_group(), objects=start.ranks)
-        seed = start.ranks.gather_objects(deferred.seed)[0]
-        run_on_all_ranks(start.ranks, lambda: materialize(deferred, mask, start.device, seed))
-        try:
-            check_holders_agree(mask.model, world)
-        except RuntimeError as error:
-            raise ValueError(f"{error}: inside sdp_deepspeed.Init build the same model on every rank") from error
-        for part in mask.split:
-            part.take_values()
-    units = in_model_order(branches, blocks, neuron_units(module, mask.model, branches, mask.split))
-    columns = tensor_parallel.columns if tensor_parallel else ()
-    meshes, num_groups = make_meshes(mesh, (unit.holders for unit in units), columns)
-    lacking = mask.lacking_names()
-    ignored = {name for name, parameter in module.named_parameters() if parameter in start.options.ignored_params}
-    shared = shared_tensors(module, units, not_shared=lacking | ignored, everyone=tuple(range(mesh.size())))
-    synchronize(module, synchronized, {holders: own.get_group() for holders, own in meshes.items()})
-    _wrap(start, units, meshes, [module.get_parameter(name) for name in sorted(lacking)])
-    return ShardedModel(
-        module, start.block, mask, mesh, meshes, units, shared, state_names, coverage, num_groups, tensor_parallel
+    @property
+    def device(self) -> torch.device:
+        kind = self.mesh.device_type
+        is_cpu = kind == "cpu"
+        return torch.device(kind) if is_cpu else torch.device(kind, torch.get_device_module(kind).current_device())
+
+
+def _shard(start: Start) -> ShardedModel:
+    """Plan, mask, materialize, shard."""
+    module, options, control = start.module, start.options, start.control
+    start.tensor_parallel = TensorParallel(tuple(start.columns)) if start.columns else None
+    with start.tensor_parallel or nullcontext():
+        run_on_all_ranks(partial(_prepare, start), control)
+        _check_same_plan(start.plan, control)
+        mask, parts = start.mask, parts_of(start.mask)
+        is_scaled = start.block.dense_branch_scale == "coverage"
+        make = partial(DenseModel, mask, parts, is_scaled=is_scaled, policy=options.mp_policy)
+        dense = run_on_all_ranks(partial(make, tensor_parallel=start.tensor_parallel), control)
+    coverage = start.plan.mean_coverage([cost.flops for cost in unit_costs(module, mask.plan.units)])
+    ignored = {name for name, parameter in mask.parameters.items() if parameter in options.ignored_params}
+    holder_sets = {part.holders for own in parts.values() for part in own}
+    groups = Groups(holder_sets, ranks=start.columns or None, control=control)
+    _cut(start, groups)
+    units = held_units(mask, start.units, parts)
+    of_units = _wrap(start, units, groups)
+    owners = {
+        part.path: (module.get_submodule(part.path.rpartition(".")[0]), part.path.rpartition(".")[2])
+        for own in parts.values()
+        for part in own
+        if mask.rank in part.holders
+    }
+    sharded = ShardedModel(
+        *(module, start.block, start.plan, mask, groups, start.mesh, start.device, parts, owners),
+        *([unit.modules for unit in units], dense, start.state_names, frozenset(ignored), coverage),
+        *(start.tensor_parallel, Meetings(f"sdp_deepspeed/fsdp/{next(_numbers)}")),
     )
+    of_root = {part.path for own in parts.values() for part in own if len(part.holders) == groups.data_parallel.size}
+    whole = {path: owners[path] for path in of_root if id(owners[path][0]._parameters[owners[path][1]]) not in of_units}
+    dense.attach(groups, start.device, sharded.shard, whole)
+    dense.cast_like(module.get_submodule(path) for unit in start.units for path in unit.paths)
+    CollectiveOrder(module, sharded.units)
+    return sharded
 
 
-def _wrap(
-    start: Start,
-    units: Sequence[ShardedUnit],
-    meshes: Mapping[tuple[int, ...], DeviceMesh],
-    lacking: Sequence[nn.Parameter],
-) -> None:
-    """FSDP2 itself: each held unit over its holders, then what is left over all ranks."""
+def _prepare(start: Start) -> None:
+    """What this rank can find out by itself; nothing is changed but DTensors, which are put back with an error.
+
+    Raises:
+        ValueError: what cannot be done.
+    """
+    module, options = start.module, start.options
+    start.state_names = _state_names(module)
+    if any(hasattr(tensor, "_sdp_weights") for tensor in named_tensors(module).values()):
+        start.deferred = DeferredWeights(module)
+    branches = locate_branches(module)
+    start.plan, warnings = plan_model(module, start.block, start.mesh.size(), branches=branches)
+    check_not_ignored(module, start.plan, options.ignored_params)
+    check_buffers(module, start.plan)
+    plan = start.plan
+    if start.tensor_parallel is not None:
+        check_per_head(module, branches)
+        start.tensor_parallel.take_local(module)
+        refuse_model(module)
+        column = next(index for index, ranks in enumerate(start.columns) if dist.get_rank() in ranks)
+        plan = start.tensor_parallel.shards(column).local_plan(plan)
+    start.mask = Mask(module, plan, start.mesh.get_local_rank(), branches=branches)
+    start.units = list(units_of(start.mask))
+    check_not_wrapped_inside(start.plan, branches, start.wrapped)
+    if dist.get_rank() == 0:
+        for warning in warnings:
+            logger.warning("%s: %s", KEY, warning)
+        logger.info("%s\n%s", KEY, start.plan.table(unit_costs(module, start.plan.units)))
+
+
+def _cut(start: Start, groups: Groups) -> None:
+    """Apply the mask, and give a model of `Init` what this rank holds. Tensors without elements are moved to the device
+    here, others by FSDP2."""
+    mask, deferred = start.mask, start.deferred
+    lacking = [mask.parameters.get(name, mask.buffers.get(name)) for name in _lacking(mask)]
+    for tensor in lacking if deferred is None else ():
+        if tensor is not None and tensor.is_meta:
+            give(tensor, torch.empty_like(tensor, device=start.device))  # `to_empty` leaves it alone
+    mask.apply()
+    if deferred is not None:
+        seed = gather_objects(deferred.seed, start.control)[0]
+        run_on_all_ranks(lambda: deferred.materialize(mask, start.device, seed), start.control)
+        check_agreement(mask, groups)
+    for tensor in lacking:
+        if tensor is not None and tensor.device != start.device:
+            tensor.data = tensor.data.to(start.device)
+
+
+def _wrap(start: Start, units: Sequence[HeldUnit], groups: Groups) -> set[int]:
+    """FSDP2 itself: each held unit over its holders, then what is left over all ranks.
+
+    Returns:
+        Ids of the parameters of units.
+    """
+    mask, options, mesh = start.mask, start.options, start.mesh
+    meshes = _meshes({unit.holders for unit in units}, groups, mesh, is_divided=bool(start.columns))
     for unit in units:
-        if unit.is_held:
-            _shard_modules(unit.modules, meshes[unit.holders], start.options.arguments())
-    columns = start.tensor_parallel.columns if start.tensor_parallel else ()
-    _shard_modules([start.module], mesh_of_shared(start.mesh, columns), start.options.arguments(*lacking))
-
-
-def _shard_modules(modules: Sequence[nn.Module], mesh: DeviceMesh, arguments: Mapping[str, Any]) -> None:
-    """As one group of FSDP2's. It copies shards, and whole parameters go when nobody refers to them any more; the mask
-    does, so their storage is given back here."""
-    whole = [parameter for module in modules for parameter in module.parameters()]
-    group: Any = list(modules) if len(modules) > 1 else modules[0]
-    torch_fully_shard(group, mesh=mesh, **arguments)
-    remaining = {id(parameter) for module in modules for parameter in module.parameters()}
-    for parameter in whole:
-        if id(parameter) not in remaining:
-            drop(parameter)
+        _shard_modules(unit.modules, meshes[unit.holders], options.arguments())
+    of_units = [parameter for unit in units for module in unit.modules for parameter in module.parameters()]
+    lacking = _lacking(mask)
+    state_dicts.install(start.module, {name: mask.shapes[name] for name in lacking})
+    left_out = [mask.parameters[name] for name in lacking if name in mask.parameters]
+    shared_mesh = _named(mesh, OF_SHARED) if start.columns else mesh
+    _shard_modules([start.module], shared_mesh, options.arguments(*left_out))
+    return {id(parameter) for parameter in of_units if parameter not in options.ignored_params}
 
 
 def _state_names(module: nn.Module) -> dict[str, str]:
-    """Of a state dict, each with the first name of its tensor among the module's parameters and buffers.
+    """Of a state dict, each with the dense name of its tensor.
 
     Raises:
         ValueError: a parameter is in no state dict, so that an export would lack it.
@@ -247,40 +279,93 @@ def _state_names(module: nn.Module) -> dict[str, str]:
     names = {name: first[id(tensor)] for name, tensor in tensors.items() if tensor is not None}
     if missing := sorted({name for name, _ in module.named_parameters()}.difference(names.values())):
         raise ValueError(
-            f"fully_shard: {quoted(missing)} is not in the model's state dict under a name that can be told, so an "
-            "export would lack it: a wrapper or a hook of state dicts gives other names; put it on after fully_shard"
+            f"fully_shard: {quoted(missing)} has another name in the model's state dict; put what renames it, a "
+            "wrapper or a hook, on after fully_shard"
         )
     return names
 
 
-def _deferred(module: nn.Module) -> DeferredWeights | None:
-    """What makes the weights of a model of `Init`; one that is on the meta device for FSDP2's own way stays there."""
-    is_ours = any(hasattr(tensor, "_sdp_weights") for tensor in named_tensors(module).values())
-    return DeferredWeights(module) if is_ours else None
+def _check_same_plan(plan: Plan, control: Any) -> None:
+    """The hash, and which rank has which subnetwork: the hash does not cover that. Every rank calls it.
+
+    Raises:
+        RuntimeError: on all ranks, naming those whose plan is another.
+    """
+    plans = gather_objects((plan.hash, plan.subnetwork_of_rank), control)
+    if different := [rank for rank, other in enumerate(plans) if other != plans[0]]:
+        raise RuntimeError(
+            f"rank {listed(different)} made another plan than rank 0 ({plans[different[0]][0][:12]}, not "
+            f"{plans[0][0][:12]}); give all ranks the same model, config and version of sdp_deepspeed"
+        )
 
 
-def _checked(
-    module: nn.Module, mesh: DeviceMesh | None, block: Mapping[str, Any] | None, options: ShardOptions
-) -> SubnetworkConfig:
-    config = parsed(block)
-    check_call(module, mesh, config, options)
-    return config
+def _lacking(mask: Mask) -> set[str]:
+    """Parameters and buffers of which this rank has nothing."""
+    return {name for name in mask.shapes if not any(mask.is_held(piece) for piece, _ in mask.pieces_of(name))}
 
 
-def _ranks() -> Gatherer:
-    """All ranks, for one model; through the store, as groups come later."""
-    if not dist.is_initialized():
-        raise RuntimeError("sdp_deepspeed.fully_shard: call torch.distributed.init_process_group first")
-    if dist.get_world_size() == 1:
-        return OneRank()
-    rank = dist.get_rank()
-    store: Any = dist.distributed_c10d._get_default_store()
-    number = store.add(f"sdp_deepspeed/sharded_models/{rank}", 1)
-    return StoreGatherer(
-        store,
-        f"sdp_deepspeed/sharded_model/{number}",
-        (rank, dist.get_world_size()),
-        what="sdp_deepspeed.fully_shard",
-        seconds=store.timeout.total_seconds(),
-        notify=logger.warning,
-    )
+def _meshes(
+    holder_sets: set[Holders], groups: Groups, mesh: DeviceMesh, *, is_divided: bool
+) -> dict[Holders, DeviceMesh]:
+    """By holder set that this rank is in; a set of all ranks has the mesh itself."""
+    everyone, axes = tuple(range(mesh.size())), OF_UNITS if is_divided else None
+    meshes = {everyone: _named(mesh, OF_UNITS) if is_divided else mesh}
+    for holders in sorted(holder_sets - {everyone}):
+        own = groups.of(holders)
+        assert own is not None
+        group = own.process_group or group_of_one()
+        meshes[holders] = DeviceMesh.from_group(group, mesh.device_type, mesh_dim_names=axes)
+    return meshes
+
+
+def _named(mesh: DeviceMesh, axes: tuple[str, ...]) -> DeviceMesh:
+    return DeviceMesh.from_group(mesh.get_group(), mesh.device_type, mesh_dim_names=axes)
+
+
+def _shard_modules(modules: Sequence[nn.Module], mesh: DeviceMesh, arguments: Mapping[str, Any]) -> None:
+    """As one group of FSDP2's."""
+    group: Any = list(modules) if len(modules) > 1 else modules[0]
+    before = [parameter for module in modules for parameter in module.parameters()]
+    torch_fully_shard(group, mesh=mesh, **arguments)
+    after = {id(parameter) for module in modules for parameter in module.parameters()}
+    for parameter in before:  # FSDP2 copies shards, and some refer to the whole parameter still
+        if id(parameter) not in after:
+            set_data(parameter, parameter.new_empty(0))
+
+
+# ---- evaluation -----------------------------------------------------------------------------------------------------
+
+
+def _run_dense_in_evaluation(sharded: ShardedModel) -> None:
+    """In evaluation mode without gradients a forward pass is the dense model's."""
+    model, subnetwork = sharded.module, sharded.module.forward
+
+    def before(*_: Any) -> None:
+        if _is_evaluating(model):
+            sharded.begin_evaluation("an evaluation")
+            return
+        if sharded.is_dense:
+            raise RuntimeError("inside sdp_deepspeed.fsdp.dense(model) call the model in eval() and torch.no_grad()")
+        if not torch.is_grad_enabled() and not sharded.has_warned:
+            sharded.has_warned = True
+            logger.warning("%s: in training mode a forward pass is a subnetwork's; the dense one needs eval()", KEY)
+        sharded.meetings.passing()
+        sharded.has_trained = True
+
+    def after(*_: Any) -> None:
+        """FSDP2 keeps the root gathered for backward. Without one an optimizer that is made now, clipping, and the next
+        pass after a step would take the copies for the weights."""
+        if not torch.is_grad_enabled():
+            sharded.reshard()
+
+    @wraps(subnetwork)
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        return sharded.dense(*args, **kwargs) if _is_evaluating(model) else subnetwork(*args, **kwargs)
+
+    vars(model)["forward"] = forward
+    model.register_forward_pre_hook(torch.compiler.disable(before), prepend=True)
+    model.register_forward_hook(torch.compiler.disable(after))
+
+
+def _is_evaluating(model: nn.Module) -> bool:
+    return not model.training and not torch.is_grad_enabled()

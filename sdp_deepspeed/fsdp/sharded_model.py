@@ -1,140 +1,159 @@
-"""A model whose units are sharded over their holders: what every part of this room works with."""
+"""What `fully_shard` makes: a model whose units are sharded over their holders, and what is known of it."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from sdp_deepspeed.config import SubnetworkConfig
-from sdp_deepspeed.distributed.host_group import HostGroup
+from sdp_deepspeed.core.masking import Mask
+from sdp_deepspeed.core.masking.batch_norm import average_running_statistics
+from sdp_deepspeed.core.parallel.agree import Meetings
+from sdp_deepspeed.core.parallel.groups import Groups
 from sdp_deepspeed.engine.fsdp_refusals import SHARDED
-from sdp_deepspeed.fsdp.pieces import HeldTensor, ShardedUnit
-from sdp_deepspeed.fsdp.shard_fetcher import ShardFetcher
-from sdp_deepspeed.fsdp.sharded_mask import ShardedMask
+from sdp_deepspeed.fsdp.dense_model import DenseModel
+from sdp_deepspeed.fsdp.parts import Part
 from sdp_deepspeed.fsdp.tensor_parallel import TensorParallel
-from sdp_deepspeed.layout.rank_model import RankModel
-from sdp_deepspeed.masking.dense_view import DenseView
 from sdp_deepspeed.plan.plan import Plan
 from sdp_deepspeed.plan.shards import UNDIVIDED, Shards
 
 _ATTRIBUTE = "_sdp_sharded"
+# Of the axis of each mesh under tensor parallelism. They differ, so that no unit's mesh is equal to that of what is
+# shared: over DTensors of several meshes `torch.nn.utils.clip_grad_norm_` raises, where it would miss parts.
+OF_UNITS, OF_SHARED = ("sdp_holders",), ("sdp_shared",)
 
 
 @dataclass
 class ShardedModel:
     """
     Args:
-        module: the model, sharded, this rank's subnetwork.
-        block: the parsed config block.
-        mask: applied to the module before it was sharded.
-        mesh: of all data-parallel ranks.
-        meshes: by holder set (ranks, ascending), for sets that this rank is in.
-        units: in the order of the model.
-        shared: parameters that every rank has, sharded over the whole mesh.
-        state_names: of the dense model's state dict, each with the first name of its tensor in the module.
+        module: sharded.
+        block: parsed.
+        plan: in the coordinates of the dense model.
+        mask: applied before the module was sharded. Its parameters are gone; pieces, shapes and buffers are there.
+        groups: of the holder sets.
+        mesh: of the data-parallel ranks.
+        device: of the collectives.
+        parts: of all parameters, by dense name.
+        owners: by the path of a parameter that this rank has, its module and name there.
+        units: modules of each unit that this rank holds, in the order in which they run.
+        dense: the dense model.
+        state_names: of the dense model's state dict, each with the dense name of its tensor.
+        ignored: dense names of the parameters that FSDP2 ignores.
         coverage: C of the plan, units weighted by their FLOPs.
-        num_groups: process groups made for holder sets, beside the mesh's own.
-        tensor_parallel: what units are divided over beside; all else here is of this rank's part of each tensor.
-        host: all ranks, over gloo; its collectives are the checkpoints'.
-        fetcher: of units, from their holders' shards to the ranks that lack them.
-        view: what makes the module the dense model for a while.
+        tensor_parallel: None without.
     """
 
     module: nn.Module
     block: SubnetworkConfig
-    mask: ShardedMask
+    plan: Plan
+    mask: Mask
+    groups: Groups
     mesh: DeviceMesh
-    meshes: dict[tuple[int, ...], DeviceMesh]
-    units: Sequence[ShardedUnit]
-    shared: Sequence[HeldTensor]
+    device: torch.device
+    parts: Mapping[str, Sequence[Part]]
+    owners: Mapping[str, tuple[nn.Module, str]]
+    units: Sequence[Sequence[Any]]
+    dense: DenseModel
     state_names: Mapping[str, str]
+    ignored: frozenset[str]
     coverage: float
-    num_groups: int
     tensor_parallel: TensorParallel | None
-    host: HostGroup = field(init=False)
-    fetcher: ShardFetcher = field(init=False)
-    view: DenseView = field(init=False)
-
-    @property
-    def plan(self) -> Plan:
-        """Who holds what, the same on every rank."""
-        return self.mask.model.plan
-
-    @property
-    def rank_model(self) -> RankModel:
-        """The plan, and the dense shapes. Its tensors are those from before they were sharded."""
-        return self.mask.model
+    meetings: Meetings
+    is_dense: bool = False  # inside of `dense(model)`
+    has_warned: bool = False
+    has_trained: bool = True  # since running statistics were averaged
 
     @property
     def rank(self) -> int:
-        """Of this process in the mesh."""
-        return self.rank_model.rank
+        """Data-parallel index of this rank."""
+        return self.groups.rank
 
     @property
     def shards(self) -> Shards:
-        """What this rank has of the dense model's tensors under tensor parallelism, before FSDP2 shards that."""
-        tensor_parallel = self.tensor_parallel
-        return UNDIVIDED if tensor_parallel is None else tensor_parallel.shards(self.mesh.get_rank())
+        return (
+            UNDIVIDED if self.tensor_parallel is None else self.tensor_parallel.shards(self.groups.tensor_parallel_rank)
+        )
 
-    @property
-    def num_own_groups(self) -> int:
-        """Of these groups, those that this rank is in; what each costs: README.md, "Groups"."""
-        return sum(1 < len(holders) < self.mesh.size() for holders in self.meshes)
+    def held_parts(self) -> Iterator[Part]:
+        """Parts of which this rank has a shard."""
+        for name, parts in self.parts.items():
+            if name not in self.ignored:
+                yield from (part for part in parts if self.rank in part.holders)
 
-    @property
-    def held_units(self) -> list[ShardedUnit]:
-        return [unit for unit in self.units if unit.is_held]
+    def parameter(self, part: Part) -> Any:
+        """A held part as the model has it now: sharded, unless it is gathered."""
+        module, name = self.owners[part.path]
+        return module._parameters[name]
 
-    def held_tensors(self) -> list[HeldTensor]:
-        """All parameters of this rank's subnetwork: the shared ones, then unit by unit."""
-        return [*self.shared, *(tensor for unit in self.units for tensor in unit.tensors)]
+    def shard(self, part: Part) -> torch.Tensor:
+        """This rank's shard of a held part, while that is sharded."""
+        return local_of(self.parameter(part))
 
     def reshard(self) -> None:
-        """Have every parameter be its shard (a DTensor) in the module, whatever a forward pass has left gathered."""
-        for unit in self.held_units:
-            unit.fsdp.reshard()
+        """Free what a forward pass has left gathered, so that parameters are shards."""
+        self.reshard_units()
         root: Any = self.module
         root.reshard()
 
-    def parameter(self, tensor: HeldTensor) -> Any:
-        """The DTensor in the module; only while the model is sharded (`reshard`)."""
-        return self.module.get_parameter(tensor.name)
+    def reshard_units(self) -> None:
+        for modules in self.units:
+            modules[0].reshard()
 
-    def local(self, tensor: HeldTensor) -> torch.Tensor:
-        """This rank's shard, which shares memory with the module's; no rows where there are fewer than holders. Its
-        unit is freed if a forward pass has left it gathered."""
-        if not isinstance(self.parameter(tensor), DTensor):
-            next(unit for unit in self.held_units if tensor in unit.tensors).fsdp.reshard()
-        shard: torch.Tensor = self.parameter(tensor).detach().to_local()
-        return shard
+    def begin_evaluation(self, what: str) -> None:
+        """Make the state that of the dense model; every rank calls it.
+
+        Args:
+            what: the call that needs it, for messages.
+        """
+        self.reshard_units()
+        if self.has_trained:
+            self.meetings.meet(what)
+            self.average_statistics()
+
+    def average_statistics(self) -> None:
+        """Of batch norms, if the model was trained since; every rank calls it."""
+        if self.has_trained:
+            average_running_statistics(self.mask, self.groups.data_parallel.process_group, self.device)
+            self.has_trained = False
+
+
+def local_of(tensor: Any) -> torch.Tensor:
+    """What this rank has of a DTensor, or of another tensor; detached."""
+    local: torch.Tensor = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+    return local.detach()
 
 
 def attach(sharded: ShardedModel) -> None:
-    """Have `sharded_model_of` find it; once. Hosts that cannot take it over refuse it."""
-    object.__setattr__(sharded.module, _ATTRIBUTE, sharded)
+    setattr(sharded.module, _ATTRIBUTE, sharded)
     SHARDED.add(sharded.module)
 
 
 def is_sharded(module: object) -> bool:
-    """Whether `sharded_model_of` knows it."""
-    return isinstance(module, nn.Module) and _ATTRIBUTE in vars(module)
+    """Whether `sdp_deepspeed.fully_shard` returned it."""
+    return _ATTRIBUTE in getattr(module, "__dict__", {})
 
 
 def sharded_model_of(module: nn.Module) -> ShardedModel:
-    """What `fully_shard` made of a model.
+    """What is known of a model that `sdp_deepspeed.fully_shard` returned: its plan and coverage, for logs.
 
     Raises:
-        ValueError: it was not called with the model.
+        ValueError: it did not.
     """
-    sharded = vars(module).get(_ATTRIBUTE)
-    if not isinstance(sharded, ShardedModel):
-        raise ValueError(
-            f"{type(module).__name__} was not sharded by sdp_deepspeed.fully_shard: give the model that it returned"
-        )
-    return sharded
+    if not is_sharded(module):
+        raise ValueError(f"{type(module).__name__} was not sharded by sdp_deepspeed.fully_shard; call that first")
+    found: ShardedModel = vars(module)[_ATTRIBUTE]
+    return found
+
+
+def device_type() -> str:
+    """Of a mesh that nobody gave: the accelerator's, unless there is none or all groups are gloo's."""
+    accelerator = torch.accelerator.current_accelerator()
+    return "cpu" if accelerator is None or dist.get_backend() == "gloo" else accelerator.type

@@ -7,29 +7,23 @@ another way, the file would have a part of the model.
 
 from __future__ import annotations
 
-import hashlib
-import json
 from collections.abc import Mapping, Sequence
 from functools import partial
-from typing import Any, NoReturn, TypeVar
+from typing import Any, NoReturn, cast
 
 import torch
 from torch import nn
 
-from sdp_deepspeed.fsdp.piece_table import PieceTable
-from sdp_deepspeed.masking.block import BlockPart
-from sdp_deepspeed.masking.mixins import Hook, PartialTensor
+from sdp_deepspeed.core.masking.partial import PartialTensor
 
-WAY = (
-    "Save it with torch.distributed.checkpoint on all ranks, or with sdp_deepspeed.fsdp.CheckpointManager; the whole "
-    "model is sdp_deepspeed.fsdp.full_state_dict(model) and save_pretrained(model, folder)"
+_WAY = (
+    "save it with torch.distributed.checkpoint on all ranks or sdp_deepspeed.fsdp.CheckpointManager; the whole model "
+    "is sdp_deepspeed.fsdp.full_state_dict(model)"
 )
-T = TypeVar("T", bound="LackingTensor")
-Shapes = Mapping[str, torch.Size]
 
 
 class LackingTensor(PartialTensor):
-    """Stands in a state dict for a tensor of a unit that this rank lacks.
+    """Stands in a state dict for a tensor that this rank lacks.
 
     To DCP it is a tensor of the dense shape without anything of it here (the methods with underscores are what DCP asks
     tensors of other kinds for), and so are its copies on the host. Whatever else is done with it raises.
@@ -38,10 +32,10 @@ class LackingTensor(PartialTensor):
     _dense_shape: torch.Size
 
     @classmethod
-    def like(cls: type[T], refusal: str, shape: Sequence[int]) -> T:
+    def like(cls, refusal: str, shape: Sequence[int]) -> LackingTensor:
         made: Any = cls.of(refusal)
         made._dense_shape = torch.Size(shape)
-        return made
+        return cast(LackingTensor, made)
 
     @property
     def device(self) -> torch.device:  # type: ignore[override]
@@ -53,10 +47,10 @@ class LackingTensor(PartialTensor):
     def data_ptr(self) -> int:
         return 0
 
-    def to(self: T, *_: Any, **__: Any) -> T:
+    def to(self, *_: Any, **__: Any) -> LackingTensor:
         return self
 
-    def new_empty(self: T, *_: Any, **__: Any) -> T:
+    def new_empty(self, *_: Any, **__: Any) -> LackingTensor:
         return self
 
     def __create_write_items__(self, *_: Any) -> list[Any]:
@@ -66,75 +60,55 @@ class LackingTensor(PartialTensor):
         return []
 
 
-class PiecesTensor(torch.Tensor):
-    """Stands in a state dict beside the pieces of a branch that this rank has: a digest of what all of them are, since
-    under another plan other pieces have their names. DCP saves it; by `torch.save` or safetensors, with the rest of the
-    state dict, it raises.
-    """
+class _PartsTensor(torch.Tensor):
+    """Stands in a state dict beside the parts that this rank has. DCP saves it; by `torch.save` or safetensors, with
+    the rest of the state dict, it raises."""
 
-    _refusal: str
     __torch_function__: Any = torch._C._disabled_torch_function_impl  # what is made of it is an ordinary tensor
 
-    @classmethod
-    def of(cls, table: PieceTable, name: str) -> PiecesTensor:
-        made: Any = digest(table).as_subclass(cls)
-        made._refusal = f"this rank holds some pieces of {name}, so its state dict is partial. {WAY}"
-        return made
-
     def __reduce_ex__(self, protocol: Any) -> NoReturn:
-        raise RuntimeError(self._refusal)
+        raise RuntimeError(f"this rank holds some neurons or heads, so its state dict is partial; {_WAY}")
 
     def is_contiguous(self, *_: Any, **__: Any) -> NoReturn:  # as safetensors asks
-        raise RuntimeError(self._refusal)
+        self.__reduce_ex__(4)
 
 
-def digest(table: PieceTable) -> torch.Tensor:
-    """Of a branch's pieces, as 4 integers."""
-    pieces = {
-        number: sorted((t.name, t.dim, t.intervals) for t in table.tensors(number).values()) for number in table.sets
-    }
-    raw = hashlib.sha256(json.dumps(pieces).encode()).digest()
-    numbers = [int.from_bytes(raw[8 * i : 8 * i + 7], "big") for i in range(4)]
-    return torch.tensor(numbers, dtype=torch.int64, device="cpu")
+class PartsDict(nn.ModuleDict):
+    """The parts of a layer's branches that this rank has."""
+
+    def get_extra_state(self) -> torch.Tensor:
+        return torch.zeros(1, dtype=torch.uint8, device="cpu").as_subclass(_PartsTensor)
+
+    def set_extra_state(self, state: Any) -> None:
+        """Nothing to set."""
 
 
-def check_pieces(table: PieceTable, name: str, stored: Any) -> None:
-    """ValueError if a state dict is of other pieces."""
-    if not (isinstance(stored, torch.Tensor) and torch.equal(stored.cpu(), digest(table))):
-        raise ValueError(
-            f"{name}: the state dict is of another plan, whose pieces of neurons or heads are others under the same "
-            "names: resume with the same block, number of ranks and assignment, or load a checkpoint of "
-            "sdp_deepspeed.fsdp.CheckpointManager, which fits any plan"
-        )
+def install(model: nn.Module, lacking: Mapping[str, torch.Size]) -> None:
+    """Have state dicts of a model say what this rank lacks, and have it load such state dicts, or the dense model's, of
+    whose lacking tensors it takes nothing.
 
-
-def show_as_lacking(part: BlockPart) -> list[Any]:
-    """Have state dicts of a lacking unit's modules say so, and these modules load such state dicts, or the dense
-    model's, of which they take nothing.
-
-    Returns:
-        Handles of the hooks.
+    Args:
+        lacking: shapes of the tensors of which this rank has nothing, by dense name.
     """
-    text = f"this rank lacks {part.name}, so its state dict would be partial. {WAY}"
-    shapes = {id(tensor): stand_in.shape for tensor, stand_in in part.stand_ins().items()}
-    handles: list[Any] = []
-    for module in {inner: None for outer in part.modules for inner in outer.modules()}:
-        own = {**module._parameters, **module._buffers}
-        lacking = {name: shapes[id(tensor)] for name, tensor in own.items() if id(tensor) in shapes}
-        if lacking:
-            handles.append(module.register_state_dict_post_hook(Hook(partial(_show, part, text, lacking))))
-            handles.append(module.register_load_state_dict_pre_hook(Hook(partial(_leave, part, lacking))))
-    return handles
+    by_owner: dict[str, dict[str, torch.Size]] = {}
+    for name, shape in lacking.items():
+        owner, _, own = name.rpartition(".")
+        by_owner.setdefault(owner, {})[own] = shape
+    for owner, shapes in by_owner.items():
+        module = model.get_submodule(owner)
+        module.register_state_dict_post_hook(partial(_show, shapes))
+        module.register_load_state_dict_pre_hook(partial(_leave, shapes))
 
 
-def _show(part: BlockPart, text: str, shapes: Shapes, _: nn.Module, state: Any, prefix: str, *__: Any) -> None:
-    for name in shapes:
-        if f"{prefix}{name}" in state and not part.dense:
-            state[f"{prefix}{name}"] = LackingTensor.like(text, shapes[name])
-
-
-def _leave(part: BlockPart, shapes: Shapes, module: nn.Module, state: Any, prefix: str, *_: Any) -> None:
+def _show(shapes: Mapping[str, torch.Size], _: nn.Module, state: Any, prefix: str, *__: Any) -> None:
     for name, shape in shapes.items():
-        given = state.get(f"{prefix}{name}")
-        if given is not None and not part.dense and given.size() == shape:
-            state[f"{prefix}{name}"] = getattr(module, name)
+        if prefix + name in state:
+            text = f"this rank lacks {prefix}{name}, so its state dict is partial; {_WAY}"
+            state[prefix + name] = LackingTensor.like(text, shape)
+
+
+def _leave(shapes: Mapping[str, torch.Size], module: nn.Module, state: Any, prefix: str, *_: Any) -> None:
+    for name, shape in shapes.items():
+        given = state.get(prefix + name)
+        if given is not None and given.size() == shape:
+            state[prefix + name] = getattr(module, name)

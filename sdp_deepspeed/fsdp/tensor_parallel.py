@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -20,16 +21,15 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Shard
 
 from sdp_deepspeed.architectures import LocatedBranch
-from sdp_deepspeed.distributed.agreement import Gatherer
-from sdp_deepspeed.fsdp.pieces import rows_of
-from sdp_deepspeed.masking.mixins import RefusePartial, never
+from sdp_deepspeed.core.masking.partial import PartialTensor
+from sdp_deepspeed.core.parallel.agree import gather_objects
+from sdp_deepspeed.fsdp.parts import chunk
 from sdp_deepspeed.messages import listed, quoted
 from sdp_deepspeed.plan.shards import Division, Shards
 
-_WAY = (
-    "Under tensor parallelism the parts of all its ranks have one name and shape, so that of each only one would be "
-    "saved: sdp_deepspeed.fsdp.CheckpointManager saves all of them, and full_state_dict(model) and "
-    "save_pretrained(model, folder) are the whole model"
+_REFUSAL = (
+    "under tensor parallelism the parts of all its ranks have one name, so only one would be saved; use "
+    "sdp_deepspeed.fsdp.CheckpointManager or full_state_dict"
 )
 
 
@@ -56,7 +56,7 @@ class _Whole:
         if not isinstance(placement, Shard):
             return None
         dim = placement.dim % len(self.shape)
-        ends = [rows_of(place, size, self.shape[dim]) for place in range(size)]
+        ends = [chunk(self.shape[dim], place, size) for place in range(size)]
         return Division(tuple(self.shape), dim, tuple(stop - start for start, stop in ends))
 
     def around(self, local: torch.Tensor) -> DTensor:
@@ -82,13 +82,6 @@ class TensorParallel:
     def size(self) -> int:
         return len(self.columns)
 
-    @property
-    def layout(self) -> int | list[list[int]]:
-        """What tells it from others: its size where ranks of a group follow one another, else the columns."""
-        size, num_ranks = self.size, sum(map(len, self.columns))
-        in_order = tuple(tuple(range(place, num_ranks, size)) for place in range(size))
-        return size if self.columns == in_order else [list(column) for column in self.columns]
-
     def take_local(self, module: Any) -> None:
         """Replace all DTensors of a model by their local parts; who was one parameter stays one."""
         local: dict[int, nn.Parameter] = {}
@@ -106,7 +99,7 @@ class TensorParallel:
             if wholes:
                 self._hooks += _show_while_it_runs(inner, wholes)
             if any(whole.is_divided for whole in wholes.values()):
-                self._hooks.append(inner.register_state_dict_post_hook(RefusePartial(path, never, _WAY)))
+                self._hooks.append(inner.register_state_dict_post_hook(partial(_refuse, wholes)))
 
     def __enter__(self) -> TensorParallel:
         return self
@@ -121,25 +114,18 @@ class TensorParallel:
         self._given.clear()
         self._hooks.clear()
 
-    def place(self, rank: int) -> int:
-        """In the tensor-parallel group."""
-        return next(place for place, column in enumerate(self.columns) if rank in column)
-
-    def shards(self, rank: int) -> Shards:
-        """What one rank has of each parameter."""
+    def shards(self, index: int) -> Shards:
+        """What one tensor-parallel rank has of each parameter."""
         divisions = {name: whole.division(self.size) for name, whole in self._wholes.items()}
-        return Shards(self.place(rank), self.size, {name: known for name, known in divisions.items() if known})
+        return Shards(index, self.size, {name: known for name, known in divisions.items() if known})
 
     def is_divided(self, name: str) -> bool:
         """Whether tensor-parallel ranks have different parts of a parameter; else they have the same."""
         return name in self._wholes and self._wholes[name].is_divided
 
-    def full(self, name: str, local: torch.Tensor) -> torch.Tensor:
-        """All of a parameter, from this rank's part of it; all tensor-parallel ranks call it."""
-        if not self.is_divided(name):
-            return local
-        whole = self._wholes[name]
-        return whole.around(local.to(whole.mesh.device_type)).full_tensor()
+    def around(self, name: str, local: torch.Tensor) -> torch.Tensor:
+        """The DTensor of which this rank has a local part; that itself, if the parameter was no DTensor."""
+        return self._wholes[name].around(local) if name in self._wholes else local
 
 
 def check_per_head(module: nn.Module, branches: Sequence[LocatedBranch]) -> None:
@@ -169,7 +155,7 @@ def _is_divided(tensor: torch.Tensor) -> bool:
     return isinstance(tensor, DTensor) and _Whole.of(tensor).is_divided
 
 
-def columns_of(module: nn.Module, mesh: DeviceMesh, ranks: Gatherer) -> tuple[tuple[int, ...], ...]:
+def columns_of(module: nn.Module, mesh: DeviceMesh, control: Any) -> tuple[tuple[int, ...], ...]:
     """The data-parallel meshes of all tensor-parallel ranks, this rank's among them; none where there is one for all.
     Every rank calls it.
 
@@ -178,20 +164,20 @@ def columns_of(module: nn.Module, mesh: DeviceMesh, ranks: Gatherer) -> tuple[tu
     """
     meshes = {p.device_mesh for p in module.parameters() if isinstance(p, DTensor)}
     own = tuple(mesh.mesh.tolist())
-    gathered = ranks.gather_objects((own, [tuple(other.mesh.flatten().tolist()) for other in meshes]))
+    gathered = gather_objects((own, [tuple(other.mesh.flatten().tolist()) for other in meshes]), control)
     columns = tuple(sorted({column for column, _ in gathered}))
     if len(columns) == 1 and not any(rows for _, rows in gathered):
         return ()
     rows = set(zip(*columns, strict=False))
     everybody = sorted(rank for column in columns for rank in column)
     of_dtensors = sorted({row for _, own_rows in gathered for row in own_rows})
-    is_grid = everybody == list(range(ranks.size)) and len({len(column) for column in columns}) == 1
+    is_grid = everybody == list(range(len(gathered))) and len({len(column) for column in columns}) == 1
     if not is_grid or any(
         other not in rows or rank not in other for rank, (_, own) in enumerate(gathered) for other in own
     ):
         raise ValueError(
             f"fully_shard: mesh: got ranks {listed(columns)} on different ranks, and DTensors over ranks "
-            f"{listed(of_dtensors)}, expected both to be axes of one mesh of all {ranks.size} ranks: "
+            f"{listed(of_dtensors)}, expected both to be axes of one mesh of all {len(gathered)} ranks: "
             'init_device_mesh(..., (dp, tp), mesh_dim_names=("dp", "tp")), then mesh["tp"] for '
             'parallelize_module and mesh["dp"] here'
         )
@@ -211,3 +197,9 @@ def _show_while_it_runs(module: nn.Module, wholes: dict[str, _Whole]) -> list[An
             vars(inner).pop(name, None)
 
     return [module.register_forward_pre_hook(show), module.register_forward_hook(hide, always_call=True)]
+
+
+def _refuse(wholes: dict[str, _Whole], _: nn.Module, state: Any, prefix: str, *__: Any) -> None:
+    for name, whole in wholes.items():
+        if whole.is_divided and prefix + name in state:
+            state[prefix + name] = PartialTensor.of(f"{prefix}{name}: {_REFUSAL}")

@@ -7,9 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
-from torch.distributed.nn.functional import all_reduce
 
 from sdp_deepspeed.architectures import Branch, register
 from tests.helpers.models import config
@@ -21,55 +19,14 @@ WIDTH, NUM_LAYERS, NUM_CLASSES = 6, 4, 5
 class Layer(nn.Module):
     """A residual layer whose norms are inside of its branch."""
 
-    norm: type[nn.Module] = nn.BatchNorm2d
-
     def __init__(self, width: int = WIDTH, *, momentum: float | None = 0.1) -> None:
         super().__init__()
-        norms = [self.norm(width, momentum=momentum) for _ in range(2)]
+        norms = [nn.BatchNorm2d(width, momentum=momentum) for _ in range(2)]
         convolutions = [nn.Conv2d(width, width, 3, padding=1, bias=False) for _ in range(2)]
         self.body = nn.Sequential(convolutions[0], norms[0], nn.ReLU(), convolutions[1], norms[1])
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return x + self.body(x)
-
-
-class GlooSyncBatchNorm(nn.SyncBatchNorm):
-    """Computes on CPUs what PyTorch's own does on GPUs, in the same group, forward and backward.
-
-    Attributes:
-        seen: inputs and outputs in training.
-    """
-
-    def __init__(self, *args: Any, **options: Any) -> None:
-        super().__init__(*args, **options)
-        self.seen: list[tuple[torch.Tensor, torch.Tensor]] = []
-
-    def forward(self, input: torch.Tensor) -> torch.Tensor:
-        if not self.training:
-            takes_its_own = self.running_mean is None
-            values = self.running_mean, self.running_var, self.weight, self.bias, takes_its_own, 0.0, self.eps
-            return nn.functional.batch_norm(input, *values)
-        group = dist.group.WORLD if self.process_group is None else self.process_group
-        size, dims = input[:, 0].numel() * dist.get_world_size(group), [0, *range(2, input.dim())]
-        sums = all_reduce(torch.stack([input.sum(dims), input.square().sum(dims)]), group=group)
-        mean, variance = sums[0] / size, sums[1] / size - (sums[0] / size).square()
-        with torch.no_grad():
-            for running, value in ((self.running_mean, mean), (self.running_var, variance * size / (size - 1))):
-                assert running is not None
-                running.lerp_(value, self.momentum or 0.0)
-            assert self.num_batches_tracked is not None
-            self.num_batches_tracked.add_(1)
-        shape = [1, -1, *[1] * (input.dim() - 2)]
-        scaled = (input - mean.view(shape)) * (variance + self.eps).rsqrt().view(shape)
-        result = scaled * self.weight.view(shape) + self.bias.view(shape)
-        self.seen.append((input.detach(), result.detach()))
-        return result
-
-
-class SyncLayer(Layer):
-    """Of a user who converted the model before it was given away."""
-
-    norm = GlooSyncBatchNorm
 
 
 register(Layer, Branch("residual", body="body"))
@@ -78,12 +35,12 @@ register(Layer, Branch("residual", body="body"))
 class Net(nn.Module):
     """Images and classes in, a loss out; logits without classes."""
 
-    def __init__(self, layer: type[Layer] = Layer, *, momentum: float | None = 0.1) -> None:
+    def __init__(self, *, momentum: float | None = 0.1) -> None:
         super().__init__()
         torch.manual_seed(3)
         self.stem = nn.Conv2d(3, WIDTH, 3, padding=1)
-        self.norm = layer.norm(WIDTH, momentum=momentum)
-        self.layers = nn.ModuleList(layer(momentum=momentum) for _ in range(NUM_LAYERS))
+        self.norm = nn.BatchNorm2d(WIDTH, momentum=momentum)
+        self.layers = nn.ModuleList(Layer(momentum=momentum) for _ in range(NUM_LAYERS))
         self.dropout = nn.Dropout(0.5)
         self.head = nn.Linear(WIDTH, NUM_CLASSES)
 

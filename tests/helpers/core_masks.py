@@ -33,8 +33,6 @@ IN_SHORT = (
     "deepseek_v2",
     "resnet",
     "llama_one_layer",
-    "own",
-    "tied",
 )
 MODES: tuple[tuple[str, str], ...] = tuple((r, s) for r in ("forward", "backward") for s in ("block", "neuron"))
 # Narrower products and sums of parts add in another order: at most 61 terms, each rounded by 2**-24 of a partial sum,
@@ -85,7 +83,8 @@ def tokens(seed: int = 3) -> torch.Tensor:
 
 
 def run(model: Any, **inputs: Any) -> tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]:
-    """Loss, logits and gradients."""
+    """Loss, logits and gradients, with the same random numbers each time."""
+    torch.manual_seed(3)
     output = model(**models.inputs_of(model, tokens()), **inputs)
     output.loss.backward()
     gradients = {n.removeprefix("_orig_mod."): p.grad for n, p in model.named_parameters() if p.grad is not None}
@@ -130,6 +129,21 @@ def assert_gradients(mask: Mask, found: Gradients, expected: Gradients) -> None:
         for piece in trained:
             largest = max(floor, float(expected[name].abs().max()))
             assert_close(mask.view(piece, found[name]), piece.narrow(expected[name]), largest)
+
+
+def assert_masked(dense: nn.Module, plan: Plan, rank: int, **inputs: Any) -> tuple[Any, Mask]:
+    """A subnetwork has the loss, the logits and the gradients that it must have.
+
+    Args:
+        inputs: of the model, beside tokens and labels.
+    """
+    expected_loss, expected_logits, expected = run(expected_of(dense, plan, rank), **inputs)
+    model, mask = masked(dense, plan, rank)
+    loss, logits, found = run(model, **inputs)
+    assert_close(loss, expected_loss)
+    assert_close(logits, expected_logits)
+    assert_gradients(mask, found, expected)
+    return model, mask
 
 
 def fetch(mask: Mask, dense: nn.Module) -> None:

@@ -158,12 +158,15 @@ def dense_tensors(path: Path) -> dict[str, torch.Tensor]:
 def dense_of(parts: list[State]) -> dict[str, torch.Tensor]:
     """All tensors that some ranks have boxes of, each element once."""
     whole: dict[str, torch.Tensor] = {}
+    times: dict[str, torch.Tensor] = {}
     for state in parts:
         for key, boxes in state.items():
-            dense = whole.setdefault(key, torch.full(boxes.shape, float("nan")).to(boxes.dtype))
+            dense = whole.setdefault(key, torch.empty(boxes.shape, dtype=boxes.dtype))
+            written = times.setdefault(key, torch.zeros(boxes.shape, dtype=torch.int32))
             for offsets, values in boxes.parts.items():
-                place = dense[tuple(slice(o, o + n) for o, n in zip(offsets, values.shape, strict=True))]
-                assert place.isnan().all(), f"{key}: two ranks have {offsets}"
-                place.copy_(values)
-    assert not [key for key, dense in whole.items() if dense.isnan().any()]
+                place = tuple(slice(o, o + n) for o, n in zip(offsets, values.shape, strict=True))
+                dense[place].copy_(values)
+                written[place] += 1
+    wrong = [key for key, written in times.items() if not bool((written == 1).all())]
+    assert not wrong, f"not written once: {wrong}"
     return whole

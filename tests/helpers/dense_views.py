@@ -14,17 +14,9 @@ from safetensors.torch import save
 from torch import nn
 
 from sdp_deepspeed.core.masking.partial import PartialTensor
-from tests.helpers.models import MIXED, VOCABULARY, config
+from tests.helpers.models import VOCABULARY, config
 from tests.helpers.ranks import Rank
 from tests.helpers.training import dense_state, engine_of
-
-CHOICES: list[tuple[str, Any]] = [
-    ("forward", "neuron"),
-    ("forward", MIXED),
-    ("backward", "neuron"),
-    ("backward", "block"),
-    ("backward", MIXED),
-]
 
 
 def engine_with(model: nn.Module, *, holders: int = 2, **block: Any) -> Any:

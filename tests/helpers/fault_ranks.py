@@ -180,7 +180,7 @@ def run_rank(rank: int, size: int, start: Start) -> None:
     # Built at each start behind a lock on the disk, which would outlive a rank killed there; nothing here uses it.
     comm: Any = importlib.import_module("deepspeed.comm.torch")
     comm.build_shm_op = lambda: None
-    method, patience = f"file://{start.folder}/rendezvous", timedelta(seconds=start.limit)
+    method, patience = f"file://{start.folder}/rendezvous", timedelta(seconds=start.limit / 3)
     dist.init_process_group("gloo", init_method=method, rank=rank, world_size=size, timeout=patience)
     torch.manual_seed(0)
     engine = engine_of(start.settings())

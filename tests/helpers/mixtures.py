@@ -88,13 +88,7 @@ MIXTURES: dict[str, tuple[Any, Any, dict[str, Any]]] = {
     ),
     "olmoe": (OlmoeForCausalLM, OlmoeConfig, {**_SHAPE, "intermediate_size": 12, "num_experts": 4}),
 }
-WITH_AUXILIARY_LOSS = ("mixtral", "qwen2_moe", "qwen3_moe", "gpt_oss", "olmoe")
 CUT_EVERYWHERE = tuple(name for name in MIXTURES if name != "olmoe")  # whose norms run over all heads
-
-
-def neurons_of(name: str) -> Any:
-    """The strategy that cuts all that can be cut."""
-    return "neuron" if name in CUT_EVERYWHERE else {"attention": "block", "mlp": "neuron"}
 
 
 def mixture(name: str, **options: Any) -> Any:

@@ -150,8 +150,6 @@ def even(name: str) -> Specimen:
 
 
 ALL_SPECIMENS: dict[str, Specimen] = {**models.SPECIMENS, **SPECIMENS}
-# Whose code and description are those of another.
-TWINS = ("camembert", "deit", "mt5", "xlm_roberta")
 # Biases of keys that are not rotated, or in part: the softmax does not see them, so their gradients are rounding.
 KEY_BIASES = (
     *("bert", "camembert", "electra", "opt", "opt_post_norm", "roberta", "xlm_roberta"),

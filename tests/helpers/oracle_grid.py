@@ -81,7 +81,6 @@ AXES: dict[str, tuple[Any, ...]] = {
     "scheduler": ("none", "warmup"),
     "checkpointing": ("none", "reentrant", "non-reentrant"),
     "dense_branch_scale": ("none", "coverage"),
-    "evaluation": ("auto", "stream"),
 }
 
 
@@ -135,7 +134,6 @@ class Case:
     scheduler: str = "none"
     checkpointing: str = "none"
     dense_branch_scale: str = "none"
-    evaluation: str = "auto"
     nodes: int = 1
 
     def __str__(self) -> str:
@@ -157,7 +155,6 @@ class Case:
             "scheduler": self.scheduler,
             "checkpointing": self.checkpointing,
             "dense_branch_scale": "scaled",
-            "evaluation": self.evaluation,
             "nodes": f"nodes{self.nodes}",
         }
         defaults = {field.name: field.default for field in fields(self)}
@@ -197,7 +194,7 @@ class Case:
         block |= {"subnetworks": self.num_subnetworks} if self.replicas > 1 else {}
         block |= {"shared": [r"0\.mlp"]} if self.units == "shared" else {}
         block |= {"neuron_groups": self.num_subnetworks + 2} if self.units == "groups" else {}
-        for name in ("granularity", "seed", "dense_branch_scale", "evaluation"):
+        for name in ("granularity", "seed", "dense_branch_scale"):
             if getattr(self, name) != type(self).__dataclass_fields__[name].default:
                 block[name] = getattr(self, name)
         return block
@@ -268,7 +265,6 @@ def why_not(case: Case) -> str | None:
         "granularity, units: a layer has both parts": case.granularity == "layer" and case.units != "all",
         "dense_branch_scale, model: a norm would undo it": case.dense_branch_scale == "coverage" and is_resnet,
         "dense_branch_scale, regime": case.dense_branch_scale == "coverage" and case.regime == "backward",
-        "evaluation, regime": case.evaluation == "stream" and case.regime == "backward",
         "rules, holders: one more than there are": case.rules != "none" and case.is_whole,
         "rules, granularity: layers have no parts": case.rules == "parts" and case.granularity == "layer",
         "rules, units: one part": case.rules == "parts" and case.units == "mlp",

@@ -1,4 +1,4 @@
-"""Layers of users who described them, rightly or not."""
+"""Layers of a user who described them."""
 
 from __future__ import annotations
 
@@ -29,28 +29,6 @@ class Attention(nn.Module):
         return self.resid_dropout(self.c_proj(y.transpose(1, 2).reshape(batch, length, -1)))
 
 
-class WithItsOwnSizes(Attention):
-    """As in nanoGPT: sizes from the number of heads and from the residual stream."""
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        batch, length, width = x.size()
-        q, k, v = self.c_attn(x).split(self.n_embd, dim=2)
-        q, k, v = (t.view(batch, length, self.n_head, width // self.n_head).transpose(1, 2) for t in (q, k, v))
-        y = scaled_dot_product_attention(q, k, v, is_causal=True)
-        return self.resid_dropout(self.c_proj(y.transpose(1, 2).contiguous().view(batch, length, width)))
-
-
-class WithSizesOfAWorker(Attention):
-    """As the message tells the author of the one above."""
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        batch, length, _ = x.size()
-        q, k, v = self.c_attn(x).split(self.n_embd, dim=2)
-        q, k, v = (t.view(batch, length, -1, self.head_dim).transpose(1, 2) for t in (q, k, v))
-        y = scaled_dot_product_attention(q, k, v, is_causal=True)
-        return self.resid_dropout(self.c_proj(y.transpose(1, 2).contiguous().view(batch, length, -1)))
-
-
 class GatedMLP(nn.Module):
     """Gates and ups in one projection, one after the other."""
 
@@ -67,11 +45,9 @@ class GatedMLP(nn.Module):
 class Block(nn.Module):
     """A layer that takes one tensor; output projections begin at zero, which would hide a mistake."""
 
-    kind: type[Attention] = Attention
-
     def __init__(self, width: int = 16, num_heads: int = 4) -> None:
         super().__init__()
-        self.ln_1, self.attn, self.drop = nn.LayerNorm(width), self.kind(width, num_heads), nn.Dropout(0.5)
+        self.ln_1, self.attn, self.drop = nn.LayerNorm(width), Attention(width, num_heads), nn.Dropout(0.5)
         self.ln_2, self.mlp = nn.LayerNorm(width), GatedMLP(width)
         for layer in (self.attn.c_proj, self.mlp.down):
             nn.init.zeros_(layer.weight)
@@ -81,37 +57,8 @@ class Block(nn.Module):
         return x + self.mlp(self.ln_2(x))
 
 
-class NanoBlock(Block):
-    kind = WithItsOwnSizes
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return super().forward(x)
-
-
-class ScaledBlock(Block):
-    kind = WithSizesOfAWorker
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return super().forward(x)
-
-
-class RotaryBlock(Block):
-    """Takes more than a tensor, so only its model can call it."""
-
-    def forward(self, x: torch.Tensor, angles: torch.Tensor | None = None, *, scale: float = 0.0) -> torch.Tensor:
-        if angles is None:
-            raise TypeError("where are the angles?")
-        x = x + self.drop(self.attn(self.ln_1(x)))
-        x = x + 0 * (angles.cos() * scale).sum()
-        return x + self.mlp(self.ln_2(x))
-
-
 class GPT(nn.Module):
-    """Tokens in, a loss out.
-
-    Attributes:
-        num_calls: of its forward.
-    """
+    """Tokens in, a loss out."""
 
     def __init__(self, block: type[nn.Module], width: int = 16, num_layers: int = 2, vocabulary: int = 61) -> None:
         super().__init__()
@@ -123,27 +70,21 @@ class GPT(nn.Module):
     def forward(self, input_ids: torch.Tensor, labels: torch.Tensor | None = None) -> Any:
         self.seen.add_(input_ids.numel())
         x = self.embed(input_ids)
-        extra: tuple[Any, dict[str, Any]] = ((), {})
-        if isinstance(self.h[0], RotaryBlock):
-            extra = ((torch.arange(x.shape[1], device=x.device, dtype=x.dtype),), {"scale": 0.5})
         for block in self.h:
-            x = block(x, *extra[0], **extra[1])
+            x = block(x)
         logits = self.head(x)
         if labels is None:
             return logits
         return nn.functional.cross_entropy(logits.flatten(0, 1).float(), labels.flatten())
 
 
-def attention_of(*, blocks: int = 3, scaled: tuple[str, ...] = (), norm: str = "ln_1", dim: int = 0) -> Branch:
+def attention_of() -> Branch:
     inner = InnerLayers(
-        (Cut("c_attn", dim, blocks=blocks), Cut("c_proj", 1, is_output=True)),
-        heads="n_head",
-        scaled=scaled,
-        tail=("resid_dropout",),
+        (Cut("c_attn", 0, blocks=3), Cut("c_proj", 1, is_output=True)), heads="n_head", tail=("resid_dropout",)
     )
-    return Branch("attention", norm=norm, body="attn", after=("drop",), inner=inner)
+    return Branch("attention", norm="ln_1", body="attn", after=("drop",), inner=inner)
 
 
-def mlp_of(*, interleaved: bool = False, norm: str = "ln_2") -> Branch:
-    up = Cut("up", 0, interleaved=2) if interleaved else Cut("up", 0, blocks=2)
-    return Branch("mlp", norm=norm, body="mlp", inner=InnerLayers((up, Cut("down", 1, is_output=True))))
+def mlp_of() -> Branch:
+    inner = InnerLayers((Cut("up", 0, blocks=2), Cut("down", 1, is_output=True)))
+    return Branch("mlp", norm="ln_2", body="mlp", inner=inner)

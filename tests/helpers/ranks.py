@@ -208,11 +208,11 @@ def forkserver_context() -> Any:
 
 def _drop_engines(dist: Any) -> None:
     """Threads of theirs go on else: gloo's look a hundred times a second for what comes, of all engines so far."""
-    from sdp_deepspeed.distributed import host_group
+    from sdp_deepspeed.core.parallel.groups import CONTROL
 
     gc.collect()
     dist.barrier()
-    groups = [group for group in dist.distributed_c10d._world.pg_map if group.group_desc == host_group.DESCRIPTION]
+    groups = [group for group in dist.distributed_c10d._world.pg_map if group.group_desc == CONTROL]
     for group in groups:
         dist.destroy_process_group(group)
 

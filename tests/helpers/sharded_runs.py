@@ -10,10 +10,10 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 
 import sdp_deepspeed
-from sdp_deepspeed.checkpoint.storage.names import COMMON
+from sdp_deepspeed.core.checkpoint.files import Reader
+from sdp_deepspeed.core.checkpoint.manager import COMMON, read_bytes
 from sdp_deepspeed.fsdp import CheckpointManager, param_groups, sharded_model_of
-from sdp_deepspeed.fsdp.optimizer_chunks import HOW
-from tests.helpers.dense_checkpoints import dense_tensors
+from tests.helpers.core_training import dense_tensors
 from tests.helpers.models import batches, llama, loss_of, two_groups
 from tests.helpers.ranks import Rank
 from tests.helpers.training import assert_identical
@@ -51,17 +51,18 @@ class ShardedRun:
         return losses
 
 
+HOW = ("fused", "foreach", "capturable", "differentiable")  # options that change no result
+
+
 def optimizer_in(folder: Path) -> dict[str, Any]:
-    """What a checkpoint says of its optimizer, but for how it steps."""
-    found = torch.load(folder / COMMON)["optimizer"]
-    found["options"] = [{k: v for k, v in group.items() if k not in (*HOW, "initial_lr")} for group in found["options"]]
-    return {key: found[key] for key in ("groups", "options", "counts", "kind")}
+    """What a checkpoint says of its optimizer, but for how it steps: options and scalars by parameter."""
+    found = read_bytes(Reader(folder), COMMON)["optimizer"]
+    options = [{k: v for k, v in group.items() if k not in (*HOW, "initial_lr")} for group in found["options"]]
+    by_name = {name: (options[group], found["scalars"][group]) for name, group in found["groups"].items()}
+    return {"kind": found["kind"]} | by_name
 
 
 def assert_same_run(one: Path, other: Path) -> None:
-    """Dense weights, moments, counts and options; of a run in bf16 the masters are the other's weights."""
-    before, after = dense_tensors(one), dense_tensors(other)
-    exact = {key.replace("master/", "weight/"): value for key, value in sorted(before.items(), reverse=True)}
-    exact |= {key.replace("master/", "weight/"): value for key, value in before.items() if "master/" in key}
-    assert_identical(exact, after)
+    """Dense weights, moments, counts and options."""
+    assert_identical(dense_tensors(one), dense_tensors(other))
     assert optimizer_in(one) == optimizer_in(other)

@@ -29,7 +29,7 @@ def test_a_sharded_model_is_found_in_what_is_around_it() -> None:
     for given in (module, SimpleNamespace(module=module)):
         with (
             mock.patch("sdp_deepspeed.fsdp.sharded_model.is_sharded", lambda other: other is module),
-            mock.patch("sdp_deepspeed.fsdp.dense_view.reestimate_batch_norm", return_value=3) as called,
+            mock.patch("sdp_deepspeed.fsdp.export.reestimate_batch_norm", return_value=3) as called,
         ):
             assert sdp_deepspeed.reestimate_batch_norm(given, [], num_batches=1) == 3
         called.assert_called_once_with(module, [], num_batches=1)

@@ -57,7 +57,6 @@ def test_defaults() -> None:
         (),
     )
     assert (config.neuron_groups, config.dense_branch_scale, config.seed) == (None, "none", 0)
-    assert config.evaluation == "auto"
     assert not config.allow_optimizer
     assert not config.check_agreement
 
@@ -70,7 +69,6 @@ def test_every_key_is_read() -> None:
         "coverage": 1,
         "subnetworks": 4,
         "granularity": "layer",
-        "evaluation": "prefetch",
         "assignment": "auto",
         "shared": [r"layers\.0\."],
         "neuron_groups": 3,
@@ -78,7 +76,7 @@ def test_every_key_is_read() -> None:
         "seed": 0,
         "allow_optimizer": True,
         "check_agreement": True,
-        "checkpoint": {"asynchronous": True, "keep_last": 2},
+        "checkpoint": {"asynchronous": True, "keep_last": 2, "verify": False},
     }
     config = parse({KEY: settings})
     assert config is not None
@@ -159,11 +157,7 @@ def test_unknown_key_like_no_other_lists_all() -> None:
         ("holders", "auto", '"auto" is only possible for'),
         ("enabled", "yes", "true or false"),
         ("regime", "backwards", '"forward" or "backward"'),
-        (
-            "regime",
-            "auto",
-            '"auto" is only possible for subnetworks, assignment, evaluation and total_steps',
-        ),
+        ("regime", "auto", '"auto" is only possible for subnetworks, assignment and total_steps'),
         ("strategy", "blocks", '"block", "neuron"'),
         ("strategy", {"mlp": "blocks"}, '"block", "neuron"'),
         ("strategy", {}, '"block", "neuron"'),
@@ -177,8 +171,6 @@ def test_unknown_key_like_no_other_lists_all() -> None:
         ("dense_branch_scale", 0.5, '"none" or "coverage"'),
         ("seed", -1, "at least 0"),
         ("seed", "auto", '"auto" is only possible for'),
-        ("evaluation", "residant", '"resident", "prefetch" or "stream"'),
-        ("evaluation", True, '"auto" (resident where memory allows'),
         ("allow_optimizer", 1, "true or false"),
         ("allow_optimizer", "whole_tensors", "true or false"),
         ("check_agreement", "true", "true or false"),

@@ -6,8 +6,7 @@ what DCP keys its chunks by, so that a checkpoint does not know who wrote it.
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -71,26 +70,6 @@ def on_host(state: State) -> State:
         }
         result[key] = Boxes(boxes.shape, boxes.dtype, parts)
     return result
-
-
-def row_major_boxes(shape: Sequence[int], start: int, stop: int) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:
-    """Elements [start, stop) in row-major order as boxes (first index, sizes), in this order."""
-    if start >= stop:
-        return
-    if not shape:
-        yield (), ()
-        return
-    row, inner = math.prod(shape[1:]), tuple(shape[1:])
-    first, last = start // row, (stop - 1) // row
-    if first == last and stop - start < row:
-        for offsets, sizes in row_major_boxes(inner, start - first * row, stop - first * row):
-            yield (first, *offsets), (1, *sizes)
-        return
-    low, high = -(-start // row), stop // row
-    yield from row_major_boxes(shape, start, low * row)
-    if low < high:
-        yield (low, *(0 for _ in inner)), (high - low, *inner)
-    yield from row_major_boxes(shape, high * row, stop)
 
 
 class SavePlanner(DefaultSavePlanner):

@@ -43,7 +43,7 @@ def _configure_export(parser: Parser) -> None:
     parser.add_argument(
         "--max-shard-size", type=byte_count, default="5GB", help="of a file; also the memory that is needed (5GB)"
     )
-    parser.add_argument("--tokenizer", type=Path, help="a folder whose tokenizer is copied")
+    parser.add_argument("--tokenizer", type=Path, help="a folder whose tokenizer is added")
     parser.set_defaults(run=_export)
 
 
@@ -79,8 +79,6 @@ def find_checkpoint(path: Path, tag: str | None = None) -> tuple[Path, str | Non
 
 
 def _inspect(options: argparse.Namespace) -> int:
-    if (old := _of_first_edition(options)) is not None:
-        return _describe_old(old, options)
     path, remark = find_checkpoint(options.checkpoint, options.tag)
     print("\n".join([f"checkpoint {path}", *_description(path), *([remark] if remark else [])]))
     return 0 if remark is None else 1
@@ -111,8 +109,6 @@ def _description(path: Path) -> Iterator[str]:
 
 
 def _verify(options: argparse.Namespace) -> int:
-    if (old := _of_first_edition(options)) is not None:
-        return _describe_old(old, options)
     path, remark = find_checkpoint(options.checkpoint, options.tag)
     problems = [] if remark is None else [remark]
     problems += files.problems_in(path)
@@ -126,8 +122,6 @@ def _export(options: argparse.Namespace) -> int:
     from sdp_deepspeed.core.checkpoint.hugging_face import export
     from sdp_deepspeed.core.checkpoint.manager import COMMON, read_bytes
 
-    if (old := _of_first_edition(options)) is not None:
-        return _export_old(old, options)
     path, _ = find_checkpoint(options.checkpoint, options.tag)
     if problems := files.problems_in(path):
         raise ValueError("; ".join(problems))
@@ -149,34 +143,4 @@ def _from_zero(options: argparse.Namespace) -> int:
     from sdp_deepspeed.core.checkpoint.universal import convert
 
     print(convert(options.checkpoint, options.out, tag=options.tag))
-    return 0
-
-
-# ---- the first edition's format, which FSDP2 writes ------------------------------------------------------------------
-
-
-def _of_first_edition(options: argparse.Namespace) -> Path | None:
-    from sdp_deepspeed.checkpoint.storage.folder import find_checkpoint as find_old
-    from sdp_deepspeed.checkpoint.storage.names import MANIFEST
-
-    path, tag = options.checkpoint, options.tag
-    is_old = (path / (tag or "") / MANIFEST).is_file() or (tag is None and any(path.glob(f"*/{MANIFEST}")))
-    return find_old(path, tag) if is_old else None
-
-
-def _describe_old(path: Path, options: argparse.Namespace) -> int:
-    from sdp_deepspeed.checkpoint.interop.describe import describe
-    from sdp_deepspeed.checkpoint.storage.folder import broken_latest
-
-    lines, complete = describe(path)
-    remark = broken_latest(options.checkpoint, options.tag)
-    print("\n".join([*lines, *([f"{remark}; this is the newest complete one"] if remark else [])]))
-    return 0 if complete and remark is None else 1
-
-
-def _export_old(path: Path, options: argparse.Namespace) -> int:
-    from sdp_deepspeed.checkpoint.interop.export import ExportFormat, export
-
-    form = ExportFormat(fp32=options.dtype == "fp32", max_shard_bytes=options.max_shard_size)
-    print(f"{path} -> {export(path, options.out, form, options.tokenizer)}")
     return 0

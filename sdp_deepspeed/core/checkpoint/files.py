@@ -13,7 +13,7 @@ import pickle
 import shutil
 import time
 import zlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -263,15 +263,23 @@ def problem_of(file: Path, expected: Sequence[int], *, read: bool = True) -> str
 
 
 class _ChecksummedFile:
-    """A file that is written from start to end, and synced; errors name it."""
+    """A file that is written from start to end.
+
+    Attributes:
+        error: of the system, where there was one: torch.save raises another in its place.
+    """
 
     def __init__(self, path: Path) -> None:
-        self.path, self.size, self.crc = path, 0, 0
+        self.size = self.crc = 0
         self.error: OSError | None = None
         self._file = path.open("wb")
 
     def write(self, data: Any) -> int:
-        self._attempt(lambda: self._file.write(data))
+        try:
+            self._file.write(data)
+        except OSError as error:
+            self.error = error
+            raise
         self.crc, self.size = zlib.crc32(data, self.crc), self.size + len(data)
         return len(data)
 
@@ -279,22 +287,14 @@ class _ChecksummedFile:
         return self.size
 
     def flush(self) -> None:
-        self._attempt(self._file.flush)
+        self._file.flush()
 
     def close(self) -> None:
+        """Sync and close; DCP closes the file of metadata itself."""
         if not self._file.closed:
-            try:
-                self.flush()
-                self._attempt(lambda: os.fsync(self._file.fileno()))
-            finally:
-                self._file.close()
-
-    def _attempt(self, work: Callable[[], object]) -> None:
-        try:
-            work()
-        except OSError as error:
-            self.error = OSError(error.errno, error.strerror, str(self.path))
-            raise self.error from None
+            with self._file:
+                self._file.flush()
+                os.fsync(self._file.fileno())
 
 
 class _ChecksummedFiles(FileSystem):
@@ -303,12 +303,17 @@ class _ChecksummedFiles(FileSystem):
 
     @contextmanager
     def create_stream(self, path: str | os.PathLike[str], mode: str) -> Iterator[Any]:
+        """
+        Raises:
+            OSError: with the name of the file.
+        """
         file = _ChecksummedFile(Path(path))
         try:
             yield file
             file.close()
-        except Exception as error:  # torch.save makes another error of that of `write`
-            raise file.error or error from None
+        except Exception as error:
+            cause = file.error or error
+            raise OSError(cause.errno, cause.strerror, str(path)) if isinstance(cause, OSError) else cause from None
         self.checksums[Path(path).name.removesuffix(WRITING)] = [file.size, file.crc]
 
 
@@ -386,15 +391,10 @@ class Reader(FileSystemReader):
                 raise RuntimeError(f"{Path(self.path) / name} cannot be read: {error}") from error
 
 
-_OF_METADATA = {
-    "Metadata",
-    "TensorStorageMetadata",
-    "ChunkStorageMetadata",
-    "TensorProperties",
-    "MetadataIndex",
-    "_MEM_FORMAT_ENCODING",
-}
-_OTHERS = {
+_METADATA = "torch.distributed.checkpoint.metadata"
+_KNOWN = {
+    *((_METADATA, name) for name in ("Metadata", "MetadataIndex", "TensorStorageMetadata", "ChunkStorageMetadata")),
+    *((_METADATA, name) for name in ("TensorProperties", "_MEM_FORMAT_ENCODING")),
     ("torch.distributed.checkpoint.filesystem", "_StorageInfo"),
     ("torch", "Size"),
     ("torch.serialization", "_get_layout"),
@@ -406,7 +406,6 @@ class _IndexUnpickler(pickle.Unpickler):
 
     def find_class(self, module: str, name: str) -> Any:
         is_dtype = module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)
-        is_metadata = module == "torch.distributed.checkpoint.metadata" and name in _OF_METADATA
-        if is_dtype or is_metadata or (module, name) in _OTHERS:
+        if is_dtype or (module, name) in _KNOWN:
             return super().find_class(module, name)
         raise pickle.UnpicklingError(f"it names {module}.{name}")

@@ -7,12 +7,8 @@ to its `save_pretrained`, of a model on the meta device; a start applies its ren
 from __future__ import annotations
 
 import json
-import mmap
 import re
-import shutil
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from collections.abc import Collection, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -74,23 +70,24 @@ def export(
     Raises:
         ValueError: `out` is there already, or `tokenizer` has none.
     """
-    files = [tokenizer / name for name in TOKENIZER_FILES if (tokenizer / name).is_file()] if tokenizer else []
-    if tokenizer is not None and not files:
-        raise ValueError(f"{tokenizer} has no file of a tokenizer, such as tokenizer.json")
+    tokens = None if tokenizer is None else _tokenizer(tokenizer)
     stored: dict[str, Any] = reader.read_metadata().state_dict_metadata
     shapes = {key.partition("/")[2]: found.size for key, found in stored.items() if key.startswith(f"{WEIGHT}/")}
     with new_folder(out) as folder:
-        tensors = _scratch_tensors(folder / "scratch", shapes, _dtypes(facts["dtypes"], dtype))
+        tensors = _scratch_tensors(folder, shapes, _dtypes(facts["dtypes"], dtype))
         reader.read(LoadPlanner(), _whole(tensors))
         _save(tensors, facts["model"], folder, max_shard_size)
-        for file in files:
-            shutil.copyfile(file, folder / file.name)
+        if tokens is not None:
+            tokens.save_pretrained(folder)
 
 
-TOKENIZER_FILES = (
-    *("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "tokenizer.model"),
-    *("vocab.json", "vocab.txt", "merges.txt", "spiece.model", "chat_template.jinja"),
-)
+def _tokenizer(folder: Path) -> Any:
+    from transformers import AutoTokenizer
+
+    try:
+        return AutoTokenizer.from_pretrained(folder, local_files_only=True)
+    except (OSError, ValueError, KeyError) as error:
+        raise ValueError(f"{folder} has no tokenizer that can be loaded: {str(error).splitlines()[0]}") from None
 
 
 def dense_state_dict(
@@ -126,18 +123,13 @@ def _whole(tensors: Mapping[str, torch.Tensor]) -> State:
 
 
 def _scratch_tensors(
-    file: Path, shapes: Mapping[str, torch.Size], dtypes: Mapping[str, torch.dtype]
+    folder: Path, shapes: Mapping[str, torch.Size], dtypes: Mapping[str, torch.dtype]
 ) -> dict[str, torch.Tensor]:
-    """Tensors in a file that has no name any more, each in a mapping, hence a storage, of its own."""
-    sizes = {name: shape.numel() * dtypes[name].itemsize for name, shape in shapes.items()}
-    page, start, tensors = mmap.ALLOCATIONGRANULARITY, 0, dict[str, torch.Tensor]()
-    with file.open("wb+") as stream:
-        stream.truncate(sum(-(-size // page) * page for size in sizes.values()))
-        for name, size in sizes.items():
-            mapped = mmap.mmap(stream.fileno(), size, offset=start)
-            tensors[name] = torch.frombuffer(mapped, dtype=dtypes[name]).view(shapes[name])
-            start += -(-size // page) * page
-    file.unlink()
+    """Tensors in files without a name, so that memory need not have them all."""
+    tensors, file = {}, folder / "scratch"
+    for name, shape in shapes.items():
+        tensors[name] = torch.from_file(str(file), shared=True, size=shape.numel(), dtype=dtypes[name]).view(shape)
+        file.unlink()
     return tensors
 
 
@@ -173,147 +165,81 @@ def load_pretrained(state: RankState, folder: Path) -> None:
         ValueError: on all ranks, before anything is changed: files are missing or damaged, or of another model.
     """
 
-    def prepare() -> tuple[_Folder, State]:
-        found = _Folder.open(folder, state)
-        return found, make_targets(state, found.metadata.state_dict_metadata, None).boxes
+    def prepare() -> tuple[dict[str, torch.Tensor], State]:
+        tensors = _stored_tensors(folder, state)
+        return tensors, make_targets(state, whole_metadata(tensors).state_dict_metadata, None).boxes
 
-    found, targets = run_on_all_ranks(prepare, state.groups.control)
-    run_on_all_ranks(lambda: found.read(targets), state.groups.control)
+    tensors, targets = run_on_all_ranks(prepare, state.groups.control)
+    run_on_all_ranks(lambda: fill_boxes(targets, tensors), state.groups.control)
     state.optimizer.return_weights()
 
 
-@dataclass(frozen=True)
-class _Stored:
-    """A tensor in a file."""
-
-    file: Path
-    name: str
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-
-
-@dataclass(frozen=True)
-class _Folder:
-    """Weights in safetensors files.
-
-    Args:
-        tensors: by our key.
-    """
-
-    tensors: dict[str, _Stored]
-
-    @classmethod
-    def open(cls, folder: Path, state: RankState) -> _Folder:
-        """Look into all files, and give each tensor the name of the model's.
-
-        Raises:
-            ValueError: see `load_pretrained`.
-        """
-        model = state.mask.model
-        stored = {found.name: found for file, names in _files(folder).items() for found in _tensors_of(file, names)}
-        in_module, converted = _module_names(stored, model)
-        known = {*state.mask.parameters, *persistent_buffers(model)}
-        found, repeated, unknown = matched(in_module, model, known)
-        missing = sorted(known - found.keys())
-        if converted and missing:
-            raise ValueError(
-                f"{folder} stores {quoted(converted)}, parts of tensors of the model; save it with "
-                "save_pretrained(..., save_original_format=False)"
-            )
-        if unknown:
-            raise ValueError(
-                f"{folder} is of another model, which has {quoted(unknown)}; build the model that was saved"
-            )
-        result = cls({state.key(WEIGHT, name): stored[in_module[other]] for name, other in found.items()})
-        if dist.get_rank() == 0:
-            for name, other in repeated:
-                result.check_equal(stored[in_module[found[name]]], stored[in_module[other]])
-        return result
-
-    @property
-    def metadata(self) -> Metadata:
-        return whole_metadata({key: (stored.shape, stored.dtype) for key, stored in self.tensors.items()})
-
-    @torch.no_grad()
-    def read(self, state: State) -> None:
-        """Fill boxes, reading no more than they have."""
-        with ExitStack() as stack:
-            opened = {file: stack.enter_context(_opened(file)) for file in {s.file for s in self.tensors.values()}}
-            for key, boxes in state.items():
-                stored = self.tensors[key]
-                for offsets, values in boxes.parts.items():
-                    values.copy_(_slice(opened[stored.file], stored, offsets, values.shape))
-
-    def check_equal(self, one: _Stored, other: _Stored) -> None:
-        """Tensors that the model ties."""
-        with _opened(one.file) as first, _opened(other.file) as second:
-            for start in range(0, one.shape[0], 4096):
-                size = (min(4096, one.shape[0] - start), *one.shape[1:])
-                offsets = (start, *(0 for _ in size[1:]))
-                if one.shape != other.shape or not torch.equal(
-                    _slice(first, one, offsets, size), _slice(second, other, offsets, size)
-                ):
-                    raise ValueError(
-                        f"{one.file.parent}: {one.name!r} and {other.name!r} differ, and the model ties them; build it "
-                        "with tie_word_embeddings=false"
-                    )
-
-
-def whole_metadata(tensors: Mapping[str, tuple[Sequence[int], torch.dtype]]) -> Metadata:
-    """DCP's, of whole tensors.
-
-    Args:
-        tensors: shape and dtype by key.
-    """
+def whole_metadata(tensors: Mapping[str, torch.Tensor]) -> Metadata:
+    """DCP's, of whole tensors by key."""
     result: dict[str, Any] = {}
-    for key, (shape, dtype) in tensors.items():
-        chunk = ChunkStorageMetadata(torch.Size([0] * len(shape)), torch.Size(shape))
-        result[key] = TensorStorageMetadata(TensorProperties(dtype=dtype), torch.Size(shape), [chunk])
+    for key, tensor in tensors.items():
+        chunk = ChunkStorageMetadata(torch.Size([0] * tensor.dim()), tensor.shape)
+        result[key] = TensorStorageMetadata(TensorProperties(dtype=tensor.dtype), tensor.shape, [chunk])
     return Metadata(result)
 
 
-def _slice(opened: Any, stored: _Stored, offsets: Iterable[int], sizes: Iterable[int]) -> torch.Tensor:
-    slices = tuple(slice(start, start + size) for start, size in zip(offsets, sizes, strict=True))
-    return opened.get_slice(stored.name)[slices] if slices else opened.get_tensor(stored.name)
+@torch.no_grad()
+def fill_boxes(state: State, tensors: Mapping[str, torch.Tensor]) -> None:
+    """From whole tensors by key; of tensors that are mapped from files no more is read than the boxes have."""
+    for key, boxes in state.items():
+        for offsets, values in boxes.parts.items():
+            values.copy_(tensors[key][tuple(slice(o, o + n) for o, n in zip(offsets, values.shape, strict=True))])
 
 
-def _files(folder: Path) -> dict[Path, list[str] | None]:
-    """Weight files, and the tensors that the index says are in each; None without an index."""
+def _stored_tensors(folder: Path, state: RankState) -> dict[str, torch.Tensor]:
+    """The model's tensors by our key, mapped from the files.
+
+    Raises:
+        ValueError: see `load_pretrained`.
+    """
+    model = state.mask.model
+    stored = {name: tensor for file in _weight_files(folder) for name, tensor in _mapped(file).items()}
+    in_module, converted = _module_names(stored, model)
+    known = {*state.mask.parameters, *persistent_buffers(model)}
+    found, repeated, unknown = matched(in_module, model, known)
+    if converted and known - found.keys():
+        raise ValueError(
+            f"{folder} stores {quoted(converted)}, parts of tensors of the model; save it with "
+            "save_pretrained(..., save_original_format=False)"
+        )
+    if unknown:
+        raise ValueError(f"{folder} is of another model, which has {quoted(unknown)}; build the model that was saved")
+    for name, other in ((found[name], other) for name, other in repeated if dist.get_rank() == 0):
+        one, two = stored[in_module[name]], stored[in_module[other]]
+        if one.dtype != two.dtype or not torch.equal(one, two):
+            raise ValueError(
+                f"{folder}: {name!r} and {other!r} differ, and the model ties them; build it with "
+                "tie_word_embeddings=false"
+            )
+    return {state.key(WEIGHT, name): stored[in_module[other]] for name, other in found.items()}
+
+
+def _weight_files(folder: Path) -> list[Path]:
+    index = folder / WEIGHTS_INDEX
     if (folder / WEIGHTS).is_file():
-        return {folder / WEIGHTS: None}
-    if not (folder / WEIGHTS_INDEX).is_file():
+        return [folder / WEIGHTS]
+    if not index.is_file():
         pickles = ", only pickles, which could run code" if any(folder.glob("*.bin")) else ""
         raise ValueError(
             f"{folder} has neither {WEIGHTS} nor {WEIGHTS_INDEX}{pickles}; save the model with save_pretrained"
         )
     try:
-        places: dict[str, str] = json.loads((folder / WEIGHTS_INDEX).read_text(encoding="utf-8"))["weight_map"]
-        files: dict[Path, list[str] | None] = {}
-        for name, file in places.items():
-            files.setdefault(folder / Path(file).name, []).append(name)  # type: ignore[union-attr]
+        names = json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()
+        return sorted({folder / Path(name).name for name in names})
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise ValueError(f"{folder / WEIGHTS_INDEX} is damaged: {error!r}") from None
-    return files
+        raise ValueError(f"{index} is damaged: {error!r}") from None
 
 
-def _tensors_of(file: Path, expected: Collection[str] | None) -> Iterator[_Stored]:
-    with _opened(file) as opened:
-        names = set(opened.keys())
-        if lost := sorted(set(expected or ()) - names):
-            raise ValueError(
-                f"{file} lacks {quoted(lost)}, which {WEIGHTS_INDEX} says are in it; copy the folder again"
-            )
-        for name in sorted(expected or names):
-            part = opened.get_slice(name)
-            shape = tuple(part.get_shape())
-            yield _Stored(file, name, shape, (part[0:0] if shape else opened.get_tensor(name)).dtype)
-
-
-@contextmanager
-def _opened(file: Path) -> Iterator[Any]:
+def _mapped(file: Path) -> dict[str, torch.Tensor]:
+    """Tensors of a safetensors file, which are read from the disk when they are used."""
     try:
         with safe_open(file, framework="pt") as opened:
-            yield opened
+            return {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118
     except (SafetensorError, OSError) as error:
         raise ValueError(f"{file} is damaged or cannot be read: {error}") from None
 

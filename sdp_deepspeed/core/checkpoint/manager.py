@@ -30,12 +30,12 @@ from sdp_deepspeed.core.checkpoint.random_state import random_state, restore_ran
 from sdp_deepspeed.core.checkpoint.state import (
     RankState,
     Targets,
+    group_facts,
     live_buffers,
     make_targets,
     optimizer_facts,
     restore_buffers,
     restore_optimizer,
-    scalars,
     written_state,
 )
 from sdp_deepspeed.core.parallel.agree import gather_objects, run_on_all_ranks
@@ -109,7 +109,7 @@ class CheckpointManager:
         control, is_first = state.groups.control, dist.get_rank() == 0
         _refuse_difference(f"save {tag!r} in {folder}", control)
         self.wait()
-        numbers = gather_objects(run_on_all_ranks(lambda: scalars(state), control), control)
+        numbers = gather_objects(run_on_all_ranks(lambda: group_facts(state), control), control)
 
         def prepare() -> State:
             files.check_tag(tag)
@@ -287,7 +287,7 @@ def _facts(state: RankState, numbers: Sequence[Any]) -> dict[str, Any]:
     """What readers must know beside the tensors.
 
     Args:
-        numbers: `scalars` of all ranks.
+        numbers: `group_facts` of all ranks.
     """
     tensors: dict[str, torch.Tensor] = {**state.mask.parameters, **state.mask.buffers}
     return {
@@ -296,7 +296,7 @@ def _facts(state: RankState, numbers: Sequence[Any]) -> dict[str, Any]:
         "ranks": dist.get_world_size(),
         "plan": json.dumps(state.mask.plan.to_json()),
         "dtypes": {name: str(tensor.dtype).removeprefix("torch.") for name, tensor in tensors.items()},
-        "model": model_facts(state.mask.model),
+        "model": model_facts(state.model),
     }
 
 

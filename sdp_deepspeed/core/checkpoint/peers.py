@@ -25,12 +25,12 @@ from sdp_deepspeed.core.checkpoint.boxes import LoadPlanner, State
 from sdp_deepspeed.core.checkpoint.state import (
     Facts,
     RankState,
+    group_facts,
     live_buffers,
     make_targets,
     optimizer_facts,
     restore_buffers,
     restore_optimizer,
-    scalars,
     written_state,
 )
 from sdp_deepspeed.core.parallel.agree import gather_objects, run_on_all_ranks
@@ -57,7 +57,7 @@ class TakenState:
 def take_state(state: RankState) -> TakenState:
     """Of the layout that ends. Every rank calls it."""
     control = state.groups.control
-    numbers = gather_objects(run_on_all_ranks(lambda: scalars(state), control), control)
+    numbers = gather_objects(run_on_all_ranks(lambda: group_facts(state), control), control)
 
     def take() -> TakenState:
         buffers = {name: buffer.clone() for name, buffer in live_buffers(state).items()}

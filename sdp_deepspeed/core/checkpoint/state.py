@@ -10,15 +10,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple, Protocol
 
 import torch
 
-from sdp_deepspeed.core.checkpoint.boxes import State, add_box, row_major_boxes
+from sdp_deepspeed.core.checkpoint.boxes import State, add_box
 from sdp_deepspeed.core.masking import Mask
-from sdp_deepspeed.core.parallel.buckets import ShardPart
 from sdp_deepspeed.core.parallel.groups import Groups
-from sdp_deepspeed.core.parallel.optimizer import ShardedOptimizer
 from sdp_deepspeed.messages import quoted
 from sdp_deepspeed.plan.shards import UNDIVIDED, Shards
 from sdp_deepspeed.units import Piece
@@ -37,6 +35,48 @@ _IMPLEMENTATION = ("fused", "foreach", "capturable", "differentiable")  # option
 Facts = dict[str, Any]
 
 
+class Stepped(Protocol):
+    """Some elements of a slice, in what an optimizer steps."""
+
+    @property
+    def parameter(self) -> torch.nn.Parameter: ...
+
+    @property
+    def piece(self) -> Piece: ...
+
+    def boxes(self, tensor: torch.Tensor, *, flat: bool = False) -> Iterator[tuple[tuple[int, ...], torch.Tensor]]:
+        """See `ShardPart`."""
+
+
+class Other(NamedTuple):
+    """Some elements of a slice of what no optimizer steps.
+
+    Args:
+        is_written: whether it is this rank that writes them.
+        offsets: first index in the slice.
+        values: a view.
+    """
+
+    piece: Piece
+    is_written: bool
+    offsets: tuple[int, ...]
+    values: torch.Tensor
+
+
+class SteppedModel(Protocol):
+    """What checkpoints need of an optimizer over shards (`ShardedOptimizer`, or FSDP2's)."""
+
+    @property
+    def optimizer(self) -> torch.optim.Optimizer: ...
+
+    @property
+    def param_groups(self) -> Mapping[str, int]: ...
+
+    def shard_parts(self, *, owned: bool) -> Sequence[Stepped]: ...
+
+    def return_weights(self) -> None: ...
+
+
 @dataclass(frozen=True)
 class RankState:
     """A model in training, on one rank.
@@ -46,9 +86,34 @@ class RankState:
     """
 
     mask: Mask
-    optimizer: ShardedOptimizer
+    optimizer: SteppedModel
     groups: Groups
     shards: Shards = UNDIVIDED
+
+    @property
+    def model(self) -> torch.nn.Module:
+        """Of the class that exports name."""
+        return self.mask.model
+
+    @property
+    def group_numbers(self) -> list[int]:
+        """For each param group of the optimizer its number in the run; FSDP2's optimizers may have several for one."""
+        return list(range(len(self.optimizer.optimizer.param_groups)))
+
+    def others(self) -> Iterator[Other]:
+        """Parameters that the optimizer does not step and persistent buffers, as far as this rank stores them."""
+        names = [name for name in self.mask.parameters if name not in self.optimizer.param_groups]
+        tensors: dict[str, torch.Tensor] = {name: self.mask.parameters[name] for name in names}
+        for name, tensor in (tensors | self.live_buffers()).items():
+            for piece, holders in self.mask.pieces_of(name):
+                if self.mask.stored(piece):
+                    values = _view(self.mask, piece, tensor)
+                    yield Other(piece, holders[0] == self.mask.rank, (0,) * values.dim(), values)
+
+    def live_buffers(self) -> dict[str, torch.Tensor]:
+        """Persistent buffers as the module has them now; modules may replace them."""
+        persistent = persistent_buffers(self.mask.model)
+        return {name: buffer for name, buffer in self.mask.model.named_buffers() if name in persistent}
 
     @property
     def layout(self) -> dict[str, Any]:
@@ -57,7 +122,7 @@ class RankState:
         return {
             "plan": plan.hash,
             "subnetwork_of_rank": list(plan.subnetwork_of_rank),
-            "tensor_parallel": self.shards.size,
+            "ranks": self.groups.ranks,
         }
 
     def shape(self, name: str) -> tuple[int, ...]:
@@ -99,54 +164,41 @@ def written_state(state: RankState, *, exclude_frozen: bool = False) -> State:
     """
     result: State = {}
     for part in state.optimizer.shard_parts(owned=True):
-        if state.writes(part.slice.piece.parameter):
-            _add_range(result, state, WEIGHT, part, part.parameter)
+        if state.writes(part.piece.parameter):
+            _add_part(result, state, WEIGHT, part, part.parameter)
             own = state.optimizer.optimizer.state.get(part.parameter, {})
             for key in _moments(own, part.parameter):
-                _add_range(result, state, key, part, own[key])
-    for piece, holders, values in _other_pieces(state):
-        name, mask = piece.parameter, state.mask
-        is_left_out = exclude_frozen and piece.kind == "parameter" and not mask.trainable[name]
-        if state.writes(name) and holders[0] == mask.rank and not is_left_out:
-            _add_piece(result, state, piece, values)
+                _add_part(result, state, key, part, own[key])
+    for other in state.others():
+        piece, name = other.piece, other.piece.parameter
+        is_left_out = exclude_frozen and piece.kind == "parameter" and not state.mask.trainable[name]
+        if state.writes(name) and other.is_written and not is_left_out:
+            _add_other(result, state, other)
     return result
 
 
-def _add_piece(result: State, state: RankState, piece: Piece, values: torch.Tensor) -> None:
-    """Add the box of a piece of a weight or a buffer."""
-    name = piece.parameter
-    values = values if state.is_known(name) else values.view(-1)
-    add_box(result, state.key(WEIGHT, name), state.shape(name), state.offsets(piece), values)
+def _add_other(result: State, state: RankState, other: Other) -> None:
+    """Add a box of a weight or a buffer."""
+    is_known = state.is_known(other.piece.parameter)
+    values, offsets = (other.values, other.offsets) if is_known else (other.values.view(-1), (0,))
+    _add(result, state, WEIGHT, other.piece, offsets, values)
 
 
-def _add_range(result: State, state: RankState, key: str, part: ShardPart, flat: torch.Tensor) -> None:
-    """Add the boxes of a part of a shard, or of a moment of it."""
-    name, values = part.slice.piece.parameter, part.of(flat)
-    shape, origin, first = state.shape(name), state.offsets(part.slice.piece), 0
-    own_shape = part.slice.shape if state.is_known(name) else (part.slice.num_elements,)
-    for offsets, sizes in row_major_boxes(own_shape, part.start, part.stop):
-        view = values[first : first + torch.Size(sizes).numel()].view(sizes)
-        add_box(result, state.key(key, name), shape, [a + b for a, b in zip(origin, offsets, strict=True)], view)
-        first += view.numel()
+def _add_part(result: State, state: RankState, key: str, part: Stepped, tensor: torch.Tensor) -> None:
+    """Add the boxes of what is stepped, or of a moment of it."""
+    for offsets, values in part.boxes(tensor, flat=not state.is_known(part.piece.parameter)):
+        _add(result, state, key, part.piece, offsets, values)
+
+
+def _add(result: State, state: RankState, key: str, piece: Piece, offsets: Sequence[int], values: torch.Tensor) -> None:
+    name, origin = piece.parameter, state.offsets(piece)
+    offsets = [a + b for a, b in zip(origin, offsets, strict=True)]
+    add_box(result, state.key(key, name), state.shape(name), offsets, values)
 
 
 def _moments(own: Mapping[str, Any], parameter: torch.Tensor) -> list[str]:
     """Keys of an optimizer's state that has a value for each element of what it steps."""
     return [key for key, value in own.items() if torch.is_tensor(value) and value.shape == parameter.shape]
-
-
-def _other_pieces(state: RankState) -> Iterator[tuple[Piece, tuple[int, ...], torch.Tensor]]:
-    """Pieces of parameters that the optimizer does not step and of persistent buffers, as far as this rank stores them:
-    piece, holders, values."""
-    mask = state.mask
-    persistent = persistent_buffers(mask.model)
-    live: dict[str, torch.Tensor] = {n: p for n, p in mask.parameters.items() if n not in state.optimizer.param_groups}
-    live |= {name: buffer for name, buffer in mask.model.named_buffers() if name in persistent}
-    pieces = mask.pieces | mask.buffer_pieces
-    for name, tensor in live.items():
-        for piece, holders in pieces[name]:
-            if mask.stored(piece):
-                yield piece, holders, _view(mask, piece, tensor)
 
 
 def _view(mask: Mask, piece: Piece, tensor: torch.Tensor) -> torch.Tensor:
@@ -158,7 +210,8 @@ def _view(mask: Mask, piece: Piece, tensor: torch.Tensor) -> torch.Tensor:
 
 def live_buffers(state: RankState) -> dict[str, torch.Tensor]:
     """Pieces of persistent buffers that this rank stores, as they are here: each rank may have seen other data."""
-    return {f"{p.parameter}@{p.start}": values for p, _, values in _other_pieces(state) if p.kind == "buffer"}
+    others = (other for other in state.others() if other.piece.kind == "buffer")
+    return {f"{other.piece.parameter}@{other.piece.start}": other.values for other in others}
 
 
 def restore_buffers(state: RankState, buffers: Mapping[str, torch.Tensor]) -> None:
@@ -180,17 +233,29 @@ def persistent_buffers(model: torch.nn.Module) -> set[str]:
 # ---- the optimizer beside its tensors -------------------------------------------------------------------------------
 
 
-def scalars(state: RankState) -> list[dict[str, float] | None]:
-    """Of each param group, state that is one number: the highest in the group, which is stepped together. None where
-    this rank steps nothing of the group.
+class GroupFacts(NamedTuple):
+    """Of a param group.
+
+    Args:
+        scalars: state that is one number: the highest in the group, which is stepped together; None where this rank
+            steps nothing of it.
+    """
+
+    options: dict[str, Any]
+    scalars: dict[str, float] | None
+
+
+def group_facts(state: RankState) -> dict[int, GroupFacts]:
+    """Of the param groups that this rank has, by number.
 
     Raises:
         ValueError: state that is neither a number nor one for each element.
     """
     optimizer = state.optimizer.optimizer
-    result: list[dict[str, float] | None] = []
-    for group in optimizer.param_groups:
-        found: dict[str, float] = {}
+    result: dict[int, GroupFacts] = {}
+    for number, group in zip(state.group_numbers, optimizer.param_groups, strict=True):
+        known = result.get(number)
+        found = dict(known.scalars or {}) if known else {}
         for parameter in group["params"]:
             own = optimizer.state.get(parameter, {})
             for key in own.keys() - _moments(own, parameter):
@@ -202,22 +267,26 @@ def scalars(state: RankState) -> list[dict[str, float] | None]:
                     )
                 if value is not None:
                     found[key] = max(found.get(key, 0), value.item() if torch.is_tensor(value) else value)
-        result.append(found if group["params"] else None)
+        is_stepped = bool(group["params"]) or (known is not None and known.scalars is not None)
+        options = {key: value for key, value in group.items() if key != "params"}
+        result[number] = GroupFacts(options, found if is_stepped else None)
     return result
 
 
-def optimizer_facts(state: RankState, scalars_of_ranks: Sequence[Sequence[dict[str, float] | None]]) -> Facts:
-    """All of the optimizer but its tensors, the same on every rank: `kind`, `groups` (index by dense name), `options`
-    and `scalars` of each group."""
-    optimizer = state.optimizer.optimizer
+def optimizer_facts(state: RankState, of_ranks: Sequence[Mapping[int, GroupFacts]]) -> Facts:
+    """All of the optimizer but its tensors, the same on every rank: `kind`, `groups` (number by dense name), `options`
+    and `scalars` of each group.
+
+    Args:
+        of_ranks: `group_facts` of all ranks.
+    """
+    numbers = range(1 + max((number for own in of_ranks for number in own), default=-1))
+    known = [[own[number] for own in of_ranks if number in own] for number in numbers]
     return {
-        "kind": _kind(optimizer),
+        "kind": _kind(state.optimizer.optimizer),
         "groups": dict(state.optimizer.param_groups),
-        "options": [{k: v for k, v in group.items() if k != "params"} for group in optimizer.param_groups],
-        "scalars": [
-            next((known for known in of_group if known is not None), {})
-            for of_group in zip(*scalars_of_ranks, strict=True)
-        ],
+        "options": [facts[0].options for facts in known],
+        "scalars": [next((f.scalars for f in facts if f.scalars is not None), {}) for facts in known],
     }
 
 
@@ -255,13 +324,13 @@ def make_targets(state: RankState, stored: Mapping[str, Any], facts: Facts | Non
     """
     _check_names(state, stored, strict=strict)
     boxes: State = {}
-    for piece, _, values in _other_pieces(state):
-        _add_piece(boxes, state, piece, values)
+    for other in state.others():
+        _add_other(boxes, state, other)
     moments = None if facts is None else _new_moments(state, stored, facts)
     for part in state.optimizer.shard_parts(owned=False):
-        _add_range(boxes, state, WEIGHT, part, part.parameter)
+        _add_part(boxes, state, WEIGHT, part, part.parameter)
         for key, flat in (moments or {}).get(part.parameter, {}).items():
-            _add_range(boxes, state, key, part, flat)
+            _add_part(boxes, state, key, part, flat)
     return Targets({key: found for key, found in boxes.items() if key in stored}, moments)
 
 
@@ -304,7 +373,7 @@ def _new_moments(
             kinds_of.setdefault(name, set()).add(kind)
     result: dict[torch.nn.Parameter, dict[str, torch.Tensor]] = {}
     for part in state.optimizer.shard_parts(owned=False):
-        name = part.slice.piece.parameter
+        name = part.piece.parameter
         kinds = kinds_of.get(state.key("", name)[1:], set())
         if part.parameter not in result:
             result[part.parameter] = {
@@ -324,7 +393,7 @@ def restore_optimizer(state: RankState, targets: Targets, facts: Facts) -> None:
     optimizer = state.optimizer.optimizer
     assert targets.moments is not None
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-    name_of = {part.parameter: part.slice.piece.parameter for part in state.optimizer.shard_parts(owned=False)}
+    name_of = {part.parameter: part.piece.parameter for part in state.optimizer.shard_parts(owned=False)}
     states: dict[int, dict[str, Any]] = {}
     for index, parameter in enumerate(parameters):
         group = facts["groups"].get(name_of.get(parameter))
@@ -350,18 +419,21 @@ def _as_kept(optimizer: torch.optim.Optimizer, numbers: Mapping[str, float]) -> 
 
 
 def _options(state: RankState, facts: Facts) -> list[dict[str, Any]]:
-    """Param groups for `load_state_dict`: options of the checkpoint, as far as this optimizer has them."""
+    """Param groups for `load_state_dict`: options of the checkpoint, as far as this optimizer has them, where both runs
+    group parameters alike."""
     here, stored = state.optimizer.optimizer.param_groups, facts["options"]
-    known = state.optimizer.param_groups.keys() & facts["groups"].keys()
-    is_alike = len(stored) == len(here) and all(
-        state.optimizer.param_groups[name] == facts["groups"][name] for name in known
-    )
-    result, first = [], 0
-    for index, group in enumerate(here):
+    groups, first = state.optimizer.param_groups, 0
+    pairs = {(groups[name], facts["groups"][name]) for name in groups.keys() & facts["groups"].keys()}
+    stored_of = dict(pairs)
+    num_groups = 1 + max([*groups.values(), *state.group_numbers], default=-1)
+    is_alike = len(pairs) == len(stored_of) == len({*stored_of.values()}) and len(stored) == num_groups
+    result = []
+    for number, group in zip(state.group_numbers, here, strict=True):
         options = dict(group)
         if is_alike:
             taken = (options.keys() | {"initial_lr"}) - {"params", *_IMPLEMENTATION}
-            options |= {key: value for key, value in stored[index].items() if key in taken}
+            found = stored[stored_of.get(number, number)]
+            options |= {key: value for key, value in found.items() if key in taken}
         options["params"] = list(range(first, first + len(group["params"])))
         first += len(group["params"])
         result.append(options)

@@ -25,11 +25,9 @@ from deepspeed.checkpoint import SubparamShape, ds_to_universal
 from deepspeed.runtime.fp16.loss_scaler import DynamicLossScaler, LossScaler
 from deepspeed.runtime.zero.config import ZeroStageEnum
 from deepspeed.utils.tensor_fragment import fragment_address
-from torch.distributed.checkpoint.metadata import Metadata
 
-from sdp_deepspeed.core.checkpoint.boxes import State
 from sdp_deepspeed.core.checkpoint.files import complete_tags, new_folder, tags_to_try
-from sdp_deepspeed.core.checkpoint.hugging_face import matched, whole_metadata
+from sdp_deepspeed.core.checkpoint.hugging_face import fill_boxes, matched, whole_metadata
 from sdp_deepspeed.core.checkpoint.state import (
     WEIGHT,
     Facts,
@@ -223,9 +221,9 @@ def universal_tag(folder: Path, tag: str | None) -> str | None:
     if tag is not None:
         return tag if is_universal(folder / tag) else None
     pointer, own = folder / LATEST_UNIVERSAL, complete_tags(folder)
+    if own and not pointer.is_file():
+        return None
     if not pointer.is_file():
-        if own:
-            return None
         raise ValueError(
             f"{folder} has no {LATEST_UNIVERSAL} and no checkpoint of sdp_deepspeed; run `sdp checkpoint from-zero`, "
             "or switch checkpoint.load_universal off"
@@ -271,10 +269,11 @@ def load_universal(state: RankState, path: Path, *, optimizer_states: bool = Tru
     def prepare() -> tuple[_Universal, Any, Facts | None]:
         stored = _Universal.open(path, state, strict=strict)
         facts = stored.facts(state) if optimizer_states and stored.moments else None
-        return stored, make_targets(state, stored.metadata.state_dict_metadata, facts, strict=strict), facts
+        metadata = whole_metadata(stored.tensors).state_dict_metadata
+        return stored, make_targets(state, metadata, facts, strict=strict), facts
 
     def read() -> None:
-        stored.read(targets.boxes)
+        fill_boxes(targets.boxes, stored.tensors)
         if facts is not None:
             restore_optimizer(state, targets, facts)
 
@@ -292,15 +291,13 @@ class _Universal:
     """A folder in the universal format.
 
     Args:
-        files: by our key.
-        shapes: of the tensors in them, and dtypes.
+        tensors: by our key, mapped from the files.
         folders: of tensors, by dense name.
         model: content of the model's file.
         optimizer: content of the optimizer's file; {} without.
     """
 
-    files: dict[str, Path]
-    shapes: dict[str, tuple[tuple[int, ...], torch.dtype]]
+    tensors: dict[str, torch.Tensor]
     folders: dict[str, Path]
     model: Mapping[str, Any]
     optimizer: Mapping[str, Any]
@@ -316,17 +313,15 @@ class _Universal:
         found, _, unknown = matched(by_name, state.mask.model, known)
         if unknown and strict:
             raise ValueError(f"{path} is of another model, which has {quoted(unknown)}; build the model that was saved")
-        result = cls(
-            {}, {}, {n: by_name[m] for n, m in found.items()}, model, _read(optimizer) if optimizer.is_file() else {}
-        )
+        folders = {name: by_name[other] for name, other in found.items()}
+        result = cls({}, folders, model, _read(optimizer) if optimizer.is_file() else {})
         for name, folder in result.folders.items():
             if not (folder / f"{FP32}.pt").is_file():
                 raise ValueError(f"{folder / f'{FP32}.pt'} is missing; convert the checkpoint again")
             for file in sorted(folder.glob("*.pt")):
                 if file.stem != STEP:
                     key = state.key(WEIGHT if file.stem == FP32 else file.stem, name)
-                    tensor = result._tensor(file, folder.name)
-                    result.files[key], result.shapes[key] = file, (tuple(tensor.shape), tensor.dtype)
+                    result.tensors[key] = result._tensor(file, folder.name)
         return result
 
     def _tensor(self, file: Path, name: str) -> torch.Tensor:
@@ -343,12 +338,8 @@ class _Universal:
         return tensor.view(torch.Size(shape))
 
     @property
-    def metadata(self) -> Metadata:
-        return whole_metadata(self.shapes)
-
-    @property
     def moments(self) -> set[str]:
-        return {key.partition("/")[0] for key in self.files} - {WEIGHT}
+        return {key.partition("/")[0] for key in self.tensors} - {WEIGHT}
 
     def facts(self, state: RankState) -> Facts:
         """Of an Adam; options of param groups where there are as many."""
@@ -361,7 +352,7 @@ class _Universal:
             ]
         steps: list[set[float]] = [set() for _ in here]
         for name, group in groups.items():
-            if name in self.folders and any(state.key(kind, name) in self.files for kind in self.moments):
+            if name in self.folders and any(state.key(kind, name) in self.tensors for kind in self.moments):
                 steps[group].add(self._step(self.folders[name]))
         if any(len(found) > 1 for found in steps):
             raise ValueError(f"param groups with different step counts, {steps}; load without optimizer states")
@@ -377,11 +368,3 @@ class _Universal:
         if index is None or STEP not in states.get(index, {}):
             raise ValueError(f"{folder} has moments, but no number of steps; load without optimizer states")
         return float(states[index][STEP])
-
-    @torch.no_grad()
-    def read(self, state: State) -> None:
-        """Fill boxes."""
-        for key, boxes in state.items():
-            tensor = self._tensor(self.files[key], self.files[key].parent.name)
-            for offsets, values in boxes.parts.items():
-                values.copy_(tensor[tuple(slice(o, o + n) for o, n in zip(offsets, values.shape, strict=True))])

@@ -68,13 +68,16 @@ def average_running_statistics(mask: Mask, group: Any, device: torch.device) -> 
 
 
 @torch.no_grad()
-def estimate_statistics(model: nn.Module, batches: Iterable[Any]) -> dict[_BatchNorm, list[torch.Tensor]]:
+def estimate_statistics(
+    model: nn.Module, batches: Iterable[Any], *, run: nn.Module | None = None
+) -> dict[_BatchNorm, list[torch.Tensor]]:
     """Running statistics of the dense model, whose activations are not those of the subnetworks: means over `batches`,
     as by `torch.optim.swa_utils.update_bn`. Batch norms normalize with their batch; all else is in evaluation mode.
 
     Args:
         model: dense (`Mask.undo`); as before afterwards, its statistics too.
         batches: each a dict of keyword arguments of the model, a tuple or list of arguments, or the one argument.
+        run: what is called with them, if it is not the model itself.
 
     Returns:
         Of each batch norm: mean, variance (both fp64) and number of batches; as they were if it did not run.
@@ -97,7 +100,7 @@ def estimate_statistics(model: nn.Module, batches: Iterable[Any]) -> dict[_Batch
         norm.momentum = 1.0  # a batch's own statistics
     try:
         for batch in batches:
-            _call(model, batch)
+            _call(run or model, batch)
         counts = {norm: getattr(norm, _COUNT).clone() for norm in sums}
         found = {norm: [*(total / counts[norm] for total in totals), counts[norm]] for norm, totals in sums.items()}
         return {norm: found.get(norm) or [value.double() for value in before[norm]] for norm in norms}

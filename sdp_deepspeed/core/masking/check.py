@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import torch
 from torch import nn
 
 from sdp_deepspeed.architectures import LocatedBranch, branches_of_units, constrained_branches
@@ -113,11 +114,12 @@ def _refuse_synchronized_norms(model: nn.Module, plan: Plan) -> None:
                 raise ValueError(f"{KEY}: {name} is a SyncBatchNorm in the unit {unit.name!r}; use BatchNorm there")
 
 
-def refuse_cache(_: nn.Module, __: Any, kwargs: Mapping[str, Any] | None = None) -> None:
+def refuse_cache(module: nn.Module, _: Any, kwargs: Mapping[str, Any] | None = None) -> None:
     """A hook before the forward of a subnetwork: a cache of keys and values has the held heads of the held layers.
 
     Args:
         kwargs: None where another hook of this very call has removed it, because the module is dense now.
     """
-    if kwargs is not None and kwargs.get("past_key_values") is not None:
+    is_subnetwork = module.training or torch.is_grad_enabled()
+    if is_subnetwork and kwargs is not None and kwargs.get("past_key_values") is not None:
         raise RuntimeError("past_key_values: a subnetwork cannot use a cache; generate from the dense model (dense())")

@@ -254,9 +254,9 @@ class Mask:
             self._put(frozen, rest)
             self._reshaped.append(name)
             owner, _, own_name = name.rpartition(".")
-            ranges = Ranges(tuple(p.length for p, _ in pieces), tuple(self.is_held(p) for p, _ in pieces))
-            parts[owner][own_name] = FrozenPart(rest, dim, merged(ranges))
-        outputs = self._output_biases()
+            ranges = Ranges(tuple(p.length for p, _ in pieces), tuple(int(not self.is_held(p)) for p, _ in pieces))
+            parts[owner][own_name] = FrozenPart(rest, dim, ranges.merged())
+        outputs = self.output_biases()
         for branch in self._cut_branches():
             assert branch.description.inner is not None
             owners = dict.fromkeys(tensor.parameter.rpartition(".")[0] for tensor in branch.cut_tensors)
@@ -267,7 +267,7 @@ class Mask:
                 split_layer(module, parts[owner], bias, sums=is_sum, compact=compact)
                 self._masked.append(module)
 
-    def _output_biases(self) -> dict[str, tuple[str, bool]]:
+    def output_biases(self) -> dict[str, tuple[str, bool]]:
         """By dense name of a module with an output projection, the name of its bias; and whether the projection is a
         parameter of it (experts), so that the module's output is a sum over what is cut."""
         found = {}
@@ -309,12 +309,3 @@ def side_by_side(pieces: Sequence[Piece], dense: torch.Tensor) -> torch.Tensor:
     dim = pieces[0].dim
     assert dim is not None
     return torch.cat([piece.narrow(dense.detach()) for piece in pieces], dim)
-
-
-def merged(ranges: Ranges) -> Ranges:
-    """With neighbors of one kind as one run."""
-    runs = [
-        (is_held, sum(length for length, _ in group))
-        for is_held, group in itertools.groupby(zip(ranges.lengths, ranges.held, strict=True), key=lambda run: run[1])
-    ]
-    return Ranges(tuple(length for _, length in runs), tuple(is_held for is_held, _ in runs))

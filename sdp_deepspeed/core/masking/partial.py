@@ -2,28 +2,28 @@
 
 from __future__ import annotations
 
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TypeVar, cast
 
 import torch
+
+T = TypeVar("T", bound="PartialTensor")
 
 
 class PartialTensor(torch.Tensor):
     """Stands in a state dict for a tensor that this rank has a part of, or nothing. Hosts take state dicts that nobody
     reads; whoever reads, copies or saves this one gets a RuntimeError."""
 
-    _name: str
+    _refusal: str
 
     @classmethod
-    def of(cls, name: str) -> PartialTensor:
-        made: PartialTensor = torch.empty(0, device="meta").as_subclass(cls)
-        made._name = name
-        return made
+    def of(cls: type[T], refusal: str) -> T:
+        """One that raises with this text."""
+        made: Any = torch.empty(0, device="meta").as_subclass(cls)
+        made._refusal = refusal
+        return cast(T, made)
 
     def _refuse(self, *_: Any, **__: Any) -> NoReturn:
-        raise RuntimeError(
-            f"{self._name}: this rank does not hold all of it, so the state dict is partial; take it inside `with "
-            "engine.dense():` on every rank, or use engine.save_checkpoint or engine.save_pretrained"
-        )
+        raise RuntimeError(self._refusal)
 
     __reduce_ex__ = __deepcopy__ = _refuse
 
@@ -34,4 +34,4 @@ class PartialTensor(torch.Tensor):
         raise AssertionError
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
-        return f"<partial {self._name}>"
+        return f"<{self._refusal}>"

@@ -16,7 +16,8 @@ fused projections, positions of heads) has to know of the parts, and a body runs
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import itertools
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -32,33 +33,38 @@ _TENSOR_PARALLEL = ("LinearLayer", "LinearAllreduce")
 
 @dataclass(frozen=True)
 class Ranges:
-    """How the indices of a cut dimension are divided.
+    """How the indices of a cut dimension are divided among parts.
 
     Args:
         lengths: of runs of indices, in dense order.
-        held: whether each run is held.
+        parts: number of the part that each run belongs to. In the backward regime 0 is held, 1 is frozen.
     """
 
     lengths: tuple[int, ...]
-    held: tuple[bool, ...]
+    parts: tuple[int, ...]
 
-    def split(self, x: torch.Tensor, dim: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """The held and the frozen indices of `x`, each in dense order."""
-        runs = list(zip(x.split(self.lengths, dim), self.held, strict=True))
-        held, frozen = [run for run, is_held in runs if is_held], [run for run, is_held in runs if not is_held]
-        return _cat(held, dim), _cat(frozen, dim)
+    def split(self, x: torch.Tensor, dim: int) -> list[torch.Tensor]:
+        """The indices of `x` of each part, in dense order."""
+        runs: list[list[torch.Tensor]] = [[] for _ in range(max(self.parts) + 1)]
+        for run, part in zip(x.split(self.lengths, dim), self.parts, strict=True):
+            runs[part].append(run)
+        return [own[0] if len(own) == 1 else torch.cat(own, dim) for own in runs]
 
-    def join(self, held: torch.Tensor, frozen: torch.Tensor, dim: int) -> torch.Tensor:
+    def join(self, parts: Sequence[torch.Tensor], dim: int) -> torch.Tensor:
         """The inverse of `split`."""
-        sides = [
-            iter(side.split([n for n, is_held in zip(self.lengths, self.held, strict=True) if is_held == which], dim))
-            for which, side in ((False, frozen), (True, held))
+        runs = [
+            iter(own.split([n for n, part in zip(self.lengths, self.parts, strict=True) if part == number], dim))
+            for number, own in enumerate(parts)
         ]
-        return torch.cat([next(sides[is_held]) for is_held in self.held], dim)
+        return torch.cat([next(runs[part]) for part in self.parts], dim)
 
-
-def _cat(runs: list[torch.Tensor], dim: int) -> torch.Tensor:
-    return runs[0] if len(runs) == 1 else torch.cat(runs, dim)
+    def merged(self) -> Ranges:
+        """With neighbors of one part as one run."""
+        runs = [
+            (part, sum(length for length, _ in group))
+            for part, group in itertools.groupby(zip(self.lengths, self.parts, strict=True), key=lambda run: run[1])
+        ]
+        return Ranges(tuple(length for _, length in runs), tuple(part for part, _ in runs))
 
 
 @dataclass(frozen=True)
@@ -110,7 +116,7 @@ def split_layer(module: Any, parts: Mapping[str, FrozenPart], output_bias: str, 
     weight = parts.get("weight")
     if sums:
         replace_forward(module, _add_outputs, SplitState(frozen=frozen | _no_bias(module, output_bias)))
-    elif weight is None or (inputs := _input_dim(module)) is None:
+    elif weight is None or (inputs := input_dim(module)) is None:
         replace_forward(module, _join_parameters, SplitState(parts=dict(parts)))
     else:
         dim, sizes = -max(1, weight.tensor.dim() - 1), sizes_of(module, weight.tensor)
@@ -127,7 +133,7 @@ def _no_bias(module: nn.Module, name: str) -> dict[str, torch.Tensor]:
     return {} if bias is None else {name: bias.new_zeros(()).expand_as(bias)}
 
 
-def _input_dim(module: Any) -> int | None:
+def input_dim(module: Any) -> int | None:
     """Dimension of a linear layer's or a convolution's weight that runs over its inputs; None for other modules."""
     if is_conv1d(module):
         return 0
@@ -145,7 +151,7 @@ def _join_outputs(self: Any, x: torch.Tensor) -> torch.Tensor:
     assert state.ranges is not None
     inputs = state.ranges.split(x, state.dim) if state.sizes.get("groups", 1) > 1 else (x, x)
     held = self._sdp_forward(inputs[0])
-    return state.ranges.join(held, _run_with(self, state.frozen, state.sizes, inputs[1]), state.dim)
+    return state.ranges.join((held, _run_with(self, state.frozen, state.sizes, inputs[1])), state.dim)
 
 
 def _split_inputs(self: Any, x: torch.Tensor) -> torch.Tensor:
@@ -165,7 +171,7 @@ def _add_outputs(self: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
 
 def _join_parameters(self: Any, *args: Any, **kwargs: Any) -> Any:
     parts: dict[str, FrozenPart] = self._sdp_state.parts
-    joined = {name: part.ranges.join(self._parameters[name], part.tensor, part.dim) for name, part in parts.items()}
+    joined = {name: part.ranges.join((self._parameters[name], part.tensor), part.dim) for name, part in parts.items()}
     return _run_with(self, joined, {}, *args, **kwargs)
 
 

@@ -120,7 +120,11 @@ class Meetings:
         deadline, pause = time.monotonic() + self._store.timeout.total_seconds(), 0.001  # seconds
         while not self._store.check([f"{key}/all"]):
             if time.monotonic() > deadline:
-                raise RuntimeError(f"{what}: not all ranks have come within the time limit of the process group")
+                missing = [rank for rank in range(self._size) if not self._store.check([f"{key}/{rank}"])]
+                raise RuntimeError(
+                    f"{what}: rank {listed(missing)} has not come within the process group's time limit; "
+                    "look there for an error or a hang"
+                )
             time.sleep(pause)
             pause = min(2 * pause, 0.1)
             if pause == 0.1 and (gone := self._gone()):

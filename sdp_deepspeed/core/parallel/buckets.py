@@ -191,6 +191,26 @@ def _slices(pieces: Sequence[Piece], shapes: Mapping[str, Sequence[int]]) -> tup
     return tuple(slices)
 
 
+def row_major_boxes(shape: Sequence[int], start: int, stop: int) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:
+    """Elements [start, stop) in row-major order as boxes (first index, sizes), in this order."""
+    if start >= stop:
+        return
+    if not shape:
+        yield (), ()
+        return
+    row, inner = math.prod(shape[1:]), tuple(shape[1:])
+    first, last = start // row, (stop - 1) // row
+    if first == last and stop - start < row:
+        for offsets, sizes in row_major_boxes(inner, start - first * row, stop - first * row):
+            yield (first, *offsets), (1, *sizes)
+        return
+    low, high = -(-start // row), stop // row
+    yield from row_major_boxes(shape, start, low * row)
+    if low < high:
+        yield (low, *(0 for _ in inner)), (high - low, *inner)
+    yield from row_major_boxes(shape, high * row, stop)
+
+
 class ShardPart(NamedTuple):
     """Elements `start` to `stop` of a slice, in what an optimizer steps.
 
@@ -208,6 +228,23 @@ class ShardPart(NamedTuple):
     def of(self, tensor: torch.Tensor) -> torch.Tensor:
         """The elements in the parameter, or in a tensor that is laid out like it; flat, a view."""
         return tensor.detach().view(-1)[self.first : self.first + self.stop - self.start]
+
+    @property
+    def piece(self) -> Piece:
+        return self.slice.piece
+
+    def boxes(self, tensor: torch.Tensor, *, flat: bool = False) -> Iterator[tuple[tuple[int, ...], torch.Tensor]]:
+        """The elements as boxes of the slice, as few as there can be: first index in the slice, and a view.
+
+        Args:
+            tensor: the parameter, or one that is laid out like it.
+            flat: whether the slice counts as a vector.
+        """
+        values, first = self.of(tensor), 0
+        for offsets, sizes in row_major_boxes((self.slice.num_elements,) if flat else self.slice.shape, *self[1:3]):
+            count = math.prod(sizes)
+            yield offsets, values[first : first + count].view(sizes)
+            first += count
 
 
 class Bucket:
@@ -253,12 +290,10 @@ class Bucket:
     def _slots(self, flat: torch.Tensor) -> list[torch.Tensor]:
         return [flat[s.start : s.start + s.num_elements].view(s.shape) for s in self.layout.slices]
 
-    def shard_of(self, flat: torch.Tensor, position: int | None = None) -> torch.Tensor:
-        """The part of a flat buffer that one holder owns, by default this one."""
-        if position is None:
-            assert self.group is not None
-            position = self.group.position
-        first, end = self.layout.shard_range(position)
+    def shard_of(self, flat: torch.Tensor) -> torch.Tensor:
+        """The part of a flat buffer that this rank owns."""
+        assert self.group is not None
+        first, end = self.layout.shard_range(self.group.position)
         return flat[first:end]
 
     def stepped_part(self, flat: torch.Tensor) -> torch.Tensor:

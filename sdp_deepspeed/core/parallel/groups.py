@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 
 Holders = tuple[int, ...]
+CONTROL, HOLDERS = "sdp_deepspeed_control", "sdp_deepspeed_holders"  # groups, as PyTorch's own logs name them
 _TAG = 0x5D9  # of messages between two ranks
 
 
@@ -57,9 +58,10 @@ class Groups:
         nodes: of each global rank what names its node. Default: host names, gathered over the control group.
         control: a gloo group of all ranks, if there is one. Default: a new one.
         comm: of the collectives, see `HolderGroup`.
-        timeout: of the groups. Default: the backend's.
+        timeout: of the groups. Default: that of the default group.
 
     Attributes:
+        ranks: as given.
         rank: this rank's data-parallel index.
         data_parallel: the group of all data-parallel ranks that share this rank's part of tensors.
         tensor_parallel_rank: which list of `ranks` this rank is in.
@@ -80,8 +82,10 @@ class Groups:
     ) -> None:
         everyone, me = list(range(dist.get_world_size())), dist.get_rank()
         ranks = [everyone] if ranks is None else ranks
+        self.ranks = [list(members) for members in ranks]
         self.tensor_parallel_size = len(ranks)
-        self.control = control or dist.new_group(backend="gloo", timeout=timeout)
+        timeout = timeout or timeout_of_the_run()
+        self.control = control or dist.new_group(backend="gloo", timeout=timeout, group_desc=CONTROL)
         self._created = [] if control is self.control else [self.control]
         if nodes is None:
             nodes = [""] * len(everyone)
@@ -108,7 +112,7 @@ class Groups:
             return None
         if ranks == everyone:
             return dist.group.WORLD
-        group = dist.new_group(ranks, timeout=timeout)
+        group = dist.new_group(ranks, timeout=timeout, group_desc=HOLDERS)
         if dist.get_rank() in ranks:
             self._created.append(group)
         return group
@@ -122,6 +126,25 @@ class Groups:
         for group in self._created:
             dist.destroy_process_group(group)
         self._created.clear()
+
+
+def group_of_one() -> Any:
+    """A process group of this rank alone, one for the process, for whoever cannot do without a group."""
+    known = dist.distributed_c10d._world.pg_map
+    if not (_of_one and _of_one[-1] in known):
+        _of_one.append(dist.new_group([dist.get_rank()], use_local_synchronization=True, group_desc=HOLDERS))
+    return _of_one[-1]
+
+
+_of_one: list[Any] = []
+
+
+def timeout_of_the_run() -> timedelta | None:
+    """Of the default group. Groups that are made without one get their backend's, whatever the run was started with."""
+    group = dist.group.WORLD
+    assert group is not None
+    options = group._get_backend(group._device_types[0]).options
+    return None if options is None else options._timeout  # a fake backend has none
 
 
 def exchange(arriving: Sequence[torch.Tensor], leaving: Sequence[torch.Tensor], group: HolderGroup) -> None:

@@ -254,11 +254,13 @@ class ShardedOptimizer:
             bucket.refresh_shard()
 
     def offload_states(self, *, states: bool = True, masters: bool = True, pin_memory: bool = False) -> None:
-        """Move the optimizer's state and fp32 copies of weights to host memory, until `reload_states`."""
+        """Move the optimizer's state and fp32 copies of weights to host memory, until `reload_states`. Copies of which
+        the optimizer steps whole tensors stay: these are views of them."""
         tensors = [value for state in self.optimizer.state.values() for value in state.values()] if states else []
-        tensors += [bucket.shard for bucket in self.held if masters and not bucket.steps_in_place]
+        copies = [bucket for bucket in self.held if not bucket.steps_in_place and bucket.layout.owner is None]
+        tensors += [bucket.shard for bucket in copies] if masters else []
         self._moved += move_to_host(filter(torch.is_tensor, tensors), pin_memory=pin_memory)
-        self._is_offloaded = True
+        self._is_offloaded |= states or masters
 
     def reload_states(self) -> None:
         """Move back what `offload_states` moved."""

@@ -11,6 +11,9 @@ import pytest
 import torch
 import torch.distributed as dist
 from safetensors.torch import load_file
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from transformers import PreTrainedTokenizerFast
 
 import sdp_deepspeed
 from sdp_deepspeed.__main__ import main as sdp
@@ -83,12 +86,13 @@ def test_exported_model_is_the_engines_dense_model(name: str, folder: Path, tmp_
 
 
 def test_the_command(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    (tmp_path / "tokens").mkdir()
-    (tmp_path / "tokens" / "tokenizer.json").write_text("{}")
+    tokens = Tokenizer(WordLevel({"a": 0}, unk_token="a"))
+    PreTrainedTokenizerFast(tokenizer_object=tokens).save_pretrained(tmp_path / "tokens")
     options = ["--dtype", "fp32", "--tokenizer", str(tmp_path / "tokens")]
     assert sdp(["checkpoint", "export", str(folder / "gpt2_bf16"), str(tmp_path / "out"), *options]) == 0
     names = {path.name for path in (tmp_path / "out").iterdir()}
-    assert names == {"model.safetensors", "config.json", "generation_config.json", "tokenizer.json"}
+    tokenizer = {"tokenizer.json", "tokenizer_config.json"}
+    assert names == {"model.safetensors", "config.json", "generation_config.json", *tokenizer}
     masters, trained = tensors_in(tmp_path / "out"), tensors_in(folder / "gpt2_bf16_hf")
     assert {value.dtype for value in masters.values()} == {torch.float32}
     assert_identical({name: value.bfloat16() for name, value in masters.items()}, trained)
@@ -129,7 +133,7 @@ def _mistakes(folder: Path, path: Path) -> Iterator[tuple[list[object], list[str
     yield ["export", good, good], ["is there already"]
     yield ["export", good, out, "--max-shard-size", "0GB"], ["0GB", "5GB or 200MB"]
     yield ["export", good, out, "--dtype", "fp8"], ["fp8"]
-    yield ["export", good, out, "--tokenizer", path], ["no file of a tokenizer"]
+    yield ["export", good, out, "--tokenizer", path], ["no tokenizer"]
     yield ["export", good], ["out"]
     yield ["import", good], ["import"]
     yield ["inspect", path / "nowhere"], ["no folder"]

@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from sdp_deepspeed.core.checkpoint.files import CHECKSUMS
+from sdp_deepspeed.core.checkpoint.files import INDEX
 from tests.helpers.checkpointed_runs import names_in
 from tests.helpers.fault_files import FileFaults
 from tests.helpers.fault_runs import Faults, Kill
@@ -46,6 +46,7 @@ def test_six_kills(tmp_path: Path) -> None:
     assert [outcome.killed_at for outcome in outcomes[:3]] == ["rename", "bytes", "rename latest"]
     assert outcomes[-1].resumed is not None
     assert "was not saved" in str(outcomes[1].survivor_error)  # the other rank says what was lost
+    assert "save_checkpoint: rank 1 has not come" in str(outcomes[5].survivor_error)
 
 
 def test_killed_exports(tmp_path: Path) -> None:
@@ -95,7 +96,7 @@ class Saved:
 
 
 def a_disk_is_full(rank: Rank) -> None:
-    """With each size of what is left, so that it ends in each file, the manifest and `latest` too."""
+    """With each size of what is left, so that it ends in each file: tensors, DCP's index, checksums, `latest`."""
     if not may_mount():
         return
     with _disk(rank) as folder:
@@ -105,8 +106,9 @@ def a_disk_is_full(rank: Rank) -> None:
         for pages in [*range(0, needed - 4, 8), *range(needed - 4, needed)]:
             with _full(rank, folder, pages):
                 texts.append(saved.cannot_save("No space left on device"))
-        assert any(CHECKSUMS in text for text in texts), texts
         assert sum(".distcp" in text for text in texts) > 1, texts
+        assert any(INDEX in text for text in texts), texts
+        assert not any(name in texts[-1] for name in (".distcp", INDEX)), texts  # what comes after them
         saved.can_save()
 
 

@@ -190,6 +190,21 @@ def only_some_stay(rank: Rank) -> None:
     assert engine.load_checkpoint(folder)[0] == str(rank.folder / "again")
 
 
+def checksums_are_compared_unless_switched_off(rank: Rank) -> None:
+    engine = engine_of(settings_of())
+    train(engine, num_steps=1)
+    engine.save_checkpoint(str(rank.folder), tag="tag")
+    file = rank.folder / "tag" / f"__{rank.rank}_0.distcp"
+    content, shard = file.read_bytes(), engine.optimizer.sharded.held[0].shard
+    first = content.index(shard.detach().numpy().tobytes()[:16])  # of a number of this rank's
+    file.write_bytes(content[:first] + bytes([content[first] ^ 1]) + content[first + 1 :])
+    dist.barrier()
+    load = partial(engine.load_checkpoint, str(rank.folder), tag="tag")
+    refusal(ValueError, load, "__0_0.distcp is damaged", "__1_0.distcp is damaged")
+    other = engine_of(settings_of(checkpoint={"verify": False}))
+    assert other.load_checkpoint(str(rank.folder), tag="tag")[0] is not None
+
+
 @pytest.mark.slow
 def a_rank_alone_is_told(rank: Rank) -> None:
     """At once where the other goes on with training, or does something else."""
@@ -216,6 +231,7 @@ def _cases(size: int, options: pytest.Config) -> Iterator[tuple[str, Any]]:
         frozen_parameters_may_be_left_out,
         saving_behind_the_training,
         only_some_stay,
+        checksums_are_compared_unless_switched_off,
         a_rank_alone_is_told,
     ):
         yield check.__name__, check

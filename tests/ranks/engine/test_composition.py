@@ -232,6 +232,6 @@ def _cases(size: int, options: pytest.Config) -> Iterator[tuple[str, Any]]:
         yield check.__name__, check
 
 
-@pytest.mark.checks(2, _cases, slow=["2-checkpointing*", "2-offload*", "2-clip*", "2-*accumulat*"])
+@pytest.mark.checks(2, _cases, slow=["2-checkpointing*"])
 def test_two_ranks(outcome: str | None) -> None:
     assert outcome is None, outcome

@@ -108,6 +108,25 @@ def timers_and_prints(rank: Rank) -> None:
     assert all(value > 0 for value in (timers[1]["fwd"], timers[1]["bwd"], timers[1]["step"]))
 
 
+def states_on_the_host_between_steps(rank: Rank) -> None:
+    """As for a generation between two steps: in evaluation nobody needs them, and a step says who does."""
+    states = []
+    for moves in (False, True):
+        engine = engine_of(config(holders=1) | {"bf16": {"enabled": True}})
+        train(engine, num_steps=1)
+        if moves:
+            engine.offload_states()
+            with engine.dense():
+                pass
+            with pytest.raises(RuntimeError, match=r"call reload_states\(\)"):
+                train(engine, num_steps=1)
+            engine.zero_grad()
+            engine.reload_states()
+        train(engine, num_steps=1)
+        states.append(dense_state(engine))
+    assert_identical(*states)
+
+
 def _cases(size: int, options: pytest.Config) -> Iterator[tuple[str, Any]]:
     for check in (
         autocast_at_full_coverage,
@@ -115,6 +134,7 @@ def _cases(size: int, options: pytest.Config) -> Iterator[tuple[str, Any]]:
         flops_profiler_by_config,
         comms_logger,
         timers_and_prints,
+        states_on_the_host_between_steps,
     ):
         yield check.__name__, check
 

@@ -107,6 +107,6 @@ def _checks(size: int, options: pytest.Config) -> list[tuple[str, Check]]:
     return [(check.__name__, check) for check in checks]
 
 
-@pytest.mark.checks(2, _checks, slow=["2-1of2-*-zero1-*"])
+@pytest.mark.checks(2, _checks)
 def test_two_ranks(outcome: str | None) -> None:
     assert outcome is None, outcome

@@ -130,7 +130,7 @@ def exports_the_references_dense_model(rank: Rank) -> None:
 
 
 def generates_in_all_modes(rank: Rank) -> None:
-    """With a key/value cache: ranks need not do the same when the model is resident, and do when it is streamed."""
+    """With a key/value cache; ranks need not do the same."""
     options: dict[str, Any] = {"max_new_tokens": 5, "do_sample": False, "pad_token_id": 0, "eos_token_id": None}
     for (regime, strategy), name in zip(MODES, ("llama", "gpt2", "qwen3", "gpt_neox"), strict=True):
         engine, dense = start(name, regime=regime, strategy=strategy)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch
@@ -14,7 +13,7 @@ from tests.helpers.batch_norms import Net, batches, means, statistics_of
 from tests.helpers.ranks import Check, Rank
 from tests.helpers.sharded import sharded
 from tests.helpers.training import assert_identical, gathered, refusal
-from tests.ranks.masking.test_reestimation import NUM, SIZE, oracle, similar
+from tests.ranks.engine.test_batch_norms import NUM, SIZE, oracle, similar
 
 SUMS = 2.0**-23  # of fp64 in another order, rounded to fp32
 
@@ -99,32 +98,19 @@ def re_estimation(rank: Rank) -> None:
         expected = oracle(state[0])
         for name, value in means(gathered(first)).items():
             similar(value, expected[name])
-        words = ("got 3 batches, expected num_batches=4",)
+        words = ("num_batches: got 4, but there are 3",)
         refusal(ValueError, lambda: reestimate_batch_norm(model, own, num_batches=4), *words)  # noqa: B023
         assert_identical(statistics_of(model), first)
         steps(model, optimizer, rank, 1)
 
 
-def an_export_warns(rank: Rank) -> None:
-    model, _ = trained(rank, {"holders": 2})
-    with mock.patch("sdp_deepspeed.fsdp.full_state.logger.warning") as warning:
-        full_state_dict(model)
-        full_state_dict(model)
-    assert warning.call_count == (rank.rank == 0)
-    model, _ = trained(rank, {"holders": 2})
-    reestimate_batch_norm(model, [batches(rank.rank, 1)[0][0]], num_batches=1)
-    with mock.patch("sdp_deepspeed.fsdp.full_state.logger.warning") as warning:
-        full_state_dict(model)
-    assert not warning.called
-
-
-CHECKS: list[Check] = [evaluation, what_is_saved, re_estimation, an_export_warns]
+CHECKS: list[Check] = [evaluation, what_is_saved, re_estimation]
 
 
 def _checks(size: int, config: pytest.Config) -> list[tuple[str, Check]]:
     return [(check.__name__, check) for check in CHECKS]
 
 
-@pytest.mark.checks(SIZE, _checks, slow=["3-re_estimation", "3-an_export*"])
+@pytest.mark.checks(SIZE, _checks, slow=["3-re_estimation"])
 def test_batch_norms(outcome: str | None) -> None:
     assert outcome is None, outcome

@@ -12,7 +12,6 @@ import torch
 from torch.distributed.fsdp import fully_shard as torch_fully_shard
 
 from sdp_deepspeed.fsdp import sharded_model_of
-from sdp_deepspeed.fsdp.pieces import shards
 from tests.helpers.models import batches, family, llama
 from tests.helpers.more_models import ALL_SPECIMENS
 from tests.helpers.ranks import COLLECTIVE_TIMEOUT, Check, Rank
@@ -38,17 +37,16 @@ def agrees_with_the_reference(
     # One zero stands for all of a lacking layer's own.
     assert sizes <= {0, 4 if name == "convnext" else 0}, "shards are all that is left"
     stored = sharded_model_of(model)
-    sets = {stored.plan.ranks_of(index) for index in range(len(stored.plan.units))}
-    sets_with_groups = [ranks for ranks in sets if 1 < len(ranks) < rank.size]
-    assert stored.num_groups == len(sets_with_groups)
-    assert stored.num_own_groups == sum(rank.rank in ranks for ranks in sets_with_groups)
-    for tensor in stored.held_tensors():
-        shape = stored.rank_model.views.shapes[tensor.dense_name]
-        parts = {owner: stop - start for owner, start, stop in shards(tensor.holders, shape)}
-        assert stored.local(tensor).numel() == parts.get(rank.rank, 0)
-    groups: list[Any] = [mesh.get_group() for mesh in stored.meshes.values()]
-    limits = {group._get_backend(torch.device("cpu")).options._timeout for group in groups}
-    assert limits == {COLLECTIVE_TIMEOUT}, "of waiting, as the run's own"
+    for part in stored.held_parts():
+        start, stop = part.rows(rank.rank)
+        assert stored.shard(part).shape == (stop - start, *part.shape[1:])
+    limits = {limit_of(stored.groups.of(part.holders).process_group) for part in stored.held_parts()}
+    assert limits <= {COLLECTIVE_TIMEOUT, None}, "of waiting, as the run's own"
+
+
+def limit_of(group: Any) -> Any:
+    """None of a single rank."""
+    return None if group is None else group._get_backend(torch.device("cpu")).options._timeout
 
 
 def covers_everything(rank: Rank, granularity: str) -> None:
@@ -56,7 +54,6 @@ def covers_everything(rank: Rank, granularity: str) -> None:
     model: Any = family("gpt2")
     plain: Any = deepcopy(model)
     model = sharded(model, {"holders": rank.size, "granularity": granularity})
-    assert sharded_model_of(model).num_groups == 0
     for layer in plain.transformer.h:
         for modules in ([layer.ln_1, layer.attn], [layer.ln_2, layer.mlp]) if granularity == "sublayer" else (layer,):
             torch_fully_shard(modules)

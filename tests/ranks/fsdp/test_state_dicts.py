@@ -13,6 +13,7 @@ import safetensors.torch
 import torch
 import torch.distributed.checkpoint as dcp
 from accelerate import Accelerator
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
     get_model_state_dict,
@@ -107,11 +108,9 @@ def goes_on_under_another_plan(rank: Rank) -> None:
     path = rank.folder / f"{rank.rank}.json"
     replace(plan, holders=tuple(holders.get(number, own) for number, own in enumerate(plan.holders))).save(path)
     second = started({"strategy": "neuron", "assignment": str(path)})
-    shapes = [{name: value.shape for name, value in one.model.state_dict().items()} for one in (first, second)]
-    assert shapes[0] == shapes[1], "so that DCP sees no difference"
     dcp.save({"train": first}, checkpoint_id=rank.folder / "pieces")
     load = partial(dcp.load, {"train": second}, checkpoint_id=rank.folder / "pieces")
-    refusal(ValueError, load, "model.layers.0.mlp: the state dict is of another plan", "CheckpointManager")
+    refusal(CheckpointException, load, "Missing key")
 
 
 def is_no_whole_model(rank: Rank) -> None:

@@ -12,12 +12,11 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor.parallel import parallelize_module
 from transformers import AutoModelForCausalLM
 
-from sdp_deepspeed.checkpoint.interop.describe import describe
+from sdp_deepspeed.core.checkpoint.state import written_state
 from sdp_deepspeed.fsdp import full_state_dict, save_pretrained, sharded_model_of
-from sdp_deepspeed.fsdp.local_chunks import LocalChunks
-from sdp_deepspeed.fsdp.optimizer_chunks import ShardedOptimizerChunks
+from sdp_deepspeed.fsdp.checkpoints import state_of
 from sdp_deepspeed.plan.tensors import named_tensors
-from tests.helpers.held_tensors import assembled
+from tests.helpers.core_training import dense_of
 from tests.helpers.models import llama, scrambled
 from tests.helpers.ranks import Check, Rank
 from tests.helpers.sharded_runs import ShardedRun, assert_same_run
@@ -50,8 +49,7 @@ def divided(model: Any, *, axes: tuple[str, str] = ("dp", "tp"), **block: Any) -
 
 
 def own_buffers(run: ShardedRun) -> dict[str, torch.Tensor]:
-    chunks = LocalChunks.of(sharded_model_of(run.model))
-    return chunks.own_buffers()
+    return {name: value.clone() for name, value in run.model.named_buffers() if value.numel() and "rotary" not in name}
 
 
 def goes_on_as_uninterrupted(rank: Rank) -> None:
@@ -60,7 +58,8 @@ def goes_on_as_uninterrupted(rank: Rank) -> None:
         run, folder = divided(build()), rank.folder / f"resumed{number}"
         run.train(rank, 2)
         own = own_buffers(run)
-        LocalChunks.of(sharded_model_of(run.model)).restore_buffers({name: own[name] + rank.rank + 1 for name in own})
+        for name in own:
+            run.model.get_buffer(name).add_(rank.rank + 1)
         run.checkpoints.save_checkpoint(folder)
         drawn = torch.rand(3)
         resumed = divided(scrambled(build()))
@@ -74,7 +73,6 @@ def goes_on_as_uninterrupted(rank: Rank) -> None:
         resumed.checkpoints.save_checkpoint(folder, "resumed")
         if rank.rank == 0:
             assert_same_run(folder / "uninterrupted", folder / "resumed")
-            assert describe(folder / "resumed")[0][-1].startswith("complete")
 
 
 def goes_on_elsewhere(rank: Rank) -> None:
@@ -119,10 +117,10 @@ def writes_each_element_once(rank: Rank) -> None:
         run = divided(build())
         run.train(rank, 1)
         sharded = sharded_model_of(run.model)
-        written = ShardedOptimizerChunks(run.optimizer, LocalChunks.of(sharded)).written(exclude_frozen=False)
+        written = written_state(state_of(sharded, run.optimizer))
         states, state, names = gathered(written), full_state_dict(run.model), persistent(build())
         if rank.rank == 0:
-            dense = assembled(states)
+            dense = dense_of(states)
             weights = {key: value for key, value in dense.items() if key.startswith("weight/")}
             assert_identical(weights, {f"weight/{name}": state[name] for name in names})
             trained = dict(build().named_parameters())

@@ -3,26 +3,28 @@
 from __future__ import annotations
 
 from copy import deepcopy
+from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
 from torch import nn
+from transformers import ResNetConfig, ResNetForImageClassification
 
 from sdp_deepspeed import architectures
-from sdp_deepspeed.architectures import Branch, locate_branches, registry, units_of_branches
-from sdp_deepspeed.masking.mask import members_of
-from sdp_deepspeed.units import Piece, Unit
-from tests.helpers.convolutional_models import KINDS, build
-from tests.helpers.masked_modules import (
-    RANKS,
-    assert_same_as_zeroed,
-    loss_and_gradients,
-    masked,
-    plan_of,
-    tokens,
-)
+from sdp_deepspeed.architectures import Branch, Cut, InnerLayers, locate_branches, registry, units_of_branches
+from sdp_deepspeed.core.masking import Mask
+from sdp_deepspeed.core.masking.description import check_description
+from sdp_deepspeed.units import Unit
+from tests.helpers.core_masks import masked, plan_of
 
+KINDS = ("basic", "bottleneck")
 BLOCKS = [f"resnet.encoder.stages.{stage}.layers.{layer}.convolution" for stage, layer in ((0, 1), (1, 1), (1, 2))]
+
+
+def build(kind: str, **options: Any) -> nn.Module:
+    sizes: dict[str, Any] = {"embedding_size": 6, "hidden_sizes": [12, 16], "depths": [2, 3], "num_labels": 5}
+    return ResNetForImageClassification(ResNetConfig(**sizes | {"layer_type": kind} | options))
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -39,51 +41,6 @@ def test_blocks_are_what_an_identity_bypasses(kind: str) -> None:
         assert {name for name, of in kinds if of == "buffer"} == {"running_mean", "running_var", "num_batches_tracked"}
 
 
-@pytest.mark.parametrize("activation", ["relu", "gelu"])
-@pytest.mark.parametrize("kind", KINDS)
-def test_forward_block_is_zeroed(kind: str, activation: str) -> None:
-    dense = build(kind, hidden_act=activation)
-    for granularity in ("sublayer", "layer"):
-        plan = plan_of(dense, strategy="block", granularity=granularity)
-        for rank in RANKS:
-            assert_same_as_zeroed(dense, plan, rank)
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_backward_block_is_dense_and_all_statistics_move(kind: str) -> None:
-    dense = build(kind)
-    plan = plan_of(dense, "backward", "block")
-    module, _ = masked(dense, plan, 0)
-    expected_loss, expected = loss_and_gradients(dense, tokens())
-    loss, gradients = loss_and_gradients(module, tokens())
-    assert torch.equal(loss, expected_loss)
-    assert all(torch.equal(gradient, expected[name]) for name, gradient in gradients.items())
-    assert len(gradients) < len(expected)
-    buffers = dict(dense.named_buffers())
-    assert all(torch.equal(buffer, buffers[name]) for name, buffer in module.named_buffers())
-
-
-def test_buffers_of_lacking_blocks_have_no_storage_and_the_others_move_as_in_the_dense_model() -> None:
-    dense = build("basic")
-    plan = plan_of(dense, strategy="block")
-    lacking = {
-        piece.parameter
-        for index, unit in enumerate(plan.units)
-        if not plan.holds_rank(index, 0)
-        for piece in unit.pieces
-        if piece.kind == "buffer"
-    }
-    module, mask = masked(dense, plan, 0)
-    before = {name: buffer.clone() for name, buffer in module.named_buffers()}
-    loss_and_gradients(module, tokens())
-    for name, buffer in module.named_buffers():
-        assert (name in lacking) == (buffer.untyped_storage().nbytes() == 0), name
-        assert name in lacking or not torch.equal(buffer, before[name]), name
-    for part in mask.parts:
-        part.fill(lambda targets: None)
-    assert {name: b.shape for name, b in module.named_buffers()} == {n: b.shape for n, b in dense.named_buffers()}
-
-
 def test_a_model_without_a_block_is_refused() -> None:
     model = build("basic", depths=[1, 1])
     with pytest.raises(ValueError, match=r"strategy: no branch of the model can be a block.*\"neuron\""):
@@ -91,12 +48,12 @@ def test_a_model_without_a_block_is_refused() -> None:
 
 
 def test_a_plan_whose_block_is_bypassed_by_a_projection_is_refused() -> None:
-    branches = locate_branches(build("basic"))
-    with pytest.raises(ValueError, match="each bypassed by an identity"):
-        members_of(Unit("stem", branches[0].pieces), branches)
-    assert members_of(Unit("block", branches[1].pieces), branches) == [branches[1]]
-    with pytest.raises(ValueError, match="left over"):
-        members_of(Unit("block", (*branches[1].pieces, Piece("more"))), branches)
+    dense = build("basic")
+    branches = locate_branches(dense)
+    plan = plan_of(dense, "forward", "block")
+    assert not branches[0].is_bypassed
+    with pytest.raises(ValueError, match=r"plan: unit 'stem' is neither whole branches bypassed by an identity"):
+        Mask(dense, replace(plan, units=(Unit("stem", branches[0].pieces), *plan.units[1:])), 0)
 
 
 class Skipping(nn.Module):
@@ -111,8 +68,12 @@ class Skipping(nn.Module):
         return result
 
 
-def test_conditions_may_be_types(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture
+def own_registry(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(registry, "_DESCRIPTIONS", dict(registry._DESCRIPTIONS))
+
+
+def test_conditions_may_be_types(own_registry: None) -> None:
     model = nn.Sequential(Skipping(nn.Identity()), Skipping(nn.Linear(4, 4)), Skipping(nn.Tanh()))
     skips = (("skip", nn.Linear),), (("skip", nn.Identity),)
     first = Branch("body", body="body", when=skips[0], bypassed=skips[1])
@@ -123,3 +84,59 @@ def test_conditions_may_be_types(monkeypatch: pytest.MonkeyPatch) -> None:
     architectures.register(Skipping, Branch("body", body="body", bypassed=(("shortcut", nn.Identity),)))
     with pytest.raises(ValueError, match=r"`bypassed`.*that this one lacks"):
         locate_branches(model)
+
+
+class Inverted(nn.Module):
+    """Of a mobile net: a wide layer, one that runs on each channel by itself, and back."""
+
+    def __init__(self, width: int = 4, *, groups: int = 12, affine: bool = True) -> None:
+        super().__init__()
+        self.up, self.norm = nn.Conv2d(width, 12, 1), nn.BatchNorm2d(12, affine=affine)
+        self.depth, self.norm2 = nn.Conv2d(12, 12, 3, padding=1, groups=groups), nn.BatchNorm2d(12)
+        self.down = nn.Conv2d(12, width, 1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        result: torch.Tensor = self.down(torch.relu(self.norm2(self.depth(torch.relu(self.norm(self.up(x)))))))
+        return result
+
+
+class InvertedLayer(nn.Module):
+    def __init__(self, **options: Any) -> None:
+        super().__init__()
+        self.body = Inverted(**options)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        result: torch.Tensor = x + self.body(x)
+        return result
+
+
+INVERTED = tuple(Cut(name, 0) for name in ("up", "norm", "depth", "norm2"))
+
+
+def describe_inverted(cuts: tuple[Cut, ...] = INVERTED) -> None:
+    inner = InnerLayers((*cuts, Cut("down", 1, is_output=True)))
+    architectures.register(InvertedLayer, Branch("mlp", body="body", inner=inner))
+
+
+@pytest.mark.parametrize("affine", [True, False])
+def test_convolutions_on_each_channel_by_itself_are_cut_with_them(own_registry: None, affine: bool) -> None:
+    torch.manual_seed(0)
+    describe_inverted()
+    dense = nn.Sequential(InvertedLayer(affine=affine), InvertedLayer()).double()
+    assert len(check_description(dense, torch.randn(2, 4, 5, 5, dtype=torch.float64))) == 4
+    for regime in ("forward", "backward"):
+        narrow: Any = masked(dense, plan_of(dense, regime, "neuron"), 0)[0][0].body.depth
+        assert narrow.groups == narrow.in_channels == narrow.out_channels == len(narrow.weight) < 12
+
+
+def test_other_groups_and_uncut_batch_norms_are_refused(own_registry: None) -> None:
+    describe_inverted()
+    model = nn.Sequential(InvertedLayer(groups=3), InvertedLayer())
+    words = r"body\.depth is a Conv2d in 3 groups, whose channels do not all read the same"
+    with pytest.raises(ValueError, match=words):
+        units_of_branches(locate_branches(model), strategy="neuron")
+    assert len(units_of_branches(locate_branches(model))) == 2
+    for cuts in (INVERTED[:1] + INVERTED[2:], (INVERTED[0], INVERTED[2])):
+        describe_inverted(cuts)
+        with pytest.raises(ValueError, match=r"norm \(BatchNorm2d\) has an element for each of the 12 neurons"):
+            units_of_branches(locate_branches(nn.Sequential(InvertedLayer())), strategy="neuron")

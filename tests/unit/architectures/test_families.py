@@ -1,8 +1,7 @@
-"""Every described family: a masked module computes what the dense model with zeroed pieces computes."""
+"""Every described family: what of it is in units; and models of users."""
 
 from __future__ import annotations
 
-from copy import deepcopy
 from typing import Any
 
 import pytest
@@ -12,112 +11,45 @@ from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 
 from sdp_deepspeed import architectures
 from sdp_deepspeed.architectures import Branch, locate_branches, registry, unit_costs, units_of_branches
+from sdp_deepspeed.core.masking import Mask
+from sdp_deepspeed.core.masking.description import check_description
 from sdp_deepspeed.plan.plan import Plan
-from sdp_deepspeed.reference.virtual_workers import zero_lacking
 from tests.helpers import models
-from tests.helpers.masked_modules import infos
-from tests.helpers.rank_models import mask_of
+from tests.helpers.more_models import SPECIMENS, UNCUT
 
 NUM_LAYERS = 3
 
 
-def plan_of(model: nn.Module, *, granularity: str = "sublayer", shared: tuple[str, ...] = ()) -> Plan:
-    """Two workers, each unit held by one of them in turn."""
-    units = units_of_branches(locate_branches(model), granularity=granularity, shared=shared)
-    holders = tuple((unit % 2,) for unit in range(len(units)))
-    return Plan("forward", "block", 2, 1, 0, tuple(units), holders, (0, 1))
-
-
-def masked(model: nn.Module, plan: Plan, rank: int) -> nn.Module:
-    result = deepcopy(model)
-    mask_of(result, locate_branches(result), infos(result), plan, rank)
-    return result
-
-
-def lacking_names(plan: Plan, rank: int) -> set[str]:
-    units = [unit for index, unit in enumerate(plan.units) if not plan.holds_rank(index, rank)]
-    return {piece.parameter for unit in units for piece in unit.pieces}
-
-
-def loss_and_gradients(model: nn.Module, batch: Any) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-    loss = models.loss_of(model, batch) if hasattr(model, "config") else model(batch).square().mean()
-    loss.backward()
-    return loss.detach(), {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
-
-
-def assert_same_as_zeroed(model: nn.Module, plan: Plan, batch: Any) -> None:
-    for rank in (0, 1):
-        zeroed = deepcopy(model)
-        zero_lacking(zeroed, plan, rank)
-        expected_loss, expected = loss_and_gradients(zeroed, batch)
-        loss, gradients = loss_and_gradients(masked(model, plan, rank), batch)
-        # Adding zeros is exact; only the parallel residual adds in another order.
-        torch.testing.assert_close(loss, expected_loss, rtol=2**-22, atol=0)
-        lacking = lacking_names(plan, rank)
-        assert lacking
-        assert gradients.keys() == expected.keys() - lacking
-        for name, gradient in gradients.items():
-            torch.testing.assert_close(gradient, expected[name], rtol=2**-18, atol=2**-24)
-
-
-def tokens(seed: int = 3) -> torch.Tensor:
-    return next(models.batches(1, 1, seed))[0][0]
-
-
-@pytest.mark.parametrize("granularity", ["sublayer", "layer"])
 @pytest.mark.parametrize("family", models.FAMILIES)
-def test_masked_is_zeroed(family: str, granularity: str) -> None:
-    model = models.scrambled(models.family(family, NUM_LAYERS))
-    plan = plan_of(model, granularity=granularity)
-    assert len(plan.units) == (2 * NUM_LAYERS if granularity == "sublayer" else NUM_LAYERS)
-    assert_same_as_zeroed(model, plan, tokens())
-
-
-@pytest.mark.parametrize("family", models.FAMILIES)
-def test_lacking_units_are_all_of_the_branches_and_have_no_storage(family: str) -> None:
+def test_units_are_all_of_the_layers(family: str) -> None:
     model = models.family(family, NUM_LAYERS)
-    inside = {piece.parameter for branch in locate_branches(model) for piece in branch.pieces}
+    branches = locate_branches(model)
+    inside = {piece.parameter for branch in branches for piece in branch.pieces}
     layers = {name for name, _ in model.named_parameters() if any(part.isdigit() for part in name.split("."))}
     assert inside == layers
-    plan = plan_of(model)
-    for rank in (0, 1):
-        lacking = lacking_names(plan, rank)
-        for name, parameter in masked(model, plan, rank).named_parameters():
-            assert (parameter.untyped_storage().nbytes() == 0) == (name in lacking), name
-            assert parameter.requires_grad == (name not in lacking), name
+    assert len(units_of_branches(branches)) == 2 * NUM_LAYERS
+    assert len(units_of_branches(branches, granularity="layer")) == NUM_LAYERS
 
 
-class Calls:
-    """How often each module ran."""
+@pytest.mark.parametrize("name", SPECIMENS)
+def test_what_is_in_no_unit_of_the_other_families_is_a_norm(name: str) -> None:
+    model = SPECIMENS[name].build()
+    branches = locate_branches(model)
+    parts = [branch.description.name for branch in branches if branch.is_bypassed]
+    num_blocks = SPECIMENS[name].num_blocks or {True: 13, False: 4}["cross_attention" in parts]
+    assert len(units_of_branches(branches)) == len(parts) == num_blocks
+    inside = {piece.parameter for branch in branches for piece in branch.pieces}
+    shared = {key for key, _ in model.named_parameters() if any(part.isdigit() for part in key.split("."))} - inside
+    # T5's first self-attention makes a bias that all layers need. ResNet's projections, and its head.
+    others = ("block.0.layer.0.", "downsample.reduction.", "downsampling_layer.", ".shortcut.", "classifier.")
+    assert all("norm" in key.lower() or any(other in key for other in others) for key in shared), shared
 
-    def __init__(self, *modules: nn.Module) -> None:
-        self.count = 0
-        for module in modules:
-            module.register_forward_pre_hook(self._add)
 
-    def _add(self, *_: Any) -> None:
-        self.count += 1
-
-
-@pytest.mark.parametrize("reentrant", [True, False])
-@pytest.mark.parametrize("granularity", ["sublayer", "layer"])
-@pytest.mark.parametrize("family", models.FAMILIES)
-def test_gradient_checkpointing_recomputes_and_changes_nothing(family: str, granularity: str, reentrant: bool) -> None:
-    model = models.family(family, NUM_LAYERS)
-    plan = plan_of(model, granularity=granularity)
-    for rank in (0, 1):
-        expected_loss, expected = loss_and_gradients(masked(model, plan, rank), tokens())
-        checkpointed: Any = masked(model, plan, rank)
-        checkpointed.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": reentrant})
-        lacking = lacking_names(plan, rank)
-        held = [branch.bodies[0] for branch in locate_branches(model) if branch.pieces[0].parameter not in lacking]
-        calls = Calls(*[checkpointed.get_submodule(name) for name in held])
-        loss, gradients = loss_and_gradients(checkpointed.train(), tokens())
-        assert held
-        assert calls.count == 2 * len(held)
-        assert torch.equal(loss, expected_loss)
-        assert gradients.keys() == expected.keys()
-        assert all(torch.equal(gradients[name], expected[name]) for name in expected)
+@pytest.mark.parametrize("name", UNCUT)
+def test_heads_that_cannot_be_cut_are_refused_with_the_line_that_works(name: str) -> None:
+    words = r'attention.* cannot be cut: .*"strategy": \{"attention": "block", "mlp": "neuron"\}'
+    with pytest.raises(ValueError, match=words):
+        units_of_branches(locate_branches(SPECIMENS[name].build()), strategy="neuron")
 
 
 class OwnBranch(nn.Module):
@@ -171,16 +103,16 @@ def own_description(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("own_description")
-@pytest.mark.parametrize("granularity", ["sublayer", "layer"])
-def test_a_users_model(granularity: str) -> None:
+def test_a_users_model() -> None:
     model = OwnModel()
-    plan = plan_of(model, granularity=granularity)
-    assert_same_as_zeroed(model, plan, torch.randn(2, 5))
-    kinds = {piece.kind for unit in plan.units for piece in unit.pieces}
-    assert kinds == {"parameter", "buffer"}
-    for rank in (0, 1):
-        for name, buffer in masked(model, plan, rank).named_buffers():
-            assert (buffer.untyped_storage().nbytes() == 0) == (name in lacking_names(plan, rank)), name
+    assert check_description(model, torch.randn(2, 5)) == ["forward x block", "backward x block"]
+    units = units_of_branches(locate_branches(model))
+    assert {piece.kind for unit in units for piece in unit.pieces} == {"parameter", "buffer"}
+    plan = Plan("forward", "block", 2, 1, 0, tuple(units), ((0,), (1,)) * NUM_LAYERS, (0, 1))
+    mask = Mask(model, plan, 0)
+    mask.apply()
+    for name, pieces in mask.buffer_pieces.items():
+        assert (mask.buffers[name].untyped_storage().nbytes() > 0) == mask.is_held(pieces[0][0])
 
 
 @pytest.mark.usefixtures("own_description")
@@ -216,22 +148,19 @@ def test_a_subclass_of_a_described_layer_is_described() -> None:
     assert architectures.branches_of(nn.Linear) is None
 
 
-def test_descriptions_by_the_old_name_of_inner_layers_work() -> None:
-    assert architectures.Inner is architectures.InnerLayers
-
-
 def test_shared_patterns() -> None:
     model = models.llama(NUM_LAYERS)
-    units = plan_of(model, shared=(r"layers\.0\.", r"layers\.2\.(mlp|post_attention)")).units
+    patterns = (r"layers\.0\.", r"layers\.2\.(mlp|post_attention)")
+    units = units_of_branches(locate_branches(model), shared=patterns)
     assert [unit.name for unit in units] == [
         "model.layers.1.attention",
         "model.layers.1.mlp",
         "model.layers.2.attention",
     ]
     with pytest.raises(ValueError, match=r"shared: .*layers.* matches no parameter of any unit"):
-        plan_of(model, shared=(r"layers\.9",))
+        units_of_branches(locate_branches(model), shared=(r"layers\.9",))
     with pytest.raises(ValueError, match=r"'q_proj' matches only a part of 'model\.layers\.0\.attention'"):
-        plan_of(model, shared=("q_proj",))
+        units_of_branches(locate_branches(model), shared=("q_proj",))
 
 
 def test_costs_of_a_llama() -> None:

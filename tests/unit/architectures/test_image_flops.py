@@ -16,12 +16,10 @@ from torch.nn import functional as F
 from torch.utils.flop_counter import FlopCounterMode
 
 import sdp_deepspeed
-from sdp_deepspeed.architectures import locate_branches, unit_costs
+from sdp_deepspeed.architectures import unit_costs
 from sdp_deepspeed.architectures.image_flops import flops_per_element, image_shape, takes_images
 from sdp_deepspeed.units import Piece, Unit
-from tests.helpers.masked_modules import infos, plan_of
 from tests.helpers.more_models import ALL_SPECIMENS
-from tests.helpers.rank_models import mask_of
 
 
 class Convolutions(nn.Module):
@@ -200,17 +198,6 @@ def test_wrappers_of_the_original() -> None:
         name: n * 112**2 / 30 if n > 1 else n for name, n in expected.items()
     }, "which says no size of images: 224 x 224"
     assert positions(nn.SyncBatchNorm.convert_sync_batchnorm(Convolutions())) == expected
-
-
-@pytest.mark.parametrize("strategy", ["block", "neuron"])
-def test_a_masked_model_costs_what_it_did_when_it_was_whole(strategy: str) -> None:
-    """Plans change while it is masked."""
-    dense = ALL_SPECIMENS["vit"].build()
-    plan = plan_of(dense, "forward", strategy)
-    expected = unit_costs(dense, plan.units)
-    mask = mask_of(dense, locate_branches(dense), infos(dense), plan, 0)
-    with mask.shaped_as_built():
-        assert unit_costs(dense, plan.units) == expected
 
 
 # What cannot be run

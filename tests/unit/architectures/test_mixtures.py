@@ -1,120 +1,17 @@
-"""Mixtures of experts in all four modes: a masked module computes what the dense model with zeroed pieces computes, or
-the dense model's gradients."""
+"""Mixtures of experts: which of their tensors units take, and what they cost."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from copy import deepcopy
 from fractions import Fraction
-from functools import partial
-from pathlib import Path
-from typing import Any
 
 import pytest
-import torch
-from torch import nn
 
 from sdp_deepspeed.architectures import locate_branches, unit_costs, units_of_branches
 from sdp_deepspeed.architectures.active_experts import active_shares
-from sdp_deepspeed.checkpoint.interop.transformers_names import FileNames
 from sdp_deepspeed.config import KEY, parse
 from sdp_deepspeed.plan.planner import plan_model
-from sdp_deepspeed.units import Piece, check_pieces
-from tests.helpers.masked_modules import (
-    RANKS,
-    assert_close,
-    assert_held_gradients,
-    assert_same_as_zeroed,
-    held_pieces,
-    infos,
-    loss_and_gradients,
-    masked,
-    plan_of,
-    tokens,
-)
-from tests.helpers.mixtures import CUT_EVERYWHERE, MIXTURES, mixture, neurons_of
-from tests.helpers.rank_models import mask_of
-
-
-@pytest.mark.parametrize(("granularity", "rank"), [("sublayer", 0), ("sublayer", 1), ("layer", 1)])
-@pytest.mark.parametrize("name", MIXTURES)
-def test_forward_blocks_are_zeroed_pieces(name: str, granularity: str, rank: int) -> None:
-    model = mixture(name)
-    assert_same_as_zeroed(model, plan_of(model, strategy="block", granularity=granularity), rank)
-
-
-@pytest.mark.parametrize("rank", RANKS)
-@pytest.mark.parametrize("name", MIXTURES)
-def test_forward_neurons_are_zeroed_pieces(name: str, rank: int) -> None:
-    model = mixture(name)
-    assert_same_as_zeroed(model, plan_of(model, strategy=neurons_of(name)), rank)
-
-
-@pytest.mark.parametrize(("strategy", "rank"), [("block", 0), ("neuron", 0), ("neuron", 1)])
-@pytest.mark.parametrize("name", MIXTURES)
-def test_backward_has_the_dense_gradients(name: str, strategy: str, rank: int) -> None:
-    """Of the router too, which runs once with each half of the neurons, and of output biases of experts."""
-    model = mixture(name)
-    plan = plan_of(model, "backward", neurons_of(name) if strategy == "neuron" else strategy)
-    expected_loss, expected = loss_and_gradients(deepcopy(model), tokens())
-    module, mask = masked(model, plan, rank)
-    loss, gradients = loss_and_gradients(module, tokens())
-    assert_close(loss, expected_loss)
-    assert_held_gradients(mask, held_pieces(model, plan, rank), gradients, expected)
-    routers = [key for key in gradients if key.endswith(("gate.weight", "router.weight"))]
-    assert strategy == "block" or len(routers) >= 2
-    assert all(gradients[key].any() for key in routers)
-
-
-def routes(model: Any) -> list[torch.Tensor]:
-    """The experts that tokens take, of each time that a router runs."""
-    found: list[torch.Tensor] = []
-    for key, module in model.named_modules():
-        if key.endswith(("mlp.gate", "mlp.router")):
-            module.register_forward_hook(lambda _, args, output: found.append(output[2]))
-    model(tokens())
-    return found
-
-
-@pytest.mark.parametrize("name", CUT_EVERYWHERE)
-def test_both_halves_route_as_the_dense_model(name: str) -> None:
-    model = mixture(name)
-    expected = routes(deepcopy(model))
-    found = routes(masked(model, plan_of(model, "backward"), 0)[0])
-    assert len(found) == len(expected) > 0, "one router for both halves"
-    assert len({tuple(row) for route in expected for row in route.sort(-1).values.tolist()}) > 1, "experts differ"
-    assert all(map(torch.equal, found, expected))
-
-
-@pytest.mark.parametrize("implementation", ["eager", "grouped_mm", "batched_mm"])
-@pytest.mark.parametrize("regime", ["forward", "backward"])
-@pytest.mark.parametrize("name", ["mixtral", "gpt_oss"])
-def test_every_kind_of_product_of_experts(name: str, regime: str, implementation: str) -> None:
-    model = mixture(name)
-    model.set_experts_implementation(implementation)
-    plan = plan_of(model, regime)
-    if regime == "forward":
-        assert_same_as_zeroed(model, plan, 1)
-        return
-    _, expected = loss_and_gradients(deepcopy(model), tokens())
-    module, mask = masked(model, plan, 1)
-    assert_held_gradients(mask, held_pieces(model, plan, 1), loss_and_gradients(module, tokens())[1], expected)
-
-
-@pytest.mark.parametrize(("regime", "strategy"), [("forward", "block"), ("backward", "neuron")])
-@pytest.mark.slow
-def test_compilers_follow(regime: str, strategy: str) -> None:
-    """A router that runs once for two halves too, in one graph."""
-    model = mixture("mixtral")
-    plan = plan_of(model, regime, strategy)
-    expected_loss, expected = loss_and_gradients(masked(model, plan, 0)[0].train(), tokens(), use_cache=False)
-    module = masked(model, plan, 0)[0].train()
-    module.compile(backend="eager", fullgraph=True)
-    loss, gradients = loss_and_gradients(module, tokens(), use_cache=False)
-    assert_close(loss, expected_loss)
-    assert gradients.keys() == expected.keys()
-    for key, gradient in gradients.items():
-        assert_close(gradient, expected[key])
+from sdp_deepspeed.units import check_pieces
+from tests.helpers.mixtures import CUT_EVERYWHERE, MIXTURES, mixture
 
 
 @pytest.mark.parametrize("name", CUT_EVERYWHERE)
@@ -170,13 +67,6 @@ def test_neurons_of_all_experts_are_cut_alike() -> None:
     assert pieces("gpt_oss", 0, "attention.head_1")["sinks"] == [(0, 2, 2)]
 
 
-def test_a_router_with_as_many_experts_as_each_has_neurons() -> None:
-    """Its vector of corrections is not one over the neurons."""
-    model = mixture("deepseek_v3", n_routed_experts=12)
-    assert model.model.layers[1].mlp.gate.e_score_correction_bias.shape == (12,)
-    assert_same_as_zeroed(model, plan_of(model), 1)
-
-
 def test_a_norm_over_all_heads_leaves_attention_to_blocks() -> None:
     model = mixture("olmoe")
     with pytest.raises(ValueError, match=r"layers\.0\.attention' cannot be cut.*\"block\" for the part 'attention'"):
@@ -207,62 +97,3 @@ def test_workers_of_mixed_layers_are_balanced_by_what_they_compute() -> None:
     costs = unit_costs(model, plan.units)
     loads = [sum(costs[unit].flops for unit in plan.units_of(subnetwork)) for subnetwork in (0, 1)]
     assert max(loads) <= 1.05 * sum(loads) / 2
-
-
-@pytest.mark.parametrize("name", MIXTURES)
-def test_the_dense_model_loads_with_from_pretrained(name: str, tmp_path: Path) -> None:
-    """Transformers stores experts one by one for most families, and puts them together again."""
-    model = mixture(name)
-    module, mask = masked(model, plan_of(model, "backward", neurons_of(name)), 0)
-    for part in mask.parts:
-        part.fill(lambda _: None)
-    module.save_pretrained(tmp_path)
-    loaded = type(model).from_pretrained(tmp_path)
-    expected, found = (dict(m.named_parameters()) for m in (model, loaded))
-    assert expected.keys() == found.keys()
-    assert all(torch.equal(expected[key], found[key]) for key in expected)
-    assert torch.equal(loaded.eval()(tokens()).logits, model.eval()(tokens()).logits)
-
-
-def test_dropped_experts_have_no_storage() -> None:
-    model = mixture("mixtral")
-    module = masked(model, plan_of(model, strategy="block"), 0)[0]
-    lacking = [p for key, p in module.named_parameters() if ".experts." in key and not p.requires_grad]
-    assert lacking
-    assert all(parameter.untyped_storage().nbytes() == 0 for parameter in lacking)
-    narrow = masked(model, plan_of(model), 0)[0]
-    experts: list[nn.Parameter] = [p for key, p in narrow.named_parameters() if ".experts." in key]
-    whole = sum(p.numel() for key, p in model.named_parameters() if ".experts." in key)
-    assert sum(p.untyped_storage().nbytes() for p in experts) == 4 * sum(p.numel() for p in experts) < 4 * whole
-
-
-def fetch_from(model: nn.Module, targets: Mapping[Piece, torch.Tensor]) -> None:
-    tensors = dict(model.named_parameters())
-    for piece, target in targets.items():
-        target.copy_(piece.narrow(tensors[piece.parameter].detach()))
-
-
-@pytest.mark.parametrize(("name", "strategy"), [("gpt_oss", "block"), ("gpt_oss", "neuron"), ("qwen2_moe", "neuron")])
-def test_scaled_branches_scale_what_experts_put_out(name: str, strategy: str) -> None:
-    """Of blocks the output projections of all experts, with biases; of neurons their columns, not the shared bias."""
-    model = mixture(name)
-    dense = dict(model.named_parameters())
-    module = deepcopy(model)
-    plan = plan_of(model, strategy=strategy)
-    for part in mask_of(module, locate_branches(module), infos(module), plan, 0, scales=True).parts:
-        part.fill(partial(fetch_from, model))
-    biases = (".o_proj.bias", ".down_proj_bias") if strategy == "block" else ()
-    outputs = (".o_proj.weight", ".down_proj", ".down_proj.weight", *biases)
-    for key, parameter in module.named_parameters():
-        assert torch.equal(parameter, dense[key] * (0.5 if key.endswith(outputs) else 1.0)), key
-
-
-def test_export_without_a_model_names_what_it_cannot_convert() -> None:
-    """`sdp checkpoint export` writes tensors as they are."""
-    names = FileNames.of_model("MixtralForCausalLM", "mixtral")
-    with pytest.raises(
-        ValueError, match=r"stores 'model\.layers\.0\.mlp\.experts\.gate_up_proj' converted; export with"
-    ):
-        names.to_file(["model.layers.0.mlp.experts.gate_up_proj"])
-    stored = ["model.layers.0.block_sparse_moe.experts.0.w1.weight", "model.norm.weight"]
-    assert names.converted(stored) == stored[:1]

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from copy import deepcopy
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -12,13 +11,8 @@ from torch import nn
 
 from sdp_deepspeed import architectures
 from sdp_deepspeed.architectures import Branch, Cut, InnerLayers, locate_branches, registry, units_of_branches
-from sdp_deepspeed.masking.mask import Mask
-from sdp_deepspeed.plan.plan import Plan
-from sdp_deepspeed.reference.virtual_workers import zero_lacking
-from sdp_deepspeed.units import Piece
-from tests.helpers.descriptions import check
-from tests.helpers.masked_modules import assert_close, infos
-from tests.helpers.rank_models import mask_of
+from sdp_deepspeed.core.masking.description import check_description
+from tests.helpers.core_masks import fetch, masked, plan_of
 
 
 class Scaled(nn.Module):
@@ -62,16 +56,6 @@ def built(scales: Sequence[float | None] = (0.5, 0.3)) -> nn.Sequential:
     return nn.Sequential(*[Scaled(scale) for scale in scales])
 
 
-def masked(dense: nn.Module, *, rank: int = 0, **choice: Any) -> tuple[Any, Mask, Plan]:
-    """A copy as one of two ranks has it, with one unit each."""
-    module = deepcopy(dense)
-    branches = locate_branches(module)
-    units = units_of_branches(branches, **choice)
-    holders = tuple((index % 2,) for index in range(len(units)))
-    plan = Plan("forward", str(choice.get("strategy", "block")), 2, 1, 0, tuple(units), holders, (0, 1))
-    return module, mask_of(module, branches, infos(module), plan, rank), plan
-
-
 INPUT = torch.randn(2, 5, 6, generator=torch.Generator().manual_seed(1))
 
 
@@ -84,61 +68,31 @@ def test_they_are_of_the_unit() -> None:
 
 @pytest.mark.parametrize("scales", [(0.5, 0.3), (None, 0.3), (None, None)])
 def test_a_layer_that_lacks_is_one_with_zeros(scales: tuple[float | None, ...]) -> None:
-    dense = built(scales)
-    for rank in (0, 1):
-        module, _, plan = masked(dense, rank=rank)
-        zeroed = deepcopy(dense)
-        zero_lacking(zeroed, plan, rank)
-        expected, found = zeroed(INPUT), module(INPUT)
-        assert_close(found, expected)
-        expected.square().sum().backward()
-        found.square().sum().backward()
-        held = {piece.parameter for index, unit in enumerate(plan.units) if index == rank for piece in unit.pieces}
-        gradients = {name: p.grad for name, p in module.named_parameters() if p.grad is not None}
-        assert gradients.keys() == held
-        for name, gradient in gradients.items():
-            other = zeroed.get_parameter(name).grad
-            assert other is not None
-            assert_close(gradient, other)
+    """With neurons a scale is shared."""
+    assert len(check_description(built(scales), INPUT)) == 4
+    units = units_of_branches(locate_branches(built(scales)), strategy="neuron", num_subnetworks=2)
+    assert not any("scale" in piece.parameter for unit in units for piece in unit.pieces)
 
 
 def test_a_lacking_one_takes_no_room_and_comes_back() -> None:
     """One zero is read as all of it, which a compiler can multiply with."""
     dense = built()
-    module, mask, _ = masked(dense)
-    scale = module[1].scale
+    model, mask = masked(dense, plan_of(dense, "forward", "block"), 0)
+    scale = model[1].scale
     assert (scale.shape, scale.untyped_storage().nbytes(), scale.requires_grad) == ((6,), 4, False)
     assert not scale.any()
-    assert torch.equal(torch.compile(module, backend="eager", fullgraph=True)(INPUT), module(INPUT))
-    part = next(part for part in mask.parts if not part.whole)
-
-    def fetch(targets: Mapping[Piece, torch.Tensor]) -> None:
-        for piece, target in targets.items():
-            target.copy_(dense.get_parameter(piece.parameter))
-
-    with torch.no_grad():
-        part.fill(fetch)
-        assert torch.equal(module(INPUT), dense(INPUT))
-        part.release()
-    assert scale.untyped_storage().nbytes() == 4
+    assert torch.equal(torch.compile(model, backend="eager", fullgraph=True)(INPUT), model(INPUT))
     mask.undo()
-    assert module[1].scale is scale
+    fetch(mask, dense)
+    assert model[1].scale is scale
     assert scale.requires_grad
+    assert torch.equal(model(INPUT), dense(INPUT))
 
 
-def test_with_neurons_they_are_shared() -> None:
-    dense = built()
-    module, _, plan = masked(dense, strategy="neuron", num_subnetworks=2)
-    assert not any("scale" in piece.parameter for unit in plan.units for piece in unit.pieces)
-    zeroed = deepcopy(dense)
-    zero_lacking(zeroed, plan, 0)
-    assert_close(module(INPUT), zeroed(INPUT))
-
-
-def test_it_is_tried_out() -> None:
-    assert check(built()) == []
+def test_what_is_not_named_is_shared() -> None:
+    """And the order of what passes its input on is of no account."""
     architectures.register(Scaled, description(norm=("norm", "mix"), parameters=()))
-    assert check(built()) == []  # left out it is shared; the order of what passes on is of no account
+    assert len(check_description(built(), INPUT)) == 4
 
 
 @pytest.mark.parametrize(
@@ -162,15 +116,3 @@ def test_descriptions_that_cannot_be() -> None:
         description(norm=("mix", "norm", "norm"))
     with pytest.raises(ValueError, match=r"'mix.weight' is named twice, or inside of another"):
         description(parameters=("mix.weight",))
-
-
-def test_cells_that_cannot_run_in_two_parts_are_refused_in_the_backward_regime() -> None:
-    inner = InnerLayers((Cut("up", 0), Cut("down", 1, is_output=True)), undivided_reason="it runs something itself")
-    architectures.register(Scaled, description(inner=inner))
-    model = built()
-    assert masked(model, strategy="neuron", num_subnetworks=2)[1].parts
-    branches = locate_branches(model)
-    units = units_of_branches(branches, strategy="neuron", num_subnetworks=2)
-    plan = Plan("backward", "neuron", 2, 1, 0, tuple(units), ((0,), (1,), (1,), (0,)), (0, 1))
-    with pytest.raises(ValueError, match=r"'0\.layer' in the backward regime: it runs something itself; use \"block\""):
-        mask_of(model, branches, infos(model), plan, 0)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-from copy import deepcopy
 from typing import Any
 
 import pytest
@@ -26,11 +25,9 @@ from sdp_deepspeed.architectures import (
     units_of_branches,
 )
 from sdp_deepspeed.architectures.cut_tensors import CutTensor
-from sdp_deepspeed.plan.plan import Plan
-from sdp_deepspeed.reference.virtual_workers import zero_lacking
+from sdp_deepspeed.core.masking.description import check_description
 from sdp_deepspeed.units import Unit, check_pieces
 from tests.helpers import models
-from tests.helpers.masked_modules import held_pieces, masked
 
 
 def units_of(name: str, **choice: Any) -> dict[str, Unit]:
@@ -225,30 +222,9 @@ def own_description(monkeypatch: pytest.MonkeyPatch) -> None:
     architectures.register(OwnLayer, Branch("mlp", norm="norm", body="ff", inner=inner))
 
 
-def own_plan(regime: str, model: nn.Module) -> Plan:
-    units = units_of_branches(locate_branches(model), strategy="neuron", neuron_groups=3)
-    return Plan(regime, "neuron", 2, 1, 0, tuple(units), ((0,), (1,), (0,), (1,), (0,), (1,)), (0, 1))
-
-
 @pytest.mark.usefixtures("own_description")
-@pytest.mark.parametrize("regime", ["forward", "backward"])
-def test_a_users_neurons(regime: str) -> None:
-    dense, batch = own_model(), torch.randn(3, 5)
-    plan = own_plan(regime, dense)
-    for rank in (0, 1):
-        expected, (model, mask) = deepcopy(dense), masked(dense, plan, rank)
-        if regime == "forward":
-            zero_lacking(expected, plan, rank)
-        found, wanted = model(batch), expected(batch)
-        torch.testing.assert_close(found, wanted)
-        found.square().sum().backward()
-        wanted.square().sum().backward()
-        gradients = {name: p.grad for name, p in model.named_parameters()}
-        for name, pieces in held_pieces(dense, plan, rank).items():
-            for piece in pieces:
-                gradient = expected.get_parameter(name).grad
-                assert gradient is not None
-                torch.testing.assert_close(mask.model.views.view_in(piece, gradients[name]), piece.narrow(gradient))
+def test_a_users_neurons() -> None:
+    assert len(check_description(own_model(), torch.randn(3, 5))) == 4
 
 
 @pytest.mark.usefixtures("own_description")

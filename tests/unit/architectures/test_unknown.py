@@ -14,7 +14,7 @@ from torch import nn
 from sdp_deepspeed import architectures
 from sdp_deepspeed.architectures import Branch, locate_branches, registry
 from sdp_deepspeed.architectures.unknown import refusal_of, repeated_layer
-from tests.helpers.masked_modules import masked, plan_of
+from tests.helpers.core_masks import masked, plan_of
 from tests.helpers.models import TOKENS, VOCABULARY
 
 SIZES = {"vocab_size": VOCABULARY, "n_embd": 16, "n_layer": 2, "n_head": 2, "n_positions": 16, "rotary_dim": 4}
@@ -81,7 +81,7 @@ def test_filled_in_the_three_lines_work(name: str) -> None:
     ]
     architectures.register(layer, *branches)
     model: Any = build()
-    plan = plan_of(model, strategy="block")
+    plan = plan_of(model, "forward", "block")
     for rank in (0, 1):
         subnetwork = masked(model, plan, rank)[0].train()
         if name == "vit_msn":

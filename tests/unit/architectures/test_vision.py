@@ -11,17 +11,16 @@ import torch
 from torch import nn
 
 from sdp_deepspeed.architectures import locate_branches, units_of_branches
-from sdp_deepspeed.reference.virtual_workers import zero_lacking
 from sdp_deepspeed.units import Unit
 from tests.helpers import models
-from tests.helpers.masked_modules import (
-    RANKS,
-    Saved,
+from tests.helpers.core_masks import (
     assert_close,
-    flops,
-    loss_and_gradients,
+    assert_gradients,
+    assert_masked,
+    expected_of,
     masked,
     plan_of,
+    run,
     tokens,
 )
 from tests.helpers.more_models import SPECIMENS
@@ -47,31 +46,20 @@ def units_of(name: str, **choice: Any) -> dict[str, Unit]:
     return {unit.name: unit for unit in units_of_branches(branches, **choice)}
 
 
-def seeded(model: Any) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-    """Loss and gradients in training mode, with the same random numbers each time."""
-    torch.manual_seed(3)
-    return loss_and_gradients(model.train(), tokens())
-
-
 @pytest.mark.parametrize("name", DROPS)
-@pytest.mark.parametrize("granularity", ["sublayer", "layer"])
-def test_drop_path_drops_of_what_is_held_as_in_the_dense_model(name: str, granularity: str) -> None:
+def test_drop_path_drops_of_what_is_held_as_in_the_dense_model(name: str) -> None:
     """A lacking branch's own does not draw, a common one does."""
-    dense = build(name, drop_path_rate=0.6)
-    plan = plan_of(dense, strategy="block", granularity=granularity)
-    for rank in RANKS:
-        model, _ = masked(dense, plan, rank)
-        loss, gradients = seeded(model)
-        zeroed = deepcopy(dense)
-        zero_lacking(zeroed, plan, rank)
-        held = {piece.parameter for i, u in enumerate(plan.units) if plan.holds_rank(i, rank) for piece in u.pieces}
-        for branch in locate_branches(dense):
-            if "drop_path" in branch.description.after and branch.pieces[0].parameter not in held:
+    dense = build(name, drop_path_rate=0.6).train()
+    for granularity in ("sublayer", "layer"):
+        plan = plan_of(dense, "forward", "block", granularity=granularity)
+        model, mask = masked(dense, plan, 0)
+        zeroed = expected_of(dense, plan, 0)
+        for branch in mask.branches:
+            if "drop_path" in branch.description.after and not mask.is_held(branch.pieces[0]):
                 zeroed.get_submodule(branch.layer).drop_path = nn.Identity()
-        expected_loss, expected = seeded(zeroed)
+        (loss, _, found), (expected_loss, _, expected) = run(model), run(zeroed)
         assert_close(loss, expected_loss)
-        for key, gradient in gradients.items():
-            assert_close(gradient, expected[key], largest=max(float(g.abs().max()) for g in expected.values()))
+        assert_gradients(mask, found, expected)
 
 
 @pytest.mark.parametrize("name", DROPS)
@@ -80,34 +68,6 @@ def test_drop_path_is_alive(name: str) -> None:
     losses = {models.loss_of(dense, tokens()).item() for _ in range(20)}
     assert len(losses) > 1
     assert [any("drop_path" in b.description.after for b in locate_branches(dense))] == [name not in COMMON]
-
-
-@pytest.mark.parametrize("name", DROPS)
-def test_both_halves_of_a_branch_are_dropped_together(name: str) -> None:
-    dense = build(name, drop_path_rate=0.6)
-    expected_loss, expected = seeded(deepcopy(dense))
-    model, _ = masked(dense, plan_of(dense, "backward"), 0)
-    loss, gradients = seeded(model)
-    assert_close(loss, expected_loss)
-    for key in gradients.keys() & expected.keys():
-        if gradients[key].shape == expected[key].shape:
-            assert_close(gradients[key], expected[key], largest=max(float(g.abs().max()) for g in expected.values()))
-
-
-@pytest.mark.parametrize("name", ["convnext", "dinov2", "dinov2_swiglu", "swin", "swinv2"])
-@pytest.mark.parametrize(("regime", "strategy"), [("forward", "block"), ("forward", "neuron"), ("backward", "neuron")])
-@pytest.mark.slow
-def test_compilers_follow(name: str, regime: str, strategy: str) -> None:
-    dense = build(name)
-    plan = plan_of(dense, regime, strategy)
-    expected_loss, expected = loss_and_gradients(masked(dense, plan, 0)[0].train(), tokens())
-    torch.compiler.reset()
-    compiled = torch.compile(masked(dense, plan, 0)[0].train(), backend="eager", fullgraph=True)
-    loss, gradients = loss_and_gradients(compiled, tokens())
-    assert torch.equal(loss, expected_loss)
-    assert {key.removeprefix("_orig_mod.") for key in gradients} == expected.keys()
-    for key, gradient in gradients.items():
-        assert_close(gradient, expected[key.removeprefix("_orig_mod.")])
 
 
 def test_a_head_of_swin_has_its_column_of_the_table() -> None:
@@ -153,35 +113,13 @@ def test_a_block_has_what_only_it_uses() -> None:
 def test_convnext_without_a_scale() -> None:
     dense = build("convnext", layer_scale_init_value=0.0)
     assert dense.convnext.encoder.stages[0].layers[0].layer_scale_parameter is None
-    plan = plan_of(dense, strategy="block")
-    for rank in RANKS:
-        zeroed = deepcopy(dense)
-        zero_lacking(zeroed, plan, rank)
-        assert_close(models.loss_of(masked(dense, plan, rank)[0], tokens()), models.loss_of(zeroed, tokens()))
-
-
-@pytest.mark.parametrize("name", ["convnext", "swin"])
-@pytest.mark.parametrize("strategy", ["block", "neuron"])
-def test_a_worker_computes_and_keeps_less(name: str, strategy: str) -> None:
-    """Matrix products fall with what it holds, and so does what autograd keeps."""
-    dense = build(name)
-    plan = plan_of(dense, strategy=strategy)
-    whole, _ = flops(dense)
-    found = [flops(masked(dense, plan, rank)[0])[0] for rank in RANKS]
-    share = sum(products.flops for products in found) / (2 * whole.flops)
-    assert share < 0.75  # half, and the embedding, down-sampling and head
-    kept = []
-    for model in (dense, *(masked(dense, plan, rank)[0] for rank in RANKS)):
-        with Saved(list(model.parameters())) as saved:
-            models.loss_of(model, tokens())
-        kept.append(saved.num_bytes)
-    assert kept[1] + kept[2] < 1.6 * kept[0]
+    assert_masked(dense, plan_of(dense, "forward", "block"), 0)
 
 
 def test_channels_last_stays() -> None:
     """A lacking branch gives its input on as it is."""
     dense = build("convnext").to(memory_format=torch.channels_last)
-    model, _ = masked(dense, plan_of(dense, strategy="block"), 0)
+    model, _ = masked(dense, plan_of(dense, "forward", "block"), 0)
     formats = []
     for layer in (layer for stage in model.convnext.encoder.stages for layer in stage.layers):
         layer.register_forward_hook(

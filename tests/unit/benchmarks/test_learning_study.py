@@ -28,7 +28,7 @@ from benchmarks.study.subjects import STUDIES, SUBJECTS, Study, Subject
 from sdp_deepspeed.config import KEY, MODES, Mode, parse
 from sdp_deepspeed.estimate.flops import FlopCounter
 from sdp_deepspeed.plan.planner import plan_model
-from tests.helpers.masked_modules import masked
+from tests.helpers.core_masks import masked
 
 pytestmark = pytest.mark.slow
 

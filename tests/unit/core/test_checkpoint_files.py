@@ -22,7 +22,8 @@ from torch.distributed.checkpoint.metadata import (
 )
 
 from sdp_deepspeed.core.checkpoint import files
-from sdp_deepspeed.core.checkpoint.boxes import Boxes, LoadPlanner, add_box, row_major_boxes
+from sdp_deepspeed.core.checkpoint.boxes import Boxes, LoadPlanner, add_box
+from sdp_deepspeed.core.parallel.buckets import row_major_boxes
 
 
 def save(folder: Path, tag: str, content: str, **options: Any) -> None:

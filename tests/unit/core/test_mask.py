@@ -3,45 +3,63 @@ computes (backward regime), for every family; and the dense model comes back."""
 
 from __future__ import annotations
 
-import pytest
+from dataclasses import replace
+from typing import Any
 
+import pytest
+import torch
+
+from tests.helpers import models
 from tests.helpers.core_masks import (
     MODES,
     NAMES,
-    assert_close,
-    assert_gradients,
+    assert_masked,
     build,
-    expected_of,
     families,
     lacking_pieces,
-    masked,
     plan_of,
-    run,
     stored_bytes,
     strategy_of,
+    tokens,
 )
-
-
-def assert_masked(name: str, regime: str, strategy: str, rank: int, granularity: str) -> None:
-    dense = build(name)
-    plan = plan_of(dense, regime, strategy_of(name, strategy), granularity=granularity)
-    expected_loss, expected_logits, expected = run(expected_of(dense, plan, rank))
-    model, mask = masked(dense, plan, rank)
-    loss, logits, found = run(model)
-    assert_close(loss, expected_loss)
-    assert_close(logits, expected_logits)
-    assert_gradients(mask, found, expected)
-    lacking = lacking_pieces(mask)
-    assert lacking
-    if regime == "forward":
-        tensors = dict(dense.named_parameters()) | dict(dense.named_buffers())
-        num_bytes = sum(p.num_elements(mask.shapes[p.parameter]) * tensors[p.parameter].itemsize for p in lacking)
-        own = [branch.parameters for branch in mask.branches]  # of a layer: one element is read as all of it
-        assert stored_bytes(model) <= stored_bytes(dense) - num_bytes + 8 * sum(map(len, own))
 
 
 @pytest.mark.parametrize(("regime", "strategy"), MODES)
 @pytest.mark.parametrize("name", families(NAMES))
 def test_masked_is_zeroed_or_dense(name: str, regime: str, strategy: str) -> None:
-    assert_masked(name, regime, strategy, 0, "sublayer")
-    assert_masked(name, regime, strategy, 1, "sublayer" if name == "llama_one_layer" else "layer")
+    for rank, granularity in ((0, "sublayer"), (1, "sublayer" if name == "llama_one_layer" else "layer")):
+        dense = build(name)
+        plan = plan_of(dense, regime, strategy_of(name, strategy), granularity=granularity)
+        model, mask = assert_masked(dense, plan, rank)
+        lacking = lacking_pieces(mask)
+        assert lacking
+        if regime == "forward":
+            tensors = dict(dense.named_parameters()) | dict(dense.named_buffers())
+            num_bytes = sum(p.num_elements(mask.shapes[p.parameter]) * tensors[p.parameter].itemsize for p in lacking)
+            own = [branch.parameters for branch in mask.branches]  # of a layer: one element is read as all of it
+            assert stored_bytes(model) <= stored_bytes(dense) - num_bytes + 8 * sum(map(len, own))
+
+
+@pytest.mark.parametrize("regime", ["forward", "backward"])
+@pytest.mark.parametrize("name", ["llama_odd", "gpt2", "gpt_neox_parallel"])
+def test_parts_may_be_neurons_blocks_or_shared(name: str, regime: str) -> None:
+    """On padded batches, with eager attention."""
+    dense = build(name)
+    dense.set_attn_implementation("eager")
+    padded = torch.ones_like(tokens())
+    padded[0, :3] = 0
+    choices: list[tuple[Any, tuple[str, ...]]] = [
+        ({"attention": "neuron", "mlp": "block"}, ()),
+        ({"mlp": "neuron"}, ()),
+        ("neuron", (r"\.0\.attention\.head_0$", r"\.1\.mlp\.group_1$")),
+    ]
+    for strategy, shared in choices:
+        assert_masked(dense, plan_of(dense, regime, strategy, shared=shared), 1, attention_mask=padded)
+
+
+@pytest.mark.parametrize("option", ["reorder_and_upcast_attn", "scale_attn_by_inverse_layer_idx"])
+def test_other_forms_of_gpt2_attention(option: str) -> None:
+    specimen = models.SPECIMENS["gpt2"]
+    dense: Any = models.scrambled(replace(specimen, options={**specimen.options, option: True}).build())
+    dense.set_attn_implementation("eager")
+    assert_masked(dense, plan_of(dense, "forward", "neuron"), 1)

@@ -10,7 +10,7 @@ from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from sdp_deepspeed.estimate.flops import FlopCounter
-from tests.helpers.masked_modules import tokens
+from tests.helpers.core_masks import tokens
 from tests.helpers.models import llama, loss_of
 
 

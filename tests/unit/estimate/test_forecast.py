@@ -15,7 +15,7 @@ from sdp_deepspeed.estimate.per_rank import estimate
 from sdp_deepspeed.estimate.settings import setup_of
 from sdp_deepspeed.plan.planner import plan_model
 from sdp_deepspeed.plan.tensors import dense_tensors
-from tests.helpers.masked_modules import Saved, linear_weights
+from tests.helpers.measured import Saved, matrices
 
 SHAPE: dict[str, Any] = {
     "model_type": "llama",
@@ -48,8 +48,8 @@ def test_flops_of_the_dense_model_are_those_of_its_matrices() -> None:
     """Forward once, backward twice; attention has two products forward, and five backward in a flash kernel."""
     figures = of({"zero_optimization": {"stage": 1}})
     model = llama()
-    matrices = 3 * 2 * MICRO * LENGTH * linear_weights(model)
-    assert figures.flops == ACCUMULATION * (matrices + 4 * attention_flops(4, products=7))
+    linear = 3 * 2 * MICRO * LENGTH * sum(weight.numel() for weight in matrices(model).values())
+    assert figures.flops == ACCUMULATION * (linear + 4 * attention_flops(4, products=7))
     assert figures.num_parameters == sum(parameter.numel() for parameter in model.parameters())
     assert figures.tokens_per_step == MICRO * ACCUMULATION * RANKS * LENGTH
 

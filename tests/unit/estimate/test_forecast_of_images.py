@@ -16,7 +16,7 @@ from sdp_deepspeed.estimate.per_rank import estimate
 from sdp_deepspeed.estimate.settings import setup_of
 from sdp_deepspeed.plan.planner import plan_model
 from sdp_deepspeed.plan.tensors import dense_tensors
-from tests.helpers.masked_modules import Saved
+from tests.helpers.measured import Saved
 
 pytestmark = pytest.mark.slow
 

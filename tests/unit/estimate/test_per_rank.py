@@ -93,7 +93,7 @@ def test_full_coverage_is_data_parallelism() -> None:
     ranks = estimate(plan, tensors, Setup(1, BF16))
     assert {rank.weights for rank in ranks} == {2 * total}
     assert sum(rank.optimizer for rank in ranks) == 12 * total
-    reference = plain(tensors, Setup(1, BF16), num_ranks=4, alignment=1)
+    reference = plain(tensors, Setup(1, BF16), num_ranks=4)
     assert sum(rank.sent_gradients + rank.sent_back for rank in ranks) == 4 * 2 * reference.sent_gradients
 
 

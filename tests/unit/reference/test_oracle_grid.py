@@ -28,7 +28,6 @@ IMPOSSIBLE = {
     ("model", "checkpointing"): {("resnet_bottleneck", "reentrant"), ("resnet_bottleneck", "non-reentrant")},
     ("model", "dense_branch_scale"): {("resnet_bottleneck", "coverage")},
     ("regime", "dense_branch_scale"): {("backward", "coverage")},
-    ("regime", "evaluation"): {("backward", "stream")},
     ("strategy", "granularity"): {(name, "layer") for name in ("neuron", "mixed", "opposite")},
     ("strategy", "units"): {("block", "groups"), ("mixed", "groups"), ("mixed", "mlp"), ("opposite", "mlp")},
     ("granularity", "units"): {("layer", "shared"), ("layer", "groups"), ("layer", "mlp")},

@@ -1,1 +1,0 @@
-"""What a checkpoint holds, in the dense model's coordinates."""

@@ -1,1 +1,0 @@
-"""Process groups as objects, and how ranks agree."""

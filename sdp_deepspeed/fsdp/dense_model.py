@@ -1,0 +1,294 @@
+"""The dense model under FSDP2: evaluation gathers one layer at a time, and no rank ever has all of it.
+
+A second tree of the model's modules, without weights and without a mask, runs in the place of the subnetwork. Before
+one of its layers runs, every rank gathers its weights from the shards of all ranks; after it they are dropped. So ranks
+run forward passes of the dense model together, and as many of them.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import partial
+from types import MethodType
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+from torch.distributed.fsdp import MixedPrecisionPolicy
+from torch.utils._pytree import tree_map_only
+
+from sdp_deepspeed.core.masking import Mask
+from sdp_deepspeed.core.masking.scale import output_scales
+from sdp_deepspeed.core.parallel.groups import Groups, all_gather
+from sdp_deepspeed.fsdp.parts import Part, bare_copy
+from sdp_deepspeed.fsdp.tensor_parallel import TensorParallel
+
+_HOOKS = ("_forward_pre_hooks", "_forward_hooks")
+_NOT_OF_USERS = ("torch.distributed.fsdp", "sdp_deepspeed.fsdp")  # modules of hooks that belong to the subnetwork
+
+
+class Segment(NamedTuple):
+    """Elements that one rank sends to all.
+
+    Args:
+        rank: data-parallel index.
+        source: these, on that rank.
+    """
+
+    rank: int
+    dtype: torch.dtype
+    num_elements: int
+    source: torch.Tensor | None
+
+
+class DenseModel:
+    """
+    Args:
+        mask: of the model; not applied yet.
+        parts: of its parameters, by dense name.
+        is_scaled: whether branches are multiplied by their coverage.
+        policy: in which FSDP2 computes.
+        tensor_parallel: what ranks have of each parameter; None for all of it.
+
+    Attributes:
+        module: the second tree.
+    """
+
+    def __init__(
+        self,
+        mask: Mask,
+        parts: Mapping[str, Sequence[Part]],
+        *,
+        is_scaled: bool,
+        policy: MixedPrecisionPolicy,
+        tensor_parallel: TensorParallel | None,
+    ) -> None:
+        self._mask, self._parts, self._policy, self._tensor_parallel = mask, parts, policy, tensor_parallel
+        self.scales = dict(output_scales(mask)) if is_scaled else {}
+        self._blank = {  # what stands for the parameters while no layer runs
+            id(p): nn.Parameter(torch.empty_like(p, device="meta"), requires_grad=p.requires_grad)
+            for p in mask.parameters.values()
+        }
+        self._pairs: list[tuple[nn.Module, nn.Module]] = []  # of modules of the model, and of the second tree
+        self.module = self._copy(mask.model, {})
+        self._dtypes = {name: parameter.dtype for name, parameter in mask.parameters.items()}
+        self._places = self._find_places()
+        live = {id(buffer): name for name, buffer in mask.buffers.items()}
+        self._buffers = [
+            (live[id(buffer)], own, copied, name)
+            for own, copied in self._pairs
+            for name, buffer in own._buffers.items()
+            if buffer is not None
+        ]
+        everyone = len(mask.plan.subnetwork_of_rank)
+        self._partial = {n for n, p in mask.buffer_pieces.items() if any(len(holders) < everyone for _, holders in p)}
+        self._estimates = False  # statistics that are being estimated are not gathered
+        self._of_layers, self._of_root = self._names_by_layer()
+        for path in self._of_layers:
+            _wrap(self.module.get_submodule(path), partial(self._run_layer, path))
+
+    def _copy(self, module: nn.Module, made: dict[int, nn.Module]) -> nn.Module:
+        if id(module) not in made:
+            made[id(module)] = copied = bare_copy(module)
+            self._pairs.append((module, copied))
+            if isinstance(own := vars(module).get("forward"), MethodType) and own.__self__ is module:
+                vars(copied)["forward"] = MethodType(own.__func__, copied)
+            copied._modules = {name: None if m is None else self._copy(m, made) for name, m in module._modules.items()}
+            copied._parameters = {
+                name: None if p is None else self._blank[id(p)] for name, p in module._parameters.items()
+            }
+        return made[id(module)]
+
+    def _find_places(self) -> dict[str, list[tuple[nn.Module, str, nn.Parameter]]]:
+        """By dense name of a parameter, where the second tree has it: module, name there, and its blank."""
+        names = {id(parameter): name for name, parameter in self._mask.parameters.items()}
+        places: dict[str, list[tuple[nn.Module, str, nn.Parameter]]] = {name: [] for name in names.values()}
+        for own, copied in self._pairs:
+            for attribute, parameter in own._parameters.items():
+                if parameter is not None:
+                    places[names[id(parameter)]].append((copied, attribute, self._blank[id(parameter)]))
+        return places
+
+    def _names_by_layer(self) -> tuple[dict[str, list[str]], list[str]]:
+        """Parameters by the one layer that has them, and all others."""
+        of_layers: dict[str, list[str]] = {branch.layer: [] for branch in self._mask.branches}
+        inside = {path: {id(m) for m in self.module.get_submodule(path).modules()} for path in of_layers}
+        of_root = []
+        for name, places in self._places.items():
+            layers = [path for path, modules in inside.items() if all(id(module) in modules for module, _, _ in places)]
+            if layers:
+                of_layers[min(layers, key=len)].append(name)  # the outer one, of layers inside of layers
+            else:
+                of_root.append(name)
+        return {path: names for path, names in of_layers.items() if names}, of_root
+
+    def attach(
+        self, groups: Groups, device: torch.device, shard: Callable[[Part], torch.Tensor], whole: Mapping[str, Any]
+    ) -> None:
+        """The model is sharded now.
+
+        Args:
+            shard: this rank's, of a part that it holds.
+            whole: by dense name of parameters that the model's root gathers, or that FSDP2 ignores: their module and
+                name there.
+        """
+        self._groups, self._device, self._shard, self._whole = groups, device, shard, whole
+
+    def cast_like(self, modules: Iterable[nn.Module]) -> None:
+        """Have modules of the second tree cast inputs and outputs as FSDP2 does it for these of the model."""
+        policy, found = self._policy, {id(module) for module in modules}
+        for own, copied in self._pairs:
+            if id(own) in found:
+                inputs = policy.param_dtype if policy.cast_forward_inputs else None
+                _wrap(copied, partial(_run_cast, inputs, policy.output_dtype))
+
+    # ---- forward passes -----------------------------------------------------------------------------------------
+
+    @torch.compiler.disable
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """A forward pass; every rank calls it while the root of the model runs."""
+        self._follow_model()
+        self._gather_buffers()
+        self._set({name: module._parameters[own].detach() for name, (module, own) in self._whole.items()})
+        self._set(self.gather(name for name in self._of_root if name not in self._whole))
+        try:
+            return self.module.forward(*args, **kwargs)
+        finally:
+            self._drop(self._of_root)
+            self._drop(self._whole)
+
+    @contextmanager
+    def estimating(self) -> Iterator[None]:
+        """Running statistics in the second tree stay as they are in the block."""
+        self._follow_model()
+        self._gather_buffers()
+        self._estimates = True
+        try:
+            yield
+        finally:
+            self._estimates = False
+
+    def return_buffers(self) -> None:
+        """Give the model what the second tree has of buffers that ranks hold parts of; others are the same objects."""
+        for name, own, copied, attribute in self._buffers:
+            dense, live = copied._buffers[attribute], own._buffers[attribute]
+            for piece, _ in self._mask.buffer_pieces[name] if name in self._partial else ():
+                if self._mask.is_held(piece) and dense is not None:
+                    self._mask.view(piece, live).copy_(piece.narrow(dense))
+
+    def _run_layer(self, path: str, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        names = [name for name in self._of_layers[path] if name not in self._whole]
+        self._set(self.gather(names))
+        try:
+            return forward(*args, **kwargs)
+        finally:
+            self._drop(names)
+
+    def _follow_model(self) -> None:
+        """Hooks and modes are the model's, but while statistics are estimated with others."""
+        if self._estimates:
+            return
+        for own, copied in self._pairs:
+            copied.training = own.training
+            for table in _HOOKS if own is not self._mask.model else ():
+                hooks = {k: hook for k, hook in getattr(own, table).items() if not _is_of_the_subnetwork(hook)}
+                vars(copied)[table] = type(getattr(own, table))(hooks)
+
+    def _set(self, values: Mapping[str, torch.Tensor]) -> None:
+        for name, value in values.items():
+            whole = value if self._tensor_parallel is None else self._tensor_parallel.around(name, value)
+            for module, attribute, _ in self._places[name]:
+                module._parameters[attribute] = nn.Parameter(whole, requires_grad=False)
+
+    def _drop(self, names: Iterable[str]) -> None:
+        for name in names:
+            for module, attribute, blank in self._places[name]:
+                module._parameters[attribute] = blank
+
+    # ---- gathering ----------------------------------------------------------------------------------------------
+
+    def gather(self, names: Iterable[str]) -> dict[str, torch.Tensor]:
+        """Dense parameters in the dtype in which FSDP2 computes, scaled; every rank calls it with the same names."""
+        me, mask, found = self._groups.rank, self._mask, list[tuple[Part, list[Segment]]]()
+        for name in names:
+            dtype = self._policy.param_dtype or self._dtypes[name]
+            for part in self._parts[name]:
+                own, segments = self._shard(part) if me in part.holders else None, list[Segment]()
+                for rank in part.holders:
+                    start, stop = part.rows(rank)
+                    count = (stop - start) * math.prod(part.shape[1:])
+                    segments.append(Segment(rank, dtype, count, own if rank == me else None))
+                found.append((part, segments))
+        flat = iter(self._all_gather([segment for _, segments in found for segment in segments]))
+        values: dict[str, torch.Tensor] = {}
+        for part, segments in found:
+            whole = torch.cat([next(flat) for _ in segments]).view(part.shape)
+            if part.dim is None:
+                values[part.name] = whole
+                continue
+            dense = values.setdefault(part.name, whole.new_empty(mask.shapes[part.name]))
+            lengths = [piece.length for piece in part.pieces]
+            for piece, own in zip(part.pieces, whole.split(lengths, part.dim), strict=True):
+                piece.narrow(dense).copy_(own)
+        for piece, scale in self.scales.items():
+            if piece.parameter in values:
+                piece.narrow(values[piece.parameter]).mul_(scale)
+        return values
+
+    def _gather_buffers(self) -> None:
+        """Those of units come from their holders; others are the model's own."""
+        mask, found = self._mask, list[tuple[torch.Tensor, Segment]]()
+        for name, own, copied, attribute in self._buffers:
+            live = own._buffers[attribute]
+            if name not in self._partial:
+                copied._buffers[attribute] = live
+            elif not self._estimates:
+                assert live is not None
+                dense = torch.empty(mask.shapes[name], dtype=live.dtype, device=self._device)
+                copied._buffers[attribute] = dense
+                for piece, (first, *_) in mask.buffer_pieces[name]:
+                    source, target = mask.view(piece, live) if first == mask.rank else None, piece.narrow(dense)
+                    found.append((target, Segment(first, dense.dtype, target.numel(), source)))
+        for (target, _), value in zip(found, self._all_gather([segment for _, segment in found]), strict=True):
+            target.copy_(value.view(target.shape))
+
+    def _all_gather(self, segments: Sequence[Segment]) -> list[torch.Tensor]:
+        """Flat elements of each segment, by one all-gather for each dtype."""
+        group, result = self._groups.data_parallel, dict[int, torch.Tensor]()
+        for dtype in dict.fromkeys(segment.dtype for segment in segments):
+            sizes, places = [0] * group.size, list[tuple[int, Segment, int]]()
+            for index, segment in enumerate(segments):
+                if segment.dtype == dtype:
+                    places.append((index, segment, sizes[segment.rank]))
+                    sizes[segment.rank] += segment.num_elements
+            flat = torch.empty((group.size, max(sizes)), dtype=dtype, device=self._device)
+            for index, segment, place in places:
+                result[index] = flat[segment.rank, place : place + segment.num_elements]
+                if segment.source is not None:
+                    result[index].view(segment.source.shape).copy_(segment.source)
+            all_gather(flat.view(-1), flat[group.position], group)
+        return [result[index] for index in range(len(segments))]
+
+
+def _wrap(module: nn.Module, run: Callable[..., Any]) -> None:
+    """Have a module's forward be `run(its forward until now, ...)`."""
+    vars(module)["forward"] = partial(run, module.forward)
+
+
+def _run_cast(
+    inputs: torch.dtype | None, outputs: torch.dtype | None, forward: Callable[..., Any], *args: Any, **kwargs: Any
+) -> Any:
+    args, kwargs = _cast((args, kwargs), inputs)
+    return _cast(forward(*args, **kwargs), outputs)
+
+
+def _cast(values: Any, dtype: torch.dtype | None) -> Any:
+    if dtype is None:
+        return values
+    return tree_map_only(torch.Tensor, lambda t: t.to(dtype) if t.is_floating_point() else t, values)
+
+
+def _is_of_the_subnetwork(hook: Any) -> bool:
+    return str(getattr(hook, "__module__", "")).startswith(_NOT_OF_USERS)

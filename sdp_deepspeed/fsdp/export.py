@@ -1,0 +1,132 @@
+"""The dense model of a sharded one: its forward pass for a while, its weights in one place, its batch norms."""
+
+from __future__ import annotations
+
+import itertools
+import logging
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from sdp_deepspeed.config import KEY
+from sdp_deepspeed.core.checkpoint.hugging_face import dense_state_dict
+from sdp_deepspeed.core.checkpoint.random_state import unchanged_random_state
+from sdp_deepspeed.core.masking.batch_norm import estimate_statistics, tracking_norms, write_statistics
+from sdp_deepspeed.core.parallel.agree import gather_objects, run_on_all_ranks
+from sdp_deepspeed.fsdp.checkpoints import state_of
+from sdp_deepspeed.fsdp.sharded_model import local_of, sharded_model_of
+from sdp_deepspeed.fsdp.wrappers import without_wrappers
+from sdp_deepspeed.messages import listed
+
+logger = logging.getLogger("sdp_deepspeed")
+
+
+@contextmanager
+def dense(module: nn.Module) -> Iterator[None]:
+    """Context in which every forward pass is the dense model's: in evaluation mode and without gradients, or it raises.
+    All ranks run the same number of forward passes.
+
+    Args:
+        module: that `fully_shard` returned.
+    """
+    sharded = sharded_model_of(module)
+    before, sharded.is_dense = sharded.is_dense, True
+    try:
+        yield
+    finally:
+        sharded.is_dense = before
+
+
+def full_state_dict(module: nn.Module) -> dict[str, torch.Tensor]:
+    """The dense model's state dict on rank 0, in host memory; empty on the others. Every rank calls it.
+
+    Branches are scaled, if the block says so (`dense_branch_scale`). Buffers of what is shared, but for running
+    statistics of batch norms, and `ignored_params` are rank 0's own.
+
+    Args:
+        module: that `fully_shard` returned.
+
+    Raises:
+        RuntimeError: on all ranks, when they do not call it together, or if rank 0 has no room.
+    """
+    sharded = sharded_model_of(module)
+    sharded.begin_evaluation("full_state_dict")
+    with without_wrappers(module):
+        values = dense_state_dict(state_of(sharded), sharded.device)
+        own = dict(module.named_buffers())
+    for piece, scale in sharded.dense.scales.items():
+        if piece.parameter in values:
+            piece.narrow(values[piece.parameter]).mul_(scale)
+    if dist.get_rank() != 0:
+        return {}
+    # Names that stand for one tensor (tied weights) stand for one here too.
+    return {n: values[of] if of in values else local_of(own[of]).cpu() for n, of in sharded.state_names.items()}
+
+
+def save_pretrained(module: nn.Module, folder: str | Path, tokenizer: Any = None, **options: Any) -> None:
+    """Write the dense model in Hugging Face format; all ranks call it, rank 0 writes.
+
+    Args:
+        module: that `fully_shard` returned, of a class with a `save_pretrained`.
+        tokenizer: saved beside the model if given.
+        options: of the model's own `save_pretrained`, such as `max_shard_size`.
+
+    Raises:
+        RuntimeError: on all ranks, why rank 0 could not write.
+    """
+    state, sharded = full_state_dict(module), sharded_model_of(module)
+
+    def write() -> None:
+        if dist.get_rank() == 0:
+            model: Any = sharded.dense.module  # of the class that the config is to name
+            try:
+                model.save_pretrained(str(folder), state_dict=state, **options)
+                if tokenizer is not None:
+                    tokenizer.save_pretrained(str(folder))
+            except Exception as error:
+                raise RuntimeError(f"save_pretrained: cannot write {folder}: {error}") from error
+
+    run_on_all_ranks(write, sharded.groups.control)
+
+
+def reestimate_batch_norm(module: nn.Module, batches: Iterable[Any], *, num_batches: int) -> int:
+    """As `sdp_deepspeed.reestimate_batch_norm`.
+
+    Args:
+        module: that `fully_shard` returned.
+    """
+    sharded = sharded_model_of(module)
+    control, copied = sharded.groups.control, sharded.dense.module
+    norms = tracking_norms(copied)
+    if not norms:
+        if dist.get_rank() == 0:
+            logger.info("%s: the model has no batch norms with running statistics", KEY)
+        return 0
+
+    def take() -> list[Any]:
+        own = list(itertools.islice(batches, num_batches))
+        if len(own) < num_batches or num_batches < 1:
+            raise ValueError(f"num_batches: got {num_batches}, but there are {len(own)}; give each rank as many")
+        return own
+
+    with unchanged_random_state():  # batches and models may draw
+        own = run_on_all_ranks(take, control)
+        numbers = gather_objects(num_batches, control)
+        if len(set(numbers)) > 1:
+            raise ValueError(f"num_batches: got {listed(numbers)} on ranks in their order; give all the same")
+        was_training = module.training
+        module.training = False
+        sharded.begin_evaluation("reestimate_batch_norm")
+        try:
+            with sharded.dense.estimating():
+                found = run_on_all_ranks(lambda: estimate_statistics(copied, own, run=module), control)
+                write_statistics(found, sharded.groups.data_parallel.process_group)
+                sharded.dense.return_buffers()
+        finally:
+            module.training = was_training
+    return len(norms)

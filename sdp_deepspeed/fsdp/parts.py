@@ -1,0 +1,332 @@
+"""What FSDP2 shards: a parameter is whole there, so slices of one tensor that other ranks hold are other parameters.
+
+With neurons and heads, layers of a branch are narrow (`core.masking`), and their weights have slices of several holder
+sets. Each set gets a module of its own with its part of all these weights, which FSDP2 shards over the holders:
+
+    model.layers.0.sdp_parts.mlp_3f2a91c0.gate_proj.weight
+
+The body runs once: every layer that is cut runs with each part and joins the outputs along the neurons, or adds them.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial, wraps
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+from torch.nn import functional
+
+from sdp_deepspeed.architectures import LocatedBranch
+from sdp_deepspeed.core.masking import Mask
+from sdp_deepspeed.core.masking.forwards import set_data
+from sdp_deepspeed.core.masking.split_layers import Ranges, input_dim, is_conv1d, set_sizes, sizes_of
+from sdp_deepspeed.fsdp.state_dicts import PartsDict
+from sdp_deepspeed.units import Piece
+
+PARTS = "sdp_parts"  # name of the child of a layer that has the parts of its branches
+Holders = tuple[int, ...]
+
+
+class Box(NamedTuple):
+    """Some elements of a slice of a dense tensor, in one rank's shard of a parameter.
+
+    Args:
+        piece: the slice.
+        offsets: of the first element in the slice.
+        inside: where they are in the shard.
+        shape: of the box.
+    """
+
+    piece: Piece
+    offsets: tuple[int, ...]
+    inside: tuple[slice, ...]
+    shape: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Part:
+    """Slices of one dense tensor with the same holders, side by side: one parameter, sharded over them along dim 0.
+
+    Args:
+        name: dense.
+        path: of the parameter in the model.
+        holders: data-parallel indices, ascending.
+        pieces: in dense order.
+        dim: along which the pieces are slices; None for the whole tensor.
+        shape: of the parameter.
+    """
+
+    name: str
+    path: str
+    holders: Holders
+    pieces: tuple[Piece, ...]
+    dim: int | None
+    shape: tuple[int, ...]
+
+    def rows(self, rank: int) -> tuple[int, int]:
+        """First and last index (exclusive) along dim 0 of a holder's shard: as `torch.chunk` cuts."""
+        return chunk(self.shape[0], self.holders.index(rank), len(self.holders))
+
+    def boxes(self, rank: int) -> Iterator[Box]:
+        """What a holder's shard has of each piece."""
+        start, stop = self.rows(rank)
+        first, others = 0, self.shape[1:]
+        for piece in self.pieces:
+            columns = [(0, size) for size in others]
+            low, high = start, stop
+            if self.dim == 0:
+                low, high = max(start, first), min(stop, first + piece.length)
+            elif self.dim is not None:
+                columns[self.dim - 1] = (first, first + piece.length)
+            if low < high and all(a < b for a, b in columns):
+                inside = (slice(low - start, high - start), *(slice(a, b) for a, b in columns))
+                offsets = (low - first if self.dim == 0 else low, *(0 for _ in others))
+                yield Box(piece, offsets, inside, (high - low, *(b - a for a, b in columns)))
+            first += piece.length if self.dim is not None else 0
+
+
+def chunk(length: int, position: int, number: int) -> tuple[int, int]:
+    """The range of `torch.chunk`'s part at a position, of so many parts; empty for positions beyond the last one."""
+    size = -(-length // number)
+    return min(position * size, length), min((position + 1) * size, length)
+
+
+def parts_of(mask: Mask) -> dict[str, list[Part]]:
+    """By dense name the parts of each parameter, on all ranks; in the order of their holders."""
+    branch_of = {t.parameter: branch for branch in mask.branches for t in branch.cut_tensors}
+    digests = {branch.name: _digests(mask, branch) for branch in mask.branches}
+    found: dict[str, list[Part]] = {}
+    for name, pieces in mask.pieces.items():
+        shape, dim = list(mask.shapes[name]), pieces[0][0].dim
+        if dim is None:
+            found[name] = [Part(name, name, pieces[0][1], (pieces[0][0],), None, tuple(shape))]
+            continue
+        branch, by_holders = branch_of[name], dict[Holders, list[Piece]]()
+        for piece, holders in pieces:
+            by_holders.setdefault(holders, []).append(piece)
+        found[name] = []
+        for holders, own in sorted(by_holders.items()):
+            shape[dim] = sum(piece.length for piece in own)
+            key = f"{branch.description.name}_{digests[branch.name][holders]}"
+            path = f"{branch.layer}.{PARTS}.{key}.{_inside(branch, name)}"
+            found[name].append(Part(name, path, holders, tuple(own), dim, tuple(shape)))
+    return found
+
+
+def _digests(mask: Mask, branch: LocatedBranch) -> dict[Holders, str]:
+    """Of each holder set what its part of a branch is, so that under another plan it has another name."""
+    pieces: dict[Holders, list[Any]] = {}
+    for name in (tensor.parameter for tensor in branch.cut_tensors if tensor.parameter in mask.pieces):
+        for piece, holders in mask.pieces[name]:
+            pieces.setdefault(holders, []).append((name, piece.dim, piece.start, piece.length))
+    return {h: hashlib.sha256(json.dumps([h, own]).encode()).hexdigest()[:8] for h, own in pieces.items()}
+
+
+def _inside(branch: LocatedBranch, name: str) -> str:
+    """A dense name below that of the branch; "own." before parameters of the body itself."""
+    inside = name.removeprefix(f"{branch.root}.")
+    return inside if "." in inside else f"own.{inside}"
+
+
+# ---- splitting a branch ---------------------------------------------------------------------------------------------
+
+
+class HolderPart(nn.Module):
+    """What one holder set has of a branch: FSDP2 gathers, averages and frees it together.
+
+    The parts of a branch are nested: each runs the next one, and the last one the body. So they are gathered one after
+    the other before the body runs, and freed after it.
+    """
+
+    def forward(self, run: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        return run(*args, **kwargs)
+
+    def add(self, path: str, module: nn.Module) -> None:
+        """Add a module at a path below this one."""
+        *parents, last = path.split(".")
+        owner: nn.Module = self
+        for name in parents:
+            if name not in owner._modules:
+                owner.add_module(name, nn.Module())
+            owner = owner.get_submodule(name)
+        owner.add_module(last, module)
+
+
+def split_branch(mask: Mask, branch: LocatedBranch, parts: Mapping[str, Sequence[Part]]) -> dict[Holders, HolderPart]:
+    """Divide the narrow layers of a branch among the holder sets that this rank is in.
+
+    Args:
+        mask: applied.
+        parts: by dense name.
+
+    Returns:
+        The parts by holder set, in the order in which they are gathered; empty if nothing of the branch is cut.
+    """
+    owners: dict[str, dict[str, list[Part]]] = {}
+    for name in (tensor.parameter for tensor in branch.cut_tensors):
+        if name in parts and parts[name][0].dim is not None:
+            owner, _, attribute = name.rpartition(".")
+            held = [part for part in parts[name] if mask.rank in part.holders]
+            owners.setdefault(owner, {})[attribute] = held
+    if not owners:
+        return {}
+    layer, modules = mask.model.get_submodule(branch.layer), dict[Holders, HolderPart]()
+    if PARTS not in layer._modules:
+        layer.add_module(PARTS, PartsDict())
+    outputs = mask.output_biases()
+    for owner, held_parts in owners.items():
+        bias, is_sum = outputs.get(owner, ("", False))
+        leaves = _split_layer(mask, mask.model.get_submodule(owner), held_parts, bias, is_sum=is_sum)
+        for part, leaf in zip(next(iter(held_parts.values())), leaves, strict=True):
+            key, _, path = part.path.removeprefix(f"{branch.layer}.{PARTS}.").partition(".")
+            module = modules.setdefault(part.holders, HolderPart())
+            module.add(path.rpartition(".")[0], leaf)
+            layer.get_submodule(PARTS)._modules[key] = module
+    modules = dict(sorted(modules.items()))
+    _replace(mask.model.get_submodule(branch.bodies[0]), partial(_run_inside, list(modules.values())))
+    return modules
+
+
+def _split_layer(
+    mask: Mask, layer: nn.Module, parts: Mapping[str, Sequence[Part]], bias: str, *, is_sum: bool
+) -> list[nn.Module]:
+    """Have a narrow layer run with each part of its parameters, and put the results together.
+
+    Args:
+        parts: held ones, by name of the layer's parameter, in the order of their holders.
+        bias: name of the parameter that is added to the output once; empty if there is none.
+        is_sum: whether the output is a sum over what is cut inside of the layer (experts).
+
+    Returns:
+        For each holder set what has its parameters: a layer of the same class, or a plain module.
+    """
+    sets = [part.holders for part in next(iter(parts.values()))]
+    weight, dim = layer._parameters.get("weight"), parts["weight"][0].dim if "weight" in parts else None
+    runs_in_parts = is_sum or (weight is not None and dim is not None and input_dim(layer) is not None)
+    leaves = []
+    for number in range(len(sets)):
+        leaf = bare_copy(layer) if runs_in_parts else nn.Module()
+        leaf._parameters = dict.fromkeys(layer._parameters) if runs_in_parts else {}
+        for name, own in parts.items():
+            values = torch.cat([mask.view(piece) for piece in own[number].pieces], own[number].dim or 0)
+            leaf._parameters[name] = nn.Parameter(values, requires_grad=mask.trainable[own[number].name])
+        set_sizes(leaf)
+        leaves.append(leaf)
+    ranges = {name: _ranges(mask, own[0].name, sets) for name, own in parts.items()}
+    if is_sum:
+        _replace(layer, partial(_add_experts, layer, leaves, bias))
+    elif not runs_in_parts:
+        cuts = {name: (ranges[name], own[0].dim or 0) for name, own in parts.items()}
+        _replace(layer, partial(_join_parameters, layer, leaves, cuts))
+    else:
+        assert weight is not None
+        is_depthwise = sizes_of(layer, weight).get("groups", 1) > 1
+        join = _add_outputs if dim == input_dim(layer) and not is_depthwise else _join_outputs
+        along = Along(-max(1, weight.dim() - 1), ranges["weight"], is_depthwise)
+        _replace(layer, partial(join, layer, leaves, along))
+    for name in parts:
+        parameter = layer._parameters.pop(name)
+        assert parameter is not None
+        set_data(parameter, parameter.new_empty(0))
+        vars(layer)[name] = parameter.detach()  # for whoever asks for its dtype
+    return leaves
+
+
+def _ranges(mask: Mask, name: str, sets: Sequence[Holders]) -> Ranges:
+    held = [(piece.length, sets.index(holders)) for piece, holders in mask.pieces[name] if mask.is_held(piece)]
+    return Ranges(tuple(length for length, _ in held), tuple(number for _, number in held)).merged()
+
+
+def bare_copy(module: nn.Module) -> Any:
+    """A module of the same class with the same attributes, but without hooks, and with tables of its own."""
+    copied = object.__new__(type(module))
+    vars(copied).update(vars(module))
+    for name, value in vars(module).items():
+        if name in ("_parameters", "_buffers", "_modules"):
+            vars(copied)[name] = dict(value)
+        elif "_hooks" in name:
+            vars(copied)[name] = type(value)()
+    vars(copied)["_compiled_call_impl"] = None
+    return copied
+
+
+# ---- forward passes -------------------------------------------------------------------------------------------------
+
+
+def _replace(module: nn.Module, function: Callable[..., Any]) -> None:
+    """Have a module's forward be `function(its forward until now, *args, **kwargs)`."""
+    inner = module.forward
+
+    @wraps(inner)
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        return function(inner, *args, **kwargs)
+
+    vars(module)["forward"] = forward
+
+
+def _run_inside(modules: Sequence[HolderPart], inner: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    for module in reversed(modules):
+        inner = partial(module, inner)
+    return inner(*args, **kwargs)
+
+
+class Along(NamedTuple):
+    """How a layer is cut.
+
+    Args:
+        dim: of the activations, that runs over neurons, heads or channels.
+        ranges: along `dim`.
+        is_depthwise: whether it is a convolution of each channel by itself.
+    """
+
+    dim: int
+    ranges: Ranges
+    is_depthwise: bool
+
+
+def _join_outputs(_: Any, leaves: Sequence[Any], along: Along, __: Any, x: torch.Tensor) -> torch.Tensor:
+    """Of a layer that is cut along its outputs, such as `up_proj`."""
+    inputs = along.ranges.split(x, along.dim) if along.is_depthwise else [x] * len(leaves)
+    return along.ranges.join([leaf(own) for leaf, own in zip(leaves, inputs, strict=True)], along.dim)
+
+
+def _add_outputs(layer: Any, leaves: Sequence[Any], along: Along, _: Any, x: torch.Tensor) -> torch.Tensor:
+    """Of a layer that is cut along its inputs, such as `down_proj`; its bias is added once."""
+    total = None
+    for leaf, own in zip(leaves, along.ranges.split(x, along.dim), strict=True):
+        # Transformers' Conv1D cannot do without a bias.
+        output = functional.linear(own, leaf.weight.t()) if is_conv1d(leaf) else leaf(own)
+        total = output if total is None else total + output
+    assert total is not None
+    bias = layer._parameters.get("bias")
+    return total if bias is None else total + bias.view(-1, *[1] * (-along.dim - 1))
+
+
+def _add_experts(layer: Any, leaves: Sequence[Any], bias: str, _: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
+    """Of experts that are cut inside: every part reads all of the input."""
+    total = None
+    for leaf in leaves:
+        if (own := layer._parameters.get(bias)) is not None:
+            vars(leaf)[bias] = own if total is None else own.new_zeros(()).expand_as(own)
+        output = leaf(*args, **kwargs)
+        total = output if total is None else total + output
+    assert total is not None
+    return total
+
+
+def _join_parameters(
+    layer: Any, leaves: Sequence[Any], cuts: Mapping[str, tuple[Ranges, int]], inner: Any, *args: Any, **kwargs: Any
+) -> Any:
+    """Of a module whose parameters are small: it runs once."""
+    places = {name: vars(layer)[name] for name in cuts}
+    for name, (ranges, dim) in cuts.items():
+        vars(layer)[name] = ranges.join([leaf._parameters[name] for leaf in leaves], dim)
+    try:
+        return inner(*args, **kwargs)
+    finally:
+        vars(layer).update(places)

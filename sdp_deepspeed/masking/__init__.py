@@ -1,1 +1,0 @@
-"""What a plan does to a live module."""

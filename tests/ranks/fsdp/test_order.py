@@ -1,0 +1,183 @@
+"""Random holder sets over gloo, where each collective waits for its ranks: whoever is late, no step hangs."""
+
+from __future__ import annotations
+
+import random
+import re
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from functools import partial
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from sdp_deepspeed.architectures import Branch, register
+from sdp_deepspeed.config import KEY, parse
+from sdp_deepspeed.fsdp import sharded_model_of
+from sdp_deepspeed.plan.plan import Plan
+from sdp_deepspeed.plan.planner import plan_model
+from tests.helpers.ranks import Check, Rank
+from tests.helpers.sharded import sharded
+
+pytestmark = pytest.mark.slow
+
+SIZE = 4
+NUM_LAYERS = 4
+
+
+class Layer(nn.Module):
+    """Two branches of sizes of their own; `parallel` runs both norms first, so that units run into each other."""
+
+    def __init__(self, index: int, *, parallel: bool) -> None:
+        super().__init__()
+        self.norm_1, self.norm_2 = nn.LayerNorm(4), nn.LayerNorm(4)
+        self.one, self.two = (_body(12 * number) for number in (2 * index + 1, 2 * index + 2))
+        self.parallel = parallel
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.parallel:
+            first, second = self.norm_1(x), self.norm_2(x)
+            return x + self.one(first) + self.two(second)
+        x = x + self.one(self.norm_1(x))
+        return x + self.two(self.norm_2(x))
+
+
+def _body(width: int) -> nn.Module:
+    return nn.Sequential(nn.Linear(4, width), nn.Linear(width, 4))
+
+
+class Tower(nn.Module):
+    """Layers, of which `stretch` are checkpointed together (0: none)."""
+
+    def __init__(self, *, parallel: bool, stretch: int) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = nn.ModuleList(Layer(index, parallel=parallel) for index in range(NUM_LAYERS))
+        self.head = nn.Linear(4, 1)
+        self.stretch = stretch
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        step = self.stretch or 1
+        for start in range(0, NUM_LAYERS, step):
+            run = nn.Sequential(*self.layers[start : start + step])
+            x = checkpoint(run, x, use_reentrant=False) if self.stretch else run(x)
+        result: torch.Tensor = self.head(x)
+        return result
+
+
+register(f"{__name__}.Layer", Branch("one", norm="norm_1", body="one"), Branch("two", norm="norm_2", body="two"))
+
+
+def write_random_plan(model: nn.Module, rank: Rank, seed: int) -> str:
+    draw, units = random.Random(seed), made_plan(model, rank).units
+    while True:
+        holders = [tuple(sorted(draw.sample(range(rank.size), draw.randint(1, 3)))) for _ in units]
+        if len({len(own) for own in holders}) > 1 and len({rank for own in holders for rank in own}) == rank.size:
+            return write_plan(model, rank, holders, str(seed))
+
+
+def write_plan(model: nn.Module, rank: Rank, holders: Sequence[tuple[int, ...]], name: str) -> str:
+    plan = made_plan(model, rank)
+    path = rank.folder / f"plan-{rank.rank}-{name}.json"
+    replace(plan, holders=tuple(holders), num_holders=None).save(path)
+    return str(path)
+
+
+def made_plan(model: nn.Module, rank: Rank) -> Plan:
+    block = parse({KEY: {"holders": 2}})
+    assert block is not None
+    return plan_model(model, block, rank.size)[0]
+
+
+@contextmanager
+def delays(rank: Rank, seed: int, seconds: float = 0.01) -> Iterator[list[str]]:
+    """Before each collective of FSDP2's a rank waits up to some seconds, later ranks longer; yields what it issued."""
+    draw, issued = random.Random(rank.rank + 100 * seed), []
+
+    def late(name: str) -> Any:
+        function = getattr(dist, name)
+
+        def call(*args: Any, **kwargs: Any) -> Any:
+            time.sleep(draw.random() * seconds * (rank.rank + 1))
+            issued.append(name)
+            return function(*args, **kwargs)
+
+        return mock.patch.object(dist, name, call)
+
+    with late("all_gather_single"), late("reduce_scatter_single"):
+        yield issued
+
+
+def runs_to_its_end(
+    rank: Rank, *, parallel: bool, stretch: int, seeds: range = range(2), seconds: float = 0.01
+) -> None:
+    """The input needs no gradient, as after frozen embeddings; the first layers' units have to be told apart."""
+    for seed in seeds:
+        model: Any = Tower(parallel=parallel, stretch=stretch)
+        model = sharded(model, {"assignment": write_random_plan(model, rank, seed)})
+        torch.manual_seed(rank.rank)
+        with delays(rank, seed, seconds) as issued:
+            for number in (1, 2, 1):  # of graphs that are there together
+                losses = [model(torch.randn(2, 4)).sum() for _ in range(number)]
+                for loss in losses:
+                    loss.backward()
+        assert issued
+        stored = sharded_model_of(model)
+        assert all(p.grad is not None for modules in stored.units for m in modules for p in m.parameters())
+        dist.barrier()
+        stored.groups.close()
+
+
+FROZEN: dict[str, tuple[str, list[tuple[int, ...]]]] = {
+    "the first layer": (r"layers\.0\..*", [(0, 1), (0, 1), (0,), (0, 1)]),
+    "each second branch": (r".*(two|norm_2)\..*", [(0,), (0, 1), (0,), (0, 1)]),
+}
+
+
+def frozen_parameters(rank: Rank) -> None:
+    """Of units below, or between, those that train: ranks that lack some of these still gather what others gather."""
+    for frozen, holders in FROZEN.values():
+        model: Any = Tower(parallel=False, stretch=0)
+        for name, parameter in model.named_parameters():
+            parameter.requires_grad_(not re.fullmatch(frozen, name))
+        on_two = [*holders, *((2, 3) for _ in range(4))]
+        model = sharded(model, {"assignment": write_plan(model, rank, on_two, "frozen")})
+        with delays(rank, 0):
+            for _ in range(3):
+                model(torch.randn(2, 4)).sum().backward()
+        gradients = {name: p.grad for name, p in model.named_parameters() if p.numel()}
+        assert all((gradient is None) == bool(re.fullmatch(frozen, name)) for name, gradient in gradients.items())
+
+
+KINDS: dict[str, dict[str, Any]] = {
+    "sequential": {"parallel": False, "stretch": 0},
+    "parallel": {"parallel": True, "stretch": 0},
+    "checkpointed": {"parallel": False, "stretch": 1},
+    "stretches": {"parallel": False, "stretch": 2},
+}
+
+
+def _checks(size: int, config: pytest.Config) -> list[tuple[str, Check]]:
+    """With --full 200 random plans more, a quarter of each kind."""
+    run: Any = runs_to_its_end
+    checks = [(kind, partial(run, **options)) for kind, options in KINDS.items()]
+    if config.getoption("--full"):
+        parts = [range(first, first + 10) for first in range(2, 52, 10)]
+        checks += [
+            (f"{kind}_from_{seeds.start}", partial(run, **options, seeds=seeds, seconds=0.002))
+            for kind, options in KINDS.items()
+            for seeds in parts
+        ]
+    return [*checks, ("frozen", frozen_parameters)]
+
+
+@pytest.mark.checks(SIZE, _checks)
+def test_order(outcome: str | None) -> None:
+    assert outcome is None, outcome
