@@ -9,7 +9,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import deepspeed
 import torch
 import torch.distributed as dist
 
@@ -21,7 +20,6 @@ from sdp_deepspeed.core.dense import DenseView
 from sdp_deepspeed.core.masking import Mask
 from sdp_deepspeed.core.parallel.groups import Groups
 from sdp_deepspeed.core.parallel.optimizer import ShardedOptimizer
-from sdp_deepspeed.core.parallel.tensor_parallel import TensorParallel, WholeModel, of_autotp
 from sdp_deepspeed.plan.planner import plan_model
 from tests.helpers.models import batches, llama
 
@@ -29,10 +27,6 @@ from tests.helpers.models import batches, llama
 def adamw(matrices: list[Any], vectors: list[Any]) -> torch.optim.Optimizer:
     groups: list[dict[str, Any]] = [{"params": matrices}, {"params": vectors, "weight_decay": 0.0}]
     return torch.optim.AdamW(groups, lr=0.01)
-
-
-def sgd(matrices: list[Any], vectors: list[Any]) -> torch.optim.Optimizer:
-    return torch.optim.SGD([{"params": matrices}, {"params": vectors}], lr=0.01, momentum=0.9)
 
 
 def muon(matrices: list[Any], vectors: list[Any]) -> torch.optim.Optimizer:
@@ -50,12 +44,10 @@ class Layout:
 
     Args:
         size: number of ranks.
-        tp: tensor-parallel ranks, of DeepSpeed's AutoTP.
         block: of the config.
     """
 
     size: int
-    tp: int = 1
     stage: int = 1
     dtype: torch.dtype = torch.float32
     block: Mapping[str, Any] = field(default_factory=dict)
@@ -90,15 +82,10 @@ class Training:
         group_of = {name: int(p.dim() < 2) for name, p in named.items()}
         groups: list[list[Any]] = [[p for name, p in named.items() if group_of[name] == index] for index in range(2)]
         optimizer = layout.optimizer(*groups) if earlier is None else earlier.state.optimizer.optimizer
-        self.control, data_parallel = dist.new_group(backend="gloo"), layout.size // layout.tp
-        self.parallel = self._parallel(layout)
-        shards, branches = self.parallel.shards, self.parallel.branches or None
-        plan, _ = plan_model(self.model, block, data_parallel, branches=branches, shards=shards)
-        worker = dist.get_rank() // layout.tp
-        self.mask = Mask(self.model, shards.local_plan(plan), worker, branches=branches)
-        ranks = [[*range(index, layout.size, layout.tp)] for index in range(layout.tp)]
+        plan, _ = plan_model(self.model, block, layout.size)
+        self.mask = Mask(self.model, plan, dist.get_rank())
         sets = {holders for found in self.mask.pieces.values() for _, holders in found}
-        self.groups = Groups(sets, ranks=ranks, control=self.control)
+        self.groups = Groups(sets, control=dist.new_group(backend="gloo"))
         self.mask.apply()
         self.optimizer = ShardedOptimizer(
             optimizer,
@@ -108,27 +95,17 @@ class Training:
             regime=plan.regime,  # type: ignore[arg-type]
             stage=layout.stage,  # type: ignore[arg-type]
             bucket_size=layout.bucket_size,
-            replicated=self.parallel.replicated(self.mask.parameters),
             offload=layout.offload,
         )
 
-    def _parallel(self, layout: Layout) -> TensorParallel:
-        if layout.tp == 1:
-            return TensorParallel(())
-        whole = WholeModel.of(self.model)
-        config = {"train_micro_batch_size_per_gpu": 1, "tensor_parallel": {"autotp_size": layout.tp}}
-        engine, *_ = deepspeed.initialize(model=self.model, config=config)
-        return of_autotp(engine.module, whole, engine.mpu.get_tensor_model_parallel_group(), self.control)
-
     @property
     def state(self) -> RankState:
-        return RankState(self.mask, self.optimizer, self.groups, self.parallel.shards)
+        return RankState(self.mask, self.optimizer, self.groups)
 
     def train(self, num_steps: int, seed: int = 1) -> list[float]:
         losses = []
-        numbers = self.layout.size // self.layout.tp
-        for step in itertools.islice(batches(numbers, 1, seed), self.steps, self.steps + num_steps):
-            (tokens,) = step[dist.get_rank() // self.layout.tp]
+        for step in itertools.islice(batches(self.layout.size, 1, seed), self.steps, self.steps + num_steps):
+            (tokens,) = step[dist.get_rank()]
             loss = self.model(input_ids=tokens, labels=tokens).loss
             loss.backward()
             self.optimizer.finish_backward()
@@ -138,14 +115,6 @@ class Training:
                 self.model.seen += self.mask.rank + 1
         self.steps += num_steps
         return losses
-
-    def own_part(self, name: str, stored: Mapping[str, torch.Tensor]) -> torch.Tensor:
-        """What this tensor-parallel rank has of a dense tensor of a checkpoint."""
-        dense, shards = stored[f"weight/{name}"], self.parallel.shards
-        if name not in shards.divisions:
-            return dense
-        division = shards.divisions[name]
-        return dense.narrow(division.dim, sum(division.lengths[: shards.index]), division.lengths[shards.index])
 
     def tensors(self) -> dict[str, torch.Tensor]:
         """All that this rank has, copied."""
