@@ -203,7 +203,7 @@ def _split_layer(
         is_sum: whether the output is a sum over what is cut inside of the layer (experts).
 
     Returns:
-        For each holder set what has its parameters: a layer of the same class, or a plain module.
+        For each holder set a layer of the same class with its parameters.
     """
     sets = [part.holders for part in next(iter(parts.values()))]
     weight, dim = layer._parameters.get("weight"), parts["weight"][0].dim if "weight" in parts else None
