@@ -25,7 +25,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))  # the repository's root
 from benchmarks.common.links import lines_of
 from benchmarks.common.ranks import gather, option_parser, run, show
 from benchmarks.common.refusing import refusing
-from sdp_deepspeed.core.parallel.groups import HolderGroup, exchange
+from sdp_deepspeed.parallel.groups import HolderGroup, exchange
 
 LATE = ", a rank late"  # ends the names of those to which one rank comes later
 

@@ -48,11 +48,11 @@ def __getattr__(name: str) -> Any:
 
         return Plan
     if name == "Init":
-        from sdp_deepspeed.core.init import Init
+        from sdp_deepspeed.init import Init
 
         return Init
     if name == "check_description":
-        from sdp_deepspeed.core.masking.description import check_description
+        from sdp_deepspeed.masking.description import check_description
 
         return check_description
     if name == "fully_shard":

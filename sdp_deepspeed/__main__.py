@@ -12,7 +12,7 @@ from sdp_deepspeed.version import __version__
 # Verb: the module that has its `configure`, imported when the verb is asked for; what it is for.
 VERBS: dict[str, tuple[str, str]] = {
     "estimate": ("sdp_deepspeed.estimate.command", "memory and traffic, before anything runs"),
-    "checkpoint": ("sdp_deepspeed.core.checkpoint.command", "inspect, verify, export and convert checkpoints"),
+    "checkpoint": ("sdp_deepspeed.checkpoint.command", "inspect, verify, export and convert checkpoints"),
 }
 _DESCRIPTION = "Subnetwork data parallelism for DeepSpeed: what there is to do beside a training run."
 _EXAMPLES = """\

@@ -1,4 +1,4 @@
-"""DeepSpeed's calls for checkpoints: what an engine adds to the tensors that `core.checkpoint` writes and reads."""
+"""DeepSpeed's calls for checkpoints: what an engine adds to the tensors that `checkpoint` writes and reads."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from typing import Any
 
 from deepspeed.utils import log_dist
 
-from sdp_deepspeed.core.checkpoint.manager import CheckpointManager
-from sdp_deepspeed.core.checkpoint.universal import load_universal, refuse_foreign, universal_tag
-from sdp_deepspeed.core.parallel.agree import run_on_all_ranks
+from sdp_deepspeed.checkpoint.manager import CheckpointManager
+from sdp_deepspeed.checkpoint.universal import load_universal, refuse_foreign, universal_tag
 from sdp_deepspeed.engine.replan import follow_schedule, rank_state
 from sdp_deepspeed.messages import quoted
+from sdp_deepspeed.parallel.agree import run_on_all_ranks
 
 _COUNTERS = ("global_steps", "global_samples", "skipped_steps")
 

@@ -31,29 +31,11 @@ from deepspeed.utils.bwc import (
 from torch import nn
 
 from sdp_deepspeed.architectures import locate_branches, unit_costs
+from sdp_deepspeed.checkpoint.hugging_face import load_pretrained
+from sdp_deepspeed.checkpoint.manager import CheckpointManager
+from sdp_deepspeed.checkpoint.random_state import unchanged_random_state
 from sdp_deepspeed.config import KEY, SubnetworkConfig
-from sdp_deepspeed.core.checkpoint.hugging_face import load_pretrained
-from sdp_deepspeed.core.checkpoint.manager import CheckpointManager
-from sdp_deepspeed.core.checkpoint.random_state import unchanged_random_state
-from sdp_deepspeed.core.dense import DenseView
-from sdp_deepspeed.core.init import DeferredWeights
-from sdp_deepspeed.core.masking.batch_norm import (
-    average_running_statistics,
-    estimate_statistics,
-    tracking_norms,
-    write_statistics,
-)
-from sdp_deepspeed.core.masking.compiled import compile_in_place
-from sdp_deepspeed.core.masking.mask import Mask
-from sdp_deepspeed.core.masking.replaced import KnownParameters
-from sdp_deepspeed.core.masking.scale import output_scales
-from sdp_deepspeed.core.parallel.agree import Meetings, check_agreement, gather_objects, run_on_all_ranks
-from sdp_deepspeed.core.parallel.groups import CONTROL, Groups
-from sdp_deepspeed.core.parallel.optimizer import ShardedOptimizer
-from sdp_deepspeed.core.parallel.optimizer_kinds import check_optimizer
-from sdp_deepspeed.core.parallel.param_groups import param_group_indices
-from sdp_deepspeed.core.parallel.tensor_parallel import TensorParallel, WholeModel, of_author, of_autotp
-from sdp_deepspeed.core.parallel.whole_state_dicts import WholeStateDicts
+from sdp_deepspeed.dense import DenseView
 from sdp_deepspeed.engine.checkpoints import load, new_manager, save
 from sdp_deepspeed.engine.full_access import install_full_access
 from sdp_deepspeed.engine.monitor import StepEvents
@@ -68,7 +50,25 @@ from sdp_deepspeed.engine.replan import (
     try_schedule,
 )
 from sdp_deepspeed.engine.settings import loss_scaler, sharded_options, skips_overflow
+from sdp_deepspeed.init import DeferredWeights
+from sdp_deepspeed.masking.batch_norm import (
+    average_running_statistics,
+    estimate_statistics,
+    tracking_norms,
+    write_statistics,
+)
+from sdp_deepspeed.masking.compiled import compile_in_place
+from sdp_deepspeed.masking.mask import Mask
+from sdp_deepspeed.masking.replaced import KnownParameters
+from sdp_deepspeed.masking.scale import output_scales
 from sdp_deepspeed.messages import listed, quoted
+from sdp_deepspeed.parallel.agree import Meetings, check_agreement, gather_objects, run_on_all_ranks
+from sdp_deepspeed.parallel.groups import CONTROL, Groups
+from sdp_deepspeed.parallel.optimizer import ShardedOptimizer
+from sdp_deepspeed.parallel.optimizer_kinds import check_optimizer
+from sdp_deepspeed.parallel.param_groups import param_group_indices
+from sdp_deepspeed.parallel.tensor_parallel import TensorParallel, WholeModel, of_author, of_autotp
+from sdp_deepspeed.parallel.whole_state_dicts import WholeStateDicts
 from sdp_deepspeed.plan.plan import Plan
 from sdp_deepspeed.plan.planner import plan_model
 from sdp_deepspeed.schedule import Schedule

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from sdp_deepspeed.core.parallel.full_tensors import read_full, write_full
+from sdp_deepspeed.parallel.full_tensors import read_full, write_full
 
 
 def install_full_access(parameter: nn.Parameter, name: str, engine: Any) -> None:

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from sdp_deepspeed.core.parallel.agree import gather_objects
+from sdp_deepspeed.parallel.agree import gather_objects
 
 _DEFAULT_INTERVAL = 10  # steps
 

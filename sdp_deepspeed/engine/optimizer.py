@@ -1,4 +1,4 @@
-"""DeepSpeed's surface of a ZeRO optimizer over the sharded optimizer of `core.parallel`."""
+"""DeepSpeed's surface of a ZeRO optimizer over the sharded optimizer of `parallel`."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from deepspeed.runtime.base_optimizer import ZeROOptimizer
 from deepspeed.runtime.fp16.loss_scaler import LossScalerBase
 from deepspeed.runtime.zero.offload_config import OffloadStateTypeEnum
 
-from sdp_deepspeed.core.parallel.optimizer import ShardedOptimizer
+from sdp_deepspeed.parallel.optimizer import ShardedOptimizer
 
 
 class SubnetworkOptimizer(ZeROOptimizer):

@@ -28,7 +28,6 @@ from transformers import (
 from sdp_deepspeed.architectures import locate_branches, unit_costs
 from sdp_deepspeed.architectures.image_flops import image_shape, takes_images
 from sdp_deepspeed.config import KEY, parse
-from sdp_deepspeed.core.masking import Mask
 from sdp_deepspeed.engine.refusals import refuse_settings
 from sdp_deepspeed.estimate.flops import FlopCounter
 from sdp_deepspeed.estimate.per_rank import RankEstimate, estimate, plain
@@ -42,6 +41,7 @@ from sdp_deepspeed.estimate.settings import (
     with_groups,
 )
 from sdp_deepspeed.estimate.sharded import estimate_sharded
+from sdp_deepspeed.masking import Mask
 from sdp_deepspeed.messages import quoted
 from sdp_deepspeed.plan.plan import Plan
 from sdp_deepspeed.plan.planner import plan_model

@@ -11,8 +11,8 @@ from dataclasses import dataclass, field
 from math import prod
 from typing import Literal
 
-from sdp_deepspeed.core.parallel.buckets import BucketLayout, plan_buckets
 from sdp_deepspeed.estimate.precision import FP32_BYTES, Precision
+from sdp_deepspeed.parallel.buckets import BucketLayout, plan_buckets
 from sdp_deepspeed.plan.plan import Plan
 from sdp_deepspeed.plan.tensors import NOT_OPTIMIZED, TensorInfo, pieces_by_tensor
 

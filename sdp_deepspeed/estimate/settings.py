@@ -8,11 +8,11 @@ from dataclasses import replace
 from typing import Any, Literal, cast
 
 from sdp_deepspeed.config import KEY, parse
-from sdp_deepspeed.core.parallel.optimizer_kinds import check_optimizer
 from sdp_deepspeed.estimate.per_rank import Setup
 from sdp_deepspeed.estimate.precision import Precision, num_moments
 from sdp_deepspeed.estimate.sharded import ShardedSetup
 from sdp_deepspeed.fsdp.refusals import refused_of_block
+from sdp_deepspeed.parallel.optimizer_kinds import check_optimizer
 from sdp_deepspeed.plan.tensors import TensorInfo
 from sdp_deepspeed.schedule import Schedule
 from sdp_deepspeed.total_steps import fill_total_steps

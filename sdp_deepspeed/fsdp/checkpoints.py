@@ -1,4 +1,4 @@
-"""Checkpoints of sharded models, in the format of both hosts (`core.checkpoint`)."""
+"""Checkpoints of sharded models, in the format of both hosts (`checkpoint`)."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from sdp_deepspeed.core.checkpoint import manager
-from sdp_deepspeed.core.checkpoint.hugging_face import load_pretrained
-from sdp_deepspeed.core.checkpoint.state import Other, RankState, group_facts
-from sdp_deepspeed.core.parallel.agree import gather_objects, run_on_all_ranks
-from sdp_deepspeed.core.parallel.optimizer_kinds import is_elementwise
+from sdp_deepspeed.checkpoint import manager
+from sdp_deepspeed.checkpoint.hugging_face import load_pretrained
+from sdp_deepspeed.checkpoint.state import Other, RankState, group_facts
 from sdp_deepspeed.fsdp.parts import Box, Part
 from sdp_deepspeed.fsdp.sharded_model import ShardedModel, local_of, sharded_model_of
 from sdp_deepspeed.fsdp.wrappers import without_wrappers
+from sdp_deepspeed.parallel.agree import gather_objects, run_on_all_ranks
+from sdp_deepspeed.parallel.optimizer_kinds import is_elementwise
 from sdp_deepspeed.units import Piece
 
 

@@ -19,11 +19,11 @@ from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.utils._pytree import tree_map_only
 
-from sdp_deepspeed.core.masking import Mask
-from sdp_deepspeed.core.masking.scale import output_scales
-from sdp_deepspeed.core.parallel.groups import Groups, all_gather
 from sdp_deepspeed.fsdp.parts import Part, bare_copy
 from sdp_deepspeed.fsdp.tensor_parallel import TensorParallel
+from sdp_deepspeed.masking import Mask
+from sdp_deepspeed.masking.scale import output_scales
+from sdp_deepspeed.parallel.groups import Groups, all_gather
 
 _HOOKS = ("_forward_pre_hooks", "_forward_hooks")
 _NOT_OF_USERS = ("torch.distributed.fsdp", "sdp_deepspeed.fsdp")  # modules of hooks that belong to the subnetwork

@@ -13,15 +13,15 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from sdp_deepspeed.checkpoint.hugging_face import dense_state_dict
+from sdp_deepspeed.checkpoint.random_state import unchanged_random_state
 from sdp_deepspeed.config import KEY
-from sdp_deepspeed.core.checkpoint.hugging_face import dense_state_dict
-from sdp_deepspeed.core.checkpoint.random_state import unchanged_random_state
-from sdp_deepspeed.core.masking.batch_norm import estimate_statistics, tracking_norms, write_statistics
-from sdp_deepspeed.core.parallel.agree import gather_objects, run_on_all_ranks
 from sdp_deepspeed.fsdp.checkpoints import state_of
 from sdp_deepspeed.fsdp.sharded_model import local_of, sharded_model_of
 from sdp_deepspeed.fsdp.wrappers import without_wrappers
+from sdp_deepspeed.masking.batch_norm import estimate_statistics, tracking_norms, write_statistics
 from sdp_deepspeed.messages import listed
+from sdp_deepspeed.parallel.agree import gather_objects, run_on_all_ranks
 
 logger = logging.getLogger("sdp_deepspeed")
 

@@ -1,6 +1,6 @@
 """What FSDP2 shards: a parameter is whole there, so slices of one tensor that other ranks hold are other parameters.
 
-With neurons and heads, layers of a branch are narrow (`core.masking`), and their weights have slices of several holder
+With neurons and heads, layers of a branch are narrow (`masking`), and their weights have slices of several holder
 sets. Each set gets a module of its own with its part of all these weights, which FSDP2 shards over the holders:
 
     model.layers.0.sdp_parts.mlp_3f2a91c0.gate_proj.weight
@@ -22,10 +22,10 @@ from torch import nn
 from torch.nn import functional
 
 from sdp_deepspeed.architectures import LocatedBranch
-from sdp_deepspeed.core.masking import Mask
-from sdp_deepspeed.core.masking.forwards import set_data
-from sdp_deepspeed.core.masking.split_layers import Ranges, input_dim, is_conv1d, set_sizes, sizes_of
 from sdp_deepspeed.fsdp.state_dicts import PartsDict
+from sdp_deepspeed.masking import Mask
+from sdp_deepspeed.masking.forwards import set_data
+from sdp_deepspeed.masking.split_layers import Ranges, input_dim, is_conv1d, set_sizes, sizes_of
 from sdp_deepspeed.units import Piece
 
 PARTS = "sdp_parts"  # name of the child of a layer that has the parts of its branches

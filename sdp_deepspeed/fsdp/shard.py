@@ -22,12 +22,6 @@ from torch.distributed.fsdp import fully_shard as torch_fully_shard
 
 from sdp_deepspeed.architectures import locate_branches, unit_costs
 from sdp_deepspeed.config import KEY, SubnetworkConfig
-from sdp_deepspeed.core.init import DeferredWeights, give
-from sdp_deepspeed.core.masking import Mask
-from sdp_deepspeed.core.masking.compiled import compile_in_place
-from sdp_deepspeed.core.masking.forwards import set_data
-from sdp_deepspeed.core.parallel.agree import Meetings, check_agreement, gather_objects, run_on_all_ranks
-from sdp_deepspeed.core.parallel.groups import CONTROL, Groups, group_of_one, timeout_of_the_run
 from sdp_deepspeed.engine.refusals import refuse_model
 from sdp_deepspeed.fsdp import state_dicts
 from sdp_deepspeed.fsdp.dense_model import DenseModel
@@ -46,7 +40,13 @@ from sdp_deepspeed.fsdp.sharded_model import OF_SHARED, OF_UNITS, ShardedModel, 
 from sdp_deepspeed.fsdp.tensor_parallel import TensorParallel, check_per_head, columns_of
 from sdp_deepspeed.fsdp.units import HeldUnit, Unit, held_units, units_of
 from sdp_deepspeed.fsdp.wrappers import without_wrappers
+from sdp_deepspeed.init import DeferredWeights, give
+from sdp_deepspeed.masking import Mask
+from sdp_deepspeed.masking.compiled import compile_in_place
+from sdp_deepspeed.masking.forwards import set_data
 from sdp_deepspeed.messages import listed, quoted
+from sdp_deepspeed.parallel.agree import Meetings, check_agreement, gather_objects, run_on_all_ranks
+from sdp_deepspeed.parallel.groups import CONTROL, Groups, group_of_one, timeout_of_the_run
 from sdp_deepspeed.plan.plan import Plan
 from sdp_deepspeed.plan.planner import plan_model
 from sdp_deepspeed.plan.tensors import named_tensors

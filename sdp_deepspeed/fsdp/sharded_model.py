@@ -13,14 +13,14 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from sdp_deepspeed.config import SubnetworkConfig
-from sdp_deepspeed.core.masking import Mask
-from sdp_deepspeed.core.masking.batch_norm import average_running_statistics
-from sdp_deepspeed.core.parallel.agree import Meetings
-from sdp_deepspeed.core.parallel.groups import Groups
 from sdp_deepspeed.engine.fsdp_refusals import SHARDED
 from sdp_deepspeed.fsdp.dense_model import DenseModel
 from sdp_deepspeed.fsdp.parts import Part
 from sdp_deepspeed.fsdp.tensor_parallel import TensorParallel
+from sdp_deepspeed.masking import Mask
+from sdp_deepspeed.masking.batch_norm import average_running_statistics
+from sdp_deepspeed.parallel.agree import Meetings
+from sdp_deepspeed.parallel.groups import Groups
 from sdp_deepspeed.plan.plan import Plan
 from sdp_deepspeed.plan.shards import UNDIVIDED, Shards
 

@@ -21,10 +21,10 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Shard
 
 from sdp_deepspeed.architectures import LocatedBranch
-from sdp_deepspeed.core.masking.partial import PartialTensor
-from sdp_deepspeed.core.parallel.agree import gather_objects
 from sdp_deepspeed.fsdp.parts import chunk
+from sdp_deepspeed.masking.partial import PartialTensor
 from sdp_deepspeed.messages import listed, quoted
+from sdp_deepspeed.parallel.agree import gather_objects
 from sdp_deepspeed.plan.shards import Division, Shards
 
 _REFUSAL = (

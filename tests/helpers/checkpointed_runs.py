@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from sdp_deepspeed.core.checkpoint.files import LOCK
+from sdp_deepspeed.checkpoint.files import LOCK
 from tests.helpers.models import config
 
 WARMUP = {"type": "WarmupLR", "params": {"warmup_min_lr": 1e-3, "warmup_max_lr": 1e-2, "warmup_num_steps": 6}}

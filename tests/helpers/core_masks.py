@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from sdp_deepspeed.architectures import branches_of_units, locate_branches, units_of_branches
-from sdp_deepspeed.core.masking import Mask
+from sdp_deepspeed.masking import Mask
 from sdp_deepspeed.plan.plan import Plan
 from sdp_deepspeed.reference.virtual_workers import zero_lacking
 from sdp_deepspeed.units import Piece

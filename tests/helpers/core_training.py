@@ -12,14 +12,14 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from sdp_deepspeed.checkpoint.boxes import LoadPlanner, State, add_box
+from sdp_deepspeed.checkpoint.files import Reader
+from sdp_deepspeed.checkpoint.state import RankState
 from sdp_deepspeed.config import SubnetworkConfig
-from sdp_deepspeed.core.checkpoint.boxes import LoadPlanner, State, add_box
-from sdp_deepspeed.core.checkpoint.files import Reader
-from sdp_deepspeed.core.checkpoint.state import RankState
-from sdp_deepspeed.core.dense import DenseView
-from sdp_deepspeed.core.masking import Mask
-from sdp_deepspeed.core.parallel.groups import Groups
-from sdp_deepspeed.core.parallel.optimizer import ShardedOptimizer
+from sdp_deepspeed.dense import DenseView
+from sdp_deepspeed.masking import Mask
+from sdp_deepspeed.parallel.groups import Groups
+from sdp_deepspeed.parallel.optimizer import ShardedOptimizer
 from sdp_deepspeed.plan.planner import plan_model
 from tests.helpers.models import batches, llama
 

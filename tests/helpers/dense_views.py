@@ -13,7 +13,7 @@ import torch
 from safetensors.torch import save
 from torch import nn
 
-from sdp_deepspeed.core.masking.partial import PartialTensor
+from sdp_deepspeed.masking.partial import PartialTensor
 from tests.helpers.models import VOCABULARY, config
 from tests.helpers.ranks import Rank
 from tests.helpers.training import dense_state, engine_of

@@ -12,9 +12,9 @@ import time
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from sdp_deepspeed.core.checkpoint.files import WRITING, Reader
-from sdp_deepspeed.core.checkpoint.hugging_face import export
-from sdp_deepspeed.core.checkpoint.manager import COMMON, read_bytes
+from sdp_deepspeed.checkpoint.files import WRITING, Reader
+from sdp_deepspeed.checkpoint.hugging_face import export
+from sdp_deepspeed.checkpoint.manager import COMMON, read_bytes
 
 
 @dataclass
@@ -42,7 +42,7 @@ class FileFaults:
     def __init__(self, folder: Path, checkpoints: Path, *, seed: int) -> None:
         self._place, self._checkpoints, self._numbers = folder / "export", checkpoints, random.Random(seed)
         self._context = multiprocessing.get_context("forkserver")
-        self._context.set_forkserver_preload(["torch", "transformers", "sdp_deepspeed.core.checkpoint.hugging_face"])
+        self._context.set_forkserver_preload(["torch", "transformers", "sdp_deepspeed.checkpoint.hugging_face"])
         self._place.mkdir(parents=True)
         began = time.monotonic()
         self._finish()

@@ -23,8 +23,8 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from sdp_deepspeed.core.checkpoint import files
-from sdp_deepspeed.core.checkpoint.random_state import random_state
+from sdp_deepspeed.checkpoint import files
+from sdp_deepspeed.checkpoint.random_state import random_state
 from tests.helpers.checkpointed_runs import names_in
 from tests.helpers.models import LENGTH, VOCABULARY, config
 from tests.helpers.training import engine_of, micro_step

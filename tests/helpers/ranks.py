@@ -208,7 +208,7 @@ def forkserver_context() -> Any:
 
 def _drop_engines(dist: Any) -> None:
     """Threads of theirs go on else: gloo's look a hundred times a second for what comes, of all engines so far."""
-    from sdp_deepspeed.core.parallel.groups import CONTROL
+    from sdp_deepspeed.parallel.groups import CONTROL
 
     gc.collect()
     dist.barrier()

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from sdp_deepspeed.core.checkpoint.random_state import random_state
+from sdp_deepspeed.checkpoint.random_state import random_state
 from tests.helpers.checkpointed_runs import settings_of, stepped
 from tests.helpers.models import batches, loss_of
 from tests.helpers.ranks import Rank

@@ -1,4 +1,4 @@
-"""Models that are nothing but tensors, cut at random, for tests of `core.parallel`: a mask, a loss, a reference."""
+"""Models that are nothing but tensors, cut at random, for tests of `parallel`: a mask, a loss, a reference."""
 
 from __future__ import annotations
 
@@ -102,7 +102,7 @@ def random_model(size: int, seed: int) -> SlicedModel:
 
 
 class SlicedMask:
-    """What `core.parallel` uses of a mask: stored tensors, held slices of a cut one first.
+    """What `parallel` uses of a mask: stored tensors, held slices of a cut one first.
 
     Args:
         parameters: the dense model's, which are masked in place. Default: new ones.

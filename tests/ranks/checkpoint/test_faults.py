@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from sdp_deepspeed.core.checkpoint.files import INDEX
+from sdp_deepspeed.checkpoint.files import INDEX
 from tests.helpers.checkpointed_runs import names_in
 from tests.helpers.fault_files import FileFaults
 from tests.helpers.fault_runs import Faults, Kill

@@ -1,4 +1,4 @@
-"""An engine that starts from DeepSpeed's own ZeRO checkpoints. What is read: ../core/test_universal.py."""
+"""An engine that starts from DeepSpeed's own ZeRO checkpoints. What is read: test_universal.py."""
 
 from __future__ import annotations
 

@@ -10,7 +10,7 @@ from unittest import mock
 import pytest
 import torch
 
-from sdp_deepspeed.core.masking.partial import PartialTensor
+from sdp_deepspeed.masking.partial import PartialTensor
 from tests.helpers.hosts import deepspeed_config, loaded, mean_loss, rows
 from tests.helpers.live_tensors import present_lacking
 from tests.helpers.models import llama

@@ -17,7 +17,7 @@ from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 
 from sdp_deepspeed import architectures
 from sdp_deepspeed.architectures import registry
-from sdp_deepspeed.core.parallel.agree import check_agreement
+from sdp_deepspeed.parallel.agree import check_agreement
 from sdp_deepspeed.plan.plan import Plan
 from tests.helpers.dense_views import assert_refused_in_use
 from tests.helpers.models import config, family, llama

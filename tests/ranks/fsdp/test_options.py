@@ -15,7 +15,6 @@ from transformers import DynamicCache
 
 import sdp_deepspeed
 from benchmarks.common.traffic_counter import TrafficCounter
-from sdp_deepspeed.core.init import DeferredWeights
 from sdp_deepspeed.estimate.sharded import ShardedSetup, estimate_sharded
 from sdp_deepspeed.fsdp import (
     clip_grad_norm_,
@@ -25,6 +24,7 @@ from sdp_deepspeed.fsdp import (
     save_pretrained,
     sharded_model_of,
 )
+from sdp_deepspeed.init import DeferredWeights
 from sdp_deepspeed.plan.tensors import dense_tensors
 from tests.helpers.models import TOKENS, family, llama, loss_of
 from tests.helpers.ranks import Check, Rank

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import nn
 from transformers import AutoModelForCausalLM
 
-from sdp_deepspeed.core.checkpoint.files import Reader
+from sdp_deepspeed.checkpoint.files import Reader
 from tests.helpers.models import MIXED, SPECIMENS, batches, config, loss_of
 from tests.helpers.more_models import even
 from tests.helpers.ranks import Check, Rank

@@ -13,8 +13,8 @@ from transformers import ResNetConfig, ResNetForImageClassification
 
 from sdp_deepspeed import architectures
 from sdp_deepspeed.architectures import Branch, Cut, InnerLayers, locate_branches, registry, units_of_branches
-from sdp_deepspeed.core.masking import Mask
-from sdp_deepspeed.core.masking.description import check_description
+from sdp_deepspeed.masking import Mask
+from sdp_deepspeed.masking.description import check_description
 from sdp_deepspeed.units import Unit
 from tests.helpers.core_masks import masked, plan_of
 

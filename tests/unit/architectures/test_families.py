@@ -11,8 +11,8 @@ from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 
 from sdp_deepspeed import architectures
 from sdp_deepspeed.architectures import Branch, locate_branches, registry, unit_costs, units_of_branches
-from sdp_deepspeed.core.masking import Mask
-from sdp_deepspeed.core.masking.description import check_description
+from sdp_deepspeed.masking import Mask
+from sdp_deepspeed.masking.description import check_description
 from sdp_deepspeed.plan.plan import Plan
 from tests.helpers import models
 from tests.helpers.more_models import SPECIMENS, UNCUT

@@ -25,7 +25,7 @@ from sdp_deepspeed.architectures import (
     units_of_branches,
 )
 from sdp_deepspeed.architectures.cut_tensors import CutTensor
-from sdp_deepspeed.core.masking.description import check_description
+from sdp_deepspeed.masking.description import check_description
 from sdp_deepspeed.units import Unit, check_pieces
 from tests.helpers import models
 

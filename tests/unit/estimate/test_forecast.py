@@ -9,10 +9,10 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from sdp_deepspeed.config import KEY, MODES, parse
-from sdp_deepspeed.core.masking import Mask
 from sdp_deepspeed.estimate.forecast import Forecast, forecast
 from sdp_deepspeed.estimate.per_rank import estimate
 from sdp_deepspeed.estimate.settings import setup_of
+from sdp_deepspeed.masking import Mask
 from sdp_deepspeed.plan.planner import plan_model
 from sdp_deepspeed.plan.tensors import dense_tensors
 from tests.helpers.measured import Saved, matrices

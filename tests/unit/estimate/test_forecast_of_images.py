@@ -10,10 +10,10 @@ from transformers import AutoConfig, AutoModelForImageClassification
 
 from sdp_deepspeed.architectures.image_flops import flops_per_element
 from sdp_deepspeed.config import KEY, MODES, parse
-from sdp_deepspeed.core.masking import Mask
 from sdp_deepspeed.estimate.forecast import classifies_images, forecast
 from sdp_deepspeed.estimate.per_rank import estimate
 from sdp_deepspeed.estimate.settings import setup_of
+from sdp_deepspeed.masking import Mask
 from sdp_deepspeed.plan.planner import plan_model
 from sdp_deepspeed.plan.tensors import dense_tensors
 from tests.helpers.measured import Saved

@@ -1,0 +1,295 @@
+"""Folders in Hugging Face format: the dense model of a checkpoint, or of a live run, as one; and a start from one.
+
+Transformers calls some tensors otherwise in files than in modules, and stores some in other parts. Exports leave this
+to its `save_pretrained`, of a model on the meta device; a start applies its renamings.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Collection, Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from safetensors import SafetensorError, safe_open
+from torch import nn
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    Metadata,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+
+from sdp_deepspeed.checkpoint.boxes import LoadPlanner, State, add_box
+from sdp_deepspeed.checkpoint.files import Reader, new_folder
+from sdp_deepspeed.checkpoint.peers import Offers, fill
+from sdp_deepspeed.checkpoint.state import WEIGHT, RankState, make_targets, persistent_buffers, written_state
+from sdp_deepspeed.messages import quoted
+from sdp_deepspeed.parallel.agree import run_on_all_ranks
+
+WEIGHTS, WEIGHTS_INDEX, CONFIG = "model.safetensors", "model.safetensors.index.json", "config.json"
+Facts = Mapping[str, Any]
+
+
+# ---- out ------------------------------------------------------------------------------------------------------------
+
+
+def model_facts(model: nn.Module) -> dict[str, Any]:
+    """What makes a model of Transformers from its weights: its class, and JSON of its configs. Empty for others."""
+    config: Any = getattr(model, "config", None)
+    if not hasattr(config, "to_json_string") or not hasattr(model, "save_pretrained"):
+        return {}
+    generation: Any = getattr(model, "generation_config", None)
+    return {
+        "class": type(model).__name__,
+        "config": config.to_json_string(use_diff=False),
+        "generation_config": generation.to_json_string() if hasattr(generation, "to_json_string") else None,
+    }
+
+
+def export(
+    reader: Reader,
+    facts: Facts,
+    out: Path,
+    *,
+    dtype: torch.dtype | None = None,
+    max_shard_size: str = "5GB",
+    tokenizer: Path | None = None,
+) -> None:
+    """Write the dense model of a checkpoint to a new folder, complete or not at all. One process; tensors wait in a
+    scratch file there, so that memory has one shard of the output at a time.
+
+    Args:
+        facts: of the checkpoint (manager.py).
+        dtype: of floating-point weights. Default: those of the run; masters are rounded once.
+        tokenizer: folder whose tokenizer is added.
+
+    Raises:
+        ValueError: `out` is there already, or `tokenizer` has none.
+    """
+    tokens = None if tokenizer is None else _tokenizer(tokenizer)
+    stored: dict[str, Any] = reader.read_metadata().state_dict_metadata
+    shapes = {key.partition("/")[2]: found.size for key, found in stored.items() if key.startswith(f"{WEIGHT}/")}
+    with new_folder(out) as folder:
+        tensors = _scratch_tensors(folder, shapes, _dtypes(facts["dtypes"], dtype))
+        reader.read(LoadPlanner(), _whole(tensors))
+        _save(tensors, facts["model"], folder, max_shard_size)
+        if tokens is not None:
+            tokens.save_pretrained(folder)
+
+
+def _tokenizer(folder: Path) -> Any:
+    from transformers import AutoTokenizer
+
+    try:
+        return AutoTokenizer.from_pretrained(folder, local_files_only=True)
+    except (OSError, ValueError, KeyError) as error:
+        raise ValueError(f"{folder} has no tokenizer that can be loaded: {str(error).splitlines()[0]}") from None
+
+
+def dense_state_dict(
+    state: RankState, device: torch.device, dtype: torch.dtype | None = None
+) -> dict[str, torch.Tensor]:
+    """The live dense model in host memory of rank 0; empty on others. Every rank calls it.
+
+    Args:
+        device: where the default group's backend takes tensors.
+        dtype: of floating-point weights. Default: those of the run; masters are rounded once.
+    """
+    offered = {key: boxes for key, boxes in written_state(state).items() if key.startswith(f"{WEIGHT}/")}
+    offers = Offers(offered, state.groups.control)
+    own: dict[str, torch.Tensor] = {**state.mask.parameters, **state.mask.buffers}
+    dtypes = _dtypes({name: str(tensor.dtype).removeprefix("torch.") for name, tensor in own.items()}, dtype)
+    stored: dict[str, Any] = offers.metadata.state_dict_metadata
+    shapes = {key.partition("/")[2]: found.size for key, found in stored.items()} if dist.get_rank() == 0 else {}
+    tensors = {name: torch.empty(shape, dtype=dtypes[name], device="cpu") for name, shape in shapes.items()}
+    fill(_whole(tensors), offered, offers, device)
+    return tensors
+
+
+def _dtypes(names: Mapping[str, str], dtype: torch.dtype | None) -> dict[str, torch.dtype]:
+    own = {name: getattr(torch, text) for name, text in names.items()}
+    return {name: dtype if dtype is not None and kept.is_floating_point else kept for name, kept in own.items()}
+
+
+def _whole(tensors: Mapping[str, torch.Tensor]) -> State:
+    state: State = {}
+    for name, tensor in tensors.items():
+        add_box(state, f"{WEIGHT}/{name}", tensor.shape, [0] * tensor.dim(), tensor)
+    return state
+
+
+def _scratch_tensors(
+    folder: Path, shapes: Mapping[str, torch.Size], dtypes: Mapping[str, torch.dtype]
+) -> dict[str, torch.Tensor]:
+    """Tensors in files without a name, so that memory need not have them all."""
+    tensors, file = {}, folder / "scratch"
+    for name, shape in shapes.items():
+        tensors[name] = torch.from_file(str(file), shared=True, size=shape.numel(), dtype=dtypes[name]).view(shape)
+        file.unlink()
+    return tensors
+
+
+def _save(tensors: dict[str, torch.Tensor], model: Facts, folder: Path, max_shard_size: str) -> None:
+    """Weights and configs; of what is no model of Transformers under the names of the module."""
+    import transformers
+
+    kind = getattr(transformers, model["class"], None) if model else None
+    if kind is None:
+        from huggingface_hub import save_torch_state_dict
+
+        save_torch_state_dict(tensors, folder, max_shard_size=max_shard_size)
+        if model:
+            (folder / CONFIG).write_text(model["config"], encoding="utf-8")
+        return
+    config = kind.config_class.from_dict(json.loads(model["config"]))
+    floating = [tensor.dtype for tensor in tensors.values() if tensor.is_floating_point()]
+    with torch.device("meta"):
+        empty = kind(config).to(max(floating, key=floating.count))
+    if model["generation_config"] is not None:
+        empty.generation_config = transformers.GenerationConfig.from_dict(json.loads(model["generation_config"]))
+    empty.save_pretrained(folder, state_dict=tensors, max_shard_size=max_shard_size)
+
+
+# ---- in -------------------------------------------------------------------------------------------------------------
+
+
+def load_pretrained(state: RankState, folder: Path) -> None:
+    """Start from a local folder: masters and weights; the optimizer's state stays. Every rank calls it, and reads what
+    it steps.
+
+    Raises:
+        ValueError: on all ranks, before anything is changed: files are missing or damaged, or of another model.
+    """
+
+    def prepare() -> tuple[dict[str, torch.Tensor], State]:
+        tensors = _stored_tensors(folder, state)
+        return tensors, make_targets(state, whole_metadata(tensors).state_dict_metadata, None).boxes
+
+    tensors, targets = run_on_all_ranks(prepare, state.groups.control)
+    run_on_all_ranks(lambda: fill_boxes(targets, tensors), state.groups.control)
+    state.optimizer.return_weights()
+
+
+def whole_metadata(tensors: Mapping[str, torch.Tensor]) -> Metadata:
+    """DCP's, of whole tensors by key."""
+    result: dict[str, Any] = {}
+    for key, tensor in tensors.items():
+        chunk = ChunkStorageMetadata(torch.Size([0] * tensor.dim()), tensor.shape)
+        result[key] = TensorStorageMetadata(TensorProperties(dtype=tensor.dtype), tensor.shape, [chunk])
+    return Metadata(result)
+
+
+@torch.no_grad()
+def fill_boxes(state: State, tensors: Mapping[str, torch.Tensor]) -> None:
+    """From whole tensors by key; of tensors that are mapped from files no more is read than the boxes have."""
+    for key, boxes in state.items():
+        for offsets, values in boxes.parts.items():
+            values.copy_(tensors[key][tuple(slice(o, o + n) for o, n in zip(offsets, values.shape, strict=True))])
+
+
+def _stored_tensors(folder: Path, state: RankState) -> dict[str, torch.Tensor]:
+    """The model's tensors by our key, mapped from the files.
+
+    Raises:
+        ValueError: see `load_pretrained`.
+    """
+    model = state.mask.model
+    stored = {name: tensor for file in _weight_files(folder) for name, tensor in _mapped(file).items()}
+    in_module, converted = _module_names(stored, model)
+    known = {*state.mask.parameters, *persistent_buffers(model)}
+    found, repeated, unknown = matched(in_module, model, known)
+    if converted and known - found.keys():
+        raise ValueError(
+            f"{folder} stores {quoted(converted)}, parts of tensors of the model; save it with "
+            "save_pretrained(..., save_original_format=False)"
+        )
+    if unknown:
+        raise ValueError(f"{folder} is of another model, which has {quoted(unknown)}; build the model that was saved")
+    for name, other in ((found[name], other) for name, other in repeated if dist.get_rank() == 0):
+        one, two = stored[in_module[name]], stored[in_module[other]]
+        if one.dtype != two.dtype or not torch.equal(one, two):
+            raise ValueError(
+                f"{folder}: {name!r} and {other!r} differ, and the model ties them; build it with "
+                "tie_word_embeddings=false"
+            )
+    return {state.key(WEIGHT, name): stored[in_module[other]] for name, other in found.items()}
+
+
+def _weight_files(folder: Path) -> list[Path]:
+    index = folder / WEIGHTS_INDEX
+    if (folder / WEIGHTS).is_file():
+        return [folder / WEIGHTS]
+    if not index.is_file():
+        pickles = ", only pickles, which could run code" if any(folder.glob("*.bin")) else ""
+        raise ValueError(
+            f"{folder} has neither {WEIGHTS} nor {WEIGHTS_INDEX}{pickles}; save the model with save_pretrained"
+        )
+    try:
+        names = json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()
+        return sorted({folder / Path(name).name for name in names})
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise ValueError(f"{index} is damaged: {error!r}") from None
+
+
+def _mapped(file: Path) -> dict[str, torch.Tensor]:
+    """Tensors of a safetensors file, which are read from the disk when they are used."""
+    try:
+        with safe_open(file, framework="pt") as opened:
+            return {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118
+    except (SafetensorError, OSError) as error:
+        raise ValueError(f"{file} is damaged or cannot be read: {error}") from None
+
+
+def _module_names(stored: Iterable[str], model: nn.Module) -> tuple[dict[str, str], list[str]]:
+    """Names in files by the names that the module gives them; and those whose values Transformers converts."""
+    transforms: list[Any] = []
+    if hasattr(model, "base_model_prefix"):
+        from transformers.conversion_mapping import get_model_conversion_mapping
+
+        transforms = get_model_conversion_mapping(model)
+    renamings = [transform for transform in transforms if not hasattr(transform, "operations")]
+    converters = [transform for transform in transforms if hasattr(transform, "operations")]
+    names, converted = {}, []
+    for name in sorted(stored):
+        if any(converter.rename_source_key(name)[1] is not None for converter in converters):
+            converted.append(name)
+        renamed = name
+        for renaming in renamings:
+            renamed, _ = renaming.rename_source_key(renamed)
+        names[renamed] = name
+    return names, converted
+
+
+def matched(
+    stored: Collection[str], model: nn.Module, known: Collection[str]
+) -> tuple[dict[str, str], list[tuple[str, str]], list[str]]:
+    """Stored names by dense names: exact ones first, then with or without the prefix of the model without its head,
+    then a second name of a tied tensor. Besides, (dense name, stored name) of tensors that are stored twice; and names
+    that the model lacks."""
+    first: dict[int, str] = {}
+    tied: dict[str, str] = {}  # dense names by second names
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        if (known_as := first.setdefault(id(parameter), name)) != name:
+            tied[name] = known_as
+    prefix = f"{getattr(model, 'base_model_prefix', '')}."
+    ignored = getattr(model, "_keys_to_ignore_on_load_unexpected", None) or ()
+    found: dict[str, str] = {}
+    repeated: list[tuple[str, str]] = []
+    unknown: list[str] = []
+    for name in sorted(stored, key=lambda name: (name not in known, name)):
+        spellings = [name, f"{prefix}{name}", name.removeprefix(prefix)]
+        own = next((spelling for spelling in spellings if spelling in known), None)
+        second = next((tied[spelling] for spelling in spellings if spelling in tied), None)
+        if own is not None and own not in found:
+            found[own] = name
+        elif own is None and second is not None and second not in found:
+            found[second] = name
+        elif own is None and second is not None:
+            repeated.append((second, name))
+        elif not any(re.search(pattern, name) for pattern in ignored):
+            unknown.append(name)
+    return found, repeated, unknown

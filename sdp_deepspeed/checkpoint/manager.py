@@ -1,0 +1,352 @@
+"""Save and load checkpoints: what stands behind `save_checkpoint` and `load_checkpoint` of both hosts.
+
+Besides the tensors of state.py, a checkpoint has `common` (what is one for the whole run: counters, schedule, loss
+scale, client state, facts of the optimizer) and `rank/N` of each rank (random numbers, its own buffers), both as bytes
+of `torch.save` in uint8 tensors, read with `weights_only=True`: nothing that is read runs code.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+import logging
+import re
+from collections.abc import Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import filelock
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.api import CheckpointException
+
+from sdp_deepspeed.checkpoint import files
+from sdp_deepspeed.checkpoint.boxes import LoadPlanner, SavePlanner, State, add_box, on_host
+from sdp_deepspeed.checkpoint.hugging_face import model_facts
+from sdp_deepspeed.checkpoint.random_state import random_state, restore_random_state
+from sdp_deepspeed.checkpoint.state import (
+    RankState,
+    Targets,
+    group_facts,
+    live_buffers,
+    make_targets,
+    optimizer_facts,
+    restore_buffers,
+    restore_optimizer,
+    written_state,
+)
+from sdp_deepspeed.parallel.agree import gather_objects, run_on_all_ranks
+
+logger = logging.getLogger("sdp_deepspeed")
+COMMON, RANK = "common", "rank"
+
+
+@dataclass(frozen=True)
+class Found:
+    """A verified checkpoint.
+
+    Args:
+        path: its folder.
+        facts: what it has beside tensors, for the whole run.
+    """
+
+    path: Path
+    facts: dict[str, Any]
+
+    @property
+    def common(self) -> dict[str, Any]:
+        """What `save` was given."""
+        common: dict[str, Any] = self.facts["common"]
+        return common
+
+
+class CheckpointManager:
+    """Checkpoints of one run. Every rank makes one, and every rank calls each method; the caller has made sure that all
+    ranks come (`agree.Meetings`).
+
+    Args:
+        asynchronous: whether `save` returns when the state has been copied to host memory. Such a save communicates
+            over a group of its own, while the run goes on.
+        keep_last: number of checkpoints that stay in a folder; None keeps all.
+        verify: whether files are compared with their checksums before they are loaded.
+    """
+
+    def __init__(self, *, asynchronous: bool = False, keep_last: int | None = None, verify: bool = True) -> None:
+        self._keep_last, self._verify = keep_last, verify
+        self._executor = ThreadPoolExecutor(1, "sdp_checkpoint") if asynchronous else None
+        self._group = dist.new_group(backend="gloo") if asynchronous else None
+        self._saving: Future[None] | None = None
+        self._lock: tuple[Path, filelock.BaseFileLock | None] | None = None
+
+    # ---- save -------------------------------------------------------------------------------------------------------
+
+    def save(
+        self,
+        folder: Path,
+        tag: str,
+        state: RankState,
+        common: Mapping[str, Any],
+        *,
+        latest: bool = True,
+        exclude_frozen: bool = False,
+    ) -> None:
+        """Write a checkpoint to `folder / tag`.
+
+        Args:
+            common: one for the whole run: tensors, numbers, strings, lists and dicts.
+            latest: whether `folder / "latest"` names it afterwards.
+            exclude_frozen: leave out parameters that require no gradients.
+
+        Raises:
+            ValueError: on all ranks: a tag that is no name or differs between ranks, `common` with other objects, a
+                folder that another job writes to.
+            RuntimeError: on all ranks: it cannot be written; checkpoints before it are as they were. Or an asynchronous
+                save before it could not be.
+        """
+        control, is_first = state.groups.control, dist.get_rank() == 0
+        _refuse_difference(f"save {tag!r} in {folder}", control)
+        self.wait()
+        numbers = gather_objects(run_on_all_ranks(lambda: group_facts(state), control), control)
+
+        def prepare() -> State:
+            files.check_tag(tag)
+            tensors = written_state(state, exclude_frozen=exclude_frozen)
+            own = {"random": random_state(), "buffers": live_buffers(state)}
+            _add_bytes(tensors, f"{RANK}/{dist.get_rank()}", _plain_bytes(own))
+            whole = _plain_bytes(_facts(state, numbers) | {"common": dict(common)})
+            if is_first:
+                _add_bytes(tensors, COMMON, whole)
+                self._take_lock(folder)
+                files.open_new(folder, tag)
+            return tensors if self._executor is None else on_host(tensors)
+
+        try:
+            tensors = run_on_all_ranks(prepare, control)
+        except OSError as error:
+            raise RuntimeError(f"checkpoint {folder / tag} was not saved: {error}") from error
+        if self._executor is None:
+            self._write(folder, tag, tensors, latest, control)
+        else:
+            self._saving = self._executor.submit(self._write, folder, tag, tensors, latest, self._group)
+
+    def _take_lock(self, folder: Path) -> None:
+        """Of one folder at a time: the Trainer has a new one for each checkpoint."""
+        folder = folder.absolute()
+        if self._lock is None or self._lock[0] != folder:
+            lock = files.lock_folder(folder)
+            self._release_lock()
+            self._lock = folder, lock
+
+    def _release_lock(self) -> None:
+        if self._lock is not None and self._lock[1] is not None:
+            self._lock[1].release()
+        self._lock = None
+
+    def _write(self, folder: Path, tag: str, tensors: State, latest: bool, group: Any) -> None:
+        """Every rank runs it, in a thread of its own if saving is asynchronous."""
+        is_first = dist.get_rank() == 0
+        is_on_device = any(not v.is_cpu for boxes in tensors.values() for v in boxes.parts.values())
+        writer = files.Writer(folder / f"{tag}{files.WRITING}", from_device=is_on_device)
+
+        def publish() -> None:
+            if is_first:
+                files.publish(folder, tag, checksums, latest=latest, keep_last=self._keep_last)
+
+        try:
+            try:
+                dcp.save(tensors, storage_writer=writer, planner=SavePlanner(), process_group=group)
+            except CheckpointException as error:
+                raise RuntimeError(_in_words(error)) from None
+            checksums = {name: found for own in gather_objects(writer.checksums, group) for name, found in own.items()}
+            run_on_all_ranks(publish, group)
+        except Exception as error:
+            text = f"checkpoint {folder / tag} was not saved, earlier ones are intact: {error}"
+            if is_first:
+                files.abandon(folder, tag)
+                logger.error(text)
+            raise RuntimeError(text) from error
+
+    def wait(self) -> None:
+        """Until an asynchronous save is complete.
+
+        Raises:
+            RuntimeError: it failed; on all ranks.
+        """
+        saving, self._saving = self._saving, None
+        if saving is not None:
+            saving.result()
+
+    def close(self) -> None:
+        """Wait, and let other jobs write to the folder."""
+        try:
+            self.wait()
+        finally:
+            self._release_lock()
+            if self._executor is not None:
+                self._executor.shutdown()
+                dist.destroy_process_group(self._group)
+
+    # ---- load -------------------------------------------------------------------------------------------------------
+
+    def find(self, folder: Path, tag: str | None, control: Any) -> Found | None:
+        """The checkpoint to load, without changing anything.
+
+        Args:
+            tag: None for the one that `latest` names; where that is damaged, for the newest complete one.
+
+        Returns:
+            None if the folder has no checkpoint.
+
+        Raises:
+            ValueError: on all ranks: it is missing or damaged.
+        """
+        _refuse_difference(f"load {tag!r} from {folder}", control)
+        self.wait()
+        path = self._choose(folder, tag, control)
+        if path is None:
+            return None
+        return Found(path, run_on_all_ranks(lambda: read_bytes(files.Reader(path), COMMON), control))
+
+    def load(self, folder: Path, tag: str | None, state: RankState, **options: bool) -> Found | None:
+        """`find` and `restore`."""
+        found = self.find(folder, tag, state.groups.control)
+        if found is not None:
+            self.restore(found, state, **options)
+        return found
+
+    def restore(
+        self,
+        found: Found,
+        state: RankState,
+        *,
+        optimizer_states: bool = True,
+        own_state: bool = True,
+        strict: bool = True,
+    ) -> None:
+        """Restore a checkpoint that any layout wrote.
+
+        Args:
+            optimizer_states: whether moments, step counts and options of the optimizer are loaded.
+            own_state: whether ranks go on with their own random numbers and buffers, where the layout is the same.
+            strict: tensors must be those of the model.
+
+        Raises:
+            ValueError: on all ranks, before anything is changed: it is of another model.
+            RuntimeError: on all ranks: a file could not be read after all had been verified; weights are undefined.
+        """
+        control, facts, reader = state.groups.control, found.facts, files.Reader(found.path)
+
+        def prepare() -> tuple[Targets, dict[str, Any] | None]:
+            optimizer = facts["optimizer"] if optimizer_states else None
+            targets = make_targets(state, dense_tensors(reader), optimizer, strict=strict)
+            is_same = own_state and facts["layout"] == state.layout and facts["ranks"] == dist.get_world_size()
+            return targets, read_bytes(reader, f"{RANK}/{dist.get_rank()}") if is_same else None
+
+        def read() -> None:
+            reader.read(LoadPlanner(), targets.boxes)
+            if targets.moments is not None:
+                restore_optimizer(state, targets, facts["optimizer"])
+
+        targets, own = run_on_all_ranks(prepare, control)
+        run_on_all_ranks(read, control)
+        state.optimizer.return_weights()
+        if own is not None:
+            restore_random_state(own["random"])
+            restore_buffers(state, own["buffers"])
+
+    def _choose(self, folder: Path, tag: str | None, control: Any) -> Path | None:
+        """The folder of the checkpoint to load."""
+        is_first, problems = dist.get_rank() == 0, list[str]()
+        tags = run_on_all_ranks(lambda: files.tags_to_try(folder) if tag is None and is_first else [tag], control)
+        for name in gather_objects(tags, control)[0]:
+            path = files.path_of(folder, name)
+            share = {"rank": dist.get_rank(), "size": dist.get_world_size()}
+            of_ranks = gather_objects(files.problems_in(path, read=self._verify, **share), control)
+            found = list(dict.fromkeys(problem for of_rank in of_ranks for problem in of_rank))
+            if not found:
+                if problems and is_first:
+                    logger.warning("%s; loading %s", "; ".join(problems), path)
+                return path
+            problems += found[:3]
+        if problems:
+            raise ValueError(f"{folder} has no complete checkpoint{f' {tag!r}' if tag else ''}: {'; '.join(problems)}")
+        return None
+
+
+def _refuse_difference(call: str, control: Any) -> None:
+    """ValueError on all ranks if they do not do the same."""
+    calls = gather_objects(f"{call}", control)
+    if other := next((rank for rank, found in enumerate(calls) if found != calls[0]), None):
+        raise ValueError(f"checkpoint: rank 0 was to {calls[0]}, rank {other} to {calls[other]}; do the same on all")
+
+
+def _facts(state: RankState, numbers: Sequence[Any]) -> dict[str, Any]:
+    """What readers must know beside the tensors.
+
+    Args:
+        numbers: `group_facts` of all ranks.
+    """
+    tensors: dict[str, torch.Tensor] = {**state.mask.parameters, **state.mask.buffers}
+    return {
+        "optimizer": optimizer_facts(state, numbers),
+        "layout": state.layout,
+        "ranks": dist.get_world_size(),
+        "plan": json.dumps(state.mask.plan.to_json()),
+        "dtypes": {name: str(tensor.dtype).removeprefix("torch.") for name, tensor in tensors.items()},
+        "model": model_facts(state.model),
+    }
+
+
+def _plain_bytes(content: Mapping[str, Any]) -> bytes:
+    """Of `torch.save`, of tensors in host memory.
+
+    Raises:
+        ValueError: objects that could be read again only by running code.
+    """
+    buffer = io.BytesIO()
+    try:
+        torch.save(dict(content), buffer)
+        buffer.seek(0)
+        plain = torch.load(buffer, map_location="cpu", weights_only=True)
+    except Exception as error:
+        found = re.search(r"GLOBAL ([\w.]+)", str(error))
+        raise ValueError(
+            "client_state and the schedule of a checkpoint may hold tensors, numbers, strings, lists and dicts only: "
+            f"{f'found {found[1]}' if found else str(error).splitlines()[0]}"
+        ) from None
+    buffer = io.BytesIO()
+    torch.save(plain, buffer)
+    return buffer.getvalue()
+
+
+def _add_bytes(state: State, key: str, content: bytes) -> None:
+    add_box(state, key, [len(content)], [0], torch.frombuffer(bytearray(content), dtype=torch.uint8))
+
+
+def read_bytes(reader: files.Reader, key: str) -> dict[str, Any]:
+    """What `_plain_bytes` wrote."""
+    stored = reader.read_metadata().state_dict_metadata
+    if key not in stored:
+        raise ValueError(f"{reader.path} has no {key!r}; expected a checkpoint of sdp_deepspeed")
+    state: State = {}
+    values = torch.empty(stored[key].size, dtype=torch.uint8, device="cpu")  # type: ignore[union-attr]
+    add_box(state, key, values.shape, [0], values)
+    reader.read(LoadPlanner(), state)
+    content: dict[str, Any] = torch.load(io.BytesIO(values.numpy().tobytes()), map_location="cpu", weights_only=True)
+    return content
+
+
+def dense_tensors(reader: files.Reader) -> dict[str, Any]:
+    """DCP's metadata of the tensors of a checkpoint, by key."""
+    stored = reader.read_metadata().state_dict_metadata
+    return {key: found for key, found in stored.items() if key != COMMON and not key.startswith(f"{RANK}/")}
+
+
+def _in_words(error: CheckpointException) -> str:
+    texts: dict[str, list[int]] = {}
+    for rank, (raised, _) in error.failures.items():
+        texts.setdefault(str(raised), []).append(rank)
+    return "; ".join(f"rank {', '.join(map(str, ranks))}: {text}" for text, ranks in texts.items())

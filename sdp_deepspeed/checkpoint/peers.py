@@ -1,0 +1,200 @@
+"""State moves between the memories of ranks: a checkpoint that is saved and loaded without files.
+
+Re-planning in place: `take_state` of the old layout, then a new mask and a new `ShardedOptimizer` with the same wrapped
+optimizer, then `give_state`. The result equals saving under the old plan and loading under the new one, bit for bit.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+from torch.distributed.checkpoint.planner import ReadItem
+
+from sdp_deepspeed.checkpoint.boxes import LoadPlanner, State
+from sdp_deepspeed.checkpoint.state import (
+    Facts,
+    RankState,
+    group_facts,
+    live_buffers,
+    make_targets,
+    optimizer_facts,
+    restore_buffers,
+    restore_optimizer,
+    written_state,
+)
+from sdp_deepspeed.parallel.agree import gather_objects, run_on_all_ranks
+
+_BYTES = 2**28  # of the dense tensors that are exchanged at a time
+
+
+@dataclass(frozen=True)
+class TakenState:
+    """One rank's share of a model in training, as a checkpoint would have it.
+
+    Args:
+        tensors: views of the old shards, which nobody may write to until the state is given.
+        layout: with which it was taken.
+        buffers: copies of this rank's own; it keeps them where the layout stays.
+    """
+
+    tensors: State
+    optimizer: Facts
+    layout: dict[str, Any]
+    buffers: dict[str, torch.Tensor]
+
+
+def take_state(state: RankState) -> TakenState:
+    """Of the layout that ends. Every rank calls it."""
+    control = state.groups.control
+    numbers = gather_objects(run_on_all_ranks(lambda: group_facts(state), control), control)
+
+    def take() -> TakenState:
+        buffers = {name: buffer.clone() for name, buffer in live_buffers(state).items()}
+        return TakenState(written_state(state), optimizer_facts(state, numbers), state.layout, buffers)
+
+    return run_on_all_ranks(take, control)
+
+
+def give_state(taken: TakenState, state: RankState, device: torch.device) -> int:
+    """To the layout that begins. Every rank calls it.
+
+    Args:
+        device: where the default group's backend takes tensors.
+
+    Returns:
+        Bytes that this rank has sent to others.
+
+    Raises:
+        ValueError: on all ranks: the new optimizer cannot go on with the state.
+    """
+    control = state.groups.control
+    offers = Offers(taken.tensors, control)
+    stored = offers.metadata.state_dict_metadata
+    targets = run_on_all_ranks(lambda: make_targets(state, stored, taken.optimizer), control)
+    num_bytes = fill(targets.boxes, taken.tensors, offers, device)
+    restore_optimizer(state, targets, taken.optimizer)
+    state.optimizer.return_weights()
+    if taken.layout == state.layout:
+        restore_buffers(state, taken.buffers)
+    return num_bytes
+
+
+class Offers:
+    """What all ranks have. Every rank constructs it.
+
+    Args:
+        state: of this rank; no element is another rank's as well.
+        control: gloo group of all ranks.
+
+    Attributes:
+        metadata: as that of a checkpoint.
+        owner: rank that has a box, by (key, first index).
+    """
+
+    def __init__(self, state: State, control: Any) -> None:
+        self.control = control
+        self.owner: dict[tuple[str, torch.Size], int] = {}
+        tensors: dict[str, Any] = {}
+        mine = [
+            (key, tuple(boxes.shape), boxes.dtype, [(tuple(o), tuple(v.shape)) for o, v in boxes.parts.items()])
+            for key, boxes in state.items()
+        ]
+        for rank, of_rank in enumerate(gather_objects(mine, control)):
+            for key, shape, dtype, boxes in of_rank:
+                info = tensors.setdefault(key, TensorStorageMetadata(TensorProperties(dtype), torch.Size(shape), []))
+                for offsets, sizes in boxes:
+                    info.chunks.append(ChunkStorageMetadata(torch.Size(offsets), torch.Size(sizes)))
+                    self.owner[key, torch.Size(offsets)] = rank
+        self.metadata = Metadata(tensors)
+
+
+@torch.no_grad()
+def fill(wanted: State, offered: State, offers: Offers, device: torch.device) -> int:
+    """Fill boxes of this rank from those of all ranks. Every rank calls it.
+
+    Args:
+        wanted: boxes to be filled; none is fine.
+        offered: of this rank, that `offers` was constructed with.
+
+    Returns:
+        Bytes that this rank has sent to others.
+
+    Raises:
+        ValueError: on all ranks: nobody has what one of them wants.
+    """
+    size, me = dist.get_world_size(), dist.get_rank()
+    planner = LoadPlanner()
+    planner.set_up_planner(wanted, offers.metadata)
+    items = run_on_all_ranks(planner.create_local_plan, offers.control).items
+    asked: list[list[ReadItem]] = [[] for _ in range(size)]  # of this rank, by owner
+    for item in sorted(items, key=lambda item: item.storage_index.fqn):
+        asked[offers.owner[item.storage_index.fqn, _offset(item.storage_index)]].append(item)
+    asks = _exchanged(asked, offers.control)  # of the boxes here, by asking rank
+    sent = 0
+    for keys, dtype in _batches(offers.metadata):
+        outgoing = [[_values(offered, item) for item in of_rank if item.storage_index.fqn in keys] for of_rank in asks]
+        incoming = [[item for item in of_rank if item.storage_index.fqn in keys] for of_rank in asked]
+        out_sizes = [sum(values.numel() for values in of_rank) for of_rank in outgoing]
+        in_sizes = [sum(item.lengths.numel() for item in of_rank) for of_rank in incoming]
+        packed = torch.empty(sum(out_sizes), dtype=dtype, device=device)
+        flat = [values for of_rank in outgoing for values in of_rank]
+        for values, place in zip(flat, packed.split([values.numel() for values in flat]), strict=True):
+            place.view(values.shape).copy_(values)
+        received = torch.empty(sum(in_sizes), dtype=dtype, device=device)
+        dist.all_to_all_single(received, packed, in_sizes, out_sizes)
+        found = [item for of_rank in incoming for item in of_rank]
+        for item, values in zip(found, received.split([item.lengths.numel() for item in found]), strict=True):
+            planner.resolve_tensor(item).copy_(values.view(item.lengths))
+        sent += (packed.numel() - out_sizes[me]) * packed.itemsize
+    return sent
+
+
+def _offset(index: MetadataIndex) -> torch.Size:
+    assert index.offset is not None
+    return index.offset
+
+
+def _exchanged(asked: list[list[ReadItem]], control: Any) -> list[list[ReadItem]]:
+    """Of each rank what it asks of this one."""
+    result = []
+    for rank in range(len(asked)):
+        found: list[Any] = [None]
+        dist.scatter_object_list(found, asked if rank == dist.get_rank() else None, src=rank, group=control)
+        result.append(found[0])
+    return result
+
+
+def _batches(metadata: Metadata) -> Iterator[tuple[set[str], torch.dtype]]:
+    """Keys of one dtype, some at a time, the same on all ranks."""
+    of_dtype: dict[Any, list[str]] = {}
+    tensors: dict[str, Any] = metadata.state_dict_metadata
+    for key in sorted(tensors):
+        of_dtype.setdefault(tensors[key].properties.dtype, []).append(key)
+    for dtype, keys in of_dtype.items():
+        batch: set[str] = set()
+        num_bytes = 0
+        for key in keys:
+            own = tensors[key].size.numel() * dtype.itemsize
+            if batch and num_bytes + own > _BYTES:
+                yield batch, dtype
+                batch, num_bytes = set(), 0
+            batch.add(key)
+            num_bytes += own
+        if batch:
+            yield batch, dtype
+
+
+def _values(offered: State, item: ReadItem) -> torch.Tensor:
+    box = offered[item.storage_index.fqn].parts[_offset(item.storage_index)]
+    return box[tuple(slice(o, o + n) for o, n in zip(item.storage_offsets, item.lengths, strict=True))]

@@ -1,0 +1,440 @@
+"""What one rank writes to a checkpoint and reads from it, as boxes of the dense model.
+
+Keys of tensors are `weight/NAME` (the fp32 master of what is trained; a frozen parameter or a buffer in its own dtype)
+and `MOMENT/NAME` of each moment of the optimizer, such as `exp_avg/NAME`. Low-precision weights are rounded masters, so
+they are not stored. Each element is written by one rank: what is trained by its owner, other tensors by their first
+holder.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple, Protocol
+
+import torch
+
+from sdp_deepspeed.checkpoint.boxes import State, add_box
+from sdp_deepspeed.masking import Mask
+from sdp_deepspeed.messages import quoted
+from sdp_deepspeed.parallel.groups import Groups
+from sdp_deepspeed.plan.shards import UNDIVIDED, Shards
+from sdp_deepspeed.units import Piece
+
+WEIGHT = "weight"
+# Optimizers that keep the same state for an element, so that one goes on with another's.
+_ALIKE = {
+    "AdamW": "Adam",
+    "FusedAdam": "Adam",
+    "DeepSpeedCPUAdam": "Adam",
+    "DeepSpeedCPUAdagrad": "Adagrad",
+    "FusedLion": "Lion",
+    "DeepSpeedCPULion": "Lion",
+}
+_IMPLEMENTATION = ("fused", "foreach", "capturable", "differentiable")  # options that change no result
+Facts = dict[str, Any]
+
+
+class Stepped(Protocol):
+    """Some elements of a slice, in what an optimizer steps."""
+
+    @property
+    def parameter(self) -> torch.nn.Parameter: ...
+
+    @property
+    def piece(self) -> Piece: ...
+
+    def boxes(self, tensor: torch.Tensor, *, flat: bool = False) -> Iterator[tuple[tuple[int, ...], torch.Tensor]]:
+        """See `ShardPart`."""
+
+
+class Other(NamedTuple):
+    """Some elements of a slice of what no optimizer steps.
+
+    Args:
+        is_written: whether it is this rank that writes them.
+        offsets: first index in the slice.
+        values: a view.
+    """
+
+    piece: Piece
+    is_written: bool
+    offsets: tuple[int, ...]
+    values: torch.Tensor
+
+
+class SteppedModel(Protocol):
+    """What checkpoints need of an optimizer over shards (`ShardedOptimizer`, or FSDP2's)."""
+
+    @property
+    def optimizer(self) -> torch.optim.Optimizer: ...
+
+    @property
+    def param_groups(self) -> Mapping[str, int]: ...
+
+    def shard_parts(self, *, owned: bool) -> Sequence[Stepped]: ...
+
+    def return_weights(self) -> None: ...
+
+
+@dataclass(frozen=True)
+class RankState:
+    """A model in training, on one rank.
+
+    Args:
+        shards: which part of each dense tensor this tensor-parallel rank has.
+    """
+
+    mask: Mask
+    optimizer: SteppedModel
+    groups: Groups
+    shards: Shards = UNDIVIDED
+
+    @property
+    def model(self) -> torch.nn.Module:
+        """Of the class that exports name."""
+        return self.mask.model
+
+    @property
+    def group_numbers(self) -> list[int]:
+        """For each param group of the optimizer its number in the run; FSDP2's optimizers may have several for one."""
+        return list(range(len(self.optimizer.optimizer.param_groups)))
+
+    def others(self) -> Iterator[Other]:
+        """Parameters that the optimizer does not step and persistent buffers, as far as this rank stores them."""
+        names = [name for name in self.mask.parameters if name not in self.optimizer.param_groups]
+        tensors: dict[str, torch.Tensor] = {name: self.mask.parameters[name] for name in names}
+        for name, tensor in (tensors | self.live_buffers()).items():
+            for piece, holders in self.mask.pieces_of(name):
+                if self.mask.stored(piece):
+                    values = _view(self.mask, piece, tensor)
+                    yield Other(piece, holders[0] == self.mask.rank, (0,) * values.dim(), values)
+
+    def live_buffers(self) -> dict[str, torch.Tensor]:
+        """Persistent buffers as the module has them now; modules may replace them."""
+        persistent = persistent_buffers(self.mask.model)
+        return {name: buffer for name, buffer in self.mask.model.named_buffers() if name in persistent}
+
+    @property
+    def layout(self) -> dict[str, Any]:
+        """Where this is as it was, each rank goes on with its own random numbers and buffers."""
+        plan = self.mask.plan
+        return {
+            "plan": plan.hash,
+            "subnetwork_of_rank": list(plan.subnetwork_of_rank),
+            "ranks": self.groups.ranks,
+        }
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """Of a tensor of the dense model."""
+        division = self.shards.divisions.get(name)
+        return tuple(self.mask.shapes[name] if division is None else division.shape)
+
+    def key(self, kind: str, name: str) -> str:
+        """Of a dense tensor, or a moment of it. One that is divided among tensor-parallel ranks nobody knows how, as
+        flat parts side by side, is another tensor for each number of ranks."""
+        return f"{kind}/{name}" if self.is_known(name) else f"{kind}/{name}@{self.shards.size}"
+
+    def is_known(self, name: str) -> bool:
+        division = self.shards.divisions.get(name)
+        return division is None or division.is_known
+
+    def writes(self, name: str) -> bool:
+        """Whether this tensor-parallel rank writes its part of a tensor; of a replicated one, the first does."""
+        return name in self.shards.divisions or self.groups.tensor_parallel_rank == 0
+
+    def offsets(self, piece: Piece) -> list[int]:
+        """First index of a piece in the dense tensor."""
+        division = self.shards.divisions.get(piece.parameter)
+        num_dims = len(self.shape(piece.parameter))
+        offsets = [piece.start if dim == piece.dim else 0 for dim in range(num_dims)]
+        if division is not None:
+            offsets[division.dim] += sum(division.lengths[: self.shards.index])
+        return offsets
+
+
+# ---- what is written ------------------------------------------------------------------------------------------------
+
+
+def written_state(state: RankState, *, exclude_frozen: bool = False) -> State:
+    """Boxes of live tensors that this rank writes.
+
+    Args:
+        exclude_frozen: leave out parameters that require no gradients.
+    """
+    result: State = {}
+    for part in state.optimizer.shard_parts(owned=True):
+        if state.writes(part.piece.parameter):
+            _add_part(result, state, WEIGHT, part, part.parameter)
+            own = state.optimizer.optimizer.state.get(part.parameter, {})
+            for key in _moments(own, part.parameter):
+                _add_part(result, state, key, part, own[key])
+    for other in state.others():
+        piece, name = other.piece, other.piece.parameter
+        is_left_out = exclude_frozen and piece.kind == "parameter" and not state.mask.trainable[name]
+        if state.writes(name) and other.is_written and not is_left_out:
+            _add_other(result, state, other)
+    return result
+
+
+def _add_other(result: State, state: RankState, other: Other) -> None:
+    """Add a box of a weight or a buffer."""
+    is_known = state.is_known(other.piece.parameter)
+    values, offsets = (other.values, other.offsets) if is_known else (other.values.view(-1), (0,))
+    _add(result, state, WEIGHT, other.piece, offsets, values)
+
+
+def _add_part(result: State, state: RankState, key: str, part: Stepped, tensor: torch.Tensor) -> None:
+    """Add the boxes of what is stepped, or of a moment of it."""
+    for offsets, values in part.boxes(tensor, flat=not state.is_known(part.piece.parameter)):
+        _add(result, state, key, part.piece, offsets, values)
+
+
+def _add(result: State, state: RankState, key: str, piece: Piece, offsets: Sequence[int], values: torch.Tensor) -> None:
+    name, origin = piece.parameter, state.offsets(piece)
+    offsets = [a + b for a, b in zip(origin, offsets, strict=True)]
+    add_box(result, state.key(key, name), state.shape(name), offsets, values)
+
+
+def _moments(own: Mapping[str, Any], parameter: torch.Tensor) -> list[str]:
+    """Keys of an optimizer's state that has a value for each element of what it steps."""
+    return [key for key, value in own.items() if torch.is_tensor(value) and value.shape == parameter.shape]
+
+
+def _view(mask: Mask, piece: Piece, tensor: torch.Tensor) -> torch.Tensor:
+    """A stored piece in the tensor that the module has now; modules may replace buffers."""
+    if tensor.shape == mask.shapes[piece.parameter]:
+        return piece.narrow(tensor.detach())
+    return mask.view(piece, tensor) if mask.is_held(piece) else mask.view(piece)
+
+
+def live_buffers(state: RankState) -> dict[str, torch.Tensor]:
+    """Pieces of persistent buffers that this rank stores, as they are here: each rank may have seen other data."""
+    others = (other for other in state.others() if other.piece.kind == "buffer")
+    return {f"{other.piece.parameter}@{other.piece.start}": other.values for other in others}
+
+
+def restore_buffers(state: RankState, buffers: Mapping[str, torch.Tensor]) -> None:
+    """Inverse of `live_buffers`."""
+    for key, values in live_buffers(state).items():
+        values.copy_(buffers[key])
+
+
+def persistent_buffers(model: torch.nn.Module) -> set[str]:
+    """Names of buffers that state dicts have."""
+    return {
+        f"{prefix}.{name}" if prefix else name
+        for prefix, module in model.named_modules()
+        for name in module._buffers
+        if name not in module._non_persistent_buffers_set
+    }
+
+
+# ---- the optimizer beside its tensors -------------------------------------------------------------------------------
+
+
+class GroupFacts(NamedTuple):
+    """Of a param group.
+
+    Args:
+        scalars: state that is one number: the highest in the group, which is stepped together; None where this rank
+            steps nothing of it.
+    """
+
+    options: dict[str, Any]
+    scalars: dict[str, float] | None
+
+
+def group_facts(state: RankState) -> dict[int, GroupFacts]:
+    """Of the param groups that this rank has, by number.
+
+    Raises:
+        ValueError: state that is neither a number nor one for each element.
+    """
+    optimizer = state.optimizer.optimizer
+    result: dict[int, GroupFacts] = {}
+    for number, group in zip(state.group_numbers, optimizer.param_groups, strict=True):
+        known = result.get(number)
+        found = dict(known.scalars or {}) if known else {}
+        for parameter in group["params"]:
+            own = optimizer.state.get(parameter, {})
+            for key in own.keys() - _moments(own, parameter):
+                value = own[key]
+                if torch.is_tensor(value) and value.numel() != 1:
+                    raise ValueError(
+                        f"{type(optimizer).__name__} keeps {key!r} of shape {tuple(value.shape)} for "
+                        f"{tuple(parameter.shape)}; expected one value for each element, or one for all"
+                    )
+                if value is not None:
+                    found[key] = max(found.get(key, 0), value.item() if torch.is_tensor(value) else value)
+        is_stepped = bool(group["params"]) or (known is not None and known.scalars is not None)
+        options = {key: value for key, value in group.items() if key != "params"}
+        result[number] = GroupFacts(options, found if is_stepped else None)
+    return result
+
+
+def optimizer_facts(state: RankState, of_ranks: Sequence[Mapping[int, GroupFacts]]) -> Facts:
+    """All of the optimizer but its tensors, the same on every rank: `kind`, `groups` (number by dense name), `options`
+    and `scalars` of each group.
+
+    Args:
+        of_ranks: `group_facts` of all ranks.
+    """
+    numbers = range(1 + max((number for own in of_ranks for number in own), default=-1))
+    known = [[own[number] for own in of_ranks if number in own] for number in numbers]
+    return {
+        "kind": _kind(state.optimizer.optimizer),
+        "groups": dict(state.optimizer.param_groups),
+        "options": [facts[0].options for facts in known],
+        "scalars": [next((f.scalars for f in facts if f.scalars is not None), {}) for facts in known],
+    }
+
+
+def _kind(optimizer: torch.optim.Optimizer) -> str:
+    name = type(optimizer).__name__
+    return _ALIKE.get(name, name)
+
+
+# ---- what is read ---------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Targets:
+    """Where stored tensors go on this rank.
+
+    Args:
+        boxes: of live weights, and of new moments.
+        moments: by what the optimizer steps; None leaves the optimizer's state as it is.
+    """
+
+    boxes: State
+    moments: dict[torch.nn.Parameter, dict[str, torch.Tensor]] | None
+
+
+def make_targets(state: RankState, stored: Mapping[str, Any], facts: Facts | None, *, strict: bool = True) -> Targets:
+    """Where this rank reads what it steps (in stage 0 all that it holds), and other tensors that it stores.
+
+    Args:
+        stored: DCP's metadata of each stored tensor, by key.
+        facts: of the optimizer that wrote it; None leaves the optimizer's state as it is.
+        strict: stored tensors must be those of the model, neither fewer nor more; else what is missing stays as it is.
+
+    Raises:
+        ValueError: it is of another model or optimizer. Nothing has been changed.
+    """
+    _check_names(state, stored, strict=strict)
+    boxes: State = {}
+    for other in state.others():
+        _add_other(boxes, state, other)
+    moments = None if facts is None else _new_moments(state, stored, facts)
+    for part in state.optimizer.shard_parts(owned=False):
+        _add_part(boxes, state, WEIGHT, part, part.parameter)
+        for key, flat in (moments or {}).get(part.parameter, {}).items():
+            _add_part(boxes, state, key, part, flat)
+    return Targets({key: found for key, found in boxes.items() if key in stored}, moments)
+
+
+def _check_names(state: RankState, stored: Mapping[str, Any], *, strict: bool) -> None:
+    mask = state.mask
+    tensors = mask.parameters | {n: mask.buffers[n] for n in persistent_buffers(mask.model) if n in mask.buffers}
+    key_of = {name: state.key(WEIGHT, name) for name in tensors if torch.Size(state.shape(name)).numel()}
+    names = {key for key in stored if key.startswith(f"{WEIGHT}/")}
+    missing, unknown = sorted({*key_of.values()} - names), sorted(names - {*key_of.values()})
+    if strict and (missing or unknown):
+        raise ValueError(
+            f"checkpoint of another model: {len(missing)} tensors are missing in it ({quoted(missing)}), "
+            f"{len(unknown)} are not in the model ({quoted(unknown)})"
+        )
+    for name, found in ((name, stored[key]) for name, key in key_of.items() if key in stored):
+        if tuple(found.size) != state.shape(name):
+            raise ValueError(
+                f"checkpoint of another model: {name!r} has shape {tuple(found.size)} in it and {state.shape(name)} "
+                "in the model"
+            )
+        if tensors[name].is_floating_point() and not found.properties.dtype.is_floating_point:
+            raise ValueError(
+                f"checkpoint of another model: {name!r} is of {found.properties.dtype} in it and "
+                f"{tensors[name].dtype} in the model"
+            )
+
+
+def _new_moments(
+    state: RankState, stored: Mapping[str, Any], facts: Facts
+) -> dict[torch.nn.Parameter, dict[str, torch.Tensor]]:
+    optimizer = state.optimizer.optimizer
+    if facts["kind"] != _kind(optimizer):
+        raise ValueError(
+            f"the optimizer state in the checkpoint is of {facts['kind']}, the optimizer is {_kind(optimizer)}; "
+            "load without optimizer states"
+        )
+    kinds_of: dict[str, set[str]] = {}
+    for kind, _, name in (text.partition("/") for text in stored):
+        if kind != WEIGHT:
+            kinds_of.setdefault(name, set()).add(kind)
+    result: dict[torch.nn.Parameter, dict[str, torch.Tensor]] = {}
+    for part in state.optimizer.shard_parts(owned=False):
+        name = part.piece.parameter
+        kinds = kinds_of.get(state.key("", name)[1:], set())
+        if part.parameter not in result:
+            result[part.parameter] = {
+                kind: torch.zeros_like(part.parameter.detach(), dtype=stored[state.key(kind, name)].properties.dtype)
+                for kind in sorted(kinds)
+            }
+        if kinds != (others := result[part.parameter].keys()):
+            raise ValueError(
+                f"the checkpoint has optimizer state {sorted(kinds)} of {name!r} and {sorted(others)} of others that "
+                "are stepped with it; load without optimizer states"
+            )
+    return result
+
+
+def restore_optimizer(state: RankState, targets: Targets, facts: Facts) -> None:
+    """Give the optimizer its new moments, step counts, and options where both runs group parameters alike."""
+    optimizer = state.optimizer.optimizer
+    assert targets.moments is not None
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    name_of = {part.parameter: part.piece.parameter for part in state.optimizer.shard_parts(owned=False)}
+    states: dict[int, dict[str, Any]] = {}
+    for index, parameter in enumerate(parameters):
+        group = facts["groups"].get(name_of.get(parameter))
+        numbers = {} if group is None else facts["scalars"][group]
+        if numbers or targets.moments.get(parameter):
+            states[index] = targets.moments.get(parameter, {}) | _as_kept(optimizer, numbers)
+    groups = optimizer.param_groups
+    optimizer.load_state_dict({"state": states, "param_groups": _options(state, facts)})
+    for kept, loaded in zip(groups, optimizer.param_groups, strict=True):  # others may have them
+        kept.clear()
+        kept.update(loaded)
+    optimizer.param_groups = groups
+    for parameter, moments in targets.moments.items():  # PyTorch gave them the parameter's dtype
+        optimizer.state[parameter].update(moments)
+
+
+def _as_kept(optimizer: torch.optim.Optimizer, numbers: Mapping[str, float]) -> dict[str, Any]:
+    """PyTorch's optimizers count in fp32 tensors, DeepSpeed's in integers."""
+    home = type(optimizer).__module__
+    if home.startswith("torch."):
+        return {key: torch.tensor(value, dtype=torch.float32, device="cpu") for key, value in numbers.items()}
+    return {key: int(value) for key, value in numbers.items()} if home.startswith("deepspeed") else dict(numbers)
+
+
+def _options(state: RankState, facts: Facts) -> list[dict[str, Any]]:
+    """Param groups for `load_state_dict`: options of the checkpoint, as far as this optimizer has them, where both runs
+    group parameters alike."""
+    here, stored = state.optimizer.optimizer.param_groups, facts["options"]
+    groups, first = state.optimizer.param_groups, 0
+    pairs = {(groups[name], facts["groups"][name]) for name in groups.keys() & facts["groups"].keys()}
+    stored_of = dict(pairs)
+    num_groups = 1 + max([*groups.values(), *state.group_numbers], default=-1)
+    is_alike = len(pairs) == len(stored_of) == len({*stored_of.values()}) and len(stored) == num_groups
+    result = []
+    for number, group in zip(state.group_numbers, here, strict=True):
+        options = dict(group)
+        if is_alike:
+            taken = (options.keys() | {"initial_lr"}) - {"params", *_IMPLEMENTATION}
+            found = stored[stored_of.get(number, number)]
+            options |= {key: value for key, value in found.items() if key in taken}
+        options["params"] = list(range(first, first + len(group["params"])))
+        first += len(group["params"])
+        result.append(options)
+    return result

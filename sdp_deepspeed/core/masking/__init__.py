@@ -1,5 +1,0 @@
-"""A plan applied to a live module: what each rank stores, runs and trains."""
-
-from sdp_deepspeed.core.masking.mask import Mask
-
-__all__ = ["Mask"]

@@ -1,0 +1,247 @@
+"""The dense model in place of a rank's subnetwork: for evaluation, export, and whoever wants its weights.
+
+In the forward regime each lacking slice comes by a broadcast from one of its holders over the data-parallel ranks; in
+the backward regime every rank has all weights. The dense model is resident from then on until `end`, so ranks may
+afterwards run other numbers of batches, or one part of the model alone, without meeting again. It takes the memory of
+the dense weights, which ZeRO 1 and 2 take always.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+from weakref import WeakKeyDictionary, WeakSet
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from sdp_deepspeed.config import KEY
+from sdp_deepspeed.masking.batch_norm import average_running_statistics, running_statistics
+from sdp_deepspeed.masking.mask import Mask
+from sdp_deepspeed.masking.partial import PartialTensor
+from sdp_deepspeed.masking.scale import scaled
+from sdp_deepspeed.parallel.groups import Groups
+from sdp_deepspeed.units import Piece
+
+logger = logging.getLogger(__name__)
+
+_CHUNK_ELEMENTS = 2**24  # of one broadcast
+_PARTIAL = (
+    "this rank does not hold all of it, so the state dict is partial; take it inside `with engine.dense():` on every "
+    "rank, or use engine.save_checkpoint or engine.save_pretrained"
+)
+
+
+class DenseView:
+    """Makes a masked module the dense model, and a subnetwork again.
+
+    Args:
+        mask: applied.
+        groups: process groups.
+        device: of the weights.
+        meet: waits for all ranks, before the first collective.
+        changed: called when the module is a subnetwork again, whose weights the caller may have changed meanwhile.
+        is_scaled: whether dense branches are multiplied by their coverage.
+
+    Attributes:
+        is_resident: whether the module is the dense model now.
+    """
+
+    def __init__(
+        self,
+        mask: Mask,
+        groups: Groups,
+        device: torch.device,
+        *,
+        meet: Callable[[str], None],
+        changed: Callable[[], None],
+        is_scaled: bool = False,
+    ) -> None:
+        self.mask, self._groups, self._device = mask, groups, device
+        self._meet, self._changed, self._is_scaled = meet, changed, is_scaled
+        self._is_evaluating = False  # made resident by an evaluation, not by `resident()`
+        self._scaled = ExitStack()
+        self._handles: list[Any] = []
+        self._has_warned = False
+        self._install()
+
+    @property
+    def is_resident(self) -> bool:
+        return not self.mask.is_applied
+
+    @property
+    def is_collective(self) -> bool:
+        """Whether ranks need each other to make the model dense."""
+        fetches = self.mask.plan.regime == "forward" and not self.mask.plan.is_whole
+        return self._groups.data_parallel.size > 1 and (fetches or bool(running_statistics(self.mask)))
+
+    # ---- entering and leaving -----------------------------------------------------------------------------------
+
+    @torch.inference_mode(False)
+    @torch.no_grad()
+    def make_resident(self, what: str = "the dense model", *, scales: bool = True) -> None:
+        """Make the module the dense model. Every rank calls it, unless it is dense already.
+
+        Args:
+            what: the call that needs it, for messages.
+            scales: whether branches are scaled, where they are to be.
+        """
+        if self.is_resident:
+            return
+        if self.is_collective:
+            self._meet(what)
+            average_running_statistics(self.mask, self._groups.data_parallel.process_group, self._device)
+        self.mask.undo()
+        if self.mask.plan.regime == "forward":
+            self._fetch()
+        if self._is_scaled and scales:
+            self._scaled.enter_context(scaled(self.mask))
+
+    @torch.no_grad()
+    def end(self) -> None:
+        """Make the module this rank's subnetwork again, with the weights as they are now."""
+        self._is_evaluating = False
+        if self.is_resident:
+            self._scaled.close()
+            self.mask.apply()
+            self._changed()
+
+    @contextmanager
+    def resident(self, what: str = "engine.dense") -> Iterator[None]:
+        """The module is the dense model in the block."""
+        if self.is_resident and not self._is_evaluating:
+            yield  # an outer block ends it
+            return
+        was_evaluating, self._is_evaluating = self._is_evaluating, False
+        self.make_resident(what)
+        try:
+            yield
+        finally:
+            if was_evaluating:
+                self._is_evaluating = True
+            else:
+                self.end()
+
+    def end_evaluation(self) -> None:
+        if self._is_evaluating:
+            self.end()
+
+    def _fetch(self) -> None:
+        """Broadcast every slice that some rank lacks from one of its holders, several at a time."""
+        me, group = self._groups.rank, self._groups.data_parallel
+        if group.size == 1:
+            return
+        by_source: dict[tuple[int, torch.dtype], list[Piece]] = {}
+        number = 0
+        for pieces in (*self.mask.pieces.values(), *self.mask.buffer_pieces.values()):
+            for piece, holders in pieces:
+                if len(holders) < group.size:
+                    source = holders[number % len(holders)]
+                    by_source.setdefault((source, self.mask.view(piece).dtype), []).append(piece)
+                    number += 1
+        for (source, dtype), fetched in sorted(by_source.items(), key=lambda item: (item[0][0], str(item[0][1]))):
+            for chunk in self._chunks(fetched):
+                views = [self.mask.view(piece) for piece in chunk]
+                sizes = [view.numel() for view in views]
+                flat = torch.empty(sum(sizes), dtype=dtype, device=self._device)
+                slots = [part.view(view.shape) for part, view in zip(flat.split(sizes), views, strict=True)]
+                if source == me:
+                    torch._foreach_copy_(slots, views)
+                dist.broadcast(flat, group_src=source, group=group.process_group)
+                lacking = [i for i, piece in enumerate(chunk) if not self.mask.is_held(piece)]
+                if lacking:
+                    torch._foreach_copy_([views[i] for i in lacking], [slots[i] for i in lacking])
+
+    def _chunks(self, pieces: list[Piece]) -> Iterator[list[Piece]]:
+        chunk: list[Piece] = []
+        size = 0
+        for piece in pieces:
+            own = self.mask.view(piece).numel()
+            if chunk and size + own > _CHUNK_ELEMENTS:
+                yield chunk
+                chunk, size = [], 0
+            chunk.append(piece)
+            size += own
+        yield chunk
+
+    # ---- hooks --------------------------------------------------------------------------------------------------
+
+    def _install(self) -> None:
+        """In evaluation the first forward pass without gradients makes the model dense, whatever part of it runs; a
+        state dict of a subnetwork can be taken, but not used."""
+        model = self.mask.model
+        containers = {""}
+        for branch in self.mask.branches:
+            path = branch.layer.split(".")
+            containers |= {".".join(path[:end]) for end in range(1, len(path) + 1)}
+        owned = WeakSet(model.get_submodule(name) for name in containers)  # copies of the module are nobody's
+        view, root = self, id(model)
+
+        @torch.compiler.disable
+        def change(module: nn.Module) -> None:
+            if module not in owned:
+                return
+            if view.is_resident:
+                view.end_evaluation()
+            else:
+                view.make_resident("an evaluation")
+                view._is_evaluating = True
+
+        def before_forward(module: nn.Module, _: Any) -> None:
+            has_gradients = torch.is_grad_enabled()
+            if view._is_evaluating:
+                if has_gradients:
+                    change(module)
+            elif not (view.is_resident or has_gradients):
+                if not module.training:
+                    change(module)
+                elif id(module) == root and not view._has_warned:
+                    view._warn()
+
+        if not self.mask.plan.is_whole or self._is_scaled or running_statistics(self.mask):
+            self._handles += [module.register_forward_pre_hook(before_forward, prepend=True) for module in owned]
+        if not self.mask.plan.is_whole:
+            self._install_refusals(model)
+
+    def _warn(self) -> None:
+        self._has_warned = True
+        if not self.is_resident and self.mask.plan.trains_subnetworks:
+            logger.warning("%s: in training mode a forward pass is a subnetwork's; the dense one needs eval()", KEY)
+
+    def _install_refusals(self, model: nn.Module) -> None:
+        view, owned = self, WeakSet(model.modules())
+        lacking: dict[str, dict[str, str]] = {}  # by module, its tensors of which ranks have a part, with their names
+        for name, pieces in (*self.mask.pieces.items(), *self.mask.buffer_pieces.items()):
+            is_partial = self.mask.plan.regime == "forward" or pieces[0][0].dim is not None
+            if is_partial and any(len(holders) < self._groups.data_parallel.size for _, holders in pieces):
+                owner, _, own = name.rpartition(".")
+                lacking.setdefault(owner, {})[own] = name
+
+        def hide(module: nn.Module, state: dict[str, Any], prefix: str, _: Any) -> None:
+            if module in owned and not view.is_resident:
+                for own, name in names[module].items():
+                    if prefix + own in state and view.mask.plan.regime == "forward":
+                        state[prefix + own] = PartialTensor.of(f"{prefix}{own}: {_PARTIAL}")
+                    elif prefix + own in state:
+                        state[prefix + own] = view.mask.joined(name)
+
+        def refuse(module: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> None:
+            if module in owned and not view.is_resident and any(prefix + own in state for own in names[module]):
+                raise RuntimeError(
+                    f"load_state_dict: this rank has a part of {prefix}{next(iter(names[module]))} only; load inside "
+                    "`with engine.dense():` on all ranks"
+                )
+
+        names = WeakKeyDictionary({model.get_submodule(owner): own for owner, own in lacking.items()})
+        for module in list(names):
+            self._handles.append(module.register_state_dict_post_hook(hide))
+            self._handles.append(module.register_load_state_dict_pre_hook(refuse))
+
+    def close(self) -> None:
+        """Remove the hooks."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()

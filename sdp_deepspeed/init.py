@@ -1,0 +1,291 @@
+"""`sdp_deepspeed.Init`: build the dense model without its memory, and give each rank the weights that it holds.
+
+Under `Init` tensors are on the meta device, and what constructors, `reset_parameters` and Transformers' `_init_weights`
+do to them is recorded. Later each tensor of which a rank holds a part is computed from the recording, whole and on the
+CPU, and cut. So weights depend on the constructors and the seed alone, and are the same on every rank, in every layout,
+mode and host; and a table that a constructor computes has the bits that it has without `Init`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping
+from contextlib import ExitStack
+from typing import Any, NoReturn
+
+import torch
+from torch import nn
+from torch.nn.modules.module import (
+    register_module_buffer_registration_hook,
+    register_module_module_registration_hook,
+    register_module_parameter_registration_hook,
+)
+from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_leaves
+
+from sdp_deepspeed.masking import Mask
+from sdp_deepspeed.messages import quoted
+from sdp_deepspeed.plan.tensors import named_tensors
+from sdp_deepspeed.recording import Recording, Ref, is_meta
+
+_GET_IS_META = torch.Tensor.is_meta.__get__  # type: ignore[attr-defined]
+
+
+class Init:
+    """Context in which a model is built without storage.
+
+    `deepspeed.initialize` gives each rank the weights that it holds, initialized as the model's constructors do it.
+    Each parameter has the distribution that it has without this context, from other random numbers: those of PyTorch's
+    seed at this place on rank 0.
+
+    Raises:
+        RuntimeError: inside, where a constructor needs the value of a tensor, by a second `Init`, by `from_pretrained`;
+            after it, where weights are changed before `deepspeed.initialize`.
+    """
+
+    def __init__(self) -> None:
+        self._inside = ExitStack()
+
+    def __enter__(self) -> None:
+        from transformers import PreTrainedModel
+
+        if PreTrainedModel.init_weights is _init_weights:
+            raise RuntimeError("sdp_deepspeed.Init inside another one: build the whole model in one")
+        recording, seed = Recording(), torch.initial_seed()
+        modules: dict[int, nn.Module] = {}
+
+        def note(module: nn.Module, *_: Any) -> None:
+            modules[id(module)] = module
+
+        # PyTorch's list of functions that create tensors may be of a moment when Transformers had replaced some.
+        torch.utils._device._device_constructors.cache_clear()
+        with ExitStack() as stack:
+            _replace(stack, PreTrainedModel, "init_weights", _init_weights)
+            _replace(stack, PreTrainedModel, "from_pretrained", _refuse_pretrained)
+            _replace(stack, nn.init, "_no_grad_trunc_normal_", _truncated_normal)
+            for register in (
+                register_module_parameter_registration_hook,
+                register_module_buffer_registration_hook,
+                register_module_module_registration_hook,
+            ):
+                stack.callback(register(note).remove)
+            stack.enter_context(torch.device("meta"))
+            stack.enter_context(recording)
+            stack.enter_context(_Constructing())
+            stack.push(lambda kind, *_: None if kind else _defer_all(modules.values(), recording, seed))
+            self._inside = stack.pop_all()
+
+    def __exit__(self, kind: Any, error: BaseException | None, traceback: Any) -> None:
+        if error is not None and "meta tensor" in str(error):
+            error.add_note("sdp_deepspeed.Init: a constructor needs a tensor's value; build this model without Init")
+        inside, self._inside = self._inside, ExitStack()
+        inside.__exit__(kind, error, traceback)
+
+
+class _Constructing(TorchFunctionMode):
+    """`torch.tensor` keeps its values, and what initializers pass over on the meta device they initialize."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None) -> Any:
+        kwargs = kwargs or {}
+        if func == _GET_IS_META:
+            return False
+        if func in (torch.tensor, torch.as_tensor) and kwargs.get("device") is None:
+            result = func(*args, **{**kwargs, "device": "cpu"})
+            return result.detach().to("meta").requires_grad_(result.requires_grad)
+        return func(*args, **kwargs)
+
+
+def _replace(stack: ExitStack, owner: Any, name: str, value: Any) -> None:
+    """Until the stack's end."""
+    stack.callback(setattr, owner, name, vars(owner)[name])
+    setattr(owner, name, value)
+
+
+def _init_weights(self: Any) -> None:
+    """Transformers' own only ties weights on the meta device."""
+    self.initialize_weights()
+    self.tie_weights(recompute_mapping=False)
+
+
+def _refuse_pretrained(*_: Any, **__: Any) -> NoReturn:
+    raise RuntimeError(
+        "from_pretrained inside sdp_deepspeed.Init: build the model from its config, and load the weights by "
+        "engine.load_pretrained after deepspeed.initialize"
+    )
+
+
+@torch.no_grad()
+def _truncated_normal(
+    tensor: torch.Tensor, mean: float, std: float, a: float, b: float, generator: Any = None
+) -> torch.Tensor:
+    """By the inverse of the distribution function. PyTorch's own draws again until all values are inside, and how often
+    depends on values."""
+    low, high = (math.erf((bound - mean) / (std * 2**0.5)) for bound in (a, b))
+    values = torch.empty(tensor.shape, dtype=torch.float32, device=tensor.device).uniform_(low, high).erfinv_()
+    return tensor.copy_(values.mul_(std * 2**0.5).add_(mean).clamp_(a, b))
+
+
+# ---- between Init and the engine --------------------------------------------------------------------------------
+
+_CASTS = {"to", "type", "float", "half", "bfloat16", "double"}
+_HARMLESS = {"requires_grad_", "detach_", "share_memory_"}
+_OPERATORS = {f"__i{name}__" for name in ("add", "sub", "mul", "truediv", "pow", "and", "or", "xor", "matmul")}
+
+
+def _deferred_function(cls: Any, func: Any, types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None) -> Any:
+    """Views of a deferred tensor are deferred; a cast has its values, and stands for it; it cannot be written to."""
+    name = getattr(func, "__name__", "")
+    is_in_place = name.endswith("_") and not name.endswith("__") and name not in _HARMLESS
+    if is_in_place or name in (*_OPERATORS, "__setitem__", "__deepcopy__") or "out" in (kwargs or {}):
+        raise RuntimeError(
+            f"{name}: between sdp_deepspeed.Init and deepspeed.initialize weights do not exist, and cannot be changed "
+            "or copied: do it inside Init"
+        )
+    if func == _GET_IS_META:
+        return False  # else initializers pass over it in silence
+    with torch._C.DisableTorchFunctionSubclass():
+        result = func(*args, **(kwargs or {}))
+        source: Any = next(leaf for leaf in tree_leaves((args, kwargs)) if type(leaf) in _DEFERRED.values())
+        for leaf in tree_leaves(result):
+            if is_meta(leaf) and type(leaf) in _DEFERRED:
+                if name in _CASTS:
+                    _defer(leaf, source._sdp_weights)
+                elif leaf.untyped_storage()._cdata == source.untyped_storage()._cdata:
+                    leaf.__class__ = _DEFERRED[type(leaf)]
+    return result
+
+
+class _DeferredTensor(torch.Tensor):
+    __torch_function__ = classmethod(_deferred_function)
+
+
+class _DeferredParameter(nn.Parameter):
+    __torch_function__ = classmethod(_deferred_function)
+
+
+_DEFERRED: dict[type[Any], type[Any]] = {torch.Tensor: _DeferredTensor, nn.Parameter: _DeferredParameter}
+
+
+def _defer(tensor: Any, weights: tuple[Recording, int, Ref]) -> None:
+    tensor.__class__ = _DEFERRED[type(tensor)]
+    tensor._sdp_weights = weights
+
+
+def _defer_all(modules: Iterable[nn.Module], recording: Recording, seed: int) -> None:
+    """Tensors of the modules and of all inside of them; those that have data lose it to the recording."""
+    for module in {id(module): module for root in modules for module in root.modules()}.values():
+        plain = [value for value in vars(module).values() if is_meta(value)]
+        for tensor in (*module._parameters.values(), *module._buffers.values(), *plain):
+            if type(tensor) in _DEFERRED:
+                if not is_meta(tensor):
+                    give(tensor, tensor.detach().to("meta"))
+                _defer(tensor, (recording, seed, recording.ref(tensor)))
+
+
+def give(tensor: torch.Tensor, value: torch.Tensor) -> None:
+    """The same object on another device, for optimizers and whoever else has it. (`swap_tensors` refuses tensors with
+    weak references, and `.data` another device.)"""
+    torch._C._swap_tensor_impl(tensor, value.requires_grad_(tensor.requires_grad))
+
+
+# ---- what the hosts call ----------------------------------------------------------------------------------------
+
+
+class DeferredWeights:
+    """Initial weights of a model that was built under `Init`.
+
+    Takes the model over before anything is done to it: from then on its tensors are ordinary ones on the meta device.
+    They may be cast, which casts the values; a mask may be applied.
+
+    Attributes:
+        seed: of this rank at `Init`; all ranks must use the same one.
+
+    Raises:
+        ValueError: by name, a tensor that nothing initializes, or that was replaced since `Init`, or built without it.
+            The same on every rank.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        tensors: dict[str, Any] = named_tensors(model)
+        weights = {name: t._sdp_weights for name, t in tensors.items() if hasattr(t, "_sdp_weights")}
+        if others := [name for name in tensors if name not in weights]:
+            what = "was replaced or added after" if weights else "is on the meta device without"
+            raise ValueError(
+                f"{quoted(others, limit=1)} {what} sdp_deepspeed.Init: build the whole model inside, and load or "
+                "change weights after deepspeed.initialize"
+            )
+        if len({id(recording) for recording, _, _ in weights.values()}) > 1:
+            raise ValueError("parts of the model were built in several sdp_deepspeed.Init: use one for the whole model")
+        self._recording, self.seed, _ = next(iter(weights.values()))
+        self._refs = {name: ref for name, (_, _, ref) in weights.items()}
+        if blank := [name for name, ref in self._refs.items() if not self._recording.is_written(ref)]:
+            raise ValueError(_uninitialized(blank))
+        self._plain = [  # tensors that are plain attributes
+            (module, key, value._sdp_weights[-1])
+            for module in model.modules()
+            for key, value in vars(module).items()
+            if hasattr(value, "_sdp_weights")
+        ]
+        for tensor in tensors.values():
+            del tensor._sdp_weights
+            tensor.__class__ = nn.Parameter if isinstance(tensor, nn.Parameter) else torch.Tensor
+
+    @staticmethod
+    def are_in(model: nn.Module) -> bool:
+        """Whether the model has tensors without data, so that there is something to do."""
+        return any(map(is_meta, named_tensors(model).values()))
+
+    @torch.inference_mode(False)
+    @torch.no_grad()
+    def materialize(self, mask: Mask, device: torch.device, seed: int) -> None:
+        """Give the model's meta tensors their storage, and the initial values of what this rank stores. They stay the
+        objects that they are, and random states what they were. At no time there is more than what the rank stores, and
+        one dense tensor.
+
+        Args:
+            mask: of the model, applied or not.
+            seed: the same on every rank.
+
+        Raises:
+            ValueError: by name, a tensor of which a part is not initialized, where the rank stores some of it.
+        """
+        random_state = torch.get_rng_state()
+        for tensor in mask.tensors():
+            if is_meta(tensor):
+                give(tensor, _zeros_like(tensor, device))
+        for name in self._refs:
+            stored = [piece for piece, _ in mask.pieces_of(name) if mask.stored(piece)]
+            dense = self.value(name, seed) if stored else None
+            for piece in stored:
+                mask.view(piece).copy_(piece.narrow(dense))
+        self.restore_attributes(device, seed)
+        torch.set_rng_state(random_state)
+
+    @property
+    def names(self) -> list[str]:
+        """Dense names of the tensors."""
+        return list(self._refs)
+
+    def restore_attributes(self, device: torch.device, seed: int) -> None:
+        """Of tensors that are plain attributes of modules."""
+        for module, key, ref in self._plain:
+            setattr(module, key, self._recording.value(ref, seed).to(device))
+
+    def value(self, name: str, seed: int) -> torch.Tensor:
+        """The initial value of a dense tensor on the CPU, in the dtype in which it was built. Draws from PyTorch's
+        generator."""
+        value = self._recording.value(self._refs[name], seed)
+        if value.is_floating_point() and value.isnan().any():
+            raise ValueError(_uninitialized([name]))
+        return value
+
+
+def _uninitialized(names: list[str]) -> str:
+    return f"{quoted(names, limit=1)}: its constructor does not initialize it, or not all of it; initialize it there"
+
+
+def _zeros_like(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """In the same layout, in a storage as large."""
+    num_elements = tensor.untyped_storage().nbytes() // tensor.itemsize
+    zeros = torch.zeros(num_elements, dtype=tensor.dtype, device=device)
+    return zeros.as_strided(tensor.shape, tensor.stride(), tensor.storage_offset())

@@ -1,0 +1,5 @@
+"""A plan applied to a live module: what each rank stores, runs and trains."""
+
+from sdp_deepspeed.masking.mask import Mask
+
+__all__ = ["Mask"]

@@ -1,0 +1,140 @@
+"""Running statistics of batch norms.
+
+In training each rank normalizes with its own batch, as in data parallelism. A running statistic is a weighted sum of
+the batches' own, with the same weights on all ranks that run the norm; so the mean over these ranks is the same, to
+rounding, whether it is taken after each step or once before evaluation, export and checkpoint.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from sdp_deepspeed.masking.mask import Mask
+from sdp_deepspeed.units import Piece
+
+_MEANS, _COUNT = ("running_mean", "running_var"), "num_batches_tracked"
+
+
+def running_statistics(mask: Mask) -> list[tuple[Piece, tuple[int, ...]]]:
+    """All pieces of running statistics, the same on every rank, each with the ranks that run it: its holders, or in the
+    backward regime all ranks."""
+    everyone = tuple(range(len(mask.plan.subnetwork_of_rank)))
+    norms = [name for name, module in mask.model.named_modules() if isinstance(module, _BatchNorm)]
+    names = [f"{norm}.{statistic}".lstrip(".") for norm in norms for statistic in (*_MEANS, _COUNT)]
+    return [
+        (piece, everyone if mask.plan.regime == "backward" else holders)
+        for name in names
+        for piece, holders in mask.buffer_pieces.get(name, ())
+    ]
+
+
+@torch.inference_mode(False)
+@torch.no_grad()
+def average_running_statistics(mask: Mask, group: Any, device: torch.device) -> None:
+    """Make each running mean and variance the mean over the ranks that run it, and each count of batches the largest.
+    Two all-reduces over the data-parallel ranks, none for a model without running statistics; the mask is applied.
+
+    Sums are of fp64, in which the mean of equal values is that value: averaging twice is averaging once.
+    """
+    statistics = running_statistics(mask)
+    if not statistics:
+        return
+    means = [(piece, ranks) for piece, ranks in statistics if not piece.parameter.endswith(_COUNT)]
+    counts = [(piece, ranks) for piece, ranks in statistics if piece.parameter.endswith(_COUNT)]
+    sizes = [piece.num_elements(mask.shapes[piece.parameter]) for piece, _ in means]
+    sums = torch.zeros(sum(sizes), dtype=torch.float64, device=device)
+    largest = torch.zeros(len(counts), dtype=torch.int64, device=device)
+    own = [(piece, part) for (piece, ranks), part in zip(means, sums.split(sizes), strict=True) if mask.rank in ranks]
+    for piece, part in own:
+        part.copy_(mask.view(piece))
+    for index, (piece, ranks) in enumerate(counts):
+        if mask.rank in ranks:
+            largest[index] = mask.view(piece)
+    dist.all_reduce(sums, group=group)
+    dist.all_reduce(largest, dist.ReduceOp.MAX, group=group)
+    divisors = torch.tensor([float(len(ranks)) for _, ranks in means], dtype=torch.float64, device=device)
+    sums /= divisors.repeat_interleave(torch.tensor(sizes, device=device))
+    for piece, part in own:
+        mask.view(piece).copy_(part)
+    for (piece, ranks), count in zip(counts, largest, strict=True):
+        if mask.rank in ranks:
+            mask.view(piece).copy_(count)
+
+
+@torch.no_grad()
+def estimate_statistics(
+    model: nn.Module, batches: Iterable[Any], *, run: nn.Module | None = None
+) -> dict[_BatchNorm, list[torch.Tensor]]:
+    """Running statistics of the dense model, whose activations are not those of the subnetworks: means over `batches`,
+    as by `torch.optim.swa_utils.update_bn`. Batch norms normalize with their batch; all else is in evaluation mode.
+
+    Args:
+        model: dense (`Mask.undo`); as before afterwards, its statistics too.
+        batches: each a dict of keyword arguments of the model, a tuple or list of arguments, or the one argument.
+        run: what is called with them, if it is not the model itself.
+
+    Returns:
+        Of each batch norm: mean, variance (both fp64) and number of batches; as they were if it did not run.
+    """
+    norms = tracking_norms(model)
+    modes = {module: module.training for module in model.modules()}
+    before = {norm: [getattr(norm, name).clone() for name in (*_MEANS, _COUNT)] for norm in norms}
+    momenta = {norm: norm.momentum for norm in norms}
+    sums: dict[_BatchNorm, list[torch.Tensor]] = {}
+
+    def add(norm: _BatchNorm, *_: Any) -> None:
+        own = [getattr(norm, name).double() for name in _MEANS]
+        sums[norm] = [total + value for total, value in zip(sums[norm], own, strict=True)] if norm in sums else own
+
+    hooks = [norm.register_forward_hook(add) for norm in norms]
+    model.eval()
+    for norm in norms:
+        norm.reset_running_stats()
+        norm.train()
+        norm.momentum = 1.0  # a batch's own statistics
+    try:
+        for batch in batches:
+            _call(run or model, batch)
+        counts = {norm: getattr(norm, _COUNT).clone() for norm in sums}
+        found = {norm: [*(total / counts[norm] for total in totals), counts[norm]] for norm, totals in sums.items()}
+        return {norm: found.get(norm) or [value.double() for value in before[norm]] for norm in norms}
+    finally:
+        for hook in hooks:
+            hook.remove()
+        for module, training in modes.items():
+            module.training = training
+        for norm in norms:
+            norm.momentum = momenta[norm]
+            write_statistics({norm: before[norm]})
+
+
+@torch.no_grad()
+def write_statistics(found: Mapping[_BatchNorm, Sequence[torch.Tensor]], group: Any = None) -> None:
+    """Set running means, variances and numbers of batches, the former to the means over the ranks of a group, each of
+    which has run as many batches."""
+    for norm, values in found.items():
+        for name, value in zip((*_MEANS, _COUNT), values, strict=True):
+            if group is not None and name != _COUNT:
+                dist.all_reduce(value, group=group)
+                value = value / dist.get_world_size(group)
+            getattr(norm, name).copy_(value)
+
+
+def tracking_norms(model: nn.Module) -> list[_BatchNorm]:
+    """Batch norms with running statistics."""
+    return [m for m in model.modules() if isinstance(m, _BatchNorm) and m.running_mean is not None]
+
+
+def _call(model: nn.Module, batch: Any) -> None:
+    if isinstance(batch, dict):
+        model(**batch)
+    elif isinstance(batch, (tuple, list)):
+        model(*batch)
+    else:
+        model(batch)

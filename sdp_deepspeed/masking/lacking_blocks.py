@@ -1,0 +1,65 @@
+"""Block strategy, forward regime: a lacking branch adds zeros to the residual stream.
+
+Only the branch's own modules are changed: the first body returns zeros in the shape of its input, the stream's; its
+norm, further bodies and what comes after pass their input on. The layer around runs its own forward, on ordinary
+tensors: compilers, checkpointing and hooks see nothing special.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from sdp_deepspeed.architectures import LocatedBranch, is_of_package
+from sdp_deepspeed.masking.forwards import replace_forward
+
+# Layers of described families that write to a branch's output: `out += residual`, an in-place ReLU.
+_WRITE_IN_PLACE = ("ResNetBasicLayer", "ResNetBottleNeckLayer", "FalconDecoderLayer", "BasicBlock", "Bottleneck")
+
+
+@dataclass(frozen=True)
+class Lacking:
+    """What a lacking body's forward reads.
+
+    Args:
+        num_outputs: of the body; 0 for a module that passes its input on.
+        handed_on: keyword arguments that are its further outputs; those that are left are None.
+        has_storage: whether zeros must be written to.
+    """
+
+    num_outputs: int
+    handed_on: tuple[str, ...] = ()
+    has_storage: bool = False
+
+
+def skip_branch(model: nn.Module, branch: LocatedBranch) -> Iterator[nn.Module]:
+    """Have a branch that this rank lacks add zeros; yields its modules."""
+    layer = model.get_submodule(branch.layer)
+    has_storage = not is_of_package(layer) or any(base.__name__ in _WRITE_IN_PLACE for base in type(layer).__mro__)
+    description = branch.description
+    for name, num_outputs in zip(branch.modules, description.num_outputs_of_modules, strict=True):
+        module = model.get_submodule(name)
+        replace_forward(module, _pass_or_zero, Lacking(num_outputs, description.handed_on, has_storage))
+        yield module
+
+
+def _pass_or_zero(self: Any, *args: Any, **kwargs: Any) -> Any:
+    state: Lacking = self._sdp_state
+    x = args[0] if args else next(iter(kwargs.values()))
+    if not state.num_outputs:
+        return x
+    zeros = torch.zeros_like(x) if state.has_storage else x.new_zeros(()).expand_as(x)  # one element
+    return around(zeros, state.num_outputs, state.handed_on, kwargs)
+
+
+def around(output: torch.Tensor, num_outputs: int, handed_on: tuple[str, ...], kwargs: dict[str, Any]) -> Any:
+    """What a body returns, with `output` as the branch's: further outputs are what it was handed (T5's position bias),
+    else None."""
+    if num_outputs == 1:
+        return output
+    further = [kwargs.get(name) for name in handed_on]
+    return (output, *further, *[None] * (num_outputs - 1 - len(further)))

@@ -1,0 +1,108 @@
+"""Neuron strategy, forward regime: stock layers with fewer rows and columns, and what they say of their sizes."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch import nn
+
+from sdp_deepspeed.architectures import LocatedBranch
+from sdp_deepspeed.architectures.branch import attribute
+from sdp_deepspeed.masking.forwards import replace_forward
+from sdp_deepspeed.masking.lacking_blocks import around
+from sdp_deepspeed.masking.split_layers import set_sizes
+
+
+class _NarrowConfig(SimpleNamespace):
+    """A config that layers share, with a layer's own counts."""
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("_sdp"):  # it is being copied
+            raise AttributeError(name)
+        return getattr(self._sdp_config, name)
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """What the modules of a branch say of their sizes, as in the dense model.
+
+    Args:
+        layers: whose widths follow from their weights.
+        counts: by module and attribute, in proportion to the cells.
+        configs: by module, those of whose attributes some are in proportion to the cells, with these.
+    """
+
+    layers: tuple[nn.Module, ...]
+    counts: Mapping[tuple[nn.Module, str], int]
+    configs: Mapping[nn.Module, tuple[Any, Mapping[str, int]]]
+
+    @classmethod
+    def of(cls, model: nn.Module, branch: LocatedBranch) -> Sizes:
+        """Of a branch that is whole."""
+        inner, root = branch.description.inner, model.get_submodule(branch.root)
+        assert inner is not None
+        layers = dict.fromkeys(model.get_submodule(t.parameter.rpartition(".")[0]) for t in branch.cut_tensors)
+        counts: dict[tuple[nn.Module, str], int] = {}
+        configs: dict[nn.Module, tuple[Any, dict[str, int]]] = {}
+        for path in inner.scaled:
+            owner, _, name = path.rpartition(".")
+            parent, _, last = owner.rpartition(".")
+            if last == "config":
+                module = root.get_submodule(parent)
+                configs.setdefault(module, (module.config, {}))[1][name] = attribute(root, path)
+            else:
+                counts[root.get_submodule(owner), name] = attribute(root, path)
+        return cls(tuple(layers), counts, configs)
+
+    def set(self, held: int, total: int) -> None:
+        """Make them true for so many of the cells."""
+        for layer in self.layers:
+            set_sizes(layer)
+        for (module, name), count in self.counts.items():
+            setattr(module, name, count * held // total)
+        for module, (config, counts) in self.configs.items():
+            own = {name: count * held // total for name, count in counts.items()}
+            vars(module)["config"] = config if held == total else _NarrowConfig(_sdp_config=config, **own)
+
+
+@dataclass(frozen=True)
+class HeldHeads:
+    """What the forward of a body with some of the heads reads.
+
+    Args:
+        heads: indices of the held ones.
+        num_heads: of the dense body.
+        by_head: keyword arguments with the model's heads along dim 1.
+        num_outputs, handed_on: of its branch.
+    """
+
+    heads: tuple[int, ...]
+    num_heads: int
+    by_head: tuple[str, ...]
+    num_outputs: int
+    handed_on: tuple[str, ...]
+
+
+def select_heads(body: nn.Module, branch: LocatedBranch, heads: Sequence[int]) -> None:
+    """Have a body read of its arguments what they have for the held heads."""
+    description = branch.description
+    assert description.inner is not None
+    by_head, further = description.inner.by_head, description.handed_on
+    state = HeldHeads(tuple(heads), branch.num_cells, by_head, description.num_outputs, further)
+    replace_forward(body, _run_held_heads, state)
+
+
+def _run_held_heads(self: Any, *args: Any, **kwargs: Any) -> Any:
+    state: HeldHeads = self._sdp_state
+    own = dict(kwargs)
+    for name in state.by_head:
+        if isinstance(value := kwargs.get(name), torch.Tensor):
+            heads = value.unflatten(1, (state.num_heads, -1))
+            own[name] = torch.cat([heads[:, head] for head in state.heads], 1)
+    output = self._sdp_forward(*args, **own)
+    first = output[0] if state.num_outputs > 1 else output
+    return around(first, state.num_outputs, state.handed_on, kwargs)

@@ -1,0 +1,578 @@
+"""The optimizer, sharded over the holders of each slice (ZeRO stages 0, 1 and 2).
+
+A step, for every bucket that this rank holds:
+
+1. gradients are averaged over the holders. Stage 0: an all-reduce, and every holder has the average. Stages 1 and 2: a
+   reduce-scatter, and each holder has the average of the shard that it owns. Stages 0 and 1 do this after the last
+   micro-step, stage 2 in every backward pass, where owners add up their shards and local gradients are freed;
+2. the norm of the whole gradient is taken (norm.py), gradients are clipped, or the step is skipped;
+3. the optimizer steps fp32 shards, element by element. One that updates whole tensors (Muon) steps those that this rank
+   owns: their gradients are reduced to it, their weights broadcast from it;
+4. weights return. Forward regime: an all-gather over the holders. Backward regime: every rank runs the whole model, so
+   for each depth range one all-gather over all data-parallel ranks, of what each of them owns in it.
+
+Order of collectives
+--------------------
+All ranks have one list of buckets (`plan_buckets`), sorted by (depth at which the last gradient is ready, holders,
+param group and dtype). Each rank goes through those that it holds in this order, in every phase: averages of a backward
+pass, the norm, weights. A bucket that is complete early waits for its turn; shared tensors have their turn like others.
+Each collective is issued with `async_op=False` on one stream, so that the next one starts after it has ended and two of
+a rank's communicators never run at once. Where ranks exchange shards directly (`groups.exchange`), these messages are
+one collective: it has ended on a rank when all that it sends and receives there has.
+
+This cannot deadlock. Give each collective the key (number of the phase, place in the list); its members agree on the
+key, and each rank issues its collectives by ascending key. Suppose that some collective never ends, and take the one
+with the smallest key. All collectives with smaller keys have ended, so none of its members waits in another one: each
+is inside it, or computes and will be. Hence all members arrive, and it ends: a contradiction. Collectives of the host
+between one data-parallel index's own ranks (tensor parallelism) leave this true: these ranks hold the same buckets, so
+all of them insert such a collective at the same place of the order.
+
+When a rank takes its turn is its own affair: a tensor that gets several gradients in one backward pass keeps its
+bucket to the end of the pass, on the ranks that saw it happen. The first pass shows which do. In stages 0 and 1 it
+reduces nothing early; stage 2 cannot wait, so after it all ranks agree on buckets that are reduced once more.
+
+The list depends on facts that all ranks share, never on which gradients came: at the end of a backward pass the
+remaining buckets are reduced in order, with zeros where no gradient came (experts without tokens, skipped branches).
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections import defaultdict
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+
+from sdp_deepspeed.parallel.buckets import Bucket, ShardPart, plan_buckets
+from sdp_deepspeed.parallel.groups import Groups, all_gather, broadcast, reduce, reduce_scatter
+from sdp_deepspeed.parallel.norm import gradient_norm, scale_gradients
+from sdp_deepspeed.parallel.offload import Moved, move_back, move_to_host
+from sdp_deepspeed.parallel.optimizer_kinds import groups_of_whole_tensors
+from sdp_deepspeed.parallel.param_groups import prefer_fused, replace_parameters
+from sdp_deepspeed.parallel.returns import plan_returns
+from sdp_deepspeed.units import Piece
+
+
+class ShardedOptimizer:
+    """Steps an optimizer on what this rank owns, shards or whole tensors. Every rank constructs it, with equal options.
+
+    Args:
+        optimizer: of the dense model's parameters, not stepped yet. Its param groups get this rank's shards in place of
+            parameters; other options stay.
+        mask: this rank's subnetwork. Its `parameters` (by dense name), `pieces` (of each tensor, with their holders, in
+            the order of the forward pass), `shapes` (of dense tensors), `is_applied` and
+            `view(piece, of)` are used.
+        groups: process groups of all holder sets.
+        param_groups: index of the param group of each tensor to be trained, by dense name. The same on all ranks, so
+            without parameters that the user froze and with those that only the mask froze here.
+        regime: where weights return to.
+        stage: ZeRO's.
+        clip: greatest gradient norm; 0 does not clip.
+        bucket_size: see `plan_buckets`.
+        overlap: whether stages 0 and 1 reduce buckets during backward, as soon as they are complete and their turn has
+            come, as stage 2 does always; and, on a GPU, on a stream of its own.
+        gradient_dtype: in which gradients of micro-steps are summed. Default: the weights'.
+        wire_dtype: in which they are sent. Default: that in which they are summed.
+        replicated: tensors that are equal on all tensor-parallel ranks; the norm counts them once.
+        offload: whether the optimizer steps shards in host memory, with their gradients and its state (CPU offload).
+        pin_memory: of that memory, if weights are on a GPU.
+
+    Attributes:
+        is_last_micro_step: whether the coming backward pass is the last before `step`. The host sets it.
+        norm: of the last step's averaged gradient before clipping; None before the first step.
+        held: buckets of which this rank is a holder, in the order of collectives.
+        buckets: these; in the backward regime all.
+        param_groups: as above.
+    """
+
+    def __init__(
+        self,
+        optimizer: torch.optim.Optimizer,
+        mask: Any,
+        groups: Groups,
+        param_groups: Mapping[str, int],
+        *,
+        regime: Literal["forward", "backward"],
+        stage: Literal[0, 1, 2],
+        clip: float = 0.0,
+        bucket_size: int | None = None,
+        overlap: bool = False,
+        gradient_dtype: torch.dtype | None = None,
+        wire_dtype: torch.dtype | None = None,
+        replicated: Collection[str] = (),
+        offload: bool = False,
+        pin_memory: bool = False,
+    ) -> None:
+        self.optimizer, self.mask, self.groups = optimizer, mask, groups
+        self.regime, self.stage, self.clip, self.overlap = regime, stage, clip, overlap
+        self.is_last_micro_step = True
+        self.norm: torch.Tensor | None = None
+        self._offload, self._pin_memory = offload, pin_memory
+        self._gradient_dtype, self._wire_dtype = gradient_dtype, wire_dtype
+        self.param_groups = dict(param_groups)
+        self._parameters = {name: mask.parameters[name] for name in param_groups}
+        self._device = next(iter(self._parameters.values())).device
+        layouts = plan_buckets(
+            {name: found for name, found in mask.pieces.items() if name in param_groups},
+            mask.shapes,
+            {name: parameter.dtype for name, parameter in self._parameters.items()},
+            param_groups,
+            bucket_size=bucket_size,
+            replicated=replicated,
+            stepped_whole=self._stepped_whole(param_groups, replicated),
+        )
+        buckets = [Bucket(layout, groups.of(layout.holders), owns_all=stage == 0) for layout in layouts]
+        self.buckets = [b for b in buckets if b.group is not None or regime == "backward"]
+        self.held = [b for b in buckets if b.group is not None]
+        self._numbers = [number for number, bucket in enumerate(buckets) if bucket.group is not None]  # of `held`
+        self._num_buckets = len(buckets)  # of all ranks
+        self._next = 0  # of `held`, the first that has not been reduced
+        self._is_first_pass = True  # of backward
+        self._seen: set[str] = set()  # tensors whose gradient has come in this pass
+        self._repeated: set[str] = set()  # those that have got several in one pass
+        self._num_reduced_passes = 0  # backward passes of this step that stage 2 has reduced
+        self._scratch: dict[tuple[str, torch.dtype], torch.Tensor] = {}
+        self._stream = torch.cuda.Stream(self._device) if overlap and self._device.type == "cuda" else None
+
+        self._slots_of: defaultdict[str, list[tuple[int, int]]] = defaultdict(list)  # (index in `held`, slice)
+        for index, bucket in enumerate(self.held):
+            for number, part in enumerate(bucket.layout.slices):
+                self._slots_of[part.piece.parameter].append((index, number))
+        # of each tensor the dim that is cut, and the lengths of the slices that are held, which lie side by side
+        self._cuts: dict[str, tuple[int | None, list[int]]] = {}
+        places: dict[Piece, int] = {}
+        for name in self._slots_of:
+            held = [piece for piece, holders in mask.pieces[name] if groups.rank in holders]
+            self._cuts[name] = held[0].dim, [piece.length for piece in held]
+            places |= {piece: place for place, piece in enumerate(held)}
+        for bucket in self.held:
+            bucket.places = [(part.piece.parameter, places[part.piece]) for part in bucket.layout.slices]
+        self._place_buffers()
+        returned = [bucket for bucket in self.buckets if regime == "backward" and not self._all_step(bucket)]
+        self._returns = plan_returns(returned, groups.data_parallel.size, groups.rank)
+        self._hooks = [
+            self._parameters[name].register_post_accumulate_grad_hook(
+                lambda parameter, name=name: self._on_gradient(name)
+            )
+            for name in self._slots_of
+        ]
+        replace_parameters(
+            optimizer,
+            [
+                [parameter for bucket in self.held if bucket.layout.param_group == i for parameter in bucket.parameters]
+                for i in range(len(optimizer.param_groups))
+            ],
+        )
+        self._fused: list[dict[str, Any]] = []  # param groups whose kernel was chosen here
+        if stage > 0:  # in stage 0 holders must agree in bits, and a CPU's fused kernel rounds by where elements lie
+            self._fused = prefer_fused(optimizer)
+        self._num_param_groups = len(optimizer.param_groups)
+        self._moved: Moved = []
+        self._is_offloaded = False
+
+    def _stepped_whole(self, param_groups: Mapping[str, int], replicated: Collection[str]) -> list[str]:
+        """Tensors that the optimizer must step as a whole.
+
+        Raises:
+            ValueError: it cannot; the same on all ranks.
+        """
+        whole_groups = groups_of_whole_tensors(self.optimizer)
+        names = [name for name, index in param_groups.items() if index in whole_groups]
+        for name in names:
+            if len(self.mask.shapes[name]) < 2:  # DeepSpeed's would take its gradient for an update
+                why = "is no matrix; put it into a param group that AdamW steps (DeepSpeed's Muon: use_muon=False)"
+            elif self.mask.pieces[name][0][0].dim is not None:
+                why = "is cut into neurons or heads; use block units for it, or an elementwise optimizer"
+            elif self.groups.tensor_parallel_size > 1 and name not in replicated:
+                why = "is divided among tensor-parallel ranks; use an elementwise optimizer"
+            else:
+                continue
+            raise ValueError(f"{type(self.optimizer).__name__} updates whole matrices, and {name!r} {why}")
+        return names
+
+    # ---- memory ----------------------------------------------------------------------------------------------------
+
+    def _place_buffers(self) -> None:
+        """Allocate flat buffers, make whole tensors views of them, create the shards.
+
+        Weights of cut tensors, and gradients that wait in `.grad`, are in flat buffers only while their bucket is sent:
+        one buffer for each dtype has them by turns.
+        """
+        largest: defaultdict[torch.dtype, int] = defaultdict(int)
+        for bucket in self.buckets:
+            dtypes = [] if bucket.layout.is_whole else [bucket.layout.dtype]
+            dtypes += [] if self._keeps_gradients(bucket) else [self._dtype_of(bucket)]
+            for dtype in dtypes:
+                largest[dtype] = max(largest[dtype], bucket.layout.size)
+        pools = {dtype: self._buffer("pool", dtype, size) for dtype, size in largest.items()}
+        for bucket in self.buckets:
+            layout = bucket.layout
+            is_whole, keeps = layout.is_whole, self._keeps_gradients(bucket)
+            bucket.place_weights(self._zeros(layout.dtype, layout.size) if is_whole else pools[layout.dtype])
+            with torch.no_grad():
+                bucket.load_weights(self.mask.view)
+            if is_whole:
+                for part, slot in zip(layout.slices, bucket.weight_slots, strict=True):
+                    self._parameters[part.piece.parameter].data = slot
+            if bucket.group is not None:
+                bucket.make_shard(offload=self._offload, pin_memory=self._pin_memory)
+                dtype = self._dtype_of(bucket)
+                bucket.place_gradients(self._zeros(dtype, layout.size) if keeps else pools[dtype])
+
+    def _zeros(self, dtype: torch.dtype, size: int) -> torch.Tensor:
+        return torch.zeros(size, dtype=dtype, device=self._device)
+
+    def _keeps_gradients(self, bucket: Bucket) -> bool:
+        """Whether the bucket has a gradient buffer of its own."""
+        return self._takes_gradients_early(bucket) or self.stage == 0
+
+    def _dtype_of(self, bucket: Bucket) -> torch.dtype:
+        return self._gradient_dtype or bucket.layout.dtype
+
+    def _takes_gradients_early(self, bucket: Bucket) -> bool:
+        """Whether gradients are summed in the bucket; else in `.grad`, until the bucket is reduced."""
+        return self.stage < 2 and (bucket.layout.is_whole or self._dtype_of(bucket) != bucket.layout.dtype)
+
+    def _buffer(self, use: str, dtype: torch.dtype, size: int) -> torch.Tensor:
+        """A flat buffer that is kept and has one use at a time."""
+        kept = self._scratch.get((use, dtype))
+        if kept is None or kept.numel() < size:
+            kept = self._scratch[use, dtype] = torch.empty(size, dtype=dtype, device=self._device)
+        return kept[:size]
+
+    @torch.no_grad()
+    def refresh_shards(self) -> None:
+        """Take weights that were changed from outside (a dense view, a checkpoint) into the shards. fp32 values stay
+        where the weight is still their rounding."""
+        for bucket in self.held:
+            if bucket.layout.is_whole:
+                self._relink(bucket)
+            else:
+                bucket.load_weights(self.mask.view)
+            bucket.refresh_shard()
+
+    def offload_states(self, *, states: bool = True, masters: bool = True, pin_memory: bool = False) -> None:
+        """Move the optimizer's state and fp32 copies of weights to host memory, until `reload_states`. Copies of which
+        the optimizer steps whole tensors stay: these are views of them."""
+        tensors = [value for state in self.optimizer.state.values() for value in state.values()] if states else []
+        copies = [bucket for bucket in self.held if not bucket.steps_in_place and bucket.layout.owner is None]
+        tensors += [bucket.shard for bucket in copies] if masters else []
+        self._moved += move_to_host(filter(torch.is_tensor, tensors), pin_memory=pin_memory)
+        self._is_offloaded |= states or masters
+
+    def reload_states(self) -> None:
+        """Move back what `offload_states` moved."""
+        move_back(self._moved)
+        self._moved, self._is_offloaded = [], False
+
+    def _relink(self, bucket: Bucket) -> None:
+        """Tensors whose `.data` was replaced from outside are views of the bucket again, with their new values."""
+        for part, slot in zip(bucket.layout.slices, bucket.weight_slots, strict=True):
+            parameter = self._parameters[part.piece.parameter]
+            if parameter.data_ptr() != slot.data_ptr():
+                slot.copy_(parameter.detach())
+                parameter.data = slot
+
+    # ---- gradients -------------------------------------------------------------------------------------------------
+
+    def _on_gradient(self, name: str) -> None:
+        """A tensor's gradient of this backward pass has been added to its `.grad`."""
+        if not self.mask.is_applied:
+            raise RuntimeError("a backward pass inside engine.dense(): use torch.autograd.grad, or leave it first")
+        indices = {index for index, _ in self._slots_of[name]}
+        if name in self._seen:  # as reentrant activation checkpointing has it, once for each segment that uses it
+            self._repeated.add(name)
+        self._seen.add(name)
+        if min(indices) < self._next:
+            if self.stage == 2 and self._is_first_pass:
+                return  # `_reduce_again` takes it
+            raise RuntimeError(
+                f"a gradient of {name!r} came after its average was taken; call step() before the next backward pass; "
+                "a model that begins to checkpoint activations needs a new engine"
+            )
+        self._take_early(name)
+        overlaps = self.overlap and self.is_last_micro_step and not self._is_first_pass
+        if (self.stage == 2 or overlaps) and name not in self._repeated:
+            for index in indices:
+                self.held[index].waits_for.discard(name)
+            self._reduce(only_complete=True)
+
+    def _slices_of(self, name: str, tensor: torch.Tensor) -> Sequence[torch.Tensor]:
+        """What is held of a parameter, by slice, as views of the parameter or its gradient."""
+        dim, lengths = self._cuts[name]
+        return (tensor,) if dim is None else tensor.split(lengths, dim)
+
+    def _take_early(self, name: str) -> None:
+        """Move a gradient into its slots: copy it and let `.grad` be the slot, or add it up in another dtype."""
+        parameter = self._parameters[name]
+        for index, number in self._slots_of[name]:
+            bucket = self.held[index]
+            slot = bucket.gradient_slots[number]
+            if not self._takes_gradients_early(bucket) or parameter.grad.data_ptr() == slot.data_ptr():
+                return
+            if slot.dtype == parameter.grad.dtype:
+                slot.copy_(parameter.grad)
+                parameter.grad = slot
+                return
+            gradient = self.mask.view(bucket.layout.slices[number].piece, parameter.grad)
+            if bucket.filled[number]:
+                slot.add_(gradient)
+            else:
+                slot.copy_(gradient)
+                bucket.filled[number] = True
+        parameter.grad = None
+
+    @torch.no_grad()
+    def finish_backward(self) -> None:
+        """The host calls this once after each backward pass, on every rank: remaining buckets are reduced, in stages 0
+        and 1 if this is the last micro-step and backward overlaps (else `step` does it)."""
+        is_first, self._is_first_pass = self._is_first_pass, False
+        self._seen.clear()
+        if self.stage == 2:
+            self._reduce(only_complete=False)
+            if is_first:
+                self._reduce_again()
+            self._num_reduced_passes += 1
+            self._restart()
+        elif self.overlap and self.is_last_micro_step:
+            self._reduce(only_complete=False)
+
+    def _restart(self) -> None:
+        self._next = 0
+        self._seen.clear()
+        for bucket in self.held:
+            bucket.waits_for.update(bucket.names)
+            bucket.filled = [False] * len(bucket.filled)
+
+    def _reduce(self, *, only_complete: bool) -> None:
+        """Average buckets in order: those that are complete and whose turn has come, or all that remain."""
+        views: dict[str, Sequence[torch.Tensor]] = {}
+        while self._next < len(self.held):
+            bucket = self.held[self._next]
+            if only_complete and bucket.waits_for:
+                return
+            with self._beside():
+                self._pack(bucket, views)
+                self._average(bucket)
+            self._next += 1
+
+    def _reduce_again(self) -> None:
+        """Buckets with tensors that got another gradient after their average was taken, on some rank."""
+        left = [any(self._parameters[name].grad is not None for name in bucket.names) for bucket in self.held]
+        flags = torch.zeros(self._num_buckets, dtype=torch.int32, device=self._device)
+        flags[[number for number, is_left in zip(self._numbers, left, strict=True) if is_left]] = 1
+        group = self.groups.data_parallel
+        if group.size > 1:
+            dist.all_reduce(flags, dist.ReduceOp.MAX, group=group.process_group)
+        again = flags.nonzero().flatten().tolist()
+        for index, (number, bucket) in enumerate(zip(self._numbers, self.held, strict=True)):
+            if number in again:
+                self._next = index
+                self._repeated.update(bucket.names)
+                bucket.filled = [False] * len(bucket.filled)
+                with self._beside():
+                    self._pack(bucket, {})
+                    self._average(bucket)
+
+    @contextlib.contextmanager
+    def _beside(self) -> Iterator[None]:
+        """The block runs on the side stream, after what the current stream has been given so far."""
+        if self._stream is None:
+            yield
+            return
+        self._stream.wait_stream(torch.cuda.current_stream(self._device))
+        with torch.cuda.stream(self._stream):
+            yield
+
+    def _pack(self, bucket: Bucket, views: dict[str, Sequence[torch.Tensor]]) -> None:
+        """Fill the slots that have no gradient yet, zeros where none came; free `.grad` of tensors that are done.
+
+        Args:
+            views: of gradients, for the other buckets that are packed now.
+        """
+        sources, targets, empty = [], [], []
+        for (name, place), slot, is_filled in zip(bucket.places, bucket.gradient_slots, bucket.filled, strict=True):
+            gradient = self._parameters[name].grad
+            if is_filled:
+                continue
+            if gradient is None:
+                empty.append(slot)
+                continue
+            if name not in views:
+                views[name] = self._slices_of(name, gradient)
+            source = views[name][place]
+            if not bucket.layout.is_whole or source.data_ptr() != slot.data_ptr():
+                if self._stream is not None:
+                    gradient.record_stream(self._stream)
+                sources.append(source)
+                targets.append(slot)
+        if sources:
+            torch._foreach_copy_(targets, sources)
+        if empty:
+            torch._foreach_zero_(empty)
+        bucket.gradients[bucket.layout.num_elements :].zero_()
+        if not (self.stage < 2 and bucket.layout.is_whole):
+            for name in bucket.names:
+                if self._slots_of[name][-1][0] == self._next:  # no later bucket has a part of it
+                    self._parameters[name].grad = None
+
+    def _average(self, bucket: Bucket) -> None:
+        """The mean of the gradients over the holders: their sum, divided by their number."""
+        assert bucket.group is not None
+        assert bucket.shard is not None
+        flat, num_holders, dtype = bucket.gradients, bucket.group.size, bucket.shard.dtype
+        wire = self._wire_dtype or flat.dtype
+        if wire != flat.dtype:
+            flat = self._buffer("wire", wire, bucket.layout.size).copy_(flat)
+        if wire == torch.float16:  # the sum may overflow where the mean does not
+            flat.div_(num_holders)
+        if bucket.owns_all:
+            if num_holders > 1:
+                bucket.group.comm.all_reduce(flat, group=bucket.group.process_group)
+            average = flat if flat is bucket.gradients and flat.dtype == dtype else flat.to(dtype, copy=True)
+        else:
+            average, owner = bucket.shard_of(bucket.gradients), bucket.layout.owner
+            if not self._keeps_gradients(bucket) or average.dtype != dtype:
+                average = torch.empty_like(average, dtype=dtype)
+            if owner is not None:
+                reduce(average, flat, bucket.group, owner)
+            else:
+                received = self._buffer("received", wire, flat.numel()) if bucket.group.exchanges_directly else None
+                reduce_scatter(average, flat, bucket.group, received)
+        if wire != torch.float16:
+            average.div_(num_holders)
+        if bucket.host is not None:
+            bucket.gradient = bucket.host.receive_gradient(average, adds=bucket.gradient is not None)
+        else:
+            bucket.gradient = average if bucket.gradient is None else bucket.gradient.add_(average)
+
+    @torch.no_grad()
+    def average_gradients(self) -> None:
+        """Average what has not been averaged, after the last micro-step; `step` does it. Every rank calls it."""
+        if self.stage < 2:
+            self._reduce(only_complete=False)
+        elif not self._num_reduced_passes:
+            self.finish_backward()
+        if self._stream is not None:
+            torch.cuda.current_stream(self._device).wait_stream(self._stream)
+        if self._offload and self._device.type == "cuda":  # the host reads gradients
+            torch.cuda.current_stream(self._device).synchronize()
+
+    def zero_grad(self) -> None:
+        """Drop this step's gradients."""
+        for parameter in self._parameters.values():
+            parameter.grad = None
+        for bucket in self.held:
+            bucket.gradient = None
+            bucket.set_gradients(None)
+        self._num_reduced_passes = 0
+        self._restart()
+
+    # ---- the step --------------------------------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def step(self, loss_scale: float = 1.0, *, check_overflow: bool = False) -> bool:
+        """Average what has not been averaged, clip, update, return weights, drop gradients. Every rank calls it.
+
+        Args:
+            loss_scale: by which losses were multiplied.
+            check_overflow: skip the update, on all ranks, if the gradient is not finite on one.
+
+        Returns:
+            Whether weights were updated.
+        """
+        if len(self.optimizer.param_groups) != self._num_param_groups:
+            raise RuntimeError(
+                f"the optimizer has {len(self.optimizer.param_groups)} param groups, {self._num_param_groups} when the "
+                "engine was built; add them before deepspeed.initialize: gradients of others are not averaged"
+            )
+        if self._is_offloaded:
+            raise RuntimeError("the optimizer's state is in host memory; call reload_states() before step()")
+        self.average_gradients()
+        gradients = [bucket.gradient for bucket in self.held if bucket.gradient is not None]
+        self.norm = gradient_norm(self._owned_gradients(), self._device) / loss_scale
+        if check_overflow and not torch.isfinite(self.norm):
+            self.zero_grad()
+            return False
+        scale_gradients(gradients, self.norm, self.clip, loss_scale)
+        for bucket in self.buckets:
+            if bucket.layout.is_whole:
+                self._relink(bucket)
+        for bucket, gradient in zip(self.held, gradients, strict=True):
+            bucket.set_gradients(gradient)
+        self.optimizer.step()
+        self._return_weights()
+        self.zero_grad()
+        return True
+
+    def _owned_gradients(self) -> list[torch.Tensor]:
+        """Of each shard that counts in this rank's part of the norm; in stage 0 too each holder has one shard."""
+        counted = [b for b in self.held if not b.layout.is_replicated or self.groups.tensor_parallel_rank == 0]
+        return [b.shard_of(b.gradient) if b.owns_all else b.gradient for b in counted if b.gradient is not None]
+
+    def _all_step(self, bucket: Bucket) -> bool:
+        return bucket.owns_all and len(bucket.layout.holders) == self.groups.data_parallel.size
+
+    def _return_weights(self) -> None:
+        """Write updated shards into the module's tensors: the holders', or in the backward regime everybody's."""
+        if self.regime == "forward":
+            views: dict[str, Sequence[torch.Tensor]] = {}
+            for bucket in self.held:
+                assert bucket.group is not None
+                bucket.store_shard()
+                if not bucket.owns_all and bucket.layout.owner is not None:
+                    broadcast(bucket.weights, bucket.group, bucket.layout.owner)
+                elif not bucket.owns_all:
+                    all_gather(bucket.weights, bucket.shard_of(bucket.weights), bucket.group)
+                if not bucket.layout.is_whole:
+                    for name in bucket.names:
+                        if name not in views:
+                            views[name] = self._slices_of(name, self._parameters[name].detach())
+                    slices = [views[name][place] for name, place in bucket.places]
+                    torch._foreach_copy_(slices, bucket.weight_slots)
+            return
+        for bucket in self.buckets:
+            if self._all_step(bucket):
+                bucket.store_shard()
+                bucket.store_weights(self.mask.view)
+        everyone = self.groups.data_parallel
+        for returned in self._returns:
+            received = self._buffer("returned", returned.buckets[0].layout.dtype, returned.size * everyone.size)
+            returned.run(everyone, received, self.mask.view)
+
+    def has_gradients(self) -> bool:
+        """Whether there are gradients of a step that has begun."""
+        return any(bucket.gradient is not None or any(bucket.filled) for bucket in self.held) or any(
+            parameter.grad is not None for parameter in self._parameters.values()
+        )
+
+    def gradient_tensors(self) -> list[torch.Tensor]:
+        """Gradients besides those in `.grad`: averages, and the buffers in which they are summed."""
+        averages = [bucket.gradient for bucket in self.held if bucket.gradient is not None]
+        return averages + [bucket.gradients for bucket in self.held if self._keeps_gradients(bucket)]
+
+    def close(self) -> None:
+        """Remove the hooks; the module's tensors and the optimizer's shards stay as they are."""
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks.clear()
+        for group in self._fused:
+            group["fused"] = None
+
+    # ---- state, for checkpoints and re-planning --------------------------------------------------------------------
+
+    @torch.no_grad()
+    def shard_parts(self, *, owned: bool) -> list[ShardPart]:
+        """`Bucket.parts` of all buckets that this rank holds, with the values that the module has now."""
+        for bucket in self.buckets:
+            if bucket.layout.is_whole:
+                self._relink(bucket)
+        return [part for bucket in self.held for part in bucket.parts(owned=owned)]
+
+    @torch.no_grad()
+    def return_weights(self) -> None:
+        """Write shards that were changed from outside (a checkpoint) into the module's tensors, as after a step. Every
+        rank calls it."""
+        self._return_weights()

@@ -1,0 +1,99 @@
+"""Backward regime: updated weights return to all ranks, in one all-gather for each depth range and dtype."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+
+from sdp_deepspeed.parallel.buckets import Bucket
+from sdp_deepspeed.parallel.groups import HolderGroup, all_gather
+from sdp_deepspeed.units import Piece
+
+
+class Run(NamedTuple):
+    """Shards of one bucket that have the same place in what consecutive ranks send: one copy for all of them.
+
+    Args:
+        position: of the first shard in the bucket.
+        rank: the first.
+        length: number of ranks.
+        start: of the shard in what its rank sends.
+    """
+
+    position: int
+    rank: int
+    length: int
+    start: int
+
+
+@dataclass(frozen=True)
+class ReturnedRange:
+    """Buckets whose weights return together. Each rank sends what it owns of them, padded to the largest count.
+
+    Args:
+        runs: of each bucket.
+        starts: of each bucket, the place of this rank's shard in what it sends.
+        size: elements that each rank sends.
+    """
+
+    buckets: Sequence[Bucket]
+    runs: Sequence[Sequence[Run]]
+    starts: Sequence[int]
+    size: int
+
+    def run(self, group: HolderGroup, received: torch.Tensor, view: Callable[[Piece], torch.Tensor]) -> None:
+        """Send this rank's shards, store everybody's in the module's tensors. Every data-parallel rank calls it.
+
+        Args:
+            group: all data-parallel ranks.
+            received: flat [ranks * size], overwritten.
+            view: of the mask.
+        """
+        by_rank = received.view(group.size, -1)
+        for bucket, start in zip(self.buckets, self.starts, strict=True):
+            if bucket.group is not None:
+                bucket.store_shard()
+                shard = bucket.shard_of(bucket.weights)
+                by_rank[group.position, start : start + shard.numel()].copy_(shard)
+        all_gather(received, by_rank[group.position], group)
+        for bucket, runs in zip(self.buckets, self.runs, strict=True):
+            shards = bucket.weights.view(bucket.layout.num_shards, -1)
+            for position, rank, length, start in runs:
+                values = by_rank[rank : rank + length, start : start + shards.shape[1]]
+                shards[position : position + length].copy_(values)
+            bucket.store_weights(view)
+
+
+def plan_returns(buckets: Sequence[Bucket], num_ranks: int, rank: int) -> list[ReturnedRange]:
+    """The all-gathers, in the order of all ranks.
+
+    Args:
+        buckets: those of which no rank has all after a step.
+        num_ranks, rank: data-parallel.
+    """
+    ranges: defaultdict[tuple[int, torch.dtype], list[Bucket]] = defaultdict(list)
+    for bucket in buckets:
+        ranges[bucket.layout.depth_range, bucket.layout.dtype].append(bucket)
+    return [_plan_range(members, num_ranks, rank) for members in ranges.values()]
+
+
+def _plan_range(buckets: Sequence[Bucket], num_ranks: int, rank: int) -> ReturnedRange:
+    counts = [0] * num_ranks
+    all_runs, starts = [], []
+    for bucket in buckets:
+        layout, runs = bucket.layout, list[Run]()
+        owners = layout.holders if layout.owner is None else (layout.owner,)
+        starts.append(counts[rank])
+        for position, owner in enumerate(owners):
+            start, last = counts[owner], runs[-1] if runs else None
+            if last is not None and (last.rank + last.length, last.start) == (owner, start):
+                runs[-1] = last._replace(length=last.length + 1)
+            else:
+                runs.append(Run(position, owner, 1, start))
+            counts[owner] += layout.size // layout.num_shards
+        all_runs.append(runs)
+    return ReturnedRange(buckets, all_runs, starts, max(counts))

@@ -1,0 +1,201 @@
+"""Tensor parallelism: which part of each dense tensor a rank has, of DeepSpeed's AutoTP or of a model that its author
+divided (an `mpu` object names the ranks then).
+
+The ranks of a tensor-parallel group train one copy of a subnetwork together: they hold the same units and see the same
+batches. Each has data-parallel ranks of its own, so holder groups too. Plans name the dense model's coordinates; masks
+and buckets work on what a rank has (`Shards.local_plan`).
+
+Gradients of replicated tensors are complete on every rank: a column-parallel layer sums the gradient of its input over
+the group, and the bias of a row-parallel layer is added after the sum of outputs. Ranks compute them from the same
+numbers in the same order, so replicated tensors stay equal without another collective. Norms inside heads are the
+exception, since each rank sees its own heads (`partial_gradients`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.utils.hooks import RemovableHandle
+
+from sdp_deepspeed.architectures import LocatedBranch, locate_branches
+from sdp_deepspeed.messages import listed
+from sdp_deepspeed.parallel.agree import gather_objects
+from sdp_deepspeed.plan.shards import UNDIVIDED, Division, Shards
+
+
+@dataclass(frozen=True)
+class WholeModel:
+    """What AutoTP's division leaves no trace of.
+
+    Args:
+        shapes: of the parameters.
+        branches: the residual branches.
+    """
+
+    shapes: Mapping[str, tuple[int, ...]]
+    branches: Sequence[LocatedBranch]
+
+    @classmethod
+    def of(cls, model: nn.Module) -> WholeModel:
+        """Of a model before AutoTP.
+
+        Raises:
+            ValueError: an earlier engine has divided it.
+        """
+        if getattr(model, "ds_autotp_parsed", False):
+            raise ValueError("tensor_parallel: an earlier engine divided this model; build or load it anew")
+        return cls({name: tuple(p.shape) for name, p in model.named_parameters()}, locate_branches(model))
+
+
+@dataclass(frozen=True)
+class TensorParallel:
+    """One rank's part in a tensor-parallel group.
+
+    Args:
+        group: its process group; None without tensor parallelism.
+        branches: the model's residual branches as this rank has them.
+        shards: which parameters are divided, and how; all others are replicated.
+        partial_gradients: replicated parameters of which each rank computes a summand of the gradient.
+    """
+
+    branches: Sequence[LocatedBranch]
+    shards: Shards = UNDIVIDED
+    group: Any = None
+    partial_gradients: Sequence[str] = ()
+
+    def replicated(self, parameters: Mapping[str, Any]) -> list[str]:
+        """Names of those that are equal on all ranks of the group; none without tensor parallelism."""
+        return [name for name in parameters if self.group is not None and name not in self.shards.divisions]
+
+    def sum_partial_gradients(self, parameters: Mapping[str, nn.Parameter]) -> list[RemovableHandle]:
+        """From now on gradients in `partial_gradients` are summed over the group before they are accumulated."""
+
+        def summed(gradient: torch.Tensor) -> torch.Tensor:
+            gradient = gradient.clone()
+            dist.all_reduce(gradient, group=self.group)
+            return gradient
+
+        trained = [parameters[name] for name in sorted(self.partial_gradients) if parameters[name].requires_grad]
+        return [parameter.register_hook(summed) for parameter in trained]
+
+    def check_replicated(self, tensors: Mapping[str, torch.Tensor], control: Any) -> None:
+        """Compare what all ranks of the group should have alike; every rank of the job calls it.
+
+        Args:
+            tensors: of this rank, by dense name.
+            control: a group of all ranks with a CPU backend.
+
+        Raises:
+            ValueError: on all ranks of the group, naming the tensors.
+        """
+        names = [name for name in self.replicated(tensors) if tensors[name].numel()]
+        own = {name: torch.hash_tensor(tensors[name]).view(torch.int64).item() for name in names}
+        every = _of_group(gather_objects(own, control), self.group)
+        differing = [name for name in own if any(other.get(name) != own[name] for other in every)]
+        if differing:
+            raise ValueError(
+                f"tensor-parallel ranks have different values of {listed(differing)}, which each has whole; build the "
+                "model with the same seed, or from the same weights, on every rank"
+            )
+
+
+def of_autotp(model: nn.Module, whole: WholeModel, group: Any, control: Any) -> TensorParallel:
+    """What a rank has of a model that AutoTP has divided; every rank of the job calls it.
+
+    Args:
+        model: divided.
+        whole: of the same model before.
+        group: the tensor-parallel process group.
+        control: a group of all ranks with a CPU backend.
+
+    Raises:
+        ValueError: the group's size does not divide heads or neurons, or AutoTP divides a branch so that its ranks do
+            not compute what it does.
+    """
+    parameters = dict(model.named_parameters())
+    every = _of_group(gather_objects({name: tuple(p.shape) for name, p in parameters.items()}, control), group)
+    divisions = {}
+    for name, dense in whole.shapes.items():
+        dims = {dim for own in every for dim, size in enumerate(own[name]) if size != dense[dim]}
+        if dims:
+            dim = min(dims)
+            divisions[name] = Division(dense, dim, tuple(own[name][dim] for own in every))
+            if len(dims) > 1 or sum(divisions[name].lengths) != dense[dim]:
+                shapes = listed(str(own[name]) for own in every)
+                raise ValueError(f"tensor_parallel: {name!r} of shape {dense} is not divided along one dim: {shapes}")
+    shards = Shards(dist.get_rank(group), len(every), divisions)
+    branches = [shards.local_branch(branch) for branch in whole.branches]
+    _check_divided(model, branches, divisions)
+    return TensorParallel(branches, shards, group, _partial_gradients(parameters, branches, divisions))
+
+
+def of_author(model: nn.Module, group: Any, control: Any) -> TensorParallel:
+    """What a rank has of a model that its author divided; every rank of the job calls it. Parameters say so as for
+    ZeRO-1: `model_parallel` or `tensor_model_parallel`, with Megatron's `partition_dim` if they have it."""
+    marked = {
+        name: parameter
+        for name, parameter in model.named_parameters()
+        if getattr(parameter, "model_parallel", False) or getattr(parameter, "tensor_model_parallel", False)
+    }
+    every = _of_group(gather_objects({name: tuple(p.shape) for name, p in marked.items()}, control), group)
+    branches = [_without_heads_of_config(branch, marked) for branch in locate_branches(model)]
+    dims = {tensor.parameter: tensor.dim for branch in branches for tensor in branch.cut_tensors}
+    dims |= {name: dim for name, p in marked.items() if (dim := int(getattr(p, "partition_dim", -1))) >= 0}
+    divisions = {}
+    for name in marked:
+        shapes = [own[name] for own in every]
+        if name in dims:
+            dim, lengths = dims[name], tuple(shape[dims[name]] for shape in shapes)
+            divisions[name] = Division((*shapes[0][:dim], sum(lengths), *shapes[0][dim + 1 :]), dim, lengths)
+        else:
+            lengths = tuple(torch.Size(shape).numel() for shape in shapes)
+            divisions[name] = Division((sum(lengths),), 0, lengths, is_known=False)
+    return TensorParallel(branches, Shards(dist.get_rank(group), len(every), divisions), group)
+
+
+def _of_group(values: Sequence[Any], group: Any) -> list[Any]:
+    """Of one value of each rank those of a group's ranks."""
+    return [values[rank] for rank in dist.get_process_group_ranks(group)] if group is not None else []
+
+
+def _check_divided(model: nn.Module, branches: Sequence[LocatedBranch], divided: Mapping[str, Division]) -> None:
+    """Refuse branches whose heads need each other, fused projections, layers of which only some are divided: DeepSpeed
+    trains some of them to something else. Layers that gather their output are left to whoever asked for them."""
+    for branch in branches:
+        parents = {piece.parameter.rpartition(".")[0] for piece in branch.pieces if piece.parameter in divided}
+        gathers = any(getattr(model.get_submodule(name), "gather_output", False) for name in parents)
+        reason = branch.uncuttable_reason if branch.cut_tensors else branch.description.uncut_reason
+        if parents and reason and not gathers:
+            raise ValueError(
+                f"tensor_parallel.autotp_size: DeepSpeed's AutoTP divides {branch.name!r} so that its ranks would not "
+                f"compute what it does: {reason}. Remove tensor_parallel, or say in tensor_parallel.partition_config "
+                "how to divide it"
+            )
+
+
+def _partial_gradients(
+    parameters: Mapping[str, nn.Parameter], branches: Sequence[LocatedBranch], divided: Mapping[str, Division]
+) -> list[str]:
+    """Norms of single heads in divided branches, unless AutoTP sums their gradients, as its own plans do."""
+    names: list[str] = []
+    for branch in branches:
+        inner = branch.description.inner
+        if inner is not None and any(tensor.parameter in divided for tensor in branch.cut_tensors):
+            inside = tuple(f"{branch.root}.{norm}." for norm in inner.per_head)
+            names += [piece.parameter for piece in branch.pieces if piece.parameter.startswith(inside)]
+    return [name for name in names if not getattr(parameters[name], "_ds_grad_allreduce_registered", False)]
+
+
+def _without_heads_of_config(branch: LocatedBranch, divided: Mapping[str, Any]) -> LocatedBranch:
+    """A config counts the heads of the dense model, or of a rank: it does not say which."""
+    heads = branch.description.inner.heads if branch.description.inner else None
+    is_divided = not divided.keys().isdisjoint(piece.parameter for piece in branch.pieces)
+    if heads is None or not heads.startswith("config.") or not is_divided:
+        return branch
+    why = f"{heads} does not say whether it counts the heads of one rank; describe an attribute that does"
+    return replace(branch, num_cells=0, cut_tensors=(), uncuttable_reason=branch.uncuttable_reason or why)

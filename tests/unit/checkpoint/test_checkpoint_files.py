@@ -1,0 +1,195 @@
+"""A folder of checkpoints: complete or absent after a kill at any moment, one job at a time, damage that is named."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import multiprocessing
+import os
+import pickle
+import signal
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    Metadata,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+
+from sdp_deepspeed.checkpoint import files
+from sdp_deepspeed.checkpoint.boxes import Boxes, LoadPlanner, add_box
+from sdp_deepspeed.parallel.buckets import row_major_boxes
+
+
+def save(folder: Path, tag: str, content: str, **options: Any) -> None:
+    """As rank 0 of one does."""
+    writer = files.Writer(files.open_new(folder, tag))
+    for name in ("data.distcp", files.INDEX):
+        with writer.fs.create_stream(Path(writer.path) / name, "wb") as stream:
+            stream.write(content.encode())
+    files.publish(folder, tag, writer.checksums, **{"latest": True, "keep_last": None} | options)
+
+
+def content_of(folder: Path) -> str:
+    """Of the checkpoint that a run would resume from."""
+    path = files.path_of(folder, files.tags_to_try(folder)[0])
+    found = files.read_checksums(path)["files"]
+    assert set(found) == {"data.distcp", files.INDEX}
+    assert [files.problem_of(path / name, expected) for name, expected in found.items()] == [None, None]
+    return (path / "data.distcp").read_text()
+
+
+def kill_at(number: int) -> None:
+    """This process, before the so-manieth time that it changes the disk."""
+    counter = itertools.count(1)
+
+    def count(event: str, arguments: tuple[Any, ...]) -> None:
+        is_change = event in ("os.rename", "os.mkdir", "os.remove", "os.rmdir", "os.truncate") or (
+            event == "open" and "w" in str(arguments[1])
+        )
+        if is_change and next(counter) == number:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    sys.addaudithook(count)
+
+
+@pytest.mark.parametrize("tags", [("a", "b", "c"), ("a", "a", "a"), ("a", "b", "a")])
+def test_killed_at_any_moment(tmp_path: Path, tags: tuple[str, ...]) -> None:
+    """The last one that was saved is there, or the one that was being saved; the next save works."""
+    for number in itertools.count(1):
+        folder = tmp_path / str(number)
+        folder.mkdir()
+        for index, tag in enumerate(tags[:2]):
+            save(folder, tag, str(index), keep_last=2)
+        if os.fork() == 0:
+            kill_at(number)
+            lock = files.lock_folder(folder)
+            save(folder, tags[2], "2", keep_last=2)
+            assert lock is not None
+            os._exit(0)
+        _, status = os.wait()
+        assert content_of(folder) in ("1", "2")
+        if not os.WIFSIGNALED(status):
+            assert content_of(folder) == "2"
+            break
+        files.lock_folder(folder)  # what the killed one left goes
+        save(folder, "next", "3", keep_last=2)
+        assert content_of(folder) == "3"
+        assert not [path.name for path in folder.iterdir() if path.suffix in (".tmp", ".old")]
+        assert len(files.complete_tags(folder)) == 2
+    assert number > 5
+
+
+def hold(folder: Path, pipe: Any) -> None:
+    lock = files.lock_folder(folder)
+    pipe.send("held")
+    pipe.recv()
+    assert lock is not None
+
+
+def test_two_jobs_in_one_folder(tmp_path: Path) -> None:
+    """Until the other one ends, however it does."""
+    here, there = multiprocessing.Pipe()
+    context = multiprocessing.get_context("fork")
+    process = context.Process(target=hold, args=(tmp_path, there))
+    process.start()
+    here.recv()
+    with pytest.raises(ValueError, match="another job writes checkpoints to"):
+        files.lock_folder(tmp_path)
+    assert process.pid is not None
+    os.kill(process.pid, signal.SIGKILL)
+    process.join()
+    assert files.lock_folder(tmp_path) is not None
+
+
+def test_newest_and_kept(tmp_path: Path) -> None:
+    for tag in ("1", "2", "3"):
+        save(tmp_path, tag, tag, latest=tag == "1")
+    assert files.tags_to_try(tmp_path) == ["1", "3", "2"]
+    save(tmp_path, "4", "4", latest=False, keep_last=1)
+    assert files.tags_to_try(tmp_path) == ["1", "4"]
+    (tmp_path / "latest").unlink()
+    assert files.tags_to_try(tmp_path) == ["4", "1"]
+
+
+def test_what_is_no_checkpoint_is_not_replaced(tmp_path: Path) -> None:
+    (tmp_path / "hf").mkdir()
+    with pytest.raises(ValueError, match="is no checkpoint and would be replaced"):
+        files.open_new(tmp_path, "hf")
+    for tag in ("a/b", ".hidden", "latest", "", "a.tmp"):
+        with pytest.raises(ValueError, match="expected the name of a folder"):
+            files.check_tag(tag)
+
+
+def test_damage_is_named(tmp_path: Path) -> None:
+    save(tmp_path, "tag", "abc")
+    expected = files.read_checksums(tmp_path / "tag")["files"]["data.distcp"]
+    for content, words in (("ab", "has 2 bytes and was written with 3"), ("abd", "its checksum is not")):
+        (tmp_path / "tag" / "data.distcp").write_text(content)
+        assert words in str(files.problem_of(tmp_path / "tag" / "data.distcp", expected))
+    assert files.problem_of(tmp_path / "tag" / "data.distcp", expected, read=False) is None
+    (tmp_path / "tag" / "data.distcp").unlink()
+    assert "data.distcp is missing" in str(files.problem_of(tmp_path / "tag" / "data.distcp", expected))
+    for text in ("{", "[]", json.dumps({"format": 1, "files": {"../x": [0, 0]}}), json.dumps({"format": 1})):
+        (tmp_path / "tag" / files.CHECKSUMS).write_text(text)
+        with pytest.raises(ValueError, match=r"checksums.json is damaged"):
+            files.read_checksums(tmp_path / "tag")
+
+
+def test_another_format_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with monkeypatch.context() as patch:
+        patch.setattr(files, "FORMAT", 2)
+        save(tmp_path, "tag", "abc")
+    with pytest.raises(ValueError, match="has format 2, expected 1"):
+        files.read_checksums(tmp_path / "tag")
+
+
+def test_a_full_disk_is_named(tmp_path: Path) -> None:
+    (tmp_path / "data.distcp").symlink_to("/dev/full")
+    with (
+        pytest.raises(OSError, match=f"No space left on device: '{tmp_path / 'data.distcp'}'"),
+        files.Writer(tmp_path).fs.create_stream(tmp_path / "data.distcp", "wb") as stream,
+    ):
+        torch.save(torch.zeros(10**5), stream)  # type: ignore[arg-type]
+
+
+class Runs:
+    def __reduce__(self) -> Any:
+        return os.system, ("touch ran",)
+
+
+def test_no_pickle_of_strangers_is_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / files.INDEX).write_bytes(pickle.dumps(Runs()))
+    with pytest.raises(ValueError, match=r"\.metadata is damaged: it names posix\.system"):
+        files.Reader(tmp_path).read_metadata()
+    assert not (tmp_path / "ran").exists()
+
+
+@pytest.mark.parametrize("shape", [(), (5,), (3, 4), (2, 3, 4), (1, 1, 3)])
+def test_boxes_are_ranges_in_row_major_order(shape: tuple[int, ...]) -> None:
+    dense = torch.arange(torch.Size(shape).numel()).view(shape)
+    for start, stop in itertools.combinations(range(dense.numel() + 1), 2):
+        boxes = [
+            dense[tuple(slice(o, o + n) for o, n in zip(offsets, sizes, strict=True))].flatten()
+            for offsets, sizes in row_major_boxes(shape, start, stop)
+        ]
+        assert torch.equal(torch.cat(boxes), dense.flatten()[start:stop])
+        assert len(boxes) <= max(1, 2 * len(shape) - 1)
+
+
+def test_what_is_nowhere_is_not_left_as_it_is() -> None:
+    """DCP fills what its index has; here an index that lost a chunk."""
+    chunk = ChunkStorageMetadata(torch.Size([0, 0]), torch.Size([2, 3]))
+    stored = TensorStorageMetadata(TensorProperties(torch.float32), torch.Size([4, 3]), [chunk])
+    state: dict[str, Boxes] = {}
+    add_box(state, "weight/x", (4, 3), (1, 0), torch.zeros(2, 3))
+    planner = LoadPlanner()
+    planner.set_up_planner(state, Metadata({"weight/x": stored}))
+    with pytest.raises(ValueError, match="'weight/x': 3 of 6 elements are there"):
+        planner.create_local_plan()

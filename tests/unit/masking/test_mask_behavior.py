@@ -1,0 +1,536 @@
+"""What a mask leaves as it was, and what it refuses."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from copy import deepcopy
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from transformers import DynamicCache
+
+from sdp_deepspeed import architectures, check_description
+from sdp_deepspeed.architectures import Branch, Cut, InnerLayers, registry
+from sdp_deepspeed.masking import Mask
+from sdp_deepspeed.masking.batch_norm import (
+    average_running_statistics,
+    estimate_statistics,
+    write_statistics,
+)
+from sdp_deepspeed.masking.scale import scaled
+from sdp_deepspeed.plan.plan import Plan
+from sdp_deepspeed.reference.held_rows import scaled_branches
+from sdp_deepspeed.reference.virtual_workers import average_statistics
+from sdp_deepspeed.units import Piece
+from tests.helpers import models, more_models
+from tests.helpers.core_masks import (
+    MODES,
+    assert_close,
+    assert_gradients,
+    build,
+    expected_of,
+    fetch,
+    masked,
+    plan_of,
+    run,
+    strategy_of,
+    tokens,
+)
+
+modes = pytest.mark.parametrize(("regime", "strategy"), MODES)
+
+
+def slow(*values: Any) -> list[Any]:
+    """Parameters that only --full runs."""
+    return [pytest.param(*(v if isinstance(v, tuple) else (v,)), marks=pytest.mark.slow) for v in values]
+
+
+def facts(model: nn.Module) -> dict[str, Any]:
+    """What masking may change: attributes of modules, and of tensors all but their values."""
+    found: dict[str, Any] = {}
+    for name, module in model.named_modules():
+        own = {key: value for key, value in vars(module).items() if not key.startswith("_") and key != "forward"}
+        found[name] = {k: v for k, v in own.items() if isinstance(v, int | float | str | None)}
+        found[f"{name} own"] = sorted(vars(module))
+    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+        found[name] = (tensor.shape, tensor.stride(), tensor.dtype, tensor.requires_grad, type(tensor))
+    return found
+
+
+@modes
+@pytest.mark.parametrize("name", ["phi3", "t5", "resnet", "gpt_oss", "convnext"])
+def test_undo_gives_the_dense_model_back(name: str, regime: str, strategy: str) -> None:
+    dense = build(name).to(memory_format=torch.channels_last) if name == "convnext" else build(name)
+    next(iter(dense.parameters())).requires_grad_(False)  # a user's
+    plan = plan_of(dense, regime, strategy_of(name, strategy))
+    model = deepcopy(dense)
+    objects = dict(model.named_parameters())
+    mask = Mask(model, plan, 0)
+    mask.apply()
+    assert [*model.state_dict()] == [*dense.state_dict()]
+    assert all(p is objects[n] for n, p in model.named_parameters())
+    mask.undo()
+    assert facts(model) == facts(dense)
+    zeroed = expected_of(dense, plan, 0).state_dict()
+    assert all(torch.equal(value, zeroed[key]) for key, value in model.state_dict().items())
+    fetch(mask, dense)
+    assert all(torch.equal(value, dense.state_dict()[key]) for key, value in model.state_dict().items())
+    mask.apply()
+    again, expected = run(model), run(masked(dense, plan, 0)[0])
+    assert torch.equal(again[0], expected[0])
+    assert all(torch.equal(again[2][key], expected[2][key]) for key in expected[2])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+@modes
+def test_a_loss_that_is_kept_does_not_break_the_next_backward(regime: str, strategy: str, dtype: torch.dtype) -> None:
+    """At apply, undo and apply again: its graph knows the shapes from before."""
+    model = build("llama").to(dtype)
+    mask = Mask(model, plan_of(model, regime, strategy), 0)
+    losses = [models.loss_of(model, tokens())]
+    losses[-1].backward()
+    for change in (mask.apply, mask.undo, mask.apply):
+        change()
+        model.zero_grad()
+        losses.append(models.loss_of(model, tokens()))
+        losses[-1].backward()
+        for name, parameter in model.named_parameters():
+            assert parameter.grad is None or parameter.grad.shape == parameter.shape, name
+    assert torch.equal(losses[1], losses[3])
+
+
+def test_gradients_survive_a_look_at_the_dense_model() -> None:
+    """Of cut parameters too, between backward and step."""
+    dense = build("llama")
+    model, mask = masked(dense, plan_of(dense, "forward", "neuron"), 0)
+    _, _, gradients = run(model)
+    kept = {name: gradient.clone() for name, gradient in gradients.items()}
+    mask.undo()
+    mask.apply()
+    assert all(torch.equal(model.get_parameter(name).grad, gradient) for name, gradient in kept.items())
+
+
+@modes
+def test_a_copy_is_a_masked_module_of_its_own(regime: str, strategy: str) -> None:
+    dense = build("llama")
+    model, _ = masked(dense, plan_of(dense, regime, strategy), 0)
+    copy = deepcopy(model)
+    expected = run(model)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.zero_()
+    found = run(copy)
+    assert torch.equal(found[0], expected[0])
+    assert found[2].keys() == expected[2].keys()
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+@modes
+@pytest.mark.parametrize("name", ["llama", *slow("falcon_grouped", "gemma2", "opt", "t5")])
+def test_activation_checkpointing_changes_nothing(name: str, regime: str, strategy: str, reentrant: bool) -> None:
+    dense = build(name)
+    plan = plan_of(dense, regime, strategy)
+    expected, (model, mask) = run(masked(dense, plan, 0)[0]), masked(dense, plan, 0)
+    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": reentrant})
+    ran: list[int] = []
+    model.get_submodule(mask.branches[0].bodies[0]).register_forward_pre_hook(lambda *_: ran.append(1))
+    found = run(model)
+    assert len(ran) == 2, "layers run again in backward"
+    assert torch.equal(found[0], expected[0])
+    assert found[2].keys() == expected[2].keys()
+    for key, gradient in expected[2].items():  # T5's layers add to a common tensor's in another order
+        assert_close(found[2][key], gradient)
+        assert name == "t5" or torch.equal(found[2][key], gradient)
+
+
+@pytest.mark.parametrize(
+    ("name", "regime", "strategy"),
+    [
+        *(("llama", *mode) for mode in MODES),
+        *slow(("resnet", "backward", "neuron"), ("t5", "forward", "neuron"), ("mixtral", "forward", "block")),
+        *slow(("mixtral", "backward", "neuron"), ("opt", "backward", "neuron")),
+        *slow(
+            ("falcon_grouped", "forward", "block"), ("swin", "forward", "neuron"), ("convnext", "backward", "neuron")
+        ),
+    ],
+)
+def test_compilers_follow(name: str, regime: str, strategy: str) -> None:
+    dense = build(name)
+    plan = plan_of(dense, regime, strategy)
+    expected = run(masked(dense, plan, 0)[0])
+    torch.compiler.reset()
+    found = run(torch.compile(masked(dense, plan, 0)[0], backend="eager", fullgraph=True))
+    assert_close(found[0], expected[0])
+    assert found[2].keys() == expected[2].keys()
+    largest = max(float(gradient.abs().max()) for gradient in expected[2].values())
+    for key, gradient in expected[2].items():
+        assert_close(found[2][key], gradient, largest)
+
+
+def test_autocast() -> None:
+    """Parts of a layer compute in the dtype of the layer."""
+    for regime, strategy in MODES:
+        dense = build("llama")
+        plan = plan_of(dense, regime, strategy)
+        with torch.autocast("cpu", torch.bfloat16):
+            expected, found = run(expected_of(dense, plan, 0)), run(masked(dense, plan, 0)[0])
+        assert found[1].dtype == expected[1].dtype
+        torch.testing.assert_close(found[0], expected[0], rtol=2**-7, atol=0)
+
+
+def test_generation_is_of_the_dense_model() -> None:
+    dense = build("llama").eval()
+    settings = {"max_new_tokens": 4, "do_sample": False, "pad_token_id": 0}
+    expected = dense.generate(tokens(), **settings)
+    model, mask = masked(dense, plan_of(dense, "forward", "block"), 0)
+    with pytest.raises(RuntimeError, match="cannot use a cache; generate from the dense model"):
+        model.train().generate(tokens(), **settings)
+    with pytest.raises(RuntimeError, match="cannot use a cache"):
+        model(tokens(), past_key_values=DynamicCache())
+    mask.undo()
+    fetch(mask, dense)
+    assert torch.equal(model.generate(tokens(), **settings), expected)
+    for strategy in ("block", "neuron"):  # in the backward regime each rank runs the dense model
+        assert torch.equal(
+            masked(dense, plan_of(dense, "backward", strategy), 0)[0].train().generate(tokens(), **settings), expected
+        )
+
+
+@pytest.mark.parametrize(
+    ("name", "rates"),
+    [
+        ("gpt2", dict.fromkeys(("resid_pdrop", "attn_pdrop"), 0.5)),
+        ("starcoder2", {"residual_dropout": 0.5}),
+        ("swin", {"drop_path_rate": 0.6}),
+    ],
+)
+def test_the_backward_regime_draws_what_the_dense_model_draws(name: str, rates: dict[str, float]) -> None:
+    """Dropout in and after bodies, of whole branches: with the same random numbers it has the same loss."""
+    specimen = more_models.ALL_SPECIMENS[name]
+    dense = models.scrambled(replace(specimen, options={**specimen.options, **rates}).build()).train()
+    expected = run(deepcopy(dense))
+    assert not torch.isclose(expected[0], models.loss_of(deepcopy(dense), tokens()))
+    for strategy in ("block", "neuron"):
+        model, mask = masked(dense, plan_of(dense, "backward", strategy), 0)
+        found = run(model)
+        assert_close(found[0], expected[0])
+        assert_gradients(mask, found[2], expected[2])
+
+
+@pytest.mark.parametrize("name", ["llama", "gpt2", "opt", "gpt_oss", "resnet", "gemma2"])
+def test_the_dense_model_scaled_by_coverage(name: str) -> None:
+    dense = build(name)
+    for strategy in ("block", "neuron"):
+        if name in ("resnet", "gemma2"):  # a norm comes after the last convolution, or after the branch
+            plan = plan_of(dense, "forward", strategy)
+            with pytest.raises(ValueError, match="normalizes what"), scaled(Mask(deepcopy(dense), plan, 0)):
+                pass
+            everyone = replace(plan, holders=((0, 1),) * len(plan.units), num_holders=2)
+            with scaled(Mask(deepcopy(dense), everyone, 0)):
+                continue  # by 1
+        plan = plan_of(dense, "forward", strategy)
+        model, mask = masked(dense, plan, 0)
+        mask.undo()
+        fetch(mask, dense)
+        with torch.no_grad():
+            reference = deepcopy(dense)
+            with scaled_branches(reference, plan), scaled(mask):
+                assert torch.equal(models.loss_of(model, tokens()), models.loss_of(reference, tokens()))
+                assert not torch.equal(models.loss_of(model, tokens()), models.loss_of(dense, tokens()))
+            assert torch.equal(models.loss_of(model, tokens()), models.loss_of(dense, tokens()))
+
+
+@modes
+def test_hooks_on_gradients_stay(regime: str, strategy: str) -> None:
+    dense = build("llama")
+    model, mask = masked(dense, plan_of(dense, regime, strategy), 0)
+    fired: list[str] = []
+    for name, parameter in model.named_parameters():
+        if parameter.requires_grad:
+            parameter.register_post_accumulate_grad_hook(lambda _, name=name: fired.append(name))
+    run(model)
+    first, fired[:] = sorted(fired), []
+    mask.undo()
+    mask.apply()
+    run(model)
+    assert sorted(fired) == first
+
+
+def test_a_masked_model_is_not_masked_again() -> None:
+    dense = build("llama")
+    plan = plan_of(dense, "backward", "block")
+    model, mask = masked(dense, plan, 0)
+    with pytest.raises(RuntimeError, match="masked already"):
+        Mask(model, plan, 0)
+    mask.undo()
+    Mask(model, plan, 1).apply()
+
+
+def test_linear_layers_of_autotp_are_split() -> None:
+    """Without a group they compute what `nn.Linear` does. (An all-reduced output with a bias fails there, always.)"""
+    layers = pytest.importorskip("deepspeed.module_inject.layers")
+    dense = build("qwen2")
+    plan, expected = plan_of(dense, "backward", "neuron"), run(deepcopy(dense))
+    for layer in dense.model.layers:
+        for own in (layer.self_attn, layer.mlp):
+            for name, child in [*own.named_children()]:
+                if isinstance(child, nn.Linear):
+                    kind = layers.LinearAllreduce if name in ("o_proj", "down_proj") else layers.LinearLayer
+                    setattr(own, name, kind(child, None))
+    model, mask = masked(dense, plan, 0)
+    loss, _, found = run(model)
+    assert_close(loss, expected[0])
+    assert_gradients(mask, found, expected[2])
+
+
+def with_pieces(plan: Plan, change: Callable[[Piece], Piece | None], *, units: Sequence[int] = (0,)) -> Plan:
+    """Other pieces in some units; None for one that is left out."""
+    changed = list(plan.units)
+    for index in units:
+        pieces = [piece for piece in map(change, changed[index].pieces) if piece is not None]
+        assert pieces != [*changed[index].pieces]
+        changed[index] = replace(changed[index], pieces=tuple(pieces))
+    return replace(plan, units=tuple(changed))
+
+
+def without(name: str, start: int | None = None) -> Callable[[Piece], Piece | None]:
+    return lambda piece: None if name in piece.parameter and start in (None, piece.start) else piece
+
+
+def shorter(piece: Piece) -> Piece:
+    """Queries that end in the middle of a head."""
+    return replace(piece, length=piece.length - 1) if "q_proj" in piece.parameter else piece
+
+
+def along_the_stream(piece: Piece) -> Piece:
+    return replace(piece, dim=1) if "q_proj" in piece.parameter else piece
+
+
+def of_another_head(piece: Piece) -> Piece:
+    return replace(piece, start=piece.start + piece.length) if "q_proj" in piece.parameter else piece
+
+
+@pytest.mark.parametrize(
+    ("name", "change"),
+    [
+        ("llama", without("o_proj")),
+        ("llama", without("k_proj")),
+        ("qwen2", without("v_proj.bias")),
+        ("gpt2", without("c_attn.weight", 0)),
+        ("llama", shorter),
+        ("llama", along_the_stream),
+        ("llama", of_another_head),
+    ],
+)
+def test_units_that_are_not_whole_heads_are_refused(name: str, change: Callable[[Piece], Piece | None]) -> None:
+    dense = build(name)
+    with pytest.raises(ValueError, match=r"attention\.head_0' takes other neurons or heads"):
+        Mask(dense, with_pieces(plan_of(dense, "forward", "neuron"), change), 0)
+
+
+def test_plans_that_are_no_plan_of_the_model_are_refused() -> None:
+    dense = build("llama")
+    plan, blocks = plan_of(dense, "forward", "neuron"), plan_of(dense, "forward", "block")
+    with pytest.raises(ValueError, match=r"neither whole branches.*left over"):
+        Mask(dense, with_pieces(blocks, without("o_proj")), 0)
+    first, *others = plan.units
+    other = next(unit for unit in others if "layers.1.attention" in unit.name)
+    others.remove(other)
+    both = replace(first, pieces=first.pieces + other.pieces)
+    with pytest.raises(ValueError, match=r"takes other neurons or heads of .*layers\.1"):
+        Mask(dense, replace(plan, units=(both, *others), holders=plan.holders[: len(others) + 1]), 0)
+    holders = tuple((0,) if "0.mlp" in unit.name else (0, 1) for unit in plan.units)
+    with pytest.raises(ValueError, match=r"subnetwork 1 has no unit of 'model\.layers\.0\.mlp'"):
+        Mask(dense, replace(plan, holders=holders, num_holders=None), 0)
+
+
+# ---- layers of users ------------------------------------------------------------------------------------------------
+
+
+class Body(nn.Module):
+    def __init__(self, width: int, norm: nn.Module) -> None:
+        super().__init__()
+        self.up, self.norm, self.down = nn.Linear(width, 9), norm, nn.Linear(9, width)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        result: torch.Tensor = self.down(self.norm(self.up(x)).relu())
+        return result
+
+
+class Layer(nn.Module):
+    """Writes to what its body returns."""
+
+    def __init__(self, width: int, norm: nn.Module) -> None:
+        super().__init__()
+        self.body = Body(width, norm)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = self.body(x)
+        out += x
+        return out
+
+
+class Model(nn.Module):
+    def __init__(self, norm: Any = nn.Identity) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.stem = nn.Linear(5, 5)
+        self.layers = nn.ModuleList(Layer(5, norm()) for _ in range(2))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.stem(x)
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+
+def describe(*cuts: Cut) -> None:
+    inner = InnerLayers((Cut("up", 0), *cuts, Cut("down", 1, is_output=True)))
+    architectures.register(Layer, Branch("mlp", body="body", inner=inner))
+
+
+@pytest.fixture(autouse=True)
+def _descriptions(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(registry, "_DESCRIPTIONS", dict(registry._DESCRIPTIONS))
+
+
+def batch() -> torch.Tensor:
+    return torch.randn(7, 5, generator=torch.Generator().manual_seed(1))
+
+
+def test_a_layer_that_writes_to_a_branchs_output_in_all_modes() -> None:
+    describe()
+    assert check_description(Model(), batch()) == [f"{regime} x {strategy}" for regime, strategy in MODES]
+
+
+class NormedStream(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.body = nn.LayerNorm(5), Body(5, nn.Identity())
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.norm(x)
+        result: torch.Tensor = x + self.body(x)
+        return result
+
+
+def test_a_description_that_is_not_true_is_found() -> None:
+    """The norm is on the stream, and not the branch's."""
+    model = Model()
+    model.layers = nn.ModuleList(NormedStream() for _ in range(2))
+    architectures.register(NormedStream, Branch("mlp", body="body"))
+    assert check_description(model, batch()) == ["forward x block", "backward x block"]
+    architectures.register(NormedStream, Branch("mlp", norm="norm", body="body"))
+    with pytest.raises(AssertionError, match="forward x block: the loss of subnetwork 0"):
+        check_description(model, batch())
+
+
+def test_a_scale_needs_a_described_output_projection() -> None:
+    architectures.register(Layer, Branch("mlp", body="body"))
+    mask = Mask(Model(), plan_of(Model(), "forward", "block"), 0)
+    with (
+        pytest.raises(ValueError, match=r"dense_branch_scale: 'layers\.0\.mlp' describes no output projection"),
+        scaled(mask),
+    ):
+        pass
+
+
+@pytest.mark.parametrize("norm", [lambda: nn.LayerNorm(9), lambda: nn.GroupNorm(3, 9)])
+def test_norms_over_cut_neurons_are_refused(norm: Any) -> None:
+    describe()
+    model = Model(norm)
+    with pytest.raises(ValueError, match=r"body\.norm.*neurons"):
+        Mask(model, plan_of(model, "forward", "neuron"), 0)
+    mask = Mask(model, plan_of(model, "forward", "block"), 0)
+    mask.apply()
+
+
+def test_synchronized_batch_norms_of_units_are_refused() -> None:
+    describe(Cut("norm", 0))
+    model = Model(lambda: nn.SyncBatchNorm(9))
+    for strategy in ("block", "neuron"):
+        with pytest.raises(ValueError, match=r"SyncBatchNorm in the unit.*use BatchNorm"):
+            Mask(model, plan_of(model, "forward", strategy), 0)
+
+
+@pytest.mark.parametrize("is_frozen", [False, True])
+@modes
+def test_statistics_of_batch_norms(regime: str, strategy: str, is_frozen: bool) -> None:
+    """Those that run move as the dense model's, also the frozen channels' of the backward regime; a norm that a user
+    froze by `eval()` stays, everywhere."""
+    describe(Cut("norm", 0))
+    dense = Model(lambda: nn.BatchNorm1d(9)).double()
+    plan = plan_of(dense, regime, strategy)
+    expected = expected_of(dense, plan, 0)
+    model, mask = masked(dense, plan, 0)
+    before = deepcopy(model)
+    for one in (expected, model):
+        one.train()
+        if is_frozen:
+            for norm in one.modules():
+                if isinstance(norm, nn.BatchNorm1d):
+                    norm.eval()
+        one(batch().double()).square().mean().backward()
+    assert_gradients(
+        mask,
+        {n: p.grad for n, p in model.named_parameters() if p.grad is not None},
+        {n: p.grad for n, p in expected.named_parameters() if p.grad is not None},
+    )
+    wanted = dict(expected.named_buffers())
+    for name, pieces in mask.buffer_pieces.items():
+        for piece, _ in pieces:
+            if mask.stored(piece):
+                assert_close(mask.view(piece).double(), piece.narrow(wanted[name]).double())
+    moved = [not torch.equal(a, b) for a, b in zip(model.buffers(), before.buffers(), strict=True) if a.numel()]
+    assert all(moved) if not is_frozen else not any(moved)
+
+
+@modes
+def test_running_statistics_are_means_over_the_ranks_that_run_a_norm(
+    regime: str, strategy: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of two ranks, one after the other: what each adds to an all-reduce is recorded, then the result is handed out."""
+    describe(Cut("norm", 0))
+    dense = Model(lambda: nn.BatchNorm1d(9)).double()
+    plan = plan_of(dense, regime, strategy)
+    masks = [masked(dense, plan, rank)[1] for rank in (0, 1)]
+    whole = []
+    for rank, mask in enumerate(masks):
+        mask.model.train()(batch().double() * (rank + 1))
+        one = expected_of(dense, plan, rank).train()
+        one(batch().double() * (rank + 1))
+        whole.append({name: buffer.clone() for name, buffer in one.named_buffers()})
+    average_statistics(dense, plan, whole)
+    sent: list[list[torch.Tensor]] = [[], []]
+    for rank in (0, 1):
+        monkeypatch.setattr(
+            torch.distributed, "all_reduce", lambda t, *_, rank=rank, **__: sent[rank].append(t.clone())
+        )
+        average_running_statistics(deepcopy(masks[rank]), None, torch.device("cpu"))
+    for rank in (0, 1):
+        results = iter([sent[0][0] + sent[1][0], sent[0][1].maximum(sent[1][1])])
+        monkeypatch.setattr(
+            torch.distributed, "all_reduce", lambda t, *_, results=results, **__: t.copy_(next(results))
+        )
+        average_running_statistics(masks[rank], None, torch.device("cpu"))
+        for name, pieces in masks[rank].buffer_pieces.items():
+            for piece, _ in pieces:
+                if masks[rank].stored(piece):
+                    assert_close(masks[rank].view(piece).double(), piece.narrow(whole[rank][name]).double())
+
+
+def test_statistics_are_estimated_anew() -> None:
+    """As by `torch.optim.swa_utils.update_bn`, but for a norm's input in evaluation mode; modes come back."""
+    model = Model(lambda: nn.BatchNorm1d(9)).train()
+    model.stem.eval()
+    expected = deepcopy(model)
+    torch.optim.swa_utils.update_bn([batch(), 2 * batch()], expected)
+    write_statistics(estimate_statistics(model, [batch(), 2 * batch()]))
+    for name, buffer in model.named_buffers():
+        assert_close(buffer.double(), dict(expected.named_buffers())[name].double())
+    assert not model.stem.training
+    norms = [module for module in model.modules() if isinstance(module, nn.BatchNorm1d)]
+    assert all(norm.training and norm.momentum == 0.1 for norm in norms)
