@@ -39,7 +39,7 @@ def write_result(path: str, result: dict[str, object]) -> None:
     target = Path(path)
     target.parent.mkdir(parents=True, exist_ok=True)
     text = json.dumps(result | {"provenance": provenance()}, indent=1) + "\n"
-    write_text(target, text, permissions=0o644)  # some go on from what is there: it must be whole
+    write_text(target, text)  # some go on from what is there: it must be whole
 
 
 def _git(*arguments: str) -> str | None:

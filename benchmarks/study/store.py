@@ -70,4 +70,4 @@ class Store:
 
     def _write(self) -> None:
         text = json.dumps({"what": _KIND, "cells": self.cells, "provenance": self._provenance}, indent=1) + "\n"
-        write_text(self._path, text, permissions=0o644)
+        write_text(self._path, text)

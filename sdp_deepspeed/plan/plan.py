@@ -157,7 +157,7 @@ class Plan:
         """Write plan.json complete or not at all; one rank calls it."""
         target = Path(path)
         target.parent.mkdir(parents=True, exist_ok=True)
-        write_text(target, json.dumps(self.to_json(), indent=1) + "\n", permissions=0o644, concurrent=True)
+        write_text(target, json.dumps(self.to_json(), indent=1) + "\n", concurrent=True)
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> Plan:

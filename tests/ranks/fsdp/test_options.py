@@ -228,7 +228,8 @@ def generates(rank: Rank) -> None:
     model, plain, called = sharded(llama(), ONE | {"strategy": "neuron"}), llama(), list[int]()
     model.model.layers[0].mlp.register_forward_hook(lambda *_: called.append(1))
     options = {"max_new_tokens": 4, "do_sample": False, "pad_token_id": 0}
-    found, expected = (each.eval().generate(TOKENS, **options) for each in (model, plain))
+    models: list[Any] = [model, plain]
+    found, expected = (each.eval().generate(TOKENS, **options) for each in models)
     assert torch.equal(found, expected)
     assert len(called) == 4
     model.train()
