@@ -90,8 +90,7 @@ def evaluate(model: Any, blocks: list[dict[str, list[int]]], size: int, ranks: A
         inputs = {name: tensor.to(ranks.device) for name, tensor in collate(mine or blocks[:1]).items()}
         sums += torch.stack([model(**inputs).loss.float(), sums.new_ones(())]) * len(mine)
     model.train()
-    total, number = ranks.reduce(sums).tolist()
-    return total / number
+    return float(torch.div(*ranks.reduce(sums)))
 
 
 def main() -> None:
@@ -112,12 +111,11 @@ def main() -> None:
     policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32) if args.bf16 else MixedPrecisionPolicy()
     block = recipe.block if recipe.block.get("enabled", True) else {"coverage": 1.0, "granularity": "layer"}
     sharded = sharded_model_of(sdp_deepspeed.fully_shard(model, None, block, mp_policy=policy))
-    options: dict[str, Any] = {"lr": args.learning_rate, "betas": (0.9, 0.95), "weight_decay": args.weight_decay}
-    optimizer = torch.optim.AdamW(param_groups(model), **options)
+    optimizer = torch.optim.AdamW(param_groups(model), args.learning_rate, (0.9, 0.95), weight_decay=args.weight_decay)
     scheduler = get_scheduler(args.lr_scheduler_type, optimizer, args.warmup_steps, args.max_steps)
     checkpoints = CheckpointManager(model, optimizer, scheduler)
     checkpoints.load_checkpoint(folder / "checkpoints")  # the newest, if there is one
-    step, stop, stopped = checkpoints.global_steps, StopSignal(accelerator.device), False
+    step, stop = checkpoints.global_steps, StopSignal(accelerator.device)
 
     def log(**values: Any) -> None:
         accelerator.log(values, step)
@@ -126,21 +124,19 @@ def main() -> None:
 
     name = "subnetwork_loss" if sharded.plan.trains_subnetworks else "loss"
     micro_batches = batches(blocks.train, args, step, accelerator)
-    bar = tqdm(total=args.max_steps, initial=step, disable=None if accelerator.is_main_process else True)
-    while step < args.max_steps and not stopped:
+    for step in tqdm(range(step + 1, args.max_steps + 1), disable=not accelerator.is_main_process or None):
         loss, norm = train_step(model, micro_batches, optimizer, args)
         scheduler.step()
-        step += 1
-        bar.update()
         if step % args.logging_steps == 0:
-            values = {name: accelerator.reduce(loss, "mean").item(), "grad_norm": norm.item()}
-            log(**values, learning_rate=scheduler.get_last_lr()[0], coverage=sharded.coverage)
+            values = {name: accelerator.reduce(loss, "mean").item(), "learning_rate": scheduler.get_last_lr()[0]}
+            log(**values, grad_norm=norm.item(), coverage=sharded.coverage)
         stopped, is_last = stop.on_any_rank(), step == args.max_steps
         if (step % args.eval_steps == 0 and not stopped) or is_last:
             log(eval_loss=evaluate(model, blocks.validation, args.per_device_train_batch_size, accelerator))
         if step % args.save_steps == 0 or is_last or stopped:
             checkpoints.save_checkpoint(folder / "checkpoints")
-
+        if stopped:
+            break
     if step >= args.max_steps:
         save_pretrained(model, folder / "hf", blocks.tokenizer)
     else:
