@@ -123,8 +123,8 @@ def main() -> None:
             print(json.dumps({"step": step} | values), flush=True)
 
     name = "subnetwork_loss" if sharded.plan.trains_subnetworks else "loss"
-    micro_batches = batches(blocks.train, args, step, accelerator)
-    for step in tqdm(range(step + 1, args.max_steps + 1), disable=not accelerator.is_main_process or None):
+    micro_batches, steps = batches(blocks.train, args, step, accelerator), range(step + 1, args.max_steps + 1)
+    for step in tqdm(steps, disable=not accelerator.is_main_process or None):
         loss, norm = train_step(model, micro_batches, optimizer, args)
         scheduler.step()
         if step % args.logging_steps == 0:
