@@ -26,6 +26,7 @@ from sdp_deepspeed.masking.scale import output_scales
 from sdp_deepspeed.parallel.groups import Groups, all_gather
 
 _HOOKS = ("_forward_pre_hooks", "_forward_hooks")
+_HOW = ("_forward_pre_hooks_with_kwargs", "_forward_hooks_with_kwargs", "_forward_hooks_always_called")  # they run
 _NOT_OF_USERS = ("torch.distributed.fsdp", "sdp_deepspeed.fsdp")  # modules of hooks that belong to the subnetwork
 
 
@@ -95,6 +96,7 @@ class DenseModel:
             self._pairs.append((module, copied))
             if isinstance(own := vars(module).get("forward"), MethodType) and own.__self__ is module:
                 vars(copied)["forward"] = MethodType(own.__func__, copied)
+            vars(copied).update({name: vars(module)[name] for name in _HOW})
             copied._modules = {name: None if m is None else self._copy(m, made) for name, m in module._modules.items()}
             copied._parameters = {
                 name: None if p is None else self._blank[id(p)] for name, p in module._parameters.items()

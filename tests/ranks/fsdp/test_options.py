@@ -226,12 +226,14 @@ def is_exported(rank: Rank) -> None:
 def generates(rank: Rank) -> None:
     """The dense model does, with its cache; hooks that were put on since run."""
     model, plain, called = sharded(llama(), ONE | {"strategy": "neuron"}), llama(), list[int]()
-    model.model.layers[0].mlp.register_forward_hook(lambda *_: called.append(1))
+    layer = model.model.layers[0]
+    layer.mlp.register_forward_hook(lambda *_: called.append(1))
+    layer.self_attn.register_forward_pre_hook(lambda _, args, kwargs: called.append(len(kwargs) > 0), with_kwargs=True)
     options = {"max_new_tokens": 4, "do_sample": False, "pad_token_id": 0}
     models: list[Any] = [model, plain]
     found, expected = (each.eval().generate(TOKENS, **options) for each in models)
     assert torch.equal(found, expected)
-    assert len(called) == 4
+    assert called == [True, 1] * 4
     model.train()
     with pytest.raises(RuntimeError, match="past_key_values"):
         model(input_ids=TOKENS, past_key_values=DynamicCache())
