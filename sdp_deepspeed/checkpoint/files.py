@@ -16,6 +16,7 @@ import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from enum import Enum
 from pathlib import Path
 from typing import Any
 
@@ -408,4 +409,12 @@ class _IndexUnpickler(pickle.Unpickler):
         is_dtype = module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)
         if is_dtype or (module, name) in _KNOWN:
             return super().find_class(module, name)
+        if (module, name) == ("builtins", "getattr"):  # how some releases of Python 3.11 pickle the member of an enum
+            return _member
         raise pickle.UnpicklingError(f"it names {module}.{name}")
+
+
+def _member(kind: type[Enum], name: str) -> Enum:
+    if not (isinstance(kind, type) and issubclass(kind, Enum)):
+        raise pickle.UnpicklingError(f"it names {name!r} of {kind!r}")
+    return kind[name]

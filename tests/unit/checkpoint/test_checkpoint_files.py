@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 import torch
 from torch.distributed.checkpoint.metadata import (
+    _MEM_FORMAT_ENCODING,
     ChunkStorageMetadata,
     Metadata,
     TensorProperties,
@@ -169,6 +170,29 @@ def test_no_pickle_of_strangers_is_run(tmp_path: Path, monkeypatch: pytest.Monke
     with pytest.raises(ValueError, match=r"\.metadata is damaged: it names posix\.system"):
         files.Reader(tmp_path).read_metadata()
     assert not (tmp_path / "ran").exists()
+
+
+class Member:
+    """As Python 3.11.2 pickles the member of an enum."""
+
+    def __init__(self, kind: Any, name: str) -> None:
+        self.kind, self.name = kind, name
+
+    def __reduce__(self) -> Any:
+        return getattr, (self.kind, self.name)
+
+
+@pytest.mark.parametrize(
+    ("member", "words"),
+    [
+        (Member(_MEM_FORMAT_ENCODING, "TORCH_CONTIGUOUS_FORMAT"), "has no attribute 'storage_data'"),  # it was read
+        (Member(torch.Size, "numel"), "it names 'numel' of"),
+    ],
+)
+def test_of_classes_only_members_of_enums_are_reached(tmp_path: Path, member: Member, words: str) -> None:
+    (tmp_path / files.INDEX).write_bytes(pickle.dumps(member))
+    with pytest.raises(ValueError, match=rf"\.metadata is damaged: .*{words}"):
+        files.Reader(tmp_path).read_metadata()
 
 
 @pytest.mark.parametrize("shape", [(), (5,), (3, 4), (2, 3, 4), (1, 1, 3)])
