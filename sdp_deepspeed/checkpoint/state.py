@@ -8,11 +8,13 @@ holder.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
 import torch
+import torch.distributed as dist
 
 from sdp_deepspeed.checkpoint.boxes import State, add_box
 from sdp_deepspeed.masking import Mask
@@ -21,7 +23,10 @@ from sdp_deepspeed.parallel.groups import Groups
 from sdp_deepspeed.plan.shards import UNDIVIDED, Shards
 from sdp_deepspeed.units import Piece
 
+logger = logging.getLogger("sdp_deepspeed")
+
 WEIGHT = "weight"
+NUMBER = "sdp_group"  # key of a param group that FSDP2's host divided: which one of the user's it is of
 # Optimizers that keep the same state for an element, so that one goes on with another's.
 _ALIKE = {
     "AdamW": "Adam",
@@ -268,7 +273,7 @@ def group_facts(state: RankState) -> dict[int, GroupFacts]:
                 if value is not None:
                     found[key] = max(found.get(key, 0), value.item() if torch.is_tensor(value) else value)
         is_stepped = bool(group["params"]) or (known is not None and known.scalars is not None)
-        options = {key: value for key, value in group.items() if key != "params"}
+        options = {key: value for key, value in group.items() if key not in ("params", NUMBER)}
         result[number] = GroupFacts(options, found if is_stepped else None)
     return result
 
@@ -377,7 +382,10 @@ def _new_moments(
         kinds = kinds_of.get(state.key("", name)[1:], set())
         if part.parameter not in result:
             result[part.parameter] = {
-                kind: torch.zeros_like(part.parameter.detach(), dtype=stored[state.key(kind, name)].properties.dtype)
+                kind: torch.zeros_like(
+                    part.parameter.detach(),
+                    dtype=_dtype_of_moment(optimizer, part.parameter, stored[state.key(kind, name)].properties.dtype),
+                )
                 for kind in sorted(kinds)
             }
         if kinds != (others := result[part.parameter].keys()):
@@ -386,6 +394,12 @@ def _new_moments(
                 "are stepped with it; load without optimizer states"
             )
     return result
+
+
+def _dtype_of_moment(optimizer: torch.optim.Optimizer, parameter: torch.Tensor, stored: torch.dtype) -> torch.dtype:
+    """PyTorch's optimizers need moments in the parameter's dtype, which is another one where weights are in bf16."""
+    is_torchs = type(optimizer).__module__.startswith("torch.")
+    return parameter.dtype if is_torchs and stored.is_floating_point else stored
 
 
 def restore_optimizer(state: RankState, targets: Targets, facts: Facts) -> None:
@@ -427,6 +441,8 @@ def _options(state: RankState, facts: Facts) -> list[dict[str, Any]]:
     stored_of = dict(pairs)
     num_groups = 1 + max([*groups.values(), *state.group_numbers], default=-1)
     is_alike = len(pairs) == len(stored_of) == len({*stored_of.values()}) and len(stored) == num_groups
+    if not is_alike and dist.get_rank() == 0:
+        logger.warning("param groups differ from the checkpoint's: learning rates and other options stay as they are")
     result = []
     for number, group in zip(state.group_numbers, here, strict=True):
         options = dict(group)

@@ -110,7 +110,7 @@ def _parts(plan: Plan, tensors: Sequence[TensorInfo], branches: Sequence[Located
             lengths[holders] += piece.length
         for holders, length in lengths.items():
             shape = tuple(length if dim == pieces[0][0].dim else size for dim, size in enumerate(info.shape))
-            yield _Part(shape, holders, f"{unit_of[name].rsplit('.', 1)[0]} {holders}", info.trainable)
+            yield _Part(shape, holders, unit_of[name].rsplit(".", 1)[0], info.trainable)
 
 
 def _of_rank(parts: Sequence[_Part], setup: ShardedSetup, rank: int) -> RankEstimate:

@@ -12,12 +12,12 @@ from torch import nn
 
 from sdp_deepspeed.checkpoint import manager
 from sdp_deepspeed.checkpoint.hugging_face import load_pretrained
-from sdp_deepspeed.checkpoint.state import Other, RankState, group_facts
+from sdp_deepspeed.checkpoint.state import NUMBER, Other, RankState, group_facts
 from sdp_deepspeed.fsdp.parts import Box, Part
 from sdp_deepspeed.fsdp.sharded_model import ShardedModel, local_of, sharded_model_of
 from sdp_deepspeed.fsdp.wrappers import without_wrappers
 from sdp_deepspeed.parallel.agree import gather_objects, run_on_all_ranks
-from sdp_deepspeed.parallel.optimizer_kinds import is_elementwise
+from sdp_deepspeed.parallel.optimizer_kinds import groups_of_whole_tensors, is_elementwise
 from sdp_deepspeed.units import Piece
 
 
@@ -41,9 +41,8 @@ class SteppedShards:
     """An optimizer over the shards of a model, as checkpoints see it. Every rank constructs it.
 
     Attributes:
-        param_groups: by dense name of what is stepped, number of its param group in the run: those with equal options
-            are one.
-        group_numbers: of each param group of the optimizer.
+        param_groups: by dense name of what is stepped, number of its param group in the run.
+        group_numbers: of each param group of the optimizer; those that `param_groups` divided by mesh have one.
 
     Raises:
         ValueError: on all ranks: the optimizer steps parameters that are not the model's.
@@ -53,21 +52,19 @@ class SteppedShards:
         self.sharded, self.optimizer = sharded, optimizer
         sharded.reshard()
         control = sharded.groups.control
-        own = run_on_all_ranks(self._options_by_name, control)
-        by_name = {name: text for of_rank in gather_objects(own, control) for name, text in of_rank.items()}
-        known = list(dict.fromkeys(by_name[name] for name in sharded.parts if name in by_name))
-        self.param_groups = {name: known.index(by_name[name]) for name in sharded.parts if name in by_name}
-        texts = [_options(group) for group in optimizer.param_groups]
-        self.group_numbers = [known.index(text) if text in known else len(known) for text in texts]
+        self.group_numbers = [group.get(NUMBER, index) for index, group in enumerate(optimizer.param_groups)]
+        own = run_on_all_ranks(self._numbers_by_name, control)
+        every = {name: number for of_rank in gather_objects(own, control) for name, number in of_rank.items()}
+        self.param_groups = {name: every[name] for name in sharded.parts if name in every}
 
-    def _options_by_name(self) -> dict[str, str]:
+    def _numbers_by_name(self) -> dict[str, int]:
         names = {id(self.sharded.parameter(part)): part.name for part in self._own_parts()}
         lacking = {id(parameter) for parameter in self.sharded.module.parameters() if not parameter.numel()}
         result = {}
-        for group in self.optimizer.param_groups:
+        for number, group in zip(self.group_numbers, self.optimizer.param_groups, strict=True):
             for parameter in group["params"]:
                 if id(parameter) in names and parameter.requires_grad:
-                    result[names[id(parameter)]] = _options(group)
+                    result[names[id(parameter)]] = number
                 elif id(parameter) not in names and id(parameter) not in lacking:
                     raise ValueError(
                         f"the optimizer steps a parameter of shape {tuple(parameter.shape)} that is not the sharded "
@@ -99,10 +96,6 @@ class SteppedShards:
 
     def return_weights(self) -> None:
         """Nothing: what is stepped are the weights."""
-
-
-def _options(group: Mapping[str, Any]) -> str:
-    return repr(sorted((key, value) for key, value in group.items() if key != "params"))
 
 
 @dataclass(frozen=True)
@@ -166,8 +159,11 @@ class CheckpointManager:
     def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer, lr_scheduler: Any = None) -> None:
         self._sharded, self._optimizer, self._lr_scheduler = sharded_model_of(model), optimizer, lr_scheduler
         state_of(self._sharded, optimizer)  # checks it
+        run_on_all_ranks(lambda: _check_whole(self._sharded, optimizer), self._sharded.groups.control)
         options = self._sharded.block.checkpoint
-        self._manager = manager.CheckpointManager(asynchronous=options.asynchronous, keep_last=options.keep_last)
+        self._manager = manager.CheckpointManager(
+            asynchronous=options.asynchronous, keep_last=options.keep_last, verify=options.verify
+        )
         self.global_steps = 0
         self._is_checked = False
         optimizer.register_step_post_hook(self._count)
@@ -263,7 +259,7 @@ class CheckpointManager:
             self.global_steps = common["counters"]["global_steps"]
             stored = common["lr_scheduler"]
             if load_lr_scheduler_states and self._lr_scheduler is not None and stored is not None:
-                self._lr_scheduler.load_state_dict(stored)
+                run_on_all_ranks(lambda: self._lr_scheduler.load_state_dict(stored), state.groups.control)
                 _fit_to_groups(self._lr_scheduler, self._optimizer.param_groups)
         return str(found.path), common["client_state"]
 
@@ -284,6 +280,17 @@ class CheckpointManager:
             RuntimeError: on all ranks, if it could not be written.
         """
         self._manager.wait()
+
+
+def _check_whole(sharded: ShardedModel, optimizer: torch.optim.Optimizer) -> None:
+    """ValueError for an optimizer of whole tensors, of which holder sets have parts: each part would be updated as if
+    it were the matrix."""
+    is_divided = any(part.dim is not None for own in sharded.parts.values() for part in own)
+    if is_divided and groups_of_whole_tensors(optimizer):
+        raise ValueError(
+            f"{type(optimizer).__name__} updates whole matrices, of which ranks hold neurons or heads; use "
+            'the strategy "block", or an optimizer such as AdamW'
+        )
 
 
 def _fit_to_groups(lr_scheduler: Any, groups: Sequence[Mapping[str, Any]]) -> None:

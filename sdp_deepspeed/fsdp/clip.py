@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from sdp_deepspeed.checkpoint.state import NUMBER
 from sdp_deepspeed.fsdp.sharded_model import OF_SHARED, OF_UNITS, device_type, is_sharded, sharded_model_of
 
 
@@ -134,7 +135,8 @@ def _device(parameters: Iterable[Any]) -> torch.device:
 def param_groups(
     parameters: nn.Module | Iterable[nn.Parameter] | Iterable[tuple[str, nn.Parameter]] | Iterable[Mapping[str, Any]],
 ) -> list[dict[str, Any]]:
-    """What to give an optimizer: the same parameters and options, each group divided by the mesh of its parameters.
+    """What to give an optimizer: the same parameters and options, each group divided by the mesh of its parameters, and
+    the group's number (`sdp_group`), by which checkpoints know which are one.
 
     PyTorch's optimizers step all tensors of a group together (`foreach`, their default on GPUs, or `fused`), which
     DTensors refuse if they are of several meshes. Parameters without storage, of units that this rank lacks, are left
@@ -151,7 +153,7 @@ def param_groups(
         parameters = parameters.parameters()
     given: list[Any] = list(parameters)
     groups = given if given and isinstance(given[0], Mapping) else [{"params": given}]
-    return [divided for group in groups for divided in _by_mesh(group)]
+    return [divided for number, group in enumerate(groups) for divided in _by_mesh({NUMBER: number, **group})]
 
 
 def _by_mesh(group: Mapping[str, Any]) -> Iterable[dict[str, Any]]:

@@ -28,6 +28,8 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_leaves, tree_map, tree_map_only
 
+_HANDED_ON = "layers that hand tensors on to later ones (T5) cannot checkpoint activations with FSDP2; switch it off"
+
 
 class CollectiveOrder:
     """Hooks on a sharded model.
@@ -35,15 +37,20 @@ class CollectiveOrder:
     Args:
         root: the model.
         units: modules of the units that this rank holds, as they run; each list is one group of FSDP2's.
+        can_run_again: whether activations may be checkpointed. Not where branches hand tensors on to later layers (T5's
+            position bias): their gradient is complete in another unit on each rank.
     """
 
-    def __init__(self, root: Any, units: Sequence[Sequence[nn.Module]]) -> None:
+    def __init__(self, root: Any, units: Sequence[Sequence[nn.Module]], *, can_run_again: bool = True) -> None:
+        self._can_run_again = can_run_again
         self._units: list[Any] = [modules[0] for modules in units]
         self._reached = len(units)  # number of the lowest unit that backward has come to
         self._pass = (-1, -1)  # backward pass, and forward pass that it goes through
         self._num_passes = 0
         self._anchor = torch.zeros(0, dtype=torch.float32, device="cpu", requires_grad=True)
         for fsdp in (root, *self._units):
+            if hasattr(fsdp, "set_reduce_scatter_unused_params"):  # torch 2.13: a rank's loss may not reach all
+                fsdp.set_reduce_scatter_unused_params(True, recurse=False)
             fsdp.set_modules_to_backward_prefetch([fsdp])  # itself, which is there: an empty list means FSDP2's own
         for number, modules in enumerate(units):
             for module in modules:  # `prepend`: before FSDP2's own hooks
@@ -52,9 +59,13 @@ class CollectiveOrder:
             after = _eager(lambda _, args, output, n=number: self._after(n, output))
             modules[-1].register_forward_hook(after, prepend=True)
         root.register_forward_hook(_eager(lambda _, args, output: self._end(output)))
+        if not can_run_again:
+            root.register_forward_pre_hook(_eager(lambda module, _: _refuse_checkpointing(module)), prepend=True)
 
     def _before(self, number: int, args: Any, kwargs: Any) -> Any:
         """A module of a unit is about to run."""
+        if _is_in_backward() and not self._can_run_again:
+            raise RuntimeError(_HANDED_ON)
         if _is_in_backward() and number < self._reached:
             for other in reversed(self._units[number : self._reached]):
                 other.unshard(async_op=True)
@@ -95,6 +106,12 @@ class CollectiveOrder:
             return None
         anchored = _Anchored.apply(first, self._anchor)
         return tree_map(lambda leaf: anchored if leaf is first else leaf, (args, kwargs))
+
+
+def _refuse_checkpointing(model: nn.Module) -> None:
+    """Transformers' own; on all ranks, before anybody waits for others."""
+    if model.training and any(getattr(module, "gradient_checkpointing", False) for module in model.modules()):
+        raise RuntimeError(_HANDED_ON)
 
 
 class _Anchored(torch.autograd.Function):

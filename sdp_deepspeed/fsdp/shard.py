@@ -31,6 +31,7 @@ from sdp_deepspeed.fsdp.parts import Holders, parts_of
 from sdp_deepspeed.fsdp.refusals import (
     check_buffers,
     check_call,
+    check_cross_attention,
     check_not_ignored,
     check_not_wrapped_inside,
     check_same_settings,
@@ -192,7 +193,7 @@ def _shard(start: Start) -> ShardedModel:
     whole = {path: owners[path] for path in of_root if id(owners[path][0]._parameters[owners[path][1]]) not in of_units}
     dense.attach(groups, start.device, sharded.shard, whole)
     dense.cast_like(module.get_submodule(path) for unit in start.units for path in unit.paths)
-    CollectiveOrder(module, sharded.units)
+    CollectiveOrder(module, sharded.units, can_run_again=not any(b.description.handed_on for b in mask.branches))
     return sharded
 
 
@@ -219,6 +220,7 @@ def _prepare(start: Start) -> None:
         plan = start.tensor_parallel.shards(column).local_plan(plan)
     start.mask = Mask(module, plan, start.mesh.get_local_rank(), branches=branches)
     start.units = list(units_of(start.mask))
+    check_cross_attention(start.plan, branches)
     check_not_wrapped_inside(start.plan, branches, start.wrapped)
     if dist.get_rank() == 0:
         for warning in warnings:
@@ -346,9 +348,9 @@ def _run_dense_in_evaluation(sharded: ShardedModel) -> None:
             return
         if sharded.is_dense:
             raise RuntimeError("inside sdp_deepspeed.fsdp.dense(model) call the model in eval() and torch.no_grad()")
-        if not torch.is_grad_enabled() and not sharded.has_warned:
+        if model.training != torch.is_grad_enabled() and not sharded.has_warned:
             sharded.has_warned = True
-            logger.warning("%s: in training mode a forward pass is a subnetwork's; the dense one needs eval()", KEY)
+            logger.warning("%s: this pass is a subnetwork's; the dense one needs eval() and torch.no_grad()", KEY)
         sharded.meetings.passing()
         sharded.has_trained = True
 

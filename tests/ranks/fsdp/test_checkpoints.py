@@ -11,7 +11,8 @@ from typing import Any
 import pytest
 import torch
 
-from sdp_deepspeed.fsdp import CheckpointManager, full_state_dict, save_pretrained
+import sdp_deepspeed
+from sdp_deepspeed.fsdp import CheckpointManager, full_state_dict, param_groups, save_pretrained
 from tests.helpers.models import batches, llama, loss_of, two_groups
 from tests.helpers.oracle import make_optimizer
 from tests.helpers.ranks import Rank, run_ranks
@@ -20,6 +21,10 @@ from tests.helpers.training import assert_identical, engine_of, gathered, refusa
 
 NEURON: dict[str, Any] = {"strategy": "neuron"}
 BY_RULES = {"holders": [{"units": "mlp", "holders": 1}, {"holders": 2}]}
+
+
+def trained_of(model: Any) -> dict[str, Any]:
+    return {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
 
 
 class KeepsRows(torch.optim.SGD):
@@ -114,6 +119,31 @@ def schedule_under_another_plan(rank: Rank) -> None:
     assert len(set(rates(run).values())) == 2
     assert rates(run).items() <= rates(other).items()
     assert other.scheduler.get_last_lr() == [group["lr"] for group in other.optimizer.param_groups]
+
+
+def equal_groups(rank: Rank) -> None:
+    """Two groups of the user's with the same options are two, and go on at their rate, here and in DeepSpeed."""
+
+    def groups(model: Any) -> list[dict[str, Any]]:
+        return [{**group, "weight_decay": 0.0} for group in two_groups(trained_of(model))]
+
+    def started() -> tuple[Any, torch.optim.Optimizer, CheckpointManager]:
+        model = sdp_deepspeed.fully_shard(llama(tied=True), None, {"holders": 1})
+        optimizer = torch.optim.AdamW(param_groups(groups(model)), lr=1e-2)
+        return model, optimizer, CheckpointManager(model, optimizer)
+
+    _, optimizer, checkpoints = started()
+    for group in optimizer.param_groups:
+        group["lr"] = 1e-3 / (1 + group["sdp_group"])
+    checkpoints.save_checkpoint(rank.folder / "equal", "tag")
+    _, other, loading = started()
+    loading.load_checkpoint(rank.folder / "equal")
+    assert [group["lr"] for group in other.param_groups] == [group["lr"] for group in optimizer.param_groups]
+    model = llama(tied=True, seed=5)
+    settings = {"train_micro_batch_size_per_gpu": 2, "subnetwork_data_parallel": {"holders": 1}}
+    engine = engine_of(settings, model, optimizer=torch.optim.AdamW(groups(model), lr=1e-2))
+    engine.load_checkpoint(rank.folder / "equal")
+    assert engine.get_lr() == [1e-3, 5e-4]
 
 
 def after_an_evaluation(rank: Rank) -> None:
@@ -228,6 +258,9 @@ def what_is_refused(rank: Rank) -> None:
     rows = ShardedRun(kind=KeepsRows)
     refusal(ValueError, lambda: rows.train(rank, 1), "KeepsRows keeps 'rows' of shape (3,)")
     refusal(ValueError, lambda: rows.checkpoints.save_checkpoint(folder), "KeepsRows keeps 'rows' of shape (3,)")
+    neurons = sdp_deepspeed.fully_shard(llama(), None, {"holders": 1, "strategy": "neuron"})
+    matrices = torch.optim.Muon([p for p in neurons.parameters() if p.dim() == 2])
+    refusal(ValueError, lambda: CheckpointManager(neurons, matrices), "Muon updates whole matrices")
     early = torch.optim.AdamW(llama().parameters())
     refusal(ValueError, lambda: CheckpointManager(rows.model, early), "not the sharded model's")
     refusal(ValueError, lambda: CheckpointManager(llama(), early), "was not sharded by sdp_deepspeed.fully_shard")
@@ -245,6 +278,7 @@ def one_saves_while_the_other_loads(rank: Rank) -> None:
 CHECKS_ON_2 = {
     "resumed": resumed_is_uninterrupted,
     "schedule": schedule_under_another_plan,
+    "groups": equal_groups,
     "evaluated": after_an_evaluation,
     "background": in_the_background_and_pruned,
     "buffers": each_rank_has_its_buffers,

@@ -27,6 +27,7 @@ from sdp_deepspeed.fsdp import (
 from sdp_deepspeed.init import DeferredWeights
 from sdp_deepspeed.plan.tensors import dense_tensors
 from tests.helpers.models import TOKENS, family, llama, loss_of
+from tests.helpers.more_models import ALL_SPECIMENS
 from tests.helpers.ranks import Check, Rank
 from tests.helpers.sharded import check_against_reference, gathered_state, sharded
 from tests.helpers.training import refusal
@@ -251,6 +252,9 @@ def is_refused(rank: Rank) -> None:
     refusal(RuntimeError, lambda: sharded(llama(1 + rank.rank), ONE), "rank 1 made another plan than rank 0")
     model = sharded(model, ONE)
     refusal(ValueError, lambda: sharded(model, ONE), "cut down")
+    t5 = sharded(ALL_SPECIMENS["t5"].build(), {"holders": 2})
+    t5.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    refusal(RuntimeError, lambda: loss_of(t5.train(), TOKENS), "cannot checkpoint activations")
     refusal(ValueError, lambda: full_state_dict(llama()), "was not sharded")
 
 

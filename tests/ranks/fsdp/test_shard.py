@@ -23,6 +23,7 @@ from tests.helpers.sharded import (
     optimizer_of,
     sharded,
 )
+from tests.helpers.training import refusal
 
 HALF = {"coverage": 0.5}
 
@@ -72,6 +73,12 @@ def agrees_with_the_deepspeed_host(rank: Rank) -> None:
     check_against_deepspeed(rank, llama(3), {"holders": 2, "dense_branch_scale": "coverage"}, clip=0.5)
 
 
+def an_encoder_gets_gradients(rank: Rank) -> None:
+    """On every rank, or it is refused."""
+    refusal(ValueError, lambda: sharded(ALL_SPECIMENS["t5"].build(), {"holders": 1}), "no cross-attention")
+    check_against_reference(rank, ALL_SPECIMENS["t5"].build(), {"holders": 2}, optimizer="SGD")
+
+
 def _cases(size: int, config: pytest.Config) -> list[tuple[str, Check]]:
     made: dict[str, Any] = {"llama": agrees_with_the_reference}
     match size:
@@ -85,6 +92,7 @@ def _cases(size: int, config: pytest.Config) -> list[tuple[str, Check]]:
                 "bottleneck": partial(agrees_with_the_reference, name="resnet_bottleneck", optimizer="SGD"),
                 "covers_layers": partial(covers_everything, granularity="layer"),
                 "deepspeed": agrees_with_the_deepspeed_host,
+                "encoder": an_encoder_gets_gradients,
                 # A layer's own parameter; windows.
                 "convnext": partial(agrees_with_the_reference, name="convnext", block={"holders": 2}),
                 "swin": partial(agrees_with_the_reference, name="swin", block={"holders": 2}, optimizer="SGD"),
