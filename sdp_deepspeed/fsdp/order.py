@@ -49,8 +49,6 @@ class CollectiveOrder:
         self._num_passes = 0
         self._anchor = torch.zeros(0, dtype=torch.float32, device="cpu", requires_grad=True)
         for fsdp in (root, *self._units):
-            if hasattr(fsdp, "set_reduce_scatter_unused_params"):  # torch 2.13: a rank's loss may not reach all
-                fsdp.set_reduce_scatter_unused_params(True, recurse=False)
             fsdp.set_modules_to_backward_prefetch([fsdp])  # itself, which is there: an empty list means FSDP2's own
         for number, modules in enumerate(units):
             for module in modules:  # `prepend`: before FSDP2's own hooks

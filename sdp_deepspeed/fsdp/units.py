@@ -55,6 +55,11 @@ def units_of(mask: Mask) -> Iterator[Unit]:
     for branch in mask.branches:
         if branch.name in first_of:
             index = first_of[branch.name]
+            if branch.description.handed_on and mask.plan.coverage_of(index) < 1:
+                raise ValueError(
+                    f"{KEY}.strategy: FSDP2 cannot lack {branch.name!r}, which hands tensors on to later layers; use "
+                    f'"neuron" for {branch.description.name!r}, or DeepSpeed'
+                )
             own = {piece.parameter for piece in mask.plan.units[index].pieces if piece.kind == "parameter"}
             outer = dict.fromkeys(path for member in blocks[index] for path in _outer(mask, member, own))
             paths = tuple(path for name in outer for path in _whole_modules(mask.model, name, own))
