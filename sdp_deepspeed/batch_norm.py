@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable
 from typing import Any
+
+from sdp_deepspeed.messages import listed
 
 
 def reestimate_batch_norm(engine_or_model: Any, batches: Iterable[Any], *, num_batches: int) -> int:
@@ -43,3 +46,26 @@ def reestimate_batch_norm(engine_or_model: Any, batches: Iterable[Any], *, num_b
         f"reestimate_batch_norm: got {type(engine_or_model).__name__}, expected the engine of a config with the block "
         "subnetwork_data_parallel, or a model of sdp_deepspeed.fully_shard; others have the dense model's statistics"
     )
+
+
+def batches_of(batches: Iterable[Any], num_batches: int, control: Any) -> list[Any]:
+    """The first batches of this rank; all ranks call it.
+
+    Args:
+        control: gloo group of all ranks.
+
+    Raises:
+        ValueError: on all ranks: one has fewer, or they were given other numbers.
+    """
+    from sdp_deepspeed.parallel.agree import gather_objects, run_on_all_ranks
+
+    def take() -> list[Any]:
+        own = list(itertools.islice(batches, num_batches))
+        if len(own) < num_batches or num_batches < 1:
+            raise ValueError(f"num_batches: got {num_batches}, but there are {len(own)}; give each rank as many")
+        return own
+
+    own = run_on_all_ranks(take, control)
+    if len(set(numbers := gather_objects(num_batches, control))) > 1:
+        raise ValueError(f"num_batches: got {listed(numbers)} on ranks in their order; give all the same")
+    return own

@@ -105,9 +105,13 @@ def dense_state_dict(
     dtypes = _dtypes({name: str(tensor.dtype).removeprefix("torch.") for name, tensor in own.items()}, dtype)
     stored: dict[str, Any] = offers.metadata.state_dict_metadata
     shapes = {key.partition("/")[2]: found.size for key, found in stored.items()} if dist.get_rank() == 0 else {}
-    tensors = {name: torch.empty(shape, dtype=dtypes[name], device="cpu") for name, shape in shapes.items()}
+    tensors = run_on_all_ranks(lambda: _room_for(shapes, dtypes), state.groups.control)  # or an error on all of them
     fill(_whole(tensors), offered, offers, device)
     return tensors
+
+
+def _room_for(shapes: Mapping[str, torch.Size], dtypes: Mapping[str, torch.dtype]) -> dict[str, torch.Tensor]:
+    return {name: torch.empty(shape, dtype=dtypes[name], device="cpu") for name, shape in shapes.items()}
 
 
 def _dtypes(names: Mapping[str, str], dtype: torch.dtype | None) -> dict[str, torch.dtype]:

@@ -31,6 +31,7 @@ from deepspeed.utils.bwc import (
 from torch import nn
 
 from sdp_deepspeed.architectures import locate_branches, unit_costs
+from sdp_deepspeed.batch_norm import batches_of
 from sdp_deepspeed.checkpoint.hugging_face import load_pretrained
 from sdp_deepspeed.checkpoint.manager import CheckpointManager
 from sdp_deepspeed.checkpoint.random_state import unchanged_random_state
@@ -61,7 +62,7 @@ from sdp_deepspeed.masking.compiled import compile_in_place
 from sdp_deepspeed.masking.mask import Mask
 from sdp_deepspeed.masking.replaced import KnownParameters
 from sdp_deepspeed.masking.scale import output_scales
-from sdp_deepspeed.messages import listed, quoted
+from sdp_deepspeed.messages import quoted
 from sdp_deepspeed.parallel.agree import Meetings, check_agreement, gather_objects, run_on_all_ranks
 from sdp_deepspeed.parallel.groups import CONTROL, Groups
 from sdp_deepspeed.parallel.optimizer import ShardedOptimizer
@@ -527,17 +528,8 @@ class SubnetworkEngine(DeepSpeedEngine):
             log_dist(f"{KEY}: the model has no batch norms with running statistics", ranks=[0])
             return 0
 
-        def take() -> list[Any]:
-            own = list(itertools.islice(batches, num_batches))
-            if len(own) < num_batches or num_batches < 1:
-                raise ValueError(f"num_batches: got {num_batches}, but there are {len(own)}; give each rank as many")
-            return own
-
         with unchanged_random_state(), self.dense_view.resident("reestimate_batch_norm"):  # batches and models may draw
-            own = run_on_all_ranks(take, self._control)
-            numbers = gather_objects(num_batches, self._control)
-            if len(set(numbers)) > 1:
-                raise ValueError(f"num_batches: got {listed(numbers)} on ranks in their order; give all the same")
+            own = batches_of(batches, num_batches, self._control)
             found = run_on_all_ranks(lambda: estimate_statistics(self.module, own), self._control)
             write_statistics(found, self.seq_data_parallel_group)
         return len(norms)

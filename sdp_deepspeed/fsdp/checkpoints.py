@@ -176,7 +176,6 @@ class CheckpointManager:
 
     def _state(self, call: str) -> ShardedState:
         self._sharded.meetings.meet(call)
-        self._sharded.has_trained = self._sharded.has_trained and call != "load_checkpoint"
         self._sharded.average_statistics()
         return state_of(self._sharded, self._optimizer)
 

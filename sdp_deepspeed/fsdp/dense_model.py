@@ -19,7 +19,7 @@ from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.utils._pytree import tree_map_only
 
-from sdp_deepspeed.fsdp.parts import Part, bare_copy
+from sdp_deepspeed.fsdp.parts import Part, bare_copy, wrap_forward
 from sdp_deepspeed.fsdp.tensor_parallel import TensorParallel
 from sdp_deepspeed.masking import Mask
 from sdp_deepspeed.masking.scale import output_scales
@@ -45,7 +45,8 @@ class Segment(NamedTuple):
 
 
 class DenseModel:
-    """
+    """Runs and gathers the dense model of a sharded one.
+
     Args:
         mask: of the model; not applied yet.
         parts: of its parameters, by dense name.
@@ -88,7 +89,7 @@ class DenseModel:
         self._estimates = False  # statistics that are being estimated are not gathered
         self._of_layers, self._of_root = self._names_by_layer()
         for path in self._of_layers:
-            _wrap(self.module.get_submodule(path), partial(self._run_layer, path))
+            wrap_forward(self.module.get_submodule(path), partial(self._run_layer, path))
 
     def _copy(self, module: nn.Module, made: dict[int, nn.Module]) -> nn.Module:
         if id(module) not in made:
@@ -144,7 +145,7 @@ class DenseModel:
         for own, copied in self._pairs:
             if id(own) in found:
                 inputs = policy.param_dtype if policy.cast_forward_inputs else None
-                _wrap(copied, partial(_run_cast, inputs, policy.output_dtype))
+                wrap_forward(copied, partial(_run_cast, inputs, policy.output_dtype))
 
     # ---- forward passes -----------------------------------------------------------------------------------------
 
@@ -272,11 +273,6 @@ class DenseModel:
                     result[index].view(segment.source.shape).copy_(segment.source)
             all_gather(flat.view(-1), flat[group.position], group)
         return [result[index] for index in range(len(segments))]
-
-
-def _wrap(module: nn.Module, run: Callable[..., Any]) -> None:
-    """Have a module's forward be `run(its forward until now, ...)`."""
-    vars(module)["forward"] = partial(run, module.forward)
 
 
 def _run_cast(

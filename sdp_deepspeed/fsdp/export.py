@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import logging
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
@@ -13,6 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from sdp_deepspeed.batch_norm import batches_of
 from sdp_deepspeed.checkpoint.hugging_face import dense_state_dict
 from sdp_deepspeed.checkpoint.random_state import unchanged_random_state
 from sdp_deepspeed.config import KEY
@@ -20,8 +20,7 @@ from sdp_deepspeed.fsdp.checkpoints import state_of
 from sdp_deepspeed.fsdp.sharded_model import local_of, sharded_model_of
 from sdp_deepspeed.fsdp.wrappers import without_wrappers
 from sdp_deepspeed.masking.batch_norm import estimate_statistics, tracking_norms, write_statistics
-from sdp_deepspeed.messages import listed
-from sdp_deepspeed.parallel.agree import gather_objects, run_on_all_ranks
+from sdp_deepspeed.parallel.agree import run_on_all_ranks
 
 logger = logging.getLogger("sdp_deepspeed")
 
@@ -52,7 +51,7 @@ def full_state_dict(module: nn.Module) -> dict[str, torch.Tensor]:
         module: that `fully_shard` returned.
 
     Raises:
-        RuntimeError: on all ranks, when they do not call it together, or if rank 0 has no room.
+        RuntimeError: on all ranks, if rank 0 has no room; on those that wait, if a rank trains on instead.
     """
     sharded = sharded_model_of(module)
     sharded.begin_evaluation("full_state_dict")
@@ -108,17 +107,8 @@ def reestimate_batch_norm(module: nn.Module, batches: Iterable[Any], *, num_batc
             logger.info("%s: the model has no batch norms with running statistics", KEY)
         return 0
 
-    def take() -> list[Any]:
-        own = list(itertools.islice(batches, num_batches))
-        if len(own) < num_batches or num_batches < 1:
-            raise ValueError(f"num_batches: got {num_batches}, but there are {len(own)}; give each rank as many")
-        return own
-
     with unchanged_random_state():  # batches and models may draw
-        own = run_on_all_ranks(take, control)
-        numbers = gather_objects(num_batches, control)
-        if len(set(numbers)) > 1:
-            raise ValueError(f"num_batches: got {listed(numbers)} on ranks in their order; give all the same")
+        own = batches_of(batches, num_batches, control)
         was_training = module.training
         module.training = False
         sharded.begin_evaluation("reestimate_batch_norm")

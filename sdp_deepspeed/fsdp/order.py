@@ -1,7 +1,7 @@
 """All ranks issue the collectives of a step in one global order, whatever units each of them holds.
 
 FSDP2 gathers ahead in backward what it ran before: another unit on each rank. Two ranks that share two units could then
-issue two collectives in opposite orders and wait for each other for ever. So nothing is gathered ahead in backward
+issue two collectives in opposite orders and wait for each other forever. So nothing is gathered ahead in backward
 (forward overlaps all the same: the next gather is issued while the kernels of this unit run). Let units be numbered as
 they run, the parts of a branch with neurons one after the other.
 

@@ -1,7 +1,7 @@
-"""What FSDP2 shards: a parameter is whole there, so slices of one tensor that other ranks hold are other parameters.
+"""Parameters as FSDP2 shards them: whole ones, so slices of a tensor with different holders are separate parameters.
 
 With neurons and heads, layers of a branch are narrow (`masking`), and their weights have slices of several holder
-sets. Each set gets a module of its own with its part of all these weights, which FSDP2 shards over the holders:
+sets. Each set gets a module with its part of all these weights, which FSDP2 shards over the holders:
 
     model.layers.0.sdp_parts.mlp_3f2a91c0.gate_proj.weight
 
@@ -188,7 +188,7 @@ def split_branch(mask: Mask, branch: LocatedBranch, parts: Mapping[str, Sequence
             module.add(path.rpartition(".")[0], leaf)
             layer.get_submodule(PARTS)._modules[key] = module
     modules = dict(sorted(modules.items()))
-    _replace(mask.model.get_submodule(branch.bodies[0]), partial(_run_inside, list(modules.values())))
+    wrap_forward(mask.model.get_submodule(branch.bodies[0]), partial(_run_inside, list(modules.values())))
     return modules
 
 
@@ -210,8 +210,10 @@ def _split_layer(
     runs_in_parts = is_sum or (weight is not None and dim is not None and input_dim(layer) is not None)
     leaves = []
     for number in range(len(sets)):
-        leaf = bare_copy(layer) if runs_in_parts else nn.Module()
-        leaf._parameters = dict.fromkeys(layer._parameters) if runs_in_parts else {}
+        leaf = bare_copy(layer)  # also where it only has the parameters: whoever initializes them asks for the class
+        leaf._parameters = dict.fromkeys(layer._parameters)
+        if not runs_in_parts:
+            leaf._modules, leaf._buffers = {}, {}
         for name, own in parts.items():
             values = torch.cat([mask.view(piece) for piece in own[number].pieces], own[number].dim or 0)
             leaf._parameters[name] = nn.Parameter(values, requires_grad=mask.trainable[own[number].name])
@@ -219,16 +221,16 @@ def _split_layer(
         leaves.append(leaf)
     ranges = {name: _ranges(mask, own[0].name, sets) for name, own in parts.items()}
     if is_sum:
-        _replace(layer, partial(_add_experts, layer, leaves, bias))
+        wrap_forward(layer, partial(_add_experts, layer, leaves, bias))
     elif not runs_in_parts:
         cuts = {name: (ranges[name], own[0].dim or 0) for name, own in parts.items()}
-        _replace(layer, partial(_join_parameters, layer, leaves, cuts))
+        wrap_forward(layer, partial(_join_parameters, layer, leaves, cuts))
     else:
         assert weight is not None
         is_depthwise = sizes_of(layer, weight).get("groups", 1) > 1
         join = _add_outputs if dim == input_dim(layer) and not is_depthwise else _join_outputs
         along = Along(-max(1, weight.dim() - 1), ranges["weight"], is_depthwise)
-        _replace(layer, partial(join, layer, leaves, along))
+        wrap_forward(layer, partial(join, layer, leaves, along))
     for name in parts:
         parameter = layer._parameters.pop(name)
         assert parameter is not None
@@ -258,7 +260,7 @@ def bare_copy(module: nn.Module) -> Any:
 # ---- forward passes -------------------------------------------------------------------------------------------------
 
 
-def _replace(module: nn.Module, function: Callable[..., Any]) -> None:
+def wrap_forward(module: nn.Module, function: Callable[..., Any]) -> None:
     """Have a module's forward be `function(its forward until now, *args, **kwargs)`."""
     inner = module.forward
 

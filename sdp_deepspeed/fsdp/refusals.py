@@ -116,24 +116,6 @@ def check_not_wrapped_inside(plan: Plan, branches: Sequence[LocatedBranch], wrap
         )
 
 
-def check_cross_attention(plan: Plan, branches: Sequence[LocatedBranch]) -> None:
-    """Refuse subnetworks without any cross-attention: no gradient would come to their encoder, whose units others
-    average meanwhile.
-
-    Raises:
-        ValueError: by subnetwork.
-    """
-    cross = {p.parameter for b in branches if b.description.name == "cross_attention" for p in b.pieces}
-    units = [index for index, unit in enumerate(plan.units) if any(p.parameter in cross for p in unit.pieces)]
-    claimed = {piece.parameter for index in units for piece in plan.units[index].pieces}
-    without = set(range(plan.num_subnetworks)).difference(*[plan.holders[index] for index in units])
-    if cross and cross <= claimed and without:
-        raise ValueError(
-            f"fully_shard: subnetwork {min(without)} holds no cross-attention, so its encoder would get no gradient; "
-            'raise the coverage, or match one in `shared`, such as "cross_attention"'
-        )
-
-
 def _that_some_ranks_lack(plan: Plan) -> set[str]:
     lacking = (unit for index, unit in enumerate(plan.units) if plan.coverage_of(index) < 1)
     return {piece.parameter for unit in lacking for piece in unit.pieces}

@@ -31,7 +31,6 @@ from sdp_deepspeed.fsdp.parts import Holders, parts_of
 from sdp_deepspeed.fsdp.refusals import (
     check_buffers,
     check_call,
-    check_cross_attention,
     check_not_ignored,
     check_not_wrapped_inside,
     check_same_settings,
@@ -220,7 +219,6 @@ def _prepare(start: Start) -> None:
         plan = start.tensor_parallel.shards(column).local_plan(plan)
     start.mask = Mask(module, plan, start.mesh.get_local_rank(), branches=branches)
     start.units = list(units_of(start.mask))
-    check_cross_attention(start.plan, branches)
     check_not_wrapped_inside(start.plan, branches, start.wrapped)
     if dist.get_rank() == 0:
         for warning in warnings:
