@@ -214,6 +214,9 @@ def _split_layer(
         leaf._parameters = dict.fromkeys(layer._parameters)
         if not runs_in_parts:
             leaf._modules, leaf._buffers = {}, {}
+        for name in set(layer._parameters) - set(parts) if is_sum else ():
+            del leaf._parameters[name]
+            vars(leaf)[name] = torch.empty(0)  # the bias, which a forward pass puts here
         for name, own in parts.items():
             values = torch.cat([mask.view(piece) for piece in own[number].pieces], own[number].dim or 0)
             leaf._parameters[name] = nn.Parameter(values, requires_grad=mask.trainable[own[number].name])

@@ -113,9 +113,9 @@ def starts_without_storage(rank: Rank) -> None:
         assert all(value.isfinite().all() for value in found.values())
         stock = SPECIMENS["gpt2"].model(config).transformer.wte.weight.std()
         assert 0.8 * stock < found["transformer.wte.weight"].std() < 1.2 * stock
-    for name in ("llama_biases", "t5"):  # whose table of positions is a parameter that a layer joins
+    for stock in (SPECIMENS["llama_biases"].build(), mixture("gpt_oss")):  # whose attention joins its sinks
         with torch.device("meta"):
-            model = ALL_SPECIMENS[name].model(ALL_SPECIMENS[name].build().config)
+            model = type(stock)(stock.config)
         model = sharded(model, NEURON)
         assert all(parameter.is_meta for parameter in model.parameters())
         model.to_empty(device="cpu")
@@ -123,7 +123,7 @@ def starts_without_storage(rank: Rank) -> None:
             for parameter in model.parameters():
                 parameter.fill_(torch.nan)
         model.apply(model._init_weights)
-        assert all(parameter.to_local().isfinite().all() for parameter in model.parameters()), name
+        assert all(parameter.to_local().isfinite().all() for parameter in model.parameters())
 
 
 def mixed_precision(rank: Rank) -> None:
