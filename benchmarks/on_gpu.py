@@ -1,153 +1,323 @@
-"""What a machine with a GPU is asked, a section a call; one GPU is enough.
+"""What one GPU can show: correctness, memory and step time of one rank of eight, memory of process groups.
 
-    python benchmarks/on_gpu.py values --output benchmarks/results/gpu_values.json        # against the reference
-    python benchmarks/on_gpu.py streams --output benchmarks/results/gpu_streams.json      # lifetimes on real streams
-    python benchmarks/on_gpu.py bandwidth --output benchmarks/results/gpu_bandwidth.json  # NCCL by alignment
-    python benchmarks/on_gpu.py sizes --output benchmarks/results/gpu_sizes.json          # 134M to 1B, rank 3 of 8
+    python benchmarks/on_gpu.py values --output benchmarks/results/gpu_values.json  # tests marked gpu
+    python benchmarks/on_gpu.py sizes --output benchmarks/results/gpu_sizes.json    # 134M to 1B, rank 3 of 8
+    python benchmarks/on_gpu.py groups --output benchmarks/results/gpu_groups.json  # bytes of a process group of NCCL
 
-`values` and `streams` are tests marked gpu; --select and --minutes fit them into what time there is. `sizes` goes on
-where the file ends, so that the same call again does the rest. Under DS_ACCELERATOR=cpu each section does a little of
-it on the CPU.
+`values` runs several ranks on the one GPU over gloo, through host memory; --select and --minutes limit it. `sizes` runs
+a real rank beside a fake process group: shapes, memory and compute are those of rank 3 of 8, values and communication
+are not. It continues where the output file ends. With DS_ACCELERATOR=cpu each section does a little on the CPU.
 """
 
 from __future__ import annotations
 
 import argparse
+import gc
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
 import tempfile
+import time
 from collections import Counter
-from collections.abc import Callable
-from datetime import UTC, datetime, timedelta
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from functools import partial
 from pathlib import Path
+from statistics import median
 from typing import Any
 from xml.etree import ElementTree
 
 sys.path.insert(0, str(Path(__file__).parents[1]))  # the repository's root
-from benchmarks.common.device import device, device_name
-from benchmarks.common.models import LLAMAS
+import itertools
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.flop_counter import FlopCounterMode
+from transformers import LlamaConfig, LlamaForCausalLM
+
+import sdp_deepspeed
+from benchmarks.common.contestants import Contestant, train
+from benchmarks.common.device import backend, device, device_name, seconds, take_device
+from benchmarks.common.models import LLAMAS, Shape
 from benchmarks.common.provenance import write_result
+from sdp_deepspeed.config import MODES
+from sdp_deepspeed.fsdp import clip_grad_norm_, param_groups
 
 ROOT = Path(__file__).parents[1]
-_STREAMS = "tests/ranks/test_late_streams.py"
-WHERE = {"values": ("tests/ranks", f"--ignore={_STREAMS}"), "streams": (_STREAMS, "tests/unit")}  # tests marked gpu
-_FEW = {"values": ("tests/ranks/test_gpu.py",)}  # of them on the CPU
+TESTS = ("tests/ranks",)
+ON_THE_CPU = ("tests/ranks/test_gpu.py",)
 OUTCOMES = ("failure", "error", "skipped")  # as pytest's XML calls them; a test without one passed
+RANK, WORLD_SIZE = 3, 8
+BUCKET = 50_000_000  # elements; at its default of 5e8 stock ZeRO allocates a GB whatever the model
+CLIP = 1.0
+Step = Callable[[torch.Tensor], None]
 
 
-def run_tests(section: str, arguments: argparse.Namespace) -> dict[str, Any]:
+def run_tests(arguments: argparse.Namespace) -> dict[str, Any]:
     on_gpu = device().type == "cuda"
     with tempfile.TemporaryDirectory() as folder:
         report = Path(folder) / "report.xml"
         command = [sys.executable, "-m", "pytest", "-q", "-m", "gpu", f"--junitxml={report}", "-k", arguments.select]
         # A file's ranks stay together; several files share the GPU.
-        command += ["--gpu", "-n", str(arguments.processes), "--dist", "loadfile"] if on_gpu else []
-        command += WHERE[section] if on_gpu else _FEW.get(section, WHERE[section])
+        command += ["--gpu", "-n", str(arguments.processes), "--dist", "loadfile", *TESTS] if on_gpu else ON_THE_CPU
         signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background commands ignore it, and theirs
         process = subprocess.Popen(command, cwd=ROOT, env=os.environ | {"OMP_NUM_THREADS": "1"})
         try:
             is_complete = process.wait(60 * arguments.minutes) in (0, 1)
         except subprocess.TimeoutExpired:
             is_complete = False
-            _stop(process)
+            process.send_signal(signal.SIGINT)  # pytest reports what has run
+            try:
+                process.wait(60)
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait()
         tests = read_report(report)
-    return {"is_complete": is_complete, "tests": tests, "outcomes": Counter(test["outcome"] for test in tests)}
-
-
-def _stop(process: subprocess.Popen[bytes]) -> None:
-    """As by Ctrl-C, so that what has run is reported; what hangs even then is killed."""
-    process.send_signal(signal.SIGINT)
-    try:
-        process.wait(60)
-    except subprocess.TimeoutExpired:
-        process.kill()
-        process.wait()
+    return {"is_complete": is_complete, "outcomes": Counter(test["outcome"] for test in tests), "tests": tests}
 
 
 def read_report(path: Path) -> list[dict[str, Any]]:
-    """Name, seconds and outcome of each test, and why it failed or was skipped; none if pytest did not come so far."""
+    """Name, seconds and outcome of each test, and the error of one that failed; none if pytest did not come so far."""
     if not path.is_file():
         return []
     tests = []
     for case in ElementTree.parse(path).iter("testcase"):
-        found = [(child.tag, child.text or child.get("message")) for child in case if child.tag in OUTCOMES]
+        found = [
+            (child.tag, error_in(child.text or child.get("message") or "")) for child in case if child.tag in OUTCOMES
+        ]
         outcome, why = found[0] if found else ("passed", None)
         name = f"{case.get('classname')}::{case.get('name')}"
         tests.append({"name": name, "seconds": float(case.get("time", 0)), "outcome": outcome, "why": why})
     return tests
 
 
-def run_bandwidth(arguments: argparse.Namespace) -> dict[str, Any]:
-    from benchmarks.self_send import measure, why_not
+def error_in(text: str) -> str:
+    """The line that names the exception, a rank's own if there is one; a traceback has paths of the machine."""
+    lines = [line.removeprefix("E").strip() for line in text.splitlines()]
+    named = [line for line in lines if re.match(r"\w*(Error|Exception)\b(?!: rank)", line)]
+    return (named or lines)[-1][:200]
 
-    reason = why_not()
-    return measure(repeats=arguments.repeats) if reason is None else {"results": [], "not_measured": reason}
+
+def llama(shape: Shape, dtype: torch.dtype) -> Any:
+    torch.manual_seed(0)
+    with device():
+        return LlamaForCausalLM(LlamaConfig(**shape | {"use_cache": False})).to(dtype)
+
+
+def of_pytorch(model: Any, wrapped: nn.Module, optimizer: torch.optim.Optimizer, *, autocasts: bool) -> Step:
+    """Weights in fp32, compute in bf16."""
+
+    def step(tokens: torch.Tensor) -> None:
+        with torch.autocast(device().type, torch.bfloat16) if autocasts else nullcontext():
+            loss = wrapped(input_ids=tokens, labels=tokens).loss
+        loss.backward()
+        if wrapped is model and not autocasts:
+            clip_grad_norm_(model, CLIP)
+        else:
+            nn.utils.clip_grad_norm_(model.parameters(), CLIP)
+        optimizer.step()
+        optimizer.zero_grad()
+
+    return step
+
+
+def adamw(parameters: Any) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(parameters, lr=1e-4, fused=True)
+
+
+def averaged(bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+    """What DDP does by itself; but it takes the result from the collective's future, and a fake one's is empty."""
+    future: Any = torch.futures.Future(devices=[device()] if device().type == "cuda" else None)
+    buffer = bucket.buffer().div_(dist.get_world_size())
+    dist.all_reduce(buffer, async_op=True).wait()
+    future.set_result(buffer)
+    result: torch.futures.Future[torch.Tensor] = future
+    return result
+
+
+@contextmanager
+def ddp(shape: Shape) -> Iterator[tuple[Any, Step]]:
+    model = llama(shape, torch.float32)
+    wrapped = DistributedDataParallel(model)
+    wrapped.register_comm_hook(None, lambda state, bucket: averaged(bucket))  # it reads annotations, which are text
+    yield model, of_pytorch(model, wrapped, adamw(model.parameters()), autocasts=True)
+
+
+def under_fsdp2(block: dict[str, Any] | None) -> Any:
+    """Plain FSDP2 without a block."""
+
+    @contextmanager
+    def build(shape: Shape) -> Iterator[tuple[Any, Step]]:
+        model = llama(shape, torch.float32)
+        mesh = init_device_mesh(device().type, (dist.get_world_size(),))
+        policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+        if block is None:
+            for part in [*model.model.layers, model]:
+                fully_shard(part, mesh=mesh, mp_policy=policy)
+            optimizer = adamw(model.parameters())
+        else:
+            sdp_deepspeed.fully_shard(model, mesh, block, mp_policy=policy)
+            optimizer = adamw(param_groups(model))
+        yield model, of_pytorch(model, model, optimizer, autocasts=False)
+
+    return build
+
+
+def under_deepspeed(contestant: Contestant) -> Any:
+    """bf16 weights, fp32 masters."""
+
+    @contextmanager
+    def build(shape: Shape) -> Iterator[tuple[Any, Step]]:
+        import deepspeed
+
+        config = contestant.config("bf16", bucket=BUCKET, fused=True) | {"gradient_clipping": CLIP}
+        model = llama(shape, torch.bfloat16)
+        engine, *_ = deepspeed.initialize(model=model, model_parameters=list(model.parameters()), config=config)
+
+        def step(tokens: torch.Tensor) -> None:
+            train(engine, tokens)
+
+        try:
+            yield model, step
+        finally:
+            engine.destroy()
+
+    return build
+
+
+BUILDS: dict[str, Any] = {
+    "DDP": ddp,
+    "ZeRO-1": under_deepspeed(Contestant(1)),
+    "FSDP2": under_fsdp2(None),
+    "SDP + ZeRO-1, forward x block, C=1": under_deepspeed(Contestant(1, MODES[0], 1.0)),
+    **{f"SDP + ZeRO-1, {mode}, C=0.5": under_deepspeed(Contestant(1, mode, 0.5)) for mode in MODES},
+    **{
+        f"SDP + FSDP2, forward x {strategy}, C=0.5": under_fsdp2({"strategy": strategy, "coverage": 0.5})
+        for strategy in ("block", "neuron")
+    },
+}
+
+
+def measure(build: Any, shape: Shape, rows: int, sequence: int, *, checkpointing: bool, repeats: int) -> dict[str, Any]:
+    """Seconds of steps, bytes of live tensors before a step and at most in it, FLOPs of matrix products."""
+    on_gpu = device().type == "cuda"
+    tokens = torch.randint(0, shape["vocab_size"], (rows, sequence), device=device())
+    with build(shape) as (model, step):
+        if checkpointing:
+            model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+        for _ in range(2):  # what is made once is there
+            step(tokens)
+        figures: dict[str, Any] = {}
+        if on_gpu:
+            torch.cuda.reset_peak_memory_stats()
+            figures["state"] = torch.cuda.memory_allocated()
+        times = []
+        for _ in range(repeats):
+            begin = seconds()
+            step(tokens)
+            times.append(seconds() - begin)
+        if on_gpu:
+            figures["peak"] = torch.cuda.max_memory_allocated()
+        figures |= {"seconds": times, "median": median(times), "flops": flops_of(partial(step, tokens))}
+    return figures
+
+
+def flops_of(run: Callable[[], None]) -> int | None:
+    """None where torch (2.11) has no formula for heads that share keys."""
+    try:
+        with FlopCounterMode(display=False) as counter:
+            run()
+    except AssertionError:
+        return None
+    return int(counter.get_total_flops())
+
+
+def collect() -> None:
+    gc.collect()
+    if device().type == "cuda":
+        torch.cuda.empty_cache()
 
 
 def run_sizes(arguments: argparse.Namespace, write: Callable[[dict[str, Any]], None]) -> dict[str, Any]:
-    """Cells that the output lacks, until time is over; the file has each as soon as it is there."""
+    """Cells that the output lacks, until the time is over; each is written as soon as it is measured."""
     from benchmarks.common.fake_world import fake_world
-    from benchmarks.sizes.cells import RANK, WORLD_SIZE, cells, is_done, measure, shape_of
 
     on_gpu, path = device().type == "cuda", Path(arguments.output)
-    sequence = {} if on_gpu else {"sequence": 16}
-    options = {"rows": arguments.rows, "sequence": arguments.sequence} | sequence
-    results: list[dict[str, Any]] = []
-    if path.exists():
-        kept = json.loads(path.read_text(encoding="utf-8"))
-        if kept["what"] != "gpu_sizes":
-            raise ValueError(f"--output {path} has figures of {kept['what']}; name another file")
-        results = kept["results"]
-    chosen = list(cells(arguments.sizes if on_gpu else ["tiny"], arguments.select, **options))
-    todo = [cell for cell in chosen if not is_done(cell, results)]
-    end = datetime.now(tz=UTC) + timedelta(minutes=arguments.minutes)
+    results = json.loads(path.read_text(encoding="utf-8"))["results"] if path.exists() else []
+    rows, sequence, repeats = (arguments.rows, arguments.sequence, arguments.repeats) if on_gpu else (1, 16, 1)
+    sizes = arguments.sizes if on_gpu else ["tiny"]
+    cells: list[dict[str, Any]] = [
+        {"size": s, "name": n, "checkpointing": c, "rows": rows, "sequence": sequence, "device": device_name()}
+        for s in sizes
+        for c in (False, True)
+        for n in BUILDS
+        if re.search(arguments.select, f"{s}, {n}{', checkpointing' * c}")
+    ]
+    todo = [cell for cell in cells if not any(cell.items() <= result.items() for result in results)]
+    end = time.monotonic() + 60 * arguments.minutes
     with fake_world(RANK, WORLD_SIZE):
-        while todo and datetime.now(tz=UTC) < end:
+        while todo and time.monotonic() < end:
             cell = todo.pop(0)
-            results.append(measure(cell, shape_of(cell.size), repeats=arguments.repeats if on_gpu else 1))
+            build, shape = BUILDS[cell["name"]], LLAMAS[cell["size"]]
+            try:
+                figures = measure(build, shape, rows, sequence, checkpointing=cell["checkpointing"], repeats=repeats)
+            except torch.OutOfMemoryError as error:
+                figures = {"not_measured": str(error).partition("\n")[0]}
+            collect()
+            results.append(cell | figures)
             write({"results": results})
-            print(f"{cell.name}: {results[-1]['took_seconds']:.0f} s; {len(todo)} to do", flush=True)
+            print(cell["size"], cell["name"], "checkpointing" * cell["checkpointing"], figures, flush=True)
     return {"is_complete": not todo, "results": results}
 
 
-def main() -> int:
+def run_groups(arguments: argparse.Namespace) -> dict[str, Any]:
+    """Bytes that the device loses to each further process group of this rank alone, once it has been used."""
+    os.environ |= {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "localhost", "MASTER_PORT": "0"}
+    take_device()
+    on_gpu = device().type == "cuda"
+    dist.init_process_group(backend() or "nccl", store=dist.HashStore(), rank=0, world_size=1)
+    tensor = torch.ones(1 << 20, device=device())
+    free = []
+    for _ in range(9):
+        dist.all_reduce(tensor, group=dist.new_group([0]))
+        seconds()
+        free.append(torch.cuda.mem_get_info()[0] if on_gpu else 0)
+    dist.destroy_process_group()
+    return {"bytes_of_each": [before - after for before, after in itertools.pairwise(free)]}
+
+
+def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("section", choices=[*WHERE, "bandwidth", "sizes"])
+    parser.add_argument("section", choices=["values", "sizes", "groups"])
     parser.add_argument("--output", required=True, help="where the raw figures go, as JSON")
     parser.add_argument("--processes", type=int, default=4, help="of pytest")
-    parser.add_argument("--minutes", type=float, default=9.0, help="after which tests are stopped, no cell begins")
+    parser.add_argument("--minutes", type=float, default=9.0, help="after which tests are stopped and no cell begins")
     parser.add_argument("--repeats", type=int, default=5)
-    parser.add_argument("--sequence", type=int, default=2048, help="tokens of a step")
+    parser.add_argument("--sequence", type=int, default=2048, help="sizes: tokens of a row")
     parser.add_argument("--rows", type=int, default=4, help="sizes: of a micro-batch")
     parser.add_argument("--sizes", nargs="+", choices=list(LLAMAS), default=["134M", "500M", "1B"])
-    parser.add_argument("--select", default="", help="which tests, as pytest's -k; which cells of sizes, as a pattern")
+    parser.add_argument("--select", default="", help="which tests, as pytest's -k; which cells, a regular expression")
     arguments = parser.parse_args()
     facts = {"what": f"gpu_{arguments.section}", "device": device_name(), "arguments": vars(arguments)}
 
     def write(result: dict[str, Any]) -> None:
         write_result(arguments.output, facts | result)
 
-    if arguments.section in WHERE:
-        result = run_tests(arguments.section, arguments)
-    elif arguments.section == "sizes":
-        try:
-            result = run_sizes(arguments, write)
-        except ValueError as error:
-            sys.exit(f"error: {error}")
-    else:
-        result = run_bandwidth(arguments)
-    write(result)
-    outcomes = result.get("outcomes", {"passed": 1})
-    if "not_measured" in result:
-        print(result["not_measured"])
-    if not result.get("is_complete", True):
-        print("not all of it has run")
-        return 1
-    return int(not outcomes.get("passed") or any(outcomes.get(name) for name in ("failure", "error")))
+    match arguments.section:
+        case "values":
+            write(run_tests(arguments))
+        case "sizes":
+            write(run_sizes(arguments, write))
+        case "groups":
+            write(run_groups(arguments))
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

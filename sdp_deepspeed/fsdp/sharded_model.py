@@ -155,5 +155,5 @@ def sharded_model_of(module: nn.Module) -> ShardedModel:
 
 def device_type() -> str:
     """Of a mesh that nobody gave: the accelerator's, unless there is none or all groups are gloo's."""
-    accelerator = torch.accelerator.current_accelerator()
+    accelerator = torch.accelerator.current_accelerator(check_available=True)
     return "cpu" if accelerator is None or dist.get_backend() == "gloo" else accelerator.type

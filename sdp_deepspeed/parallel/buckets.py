@@ -257,7 +257,7 @@ class Bucket:
 
     Attributes:
         weights: flat [size] in the weights' dtype.
-        gradients: flat [size] in the dtype in which gradients are summed.
+        gradients: flat [size] in the dtype in which gradients are summed; None while there are none.
         weight_slots, gradient_slots: of each slice its view into these, in the slice's shape.
         parameters: what the optimizer steps: the shard, or for an optimizer of whole tensors its tensors.
         places: of each slice its tensor and its index among the slices of that which are held.
@@ -274,6 +274,8 @@ class Bucket:
         self.places: list[tuple[str, int]] = []
         self.waits_for = set(self.names)
         self.filled = [False] * len(layout.slices)
+        self.gradients: torch.Tensor | None = None
+        self.gradient_slots: list[torch.Tensor] = []
         self.shard: nn.Parameter | None = None
         self.parameters: list[nn.Parameter] = []
         self.gradient: torch.Tensor | None = None
@@ -286,6 +288,9 @@ class Bucket:
     def place_gradients(self, buffer: torch.Tensor) -> None:
         self.gradients = buffer[: self.layout.size]
         self.gradient_slots = self._slots(buffer)
+
+    def drop_gradients(self) -> None:
+        self.gradients, self.gradient_slots = None, []
 
     def _slots(self, flat: torch.Tensor) -> list[torch.Tensor]:
         return [flat[s.start : s.start + s.num_elements].view(s.shape) for s in self.layout.slices]

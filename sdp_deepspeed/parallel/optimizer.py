@@ -218,14 +218,15 @@ class ShardedOptimizer:
                     self._parameters[part.piece.parameter].data = slot
             if bucket.group is not None:
                 bucket.make_shard(offload=self._offload, pin_memory=self._pin_memory)
-                dtype = self._dtype_of(bucket)
-                bucket.place_gradients(self._zeros(dtype, layout.size) if keeps else pools[dtype])
+                if not keeps:
+                    bucket.place_gradients(pools[self._dtype_of(bucket)])
 
     def _zeros(self, dtype: torch.dtype, size: int) -> torch.Tensor:
         return torch.zeros(size, dtype=dtype, device=self._device)
 
     def _keeps_gradients(self, bucket: Bucket) -> bool:
-        """Whether the bucket has a gradient buffer of its own."""
+        """Whether the bucket has a gradient buffer of its own, from its first gradient to the end of the step. So what
+        backward has yet to reach takes no memory, while activations take most."""
         return self._takes_gradients_early(bucket) or self.stage == 0
 
     def _dtype_of(self, bucket: Bucket) -> torch.dtype:
@@ -309,8 +310,11 @@ class ShardedOptimizer:
         parameter = self._parameters[name]
         for index, number in self._slots_of[name]:
             bucket = self.held[index]
+            if not self._takes_gradients_early(bucket):
+                return
+            self._make_room(bucket)
             slot = bucket.gradient_slots[number]
-            if not self._takes_gradients_early(bucket) or parameter.grad.data_ptr() == slot.data_ptr():
+            if parameter.grad.data_ptr() == slot.data_ptr():
                 return
             if slot.dtype == parameter.grad.dtype:
                 slot.copy_(parameter.grad)
@@ -323,6 +327,12 @@ class ShardedOptimizer:
                 slot.copy_(gradient)
                 bucket.filled[number] = True
         parameter.grad = None
+
+    def _make_room(self, bucket: Bucket) -> None:
+        """For its gradients, if there is none yet."""
+        if bucket.gradients is None:
+            size, dtype = bucket.layout.size, self._dtype_of(bucket)
+            bucket.place_gradients(torch.empty(size, dtype=dtype, device=self._device))
 
     @torch.no_grad()
     def finish_backward(self) -> None:
@@ -392,6 +402,7 @@ class ShardedOptimizer:
         Args:
             views: of gradients, for the other buckets that are packed now.
         """
+        self._make_room(bucket)
         sources, targets, empty = [], [], []
         for (name, place), slot, is_filled in zip(bucket.places, bucket.gradient_slots, bucket.filled, strict=True):
             gradient = self._parameters[name].grad
@@ -412,6 +423,7 @@ class ShardedOptimizer:
             torch._foreach_copy_(targets, sources)
         if empty:
             torch._foreach_zero_(empty)
+        assert bucket.gradients is not None
         bucket.gradients[bucket.layout.num_elements :].zero_()
         if not (self.stage < 2 and bucket.layout.is_whole):
             for name in bucket.names:
@@ -421,6 +433,7 @@ class ShardedOptimizer:
     def _average(self, bucket: Bucket) -> None:
         """The mean of the gradients over the holders: their sum, divided by their number."""
         assert bucket.group is not None
+        assert bucket.gradients is not None
         assert bucket.shard is not None
         flat, num_holders, dtype = bucket.gradients, bucket.group.size, bucket.shard.dtype
         wire = self._wire_dtype or flat.dtype
@@ -467,6 +480,8 @@ class ShardedOptimizer:
         for bucket in self.held:
             bucket.gradient = None
             bucket.set_gradients(None)
+            if self._keeps_gradients(bucket):
+                bucket.drop_gradients()
         self._num_reduced_passes = 0
         self._restart()
 
@@ -551,7 +566,8 @@ class ShardedOptimizer:
     def gradient_tensors(self) -> list[torch.Tensor]:
         """Gradients besides those in `.grad`: averages, and the buffers in which they are summed."""
         averages = [bucket.gradient for bucket in self.held if bucket.gradient is not None]
-        return averages + [bucket.gradients for bucket in self.held if self._keeps_gradients(bucket)]
+        buffers = [bucket.gradients for bucket in self.held if self._keeps_gradients(bucket)]
+        return averages + [buffer for buffer in buffers if buffer is not None]
 
     def close(self) -> None:
         """Remove the hooks; the module's tensors and the optimizer's shards stay as they are."""

@@ -377,9 +377,10 @@ def norm_tolerance(case: Case, step: int) -> float:
 def is_exact(case: Case) -> bool:
     """In 16 bits, whether gradients are the reference's bit for bit while weights are: a worker that has a block has
     all of it, lacking ones add exact zeros, and sums are in fp32. A wire of 16 bits (DeepSpeed's default) rounds a
-    sum of micro-batches, which stage 2 sends one by one."""
+    sum of micro-batches, which stage 2 sends one by one; and where the collective adds up, the sum over the holders."""
     sums_in_fp32 = case.precision in ("bf16+fp32", "autocast") and case.tensor_parallel == 1
-    sums_in_fp32 = sums_in_fp32 and case.checkpointing != "reentrant"  # which adds up those of two halves
+    is_sent_exactly = case.precision == "autocast" or case.wire == "fp32" or dist.get_backend() == "gloo"
+    sums_in_fp32 = sums_in_fp32 and is_sent_exactly and case.checkpointing != "reentrant"  # it adds up two halves
     is_sent_rounded = case.precision == "bf16+fp32" and case.wire != "fp32" and case.accumulation > 1 and case.stage < 2
     return sums_in_fp32 and not is_sent_rounded and case.regime == "forward" and case.strategy == "block"
 

@@ -235,6 +235,7 @@ def _rank_main(rank: int, size: int, folder: str, checks: Sequence[Named], repor
 
     staged_gloo.register()
     torch.set_num_threads(1)
+    torch.backends.cudnn.allow_tf32 = False  # fp32 means fp32 on a GPU too
     torch.seed()  # else ranks would agree on what nobody seeded, and a test would not see that nobody did
     numpy.random.seed()
     gc.freeze()  # what imports made stays

@@ -75,10 +75,11 @@ def check_against_reference(
         The sharded model.
     """
     dense = deepcopy(model)
-    initial = {name: value.clone() for name, value in dense.state_dict().items()}
     mesh = parallelize(model) if parallelize is not None else None
     model = sdp_deepspeed.fully_shard(model, mesh, block, **options)
     prepare(model)
+    dense.to(sharded_model_of(model).device)
+    initial = {name: value.clone() for name, value in dense.state_dict().items()}
     size, place = sharded_model_of(model).mesh.size(), sharded_model_of(model).rank
     plan = sharded_model_of(model).plan
     own_optimizer = optimizer_of(model, optimizer)
@@ -127,7 +128,7 @@ def compare_evaluation(model: Any, dense: nn.Module, batch: torch.Tensor) -> Non
 @torch.no_grad()
 def evaluated(model: Any, batch: torch.Tensor) -> torch.Tensor:
     """Logits in evaluation mode; training mode after it."""
-    logits: torch.Tensor = model.eval()(**inputs_of(model, batch)).logits
+    logits: torch.Tensor = model.eval()(**inputs_of(model, batch.to(model.device))).logits
     model.train()
     return logits
 
@@ -140,7 +141,7 @@ def compare_state(state: Mapping[str, torch.Tensor], dense: nn.Module, initial: 
     assert list(state) == list(initial)
     for name, expected in dense.named_parameters():
         moved, size = (expected - initial[name]).norm(), expected.norm()
-        difference = (state[name] - expected).norm()
+        difference = (state[name].to(expected.device) - expected).norm()
         assert difference <= DRIFT * moved + NUM_STEPS * 2.0**-24 * size, (name, difference, moved)
 
 

@@ -21,6 +21,7 @@ COLLECTIVES = (
     *("allreduce", "allreduce_coalesced", "broadcast", "reduce", "gather", "scatter", "recv", "recv_anysource"),
     *("allgather", "_allgather_base", "reduce_scatter", "_reduce_scatter_base", "alltoall", "alltoall_base"),
 )
+LATE = ("allreduce", "_allgather_base", "_reduce_scatter_base", "alltoall_base")
 # Torch 2.13's names of a group's methods for those of gloo.
 NEW_NAMES = {
     "_allgather_base": "all_gather_single",
@@ -95,7 +96,7 @@ class StagedGloo(dist.ProcessGroup):
     """A group over gloo whose tensors may be anywhere.
 
     Attributes:
-        is_late: whether all-to-alls are `Late`, on all groups of the process.
+        is_late: whether the collectives of LATE are `Late`, on all groups of the process.
         is_waited_for: `Late`'s.
     """
 
@@ -114,6 +115,14 @@ class StagedGloo(dist.ProcessGroup):
         """The base class looks for it in a backend of its own."""
         return str(dist.distributed_c10d._get_process_group_name(self))
 
+    @property
+    def _device_types(self) -> list[torch.device]:
+        return [torch.device("cpu")]
+
+    def _get_backend(self, device: torch.device) -> Any:
+        """Gloo's group, with the options of the run."""
+        return self._gloo
+
     def barrier(self, *arguments: Any, **options: Any) -> Any:
         return self._gloo.barrier(*arguments, **options)
 
@@ -123,7 +132,7 @@ class StagedGloo(dist.ProcessGroup):
 
 def _staged(name: str) -> Callable[..., Any]:
     def call(self: StagedGloo, results: Any, *arguments: Any, **options: Any) -> Staged | Late:
-        if self.is_late and name == "alltoall_base":
+        if self.is_late and name in LATE:
             return Late(getattr(self._gloo, name), results, arguments, is_waited_for=self.is_waited_for)
         copies, others = tree_map_only(torch.Tensor, _on_host, (results, arguments))
         work = getattr(self._gloo, name)(copies, *others, **options)

@@ -61,4 +61,5 @@ def test_values_are_wrong_where_nothing_is_waited_for(place: Place, request: pyt
     if not request.config.getoption("--gpu"):
         pytest.skip("needs a GPU: --gpu")
     check = WithLateStreams(Case(4, 2, stage=1, buckets="many"), is_waited_for=False)
-    assert "AssertionError" in str(run_ranks(4, [("without", check)], place=place)["without"])
+    outcome = str(run_ranks(4, [("without", check)], place=place)["without"])
+    assert "AssertionError" in outcome or "training has diverged" in outcome

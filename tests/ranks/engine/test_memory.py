@@ -135,7 +135,7 @@ class Allowance:
         masters = sum(bucket.shard.nbytes for bucket in sharded.held if not bucket.steps_in_place)
         assert masters <= 4 * self._stepped + self.slack
         assert masters >= 4 * self._stepped * (self._dtype != torch.float32)
-        buffers = [bucket.gradients for bucket in sharded.held]
+        buffers = [bucket.gradients for bucket in sharded.held if bucket.gradients is not None]
         buffers += [bucket.weights for bucket in sharded.buckets if not bucket.layout.is_whole]
         num_bytes = storage_bytes([*buffers, *sharded._scratch.values()])
         assert num_bytes <= self._most_buffers + self.slack

@@ -154,6 +154,7 @@ def resident_and_frozen(rank: Rank) -> None:
     for name, parameter in dense.named_parameters():
         parameter.requires_grad_("mlp.c_fc" not in name)
     model = sharded(deepcopy(dense), NEURON, reshard_after_forward=False)
+    dense.to(sharded_model_of(model).device)
     own = optimizer_of(model)
     for step in itertools.islice(batches(rank.size, 1), 2):
         compare_evaluation(model, dense, step[rank.rank][0])
@@ -162,7 +163,7 @@ def resident_and_frozen(rank: Rank) -> None:
         own.zero_grad()
         state = gathered_state(model)
         frozen = {name: value for name, value in dense.named_parameters() if not value.requires_grad}
-        assert all(torch.equal(state[name], value) for name, value in frozen.items())
+        assert all(torch.equal(state[name], value.cpu()) for name, value in frozen.items())
         dense.load_state_dict(state)
     compare_evaluation(model, dense, step[rank.rank][0])
 
@@ -207,6 +208,7 @@ def _cases(size: int, config: pytest.Config) -> list[tuple[str, Check]]:
     ]
 
 
+@pytest.mark.gpu
 @pytest.mark.checks((2, 3, 4), _cases, slow=["4-frozen", "3-resnet", "2-llama", "3-gpt2", "4-order"])
 def test_on_ranks(outcome: str | None) -> None:
     assert outcome is None, outcome
