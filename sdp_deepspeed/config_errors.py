@@ -30,8 +30,7 @@ def explain(error: ValidationError, block: Mapping[str, Any], root: str, models:
         error: of the block's model.
         block: as it was given.
         root: the block's own key.
-        models: the block's model at "", and those of what lies inside, by key; a field's description is what was
-            expected.
+        models: the block's model at "", and those of what lies inside, by key; a field's title is what was expected.
     """
     problems: dict[str, str] = {}
     for item in error.errors(include_url=False, include_context=False):
@@ -71,6 +70,6 @@ def _explain_one(
     value: Any = reduce(getitem, keys, block)  # type: ignore[arg-type]  # lists have whole numbers for keys
     if value == "auto":
         where = "is only possible for subnetworks, assignment and total_steps"
-        return f'{path}: "auto" {where}; expected {fields[name].description}'
+        return f'{path}: "auto" {where}; expected {fields[name].title}'
     detail = f" ({message})" if kind == "value_error" and name == "shared" else ""
-    return f"{path}: got {value!r}, expected {fields[name].description}{detail}"
+    return f"{path}: got {value!r}, expected {fields[name].title}{detail}"

@@ -23,14 +23,27 @@ _EITHER = ("coverage", "holders")  # one says what the other would
 _ZERO = "zero_optimization"
 
 
-class _Ends(BaseModel):
-    """What a phase says beside keys of the block. A field's description is what its error message says was expected."""
+class PhaseEnd(BaseModel):
+    """Keys of a phase beside those of the block. A field's title is what its error message expects."""
 
     model_config = ConfigDict(extra="allow", frozen=True, strict=True)
 
-    until_step: int | None = Field(default=None, ge=1, description="the number of the phase's last step, at least 1")
-    until: float | None = Field(default=None, gt=0, lt=1, description="a share of all steps, above 0 and below 1")
-    stage: Literal[0, 1, 2] | None = Field(default=None, description="one of ZeRO's stages 0, 1 and 2")
+    until_step: int | None = Field(
+        default=None,
+        ge=1,
+        title="the number of the phase's last step, at least 1",
+        description="Number of the last step of the phase.",
+    )
+    until: float | None = Field(
+        default=None,
+        gt=0,
+        lt=1,
+        title="a share of all steps, above 0 and below 1",
+        description="The same as a share of `total_steps`.",
+    )
+    stage: Literal[0, 1, 2] | None = Field(
+        default=None, title="one of ZeRO's stages 0, 1 and 2", description="ZeRO stage of the phase."
+    )
 
 
 @dataclass(frozen=True)
@@ -177,7 +190,7 @@ def _without_schedule(block: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _phase(given: Mapping[str, Any], first: int, last: int | None) -> Phase:
-    block = {name: value for name, value in given.items() if name not in _Ends.model_fields}
+    block = {name: value for name, value in given.items() if name not in PhaseEnd.model_fields}
     return Phase(first, last, block, given.get("stage"))
 
 
@@ -185,9 +198,9 @@ def _problems(phases: Sequence[Mapping[str, Any]], path: str) -> Iterator[str]:
     for index, phase in enumerate(phases):
         where = f"{path}[{index}]"
         try:
-            ends = _Ends.model_validate(dict(phase))
+            ends = PhaseEnd.model_validate(dict(phase))
         except ValidationError as error:
-            yield explain(error, phase, where, {"": _Ends})
+            yield explain(error, phase, where, {"": PhaseEnd})
             continue
         fixed = [name for name in (*FIXED, *OF_SCHEDULE) if name in phase]
         if fixed:

@@ -115,7 +115,7 @@ class SubnetworkEngine(DeepSpeedEngine):
 
         def prepare() -> nn.Module:
             self._frozen_before = _make_whole(model)
-            refuse_config(self.block, options["config"], options["config_class"])
+            refuse_config(options["config"], options["config_class"])
             refuse_model(model)
             if options.get("mesh_device") is not None:
                 raise ValueError(f"{KEY}: mesh_param asks for sequence parallelism, which is not possible; remove it")

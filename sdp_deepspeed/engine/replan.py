@@ -81,7 +81,8 @@ def replan(engine: Any, config: Mapping[str, Any], stage: int | None) -> Replann
     def check() -> SubnetworkConfig:
         _refuse_run(engine)
         engine.refuse_stage(after)
-        refuse_config(found := _block_of(config), config, engine._config)
+        found = _block_of(config)
+        refuse_config(config, engine._config)
         return found
 
     block = run_on_all_ranks(check, control)
@@ -140,7 +141,7 @@ def try_schedule(engine: Any) -> None:
         with _named(schedule.path_of(phase)):
             config = schedule.config_after(steps)
             block = _block_of(config)
-            run_on_all_ranks(lambda: refuse_config(block, config, engine._config), engine._control)  # noqa: B023
+            run_on_all_ranks(lambda: refuse_config(config, engine._config), engine._control)  # noqa: B023
             engine.refuse_stage(_stage_of(engine, phase))
             engine.plan_and_mask(block, tells=False)
 

@@ -23,22 +23,32 @@ _STEPS = 8  # of a profile: each number of holders has holder sets of its own
 
 
 class _Rule(BaseModel, ABC, Generic[Number]):
-    """A rule; a field's description is what its error message says was expected.
-
-    Args:
-        units: regular expression of unit names (Python's re.search); all units if it is left out.
-        profile: "linear": from `first`, of the first layer of the model, to `last`, of the last one.
-        first, last: both ends of a profile.
-        whole_ends: so many layers at either end of the model stay whole, whatever the numbers say.
-    """
+    """A rule. A field's title is what its error message expects; its description is for the docs."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
 
-    units: str = Field(default="", description="a regular expression of unit names (Python's re)")
-    profile: Literal["linear"] | None = Field(default=None, description='"linear"')
-    first: Number | None = Field(default=None, description="a number as of all units, of the first layer")
-    last: Number | None = Field(default=None, description="a number as of all units, of the last layer")
-    whole_ends: int = Field(default=0, ge=0, description="a whole number of layers")
+    units: str = Field(
+        default="",
+        title="a regular expression of unit names (Python's re)",
+        description="Regular expression of unit names (`re.search`). By default all units.",
+    )
+    profile: Literal["linear"] | None = Field(
+        default=None,
+        title='"linear"',
+        description="In place of one number: `linear` goes from `first` to `last` over the depth of the model.",
+    )
+    first: Number | None = Field(
+        default=None, title="a number as in `coverage` or `holders`", description="Value of the first layer."
+    )
+    last: Number | None = Field(
+        default=None, title="a number as in `coverage` or `holders`", description="Value of the last layer."
+    )
+    whole_ends: int = Field(
+        default=0,
+        ge=0,
+        title="a whole number of layers",
+        description="Every rank holds this many layers at each end of the model.",
+    )
 
     @property
     @abstractmethod
@@ -73,7 +83,9 @@ class _Rule(BaseModel, ABC, Generic[Number]):
 class CoverageRule(_Rule[Share]):
     """Of a list in `coverage`."""
 
-    coverage: Share | None = Field(default=None, description="a number above 0 and at most 1")
+    coverage: Share | None = Field(
+        default=None, title="a number above 0 and at most 1", description="Coverage of the units that match."
+    )
 
     @property
     def flat(self) -> float | None:
@@ -83,7 +95,9 @@ class CoverageRule(_Rule[Share]):
 class HoldersRule(_Rule[Count]):
     """Of a list in `holders`."""
 
-    holders: Count | None = Field(default=None, description="a whole number of at least 1")
+    holders: Count | None = Field(
+        default=None, title="a whole number of at least 1", description="Number of holders of the units that match."
+    )
 
     @property
     def flat(self) -> int | None:
