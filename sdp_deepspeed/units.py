@@ -1,7 +1,7 @@
-"""Units and pieces: what a worker holds or lacks as a whole (plan/README.md says which units there are).
+"""Units and pieces: the smallest parts of a model that a rank holds or lacks as a whole.
 
-Pure data, keyed by the dense model's names and coordinates, so that exchange, optimizer, norm,
-dense view and export never ask which strategy made a unit.
+Pure data in the names and coordinates of the dense model, so that optimizer, norm, dense view and export do not depend
+on the strategy that made a unit.
 """
 
 from __future__ import annotations

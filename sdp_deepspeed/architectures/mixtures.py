@@ -1,7 +1,12 @@
-"""The mixtures of experts of Transformers (read in 5.23.0), by the qualified name of their layer class.
+"""Mixtures of experts of Transformers 5.23.0, by the qualified name of their layer class.
 
 Transformers stores all experts of a layer in two tensors, [expert, out, in]. Some layers of a model may have an MLP
-instead. README.md says what a unit is there, and why.
+instead.
+
+A block unit is the whole branch with norm, router and experts, so that tokens are routed as in the dense model. Single
+experts are not units: a rank without one could not send tokens anywhere, since routers normalize over the experts that
+they choose. A neuron unit is the same share of the neurons of every expert; router, norms and output biases are shared,
+so routing is the dense model's there, too.
 """
 
 from __future__ import annotations

@@ -65,7 +65,7 @@ def _advice(layer_class: type, described: type) -> str:
     line = f"architectures.register({layer_class.__name__}, *architectures.branches_of({described.__name__}))"
     return (
         "If each of its branches still is x + after(body(norm(x))), say so before deepspeed.initialize or fully_shard: "
-        f"{line}. If not, describe its branches as they are (sdp_deepspeed/architectures/README.md)"
+        f"{line}. If not, describe its branches (docs/guide.md)"
     )
 
 

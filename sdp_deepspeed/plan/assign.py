@@ -34,7 +34,7 @@ _SWAPS, _PATIENCE = 256, 6  # of the local search: candidates per step, steps wi
 
 
 def spectral_gap(holders: Sequence[Holders], weights: Sequence[int], num_subnetworks: int) -> float:
-    """1 - lambda_2 of W_ij = sum over units of w_u m_iu m_ju / p_u, rows normalized (DESIGN.md, section 1).
+    """1 - lambda_2 of W_ij = sum over units of w_u m_iu m_ju / p_u, rows normalized (docs/design.md).
 
     Args:
         holders: for each unit its subnetworks.

@@ -1,4 +1,18 @@
-"""The plan: which subnetwork holds which unit, as data that is hashed, printed, written and read."""
+"""The plan: which subnetwork holds which unit, as data that is hashed, printed, saved and loaded.
+
+The format of plan.json:
+
+    {"version": 1, "regime": "forward", "strategy": "block", "num_subnetworks": k, "num_holders": p or null, "seed": 0,
+     "hash": "<SHA-256>", "subnetwork_of_rank": [<subnetwork of each data-parallel rank>],
+     "units": [{"name": "model.layers.0.attention",
+                "pieces": [{"parameter": <dense name>, "kind": "parameter" or "buffer",
+                            "dim": <stored dimension> or null, "start": s, "length": l}],
+                "holders": [<subnetworks, ascending>]}]}
+
+`"dim": null` is the whole tensor, and `length` its number of elements. Pieces of different units must not overlap; what
+is in no unit is shared. `num_holders` is null if units have different numbers of holders. It may be omitted, as may
+hash and seed. The hash covers regime, strategy, k, units and holders; remove it from a file that you edit.
+"""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""What the masked average is worth, measured: unbiased, how far from the full average, how similar layer by layer.
+"""Error of the masked average, measured: bias, distance from the full average, similarity layer by layer.
 
-The proposition that `permitted` computes the bounds of, its notation and its proof are in theory.md.
+`permitted` computes the bounds of the proposition in docs/theory.md, which has its notation and proof.
 """
 
 from __future__ import annotations
