@@ -101,7 +101,7 @@ def how_to_describe(layer: nn.Module) -> str:
         "from sdp_deepspeed.architectures import Branch, register\n"
         f'register("{_qualified(type(layer))}",\n'
         '         Branch("attention", norm="NORM", body="BODY"), Branch("mlp", norm="NORM", body="BODY"))\n'
-        '(more: docs/guide.md, "Your own architecture")'
+        "(see docs/guide.md)"
     )
 
 

@@ -18,7 +18,7 @@ def refusal_of(model: nn.Module) -> str:
     unknown, known = f"{type(model).__name__} has no layer whose residual branches are known", ", ".join(families)
     layer = repeated_layer(model)
     if layer is None:
-        way = "Describe yours with sdp_deepspeed.architectures.register (docs/guide.md, "Your own architecture")"
+        way = "Describe yours with sdp_deepspeed.architectures.register (docs/guide.md)"
         return f"{unknown}. {way}. Known are {known}"
     return f"{unknown}; the one that it repeats is {type(layer).__name__}. {how_to_describe(layer)}\nKnown are {known}"
 
