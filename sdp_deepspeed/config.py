@@ -1,4 +1,4 @@
-"""The JSON block `subnetwork_data_parallel`: parse it, and explain what is wrong in it."""
+"""The config block `subnetwork_data_parallel`: its fields and their validation."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ StrategyName = Literal["block", "neuron"]
 
 
 class Mode(NamedTuple):
-    """What a worker computes of the model (regime), and what a unit is (strategy)."""
+    """A regime and a strategy."""
 
     regime: Regime
     strategy: StrategyName
@@ -32,7 +32,7 @@ class Mode(NamedTuple):
 
 MODES = tuple(Mode(*names) for names in itertools.product(get_args(Regime), get_args(StrategyName)))
 
-# Shorter names that users of the method may try; difflib finds the misspellings of KEY itself.
+# Other names that users may try; difflib finds misspellings of KEY.
 _OTHER_NAMES = frozenset(
     {"sdp", "sdpconfig", "subnetwork", "subnetworks", "subnetworkparallel", "subnetworkparallelism", "sdpdeepspeed"}
 )
@@ -211,7 +211,7 @@ class SubnetworkConfig(BaseModel):
 
     @property
     def plan_path(self) -> str | None:
-        """Path of the plan that `assignment` names, or None."""
+        """Path of the plan in `assignment`, or None."""
         return self.assignment if self.assignment.endswith(".json") else None
 
 
@@ -233,17 +233,17 @@ _MODELS: Mapping[str | int, type[BaseModel]] = {
 
 
 def parse(ds_config: Mapping[str, Any]) -> SubnetworkConfig | None:
-    """Read the block out of a DeepSpeed config.
+    """Parse the block of a DeepSpeed config.
 
     Args:
         ds_config: the whole DeepSpeed config, loaded.
 
     Returns:
-        The block, of its first phase if it has a schedule; None if it is absent or not enabled.
+        The block, with a schedule that of the first phase; None if it is absent or not enabled.
 
     Raises:
-        ValueError: a top-level key that is a near-miss of the block's name (DeepSpeed ignores unknown
-            top-level keys, so the run would train without SDP), or problems inside the block, all in one message.
+        ValueError: all problems of the block, or a top-level key whose name resembles the block's (DeepSpeed ignores
+            unknown top-level keys, so the run would silently train without subnetworks).
     """
     _refuse_near_misses(ds_config)
     if KEY not in ds_config:

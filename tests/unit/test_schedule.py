@@ -117,7 +117,7 @@ def test_what_is_tried_out_at_start() -> None:
 def test_the_first_phase_begins_with_what_the_config_has() -> None:
     found = schedule([{"until_step": 1, "stage": 1}, {}], coverage=0.5)
     found.check_first(1)
-    with pytest.raises(ValueError, match=r"schedule\[0\]\.stage: got 1, but the config itself has 2"):
+    with pytest.raises(ValueError, match=r"schedule\[0\]\.stage: got 1, but zero_optimization.stage is 2"):
         found.check_first(2)
 
 
@@ -131,7 +131,7 @@ LAST: dict[str, Any] = {"coverage": 1.0}
         ("growing", ".schedule: got 'growing', expected a list of phases"),
         ([{"coverage": 0.5}, LAST], ".schedule[0]: expected one of until_step"),
         ([{"until_step": 3, "until": 0.5, "coverage": 0.5}, LAST], ".schedule[0]: expected one of until_step"),
-        ([{"until_step": 3, "coverage": 0.5}], ".schedule[0].until_step: the last phase goes on to the end"),
+        ([{"until_step": 3, "coverage": 0.5}], ".schedule[0].until_step: the last phase lasts until the end"),
         ([{"until_step": 3.5, "coverage": 0.5}, LAST], ".schedule[0].until_step: got 3.5, expected the number of"),
         ([{"until": 1.5, "coverage": 0.5}, LAST], ".schedule[0].until: got 1.5, expected a share of all steps"),
         ([{"until_step": 3, "coverage": 0.5, "stage": 3}, LAST], ".schedule[0].stage: got 3, expected one of ZeRO's"),
@@ -141,7 +141,7 @@ LAST: dict[str, Any] = {"coverage": 1.0}
         ([{"until_step": 3}, LAST], "schedule[0]: neither coverage nor holders is given"),
         ([{"until_step": 3, "coverage": 0.5, "enabled": False}, LAST], "'enabled' cannot change in a run"),
         ([{"until_step": 3, "coverage": 0.5, "schedule": []}, LAST], "'schedule' cannot change in a run"),
-        ([{"until_step": 3, **LAST}, {"until_step": 3, **LAST}, LAST], ".schedule[1]: it ends with step 3"),
+        ([{"until_step": 3, **LAST}, {"until_step": 3, **LAST}, LAST], ".schedule[1]: ends with step 3"),
     ],
 )
 def test_wrong_schedules(phases: Any, expected: str) -> None:
