@@ -315,7 +315,7 @@ REFUSED_COMBINATIONS = (
     Combination(
         "redraw_interval",
         lambda config: config.redraw_interval is not None and config.plan_path is not None,
-        "has no effect with a plan file, which never changes",
+        "has no effect with a plan file, which cannot change",
         'use assignment "auto"',
     ),
     _without_strategy("granularity", "block"),
